@@ -6,21 +6,19 @@ answer later), fixed depth. Left out on purpose: time limits, which never repeat
 """
 
 import asyncio
-import math
 import os
 import shutil
-import sqlite3
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import chess
 import chess.engine
-import platformdirs
 from loguru import logger
+
+from rewards.analysis import Analysis, AnalysisCache
 
 MATE_SCORE = 100_000
 """Centipawns of a mate on the board; a mate in n is worth ±(1000 - n/100) pawns."""
@@ -34,30 +32,6 @@ _T = TypeVar("_T")
 
 class EngineError(RuntimeError):
     """The engine is missing, failed on a position twice, or was closed."""
-
-
-@dataclass(frozen=True)
-class Analysis:
-    """Moves of a position, best first, and their evals in pawns from the side to move.
-
-    Both are empty where the game is over.
-    """
-
-    moves: tuple[str, ...]
-    evals: tuple[float, ...]
-
-    @staticmethod
-    def from_labels(moves: Sequence[str], evals: Sequence[float]) -> "Analysis":
-        """Moves and evals in any order; equal evals keep the order they came in.
-
-        ValueError unless there is one finite eval a move, and at least one.
-        """
-        if len(moves) != len(evals) or not moves:
-            raise ValueError(f"{len(moves)} moves and {len(evals)} evals: expected one eval a move")
-        if not all(math.isfinite(number) for number in evals):
-            raise ValueError(f"evals are finite numbers of pawns, not {list(evals)}")
-        order = sorted(range(len(moves)), key=lambda i: -evals[i])
-        return Analysis(tuple(moves[i] for i in order), tuple(float(evals[i]) for i in order))
 
 
 def find_stockfish(path: str | None = None) -> str | None:
@@ -118,7 +92,7 @@ class EnginePool:
         self._loop.set_exception_handler(lambda _, context: logger.debug("engine: {}", context["message"]))
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine pool", daemon=True)
         self._thread.start()
-        self._cache = _Cache(cache_path)
+        self._cache = AnalysisCache(cache_path)
         try:
             engines = [self._run(self._start()).result() for _ in range(num_engines)]
         except BaseException:
@@ -267,57 +241,3 @@ class EnginePool:
             tuple(info["pv"][0].uci() for info in best),
             tuple(info["score"].relative.score(mate_score=MATE_SCORE) / 100 for info in best),
         )
-
-
-class _Cache:
-    """Analyses by key in SQLite (write-ahead log, so several processes may share the file).
-
-    It only saves time: where the file cannot be used (no such disk, full, damaged) a warning says so
-    and this process remembers for itself.
-    """
-
-    def __init__(self, path: str | Path | None) -> None:
-        if path is None:
-            path = Path(platformdirs.user_cache_dir("grpo-lean"), "engine.sqlite")
-        self._path = str(path)
-        try:
-            if self._path != ":memory:":
-                os.makedirs(Path(path).parent, exist_ok=True)
-            self._db = self._open(self._path)
-        except (OSError, sqlite3.Error) as error:
-            self._forget_file(error)
-
-    def get(self, key: str) -> Analysis | None:
-        try:
-            row = self._db.execute("SELECT value FROM analysis WHERE key = ?", (key,)).fetchone()
-        except sqlite3.Error as error:
-            self._forget_file(error)
-            return None
-        if row is None:
-            return None
-        moves, _, evals = row[0].partition("|")
-        return Analysis(tuple(moves.split()), tuple(float(number) for number in evals.split()))
-
-    def put(self, key: str, analysis: Analysis) -> None:
-        value = f"{' '.join(analysis.moves)}|{' '.join(map(repr, analysis.evals))}"
-        try:
-            self._db.execute("INSERT OR REPLACE INTO analysis VALUES (?, ?)", (key, value))
-        except sqlite3.Error as error:
-            self._forget_file(error)
-            self.put(key, analysis)
-
-    def close(self) -> None:
-        self._db.close()
-
-    def _forget_file(self, error: Exception) -> None:
-        logger.warning("engine cache {} cannot be used, analyses will not be kept: {}", self._path, error)
-        self._db = self._open(":memory:")
-
-    @staticmethod
-    def _open(path: str) -> sqlite3.Connection:
-        # Made in the caller's thread, used from the pool's only.
-        db = sqlite3.connect(path, timeout=10.0, check_same_thread=False, isolation_level=None)
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=NORMAL")
-        db.execute("CREATE TABLE IF NOT EXISTS analysis (key TEXT PRIMARY KEY, value TEXT)")
-        return db

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Self
 
 import chess
 
-from rewards.engine import Analysis, EnginePool
+from rewards.analysis import Analysis
+from rewards.engine import EnginePool
 from rewards.formats import PolicyCompletion, parse_policy_completion
 from rewards.weighted import Text, WeightedReward
 

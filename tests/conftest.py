@@ -1,5 +1,6 @@
 """Small models, prompts and files that several test modules share; all made in code, in seconds."""
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import chess
 import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"  # for matrices this small, more of them only wait for each other
 import torch
 from loguru import logger
 from transformers import (
@@ -28,8 +31,6 @@ from grpo.sampling import SamplingSettings
 from grpo.values import Precision, Prompt
 from rewards.formats import EnvironmentSample, PolicySample, environment_line, policy_line, policy_prompt
 
-torch.set_num_threads(1)  # for matrices this small, more of them only wait for each other
-
 CONTEXT = 192
 CPU = torch.device("cpu")
 
@@ -39,6 +40,11 @@ MOVE_PROMPT = "A: 8/8/8/4k3/8/8/4P3/4K3 w - - 0 1+e2e4+e2e4+"
 LONG_MOVE_PROMPT = (
     "A: rnbqkb1r/pppp1ppp/5n2/4p3/4P3/5N2/PPPP1PPP/RNBQKB1R w KQkq - 2 3+f1c4+e2e4 e7e5 g1f3 g8f6 f1c4+"
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Traces and analyses are remembered from one run of the tests to the next, apart from the user's."""
+    os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("user-cache"))
 
 
 @pytest.fixture(scope="session")

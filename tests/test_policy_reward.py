@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import rewards.weighted
 from rewards import REWARDS
-from rewards.engine import Analysis, EngineError, EnginePool, find_stockfish
+from rewards.analysis import Analysis
+from rewards.engine import EngineError, EnginePool, find_stockfish
 from rewards.formats import PolicySample, parse_line
 from rewards.policy import PolicyReward
 

@@ -1,0 +1,105 @@
+"""What an engine says of a position, and the file that remembers it from one run to the next."""
+
+import math
+import os
+import sqlite3
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+from loguru import logger
+
+_LOCK_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Moves of a position, best first, and their evals in pawns from the side to move.
+
+    Both are empty where the game is over.
+    """
+
+    moves: tuple[str, ...]
+    evals: tuple[float, ...]
+
+    @staticmethod
+    def from_labels(moves: Sequence[str], evals: Sequence[float]) -> "Analysis":
+        """Moves and evals in any order; equal evals keep the order they came in.
+
+        ValueError unless there is one finite eval a move, and at least one.
+        """
+        if len(moves) != len(evals) or not moves:
+            raise ValueError(f"{len(moves)} moves and {len(evals)} evals: expected one eval a move")
+        if not all(math.isfinite(number) for number in evals):
+            raise ValueError(f"evals are finite numbers of pawns, not {list(evals)}")
+        order = sorted(range(len(moves)), key=lambda i: -evals[i])
+        return Analysis(tuple(moves[i] for i in order), tuple(float(evals[i]) for i in order))
+
+
+class AnalysisCache:
+    """Analyses by key in SQLite (write-ahead log, so several processes may share the file).
+
+    It only saves time: where the file cannot be used (no such disk, full, damaged) a warning says so
+    and this process remembers for itself.
+    """
+
+    def __init__(self, path: str | Path | None) -> None:
+        if path is None:
+            path = Path(platformdirs.user_cache_dir("grpo-lean"), "engine.sqlite")
+        self._path = str(path)
+        try:
+            if self._path != ":memory:":
+                os.makedirs(Path(path).parent, exist_ok=True)
+            self._db = self._open(self._path)
+        except (OSError, sqlite3.Error) as error:
+            self._forget_file(error)
+
+    def get(self, key: str) -> Analysis | None:
+        try:
+            row = self._db.execute("SELECT value FROM analysis WHERE key = ?", (key,)).fetchone()
+        except sqlite3.Error as error:
+            self._forget_file(error)
+            return None
+        if row is None:
+            return None
+        moves, _, evals = row[0].partition("|")
+        return Analysis(tuple(moves.split()), tuple(float(number) for number in evals.split()))
+
+    def put(self, key: str, analysis: Analysis) -> None:
+        value = f"{' '.join(analysis.moves)}|{' '.join(map(repr, analysis.evals))}"
+        try:
+            self._db.execute("INSERT OR REPLACE INTO analysis VALUES (?, ?)", (key, value))
+        except sqlite3.Error as error:
+            self._forget_file(error)
+            self.put(key, analysis)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _forget_file(self, error: Exception) -> None:
+        logger.warning("engine cache {} cannot be used, analyses will not be kept: {}", self._path, error)
+        self._db = self._open(":memory:")
+
+    @staticmethod
+    def _open(path: str) -> sqlite3.Connection:
+        # Made in the caller's thread, used from the pool's only.
+        db = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, check_same_thread=False, isolation_level=None)
+        _switch_to_wal(db)
+        db.execute("PRAGMA synchronous=NORMAL")
+        db.execute("CREATE TABLE IF NOT EXISTS analysis (key TEXT PRIMARY KEY, value TEXT)")
+        return db
+
+
+def _switch_to_wal(db: sqlite3.Connection) -> None:
+    """Two processes that make the file at once: this statement alone does not wait for the other."""
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
