@@ -1,5 +1,6 @@
 """Train a language model with GRPO: `python train_lean.py --help`."""
 
+import gc
 import sys
 
 DONE, FAILED, WRONG_SETTING, INTERRUPTED = 0, 1, 2, 130
@@ -8,12 +9,15 @@ DONE, FAILED, WRONG_SETTING, INTERRUPTED = 0, 1, 2, 130
 
 def main() -> int:
     """Run the command line."""
+    from grpo.before_torch import set_memory_defaults
+
+    set_memory_defaults()
     # Imported step by step: a wrong setting need not wait for the large libraries.
     from loguru import logger
     from rich.console import Console
 
     from grpo.config import SettingsError, parse_command_line
-    from grpo.tracking import configure_logging
+    from grpo.tracking import MEMORY_FILE, configure_logging, read_lines
 
     console = Console(stderr=True)
     try:
@@ -23,15 +27,22 @@ def main() -> int:
         return WRONG_SETTING
     configure_logging(config.log_level, console)
 
+    from grpo.dry_run import dry_run
     from grpo.interrupt import stop_on_signal
+    from grpo.planning import measured_table, plan_table
     from grpo.setup import open_run
     from grpo.step import Diverged
     from grpo.trainer import Trainer
     from rewards.engine import EngineError
 
     try:
+        if config.dry_run:
+            dry_run(config, console)
+            return DONE
         with stop_on_signal() as stop, open_run(config) as run:
             logger.info("run folder: {}", run.folder)
+            console.print(plan_table(run.memory.plan, run.budget))
+            gc.freeze()  # what set-up made stays: no need to look through it at every collection
             go_on = f"go on with: python train_lean.py --resume {run.folder}"
             try:
                 trainer = Trainer(run, console)
@@ -39,6 +50,7 @@ def main() -> int:
             except KeyboardInterrupt:
                 logger.error("stopped at once; the last checkpoint is good: {}", go_on)
                 return INTERRUPTED
+            console.print(measured_table(read_lines(run.folder / MEMORY_FILE), run.budget))
             if trainer.finished < run.config.steps and stop.requested:
                 logger.warning("stopped after step {}; {}", trainer.finished, go_on)
                 return INTERRUPTED

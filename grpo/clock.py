@@ -9,23 +9,27 @@ import torch
 
 
 class Clock:
-    """Seconds by phase since the last `lap`."""
+    """Seconds by phase since the last `lap`; a phase within another is no part of it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds: dict[str, float] = defaultdict(float)
+        self._inner = 0.0  # seconds of phases that ended within the one that runs
         self._start = time.perf_counter()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Count what happens inside towards `phase`, up to the accelerator's last kernel."""
-        start = time.perf_counter()
+        start, outer_inner = time.perf_counter(), self._inner
+        self._inner = 0.0
         try:
             yield
         finally:
             if self._device.type != "cpu":
                 torch.accelerator.synchronize(self._device)
-            self._seconds[phase] += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self._seconds[phase] += seconds - self._inner
+            self._inner = outer_inner + seconds
 
     def lap(self) -> dict[str, float]:
         """Seconds of each phase, of what lay outside them, and in all (`step_time`); starts anew."""

@@ -1,15 +1,26 @@
 """Hidden states of completions over a shared prompt, with gradients: what scoring and learning read.
 
 Each prompt goes through the model once however many completions it has; gradients flow back
-through its keys and values. Works for every Hugging Face causal model whose cache is a
-`DynamicCache`. Left out: gradient checkpointing, whose layers drop a cache that is passed to them.
+through its keys and values. Works for every Hugging Face causal model whose layers remember keys
+and values and nothing else. Shapes follow from the arguments' shapes alone, so that fake tensors
+can trace it.
+
+Hugging Face's own gradient checkpointing drops a cache that is passed to a layer, because layers
+write to it and would do so again when they are recomputed. The caches here may be written to any
+number of times: whatever is written, they stay as they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo.prefill import encode_prompts, pad_prompts
 
@@ -19,30 +30,112 @@ def completion_hidden(
     prompt_ids: Sequence[Sequence[int]],
     row_to_prompt: Tensor,
     completion_ids: Tensor,
+    *,
+    checkpoint: bool = False,
 ) -> Tensor:
     """The states (R, C, D) from which the tokens `completion_ids` (R, C) are predicted.
 
     row_to_prompt: (R,) index of each row's prompt. Completions are padded on the right, where
-    causal attention never looks; the states there mean nothing.
+    causal attention never looks; the states there mean nothing. With `checkpoint` a layer keeps
+    its input only, and the backward pass computes the rest again: same values, same gradients.
+    ValueError for a model whose layers cannot be run so.
     """
     device = model.device
     prompts = pad_prompts(prompt_ids, device)
     row_to_prompt, completion_ids = row_to_prompt.to(device), completion_ids.to(device)
-    last, prompt_cache = encode_prompts(model, prompts)  # (b, D)
-    first = last[row_to_prompt].unsqueeze(1)  # (R, 1, D)
-    if completion_ids.shape[1] == 1:
-        return first
-
-    cache = DynamicCache(config=model.config)
-    for index, layer in enumerate(prompt_cache.layers):
-        cache.update(layer.keys[row_to_prompt], layer.values[row_to_prompt], index)
-    inputs = completion_ids[:, :-1]  # (R, C - 1)
-    own = torch.ones_like(inputs)
-    hidden = model.base_model(
-        input_ids=inputs,
-        attention_mask=torch.cat([prompts.mask[row_to_prompt].to(own), own], 1),
-        position_ids=prompts.lengths[row_to_prompt].unsqueeze(1) + own.cumsum(1) - 1,
-        past_key_values=cache,
-        use_cache=True,
-    ).last_hidden_state
+    with _recomputed_layers(model) if checkpoint else nullcontext():
+        prompt_layers = _prompt_layers(model)
+        try:
+            last, _ = encode_prompts(model, prompts, Cache(prompt_layers))  # (b, D)
+            layers = [_CompletionLayer(layer, row_to_prompt) for layer in prompt_layers]
+        finally:
+            for layer in prompt_layers:
+                layer.forget()
+        first = last[row_to_prompt].unsqueeze(1)  # (R, 1, D)
+        if completion_ids.shape[1] == 1:
+            return first
+        inputs = completion_ids[:, :-1]  # (R, C - 1)
+        own = torch.ones_like(inputs)
+        hidden = model.base_model(
+            input_ids=inputs,
+            attention_mask=torch.cat([prompts.mask[row_to_prompt].to(own), own], 1),
+            position_ids=prompts.lengths[row_to_prompt].unsqueeze(1) + own.cumsum(1) - 1,
+            past_key_values=Cache(layers),
+            use_cache=True,
+        ).last_hidden_state
     return torch.cat([first, hidden], 1)
+
+
+class _PromptLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
+    """One layer while prompts are encoded: empty at any time, but it remembers what it was given first."""
+
+    def __init__(self, is_sliding: bool) -> None:
+        super().__init__()
+        self.is_sliding = is_sliding
+        self.given: tuple[Tensor, Tensor] | None = None  # keys and values (b, H, P, d)
+        self._listens = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if self._listens:
+            self.given = key_states, value_states
+        return key_states, value_states
+
+    def forget(self) -> None:
+        """Let go of the tensors, and take no others.
+
+        What recomputes a layer holds the cache it was given. If that held tensors of the graph in
+        turn, a graph that never sees its backward pass would hold itself, out of the collector's sight.
+        """
+        self.given, self._listens = None, False
+
+
+class _CompletionLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
+    """One layer's keys and values of the prompts, repeated to rows (R, H, P, d) only as it attends."""
+
+    def __init__(self, prompts: _PromptLayer, row_to_prompt: Tensor) -> None:
+        super().__init__()
+        if prompts.given is None:
+            raise ValueError("its layers do not hand their keys and values to a cache.")
+        self.keys, self.values = prompts.given
+        self.is_sliding, self.is_initialized, self._rows = prompts.is_sliding, True, row_to_prompt
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        keys = torch.cat([self.keys[self._rows], key_states], -2)  # (R, H, P + C - 1, d)
+        return keys, torch.cat([self.values[self._rows], value_states], -2)
+
+
+def _prompt_layers(model: PreTrainedModel) -> list[_PromptLayer]:
+    layers = DynamicCache(config=model.config).layers
+    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
+        raise ValueError("its layers remember something else than their own keys and values.")
+    return [_PromptLayer(layer.is_sliding) for layer in layers]
+
+
+@contextmanager
+def _recomputed_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Layers that run in here keep their inputs only. ValueError for a model without such layers."""
+    layers = list(_decoder_layers(model.base_model))
+    if not layers:
+        raise ValueError(
+            f"gradient_checkpointing is on, but {type(model).__name__} does not say which of its layers "
+            "can be recomputed: leave it off (fewer train_rows need less memory, too)."
+        )
+    instances_own = [vars(layer).get("forward") for layer in layers]
+    for layer in layers:  # dropout is off, so no state of a random generator needs to be kept
+        layer.forward = partial(recompute, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    try:
+        yield
+    finally:
+        for layer, own in zip(layers, instances_own, strict=True):
+            del layer.forward  # the class's shows again
+            if own is not None:
+                layer.forward = own
+
+
+def _decoder_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost layers that Hugging Face marks as fit for recomputation."""
+    for child in module.children():
+        if isinstance(child, GradientCheckpointingLayer):
+            yield child
+        else:
+            yield from _decoder_layers(child)

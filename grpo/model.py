@@ -15,6 +15,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -26,6 +27,8 @@ AUTO = "auto"
 BUNDLED = "rook-tiny"
 HUB_DEFAULT = "jrahn/RookWorld-LM-124M"
 BUNDLED_FOLDER = Path(__file__).parent / "assets" / BUNDLED
+
+_LOADING_ERRORS = (OSError, ValueError, KeyError, SafetensorError)
 
 transformers_logging.disable_progress_bar()
 
@@ -92,34 +95,58 @@ def _cpu_flags() -> set[str]:
 
 def load_policy(name: str, device: torch.device, precision: Precision = "auto") -> Policy:
     """Load any Hugging Face causal language model. ValueError says what to do when it cannot."""
-    source = str(BUNDLED_FOLDER) if name == BUNDLED else name
     dtype = compute_dtype(precision, device)
+    config = load_config(name)
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        for key in vars(config):
-            if key.endswith(("_pdrop", "dropout")):
-                setattr(config, key, 0.0)
-        if getattr(config, "activation_function", None) == "gelu_new":
-            config.activation_function = "gelu_pytorch_tanh"  # the same formula in one kernel
         model = AutoModelForCausalLM.from_pretrained(
-            source,
+            _source(name),
             config=config,
             dtype=torch.float64 if dtype == torch.float64 else torch.float32,
             use_safetensors=True,
             trust_remote_code=False,
-            # On CPU the fused attention's backward pass in bf16 is slower than the plain one.
-            attn_implementation="eager" if (device.type, dtype) == ("cpu", torch.bfloat16) else "sdpa",
+            attn_implementation=choose_attention(device, dtype),
         )
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except _LOADING_ERRORS as error:
+        raise ValueError(_cannot_load(name, error)) from error
+    return Policy(model.to(device).eval(), load_tokenizer(name), dtype)
+
+
+def load_config(name: str) -> PretrainedConfig:
+    """The model's shape, dropout off. ValueError says what to do when it cannot be had."""
+    try:
+        config = AutoConfig.from_pretrained(_source(name), trust_remote_code=False)
+    except _LOADING_ERRORS as error:
+        raise ValueError(_cannot_load(name, error)) from error
+    for key in vars(config):
+        if key.endswith(("_pdrop", "dropout")):
+            setattr(config, key, 0.0)
+    if getattr(config, "activation_function", None) == "gelu_new":
+        config.activation_function = "gelu_pytorch_tanh"  # the same formula in one kernel
+    return config
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with a token to pad with. ValueError where it cannot end a text."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(_source(name), trust_remote_code=False)
         if not tokenizer("text")["input_ids"]:  # transformers makes an empty one where there are no files
             raise ValueError("there is no tokenizer in it")
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except _LOADING_ERRORS as error:
         raise ValueError(_cannot_load(name, error)) from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model {name!r} has a tokenizer without an end-of-text token: give it one.")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return Policy(model.to(device).eval(), tokenizer, dtype)
+    return tokenizer
+
+
+def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
+    """On CPU the fused attention's backward pass in bf16 is slower than the plain one."""
+    return "eager" if (device.type, dtype) == ("cpu", torch.bfloat16) else "sdpa"
+
+
+def _source(name: str) -> str:
+    return str(BUNDLED_FOLDER) if name == BUNDLED else name
 
 
 def _cannot_load(name: str, error: Exception) -> str:

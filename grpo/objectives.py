@@ -42,10 +42,12 @@ def accumulate_grpo(
     dtype: torch.dtype,
     rows: int,
     importance_cap: float | None = None,
+    checkpoint: bool = False,
 ) -> dict[str, float]:
     """Add the step's gradient to the parameters' `.grad`, `rows` rows at a time.
 
-    The split changes nothing (invariance I1). Returns the loss, the entropy in nats a token, the
+    The split changes nothing (invariance I1), nor does `checkpoint`, which recomputes activations
+    in the backward pass to save memory. Returns the loss, the entropy in nats a token, the
     difference between sampler and scorer in log-prob, and the metrics of `grpo_loss`.
     """
     device = model.device
@@ -58,9 +60,9 @@ def accumulate_grpo(
         return None if values is None else values[of, :width].to(device)
 
     for micro in micro_batches(batch.rollout, rows):
-        width = micro.mask.shape[1]
+        width = micro.completion_ids.shape[1]
         logp, entropy = micro_batch_logprobs(
-            model, micro, temperature=temperature, dtype=dtype, entropy=True
+            model, micro, temperature=temperature, dtype=dtype, entropy=True, checkpoint=checkpoint
         )  # (R, C)
         sampler_logp = batch.rollout.sampler_logp[micro.rows, :width].to(device)
         old_logp = part(batch.old_logp, micro.rows, width)
@@ -77,7 +79,7 @@ def accumulate_grpo(
         loss.backward()  # type: ignore[no-untyped-call]
 
         merged = merge_metrics(merged, metrics)
-        gap = (logp.detach() - sampler_logp).abs() * micro.mask.to(device)
+        gap = (logp.detach() - sampler_logp).abs() * batch.rollout.mask[micro.rows, :width].to(device)
         loss_sum += loss.detach()
         gap_sum += gap.sum()
         gap_max = torch.maximum(gap_max, gap.max().to(exact))

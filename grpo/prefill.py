@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 
 class PromptBatch(NamedTuple):
@@ -29,8 +29,10 @@ def pad_prompts(prompt_ids: Sequence[Sequence[int]], device: torch.device) -> Pr
     return PromptBatch(ids.to(device), torch.tensor(lengths).to(device))
 
 
-def encode_prompts(model: PreTrainedModel, prompts: PromptBatch) -> tuple[Tensor, DynamicCache]:
-    """Hidden states (b, D) of each prompt's last token, and the cache of all its layers.
+def encode_prompts(
+    model: PreTrainedModel, prompts: PromptBatch, cache: Cache | None = None
+) -> tuple[Tensor, Cache]:
+    """Hidden states (b, D) of each prompt's last token, and the cache of all layers (None: a new one).
 
     Positions are explicit. The mask is all ones on purpose: the padding lies to the right, where
     causal attention does not look, and without a padding mask the fast attention kernels serve.
@@ -39,7 +41,7 @@ def encode_prompts(model: PreTrainedModel, prompts: PromptBatch) -> tuple[Tensor
         input_ids=prompts.ids,
         attention_mask=torch.ones_like(prompts.ids),
         position_ids=torch.arange(prompts.ids.shape[1], device=prompts.ids.device).expand_as(prompts.ids),
-        past_key_values=DynamicCache(config=model.config),
+        past_key_values=DynamicCache(config=model.config) if cache is None else cache,
         use_cache=True,
     )
     rows = torch.arange(len(prompts.lengths), device=prompts.ids.device)

@@ -1,17 +1,17 @@
 """Sampling a step's completions: prompts once a group, finished groups leave, order plays no part."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.decode import make_decoder
+from grpo.decode import CacheBytes, make_decoder
 from grpo.sampling import SamplingSettings, sample_tokens
 from grpo.values import Prompt, Rollout
 
 _CHECK_EVERY = 8
-"""Tokens between looks at who has finished on an accelerator, where each look waits for it."""
+"""Tokens between looks at the cache, and at who has finished on an accelerator, which waits for it."""
 
 
 def tokenize_prompts(
@@ -39,11 +39,13 @@ def rollout(
     settings: SamplingSettings,
     *,
     rows: int,
+    watch_cache: Callable[[int, CacheBytes], None] | None = None,
 ) -> Rollout:
-    """Sample N = len(uniforms) completions, N / B of each prompt, about `rows` at once.
+    """Sample N = len(uniforms) completions, N / B of each prompt, at most `rows` at once.
 
     uniforms: (N, max_new_tokens), see `step_uniforms`. Whole groups are sampled together where
     `rows` allows, and a group is split where it does not; neither changes what is sampled.
+    watch_cache: told, every few tokens, how many the first rows have and what their cache takes up.
     """
     prompt_ids = tokenize_prompts(prompts, tokenizer, longest=context_length(model) - settings.max_new_tokens)
     num_rows = len(uniforms)
@@ -59,8 +61,9 @@ def rollout(
             chunk = (groups.unsqueeze(1) * group_size + columns).flatten()
             ids[chunk], logp[chunk], lengths[chunk], terminated[chunk] = _sample(
                 model, [prompt_ids[group] for group in groups], uniforms[chunk], settings,
-                end=tokenizer.eos_token_id,
+                end=tokenizer.eos_token_id, watch_cache=watch_cache,
             )  # fmt: skip
+            watch_cache = None
     longest = int(lengths.max())
     return Rollout(
         prompts=list(prompts),
@@ -90,6 +93,7 @@ def _sample(
     settings: SamplingSettings,
     *,
     end: int,
+    watch_cache: Callable[[int, CacheBytes], None] | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sample the rows of one chunk: ids and log-probs (R, max_new_tokens), lengths, terminated."""
     device = model.device
@@ -117,6 +121,8 @@ def _sample(
         ended = running & (tokens == end)
         lengths[alive] = torch.where(ended, position + 1, lengths[alive])
         terminated[alive] |= ended
+        if watch_cache is not None and (position % _CHECK_EVERY == 0 or position + 1 == num_positions):
+            watch_cache(position + 1, decoder.cache_bytes)
         if position + 1 == num_positions:
             break
         if (position + 1) % check_every == 0:

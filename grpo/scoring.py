@@ -1,26 +1,33 @@
 """Log-probs of given completions: under the policy (with gradients) and the reference (without)."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 from transformers import PreTrainedModel
 
 from grpo.forward import completion_hidden
 from grpo.logprobs import completion_logprobs
+from grpo.memory import Shape
 from grpo.values import Rollout
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some rows of a rollout, trimmed to their own longest prompt and completion."""
+    """Some rows of a rollout, trimmed to their own longest prompt and completion.
+
+    Without a mask every token counts: shapes are then known beforehand, so that fake tensors can
+    trace what is done with a micro-batch.
+    """
 
     rows: Tensor  # (R,) their places in the rollout
     prompt_ids: list[list[int]]
     row_to_prompt: Tensor  # (R,)
     completion_ids: Tensor  # (R, C)
-    mask: Tensor  # (R, C)
+    mask: Tensor | None = None  # (R, C)
 
 
 def micro_batches(rollout: Rollout, rows: int) -> Iterator[MicroBatch]:
@@ -44,6 +51,19 @@ def micro_batches(rollout: Rollout, rows: int) -> Iterator[MicroBatch]:
         )
 
 
+def micro_batch_shapes(rollout: Rollout, rows: int) -> list[Shape]:
+    """What the memory of each of `micro_batches` depends on."""
+    return [
+        Shape(
+            rows=len(batch.rows),
+            prompt_tokens=max(map(len, batch.prompt_ids)),
+            new_tokens=batch.completion_ids.shape[1],
+            scored_tokens=int(rollout.lengths[batch.rows].sum()),
+        )
+        for batch in micro_batches(rollout, rows)
+    ]
+
+
 def micro_batch_logprobs(
     model: PreTrainedModel,
     batch: MicroBatch,
@@ -51,35 +71,40 @@ def micro_batch_logprobs(
     temperature: float,
     dtype: torch.dtype,
     entropy: bool = False,
+    checkpoint: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (R, C) of a micro-batch's tokens on the model's device, 0 on the padding.
 
     Of the temperature-scaled, untruncated distribution; entropies (R, C) on request. `dtype` is
-    what matrix products are computed in.
+    what matrix products are computed in. `checkpoint`: activations are recomputed in the backward pass.
     """
     device = model.device
     lower = dtype in (torch.bfloat16, torch.float16)
     with torch.autocast(device.type, dtype=dtype if lower else torch.bfloat16, enabled=lower):
-        hidden = completion_hidden(model, batch.prompt_ids, batch.row_to_prompt, batch.completion_ids)
+        hidden = completion_hidden(
+            model, batch.prompt_ids, batch.row_to_prompt, batch.completion_ids, checkpoint=checkpoint
+        )
         head = model.get_output_embeddings()
         return completion_logprobs(
-            hidden, head.weight, batch.completion_ids.to(device), batch.mask.to(device),
+            hidden, head.weight, batch.completion_ids.to(device),
+            None if batch.mask is None else batch.mask.to(device),
             bias=head.bias, temperature=temperature, entropy=entropy,
         )  # fmt: skip
 
 
 @torch.no_grad()
-def check_scorer(model: PreTrainedModel, context: int) -> None:
+def check_scorer(model: PreTrainedModel, context: int, *, checkpoint: bool = False) -> None:
     """ValueError unless log-probs are those of the model's own forward pass, on made-up tokens.
 
     They are not for a model that does more to its logits than a linear layer does (Gemma 2, Cohere,
     Granite), or whose attention minds what stands between prompt and completion (GPT-Neo).
+    With `checkpoint`, gradients must also be the same when activations are recomputed.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.get_input_embeddings().num_embeddings, (2, 280), generator=generator)
     length = min(280, context)
     prompts, completions = [tokens[0, : length - 4].tolist(), tokens[1, :5].tolist()], tokens[:, -4:]
-    batch = MicroBatch(torch.arange(2), prompts, torch.arange(2), completions, completions >= 0)
+    batch = MicroBatch(torch.arange(2), prompts, torch.arange(2), completions)
     try:
         ours, _ = micro_batch_logprobs(model, batch, temperature=1.0, dtype=model.dtype)
     except (TypeError, AttributeError, ValueError, NotImplementedError) as error:
@@ -95,6 +120,34 @@ def check_scorer(model: PreTrainedModel, context: int) -> None:
                 "nats wrong, so its head or its attention is of a kind that is not supported; "
                 "choose another --model."
             )
+    if checkpoint:
+        _check_recomputation(model, batch)
+
+
+@torch.enable_grad()
+def _check_recomputation(model: PreTrainedModel, batch: MicroBatch) -> None:
+    """ValueError unless all gradients are the same when activations are recomputed."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def gradients(checkpoint: bool) -> list[Tensor]:
+        logp, _ = micro_batch_logprobs(
+            model, batch, temperature=1.0, dtype=model.dtype, checkpoint=checkpoint
+        )
+        return list(torch.autograd.grad(logp.sum(), parameters, materialize_grads=True))
+
+    plain = gradients(checkpoint=False)
+    try:
+        pairs = zip(gradients(checkpoint=True), plain, strict=True)
+        difference = math.hypot(*((one - other).norm().item() for one, other in pairs))
+        difference /= math.hypot(*(gradient.norm().item() for gradient in plain))
+        reason = f"its gradients come out {difference:.3g} wrong, relative to their norm"
+    except CheckpointError as error:
+        difference, reason = math.inf, str(error).splitlines()[0].rstrip(".")
+    if not difference < 1e-3:
+        raise ValueError(
+            f"gradient_checkpointing is on, but {type(model).__name__} cannot be recomputed layer by layer: "
+            f"{reason}; leave it off (fewer train_rows need less memory, too)."
+        )
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -16,13 +16,23 @@ from transformers import PreTrainedModel
 from grpo.checkpoint import Checkpoint, CheckpointFolder
 from grpo.clock import Clock
 from grpo.config import CONFIG_FILE, Config, SettingsError, write_yaml
-from grpo.memory import MemoryMonitor
-from grpo.model import Policy, RolloutModel, choose_device, choose_model, frozen_copy, load_policy
+from grpo.memory import AdaptiveMemory, Budget, MemoryMonitor, limit_memory, make_budget, parse_size
+from grpo.model import (
+    Policy,
+    RolloutModel,
+    choose_device,
+    choose_model,
+    compute_dtype,
+    frozen_copy,
+    load_policy,
+)
 from grpo.optimizer import make_optimizer
+from grpo.planning import Workload, longest_prompt, plan_memory
 from grpo.prompts import PromptSource, load_prompts
 from grpo.reward_functions import RewardFunctions
-from grpo.rollout import context_length
-from grpo.scoring import check_scorer
+from grpo.rollout import context_length, rollout
+from grpo.sampling import step_uniforms
+from grpo.scoring import check_scorer, micro_batch_logprobs, micro_batches
 from grpo.tracking import check_trackers
 from grpo.values import Prompt, Rollout
 from rewards.engine import EnginePool, find_stockfish
@@ -46,6 +56,11 @@ class Run:
     checkpoint: Checkpoint | None
     clock: Clock
     monitor: MemoryMonitor
+    memory: AdaptiveMemory
+    budget: Budget
+    """At the start; what others hold may change it."""
+    longest_prompt: int
+    """Tokens, of the prompts that are known beforehand."""
     started: float = field(default_factory=time.monotonic)
 
     def held_out_reward(self, rollout: Rollout) -> Tensor:
@@ -59,8 +74,11 @@ class Run:
 
 
 @contextmanager
-def open_run(config: Config) -> Iterator[Run]:
-    """Build a run, and end its engine processes afterwards. ValueError for what a user can mend."""
+def open_run(config: Config, *, prediction_bias: float = 1.0) -> Iterator[Run]:
+    """Build a run, and end its engine processes afterwards. ValueError for what a user can mend.
+
+    prediction_bias: multiplies what the memory plan expects; for experiments that want it wrong.
+    """
     device = choose_device(config.device)
     config = replace(config, model=choose_model(config.model, device))
     reference_device = choose_device(config.reference_device) if config.reference_device else device
@@ -85,7 +103,21 @@ def open_run(config: Config) -> Iterator[Run]:
     engine = _start_engine(config) if "policy" in source.tasks else None
     try:
         policy, reference = _load_models(config, checkpoint, device, reference_device)
+        sampler = RolloutModel(policy.model, policy.compute_dtype)
+        optimizer = make_optimizer(policy.model, config.optimizer)
+        monitor = MemoryMonitor(device, limited=config.memory_limit is not None)
+        work = Workload(
+            config, policy.model.config, policy.model.config._attn_implementation, policy.compute_dtype,
+            longest_prompt(source, policy.tokenizer, config),
+            reference_here=reference_device == device, device_type=device.type,
+        )  # fmt: skip
+        if config.memory_limit is not None:
+            _rehearse(config, policy, sampler, source)
+        budget = _budget(config, monitor)
+        work, memory = plan_memory(work, monitor, budget, bias=prediction_bias)
+        config = work.config
         _claim_folder(folder, config)
+        _limit_memory(config, monitor)
         yield Run(
             config=config,
             folder=folder,
@@ -95,16 +127,52 @@ def open_run(config: Config) -> Iterator[Run]:
             rewards=rewards.with_engine(engine),
             policy=policy,
             reference=reference,
-            sampler=RolloutModel(policy.model, policy.compute_dtype),
-            optimizer=make_optimizer(policy.model, config.optimizer),
+            sampler=sampler,
+            optimizer=optimizer,
             checkpoints=checkpoints,
             checkpoint=checkpoint,
             clock=Clock(device),
-            monitor=MemoryMonitor(device),
+            monitor=monitor,
+            memory=memory,
+            budget=budget(),
+            longest_prompt=work.longest_prompt,
         )
     finally:
         if engine is not None:
             engine.close()
+
+
+def _rehearse(config: Config, policy: Policy, sampler: RolloutModel, source: PromptSource) -> None:
+    """Sample one group and take its gradient, so that kernels, threads and workspaces are there.
+
+    What they hold is then measured, as part of what is not torch's, before a limit is enforced.
+    """
+    prompts = source.longest(1)[:1]
+    uniforms = step_uniforms(config.group_size, config.sampling.max_new_tokens, seed=config.seed, step=0)
+    rows = config.group_size
+    made = rollout(sampler.model, policy.tokenizer, prompts, uniforms, config.sampling, rows=rows)
+    (batch,) = micro_batches(made, rows)
+    logp, _ = micro_batch_logprobs(
+        policy.model, batch, temperature=config.sampling.temperature, dtype=policy.compute_dtype
+    )
+    logp.sum().backward()  # type: ignore[no-untyped-call]
+    policy.model.zero_grad(set_to_none=True)
+
+
+def _budget(config: Config, monitor: MemoryMonitor) -> Callable[[], Budget]:
+    """What this process may hold, as it is whenever that is asked."""
+    limit = parse_size(config.memory_limit) if config.memory_limit else None
+    return lambda: make_budget(monitor.memory(), utilization=config.memory_utilization, limit_bytes=limit)
+
+
+def _limit_memory(config: Config, monitor: MemoryMonitor) -> None:
+    """Enforce --memory-limit where that is possible: last, when threads and processes have started."""
+    if config.memory_limit:
+        limit = parse_size(config.memory_limit)
+        how = limit_memory(monitor.device, limit, monitor.memory().total_bytes)
+        logger.info("memory limit {}: {}", config.memory_limit, how)
+        if monitor.device.type == "cpu" and compute_dtype(config.precision, monitor.device) == torch.bfloat16:
+            logger.info("in bf16 oneDNN keeps kernels it compiles: a tight limit wants --precision fp32")
 
 
 def _load_models(
@@ -118,7 +186,7 @@ def _load_models(
             f"max_new_tokens is {config.sampling.max_new_tokens}, but the model's context is "
             f"{context} tokens: give less than that, to leave room for the prompt."
         )
-    check_scorer(policy.model, context)
+    check_scorer(policy.model, context, checkpoint=config.gradient_checkpointing)
     if checkpoint is None:
         return policy, frozen_copy(policy.model, reference_device) if config.uses_reference else None
     reference = policy.model.requires_grad_(False).to(reference_device) if config.uses_reference else None

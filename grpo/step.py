@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from loguru import logger
@@ -19,13 +20,21 @@ class Stepper:
     """Applies accumulated gradients, and refuses those that are not finite.
 
     A step whose loss, KL or gradient is not finite is dropped, counted and reported; three in a
-    row raise `Diverged`.
+    row raise `Diverged`. `updating` is entered around clipping and the optimizer's step.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float,
+        *,
+        updating: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._optimizer = optimizer
         self._max_grad_norm = max_grad_norm or math.inf
+        self._updating = updating
         self.moved = False
         """Whether the weights have moved since the caller last set this."""
         self.num_skipped = 0
@@ -38,15 +47,16 @@ class Stepper:
         """
         self._optimizer.zero_grad(set_to_none=True)
         metrics = accumulate()
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm).item()
-        watched = {"loss": metrics["loss"], "kl": metrics.get("kl", 0.0), "grad_norm": norm}
-        broken = {name: value for name, value in watched.items() if not math.isfinite(value)}
-        if broken:
-            self._skip(broken)
-        else:
-            self.moved = True
-            self._optimizer.step()
-            self.skipped_in_a_row = 0
+        with self._updating():
+            norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm).item()
+            watched = {"loss": metrics["loss"], "kl": metrics.get("kl", 0.0), "grad_norm": norm}
+            broken = {name: value for name, value in watched.items() if not math.isfinite(value)}
+            if broken:
+                self._skip(broken)
+            else:
+                self.moved = True
+                self._optimizer.step()
+                self.skipped_in_a_row = 0
         self._optimizer.zero_grad(set_to_none=True)
         return {**metrics, "grad_norm": norm, "skipped": float(self.skipped_in_a_row > 0)}
 

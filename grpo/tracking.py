@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
+MEMORY_FILE = "memory.jsonl"
 
 
 def configure_logging(level: str, console: Console) -> None:
@@ -54,8 +55,28 @@ class _Lines:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a JSON-lines file; [] where there is no file, and without a broken last line."""
+    return _parse(path, path.read_text().splitlines()) if path.exists() else []
+
+
+class NewLines:
+    """Each call gives the records that a JSON-lines file has got since; half a line waits for its rest."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def __call__(self) -> list[dict[str, Any]]:
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return _parse(self._path, whole.decode().splitlines())
+
+
+def _parse(path: Path, lines: Iterable[str]) -> list[dict[str, Any]]:
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in lines:
         try:
             records.append(json.loads(line))
         except ValueError:
@@ -80,6 +101,7 @@ class RunTracker:
     ) -> None:
         self._metrics = _Lines(folder / METRICS_FILE, before_step=before_step)
         self._completions = _Lines(folder / COMPLETIONS_FILE, before_step=before_step)
+        self._memory = _Lines(folder / MEMORY_FILE, before_step=before_step)
         self._failing: set[str] = set()
         self._board: Any = None
         self._wandb: Any = None
@@ -108,8 +130,14 @@ class RunTracker:
         for row in rows:
             self._attempt(COMPLETIONS_FILE, partial(self._completions.write, {"step": step, **row}))
 
+    def log_memory(self, step: int, phases: Iterable[Mapping[str, Any]]) -> None:
+        """What each phase of one step held, and what had been predicted."""
+        for phase in phases:
+            self._attempt(MEMORY_FILE, partial(self._memory.write, {"step": step, **phase}))
+
     def close(self) -> None:
         self._attempt(METRICS_FILE, self._metrics.close)
+        self._attempt(MEMORY_FILE, self._memory.close)
         self._attempt(COMPLETIONS_FILE, self._completions.close)
         if self._board is not None:
             self._attempt("tensorboard", self._board.close)

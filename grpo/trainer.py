@@ -1,7 +1,8 @@
 """The loop. `Trainer.train` is the whole program; what it calls does one thing each."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from loguru import logger
@@ -11,34 +12,42 @@ from torch import Tensor
 from grpo.advantages import group_advantages, zero_variance_groups
 from grpo.checkpoint import Checkpoint, restore_optimizer
 from grpo.config import to_flat
-from grpo.evaluate import Evaluation, evaluate
+from grpo.evaluate import evaluate
 from grpo.interrupt import StopRequest
 from grpo.loss import adaptive_kl, loss_counts
+from grpo.memory import DoesNotFit, survive
 from grpo.metrics import completion_records, reward_metrics, rollout_metrics
-from grpo.objectives import GRPOBatch, accumulate_grpo
+from grpo.objectives import GRPOBatch
 from grpo.optimizer import learning_rate, set_learning_rate
+from grpo.planned import PlannedPhases
 from grpo.reward_functions import Scores
-from grpo.rollout import rollout
-from grpo.sampling import step_uniforms
-from grpo.scoring import score
 from grpo.setup import Run
 from grpo.step import Stepper
 from grpo.tracking import RunTracker, StepProgress
 from grpo.values import Prompt, Rollout
 
+EVAL_ROWS = 256
+"""Held-out prompts answered at once, at most."""
+
 
 class Trainer:
     """One run: made from a `Run`, goes on from its checkpoint if there is one."""
 
-    def __init__(self, run: Run, console: Console) -> None:
+    def __init__(
+        self, run: Run, console: Console, *, after_step: Callable[[int], None] = lambda step: None
+    ) -> None:
         self.config = run.config
+        self.after_step = after_step
         self.run = run
         self.console = console
-        self.stepper = Stepper(run.policy.model, run.optimizer, self.config.optimizer.max_grad_norm)
+        self.stepper = Stepper(
+            run.policy.model, run.optimizer, self.config.optimizer.max_grad_norm, updating=self._updating
+        )
         self.kl_coef = self.config.loss.kl_coef
         self.best_reward: float | None = None
         self.num_tokens = 0
         self.finished = 0
+        self.phases = PlannedPhases(run)
         self.source_state = run.source.state()
         if run.checkpoint is not None:
             self._restore(run.checkpoint)
@@ -65,12 +74,14 @@ class Trainer:
                 run.clock.lap()  # what came before is no part of this step's time
                 run.monitor.reset_peak()
                 prompts = run.source.draw(config.num_prompts)
+                self.phases.plan(prompts)
                 sampled, scores = self.sample_and_reward(step, prompts)
                 rewards, old_logp, ref_logp = self.score(sampled, scores)
                 advantages = group_advantages(rewards, config.group_size, scale=config.advantage_scale)
                 learned = self.learn(step, sampled, advantages, old_logp, ref_logp)
                 self.finished, self.source_state, self.stepper.moved = step, run.source.state(), False
                 self.log(step, sampled, scores, rewards, advantages, learned, progress)
+                self.after_step(step)
 
                 done = step == config.steps or run.time_is_up()
                 better = self.evaluate(step) if done or self._due(step, config.eval_interval) else False
@@ -103,34 +114,22 @@ class Trainer:
         return sampled, scores
 
     def _sample(self, step: int, prompts: list[Prompt], *, draw: int) -> tuple[Rollout, Scores]:
-        config, run = self.config, self.run
+        run = self.run
         with run.clock("sample"):
             run.rewards.prepare(prompts)  # the engine works while the model writes
-            sampled = rollout(
-                run.sampler.model, run.policy.tokenizer, prompts,
-                step_uniforms(
-                    len(prompts) * config.group_size, config.sampling.max_new_tokens,
-                    seed=config.seed, step=step, draw=draw,
-                ),
-                config.sampling, rows=config.rollout_rows or config.batch_size,
-            )  # fmt: skip
+            sampled = self.phases.sample(step, prompts, draw=draw)
         with run.clock("reward"):
             return sampled, run.rewards(sampled)
 
     def score(self, sampled: Rollout, scores: Scores) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Rewards (N,), and log-probs (N, C) under the policy before this step and the reference."""
         config, run = self.config, self.run
-        arguments: dict[str, Any] = {
-            "rows": config.score_rows or config.batch_size,
-            "temperature": config.sampling.temperature,
-            "dtype": run.policy.compute_dtype,
-        }
         rewards, old_logp, ref_logp = scores.rewards, None, None
         with run.clock("score"):
             if config.num_iterations > 1 or config.kl_in_reward:  # else the first pass of learning serves
-                old_logp = score(run.policy.model, sampled, **arguments)
+                old_logp = self.phases.logprobs(run.policy.model, sampled)
             if run.reference is not None:
-                ref_logp = score(run.reference, sampled, **arguments)
+                ref_logp = self.phases.logprobs(run.reference, sampled)
         if config.kl_in_reward and old_logp is not None and ref_logp is not None:
             kl = ((old_logp - ref_logp) * sampled.mask).sum(1)  # (N,) k1
             # A KL that is not finite reaches the loss by way of ref_logp, where the step is skipped.
@@ -158,11 +157,7 @@ class Trainer:
         settings = replace(config.loss, kl_coef=0.0 if config.kl_in_reward else self.kl_coef)
 
         def accumulate() -> dict[str, float]:
-            return accumulate_grpo(
-                run.policy.model, batch, settings=settings, temperature=config.sampling.temperature,
-                dtype=run.policy.compute_dtype, rows=config.train_rows or config.batch_size,
-                importance_cap=config.importance_cap,
-            )  # fmt: skip
+            return self.phases.accumulate(batch, settings)
 
         with run.clock("learn"):
             metrics = self.stepper.step(accumulate)
@@ -180,10 +175,13 @@ class Trainer:
         config, run = self.config, self.run
         if not config.eval_interval or not run.eval_prompts:
             return False
-        result: Evaluation = evaluate(
-            run.sampler.model, run.policy.tokenizer, run.eval_prompts,
-            settings=replace(config.sampling, temperature=0.0), rows=config.rollout_rows or 256,
-            seed=config.seed, engine=run.engine, reward=run.held_out_reward,
+        result, _ = survive(
+            lambda rows: evaluate(
+                run.sampler.model, run.policy.tokenizer, run.eval_prompts,
+                settings=replace(config.sampling, temperature=0.0), rows=rows,
+                seed=config.seed, engine=run.engine, reward=run.held_out_reward,
+            ),
+            config.rollout_rows or EVAL_ROWS, phase="evaluation",
         )  # fmt: skip
         metrics = result.as_metrics()
         self.tracker.log(step, metrics)
@@ -222,13 +220,14 @@ class Trainer:
             "memory/peak_gb": memory.peak_bytes / 2**30,
         }
         self.tracker.log(step, metrics)
+        self.tracker.log_memory(step, (record.as_dict() for record in run.memory.take_records()))
         self.tracker.log_completions(
             step, completion_records(sampled, scores, advantages, config.logged_completions)
         )
         progress.update(
             step,
             f"reward {metrics['reward']:.3f}, kl {metrics.get('kl', 0.0):.4f}, "
-            f"{config.batch_size / metrics['step_time']:.0f} samples/s, {memory.peak_bytes / 2**30:.2f} GB",
+            f"{config.num_rows / metrics['step_time']:.0f} samples/s, {memory.peak_bytes / 2**30:.2f} GB",
         )
 
     def save(self, *, best: bool = False) -> None:
@@ -241,10 +240,18 @@ class Trainer:
             "num_tokens": self.num_tokens,
             "num_skipped": self.stepper.num_skipped,
             "skipped_in_a_row": self.stepper.skipped_in_a_row,
+            "memory": run.memory.state(),
         }
-        written = run.checkpoints.save(
-            self.finished, run.policy.model, run.policy.tokenizer, run.optimizer, state, best=best
-        )
+        try:
+            written, _ = survive(
+                lambda _: run.checkpoints.save(
+                    self.finished, run.policy.model, run.policy.tokenizer, run.optimizer, state, best=best
+                ),
+                1, phase="checkpoint",
+            )  # fmt: skip
+        except DoesNotFit as error:
+            logger.warning("no checkpoint of step {}: {}", self.finished, error)
+            return
         if written:
             self.saved = self.finished
 
@@ -258,7 +265,13 @@ class Trainer:
         self.num_tokens = state["num_tokens"]
         self.stepper.num_skipped = state["num_skipped"]
         self.stepper.skipped_in_a_row = state["skipped_in_a_row"]
+        self.run.memory.restore(state["memory"])
         self.finished, self.source_state = state["step"], state["source"]
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        with self.run.clock("update"), self.run.memory.watch("update"):
+            yield
 
     def _due(self, step: int, interval: int) -> bool:
         return bool(interval) and step % interval == 0

@@ -35,6 +35,7 @@ def main(
     steps: int | None = None,
     heldout: int = 1000,
     controls: bool = True,
+    minutes: float | None = None,
 ) -> None:
     """Run what is missing, then print the table and draw learning.png.
 
@@ -43,12 +44,13 @@ def main(
         seeds: Seeds of the demo's settings.
         steps: Fewer steps than the demo's, for a quick look.
         heldout: Held-out prompts of each task.
-        controls: Learning rate 0, and supervised training for as long as GRPO took.
+        controls: Learning rate 0, and supervised training for as long as GRPO took with seed 0.
+        minutes: Limit of each run in place of the demo's, for a machine that is busy with other work.
     """
     console = Console(width=130)  # the table is for the README, whatever the terminal
     configure_logging("WARNING", console)
     config = replace(demo_config(), runs_dir=output, eval_interval=0)
-    config = replace(config, steps=steps or config.steps)
+    config = replace(config, steps=steps or config.steps, minutes=minutes or config.minutes)
     prompts = heldout_prompts(config, heldout)
     output.mkdir(parents=True, exist_ok=True)
 

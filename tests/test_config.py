@@ -61,6 +61,9 @@ WRONG = [  # setting, value, what the message says besides the two
     ("rollout_rows", 0, "at least 1, or leave it out"),
     ("score_rows", 0, "at least 1, or leave it out"),
     ("train_rows", -3, "at least 1, or leave it out"),
+    ("max_batch_size", 7, "less than one group of 8"),
+    ("memory_utilization", 0.0, "above 0 and up to 1"),
+    ("memory_utilization", 1.1, "above 0 and up to 1"),
     ("policy_share", 1.5, "between 0 and 1"),
     ("heldout_share", -0.1, "between 0 and 1"),
     ("max_bad_share", math.nan, "between 0 and 1"),
@@ -305,6 +308,41 @@ def test_the_defaults_are_the_ones_people_know():
     assert (config.sampling.max_new_tokens, config.sampling.temperature) == (144, 1.0)
     known = "--steps 100 --batch-size 64 --group-size 8 --learning-rate 1e-5 --clip-range 0.2 --kl-coef 0.02"
     assert parse_command_line([*known.split(), "--log-level", "INFO"]) == config == Config()
+
+
+def test_the_batch_size_may_be_left_to_the_planner(tmp_path):
+    config = parse_command_line(["--batch-size", "auto", "--max-batch-size", "100", "--group-size", "7"])
+    assert config.batch_size == "auto"
+    assert parse_command_line(["--config", yaml_file(tmp_path, "batch_size: auto")]).batch_size == "auto"
+    with pytest.raises(ValueError, match="has not been found yet"):
+        _ = config.num_rows
+    found = dataclasses.replace(config, batch_size=98)
+    assert (found.num_rows, found.num_prompts) == (98, 14)
+    with pytest.raises(SettingsError, match="batch_size is 'many': give a value of type int or auto"):
+        from_flat({"batch_size": "many"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("memory_limit", "much", "memory_limit is 'much', which is no size: write it like 24GB"),
+        ("memory_limit", "0.5", "memory_limit is '0.5', which is no size: write it like 24GB"),
+        ("device_memory", "0GB", "device_memory is '0GB', which is no size: write it like 24GB"),
+        (
+            "device_memory",
+            "24GB",
+            "device_memory is 24GB, which is for a card that is not there: add --dry-run",
+        ),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused(capsys, name, value, message):
+    assert message in refusal(capsys, f"--{name.replace('_', '-')}", value)
+
+
+def test_memory_settings_are_sizes_as_people_write_them():
+    config = parse_command_line(["--memory-limit", "24GB", "--dry-run", "--device-memory", "512 MB"])
+    assert (config.memory_limit, config.device_memory, config.dry_run) == ("24GB", "512 MB", True)
+    assert (Config().memory_limit, Config().memory_utilization, Config().max_batch_size) == (None, 0.85, 1024)
 
 
 def test_a_reference_is_loaded_only_where_it_is_used():

@@ -37,7 +37,7 @@ from grpo.experiments.positions import random_endgame, transition_lines
 from grpo.prompts import is_heldout
 from grpo.sampling import SamplingSettings
 from grpo.values import Prompt, Rollout
-from rewards.engine import Analysis
+from rewards.analysis import Analysis
 from rewards.environment import referee
 from rewards.formats import (
     PolicySample,

@@ -56,12 +56,14 @@ def frozen_batch(policy, prompts) -> GRPOBatch:
     return GRPOBatch(sampled, advantages, mask, loss_counts(mask, LENGTH), old, ref)
 
 
-def learn(policy, batch, loss: LossSettings, rows: int) -> tuple[torch.Tensor, dict[str, float]]:
+def learn(
+    policy, batch, loss: LossSettings, rows: int, *, checkpoint: bool = False
+) -> tuple[torch.Tensor, dict[str, float]]:
     """One step's gradient as one vector, and its metrics."""
     policy.model.zero_grad(set_to_none=True)
     metrics = accumulate_grpo(
         policy.model, batch, settings=loss, temperature=1.0, dtype=policy.compute_dtype, rows=rows,
-        importance_cap=2.0,
+        importance_cap=2.0, checkpoint=checkpoint,
     )  # fmt: skip
     return torch.cat([p.grad.flatten() for p in policy.model.parameters()]), metrics
 
@@ -81,6 +83,16 @@ def test_i1_a_steps_gradient_and_metrics_do_not_depend_on_the_split_in_float64(l
     whole = learn(policy, batch, LossSettings(kl_coef=0.1), N)
     for rows in range(1, N):
         assert_same_step(whole, learn(policy, batch, LossSettings(kl_coef=0.1), rows), exactness=1e-12)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_i1_holds_where_activations_are_recomputed(load, prompts, architecture):
+    policy = load(architecture, "fp64")
+    batch = frozen_batch(policy, prompts)
+    whole = learn(policy, batch, LossSettings(kl_coef=0.1), N)
+    for rows in (1, 2, 3, 5, 7, N):
+        recomputed = learn(policy, batch, LossSettings(kl_coef=0.1), rows, checkpoint=True)
+        assert_same_step(whole, recomputed, exactness=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,21 @@ def test_each_row_comes_once_an_epoch_in_a_new_order(count: int, seed: int, epoc
     assert all(sorted(order) == sorted(ids(prompts)) for order in orders)
 
 
+def test_the_longest_prompts_are_known_for_each_lane_and_drawing_goes_on() -> None:
+    def lane(task: str, *lengths: int) -> MemoryLane:
+        return MemoryLane([Prompt(f"{task}:{n}", "x" * n, {}) for n in lengths], seed=0, task=task)
+
+    def source(**lanes: Any) -> PromptSource:
+        return PromptSource(lanes, [Prompt("held", "xxx", {})], seed=0, policy_share=0.5, rows_digest="")
+
+    made = source(policy=lane("policy", 3, 9, 1, 7), environment=lane("environment", 2, 4))
+    drawn = made.draw(3)
+    assert ids(made.longest(2)) == ["policy:9", "policy:7", "environment:4", "environment:2"]
+    again = source(policy=lane("policy", 3, 9, 1, 7), environment=lane("environment", 2, 4))
+    assert drawn + made.draw(3) == again.draw(6)
+    assert ids(source().longest(2)) == ["held"]  # of a stream, that is all that is known
+
+
 def test_the_order_depends_on_seed_and_epoch() -> None:
     prompts = [Prompt(f"row:{n}", str(n), {}) for n in range(50)]
     lanes = [MemoryLane(prompts, seed=seed, task="custom") for seed in (0, 0, 1)]

@@ -29,6 +29,15 @@ def test_the_example_of_an_own_task_runs(tmp_path):
     assert "step 2 - reward" in done.stderr
 
 
+def test_the_example_of_memory_in_an_own_loop_runs():
+    example = README[README.index("<!-- memory example -->") : README.index("<!-- end of memory example -->")]
+    code = re.search(r"```python\n(.*?)```", example, re.DOTALL)[1]
+    assert "import grpo" not in code.replace("from grpo.memory", "") and "from grpo.memory import" in code
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\d+ rows at once\n", done.stdout)
+
+
 def test_every_setting_is_in_the_readme_with_its_default():
     def shown(value):
         if isinstance(value, list):

@@ -5,14 +5,17 @@ import torch
 from conftest import ARCHITECTURES, CONTEXT
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from grpo.decode import CacheBytes, make_decoder
 from grpo.decode.generic import GenericDecoder
 from grpo.decode.gpt2 import GPT2Decoder
+from grpo.memory import LiveBytes, Shape
 from grpo.rollout import context_length, rollout
 from grpo.sampling import SamplingSettings, step_uniforms
-from grpo.scoring import micro_batch_logprobs, micro_batches, score
+from grpo.scoring import micro_batch_logprobs, micro_batch_shapes, micro_batches, score
 from grpo.values import Prompt, Rollout
 
 G, LENGTH = 3, 12
+PLACES = 16  # of the static cache, which has whole blocks
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
@@ -217,3 +220,79 @@ def test_a_prompt_that_just_fits_is_sampled_to_the_end_of_the_context(load):
     assert len(sampled.prompt_ids[0]) == CONTEXT - LENGTH
     scored = score(policy.model, sampled, rows=3, temperature=1.0, dtype=torch.float32)
     assert torch.allclose(scored, sampled.sampler_logp, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------- what memory is made of
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 100])
+def test_the_shapes_of_micro_batches_are_theirs(load, prompts, rows):
+    sampled = sample(load("gpt2"), prompts)
+    shapes = micro_batch_shapes(sampled, rows)
+    batches = list(micro_batches(sampled, rows))
+    assert [shape[:3] for shape in shapes] == [
+        (len(b.rows), max(len(ids) for ids in b.prompt_ids), b.completion_ids.shape[1]) for b in batches
+    ]
+    assert [shape.scored_tokens for shape in shapes] == [int(b.mask.sum()) for b in batches]
+    assert isinstance(shapes[0], Shape)
+
+
+PER_TOKEN = {"gpt2": 2 * 2 * 32 * 4, "llama": 2 * 2 * 2 * 8 * 4, "qwen": 2 * 2 * 1 * 16 * 4}
+"""Bytes: keys and values · layers · heads that have them · width · 4."""
+
+
+@EVERY_ARCHITECTURE
+@torch.no_grad()
+def test_a_cache_takes_up_what_its_tokens_do(load, architecture):
+    """GPT-2's is there at once, and the prompt once a group; Hugging Face's grows, a prompt for each row."""
+    model, size = load(architecture).model, PER_TOKEN[architecture]
+    static = architecture == "gpt2"
+    decoder = make_decoder(model, LENGTH)
+    prompt_ids, tokens = [[5] * 20, [6] * 20], torch.full((2 * G,), 7)
+    decoder.prefill(prompt_ids, G)
+    prompt_tokens = 2 * 20 if static else 2 * G * 20
+    for own in range(4):
+        used = (prompt_tokens + 2 * G * own) * size
+        held = (prompt_tokens + 2 * G * PLACES) * size if static else used
+        growing = 0 if static else used // 2  # one of two layers is there twice while it grows
+        assert decoder.cache_bytes == CacheBytes(held, used, growing)
+        with LiveBytes() as live:
+            decoder.step(tokens)
+        assert static or live.peak_bytes > growing
+    decoder.keep(torch.tensor([1]))
+    assert decoder.cache_bytes.used == (prompt_tokens // 2 + G * 4) * size
+
+
+@EVERY_ARCHITECTURE
+@torch.no_grad()
+def test_skipping_tokens_leads_where_decoding_them_does(load, architecture):
+    """To the same bytes, shapes and positions, though not to the same logits."""
+    model = load(architecture).model
+    decoded, skipped = make_decoder(model, LENGTH), make_decoder(model, LENGTH)
+    tokens = torch.full((2 * G,), 7)
+    for decoder in (decoded, skipped):
+        decoder.prefill([[5] * 20, [6] * 9], G)
+    for _ in range(5):
+        decoded.step(tokens)
+    skipped.skip(5)
+    assert skipped.cache_bytes == decoded.cache_bytes
+    assert torch.equal(skipped._positions, decoded._positions)  # both kinds of decoder have them
+    assert skipped.step(tokens).shape == decoded.step(tokens).shape
+    assert skipped.cache_bytes == decoded.cache_bytes
+
+
+def test_the_cache_is_watched_during_the_first_rows_and_changes_nothing(load, prompts):
+    policy, seen = load("gpt2"), []
+    settings = SamplingSettings(max_new_tokens=LENGTH)
+    uniforms = step_uniforms(len(prompts) * G, LENGTH, seed=0, step=1)
+
+    def run(**options) -> Rollout:
+        return rollout(policy.model, policy.tokenizer, prompts, uniforms, settings, rows=2 * G, **options)
+
+    watched = run(watch_cache=lambda count, size: seen.append((count, size)))
+    assert torch.equal(watched.completion_ids, run().completion_ids)
+    counts = [count for count, _ in seen]
+    assert counts in ([1, 9], [1, 9, LENGTH])  # and not once more for the other rows
+    longest = max(len(ids) for ids in watched.prompt_ids[:2])
+    full = (2 * longest + 2 * G * PLACES) * PER_TOKEN["gpt2"]
+    assert seen[0][1] == CacheBytes(full, 2 * longest * PER_TOKEN["gpt2"])

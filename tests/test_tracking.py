@@ -8,7 +8,15 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from grpo import tracking
-from grpo.tracking import COMPLETIONS_FILE, METRICS_FILE, RunTracker, check_trackers, read_lines
+from grpo.tracking import (
+    COMPLETIONS_FILE,
+    MEMORY_FILE,
+    METRICS_FILE,
+    NewLines,
+    RunTracker,
+    check_trackers,
+    read_lines,
+)
 
 
 def tracker(folder, *, before_step=0, trackers=()) -> RunTracker:
@@ -28,6 +36,19 @@ def test_metrics_and_completions_are_json_lines_at_once(tmp_path):
     lines = read_lines(tmp_path / COMPLETIONS_FILE)
     assert [line["row"] for line in lines] == [0, 4] and lines[0]["completion"] == "a\nb é \u2028"
     run.close()
+
+
+def test_memory_has_a_line_a_phase_and_begins_again_after_the_checkpoint(tmp_path):
+    run = tracker(tmp_path)
+    for step in (1, 2):
+        run.log_memory(step, [{"phase": "sample", "rows": 8}, {"phase": "learn", "rows": 4}])
+    assert read_lines(tmp_path / MEMORY_FILE)[1] == {"step": 1, "phase": "learn", "rows": 4}
+    run.close()
+    run = tracker(tmp_path, before_step=1)
+    run.log_memory(2, [{"phase": "sample", "rows": 2}])
+    run.close()
+    assert steps(tmp_path, MEMORY_FILE) == [1, 1, 2]
+    assert read_lines(tmp_path / MEMORY_FILE)[-1]["rows"] == 2
 
 
 def test_what_is_not_finite_is_null(tmp_path):
@@ -85,6 +106,20 @@ def test_a_kill_while_the_file_is_cut_loses_nothing(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         tracker(tmp_path, before_step=2)
     assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_new_lines_come_once_and_half_a_line_waits_for_its_rest(tmp_path, logged):
+    file = tmp_path / "lines.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2}\n')
+    new_lines = NewLines(file)
+    assert new_lines() == [{"step": 1}, {"step": 2}]
+    assert new_lines() == []
+    with file.open("a") as growing:
+        growing.write('{"step": 3}\n{"st')
+        growing.flush()
+        assert new_lines() == [{"step": 3}]
+        growing.write('ep": 4}\n')
+    assert new_lines() == [{"step": 4}] and not logged
 
 
 def test_without_a_file_there_are_no_lines(tmp_path):

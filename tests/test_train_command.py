@@ -96,7 +96,14 @@ def test_every_step_shows_its_memory_at_info(own_run):
 
 def test_the_run_folder_holds_what_it_should(own_run, folder):
     run_folder = folder / "runs/own"
-    names = {"config.yaml", "metrics.jsonl", "completions.jsonl", "checkpoints", "tensorboard"}
+    names = {
+        "config.yaml",
+        "metrics.jsonl",
+        "completions.jsonl",
+        "memory.jsonl",
+        "checkpoints",
+        "tensorboard",
+    }
     assert {path.name for path in run_folder.iterdir()} == names
     assert list((run_folder / "tensorboard").glob("events.*"))
     checkpoint = run_folder / "checkpoints" / "step-000002"
@@ -112,6 +119,46 @@ def test_its_yaml_repeats_it(own_run, folder):
     assert metrics(folder / "runs/again") == metrics(folder / "runs/own")
     one, other = (read_lines(folder / f"runs/{name}/completions.jsonl") for name in ("own", "again"))
     assert one == other
+
+
+def test_the_plan_is_shown_before_and_what_was_measured_after(own_run, folder):
+    before, after = own_run.stderr.split("step 1 -")
+    assert "Memory planned; budget" in before and "predicted peak" in before and "headroom" in before
+    assert "Memory measured" in after and "predicted ┃ measured" in " ".join(after.split())
+    assert "Memory measured" not in before and "Memory planned" not in after
+    lines = read_lines(folder / "runs/own/memory.jsonl")
+    assert [(line["step"], line["phase"]) for line in lines] == [
+        (step, phase) for step in (1, 2) for phase in ("sample", "score", "learn", "update")
+    ]
+    assert all(line["rows"] == 8 and line["retries"] == 0 for line in lines)
+
+
+# -------------------------------------------------------------------------------------------- memory
+
+
+def test_a_dry_run_for_a_card_that_is_not_there(small, data_file, folder):
+    result = run(
+        *small, "--prompts", data_file, "--dry-run", "--device-memory", "24GB", "--batch-size", "auto",
+        "--max-batch-size", 40, "--name", "dry", cwd=folder,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "19.99 GB (85% of" in result.stderr and "40 rows of up to" in result.stderr
+    assert not (folder / "runs/dry").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA")
+def test_a_memory_limit_is_enforced_and_enough_is_enough(small, data_file, folder):
+    arguments = [*small, "--steps", 1, "--prompts", data_file, "--heldout-share", 0.2, "--engine", "off",
+                 "--eval-interval", 0]  # fmt: skip
+    result = run(*arguments, "--memory-limit", "3GB", "--name", "limited", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert "memory limit 3GB: enforced by the system (RLIMIT_DATA)" in result.stderr
+    assert "budget 3.00 GB (--memory-limit)" in " ".join(result.stderr.split())
+
+    result = run(*arguments, "--memory-limit", "100MB", "--name", "tight", cwd=folder)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "sample does not fit: one row needs" in result.stderr
+    assert "saves" in result.stderr and not (folder / "runs/tight").exists()
 
 
 # ------------------------------------------------------------------------------------ wrong settings

@@ -5,18 +5,22 @@ A decoder is made for a model and used for one batch of groups:
     logits = decoder.prefill(prompt_ids, rows_per_prompt)   # (R, V)
     logits = decoder.step(tokens)                           # (R, V), tokens (R,)
     decoder.keep(groups)                                    # finished groups leave
+    decoder.cache_bytes                                     # what keys and values take up
 
 Rows stand group by group: row r belongs to prompt r // rows_per_prompt.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor
-from transformers import GPT2LMHeadModel, PreTrainedModel
+from transformers import GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
 
+from grpo.decode.cache_bytes import CacheBytes
 from grpo.decode.generic import GenericDecoder
-from grpo.decode.gpt2 import GPT2Decoder
+from grpo.decode.gpt2 import GPT2Decoder, static_cache_length
+
+__all__ = ["CacheBytes", "Decoder", "cache_tokens", "has_static_cache", "make_decoder"]
 
 
 class Decoder(Protocol):
@@ -26,9 +30,25 @@ class Decoder(Protocol):
 
     def keep(self, groups: Tensor) -> None: ...
 
+    def skip(self, num_tokens: int) -> None:
+        """Stand where that many more tokens lead, whatever they are: for tracing memory."""
+
+    @property
+    def cache_bytes(self) -> CacheBytes: ...
+
 
 def make_decoder(model: PreTrainedModel, max_new_tokens: int) -> Decoder:
     """The native path for GPT-2, Hugging Face's own cache for every other causal model."""
-    if type(model) is GPT2LMHeadModel and not model.config.reorder_and_upcast_attn:
-        return GPT2Decoder(model, max_new_tokens)
+    if has_static_cache(model):
+        return GPT2Decoder(cast(GPT2LMHeadModel, model), max_new_tokens)
     return GenericDecoder(model)
+
+
+def has_static_cache(model: PreTrainedModel) -> bool:
+    """Whether a decoder of this model holds `max_new_tokens` from the start, or grows."""
+    return type(model) is GPT2LMHeadModel and not model.config.reorder_and_upcast_attn
+
+
+def cache_tokens(model: PretrainedConfig, new_tokens: int) -> int:
+    """Places a row's cache has for its own tokens: a static one has whole blocks."""
+    return static_cache_length(new_tokens) if model.model_type == "gpt2" else new_tokens

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from grpo.decode.cache_bytes import CacheBytes
 from grpo.prefill import encode_prompts, pad_prompts
 
 
@@ -45,3 +46,16 @@ class GenericDecoder:
         self._cache.batch_select_indices(rows)
         self._mask = self._mask[rows]
         self._positions = self._positions[rows]
+
+    def skip(self, num_tokens: int) -> None:
+        for index, layer in enumerate(self._cache.layers):
+            rows, heads, _, width = layer.keys.shape
+            tokens = layer.keys.new_zeros(rows, heads, num_tokens, width)
+            self._cache.update(tokens, tokens.clone(), index)
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._mask), num_tokens)], 1)
+        self._positions = self._positions + num_tokens
+
+    @property
+    def cache_bytes(self) -> CacheBytes:
+        layers = [layer.keys.nbytes + layer.values.nbytes for layer in self._cache.layers]
+        return CacheBytes(held=sum(layers), used=sum(layers), growing=max(layers))

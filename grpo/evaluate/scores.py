@@ -9,7 +9,8 @@ import numpy.typing as npt
 from rapidfuzz.distance import Levenshtein
 
 from grpo.values import Prompt
-from rewards.engine import Analysis, EnginePool
+from rewards.analysis import Analysis
+from rewards.engine import EnginePool
 from rewards.environment import referee
 from rewards.formats import parse_environment_completion, parse_policy_completion
 from rewards.policy import TOP, Position, Truth, is_best

@@ -51,10 +51,11 @@ def report(results: Mapping[str, Quality], minutes: Mapping[str, float]) -> Grou
     for how in ("sampled", "greedy"):
         evaluations = {name: getattr(quality, how) for name, quality in results.items()}
         before, after = evaluations["before"], [evaluations[name] for name in seeds]
-        mean_minutes = np.mean([minutes[name] for name in seeds])
+        times = sorted(minutes[name] for name in seeds)
+        took = f"{times[0]:.1f}" + (f" to {times[-1]:.1f}" if len(times) > 1 else "")
         against = f" Controls, changes only: {', '.join(controls)}." if controls else ""
         parts.append(
-            f"Held out, {how}, in percent (reward in hundredths); GRPO for {mean_minutes:.1f} minutes, "
+            f"Held out, {how}, in percent (reward in hundredths); GRPO for {took} minutes, "
             f"seeds: {len(seeds)}.{against}\n"
         )
         table = Table("", "before", "GRPO", "change", "95 %", "each seed", *controls, box=box.MARKDOWN)

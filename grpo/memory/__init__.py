@@ -1,5 +1,48 @@
 """What a device holds, phase by phase. Usable without the rest of the package."""
 
-from grpo.memory.monitor import MemoryMonitor, MemoryReading
+from grpo.memory.adaptive import AdaptiveMemory
+from grpo.memory.budget import Budget, DeviceMemory, card_memory, limit_memory, make_budget, parse_size
+from grpo.memory.fit import PhaseFit, Shape, align, design_shapes
+from grpo.memory.leak import LeakVerdict, LeakWatch, MemorySample, detect_leak
+from grpo.memory.live import LiveBytes, peak_live_bytes
+from grpo.memory.monitor import MemoryMonitor, MemoryReading, PhaseReading
+from grpo.memory.phase import PhaseRecord, PhaseSpec
+from grpo.memory.planner import DoesNotFit, Footprint, PhasePlan, largest_rows, plan_phase, smaller_rows
+from grpo.memory.predictor import Prediction, Predictor
+from grpo.memory.recovery import Retry, is_out_of_memory, survive
 
-__all__ = ["MemoryMonitor", "MemoryReading"]
+__all__ = [
+    "AdaptiveMemory",
+    "Budget",
+    "DeviceMemory",
+    "DoesNotFit",
+    "Footprint",
+    "LeakVerdict",
+    "LeakWatch",
+    "LiveBytes",
+    "MemoryMonitor",
+    "MemoryReading",
+    "MemorySample",
+    "PhaseFit",
+    "PhasePlan",
+    "PhaseReading",
+    "PhaseRecord",
+    "PhaseSpec",
+    "Prediction",
+    "Predictor",
+    "Retry",
+    "Shape",
+    "align",
+    "card_memory",
+    "design_shapes",
+    "detect_leak",
+    "is_out_of_memory",
+    "largest_rows",
+    "limit_memory",
+    "make_budget",
+    "parse_size",
+    "peak_live_bytes",
+    "plan_phase",
+    "smaller_rows",
+    "survive",
+]

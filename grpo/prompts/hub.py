@@ -111,6 +111,9 @@ class StreamLane:
         self._position += 1
         return prompt
 
+    def longest(self, count: int) -> list[Prompt]:
+        return []  # a stream is not read ahead
+
     def state(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "row": self._row, "position": self._position}
 

@@ -6,6 +6,7 @@ changes no lane's order.
 """
 
 import hashlib
+import heapq
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,7 @@ class Lane(Protocol):
     """An endless order of one task's prompts."""
 
     def take(self) -> Prompt: ...
+    def longest(self, count: int) -> list[Prompt]: ...
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: dict[str, Any]) -> None: ...
 
@@ -40,6 +42,9 @@ class MemoryLane:
         if self._position == len(self._order):
             self._begin(self._epoch + 1)
         return prompt
+
+    def longest(self, count: int) -> list[Prompt]:
+        return heapq.nlargest(count, self._prompts, key=lambda prompt: len(prompt.text))
 
     def state(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "position": self._position, "next": self._next().id}
@@ -94,6 +99,11 @@ class PromptSource:
     def draw(self, count: int) -> list[Prompt]:
         """The next `count` prompts."""
         return [self._take() for _ in range(count)]
+
+    def longest(self, count: int) -> list[Prompt]:
+        """The prompts with the most characters, `count` of each lane; of a stream the held-out ones."""
+        known = [prompt for lane in self._lanes.values() for prompt in lane.longest(count)]
+        return known or self.heldout
 
     def state(self) -> dict[str, Any]:
         """Where the next draw begins, as JSON: per task the epoch and the row."""

@@ -4,26 +4,18 @@ Settings that belong to one piece of code live beside it (`SamplingSettings`, `L
 `OptimizerSettings`) and are only gathered here; on the command line and in YAML all are flat.
 """
 
-import dataclasses
-import difflib
 import math
-import sys
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
-
-import tyro
-import yaml
+from typing import Literal
 
 from grpo.advantages import Scale
 from grpo.loss import LossSettings
+from grpo.memory.budget import SizeError, parse_size
 from grpo.optimizer import OptimizerSettings
 from grpo.sampling import SamplingSettings
 from grpo.values import Precision
 
-T = TypeVar("T")
 Tracker = Literal["tensorboard", "wandb"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
@@ -35,8 +27,11 @@ class Config:
     # The run
     steps: int = 100
     """Optimizer steps (rollouts, where num_iterations is above 1)."""
-    batch_size: int = 64
-    """Completions a step sees: a multiple of the group size."""
+    batch_size: int | Literal["auto"] = 64
+    """Completions a step sees: a multiple of the group size. auto: the most that need no splitting,
+    found once before the first step; a larger batch is faster, not better."""
+    max_batch_size: int = 1024
+    """What batch_size auto does not exceed."""
     group_size: int = 8
     """Completions of one prompt, compared with each other."""
     seed: int = 0
@@ -99,13 +94,23 @@ class Config:
     kl_target: float | None = None
     """Adapt kl_coef so that the KL settles at this many nats a token."""
 
-    # Rows on the device at once
+    # Memory: changes rows at once and speed, not the result
+    memory_utilization: float = 0.85
+    """Share of the device's memory that may be used."""
+    memory_limit: str | None = None
+    """The most this process may hold, such as 24GB (2**30 bytes each); enforced on CUDA and on Linux."""
+    device_memory: str | None = None
+    """With dry_run: plan for a card that is not there, such as 24GB as it is sold with."""
+    dry_run: bool = False
+    """Print the plan for the longest prompts and completions, and stop."""
     rollout_rows: int | None = None
-    """Completions sampled at once; None: all of a step."""
+    """Completions sampled at once; None: planned."""
     score_rows: int | None = None
-    """Completions scored at once without gradients; None: all of a step."""
+    """Completions scored at once without gradients; None: planned."""
     train_rows: int | None = None
-    """Completions in one backward pass; None: all of a step. Changes memory and speed, not the result."""
+    """Completions in one backward pass; None: planned."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
 
     # Evaluation
     eval_interval: int = 50
@@ -137,7 +142,14 @@ class Config:
     @property
     def num_prompts(self) -> int:
         """Prompts a step."""
-        return self.batch_size // self.group_size
+        return self.num_rows // self.group_size
+
+    @property
+    def num_rows(self) -> int:
+        """Completions a step, N; ValueError while batch_size is still auto."""
+        if self.batch_size == "auto":
+            raise ValueError("batch_size is auto: it has not been found yet.")
+        return self.batch_size
 
     @property
     def uses_reference(self) -> bool:
@@ -155,6 +167,8 @@ def _validate(config: Config) -> None:
 
     for name in ("steps", "num_iterations", "num_engines", "engine_depth", "keep_checkpoints", "batch_size"):
         value = getattr(config, name)
+        if value == "auto":
+            continue
         need(value >= 1, f"{name} is {value}: give at least 1.")
     for name in (
         "eval_interval",
@@ -177,7 +191,31 @@ def _validate(config: Config) -> None:
         config.group_size >= 2,
         f"group_size is {config.group_size}: a completion is compared with its siblings, so give at least 2.",
     )
-    need(config.batch_size % config.group_size == 0, _not_a_multiple(config.batch_size, config.group_size))
+    if config.batch_size != "auto":
+        need(
+            config.batch_size % config.group_size == 0, _not_a_multiple(config.batch_size, config.group_size)
+        )
+    need(
+        config.max_batch_size >= config.group_size,
+        f"max_batch_size is {config.max_batch_size}, less than one group of {config.group_size}: give more.",
+    )
+    need(
+        0 < config.memory_utilization <= 1,
+        f"memory_utilization is {config.memory_utilization}: give a share above 0 and up to 1 (usual: 0.85).",
+    )
+    for name in ("memory_limit", "device_memory"):
+        value = getattr(config, name)
+        try:
+            if value is not None:
+                parse_size(value)
+        except SizeError:
+            raise SettingsError(
+                f"{name} is {value!r}, which is no size: write it like 24GB or 512MB."
+            ) from None
+    need(
+        config.device_memory is None or config.dry_run,
+        f"device_memory is {config.device_memory}, which is for a card that is not there: add --dry-run.",
+    )
     need(
         config.sampling.temperature > 0,
         "temperature is 0: a group of equal completions teaches nothing; give more than 0 (usual: 1.0).",
@@ -218,139 +256,3 @@ def _not_a_multiple(batch_size: int, group_size: int) -> str:
         f"batch_size is {batch_size}, which is not a multiple of group_size {group_size}: "
         f"groups stay whole. {below} and {above} are the nearest multiples."
     )
-
-
-# ------------------------------------------------------------------------------- flat, as YAML has it
-
-
-def to_flat(config: Config) -> dict[str, Any]:
-    """Settings by name, as YAML can hold them."""
-    flat: dict[str, Any] = {}
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
-            flat.update({inner.name: getattr(value, inner.name) for inner in dataclasses.fields(value)})
-        else:
-            flat[item.name] = list(value) if isinstance(value, tuple) else value
-    return {name: str(value) if isinstance(value, Path) else value for name, value in flat.items()}
-
-
-def from_flat(values: Mapping[str, Any], base: Config | None = None) -> Config:
-    """Settings from a flat mapping over `base`. SettingsError for a name that is none."""
-    base = base or Config()
-    known = to_flat(base)
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f": known are {', '.join(known)}."
-            raise SettingsError(f"there is no setting {name!r}{hint}")
-    changes = _converted(base, values)
-    for item in dataclasses.fields(base):
-        part = getattr(base, item.name)
-        if dataclasses.is_dataclass(part) and not isinstance(part, type):
-            changes[item.name] = _build(partial(dataclasses.replace, part, **_converted(part, values)))
-    return _build(partial(dataclasses.replace, base, **changes))
-
-
-def _converted(settings: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `values` that are fields of `settings`, as their types want them."""
-    hints = get_type_hints(type(settings))
-    return {name: _convert(name, value, hints[name]) for name, value in values.items() if name in hints}
-
-
-def _convert(name: str, value: Any, hint: Any) -> Any:
-    """`value` as YAML gave it, as a `hint`. SettingsError where it cannot be one."""
-    options = get_args(hint)
-    if get_origin(hint) is tuple:
-        return tuple(
-            _convert(name, item, options[0]) for item in (value if isinstance(value, list) else [value])
-        )
-    if get_origin(hint) is Literal:
-        if value is False and "off" in options:  # YAML reads a bare off as false
-            return "off"
-        if value in options:
-            return value
-        raise SettingsError(f"{name} is {value!r}: give one of {', '.join(map(str, options))}.")
-    if options:  # X | None
-        return None if value is None else _convert(name, value, options[0])
-    if hint is bool or isinstance(value, bool):
-        good = hint is bool and isinstance(value, bool)
-    elif hint is float:  # YAML reads 1e-5 as text: it wants 1.0e-5
-        good = isinstance(value, int | float) or (isinstance(value, str) and _is_float(value))
-    else:
-        good = isinstance(value, str if hint is Path else hint)
-    if not good:
-        raise SettingsError(f"{name} is {value!r}: give a value of type {hint.__name__}.")
-    return hint(value)
-
-
-def _is_float(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _build(make: Callable[[], T]) -> T:
-    """What `make` returns; a setting it refuses becomes a SettingsError."""
-    try:
-        return make()
-    except SettingsError:
-        raise
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """A flat mapping of settings. SettingsError if the file is not one."""
-    try:
-        values = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise SettingsError(f"config file {str(path)!r} does not exist.") from None
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(f"config file {str(path)!r} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise SettingsError(f"config file {str(path)!r} holds no settings: write lines like 'steps: 100'.")
-    return values
-
-
-def write_yaml(config: Config, path: Path) -> None:
-    path.write_text(yaml.safe_dump(to_flat(config), sort_keys=False))
-
-
-CONFIG_FILE = "config.yaml"
-
-
-def parse_command_line(arguments: Sequence[str] | None = None) -> Config:
-    """Settings from `--config FILE` or the run named by `--resume`, overridden by flags."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    base = Config()
-    config_file, rest = _take_option(arguments, "--config")
-    resumed, _ = _take_option(arguments, "--resume")
-    if resumed and not (Path(resumed) / CONFIG_FILE).is_file():
-        raise SettingsError(
-            f"resume is {resumed!r}, which is no run folder: give one that holds a {CONFIG_FILE}."
-        )
-    if resumed:
-        stored = read_yaml(Path(resumed) / CONFIG_FILE)
-        base = from_flat({**stored, "resume": resumed}, base)
-    if config_file:
-        base = from_flat(read_yaml(Path(config_file)), base)
-    return tyro.cli(
-        Config,
-        args=rest,
-        default=base,
-        config=(tyro.conf.OmitArgPrefixes,),
-        description="Train a language model with GRPO. --config FILE.yaml sets defaults that flags override.",
-    )
-
-
-def _take_option(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
-    """The value of `option VALUE` or `option=VALUE`, and the arguments without it."""
-    for index, argument in enumerate(arguments):
-        if argument == option and index + 1 < len(arguments):
-            return arguments[index + 1], arguments[:index] + arguments[index + 2 :]
-        if argument.startswith(f"{option}="):
-            return argument.partition("=")[2], arguments[:index] + arguments[index + 1 :]
-    return None, arguments

@@ -1,0 +1,15 @@
+"""A run's settings, and how they are read from YAML and the command line."""
+
+from grpo.config.reading import CONFIG_FILE, from_flat, parse_command_line, read_yaml, to_flat, write_yaml
+from grpo.config.settings import Config, SettingsError
+
+__all__ = [
+    "CONFIG_FILE",
+    "Config",
+    "SettingsError",
+    "from_flat",
+    "parse_command_line",
+    "read_yaml",
+    "to_flat",
+    "write_yaml",
+]

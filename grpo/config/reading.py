@@ -1,0 +1,155 @@
+"""Settings as people write them: a flat mapping in YAML, flags on the command line."""
+
+import dataclasses
+import difflib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+import yaml
+
+from grpo.config.settings import Config, SettingsError
+
+T = TypeVar("T")
+CONFIG_FILE = "config.yaml"
+
+
+def to_flat(config: Config) -> dict[str, Any]:
+    """Settings by name, as YAML can hold them."""
+    flat: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(value):
+            flat.update({inner.name: getattr(value, inner.name) for inner in dataclasses.fields(value)})
+        else:
+            flat[item.name] = list(value) if isinstance(value, tuple) else value
+    return {name: str(value) if isinstance(value, Path) else value for name, value in flat.items()}
+
+
+def from_flat(values: Mapping[str, Any], base: Config | None = None) -> Config:
+    """Settings from a flat mapping over `base`. SettingsError for a name that is none."""
+    base = base or Config()
+    known = to_flat(base)
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f": known are {', '.join(known)}."
+            raise SettingsError(f"there is no setting {name!r}{hint}")
+    changes = _converted(base, values)
+    for item in dataclasses.fields(base):
+        part = getattr(base, item.name)
+        if dataclasses.is_dataclass(part) and not isinstance(part, type):
+            changes[item.name] = _build(partial(dataclasses.replace, part, **_converted(part, values)))
+    return _build(partial(dataclasses.replace, base, **changes))
+
+
+def _converted(settings: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `values` that are fields of `settings`, as their types want them."""
+    hints = get_type_hints(type(settings))
+    return {name: _convert(name, value, hints[name]) for name, value in values.items() if name in hints}
+
+
+def _convert(name: str, value: Any, hint: Any) -> Any:
+    """`value` as YAML gave it, as a `hint`. SettingsError where it cannot be one."""
+    options = get_args(hint)
+    if get_origin(hint) is tuple:
+        return tuple(
+            _convert(name, item, options[0]) for item in (value if isinstance(value, list) else [value])
+        )
+    if get_origin(hint) is Literal:
+        if value is False and "off" in options:  # YAML reads a bare off as false
+            return "off"
+        if value in options:
+            return value
+        raise SettingsError(f"{name} is {value!r}: give one of {', '.join(map(str, options))}.")
+    if options:  # X | None, X | Literal[...]
+        if value is None and type(None) in options:
+            return None
+        words = [word for option in options if get_origin(option) is Literal for word in get_args(option)]
+        if value in words:
+            return value
+        try:
+            return _convert(name, value, options[0])
+        except SettingsError as error:
+            raise SettingsError(" or ".join([str(error).rstrip("."), *words]) + ".") from None
+    if hint is bool or isinstance(value, bool):
+        good = hint is bool and isinstance(value, bool)
+    elif hint is float:  # YAML reads 1e-5 as text: it wants 1.0e-5
+        good = isinstance(value, int | float) or (isinstance(value, str) and _is_float(value))
+    else:
+        good = isinstance(value, str if hint is Path else hint)
+    if not good:
+        raise SettingsError(f"{name} is {value!r}: give a value of type {hint.__name__}.")
+    return hint(value)
+
+
+def _is_float(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _build(make: Callable[[], T]) -> T:
+    """What `make` returns; a setting it refuses becomes a SettingsError."""
+    try:
+        return make()
+    except SettingsError:
+        raise
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A flat mapping of settings. SettingsError if the file is not one."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise SettingsError(f"config file {str(path)!r} does not exist.") from None
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SettingsError(f"config file {str(path)!r} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise SettingsError(f"config file {str(path)!r} holds no settings: write lines like 'steps: 100'.")
+    return values
+
+
+def write_yaml(config: Config, path: Path) -> None:
+    path.write_text(yaml.safe_dump(to_flat(config), sort_keys=False))
+
+
+def parse_command_line(arguments: Sequence[str] | None = None) -> Config:
+    """Settings from `--config FILE` or the run named by `--resume`, overridden by flags."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    base = Config()
+    config_file, rest = _take_option(arguments, "--config")
+    resumed, _ = _take_option(arguments, "--resume")
+    if resumed and not (Path(resumed) / CONFIG_FILE).is_file():
+        raise SettingsError(
+            f"resume is {resumed!r}, which is no run folder: give one that holds a {CONFIG_FILE}."
+        )
+    if resumed:
+        stored = read_yaml(Path(resumed) / CONFIG_FILE)
+        base = from_flat({**stored, "resume": resumed}, base)
+    if config_file:
+        base = from_flat(read_yaml(Path(config_file)), base)
+    return tyro.cli(
+        Config,
+        args=rest,
+        default=base,
+        config=(tyro.conf.OmitArgPrefixes,),
+        description="Train a language model with GRPO. --config FILE.yaml sets defaults that flags override.",
+    )
+
+
+def _take_option(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
+    """The value of `option VALUE` or `option=VALUE`, and the arguments without it."""
+    for index, argument in enumerate(arguments):
+        if argument == option and index + 1 < len(arguments):
+            return arguments[index + 1], arguments[:index] + arguments[index + 2 :]
+        if argument.startswith(f"{option}="):
+            return argument.partition("=")[2], arguments[:index] + arguments[index + 1 :]
+    return None, arguments

@@ -1,0 +1,54 @@
+"""The memory plan of a run before anything runs, for this device or for a card that is not there."""
+
+import torch
+from loguru import logger
+from rich.console import Console
+
+from grpo.config import Config
+from grpo.memory import MemoryMonitor, card_memory, make_budget, parse_size
+from grpo.memory.budget import CONTEXT_BYTES
+from grpo.model import (
+    choose_attention,
+    choose_device,
+    choose_model,
+    compute_dtype,
+    load_config,
+    load_tokenizer,
+)
+from grpo.planning import Workload, longest_prompt, plan_memory, plan_table
+from grpo.prompts import load_prompts
+
+
+def dry_run(config: Config, console: Console) -> None:
+    """Print the plan for the longest prompt and completions of full length. No weights are loaded.
+
+    ValueError for what a user can mend, DoesNotFit among it.
+    """
+    absent = parse_size(config.device_memory) if config.device_memory else None
+    device = torch.device("cuda") if absent else choose_device(config.device)
+    name = choose_model(config.model, device)
+    dtype = (
+        torch.bfloat16 if absent and config.precision == "auto" else compute_dtype(config.precision, device)
+    )
+    source = load_prompts(
+        config.prompts, seed=config.seed, policy_share=config.policy_share,
+        heldout_share=config.heldout_share, max_bad_share=config.max_bad_share,
+        trailing_space=config.trailing_space,
+    )  # fmt: skip
+    work = Workload(
+        config, load_config(name), choose_attention(device, dtype), dtype,
+        longest_prompt(source, load_tokenizer(name), config),
+        reference_here=config.reference_device in (None, device.type), device_type=device.type,
+    )  # fmt: skip
+    monitor = MemoryMonitor(torch.device("cpu") if absent else device)
+    memory = card_memory(absent) if absent else monitor.memory()
+    limit = parse_size(config.memory_limit) if config.memory_limit else None
+    budget = make_budget(memory, utilization=config.memory_utilization, limit_bytes=limit)
+    # No weights are loaded here: on the host all that is held now is not torch's.
+    overhead = CONTEXT_BYTES if device.type == "cuda" else monitor.memory().ours_bytes
+    work, planned = plan_memory(work, monitor, lambda: budget, overhead_bytes=overhead)
+    logger.info(
+        "{} rows of up to {} prompt and {} new tokens, {}",
+        work.config.num_rows, work.longest_prompt, work.new_tokens, str(dtype).removeprefix("torch."),
+    )  # fmt: skip
+    console.print(plan_table(planned.plan, budget))

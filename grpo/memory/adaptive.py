@@ -1,0 +1,279 @@
+"""Runs phases in as many rows at once as fit: predict, plan, measure, recover, plan better.
+
+    memory = AdaptiveMemory(...)
+    memory.replan(prompt_tokens, new_tokens)                 # before a step
+    result = memory.run("learn", work, shapes=..., undo=...) # work(rows) does all rows, that many at once
+    records = memory.take_records()                          # one a phase, for a log
+
+`work` must be a transaction: run again with fewer rows, from the same inputs, it gives the same result.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from loguru import logger
+
+from grpo.memory.budget import Budget
+from grpo.memory.fit import Shape
+from grpo.memory.monitor import MemoryMonitor, PhaseReading
+from grpo.memory.phase import OUTSIDE, Parts, PhaseRecord, PhaseSpec
+from grpo.memory.planner import DoesNotFit, Footprint, PhasePlan, largest_rows, plan_phase
+from grpo.memory.predictor import Predictor
+from grpo.memory.recovery import Retry, survive
+
+T = TypeVar("T")
+FRAGMENTATION = 0.1
+"""Share of what a phase adds that allocators may hold besides, until a step has shown what they do."""
+EXACT_STEPS = 2
+"""First runs of a phase whose tensors are counted one by one where the allocator keeps no statistics."""
+COOLDOWN_STEPS = 20
+"""Steps after running out of memory before more rows are tried again; twice as many each time."""
+
+
+@dataclass
+class _Ceiling:
+    """Rows that are not exceeded until a step, as memory ran out above them."""
+
+    rows: int
+    until: int
+    cooldown: int
+
+
+class AdaptiveMemory:
+    """The plan of a run on one device, and the phases run by it.
+
+    resident: bytes by component of what exists between phases. budget: asked before every plan, as
+    what others hold changes. overhead_bytes: what the process holds besides tensors; None: measured.
+    advice: settings that would save memory in a phase, for the error when not one row of it fits.
+    """
+
+    def __init__(
+        self,
+        phases: Mapping[str, PhaseSpec],
+        predictor: Predictor,
+        monitor: MemoryMonitor,
+        *,
+        resident: Callable[[], Parts],
+        budget: Callable[[], Budget],
+        batch_size: int,
+        group_size: int,
+        overhead_bytes: int | None = None,
+        advice: Callable[[str], str] = lambda phase: "",
+    ) -> None:
+        self.phases = dict(phases)
+        self._predictor = predictor
+        self._monitor = monitor
+        self._resident = resident
+        self._budget = budget
+        self._batch_size = batch_size
+        self._group_size = group_size
+        self._advice = advice
+        if overhead_bytes is None:
+            overhead_bytes = max(0, monitor.memory().ours_bytes - sum(resident().values()))
+        self._overhead = float(overhead_bytes)
+        self._held: list[tuple[float, int]] = []
+        self._step_seen = False
+        self._ceilings: dict[str, _Ceiling] = {}
+        self._runs = dict.fromkeys(phases, 0)
+        self._step = 0
+        self._records: list[PhaseRecord] = []
+        self._reasons: dict[str, str] = {}
+        self.plan: dict[str, PhasePlan] = {}
+
+    # -------------------------------------------------------------------------------- planning
+
+    def replan(self, prompt_tokens: int, new_tokens: int) -> dict[str, PhasePlan]:
+        """The plan of the next step, whose rows are at most this long. DoesNotFit if one row is too much.
+
+        A change from the plan before is one log line with its reason.
+        """
+        self._step += 1
+        self._learn_overhead()
+        budget = self._budget()
+        for phase in self.phases:
+            new = self.plan_one(phase, budget, self._batch_size, prompt_tokens, new_tokens)
+            old = self.plan.get(phase)
+            if old is not None and new.rows != old.rows:
+                what = "room for more" if new.rows > old.rows else "predictions with their error exceed"
+                self._change(phase, old.rows, new.rows, f"{what}: {budget}")
+            self.plan[phase] = new
+        return self.plan
+
+    def plan_one(
+        self, phase: str, budget: Budget, batch_size: int, prompt_tokens: int, new_tokens: int
+    ) -> PhasePlan:
+        """The plan of one phase for any batch size."""
+        limits = [self.phases[phase].rows]
+        if self._resting(phase):
+            limits.append(self._ceilings[phase].rows)
+        try:
+            return plan_phase(
+                lambda rows: self.footprint(phase, Shape(rows, prompt_tokens, new_tokens), batch_size),
+                budget,
+                phase=phase,
+                batch_size=batch_size,
+                group_size=self._group_size,
+                at_most=min((limit for limit in limits if limit is not None), default=None),
+            )
+        except DoesNotFit as error:
+            raise DoesNotFit(self._explain(phase, error)) from error
+
+    def largest_whole(
+        self, phase: str, budget: Budget, batch_size: int, prompt_tokens: int, new_tokens: int
+    ) -> int:
+        """The largest batch up to `batch_size` that the phase does all at once; 0 if not one group."""
+
+        def fits(rows: int) -> bool:
+            shape = Shape(rows, prompt_tokens, new_tokens)
+            return self.footprint(phase, shape, batch_size=rows).upper_bytes <= budget.usable_bytes
+
+        rows = largest_rows(fits, batch_size=batch_size, group_size=self._group_size) or 0
+        return rows if rows >= self._group_size else 0
+
+    def _explain(self, phase: str, error: DoesNotFit) -> str:
+        others = self._monitor.neighbours()
+        return " ".join(filter(None, [str(error), others and f"On the card: {others}", self._advice(phase)]))
+
+    def footprint(self, phase: str, shape: Shape, batch_size: int | None = None) -> Footprint:
+        """What the process holds at the phase's peak, by component."""
+        spec = self.phases[phase]
+        added = self._predictor.predict(self._name(phase, shape.rows, batch_size), shape)
+        parts = {name: float(size) for name, size in spec.parts(shape).items()}
+        rest = added.peak_bytes - sum(parts.values())
+        if rest < 0:  # the closed forms are upper bounds, the trace is not
+            parts = {name: size * added.peak_bytes / sum(parts.values()) for name, size in parts.items()}
+        return Footprint(
+            {
+                **self._resident(),
+                **parts,
+                "activations": max(0.0, rest),
+                OUTSIDE: self._overhead,
+            },
+            added.error_bytes + (0.0 if self._step_seen else FRAGMENTATION * added.peak_bytes),
+        )
+
+    def _name(self, phase: str, rows: int, batch_size: int | None = None) -> str:
+        spec = self.phases[phase]
+        return spec.whole if rows >= (batch_size or self._batch_size) else spec.split
+
+    def _resting(self, phase: str) -> bool:
+        ceiling = self._ceilings.get(phase)
+        return ceiling is not None and self._step < ceiling.until
+
+    def _change(self, phase: str, old: int, new: int, reason: str) -> None:
+        logger.info("plan: {} {} -> {} rows at once: {}", phase, old, new, reason)
+        self._reasons[phase] = f"{old} -> {new}: {reason}"
+
+    # --------------------------------------------------------------------------------- running
+
+    def run(
+        self,
+        phase: str,
+        work: Callable[[int], T],
+        *,
+        shapes: Callable[[int, T], Sequence[Shape]],
+        undo: Callable[[], None] = lambda: None,
+        kv_growth: Sequence[tuple[int, int]] = (),
+    ) -> T:
+        """`work(rows)` by the plan; after running out of memory again, with fewer rows.
+
+        shapes: of the parts that `work` was done in. undo: drops what a failed try left behind.
+        kv_growth: filled by `work`: tokens generated, and bytes that keys and values take up then.
+        DoesNotFit when one row is too much.
+        """
+        retries: list[Retry] = []
+        exact = self._runs[phase] < EXACT_STEPS
+
+        def measured(rows: int) -> tuple[T, PhaseReading]:
+            with self._monitor.phase(exact=exact) as reading:
+                result = work(rows)
+            return result, reading
+
+        try:
+            (result, reading), rows = survive(
+                measured,
+                self.plan[phase].rows,
+                phase=phase,
+                group_size=self._group_size,
+                discard=undo,
+                on_retry=retries.append,
+            )
+        except DoesNotFit as error:
+            raise DoesNotFit(self._explain(phase, error)) from error
+        self._runs[phase] += 1
+        if rows < self.plan[phase].rows:
+            self._shrink(phase, rows, retries)
+        largest = max(shapes(rows, result), key=lambda shape: self.footprint(phase, shape).peak_bytes)
+        self._observe(phase, largest, reading, len(retries), kv_growth)
+        return result
+
+    def _shrink(self, phase: str, rows: int, retries: Sequence[Retry]) -> None:
+        before = self._ceilings.get(phase)
+        cooldown = 2 * before.cooldown if before else COOLDOWN_STEPS
+        self._ceilings[phase] = _Ceiling(rows, self._step + cooldown, cooldown)
+        old = self.plan[phase]
+        self._change(phase, old.rows, rows, f"out of memory, replayed ({retries[-1].error})")
+        self.plan[phase] = PhasePlan(rows, old.footprint)
+
+    def _observe(
+        self,
+        phase: str,
+        shape: Shape,
+        reading: PhaseReading,
+        retries: int,
+        kv_growth: Sequence[tuple[int, int]],
+    ) -> None:
+        footprint = self.footprint(phase, shape)
+        if reading.added_bytes is not None:
+            self._predictor.observe(self._name(phase, shape.rows), shape, reading.added_bytes)
+        self._held.append((footprint.peak_bytes - footprint.parts[OUTSIDE], reading.process_bytes))
+        now = self._monitor.read()
+        self._records.append(
+            PhaseRecord(
+                phase, shape.rows, shape.prompt_tokens, shape.new_tokens,
+                # An allocator does not give back what an earlier phase needed more of.
+                predicted_bytes=max(int(footprint.peak_bytes), reading.process_before_bytes),
+                allocated_bytes=now.allocated_bytes,
+                reserved_bytes=reading.reserved_bytes, peak_bytes=reading.peak_bytes,
+                device_used_bytes=reading.process_bytes, added_bytes=reading.added_bytes,
+                kv_bytes=max((size for _, size in kv_growth), default=None), kv_growth=list(kv_growth),
+                retries=retries, reason=self._reasons.pop(phase, None),
+            )
+        )  # fmt: skip
+
+    @contextmanager
+    def watch(self, phase: str) -> Iterator[None]:
+        """Measure a phase that is done in one piece and not retried, such as the optimizer's step."""
+        with self._monitor.phase() as reading:
+            yield
+        self._observe(phase, Shape(self.plan[phase].rows, 0, 0), reading, 0, ())
+
+    def _learn_overhead(self) -> None:
+        """What the process held beyond tensors in the last step's largest phase: others reuse that."""
+        if self._held:
+            tensors, process = max(self._held)
+            self._overhead = max(self._overhead, process - tensors)
+            self._held.clear()
+            self._step_seen = True
+
+    def take_records(self) -> list[PhaseRecord]:
+        """What was measured since they were last taken."""
+        records, self._records = self._records, []
+        return records
+
+    # ----------------------------------------------------------------------------- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """Calibration and plan, for a checkpoint."""
+        rows = {phase: plan.rows for phase, plan in self.plan.items()}
+        return {"predictor": self._predictor.state(), "runs": dict(self._runs), "rows": rows}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with what was measured; a plan that differs from the one before is one log line."""
+        self._predictor.restore(state["predictor"])
+        self._runs |= {phase: runs for phase, runs in state["runs"].items() if phase in self._runs}
+        for phase, rows in state["rows"].items():
+            if phase in self.plan and self.plan[phase].rows != rows:
+                self._change(phase, rows, self.plan[phase].rows, f"resumed with a budget of {self._budget()}")

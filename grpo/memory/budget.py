@@ -1,0 +1,154 @@
+"""How much memory a process may hold on a device, and where that figure comes from.
+
+1 GB is 2**30 bytes throughout, as `nvidia-smi` and the cards' names have it.
+"""
+
+import ctypes
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+GB = 2**30
+_UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
+
+USABLE_SHARE = 0.98
+"""Of the memory a card is sold with: a 24 GB card offers CUDA about 23.5 (RTX 3090: 23.69, 4090: 23.64)."""
+CONTEXT_BYTES = 512 * 2**20
+"""A CUDA context with cuBLAS's workspace; 0.4 to 0.6 GB by card and driver."""
+
+
+def readable(size: float) -> str:
+    """Bytes for people: 1.25 GB, 12 MB."""
+    return f"{size / GB:.2f} GB" if abs(size) >= GB / 10 else f"{size / 2**20:.0f} MB"
+
+
+_M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 64 * 2**10
+"""mallopt(3): what is at least this large gets a mapping of its own."""
+
+
+class SizeError(ValueError):
+    """A size that cannot be read."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "24GB", "512MB", "1.5GiB" or a plain number of bytes. SizeError for anything else."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?b)?\s*", text, re.IGNORECASE)
+    size = int(float(match[1]) * _UNITS[f"{match[2].upper()}B" if match[2] else ""]) if match else 0
+    if size < 1:
+        raise SizeError(f"{text!r} is no size: write it like 24GB or 512MB.")
+    return size
+
+
+@dataclass(frozen=True)
+class Budget:
+    """At most `usable_bytes` may be held by this process, for `reason`."""
+
+    usable_bytes: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.usable_bytes / GB:.2f} GB ({self.reason})"
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """A device's memory: all of it, what is free, and what this process holds."""
+
+    total_bytes: int
+    free_bytes: int
+    ours_bytes: int
+
+    @property
+    def others_bytes(self) -> int:
+        return max(0, self.total_bytes - self.free_bytes - self.ours_bytes)
+
+
+def card_memory(sold_bytes: int) -> DeviceMemory:
+    """An idle card that is not there, known by the size it is sold with."""
+    total = int(USABLE_SHARE * sold_bytes)
+    return DeviceMemory(total, total, 0)
+
+
+def make_budget(memory: DeviceMemory, *, utilization: float, limit_bytes: int | None = None) -> Budget:
+    """The least of a share of the device, what is free beside the others, and the limit, if any."""
+    choices = [
+        (int(utilization * memory.total_bytes), f"{utilization:.0%} of {memory.total_bytes / GB:.2f} GB"),
+        (memory.free_bytes + memory.ours_bytes, "what others leave free"),
+    ]
+    if limit_bytes is not None:
+        choices.append((limit_bytes, "--memory-limit"))
+    return Budget(*min(choices))
+
+
+def limit_memory(device: torch.device, limit_bytes: int, total_bytes: int) -> str:
+    """Enforce a limit where the system can, and say in words whether it does.
+
+    On CUDA the allocator's share of the card, less the context; on Linux RLIMIT_DATA of this process
+    (private writable memory). Elsewhere the limit only guides the plan.
+    """
+    if device.type == "cuda":
+        share = min(1.0, max(0, limit_bytes - CONTEXT_BYTES) / total_bytes)
+        torch.cuda.set_per_process_memory_fraction(share, device)
+        return f"enforced by the CUDA allocator ({share:.1%} of the card)"
+    if device.type == "cpu" and sys.platform == "linux":
+        import resource
+
+        _return_freed_tensors()
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
+        return "enforced by the system (RLIMIT_DATA)"
+    return "a guide for the plan only: this system cannot enforce it"
+
+
+def _return_freed_tensors() -> None:
+    """Have glibc map each large tensor on its own, so that its memory goes back when it is freed.
+
+    Otherwise freed tensors up to 32 MB stay in the heap, where the gaps between what lives on count
+    towards the limit and fit nothing large. Mapping costs time, so this is for limits only.
+    """
+    try:
+        ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+    except (OSError, AttributeError):
+        pass  # another C library, which has rules of its own
+
+
+def host_total_and_available() -> tuple[int, int]:
+    """Bytes of memory this process could ever have, and those nobody holds; minds a container's limit."""
+    if sys.platform == "linux":
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        total, available = (int(fields[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+        limit, used = _cgroup_limit_and_use()
+        if limit is not None and limit < total:
+            return limit, min(available, max(0, limit - used))
+        return total, available
+    import os
+
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return total, total
+
+
+def _cgroup_limit_and_use() -> tuple[int | None, int]:
+    """Version 2, or 1, of the container's memory limit, and what counts towards it and cannot be dropped."""
+    for folder, limit_name, use_name in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            limit = Path(f"{folder}/{limit_name}").read_text().strip()
+            used = int(Path(f"{folder}/{use_name}").read_text())
+        except OSError:
+            continue
+        return (int(limit), max(0, used - _file_cache(folder))) if limit.isdigit() else (None, 0)
+    return None, 0
+
+
+def _file_cache(folder: str) -> int:
+    """Bytes of files a cgroup has read, which the system drops before memory runs out."""
+    try:
+        lines = Path(f"{folder}/memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return int(dict(line.split() for line in lines).get("inactive_file", 0))

@@ -1,0 +1,51 @@
+"""What is known of a phase beforehand, and what is recorded of it when it has run."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from grpo.memory.fit import Shape
+
+Parts = Mapping[str, int]
+"""Bytes by component."""
+OUTSIDE = "not torch"
+"""The part of a footprint that no tensor accounts for: interpreter, libraries, context, fragments."""
+
+
+@dataclass(frozen=True)
+class PhaseSpec:
+    """A phase that can be split by rows.
+
+    whole, split: what the predictor calls it when all rows go through at once, and when they do not.
+    rows: fixed by the user, or None. parts: what its added bytes consist of, in closed form; what is
+    left of the prediction is called activations.
+    """
+
+    whole: str
+    split: str
+    rows: int | None = None
+    parts: Callable[[Shape], Parts] = field(default=lambda _: {})
+
+
+@dataclass
+class PhaseRecord:
+    """One phase of one step, a line of memory.jsonl. Bytes; `predicted_bytes` of the process's peak."""
+
+    phase: str
+    rows: int
+    prompt_tokens: int
+    new_tokens: int
+    predicted_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_bytes: int
+    device_used_bytes: int
+    added_bytes: int | None = None
+    kv_bytes: int | None = None
+    kv_growth: list[tuple[int, int]] = field(default_factory=list)
+    """(tokens generated, bytes of keys and values) within a rollout."""
+    retries: int = 0
+    reason: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,237 @@
+"""The real phases as functions of their shape, for `memory/` to trace: on fake tensors nothing is computed.
+
+A trace runs the code that training runs (prefill and decoding, the chunked head, the loss and its
+backward pass) on a model without storage, and counts what would have been allocated. The fake tensors
+say they are the CPU's: fake CUDA tensors need a CUDA build. Left out: what the compiler or a captured
+graph would hold, and what kernels use within themselves.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import platformdirs
+import torch
+import transformers
+from loguru import logger
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from grpo.decode import cache_tokens, make_decoder
+from grpo.loss import LossSettings, StepCounts, grpo_loss
+from grpo.memory import LiveBytes, PhaseFit, Shape, align, design_shapes
+from grpo.sampling import SamplingSettings, sample_tokens
+from grpo.scoring import MicroBatch, micro_batch_logprobs
+
+CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at once, see `completion_logprobs`."""
+
+PHASES = ("sample", "score", "learn", "learn split")
+"""What is traced; `learn split` is learning in several passes, which find gradients of the ones before."""
+
+
+@dataclass(frozen=True)
+class PhaseSettings:
+    """Everything but the shape that the phases' memory depends on."""
+
+    model: PretrainedConfig
+    attention: str
+    compute_dtype: torch.dtype
+    group_size: int
+    sampling: SamplingSettings
+    loss: LossSettings
+    checkpoint: bool = False
+    device_type: str = "cpu"
+    """Where the phases will run: kernels of the CPU hold more within themselves."""
+    scores_policy: bool = False
+    """Whether the policy is scored and not the frozen reference alone: autocast keeps its cast weights."""
+
+
+class PhaseTracer:
+    """Peak bytes that a phase adds, traced; remembered in the user's cache directory."""
+
+    def __init__(self, settings: PhaseSettings, *, cache_folder: Path | None = None) -> None:
+        self._settings = settings
+        self._phases: _FakePhases | None = None
+        folder = cache_folder or platformdirs.user_cache_path("grpo-lean") / "traces"
+        self._file = folder / f"{_fingerprint(settings)}.json"
+        self._known: dict[str, list[tuple[str, int]]] = _read(self._file)
+        self._num_saved = len(self._known)
+
+    def peak_bytes(self, phase: str, shape: Shape) -> int:
+        """The most that `phase` holds beyond what exists between phases. KeyError for an unknown phase."""
+        peak = max(num_bytes for _, num_bytes in self.trace(phase, shape))
+        self._save()
+        return peak
+
+    def trace(self, phase: str, shape: Shape) -> list[tuple[str, int]]:
+        """Each operation of `phase` that allocates, and the bytes held while it runs."""
+        key = f"{phase} {shape.rows} {shape.prompt_tokens} {shape.new_tokens}"
+        if key not in self._known:
+            self._known[key] = self._fake().trace(phase, shape)
+        return self._known[key]
+
+    def rounded(self, phase: str, shape: Shape) -> Shape:
+        """The next larger shape that memory is affine in: a static cache grows by blocks."""
+        if phase != "sample":
+            return shape
+        return shape._replace(new_tokens=cache_tokens(self._settings.model, shape.new_tokens))
+
+    def _fake(self) -> "_FakePhases":
+        if self._phases is None:
+            self._phases = _FakePhases(self._settings)
+        return self._phases
+
+    @property
+    def num_parameters(self) -> int:
+        return self._fake().num_parameters
+
+    def fit(self, phase: str, longest: Shape) -> PhaseFit:
+        """The phase's peak as a formula, good for shapes up to about `longest`."""
+        chunk_tokens = None if phase == "sample" else CHUNK_TOKENS
+        shapes = design_shapes(longest, group_size=self._settings.group_size, chunk_tokens=chunk_tokens)
+        shapes = [self.rounded(phase, shape) for shape in shapes]
+        moments = align([self.trace(phase, shape) for shape in shapes])
+        self._save()
+        return PhaseFit(list(zip(shapes, moments, strict=True)), chunk_tokens=chunk_tokens)
+
+    def _save(self) -> None:
+        """All at once: a file of many logs is long to write."""
+        if len(self._known) == self._num_saved:
+            return
+        self._num_saved = len(self._known)
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._file.with_suffix(".tmp")
+            temporary.write_text(json.dumps(self._known))
+            temporary.replace(self._file)
+        except OSError as error:  # traced again next time, that is all
+            logger.debug("traces are not kept: {}", error)
+
+
+class _FakePhases:
+    """A model without storage, and the phases on it."""
+
+    def __init__(self, settings: PhaseSettings) -> None:
+        self._settings = settings
+        self._mode = FakeTensorMode()
+        dtype = torch.float64 if settings.compute_dtype == torch.float64 else torch.float32
+        with self._mode:
+            self._policy = self._make_model(dtype)
+            self.num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
+            self._sampler = self._policy
+            if settings.compute_dtype != dtype:
+                self._sampler = self._make_model(dtype).requires_grad_(False)
+                for parameter in self._sampler.parameters():
+                    parameter.data = parameter.data.to(settings.compute_dtype)
+
+    def trace(self, phase: str, shape: Shape) -> list[tuple[str, int]]:
+        works: dict[str, Callable[[Shape], None]] = {
+            "sample": self._sample, "score": self._score, "learn": self._learn, "learn split": self._learn,
+        }  # fmt: skip
+        work = works[phase]
+        already = 0
+        with self._mode:
+            self._policy.zero_grad(set_to_none=True)
+            if phase == "learn split":
+                for parameter in self._policy.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                    already += parameter.grad.nbytes
+            on_cpu = self._settings.device_type == "cpu"
+            block_bytes = 1 if on_cpu else 512
+            with LiveBytes(self._settings.device_type, block_bytes, keep_log=True) as live:
+                work(shape)
+        return [(operation, already + held) for operation, held in live.log]
+
+    @torch.no_grad()
+    def _sample(self, shape: Shape) -> None:
+        """Prefill, then the last token, when the cache is full, and groups leaving."""
+        prompts, per_prompt = self._prompts(shape)
+        rows = len(prompts) * per_prompt
+        uniforms = torch.zeros(rows)
+        kept = torch.zeros(rows, shape.new_tokens, dtype=torch.long), torch.zeros(rows, shape.new_tokens)
+        decoder = make_decoder(self._sampler, shape.new_tokens)
+        logits = decoder.prefill(prompts, per_prompt)
+        decoder.skip(max(0, shape.new_tokens - 2))
+        tokens = self._sample_tokens(logits, uniforms)
+        if shape.new_tokens > 1:
+            del logits
+            self._sample_tokens(decoder.step(tokens), uniforms)
+            decoder.keep(torch.arange(len(prompts)))  # when a group leaves, nearly all stay
+        del kept
+
+    def _sample_tokens(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        sampling = self._settings.sampling
+        tokens, _ = sample_tokens(
+            logits, uniforms,
+            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
+        )  # fmt: skip
+        return tokens
+
+    @torch.no_grad()
+    def _score(self, shape: Shape) -> None:
+        self._policy.requires_grad_(self._settings.scores_policy)
+        self._logprobs(shape, entropy=False)
+        self._policy.requires_grad_(True)
+
+    def _learn(self, shape: Shape) -> None:
+        logp, _ = self._logprobs(shape, entropy=True, checkpoint=self._settings.checkpoint)
+        settings = self._settings.loss
+        ref_logp = torch.zeros_like(logp) if settings.kl_coef else None
+        mask = torch.ones_like(logp, dtype=torch.bool)
+        rows, tokens = logp.shape
+        counts = StepCounts(rows, rows * tokens, tokens)
+        loss, _ = grpo_loss(
+            logp, None, ref_logp, torch.zeros(rows, dtype=logp.dtype), mask, counts=counts, settings=settings
+        )
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _logprobs(
+        self, shape: Shape, *, entropy: bool, checkpoint: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        prompts, per_prompt = self._prompts(shape)
+        rows = len(prompts) * per_prompt
+        batch = MicroBatch(
+            rows=torch.arange(rows),
+            prompt_ids=prompts,
+            row_to_prompt=torch.arange(rows) // per_prompt,
+            completion_ids=torch.zeros(rows, shape.new_tokens, dtype=torch.long),
+        )
+        return micro_batch_logprobs(
+            self._policy, batch, temperature=self._settings.sampling.temperature,
+            dtype=self._settings.compute_dtype, entropy=entropy, checkpoint=checkpoint,
+        )  # fmt: skip
+
+    def _prompts(self, shape: Shape) -> tuple[list[list[int]], int]:
+        """Prompts of equal length, and rows of each: whole groups, or part of one."""
+        per_prompt = min(shape.rows, self._settings.group_size)
+        return [[0] * shape.prompt_tokens for _ in range(shape.rows // per_prompt)], per_prompt
+
+    def _make_model(self, dtype: torch.dtype) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_config(
+            self._settings.model, dtype=dtype, attn_implementation=self._settings.attention
+        ).eval()
+
+
+def _fingerprint(settings: PhaseSettings) -> str:
+    """Of all that a trace depends on, this package's code included."""
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
+    parts = [
+        torch.__version__,
+        transformers.__version__,
+        settings.model.to_json_string(),
+        repr(replace(settings, model=None)),  # type: ignore[arg-type]
+        *(hashlib.sha256(path.read_bytes()).hexdigest() for path in sources),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+def _read(file: Path) -> dict[str, list[tuple[str, int]]]:
+    try:
+        known = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}

@@ -1,0 +1,75 @@
+"""Sampling, scoring and learning of one run, in as many rows at once as its memory plan says."""
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grpo.decode import has_static_cache
+from grpo.loss import LossSettings
+from grpo.memory import Shape
+from grpo.objectives import GRPOBatch, accumulate_grpo
+from grpo.rollout import rollout
+from grpo.sampling import step_uniforms
+from grpo.scoring import micro_batch_shapes, score
+from grpo.setup import Run
+from grpo.values import Prompt, Rollout
+
+
+class PlannedPhases:
+    """Each is a transaction: when memory runs out it is done again, with fewer rows, to the same end."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._longest_prompt = run.longest_prompt
+
+    def plan(self, prompts: list[Prompt]) -> None:
+        """Rows at once in each phase, for prompts this long and completions as long as they may be."""
+        run = self._run
+        texts = run.policy.tokenizer([prompt.text for prompt in prompts], add_special_tokens=False)
+        self._longest_prompt = max(self._longest_prompt, *map(len, texts["input_ids"]))
+        run.memory.replan(self._longest_prompt, run.config.sampling.max_new_tokens)
+
+    def sample(self, step: int, prompts: list[Prompt], *, draw: int) -> Rollout:
+        """`group_size` completions of each prompt; draw: see `step_uniforms`."""
+        config, run = self._run.config, self._run
+        num_rows, longest = len(prompts) * config.group_size, config.sampling.max_new_tokens
+        uniforms = step_uniforms(num_rows, longest, seed=config.seed, step=step, draw=draw)
+        kv_growth: list[tuple[int, int]] = []
+
+        def work(rows: int) -> Rollout:
+            kv_growth.clear()
+            return rollout(
+                run.sampler.model, run.policy.tokenizer, prompts, uniforms, config.sampling, rows=rows,
+                watch_cache=lambda tokens, size: kv_growth.append((tokens, size.held + size.growing)),
+            )  # fmt: skip
+
+        def shapes(rows: int, made: Rollout) -> list[Shape]:
+            tokens = longest if has_static_cache(run.policy.model) else int(made.lengths.max())
+            return [Shape(min(rows, num_rows), max(map(len, made.prompt_ids)), tokens)]
+
+        return run.memory.run("sample", work, shapes=shapes, kv_growth=kv_growth)
+
+    def logprobs(self, model: PreTrainedModel, sampled: Rollout) -> Tensor:
+        """Log-probs (N, C) of a rollout's tokens under the policy or the reference, without gradients."""
+        config, run = self._run.config, self._run
+        return run.memory.run(
+            "score",
+            lambda rows: score(
+                model, sampled, rows=rows,
+                temperature=config.sampling.temperature, dtype=run.policy.compute_dtype,
+            ),
+            shapes=lambda rows, _: micro_batch_shapes(sampled, rows),
+        )  # fmt: skip
+
+    def accumulate(self, batch: GRPOBatch, settings: LossSettings) -> dict[str, float]:
+        """Add a step's gradients to the policy's; the metrics of `accumulate_grpo`."""
+        config, run = self._run.config, self._run
+        return run.memory.run(
+            "learn",
+            lambda rows: accumulate_grpo(
+                run.policy.model, batch, settings=settings, temperature=config.sampling.temperature,
+                dtype=run.policy.compute_dtype, rows=rows,
+                importance_cap=config.importance_cap, checkpoint=config.gradient_checkpointing,
+            ),
+            shapes=lambda rows, _: micro_batch_shapes(batch.rollout, rows),
+            undo=lambda: run.optimizer.zero_grad(set_to_none=True),
+        )  # fmt: skip

@@ -1,0 +1,110 @@
+"""How well memory is predicted and planned, and what that costs: three benchmarks on the CPU.
+
+python scripts/benchmark_memory.py predict
+python scripts/benchmark_memory.py largest
+python scripts/benchmark_memory.py overhead
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import tyro
+from loguru import logger
+from rich.console import Console
+from rich.table import Table
+
+from grpo.config import Config
+from grpo.experiments.memory_trials import (
+    full_grid,
+    predict_trials,
+    prediction_table,
+    prediction_verdicts,
+    quick_grid,
+)
+from grpo.experiments.planning_trials import (
+    cases,
+    largest_table,
+    largest_trials,
+    largest_verdicts,
+    overhead_steps,
+    overhead_table,
+    overhead_verdicts,
+)
+from grpo.tracking import configure_logging
+
+T = TypeVar("T")
+CONSOLE = Console(width=160)  # the tables are for the README, whatever the terminal
+
+
+def predict(quick: bool = False, only: str = "", output: Path | None = None) -> None:
+    """Predicted against allocated bytes, over a grid of models, settings and shapes.
+
+    Args:
+        quick: A small grid, about a minute.
+        only: Settings whose description holds these words, such as "rook-tiny float32".
+        output: A JSON file for every cell of the grid.
+    """
+    trials = _until_stopped(predict_trials(quick_grid() if quick else full_grid(), only=only))
+    _conclude(prediction_table(trials), prediction_verdicts(trials), trials, output)
+
+
+def largest(quick: bool = False, output: Path | None = None) -> None:
+    """The rows that the planner chooses, against trying every multiple of the group.
+
+    Args:
+        quick: One small case, in seconds.
+        output: A JSON file for every budget.
+    """
+    trials = _until_stopped(largest_trials(cases(quick)))
+    _conclude(largest_table(trials), largest_verdicts(trials), trials, output)
+
+
+def overhead(steps: int = 20, skip: int = 3, batch_size: int = 64, output: Path | None = None) -> None:
+    """What monitor and planner cost of a training step on the bundled model.
+
+    Args:
+        steps: Steps that are timed.
+        skip: Steps before, in which memory is measured operation by operation.
+        batch_size: Completions a step.
+        output: A JSON file for every step.
+    """
+    with TemporaryDirectory() as folder:
+        config = Config(
+            steps=skip + steps, batch_size=batch_size, model="rook-tiny", engine="off", eval_interval=0,
+            checkpoint_interval=0, runs_dir=Path(folder),
+        )  # fmt: skip
+        timed = overhead_steps(config, CONSOLE, skip=skip)
+    _conclude(overhead_table(timed), overhead_verdicts(timed), timed, output)
+
+
+def _until_stopped(trials: Iterator[T]) -> list[T]:
+    """All of them, or those before Ctrl-C."""
+    done = []
+    try:
+        for trial in trials:
+            done.append(trial)
+    except KeyboardInterrupt:
+        logger.warning("stopped: this is what was measured so far")
+    return done
+
+
+def _conclude(table: Table, verdicts: Mapping[str, bool], rows: Sequence[Any], output: Path | None) -> None:
+    CONSOLE.print(table)
+    for sentence, holds in verdicts.items():
+        CONSOLE.print(f"{'met   ' if holds else 'MISSED'} {sentence}", highlight=False)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps({"verdicts": verdicts, "rows": [asdict(row) for row in rows]}, indent=1))
+    sys.exit(0 if all(verdicts.values()) else 1)
+
+
+if __name__ == "__main__":
+    configure_logging("INFO", CONSOLE)
+    tyro.extras.subcommand_cli_from_dict(
+        {"predict": predict, "largest": largest, "overhead": overhead}, description=__doc__
+    )

@@ -1,0 +1,51 @@
+"""What a CUDA card shows of the memory plan; see gpu_check.sh, which runs it."""
+
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import tyro
+from loguru import logger
+
+from grpo.config import Config
+from grpo.experiments.gpu_check import check_card, make_random_124m, summary
+from grpo.sampling import SamplingSettings
+
+
+def main(output: Path | None = None, small: bool = False) -> None:
+    """Run all parts, print them, and write them as JSON.
+
+    Args:
+        output: The JSON file; by default scripts/results/gpu_CARD.json.
+        small: The bundled model and few rows: shows on any machine that the parts work.
+    """
+    logger.remove()
+    logger.add(sys.stderr, level="WARNING", format="{time:HH:mm:ss} {message}")
+    if not small and not torch.cuda.is_available():
+        sys.exit("torch sees no CUDA device: choose another build of torch, or try --small.")
+    with tempfile.TemporaryDirectory() as folder:
+        config = Config(
+            model="rook-tiny" if small else str(make_random_124m(Path(folder) / "gpt2-124m")),
+            runs_dir=Path(folder) / "runs", engine="off", eval_interval=0, checkpoint_interval=0,
+            trackers=(), sampling=SamplingSettings(max_new_tokens=16 if small else 144),
+            batch_size=8 if small else 64, max_batch_size=16 if small else 1024,
+        )  # fmt: skip
+        results = check_card(
+            config,
+            batch_sizes=(8, 16) if small else (8, 32, 48, 64, 80, 96, 128, 256, 512),
+            limit="8GB" if small else "24GB",
+            long_steps=2 if small else 300,
+            short_steps=1 if small else 6,
+        )
+    print("\n".join(summary(results)))
+    card = re.sub(r"[^A-Za-z0-9]+", "_", results["device"]).strip("_")
+    output = output or Path(__file__).parent / "results" / f"gpu_{card}.json"
+    output.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"written: {output}")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,45 @@
+"""Measure and draw how keys and values grow within a rollout, for both kinds of cache."""
+
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from grpo.experiments.kv_growth import MB, draw_growth, measure_growth
+
+
+def main(
+    model: str = "rook-tiny",
+    num_prompts: int = 8,
+    group_size: int = 8,
+    prompt_tokens: int = 60,
+    new_tokens: int = 144,
+    output: Path = Path("kv_growth.png"),
+) -> None:
+    """Decode the same shape with both caches, counting tensor bytes.
+
+    Args:
+        model: A GPT-2: hub id, folder, or rook-tiny.
+        num_prompts: Prompts.
+        group_size: Completions of each.
+        prompt_tokens: Tokens of each prompt.
+        new_tokens: Tokens generated.
+        output: The picture.
+    """
+    growths = measure_growth(
+        model, num_prompts=num_prompts, group_size=group_size, prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+    )  # fmt: skip
+    table = Table("cache", "after the first token", "at the end", "peak, last token", "peak / held")
+    for growth in growths:
+        first, last, peak = growth.held_bytes[0], growth.held_bytes[-1], growth.peak_bytes[-1]
+        sizes = (f"{size / MB:.1f} MB" for size in (first, last, peak))
+        table.add_row(growth.name, *sizes, f"{peak / last:.2f}")
+    Console().print(table)
+    draw_growth(growths, output)
+    print(f"picture: {output}")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

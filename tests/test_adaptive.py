@@ -1,0 +1,429 @@
+"""The plan of a run as it goes on: by prediction, by budget, by what ran out; numbers by hand."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from grpo.memory import (
+    AdaptiveMemory,
+    Budget,
+    DeviceMemory,
+    DoesNotFit,
+    MemoryMonitor,
+    MemoryReading,
+    PhaseReading,
+    PhaseSpec,
+    Predictor,
+    Shape,
+    adaptive,
+    predictor,
+)
+from grpo.memory.adaptive import COOLDOWN_STEPS, OUTSIDE
+from grpo.memory.budget import GB
+
+G, BATCH = 4, 64
+ROOMY = 10_000
+
+
+@pytest.fixture(autouse=True)
+def errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What predictions state before anything is measured: round numbers."""
+    monkeypatch.setattr(predictor, "UNCALIBRATED_ERROR", 0.05)
+    monkeypatch.setattr(predictor, "LEAST_ERROR_BYTES", 0.0)
+    monkeypatch.setattr(adaptive, "FRAGMENTATION", 0.0)
+
+
+class StubMonitor(MemoryMonitor):
+    """Measures what it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.next = PhaseReading()
+        self.asked_exact: list[bool] = []
+
+    @contextmanager
+    def phase(self, *, exact: bool = False) -> Iterator[PhaseReading]:
+        self.asked_exact.append(exact)
+        yield self.next
+
+    def read(self) -> MemoryReading:
+        return MemoryReading("CPU", 7, 8, 9)
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(10_000, 9_000, 160)
+
+    def neighbours(self) -> str:
+        return "process 17 uses 3.00 GB"
+
+
+def learned(shape: Shape) -> float:
+    """All rows at once: 10 bytes a row. In parts: 20 more, for the gradients of the parts before."""
+    return 10.0 * shape.rows
+
+
+class Run:
+    """A memory with one phase, "learn", and handles on its surroundings.
+
+    100 bytes exist all along and 50 are not torch's, so the peak is 150 + 10 a row, or 170 + 10 a row
+    in parts, where nothing was measured yet with 5 % of what the phase adds as error.
+    """
+
+    def __init__(self, *, rows: int | None = None, usable: int = ROOMY, bias: float = 1.0) -> None:
+        self.monitor, self.usable, self.fits_at_most = StubMonitor(), usable, BATCH
+        self.tried: list[int] = []
+        self.undone = 0
+        fits = {"learn": learned, "learn split": lambda shape: learned(shape) + 20}
+        self.predictor = Predictor(fits, bias=bias)
+        self.memory = AdaptiveMemory(
+            {"learn": PhaseSpec("learn", "learn split", rows)}, self.predictor, self.monitor,
+            resident=lambda: {"weights": 100}, budget=lambda: Budget(self.usable, "test"),
+            batch_size=BATCH, group_size=G, overhead_bytes=50, advice=lambda phase: f"Shrink {phase}.",
+        )  # fmt: skip
+
+    def replan(self, steps: int = 1) -> int:
+        for _ in range(steps):
+            plan = self.memory.replan(30, 20)
+        return plan["learn"].rows
+
+    def work(self, rows: int) -> str:
+        self.tried.append(rows)
+        if rows > self.fits_at_most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return f"done by {rows}"
+
+    def undo(self) -> None:
+        self.undone += 1
+
+    def step(self) -> int:
+        """Plan and run a step; rows it was done with."""
+        self.replan()
+        result = self.memory.run(
+            "learn", self.work, shapes=lambda rows, _: [Shape(rows, 30, 20)], undo=self.undo
+        )
+        assert result == f"done by {self.tried[-1]}"
+        return self.tried[-1]
+
+
+def changes(logged: list[str]) -> list[str]:
+    return [line.removeprefix("INFO plan: ") for line in logged if line.startswith("INFO plan: ")]
+
+
+# -------------------------------------------------------------------------------------- planning
+
+
+@pytest.mark.parametrize(
+    ("usable", "rows"),
+    [
+        (ROOMY, 64),
+        (150 + 640 + 32, 64),  # 640 bytes and their error
+        (150 + 640 + 31, 32),  # two parts
+        (150 + 357, 32),  # (320 + 20) * 1.05, and 150
+        (150 + 356, 24),  # 28 fit: three parts are as few with 24
+        (150 + 63, 4),  # (40 + 20) * 1.05
+        (150 + 62, 2),
+        (150 + 32, 1),  # 31.5
+    ],
+)
+def test_the_first_plan_by_hand(usable: int, rows: int):
+    assert Run(usable=usable).replan() == rows
+
+
+def test_until_a_step_is_done_fragments_are_allowed_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(adaptive, "FRAGMENTATION", 0.1)
+    run = Run()
+    run.step()
+    assert run.memory.footprint("learn", Shape(64, 30, 20)).error_bytes == 32 + 64
+    run.replan()
+    assert run.memory.footprint("learn", Shape(64, 30, 20)).error_bytes == 32
+
+
+def test_a_footprint_says_what_the_peak_consists_of():
+    run = Run()
+    parts = {"logits": 100, "gradients": 60}
+    run.memory.phases["learn"] = PhaseSpec("learn", "learn split", parts=lambda shape: parts)
+    whole = run.memory.footprint("learn", Shape(64, 30, 20))
+    assert whole.parts == {"weights": 100, "logits": 100, "gradients": 60, "activations": 480, OUTSIDE: 50}
+    assert (whole.peak_bytes, whole.error_bytes) == (790, 32)
+    small = run.memory.footprint("learn", Shape(6, 30, 20))  # adds 80, less than the closed forms say
+    assert small.parts == {"weights": 100, "logits": 50, "gradients": 30, "activations": 0, OUTSIDE: 50}
+
+
+def test_what_is_not_torchs_is_measured_at_the_start_unless_it_is_known():
+    memory = AdaptiveMemory(
+        {}, Predictor({}), StubMonitor(), resident=lambda: {"weights": 100},
+        budget=lambda: Budget(1, ""), batch_size=BATCH, group_size=G,
+    )  # fmt: skip
+    memory.phases["learn"] = PhaseSpec("learn", "learn")
+    memory._predictor = Predictor({"learn": learned})
+    assert memory.footprint("learn", Shape(1, 1, 1)).parts[OUTSIDE] == 160 - 100
+
+
+@pytest.mark.parametrize(("fixed", "rows"), [(8, 8), (7, 4), (3, 2), (1, 1), (48, 32), (64, 64), (999, 64)])
+def test_rows_that_the_user_fixed_are_never_exceeded(fixed: int, rows: int):
+    assert Run(rows=fixed).replan() == rows
+
+
+def test_rows_that_the_user_fixed_give_way_to_the_budget():
+    run = Run(rows=16, usable=150 + 63)
+    assert run.step() == 4
+    run.usable = ROOMY
+    assert run.step() == 16
+
+
+def test_the_largest_batch_in_one_piece_does_not_carry_gradients_of_parts_before():
+    run = Run()
+
+    def largest(usable: int, batch_size: int = 1000) -> int:
+        return run.memory.largest_whole("learn", Budget(usable, "test"), batch_size, 30, 20)
+
+    assert largest(ROOMY) == 936  # 150 + 9828; 940 would need 150 + 9870
+    assert largest(150 + 42) == 4
+    assert largest(150 + 41) == 0  # not a whole group
+    assert largest(ROOMY, batch_size=50) == 48
+
+
+def test_when_the_budget_changes_so_does_the_plan_with_one_line_each(logged: list[str]):
+    """Another process takes memory, and gives it back."""
+    run = Run()
+    assert [run.step(), run.step()] == [64, 64]
+    run.usable = 150 + 357
+    assert [run.step(), run.step()] == [32, 32]
+    run.usable = ROOMY
+    assert run.step() == 64
+    assert changes(logged) == [
+        "learn 64 -> 32 rows at once: predictions with their error exceed: 0.00 GB (test)",
+        "learn 32 -> 64 rows at once: room for more: 0.00 GB (test)",
+    ]
+    reasons = [record.reason for record in run.memory.take_records()]
+    assert reasons[0] is reasons[1] is reasons[3] is None
+    assert reasons[2].startswith("64 -> 32: ") and reasons[4].startswith("32 -> 64: ")
+
+
+def test_longer_rows_are_planned_for_as_they_come():
+    run = Run(usable=1000)
+    run.predictor._fits["learn"] = lambda shape: shape.rows * shape.prompt_tokens / 3.0
+    assert run.memory.replan(30, 20)["learn"].rows == 64
+    assert run.memory.replan(60, 20)["learn"].rows == 32
+
+
+def test_when_not_one_row_fits_the_message_has_the_neighbours_and_the_advice():
+    with pytest.raises(DoesNotFit) as error:
+        Run(usable=100).replan()
+    assert str(error.value) == (
+        "learn does not fit: one row needs 0 MB (weights 0 MB, activations 0 MB, not torch 0 MB), "
+        "and there are 0.00 GB (test). On the card: process 17 uses 3.00 GB Shrink learn."
+    )
+
+
+# ------------------------------------------------------------------------------- running out of memory
+
+
+def test_out_of_memory_shrinks_the_plan_with_one_line_and_its_reason(logged: list[str]):
+    run = Run()
+    run.fits_at_most = 20
+    assert run.step() == 16
+    assert run.tried == [64, 64, 32, 16] and run.undone == 3
+    assert run.step() == 16 and run.tried[4:] == [16]
+    reason = "out of memory, replayed (OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.)"
+    assert changes(logged) == [f"learn 64 -> 16 rows at once: {reason}"]
+    first, second = run.memory.take_records()
+    assert (first.rows, first.retries, first.reason) == (16, 3, f"64 -> 16: {reason}")
+    assert (second.rows, second.retries, second.reason) == (16, 0, None)
+
+
+def test_what_passes_at_the_same_size_changes_no_plan(logged: list[str]):
+    run = Run()
+    run.fits_at_most = 0
+
+    def fails_once(rows: int) -> str:
+        try:
+            return run.work(rows)
+        finally:
+            run.fits_at_most = 64
+
+    run.replan()
+    run.memory.run("learn", fails_once, shapes=lambda rows, _: [Shape(rows, 30, 20)])
+    assert run.tried == [64, 64] and run.memory.take_records()[0].retries == 1
+    assert run.replan() == 64 and not changes(logged)
+
+
+def test_after_a_cooldown_more_rows_are_tried_and_it_doubles_when_that_fails(logged: list[str]):
+    run = Run()
+    run.fits_at_most = 32
+    assert run.step() == 32  # step 1
+    for _ in range(COOLDOWN_STEPS - 1):
+        assert run.step() == 32
+    run.tried.clear()
+    assert run.step() == 32 and run.tried == [64, 64, 32]  # step 21: tried again, in vain
+    for _ in range(2 * COOLDOWN_STEPS - 1):
+        assert run.step() == 32
+    run.fits_at_most = 64
+    assert run.step() == 64
+    assert run.step() == 64
+    assert [line.split(" rows")[0] for line in changes(logged)] == [
+        "learn 64 -> 32", "learn 32 -> 64", "learn 64 -> 32", "learn 32 -> 64",
+    ]  # fmt: skip
+    assert "room for more" in changes(logged)[-1]
+
+
+def test_while_it_rests_a_tighter_budget_still_counts():
+    run = Run()
+    run.fits_at_most = 32
+    run.step()
+    run.usable = 150 + 63
+    assert run.step() == 4
+    run.usable = ROOMY
+    assert run.step() == 32  # and what ran out of memory is not tried again yet
+
+
+def test_when_even_one_row_runs_out_of_memory_the_message_says_what_to_do():
+    run = Run()
+    run.fits_at_most = 0
+    with pytest.raises(DoesNotFit) as error:
+        run.step()
+    assert run.tried == [64, 64, 32, 16, 8, 4, 2, 1]
+    said = str(error.value)
+    assert said.startswith("learn does not fit: memory ran out with 64, 64, 32, 16, 8, 4, 2, 1 rows at once")
+    assert said.endswith("On the card: process 17 uses 3.00 GB Shrink learn.")
+
+
+def test_any_other_error_is_nobodys_business_here():
+    run = Run()
+    run.replan()
+
+    def broken(rows: int) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run.memory.run("learn", broken, shapes=lambda rows, _: [])
+    assert run.memory.take_records() == []
+
+
+# ------------------------------------------------------------------------------- measuring
+
+
+def test_a_record_holds_what_was_planned_and_what_was_measured():
+    run = Run(usable=150 + 357)
+    run.monitor.next = PhaseReading(
+        added_bytes=300, peak_bytes=500, reserved_bytes=520, process_bytes=540, process_before_bytes=10
+    )
+    run.replan()
+    kv_growth: list[tuple[int, int]] = []
+
+    def work(rows: int) -> None:
+        kv_growth.extend([(1, 40), (9, 90), (17, 60)])
+
+    shapes = [Shape(24, 30, 20), Shape(32, 25, 18), Shape(8, 30, 20)]
+    run.memory.run("learn", work, shapes=lambda rows, _: shapes, kv_growth=kv_growth)
+    (record,) = run.memory.take_records()
+    assert json.loads(json.dumps(record.as_dict())) == {
+        "phase": "learn", "rows": 32, "prompt_tokens": 25, "new_tokens": 18,  # the largest of the parts
+        "predicted_bytes": 150 + 340, "added_bytes": 300, "peak_bytes": 500, "reserved_bytes": 520,
+        "device_used_bytes": 540, "allocated_bytes": 7, "kv_bytes": 90,
+        "kv_growth": [[1, 40], [9, 90], [17, 60]], "retries": 0, "reason": None,
+    }  # fmt: skip
+    assert run.memory.take_records() == []
+
+
+def test_where_the_allocator_gave_nothing_back_the_prediction_is_what_was_held_before():
+    run = Run()
+    run.monitor.next = PhaseReading(process_before_bytes=5000)
+    run.step()
+    assert run.memory.take_records()[0].predicted_bytes == 5000
+
+
+def test_tensors_are_counted_in_the_first_two_runs_of_a_phase():
+    run = Run()
+    for _ in range(4):
+        run.step()
+    assert run.monitor.asked_exact == [True, True, False, False]
+
+
+def test_what_was_measured_corrects_the_next_plan():
+    """Half of what was predicted, so twice the rows fit."""
+    run = Run(usable=150 + 357)
+    run.monitor.next = PhaseReading(added_bytes=170)
+    assert [run.step(), run.step()] == [32, 32]  # whole it was not measured: 640 predicted
+    run.monitor.next = PhaseReading(added_bytes=None)
+    run.usable = 150 + 150
+    assert run.step() == 24  # (240 + 20) / 2, and the error is 1.7 % with two measurements
+    assert run.memory.footprint("learn", Shape(24, 30, 20)).error_bytes == pytest.approx(130 * 0.05 / 3)
+
+
+def test_a_prediction_far_too_low_is_mended_by_what_is_measured(logged: list[str]):
+    run = Run(usable=150 + 357, bias=0.5)
+    assert run.replan() == 64  # 320 predicted
+    run.fits_at_most = 32
+    run.monitor.next = PhaseReading(added_bytes=340)
+    assert run.step() == 32
+    run.monitor.next = PhaseReading(added_bytes=None)
+    assert run.step() == 32
+    assert run.memory.footprint("learn", Shape(32, 30, 20)).peak_bytes == pytest.approx(150 + 340)
+
+
+def test_what_the_process_holds_beyond_tensors_counts_from_the_next_step_on():
+    """As measured where tensors were most; it is never believed to shrink."""
+    run = Run()
+    for process in (150 + 640, 150 + 640 + 70, 150 + 640):
+        run.monitor.next = PhaseReading(process_bytes=process)
+        run.step()
+    run.replan()
+    assert run.memory.plan["learn"].footprint.parts[OUTSIDE] == 50 + 70
+
+
+def test_a_phase_that_is_only_watched_is_recorded_too():
+    run = Run()
+    run.replan()
+    run.monitor.next = PhaseReading(process_bytes=123)
+    with run.memory.watch("learn"):
+        pass
+    (record,) = run.memory.take_records()
+    assert (record.phase, record.rows, record.device_used_bytes) == ("learn", 64, 123)
+    with pytest.raises(ZeroDivisionError), run.memory.watch("learn"):
+        raise ZeroDivisionError
+    assert run.memory.take_records() == []
+
+
+# -------------------------------------------------------------------------------------- checkpoints
+
+
+def stored(run: Run) -> dict:
+    return json.loads(json.dumps(run.memory.state()))
+
+
+def test_what_was_measured_goes_on_after_a_checkpoint():
+    run, other = Run(usable=150 + 357), Run(usable=150 + 357)
+    run.monitor.next = PhaseReading(added_bytes=306)
+    for _ in range(3):
+        run.step()
+    other.replan()
+    other.memory.restore(stored(run))
+    shape = Shape(32, 30, 20)
+    assert other.memory.footprint("learn", shape) == run.memory.footprint("learn", shape)
+    other.step()
+    assert other.monitor.asked_exact == [False]  # counted often enough, before
+
+
+def test_a_plan_that_is_another_after_a_checkpoint_is_one_line(logged: list[str]):
+    run, other = Run(), Run(usable=150 + 357)
+    run.replan()
+    other.replan()
+    other.memory.restore(stored(run))
+    assert changes(logged) == ["learn 64 -> 32 rows at once: resumed with a budget of 0.00 GB (test)"]
+    same = Run()
+    same.replan()
+    same.memory.restore(stored(run))
+    assert len(changes(logged)) == 1
+
+
+def test_a_budget_reads_in_gb():
+    assert str(Budget(3 * GB // 2, "85% of 1.76 GB")) == "1.50 GB (85% of 1.76 GB)"
+
+
+def test_a_phase_needs_no_settings_but_its_names():
+    spec = PhaseSpec("learn", "learn split")
+    parts: Callable[[Shape], object] = spec.parts
+    assert spec.rows is None and parts(Shape(1, 1, 1)) == {}

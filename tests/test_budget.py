@@ -1,0 +1,165 @@
+"""How much may be held: sizes as people write them, the least of the limits, and who enforces it."""
+
+import multiprocessing
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo.memory import (
+    DeviceMemory,
+    budget,
+    card_memory,
+    is_out_of_memory,
+    limit_memory,
+    make_budget,
+    parse_size,
+)
+from grpo.memory.budget import GB, SizeError, host_total_and_available
+
+MB = 2**20
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GB", 24 * 2**30), ("24 gib", 24 * 2**30), ("1.5G", 3 * 2**29), ("512MB", 2**29), (".5k", 512),
+     ("2TB", 2**41), ("1000", 1000), (" 7B ", 7)],
+)  # fmt: skip
+def test_a_size_is_read_as_people_write_it(text: str, size: int):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GB", "0", "0GB", "0.4", "-1GB", "24 G B", "24XB", "1e9", "nan", "24GBs"]
+)
+def test_what_is_no_size_says_how_to_write_one(text: str):
+    with pytest.raises(SizeError, match="is no size: write it like 24GB or 512MB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("free", "ours", "limit", "usable", "reason"),
+    [
+        (80, 10, None, 75, "75% of"),
+        (40, 10, None, 50, "what others leave free"),
+        (40, 10, 60, 50, "what others leave free"),
+        (80, 10, 30, 30, "--memory-limit"),
+        (80, 10, 76, 75, "75% of"),
+    ],
+)
+def test_the_budget_is_the_least_of_share_free_memory_and_limit(free, ours, limit, usable, reason):
+    """Of 100 bytes."""
+    made = make_budget(DeviceMemory(100, free, ours), utilization=0.75, limit_bytes=limit)
+    assert made.usable_bytes == usable and made.reason.startswith(reason)
+
+
+def test_what_others_hold_is_what_is_neither_free_nor_ours():
+    assert DeviceMemory(100, 60, 10).others_bytes == 30
+    assert DeviceMemory(100, 60, 50).others_bytes == 0  # what we hold may be counted twice
+
+
+def test_a_card_sold_as_24_gb_offers_23_and_a_half():
+    card = card_memory(24 * GB)
+    assert card.total_bytes == card.free_bytes == pytest.approx(23.52 * GB, abs=1)
+    assert (card.ours_bytes, card.others_bytes) == (0, 0)
+    assert str(make_budget(card, utilization=0.85)) == "19.99 GB (85% of 23.52 GB)"
+
+
+def test_on_cuda_the_allocator_gets_the_limit_less_the_context(monkeypatch):
+    asked: list[tuple[float, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: asked.append(given))
+    device = torch.device("cuda", 1)
+    assert (
+        limit_memory(device, 12 * GB + GB // 2, 24 * GB)
+        == "enforced by the CUDA allocator (50.0% of the card)"
+    )
+    limit_memory(device, 40 * GB, 24 * GB)
+    limit_memory(device, GB // 4, 24 * GB)
+    assert asked == [(0.5, device), (1.0, device), (0.0, device)]
+
+
+def test_where_nothing_enforces_a_limit_it_says_so():
+    assert limit_memory(torch.device("mps"), GB, 8 * GB).startswith("a guide for the plan only")
+
+
+def within_a_limit() -> tuple[str, bool, bool, bool]:
+    """With 192 MB more than now: what limit_memory said, and what came of 64 MB and of 512 MB."""
+    from grpo.memory import MemoryMonitor
+
+    held = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
+    limit = int(held.split()[1]) * 1024 + 192 * MB
+    said = limit_memory(torch.device("cpu"), limit, 2 * limit)
+    ours = MemoryMonitor(torch.device("cpu"), limited=True).memory().ours_bytes  # counted as the limit counts
+    fits = torch.empty(64 * MB, dtype=torch.uint8).numel() == 64 * MB
+    try:
+        torch.empty(512 * MB, dtype=torch.uint8)
+    except RuntimeError as error:
+        return said, fits, is_out_of_memory(error), abs(limit - 192 * MB - ours) < 32 * MB
+    return said, fits, False, False
+
+
+@LINUX
+def test_on_linux_the_system_enforces_it():
+    """In a process of its own, whose other tests would have to live with it."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as process:
+        said, fits, refused, counted = process.submit(within_a_limit).result(timeout=60)
+    assert said == "enforced by the system (RLIMIT_DATA)"
+    assert fits and refused and counted
+
+
+# ------------------------------------------------------------------------------- the host's memory
+
+MEMINFO = "MemTotal:       1000 kB\nMemFree:  10 kB\nMemAvailable:    700 kB\nHugePages_Total:   0\n"
+V2, V1 = "/sys/fs/cgroup/memory.", "/sys/fs/cgroup/memory/memory."
+KB = 1024
+
+
+def files(texts: dict[str, str]) -> Callable[[str], Path]:
+    """Stands in for Path: these files, and no others."""
+
+    class File:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def read_text(self) -> str:
+            if self.name not in texts:
+                raise FileNotFoundError(self.name)
+            return texts[self.name]
+
+    return File  # type: ignore[return-value]
+
+
+@LINUX
+@pytest.mark.parametrize(
+    ("container", "total", "available"),
+    [
+        ({}, 1000 * KB, 700 * KB),
+        ({V2 + "max": "max\n", V2 + "current": "5"}, 1000 * KB, 700 * KB),
+        ({V2 + "max": str(500 * KB), V2 + "current": str(100 * KB)}, 500 * KB, 400 * KB),
+        ({V2 + "max": str(900 * KB), V2 + "current": str(100 * KB)}, 900 * KB, 700 * KB),
+        ({V2 + "max": str(500 * KB), V2 + "current": str(501 * KB)}, 500 * KB, 0),
+        ({V1 + "limit_in_bytes": str(500 * KB), V1 + "usage_in_bytes": str(200 * KB)}, 500 * KB, 300 * KB),
+        ({V1 + "limit_in_bytes": "9223372036854771712", V1 + "usage_in_bytes": "1"}, 1000 * KB, 700 * KB),
+    ],
+)
+def test_a_containers_limit_counts_where_it_is_lower(monkeypatch, container, total, available):
+    monkeypatch.setattr(budget, "Path", files({"/proc/meminfo": MEMINFO, **container}))
+    assert host_total_and_available() == (total, available)
+
+
+def test_this_machine_has_memory_and_some_of_it_is_free():
+    total, available = host_total_and_available()
+    assert 0 < available <= total
+
+
+def test_files_that_a_container_has_read_do_not_count_as_used(monkeypatch: pytest.MonkeyPatch):
+    texts = {
+        "/proc/meminfo": MEMINFO, f"{V2}max": f"{500 * KB}\n", f"{V2}current": f"{450 * KB}\n",
+        f"{V2}stat": f"anon 1\ninactive_file {200 * KB}\nactive_file 7\n",
+    }  # fmt: skip
+    monkeypatch.setattr(budget, "Path", files(texts))
+    assert budget.host_total_and_available() == (500 * KB, 250 * KB)

@@ -1,0 +1,34 @@
+"""scripts/gpu_check.sh as far as a machine without a card can show it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_part_runs_small(tmp_path):
+    done = subprocess.run(
+        ["sh", str(ROOT / "scripts/gpu_check.sh"), "--small", "--output", str(tmp_path / "card.json")],
+        env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "card.json").read_text())
+    assert [row["batch_size"] for row in results["rows"]] == [8, 16]
+    assert all(row["status"] == "fits" and row["samples_per_minute"] > 0 for row in results["rows"])
+    assert results["limit"]["auto"]["batch_size"] % 8 == 0 and results["limit"]["zero out of memory"]
+    assert results["recovery"]["steps"] == 1 and "speed" in results["emptied cache"]
+    assert "batch  allocated" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_without_a_card_it_says_so():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/gpu_check.py")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and "torch sees no CUDA device" in done.stderr

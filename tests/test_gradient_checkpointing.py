@@ -1,0 +1,332 @@
+"""Recomputed activations: the same log-probs and gradients, fewer bytes, and nothing left behind."""
+
+import dataclasses
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from conftest import ARCHITECTURES
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    CTRLConfig,
+    CTRLLMHeadModel,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+import grpo.forward
+from grpo.config import Config
+from grpo.forward import completion_hidden
+from grpo.interrupt import StopRequest
+from grpo.loss import LossSettings, StepCounts, grpo_loss
+from grpo.scoring import MicroBatch, check_scorer, micro_batch_logprobs
+from grpo.setup import open_run
+from grpo.trainer import Trainer
+
+EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
+PROPERTY = settings(
+    deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+SIZES = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.3,
+    "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+COMPLETIONS_OF_PROMPTS = [(7, 3), (1, 1), (12, 2), (4, 4)]
+
+
+def made_up(groups: list[tuple[int, int]], width: int, seed: int = 0) -> MicroBatch:
+    """A micro-batch of (prompt tokens, completions) groups, of random tokens and lengths up to `width`."""
+    generator = torch.Generator().manual_seed(seed)
+    row_to_prompt = torch.arange(len(groups)).repeat_interleave(torch.tensor([rows for _, rows in groups]))
+    rows = len(row_to_prompt)
+    lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
+    return MicroBatch(
+        rows=torch.arange(rows),
+        prompt_ids=[torch.randint(50, (tokens,), generator=generator).tolist() for tokens, _ in groups],
+        row_to_prompt=row_to_prompt[torch.randperm(rows, generator=generator)],
+        completion_ids=torch.randint(50, (rows, width), generator=generator),
+        mask=torch.arange(width) < lengths,
+    )
+
+
+def learn(model, batch: MicroBatch, dtype: torch.dtype, *, checkpoint: bool):
+    """Log-probs, and the gradient by all parameters of some weighted sum of them."""
+    model.zero_grad()
+    logp, _ = micro_batch_logprobs(model, batch, temperature=0.7, dtype=dtype, checkpoint=checkpoint)
+    weights = torch.randn(logp.shape, generator=torch.Generator().manual_seed(1)).to(logp)
+    (logp * weights).sum().backward()
+    return logp.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def difference(one: dict, other: dict) -> float:
+    """Of two gradients, relative, in global norm."""
+    norm = math.hypot(*(gradient.norm().item() for gradient in one.values()))
+    assert norm > 1e-3
+    return math.hypot(*((one[name] - other[name]).norm().item() for name in one)) / norm
+
+
+# ------------------------------------------------------------------------------------- exactness
+
+
+@EVERY_ARCHITECTURE
+@PROPERTY
+@given(
+    groups=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 4)), min_size=1, max_size=4),
+    width=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_log_probs_and_gradients_are_the_same_in_float64(load, architecture, groups, width, seed):
+    """Whatever the lengths of prompts, the sizes of groups, and the order of rows."""
+    policy, batch = load(architecture, "fp64"), made_up(groups, width, seed)
+    logp, gradient = learn(policy.model, batch, torch.float64, checkpoint=False)
+    again, recomputed = learn(policy.model, batch, torch.float64, checkpoint=True)
+    assert torch.equal(logp, again)
+    assert difference(gradient, recomputed) < 1e-10
+    for name in gradient:  # not only where the gradient is large
+        assert torch.allclose(gradient[name], recomputed[name], rtol=1e-10, atol=1e-12), name
+
+
+@EVERY_ARCHITECTURE
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_gradients_are_the_same_in_training_precisions(load, architecture, precision, dtype):
+    """In bf16 as well: what is recomputed in the backward pass is recomputed in the dtype it had."""
+    policy, batch = load(architecture, precision), made_up(COMPLETIONS_OF_PROMPTS, 9)
+    logp, gradient = learn(policy.model, batch, dtype, checkpoint=False)
+    again, recomputed = learn(policy.model, batch, dtype, checkpoint=True)
+    assert torch.allclose(logp, again, rtol=1e-6, atol=0)
+    assert difference(gradient, recomputed) < 1e-6
+
+
+def test_gradients_flow_through_the_keys_and_values_of_shared_prompts(load):
+    """Token 7 stands in prompts only, and a completion's second token sees those in no other way."""
+    model, batch = load("llama", "fp64").model, made_up(COMPLETIONS_OF_PROMPTS, 9)
+    for ids in batch.prompt_ids:
+        ids[:] = [7] * len(ids)
+    batch.completion_ids[batch.completion_ids == 7] = 9
+    hidden = completion_hidden(
+        model, batch.prompt_ids, batch.row_to_prompt, batch.completion_ids, checkpoint=True
+    )
+    hidden[:, 1:, 0].sum().backward()
+    assert model.model.embed_tokens.weight.grad[7].norm() > 1e-3
+
+
+def other_models() -> list:
+    gemma = Gemma3TextConfig(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=24)
+    return [
+        Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2)),
+        MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=24)),
+        Gemma3ForCausalLM(gemma),
+        GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)),
+        BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=4)),
+    ]
+
+
+def test_many_families_of_models_can_be_recomputed():
+    """Grouped keys, sliding windows, layers that return tuples, positions by bias."""
+    torch.manual_seed(0)
+    for model in other_models():
+        check_scorer(model.eval(), 24, checkpoint=True)
+
+
+# ---------------------------------------------------------------------------------------- memory
+
+
+def gpt2(num_layers: int) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=50, n_positions=64, n_embd=32, n_layer=num_layers, n_head=4)
+    ).eval()
+
+
+class Kept:
+    """A tensor that waits for the backward pass; alive as long as the graph is."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()  # an output that is kept would else keep itself
+
+
+def kept_for_backward(kept: "weakref.WeakSet[Kept]") -> torch.autograd.graph.saved_tensors_hooks:
+    def keep(tensor: torch.Tensor) -> Kept:
+        one = Kept(tensor)
+        kept.add(one)
+        return one
+
+    return torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one.tensor)
+
+
+def storages() -> dict[int, int]:
+    """Bytes of whatever tensors there are, by address."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
+    all_of_them = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in all_of_them}
+
+
+def stored_bytes(num_layers: int, *, checkpoint: bool) -> int:
+    """What a forward pass of 10 rows leaves for the backward pass, kept by the graph or by closures."""
+    model, batch = gpt2(num_layers), made_up(COMPLETIONS_OF_PROMPTS, 9)
+    before = storages()
+    with kept_for_backward(weakref.WeakSet()):
+        hidden = completion_hidden(
+            model, batch.prompt_ids, batch.row_to_prompt, batch.completion_ids, checkpoint=checkpoint
+        )
+    assert hidden.requires_grad
+    return sum(size for address, size in storages().items() if address not in before)
+
+
+def test_a_layer_stores_its_input_and_the_prompts_keys_and_nothing_else():
+    """One layer more, in floats: 4 prompts of 12 tokens and 10 rows of 8 have 32 each, and the prompts'
+    keys and values are views of a product of 96. They are not repeated to rows."""
+    per_layer = (stored_bytes(5, checkpoint=True) - stored_bytes(2, checkpoint=True)) / 3
+    assert per_layer == 4 * ((4 * 12 + 10 * 8) * 32 + 4 * 12 * 96)
+    plain = (stored_bytes(5, checkpoint=False) - stored_bytes(2, checkpoint=False)) / 3
+    assert plain > 10 * per_layer
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("ends", ["in a prompt's last layer", "in a completion's last layer", "never"])
+def test_a_graph_without_its_backward_pass_is_freed(checkpoint, ends):
+    """As after running out of memory in the forward pass: else that memory would be gone for good."""
+    model, batch = gpt2(2), made_up(COMPLETIONS_OF_PROMPTS, 9)
+    last_call = {"in a prompt's last layer": 1, "in a completion's last layer": 2, "never": 3}[ends]
+    calls = []
+
+    def run_out_of_memory(*_):
+        calls.append(1)
+        if len(calls) == last_call:
+            raise torch.OutOfMemoryError
+
+    model.transformer.h[1].mlp.register_forward_pre_hook(run_out_of_memory)
+    kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+    hidden = None
+    try:
+        with kept_for_backward(kept):
+            hidden = completion_hidden(
+                model, batch.prompt_ids, batch.row_to_prompt, batch.completion_ids, checkpoint=checkpoint
+            )
+            assert kept
+    except torch.OutOfMemoryError:
+        pass
+    assert (hidden is not None) == (ends == "never") and len(calls) == min(last_call, 2)
+    del hidden
+    gc.collect()
+    assert not kept
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_layer_with_a_forward_of_its_own_keeps_it():
+    """As accelerate's hooks and tests put it there."""
+    model, batch = gpt2(2), made_up(COMPLETIONS_OF_PROMPTS, 9)
+    layer, calls = model.transformer.h[0], []
+    original = layer.forward
+
+    def own(*args, **kwargs):
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    layer.forward = own
+    learn(model, batch, torch.float32, checkpoint=True)
+    assert layer.forward is own and len(calls) == 4  # prompts and completions, forward and again
+
+
+# ---------------------------------------------------------------------------------- fake tensors
+
+
+@EVERY_ARCHITECTURE
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_learning_can_be_traced_with_fake_tensors(load, architecture, checkpoint, dtype, attention):
+    """Prompts to gradients, shapes only: what a prediction of memory traces."""
+    config = load(architecture).model.config
+    rows, tokens = 6, 5
+    with FakeTensorMode():
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+        batch = MicroBatch(
+            torch.arange(rows), [[0] * 9, [0] * 4], torch.arange(rows) // 3,
+            torch.zeros(rows, tokens, dtype=torch.long),
+        )  # fmt: skip
+        logp, entropy = micro_batch_logprobs(
+            model, batch, temperature=1.0, dtype=dtype, entropy=True, checkpoint=checkpoint
+        )
+        loss, metrics = grpo_loss(
+            logp, None, logp.detach(), torch.ones(rows), torch.ones(rows, tokens, dtype=torch.bool),
+            counts=StepCounts(rows, rows * tokens, tokens), settings=LossSettings(),
+        )  # fmt: skip
+        loss.backward()
+    assert logp.shape == entropy.shape == (rows, tokens)
+    assert all(isinstance(metric, FakeTensor) for metric in metrics.values())
+    assert all(isinstance(p.grad, FakeTensor) and p.grad.shape == p.shape for p in model.parameters())
+
+
+# --------------------------------------------------------------------------------------- setting
+
+
+def test_a_model_that_does_not_name_its_layers_is_refused_with_the_settings_name():
+    torch.manual_seed(0)
+    model = CTRLLMHeadModel(CTRLConfig(vocab_size=50, n_positions=64, n_embd=32, dff=64, n_layer=2, n_head=4))
+    check_scorer(model.eval(), 24)
+    message = r"gradient_checkpointing is on, but CTRLLMHeadModel .* leave it off"
+    with pytest.raises(ValueError, match=message):
+        check_scorer(model, 24, checkpoint=True)
+
+
+@pytest.mark.parametrize("changes", ["values", "shapes"])
+def test_a_model_whose_layers_do_not_repeat_themselves_is_refused(monkeypatch, changes):
+    """What a layer computes the second time would be silently wrong, or fail in the first backward pass."""
+    model, calls = gpt2(2), []
+    mlp = model.transformer.h[1].mlp
+    original = mlp.forward
+
+    def changing(hidden):
+        calls.append(1)
+        if changes == "shapes":
+            return original(hidden) + original(hidden) if len(calls) % 2 else original(hidden)
+        return original(hidden * (1 + len(calls)))
+
+    monkeypatch.setattr(mlp, "forward", changing)
+    monkeypatch.setattr("grpo.scoring.micro_batch_logprobs", unshaken(calls))
+    with pytest.raises(ValueError, match="gradient_checkpointing is on, but GPT2LMHeadModel cannot be reco"):
+        grpo.scoring._check_recomputation(model, made_up([(5, 2)], 4))
+
+
+def unshaken(calls: list):
+    """micro_batch_logprobs whose forward passes all begin at the same count."""
+
+    def logprobs(*args, **kwargs):
+        calls.clear()
+        return micro_batch_logprobs(*args, **kwargs)
+
+    return logprobs
+
+
+def test_the_setting_reaches_learning_and_only_learning(config: Config, monkeypatch):
+    calls = []  # whether gradients were on
+
+    def recompute(*args, **kwargs):
+        calls.append(torch.is_grad_enabled())
+        return original(*args, **kwargs)
+
+    original = grpo.forward.recompute
+    config = dataclasses.replace(config, steps=1, eval_interval=0, gradient_checkpointing=True)
+    with open_run(config) as run:
+        monkeypatch.setattr("grpo.forward.recompute", recompute)
+        Trainer(run, Console(quiet=True)).train(StopRequest())
+    assert calls == [True] * 2 * 2  # prompts and completions, two layers

@@ -1,0 +1,174 @@
+"""Traces on fake tensors say what the real phases allocate; their cache is an aid and never in the way."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ARCHITECTURES
+from transformers import PretrainedConfig
+
+from grpo import phases
+from grpo.experiments.real_phases import RealPhases, Setting
+from grpo.loss import LossSettings
+from grpo.memory import PhaseFit, Shape, peak_live_bytes
+from grpo.phases import PHASES, PhaseSettings, PhaseTracer
+from grpo.sampling import SamplingSettings
+
+G, VOCABULARY = 4, 96
+SHAPE = Shape(4 * G, 40, 24)
+
+
+def shape_of(name: str) -> PretrainedConfig:
+    config = ARCHITECTURES[name](VOCABULARY).config
+    for key in vars(config):
+        if key.endswith(("_pdrop", "dropout")):
+            setattr(config, key, 0.0)
+    return config
+
+
+def settings_of(setting: Setting) -> PhaseSettings:
+    return PhaseSettings(
+        setting.model, setting.attention, setting.compute_dtype, setting.group_size,
+        SamplingSettings(max_new_tokens=24), LossSettings(kl_coef=0.02 if setting.kl else 0.0),
+        setting.checkpoint,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def tracer(tmp_path: Path) -> Callable[..., PhaseTracer]:
+    """tracer("gpt2", checkpoint=True): with a cache of its own."""
+
+    def made(name: str = "gpt2", **options: object) -> PhaseTracer:
+        setting = Setting(name, shape_of(name), group_size=G)
+        return PhaseTracer(settings_of(replace(setting, **options)), cache_folder=tmp_path)
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpt2", {}),
+        ("gpt2", {"checkpoint": True}),
+        ("gpt2", {"compute_dtype": torch.bfloat16, "kl": False}),
+        ("llama", {}),
+    ],
+)
+def test_a_trace_is_what_the_real_phase_allocates(tracer, name: str, options: dict):
+    """Counted by the same meter: what differs is that nothing is computed."""
+    real = RealPhases(replace(Setting(name, shape_of(name), group_size=G), **options))
+    traces = tracer(name, **options)
+    for phase in PHASES:
+        work = real.prepare(phase, SHAPE)
+        traced = traces.peak_bytes(phase, SHAPE)
+        assert traced == pytest.approx(peak_live_bytes(work), rel=0.03), phase
+
+
+def test_part_of_a_group_is_traced_as_it_is_done(tracer):
+    shape = SHAPE._replace(rows=2)
+    work = RealPhases(Setting("gpt2", shape_of("gpt2"), group_size=G)).prepare("score", shape)
+    assert tracer().peak_bytes("score", shape) == pytest.approx(peak_live_bytes(work), rel=0.02)
+
+
+def test_what_costs_memory_shows(tracer):
+    plain, leaner = tracer(), tracer(checkpoint=True)
+    peak = {phase: plain.peak_bytes(phase, SHAPE) for phase in PHASES}
+    gradients = 4 * plain.num_parameters
+    assert peak["score"] < peak["learn"] - gradients / 2
+    assert 0 < peak["learn split"] - peak["learn"] <= gradients
+    assert leaner.peak_bytes("learn", SHAPE) < 0.8 * peak["learn"]
+    longer = SHAPE._replace(new_tokens=48)
+    assert plain.peak_bytes("sample", longer) > 1.05 * peak["sample"]
+
+
+def test_an_unknown_phase_is_an_error(tracer):
+    with pytest.raises(KeyError, match="dream"):
+        tracer().trace("dream", SHAPE)
+
+
+def test_the_fit_says_what_a_trace_says_of_shapes_it_never_saw(tracer):
+    traces = tracer()
+    fit = traces.fit("score", Shape(G, 60, 24))
+    for shape in (Shape(6 * G, 45, 17), Shape(40 * G, 33, 24), Shape(G, 60, 24)):
+        assert fit(shape) == pytest.approx(traces.peak_bytes("score", shape), rel=0.02)
+
+
+# ---------------------------------------------------------------------------------------- the cache
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Shape]]]:
+    """Stands in for the traces themselves, which take seconds; holds what was traced."""
+    asked: list[tuple[str, Shape]] = []
+
+    class Phases:
+        def __init__(self, settings: PhaseSettings) -> None:
+            self.num_parameters = 1000
+
+        def trace(self, phase: str, shape: Shape) -> list[tuple[str, int]]:
+            asked.append((phase, shape))
+            return [("aten.mm.default", 1000 + 10 * shape.rows)]
+
+    monkeypatch.setattr(phases, "_FakePhases", Phases)
+    return asked
+
+
+def fit_peak(fit: PhaseFit) -> float:
+    return round(fit(Shape(7 * G, 33, 11)))
+
+
+def test_each_shape_is_traced_once_by_run_and_by_machine(tracer, traced, tmp_path: Path):
+    first = tracer()
+    for _ in range(2):
+        assert fit_peak(first.fit("learn", SHAPE)) == 1000 + 10 * 7 * G
+    assert len(traced) == len(set(traced)) == 11
+    (file,) = tmp_path.glob("*.json")
+    assert fit_peak(tracer().fit("learn", SHAPE)) == 1000 + 10 * 7 * G
+    assert len(traced) == 11
+    tracer().fit("score", SHAPE)  # is not known yet, and joins what is
+    assert len(traced) == 22 and len(json.loads(file.read_text())) == 22
+    tracer().fit("learn", SHAPE._replace(new_tokens=48))
+    assert len(traced) > 22
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("content", ["", '{"learn 8 6 3": {"aten.m', "[1, 2]", "\0\0", "null"])
+def test_a_damaged_file_is_ignored_and_replaced(tracer, traced, tmp_path: Path, content: str):
+    tracer().fit("learn", SHAPE)
+    (file,) = tmp_path.glob("*.json")
+    good = file.read_text()
+    file.write_text(content)
+    assert fit_peak(tracer().fit("learn", SHAPE)) == 1000 + 10 * 7 * G
+    assert len(traced) == 22 and file.read_text() == good
+
+
+def test_where_nothing_can_be_written_it_is_traced_again(tracer, traced, tmp_path: Path, logged: list[str]):
+    settings = settings_of(Setting("gpt2", shape_of("gpt2"), group_size=G))
+    (tmp_path / "file").write_text("")
+    for _ in range(2):
+        nowhere = PhaseTracer(settings, cache_folder=tmp_path / "file" / "traces")
+        assert fit_peak(nowhere.fit("learn", SHAPE)) == 1000 + 10 * 7 * G
+    assert len(traced) == 22
+    assert any("traces are not kept" in line for line in logged)
+
+
+def test_other_settings_and_other_code_have_traces_of_their_own(tracer, traced, tmp_path: Path, monkeypatch):
+    made = [
+        tracer(), tracer(checkpoint=True), tracer(compute_dtype=torch.bfloat16), tracer(kl=False),
+        tracer(group_size=8), tracer("llama"),
+    ]  # fmt: skip
+    for each in made:
+        each.fit("score", SHAPE)
+    assert len(list(tmp_path.glob("*.json"))) == 6
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    tracer().fit("score", SHAPE)
+    assert len(list(tmp_path.glob("*.json"))) == 7
+
+
+def test_without_a_folder_it_is_the_users_cache(traced, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    PhaseTracer(settings_of(Setting("gpt2", shape_of("gpt2"), group_size=G))).fit("score", SHAPE)
+    assert len(list((tmp_path / "grpo-lean" / "traces").glob("*.json"))) == 1
