@@ -1,5 +1,6 @@
 """What is read of a device: the host for real, CUDA with its answers made up."""
 
+import mmap
 import sys
 from pathlib import Path
 
@@ -56,8 +57,15 @@ def test_a_phase_that_ends_in_an_error_is_measured_and_counting_ends():
     del kept
 
 
+def fresh(size: int) -> mmap.mmap:
+    """Memory from the system, whatever the allocator keeps of what other tests gave back."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 def touch(size: int) -> None:
-    torch.ones(size, dtype=torch.uint8)
+    with fresh(size) as memory:
+        for page in range(0, size, mmap.PAGESIZE):
+            memory[page] = 1
 
 
 @RESETS
@@ -82,14 +90,14 @@ def test_under_a_limit_what_the_limit_counts_is_what_the_process_holds():
     """Memory that was never touched as well, and none that is only mapped."""
     resident, private = MemoryMonitor(CPU), MemoryMonitor(CPU, limited=True)
     before = resident.memory().ours_bytes, private.memory().ours_bytes
-    untouched = torch.empty(256 * MB, dtype=torch.uint8)
+    untouched = fresh(256 * MB)
     after = resident.memory().ours_bytes, private.memory().ours_bytes
     assert after[0] - before[0] < 128 * MB
     assert after[1] - before[1] >= 256 * MB
     with private.phase() as reading:
         touch(64 * MB)
     assert reading.process_bytes > after[1] + 48 * MB or not peaks_can_be_reset()
-    del untouched
+    untouched.close()
 
 
 def test_the_hosts_memory_is_that_of_all_processes():
