@@ -1,7 +1,6 @@
 """Train the bundled model on the bundled positions, and show what it learned: `make demo`."""
 
 import time
-from dataclasses import replace
 
 import tyro
 from loguru import logger
@@ -13,20 +12,20 @@ from grpo.model import choose_device, load_policy
 from grpo.tracking import configure_logging
 
 
-def main(seed: int = 0, steps: int | None = None, heldout: int = 1000) -> None:
+def main(seed: int = 0, steps: int | None = None, batch_size: int | None = None, heldout: int = 1000) -> None:
     """Measure, train, measure again.
 
     Args:
         seed: Of the prompts' order and of every sampled token.
         steps: Fewer steps than the demo's, for a quick look.
+        batch_size: Completions a step in place of the demo's, likewise.
         heldout: Held-out prompts of each task that quality is measured on.
     """
     console = Console()
     if not console.is_terminal:
         console = Console(width=110)
     configure_logging("INFO", console)
-    config = replace(demo_config(), seed=seed)
-    config = replace(config, steps=steps or config.steps)
+    config = demo_config(seed=seed, steps=steps, batch_size=batch_size)
     prompts = heldout_prompts(config, heldout)
 
     logger.info("measuring held-out quality before training, on {} prompts", len(prompts))

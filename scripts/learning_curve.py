@@ -33,6 +33,7 @@ def main(
     output: Path = Path("runs/learning"),
     seeds: int = 5,
     steps: int | None = None,
+    batch_size: int | None = None,
     heldout: int = 1000,
     controls: bool = True,
     minutes: float | None = None,
@@ -43,14 +44,16 @@ def main(
         output: Folder of the runs, the scores and the picture.
         seeds: Seeds of the demo's settings.
         steps: Fewer steps than the demo's, for a quick look.
+        batch_size: Completions a step in place of the demo's, likewise.
         heldout: Held-out prompts of each task.
         controls: Learning rate 0, and supervised training for as long as GRPO took with seed 0.
         minutes: Limit of each run in place of the demo's, for a machine that is busy with other work.
     """
     console = Console(width=130)  # the table is for the README, whatever the terminal
     configure_logging("WARNING", console)
-    config = replace(demo_config(), runs_dir=output, eval_interval=0)
-    config = replace(config, steps=steps or config.steps, minutes=minutes or config.minutes)
+    config = demo_config(
+        runs_dir=output, eval_interval=0, steps=steps, batch_size=batch_size, minutes=minutes
+    )
     prompts = heldout_prompts(config, heldout)
     output.mkdir(parents=True, exist_ok=True)
 

@@ -26,7 +26,7 @@ def run(script, *arguments, folder):
 
 
 def test_the_demo_shows_before_and_after(tmp_path):
-    shown = run("demo.py", "--steps", 1, "--heldout", 8, folder=tmp_path)
+    shown = run("demo.py", "--steps", 1, "--batch-size", 16, "--heldout", 8, folder=tmp_path)
     assert "Held out, sampled at temperature 1" in shown and "Held out, greedy" in shown
     assert "environment/next_state" in shown
     (run_folder,) = (tmp_path / "runs").iterdir()
@@ -35,7 +35,7 @@ def test_the_demo_shows_before_and_after(tmp_path):
 
 
 def test_the_learning_curve_has_its_controls_and_keeps_what_is_done(tmp_path):
-    arguments = ("--output", tmp_path / "out", "--steps", 1, "--seeds", 1, "--heldout", 8)
+    arguments = ("--output", tmp_path / "out", "--steps", 1, "--batch-size", 16, "--seeds", 1, "--heldout", 8)
     shown = run("learning_curve.py", *arguments, folder=tmp_path)
     assert "rate-0" in shown and "supervised" in shown and "Significantly below -2 points (greedy)" in shown
     picture = tmp_path / "out" / "learning.png"

@@ -3,8 +3,9 @@
 import itertools
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,9 +65,10 @@ def measure(policy: Policy, config: Config, prompts: list[Prompt]) -> Quality:
     return Quality(run(config.sampling.temperature, EVAL_SAMPLES), run(0.0, 1))
 
 
-def demo_config() -> Config:
-    """The demo's settings, as the bundled YAML has them."""
-    return from_flat(read_yaml(DEMO_SETTINGS))
+def demo_config(**changes: Any) -> Config:
+    """The demo's settings, as the bundled YAML has them, but for changes that are not None."""
+    given = {name: value for name, value in changes.items() if value is not None}
+    return replace(from_flat(read_yaml(DEMO_SETTINGS)), **given)
 
 
 def heldout_prompts(config: Config, count: int) -> list[Prompt]:
