@@ -165,6 +165,31 @@ def test_the_last_tokens_of_a_large_vocabulary_are_not_sampled_if_excluded():
     assert (tokens < 40_000).all()
 
 
+@pytest.mark.parametrize("vocabulary", [4096, 4097, 5120, 50_257])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (50, 1.0), (0, 0.9)])
+def test_a_large_vocabulary_is_searched_by_blocks_and_the_token_is_the_same(vocabulary, top_k, top_p):
+    """Against one running sum over the whole vocabulary, in float64."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 3 * torch.randn(200, vocabulary, generator=generator, dtype=torch.float64)
+    uniforms = torch.rand(200, generator=generator)
+    uniforms[:2] = torch.tensor([0.0, ALMOST_ONE])
+    tokens, logp = sample_tokens(logits, uniforms, temperature=1.0, top_k=top_k, top_p=top_p)
+    cdf = truncate(logits, top_k=top_k, top_p=top_p).softmax(-1).cumsum(-1)
+    expected = (cdf <= uniforms.double().unsqueeze(-1) * cdf[:, -1:]).sum(-1)
+    assert torch.equal(tokens, expected.clamp(max=vocabulary - 1)) and len(tokens.unique()) > 50
+    assert torch.allclose(logp, logits.log_softmax(-1)[torch.arange(200), tokens], atol=1e-12, rtol=0)
+
+
+def test_a_large_vocabularys_excluded_tokens_are_never_hit():
+    """Blocks without any probability, and single tokens, at both ends of each row's CDF."""
+    logits = torch.full((4, 50_257), -torch.inf)
+    for row, kept in enumerate(([0], [50_256], [255, 256], [300, 20_000, 50_000])):
+        logits[row, kept] = -90.0
+    for uniform in (0.0, 0.499999, 0.5, ALMOST_ONE, 1.0):
+        tokens, logp = sample_tokens(logits, torch.full((4,), uniform), temperature=1.0)
+        assert logits[torch.arange(4), tokens].isfinite().all() and logp.isfinite().all()
+
+
 # ---------------------------------------------------------------------------------------- uniforms
 
 
