@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import platformdirs
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from grpo.decode import cache_tokens, make_decoder
+from grpo.decode import cache_tokens, has_static_cache, make_decoder
 from grpo.loss import LossSettings, StepCounts, grpo_loss
 from grpo.memory import LiveBytes, PhaseFit, Shape, align, design_shapes
 from grpo.sampling import SamplingSettings, sample_tokens
@@ -29,8 +30,13 @@ from grpo.scoring import MicroBatch, micro_batch_logprobs
 CHUNK_TOKENS = 1024
 """Tokens whose logits exist at once, see `completion_logprobs`."""
 
-PHASES = ("sample", "score", "learn", "learn split")
-"""What is traced; `learn split` is learning in several passes, which find gradients of the ones before."""
+PHASES = ("sample", "sample split", "score", "learn", "learn split")
+"""What is traced. Split is in parts: a group takes another's place, gradients of earlier parts are there."""
+
+
+def split_name(phase: str) -> str:
+    """What a phase is called in PHASES when its rows go through in parts."""
+    return f"{phase} split" if f"{phase} split" in PHASES else phase
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class PhaseTracer:
 
     def rounded(self, phase: str, shape: Shape) -> Shape:
         """The next larger shape that memory is affine in: a static cache grows by blocks."""
-        if phase != "sample":
+        if not phase.startswith("sample"):
             return shape
         return shape._replace(new_tokens=cache_tokens(self._settings.model, shape.new_tokens))
 
@@ -91,7 +97,7 @@ class PhaseTracer:
 
     def fit(self, phase: str, longest: Shape) -> PhaseFit:
         """The phase's peak as a formula, good for shapes up to about `longest`."""
-        chunk_tokens = None if phase == "sample" else CHUNK_TOKENS
+        chunk_tokens = None if phase.startswith("sample") else CHUNK_TOKENS
         shapes = design_shapes(longest, group_size=self._settings.group_size, chunk_tokens=chunk_tokens)
         shapes = [self.rounded(phase, shape) for shape in shapes]
         moments = align([self.trace(phase, shape) for shape in shapes])
@@ -130,7 +136,8 @@ class _FakePhases:
 
     def trace(self, phase: str, shape: Shape) -> list[tuple[str, int]]:
         works: dict[str, Callable[[Shape], None]] = {
-            "sample": self._sample, "score": self._score, "learn": self._learn, "learn split": self._learn,
+            "sample": self._sample, "sample split": partial(self._sample, split=True),
+            "score": self._score, "learn": self._learn, "learn split": self._learn,
         }  # fmt: skip
         work = works[phase]
         already = 0
@@ -147,8 +154,8 @@ class _FakePhases:
         return [(operation, already + held) for operation, held in live.log]
 
     @torch.no_grad()
-    def _sample(self, shape: Shape) -> None:
-        """Prefill, then the last token, when the cache is full, and groups leaving."""
+    def _sample(self, shape: Shape, *, split: bool = False) -> None:
+        """Prefill, then the last token, when the cache is full, and groups leaving, or one for another."""
         prompts, per_prompt = self._prompts(shape)
         rows = len(prompts) * per_prompt
         uniforms = torch.zeros(rows)
@@ -160,7 +167,9 @@ class _FakePhases:
         if shape.new_tokens > 1:
             del logits
             self._sample_tokens(decoder.step(tokens), uniforms)
-            decoder.keep(torch.arange(len(prompts)))  # when a group leaves, nearly all stay
+            if split and has_static_cache(self._sampler) and len(prompts) > 1:
+                decoder.replace(0, prompts[0])
+            decoder.keep(torch.arange(min(1, len(prompts) - 1), len(prompts)))
         del kept
 
     def _sample_tokens(self, logits: Tensor, uniforms: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from grpo.memory import (
 )
 from grpo.memory.budget import GB, readable
 from grpo.memory.phase import OUTSIDE
-from grpo.phases import CHUNK_TOKENS, PHASES, PhaseSettings, PhaseTracer
+from grpo.phases import CHUNK_TOKENS, PHASES, PhaseSettings, PhaseTracer, split_name
 from grpo.prompts import PromptSource
 
 LONGEST_TEXTS = 64
@@ -94,10 +94,12 @@ def make_memory(
     batch_size = config.max_batch_size if config.batch_size == "auto" else config.batch_size
     gradients = {"gradients": resident["weights"]}
     specs = {
-        "sample": PhaseSpec("sample", "sample", config.rollout_rows, partial(_sample_parts, work)),
+        "sample": PhaseSpec(
+            "sample", split_name("sample"), config.rollout_rows, partial(_sample_parts, work)
+        ),
         "score": PhaseSpec("score", "score", config.score_rows, partial(_logits_parts, work)),
         "learn": PhaseSpec(
-            "learn", "learn split", config.train_rows,
+            "learn", split_name("learn"), config.train_rows,
             lambda shape: {**gradients, **_logits_parts(work, shape)},
         ),
         "update": PhaseSpec("update", "update", None, lambda shape: gradients),
@@ -129,8 +131,9 @@ def plan_memory(
         work = replace(work, config=replace(work.config, batch_size=size))
         memory = make_memory(work, monitor, budget, overhead_bytes=overhead_bytes, bias=bias)
     memory.replan(work.longest_prompt, work.new_tokens)
-    if work.config.memory_limit:  # traced before the limit binds, for when learning has to be split
-        memory.footprint("learn", Shape(work.config.group_size, work.longest_prompt, work.new_tokens))
+    if work.config.memory_limit:  # traced before the limit binds, for when a phase has to be split
+        for phase in ("sample", "learn"):
+            memory.footprint(phase, Shape(work.config.group_size, work.longest_prompt, work.new_tokens))
     return work, memory
 
 
@@ -214,7 +217,7 @@ def advice(work: Workload, phase: str, tracer: PhaseTracer) -> str:
     """Settings to change when one row of `phase` does not fit, with the bytes each would save."""
     config = work.config
     row = Shape(1, work.longest_prompt, work.new_tokens)
-    name = "learn split" if phase == "learn" else phase
+    name = split_name(phase)
 
     def peak(settings: PhaseSettings, shape: Shape) -> int:
         same = settings == work.phase_settings()

@@ -20,10 +20,12 @@ class PromptBatch(NamedTuple):
         return torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths.unsqueeze(1)
 
 
-def pad_prompts(prompt_ids: Sequence[Sequence[int]], device: torch.device) -> PromptBatch:
-    """The padding is token 0; masks come from lengths, so any id would do."""
+def pad_prompts(
+    prompt_ids: Sequence[Sequence[int]], device: torch.device, *, width: int | None = None
+) -> PromptBatch:
+    """Padded to the longest, or to `width`, with token 0; masks come from lengths, so any id would do."""
     lengths = [len(ids) for ids in prompt_ids]
-    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    ids = torch.zeros(len(lengths), width or max(lengths), dtype=torch.long)
     for row, tokens in enumerate(prompt_ids):
         ids[row, : len(tokens)] = torch.tensor(tokens)
     return PromptBatch(ids.to(device), torch.tensor(lengths).to(device))

@@ -1,12 +1,17 @@
-"""Sampling a step's completions: prompts once a group, finished groups leave, order plays no part."""
+"""Sampling a step's completions: prompts once a group, and order plays no part.
 
+A group that has finished leaves, or a waiting one takes its place. Rows do not leave one by one: those
+of a group share their prompt's keys, and end within a few tokens of each other.
+"""
+
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.decode import CacheBytes, make_decoder
+from grpo.decode import CacheBytes, has_static_cache, make_decoder
 from grpo.sampling import SamplingSettings, sample_tokens
 from grpo.values import Prompt, Rollout
 
@@ -45,33 +50,30 @@ def rollout(
 
     uniforms: (N, max_new_tokens), see `step_uniforms`. Whole groups are sampled together where
     `rows` allows, and a group is split where it does not; neither changes what is sampled.
-    watch_cache: told, every few tokens, how many the first rows have and what their cache takes up.
+    watch_cache: told, every few steps, how many the first rows have done and what the cache takes up.
     """
     prompt_ids = tokenize_prompts(prompts, tokenizer, longest=context_length(model) - settings.max_new_tokens)
     num_rows = len(uniforms)
     group_size = num_rows // len(prompts)
-    ids = torch.zeros(num_rows, settings.max_new_tokens, dtype=torch.long)
-    logp = torch.zeros(num_rows, settings.max_new_tokens, dtype=_exact_dtype(model))
-    lengths = torch.zeros(num_rows, dtype=torch.long)
-    terminated = torch.zeros(num_rows, dtype=torch.bool)
-
+    made = _Completions(uniforms.to(model.device), _exact_dtype(model), end=tokenizer.eos_token_id)
     width = min(rows, group_size)  # rows of one group that decode together
     for columns in torch.arange(group_size).split(width):
-        for groups in torch.arange(len(prompts)).split(max(1, rows // width)):
-            chunk = (groups.unsqueeze(1) * group_size + columns).flatten()
-            ids[chunk], logp[chunk], lengths[chunk], terminated[chunk] = _sample(
-                model, [prompt_ids[group] for group in groups], uniforms[chunk], settings,
-                end=tokenizer.eos_token_id, watch_cache=watch_cache,
-            )  # fmt: skip
-            watch_cache = None
+        rows_of = torch.arange(num_rows).view(-1, group_size)[:, columns].to(model.device)  # (B, width)
+        _sample(
+            model, prompt_ids, rows_of, made, settings,
+            groups_at_once=max(1, rows // width), watch_cache=watch_cache,
+        )  # fmt: skip
+        watch_cache = None
+    lengths = made.lengths.cpu()
     longest = int(lengths.max())
+    ids = made.ids[:, :longest].cpu()
     return Rollout(
         prompts=list(prompts),
         prompt_ids=prompt_ids,
-        completion_ids=ids[:, :longest],
+        completion_ids=ids,
         lengths=lengths,
-        terminated=terminated,
-        sampler_logp=logp[:, :longest],
+        terminated=made.terminated.cpu(),
+        sampler_logp=made.logp[:, :longest].cpu(),
         completions=tokenizer.batch_decode(
             [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)],
             skip_special_tokens=True,
@@ -86,56 +88,88 @@ def context_length(model: PreTrainedModel) -> int:
     return min((limit for limit in limits if limit), default=2**20)
 
 
+class _Completions:
+    """N rows of at most T tokens, written as they are sampled."""
+
+    def __init__(self, uniforms: Tensor, dtype: torch.dtype, *, end: int) -> None:
+        num_rows, self._longest = uniforms.shape
+        self._uniforms, self._end = uniforms, end
+        # One column more: it takes what a row samples that has ended and runs on with its group.
+        self.ids = uniforms.new_zeros(num_rows, self._longest + 1, dtype=torch.long)
+        self.logp = uniforms.new_zeros(num_rows, self._longest + 1, dtype=dtype)
+        self.lengths = uniforms.new_zeros(num_rows, dtype=torch.long)
+        self.terminated = uniforms.new_zeros(num_rows, dtype=torch.bool)
+
+    def next_uniforms(self, rows: Tensor) -> Tensor:
+        return self._uniforms[rows, self.lengths[rows].clamp(max=self._longest - 1)]
+
+    def add(self, rows: Tensor, tokens: Tensor, logp: Tensor) -> None:
+        """One token more for each of these rows (R,) that has not ended."""
+        running = ~self.ended(rows)
+        position = torch.where(running, self.lengths[rows], self._longest)
+        self.ids[rows, position] = tokens * running
+        self.logp[rows, position] = logp * running
+        self.lengths[rows] += running
+        self.terminated[rows] |= running & (tokens == self._end)
+
+    def ended(self, rows: Tensor) -> Tensor:
+        return self.terminated[rows] | (self.lengths[rows] == self._longest)
+
+
 def _sample(
     model: PreTrainedModel,
     prompt_ids: list[list[int]],
-    uniforms: Tensor,
+    rows_of: Tensor,
+    made: _Completions,
     settings: SamplingSettings,
     *,
-    end: int,
+    groups_at_once: int,
     watch_cache: Callable[[int, CacheBytes], None] | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sample the rows of one chunk: ids and log-probs (R, max_new_tokens), lengths, terminated."""
-    device = model.device
-    num_rows, num_positions = uniforms.shape
-    per_prompt = num_rows // len(prompt_ids)
-    uniforms = uniforms.to(device)
-    ids = torch.zeros(num_rows, num_positions, dtype=torch.long, device=device)
-    logp = torch.zeros(num_rows, num_positions, dtype=_exact_dtype(model), device=device)
-    lengths = torch.full((num_rows,), num_positions, device=device)
-    terminated = torch.zeros(num_rows, dtype=torch.bool, device=device)
-
-    decoder = make_decoder(model, num_positions)
-    logits = decoder.prefill(prompt_ids, per_prompt)
-    alive = torch.arange(num_rows, device=device)  # the rows still in the decoder
-    check_every = 1 if device.type == "cpu" else _CHECK_EVERY
-    for position in range(num_positions):
-        tokens, token_logp = sample_tokens(
-            logits, uniforms[alive, position],
+) -> None:
+    """Sample rows_of (B, width), the rows of each prompt, so many groups at once."""
+    width = rows_of.shape[1]
+    longest_prompt = max(map(len, prompt_ids))
+    check_every = 1 if model.device.type == "cpu" else _CHECK_EVERY
+    waiting = deque(range(len(prompt_ids)))
+    alive = rows_of[:0]  # (groups, width): the rows in the decoder
+    steps = 0
+    while waiting or len(alive):
+        if not len(alive):
+            watch_cache = None if steps else watch_cache
+            groups = [waiting.popleft() for _ in range(min(groups_at_once, len(waiting)))]
+            decoder = make_decoder(model, settings.max_new_tokens)
+            logits = decoder.prefill(
+                [prompt_ids[group] for group in groups], width, longest_prompt=longest_prompt
+            )
+            alive, steps = rows_of[groups], 0
+        tokens, logp = sample_tokens(
+            logits, made.next_uniforms(alive.flatten()),
             temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p,
         )  # fmt: skip
-        # A row that has ended stays until its whole group has; what it samples is dropped.
-        running = ~terminated[alive]
-        ids[alive, position] = tokens * running
-        logp[alive, position] = token_logp * running
-        ended = running & (tokens == end)
-        lengths[alive] = torch.where(ended, position + 1, lengths[alive])
-        terminated[alive] |= ended
-        if watch_cache is not None and (position % _CHECK_EVERY == 0 or position + 1 == num_positions):
-            watch_cache(position + 1, decoder.cache_bytes)
-        if position + 1 == num_positions:
-            break
-        if (position + 1) % check_every == 0:
-            unfinished = ~terminated[alive].view(-1, per_prompt).all(1)  # (groups,)
-            if not bool(unfinished.all()):
-                groups = unfinished.nonzero().squeeze(1)
-                if len(groups) == 0:
-                    break
-                decoder.keep(groups)
-                kept = unfinished.repeat_interleave(per_prompt)
-                alive, tokens = alive[kept], tokens[kept]
-        logits = decoder.step(tokens)
-    return ids.cpu(), logp.cpu(), lengths.cpu(), terminated.cpu()
+        made.add(alive.flatten(), tokens, logp)
+        steps += 1
+        longest = steps == settings.max_new_tokens
+        looks = steps < settings.max_new_tokens and steps % _CHECK_EVERY == 1
+        if watch_cache is not None and (looks or longest):
+            watch_cache(steps, decoder.cache_bytes)
+
+        ended: list[int] = []
+        if steps % check_every == 0 or longest:
+            ended = made.ended(alive).all(1).nonzero().flatten().tolist()
+        if len(ended) == len(alive):
+            alive = alive[:0]
+        elif ended and waiting and has_static_cache(model):
+            logits = decoder.step(tokens)
+            for place in ended[: len(waiting)]:
+                group = waiting.popleft()
+                alive[place] = rows_of[group]
+                logits.view(*alive.shape, -1)[place] = decoder.replace(place, prompt_ids[group])
+        else:
+            if ended:
+                kept = [place for place in range(len(alive)) if place not in ended]
+                decoder.keep(torch.tensor(kept, device=alive.device))
+                alive, tokens = alive[kept], tokens.view(alive.shape)[kept].flatten()
+            logits = decoder.step(tokens)
 
 
 def _exact_dtype(model: PreTrainedModel) -> torch.dtype:

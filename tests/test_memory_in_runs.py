@@ -106,12 +106,12 @@ def test_every_phase_of_every_step_leaves_a_record(plain: Path):
 
 
 def test_the_cache_is_watched_as_it_grows_within_a_rollout(plain: Path):
-    """GPT-2's is static: 2 layers of 32 wide keys and values in 8 bytes, for prompts and a block of 16."""
+    """GPT-2's is static: 2 layers of 32 wide keys and values in 8 bytes, for prompts and a block of 48."""
     for line in records(plain, "sample"):
         tokens = [count for count, _ in line["kv_growth"]]
         assert tokens[0] == 1 and tokens == sorted(set(tokens)) and tokens[-1] <= NEW
         per_token = 2 * 2 * 32 * 8
-        assert line["kv_growth"][0][1] == (BATCH * 16 + BATCH // G * line["prompt_tokens"]) * per_token
+        assert line["kv_growth"][0][1] == (BATCH * 48 + BATCH // G * line["prompt_tokens"]) * per_token
         assert line["kv_bytes"] == max(size for _, size in line["kv_growth"])
     assert all(line["kv_bytes"] is None for line in records(plain, "learn"))
 

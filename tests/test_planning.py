@@ -134,8 +134,8 @@ def test_what_a_phase_consists_of():
         return {name: size for name, size in parts.items() if name not in fixed}
 
     all_rows = 16 * 70 * 2**20
-    cache, logits = (2 * 50 + 16 * 32) * 512, 16 * VOCABULARY * 8
-    rest = all_rows - cache - logits  # the cache has whole blocks of 16 tokens
+    cache, logits = (2 * 50 + 16 * 48) * 512, 16 * VOCABULARY * 8
+    rest = all_rows - cache - logits  # the cache has whole blocks of 48 tokens
     assert added("sample") == {"KV cache": cache, "logits": logits, "activations": rest}
     logits = 16 * 20 * VOCABULARY * 8
     assert added("score") == {"logits": logits, "activations": all_rows - logits}

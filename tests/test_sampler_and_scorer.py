@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from grpo.decode import CacheBytes, make_decoder
 from grpo.decode.generic import GenericDecoder
-from grpo.decode.gpt2 import GPT2Decoder
+from grpo.decode.gpt2 import GPT2Decoder, static_cache_length
 from grpo.memory import LiveBytes, Shape
 from grpo.rollout import context_length, rollout
 from grpo.sampling import SamplingSettings, step_uniforms
@@ -15,7 +15,7 @@ from grpo.scoring import micro_batch_logprobs, micro_batch_shapes, micro_batches
 from grpo.values import Prompt, Rollout
 
 G, LENGTH = 3, 12
-PLACES = 16  # of the static cache, which has whole blocks
+PLACES = 48  # of the static cache, which has whole blocks
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
@@ -197,6 +197,45 @@ def test_the_native_gpt2_decoder_equals_the_generic_one(options):
             logits = [decoder.step(tokens) for decoder in (native, generic)]
     assert torch.allclose(*logits, atol=1e-12, rtol=0)
     assert len(logits[0]) == 2
+
+
+@torch.no_grad()
+def test_a_group_that_takes_anothers_place_decodes_as_if_alone(load):
+    """Through a turn of the ring, and after a row that was NaN throughout."""
+    model, long = load("gpt2", "fp64").model, 40
+    decoder, alone = make_decoder(model, long), make_decoder(model, long)
+    logits = decoder.prefill([[1, 2, 3], [4, 5]], G, longest_prompt=4)
+    tokens = torch.arange(2 * G)
+    for step in range(70):  # group 1 starts over at 30 and 55: its tokens lie across the ring's end
+        if step in (30, 55):
+            for layer in range(2):
+                decoder._own_keys[layer][:, G:] = decoder._own_values[layer][:, G:] = torch.nan
+            prompt = [7, 8, 9, 10] if step == 30 else [11]
+            logits[G:] = decoder.replace(1, prompt)
+            expected = alone.prefill([prompt], G)
+        if step >= 30:
+            assert torch.allclose(logits[G:], expected, atol=1e-12, rtol=0)
+            expected = alone.step(tokens[G:] + step)
+        logits = decoder.step(tokens + step)
+    assert logits.isfinite().all() and decoder._t > static_cache_length(long)
+
+
+@EVERY_ARCHITECTURE
+def test_waiting_groups_take_the_place_of_finished_ones(load, prompts, architecture, monkeypatch):
+    """Where the cache is static; and what is sampled is the same."""
+    policy, replaced = load(architecture, "fp64"), []
+    many = [Prompt(f"again:{n}", prompt.text[: 12 + n], {}) for n in range(3) for prompt in prompts]
+    whole = sample(policy, many, rows=100)
+    assert len(whole.lengths.unique()) > 4
+    if architecture == "gpt2":
+        replace = GPT2Decoder.replace
+        monkeypatch.setattr(
+            GPT2Decoder, "replace", lambda *arguments: replaced.append(1) or replace(*arguments)
+        )
+    parts = sample(policy, many, rows=3 * G)
+    assert torch.equal(parts.completion_ids, whole.completion_ids)
+    assert torch.allclose(parts.sampler_logp, whole.sampler_logp, atol=1e-12, rtol=0)
+    assert len(replaced) > 3 or architecture != "gpt2"
 
 
 # ----------------------------------------------------------------------------------------- prompts

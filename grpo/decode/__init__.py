@@ -5,6 +5,7 @@ A decoder is made for a model and used for one batch of groups:
     logits = decoder.prefill(prompt_ids, rows_per_prompt)   # (R, V)
     logits = decoder.step(tokens)                           # (R, V), tokens (R,)
     decoder.keep(groups)                                    # finished groups leave
+    logits = decoder.replace(group, prompt_ids)             # (g, V): another takes a finished group's place
     decoder.cache_bytes                                     # what keys and values take up
 
 Rows stand group by group: row r belongs to prompt r // rows_per_prompt.
@@ -24,11 +25,17 @@ __all__ = ["CacheBytes", "Decoder", "cache_tokens", "has_static_cache", "make_de
 
 
 class Decoder(Protocol):
-    def prefill(self, prompt_ids: Sequence[Sequence[int]], rows_per_prompt: int) -> Tensor: ...
+    def prefill(
+        self, prompt_ids: Sequence[Sequence[int]], rows_per_prompt: int, *, longest_prompt: int = 0
+    ) -> Tensor:
+        """longest_prompt: tokens of the longest that may take another's place later."""
 
     def step(self, tokens: Tensor) -> Tensor: ...
 
     def keep(self, groups: Tensor) -> None: ...
+
+    def replace(self, group: int, prompt_ids: Sequence[int]) -> Tensor:
+        """NotImplementedError unless `has_static_cache`."""
 
     def skip(self, num_tokens: int) -> None:
         """Stand where that many more tokens lead, whatever they are: for tracing memory."""

@@ -1,7 +1,8 @@
 """Decoding for any Hugging Face causal model, over its own growing cache.
 
 The prompt is computed once a group and its keys and values are then copied to each row. Left out:
-a static cache, and sharing the prompt's keys in memory; GPT-2 has both (`decode/gpt2.py`).
+a static cache, so that a group could take another's place, and sharing the prompt's keys in memory;
+GPT-2 has all three (`decode/gpt2.py`).
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,9 @@ class GenericDecoder:
         self._model = model
         self._head = model.get_output_embeddings()
 
-    def prefill(self, prompt_ids: Sequence[Sequence[int]], rows_per_prompt: int) -> Tensor:
+    def prefill(
+        self, prompt_ids: Sequence[Sequence[int]], rows_per_prompt: int, *, longest_prompt: int = 0
+    ) -> Tensor:
         prompts = pad_prompts(prompt_ids, self._model.device)
         hidden, self._cache = encode_prompts(self._model, prompts)  # (b, D)
         self._cache.batch_repeat_interleave(rows_per_prompt)
@@ -46,6 +49,9 @@ class GenericDecoder:
         self._cache.batch_select_indices(rows)
         self._mask = self._mask[rows]
         self._positions = self._positions[rows]
+
+    def replace(self, group: int, prompt_ids: Sequence[int]) -> Tensor:
+        raise NotImplementedError("a growing cache holds rows that have started together")
 
     def skip(self, num_tokens: int) -> None:
         for index, layer in enumerate(self._cache.layers):

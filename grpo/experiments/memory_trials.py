@@ -93,7 +93,7 @@ def _variants(name: str, model: PretrainedConfig) -> Iterator[tuple[Setting, Seq
     for dtype in (torch.float32, torch.bfloat16):
         for checkpoint in (False, True):
             for kl in (True, False):
-                phases = PHASES if kl and not checkpoint else PHASES[2:]
+                phases = PHASES if kl and not checkpoint else ("learn", "learn split")
                 yield Setting(name, model, dtype, checkpoint, kl), phases
 
 

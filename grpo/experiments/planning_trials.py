@@ -21,6 +21,7 @@ from grpo.interrupt import StopRequest
 from grpo.memory import AdaptiveMemory, Budget, DoesNotFit, MemoryMonitor, Shape
 from grpo.memory.phase import OUTSIDE
 from grpo.model import load_config
+from grpo.phases import split_name
 from grpo.planning import make_memory
 from grpo.setup import open_run
 from grpo.trainer import Trainer
@@ -105,7 +106,7 @@ def largest_trials(every: Iterator[Case]) -> Iterator[LargestTrial]:
 
 def _true_peaks(case: Case, phase: str, real: RealPhases) -> list[int]:
     """Bytes added by 1, 2, … groups at once, in a batch of more than that."""
-    name = "learn split" if phase == "learn" else phase
+    name = split_name(phase)
     return [allocator_peak(real.prepare(name, _shape(case, groups))) for groups in range(1, case.groups + 1)]
 
 
@@ -123,7 +124,7 @@ def _planned(case: Case, phase: str, real: RealPhases, room: int, peaks: Sequenc
         if rows >= group_size and peaks[rows // group_size - 1] > room:
             failures += 1
             raise torch.OutOfMemoryError("more than the budget of this trial")
-        name = "learn split" if phase == "learn" else phase
+        name = split_name(phase)
         return real.prepare(name, Shape(rows, case.prompt_tokens, case.new_tokens))()
 
     def plan() -> int:

@@ -67,10 +67,10 @@ class RealPhases:
         self._sampler = RolloutModel(self.model, setting.compute_dtype).model
 
     def prepare(self, phase: str, shape: Shape) -> Callable[[], object]:
-        """`phase` as a step runs it, `shape.rows` at a time; "learn split" in at least two passes."""
+        """`phase` as a step runs it, `shape.rows` at a time; split ones in at least two parts."""
         self.model.requires_grad_(phase != "score")  # what is scored is the reference, which is frozen
-        num_rows = max(shape.rows, self._setting.group_size) * (2 if phase == "learn split" else 1)
-        if phase == "sample":
+        num_rows = max(shape.rows, self._setting.group_size) * (2 if phase.endswith("split") else 1)
+        if phase.startswith("sample"):
             return self._sampling(shape, num_rows)
         made = _made_up(shape, num_rows, self._setting.group_size)
         return self._scoring(made, shape) if phase == "score" else self._learning(made, shape)
@@ -79,8 +79,8 @@ class RealPhases:
         group_size, new_tokens = self._setting.group_size, shape.new_tokens
         prompts = [Prompt(str(i), "", {}) for i in range(num_rows // group_size)]
         uniforms = torch.rand(num_rows, new_tokens) / 2 + 0.5  # token 0 ends a text: only 0 samples it
-        if len(prompts) > 1 and new_tokens > 1:
-            uniforms[-group_size:, -2] = 0.0
+        if shape.rows > group_size and new_tokens > 1:  # one group ends while the others' cache is full
+            uniforms[shape.rows - group_size : shape.rows, -2] = 0.0
         settings = SamplingSettings(max_new_tokens=new_tokens)
         tokenizer = _Tokenizer(shape.prompt_tokens)
         return lambda: rollout(self._sampler, tokenizer, prompts, uniforms, settings, rows=shape.rows)  # type: ignore[arg-type]
