@@ -1,6 +1,7 @@
 """How fast is a step? Ours beside TRL 1.16 in its best configuration and as it comes, in one run.
 
 python scripts/benchmark.py
+python scripts/benchmark.py --growth growth.png    # how our step's seconds grow
 """
 
 import json
@@ -22,32 +23,32 @@ from grpo.experiments.speed import (
     race_table,
     race_verdicts,
 )
+from grpo.experiments.speed_growth import GROWTH, draw_growth, growth_table, measure_growth
 from grpo.experiments.speed_limits import limit_table, measure_rates
-from grpo.model import BUNDLED_FOLDER
+from grpo.model import BUNDLED_FOLDER, compute_dtype
 from grpo.tracking import configure_logging
 
 
-def main(only: str = "", alone: bool = False, output: Path | None = None) -> None:
+def main(only: str = "", alone: bool = False, output: Path | None = None, growth: Path | None = None) -> None:
     """Race, and print what was found. Needs trl (pip install -e '.[peer]').
 
     Args:
         only: Rows of the table whose name holds these words, such as "124 M".
         alone: Without TRL: our own phases beside the machine's limit.
         output: A JSON file for every step.
+        growth: Measure our step at batches of 8 to 256 and 32 to 256 new tokens instead, and draw it here.
     """
     console = Console(width=150)  # the tables are for the README, whatever the terminal
     configure_logging("INFO", console)
+    if growth is not None:
+        sys.exit(0 if grows_in_a_line(growth, console) else 1)
     outcomes = []
     for case in chosen(only):
         with TemporaryDirectory() as folder:
             outcomes.append(race(case, Path(folder), contenders=CONTENDERS[:1] if alone else CONTENDERS))
-    rates = measure_rates()
+    rates = measure_rates(compute_dtype("auto", torch.device("cpu")))
     console.print(f"torch {torch.__version__}, transformers {transformers.__version__}", highlight=False)
-    console.print(
-        f"{torch.get_num_threads()} threads: {rates.flops / 1e9:.0f} GFLOP/s in bf16, "
-        f"{rates.bytes / 1e9:.1f} GB/s copied",
-        highlight=False,
-    )
+    console.print(f"{torch.get_num_threads()} threads: {rates}", highlight=False)
     console.print(race_table(outcomes))
     for outcome in outcomes:
         large = outcome.case.model.startswith("GPT-2")
@@ -63,6 +64,22 @@ def main(only: str = "", alone: bool = False, output: Path | None = None) -> Non
     if output is not None:
         output.write_text(json.dumps(as_json(outcomes, rates), indent=1) + "\n")
     sys.exit(0 if all(verdicts.values()) else 1)
+
+
+def grows_in_a_line(picture: Path, console: Console) -> bool:
+    """Measure, print, draw: whether no size is a cliff."""
+    lines = [measure_growth(axis) for axis in GROWTH]
+    for line in lines:
+        start, slope = line.fit
+        console.print(growth_table(line))
+        off, cliffs = f"{line.worst:.0%}", f"cliffs at {line.cliffs}" if line.cliffs else "no cliff"
+        console.print(
+            f"{line.axis}: {start:.2f} s + {slope:.4f} s each, at most {off} off the line; {cliffs}",
+            highlight=False,
+        )
+    draw_growth(lines, picture)
+    console.print(f"picture: {picture}")
+    return not any(line.cliffs for line in lines)
 
 
 if __name__ == "__main__":

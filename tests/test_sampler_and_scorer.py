@@ -9,6 +9,7 @@ from grpo.decode import CacheBytes, make_decoder
 from grpo.decode.generic import GenericDecoder
 from grpo.decode.gpt2 import GPT2Decoder, static_cache_length
 from grpo.memory import LiveBytes, Shape
+from grpo.model import RolloutModel
 from grpo.rollout import context_length, rollout
 from grpo.sampling import SamplingSettings, step_uniforms
 from grpo.scoring import micro_batch_logprobs, micro_batch_shapes, micro_batches, score
@@ -90,6 +91,32 @@ def test_the_scorers_gradient_equals_a_plain_forward_passs(load, prompts, archit
     for row, logp in enumerate(plain_logprobs(policy.model, sampled, 0.7)):
         (logp * weights[row, : len(logp)]).sum().backward()
     assert relative_difference(ours, gradients(policy.model)) < 1e-12
+
+
+@EVERY_ARCHITECTURE
+@pytest.mark.parametrize(
+    ("precision", "dtype", "nats", "gradient"),
+    [("fp32", torch.float32, 1e-4, 1e-5), ("bf16", torch.bfloat16, 0.4, 0.2)],
+)
+def test_what_lower_precision_costs(load, prompts, architecture, precision, dtype, nats, gradient):
+    """Sampler, scorer and gradient beside a plain pass in float64 on the same weights and tokens."""
+    policy, exact = load(architecture, precision), load(architecture, "fp64").model
+    sampler = RolloutModel(policy.model, dtype).model
+    sampled = sample(policy._replace(model=sampler), prompts)
+    weights = torch.randn(sampled.mask.shape, generator=torch.Generator().manual_seed(1))
+    scored = score(policy.model, sampled, rows=5, temperature=1.0, dtype=dtype)
+    for row, plain in enumerate(plain_logprobs(exact, sampled, 1.0)):
+        for ours in (scored, sampled.sampler_logp):
+            assert (ours[row, : len(plain)] - plain).abs().max() < nats
+        (plain * weights[row, : len(plain)]).sum().backward()
+    expected = gradients(exact)
+    exact.zero_grad()
+    for batch in micro_batches(sampled, 5):
+        logp, _ = micro_batch_logprobs(policy.model, batch, temperature=1.0, dtype=dtype)
+        (logp * weights[batch.rows, : logp.shape[1]]).sum().backward()
+    ours = {name: grad.double() for name, grad in gradients(policy.model).items()}
+    policy.model.zero_grad()
+    assert relative_difference(ours, expected) < gradient
 
 
 def test_what_stands_on_the_padding_does_not_matter(load, prompts):

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from grpo.experiments.speed import Case, Outcome, race, race_table, race_verdicts
+from grpo.experiments.speed_growth import draw_growth, growth_table, line_of
 from grpo.experiments.speed_limits import PhaseWork, Rates, limit_table, phase_work
 from grpo.experiments.speed_work import prepare, without_end
 from grpo.experiments.speed_worker import StepTime
@@ -49,6 +50,21 @@ def test_phases_are_shown_beside_the_least_time_and_the_rest_as_a_share():
     cells = [list(column.cells) for column in table.columns]
     assert cells[0] == ["sample", "score", "learn", "update", "other"]
     assert cells[5][4] == "5.0% of a step"
+
+
+def test_growth_is_a_line_or_a_cliff(tmp_path):
+    def line(*seconds):
+        steps = [[step(s, sample=s / 2, score=0.1, learn=0.2)] * 3 for s in seconds]
+        return line_of("batch size", (8, 16, 32), steps)
+
+    straight, steep, flat = line(1.0, 1.8, 3.4), line(1.0, 1.8, 5.4), line(1.0, 1.0, 1.0)
+    assert straight.fit == pytest.approx((0.2, 0.1)) and straight.worst == pytest.approx(0, abs=1e-9)
+    assert straight.cliffs == flat.cliffs == [] and steep.cliffs == [32] and steep.worst > 0.1
+    assert [list(column.cells)[2] for column in growth_table(straight).columns] == [
+        "32", "3.40", "3.40", "1.70", "0.10", "0.20"
+    ]  # fmt: skip
+    draw_growth([straight, steep], tmp_path / "growth.png")
+    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_model_without_end_never_ends_and_is_else_a_model():

@@ -167,7 +167,7 @@ def race_verdicts(outcomes: Sequence[Outcome]) -> dict[str, bool]:
 
 def as_json(outcomes: Sequence[Outcome], rates: Rates) -> Mapping[str, Any]:
     return {
-        "rates": asdict(rates),
+        "rates": {"flops": rates.flops, "bytes": rates.bytes, "dtype": str(rates.dtype)},
         "cases": [
             {
                 "name": o.case.name,

@@ -19,15 +19,20 @@ class Rates:
 
     flops: float
     bytes: float
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{self.flops / 1e9:.0f} GFLOP/s in {name}, {self.bytes / 1e9:.1f} GB/s copied"
 
 
-def measure_rates(dtype: torch.dtype = torch.bfloat16, *, size: int = 2048, repeats: int = 7) -> Rates:
-    """A large matrix product, and a large copy (read and written)."""
+def measure_rates(dtype: torch.dtype, *, size: int = 2048, repeats: int = 7) -> Rates:
+    """A large matrix product in `dtype`, and a large copy (read and written)."""
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
     source, target = torch.ones(2**26), torch.empty(2**26)
     multiply = min(_seconds(lambda: a @ b) for _ in range(repeats))
     copy = min(_seconds(lambda: target.copy_(source)) for _ in range(repeats))
-    return Rates(2 * size**3 / multiply, 2 * source.nbytes / copy)
+    return Rates(2 * size**3 / multiply, 2 * source.nbytes / copy, dtype)
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -54,13 +59,15 @@ def phase_work(
     group_size: int,
     prompt_tokens: float,
     new_tokens: float,
+    itemsize: int = 2,
 ) -> dict[str, PhaseWork]:
     """GPT-2's phases on B prompts of P tokens, G completions each of C: counted, not measured.
 
     A matrix product of a token with a weight is 2 operations for each of its numbers, and attention
-    4 times the width for each token looked at. Weights are read in bf16 once a decoded token, the
-    cache of all rows too; learning is three forward passes, of which the head's second forward pass is
-    no part; AdamW reads four numbers and writes three for each parameter, beside the norm and the copy.
+    4 times the width for each token looked at. Weights, of `itemsize` bytes a number, are read once a
+    decoded token, the cache of all rows too; learning is three forward passes, of which the head's
+    second forward pass is no part; AdamW reads four numbers and writes three for each parameter, beside
+    the norm and the copy.
     """
     width, layers, vocabulary = config.n_embd, config.n_layer, config.vocab_size
     b, n, p, c = prompts, prompts * group_size, prompt_tokens, new_tokens
@@ -68,14 +75,14 @@ def phase_work(
     head = vocabulary * width
     looked_at = b * p * p / 2 + n * (c * p + c * c / 2)
     forward = 2 * blocks * (b * p + n * c) + 4 * layers * width * looked_at + 2 * head * n * c
-    weights = 2 * (blocks + head)
-    cache = 2 * 2 * layers * width * (c * (b * p) + n * c * c / 2)
+    weights = itemsize * (blocks + head)
+    cache = itemsize * 2 * layers * width * (c * (b * p) + n * c * c / 2)
     parameters = blocks + head + config.n_positions * width
     return {
         "sample": PhaseWork(forward, weights * c + cache),
         "score": PhaseWork(forward, weights),
         "learn": PhaseWork(3 * forward, 3 * weights),
-        "update": PhaseWork(0, parameters * (9 * 4 + 2)),
+        "update": PhaseWork(0, parameters * (9 * 4 + itemsize)),
     }
 
 
@@ -90,6 +97,7 @@ def limit_table(
         group_size=group_size,
         prompt_tokens=float(np.mean([step.prompt_tokens for step in steps])),
         new_tokens=float(np.mean([step.new_tokens for step in steps])),
+        itemsize=rates.dtype.itemsize,
     )
     split = _median_split(steps)
     total = float(np.median([step.seconds for step in steps]))

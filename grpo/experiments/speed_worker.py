@@ -116,12 +116,16 @@ def run_ours(work: Work, gate: Gate) -> None:
 
 
 def run_trl(work: Work, gate: Gate, *, best: bool) -> None:
-    """TRL's GRPOTrainer: in its best configuration (bf16, fused GELU, no dropout), or as it comes."""
+    """TRL's GRPOTrainer: in its best configuration, or as it comes.
+
+    Best is bf16 where the machine multiplies in it, as ours does, the fused GELU, and no dropout.
+    """
     import torch
     from datasets import Dataset
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]
 
+    from grpo.model import compute_dtype
     from rewards import REWARDS
 
     changes: dict[str, Any] = {}
@@ -143,7 +147,10 @@ def run_trl(work: Work, gate: Gate, *, best: bool) -> None:
             lengths = trainer._metrics["train"].get("completions/mean_length", [0.0])
             gate.report(0.0, lengths[-1], {})
 
-    options: dict[str, Any] = {"bf16": True, "gradient_checkpointing": False} if best else {"bf16": False}
+    options: dict[str, Any] = {"bf16": False}
+    if best:
+        lower = compute_dtype("auto", torch.device("cpu")) == torch.bfloat16
+        options = {"bf16": lower, "gradient_checkpointing": False}
     trainer = GRPOTrainer(
         model=model,
         processing_class=AutoTokenizer.from_pretrained(work.model),
