@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from grpo.decode import cache_tokens, has_static_cache, make_decoder
+from grpo.decode import cache_tokens, has_static_cache, make_decoder, replaced_at_once
 from grpo.loss import LossSettings, StepCounts, grpo_loss
 from grpo.memory import LiveBytes, PhaseFit, Shape, align, design_shapes
 from grpo.sampling import SamplingSettings, sample_tokens
@@ -168,8 +168,9 @@ class _FakePhases:
             del logits
             self._sample_tokens(decoder.step(tokens), uniforms)
             if split and has_static_cache(self._sampler) and len(prompts) > 1:
-                decoder.replace(0, prompts[0])
-            decoder.keep(torch.arange(min(1, len(prompts) - 1), len(prompts)))
+                replaced = range(replaced_at_once(len(prompts)))
+                decoder.replace(replaced, prompts[: len(replaced)])
+            decoder.keep(range(min(1, len(prompts) - 1), len(prompts)))
         del kept
 
     def _sample_tokens(self, logits: Tensor, uniforms: Tensor) -> Tensor:

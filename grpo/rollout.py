@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.decode import CacheBytes, has_static_cache, make_decoder
+from grpo.decode import CacheBytes, has_static_cache, make_decoder, replaced_at_once
 from grpo.sampling import SamplingSettings, sample_tokens
 from grpo.values import Prompt, Rollout
 
@@ -158,16 +158,18 @@ def _sample(
             ended = made.ended(alive).all(1).nonzero().flatten().tolist()
         if len(ended) == len(alive):
             alive = alive[:0]
-        elif ended and waiting and has_static_cache(model):
+        elif waiting and has_static_cache(model):
             logits = decoder.step(tokens)
-            for place in ended[: len(waiting)]:
-                group = waiting.popleft()
-                alive[place] = rows_of[group]
-                logits.view(*alive.shape, -1)[place] = decoder.replace(place, prompt_ids[group])
+            places = ended[: min(len(waiting), replaced_at_once(len(alive)))]
+            if places and len(ended) >= replaced_at_once(len(alive)):
+                groups = [waiting.popleft() for _ in places]
+                alive[places] = rows_of[groups]
+                first = decoder.replace(places, [prompt_ids[group] for group in groups])
+                logits.view(*alive.shape, -1)[places] = first.view(len(places), width, -1)
         else:
             if ended:
                 kept = [place for place in range(len(alive)) if place not in ended]
-                decoder.keep(torch.tensor(kept, device=alive.device))
+                decoder.keep(kept)
                 alive, tokens = alive[kept], tokens.view(alive.shape)[kept].flatten()
             logits = decoder.step(tokens)
 

@@ -5,7 +5,7 @@ A decoder is made for a model and used for one batch of groups:
     logits = decoder.prefill(prompt_ids, rows_per_prompt)   # (R, V)
     logits = decoder.step(tokens)                           # (R, V), tokens (R,)
     decoder.keep(groups)                                    # finished groups leave
-    logits = decoder.replace(group, prompt_ids)             # (g, V): another takes a finished group's place
+    logits = decoder.replace(groups, prompt_ids)            # (…, V): others take finished groups' places
     decoder.cache_bytes                                     # what keys and values take up
 
 Rows stand group by group: row r belongs to prompt r // rows_per_prompt.
@@ -21,7 +21,7 @@ from grpo.decode.cache_bytes import CacheBytes
 from grpo.decode.generic import GenericDecoder
 from grpo.decode.gpt2 import GPT2Decoder, static_cache_length
 
-__all__ = ["CacheBytes", "Decoder", "cache_tokens", "has_static_cache", "make_decoder"]
+__all__ = ["CacheBytes", "Decoder", "cache_tokens", "has_static_cache", "make_decoder", "replaced_at_once"]
 
 
 class Decoder(Protocol):
@@ -32,9 +32,9 @@ class Decoder(Protocol):
 
     def step(self, tokens: Tensor) -> Tensor: ...
 
-    def keep(self, groups: Tensor) -> None: ...
+    def keep(self, groups: Sequence[int]) -> None: ...
 
-    def replace(self, group: int, prompt_ids: Sequence[int]) -> Tensor:
+    def replace(self, groups: Sequence[int], prompt_ids: Sequence[Sequence[int]]) -> Tensor:
         """NotImplementedError unless `has_static_cache`."""
 
     def skip(self, num_tokens: int) -> None:
@@ -54,6 +54,11 @@ def make_decoder(model: PreTrainedModel, max_new_tokens: int) -> Decoder:
 def has_static_cache(model: PreTrainedModel) -> bool:
     """Whether a decoder of this model holds `max_new_tokens` from the start, or grows."""
     return type(model) is GPT2LMHeadModel and not model.config.reorder_and_upcast_attn
+
+
+def replaced_at_once(groups: int) -> int:
+    """How many of so many groups have to end before others take their places: one prefill serves them."""
+    return max(1, groups // 8)
 
 
 def cache_tokens(model: PretrainedConfig, new_tokens: int) -> int:

@@ -43,14 +43,14 @@ class GenericDecoder:
         self._positions = self._positions + 1
         return self._head(hidden)
 
-    def keep(self, groups: Tensor) -> None:
-        within = torch.arange(self._rows_per_prompt, device=groups.device)
-        rows = (groups.unsqueeze(1) * self._rows_per_prompt + within).flatten()
+    def keep(self, groups: Sequence[int]) -> None:
+        rows = torch.arange(len(self._positions), device=self._positions.device)
+        rows = rows.view(-1, self._rows_per_prompt)[list(groups)].flatten()
         self._cache.batch_select_indices(rows)
         self._mask = self._mask[rows]
         self._positions = self._positions[rows]
 
-    def replace(self, group: int, prompt_ids: Sequence[int]) -> Tensor:
+    def replace(self, groups: Sequence[int], prompt_ids: Sequence[Sequence[int]]) -> Tensor:
         raise NotImplementedError("a growing cache holds rows that have started together")
 
     def skip(self, num_tokens: int) -> None:

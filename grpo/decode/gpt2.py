@@ -4,8 +4,7 @@ Attention runs over two parts, the group's prompt and the row's own tokens, join
 Linear layers and norms are the model's own modules; only the attention is written out.
 
 Own tokens lie in blocks, each a tensor without gaps: what attends to the first of them copies nothing.
-All rows write a step's keys to the same place of a ring, whenever their own first token was, so that a
-new group can take the place of a finished one; a bias says which places are a row's own.
+A group may take the place of a finished one: groups then have different numbers of own tokens.
 
 Shapes: b groups of g rows, H heads of width d, P prompt tokens, n blocks of K own tokens.
 """
@@ -38,6 +37,16 @@ class _EncodedPrompts(NamedTuple):
     logits: Tensor  # (b, V) of each prompt's last token
 
 
+class _Places(NamedTuple):
+    """own[block, rows, …, place] takes each row's newest token: the same place for all, or (R,) tensors."""
+
+    block: int | Tensor
+    rows: slice | Tensor
+    place: int | Tensor
+    num_blocks: int  # that are attended to
+    bias: Tensor  # (R, n·K), 0 where a row has a token
+
+
 class GPT2Decoder:
     def __init__(self, model: GPT2LMHeadModel, max_new_tokens: int) -> None:
         self._model = model
@@ -56,28 +65,34 @@ class GPT2Decoder:
         prompts = self._encode(prompt_ids, width)
         self._prompt_keys, self._prompt_values, self._prompt_bias = prompts.keys, prompts.values, prompts.bias
         heads, head_width = config.n_head, config.n_embd // config.n_head
-        self._groups, self._rows_per_prompt, self._t = len(prompt_ids), rows_per_prompt, 0
-        rows, places = self._groups * rows_per_prompt, static_cache_length(self._max_new_tokens)
-        new, blocks = prompts.logits.new_zeros, places // _BLOCK
+        self._groups, self._rows_per_prompt = len(prompt_ids), rows_per_prompt
+        rows, blocks = self._groups * rows_per_prompt, static_cache_length(self._max_new_tokens) // _BLOCK
+        new = prompts.logits.new_zeros
         # Keys are stored transposed, (…, d, K): the layout a row of scores is fastest from.
         self._own_keys = [new(blocks, rows, heads, head_width, _BLOCK) for _ in self._blocks]
         self._own_values = [new(blocks, rows, heads, _BLOCK, head_width) for _ in self._blocks]
-        self._own_bias = new(rows, places).fill_(-torch.inf)  # 0 where a row has a token
+        self._num_own = [0] * self._groups  # own tokens of each group's rows
         self._positions = prompts.lengths.repeat_interleave(rows_per_prompt)  # (R,)
         return prompts.logits.repeat_interleave(rows_per_prompt, 0)
 
-    def replace(self, group: int, prompt_ids: Sequence[int]) -> Tensor:
-        rows = slice(group * self._rows_per_prompt, (group + 1) * self._rows_per_prompt)
-        prompt = self._encode([prompt_ids], self._prompt_bias.shape[-1])
+    def replace(self, groups: Sequence[int], prompt_ids: Sequence[Sequence[int]]) -> Tensor:
+        rows = self._rows_of(groups)
+        prompts = self._encode(prompt_ids, self._prompt_bias.shape[-1])
+        places = torch.tensor(groups, device=rows.device)
         for layer in range(len(self._blocks)):
-            self._prompt_keys[layer][group] = prompt.keys[layer][0]
-            self._prompt_values[layer][group] = prompt.values[layer][0]
-            self._own_keys[layer][:, rows] = 0.0  # a NaN would outlive its bias
-            self._own_values[layer][:, rows] = 0.0
-        self._prompt_bias[group] = prompt.bias[0]
-        self._own_bias[rows] = -torch.inf
-        self._positions[rows] = prompt.lengths
-        return prompt.logits.repeat_interleave(self._rows_per_prompt, 0)
+            self._prompt_keys[layer][places] = prompts.keys[layer]
+            self._prompt_values[layer][places] = prompts.values[layer]
+            self._own_keys[layer].index_fill_(1, rows, 0.0)  # a NaN would outlive its bias
+            self._own_values[layer].index_fill_(1, rows, 0.0)
+        self._prompt_bias[places] = prompts.bias
+        self._positions[rows] = prompts.lengths.repeat_interleave(self._rows_per_prompt)
+        for group in groups:
+            self._num_own[group] = 0
+        return prompts.logits.repeat_interleave(self._rows_per_prompt, 0)
+
+    def _rows_of(self, groups: Sequence[int]) -> Tensor:
+        rows = torch.arange(len(self._positions), device=self._positions.device)
+        return rows.view(-1, self._rows_per_prompt)[list(groups)].flatten()
 
     def _encode(self, prompt_ids: Sequence[Sequence[int]], width: int) -> _EncodedPrompts:
         prompts = pad_prompts(prompt_ids, self._model.device, width=width)
@@ -94,25 +109,38 @@ class GPT2Decoder:
     def step(self, tokens: Tensor) -> Tensor:
         transformer = self._model.transformer
         x = transformer.wte(tokens) + transformer.wpe(self._positions)  # (R, D)
-        self._own_bias[:, self._t % self._own_bias.shape[-1]] = 0.0
-        self._t += 1
+        places = self._next_places(x.dtype)
         for layer, block in enumerate(self._blocks):
-            x = x + block.attn.c_proj(self._attend(layer, block.attn, block.ln_1(x)))
+            x = x + block.attn.c_proj(self._attend(layer, block.attn, block.ln_1(x), places))
             x = x + block.mlp(block.ln_2(x))
         # A row that has ended runs on until its group has, perhaps beyond the context.
         self._positions = (self._positions + 1).clamp(max=self._model.config.n_positions - 1)
         return self._model.lm_head(transformer.ln_f(x))
 
-    def _attend(self, layer: int, attention: GPT2Attention, x: Tensor) -> Tensor:
+    def _next_places(self, dtype: torch.dtype) -> _Places:
+        """Where a token more of each row goes, and what it attends to; the token then counts."""
+        last = len(self._own_keys[0]) * _BLOCK - 1  # a row that has ended overwrites its last
+        at = [min(count, last) for count in self._num_own]
+        self._num_own = [place + 1 for place in at]
+        num_blocks = max(at) // _BLOCK + 1
+        device = self._positions.device
+        own = torch.tensor(self._num_own, device=device).repeat_interleave(self._rows_per_prompt)  # (R,)
+        beyond = torch.arange(num_blocks * _BLOCK, device=device) >= own.unsqueeze(1)  # (R, n·K)
+        bias = torch.zeros_like(beyond, dtype=dtype).masked_fill_(beyond, -torch.inf)
+        if min(at) == max(at):
+            return _Places(at[0] // _BLOCK, slice(None), at[0] % _BLOCK, num_blocks, bias)
+        block, place = (own - 1) // _BLOCK, (own - 1) % _BLOCK
+        return _Places(block, torch.arange(len(own), device=device), place, num_blocks, bias)
+
+    def _attend(self, layer: int, attention: GPT2Attention, x: Tensor, places: _Places) -> Tensor:
         """Attention of each row's newest token, (R, D) to (R, D)."""
         b, g = self._groups, self._rows_per_prompt
         rows, heads = b * g, self._model.config.n_head
         query, key, value = attention.c_attn(x).view(rows, 3, heads, -1).unbind(1)  # (R, H, d)
         own_keys, own_values = self._own_keys[layer], self._own_values[layer]
-        block, place = divmod((self._t - 1) % self._own_bias.shape[-1], _BLOCK)
-        own_keys[block, ..., place] = key
-        own_values[block, :, :, place] = value
-        n = min(-(-self._t // _BLOCK), len(own_keys))  # blocks that hold something
+        own_keys[places.block, places.rows, :, :, places.place] = key
+        own_values[places.block, places.rows, :, places.place] = value
+        n = places.num_blocks
 
         query = query * self._scales[layer]
         grouped = query.view(b, g, heads, -1).transpose(1, 2)  # (b, H, g, d)
@@ -120,7 +148,7 @@ class GPT2Decoder:
         over_prompt = over_prompt.transpose(1, 2).reshape(rows, heads, -1)
         by_block = query.unsqueeze(2) @ own_keys[:n]  # (n, R, H, 1, K)
         over_own = by_block.permute(1, 2, 3, 0, 4).reshape(rows, heads, -1)  # (R, H, n·K)
-        over_own = over_own + self._own_bias[:, None, : n * _BLOCK]
+        over_own = over_own + places.bias.unsqueeze(1)
         weights = torch.cat([over_prompt, over_own], -1).softmax(-1)  # (R, H, P + n·K)
 
         length = over_prompt.shape[-1]
@@ -130,27 +158,26 @@ class GPT2Decoder:
         mixed = mixed + (own_weights @ own_values[:n]).sum(0).squeeze(2)  # (R, H, d)
         return mixed.reshape(rows, -1)
 
-    def keep(self, groups: Tensor) -> None:
-        within = torch.arange(self._rows_per_prompt, device=groups.device)
-        rows = (groups.unsqueeze(1) * self._rows_per_prompt + within).flatten()
+    def keep(self, groups: Sequence[int]) -> None:
+        rows = self._rows_of(groups)
+        places = torch.tensor(groups, device=rows.device)
         for layer in range(len(self._blocks)):  # one by one: never two copies of the whole cache
-            self._prompt_keys[layer] = self._prompt_keys[layer][groups]
-            self._prompt_values[layer] = self._prompt_values[layer][groups]
+            self._prompt_keys[layer] = self._prompt_keys[layer][places]
+            self._prompt_values[layer] = self._prompt_values[layer][places]
             self._own_keys[layer] = self._own_keys[layer][:, rows]
             self._own_values[layer] = self._own_values[layer][:, rows]
-        self._prompt_bias = self._prompt_bias[groups]
-        self._own_bias = self._own_bias[rows]
+        self._prompt_bias = self._prompt_bias[places]
         self._positions = self._positions[rows]
+        self._num_own = [self._num_own[group] for group in groups]
         self._groups = len(groups)
 
     def skip(self, num_tokens: int) -> None:
-        self._own_bias[:, self._t : self._t + num_tokens] = 0.0
-        self._t += num_tokens
+        self._num_own = [count + num_tokens for count in self._num_own]
         self._positions = self._positions + num_tokens
 
     @property
     def cache_bytes(self) -> CacheBytes:
         prompt = sum(part.nbytes for part in (*self._prompt_keys, *self._prompt_values))
         own = sum(part.nbytes for part in (*self._own_keys, *self._own_values))
-        places = self._own_bias.shape[-1]
-        return CacheBytes(held=prompt + own, used=prompt + own * min(self._t, places) // places)
+        places = self._groups * len(self._own_keys[0]) * _BLOCK
+        return CacheBytes(held=prompt + own, used=prompt + own * sum(self._num_own) // places)
