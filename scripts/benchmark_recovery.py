@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo.config import Config
+from grpo.experiments.random_gpt2 import make_random_gpt2
 from grpo.experiments.recovery_trials import SAME, inject_faults, run_under_limit
-from grpo.experiments.tiny_gpt2 import make_tiny_gpt2
 from grpo.memory.budget import GB
 from grpo.sampling import SamplingSettings
 
@@ -35,7 +35,7 @@ def main(points: int = 200, limit: bool = True) -> None:
 def _faults(console: Console, points: int) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         config = Config(
-            model=str(make_tiny_gpt2(Path(folder) / "model")), precision="fp64", device="cpu", engine="off",
+            model=str(make_random_gpt2(Path(folder) / "model")), precision="fp64", device="cpu", engine="off",
             steps=3, batch_size=16, group_size=4, eval_interval=2, eval_prompts=8, checkpoint_interval=2,
             trackers=(), logged_completions=16, sampling=SamplingSettings(max_new_tokens=12),
         )  # fmt: skip

@@ -11,7 +11,8 @@ import tyro
 from loguru import logger
 
 from grpo.config import Config
-from grpo.experiments.gpu_check import check_card, make_random_124m, summary
+from grpo.experiments.gpu_check import check_card, summary
+from grpo.experiments.random_gpt2 import GPT2_124M, make_random_gpt2
 from grpo.sampling import SamplingSettings
 
 
@@ -28,7 +29,7 @@ def main(output: Path | None = None, small: bool = False) -> None:
         sys.exit("torch sees no CUDA device: choose another build of torch, or try --small.")
     with tempfile.TemporaryDirectory() as folder:
         config = Config(
-            model="rook-tiny" if small else str(make_random_124m(Path(folder) / "gpt2-124m")),
+            model="rook-tiny" if small else str(make_random_gpt2(Path(folder) / "gpt2-124m", **GPT2_124M)),
             runs_dir=Path(folder) / "runs", engine="off", eval_interval=0, checkpoint_interval=0,
             trackers=(), sampling=SamplingSettings(max_new_tokens=16 if small else 144),
             batch_size=8 if small else 64, max_batch_size=16 if small else 1024,

@@ -135,15 +135,20 @@ class RunsOut:
         return result
 
 
+def run_out_in(place: str, monkeypatch: pytest.MonkeyPatch, *, times: int) -> RunsOut:
+    module = trainer if place == "evaluate" else planned
+    runs_out = RunsOut(getattr(module, PLACES[place]), times)
+    monkeypatch.setattr(module, PLACES[place], runs_out)
+    return runs_out
+
+
 PLACES = {"sample": "rollout", "score": "score", "learn": "accumulate_grpo", "evaluate": "evaluate"}
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_i4_one_out_of_memory_changes_not_a_bit(fp64: Config, plain: Path, monkeypatch, place: str):
     """It is done again with as many rows: the first time something else may have been in the way."""
-    module = trainer if place == "evaluate" else planned
-    runs_out = RunsOut(getattr(module, PLACES[place]), times=1)
-    monkeypatch.setattr(module, PLACES[place], runs_out)
+    runs_out = run_out_in(place, monkeypatch, times=1)
     folder = train(dataclasses.replace(fp64, name=f"once-{place}"))
     assert runs_out.fired == 1 and runs_out.rows[0] == runs_out.rows[1]
     assert_same(folder, plain)
@@ -155,9 +160,7 @@ def test_i4_one_out_of_memory_changes_not_a_bit(fp64: Config, plain: Path, monke
 @pytest.mark.parametrize("place", PLACES)
 def test_i4_with_fewer_rows_the_same_is_learned(fp64: Config, plain: Path, monkeypatch, place: str):
     """To 1e-12, in float64; the plan keeps the smaller size."""
-    module = trainer if place == "evaluate" else planned
-    runs_out = RunsOut(getattr(module, PLACES[place]), times=3)
-    monkeypatch.setattr(module, PLACES[place], runs_out)
+    runs_out = run_out_in(place, monkeypatch, times=3)
     folder = train(dataclasses.replace(fp64, name=f"thrice-{place}"))
     tried = [256, 256, 128, 64] if place == "evaluate" else [16, 16, 8, 4]
     assert runs_out.fired == 3 and runs_out.rows[:4] == tried

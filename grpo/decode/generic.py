@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo.decode.cache_bytes import CacheBytes
+from grpo.decode.groups import rows_of_groups
 from grpo.prefill import encode_prompts, pad_prompts
 
 
@@ -44,8 +45,7 @@ class GenericDecoder:
         return self._head(hidden)
 
     def keep(self, groups: Sequence[int]) -> None:
-        rows = torch.arange(len(self._positions), device=self._positions.device)
-        rows = rows.view(-1, self._rows_per_prompt)[list(groups)].flatten()
+        rows = rows_of_groups(groups, self._rows_per_prompt, self._positions.device)
         self._cache.batch_select_indices(rows)
         self._mask = self._mask[rows]
         self._positions = self._positions[rows]

@@ -18,6 +18,7 @@ from transformers import GPT2LMHeadModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from grpo.decode.cache_bytes import CacheBytes
+from grpo.decode.groups import rows_of_groups
 from grpo.prefill import encode_prompts, pad_prompts
 
 _BLOCK = 48
@@ -65,18 +66,18 @@ class GPT2Decoder:
         prompts = self._encode(prompt_ids, width)
         self._prompt_keys, self._prompt_values, self._prompt_bias = prompts.keys, prompts.values, prompts.bias
         heads, head_width = config.n_head, config.n_embd // config.n_head
-        self._groups, self._rows_per_prompt = len(prompt_ids), rows_per_prompt
-        rows, blocks = self._groups * rows_per_prompt, static_cache_length(self._max_new_tokens) // _BLOCK
+        self._rows_per_prompt = rows_per_prompt
+        rows, blocks = len(prompt_ids) * rows_per_prompt, static_cache_length(self._max_new_tokens) // _BLOCK
         new = prompts.logits.new_zeros
         # Keys are stored transposed, (…, d, K): the layout a row of scores is fastest from.
         self._own_keys = [new(blocks, rows, heads, head_width, _BLOCK) for _ in self._blocks]
         self._own_values = [new(blocks, rows, heads, _BLOCK, head_width) for _ in self._blocks]
-        self._num_own = [0] * self._groups  # own tokens of each group's rows
+        self._num_own = [0] * len(prompt_ids)  # own tokens of each group's rows
         self._positions = prompts.lengths.repeat_interleave(rows_per_prompt)  # (R,)
         return prompts.logits.repeat_interleave(rows_per_prompt, 0)
 
     def replace(self, groups: Sequence[int], prompt_ids: Sequence[Sequence[int]]) -> Tensor:
-        rows = self._rows_of(groups)
+        rows = rows_of_groups(groups, self._rows_per_prompt, self._positions.device)
         prompts = self._encode(prompt_ids, self._prompt_bias.shape[-1])
         places = torch.tensor(groups, device=rows.device)
         for layer in range(len(self._blocks)):
@@ -89,10 +90,6 @@ class GPT2Decoder:
         for group in groups:
             self._num_own[group] = 0
         return prompts.logits.repeat_interleave(self._rows_per_prompt, 0)
-
-    def _rows_of(self, groups: Sequence[int]) -> Tensor:
-        rows = torch.arange(len(self._positions), device=self._positions.device)
-        return rows.view(-1, self._rows_per_prompt)[list(groups)].flatten()
 
     def _encode(self, prompt_ids: Sequence[Sequence[int]], width: int) -> _EncodedPrompts:
         prompts = pad_prompts(prompt_ids, self._model.device, width=width)
@@ -134,7 +131,7 @@ class GPT2Decoder:
 
     def _attend(self, layer: int, attention: GPT2Attention, x: Tensor, places: _Places) -> Tensor:
         """Attention of each row's newest token, (R, D) to (R, D)."""
-        b, g = self._groups, self._rows_per_prompt
+        b, g = len(self._num_own), self._rows_per_prompt
         rows, heads = b * g, self._model.config.n_head
         query, key, value = attention.c_attn(x).view(rows, 3, heads, -1).unbind(1)  # (R, H, d)
         own_keys, own_values = self._own_keys[layer], self._own_values[layer]
@@ -159,7 +156,7 @@ class GPT2Decoder:
         return mixed.reshape(rows, -1)
 
     def keep(self, groups: Sequence[int]) -> None:
-        rows = self._rows_of(groups)
+        rows = rows_of_groups(groups, self._rows_per_prompt, self._positions.device)
         places = torch.tensor(groups, device=rows.device)
         for layer in range(len(self._blocks)):  # one by one: never two copies of the whole cache
             self._prompt_keys[layer] = self._prompt_keys[layer][places]
@@ -169,7 +166,6 @@ class GPT2Decoder:
         self._prompt_bias = self._prompt_bias[places]
         self._positions = self._positions[rows]
         self._num_own = [self._num_own[group] for group in groups]
-        self._groups = len(groups)
 
     def skip(self, num_tokens: int) -> None:
         self._num_own = [count + num_tokens for count in self._num_own]
@@ -179,5 +175,5 @@ class GPT2Decoder:
     def cache_bytes(self) -> CacheBytes:
         prompt = sum(part.nbytes for part in (*self._prompt_keys, *self._prompt_values))
         own = sum(part.nbytes for part in (*self._own_keys, *self._own_values))
-        places = self._groups * len(self._own_keys[0]) * _BLOCK
+        places = len(self._num_own) * len(self._own_keys[0]) * _BLOCK
         return CacheBytes(held=prompt + own, used=prompt + own * sum(self._num_own) // places)

@@ -10,18 +10,15 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from loguru import logger
 from rich.console import Console
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from grpo.config import Config
 from grpo.interrupt import StopRequest
 from grpo.memory.budget import GB
-from grpo.model import BUNDLED_FOLDER
 from grpo.setup import open_run
 from grpo.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
@@ -48,15 +45,6 @@ class Trial:
     @property
     def status(self) -> str:
         return "split after running out" if self.retries else "fits"
-
-
-def make_random_124m(folder: Path) -> Path:
-    """GPT-2 124 M's architecture with random weights and rook-tiny's tokenizer, as a model folder."""
-    torch.manual_seed(0)
-    GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(BUNDLED_FOLDER / name, folder / name)
-    return folder
 
 
 def train(

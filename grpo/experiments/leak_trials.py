@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from grpo.experiments.tiny_gpt2 import make_tiny_gpt2
+from grpo.experiments.random_gpt2 import make_random_gpt2
 from grpo.memory.leak import LeakVerdict, LeakWatch
 
 LEAKS = ("logits", "activations", "cycle", "tensors", "arrays")
@@ -147,7 +147,7 @@ def real_leaks(trials: int, seed: int) -> Iterator[str]:
 def clean_trainer(trials: int, seed: int) -> Iterator[str]:
     """One line for each run of monitor_memory.py over the real trainer, on a model of two layers."""
     with TemporaryDirectory() as folder:
-        model = make_tiny_gpt2(Path(folder, "tiny"))
+        model = make_random_gpt2(Path(folder, "tiny"))
         for trial in range(trials):
             words = f"{CLEAN_STEPS} 8 --model {model} --precision fp32 --engine off --max-new-tokens 16"
             words += f" --seed {seed + trial} --runs-dir {folder}/runs"

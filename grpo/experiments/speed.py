@@ -9,9 +9,10 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from loguru import logger
@@ -23,6 +24,7 @@ from grpo.experiments.speed_limits import Rates
 from grpo.experiments.speed_work import ModelName, prepare
 from grpo.experiments.speed_worker import Contender, StepTime, Work
 
+Key = TypeVar("Key")
 CONTENDERS: tuple[Contender, ...] = ("ours", "trl", "trl defaults")
 WARM_UP_STEPS = 4
 """Kernels are compiled in the first, and ours counts memory operation by operation in the first three."""
@@ -104,6 +106,19 @@ class Worker:
         return record
 
 
+@contextmanager
+def working(works: Mapping[Key, Work]) -> Iterator[dict[Key, Worker]]:
+    """A process for each, all ended at the end."""
+    workers: dict[Key, Worker] = {}
+    try:
+        for key, work in works.items():
+            workers[key] = Worker(work)
+        yield workers
+    finally:
+        for worker in workers.values():
+            worker.close()
+
+
 def race(case: Case, folder: Path, *, contenders: Sequence[Contender] = CONTENDERS) -> Outcome:
     """Every contender's steps, in rounds."""
     model, ours, theirs = prepare(case.model, case.prompt_tokens, folder)
@@ -111,12 +126,12 @@ def race(case: Case, folder: Path, *, contenders: Sequence[Contender] = CONTENDE
         "ours", str(model), str(ours), str(folder), case.batch_size, case.group_size, case.max_new_tokens,
         train_rows=case.train_rows, steps=WARM_UP_STEPS + case.rounds + 1,
     )  # fmt: skip
-    workers = {
-        name: Worker(replace(work, contender=name, prompts=str(ours if name == "ours" else theirs)))
+    works = {
+        name: replace(work, contender=name, prompts=str(ours if name == "ours" else theirs))
         for name in contenders
     }
     outcome = Outcome(case, {name: [] for name in contenders})
-    try:
+    with working(works) as workers:
         for name, worker in workers.items():
             for _ in range(WARM_UP_STEPS if name == "ours" else 1):
                 worker.step()
@@ -125,9 +140,6 @@ def race(case: Case, folder: Path, *, contenders: Sequence[Contender] = CONTENDE
                 step = workers[name].step()
                 outcome.steps[name].append(step)
                 logger.info("{}, round {}: {} {:.2f} s", case.name, turn + 1, name, step.seconds)
-    finally:
-        for worker in workers.values():
-            worker.close()
     return outcome
 
 

@@ -12,7 +12,8 @@ from loguru import logger
 from rich import box
 from rich.table import Table
 
-from grpo.experiments.speed import WARM_UP_STEPS, Worker
+from grpo.experiments.speed import WARM_UP_STEPS, working
+from grpo.experiments.speed_limits import median_split
 from grpo.experiments.speed_work import prepare
 from grpo.experiments.speed_worker import StepTime, Work
 
@@ -70,39 +71,29 @@ def measure_growth(axis: Axis) -> Line:
     with TemporaryDirectory() as folder:
         model, prompts, _ = prepare("rook-tiny without end", PROMPT_TOKENS, Path(folder))
         work = Work("ours", str(model), str(prompts), folder, steps=WARM_UP_STEPS + ROUNDS + 1)
-        workers: dict[int, Worker] = {}
+        works = {}
+        for size in sizes:
+            own = Path(folder, str(size))
+            own.mkdir()
+            batch, tokens = (size, OTHER_SIZE) if axis == "batch size" else (OTHER_SIZE, size)
+            works[size] = replace(work, folder=str(own), batch_size=batch, max_new_tokens=tokens)
         steps: dict[int, list[StepTime]] = {size: [] for size in sizes}
-        try:
-            for size in sizes:
-                own = Path(folder, str(size))
-                own.mkdir()
-                batch, tokens = (size, OTHER_SIZE) if axis == "batch size" else (OTHER_SIZE, size)
-                workers[size] = Worker(
-                    replace(work, folder=str(own), batch_size=batch, max_new_tokens=tokens)
-                )
+        with working(works) as workers:
             for turn in range(WARM_UP_STEPS + ROUNDS):
                 for size in sizes if turn % 2 else reversed(sizes):
                     step = workers[size].step()
                     if turn >= WARM_UP_STEPS:
                         steps[size].append(step)
                         logger.info("{} {}: {:.2f} s", axis, size, step.seconds)
-        finally:
-            for worker in workers.values():
-                worker.close()
     return line_of(axis, sizes, list(steps.values()))
 
 
 def line_of(axis: Axis, sizes: Sequence[int], steps: Sequence[Sequence[StepTime]]) -> Line:
     """steps: those measured at each size."""
 
-    def median(values: Sequence[float]) -> float:
-        return float(np.median(values))
-
-    phases = {
-        phase: [median([step.split[f"timing/{phase}_s"] for step in each]) for each in steps]
-        for phase in _PHASES
-    }
-    return Line(axis, sizes, [median([step.seconds for step in each]) for each in steps], phases)
+    seconds = [float(np.median([step.seconds for step in each])) for each in steps]
+    splits = [median_split(each) for each in steps]
+    return Line(axis, sizes, seconds, {phase: [split[phase] for split in splits] for phase in _PHASES})
 
 
 def growth_table(line: Line) -> Table:

@@ -99,7 +99,7 @@ def limit_table(
         new_tokens=float(np.mean([step.new_tokens for step in steps])),
         itemsize=rates.dtype.itemsize,
     )
-    split = _median_split(steps)
+    split = median_split(steps)
     total = float(np.median([step.seconds for step in steps]))
     for phase, work in counted.items():
         seconds, least = split.pop(phase, 0.0), work.least_seconds(rates)
@@ -117,7 +117,8 @@ def limit_table(
     return table
 
 
-def _median_split(steps: Sequence[StepTime]) -> dict[str, float]:
+def median_split(steps: Sequence[StepTime]) -> dict[str, float]:
+    """Seconds of each phase, by its name."""
     names = {name for step in steps for name in step.split}
     return {
         name.removeprefix("timing/").removesuffix("_s"): float(

@@ -1,4 +1,4 @@
-"""A GPT-2 of two layers with random weights and rook-tiny's tokenizer: for trials of the machinery."""
+"""A GPT-2 with random weights and rook-tiny's tokenizer: for trials of the machinery."""
 
 import shutil
 from pathlib import Path
@@ -8,9 +8,11 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from grpo.model import BUNDLED_FOLDER
 
+GPT2_124M = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024, "vocab_size": 50257}
 
-def make_tiny_gpt2(folder: Path, **shape: int) -> Path:
-    """Write the model folder; `shape` overrides GPT2Config's names (n_layer, n_embd, …)."""
+
+def make_random_gpt2(folder: Path, **shape: int) -> Path:
+    """Write the model folder: two layers 32 wide, but for `shape` by GPT2Config's names (n_layer, …)."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(BUNDLED_FOLDER / name, folder / name)
