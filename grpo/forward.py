@@ -1,4 +1,4 @@
-"""Hidden states of completions over a shared prompt, with gradients: what scoring and learning read.
+"""Hidden states of completions over a shared prompt, and of texts, with gradients: what learning reads.
 
 Each prompt goes through the model once however many completions it has; gradients flow back
 through its keys and values. Works for every Hugging Face causal model whose layers remember keys
@@ -43,7 +43,7 @@ def completion_hidden(
     device = model.device
     prompts = pad_prompts(prompt_ids, device)
     row_to_prompt, completion_ids = row_to_prompt.to(device), completion_ids.to(device)
-    with _recomputed_layers(model) if checkpoint else nullcontext():
+    with recomputed_layers(model) if checkpoint else nullcontext():
         prompt_layers = _prompt_layers(model)
         try:
             last, _ = encode_prompts(model, prompts, Cache(prompt_layers))  # (b, D)
@@ -64,6 +64,21 @@ def completion_hidden(
             use_cache=True,
         ).last_hidden_state
     return torch.cat([first, hidden], 1)
+
+
+def text_hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The states (R, T, D) of texts `ids` (R, T) of equal length, with gradients.
+
+    The cache remembers nothing. Without one, Hugging Face looks into the positions for packed texts,
+    which waits for an accelerator, and on fake tensors takes them for packed.
+    """
+    layers = _prompt_layers(model)
+    for layer in layers:
+        layer.forget()
+    states: Tensor = model.base_model(
+        input_ids=ids, past_key_values=Cache(layers), use_cache=True
+    ).last_hidden_state
+    return states
 
 
 class _PromptLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
@@ -112,7 +127,7 @@ def _prompt_layers(model: PreTrainedModel) -> list[_PromptLayer]:
 
 
 @contextmanager
-def _recomputed_layers(model: PreTrainedModel) -> Iterator[None]:
+def recomputed_layers(model: PreTrainedModel) -> Iterator[None]:
     """Layers that run in here keep their inputs only. ValueError for a model without such layers."""
     layers = list(_decoder_layers(model.base_model))
     if not layers:

@@ -1,11 +1,13 @@
-"""What is learned from a step's rows, as "accumulate gradients over micro-batches"."""
+"""What is learned, GRPO and plain language modelling, as "accumulate gradients over micro-batches"."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from grpo.forward import recomputed_layers
 from grpo.loss import (
     LossSettings,
     StepCounts,
@@ -14,7 +16,7 @@ from grpo.loss import (
     merge_metrics,
     truncated_importance_weights,
 )
-from grpo.scoring import micro_batch_logprobs, micro_batches
+from grpo.scoring import micro_batch_logprobs, micro_batches, window_logprobs
 from grpo.values import Rollout
 
 
@@ -95,3 +97,37 @@ def accumulate_grpo(
         "sampling/sampling_logp_difference/max": gap_max.item(),
         **(finish_metrics(merged) if batch.counts.tokens else {}),
     }
+
+
+def accumulate_lm(
+    model: PreTrainedModel,
+    windows: Tensor,
+    *,
+    dtype: torch.dtype,
+    rows: int,
+    checkpoint: bool = False,
+) -> dict[str, float]:
+    """Plain language modelling: add the gradient of the mean loss over `windows` (N, T + 1).
+
+    Every token but a window's first is predicted. The split into `rows` at a time changes nothing.
+    Returns the loss in nats a token.
+    """
+    num_tokens = windows[:, 1:].numel()
+    exact = torch.float32 if model.device.type == "mps" else torch.float64
+    total = torch.zeros((), device=model.device, dtype=exact)
+    with recomputed_layers(model) if checkpoint else nullcontext():
+        for part in windows.split(rows):
+            loss = -window_logprobs(model, part, dtype=dtype).sum() / num_tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+    return {"loss": total.item()}
+
+
+@torch.no_grad()
+def heldout_loss(
+    model: PreTrainedModel, windows: Tensor, *, dtype: torch.dtype, rows: int
+) -> tuple[float, float]:
+    """Mean loss over `windows` (N, T + 1) in nats a token, and its standard error over windows."""
+    losses = torch.cat([-window_logprobs(model, part, dtype=dtype).mean(1) for part in windows.split(rows)])
+    spread = losses.std().item() / len(losses) ** 0.5 if len(losses) > 1 else 0.0
+    return losses.mean().item(), spread

@@ -9,6 +9,7 @@ graph would hold, and what kernels use within themselves.
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from grpo.decode import cache_tokens, has_static_cache, make_decoder, replaced_at_once
+from grpo.forward import recomputed_layers
 from grpo.loss import LossSettings, StepCounts, grpo_loss
 from grpo.memory import LiveBytes, PhaseFit, Shape, align, design_shapes
 from grpo.sampling import SamplingSettings, sample_tokens
-from grpo.scoring import MicroBatch, micro_batch_logprobs
+from grpo.scoring import MicroBatch, micro_batch_logprobs, window_logprobs
 
 CHUNK_TOKENS = 1024
 """Tokens whose logits exist at once, see `completion_logprobs`."""
@@ -34,9 +36,13 @@ PHASES = ("sample", "sample split", "score", "learn", "learn split")
 """What is traced. Split is in parts: a group takes another's place, gradients of earlier parts are there."""
 
 
+LANGUAGE = ("window", "window split")
+"""Learning from windows of text, at once and in parts. A shape is rows of 1 + `new_tokens` tokens."""
+
+
 def split_name(phase: str) -> str:
     """What a phase is called in PHASES when its rows go through in parts."""
-    return f"{phase} split" if f"{phase} split" in PHASES else phase
+    return f"{phase} split" if f"{phase} split" in PHASES + LANGUAGE else phase
 
 
 @dataclass(frozen=True)
@@ -138,12 +144,13 @@ class _FakePhases:
         works: dict[str, Callable[[Shape], None]] = {
             "sample": self._sample, "sample split": partial(self._sample, split=True),
             "score": self._score, "learn": self._learn, "learn split": self._learn,
+            "window": self._windows, "window split": self._windows,
         }  # fmt: skip
         work = works[phase]
         already = 0
         with self._mode:
             self._policy.zero_grad(set_to_none=True)
-            if phase == "learn split":
+            if phase in ("learn split", "window split"):
                 for parameter in self._policy.parameters():
                     parameter.grad = torch.zeros_like(parameter)
                     already += parameter.grad.nbytes
@@ -199,6 +206,13 @@ class _FakePhases:
         )
         loss.backward()  # type: ignore[no-untyped-call]
 
+    def _windows(self, shape: Shape) -> None:
+        windows = torch.zeros(shape.rows, 1 + shape.new_tokens, dtype=torch.long)
+        settings = self._settings
+        with recomputed_layers(self._policy) if settings.checkpoint else nullcontext():
+            logp = window_logprobs(self._policy, windows, dtype=settings.compute_dtype)
+            (-logp.sum() / logp.numel()).backward()
+
     def _logprobs(
         self, shape: Shape, *, entropy: bool, checkpoint: bool = False
     ) -> tuple[Tensor, Tensor | None]:
@@ -227,8 +241,10 @@ class _FakePhases:
 
 
 def _fingerprint(settings: PhaseSettings) -> str:
-    """Of all that a trace depends on, this package's code included."""
-    sources = sorted(Path(__file__).parent.rglob("*.py"))
+    """Of all that a trace depends on, this package's code included, but for what no phase runs."""
+    folder = Path(__file__).parent
+    above = [folder / name for name in ("experiments", "workbench", "evaluate", "prompts", "config")]
+    sources = sorted(path for path in folder.rglob("*.py") if not set(above) & set(path.parents))
     parts = [
         torch.__version__,
         transformers.__version__,

@@ -97,10 +97,10 @@ def make_memory(
         "sample": PhaseSpec(
             "sample", split_name("sample"), config.rollout_rows, partial(_sample_parts, work)
         ),
-        "score": PhaseSpec("score", "score", config.score_rows, partial(_logits_parts, work)),
+        "score": PhaseSpec("score", "score", config.score_rows, partial(logits_parts, work)),
         "learn": PhaseSpec(
             "learn", split_name("learn"), config.train_rows,
-            lambda shape: {**gradients, **_logits_parts(work, shape)},
+            lambda shape: {**gradients, **logits_parts(work, shape)},
         ),
         "update": PhaseSpec("update", "update", None, lambda shape: gradients),
     }  # fmt: skip
@@ -199,7 +199,7 @@ def _sample_parts(work: Workload, shape: Shape) -> Mapping[str, int]:
     }
 
 
-def _logits_parts(work: Workload, shape: Shape) -> Mapping[str, int]:
+def logits_parts(work: Workload, shape: Shape) -> Mapping[str, int]:
     vocabulary = work.model.get_text_config(decoder=True).vocab_size
     exact = 8 if work.compute_dtype == torch.float64 else 4
     return {

@@ -1,4 +1,4 @@
-"""Log-probs of given completions: under the policy (with gradients) and the reference (without)."""
+"""Log-probs of given completions, under policy (with gradients) or reference (without), and of texts."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 from transformers import PreTrainedModel
 
-from grpo.forward import completion_hidden
+from grpo.forward import completion_hidden, text_hidden
 from grpo.logprobs import completion_logprobs
 from grpo.memory import Shape
 from grpo.values import Rollout
@@ -79,8 +79,7 @@ def micro_batch_logprobs(
     what matrix products are computed in. `checkpoint`: activations are recomputed in the backward pass.
     """
     device = model.device
-    lower = dtype in (torch.bfloat16, torch.float16)
-    with torch.autocast(device.type, dtype=dtype if lower else torch.bfloat16, enabled=lower):
+    with computing_in(dtype, device):
         hidden = completion_hidden(
             model, batch.prompt_ids, batch.row_to_prompt, batch.completion_ids, checkpoint=checkpoint
         )
@@ -90,6 +89,22 @@ def micro_batch_logprobs(
             None if batch.mask is None else batch.mask.to(device),
             bias=head.bias, temperature=temperature, entropy=entropy,
         )  # fmt: skip
+
+
+def window_logprobs(model: PreTrainedModel, windows: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """Log-probs (R, T) of each token but the first of `windows` (R, T + 1), in nats."""
+    windows = windows.to(model.device)
+    with computing_in(dtype, model.device):
+        hidden = text_hidden(model, windows[:, :-1])  # (R, T, D)
+        head = model.get_output_embeddings()
+        logp, _ = completion_logprobs(hidden, head.weight, windows[:, 1:], bias=head.bias)
+    return logp
+
+
+def computing_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:
+    """Matrix products inside are computed in `dtype`, where it is lower than the weights' own."""
+    lower = dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast(device.type, dtype=dtype if lower else torch.bfloat16, enabled=lower)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Everything a run needs, made in the order in which it can fail: cheap checks first."""
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -79,6 +80,7 @@ def open_run(config: Config, *, prediction_bias: float = 1.0) -> Iterator[Run]:
 
     prediction_bias: multiplies what the memory plan expects; for experiments that want it wrong.
     """
+    _check_one_process()
     device = choose_device(config.device)
     config = replace(config, model=choose_model(config.model, device))
     reference_device = choose_device(config.reference_device) if config.reference_device else device
@@ -140,6 +142,16 @@ def open_run(config: Config, *, prediction_bias: float = 1.0) -> Iterator[Run]:
     finally:
         if engine is not None:
             engine.close()
+
+
+def _check_one_process() -> None:
+    """SettingsError under a launcher of several processes: each would train a model of its own."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        raise SettingsError(
+            f"WORLD_SIZE is {processes}: training in several processes is not built yet; start one, "
+            "without accelerate launch or torchrun."
+        )
 
 
 def _rehearse(config: Config, policy: Policy, sampler: RolloutModel, source: PromptSource) -> None:

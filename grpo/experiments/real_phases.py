@@ -8,7 +8,7 @@ worst case is run: completions never end early, but for one group that leaves ju
 import ctypes
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from grpo.config import Config
+from grpo.full_length import FullLengthTokenizer, nameless_prompts
 from grpo.loss import LossSettings, loss_counts
 from grpo.memory import MemoryMonitor, Shape
 from grpo.model import RolloutModel, choose_attention
@@ -24,7 +25,7 @@ from grpo.planning import Workload
 from grpo.rollout import rollout
 from grpo.sampling import SamplingSettings
 from grpo.scoring import score
-from grpo.values import Prompt, Rollout
+from grpo.values import Rollout
 
 CPU = torch.device("cpu")
 
@@ -77,12 +78,12 @@ class RealPhases:
 
     def _sampling(self, shape: Shape, num_rows: int) -> Callable[[], object]:
         group_size, new_tokens = self._setting.group_size, shape.new_tokens
-        prompts = [Prompt(str(i), "", {}) for i in range(num_rows // group_size)]
+        prompts = nameless_prompts(num_rows // group_size)
         uniforms = torch.rand(num_rows, new_tokens) / 2 + 0.5  # token 0 ends a text: only 0 samples it
         if shape.rows > group_size and new_tokens > 1:  # one group ends while the others' cache is full
             uniforms[shape.rows - group_size : shape.rows, -2] = 0.0
         settings = SamplingSettings(max_new_tokens=new_tokens)
-        tokenizer = _Tokenizer(shape.prompt_tokens)
+        tokenizer = FullLengthTokenizer(shape.prompt_tokens, eos_token_id=0)
         return lambda: rollout(self._sampler, tokenizer, prompts, uniforms, settings, rows=shape.rows)  # type: ignore[arg-type]
 
     def _scoring(self, made: Rollout, shape: Shape) -> Callable[[], object]:
@@ -103,25 +104,10 @@ class RealPhases:
         )  # fmt: skip
 
 
-class _Tokenizer:
-    """As much of one as sampling needs: every text has as many tokens, and token 0 ends it."""
-
-    eos_token_id = 0
-
-    def __init__(self, prompt_tokens: int) -> None:
-        self._prompt_tokens = prompt_tokens
-
-    def __call__(self, texts: Sequence[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[1] * self._prompt_tokens for _ in texts]}
-
-    def batch_decode(self, rows: Sequence[object], skip_special_tokens: bool) -> list[str]:
-        return [""] * len(rows)
-
-
 def _made_up(shape: Shape, num_rows: int, group_size: int) -> Rollout:
     num_prompts, tokens = num_rows // group_size, (num_rows, shape.new_tokens)
     return Rollout(
-        prompts=[Prompt(str(i), "", {}) for i in range(num_prompts)],
+        prompts=nameless_prompts(num_prompts),
         prompt_ids=[[1] * shape.prompt_tokens] * num_prompts,
         completion_ids=torch.ones(tokens, dtype=torch.long),
         lengths=torch.full((num_rows,), shape.new_tokens),

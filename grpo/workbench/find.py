@@ -1,0 +1,273 @@
+"""Finding the largest batch, from a person's settings to what was found: checks, trials, the line.
+
+The checks come first and are quick: a missing corpus or a model that does not build shows before any
+trial. What is made of the trials is in `findings.py`.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+import torch
+from loguru import logger
+from rich.table import Table
+
+from grpo.config import SettingsError
+from grpo.memory import MemoryMonitor, parse_size
+from grpo.memory.budget import CONTEXT_BYTES, readable
+from grpo.model import choose_device, compute_dtype
+from grpo.values import Precision
+from grpo.workbench.corpus import check_file, open_corpus
+from grpo.workbench.findings import Findings
+from grpo.workbench.law import unseen_margin
+from grpo.workbench.max_batch import (
+    MAX_TRIALS,
+    Strategy,
+    TrialResult,
+    classic_sizes,
+    correction,
+    predicted_sizes,
+    run_search,
+    try_size,
+)
+from grpo.workbench.models import ModelSpec, context_of, num_parameters
+from grpo.workbench.predict import Objective, StepMemory, StepSettings
+from grpo.workbench.trial import TRIAL_STEPS, TrialTask
+
+START_UP_S = 10.0
+"""Of a trial's process: libraries, model, a first small step."""
+SHARE_OF_RATE = 0.3
+"""Of a large matrix product's rate, what a training step reaches; for the estimate of time only."""
+
+
+@dataclass(frozen=True)
+class FindSettings:
+    """The largest batch size that fits this device, by real training steps."""
+
+    model: ModelSpec = field(default_factory=ModelSpec)
+    objective: Objective = "grpo"
+    """grpo: sample, score and learn, all rows at once. lm: plain language modelling on --data."""
+    data: Path | None = None
+    """Text file of the lm objective: bytes for a model from numbers, else by the model's tokenizer."""
+    strategy: Strategy = "predict"
+    """predict: the memory model proposes, at most 4 trials. classic: 16 more or half."""
+    start: int = 64
+    """Batch size of the first trial."""
+    max_batch_size: int = 1024
+    """What is not exceeded."""
+    group_size: int = 8
+    """Completions of a prompt; GRPO's batches are multiples of it."""
+    prompt_tokens: int = 60
+    """Of every prompt (grpo)."""
+    max_new_tokens: int = 144
+    """Of every completion (grpo)."""
+    kl: bool = True
+    """A reference model beside the policy (grpo)."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1."""
+    precision: Precision = "auto"
+    """Dtype of matrix products; auto: bf16 where native."""
+    measured: tuple[str, ...] = ()
+    """Try nothing: peaks measured elsewhere, such as 64=14.8GB 80=18.08GB 208=oom, with device_memory."""
+    device_memory: str | None = None
+    """With measured: all the memory of the device they were measured on, such as 47.4GB."""
+    memory_limit: str | None = None
+    """The most a trial may hold, such as 2GB; enforced on CUDA and on Linux."""
+    output: Path | None = None
+    """Folder of the table, JSON and picture; None: runs/max-batch- and the time."""
+
+    def __post_init__(self) -> None:
+        for name in ("start", "max_batch_size", "prompt_tokens", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"{name} is {getattr(self, name)}: give at least 1.")
+        if self.group_size < 2:
+            raise SettingsError(f"group_size is {self.group_size}: give at least 2.")
+        if self.max_batch_size < self.multiple:
+            raise SettingsError(
+                f"max_batch_size is {self.max_batch_size}, less than one group of {self.multiple}: give more."
+            )
+        for name in ("memory_limit", "device_memory"):
+            try:
+                parse_size(getattr(self, name) or "1GB")
+            except ValueError as error:
+                raise SettingsError(f"{name} is {error}") from error
+        if bool(self.measured) != (self.device_memory is not None):
+            raise SettingsError("measured and device_memory belong together: give both, or neither.")
+
+    @property
+    def multiple(self) -> int:
+        return self.group_size if self.objective == "grpo" else 1
+
+    def folder(self) -> Path:
+        return self.output or Path("runs") / f"max-batch-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the checks found. Bytes; `total_bytes` of the device, or the limit."""
+
+    device: torch.device
+    dtype: torch.dtype
+    step: StepSettings
+    num_parameters: int
+    usable_bytes: int
+    total_bytes: int
+    table: Table
+
+
+def check(settings: FindSettings) -> Checked:
+    """Device, memory, neighbours, lengths, corpus, model: in this order, each a line of a table.
+
+    ValueError for what a user can mend.
+    """
+    table = Table("check", "found", title="Before the first trial", title_justify="left")
+    device = choose_device(settings.device)
+    dtype = compute_dtype(settings.precision, device)
+    table.add_row("device", f"{_device_name(device)}, {str(dtype).removeprefix('torch.')}")
+
+    monitor = MemoryMonitor(device)
+    memory = monitor.memory()
+    usable, total = memory.free_bytes + memory.ours_bytes, memory.total_bytes
+    if settings.memory_limit is not None:
+        usable = total = min(usable, parse_size(settings.memory_limit))
+    table.add_row("memory", f"{readable(usable)} to use, of {readable(memory.total_bytes)}")
+    table.add_row("held by others", monitor.neighbours() or readable(memory.others_bytes))
+
+    config = settings.model.config()
+    count = num_parameters(config)
+    table.add_row("model", f"{settings.model.name}: {count:,} parameters")
+    tokens = settings.max_new_tokens
+    if settings.objective == "lm":
+        tokens = min(settings.model.context, context_of(config))
+        data = check_file(settings.data)
+        corpus = open_corpus(data, settings.model)
+        corpus.check(config.get_text_config(decoder=True).vocab_size, tokens)
+        table.add_row("data", f"{data}: {len(corpus.ids):,} tokens, windows of {tokens}")
+    elif settings.prompt_tokens + tokens > context_of(config):
+        raise SettingsError(
+            f"prompt_tokens and max_new_tokens are {settings.prompt_tokens} and {tokens}, but the model "
+            f"reaches {context_of(config)} tokens in all: give less."
+        )
+    step = StepSettings(
+        settings.objective, config, dtype, settings.prompt_tokens, tokens, settings.group_size,
+        settings.kl, settings.gradient_checkpointing, device.type,
+    )  # fmt: skip
+    return Checked(device, dtype, step, count, usable, total, table)
+
+
+def find(settings: FindSettings, checked: Checked) -> list[TrialResult]:
+    """All trials, the search done."""
+    memory = StepMemory(checked.step, overhead_bytes=_overhead(settings, checked))
+    limits = {"multiple": settings.multiple, "at_most": settings.max_batch_size}
+    _say_how_long(settings, checked, memory)
+    if settings.strategy == "classic":
+        search = classic_sizes(settings.start, **limits)
+    else:
+        search = predicted_sizes(memory, checked.usable_bytes, start=settings.start, **limits)
+
+    def attempt(batch_size: int, before: Sequence[TrialResult]) -> TrialResult:
+        factor, offset = correction(memory, before)
+        predicted = factor * memory.largest_phase(batch_size)[1].peak_bytes + offset
+        return try_size(_task(settings, checked, batch_size), predicted)
+
+    return run_search(search, attempt)
+
+
+def _overhead(settings: FindSettings, checked: Checked) -> int:
+    """What a trial's process holds besides tensors, as far as this one can tell."""
+    if checked.device.type != "cpu":
+        return CONTEXT_BYTES
+    return MemoryMonitor(checked.device, limited=settings.memory_limit is not None).memory().ours_bytes
+
+
+def _task(settings: FindSettings, checked: Checked, batch_size: int) -> TrialTask:
+    precision: dict[torch.dtype, Precision] = {torch.bfloat16: "bf16", torch.float64: "fp64"}
+    return TrialTask(
+        settings.objective, asdict(settings.model), batch_size, str(checked.device),
+        precision.get(checked.dtype, "fp32"),  # type: ignore[arg-type]
+        settings.prompt_tokens, checked.step.new_tokens, settings.group_size, settings.kl,
+        settings.gradient_checkpointing, str(settings.data) if settings.data else None,
+        parse_size(settings.memory_limit) if settings.memory_limit else None,
+    )  # fmt: skip
+
+
+def _say_how_long(settings: FindSettings, checked: Checked, memory: StepMemory) -> None:
+    """About how long it will take, from a matrix product's rate here."""
+    largest = memory.largest_batch(checked.usable_bytes, at_most=settings.max_batch_size)
+    passes = 10 if settings.objective == "grpo" else 6  # 2 forward and 4 backward; 2 to sample, 2 to score
+    tokens = checked.step.new_tokens + (settings.prompt_tokens if settings.objective == "grpo" else 0)
+    flops = passes * checked.num_parameters * tokens * largest
+    step_s = flops / (SHARE_OF_RATE * _matmul_rate(checked.device, checked.dtype))
+    trials = MAX_TRIALS
+    if settings.strategy == "classic":
+        trials = max(2, abs(largest - settings.start) // 16 + 2)
+    seconds = trials * (START_UP_S + (TRIAL_STEPS + 1) * step_s)
+    logger.info(
+        "at most {} trials of {} steps, up to about {} rows: some {:.0f} s in all",
+        trials, TRIAL_STEPS, largest, seconds,
+    )  # fmt: skip
+
+
+def _matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 1024) -> float:
+    """Floating-point operations a second of a product of two (size, size) matrices."""
+    a = torch.randn(size, size, device=device).to(dtype)
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        (a @ a)[0, 0].item()  # waits for the device
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"{device} ({torch.get_num_threads()} threads)" if device.type == "cpu" else str(device)
+
+
+# ---------------------------------------------------------------------------------------- findings
+
+
+def findings(settings: FindSettings, checked: Checked, results: Sequence[TrialResult]) -> Findings:
+    """What follows from trials. ValueError where no size fitted."""
+    on_host = checked.device.type == "cpu"
+    peaks = {r.batch_size: (r.peak_bytes if on_host else r.allocated_bytes) or 0 for r in results if r.fits}
+    broken = next((result for result in results if result.status == "failed"), None)
+    if broken is not None:
+        raise ValueError(f"batch {broken.batch_size} failed, and not for want of memory: {broken.message}")
+    if not peaks:
+        phase, needed = StepMemory(checked.step).largest_phase(settings.multiple)
+        parts = ", ".join(f"{name} {readable(size)}" for name, size in needed.parts.items() if size)
+        raise ValueError(
+            f"not even a batch of {min(r.batch_size for r in results)} fits in "
+            f"{readable(checked.usable_bytes)}: {phase} of {settings.multiple} rows needs {parts}, and the "
+            "process itself; give a smaller model, shorter texts, --gradient-checkpointing, or more memory."
+        )
+    total = float(checked.total_bytes)
+    return Findings(
+        peaks, [r.batch_size for r in results if not r.fits], total,
+        unseen_margin(total, checked.device.type), settings.objective, settings.multiple,
+    )  # fmt: skip
+
+
+def findings_elsewhere(settings: FindSettings) -> Findings:
+    """The same from peaks that a person gives. ValueError for what cannot be read."""
+    peaks: dict[int, float] = {}
+    failed: list[int] = []
+    for item in settings.measured:
+        size, _, peak = item.partition("=")
+        if not (size.isdecimal() and int(size) and peak):
+            raise SettingsError(f"measured has {item!r}: write BATCH=PEAK, such as 64=14.8GB or 208=oom.")
+        if peak == "oom":
+            failed.append(int(size))
+        else:
+            peaks[int(size)] = parse_size(peak)
+    if len(peaks) < 2:
+        raise SettingsError(f"measured has {len(peaks)} sizes that fitted: a line takes two.")
+    total = float(parse_size(settings.device_memory or ""))
+    margin = unseen_margin(total, "cuda")
+    return Findings(peaks, failed, total, margin, settings.objective, settings.multiple)

@@ -1,0 +1,208 @@
+"""What follows from trials: the largest size, the line of memory, the sizes beyond it, what to use.
+
+It does not matter where the peaks were measured: here, or on another card by somebody else.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from rich.table import Table
+
+from grpo.memory.budget import GB
+from grpo.workbench.law import Law, Risk, explaining_margin, fit_law, leaves_the_line, risk
+from grpo.workbench.max_batch import INCREMENT, POINTS_OF_A_LINE
+from grpo.workbench.predict import Objective
+
+SAFE_SHARE = 0.8
+CARDS = (1, 2, 4, 8)
+_RISKS = {"fits": "no", "likely": "likely: a risk", "certain": "certain"}
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Peak bytes of the sizes that fitted, the sizes that did not, and the device they were tried on."""
+
+    peaks: Mapping[int, float]
+    failed: Sequence[int]
+    total_bytes: float
+    margin_bytes: float
+    objective: Objective
+    multiple: int
+
+    @property
+    def maximum(self) -> int:
+        """The largest size that fitted."""
+        return max(self.peaks)
+
+    @property
+    def headroom_bytes(self) -> float:
+        return self.total_bytes - self.peaks[self.maximum]
+
+    @property
+    def law(self) -> Law | None:
+        """The line through all sizes that fitted, if it can be drawn and rises."""
+        law = fit_law(self.peaks) if len(self.peaks) > 1 else None
+        return law if law is not None and law.bytes_per_sample > 0 else None
+
+    def risk(self, batch_size: int) -> Risk:
+        """Whether the line puts a size beyond the device, or within its margin."""
+        assert self.law is not None
+        return risk(self.law, batch_size, self.total_bytes, self.margin_bytes)
+
+    def next_sizes(self) -> list[int]:
+        """After the maximum: the next two, those at risk (first and last), and the first ruled out."""
+        law = self.law
+        if law is None:
+            return []
+        step = self.multiple if self.maximum < 4 * INCREMENT else _rounded_up(INCREMENT, self.multiple)
+
+        def steps_within(usable_bytes: float) -> int:
+            """So many steps above the maximum the line stays within these bytes."""
+            return max(0, (law.largest(usable_bytes) - self.maximum) // step)
+
+        safe, possible = steps_within(self.total_bytes - self.margin_bytes), steps_within(self.total_bytes)
+        wanted = [*range(1, min(safe, 2) + 1), possible + 1]
+        if possible > safe:
+            wanted += [safe + 1, possible]
+        return [self.maximum + step * count for count in sorted(set(wanted))]
+
+
+def sentences(found: Findings) -> list[str]:
+    """What was found, in words."""
+    law, room = found.law, found.headroom_bytes
+    largest = f"Largest batch that fitted: {found.maximum}"
+    of_all = f"{room / found.total_bytes:.0%} of {found.total_bytes / GB:.2f} GB"
+    said = [f"{largest}; headroom {room / GB:.2f} GB, {of_all}."]
+    if law is None:
+        said.append(
+            "No line of memory over the batch size: it takes two sizes that fit, and peaks that rise."
+        )
+        return said
+    fit = f", R² {law.r_squared:.5f}" if len(found.peaks) >= POINTS_OF_A_LINE else " (two points: no R²)"
+    said.append(
+        f"GB = {law.start_bytes / GB:.2f} + {law.bytes_per_sample / GB:.4g} × (batch - {law.first}){fit}."
+    )
+    bend = leaves_the_line(found.peaks)
+    said.append(
+        f"It stops being a line at {bend}: the sizes below it foretell another peak."
+        if bend is not None
+        else "Nowhere in what was measured does it stop being a line."
+    )
+    said += _about_margins(found, law)
+    return said
+
+
+def _about_margins(found: Findings, law: Law) -> list[str]:
+    """How far the line can be trusted, and what would have told a failure."""
+    margin, total = found.margin_bytes, found.total_bytes
+    needed = explaining_margin(law, found.failed, total)
+    if needed is None:
+        return [f"A size whose line comes within {margin / GB:.2f} GB of the device (its margin) is a risk."]
+    first = min(found.failed)
+    where = f"{first} ran out of memory where the line puts {law(first) / GB:.2f} GB"
+    if needed <= 0:
+        return [f"{where}, more than there is."]
+    enough = "is enough" if margin >= needed else "was not"
+    return [
+        f"{where}, of {total / GB:.2f}: a margin of {needed / GB:.2f} GB ({needed / total:.1%}) would have "
+        f"predicted that; the margin here, {margin / GB:.2f} GB, {enough}."
+    ]
+
+
+def next_table(found: Findings) -> Table:
+    """The sizes beyond, and whether they run out of memory."""
+    table = Table("batch", "GB on the line", "out of memory?", title="Next sizes", title_justify="left")
+    for size in found.next_sizes():
+        how = "yes, tried" if size in found.failed else _RISKS[found.risk(size)]
+        table.add_row(str(size), f"{found.law(size) / GB:.2f}" if found.law else "", how)
+    return table
+
+
+# ---------------------------------------------------------------------------------- recommendations
+
+
+def recommendations(found: Findings) -> dict[str, dict[str, Any]]:
+    """Full, safe and accumulated sizes: rows at once, passes to accumulate, rows an optimizer step."""
+
+    def size(rows: int, passes: int = 1) -> dict[str, Any]:
+        rows = max(found.multiple, rows // found.multiple * found.multiple)
+        return {"rows": rows, "accumulate": passes, "batch_size": rows * passes}
+
+    full = found.maximum
+    return {"full": size(full), "safe": size(int(SAFE_SHARE * full)), "accumulated": size(full // 2, 2)}
+
+
+def recommendation_table(found: Findings) -> Table:
+    grpo = found.objective == "grpo"
+    table = Table("use", "rows at once", "accumulate", "batch", title="Recommended", title_justify="left")
+    if grpo:
+        table.add_column("command")
+    for name, size in recommendations(found).items():
+        rows = f" --train-rows {size['rows']}" if size["accumulate"] > 1 else ""
+        command = [f"python train_lean.py --batch-size {size['batch_size']}{rows}"] if grpo else []
+        table.add_row(name, *(str(size[key]) for key in ("rows", "accumulate", "batch_size")), *command)
+    return table
+
+
+def cards_table(found: Findings) -> Table:
+    """The safe size on several cards of this kind."""
+    safe = recommendations(found)["safe"]["rows"]
+    table = Table("cards", "total batch", "launch", title="On several such cards", title_justify="left")
+    if found.objective == "grpo":
+        table.caption = "train_lean.py runs in one process so far: these lines are for when it does not"
+    for count in CARDS:
+        script = f"train_lean.py --batch-size {count * safe}" if found.objective == "grpo" else "YOUR_SCRIPT"
+        how = "python" if count == 1 else f"accelerate launch --num_processes {count}"
+        table.add_row(str(count), str(count * safe), f"{how} {script}")
+    return table
+
+
+# ------------------------------------------------------------------------------------------ files
+
+
+def as_json(found: Findings) -> dict[str, Any]:
+    law = found.law
+    return {
+        "maximum": found.maximum,
+        "total_bytes": found.total_bytes,
+        "margin_bytes": found.margin_bytes,
+        "headroom_bytes": found.headroom_bytes,
+        "line": asdict(law) if law is not None else None,
+        "leaves_the_line_at": leaves_the_line(found.peaks),
+        "next": {str(size): found.risk(size) for size in found.next_sizes()},
+        "recommended": recommendations(found),
+        "sentences": sentences(found),
+    }
+
+
+def draw(found: Findings, predicted: Mapping[int, float], file: Path) -> None:
+    """Peaks over the batch size with their line, the prediction, and the device."""
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    low, total = found.total_bytes - found.margin_bytes, found.total_bytes
+    axes.axhspan(low / GB, total / GB, color="tab:orange", alpha=0.2, label="margin")
+    axes.axhline(total / GB, color="tab:red", linewidth=1, label="device")
+    if found.law is not None:
+        ends = [min(found.peaks), max(found.next_sizes())]
+        axes.plot(ends, [found.law(size) / GB for size in ends], color="tab:gray", label="line")
+    if predicted:
+        axes.plot(list(predicted), [peak / GB for peak in predicted.values()], "kx", label="predicted")
+    axes.plot(list(found.peaks), [peak / GB for peak in found.peaks.values()], "o", label="measured")
+    for size in found.failed:
+        axes.axvline(size, color="tab:red", linestyle=":", linewidth=1)
+        axes.annotate(f" {size}: out of memory", (size, 0), rotation=90, va="bottom", ha="right", fontsize=8)
+    axes.set(xlabel="batch size", ylabel="GB (2**30 bytes)", ylim=(0, None))
+    axes.set_title(f"Largest batch that fitted: {found.maximum}", loc="left")
+    axes.legend(frameon=False, ncols=2)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def _rounded_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,0 +1,148 @@
+"""Predicted memory of a whole training step, by phase and component, for either objective.
+
+The predictor is the trainer's own (`grpo.memory`, on traces of the real phases): no device is needed,
+no weights are made. GRPO's phases are those of a run; plain language modelling has two.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from transformers import PretrainedConfig
+
+from grpo.config import Config
+from grpo.loss import LossSettings
+from grpo.memory import AdaptiveMemory, Budget, Footprint, MemoryMonitor, PhaseSpec, Predictor, Shape
+from grpo.model import choose_attention
+from grpo.phases import LANGUAGE, PhaseTracer
+from grpo.planning import TracedFit, Workload, logits_parts, make_memory, resident_parts, scratch_bytes
+from grpo.sampling import SamplingSettings
+
+Objective = Literal["grpo", "lm"]
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step's memory depends on besides the batch size. Tokens are of the longest rows."""
+
+    objective: Objective
+    model: PretrainedConfig
+    compute_dtype: torch.dtype
+    prompt_tokens: int = 60
+    """Of the longest prompt (GRPO)."""
+    new_tokens: int = 144
+    """Of the longest completion (GRPO), or of a window (language modelling)."""
+    group_size: int = 8
+    """Completions of a prompt (GRPO)."""
+    kl: bool = True
+    """Whether there is a reference model (GRPO)."""
+    checkpoint: bool = False
+    device_type: str = "cpu"
+
+    @property
+    def multiple(self) -> int:
+        """What a batch size is a multiple of."""
+        return self.group_size if self.objective == "grpo" else 1
+
+
+class StepMemory:
+    """Bytes of a step at any batch size. `overhead_bytes`: what the process holds besides tensors."""
+
+    def __init__(self, settings: StepSettings, *, overhead_bytes: int = 0) -> None:
+        self.settings = settings
+        self._work = _workload(settings)
+        if settings.objective == "grpo":
+            self._memory = make_memory(
+                self._work, _monitor(settings), _no_budget, overhead_bytes=overhead_bytes
+            )
+        else:
+            self._memory = _language_memory(self._work, settings, overhead_bytes)
+
+    def footprints(self, batch_size: int, rows: int | None = None) -> dict[str, Footprint]:
+        """By phase, for `rows` (all) at once of a batch."""
+        rows = rows or batch_size
+        shape = Shape(rows, self.settings.prompt_tokens, self.settings.new_tokens)
+        if self.settings.objective == "lm":
+            shape = shape._replace(prompt_tokens=1)
+        return {
+            phase: self._memory.footprint(phase, shape, batch_size=batch_size)
+            for phase in self._memory.phases
+        }
+
+    def largest_phase(self, batch_size: int, rows: int | None = None) -> tuple[str, Footprint]:
+        """The phase that holds most, and what."""
+        each = self.footprints(batch_size, rows)
+        phase = max(each, key=lambda name: each[name].peak_bytes)
+        return phase, each[phase]
+
+    def largest_batch(self, usable_bytes: float, *, at_most: int, with_error: bool = True) -> int:
+        """The largest batch whose every phase fits all at once; 0 where the smallest does not.
+
+        with_error: the stated error has to fit as well.
+        """
+        multiple = self.settings.multiple
+
+        def fits(size: int) -> bool:
+            worst = (
+                each.upper_bytes if with_error else each.peak_bytes for each in self.footprints(size).values()
+            )
+            return max(worst) <= usable_bytes
+
+        low, high = 0, max(0, at_most // multiple)  # `low` fits; above `high` is not asked
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle * multiple) else (low, middle - 1)
+        return low * multiple
+
+
+def _workload(settings: StepSettings) -> Workload:
+    config = Config(
+        batch_size=settings.group_size, group_size=settings.group_size,
+        sampling=SamplingSettings(max_new_tokens=settings.new_tokens),
+        loss=LossSettings(kl_coef=0.02 if settings.kl else 0.0),
+        gradient_checkpointing=settings.checkpoint,
+    )  # fmt: skip
+    if settings.objective == "lm":
+        config = replace(config, loss=LossSettings(kl_coef=0.0))
+    device = torch.device(settings.device_type)
+    return Workload(
+        config, settings.model, choose_attention(device, settings.compute_dtype), settings.compute_dtype,
+        settings.prompt_tokens, reference_here=True, device_type=settings.device_type,
+    )  # fmt: skip
+
+
+def _language_memory(work: Workload, settings: StepSettings, overhead_bytes: int) -> AdaptiveMemory:
+    """Learning from windows, and the update. There is no sampler, so nobody holds a copy for it."""
+    tracer = PhaseTracer(work.phase_settings())
+    resident = resident_parts(work, tracer.num_parameters)
+    resident.pop("sampler's copy", None)
+    longest = Shape(1, 1, settings.new_tokens)
+    traced = {name: TracedFit(tracer, name, longest, group_size=1) for name in LANGUAGE}
+    gradients = {"gradients": resident["weights"]}
+    whole, split = LANGUAGE
+    specs = {
+        "learn": PhaseSpec(
+            whole, split, None, lambda shape: {**gradients, **logits_parts(work, shape)}
+        ),
+        "update": PhaseSpec("update", "update", None, lambda shape: gradients),
+    }  # fmt: skip
+    scratch = scratch_bytes(settings.compute_dtype, torch.device(settings.device_type))
+    fits: dict[str, Callable[[Shape], float]] = {
+        **traced,
+        "update": lambda shape: float(gradients["gradients"]),
+    }
+    return AdaptiveMemory(
+        specs, Predictor(fits, scratch_bytes=scratch), _monitor(settings),
+        resident=lambda: resident, budget=_no_budget, batch_size=1, group_size=1,
+        overhead_bytes=overhead_bytes,
+    )  # fmt: skip
+
+
+def _monitor(settings: StepSettings) -> MemoryMonitor:
+    """Only asked where the predictions are for, as the device may not be there."""
+    return MemoryMonitor(torch.device(settings.device_type))
+
+
+def _no_budget() -> Budget:
+    return Budget(0, "not asked")

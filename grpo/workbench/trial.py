@@ -1,0 +1,138 @@
+"""A few real training steps at one batch size, in a process of its own: what they hold, if they fit.
+
+    python -m grpo.workbench.trial '{"objective": "lm", …}'
+
+The worst case: windows of the whole context, or prompts and completions of full length, all at once.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from grpo.advantages import group_advantages
+from grpo.full_length import FullLengthTokenizer, nameless_prompts
+from grpo.loss import LossSettings, loss_counts
+from grpo.memory import MemoryMonitor, limit_memory
+from grpo.model import RolloutModel, compute_dtype, frozen_copy
+from grpo.objectives import GRPOBatch, accumulate_grpo, accumulate_lm
+from grpo.optimizer import OptimizerSettings, make_optimizer
+from grpo.rollout import rollout
+from grpo.sampling import SamplingSettings
+from grpo.scoring import score
+from grpo.step import Stepper
+from grpo.workbench.corpus import open_corpus
+from grpo.workbench.models import ModelSpec, load_or_make
+from grpo.workbench.processes import worker
+
+TRIAL_STEPS = 3
+Step = Callable[[int], float]
+"""Takes so many rows through a whole training step, and returns the loss."""
+
+
+@dataclass(frozen=True)
+class TrialTask:
+    """What is tried. `model` are the fields of a `ModelSpec`; lengths are in tokens."""
+
+    objective: Literal["grpo", "lm"]
+    model: dict[str, Any]
+    batch_size: int
+    device: str
+    precision: Literal["fp32", "bf16", "fp64"]
+    prompt_tokens: int
+    new_tokens: int
+    group_size: int = 8
+    kl: bool = True
+    checkpoint: bool = False
+    data: str | None = None
+    memory_limit_bytes: int | None = None
+    steps: int = TRIAL_STEPS
+
+
+def run_trial(task: TrialTask, say: Callable[[Mapping[str, Any]], None]) -> None:
+    """Forward, backward and update, `steps` times; a record after each. Memory may run out."""
+    device, limit = torch.device(task.device), task.memory_limit_bytes
+    dtype = compute_dtype(task.precision, device)
+    monitor = MemoryMonitor(device, limited=limit is not None)
+    model = load_or_make(ModelSpec(**task.model), device, dtype)
+    step = (_grpo_step if task.objective == "grpo" else _language_step)(task, model, dtype)
+    step(task.group_size if task.objective == "grpo" else 1)  # threads and kernels are there from now on
+    if limit is not None:
+        limit_memory(device, limit, monitor.memory().total_bytes)
+    for number in range(1, task.steps + 1):
+        start = time.perf_counter()
+        with monitor.phase() as reading:
+            loss = step(task.batch_size)
+        record = {
+            "step": number, "loss": loss, "seconds": time.perf_counter() - start,
+            "before_bytes": reading.process_before_bytes, "allocated_bytes": reading.peak_bytes,
+            "reserved_bytes": reading.reserved_bytes, "process_bytes": reading.process_bytes,
+        }  # fmt: skip
+        say(record)
+
+
+def _language_step(task: TrialTask, model: PreTrainedModel, dtype: torch.dtype) -> Step:
+    """Learning from windows of the corpus."""
+    stepper = Stepper(model, make_optimizer(model, OptimizerSettings()), 1.0)
+    corpus = open_corpus(Path(task.data or ""), ModelSpec(**task.model))
+    generator = torch.Generator().manual_seed(0)
+
+    def step(rows: int) -> float:
+        windows = corpus.train_windows(rows, task.new_tokens, generator)
+
+        def learn() -> dict[str, float]:
+            return accumulate_lm(model, windows, dtype=dtype, rows=rows, checkpoint=task.checkpoint)
+
+        return stepper.step(learn)["loss"]
+
+    return step
+
+
+def _grpo_step(task: TrialTask, model: PreTrainedModel, dtype: torch.dtype) -> Step:
+    """Sampling, scoring and learning, with rewards at random."""
+    stepper = Stepper(model, make_optimizer(model, OptimizerSettings()), 1.0)
+    reference = frozen_copy(model) if task.kl else None
+    sampler = RolloutModel(model, dtype)
+    sampling = SamplingSettings(max_new_tokens=task.new_tokens)
+    loss = LossSettings(kl_coef=0.02 if task.kl else 0.0)
+    tokenizer: Any = FullLengthTokenizer(task.prompt_tokens)
+
+    def step(rows: int) -> float:
+        prompts, uniforms = nameless_prompts(rows // task.group_size), torch.rand(rows, task.new_tokens)
+        made = rollout(sampler.model, tokenizer, prompts, uniforms, sampling, rows=rows)
+        ref_logp = None
+        if reference is not None:
+            ref_logp = score(reference, made, rows=rows, temperature=1.0, dtype=dtype)
+        advantages = group_advantages(torch.rand(rows), task.group_size)
+        counts = loss_counts(made.mask, task.new_tokens)
+        batch = GRPOBatch(made, advantages, made.mask, counts, ref_logp=ref_logp)
+
+        def learn() -> dict[str, float]:
+            return accumulate_grpo(
+                model,
+                batch,
+                settings=loss,
+                temperature=1.0,
+                dtype=dtype,
+                rows=rows,
+                checkpoint=task.checkpoint,
+            )
+
+        metrics = stepper.step(learn)
+        sampler.refresh()
+        return metrics["loss"]
+
+    return step
+
+
+def main() -> None:
+    with worker() as (task, say):
+        run_trial(TrialTask(**task), say)
+
+
+if __name__ == "__main__":
+    main()
