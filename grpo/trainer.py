@@ -184,7 +184,7 @@ class Trainer:
             config.rollout_rows or EVAL_ROWS, phase="evaluation",
         )  # fmt: skip
         metrics = result.as_metrics()
-        self.tracker.log(step, metrics)
+        self.tracker.log(step, {**metrics, **result.interval_metrics()})
         shown = ", ".join(f"{name.removeprefix('eval_')} {value:.3f}" for name, value in metrics.items())
         logger.info("held-out at step {}: {}", step, shown)
         reward = metrics.get("eval_reward")

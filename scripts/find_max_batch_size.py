@@ -22,8 +22,8 @@ def main() -> int:
     from rich.console import Console
 
     from grpo.tracking import configure_logging
-    from grpo.workbench.find import FindSettings, check, find, findings, findings_elsewhere
-    from grpo.workbench.findings import (
+    from grpo.workbench.maximum.find import FindSettings, check, find, findings, findings_elsewhere
+    from grpo.workbench.maximum.findings import (
         as_json,
         cards_table,
         draw,
@@ -31,7 +31,7 @@ def main() -> int:
         recommendation_table,
         sentences,
     )
-    from grpo.workbench.max_batch import trials_table
+    from grpo.workbench.maximum.search import trials_table
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     configure_logging("INFO", Console(stderr=True))

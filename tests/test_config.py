@@ -285,6 +285,67 @@ def test_a_file_that_is_not_there_or_is_a_folder(tmp_path):
         parse_command_line(["--config", str(tmp_path)])
 
 
+# ----------------------------------------------------------------------------------------- profiles
+
+PROFILES = """
+steps: 7
+batch_size: 32
+profiles:
+  h100_single: {batch_size: 64}
+  h100_quad:
+    batch_size: 256
+    learning_rate: 3.0e-5
+  24gb_single:
+"""
+
+
+def test_a_profile_is_what_it_says_over_what_the_file_shares_under_the_flags(tmp_path):
+    file = yaml_file(tmp_path, PROFILES)
+    for arguments in (
+        ["--config", file, "--profile", "h100_quad", "--steps", "9"],
+        ["--steps", "9", "--profile=h100_quad", f"--config={file}"],
+    ):
+        config = parse_command_line(arguments)
+        assert (config.steps, config.batch_size, config.optimizer.learning_rate) == (9, 256, 3e-5)
+    config = parse_command_line(["--config", file, "--profile", "24gb_single"])  # only what is shared
+    assert (config.steps, config.batch_size, config.optimizer.learning_rate) == (7, 32, 1e-5)
+    config = parse_command_line(["--config", file, "--profile", "h100_quad", "--batch-size", "8"])
+    assert (config.steps, config.batch_size) == (7, 8)
+
+
+def test_a_resumed_run_may_take_a_profile(tmp_path):
+    write_yaml(Config(steps=3, name="x"), tmp_path / CONFIG_FILE)
+    file = yaml_file(tmp_path, PROFILES)
+    config = parse_command_line(["--resume", str(tmp_path), "--config", file, "--profile", "h100_single"])
+    assert (config.resume, config.name, config.steps, config.batch_size) == (tmp_path, "x", 7, 64)
+
+
+@pytest.mark.parametrize(
+    ("text", "profile", "message"),
+    [
+        (PROFILES, "h100_quat", r"profile is 'h100_quat', .*settings\.yaml': Did you mean 'h100_quad'\? "
+         "There are h100_single, h100_quad, 24gb_single"),
+        (PROFILES, "mine", r"profile is 'mine', .*settings\.yaml': There are h100_single"),
+        (PROFILES, None, "holds profiles: choose one with --profile, of h100_single, h100_quad, 24gb_single"),
+        ("steps: 7", "h100_quad", "profile is 'h100_quad', but .*settings.yaml' has none: leave it out, or"),
+        ("profiles:", "x", "are no named settings: write a name below"),
+        ("profiles: [a, b]", "a", "are no named settings: write a name below"),
+        ("profiles: {batch_size: 64}", None, "are no named settings: write a name below"),
+        ("profiles: {a: {bach_size: 64}}", "a", "there is no setting 'bach_size'; did you mean 'batch_size'"),
+        ("profiles: {a: {batch_size: 60}}", "a", "batch_size is 60, .* 56 and 64"),
+    ],
+)  # fmt: skip
+def test_a_profile_that_cannot_be_is_named_with_those_there_are(tmp_path, text, profile, message):
+    chosen = [] if profile is None else ["--profile", profile]
+    with pytest.raises(SettingsError, match=message):
+        parse_command_line(["--config", yaml_file(tmp_path, text), *chosen])
+
+
+def test_a_profile_needs_a_file():
+    with pytest.raises(SettingsError, match=r"profile is 'h100_quad', .*: add --config FILE\.yaml"):
+        parse_command_line(["--profile", "h100_quad"])
+
+
 # ------------------------------------------------------------------------------------------- resume
 
 

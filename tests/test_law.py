@@ -3,8 +3,8 @@
 import pytest
 
 from grpo.memory.budget import GB
-from grpo.workbench.findings import Findings, cards_table, next_table, recommendations, sentences
-from grpo.workbench.law import (
+from grpo.workbench.maximum.findings import Findings, cards_table, next_table, recommendations, sentences
+from grpo.workbench.maximum.law import (
     explaining_margin,
     fit_law,
     leaves_the_line,
@@ -94,6 +94,11 @@ def test_recommendations_are_whole_groups():
         "accumulated": {"rows": 48, "accumulate": 2, "batch_size": 96},
     }
     assert list(cards_table(found).columns[1].cells) == ["80", "160", "320", "640"]
+
+
+def test_a_maximum_that_was_to_be_no_larger_says_so():
+    assert "--max-batch-size" in sentences(published(at_most=192))[0]
+    assert "--max-batch-size" not in sentences(published(at_most=256))[0]
 
 
 def test_on_a_host_the_margin_is_the_scatter_alone():

@@ -9,8 +9,8 @@ import pytest
 
 from grpo.config import SettingsError
 from grpo.memory import Footprint
-from grpo.workbench.find import FindSettings, check, findings, findings_elsewhere
-from grpo.workbench.max_batch import (
+from grpo.workbench.maximum.find import FindSettings, check, findings, findings_elsewhere
+from grpo.workbench.maximum.search import (
     TrialResult,
     classic_sizes,
     correction,
@@ -18,8 +18,8 @@ from grpo.workbench.max_batch import (
     run_search,
     try_size,
 )
+from grpo.workbench.maximum.trial import TrialTask
 from grpo.workbench.models import ModelSpec
-from grpo.workbench.trial import TrialTask
 
 ROOT = Path(__file__).parents[1]
 TINY = ModelSpec(arch="gpt2", layers=1, width=32, heads=2, context=32)
@@ -147,7 +147,7 @@ def test_a_trial_that_cannot_work_is_no_matter_of_memory():
 
 
 def test_where_nothing_fits_the_error_says_what_one_group_needs():
-    settings = FindSettings(model=TINY, objective="lm", data=ROOT / "README.md", device="cpu")
+    settings = FindSettings(model=TINY, objective="lm", data=str(ROOT / "README.md"), device="cpu")
     with pytest.raises(ValueError, match=r"not even a batch of 4 fits.*weights .*--gradient-checkpointing"):
         findings(settings, check(settings), [TrialResult(4, "out of memory")])
 
@@ -174,7 +174,7 @@ def test_settings_that_cannot_be(given, message):
     "given, message",
     [
         ({"objective": "lm"}, "give --data FILE"),
-        ({"objective": "lm", "data": Path("nowhere.txt")}, "'nowhere.txt', which is no file"),
+        ({"objective": "lm", "data": "nowhere.txt"}, "'nowhere.txt', which is no file"),
         ({"prompt_tokens": 30, "max_new_tokens": 30}, "reaches 32 tokens"),
     ],
 )

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo.checkpoint import CheckpointFolder, find_damage
 from grpo.tracking import read_lines
+from grpo.workbench.report import make_page
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
@@ -87,6 +88,19 @@ def test_own_rewards_and_own_prompts(own_run, folder):
     completions = read_lines(folder / "runs/own/completions.jsonl")
     assert len(completions) == 16 and completions[0]["prompt"].startswith("Say ")
     assert all(row["rewards"]["brevity"] == -len(row["completion"]) / 100 for row in completions)
+
+
+def test_held_out_means_are_logged_with_their_intervals(own_run, folder):
+    lines = [line for line in metrics(folder / "runs/own") if "eval_reward" in line]
+    assert [line["step"] for line in lines] == [0, 2]
+    assert all(line["eval_reward/low"] <= line["eval_reward"] <= line["eval_reward/high"] for line in lines)
+
+
+def test_its_report_lacks_nothing(own_run, folder):
+    page = make_page([folder / "runs/own"])
+    assert [section.title for section in page.sections] == [
+        "What it says", "Held-out quality", "Reward", "Policy", "What it wrote", "Time", "Memory", "Settings",
+    ]  # fmt: skip
 
 
 def test_every_step_shows_its_memory_at_info(own_run):

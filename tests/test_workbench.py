@@ -233,13 +233,14 @@ def test_a_workers_death_is_a_result(module):
 )
 def test_a_worker_says_how_it_ended(error, status):
     code = (
-        "import torch\nfrom grpo.workbench.processes import worker\n"
-        f"with worker() as (task, say):\n    print('noise')\n    say({{'seen': task}})\n    raise {error}\n"
+        "import os, torch\nfrom grpo.workbench.processes import worker\n"
+        f"with worker() as (task, say):\n    print('noise', flush=True)\n    os.write(1, b'from C')\n"
+        f"    say({{'seen': task}})\n    raise {error}\n"
     )
     done = subprocess.run([sys.executable, "-c", code, '{"a": 1}'], capture_output=True, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert lines[0] == {"seen": {"a": 1}} and lines[1]["ended"] == status
-    assert "noise" in done.stderr
+    assert "noise" in done.stderr and "from C" in done.stderr
 
 
 def test_named_models_load_with_their_own_weights():

@@ -1,6 +1,14 @@
 """A run's settings, and how they are read from YAML and the command line."""
 
-from grpo.config.reading import CONFIG_FILE, from_flat, parse_command_line, read_yaml, to_flat, write_yaml
+from grpo.config.reading import (
+    CONFIG_FILE,
+    from_flat,
+    parse_command_line,
+    read_config,
+    read_yaml,
+    to_flat,
+    write_yaml,
+)
 from grpo.config.settings import Config, SettingsError
 
 __all__ = [
@@ -9,6 +17,7 @@ __all__ = [
     "SettingsError",
     "from_flat",
     "parse_command_line",
+    "read_config",
     "read_yaml",
     "to_flat",
     "write_yaml",

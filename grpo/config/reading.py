@@ -15,6 +15,8 @@ from grpo.config.settings import Config, SettingsError
 
 T = TypeVar("T")
 CONFIG_FILE = "config.yaml"
+PROFILES = "profiles"
+"""In a file: named sets of settings, of which `--profile` takes one."""
 
 
 def to_flat(config: Config) -> dict[str, Any]:
@@ -121,12 +123,58 @@ def write_yaml(config: Config, path: Path) -> None:
     path.write_text(yaml.safe_dump(to_flat(config), sort_keys=False))
 
 
+def read_config(path: Path, profile: str | None = None, base: Config | None = None) -> Config:
+    """A file's settings over `base`, with those of one of its profiles. SettingsError for what is wrong."""
+    return from_flat(choose_profile(read_yaml(path), profile, path), base)
+
+
+def choose_profile(values: Mapping[str, Any], profile: str | None, path: Path) -> dict[str, Any]:
+    """A file's settings; where it holds profiles, those of one of them over what stands beside them.
+
+    SettingsError for a profile that is not there, and for profiles of which none is chosen.
+    """
+    shared = {name: value for name, value in values.items() if name != PROFILES}
+    if PROFILES not in values:
+        if profile is not None:
+            raise SettingsError(
+                f"profile is {profile!r}, but config file {str(path)!r} has none: leave it out, or write "
+                "profiles under 'profiles:'."
+            )
+        return shared
+    profiles = values[PROFILES]
+    if not (isinstance(profiles, dict) and profiles and all(map(_is_mapping, profiles.values()))):
+        raise SettingsError(
+            f"profiles in config file {str(path)!r} are no named settings: write a name below "
+            "'profiles:', and below that lines like 'batch_size: 64'."
+        )
+    named = {str(name): settings for name, settings in profiles.items()}
+    if profile is None:
+        raise SettingsError(
+            f"config file {str(path)!r} holds profiles: choose one with --profile, of {', '.join(named)}."
+        )
+    if profile not in named:
+        near = difflib.get_close_matches(profile, named, n=1)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        raise SettingsError(
+            f"profile is {profile!r}, which is none of config file {str(path)!r}: {hint}"
+            f"There are {', '.join(named)}."
+        )
+    return {**shared, **(named[profile] or {})}
+
+
+def _is_mapping(value: Any) -> bool:
+    return value is None or isinstance(value, dict)  # None: a profile that only has what is shared
+
+
 def parse_command_line(arguments: Sequence[str] | None = None) -> Config:
-    """Settings from `--config FILE` or the run named by `--resume`, overridden by flags."""
+    """Settings from `--config FILE [--profile NAME]` or the run named by `--resume`, overridden by flags."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     base = Config()
     config_file, rest = _take_option(arguments, "--config")
+    profile, rest = _take_option(rest, "--profile")
     resumed, _ = _take_option(arguments, "--resume")
+    if profile is not None and not config_file:
+        raise SettingsError(f"profile is {profile!r}, which wants a file to be in: add --config FILE.yaml.")
     if resumed and not (Path(resumed) / CONFIG_FILE).is_file():
         raise SettingsError(
             f"resume is {resumed!r}, which is no run folder: give one that holds a {CONFIG_FILE}."
@@ -135,13 +183,14 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> Config:
         stored = read_yaml(Path(resumed) / CONFIG_FILE)
         base = from_flat({**stored, "resume": resumed}, base)
     if config_file:
-        base = from_flat(read_yaml(Path(config_file)), base)
+        base = read_config(Path(config_file), profile, base)
     return tyro.cli(
         Config,
         args=rest,
         default=base,
         config=(tyro.conf.OmitArgPrefixes,),
-        description="Train a language model with GRPO. --config FILE.yaml sets defaults that flags override.",
+        description="Train a language model with GRPO. --config FILE.yaml sets defaults that flags override; "
+        "--profile NAME takes one of the profiles in it.",
     )
 
 

@@ -54,6 +54,11 @@ class Evaluation:
         """Means by column, named as TRL names what it evaluates."""
         return {f"{prefix}{column}": self.mean(column) for column in self.scores}
 
+    def interval_metrics(self, prefix: str = "eval_") -> dict[str, float]:
+        """The ends of the means' intervals, named after them: `eval_reward/low` and `eval_reward/high`."""
+        ends = {column: zip(("low", "high"), self.interval(column), strict=True) for column in self.scores}
+        return {f"{prefix}{column}/{end}": value for column, pair in ends.items() for end, value in pair}
+
     def __or__(self, other: "Evaluation") -> "Evaluation":
         """The columns of both."""
         return Evaluation({**self.scores, **other.scores}, {**self.prompts, **other.prompts})

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from loguru import logger
 from rich.console import Console
 
-from grpo.config import Config, from_flat, read_yaml
+from grpo.config import Config, read_config
 from grpo.evaluate import Evaluation, evaluate
 from grpo.experiments.pretrain import completion_logits, token_batches
 from grpo.interrupt import stop_on_signal
@@ -68,7 +68,7 @@ def measure(policy: Policy, config: Config, prompts: list[Prompt]) -> Quality:
 def demo_config(**changes: Any) -> Config:
     """The demo's settings, as the bundled YAML has them, but for changes that are not None."""
     given = {name: value for name, value in changes.items() if value is not None}
-    return replace(from_flat(read_yaml(DEMO_SETTINGS)), **given)
+    return replace(read_config(DEMO_SETTINGS), **given)
 
 
 def heldout_prompts(config: Config, count: int) -> list[Prompt]:

@@ -1,9 +1,12 @@
 """A text file as training windows: bytes as they are, or tokens, memory-mapped either way.
 
-The last tenth is held out. Left out: several files, shuffled documents, anything but random windows.
+The last tenth is held out. The bundled text is the training file of the bundled positions in another
+order: there policy lines come first and environment lines after them, so that its last tenth would be held
+out from what is not learned. Left out: several files, shuffled documents, anything but random windows.
 """
 
 import hashlib
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +19,10 @@ from torch import Tensor
 
 from grpo.config import SettingsError
 from grpo.model import load_tokenizer
-from grpo.workbench.models import ModelSpec
+from grpo.prompts.load import POSITIONS
+from grpo.workbench.models import ModelSpec, context_of
 
+BUNDLED_TEXT = "bundled"
 BYTES = 256
 """Vocabulary of a byte-level corpus."""
 HELDOUT_SHARE = 0.1
@@ -74,11 +79,61 @@ def check_file(path: Path | None) -> Path:
     return path
 
 
-def open_corpus(path: Path, spec: ModelSpec) -> Corpus:
-    """The file as the model reads it: with its own tokenizer, or as bytes where it is made from numbers."""
-    if spec.arch is not None:
-        return byte_corpus(path)
-    return token_corpus(path, load_tokenizer(spec.name).backend_tokenizer)
+def open_corpus(data: str | None, spec: ModelSpec) -> Corpus:
+    """The text as the model reads it. With --vocab above 256 a tokenizer is trained on it, once.
+
+    SettingsError unless this model can learn from windows of this text.
+    """
+    path, config = text_file(data), spec.config()
+    if spec.context > context_of(config):
+        raise SettingsError(
+            f"context is {spec.context}, but {spec.name} reaches {context_of(config)} tokens: give no more."
+        )
+    if tokenizer := trained_tokenizer(path, spec):
+        corpus = token_corpus(path, Tokenizer.from_file(str(tokenizer)))
+    elif spec.arch is None:
+        corpus = token_corpus(path, load_tokenizer(spec.name).backend_tokenizer)
+    else:
+        corpus = byte_corpus(path)
+    corpus.check(config.get_text_config(decoder=True).vocab_size, spec.context)
+    return corpus
+
+
+def text_file(data: str | None) -> Path:
+    """The file that --data means. SettingsError where there is none."""
+    if data != BUNDLED_TEXT:
+        return check_file(Path(data).expanduser() if data else None)
+    lines = POSITIONS.joinpath("train.txt").read_text().splitlines()
+    random.Random(0).shuffle(lines)
+    text = "\n".join(lines) + "\n"
+    path = _cached(text.encode(), "txt")
+    if not path.exists():
+        _write(path, text)
+    return path
+
+
+def trained_tokenizer(path: Path, spec: ModelSpec) -> Path | None:
+    """The file of a tokenizer trained on the text, if the model is made with more entries than bytes."""
+    if spec.arch is None or spec.vocab <= BYTES:
+        return None
+    stat = path.stat()
+    file = _cached(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {spec.vocab}".encode(), "json")
+    if not file.exists():
+        _write(file, train_tokenizer(path, spec.vocab).to_str())
+    return file
+
+
+def _cached(key: bytes, suffix: str) -> Path:
+    name = hashlib.sha256(key).hexdigest()[:24]
+    return platformdirs.user_cache_path("grpo-lean") / "corpora" / f"{name}.{suffix}"
+
+
+def _write(path: Path, text: str) -> None:
+    """All at once, so that half a file is never taken for one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
 def byte_corpus(path: Path) -> Corpus:
@@ -96,8 +151,7 @@ def token_corpus(path: Path, tokenizer: Tokenizer) -> Corpus:
     dtype = np.uint16 if vocab <= 2**16 else np.uint32
     stat = path.stat()
     key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {tokenizer.to_str()}"
-    name = hashlib.sha256(key.encode()).hexdigest()[:24]
-    file = platformdirs.user_cache_path("grpo-lean") / "corpora" / f"{name}.bin"
+    file = _cached(key.encode(), "bin")
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_suffix(".tmp")

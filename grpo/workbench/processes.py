@@ -5,12 +5,13 @@ of memory spoils nothing but its own process, whether that raises, or the system
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -80,9 +81,11 @@ def _death(code: int, errors: str, limited: bool) -> tuple[Status, str]:
 def worker() -> Iterator[tuple[dict[str, Any], Callable[[Mapping[str, Any]], None]]]:
     """For a worker's main: its task, and what prints a record. Says how it ended, if it can.
 
-    Everything else that is printed goes to stderr.
+    Everything else that is printed, by libraries in C as well, goes to stderr.
     """
-    out = sys.stdout
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    sys.stdout.flush()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     def say(record: Mapping[str, Any]) -> None:
         print(json.dumps(record), file=out, flush=True)
@@ -90,18 +93,17 @@ def worker() -> Iterator[tuple[dict[str, Any], Callable[[Mapping[str, Any]], Non
     def end(status: Status, message: str | None = None) -> None:
         say({"ended": status, "message": message})
 
-    with redirect_stdout(sys.stderr):
-        try:
-            yield json.loads(sys.argv[1]), say
-        except Exception as error:
-            text = str(error).strip().splitlines()
-            reason = text[0] if text else type(error).__name__
-            if is_out_of_memory(error):
-                end("out of memory", reason)
-            elif isinstance(error, FloatingPointError):
-                end("diverged", reason)
-            else:
-                end("failed", f"{type(error).__name__}: {reason}")
-                raise
+    try:
+        yield json.loads(sys.argv[1]), say
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        reason = text[0] if text else type(error).__name__
+        if is_out_of_memory(error):
+            end("out of memory", reason)
+        elif isinstance(error, FloatingPointError):
+            end("diverged", reason)
         else:
-            end("ok")
+            end("failed", f"{type(error).__name__}: {reason}")
+            raise
+    else:
+        end("ok")

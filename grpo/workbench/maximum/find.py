@@ -4,7 +4,6 @@ The checks come first and are quick: a missing corpus or a model that does not b
 trial. What is made of the trials is in `findings.py`.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -17,12 +16,13 @@ from rich.table import Table
 from grpo.config import SettingsError
 from grpo.memory import MemoryMonitor, parse_size
 from grpo.memory.budget import CONTEXT_BYTES, readable
-from grpo.model import choose_device, compute_dtype
 from grpo.values import Precision
-from grpo.workbench.corpus import check_file, open_corpus
-from grpo.workbench.findings import Findings
-from grpo.workbench.law import unseen_margin
-from grpo.workbench.max_batch import (
+from grpo.workbench.corpus import open_corpus
+from grpo.workbench.machine import Machine, look
+from grpo.workbench.maximum.findings import Findings
+from grpo.workbench.maximum.law import unseen_margin
+from grpo.workbench.maximum.search import (
+    INCREMENT,
     MAX_TRIALS,
     Strategy,
     TrialResult,
@@ -32,9 +32,10 @@ from grpo.workbench.max_batch import (
     run_search,
     try_size,
 )
+from grpo.workbench.maximum.trial import TRIAL_STEPS, TrialTask
 from grpo.workbench.models import ModelSpec, context_of, num_parameters
+from grpo.workbench.performance.measure import matmul_rate
 from grpo.workbench.predict import Objective, StepMemory, StepSettings
-from grpo.workbench.trial import TRIAL_STEPS, TrialTask
 
 START_UP_S = 10.0
 """Of a trial's process: libraries, model, a first small step."""
@@ -49,8 +50,8 @@ class FindSettings:
     model: ModelSpec = field(default_factory=ModelSpec)
     objective: Objective = "grpo"
     """grpo: sample, score and learn, all rows at once. lm: plain language modelling on --data."""
-    data: Path | None = None
-    """Text file of the lm objective: bytes for a model from numbers, else by the model's tokenizer."""
+    data: str | None = None
+    """Text to learn from (lm); bundled: chess positions and moves, 0.8 MB."""
     strategy: Strategy = "predict"
     """predict: the memory model proposes, at most 4 trials. classic: 16 more or half."""
     start: int = 64
@@ -110,13 +111,18 @@ class FindSettings:
 class Checked:
     """What the checks found. Bytes; `total_bytes` of the device, or the limit."""
 
-    device: torch.device
-    dtype: torch.dtype
+    machine: Machine
     step: StepSettings
     num_parameters: int
-    usable_bytes: int
     total_bytes: int
     table: Table
+
+    limit_bytes: int | None
+    """What a trial may hold, enforced. On a host it is what is free, lest the system ends something."""
+
+    @property
+    def device_type(self) -> str:
+        return torch.device(self.machine.device).type
 
 
 def check(settings: FindSettings) -> Checked:
@@ -125,49 +131,45 @@ def check(settings: FindSettings) -> Checked:
     ValueError for what a user can mend.
     """
     table = Table("check", "found", title="Before the first trial", title_justify="left")
-    device = choose_device(settings.device)
-    dtype = compute_dtype(settings.precision, device)
-    table.add_row("device", f"{_device_name(device)}, {str(dtype).removeprefix('torch.')}")
-
-    monitor = MemoryMonitor(device)
-    memory = monitor.memory()
-    usable, total = memory.free_bytes + memory.ours_bytes, memory.total_bytes
-    if settings.memory_limit is not None:
-        usable = total = min(usable, parse_size(settings.memory_limit))
-    table.add_row("memory", f"{readable(usable)} to use, of {readable(memory.total_bytes)}")
-    table.add_row("held by others", monitor.neighbours() or readable(memory.others_bytes))
+    limit = parse_size(settings.memory_limit) if settings.memory_limit is not None else None
+    machine = look(settings.device, settings.precision, limit)
+    usable, total = readable(machine.usable_bytes), readable(machine.total_bytes)
+    table.add_row("device", f"{machine.device_name}, {machine.precision}")
+    table.add_row("memory", f"{usable} to use, of {total}")
+    table.add_row("held by others", machine.others)
 
     config = settings.model.config()
     count = num_parameters(config)
     table.add_row("model", f"{settings.model.name}: {count:,} parameters")
     tokens = settings.max_new_tokens
     if settings.objective == "lm":
-        tokens = min(settings.model.context, context_of(config))
-        data = check_file(settings.data)
-        corpus = open_corpus(data, settings.model)
-        corpus.check(config.get_text_config(decoder=True).vocab_size, tokens)
-        table.add_row("data", f"{data}: {len(corpus.ids):,} tokens, windows of {tokens}")
+        tokens = settings.model.context
+        corpus = open_corpus(settings.data, settings.model)
+        table.add_row("data", f"{settings.data}: {len(corpus.ids):,} tokens, windows of {tokens}")
     elif settings.prompt_tokens + tokens > context_of(config):
         raise SettingsError(
             f"prompt_tokens and max_new_tokens are {settings.prompt_tokens} and {tokens}, but the model "
             f"reaches {context_of(config)} tokens in all: give less."
         )
     step = StepSettings(
-        settings.objective, config, dtype, settings.prompt_tokens, tokens, settings.group_size,
-        settings.kl, settings.gradient_checkpointing, device.type,
+        settings.objective, config, machine.compute_dtype, settings.prompt_tokens, tokens,
+        settings.group_size, settings.kl, settings.gradient_checkpointing, torch.device(machine.device).type,
     )  # fmt: skip
-    return Checked(device, dtype, step, count, usable, total, table)
+    total_bytes = machine.total_bytes if limit is None else limit
+    if limit is None and step.device_type == "cpu":
+        limit = machine.usable_bytes
+    return Checked(machine, step, count, total_bytes, table, limit)
 
 
 def find(settings: FindSettings, checked: Checked) -> list[TrialResult]:
     """All trials, the search done."""
-    memory = StepMemory(checked.step, overhead_bytes=_overhead(settings, checked))
+    memory = StepMemory(checked.step, overhead_bytes=_overhead(checked))
     limits = {"multiple": settings.multiple, "at_most": settings.max_batch_size}
     _say_how_long(settings, checked, memory)
     if settings.strategy == "classic":
         search = classic_sizes(settings.start, **limits)
     else:
-        search = predicted_sizes(memory, checked.usable_bytes, start=settings.start, **limits)
+        search = predicted_sizes(memory, checked.machine.usable_bytes, start=settings.start, **limits)
 
     def attempt(batch_size: int, before: Sequence[TrialResult]) -> TrialResult:
         factor, offset = correction(memory, before)
@@ -177,34 +179,33 @@ def find(settings: FindSettings, checked: Checked) -> list[TrialResult]:
     return run_search(search, attempt)
 
 
-def _overhead(settings: FindSettings, checked: Checked) -> int:
+def _overhead(checked: Checked) -> int:
     """What a trial's process holds besides tensors, as far as this one can tell."""
-    if checked.device.type != "cpu":
+    if checked.device_type != "cpu":
         return CONTEXT_BYTES
-    return MemoryMonitor(checked.device, limited=settings.memory_limit is not None).memory().ours_bytes
+    return MemoryMonitor(torch.device("cpu"), limited=True).memory().ours_bytes
 
 
 def _task(settings: FindSettings, checked: Checked, batch_size: int) -> TrialTask:
-    precision: dict[torch.dtype, Precision] = {torch.bfloat16: "bf16", torch.float64: "fp64"}
     return TrialTask(
-        settings.objective, asdict(settings.model), batch_size, str(checked.device),
-        precision.get(checked.dtype, "fp32"),  # type: ignore[arg-type]
-        settings.prompt_tokens, checked.step.new_tokens, settings.group_size, settings.kl,
-        settings.gradient_checkpointing, str(settings.data) if settings.data else None,
-        parse_size(settings.memory_limit) if settings.memory_limit else None,
+        settings.objective, asdict(settings.model), batch_size, checked.machine.device,
+        checked.machine.precision, settings.prompt_tokens, checked.step.new_tokens, settings.group_size,
+        settings.kl, settings.gradient_checkpointing, settings.data, checked.limit_bytes,
     )  # fmt: skip
 
 
 def _say_how_long(settings: FindSettings, checked: Checked, memory: StepMemory) -> None:
-    """About how long it will take, from a matrix product's rate here."""
-    largest = memory.largest_batch(checked.usable_bytes, at_most=settings.max_batch_size)
-    passes = 10 if settings.objective == "grpo" else 6  # 2 forward and 4 backward; 2 to sample, 2 to score
-    tokens = checked.step.new_tokens + (settings.prompt_tokens if settings.objective == "grpo" else 0)
-    flops = passes * checked.num_parameters * tokens * largest
-    step_s = flops / (SHARE_OF_RATE * _matmul_rate(checked.device, checked.dtype))
+    """About how long it will take, from a matrix product's rate here; a card's steps are short beside."""
+    largest = memory.largest_batch(checked.machine.usable_bytes, at_most=settings.max_batch_size)
     trials = MAX_TRIALS
     if settings.strategy == "classic":
-        trials = max(2, abs(largest - settings.start) // 16 + 2)
+        trials = max(2, abs(largest - settings.start) // INCREMENT + 2)
+    step_s = 0.0
+    if checked.device_type == "cpu":
+        passes = 10 if settings.objective == "grpo" else 6  # 2 forward, 4 backward; 2 to sample, 2 to score
+        tokens = checked.step.new_tokens + (settings.prompt_tokens if settings.objective == "grpo" else 0)
+        rate = SHARE_OF_RATE * matmul_rate(torch.device("cpu"), checked.machine.compute_dtype)
+        step_s = passes * checked.num_parameters * tokens * largest / rate
     seconds = trials * (START_UP_S + (TRIAL_STEPS + 1) * step_s)
     logger.info(
         "at most {} trials of {} steps, up to about {} rows: some {:.0f} s in all",
@@ -212,29 +213,12 @@ def _say_how_long(settings: FindSettings, checked: Checked, memory: StepMemory) 
     )  # fmt: skip
 
 
-def _matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 1024) -> float:
-    """Floating-point operations a second of a product of two (size, size) matrices."""
-    a = torch.randn(size, size, device=device).to(dtype)
-    best = float("inf")
-    for _ in range(4):
-        start = time.perf_counter()
-        (a @ a)[0, 0].item()  # waits for the device
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"{device} ({torch.get_num_threads()} threads)" if device.type == "cpu" else str(device)
-
-
 # ---------------------------------------------------------------------------------------- findings
 
 
 def findings(settings: FindSettings, checked: Checked, results: Sequence[TrialResult]) -> Findings:
     """What follows from trials. ValueError where no size fitted."""
-    on_host = checked.device.type == "cpu"
+    on_host = checked.device_type == "cpu"
     peaks = {r.batch_size: (r.peak_bytes if on_host else r.allocated_bytes) or 0 for r in results if r.fits}
     broken = next((result for result in results if result.status == "failed"), None)
     if broken is not None:
@@ -243,14 +227,16 @@ def findings(settings: FindSettings, checked: Checked, results: Sequence[TrialRe
         phase, needed = StepMemory(checked.step).largest_phase(settings.multiple)
         parts = ", ".join(f"{name} {readable(size)}" for name, size in needed.parts.items() if size)
         raise ValueError(
-            f"not even a batch of {min(r.batch_size for r in results)} fits in "
-            f"{readable(checked.usable_bytes)}: {phase} of {settings.multiple} rows needs {parts}, and the "
-            "process itself; give a smaller model, shorter texts, --gradient-checkpointing, or more memory."
+            f"not even a batch of {min(result.batch_size for result in results)} fits in "
+            f"{readable(checked.machine.usable_bytes)}: {phase} of {settings.multiple} rows needs {parts}, "
+            "and the process itself; give a smaller model, shorter texts, --gradient-checkpointing, or more "
+            "memory."
         )
     total = float(checked.total_bytes)
     return Findings(
         peaks, [r.batch_size for r in results if not r.fits], total,
-        unseen_margin(total, checked.device.type), settings.objective, settings.multiple,
+        unseen_margin(total, checked.device_type), settings.objective, settings.multiple,
+        settings.max_batch_size,
     )  # fmt: skip
 
 

@@ -12,9 +12,9 @@ from loguru import logger
 from rich.table import Table
 
 from grpo.memory.budget import GB, readable
+from grpo.workbench.maximum.trial import TRIAL_STEPS, TrialTask
 from grpo.workbench.predict import StepMemory
 from grpo.workbench.processes import Status, run_worker
-from grpo.workbench.trial import TRIAL_STEPS, TrialTask
 
 Strategy = Literal["predict", "classic"]
 MAX_TRIALS = 4
@@ -56,7 +56,7 @@ def try_size(task: TrialTask, predicted_bytes: float | None = None) -> TrialResu
     """Real steps at `task.batch_size`, in a fresh process."""
     records: list[Mapping[str, Any]] = []
     limited = task.memory_limit_bytes is not None
-    ended = run_worker("grpo.workbench.trial", asdict(task), records.append, limited=limited)
+    ended = run_worker("grpo.workbench.maximum.trial", asdict(task), records.append, limited=limited)
     return TrialResult(
         task.batch_size, ended.status, ended.message, predicted_bytes,
         max((record["process_bytes"] for record in records), default=None),

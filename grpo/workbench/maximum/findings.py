@@ -12,8 +12,8 @@ import matplotlib as mpl
 from rich.table import Table
 
 from grpo.memory.budget import GB
-from grpo.workbench.law import Law, Risk, explaining_margin, fit_law, leaves_the_line, risk
-from grpo.workbench.max_batch import INCREMENT, POINTS_OF_A_LINE
+from grpo.workbench.maximum.law import Law, Risk, explaining_margin, fit_law, leaves_the_line, risk
+from grpo.workbench.maximum.search import INCREMENT, POINTS_OF_A_LINE
 from grpo.workbench.predict import Objective
 
 SAFE_SHARE = 0.8
@@ -31,6 +31,8 @@ class Findings:
     margin_bytes: float
     objective: Objective
     multiple: int
+    at_most: int | None = None
+    """Larger sizes were not to be tried."""
 
     @property
     def maximum(self) -> int:
@@ -75,6 +77,8 @@ def sentences(found: Findings) -> list[str]:
     law, room = found.law, found.headroom_bytes
     largest = f"Largest batch that fitted: {found.maximum}"
     of_all = f"{room / found.total_bytes:.0%} of {found.total_bytes / GB:.2f} GB"
+    if found.at_most is not None and found.maximum + found.multiple > found.at_most:
+        largest += " (no larger one was to be tried: --max-batch-size)"
     said = [f"{largest}; headroom {room / GB:.2f} GB, {of_all}."]
     if law is None:
         said.append(

@@ -1,6 +1,6 @@
 """A few real training steps at one batch size, in a process of its own: what they hold, if they fit.
 
-    python -m grpo.workbench.trial '{"objective": "lm", …}'
+    python -m grpo.workbench.maximum.trial '{"objective": "lm", …}'
 
 The worst case: windows of the whole context, or prompts and completions of full length, all at once.
 """
@@ -8,7 +8,6 @@ The worst case: windows of the whole context, or prompts and completions of full
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,6 +24,7 @@ from grpo.rollout import rollout
 from grpo.sampling import SamplingSettings
 from grpo.scoring import score
 from grpo.step import Stepper
+from grpo.values import Precision
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.models import ModelSpec, load_or_make
 from grpo.workbench.processes import worker
@@ -42,7 +42,7 @@ class TrialTask:
     model: dict[str, Any]
     batch_size: int
     device: str
-    precision: Literal["fp32", "bf16", "fp64"]
+    precision: Precision
     prompt_tokens: int
     new_tokens: int
     group_size: int = 8
@@ -78,7 +78,7 @@ def run_trial(task: TrialTask, say: Callable[[Mapping[str, Any]], None]) -> None
 def _language_step(task: TrialTask, model: PreTrainedModel, dtype: torch.dtype) -> Step:
     """Learning from windows of the corpus."""
     stepper = Stepper(model, make_optimizer(model, OptimizerSettings()), 1.0)
-    corpus = open_corpus(Path(task.data or ""), ModelSpec(**task.model))
+    corpus = open_corpus(task.data, ModelSpec(**task.model))
     generator = torch.Generator().manual_seed(0)
 
     def step(rows: int) -> float:

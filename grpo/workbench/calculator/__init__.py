@@ -1,0 +1,1 @@
+"""What a batch holds on a card that is not there."""

@@ -1,0 +1,92 @@
+"""Common cards: what they are sold with, and what of it CUDA offers.
+
+Usable bytes are estimates to plan by, not measurements; they are mostly one per cent below what PyTorch
+reports. Left out: cards below 8 GB, and the many brands of one chip.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from grpo.config import SettingsError
+from grpo.memory import card_memory, parse_size
+from grpo.memory.budget import GB
+
+ECC_SHARE = 15 / 16
+"""What error correction leaves of GDDR memory. nvidia-smi on a T4: 15360 MiB of 16 GB, A10: 23028 of
+24 GB, L4: 23034 of 24 GB, L40S: 46068 of 48 GB. HBM keeps its check bits elsewhere."""
+MIN_START = 2
+"""Letters at least that stand for every card whose name starts with them."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """`sold_gb` of 2**30 bytes; `bf16`: whether it multiplies in it natively."""
+
+    name: str
+    sold_gb: float
+    bf16: bool = True
+    gddr_ecc: bool = False
+    """Error correction that is on as delivered and takes its bits from the memory."""
+
+    @property
+    def usable_bytes(self) -> int:
+        """What a process can ask CUDA for on an idle card."""
+        share = ECC_SHARE if self.gddr_ecc else 1.0
+        return card_memory(int(share * self.sold_gb * GB)).total_bytes
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        Card("rtx3070", 8), Card("rtx4060", 8), Card("rtx3080", 10), Card("rtx3060", 12),
+        Card("rtx4070", 12), Card("t4", 16, bf16=False, gddr_ecc=True), Card("v100-16gb", 16, bf16=False),
+        Card("rtx4060ti-16gb", 16), Card("rtx4080", 16), Card("rtx5080", 16), Card("rtx3090", 24),
+        Card("rtx4090", 24), Card("a10", 24, gddr_ecc=True), Card("l4", 24, gddr_ecc=True),
+        Card("v100-32gb", 32, bf16=False), Card("rtx5090", 32), Card("a100-40gb", 40),
+        Card("a40", 48, gddr_ecc=True), Card("l40s", 48, gddr_ecc=True), Card("a6000", 48),
+        Card("rtx6000-ada", 48), Card("a100-80gb", 80), Card("h100", 80), Card("rtx6000-pro", 96),
+        Card("h200", 141), Card("b200", 180), Card("mi300x", 192),
+    )
+}  # fmt: skip
+
+
+def find_card(name: str) -> Card:
+    """The card people mean: capitals, spaces and dashes do not matter. SettingsError suggests near ones."""
+    plain = {_plain(known): card for known, card in CARDS.items()}
+    wanted = _plain(name)
+    if wanted in plain:
+        return plain[wanted]
+    starting = [known for known in plain if len(wanted) >= MIN_START and known.startswith(wanted)]
+    near = starting or difflib.get_close_matches(wanted, plain, n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(plain[known].name for known in near)}? " if near else ""
+    raise SettingsError(
+        f"gpu is {name!r}, which is no card known here. {hint}"
+        "Without --gpu all are listed; --gpu-memory 24GB stands for any other."
+    )
+
+
+def card_of_size(text: str) -> Card:
+    """A card that is only known by the size it is sold with, such as 20GB. SettingsError if that is none."""
+    try:
+        sold_bytes = parse_size(text)
+    except ValueError:
+        raise SettingsError(f"gpu_memory is {text!r}, which is no size: write it like 24GB.") from None
+    return Card(_plain(text), sold_bytes / GB)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]", "", name.lower())
+
+
+def cards_table() -> Table:
+    """Every card, smallest first."""
+    table = Table(title="Cards known here (1 GB is 2**30 bytes)", title_justify="left")
+    for column in ("--gpu", "sold, GB", "usable, GB", "native bf16"):
+        table.add_column(column, justify="right" if "GB" in column else "left")
+    for card in CARDS.values():
+        usable = f"{card.usable_bytes / GB:.2f}"
+        table.add_row(card.name, f"{card.sold_gb:g}", usable, "yes" if card.bf16 else "no")
+    return table

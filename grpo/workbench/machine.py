@@ -1,0 +1,103 @@
+"""What this machine is to a training process: device, precision, memory, and whether it can compile."""
+
+import importlib.util
+import os
+import platform
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo.config import SettingsError
+from grpo.memory import MemoryMonitor, make_budget
+from grpo.memory.budget import readable
+from grpo.model import choose_device, compute_dtype
+from grpo.values import Precision
+from grpo.workbench.processes import run_worker, worker
+
+PRECISIONS: dict[torch.dtype, Precision] = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device that is there. Bytes; `usable_bytes` is what a process could hold by itself."""
+
+    device: str
+    device_name: str
+    precision: Precision
+    usable_bytes: int
+    total_bytes: int
+    others: str
+    """Who else holds memory on it, or how much."""
+    no_compiler: str | None
+    """Why torch.compile cannot work, or None."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return compute_dtype(self.precision, torch.device(self.device))
+
+
+def look(device: str, precision: Precision, limit_bytes: int | None = None) -> Machine:
+    """The device, from a process of its own where to look at it opens a context that would stay.
+
+    ValueError for a device that is not there.
+    """
+    if device == "cpu" or not torch.accelerator.is_available():
+        return _look(device, precision, limit_bytes)
+    records: list[dict[str, Any]] = []
+    task = {"device": device, "precision": precision, "limit_bytes": limit_bytes}
+    ended = run_worker(__name__, task, records.append)
+    if ended.status != "ok":
+        raise SettingsError(ended.message or "the device cannot be used.")
+    return Machine(**records[-1])
+
+
+def _look(device: str, precision: Precision, limit_bytes: int | None) -> Machine:
+    found = choose_device(device)
+    monitor = MemoryMonitor(found)
+    memory = monitor.memory()
+    budget = make_budget(memory, utilization=1.0, limit_bytes=limit_bytes)
+    return Machine(
+        str(found), device_name(found), PRECISIONS[compute_dtype(precision, found)], budget.usable_bytes,
+        memory.total_bytes, monitor.neighbours() or readable(memory.others_bytes), no_compiler(found),
+    )  # fmt: skip
+
+
+def device_name(device: torch.device) -> str:
+    """The card, or the processor with its threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return f"{device.type} ({platform.machine()})"
+    return f"{_processor()}, {torch.get_num_threads()} threads"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def no_compiler(device: torch.device) -> str | None:
+    """Why torch.compile cannot work here, with the remedy; None where it can."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install triton"
+    compiler = os.environ.get("CXX")
+    found = [compiler] if compiler else ["g++", "clang++", "c++"]
+    if device.type == "cpu" and not any(shutil.which(name) for name in found):
+        return "there is no C++ compiler: install g++, or name one in CXX"
+    if device.type not in ("cpu", "cuda"):
+        return f"not tried on {device.type}: train there without it"
+    return None
+
+
+if __name__ == "__main__":
+    with worker() as (task, say):
+        say(asdict(_look(**task)))

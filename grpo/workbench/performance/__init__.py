@@ -1,0 +1,1 @@
+"""What this machine reaches, and which of its switches are off."""

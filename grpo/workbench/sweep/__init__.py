@@ -1,0 +1,1 @@
+"""One model at several batch sizes, at equal work."""

@@ -1,0 +1,155 @@
+"""Folders as a sweep and a training run leave them, written by hand for the tests of reports."""
+
+import json
+from pathlib import Path
+
+GB = 2**30
+SIZES, TOTAL, CONTEXT = (16, 32, 64, 128, 256, 512), 2_097_152, 128
+START_S, EACH_S, COMPILE_S, SLOW_COMPILE_S = 0.02, 0.004, 2.0, 150.0
+LOSSES = {16: 2.400, 32: 2.312, 64: 2.300, 128: 2.310, 256: 2.450}
+FEN, NEXT_FEN = "8/8/R7/7p/P2K2k1/7r/8/8 w - - 0 56", "8/8/R7/P6p/3K2k1/7r/8/8 b - - 0 56"
+
+
+def sweep_settings() -> dict:
+    return {
+        "version": 1, "objective": "lm", "unit": "tokens", "total": TOTAL, "batch_sizes": list(SIZES),
+        "model": "gpt2 of 4 layers", "num_parameters": 3_500_000, "device": "cpu",
+        "device_name": "two CPU cores", "precision": "fp32", "learning_rate": 3e-4, "base_batch_size": 32,
+        "scale_lr": "none", "lr_schedule": "cosine", "min_lr_ratio": 0.1, "warmup_share": 0.05,
+        "adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.1, "context": CONTEXT, "group_size": None,
+        "memory_limit_bytes": None, "usable_bytes": 4 * GB, "compile": True, "tf32": False,
+        "quality": {"name": "held-out loss", "better": "lower", "unit": "nats a token"}, "seed": 0,
+        "versions": {"torch": "2.13.0", "transformers": "5.23.0"}, "started": "2026-11-21T10:00:00",
+    }  # fmt: skip
+
+
+def size_row(batch_size: int) -> dict:
+    """Size 128 took long to compile, and 512 ran out of memory; an update costs START_S and EACH_S a row."""
+    predicted = {
+        "weights": 14 * 2**20, "gradients": 14 * 2**20, "optimizer": 28 * 2**20,
+        "activations": batch_size * 7 * 2**20, "logits": batch_size * 2 * 2**20, "not torch": GB // 4,
+    }  # fmt: skip
+    row = {
+        "batch_size": batch_size, "status": "ok", "message": None, "learning_rate": 3e-4, "parts": predicted,
+        "predicted_bytes": sum(predicted.values()), "predicted_error_bytes": 100 * 2**20, "tuned": None,
+    }  # fmt: skip
+    if batch_size == 512:
+        return row | {"status": "out of memory", "message": "DefaultCPUAllocator: can't allocate memory"}
+    updates = TOTAL // CONTEXT // batch_size
+    steady, compile_s = START_S + EACH_S * batch_size, SLOW_COMPILE_S if batch_size == 128 else COMPILE_S
+    return row | {
+        "updates": updates, "done": updates * batch_size * CONTEXT, "warmup_updates": round(0.05 * updates),
+        "seconds": updates * steady + compile_s, "compile_s": compile_s, "steady_s_per_update": steady,
+        "rate": batch_size * CONTEXT / steady, "final_train": LOSSES[batch_size] - 0.05,
+        "final_heldout": LOSSES[batch_size], "best_heldout": LOSSES[batch_size] - 0.001,
+        "best_heldout_at": TOTAL - 100_000, "heldout_stderr": 0.006,
+        "peak_bytes": round(0.97 * sum(predicted.values())), "added_bytes": None, "page_faults_major": 3,
+    }  # fmt: skip
+
+
+def curve(batch_size: int, num_points: int = 40) -> list[dict]:
+    """Falls from 5.5 to a bit above the size's loss, or half as far for the size that failed."""
+    row = size_row(min(batch_size, 256))
+    last = num_points if batch_size != 512 else num_points // 8
+    end = LOSSES[min(batch_size, 256)]
+    lines = []
+    for point in range(last + 1):
+        share = point / num_points
+        loss = end + (5.5 - end) * (1 - share) ** 2 / (1 + 30 * share)
+        lines.append({
+            "update": round(share * row["updates"]), "done": round(share * TOTAL),
+            "seconds": share * row["seconds"], "train": loss - 0.05 * share,
+            "heldout": loss if point % 4 == 0 else None, "learning_rate": 3e-4 * (1 - share),
+        })  # fmt: skip
+    return lines
+
+
+def write_sweep(folder: Path, *, notes: str = "") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "sweep.json").write_text(json.dumps(sweep_settings()))
+    for size in SIZES:
+        (folder / f"size-{size:05d}.json").write_text(json.dumps(size_row(size)))
+        write_lines(folder / f"size-{size:05d}.jsonl", curve(size))
+    if notes:
+        (folder / "notes.md").write_text(notes)
+    return folder
+
+
+def write_lines(file: Path, records: list[dict]) -> None:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+# ------------------------------------------------------------------------------------------------ runs
+
+
+def metrics(num_steps: int = 20) -> list[dict]:
+    """The reward grows by 0.01 a step from 0.5; evaluations at 0, 10 and 20, by 0.05 from 0.6."""
+    lines = [evaluation(0)]
+    for step in range(1, num_steps + 1):
+        lines.append({
+            "step": step, "reward": 0.5 + 0.01 * step, "reward_std": 0.1, "frac_reward_zero_std": 0.25,
+            "rewards/policy/mean": 0.3 + 0.01 * step, "rewards/environment/mean": 0.8,
+            "rewards/policy/best_move/mean": 0.1, "rewards/policy/format/mean": 0.9,
+            "completions/mean_length": 50.0, "completions/max_length": 90.0, "completions/min_length": 30.0,
+            "completions/clipped_ratio": 0.0, "clip_ratio/low_mean": 0.01, "clip_ratio/high_mean": 0.02,
+            "clip_ratio/region_mean": 0.03, "kl": 0.002 * step, "grad_norm": 0.7, "entropy": 0.5,
+            "skipped": 0.0, "learning_rate": 1e-5, "timing/sample_s": 1.0, "timing/score_s": 0.5,
+            "timing/learn_s": 2.0, "timing/other_s": 0.5, "step_time": 4.0, "memory/peak_gb": 0.7,
+        })  # fmt: skip
+        if step % 10 == 0:
+            lines.append(evaluation(step))
+    return lines
+
+
+def evaluation(step: int) -> dict:
+    line = {"step": step}
+    for name, value in (("reward", 0.6), ("policy/legal", 0.5), ("environment/nls", 0.7)):
+        mean = value + 0.005 * step
+        line |= {f"eval_{name}": mean, f"eval_{name}/low": mean - 0.04, f"eval_{name}/high": mean + 0.04}
+    return line
+
+
+def completion(step: int, text: str, *, prompt: str = f"P: {FEN}", reward: float = 0.5) -> dict:
+    task = "environment" if prompt.startswith("A:") else "policy"
+    return {
+        "step": step, "row": 0, "prompt_id": "1", "prompt": prompt, "completion": text, "num_tokens": 40,
+        "terminated": True, "rewards": {task: reward}, "components": {f"{task}/format": 1.0},
+        "advantage": 0.5,
+    }  # fmt: skip
+
+
+def completions(step: int = 20) -> list[dict]:
+    """A legal move, an illegal one, no move; a right next position, a wrong one, none."""
+    asked = f"A: {FEN}+a4a5+a4a5+"
+    return [
+        completion(step, " M: a4a5 E: 0.3 B: a4a5", reward=1.0),
+        completion(step, " M: d4g8 E: 0.3 B: d4g8", reward=0.2),
+        completion(step, " M: <script>alert(1)</script>", reward=0.0),
+        completion(step, f"{NEXT_FEN}+0.001+0+0", prompt=asked, reward=0.9),
+        completion(step, f"{NEXT_FEN.replace('7r', 'r7')}+0.001+0+0", prompt=asked, reward=0.6),
+        completion(step, "nonsense", prompt=asked, reward=0.1),
+    ]
+
+
+def memory(num_steps: int = 20) -> list[dict]:
+    """Learning peaks highest at step 2, and was done again once at step 3."""
+    return [
+        {
+            "step": step, "phase": phase, "rows": 32, "predicted_bytes": GB,
+            "device_used_bytes": round(GB * (1.25 if (phase, step) == ("learn", 2) else 0.8)),
+            "retries": int((phase, step) == ("learn", 3)),
+        }
+        for step in range(1, num_steps + 1)
+        for phase in ("sample", "score", "learn")
+    ]  # fmt: skip
+
+
+def write_run(folder: Path, **settings: object) -> Path:
+    folder.mkdir(parents=True)
+    known = {"model": "rook-tiny", "steps": 20, "batch_size": 32, "group_size": 8, "learning_rate": 1e-5,
+             "kl_coef": 0.02, "reward": ["policy", "environment"], "reward_weights": []}  # fmt: skip
+    (folder / "config.yaml").write_text(json.dumps(known | settings))
+    write_lines(folder / "metrics.jsonl", metrics())
+    write_lines(folder / "completions.jsonl", completions())
+    write_lines(folder / "memory.jsonl", memory())
+    return folder
