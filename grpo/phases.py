@@ -240,6 +240,18 @@ class _FakePhases:
         ).eval()
 
 
+def _what_memory_minds(settings: PhaseSettings) -> PhaseSettings:
+    """Settings that differ in numbers only share their traces: a coefficient takes up what another does."""
+    sampling, loss = settings.sampling, settings.loss
+    temperature = sampling.temperature if sampling.temperature in (0.0, 1.0) else 0.5
+    return replace(
+        settings,
+        model=None,  # type: ignore[arg-type]
+        sampling=replace(sampling, max_new_tokens=1, temperature=temperature),
+        loss=replace(loss, kl_coef=float(loss.kl_coef > 0), clip_range=0.2),
+    )
+
+
 def _fingerprint(settings: PhaseSettings) -> str:
     """Of all that a trace depends on, this package's code included, but for what no phase runs."""
     folder = Path(__file__).parent
@@ -249,7 +261,7 @@ def _fingerprint(settings: PhaseSettings) -> str:
         torch.__version__,
         transformers.__version__,
         settings.model.to_json_string(),
-        repr(replace(settings, model=None)),  # type: ignore[arg-type]
+        repr(_what_memory_minds(settings)),
         *(hashlib.sha256(path.read_bytes()).hexdigest() for path in sources),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]

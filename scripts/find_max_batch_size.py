@@ -2,7 +2,7 @@
 
 python scripts/find_max_batch_size.py                                     # GRPO, on rook-tiny
 python scripts/find_max_batch_size.py --objective lm --arch llama --data corpus.txt
-python scripts/find_max_batch_size.py --memory-limit 1.2GB --start 16 --max-new-tokens 48   # a small look
+python scripts/find_max_batch_size.py --prompt-tokens 16 --max-new-tokens 16 --memory-limit 800MB --start 32
 """
 
 import json

@@ -204,13 +204,13 @@ def test_the_command_finds_tabulates_and_draws(tmp_path):
     done = run(
         "--objective", "lm", "--data", ROOT / "README.md", "--device", "cpu", "--arch", "gpt2",
         "--layers", 1, "--width", 32, "--heads", 2, "--context", 32,
-        "--start", 8, "--max-batch-size", 16, "--output", "out", folder=tmp_path,
+        "--start", 8, "--max-batch-size", 8, "--output", "out", folder=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "Before the first trial" in done.stdout and "Largest batch that fitted: 16" in done.stdout
+    assert "Before the first trial" in done.stdout and "Largest batch that fitted: 8" in done.stdout
     found = json.loads((tmp_path / "out" / "max_batch.json").read_text())
-    assert found["maximum"] == 16
-    assert [trial["batch_size"] for trial in found["trials"]] == [8, 16, 12]
+    assert found["maximum"] == 8
+    assert [trial["batch_size"] for trial in found["trials"]] == [8, 4]
     for trial in found["trials"]:
         assert trial["status"] == "ok" and len(trial["losses"]) == 3
         assert trial["predicted_bytes"] == pytest.approx(trial["peak_bytes"], rel=0.25)

@@ -169,6 +169,19 @@ def test_other_settings_and_other_code_have_traces_of_their_own(tracer, traced, 
     assert len(list(tmp_path.glob("*.json"))) == 7
 
 
+def test_settings_that_differ_in_numbers_only_share_their_traces(traced, tmp_path: Path):
+    base = settings_of(Setting("gpt2", shape_of("gpt2"), group_size=G))
+    for sampling, loss in (
+        (SamplingSettings(max_new_tokens=24), LossSettings(kl_coef=0.02)),
+        (SamplingSettings(max_new_tokens=48, temperature=0.7), LossSettings(kl_coef=0.1, clip_range=0.3)),
+        (SamplingSettings(temperature=0.9), LossSettings(kl_coef=0.02)),
+        (SamplingSettings(top_p=0.9), LossSettings(kl_coef=0.02)),  # sorts
+        (SamplingSettings(), LossSettings(kl_coef=0.02, dual_clip=3.0)),  # clips once more
+    ):
+        PhaseTracer(replace(base, sampling=sampling, loss=loss), cache_folder=tmp_path).fit("learn", SHAPE)
+    assert len(list(tmp_path.glob("*.json"))) == 4 and len(traced) == 4 * 11
+
+
 def test_without_a_folder_it_is_the_users_cache(traced, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     PhaseTracer(settings_of(Setting("gpt2", shape_of("gpt2"), group_size=G))).fit("score", SHAPE)
