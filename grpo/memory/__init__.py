@@ -7,7 +7,15 @@ from grpo.memory.leak import LeakVerdict, LeakWatch, MemorySample, detect_leak
 from grpo.memory.live import LiveBytes, peak_live_bytes
 from grpo.memory.monitor import MemoryMonitor, MemoryReading, PhaseReading
 from grpo.memory.phase import PhaseRecord, PhaseSpec
-from grpo.memory.planner import DoesNotFit, Footprint, PhasePlan, largest_rows, plan_phase, smaller_rows
+from grpo.memory.planner import (
+    DoesNotFit,
+    Footprint,
+    PhasePlan,
+    largest_multiple,
+    largest_rows,
+    plan_phase,
+    smaller_rows,
+)
 from grpo.memory.predictor import Prediction, Predictor
 from grpo.memory.recovery import Retry, is_out_of_memory, survive
 
@@ -37,6 +45,7 @@ __all__ = [
     "design_shapes",
     "detect_leak",
     "is_out_of_memory",
+    "largest_multiple",
     "largest_rows",
     "limit_memory",
     "make_budget",

@@ -19,7 +19,7 @@ from grpo.memory.budget import Budget
 from grpo.memory.fit import Shape
 from grpo.memory.monitor import MemoryMonitor, PhaseReading
 from grpo.memory.phase import OUTSIDE, Parts, PhaseRecord, PhaseSpec
-from grpo.memory.planner import DoesNotFit, Footprint, PhasePlan, largest_rows, plan_phase
+from grpo.memory.planner import DoesNotFit, Footprint, PhasePlan, largest_multiple, plan_phase
 from grpo.memory.predictor import Predictor
 from grpo.memory.recovery import Retry, survive
 
@@ -129,8 +129,7 @@ class AdaptiveMemory:
             shape = Shape(rows, prompt_tokens, new_tokens)
             return self.footprint(phase, shape, batch_size=rows).upper_bytes <= budget.usable_bytes
 
-        rows = largest_rows(fits, batch_size=batch_size, group_size=self._group_size) or 0
-        return rows if rows >= self._group_size else 0
+        return largest_multiple(fits, at_most=batch_size, multiple=self._group_size)
 
     def _explain(self, phase: str, error: DoesNotFit) -> str:
         others = self._monitor.neighbours()

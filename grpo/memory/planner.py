@@ -47,17 +47,22 @@ def smaller_rows(rows: int, group_size: int) -> int | None:
     return next((part for part in range(min(rows, group_size) - 1, 0, -1) if group_size % part == 0), None)
 
 
+def largest_multiple(fits: Callable[[int], bool], *, at_most: int, multiple: int) -> int:
+    """The largest multiple up to `at_most` for which `fits`, which must be monotone; 0 for none."""
+    low, high = 0, at_most // multiple  # multiples: `low` fits, above `high` is not asked
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * multiple) else (low, middle - 1)
+    return low * multiple
+
+
 def largest_rows(fits: Callable[[int], bool], *, batch_size: int, group_size: int) -> int | None:
     """The most rows at once, at most `batch_size`, for which `fits`; None if not even one does.
 
     Multiples of the group where one fits, else a divisor of it. `fits` must be monotone.
     """
-    low, high = 0, batch_size // group_size  # groups: `low` fits, above `high` is not asked
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle * group_size) else (low, middle - 1)
-    if low:
-        return low * group_size
+    if rows := largest_multiple(fits, at_most=batch_size, multiple=group_size):
+        return rows
     divisors = [part for part in range(group_size - 1, 0, -1) if group_size % part == 0]
     return next((part for part in divisors if fits(part)), None)
 

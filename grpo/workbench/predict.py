@@ -11,13 +11,23 @@ from typing import Literal
 import torch
 from transformers import PretrainedConfig
 
-from grpo.config import Config
+from grpo.config import Config, SettingsError
 from grpo.loss import LossSettings
-from grpo.memory import AdaptiveMemory, Budget, Footprint, MemoryMonitor, PhaseSpec, Predictor, Shape
+from grpo.memory import (
+    AdaptiveMemory,
+    Budget,
+    Footprint,
+    MemoryMonitor,
+    PhaseSpec,
+    Predictor,
+    Shape,
+    largest_multiple,
+)
 from grpo.model import choose_attention
 from grpo.phases import LANGUAGE, PhaseTracer
 from grpo.planning import TracedFit, Workload, logits_parts, make_memory, resident_parts, scratch_bytes
 from grpo.sampling import SamplingSettings
+from grpo.workbench.models import ModelSpec, context_of
 
 Objective = Literal["grpo", "lm"]
 
@@ -44,6 +54,33 @@ class StepSettings:
     def multiple(self) -> int:
         """What a batch size is a multiple of."""
         return self.group_size if self.objective == "grpo" else 1
+
+
+def step_settings(
+    spec: ModelSpec,
+    compute_dtype: torch.dtype,
+    device_type: str,
+    *,
+    objective: Objective,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    group_size: int,
+    kl: bool,
+    checkpoint: bool,
+) -> StepSettings:
+    """The same from a person's settings. SettingsError for texts beyond what the model reaches."""
+    config = spec.config()
+    reach, tokens = context_of(config), max_new_tokens
+    if objective == "lm":
+        tokens = min(spec.context, reach)
+    elif prompt_tokens + tokens > reach:
+        raise SettingsError(
+            f"prompt_tokens and max_new_tokens are {prompt_tokens} and {tokens}, but the model reaches "
+            f"{reach} tokens in all: give less."
+        )
+    return StepSettings(
+        objective, config, compute_dtype, prompt_tokens, tokens, group_size, kl, checkpoint, device_type
+    )
 
 
 class StepMemory:
@@ -81,7 +118,6 @@ class StepMemory:
 
         with_error: the stated error has to fit as well.
         """
-        multiple = self.settings.multiple
 
         def fits(size: int) -> bool:
             worst = (
@@ -89,11 +125,7 @@ class StepMemory:
             )
             return max(worst) <= usable_bytes
 
-        low, high = 0, max(0, at_most // multiple)  # `low` fits; above `high` is not asked
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(middle * multiple) else (low, middle - 1)
-        return low * multiple
+        return largest_multiple(fits, at_most=at_most, multiple=self.settings.multiple)
 
 
 def _workload(settings: StepSettings) -> Workload:

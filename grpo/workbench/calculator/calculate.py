@@ -26,8 +26,7 @@ from grpo.workbench.calculator.demand import (
     trained_lines,
 )
 from grpo.workbench.calculator.settings import CalculatorSettings
-from grpo.workbench.models import context_of
-from grpo.workbench.predict import StepSettings
+from grpo.workbench.predict import step_settings
 
 SHARES = (0.8, 0.85, 0.9)
 """Of the card, that batches are calculated for besides memory_utilization."""
@@ -97,7 +96,12 @@ def calculate(settings: CalculatorSettings, card: Card) -> Calculation:
         demand = demand_of_counts(lines, size, at_most=settings.max_batch_size)
     else:
         precision = _precision(settings, card)
-        step = _step(settings, precision)
+        step = step_settings(
+            settings.model, compute_dtype(precision, torch.device("cuda")), "cuda",
+            objective=settings.objective, prompt_tokens=settings.prompt_tokens,
+            max_new_tokens=settings.max_new_tokens, group_size=settings.group_size, kl=settings.kl,
+            checkpoint=settings.gradient_checkpointing,
+        )  # fmt: skip
         demand = demand_of_model(step, frozen, overhead, at_most=settings.max_batch_size)
     _check_fixed(settings, card, demand.lines)
     shares = sorted({*SHARES, settings.memory_utilization})
@@ -165,23 +169,6 @@ def _precision(settings: CalculatorSettings, card: Card) -> Precision:
     if settings.precision != "auto":
         return settings.precision
     return "bf16" if card.bf16 else "fp32"
-
-
-def _step(settings: CalculatorSettings, precision: Precision) -> StepSettings:
-    """What the predictor wants to know. SettingsError for texts beyond what the model reaches."""
-    config = settings.model.config()
-    reach, tokens = context_of(config), settings.max_new_tokens
-    if settings.objective == "lm":
-        tokens = min(settings.model.context, reach)
-    elif settings.prompt_tokens + tokens > reach:
-        raise SettingsError(
-            f"prompt_tokens and max_new_tokens are {settings.prompt_tokens} and {tokens}, but the model "
-            f"reaches {reach} tokens in all: give less."
-        )
-    return StepSettings(
-        settings.objective, config, compute_dtype(precision, torch.device("cuda")), settings.prompt_tokens,
-        tokens, settings.group_size, settings.kl, settings.gradient_checkpointing, "cuda",
-    )  # fmt: skip
 
 
 def idle_sentences(found: Calculation) -> list[str]:

@@ -33,9 +33,9 @@ from grpo.workbench.maximum.search import (
     try_size,
 )
 from grpo.workbench.maximum.trial import TRIAL_STEPS, TrialTask
-from grpo.workbench.models import ModelSpec, context_of, num_parameters
+from grpo.workbench.models import ModelSpec, num_parameters
 from grpo.workbench.performance.measure import matmul_rate
-from grpo.workbench.predict import Objective, StepMemory, StepSettings
+from grpo.workbench.predict import Objective, StepMemory, StepSettings, step_settings
 
 START_UP_S = 10.0
 """Of a trial's process: libraries, model, a first small step."""
@@ -126,7 +126,7 @@ class Checked:
 
 
 def check(settings: FindSettings) -> Checked:
-    """Device, memory, neighbours, lengths, corpus, model: in this order, each a line of a table.
+    """Device, memory, neighbours, lengths, model, corpus: in this order, each a line of a table.
 
     ValueError for what a user can mend.
     """
@@ -138,23 +138,17 @@ def check(settings: FindSettings) -> Checked:
     table.add_row("memory", f"{usable} to use, of {total}")
     table.add_row("held by others", machine.others)
 
-    config = settings.model.config()
-    count = num_parameters(config)
-    table.add_row("model", f"{settings.model.name}: {count:,} parameters")
-    tokens = settings.max_new_tokens
-    if settings.objective == "lm":
-        tokens = settings.model.context
-        corpus = open_corpus(settings.data, settings.model)
-        table.add_row("data", f"{settings.data}: {len(corpus.ids):,} tokens, windows of {tokens}")
-    elif settings.prompt_tokens + tokens > context_of(config):
-        raise SettingsError(
-            f"prompt_tokens and max_new_tokens are {settings.prompt_tokens} and {tokens}, but the model "
-            f"reaches {context_of(config)} tokens in all: give less."
-        )
-    step = StepSettings(
-        settings.objective, config, machine.compute_dtype, settings.prompt_tokens, tokens,
-        settings.group_size, settings.kl, settings.gradient_checkpointing, torch.device(machine.device).type,
+    step = step_settings(
+        settings.model, machine.compute_dtype, torch.device(machine.device).type,
+        objective=settings.objective, prompt_tokens=settings.prompt_tokens,
+        max_new_tokens=settings.max_new_tokens, group_size=settings.group_size, kl=settings.kl,
+        checkpoint=settings.gradient_checkpointing,
     )  # fmt: skip
+    count = num_parameters(step.model)
+    table.add_row("model", f"{settings.model.name}: {count:,} parameters")
+    if settings.objective == "lm":
+        corpus = open_corpus(settings.data, settings.model)
+        table.add_row("data", f"{settings.data}: {len(corpus.ids):,} tokens, windows of {step.new_tokens}")
     total_bytes = machine.total_bytes if limit is None else limit
     if limit is None and step.device_type == "cpu":
         limit = machine.usable_bytes

@@ -5,6 +5,7 @@ It does not matter where the peaks were measured: here, or on another card by so
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class Findings:
     def headroom_bytes(self) -> float:
         return self.total_bytes - self.peaks[self.maximum]
 
-    @property
+    @cached_property
     def law(self) -> Law | None:
         """The line through all sizes that fitted, if it can be drawn and rises."""
         law = fit_law(self.peaks) if len(self.peaks) > 1 else None
