@@ -13,7 +13,7 @@ import pickle
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -89,19 +89,18 @@ class World:
 class Processes(World):
     """Several processes, and this one's place among them.
 
-    connect: to the store that the first process keeps; one call at a time goes through a connection.
-    wait_s: how long processes wait for one another while all live.
+    torch's process group is there already. name: of machine and device. wait_s: how long processes wait
+    for one another while all live.
     """
 
-    def __init__(
-        self, rank: int, size: int, connect: Callable[[], TCPStore], *, name: str, wait_s: float
-    ) -> None:
+    def __init__(self, rank: int, size: int, *, name: str, wait_s: float) -> None:
         self.rank, self.size = rank, size
-        self._store = connect()
+        self._kept = _Store(rank, size)
+        self._store = self._kept.connect()
         self._wait_s = wait_s
         self._exchanges = 0
-        self._heartbeat = Heartbeat(connect(), rank)
-        self._listener = Listener(connect())
+        self._heartbeat = Heartbeat(self._kept.connect(), rank)
+        self._listener = Listener(self._kept.connect())
         self.names = self.exchange("the start", name)
         """Of each process: its machine and device."""
         self.sharing = self.names.count(name)
@@ -266,7 +265,7 @@ def open_world(device: str, *, wait_minutes: float) -> Iterator[tuple[World, str
     device = _device_of(device)
     state = PartialState(cpu=device == "cpu", timeout=timedelta(minutes=wait_minutes + 10))
     world = Processes(
-        rank, size, _open_store(rank, size),
+        rank, size,
         name=f"{socket.gethostname()}, {device}", wait_s=60 * wait_minutes,
     )  # fmt: skip
     try:
@@ -296,18 +295,23 @@ def _device_of(device: str) -> str:
     return f"cuda:{place}"
 
 
-def _open_store(rank: int, size: int) -> Callable[[], TCPStore]:
-    """A store of our own, kept by the first process: what connects to it. torch's group tells its port."""
-    host, timeout = os.environ.get("MASTER_ADDR", "127.0.0.1"), timedelta(minutes=5)
-    kept = None
-    if rank == 0:
-        kept = TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
-    port: list[Any] = [kept and kept.port]
-    dist.broadcast_object_list(port, src=0)
+class _Store:
+    """A store of our own, kept by the first process. torch's group tells the others its port."""
 
-    def connect() -> TCPStore:
-        store = TCPStore(host, port[0], size, timeout=timeout, wait_for_workers=False)
-        store.kept = kept  # type: ignore[attr-defined]  # as long as anybody is connected
-        return store
+    def __init__(self, rank: int, size: int) -> None:
+        self._size, self._timeout = size, timedelta(minutes=5)
+        self._host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        self._kept = self._open(0, is_master=True) if rank == 0 else None
+        port: list[Any] = [self._kept and self._kept.port]
+        dist.broadcast_object_list(port, src=0)
+        self._port = port[0]
 
-    return connect
+    def connect(self) -> TCPStore:
+        """A connection: one call at a time goes through it."""
+        return self._open(self._port, is_master=False)
+
+    def _open(self, port: int, *, is_master: bool) -> TCPStore:
+        return TCPStore(
+            self._host, port, self._size,
+            is_master=is_master, timeout=self._timeout, wait_for_workers=False,
+        )  # fmt: skip
