@@ -79,6 +79,8 @@ class Trainer:
                 rewards, old_logp, ref_logp = self.score(sampled, scores)
                 advantages = group_advantages(rewards, config.group_size, scale=config.advantage_scale)
                 learned = self.learn(step, sampled, advantages, old_logp, ref_logp)
+                if run.reference is not None and self._due(step, config.reference_sync):
+                    run.reference.sync(run.policy.model)
                 self.finished, self.source_state, self.stepper.moved = step, run.source.state(), False
                 self.log(step, sampled, scores, rewards, advantages, learned, progress)
                 self.after_step(step)
@@ -129,7 +131,8 @@ class Trainer:
             if config.num_iterations > 1 or config.kl_in_reward:  # else the first pass of learning serves
                 old_logp = self.phases.logprobs(run.policy.model, sampled)
             if run.reference is not None:
-                ref_logp = self.phases.logprobs(run.reference, sampled)
+                with run.reference.model() as reference:
+                    ref_logp = self.phases.logprobs(reference, sampled)
         if config.kl_in_reward and old_logp is not None and ref_logp is not None:
             kl = ((old_logp - ref_logp) * sampled.mask).sum(1)  # (N,) k1
             # A KL that is not finite reaches the loss by way of ref_logp, where the step is skipped.
@@ -245,7 +248,8 @@ class Trainer:
         try:
             written, _ = survive(
                 lambda _: run.checkpoints.save(
-                    self.finished, run.policy.model, run.policy.tokenizer, run.optimizer, state, best=best
+                    self.finished, run.policy.model, run.policy.tokenizer, run.optimizer, state,
+                    reference=run.reference.tensors() if run.reference else None, best=best,
                 ),
                 1, phase="checkpoint",
             )  # fmt: skip
