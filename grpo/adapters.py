@@ -178,23 +178,27 @@ def save_adapters(model: nn.Module, folder: Path) -> None:
     config.save_pretrained(str(folder))
 
 
-def load_adapters(model: nn.Module, folder: Path) -> None:
-    """Copy a checkpoint's adapters into the model's. ValueError unless they are of the same kind."""
-    from peft import set_peft_model_state_dict
-
-    config = _peft_config(model)
-    stored = json.loads((folder / CONFIG).read_text())
-    for setting, now, then in (
-        ("lora_rank", config.r, stored["r"]),
-        ("lora_alpha", config.lora_alpha, stored["lora_alpha"]),
-        ("lora_targets", sorted(config.target_modules), sorted(stored["target_modules"])),
+def check_resumed(lora: LoraSettings, folder: Path) -> None:
+    """ValueError unless a checkpoint has adapters of this kind, or none where none are trained."""
+    file = folder / CONFIG
+    stored = json.loads(file.read_text()) if file.is_file() else {"r": 0, "lora_alpha": lora.alpha}
+    for name, now, then in (
+        ("lora_rank", lora.lora_rank, stored["r"]),
+        ("lora_alpha", lora.alpha, stored["lora_alpha"]),
     ):
         if now != then:
-            raise ValueError(f"{setting} is {now}, but {str(folder)!r} has {then}: go on with the same.")
-    tensors = load_file(folder / WEIGHTS)
-    set_peft_model_state_dict(
-        model, {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}, adapter_name=_NAME
-    )
+            raise ValueError(f"{name} is {now}, but {str(folder)!r} has {then}: go on with that.")
+
+
+def load_adapters(model: nn.Module, folder: Path) -> None:
+    """Copy a checkpoint's adapters into the model's. ValueError unless they are of the same layers."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+    if tensors.keys() != get_peft_model_state_dict(model, save_embedding_layers=False).keys():
+        targets = json.loads((folder / CONFIG).read_text())["target_modules"]
+        raise ValueError(f"lora_targets are others than {str(folder)!r} has: {', '.join(sorted(targets))}.")
+    set_peft_model_state_dict(model, tensors, adapter_name=_NAME)
 
 
 def base_of(name: str) -> str | None:

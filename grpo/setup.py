@@ -13,7 +13,7 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from grpo.adapters import add_adapters, check_peft, load_adapters, store_base
+from grpo.adapters import add_adapters, check_peft, check_resumed, load_adapters, store_base
 from grpo.checkpoint import Checkpoint, CheckpointFolder
 from grpo.clock import Clock
 from grpo.config import CONFIG_FILE, Config, SettingsError, write_yaml
@@ -97,6 +97,8 @@ def open_run(config: Config, *, prediction_bias: float = 1.0) -> Iterator[Run]:
     checkpoint = checkpoints.newest_intact() if config.resume else None
     if config.resume and checkpoint is None:
         raise SettingsError(f"resume: {str(folder)!r} holds no intact checkpoint; start without --resume.")
+    if checkpoint is not None:
+        check_resumed(config.lora, checkpoint.folder)
     source = load_prompts(
         config.prompts,
         seed=config.seed,
