@@ -45,7 +45,7 @@ def adapted(load, name="gpt2", lora=EVERYWHERE, precision="fp32", *, moved=True)
     add_adapters(model, lora, base=str(model.config._name_or_path))
     generator = torch.Generator().manual_seed(3)
     for parameter in adapter_parameters(model).values() if moved else ():
-        parameter.data.normal_(std=0.1, generator=generator)
+        parameter.data.normal_(std=0.05, generator=generator)
     return model
 
 
@@ -218,7 +218,8 @@ def test_the_reference_needs_no_weights(lora_config):
         with live, open_run(dataclasses.replace(lora_config, loss=loss, name=f"kl{kl_coef}")) as run:
             assert (run.reference is None) == (not kl_coef)
             held.append(live.live_bytes)
-    assert held[0] == held[1]
+    copy = sum(parameter.nbytes for parameter in run.policy.model.parameters())
+    assert abs(held[0] - held[1]) < 0.03 * copy  # some small things are made once only
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(lora_config):

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from transformers import PretrainedConfig
 
-from grpo.adapters import LoraSettings
+from grpo.adapters import LoraSettings, check_peft
 from grpo.config import Config, SettingsError
 from grpo.loss import LossSettings
 from grpo.memory import (
@@ -91,6 +91,7 @@ class StepMemory:
     """Bytes of a step at any batch size. `overhead_bytes`: what the process holds besides tensors."""
 
     def __init__(self, settings: StepSettings, *, overhead_bytes: int = 0) -> None:
+        check_peft(settings.lora)
         self.settings = settings
         self._work = _workload(settings)
         if settings.objective == "grpo":
