@@ -101,12 +101,12 @@ class CheckpointFolder:
         return final
 
     def _save_model(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-        tokenizer.save_pretrained(folder)
-        if not has_adapters(model):
+        if has_adapters(model):
+            save_adapters(model, folder)
+        else:
             model.save_pretrained(folder)
-            return
-        save_adapters(model, folder)
-        if self._merge:
+        tokenizer.save_pretrained(folder)
+        if self._merge and has_adapters(model):
             save_merged(model, folder / MERGED)
             tokenizer.save_pretrained(folder / MERGED)
 
