@@ -2,15 +2,16 @@
 
 A checkpoint is a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads, with
 `trainer.safetensors` (optimizer moments by parameter name, random state), `trainer.json`
-(everything else) and `manifest.json` (size and SHA-256 of each file) beside the weights. It is
-written to a temporary folder, flushed to disk, and renamed.
+(everything else) and `manifest.json` (size and SHA-256 of each file) beside the weights; one of
+adapters is a folder that peft loads on the base model. It is written to a temporary folder, flushed
+to disk, and renamed.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo.adapters import MERGED, has_adapters, save_adapters
+from grpo.model import save_merged
+
 _MANIFEST = "manifest.json"
 _STATE = "trainer.json"
 _TENSORS = "trainer.safetensors"
+_REFERENCE = "reference.safetensors"
 _BEST = "best"
 
 
@@ -36,13 +41,22 @@ class Checkpoint:
     state: dict[str, Any]
     tensors: dict[str, Tensor]
 
+    def reference(self) -> dict[str, Tensor]:
+        """What the reference had become; nothing if it was as at first."""
+        file = self.folder / _REFERENCE
+        return load_file(file) if file.is_file() else {}
+
 
 class CheckpointFolder:
-    """The checkpoints of a run, `step-000100` and so on; the last `keep` stay, and the best one."""
+    """The checkpoints of a run, `step-000100` and so on; the last `keep` stay, and the best one.
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
+    merge: write models with adapters as a whole, too.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, merge: bool = False) -> None:
         self.folder = folder
         self._keep = keep
+        self._merge = merge
 
     def save(
         self,
@@ -52,18 +66,23 @@ class CheckpointFolder:
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
         *,
+        reference: Mapping[str, Tensor] | None = None,
         best: bool = False,
     ) -> Path | None:
-        """Write the checkpoint of `step`. A full disk is a warning and None, not the end of a run."""
+        """Write the checkpoint of `step`. A full disk is a warning and None, not the end of a run.
+
+        reference: what the reference has become, if it is not as at first.
+        """
         final = self.folder / f"step-{step:06d}"
         temporary = self.folder / f".{final.name}.tmp"
         try:
             for left_over in self.folder.glob(".step-*.tmp"):  # of a process that was killed
                 shutil.rmtree(left_over, ignore_errors=True)
             temporary.mkdir(parents=True)
-            model.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
+            self._save_model(model, tokenizer, temporary)
             save_file(_optimizer_tensors(model, optimizer), temporary / _TENSORS)
+            if reference:
+                save_file(dict(reference), temporary / _REFERENCE)
             (temporary / _STATE).write_text(json.dumps({"step": step, **state}, indent=1))
             (temporary / _MANIFEST).write_text(json.dumps(_manifest(temporary), indent=1))
             for path in (*temporary.rglob("*"), temporary):
@@ -80,6 +99,16 @@ class CheckpointFolder:
             return None
         self._prune(final)
         return final
+
+    def _save_model(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+        if has_adapters(model):
+            save_adapters(model, folder)
+        else:
+            model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        if self._merge and has_adapters(model):
+            save_merged(model, folder / MERGED)
+            tokenizer.save_pretrained(folder / MERGED)
 
     def newest_intact(self) -> Checkpoint | None:
         """The newest checkpoint whose files are all as they were written; None if there is none."""
@@ -140,13 +169,17 @@ def restore_optimizer(
     """Copy moments and random state back in place. KeyError if a parameter has none."""
     with torch.no_grad():
         for parameter, name, entry in _entries(model, optimizer):
-            optimizer.state[parameter][entry].copy_(checkpoint.tensors[f"{name}|{entry}"])
+            stored, state = checkpoint.tensors[f"{name}|{entry}"], optimizer.state[parameter]
+            if isinstance(state[entry], Tensor):
+                state[entry].copy_(stored)
+            else:
+                state[entry] = stored.item()
     torch.set_rng_state(checkpoint.tensors["random_state"])
 
 
 def _optimizer_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     tensors = {
-        f"{name}|{entry}": optimizer.state[parameter][entry].detach().cpu().contiguous()
+        f"{name}|{entry}": torch.as_tensor(optimizer.state[parameter][entry]).detach().cpu().contiguous()
         for parameter, name, entry in _entries(model, optimizer)
     }
     return {**tensors, "random_state": torch.get_rng_state()}
@@ -157,7 +190,8 @@ def _entries(
 ) -> Iterator[tuple[torch.nn.Parameter, str, str]]:
     for name, parameter in model.named_parameters():
         for entry in optimizer.state.get(parameter, {}):
-            yield parameter, name, entry
+            if not entry.startswith("qmap"):  # the code books of 8-bit moments, the same for all
+                yield parameter, name, entry
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:

@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from grpo.adapters import add_adapters, check_peft, check_resumed, load_adapters, store_base
 from grpo.checkpoint import Checkpoint, CheckpointFolder
 from grpo.clock import Clock
 from grpo.config import CONFIG_FILE, Config, SettingsError, to_flat, write_yaml
@@ -24,12 +25,12 @@ from grpo.model import (
     choose_device,
     choose_model,
     compute_dtype,
-    frozen_copy,
     load_policy,
 )
-from grpo.optimizer import make_optimizer
+from grpo.optimizer import check_optimizer, make_optimizer
 from grpo.planning import Workload, longest_prompt, plan_memory, plan_table, trace_phases
 from grpo.prompts import PromptSource, load_prompts
+from grpo.reference import FrozenCopy, Reference, make_reference
 from grpo.reward_functions import RewardFunctions
 from grpo.rollout import context_length, rollout
 from grpo.sampling import step_uniforms
@@ -51,9 +52,9 @@ class Run:
     engine: EnginePool | None
     rewards: RewardFunctions
     policy: Policy
-    reference: PreTrainedModel | None
+    reference: Reference | None
     sampler: RolloutModel
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     checkpoints: CheckpointFolder
     checkpoint: Checkpoint | None
     clock: Clock
@@ -94,14 +95,20 @@ def _make_run(
     config = replace(config, model=choose_model(config.model, device))
     reference_device = choose_device(config.reference_device) if config.reference_device else device
     check_trackers(config.trackers)
+    check_peft(config.lora)
+    check_optimizer(config.optimizer, device, compute_dtype(config.precision, device))
     if config.engine != "off":
         find_stockfish(config.stockfish_path)  # a wrong path shows at once
     rewards = RewardFunctions(config.reward, config.reward_weights)
     folder = world.from_main("the choice of a folder", _choose_folder(config) if world.is_main else Path())
-    checkpoints = CheckpointFolder(folder / "checkpoints", keep=config.keep_checkpoints)
+    checkpoints = CheckpointFolder(
+        folder / "checkpoints", keep=config.keep_checkpoints, merge=config.lora.lora_merge
+    )
     checkpoint = checkpoints.newest_intact() if config.resume else None
     if config.resume and checkpoint is None:
         raise SettingsError(f"resume: {str(folder)!r} holds no intact checkpoint; start without --resume.")
+    if checkpoint is not None:
+        check_resumed(config.lora, checkpoint.folder)
     source = load_prompts(
         config.prompts,
         seed=config.seed,
@@ -237,21 +244,32 @@ def _limit_memory(config: Config, monitor: MemoryMonitor) -> None:
 
 def _load_models(
     config: Config, checkpoint: Checkpoint | None, device: torch.device, reference_device: torch.device
-) -> tuple[Policy, PreTrainedModel | None]:
+) -> tuple[Policy, Reference | None]:
     """The policy, as the run began or as the checkpoint has it, and the reference, if the loss needs it."""
-    policy = load_policy(config.model, device, config.precision)
+    policy = load_policy(config.model, device, config.precision, on_host=config.lora.on)
     context = context_length(policy.model)
     if context <= config.sampling.max_new_tokens:
         raise SettingsError(
             f"max_new_tokens is {config.sampling.max_new_tokens}, but the model's context is "
             f"{context} tokens: give less than that, to leave room for the prompt."
         )
+    if config.lora.on:
+        add_adapters(policy.model, config.lora, seed=config.seed, base=config.model)
     check_scorer(policy.model, context, checkpoint=config.gradient_checkpointing)
+    if config.lora.on:  # after the check, which wants to be exact, and not on the device before
+        store_base(policy.model, policy.compute_dtype)
+        policy.model.to(device)
     if checkpoint is None:
-        return policy, frozen_copy(policy.model, reference_device) if config.uses_reference else None
-    reference = policy.model.requires_grad_(False).to(reference_device) if config.uses_reference else None
+        return policy, make_reference(policy.model, reference_device) if config.uses_reference else None
     logger.info("going on from {}", checkpoint.folder)
-    return load_policy(str(checkpoint.folder), device, config.precision), reference
+    if config.lora.on:
+        reference = make_reference(policy.model, reference_device)
+        load_adapters(policy.model, checkpoint.folder)
+    else:
+        reference = FrozenCopy(policy.model.to(reference_device))
+        policy = load_policy(str(checkpoint.folder), device, config.precision)
+    reference.restore(checkpoint.reference())
+    return policy, reference if config.uses_reference else None
 
 
 def _start_engine(config: Config) -> EnginePool | None:

@@ -84,6 +84,8 @@ class Trainer:
                 rewards, old_logp, ref_logp = self.score(sampled, scores)
                 advantages = group_advantages(rewards, config.group_size, scale=config.advantage_scale)
                 learned = self.learn(step, sampled, advantages, old_logp, ref_logp)
+                if run.reference is not None and self._due(step, config.reference_sync):
+                    run.reference.sync(run.policy.model)
                 self.finished, self.source_state, self.stepper.moved = step, run.source.state(), False
                 self.log(step, sampled, scores, rewards, advantages, learned, progress)
                 self.after_step(step)
@@ -144,7 +146,8 @@ class Trainer:
             if config.num_iterations > 1 or config.kl_in_reward:  # else the first pass of learning serves
                 old_logp = self.phases.logprobs(run.policy.model, own)
             if run.reference is not None:
-                ref_logp = self.phases.logprobs(run.reference, own)
+                with run.reference.model() as reference:
+                    ref_logp = self.phases.logprobs(reference, own)
         if config.kl_in_reward and old_logp is not None and ref_logp is not None:
             own_kl = ((old_logp - ref_logp) * own.mask).sum(1)  # (n,) k1
             with run.clock("wait"):
@@ -278,7 +281,8 @@ class Trainer:
         try:
             written, _ = survive(
                 lambda _: run.checkpoints.save(
-                    self.finished, run.policy.model, run.policy.tokenizer, run.optimizer, state, best=best
+                    self.finished, run.policy.model, run.policy.tokenizer, run.optimizer, state,
+                    reference=run.reference.tensors() if run.reference else None, best=best,
                 ),
                 1, phase="checkpoint",
             )  # fmt: skip
