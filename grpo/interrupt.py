@@ -23,20 +23,22 @@ class StopRequest:
 def stop_on_signal() -> Iterator[StopRequest]:
     """While inside, the first SIGINT or SIGTERM only sets the flag; the second raises KeyboardInterrupt.
 
-    What comes within a second of the first is the first again: a launcher passes on to its processes the
-    Ctrl-C that the terminal has sent them already.
+    Of several processes, what comes within a second of the first is the first again: a launcher passes on
+    to its processes the Ctrl-C that the terminal has sent them already.
     """
     stop = StopRequest()
     since = math.inf
+    rank, size = launched_processes()
+    same_s = _SAME_S if size > 1 else 0.0
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
         nonlocal since
-        if stop.requested and time.monotonic() - since > _SAME_S:
+        if stop.requested and time.monotonic() - since >= same_s:
             raise KeyboardInterrupt
         if stop.requested:
             return
         stop.requested, since = True, time.monotonic()
-        if launched_processes()[0] == 0:
+        if rank == 0:
             with suppress(OSError):  # not through loguru, which may be at work on a line just now
                 os.write(2, b"stopping after this step; once more to stop at once\n")
 

@@ -264,3 +264,35 @@ def test_ctrl_c_twice_stops_at_once_and_the_last_checkpoint_is_good(endless, fol
     assert code == 130 and "stopped at once" in said and "Traceback" not in said
     checkpoints = CheckpointFolder(folder / "runs/twice/checkpoints", keep=1)
     assert checkpoints.newest_intact().state["step"] == 2
+
+
+def test_two_processes_have_one_log_and_one_folder(small, data_file, folder):
+    """As torchrun starts them, and what they leave is an ordinary run."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    typed = command(*small, "--steps", 2, "--prompts", data_file, "--engine", "off", "--name", "two")
+    done = subprocess.run(
+        [typed[0], *launch, *typed[1:]],
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    for line in ("step 1 - reward", "step 2 - reward", "done after 2 steps", "Memory planned"):
+        assert done.stderr.count(line) == 1
+    assert "process 1 has rows at once: sample 4, score 4, learn 4" in done.stderr
+    run_folder = folder / "runs" / "two"
+    checkpoint = run_folder / "checkpoints" / "step-000002"
+    assert find_damage(checkpoint) is None
+    assert AutoModelForCausalLM.from_pretrained(checkpoint)
+    steps = [line["step"] for line in read_lines(run_folder / "metrics.jsonl") if "reward" in line]
+    assert steps == [1, 2]
+    own, others = (read_lines(run_folder / name) for name in ("memory.jsonl", "memory-process-1.jsonl"))
+    assert [line["phase"] for line in own] == [line["phase"] for line in others]
+
+
+def test_a_wrong_setting_is_told_once_by_several_processes(folder, monkeypatch):
+    monkeypatch.setitem(ENVIRONMENT, "RANK", "1")
+    done = run("--batch-size", 60, cwd=folder)
+    assert done.returncode == 2 and not done.stderr

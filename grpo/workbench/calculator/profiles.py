@@ -37,9 +37,8 @@ def write_profiles(found: Calculation, file: Path) -> list[str]:
     text += [yaml.safe_dump(_shared(found), sort_keys=False), "profiles:\n"]
     for count, name in names.items():
         total = count * size * settings.accumulate
-        text.append(f"  # python train_lean.py --config {file.name} --profile {name}\n")
-        if count > 1:
-            text.append(f"  # the batch of {count} cards; train_lean.py runs on one so far, in more passes\n")
+        launch = "python" if count == 1 else f"accelerate launch --num_processes {count}"
+        text.append(f"  # {launch} train_lean.py --config {file.name} --profile {name}\n")
         text.append(f"  {name}:\n    batch_size: {total}\n")
     file.write_text("".join(text))
     return list(names.values())

@@ -156,8 +156,6 @@ def cards_table(found: Findings) -> Table:
     """The safe size on several cards of this kind."""
     safe = recommendations(found)["safe"]["rows"]
     table = Table("cards", "total batch", "launch", title="On several such cards", title_justify="left")
-    if found.objective == "grpo":
-        table.caption = "train_lean.py runs in one process so far: these lines are for when it does not"
     for count in CARDS:
         script = f"train_lean.py --batch-size {count * safe}" if found.objective == "grpo" else "YOUR_SCRIPT"
         how = "python" if count == 1 else f"accelerate launch --num_processes {count}"
