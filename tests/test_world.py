@@ -58,7 +58,7 @@ def test_each_process_has_a_card_of_its_own(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert launch._device_of("auto") == launch._device_of("cuda") == "cuda:1"
     assert launch._device_of("cpu") == "cpu"
-    with pytest.raises(ValueError, match="device is 'cuda:0'.*auto, cuda or cpu"):
+    with pytest.raises(ValueError, match=r"device is 'cuda:0'.*auto, cuda or cpu"):
         launch._device_of("cuda:0")
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ValueError, match=r"2 CUDA devices: start one for each, or give --device cpu"):
@@ -97,11 +97,10 @@ def test_a_process_is_lost_when_its_heart_is_silent_for_too_long(monkeypatch):
 
 
 def test_who_has_not_listened_for_a_while_begins_anew(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
+    times = iter((0.0, 60.0, 62.0, 64.0))
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: next(times))
     listener = heartbeat.Listener(FakeStore({"beat/1": b"1"}))
-    for now in (0.0, 60.0, 62.0, 64.0):
-        assert listener.trouble([1]) is None
+    assert [listener.trouble([1]) for _ in range(4)] == [None] * 4
 
 
 def test_interleaved_scores_are_in_the_order_of_the_prompts():
