@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from grpo.forward import completion_hidden, text_hidden
 from grpo.logprobs import completion_logprobs
 from grpo.memory import Shape
+from grpo.shard import inside
 from grpo.values import Rollout
 
 
@@ -79,16 +80,20 @@ def micro_batch_logprobs(
     what matrix products are computed in. `checkpoint`: activations are recomputed in the backward pass.
     """
     device = model.device
-    with computing_in(dtype, device):
-        hidden = completion_hidden(
-            model, batch.prompt_ids, batch.row_to_prompt, batch.completion_ids, checkpoint=checkpoint
-        )
-        head = model.get_output_embeddings()
-        return completion_logprobs(
-            hidden, head.weight, batch.completion_ids.to(device),
-            None if batch.mask is None else batch.mask.to(device),
-            bias=head.bias, temperature=temperature, entropy=entropy,
-        )  # fmt: skip
+
+    def work() -> tuple[Tensor, Tensor | None]:
+        with computing_in(dtype, device):
+            hidden = completion_hidden(
+                model, batch.prompt_ids, batch.row_to_prompt, batch.completion_ids, checkpoint=checkpoint
+            )
+            head = model.get_output_embeddings()
+            return completion_logprobs(
+                hidden, head.weight, batch.completion_ids.to(device),
+                None if batch.mask is None else batch.mask.to(device),
+                bias=head.bias, temperature=temperature, entropy=entropy,
+            )  # fmt: skip
+
+    return inside(model, work)
 
 
 def window_logprobs(model: PreTrainedModel, windows: Tensor, *, dtype: torch.dtype) -> Tensor:
