@@ -9,9 +9,10 @@ DONE, FAILED, WRONG_SETTING, INTERRUPTED = 0, 1, 2, 130
 
 def main() -> int:
     """Run the command line."""
-    from grpo.before_torch import set_memory_defaults
+    from grpo.before_torch import launched_processes, set_memory_defaults
 
     set_memory_defaults()
+    process, _ = launched_processes()
     # Imported step by step: a wrong setting need not wait for the large libraries.
     from loguru import logger
     from rich.console import Console
@@ -19,20 +20,23 @@ def main() -> int:
     from grpo.config import SettingsError, parse_command_line
     from grpo.tracking import MEMORY_FILE, configure_logging, read_lines
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=process > 0)  # one of several processes speaks for all
     try:
         config = parse_command_line()
     except SettingsError as error:
         console.print(f"[red]error[/red] {error}", highlight=False)
         return WRONG_SETTING
-    configure_logging(config.log_level, console)
+    configure_logging(config.log_level, console, process=process)
+    complain = logger.debug if process else logger.error
+    go_on = "nothing was learned yet"
 
     from grpo.dry_run import dry_run
     from grpo.interrupt import stop_on_signal
-    from grpo.planning import measured_table, plan_table
-    from grpo.setup import open_run
+    from grpo.planning import measured_table
+    from grpo.setup import open_run, show_plans
     from grpo.step import Diverged
     from grpo.trainer import Trainer
+    from grpo.world import ProcessLost
     from rewards.engine import EngineError
 
     try:
@@ -41,26 +45,28 @@ def main() -> int:
             return DONE
         with stop_on_signal() as stop, open_run(config) as run:
             logger.info("run folder: {}", run.folder)
-            console.print(plan_table(run.memory.plan, run.budget))
+            show_plans(run, console)
             gc.freeze()  # what set-up made stays: no need to look through it at every collection
             go_on = f"go on with: python train_lean.py --resume {run.folder}"
-            try:
-                trainer = Trainer(run, console)
-                trainer.train(stop)
-            except KeyboardInterrupt:
-                logger.error("stopped at once; the last checkpoint is good: {}", go_on)
-                return INTERRUPTED
+            trainer = Trainer(run, console)
+            trainer.train(stop)
             console.print(measured_table(read_lines(run.folder / MEMORY_FILE), run.budget))
-            if trainer.finished < run.config.steps and stop.requested:
+            if trainer.interrupted:
                 logger.warning("stopped after step {}; {}", trainer.finished, go_on)
                 return INTERRUPTED
             logger.info("done after {} steps; model and metrics are in {}", trainer.finished, run.folder)
+    except KeyboardInterrupt:
+        complain("stopped at once; the last checkpoint is good: {}", go_on)
+        return INTERRUPTED
     except (ValueError, EngineError) as error:
-        logger.error("{}", error)
+        complain("{}", error)
         logger.opt(exception=True).debug("where it happened")
         return WRONG_SETTING
     except Diverged as error:
-        logger.error("{}", error)
+        complain("{}", error)
+        return FAILED
+    except ProcessLost as error:
+        (logger.error if error.rank == 0 else complain)("{} {}", error, go_on)
         return FAILED
     return DONE
 

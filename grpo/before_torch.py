@@ -2,6 +2,18 @@
 
 import os
 
+_RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def launched_processes() -> tuple[int, int]:
+    """This process's rank, and how many a launcher has started (accelerate, torchrun, MPI); else (0, 1)."""
+
+    def first(names: tuple[str, ...], default: int) -> int:
+        return next((int(os.environ[name]) for name in names if os.environ.get(name)), default)
+
+    return first(_RANKS, 0), first(_SIZES, 1)
+
 
 def set_memory_defaults() -> None:
     """Settings that keep memory small where the user has not chosen otherwise."""

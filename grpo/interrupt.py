@@ -1,10 +1,16 @@
 """Ctrl-C once: stop after the step in progress. Twice: stop at once."""
 
+import math
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+
+from grpo.before_torch import launched_processes
+
+_SAME_S = 1.0
 
 
 class StopRequest:
@@ -15,17 +21,26 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signal() -> Iterator[StopRequest]:
-    """While inside, the first SIGINT or SIGTERM only sets the flag; the second raises KeyboardInterrupt."""
+    """While inside, the first SIGINT or SIGTERM only sets the flag; the second raises KeyboardInterrupt.
+
+    What comes within a second of the first is the first again: a launcher passes on to its processes the
+    Ctrl-C that the terminal has sent them already.
+    """
     stop = StopRequest()
+    since = math.inf
 
-    def first(signum: int, frame: FrameType | None) -> None:
-        stop.requested = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with suppress(OSError):  # not through loguru, which may be at work on a line just now
-            os.write(2, b"stopping after this step; once more to stop at once\n")
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        nonlocal since
+        if stop.requested and time.monotonic() - since > _SAME_S:
+            raise KeyboardInterrupt
+        if stop.requested:
+            return
+        stop.requested, since = True, time.monotonic()
+        if launched_processes()[0] == 0:
+            with suppress(OSError):  # not through loguru, which may be at work on a line just now
+                os.write(2, b"stopping after this step; once more to stop at once\n")
 
-    before = {s: signal.signal(s, first) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:

@@ -1,5 +1,6 @@
 """What is learned, GRPO and plain language modelling, as "accumulate gradients over micro-batches"."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -19,12 +20,16 @@ from grpo.loss import (
 from grpo.scoring import micro_batch_logprobs, micro_batches, window_logprobs
 from grpo.values import Rollout
 
+Sums = dict[str, Tensor]
+"""Sums, least and largest values over rows, as `merge_metrics` puts them together; empty without rows."""
+
 
 @dataclass(frozen=True)
 class GRPOBatch:
     """Everything the loss of one step depends on, frozen before the first backward pass.
 
-    advantages: (N,). old_logp, ref_logp: (N, C) or None. mask: (N, C) tokens that are learned from.
+    Of the rows that this process learns from; `counts` are of the whole step. advantages: (N,).
+    old_logp, ref_logp: (N, C) or None. mask: (N, C) tokens that are learned from.
     """
 
     rollout: Rollout
@@ -45,18 +50,15 @@ def accumulate_grpo(
     rows: int,
     importance_cap: float | None = None,
     checkpoint: bool = False,
-) -> dict[str, float]:
+) -> Sums:
     """Add the step's gradient to the parameters' `.grad`, `rows` rows at a time.
 
     The split changes nothing (invariance I1), nor does `checkpoint`, which recomputes activations
-    in the backward pass to save memory. Returns the loss, the entropy in nats a token, the
-    difference between sampler and scorer in log-prob, and the metrics of `grpo_loss`.
+    in the backward pass to save memory. Returns what `finish_grpo` makes metrics of.
     """
     device = model.device
     exact = torch.float32 if device.type == "mps" else torch.float64  # which MPS does not have
-    loss_sum = torch.zeros((), device=device, dtype=exact)
-    entropy_sum, gap_sum, gap_max = loss_sum.clone(), loss_sum.clone(), loss_sum.clone()
-    merged: dict[str, Tensor] = {}
+    sums: Sums = {}
 
     def part(values: Tensor | None, of: Tensor, width: int) -> Tensor | None:
         return None if values is None else values[of, :width].to(device)
@@ -80,22 +82,31 @@ def accumulate_grpo(
         )  # fmt: skip
         loss.backward()  # type: ignore[no-untyped-call]
 
-        merged = merge_metrics(merged, metrics)
         gap = (logp.detach() - sampler_logp).abs() * batch.rollout.mask[micro.rows, :width].to(device)
-        loss_sum += loss.detach()
-        gap_sum += gap.sum()
-        gap_max = torch.maximum(gap_max, gap.max().to(exact))
+        metrics |= {"loss": loss.detach(), "gap": gap.sum(), "gap_max": gap.max()}
         if entropy is not None:
-            entropy_sum += (entropy * mask).sum()
+            metrics["entropy"] = (entropy * mask).sum()
+        sums = merge_metrics(sums, {name: value.to(exact) for name, value in metrics.items()})
+    return dict(zip(sums, torch.stack(list(sums.values())).cpu(), strict=True))
 
-    tokens = max(batch.counts.tokens, 1)
-    sampled_tokens = max(int(batch.rollout.lengths.sum()), 1)
+
+def finish_grpo(parts: Sequence[Sums], counts: StepCounts, sampled_tokens: int) -> dict[str, float]:
+    """A step's metrics from what `accumulate_grpo` returned, in each process or in one.
+
+    The loss, the entropy in nats a token, the difference between sampler and scorer in log-prob (over all
+    `sampled_tokens`, masked or not), and the metrics of `grpo_loss`.
+    """
+    sums: Sums = {}
+    for part in parts:
+        sums = merge_metrics(sums, part)
+    loss, entropy = sums.pop("loss").item(), sums.pop("entropy").item()
+    gap, gap_max = sums.pop("gap").item(), sums.pop("gap_max").item()
     return {
-        "loss": loss_sum.item(),
-        "entropy": entropy_sum.item() / tokens,
-        "sampling/sampling_logp_difference/mean": gap_sum.item() / sampled_tokens,
-        "sampling/sampling_logp_difference/max": gap_max.item(),
-        **(finish_metrics(merged) if batch.counts.tokens else {}),
+        "loss": loss,
+        "entropy": entropy / max(counts.tokens, 1),
+        "sampling/sampling_logp_difference/mean": gap / max(sampled_tokens, 1),
+        "sampling/sampling_logp_difference/max": gap_max,
+        **(finish_metrics(sums) if counts.tokens else {}),
     }
 
 

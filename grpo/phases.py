@@ -8,6 +8,7 @@ graph would hold, and what kernels use within themselves.
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -121,7 +122,7 @@ class PhaseTracer:
         self._num_saved = len(self._known)
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._file.with_suffix(".tmp")
+            temporary = self._file.with_suffix(f".{os.getpid()}.tmp")  # others may trace the same
             temporary.write_text(json.dumps(self._known))
             temporary.replace(self._file)
         except OSError as error:  # traced again next time, that is all

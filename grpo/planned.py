@@ -1,12 +1,13 @@
 """Sampling, scoring and learning of one run, in as many rows at once as its memory plan says."""
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo.decode import has_static_cache
 from grpo.loss import LossSettings
 from grpo.memory import Shape
-from grpo.objectives import GRPOBatch, accumulate_grpo
+from grpo.objectives import GRPOBatch, Sums, accumulate_grpo
 from grpo.rollout import rollout
 from grpo.sampling import step_uniforms
 from grpo.scoring import micro_batch_shapes, score
@@ -28,11 +29,15 @@ class PlannedPhases:
         self._longest_prompt = max(self._longest_prompt, *map(len, texts["input_ids"]))
         run.memory.replan(self._longest_prompt, run.config.sampling.max_new_tokens)
 
-    def sample(self, step: int, prompts: list[Prompt], *, draw: int) -> Rollout:
-        """`group_size` completions of each prompt; draw: see `step_uniforms`."""
+    def sample(self, step: int, prompts: list[Prompt], *, of: int, first: int, draw: int) -> Rollout:
+        """`group_size` completions of each prompt.
+
+        They are the step's prompts from number `first` on, `of` so many. draw: see `step_uniforms`.
+        """
         config, run = self._run.config, self._run
         num_rows, longest = len(prompts) * config.group_size, config.sampling.max_new_tokens
-        uniforms = step_uniforms(num_rows, longest, seed=config.seed, step=step, draw=draw)
+        uniforms = step_uniforms(of * config.group_size, longest, seed=config.seed, step=step, draw=draw)
+        uniforms = uniforms[first * config.group_size :][:num_rows]
         kv_growth: list[tuple[int, int]] = []
 
         def work(rows: int) -> Rollout:
@@ -51,6 +56,8 @@ class PlannedPhases:
     def logprobs(self, model: PreTrainedModel, sampled: Rollout) -> Tensor:
         """Log-probs (N, C) of a rollout's tokens under the policy or the reference, without gradients."""
         config, run = self._run.config, self._run
+        if not sampled.prompts:
+            return torch.zeros(sampled.completion_ids.shape)
         return run.memory.run(
             "score",
             lambda rows: score(
@@ -60,9 +67,11 @@ class PlannedPhases:
             shapes=lambda rows, _: micro_batch_shapes(sampled, rows),
         )  # fmt: skip
 
-    def accumulate(self, batch: GRPOBatch, settings: LossSettings) -> dict[str, float]:
-        """Add a step's gradients to the policy's; the metrics of `accumulate_grpo`."""
+    def accumulate(self, batch: GRPOBatch, settings: LossSettings) -> Sums:
+        """Add a step's gradients to the policy's; what `finish_grpo` makes metrics of."""
         config, run = self._run.config, self._run
+        if not batch.rollout.prompts:
+            return {}
         return run.memory.run(
             "learn",
             lambda rows: accumulate_grpo(

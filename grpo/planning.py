@@ -48,6 +48,14 @@ class Workload:
     reference_here: bool
     """Whether the reference lives on the policy's device."""
     device_type: str = "cpu"
+    processes: int = 1
+
+    @property
+    def rows_here(self) -> int:
+        """Completions of a step that one process does, at most; as yet unknown, the most there may be."""
+        config = self.config
+        size = config.max_batch_size if config.batch_size == "auto" else config.batch_size
+        return -(-(size // config.group_size) // self.processes) * config.group_size
 
     @property
     def new_tokens(self) -> int:
@@ -91,7 +99,6 @@ def make_memory(
     longest = Shape(config.group_size, work.longest_prompt, work.new_tokens)
     traced = {phase: TracedFit(tracer, phase, longest, config.group_size) for phase in PHASES}
     resident = resident_parts(work, tracer.num_parameters)
-    batch_size = config.max_batch_size if config.batch_size == "auto" else config.batch_size
     gradients = {"gradients": resident["weights"]}
     specs = {
         "sample": PhaseSpec(
@@ -110,7 +117,7 @@ def make_memory(
         del specs["score"]
     return AdaptiveMemory(
         specs, Predictor(fits, scratch_bytes=scratch, bias=bias), monitor,
-        resident=lambda: resident, budget=budget, batch_size=batch_size, group_size=config.group_size,
+        resident=lambda: resident, budget=budget, batch_size=work.rows_here, group_size=config.group_size,
         overhead_bytes=overhead_bytes, advice=lambda phase: advice(work, phase, tracer),
     )  # fmt: skip
 
@@ -122,11 +129,15 @@ def plan_memory(
     *,
     overhead_bytes: int | None = None,
     bias: float = 1.0,
+    agree: Callable[[int], int] = lambda rows: rows,
 ) -> tuple[Workload, AdaptiveMemory]:
-    """The first plan; batch_size auto is a number in the workload that comes back."""
+    """The first plan; batch_size auto is a number in the workload that comes back.
+
+    agree: from the rows that fit in this process to those of the process that holds least.
+    """
     memory = make_memory(work, monitor, budget, overhead_bytes=overhead_bytes, bias=bias)
     if work.config.batch_size == "auto":
-        size = find_batch_size(memory, work, budget())
+        size = work.processes * agree(find_batch_size(memory, work, budget()))
         logger.info("batch size {}: the largest that needs no splitting, of {}", size, budget())
         work = replace(work, config=replace(work.config, batch_size=size))
         memory = make_memory(work, monitor, budget, overhead_bytes=overhead_bytes, bias=bias)
@@ -146,9 +157,10 @@ def longest_prompt(source: PromptSource, tokenizer: PreTrainedTokenizerBase, con
 
 
 def find_batch_size(memory: AdaptiveMemory, work: Workload, budget: Budget) -> int:
-    """The largest multiple of the group size, up to max_batch_size, that no phase has to split."""
+    """The largest multiple of the group size, up to one process's share, that no phase has to split."""
     config = work.config
-    size = config.max_batch_size // config.group_size * config.group_size
+    groups = max(1, config.max_batch_size // config.group_size // work.processes)
+    size = groups * config.group_size
     for phase in memory.phases:
         fits = memory.largest_whole(phase, budget, size, work.longest_prompt, work.new_tokens)
         if fits < config.group_size:

@@ -49,6 +49,15 @@ class Scores:
         rewards[scored] = combine_rewards(self.table[scored], self.weights)
         return rewards
 
+    @staticmethod
+    def join(parts: Sequence["Scores"]) -> "Scores":
+        """One after the other."""
+        return replace(
+            parts[0],
+            table=torch.cat([part.table for part in parts]),
+            components=[row for part in parts for row in part.components],
+        )
+
     def replace_groups(self, groups: Sequence[int], others: "Scores", group_size: int) -> "Scores":
         """With `groups` (indices among the B) taken from `others`, in order."""
         rows = [group * group_size + row for group in groups for row in range(group_size)]

@@ -1,22 +1,22 @@
 """Everything a run needs, made in the order in which it can fail: cheap checks first."""
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
 import torch
 from loguru import logger
+from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo.checkpoint import Checkpoint, CheckpointFolder
 from grpo.clock import Clock
-from grpo.config import CONFIG_FILE, Config, SettingsError, write_yaml
+from grpo.config import CONFIG_FILE, Config, SettingsError, to_flat, write_yaml
 from grpo.memory import AdaptiveMemory, Budget, MemoryMonitor, limit_memory, make_budget, parse_size
 from grpo.model import (
     Policy,
@@ -28,7 +28,7 @@ from grpo.model import (
     load_policy,
 )
 from grpo.optimizer import make_optimizer
-from grpo.planning import Workload, longest_prompt, plan_memory
+from grpo.planning import Workload, longest_prompt, plan_memory, plan_table
 from grpo.prompts import PromptSource, load_prompts
 from grpo.reward_functions import RewardFunctions
 from grpo.rollout import context_length, rollout
@@ -36,6 +36,7 @@ from grpo.sampling import step_uniforms
 from grpo.scoring import check_scorer, micro_batch_logprobs, micro_batches
 from grpo.tracking import check_trackers
 from grpo.values import Prompt, Rollout
+from grpo.world import World, open_world
 from rewards.engine import EnginePool, find_stockfish
 
 
@@ -62,6 +63,7 @@ class Run:
     """At the start; what others hold may change it."""
     longest_prompt: int
     """Tokens, of the prompts that are known beforehand."""
+    world: World = field(default_factory=World)
     started: float = field(default_factory=time.monotonic)
 
     def held_out_reward(self, rollout: Rollout) -> Tensor:
@@ -78,17 +80,24 @@ class Run:
 def open_run(config: Config, *, prediction_bias: float = 1.0) -> Iterator[Run]:
     """Build a run, and end its engine processes afterwards. ValueError for what a user can mend.
 
-    prediction_bias: multiplies what the memory plan expects; for experiments that want it wrong.
+    Under a launcher of several processes each builds its own, and they find each other first; ProcessLost
+    where one of the others fails. prediction_bias: multiplies what the memory plan expects; for
+    experiments that want it wrong.
     """
-    _check_one_process()
-    device = choose_device(config.device)
+    with open_world(config.device, wait_minutes=config.wait_minutes) as (world, device), ExitStack() as stack:
+        yield _make_run(config, world, choose_device(device), stack, prediction_bias)
+
+
+def _make_run(
+    config: Config, world: World, device: torch.device, stack: ExitStack, prediction_bias: float
+) -> Run:
     config = replace(config, model=choose_model(config.model, device))
     reference_device = choose_device(config.reference_device) if config.reference_device else device
     check_trackers(config.trackers)
     if config.engine != "off":
         find_stockfish(config.stockfish_path)  # a wrong path shows at once
     rewards = RewardFunctions(config.reward, config.reward_weights)
-    folder = _choose_folder(config)
+    folder = world.from_main("the choice of a folder", _choose_folder(config) if world.is_main else Path())
     checkpoints = CheckpointFolder(folder / "checkpoints", keep=config.keep_checkpoints)
     checkpoint = checkpoints.newest_intact() if config.resume else None
     if config.resume and checkpoint is None:
@@ -103,55 +112,85 @@ def open_run(config: Config, *, prediction_bias: float = 1.0) -> Iterator[Run]:
     )
     rewards.check_tasks(source.tasks)
     engine = _start_engine(config) if "policy" in source.tasks else None
-    try:
-        policy, reference = _load_models(config, checkpoint, device, reference_device)
-        sampler = RolloutModel(policy.model, policy.compute_dtype)
-        optimizer = make_optimizer(policy.model, config.optimizer)
-        monitor = MemoryMonitor(device, limited=config.memory_limit is not None)
-        work = Workload(
-            config, policy.model.config, policy.model.config._attn_implementation, policy.compute_dtype,
-            longest_prompt(source, policy.tokenizer, config),
-            reference_here=reference_device == device, device_type=device.type,
-        )  # fmt: skip
-        if config.memory_limit is not None:
-            _rehearse(config, policy, sampler, source)
-        budget = _budget(config, monitor)
-        work, memory = plan_memory(work, monitor, budget, bias=prediction_bias)
-        config = work.config
+    if engine is not None:
+        stack.callback(engine.close)
+    policy, reference = _load_models(config, checkpoint, device, reference_device)
+    _check_same(world, config, checkpoint, source, policy.model)
+    sampler = RolloutModel(policy.model, policy.compute_dtype)
+    optimizer = make_optimizer(policy.model, config.optimizer)
+    monitor = MemoryMonitor(device, limited=config.memory_limit is not None)
+    work = Workload(
+        config, policy.model.config, policy.model.config._attn_implementation, policy.compute_dtype,
+        longest_prompt(source, policy.tokenizer, config),
+        reference_here=reference_device == device, device_type=device.type, processes=world.size,
+    )  # fmt: skip
+    if config.memory_limit is not None:
+        _rehearse(config, policy, sampler, source)
+    budget = _budget(config, monitor, world)
+    work, memory = plan_memory(
+        work, monitor, budget, bias=prediction_bias,
+        agree=lambda rows: min(world.exchange("the batch size", rows)),
+    )  # fmt: skip
+    config = work.config
+    if world.is_main:
         _claim_folder(folder, config)
-        _limit_memory(config, monitor)
-        yield Run(
-            config=config,
-            folder=folder,
-            source=source,
-            eval_prompts=_choose_eval_prompts(source.heldout, config.eval_prompts),
-            engine=engine,
-            rewards=rewards.with_engine(engine),
-            policy=policy,
-            reference=reference,
-            sampler=sampler,
-            optimizer=optimizer,
-            checkpoints=checkpoints,
-            checkpoint=checkpoint,
-            clock=Clock(device),
-            monitor=monitor,
-            memory=memory,
-            budget=budget(),
-            longest_prompt=work.longest_prompt,
-        )
-    finally:
-        if engine is not None:
-            engine.close()
+    _limit_memory(config, monitor)
+    return Run(
+        config=config,
+        folder=folder,
+        source=source,
+        eval_prompts=_choose_eval_prompts(source.heldout, config.eval_prompts),
+        engine=engine,
+        rewards=rewards.with_engine(engine),
+        policy=policy,
+        reference=reference,
+        sampler=sampler,
+        optimizer=optimizer,
+        checkpoints=checkpoints,
+        checkpoint=checkpoint,
+        clock=Clock(device),
+        monitor=monitor,
+        memory=memory,
+        budget=budget(),
+        longest_prompt=work.longest_prompt,
+        world=world,
+    )
 
 
-def _check_one_process() -> None:
-    """SettingsError under a launcher of several processes: each would train a model of its own."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes > 1:
-        raise SettingsError(
-            f"WORLD_SIZE is {processes}: training in several processes is not built yet; start one, "
-            "without accelerate launch or torchrun."
-        )
+def show_plans(run: Run, console: Console) -> None:
+    """The table of the first process's plan; of the others, how many rows they do at once."""
+    console.print(plan_table(run.memory.plan, run.budget))
+    rows = ", ".join(f"{phase} {plan.rows}" for phase, plan in run.memory.plan.items())
+    for process, plan in enumerate(run.world.exchange("the plans", f"{rows}; budget {run.budget}")):
+        if process:
+            logger.info("process {} has rows at once: {}", process, plan)
+
+
+_OF_THIS_MACHINE = {
+    *("device", "reference_device", "memory_utilization", "memory_limit", "gradient_checkpointing"),
+    *("rollout_rows", "score_rows", "train_rows"),
+    *("stockfish_path", "num_engines", "runs_dir", "name", "resume"),
+}
+"""Settings in which processes may differ."""
+
+
+def _check_same(
+    world: World, config: Config, checkpoint: Checkpoint | None, source: PromptSource, model: PreTrainedModel
+) -> None:
+    """SettingsError unless all processes train the same model on the same prompts in the same way."""
+    settings = {name: value for name, value in to_flat(config).items() if name not in _OF_THIS_MACHINE}
+    mine = settings | {
+        "the checkpoint to go on from": checkpoint.folder.name if checkpoint else None,
+        "the prompts (a digest)": source.state()["rows_digest"],
+        "the model (sum of weights)": sum(p.double().abs().sum().item() for p in model.parameters()),
+    }
+    for rank, theirs in enumerate(world.exchange("the comparison of settings", mine)):
+        for what, value in theirs.items():
+            if value != mine[what]:
+                raise SettingsError(
+                    f"process {rank} has {value} for {what}, process {world.rank} {mine[what]}: give all "
+                    "machines the same command, files and versions, and --resume a folder that all see."
+                )
 
 
 def _rehearse(config: Config, policy: Policy, sampler: RolloutModel, source: PromptSource) -> None:
@@ -171,10 +210,16 @@ def _rehearse(config: Config, policy: Policy, sampler: RolloutModel, source: Pro
     policy.model.zero_grad(set_to_none=True)
 
 
-def _budget(config: Config, monitor: MemoryMonitor) -> Callable[[], Budget]:
+def _budget(config: Config, monitor: MemoryMonitor, world: World) -> Callable[[], Budget]:
     """What this process may hold, as it is whenever that is asked."""
     limit = parse_size(config.memory_limit) if config.memory_limit else None
-    return lambda: make_budget(monitor.memory(), utilization=config.memory_utilization, limit_bytes=limit)
+    utilization = config.memory_utilization
+
+    def budget() -> Budget:
+        memory = monitor.memory().shared_by(world.sharing)
+        return make_budget(memory, utilization=utilization, limit_bytes=limit)
+
+    return budget
 
 
 def _limit_memory(config: Config, monitor: MemoryMonitor) -> None:

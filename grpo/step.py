@@ -8,6 +8,8 @@ import torch
 from loguru import logger
 from torch import nn
 
+from grpo.world import World
+
 
 class Diverged(RuntimeError):
     """Several steps in a row were not finite: going on would only waste time."""
@@ -31,7 +33,7 @@ class Stepper:
         *,
         updating: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._optimizer = optimizer
         self._max_grad_norm = max_grad_norm or math.inf
         self._updating = updating
@@ -48,7 +50,7 @@ class Stepper:
         self._optimizer.zero_grad(set_to_none=True)
         metrics = accumulate()
         with self._updating():
-            norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm).item()
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters, self._max_grad_norm).item()
             watched = {"loss": metrics["loss"], "kl": metrics.get("kl", 0.0), "grad_norm": norm}
             broken = {name: value for name, value in watched.items() if not math.isfinite(value)}
             if broken:
@@ -59,6 +61,18 @@ class Stepper:
                 self.skipped_in_a_row = 0
         self._optimizer.zero_grad(set_to_none=True)
         return {**metrics, "grad_norm": norm, "skipped": float(self.skipped_in_a_row > 0)}
+
+    @torch.no_grad()
+    def keep_together(self, world: World) -> None:
+        """See to it that all processes have the same weights and moments.
+
+        Their steps are the same, but kernels of unlike cards round differently, which adds up in time.
+        """
+        sums = [parameter.double().sum().item() for parameter in self.parameters]
+        if any(other != sums for other in world.exchange("the comparison of weights", sums)):
+            logger.info("the processes' weights have drifted apart by rounding: all take the first one's")
+            states = [value for p in self.parameters for value in self._optimizer.state[p].values()]
+            world.copy_from_main([*self.parameters, *states])
 
     def _skip(self, broken: dict[str, float]) -> None:
         self.num_skipped += 1

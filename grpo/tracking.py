@@ -22,10 +22,16 @@ COMPLETIONS_FILE = "completions.jsonl"
 MEMORY_FILE = "memory.jsonl"
 
 
-def configure_logging(level: str, console: Console) -> None:
-    """Send log lines through `console`, above a progress bar if one is shown. For entry points."""
+def configure_logging(level: str, console: Console, *, process: int = 0) -> None:
+    """Send log lines through `console`, above a progress bar if one is shown. For entry points.
+
+    Of several processes the first one tells what happens, the others only what goes wrong.
+    """
     logger.remove()
     line = "<green>{time:HH:mm:ss}</green> <level>{level: <7}</level> {message}"
+    if process:
+        line = line.replace("{message}", f"process {process}: {{message}}")
+        level = level if level in ("DEBUG", "ERROR") else "WARNING"
     if console.is_terminal:
         logger.add(
             lambda message: console.out(message, end="", highlight=False),
@@ -90,7 +96,25 @@ def check_trackers(names: Sequence[str]) -> None:
         raise ValueError("trackers names wandb, which is not installed: pip install wandb, or leave it out.")
 
 
-class RunTracker:
+def process_file(file: str, process: int) -> str:
+    """`file` of the first process, `memory-process-1.jsonl` and so on of the others."""
+    path = Path(file)
+    return f"{path.stem}-process-{process}{path.suffix}" if process else file
+
+
+class NoTracker:
+    """Of a process that does not write the run's folder."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def log_completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None: ...
+
+    def log_memory(self, step: int, processes: Iterable[Iterable[Mapping[str, Any]]]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RunTracker(NoTracker):
     """Writes one run's metrics and completions. Lines after `before_step` of an earlier try go.
 
     What cannot be written, to a full disk say, is a warning.
@@ -101,7 +125,8 @@ class RunTracker:
     ) -> None:
         self._metrics = _Lines(folder / METRICS_FILE, before_step=before_step)
         self._completions = _Lines(folder / COMPLETIONS_FILE, before_step=before_step)
-        self._memory = _Lines(folder / MEMORY_FILE, before_step=before_step)
+        self._folder, self._before_step = folder, before_step
+        self._memory: list[_Lines] = []  # by process
         self._failing: set[str] = set()
         self._board: Any = None
         self._wandb: Any = None
@@ -130,14 +155,19 @@ class RunTracker:
         for row in rows:
             self._attempt(COMPLETIONS_FILE, partial(self._completions.write, {"step": step, **row}))
 
-    def log_memory(self, step: int, phases: Iterable[Mapping[str, Any]]) -> None:
-        """What each phase of one step held, and what had been predicted."""
-        for phase in phases:
-            self._attempt(MEMORY_FILE, partial(self._memory.write, {"step": step, **phase}))
+    def log_memory(self, step: int, processes: Iterable[Iterable[Mapping[str, Any]]]) -> None:
+        """What each phase of one step held in each process, and what had been predicted."""
+        for process, phases in enumerate(processes):
+            if process == len(self._memory):
+                path = self._folder / process_file(MEMORY_FILE, process)
+                self._memory.append(_Lines(path, before_step=self._before_step))
+            for phase in phases:
+                self._attempt(MEMORY_FILE, partial(self._memory[process].write, {"step": step, **phase}))
 
     def close(self) -> None:
         self._attempt(METRICS_FILE, self._metrics.close)
-        self._attempt(MEMORY_FILE, self._memory.close)
+        for memory in self._memory:
+            self._attempt(MEMORY_FILE, memory.close)
         self._attempt(COMPLETIONS_FILE, self._completions.close)
         if self._board is not None:
             self._attempt("tensorboard", self._board.close)

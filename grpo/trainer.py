@@ -12,18 +12,18 @@ from torch import Tensor
 from grpo.advantages import group_advantages, zero_variance_groups
 from grpo.checkpoint import Checkpoint, restore_optimizer
 from grpo.config import to_flat
-from grpo.evaluate import evaluate
+from grpo.evaluate import Evaluation, interleave, score_heldout
 from grpo.interrupt import StopRequest
 from grpo.loss import adaptive_kl, loss_counts
 from grpo.memory import DoesNotFit, survive
 from grpo.metrics import completion_records, reward_metrics, rollout_metrics
-from grpo.objectives import GRPOBatch
+from grpo.objectives import GRPOBatch, finish_grpo
 from grpo.optimizer import learning_rate, set_learning_rate
 from grpo.planned import PlannedPhases
 from grpo.reward_functions import Scores
 from grpo.setup import Run
 from grpo.step import Stepper
-from grpo.tracking import RunTracker, StepProgress
+from grpo.tracking import NoTracker, RunTracker, StepProgress
 from grpo.values import Prompt, Rollout
 
 EVAL_ROWS = 256
@@ -47,16 +47,20 @@ class Trainer:
         self.best_reward: float | None = None
         self.num_tokens = 0
         self.finished = 0
+        self.interrupted = False
+        """Whether somebody asked the run to stop before its end."""
         self.phases = PlannedPhases(run)
         self.source_state = run.source.state()
         if run.checkpoint is not None:
             self._restore(run.checkpoint)
-        self.tracker = RunTracker(
-            run.folder,
-            trackers=self.config.trackers,
-            settings=to_flat(self.config),
-            before_step=self.finished or -1,  # evaluation 0 is done again
-        )
+        self.tracker = NoTracker()
+        if run.world.is_main:
+            self.tracker = RunTracker(
+                run.folder,
+                trackers=self.config.trackers,
+                settings=to_flat(self.config),
+                before_step=self.finished or -1,  # evaluation 0 is done again
+            )
         self.saved = self.finished
 
     def train(self, stop: StopRequest) -> None:
@@ -64,12 +68,13 @@ class Trainer:
         config, run = self.config, self.run
         progress = StepProgress(self.console, total=config.steps, done=self.finished)
         try:
-            if self.finished == 0 and not stop.requested:
+            if self.finished == 0 and not self._anyone(stop):
                 self.evaluate(0)
             for step in range(self.finished + 1, config.steps + 1):
-                if stop.requested:
+                if self._anyone(stop):
                     if self.finished == 0:
                         self.save()  # or there would be nothing to go on from
+                    self.interrupted = True
                     break
                 run.clock.lap()  # what came before is no part of this step's time
                 run.monitor.reset_peak()
@@ -83,10 +88,12 @@ class Trainer:
                 self.log(step, sampled, scores, rewards, advantages, learned, progress)
                 self.after_step(step)
 
-                done = step == config.steps or run.time_is_up()
+                done = step == config.steps or run.world.from_main("the time", run.time_is_up())
                 better = self.evaluate(step) if done or self._due(step, config.eval_interval) else False
-                last = done or stop.requested
+                self.interrupted = not done and self._anyone(stop)
+                last = done or self.interrupted
                 if better or last or self._due(step, config.checkpoint_interval):
+                    self.stepper.keep_together(run.world)
                     self.save(best=better)
                 if last:
                     break
@@ -114,24 +121,34 @@ class Trainer:
         return sampled, scores
 
     def _sample(self, step: int, prompts: list[Prompt], *, draw: int) -> tuple[Rollout, Scores]:
-        run = self.run
-        with run.clock("sample"):
-            run.rewards.prepare(prompts)  # the engine works while the model writes
-            sampled = self.phases.sample(step, prompts, draw=draw)
-        with run.clock("reward"):
-            return sampled, run.rewards(sampled)
+        """Each process its groups; in the end all have everything."""
+        run, mine = self.run, None
+        share = run.world.share(len(prompts))
+        own = prompts[share.start : share.stop]
+        if own:
+            with run.clock("sample"):
+                run.rewards.prepare(own)  # the engine works while the model writes
+                sampled = self.phases.sample(step, own, of=len(prompts), first=share.start, draw=draw)
+            with run.clock("reward"):
+                mine = sampled, run.rewards(sampled)
+        with run.clock("wait"):
+            made = [part for part in run.world.exchange(f"the sampling of step {step}", mine) if part]
+        return Rollout.join([part for part, _ in made]), Scores.join([scores for _, scores in made])
 
     def score(self, sampled: Rollout, scores: Scores) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Rewards (N,), and log-probs (N, C) under the policy before this step and the reference."""
+        """Rewards (N,), and this process's log-probs (n, C) under the policy so far and the reference."""
         config, run = self.config, self.run
         rewards, old_logp, ref_logp = scores.rewards, None, None
+        own = sampled.groups(run.world.share(len(sampled.prompts)))
         with run.clock("score"):
             if config.num_iterations > 1 or config.kl_in_reward:  # else the first pass of learning serves
-                old_logp = self.phases.logprobs(run.policy.model, sampled)
+                old_logp = self.phases.logprobs(run.policy.model, own)
             if run.reference is not None:
-                ref_logp = self.phases.logprobs(run.reference, sampled)
+                ref_logp = self.phases.logprobs(run.reference, own)
         if config.kl_in_reward and old_logp is not None and ref_logp is not None:
-            kl = ((old_logp - ref_logp) * sampled.mask).sum(1)  # (N,) k1
+            own_kl = ((old_logp - ref_logp) * own.mask).sum(1)  # (n,) k1
+            with run.clock("wait"):
+                kl = torch.cat(run.world.exchange("scoring", own_kl))  # (N,)
             # A KL that is not finite reaches the loss by way of ref_logp, where the step is skipped.
             rewards = rewards - self.kl_coef * torch.where(kl.isfinite(), kl, 0.0)
         return rewards, old_logp, ref_logp
@@ -146,18 +163,26 @@ class Trainer:
     ) -> dict[str, float]:
         """`num_iterations` optimizer steps on a rollout; metrics of the last."""
         config, run = self.config, self.run
+        prompt_tokens = sum(map(len, sampled.prompt_ids)) * config.group_size
+        self.num_tokens += prompt_tokens + int(sampled.lengths.sum())
         rate = learning_rate(step - 1, config.steps, config.optimizer)
         set_learning_rate(run.optimizer, rate)
         mask = sampled.mask
         if config.mask_truncated:
             mask = mask & sampled.terminated.unsqueeze(1)
-        batch = GRPOBatch(
-            sampled, advantages, mask, loss_counts(mask, config.sampling.max_new_tokens), old_logp, ref_logp
-        )
+        counts = loss_counts(mask, config.sampling.max_new_tokens)  # of the whole step
+        share = run.world.share(len(sampled.prompts))
+        rows = slice(share.start * config.group_size, share.stop * config.group_size)
+        batch = GRPOBatch(sampled.groups(share), advantages[rows], mask[rows], counts, old_logp, ref_logp)
         settings = replace(config.loss, kl_coef=0.0 if config.kl_in_reward else self.kl_coef)
 
         def accumulate() -> dict[str, float]:
-            return self.phases.accumulate(batch, settings)
+            sums = self.phases.accumulate(batch, settings)
+            with run.clock("wait"):
+                parts = run.world.exchange(f"the learning of step {step}", sums)  # all went well
+            with run.clock("reduce"):
+                run.world.sum_gradients(self.stepper.parameters)
+            return finish_grpo(parts, counts, int(sampled.lengths.sum()))
 
         with run.clock("learn"):
             metrics = self.stepper.step(accumulate)
@@ -175,14 +200,18 @@ class Trainer:
         config, run = self.config, self.run
         if not config.eval_interval or not run.eval_prompts:
             return False
-        result, _ = survive(
-            lambda rows: evaluate(
-                run.sampler.model, run.policy.tokenizer, run.eval_prompts,
+        own = run.eval_prompts[run.world.rank :: run.world.size]
+        scores, _ = survive(
+            lambda rows: score_heldout(
+                run.sampler.model, run.policy.tokenizer, own,
                 settings=replace(config.sampling, temperature=0.0), rows=rows,
                 seed=config.seed, engine=run.engine, reward=run.held_out_reward,
             ),
             config.rollout_rows or EVAL_ROWS, phase="evaluation",
-        )  # fmt: skip
+        ) if own else ({}, 0)  # fmt: skip
+        result = Evaluation.of(
+            run.eval_prompts, interleave(run.world.exchange(f"the evaluation at step {step}", scores))
+        )
         metrics = result.as_metrics()
         self.tracker.log(step, {**metrics, **result.interval_metrics()})
         shown = ", ".join(f"{name.removeprefix('eval_')} {value:.3f}" for name, value in metrics.items())
@@ -207,9 +236,10 @@ class Trainer:
     ) -> None:
         config, run = self.config, self.run
         memory = run.monitor.read()
+        records = run.world.exchange(f"the log of step {step}", run.memory.take_records())
+        if not run.world.is_main:
+            return
         logger.info("{}", memory)
-        prompt_tokens = sum(map(len, sampled.prompt_ids)) * config.group_size
-        self.num_tokens += prompt_tokens + int(sampled.lengths.sum())
         metrics = {
             **rollout_metrics(sampled),
             **reward_metrics(scores, rewards, config.group_size),
@@ -220,7 +250,7 @@ class Trainer:
             "memory/peak_gb": memory.peak_bytes / 2**30,
         }
         self.tracker.log(step, metrics)
-        self.tracker.log_memory(step, (record.as_dict() for record in run.memory.take_records()))
+        self.tracker.log_memory(step, [[record.as_dict() for record in each] for each in records])
         self.tracker.log_completions(
             step, completion_records(sampled, scores, advantages, config.logged_completions)
         )
@@ -231,8 +261,10 @@ class Trainer:
         )
 
     def save(self, *, best: bool = False) -> None:
-        """A checkpoint of the last whole step."""
+        """A checkpoint of the last whole step, which the first process writes."""
         run = self.run
+        if not run.world.is_main:
+            return
         state = {
             "source": self.source_state,
             "kl_coef": self.kl_coef,
@@ -272,6 +304,10 @@ class Trainer:
     def _updating(self) -> Iterator[None]:
         with self.run.clock("update"), self.run.memory.watch("update"):
             yield
+
+    def _anyone(self, stop: StopRequest) -> bool:
+        """Whether any process has been asked to stop: all stop after the same step."""
+        return any(self.run.world.exchange("the next step", stop.requested))
 
     def _due(self, step: int, interval: int) -> bool:
         return bool(interval) and step % interval == 0

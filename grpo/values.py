@@ -70,6 +70,38 @@ class Rollout:
         """N prompts, each repeated for its rows."""
         return [prompt for prompt in self.prompts for _ in range(self.group_size)]
 
+    def groups(self, which: range) -> "Rollout":
+        """Some of the B groups alone: neighbours, perhaps none. Completions keep their width C."""
+        rows = slice(which.start * self.group_size, which.stop * self.group_size)
+        prompts = slice(which.start, which.stop)
+        return Rollout(
+            prompts=self.prompts[prompts],
+            prompt_ids=self.prompt_ids[prompts],
+            completion_ids=self.completion_ids[rows],
+            lengths=self.lengths[rows],
+            terminated=self.terminated[rows],
+            sampler_logp=self.sampler_logp[rows],
+            completions=self.completions[rows],
+        )
+
+    @staticmethod
+    def join(parts: Sequence["Rollout"]) -> "Rollout":
+        """One after the other, as wide as the widest."""
+        width = max(part.completion_ids.shape[1] for part in parts)
+
+        def wide(tensors: list[Tensor]) -> Tensor:
+            return torch.cat([F.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors])
+
+        return Rollout(
+            prompts=[prompt for part in parts for prompt in part.prompts],
+            prompt_ids=[ids for part in parts for ids in part.prompt_ids],
+            completion_ids=wide([part.completion_ids for part in parts]),
+            lengths=torch.cat([part.lengths for part in parts]),
+            terminated=torch.cat([part.terminated for part in parts]),
+            sampler_logp=wide([part.sampler_logp for part in parts]),
+            completions=[text for part in parts for text in part.completions],
+        )
+
     def replace_groups(self, groups: Sequence[int], others: "Rollout") -> "Rollout":
         """With `groups` (indices among the B) taken from `others`, in order."""
         size = self.group_size

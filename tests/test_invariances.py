@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from grpo.interrupt import StopRequest
 from grpo.loss import LossSettings, loss_counts
-from grpo.objectives import GRPOBatch, accumulate_grpo
+from grpo.objectives import GRPOBatch, accumulate_grpo, finish_grpo
 from grpo.optimizer import OptimizerSettings
 from grpo.rollout import rollout
 from grpo.sampling import SamplingSettings, step_uniforms
@@ -61,10 +61,11 @@ def learn(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """One step's gradient as one vector, and its metrics."""
     policy.model.zero_grad(set_to_none=True)
-    metrics = accumulate_grpo(
+    sums = accumulate_grpo(
         policy.model, batch, settings=loss, temperature=1.0, dtype=policy.compute_dtype, rows=rows,
         importance_cap=2.0, checkpoint=checkpoint,
     )  # fmt: skip
+    metrics = finish_grpo([sums], batch.counts, int(batch.rollout.lengths.sum()))
     return torch.cat([p.grad.flatten() for p in policy.model.parameters()]), metrics
 
 

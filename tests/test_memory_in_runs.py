@@ -142,7 +142,7 @@ def run_out_in(place: str, monkeypatch: pytest.MonkeyPatch, *, times: int) -> Ru
     return runs_out
 
 
-PLACES = {"sample": "rollout", "score": "score", "learn": "accumulate_grpo", "evaluate": "evaluate"}
+PLACES = {"sample": "rollout", "score": "score", "learn": "accumulate_grpo", "evaluate": "score_heldout"}
 
 
 @pytest.mark.parametrize("place", PLACES)

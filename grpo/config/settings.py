@@ -39,11 +39,14 @@ class Config:
     minutes: float | None = None
     """Stop after this many minutes of training, if the steps are not done before."""
 
+    wait_minutes: float = 30.0
+    """Of several processes, started by accelerate launch or torchrun: how long they wait for one another."""
+
     # The model
     model: str = "auto"
     """Hub id or folder of a causal language model; auto: RookWorld-LM-124M on CUDA, else rook-tiny."""
     device: str = "auto"
-    """Where the policy lives: auto, cpu, cuda, cuda:1, mps."""
+    """Where the policy lives: auto, cpu, cuda, cuda:1, mps. With several processes auto, cuda or cpu."""
     reference_device: str | None = None
     """Where the reference model lives; None: beside the policy."""
     precision: Precision = "auto"
@@ -232,7 +235,7 @@ def _validate(config: Config) -> None:
         all(map(math.isfinite, config.reward_weights)),
         f"reward_weights is {list(config.reward_weights)}: give finite numbers.",
     )
-    for name in ("minutes", "importance_cap", "kl_target"):
+    for name in ("minutes", "wait_minutes", "importance_cap", "kl_target"):
         value = getattr(config, name)
         need(value is None or value > 0, f"{name} is {value}: give more than 0, or leave it out.")
     need(

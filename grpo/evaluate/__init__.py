@@ -6,7 +6,7 @@ play itself, mate in one) ends as one. Left out on purpose: playing strength, wh
 
 from grpo.evaluate.evaluation import Evaluation, paired_difference
 from grpo.evaluate.games import mate_in_one, read_mates, self_play
-from grpo.evaluate.heldout import evaluate
+from grpo.evaluate.heldout import evaluate, interleave, score_heldout
 from grpo.evaluate.scores import score_completions
 from grpo.evaluate.tables import comparison_table, results_table
 
@@ -14,10 +14,12 @@ __all__ = [
     "Evaluation",
     "comparison_table",
     "evaluate",
+    "interleave",
     "mate_in_one",
     "paired_difference",
     "read_mates",
     "results_table",
     "score_completions",
+    "score_heldout",
     "self_play",
 ]

@@ -1,13 +1,14 @@
 """A model's answers to held-out prompts, scored."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.evaluate.evaluation import Evaluation
-from grpo.evaluate.scores import score_completions
+from grpo.evaluate.scores import Column, score_completions
 from grpo.rollout import rollout
 from grpo.sampling import SamplingSettings, step_uniforms
 from grpo.values import TASKS, Prompt, Rollout
@@ -21,6 +22,16 @@ def evaluate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
+    **options: Any,
+) -> Evaluation:
+    """What `score_heldout` finds, with the same options, as an `Evaluation`."""
+    return Evaluation.of(prompts, score_heldout(model, tokenizer, prompts, **options))
+
+
+def score_heldout(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
     *,
     settings: SamplingSettings,
     rows: int,
@@ -28,8 +39,10 @@ def evaluate(
     samples: int = 1,
     engine: EnginePool | None = None,
     reward: Callable[[Rollout], Tensor] | None = None,
-) -> Evaluation:
+) -> dict[str, Column]:
     """Complete the prompts, about `rows` rows at once, and score what the model wrote.
+
+    Returns scores (B, samples) by column, NaN where there is none, which `Evaluation.of` takes.
 
     samples: completions a prompt, from the same uniforms every time for a seed; a single one, greedy,
     where the temperature is 0. engine: ranks moves instead of labels, while the model writes. reward:
@@ -55,4 +68,16 @@ def evaluate(
     if reward is not None:
         scores["reward"] = reward(sampled).double().cpu().numpy()
     back = np.argsort(order)
-    return Evaluation.of(prompts, {name: row.reshape(-1, samples)[back] for name, row in scores.items()})
+    return {name: row.reshape(-1, samples)[back] for name, row in scores.items()}
+
+
+def interleave(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+    """Scores of all prompts, from those of every n-th: of prompts[0::n], prompts[1::n] and so on."""
+    lengths = [len(next(iter(part.values()), ())) for part in parts]
+    samples = max(values.shape[1] for part in parts for values in part.values())
+    names = dict.fromkeys(name for part in parts for name in part)
+    columns = {name: np.full((sum(lengths), samples), np.nan) for name in names}
+    for start, part in enumerate(parts):
+        for name, values in part.items():
+            columns[name][start :: len(parts)] = values
+    return columns

@@ -65,6 +65,10 @@ class DeviceMemory:
     def others_bytes(self) -> int:
         return max(0, self.total_bytes - self.free_bytes - self.ours_bytes)
 
+    def shared_by(self, processes: int) -> "DeviceMemory":
+        """The part of one of so many processes that do the same beside each other on the device."""
+        return DeviceMemory(self.total_bytes // processes, self.free_bytes // processes, self.ours_bytes)
+
 
 def card_memory(sold_bytes: int) -> DeviceMemory:
     """An idle card that is not there, known by the size it is sold with."""

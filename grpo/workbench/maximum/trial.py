@@ -18,7 +18,7 @@ from grpo.full_length import FullLengthTokenizer, nameless_prompts
 from grpo.loss import LossSettings, loss_counts
 from grpo.memory import MemoryMonitor, limit_memory
 from grpo.model import RolloutModel, compute_dtype, frozen_copy
-from grpo.objectives import GRPOBatch, accumulate_grpo, accumulate_lm
+from grpo.objectives import GRPOBatch, accumulate_grpo, accumulate_lm, finish_grpo
 from grpo.optimizer import OptimizerSettings, make_optimizer
 from grpo.rollout import rollout
 from grpo.sampling import SamplingSettings
@@ -112,7 +112,7 @@ def _grpo_step(task: TrialTask, model: PreTrainedModel, dtype: torch.dtype) -> S
         batch = GRPOBatch(made, advantages, made.mask, counts, ref_logp=ref_logp)
 
         def learn() -> dict[str, float]:
-            return accumulate_grpo(
+            sums = accumulate_grpo(
                 model,
                 batch,
                 settings=loss,
@@ -121,6 +121,7 @@ def _grpo_step(task: TrialTask, model: PreTrainedModel, dtype: torch.dtype) -> S
                 rows=rows,
                 checkpoint=task.checkpoint,
             )
+            return finish_grpo([sums], counts, int(made.lengths.sum()))
 
         metrics = stepper.step(learn)
         sampler.refresh()
