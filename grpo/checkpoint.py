@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from loguru import logger
@@ -21,6 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo.shard import is_sharded, part_like, whole
 
 _MANIFEST = "manifest.json"
 _STATE = "trainer.json"
@@ -35,6 +37,28 @@ class Checkpoint:
     folder: Path
     state: dict[str, Any]
     tensors: dict[str, Tensor]
+
+
+class Snapshot(NamedTuple):
+    """What of a training state is large, on the CPU."""
+
+    weights: dict[str, Tensor] | None
+    """None: as they are in the model."""
+    tensors: dict[str, Tensor]
+    """Moments and random state."""
+
+
+def take_snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer, *, keep: bool = True) -> Snapshot:
+    """Of a sharded model a collective, weight by weight; a process that writes nothing need not `keep` it."""
+    weights: dict[str, Tensor] | None = None
+    if is_sharded(model):
+        weights, known = {}, {}
+        for name, weight in model.state_dict(keep_vars=True).items():
+            if weight not in known:  # tied weights are one
+                all_of_it = whole(weight.detach())
+                known[weight] = all_of_it.cpu() if keep else all_of_it.new_empty(0)
+            weights[name] = known[weight]
+    return Snapshot(weights, _optimizer_tensors(model, optimizer, keep=keep))
 
 
 class CheckpointFolder:
@@ -53,17 +77,22 @@ class CheckpointFolder:
         state: dict[str, Any],
         *,
         best: bool = False,
+        snapshot: Snapshot | None = None,
     ) -> Path | None:
-        """Write the checkpoint of `step`. A full disk is a warning and None, not the end of a run."""
+        """Write the checkpoint of `step`. A full disk is a warning and None, not the end of a run.
+
+        snapshot: taken beforehand, as of a sharded model it has to be, by all processes.
+        """
         final = self.folder / f"step-{step:06d}"
         temporary = self.folder / f".{final.name}.tmp"
         try:
             for left_over in self.folder.glob(".step-*.tmp"):  # of a process that was killed
                 shutil.rmtree(left_over, ignore_errors=True)
             temporary.mkdir(parents=True)
-            model.save_pretrained(temporary)
+            weights, tensors = snapshot or take_snapshot(model, optimizer)
+            model.save_pretrained(temporary, state_dict=weights)
             tokenizer.save_pretrained(temporary)
-            save_file(_optimizer_tensors(model, optimizer), temporary / _TENSORS)
+            save_file(tensors, temporary / _TENSORS)
             (temporary / _STATE).write_text(json.dumps({"step": step, **state}, indent=1))
             (temporary / _MANIFEST).write_text(json.dumps(_manifest(temporary), indent=1))
             for path in (*temporary.rglob("*"), temporary):
@@ -140,15 +169,19 @@ def restore_optimizer(
     """Copy moments and random state back in place. KeyError if a parameter has none."""
     with torch.no_grad():
         for parameter, name, entry in _entries(model, optimizer):
-            optimizer.state[parameter][entry].copy_(checkpoint.tensors[f"{name}|{entry}"])
+            mine = optimizer.state[parameter][entry]
+            mine.copy_(part_like(checkpoint.tensors[f"{name}|{entry}"], mine))
     torch.set_rng_state(checkpoint.tensors["random_state"])
 
 
-def _optimizer_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    tensors = {
-        f"{name}|{entry}": optimizer.state[parameter][entry].detach().cpu().contiguous()
-        for parameter, name, entry in _entries(model, optimizer)
-    }
+def _optimizer_tensors(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, *, keep: bool
+) -> dict[str, Tensor]:
+    tensors = {}
+    for parameter, name, entry in _entries(model, optimizer):
+        tensor = whole(optimizer.state[parameter][entry].detach())
+        if keep:
+            tensors[f"{name}|{entry}"] = tensor.cpu().contiguous()
     return {**tensors, "random_state": torch.get_rng_state()}
 
 

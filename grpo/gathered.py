@@ -89,8 +89,11 @@ class Gathering:
     def _exchange(self, like: Tensor) -> Tensor:
         """A buffer that processes have written to."""
         buffer = torch.empty_like(like)
+        cast = like.dtype != self._reduce_dtype  # from what this process's part is kept in
+        mine = like.new_empty(-(-like.numel() // self._processes)) if cast else None
         if self._copies:
             torch.empty_like(like)
+        del mine
         return buffer
 
     def _after_pass(self, unit: "_Unit", output: Any) -> None:

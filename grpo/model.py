@@ -93,8 +93,13 @@ def _cpu_flags() -> set[str]:
     return set()
 
 
-def load_policy(name: str, device: torch.device, precision: Precision = "auto") -> Policy:
-    """Load any Hugging Face causal language model. ValueError says what to do when it cannot."""
+def load_policy(
+    name: str, device: torch.device, precision: Precision = "auto", *, place: torch.device | None = None
+) -> Policy:
+    """Load any Hugging Face causal language model. ValueError says what to do when it cannot.
+
+    place: where it is to be for now, if not where it will compute.
+    """
     dtype = compute_dtype(precision, device)
     config = load_config(name)
     try:
@@ -108,7 +113,7 @@ def load_policy(name: str, device: torch.device, precision: Precision = "auto") 
         )
     except _LOADING_ERRORS as error:
         raise ValueError(_cannot_load(name, error)) from error
-    return Policy(model.to(device).eval(), load_tokenizer(name), dtype)
+    return Policy(model.to(place or device).eval(), load_tokenizer(name), dtype)
 
 
 def load_config(name: str) -> PretrainedConfig:

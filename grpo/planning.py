@@ -51,6 +51,11 @@ class Workload:
     processes: int = 1
 
     @property
+    def shards(self) -> int:
+        """Parts of the model, of which this process holds one."""
+        return self.processes if self.config.shard else 1
+
+    @property
     def rows_here(self) -> int:
         """Completions of a step that one process does, at most; as yet unknown, the most there may be."""
         config = self.config
@@ -66,7 +71,7 @@ class Workload:
         return PhaseSettings(
             self.model, self.attention, self.compute_dtype, config.group_size, config.sampling,
             config.loss, config.gradient_checkpointing, self.device_type,
-            scores_policy=config.num_iterations > 1 or config.kl_in_reward,
+            scores_policy=config.num_iterations > 1 or config.kl_in_reward, processes=self.shards,
         )  # fmt: skip
 
 
@@ -119,6 +124,7 @@ def make_memory(
         specs, Predictor(fits, scratch_bytes=scratch, bias=bias), monitor,
         resident=lambda: resident, budget=budget, batch_size=work.rows_here, group_size=config.group_size,
         overhead_bytes=overhead_bytes, advice=lambda phase: advice(work, phase, tracer),
+        replays=work.shards == 1,
     )  # fmt: skip
 
 
@@ -178,10 +184,11 @@ def find_batch_size(memory: AdaptiveMemory, work: Workload, budget: Budget) -> i
 def resident_parts(work: Workload, num_parameters: int) -> dict[str, int]:
     """Bytes that exist between phases: fp32 masters, AdamW's two moments, and copies beside them."""
     exact = 8 if work.compute_dtype == torch.float64 else 4
+    num_parameters = -(-num_parameters // work.shards)
     parts = {"weights": exact * num_parameters, "optimizer": 2 * exact * num_parameters}
     if work.config.uses_reference and work.reference_here:
         parts["reference"] = exact * num_parameters
-    if work.compute_dtype.itemsize < exact:
+    if work.compute_dtype.itemsize < exact and work.shards == 1:  # shards sample with what they gather
         parts["sampler's copy"] = work.compute_dtype.itemsize * num_parameters
     return parts
 

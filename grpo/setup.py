@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from grpo.checkpoint import Checkpoint, CheckpointFolder
 from grpo.clock import Clock
 from grpo.config import CONFIG_FILE, Config, SettingsError, to_flat, write_yaml
+from grpo.dealt import Share
 from grpo.memory import AdaptiveMemory, Budget, MemoryMonitor, limit_memory, make_budget, parse_size
 from grpo.model import (
     Policy,
@@ -33,7 +34,8 @@ from grpo.prompts import PromptSource, load_prompts
 from grpo.reward_functions import RewardFunctions
 from grpo.rollout import context_length, rollout
 from grpo.sampling import step_uniforms
-from grpo.scoring import check_scorer, micro_batch_logprobs, micro_batches
+from grpo.scoring import check_recomputation, check_scorer, micro_batch_logprobs, micro_batches
+from grpo.shard import shard_model
 from grpo.tracking import check_trackers
 from grpo.values import Prompt, Rollout
 from grpo.world import World, open_world
@@ -70,6 +72,12 @@ class Run:
         """(N,) rewards, NaN for rows that no reward function scores."""
         return self.rewards(rollout).rewards_where_scored
 
+    def share(self, num_groups: int) -> Share:
+        """This process's of a step's groups."""
+        groups = self.world.share(num_groups)
+        idle = self.world.largest_share(num_groups) - len(groups) if self.config.shard else 0
+        return Share(groups, self.config.group_size, idle)
+
     def time_is_up(self) -> bool:
         """Whether the run has had the minutes it was given."""
         minutes = self.config.minutes
@@ -92,6 +100,8 @@ def _make_run(
     config: Config, world: World, device: torch.device, stack: ExitStack, prediction_bias: float
 ) -> Run:
     config = replace(config, model=choose_model(config.model, device))
+    if config.shard:
+        _check_shard(config, world)
     reference_device = choose_device(config.reference_device) if config.reference_device else device
     check_trackers(config.trackers)
     if config.engine != "off":
@@ -116,7 +126,9 @@ def _make_run(
         stack.callback(engine.close)
     policy, reference = _load_models(config, checkpoint, device, reference_device)
     _check_same(world, config, checkpoint, source, policy.model)
-    sampler = RolloutModel(policy.model, policy.compute_dtype)
+    if config.shard:
+        _shard_models(config, policy, reference, device)
+    sampler = RolloutModel(policy.model, policy.model.dtype if config.shard else policy.compute_dtype)
     optimizer = make_optimizer(policy.model, config.optimizer)
     monitor = MemoryMonitor(device, limited=config.memory_limit is not None)
     work = Workload(
@@ -174,11 +186,26 @@ _OF_THIS_MACHINE = {
 """Settings in which processes may differ."""
 
 
+def _check_shard(config: Config, world: World) -> None:
+    """SettingsError for what cannot be sharded."""
+    if world.size == 1:
+        raise SettingsError(
+            "shard is on, but there is one process: start several, one a device, with "
+            "torchrun --nproc_per_node N train_lean.py --shard, or leave it off."
+        )
+    if config.reference_device is not None:
+        raise SettingsError(
+            f"shard is on, and reference_device is {config.reference_device!r}: the reference is sharded "
+            "beside the policy; leave one of the two out."
+        )
+
+
 def _check_same(
     world: World, config: Config, checkpoint: Checkpoint | None, source: PromptSource, model: PreTrainedModel
 ) -> None:
     """SettingsError unless all processes train the same model on the same prompts in the same way."""
-    settings = {name: value for name, value in to_flat(config).items() if name not in _OF_THIS_MACHINE}
+    of_this_machine = _OF_THIS_MACHINE - ({"memory_limit"} if config.shard else set())
+    settings = {name: value for name, value in to_flat(config).items() if name not in of_this_machine}
     mine = settings | {
         "the checkpoint to go on from": checkpoint.folder.name if checkpoint else None,
         "the prompts (a digest)": source.state()["rows_digest"],
@@ -236,19 +263,31 @@ def _load_models(
     config: Config, checkpoint: Checkpoint | None, device: torch.device, reference_device: torch.device
 ) -> tuple[Policy, PreTrainedModel | None]:
     """The policy, as the run began or as the checkpoint has it, and the reference, if the loss needs it."""
-    policy = load_policy(config.model, device, config.precision)
+    place = torch.device("cpu") if config.shard else device  # whole, it may not fit the device
+    reference_place = place if config.shard else reference_device
+    policy = load_policy(config.model, device, config.precision, place=place)
     context = context_length(policy.model)
     if context <= config.sampling.max_new_tokens:
         raise SettingsError(
             f"max_new_tokens is {config.sampling.max_new_tokens}, but the model's context is "
             f"{context} tokens: give less than that, to leave room for the prompt."
         )
-    check_scorer(policy.model, context, checkpoint=config.gradient_checkpointing)
+    check_scorer(policy.model, context, checkpoint=config.gradient_checkpointing and not config.shard)
     if checkpoint is None:
-        return policy, frozen_copy(policy.model, reference_device) if config.uses_reference else None
-    reference = policy.model.requires_grad_(False).to(reference_device) if config.uses_reference else None
+        return policy, frozen_copy(policy.model, reference_place) if config.uses_reference else None
+    reference = policy.model.requires_grad_(False).to(reference_place) if config.uses_reference else None
     logger.info("going on from {}", checkpoint.folder)
-    return load_policy(str(checkpoint.folder), device, config.precision), reference
+    return load_policy(str(checkpoint.folder), device, config.precision, place=place), reference
+
+
+def _shard_models(
+    config: Config, policy: Policy, reference: PreTrainedModel | None, device: torch.device
+) -> None:
+    for model in (policy.model, reference):
+        if model is not None:
+            shard_model(model, policy.compute_dtype, device)
+    if config.gradient_checkpointing:  # whose gradients take room: each process has its part of them now
+        check_recomputation(policy.model, context_length(policy.model))
 
 
 def _start_engine(config: Config) -> EnginePool | None:

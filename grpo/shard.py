@@ -15,23 +15,25 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-
 
 T = TypeVar("T")
 
 
-def shard_model(model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
-    """Shard in place, over all processes. Weights that are gathered are in `compute_dtype`.
+def shard_model(model: PreTrainedModel, compute_dtype: torch.dtype, device: torch.device) -> None:
+    """Shard in place, over all processes, and move this process's part to `device`, layer by layer.
 
+    What is gathered is in `compute_dtype`; the parts, and the sums of gradients, stay in the model's own.
     Gradients are summed over the processes. ValueError for a model that does not say what its layers are.
     """
     layers = list(decoder_layers(model.base_model))
@@ -42,8 +44,9 @@ def shard_model(model: PreTrainedModel, compute_dtype: torch.dtype) -> None:
         )
     lower = compute_dtype if compute_dtype.itemsize < model.dtype.itemsize else None
     policy = MixedPrecisionPolicy(param_dtype=lower, reduce_dtype=model.dtype)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for part in (*layers, model):
-        fully_shard(part, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
     model.run_inside = MethodType(lambda self, work: work(), model)
@@ -72,8 +75,8 @@ def inside(model: PreTrainedModel, work: Callable[[], T]) -> T:
     if not is_sharded(model):
         return work()
     result: T = model.run_inside(work)
-    if isinstance(model, FSDPModule) and not torch.is_grad_enabled():  # no backward pass will let go of what this one remembers
-        model.reset_iter_state()
+    if isinstance(model, FSDPModule) and not torch.is_grad_enabled():
+        model.reset_iter_state()  # there is no backward pass to let go of what this one remembers
     return result
 
 
@@ -82,8 +85,22 @@ def any_process(model: PreTrainedModel, goes_on: bool) -> bool:
 
     A collective where the model is sharded; the same as `goes_on` where it is not.
     """
-    if not isinstance(model, FSDPModule):
+    if not is_sharded(model):
         return goes_on
     votes = torch.tensor([goes_on], dtype=torch.int32, device=model.device)
     dist.all_reduce(votes, dist.ReduceOp.MAX)
     return bool(votes.item())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor of which each process has a part: a collective. Any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part_like(tensor: Tensor, mine: Tensor) -> Tensor:
+    """Of a tensor that every process has, the part that `mine` is of such a one; no collective."""
+    if not isinstance(mine, DTensor):
+        return tensor
+    return distribute_tensor(
+        tensor.to(mine.device, mine.dtype), mine.device_mesh, mine.placements, src_data_rank=None
+    )

@@ -52,6 +52,9 @@ class Config:
     precision: Precision = "auto"
     """Dtype of matrix products; auto: bf16 where native. Weights stay fp32 (with fp64, all is float64)."""
 
+    shard: bool = False
+    """Several processes hold one model together, each a part of every weight: for one that fits no card."""
+
     # The data
     prompts: str = "bundled"
     """bundled, a file (.txt .jsonl .parquet .fen .epd .pgn), or a hub dataset with a text column."""
