@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -43,6 +44,9 @@ def completion_hidden(
     device = model.device
     prompts = pad_prompts(prompt_ids, device)
     row_to_prompt, completion_ids = row_to_prompt.to(device), completion_ids.to(device)
+    width = completion_ids.shape[1]
+    if width == 1 and is_sharded(model):  # a second pass is needed as others may have one
+        completion_ids = F.pad(completion_ids, (0, 1))
     with recomputed_layers(model) if checkpoint else nullcontext():
         prompt_layers = _prompt_layers(model)
         try:
@@ -65,7 +69,7 @@ def completion_hidden(
             past_key_values=Cache(layers),
             use_cache=True,
         ).last_hidden_state
-    return torch.cat([first, hidden], 1)
+    return torch.cat([first, hidden], 1)[:, :width]
 
 
 def text_hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ own that is gathered in the head's forward pass: here the head's weight is read 
 forward pass never runs.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import TypeVar
@@ -49,6 +50,7 @@ def shard_model(model: PreTrainedModel, compute_dtype: torch.dtype, device: torc
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
+    warnings.filterwarnings("ignore", message=".*returned a view tensor")  # nobody writes into it
     model.run_inside = MethodType(lambda self, work: work(), model)
     register_fsdp_forward_method(model, "run_inside")
 
