@@ -154,6 +154,14 @@ def plan_memory(
     return work, memory
 
 
+def trace_phases(work: Workload) -> None:
+    """Trace what plans are made from, so that whoever plans for the same later finds it done."""
+    tracer = PhaseTracer(work.phase_settings())
+    longest = Shape(work.config.group_size, work.longest_prompt, work.new_tokens)
+    for phase in PHASES:
+        tracer.fit(phase, longest)
+
+
 def longest_prompt(source: PromptSource, tokenizer: PreTrainedTokenizerBase, config: Config) -> int:
     """Tokens of the longest prompt that is known beforehand: among the longest texts."""
     texts = [prompt.text for prompt in source.longest(LONGEST_TEXTS)]

@@ -29,7 +29,7 @@ from grpo.model import (
     load_policy,
 )
 from grpo.optimizer import make_optimizer
-from grpo.planning import Workload, longest_prompt, plan_memory, plan_table
+from grpo.planning import Workload, longest_prompt, plan_memory, plan_table, trace_phases
 from grpo.prompts import PromptSource, load_prompts
 from grpo.reward_functions import RewardFunctions
 from grpo.rollout import context_length, rollout
@@ -139,6 +139,9 @@ def _make_run(
     if config.memory_limit is not None:
         _rehearse(config, policy, sampler, source)
     budget = _budget(config, monitor, world)
+    if world.size > 1:
+        with world.main_first("the first plan"):
+            trace_phases(work)
     work, memory = plan_memory(
         work, monitor, budget, bias=prediction_bias,
         agree=lambda rows: min(world.exchange("the batch size", rows)),

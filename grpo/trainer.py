@@ -254,6 +254,7 @@ class Trainer:
             **reward_metrics(scores, rewards, config.group_size),
             **learned,
             **run.clock.lap(),
+            **run.world.take_traffic(),
             "num_tokens": float(self.num_tokens),
             "memory/allocated_gb": memory.allocated_bytes / 2**30,
             "memory/peak_gb": memory.peak_bytes / 2**30,

@@ -42,9 +42,9 @@ class Heartbeat:
 class Listener:
     """What the others' beats say."""
 
-    def __init__(self, store: TCPStore, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, store: TCPStore) -> None:
         self._store = store
-        self.patience_s = patience_s
+        self.patience_s = PATIENCE_S
         self._heard: dict[int, tuple[bytes, float]] = {}
         self._looked = 0.0
 

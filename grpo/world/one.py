@@ -1,0 +1,69 @@
+"""What a run asks of its processes, answered where there is one."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class ProcessLost(RuntimeError):
+    """Another process failed, died, or did not come."""
+
+    def __init__(self, text: str, *, rank: int) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
+class World:
+    """One process, which has nobody to wait for."""
+
+    rank = 0
+    size = 1
+    sharing = 1
+    """Processes on this process's device, itself included."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the run's folder and log."""
+        return self.rank == 0
+
+    def share(self, count: int) -> range:
+        """Of so many groups, those of this process: neighbours, as even as can be, perhaps none."""
+        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
+    def largest_share(self, count: int) -> int:
+        """Groups of the process that has most of them."""
+        return -(-count // self.size)
+
+    def exchange(self, what: str, value: T) -> list[T]:
+        """What every process gave, in the order of their ranks. ProcessLost if one does not come.
+
+        what: named in the error. Whoever has come so far says with it that all went well.
+        """
+        return [value]
+
+    def from_main(self, what: str, value: T) -> T:
+        """What the first process gave."""
+        return self.exchange(what, value)[0]
+
+    @contextmanager
+    def main_first(self, what: str) -> Iterator[None]:
+        """Inside, the first process is alone; the others follow, and find what it has left in a cache."""
+        if not self.is_main:
+            self.exchange(what, None)
+        yield
+        if self.is_main:
+            self.exchange(what, None)
+
+    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Make every `.grad` the sum over the processes; one that is missing here counts as zeros."""
+
+    def copy_from_main(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite these tensors with the first process's."""
+
+    def take_traffic(self) -> dict[str, float]:
+        """Bytes this process has given to exchanges and to sums of gradients since they were last taken."""
+        return {}

@@ -1,0 +1,204 @@
+"""Runs a function in several processes that find each other as a launcher's do.
+
+They are forked from one process that has the libraries loaded but has computed nothing: a fork of a
+process that has once gone backward could not do so again.
+"""
+
+import dataclasses
+import os
+import pickle
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from rich.console import Console
+
+import grpo.planned
+import grpo.trainer
+import grpo.world.heartbeat
+from grpo.config import Config
+from grpo.interrupt import StopRequest
+from grpo.setup import open_run
+from grpo.trainer import Trainer
+
+CONTEXT = get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__])
+PATIENCE_S = 4.0
+PLACES = {
+    "sample": (grpo.planned, "rollout"),
+    "score": (grpo.planned, "score"),
+    "learn": (grpo.planned, "accumulate_grpo"),
+    "evaluation": (grpo.trainer, "score_heldout"),
+}
+
+
+class Ended(NamedTuple):
+    """How a process ended: what its function returned, or its error; the exit code of one that was killed."""
+
+    value: Any = None
+    error: str | None = None
+    exit_code: int | None = 0
+
+
+def in_processes(size: int, work: Callable[..., Any], *args: Any) -> list[Ended]:
+    """`work(rank, *args)` in each of so many processes. TimeoutError if one runs on for minutes."""
+    port = _free_port()
+    started = []
+    for rank in range(size):
+        ours, theirs = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=_run, args=(theirs, rank, size, port, work, args))
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    ended = []
+    for process, pipe in started:
+        try:
+            if not pipe.poll(180):
+                raise TimeoutError("a process hangs")
+            ended.append(pickle.loads(pipe.recv_bytes()))  # whole: torch would share tensors
+        except EOFError:
+            process.join(10)
+            ended.append(Ended(exit_code=process.exitcode))
+    for process, _ in started:
+        process.join(60)
+        if process.is_alive():
+            process.kill()
+            raise TimeoutError("a process hangs at its end")
+    return ended
+
+
+def _run(
+    pipe: Connection, rank: int, size: int, port: int, work: Callable[..., Any], args: Sequence[Any]
+) -> None:
+    if size > 1:
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    torch.set_num_threads(1)
+    try:
+        ended = Ended(work(rank, *args))
+    except Exception as error:
+        ended = Ended(error=f"{type(error).__name__}: {error}")
+    pipe.send_bytes(pickle.dumps(ended))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a process saw: the gradient of each optimizer step, weights in the end, and the last step."""
+
+    folder: Path
+    gradients: list[torch.Tensor]
+    weights: torch.Tensor
+    finished: int
+    fired: list[tuple[int, str]]
+    """(step, phase) where this process ran out of memory on purpose."""
+    rows_learned: int
+
+
+def train(
+    rank: int,
+    config: Config,
+    changes: Mapping[int, Mapping[str, Any]] | None = None,
+    faults: Sequence[tuple[int, str, int]] = (),
+    during: Callable[[int, int], None] | None = None,
+    stop_after: tuple[int, int] | None = None,
+) -> Trained:
+    """One process of a run.
+
+    changes: settings of some ranks. faults: (step, phase, rank) whose first attempt runs out of memory.
+    during(rank, step): called when rewards are due. stop_after: (rank, step) that is asked to stop.
+    """
+    torch.manual_seed(0)
+    config = dataclasses.replace(config, **(changes or {}).get(rank, {}))
+    gradients: list[torch.Tensor] = []
+    fired: list[tuple[int, str]] = []
+    stop = StopRequest()
+    with mock.patch.object(grpo.world.heartbeat, "PATIENCE_S", PATIENCE_S), open_run(config) as run:
+        run.optimizer.register_step_pre_hook(lambda *_: gradients.append(_flat(run, "grad")))
+        rows = []
+
+        def ask_to_stop(step: int) -> None:
+            stop.requested |= stop_after == (rank, step)
+
+        trainer = Trainer(run, Console(quiet=True), after_step=ask_to_stop)
+        accumulate = trainer.phases.accumulate
+
+        def accumulate_and_count(batch: Any, settings: Any) -> Any:
+            rows.append(len(batch.advantages))
+            return accumulate(batch, settings)
+
+        trainer.phases.accumulate = accumulate_and_count  # type: ignore[method-assign]
+        due = {(step, phase) for step, phase, of in faults if of == rank}
+        patches = [
+            mock.patch.object(module, name, _failing(getattr(module, name), phase, trainer, due, fired))
+            for phase, (module, name) in PLACES.items()
+        ]
+        for patch in patches:
+            patch.start()
+        if during is not None:
+            reward = run.rewards.__class__.__call__
+            mock.patch.object(
+                run.rewards.__class__, "__call__",
+                lambda self, made: (during(rank, trainer.finished + 1), reward(self, made))[1],
+            ).start()  # fmt: skip
+        trainer.train(stop)
+        weights = _flat(run, "data")
+    return Trained(run.folder, gradients, weights, trainer.finished, fired, sum(rows))
+
+
+def _flat(run: Any, what: str) -> torch.Tensor:
+    return torch.cat([getattr(p, what).flatten().clone() for p in run.policy.model.parameters()])
+
+
+def _failing(work: Any, phase: str, trainer: Trainer, due: set[tuple[int, str]], fired: list[Any]) -> Any:
+    def work_or_fail(*args: Any, **options: Any) -> Any:
+        result = work(*args, **options)
+        # An evaluation comes after its step.
+        place = trainer.finished + (phase != "evaluation"), phase
+        if place in due:
+            due.remove(place)
+            fired.append(place)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return result
+
+    return work_or_fail
+
+
+def killed_at_step_three(rank: int, step: int) -> None:
+    """The second process of two dies without a word."""
+    if (rank, step) == (1, 3):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stuck_at_step_two(rank: int, step: int) -> None:
+    if (rank, step) == (1, 2):
+        time.sleep(60)
+
+
+def broken_at_step_two(rank: int, step: int) -> None:
+    if (rank, step) == (1, 2):
+        raise ValueError("the reward broke")
+
+
+def frozen_at_step_two(rank: int, step: int) -> None:
+    """Stopped by the system: not even its heart beats. Whoever starts it has to end it."""
+    if (rank, step) == (1, 2):
+        os.kill(os.getpid(), signal.SIGSTOP)
