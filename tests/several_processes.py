@@ -29,7 +29,7 @@ from grpo.setup import open_run
 from grpo.trainer import Trainer
 
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__])
+CONTEXT.set_forkserver_preload([__name__, "sharded"])
 PATIENCE_S = 4.0
 PLACES = {
     "sample": (grpo.planned, "rollout"),

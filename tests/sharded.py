@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo  # which FSDP2 loads when it is first used, for seconds
 from conftest import CPU, let_norms_be_exact
 from rich.console import Console
 from torch import distributed as dist
@@ -121,8 +122,8 @@ def parts(rank: int) -> list[float]:
 def trained(rank: int, config: Config) -> Path:
     """The folder of a run. What phases hold is not traced here: it takes half a minute."""
     torch.manual_seed(0)
-    traced = mock.patch.object(TracedFit, "__call__", lambda fit, shape: 1e5 * shape.rows)
-    with traced, open_run(config) as run:
+    foreseen = mock.patch.object(TracedFit, "__call__", lambda fit, shape: 1e5 * shape.rows)
+    with foreseen, mock.patch("grpo.setup.trace_phases"), open_run(config) as run:
         let_norms_be_exact(run.policy.model)
         if run.reference is not None:
             let_norms_be_exact(run.reference)
