@@ -2,15 +2,16 @@
 
 A checkpoint is a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads, with
 `trainer.safetensors` (optimizer moments by parameter name, random state), `trainer.json`
-(everything else) and `manifest.json` (size and SHA-256 of each file) beside the weights. It is
-written to a temporary folder, flushed to disk, and renamed.
+(everything else) and `manifest.json` (size and SHA-256 of each file) beside the weights; one of
+adapters is a folder that peft loads on the base model. It is written to a temporary folder, flushed
+to disk, and renamed.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +23,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo.adapters import MERGED, has_adapters, save_adapters
+from grpo.model import save_merged
 from grpo.shard import is_sharded, part_like, whole
 
 _MANIFEST = "manifest.json"
 _STATE = "trainer.json"
 _TENSORS = "trainer.safetensors"
+_REFERENCE = "reference.safetensors"
 _BEST = "best"
 
 
@@ -37,6 +41,11 @@ class Checkpoint:
     folder: Path
     state: dict[str, Any]
     tensors: dict[str, Tensor]
+
+    def reference(self) -> dict[str, Tensor]:
+        """What the reference had become; nothing if it was as at first."""
+        file = self.folder / _REFERENCE
+        return load_file(file) if file.is_file() else {}
 
 
 class Snapshot(NamedTuple):
@@ -62,11 +71,15 @@ def take_snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer, *, k
 
 
 class CheckpointFolder:
-    """The checkpoints of a run, `step-000100` and so on; the last `keep` stay, and the best one."""
+    """The checkpoints of a run, `step-000100` and so on; the last `keep` stay, and the best one.
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
+    merge: write models with adapters as a whole, too.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, merge: bool = False) -> None:
         self.folder = folder
         self._keep = keep
+        self._merge = merge
 
     def save(
         self,
@@ -76,12 +89,14 @@ class CheckpointFolder:
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
         *,
+        reference: Mapping[str, Tensor] | None = None,
         best: bool = False,
         snapshot: Snapshot | None = None,
     ) -> Path | None:
         """Write the checkpoint of `step`. A full disk is a warning and None, not the end of a run.
 
-        snapshot: taken beforehand, as of a sharded model it has to be, by all processes.
+        reference: what the reference has become, if it is not as at first. snapshot: taken beforehand, as
+        of a sharded model it has to be, by all processes.
         """
         final = self.folder / f"step-{step:06d}"
         temporary = self.folder / f".{final.name}.tmp"
@@ -90,9 +105,10 @@ class CheckpointFolder:
                 shutil.rmtree(left_over, ignore_errors=True)
             temporary.mkdir(parents=True)
             weights, tensors = snapshot or take_snapshot(model, optimizer)
-            model.save_pretrained(temporary, state_dict=weights)
-            tokenizer.save_pretrained(temporary)
+            self._save_model(model, tokenizer, temporary, weights)
             save_file(tensors, temporary / _TENSORS)
+            if reference:
+                save_file(dict(reference), temporary / _REFERENCE)
             (temporary / _STATE).write_text(json.dumps({"step": step, **state}, indent=1))
             (temporary / _MANIFEST).write_text(json.dumps(_manifest(temporary), indent=1))
             for path in (*temporary.rglob("*"), temporary):
@@ -109,6 +125,22 @@ class CheckpointFolder:
             return None
         self._prune(final)
         return final
+
+    def _save_model(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        folder: Path,
+        weights: Mapping[str, Tensor] | None,
+    ) -> None:
+        if has_adapters(model):
+            save_adapters(model, folder)
+        else:
+            model.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+        if self._merge and has_adapters(model):
+            save_merged(model, folder / MERGED)
+            tokenizer.save_pretrained(folder / MERGED)
 
     def newest_intact(self) -> Checkpoint | None:
         """The newest checkpoint whose files are all as they were written; None if there is none."""
@@ -169,8 +201,11 @@ def restore_optimizer(
     """Copy moments and random state back in place. KeyError if a parameter has none."""
     with torch.no_grad():
         for parameter, name, entry in _entries(model, optimizer):
-            mine = optimizer.state[parameter][entry]
-            mine.copy_(part_like(checkpoint.tensors[f"{name}|{entry}"], mine))
+            stored, state = checkpoint.tensors[f"{name}|{entry}"], optimizer.state[parameter]
+            if isinstance(state[entry], Tensor):
+                state[entry].copy_(part_like(stored, state[entry]))
+            else:
+                state[entry] = stored.item()
     torch.set_rng_state(checkpoint.tensors["random_state"])
 
 
@@ -179,7 +214,7 @@ def _optimizer_tensors(
 ) -> dict[str, Tensor]:
     tensors = {}
     for parameter, name, entry in _entries(model, optimizer):
-        tensor = whole(optimizer.state[parameter][entry].detach())
+        tensor = whole(torch.as_tensor(optimizer.state[parameter][entry]).detach())
         if keep:
             tensors[f"{name}|{entry}"] = tensor.cpu().contiguous()
     return {**tensors, "random_state": torch.get_rng_state()}
@@ -190,7 +225,8 @@ def _entries(
 ) -> Iterator[tuple[torch.nn.Parameter, str, str]]:
     for name, parameter in model.named_parameters():
         for entry in optimizer.state.get(parameter, {}):
-            yield parameter, name, entry
+            if not entry.startswith("qmap"):  # the code books of 8-bit moments, the same for all
+                yield parameter, name, entry
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:

@@ -4,6 +4,7 @@ import torch
 from loguru import logger
 from rich.console import Console
 
+from grpo.adapters import check_peft
 from grpo.before_torch import launched_processes
 from grpo.config import Config
 from grpo.memory import MemoryMonitor, card_memory, make_budget, parse_size
@@ -28,6 +29,7 @@ def dry_run(config: Config, console: Console) -> None:
     absent = parse_size(config.device_memory) if config.device_memory else None
     device = torch.device("cuda") if absent else choose_device(config.device)
     name = choose_model(config.model, device)
+    check_peft(config.lora)
     dtype = (
         torch.bfloat16 if absent and config.precision == "auto" else compute_dtype(config.precision, device)
     )

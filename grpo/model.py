@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from grpo.adapters import base_of, merged_weights, with_merged
 from grpo.values import Precision
 
 AUTO = "auto"
@@ -94,13 +95,24 @@ def _cpu_flags() -> set[str]:
 
 
 def load_policy(
-    name: str, device: torch.device, precision: Precision = "auto", *, place: torch.device | None = None
+    name: str, device: torch.device, precision: Precision = "auto", *, on_host: bool = False
 ) -> Policy:
-    """Load any Hugging Face causal language model. ValueError says what to do when it cannot.
+    """Load any Hugging Face causal language model; a folder of adapters is merged into its base model.
 
-    place: where it is to be for now, if not where it will compute.
+    on_host: leave the weights on the CPU for now. ValueError says what to do when it cannot.
     """
     dtype = compute_dtype(precision, device)
+    model = _load_model(name, dtype, choose_attention(device, dtype))
+    return Policy(model if on_host else model.to(device), load_tokenizer(name), dtype)
+
+
+def _load_model(name: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    if (base := base_of(name)) is not None:
+        model = _load_model(base, dtype, attention)
+        try:
+            return with_merged(model, Path(name)).eval()
+        except (*_LOADING_ERRORS, RuntimeError) as error:  # shapes of another model
+            raise ValueError(f"the adapters in {name!r} do not fit their base {base!r}: {error}") from error
     config = load_config(name)
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -109,15 +121,17 @@ def load_policy(
             dtype=torch.float64 if dtype == torch.float64 else torch.float32,
             use_safetensors=True,
             trust_remote_code=False,
-            attn_implementation=choose_attention(device, dtype),
+            attn_implementation=attention,
         )
     except _LOADING_ERRORS as error:
         raise ValueError(_cannot_load(name, error)) from error
-    return Policy(model.to(place or device).eval(), load_tokenizer(name), dtype)
+    return model.eval()
 
 
 def load_config(name: str) -> PretrainedConfig:
     """The model's shape, dropout off. ValueError says what to do when it cannot be had."""
+    if (base := base_of(name)) is not None:
+        return load_config(base)
     try:
         config = AutoConfig.from_pretrained(_source(name), trust_remote_code=False)
     except _LOADING_ERRORS as error:
@@ -132,6 +146,9 @@ def load_config(name: str) -> PretrainedConfig:
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with a token to pad with. ValueError where it cannot end a text."""
+    base = base_of(name)
+    if base is not None and not (Path(name) / "tokenizer_config.json").is_file():
+        return load_tokenizer(base)
     try:
         tokenizer = AutoTokenizer.from_pretrained(_source(name), trust_remote_code=False)
         if not tokenizer("text")["input_ids"]:  # transformers makes an empty one where there are no files
@@ -171,6 +188,17 @@ def frozen_copy(model: PreTrainedModel, device: torch.device | None = None) -> P
     """The reference: the same weights in the same dtype, so that the KL starts at zero."""
     reference = copy.deepcopy(model).eval().requires_grad_(False)
     return reference.to(device) if device is not None else reference
+
+
+def save_merged(model: PreTrainedModel, folder: Path) -> None:
+    """Write a model with its adapters merged in, as `AutoModelForCausalLM.from_pretrained` loads it."""
+    weights = merged_weights(model)
+    with torch.device("meta"):
+        merged = type(model)(copy.deepcopy(model.config))
+    merged.load_state_dict(weights, strict=False, assign=True)
+    merged.tie_weights()
+    merged.generation_config = model.generation_config
+    merged.save_pretrained(folder)
 
 
 class RolloutModel:

@@ -7,11 +7,12 @@ graph would hold, and what kernels use within themselves.
 """
 
 import hashlib
+import importlib.metadata
 import json
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,10 +20,11 @@ import platformdirs
 import torch
 import transformers
 from loguru import logger
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from grpo.adapters import LoraSettings, adapters_off, add_adapters, has_adapters, store_base
 from grpo.decode import cache_tokens, has_static_cache, make_decoder, replaced_at_once
 from grpo.forward import recomputed_layers
 from grpo.gathered import Gathering
@@ -63,6 +65,7 @@ class PhaseSettings:
     """Where the phases will run: kernels of the CPU hold more within themselves."""
     scores_policy: bool = False
     """Whether the policy is scored and not the frozen reference alone: autocast keeps its cast weights."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
     processes: int = 1
     """That the model is sharded over."""
 
@@ -104,7 +107,13 @@ class PhaseTracer:
 
     @property
     def num_parameters(self) -> int:
+        """Of the model, without adapters."""
         return self._fake().num_parameters
+
+    @property
+    def trained_sizes(self) -> list[int]:
+        """How many numbers each trained tensor has: the adapters', where there are any."""
+        return self._fake().trained_sizes
 
     def fit(self, phase: str, longest: Shape) -> PhaseFit:
         """The phase's peak as a formula, good for shapes up to about `longest`."""
@@ -139,13 +148,18 @@ class _FakePhases:
         with self._mode:
             self._policy = self._make_model(dtype)
             self.num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
+        if settings.lora.on:
+            self._add_adapters(dtype)
+        self._trained = [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
+        self.trained_sizes = [parameter.numel() for parameter in self._trained]
+        with self._mode:
             self._sampler = self._policy
             self._gathering: Gathering | None = None
             if settings.processes > 1:
                 self._policy = self._sampler = self._in_compute_dtype(self._policy)
                 copies = settings.device_type == "cpu"
                 self._gathering = Gathering(self._policy, settings.processes, dtype, copies=copies)
-            elif settings.compute_dtype != dtype:
+            elif settings.compute_dtype != self._policy.dtype:
                 self._sampler = self._in_compute_dtype(self._make_model(dtype).requires_grad_(False))
 
     def trace(self, phase: str, shape: Shape) -> list[tuple[str, int]]:
@@ -162,7 +176,7 @@ class _FakePhases:
                 self._gathering.forget(gradients=in_parts)
                 already = self._gathering.gradient_bytes if in_parts else 0
             elif in_parts:
-                for parameter in self._policy.parameters():
+                for parameter in self._trained:
                     parameter.grad = torch.zeros_like(parameter)
                     already += parameter.grad.nbytes
             on_cpu = self._settings.device_type == "cpu"
@@ -204,9 +218,11 @@ class _FakePhases:
 
     @torch.no_grad()
     def _score(self, shape: Shape) -> None:
-        self._policy.requires_grad_(self._settings.scores_policy)
-        self._logprobs(shape, entropy=False)
-        self._policy.requires_grad_(True)
+        with nullcontext() if self._settings.scores_policy else self._as_reference():
+            self._logprobs(shape, entropy=False)
+
+    def _as_reference(self) -> AbstractContextManager[object]:
+        return adapters_off(self._policy) if has_adapters(self._policy) else _frozen(self._policy)
 
     def _learn(self, shape: Shape) -> None:
         logp, _ = self._logprobs(shape, entropy=True, checkpoint=self._settings.checkpoint)
@@ -253,10 +269,27 @@ class _FakePhases:
             parameter.data = parameter.data.to(self._settings.compute_dtype)
         return model
 
+    def _add_adapters(self, dtype: torch.dtype) -> None:
+        # Not inside the mode, in which peft cannot move them: made without storage, then faked.
+        add_adapters(self._policy, self._settings.lora, empty=True)
+        with self._mode:
+            for module in self._policy.modules():
+                for name, parameter in list(module.named_parameters(recurse=False)):
+                    if parameter.is_meta:
+                        setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
+            store_base(self._policy, self._settings.compute_dtype)
+
     def _make_model(self, dtype: torch.dtype) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(
             self._settings.model, dtype=dtype, attn_implementation=self._settings.attention
         ).eval()
+
+
+@contextmanager
+def _frozen(model: PreTrainedModel) -> Iterator[None]:
+    model.requires_grad_(False)
+    yield
+    model.requires_grad_(True)
 
 
 def _what_memory_minds(settings: PhaseSettings) -> PhaseSettings:
@@ -268,6 +301,7 @@ def _what_memory_minds(settings: PhaseSettings) -> PhaseSettings:
         model=None,  # type: ignore[arg-type]
         sampling=replace(sampling, max_new_tokens=1, temperature=temperature),
         loss=replace(loss, kl_coef=float(loss.kl_coef > 0), clip_range=0.2),
+        lora=replace(settings.lora, lora_alpha=None, lora_merge=False),
     )
 
 
@@ -281,6 +315,7 @@ def _fingerprint(settings: PhaseSettings) -> str:
         transformers.__version__,
         settings.model.to_json_string(),
         repr(_what_memory_minds(settings)),
+        importlib.metadata.version("peft") if settings.lora.on else "",
         *(hashlib.sha256(path.read_bytes()).hexdigest() for path in sources),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]

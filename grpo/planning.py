@@ -27,6 +27,7 @@ from grpo.memory import (
 )
 from grpo.memory.budget import GB, readable
 from grpo.memory.phase import OUTSIDE
+from grpo.optimizer import moment_bytes, step_bytes
 from grpo.phases import CHUNK_TOKENS, PHASES, PhaseSettings, PhaseTracer, split_name
 from grpo.prompts import PromptSource
 
@@ -71,8 +72,19 @@ class Workload:
         return PhaseSettings(
             self.model, self.attention, self.compute_dtype, config.group_size, config.sampling,
             config.loss, config.gradient_checkpointing, self.device_type,
-            scores_policy=config.num_iterations > 1 or config.kl_in_reward, processes=self.shards,
+            scores_policy=config.num_iterations > 1 or config.kl_in_reward or self.reference_has_adapters,
+            lora=config.lora, processes=self.shards,
         )  # fmt: skip
+
+    @property
+    def reference_has_adapters(self) -> bool:
+        """Whether the reference is the policy with adapters of its own, not the policy without any."""
+        return self.config.lora.on and self.config.reference_sync > 0
+
+    @property
+    def exact_bytes(self) -> int:
+        """Of a number that is trained."""
+        return 8 if self.compute_dtype == torch.float64 else 4
 
 
 class TracedFit:
@@ -103,8 +115,10 @@ def make_memory(
     tracer = PhaseTracer(work.phase_settings())
     longest = Shape(config.group_size, work.longest_prompt, work.new_tokens)
     traced = {phase: TracedFit(tracer, phase, longest, config.group_size) for phase in PHASES}
-    resident = resident_parts(work, tracer.num_parameters)
-    gradients = {"gradients": resident["weights"]}
+    sizes = [-(-size // work.shards) for size in tracer.trained_sizes]
+    resident = resident_parts(work, tracer.num_parameters, sizes)
+    gradients = {"gradients": work.exact_bytes * sum(sizes)}
+    update = gradients["gradients"] + step_bytes(sizes, config.optimizer, work.device_type)
     specs = {
         "sample": PhaseSpec(
             "sample", split_name("sample"), config.rollout_rows, partial(_sample_parts, work)
@@ -116,7 +130,7 @@ def make_memory(
         ),
         "update": PhaseSpec("update", "update", None, lambda shape: gradients),
     }  # fmt: skip
-    fits: dict[str, Callable[[Shape], float]] = {**traced, "update": lambda shape: gradients["gradients"]}
+    fits: dict[str, Callable[[Shape], float]] = {**traced, "update": lambda shape: update}
     scratch = scratch_bytes(work.compute_dtype, monitor.device)
     if not (config.uses_reference or config.num_iterations > 1 or config.kl_in_reward):
         del specs["score"]
@@ -189,11 +203,23 @@ def find_batch_size(memory: AdaptiveMemory, work: Workload, budget: Budget) -> i
 # ----------------------------------------------------------------------------- bytes in closed form
 
 
-def resident_parts(work: Workload, num_parameters: int) -> dict[str, int]:
-    """Bytes that exist between phases: fp32 masters, AdamW's two moments, and copies beside them."""
-    exact = 8 if work.compute_dtype == torch.float64 else 4
+def resident_parts(
+    work: Workload, num_parameters: int, trained_sizes: Sequence[int] | None = None
+) -> dict[str, int]:
+    """Bytes that exist between phases: fp32 masters, AdamW's two moments, and copies beside them.
+
+    num_parameters: of the model without adapters. trained_sizes: of each trained tensor; None: all weights.
+    With adapters the base is in the compute dtype and serves sampler and reference, too.
+    """
     num_parameters = -(-num_parameters // work.shards)
-    parts = {"weights": exact * num_parameters, "optimizer": 2 * exact * num_parameters}
+    exact, sizes = work.exact_bytes, trained_sizes or [num_parameters]
+    moments = moment_bytes(sizes, work.config.optimizer, exact)
+    if work.config.lora.on:
+        adapters = exact * sum(sizes)
+        base = work.compute_dtype.itemsize * num_parameters
+        parts = {"weights": base + adapters, "optimizer": moments}
+        return {**parts, "reference": adapters} if work.reference_has_adapters else parts
+    parts = {"weights": exact * num_parameters, "optimizer": moments}
     if work.config.uses_reference and work.reference_here:
         parts["reference"] = exact * num_parameters
     if work.compute_dtype.itemsize < exact and work.shards == 1:  # shards sample with what they gather
@@ -228,13 +254,8 @@ def _sample_parts(work: Workload, shape: Shape) -> Mapping[str, int]:
 
 def logits_parts(work: Workload, shape: Shape) -> Mapping[str, int]:
     vocabulary = work.model.get_text_config(decoder=True).vocab_size
-    exact = 8 if work.compute_dtype == torch.float64 else 4
-    return {
-        "logits": min(shape.scored_tokens or shape.rows * shape.new_tokens, CHUNK_TOKENS)
-        * vocabulary
-        * 2
-        * exact
-    }
+    tokens = min(shape.scored_tokens or shape.rows * shape.new_tokens, CHUNK_TOKENS)
+    return {"logits": tokens * vocabulary * 2 * work.exact_bytes}
 
 
 # ------------------------------------------------------------------------------------------- advice
@@ -258,8 +279,8 @@ def advice(work: Workload, phase: str, tracer: PhaseTracer) -> str:
     if phase == "learn" and not config.gradient_checkpointing:
         leaner = replace(work.phase_settings(), checkpoint=True)
         savings["--gradient-checkpointing"] = now - peak(leaner, row)
-    resident = resident_parts(work, tracer.num_parameters)
-    if "reference" in resident:
+    resident = resident_parts(work, tracer.num_parameters, tracer.trained_sizes)
+    if "reference" in resident and not config.lora.on:
         savings["--kl-coef 0, or --reference-device cpu"] = resident["reference"]
     if phase in PHASES and work.compute_dtype == torch.float32:
         lower = replace(work.phase_settings(), compute_dtype=torch.bfloat16)

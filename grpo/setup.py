@@ -14,10 +14,12 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from grpo.adapters import check_peft, check_resumed
 from grpo.checkpoint import Checkpoint, CheckpointFolder
 from grpo.clock import Clock
 from grpo.config import CONFIG_FILE, Config, SettingsError, to_flat, write_yaml
 from grpo.dealt import Share
+from grpo.loading import check_shard, load_models, shard_models
 from grpo.memory import AdaptiveMemory, Budget, MemoryMonitor, limit_memory, make_budget, parse_size
 from grpo.model import (
     Policy,
@@ -25,17 +27,15 @@ from grpo.model import (
     choose_device,
     choose_model,
     compute_dtype,
-    frozen_copy,
-    load_policy,
 )
-from grpo.optimizer import make_optimizer
+from grpo.optimizer import check_optimizer, make_optimizer
 from grpo.planning import Workload, longest_prompt, plan_memory, plan_table, trace_phases
 from grpo.prompts import PromptSource, load_prompts
+from grpo.reference import Reference
 from grpo.reward_functions import RewardFunctions
-from grpo.rollout import context_length, rollout
+from grpo.rollout import rollout
 from grpo.sampling import step_uniforms
-from grpo.scoring import check_recomputation, check_scorer, micro_batch_logprobs, micro_batches
-from grpo.shard import shard_model
+from grpo.scoring import micro_batch_logprobs, micro_batches
 from grpo.tracking import check_trackers
 from grpo.values import Prompt, Rollout
 from grpo.world import World, open_world
@@ -53,9 +53,9 @@ class Run:
     engine: EnginePool | None
     rewards: RewardFunctions
     policy: Policy
-    reference: PreTrainedModel | None
+    reference: Reference | None
     sampler: RolloutModel
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     checkpoints: CheckpointFolder
     checkpoint: Checkpoint | None
     clock: Clock
@@ -101,17 +101,23 @@ def _make_run(
 ) -> Run:
     config = replace(config, model=choose_model(config.model, device))
     if config.shard:
-        _check_shard(config, world)
+        check_shard(config, world)
     reference_device = choose_device(config.reference_device) if config.reference_device else device
     check_trackers(config.trackers)
+    check_peft(config.lora)
+    check_optimizer(config.optimizer, device, compute_dtype(config.precision, device))
     if config.engine != "off":
         find_stockfish(config.stockfish_path)  # a wrong path shows at once
     rewards = RewardFunctions(config.reward, config.reward_weights)
     folder = world.from_main("the choice of a folder", _choose_folder(config) if world.is_main else Path())
-    checkpoints = CheckpointFolder(folder / "checkpoints", keep=config.keep_checkpoints)
+    checkpoints = CheckpointFolder(
+        folder / "checkpoints", keep=config.keep_checkpoints, merge=config.lora.lora_merge
+    )
     checkpoint = checkpoints.newest_intact() if config.resume else None
     if config.resume and checkpoint is None:
         raise SettingsError(f"resume: {str(folder)!r} holds no intact checkpoint; start without --resume.")
+    if checkpoint is not None:
+        check_resumed(config.lora, checkpoint.folder)
     source = load_prompts(
         config.prompts,
         seed=config.seed,
@@ -124,10 +130,10 @@ def _make_run(
     engine = _start_engine(config) if "policy" in source.tasks else None
     if engine is not None:
         stack.callback(engine.close)
-    policy, reference = _load_models(config, checkpoint, device, reference_device)
+    policy, reference = load_models(config, checkpoint, device, reference_device)
     _check_same(world, config, checkpoint, source, policy.model)
     if config.shard:
-        _shard_models(config, policy, reference, device)
+        shard_models(config, policy, reference, device)
     sampler = RolloutModel(policy.model, policy.model.dtype if config.shard else policy.compute_dtype)
     optimizer = make_optimizer(policy.model, config.optimizer)
     monitor = MemoryMonitor(device, limited=config.memory_limit is not None)
@@ -189,20 +195,6 @@ _OF_THIS_MACHINE = {
 """Settings in which processes may differ."""
 
 
-def _check_shard(config: Config, world: World) -> None:
-    """SettingsError for what cannot be sharded."""
-    if world.size == 1:
-        raise SettingsError(
-            "shard is on, but there is one process: start several, one a device, with "
-            "torchrun --nproc_per_node N train_lean.py --shard, or leave it off."
-        )
-    if config.reference_device is not None:
-        raise SettingsError(
-            f"shard is on, and reference_device is {config.reference_device!r}: the reference is sharded "
-            "beside the policy; leave one of the two out."
-        )
-
-
 def _check_same(
     world: World, config: Config, checkpoint: Checkpoint | None, source: PromptSource, model: PreTrainedModel
 ) -> None:
@@ -260,37 +252,6 @@ def _limit_memory(config: Config, monitor: MemoryMonitor) -> None:
         logger.info("memory limit {}: {}", config.memory_limit, how)
         if monitor.device.type == "cpu" and compute_dtype(config.precision, monitor.device) == torch.bfloat16:
             logger.info("in bf16 oneDNN keeps kernels it compiles: a tight limit wants --precision fp32")
-
-
-def _load_models(
-    config: Config, checkpoint: Checkpoint | None, device: torch.device, reference_device: torch.device
-) -> tuple[Policy, PreTrainedModel | None]:
-    """The policy, as the run began or as the checkpoint has it, and the reference, if the loss needs it."""
-    place = torch.device("cpu") if config.shard else device  # whole, it may not fit the device
-    reference_place = place if config.shard else reference_device
-    policy = load_policy(config.model, device, config.precision, place=place)
-    context = context_length(policy.model)
-    if context <= config.sampling.max_new_tokens:
-        raise SettingsError(
-            f"max_new_tokens is {config.sampling.max_new_tokens}, but the model's context is "
-            f"{context} tokens: give less than that, to leave room for the prompt."
-        )
-    check_scorer(policy.model, context, checkpoint=config.gradient_checkpointing and not config.shard)
-    if checkpoint is None:
-        return policy, frozen_copy(policy.model, reference_place) if config.uses_reference else None
-    reference = policy.model.requires_grad_(False).to(reference_place) if config.uses_reference else None
-    logger.info("going on from {}", checkpoint.folder)
-    return load_policy(str(checkpoint.folder), device, config.precision, place=place), reference
-
-
-def _shard_models(
-    config: Config, policy: Policy, reference: PreTrainedModel | None, device: torch.device
-) -> None:
-    for model in (policy.model, reference):
-        if model is not None:
-            shard_model(model, policy.compute_dtype, device)
-    if config.gradient_checkpointing:  # whose gradients take room: each process has its part of them now
-        check_recomputation(policy.model, context_length(policy.model))
 
 
 def _start_engine(config: Config) -> EnginePool | None:

@@ -84,6 +84,8 @@ class Trainer:
                 rewards, old_logp, ref_logp = self.score(sampled, scores)
                 advantages = group_advantages(rewards, config.group_size, scale=config.advantage_scale)
                 learned = self.learn(step, sampled, advantages, old_logp, ref_logp)
+                if run.reference is not None and self._due(step, config.reference_sync):
+                    run.reference.sync(run.policy.model)
                 self.finished, self.source_state, self.stepper.moved = step, run.source.state(), False
                 self.log(step, sampled, scores, rewards, advantages, learned, progress)
                 self.after_step(step)
@@ -145,7 +147,8 @@ class Trainer:
             if config.num_iterations > 1 or config.kl_in_reward:  # else the first pass of learning serves
                 old_logp = self.phases.logprobs(run.policy.model, own)
             if run.reference is not None:
-                ref_logp = self.phases.logprobs(run.reference, own)
+                with run.reference.model() as reference:
+                    ref_logp = self.phases.logprobs(reference, own)
         if config.kl_in_reward and old_logp is not None and ref_logp is not None:
             own_kl = ((old_logp - ref_logp) * own.mask).sum(1)[: share.num_rows]  # (n,) k1
             with run.clock("wait"):
@@ -273,8 +276,9 @@ class Trainer:
     def save(self, *, best: bool = False) -> None:
         """A checkpoint of the last whole step, which the first process writes."""
         run, snapshot = self.run, None
-        if self.config.shard:
+        if self.config.shard:  # here all take part
             snapshot = take_snapshot(run.policy.model, run.optimizer, keep=run.world.is_main)
+        reference = run.reference.tensors() if run.reference and (run.world.is_main or snapshot) else None
         if not run.world.is_main:
             return
         state = {
@@ -290,7 +294,7 @@ class Trainer:
             written, _ = survive(
                 lambda _: run.checkpoints.save(
                     self.finished, run.policy.model, run.policy.tokenizer, run.optimizer, state,
-                    best=best, snapshot=snapshot,
+                    reference=reference, best=best, snapshot=snapshot,
                 ),
                 1, phase="checkpoint",
             )  # fmt: skip

@@ -156,6 +156,16 @@ def tiny() -> Calculation:
     )
 
 
+def test_with_adapters_the_base_is_frozen_and_the_reference_free():
+    found = calculated(model=TINY, gpu_memory="4GB", lora_rank=4, max_new_tokens=16, prompt_tokens=16)
+    held = {line.name: line for line in found.demand.lines}
+    trained = 4 * (32 + 3 * 32)  # A and B of the one c_attn
+    assert held["frozen base and adapters"].bytes == 2 * num_parameters(TINY.config()) + 4 * trained
+    assert held["optimizer"].bytes == 8 * trained and held["gradients"].bytes == 4 * trained
+    assert held["optimizer"].detail == "8 bytes a trained parameter"
+    assert not held.keys() & {"frozen reference", "sampler's copy"}
+
+
 def test_a_models_budget_is_the_predictors(tiny):
     step = StepSettings("lm", TINY.config(), torch.bfloat16, new_tokens=64, device_type="cuda")
     memory = StepMemory(step, overhead_bytes=CONTEXT_BYTES)

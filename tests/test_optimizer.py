@@ -1,10 +1,27 @@
+import copy
+import dataclasses
 import math
 
 import pytest
 import torch
+from rich.console import Console
+from safetensors.torch import load_file
 from torch import nn
 
-from grpo.optimizer import OptimizerSettings, learning_rate, make_optimizer, set_learning_rate
+from grpo.interrupt import StopRequest
+from grpo.optimizer import (
+    OptimizerSettings,
+    check_optimizer,
+    learning_rate,
+    make_optimizer,
+    moment_bytes,
+    set_learning_rate,
+    step_bytes,
+)
+from grpo.setup import open_run
+from grpo.trainer import Trainer
+
+FILES = ("model.safetensors", "trainer.safetensors")
 
 
 def rates(num_steps: int, **settings) -> list[float]:
@@ -132,6 +149,90 @@ def test_a_step_allocates_no_tensor_of_a_parameters_size(load):
         optimizer.step()
     largest = max((abs(event.self_cpu_memory_usage) for event in profile.events()), default=0)
     assert largest < min(p.nbytes for p in model.parameters() if p.ndim >= 2)
+
+
+# ------------------------------------------------------------------------------------ in 8 bits
+
+EIGHT = OptimizerSettings(optimizer_kind="adamw8bit", learning_rate=1e-2)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("installed", "device", "dtype", "said"),
+    [
+        (
+            False,
+            "cpu",
+            torch.float32,
+            "needs the package bitsandbytes: pip install bitsandbytes, or give adamw",
+        ),
+        (True, "mps", torch.float32, "runs on cuda and cpu, not on mps: give adamw"),
+        (True, "cpu", torch.float64, "precision is fp64, which it has not: give adamw"),
+    ],
+)
+def test_where_8_bits_cannot_be_had_it_says_so(monkeypatch, installed, device, dtype, said):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: installed or None)
+    with pytest.raises(ValueError, match=rf"optimizer_kind is adamw8bit, .*{said}"):
+        check_optimizer(EIGHT, torch.device(device), dtype)
+    check_optimizer(OptimizerSettings(), torch.device(device), dtype)
+
+
+def test_on_a_cpu_an_8_bit_step_holds_the_largest_tensor_in_fp32():
+    assert step_bytes([100, 5000, 9000], EIGHT, "cpu") == 5 * 4 * 9000
+    assert step_bytes([100], EIGHT, "cpu") == step_bytes([9000], EIGHT, "cuda") == 0
+    assert step_bytes([9000], OptimizerSettings(), "cpu") == 0
+
+
+def test_8_bit_moments_are_there_before_the_first_step_and_as_large_as_planned():
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    model = nn.Linear(100, 100)
+    optimizer = make_optimizer(model, EIGHT)
+    tensors = {
+        value.data_ptr(): value
+        for entry in optimizer.state.values()
+        for value in entry.values()
+        if isinstance(value, torch.Tensor)
+    }
+    held = sum(tensor.nbytes for tensor in tensors.values())
+    assert held == moment_bytes([10_000, 100], EIGHT, 4)
+    give_gradients(model, 1)
+    optimizer.step()
+    state = optimizer.state[model.weight]
+    assert state["state1"].dtype == torch.uint8 and state["state1"].data_ptr() in tensors
+
+
+def test_8_bit_steps_are_nearly_those_of_fp32():
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    start = nn.Linear(100, 100)
+    ends = []
+    for settings in (OptimizerSettings(learning_rate=1e-2), EIGHT):
+        model = copy.deepcopy(start)
+        optimizer = make_optimizer(model, settings)
+        for step in range(1, 6):
+            give_gradients(model, step)
+            optimizer.step()
+        ends.append(model.weight.detach())
+    moved = (ends[0] - start.weight).norm()
+    assert 0 < (ends[1] - ends[0]).norm() < 0.05 * moved
+
+
+def test_a_resumed_run_has_its_8_bit_moments(config):
+    pytest.importorskip("bitsandbytes")
+    config = dataclasses.replace(config, optimizer=EIGHT, eval_interval=0)
+
+    def weights(**changes) -> dict[str, torch.Tensor]:
+        with open_run(dataclasses.replace(config, **changes)) as run:
+            Trainer(run, Console(quiet=True)).train(StopRequest())
+        return {file: load_file(run.checkpoints.all()[-1] / file) for file in FILES}
+
+    straight = weights()
+    weights(name="cut", steps=2)
+    resumed = weights(resume=config.runs_dir / "cut")
+    for file in FILES:
+        assert all(torch.equal(resumed[file][name], tensor) for name, tensor in straight[file].items())
+    assert any(tensor.dtype == torch.uint8 for tensor in straight["trainer.safetensors"].values())
 
 
 # ----------------------------------------------------------------------------------------- settings

@@ -11,14 +11,18 @@ from conftest import ARCHITECTURES
 from transformers import PretrainedConfig
 
 from grpo import phases
+from grpo.adapters import LoraSettings
 from grpo.experiments.real_phases import RealPhases, Setting
 from grpo.loss import LossSettings
 from grpo.memory import PhaseFit, Shape, peak_live_bytes
+from grpo.optimizer import OptimizerSettings, make_optimizer
 from grpo.phases import PHASES, PhaseSettings, PhaseTracer
+from grpo.planning import resident_parts
 from grpo.sampling import SamplingSettings
 
 G, VOCABULARY = 4, 96
 SHAPE = Shape(4 * G, 40, 24)
+LORA = LoraSettings(lora_rank=8)
 
 
 def shape_of(name: str) -> PretrainedConfig:
@@ -33,7 +37,7 @@ def settings_of(setting: Setting) -> PhaseSettings:
     return PhaseSettings(
         setting.model, setting.attention, setting.compute_dtype, setting.group_size,
         SamplingSettings(max_new_tokens=24), LossSettings(kl_coef=0.02 if setting.kl else 0.0),
-        setting.checkpoint,
+        setting.checkpoint, lora=setting.lora,
     )  # fmt: skip
 
 
@@ -55,6 +59,8 @@ def tracer(tmp_path: Path) -> Callable[..., PhaseTracer]:
         ("gpt2", {"checkpoint": True}),
         ("gpt2", {"compute_dtype": torch.bfloat16, "kl": False}),
         ("llama", {}),
+        ("gpt2", {"lora": LORA}),
+        ("llama", {"lora": LORA, "compute_dtype": torch.bfloat16}),
     ],
 )
 def test_a_trace_is_what_the_real_phase_allocates(tracer, name: str, options: dict):
@@ -65,6 +71,25 @@ def test_a_trace_is_what_the_real_phase_allocates(tracer, name: str, options: di
         work = real.prepare(phase, SHAPE)
         traced = traces.peak_bytes(phase, SHAPE)
         assert traced == pytest.approx(peak_live_bytes(work), rel=0.03), phase
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_whole_footprint_with_adapters(tracer, name: str):
+    """Weights and moments, counted one by one, and what the phase adds: within 5 % of predicted."""
+    setting = Setting(name, shape_of(name), group_size=G, lora=LORA)
+    real, traces = RealPhases(setting), tracer(name, lora=LORA)
+    optimizer = make_optimizer(real.model, OptimizerSettings())
+    moments = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values())
+    resident = sum(parameter.nbytes for parameter in real.model.parameters()) + moments
+    predicted = sum(
+        resident_parts(setting.workload(SHAPE), traces.num_parameters, traces.trained_sizes).values()
+    )
+    assert predicted == pytest.approx(resident, rel=0.01)  # steps are counted in numbers of their own
+    for phase in PHASES:
+        measured = resident + peak_live_bytes(real.prepare(phase, SHAPE))
+        assert predicted + traces.peak_bytes(phase, SHAPE) == pytest.approx(measured, rel=0.05), phase
+    gradients = sum(each.grad.nbytes for each in real.model.parameters() if each.grad is not None)
+    assert gradients == 4 * sum(traces.trained_sizes)
 
 
 def test_part_of_a_group_is_traced_as_it_is_done(tracer):
@@ -107,7 +132,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Shape]]]
 
     class Phases:
         def __init__(self, settings: PhaseSettings) -> None:
-            self.num_parameters = 1000
+            self.num_parameters, self.trained_sizes = 1000, [1000]
 
         def trace(self, phase: str, shape: Shape) -> list[tuple[str, int]]:
             asked.append((phase, shape))
@@ -159,14 +184,14 @@ def test_where_nothing_can_be_written_it_is_traced_again(tracer, traced, tmp_pat
 def test_other_settings_and_other_code_have_traces_of_their_own(tracer, traced, tmp_path: Path, monkeypatch):
     made = [
         tracer(), tracer(checkpoint=True), tracer(compute_dtype=torch.bfloat16), tracer(kl=False),
-        tracer(group_size=8), tracer("llama"),
+        tracer(group_size=8), tracer("llama"), tracer(lora=LORA),
     ]  # fmt: skip
     for each in made:
         each.fit("score", SHAPE)
-    assert len(list(tmp_path.glob("*.json"))) == 6
+    assert len(list(tmp_path.glob("*.json"))) == 7
     monkeypatch.setattr(torch, "__version__", "99.0")
     tracer().fit("score", SHAPE)
-    assert len(list(tmp_path.glob("*.json"))) == 7
+    assert len(list(tmp_path.glob("*.json"))) == 8
 
 
 def test_settings_that_differ_in_numbers_only_share_their_traces(traced, tmp_path: Path):

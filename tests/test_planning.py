@@ -10,10 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo import planning
+from grpo.adapters import LoraSettings
 from grpo.config import Config, SettingsError
 from grpo.loss import LossSettings
 from grpo.memory import Budget, DoesNotFit, Footprint, MemoryMonitor, PhasePlan, Shape
 from grpo.memory.budget import GB
+from grpo.optimizer import OptimizerSettings
 from grpo.phases import PHASES, PhaseSettings
 from grpo.planning import (
     LONGEST_TEXTS,
@@ -58,7 +60,7 @@ class Tracer:
 
     def __init__(self, settings: PhaseSettings) -> None:
         self._settings = settings
-        self.num_parameters = PARAMETERS
+        self.num_parameters, self.trained_sizes = PARAMETERS, [PARAMETERS]
 
     def _peak(self, phase: str, shape: Shape) -> float:
         assert phase in PHASES
@@ -96,6 +98,42 @@ def no_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_exists_all_along_in_bytes_a_parameter(dtype, settings, expected):
     parts = resident_parts(workload(dtype, **settings), 1000)
     assert parts == {name: 1000 * size for name, size in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sync", "expected"),
+    [
+        (torch.float32, 0, {"weights": 4 * 1000 + 4 * 50, "optimizer": 8 * 50}),
+        (torch.bfloat16, 0, {"weights": 2 * 1000 + 4 * 50, "optimizer": 8 * 50}),
+        (torch.float64, 0, {"weights": 8 * 1000 + 8 * 50, "optimizer": 16 * 50}),
+        (torch.bfloat16, 5, {"weights": 2 * 1000 + 4 * 50, "optimizer": 8 * 50, "reference": 4 * 50}),
+    ],
+)
+def test_with_adapters_the_base_is_there_once(dtype, sync, expected):
+    """1000 parameters, and 50 of adapters in two tensors."""
+    work = workload(dtype, lora=LoraSettings(lora_rank=2), reference_sync=sync)
+    assert resident_parts(work, 1000, [20, 30]) == expected
+
+
+def test_moments_in_8_bits_are_a_quarter():
+    """1000 numbers are too few; 10 000 have 40 blocks of a scale each, and two code books of 256."""
+    work = workload(torch.float32, optimizer=OptimizerSettings(optimizer_kind="adamw8bit"))
+    parts = resident_parts(work, 11_000, [1000, 10_000])
+    assert parts["optimizer"] == 8 * 1000 + 2 * (10_000 + 4 * 40) + 2 * 4 * 256
+
+
+def test_gradients_are_of_what_is_trained(monkeypatch):
+    work = workload(lora=LoraSettings(lora_rank=2))
+    monkeypatch.setattr(Tracer, "__init__", _few_trained)
+    memory = make_memory(work, MONITOR, lambda: Budget(GB, "test"), overhead_bytes=0)
+    for phase in ("learn", "update"):
+        assert memory.footprint(phase, Shape(16, 50, 20)).parts["gradients"] == 4 * 300
+    said = advice(work, "update", Tracer(work.phase_settings()))
+    assert said == "a smaller --model saves more."  # there is no copy to do without
+
+
+def _few_trained(self, settings: PhaseSettings) -> None:
+    self._settings, self.num_parameters, self.trained_sizes = settings, PARAMETERS, [100, 200]
 
 
 def test_a_reference_that_lives_elsewhere_is_no_part_of_it():

@@ -81,8 +81,8 @@ def test_held_out_prompts_are_of_both_tasks_and_not_trained_on(config):
 
 
 def test_a_reference_is_there_only_if_it_is_used(config):
-    with open_run(config) as run:
-        assert run.reference is not None and run.reference is not run.policy.model
+    with open_run(config) as run, run.reference.model() as reference:
+        assert reference is not run.policy.model
     loss = dataclasses.replace(config.loss, kl_coef=0.0)
     with open_run(dataclasses.replace(config, loss=loss, name="other")) as run:
         assert run.reference is None

@@ -27,8 +27,14 @@ def to_flat(config: Config) -> dict[str, Any]:
         if dataclasses.is_dataclass(value):
             flat.update({inner.name: getattr(value, inner.name) for inner in dataclasses.fields(value)})
         else:
-            flat[item.name] = list(value) if isinstance(value, tuple) else value
-    return {name: str(value) if isinstance(value, Path) else value for name, value in flat.items()}
+            flat[item.name] = value
+    return {name: _plain(value) for name, value in flat.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, Path) else value
 
 
 def from_flat(values: Mapping[str, Any], base: Config | None = None) -> Config:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from grpo.adapters import LoraSettings
 from grpo.advantages import Scale
 from grpo.loss import LossSettings
 from grpo.memory.budget import SizeError, parse_size
@@ -49,11 +50,14 @@ class Config:
     """Where the policy lives: auto, cpu, cuda, cuda:1, mps. With several processes auto, cuda or cpu."""
     reference_device: str | None = None
     """Where the reference model lives; None: beside the policy."""
+    reference_sync: int = 0
+    """Steps after which the reference becomes the present policy, each time; 0: never."""
     precision: Precision = "auto"
     """Dtype of matrix products; auto: bf16 where native. Weights stay fp32 (with fp64, all is float64)."""
 
     shard: bool = False
     """Several processes hold one model together, each a part of every weight: for one that fits no card."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
 
     # The data
     prompts: str = "bundled"
@@ -182,6 +186,7 @@ def _validate(config: Config) -> None:
         "checkpoint_interval",
         "logged_completions",
         "refill_groups",
+        "reference_sync",
     ):
         value = getattr(config, name)
         need(value >= 0, f"{name} is {value}: give 0 or more.")
@@ -248,6 +253,16 @@ def _validate(config: Config) -> None:
     need(
         config.kl_target is None or config.loss.kl_coef > 0,
         "kl_target needs a coefficient to start from: give kl_coef more than 0 (usual: 0.02).",
+    )
+    need(
+        not config.reference_sync or config.uses_reference,
+        f"reference_sync is {config.reference_sync}, but kl_coef is 0, so there is no reference: "
+        "give kl_coef more than 0 (usual: 0.02), or leave it out.",
+    )
+    need(
+        config.reference_device is None or not config.lora.on,
+        f"reference_device is {config.reference_device}, but with lora_rank the reference is the policy "
+        "itself without its adapters: leave it out.",
     )
 
 

@@ -9,12 +9,14 @@ import ctypes
 import gc
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from grpo.adapters import LoraSettings, adapters_off, add_adapters, store_base
 from grpo.config import Config
 from grpo.full_length import FullLengthTokenizer, nameless_prompts
 from grpo.loss import LossSettings, loss_counts
@@ -41,6 +43,7 @@ class Setting:
     checkpoint: bool = False
     kl: bool = True
     group_size: int = 8
+    lora: LoraSettings = field(default_factory=LoraSettings)
 
     @property
     def attention(self) -> str:
@@ -52,6 +55,7 @@ class Setting:
             device="cpu", batch_size=longest.rows, group_size=self.group_size,
             sampling=SamplingSettings(max_new_tokens=longest.new_tokens),
             loss=LossSettings(kl_coef=0.02 if self.kl else 0.0), gradient_checkpointing=self.checkpoint,
+            lora=self.lora,
         )  # fmt: skip
         return Workload(
             config, self.model, self.attention, self.compute_dtype, longest.prompt_tokens, reference_here=True
@@ -66,6 +70,9 @@ class RealPhases:
         self.model = AutoModelForCausalLM.from_config(
             setting.model, dtype=torch.float32, attn_implementation=setting.attention
         ).eval()
+        if setting.lora.on:
+            add_adapters(self.model, setting.lora)
+            store_base(self.model, setting.compute_dtype)
         self._sampler = RolloutModel(self.model, setting.compute_dtype).model
 
     def shard(self) -> None:
@@ -75,7 +82,8 @@ class RealPhases:
 
     def prepare(self, phase: str, shape: Shape) -> Callable[[], object]:
         """`phase` as a step runs it, `shape.rows` at a time; split ones in at least two parts."""
-        self.model.requires_grad_(phase != "score")  # what is scored is the reference, which is frozen
+        if not self._setting.lora.on:
+            self.model.requires_grad_(phase != "score")  # what is scored is the reference, which is frozen
         num_rows = max(shape.rows, self._setting.group_size) * (2 if phase.endswith("split") else 1)
         if phase.startswith("sample"):
             return self._sampling(shape, num_rows)
@@ -93,8 +101,13 @@ class RealPhases:
         return lambda: rollout(self._sampler, tokenizer, prompts, uniforms, settings, rows=shape.rows)  # type: ignore[arg-type]
 
     def _scoring(self, made: Rollout, shape: Shape) -> Callable[[], object]:
-        dtype = self._setting.compute_dtype
-        return lambda: score(self.model, made, rows=shape.rows, temperature=1.0, dtype=dtype)
+        setting = self._setting
+
+        def work() -> object:
+            with adapters_off(self.model) if setting.lora.on else nullcontext():
+                return score(self.model, made, rows=shape.rows, temperature=1.0, dtype=setting.compute_dtype)
+
+        return work
 
     def _learning(self, made: Rollout, shape: Shape) -> Callable[[], object]:
         setting, mask = self._setting, made.mask

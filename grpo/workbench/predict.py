@@ -5,12 +5,13 @@ no weights are made. GRPO's phases are those of a run; plain language modelling 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from transformers import PretrainedConfig
 
+from grpo.adapters import LoraSettings, check_peft
 from grpo.config import Config, SettingsError
 from grpo.loss import LossSettings
 from grpo.memory import (
@@ -49,6 +50,7 @@ class StepSettings:
     """Whether there is a reference model (GRPO)."""
     checkpoint: bool = False
     device_type: str = "cpu"
+    lora: LoraSettings = field(default_factory=LoraSettings)
 
     @property
     def multiple(self) -> int:
@@ -67,6 +69,7 @@ def step_settings(
     group_size: int,
     kl: bool,
     checkpoint: bool,
+    lora_rank: int = 0,
 ) -> StepSettings:
     """The same from a person's settings. SettingsError for texts beyond what the model reaches."""
     config = spec.config()
@@ -79,14 +82,16 @@ def step_settings(
             f"{reach} tokens in all: give less."
         )
     return StepSettings(
-        objective, config, compute_dtype, prompt_tokens, tokens, group_size, kl, checkpoint, device_type
-    )
+        objective, config, compute_dtype, prompt_tokens, tokens, group_size, kl, checkpoint, device_type,
+        LoraSettings(lora_rank),
+    )  # fmt: skip
 
 
 class StepMemory:
     """Bytes of a step at any batch size. `overhead_bytes`: what the process holds besides tensors."""
 
     def __init__(self, settings: StepSettings, *, overhead_bytes: int = 0) -> None:
+        check_peft(settings.lora)
         self.settings = settings
         self._work = _workload(settings)
         if settings.objective == "grpo":
@@ -133,7 +138,7 @@ def _workload(settings: StepSettings) -> Workload:
         batch_size=settings.group_size, group_size=settings.group_size,
         sampling=SamplingSettings(max_new_tokens=settings.new_tokens),
         loss=LossSettings(kl_coef=0.02 if settings.kl else 0.0),
-        gradient_checkpointing=settings.checkpoint,
+        gradient_checkpointing=settings.checkpoint, lora=settings.lora,
     )  # fmt: skip
     if settings.objective == "lm":
         config = replace(config, loss=LossSettings(kl_coef=0.0))
@@ -147,11 +152,11 @@ def _workload(settings: StepSettings) -> Workload:
 def _language_memory(work: Workload, settings: StepSettings, overhead_bytes: int) -> AdaptiveMemory:
     """Learning from windows, and the update. There is no sampler, so nobody holds a copy for it."""
     tracer = PhaseTracer(work.phase_settings())
-    resident = resident_parts(work, tracer.num_parameters)
+    resident = resident_parts(work, tracer.num_parameters, tracer.trained_sizes)
     resident.pop("sampler's copy", None)
     longest = Shape(1, 1, settings.new_tokens)
     traced = {name: TracedFit(tracer, name, longest, group_size=1) for name in LANGUAGE}
-    gradients = {"gradients": resident["weights"]}
+    gradients = {"gradients": work.exact_bytes * sum(tracer.trained_sizes)}
     whole, split = LANGUAGE
     specs = {
         "learn": PhaseSpec(

@@ -86,10 +86,12 @@ def demand_of_model(step: StepSettings, frozen: tuple[Line, ...], overhead: Line
     memory = StepMemory(step, overhead_bytes=int(overhead.bytes))
     parts = dict(memory.footprints(step.multiple)["update"].parts)
     del parts["activations"], parts[OUTSIDE]
-    num_parameters = parts["weights"] / (8 if step.compute_dtype.itemsize == 8 else 4)
+    num_parameters = parts["gradients"] / (8 if step.compute_dtype.itemsize == 8 else 4)
     names = {"reference": "frozen reference", "weights": "trainable weights"}
+    if step.lora.on:
+        names["weights"] = "frozen base and adapters"
     lines = [
-        Line(names.get(part, part), size, f"{size / num_parameters:g} bytes a parameter")
+        Line(names.get(part, part), size, _each(part, size, num_parameters, step.lora.on))
         for part, size in sorted(parts.items(), key=lambda item: item[0] != "reference")
     ]
     beside = sum(line.bytes for line in frozen)
@@ -102,6 +104,12 @@ def demand_of_model(step: StepSettings, frozen: tuple[Line, ...], overhead: Line
         return memory.largest_batch(usable_bytes - beside, at_most=at_most)
 
     return Demand((*frozen, *lines, overhead), Samples(peak, largest), step.multiple)
+
+
+def _each(part: str, size: float, num_trained: float, lora: bool) -> str:
+    if lora and part == "weights":
+        return f"the reference, too; {num_trained / 1e6:.3g} million are trained"
+    return f"{size / num_trained:g} bytes a {'trained ' if lora else ''}parameter"
 
 
 # --------------------------------------------------------------------------------- from counts alone

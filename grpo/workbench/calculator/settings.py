@@ -15,7 +15,7 @@ from grpo.workbench.models import ModelSpec
 from grpo.workbench.predict import Objective
 
 MOST_PARAMETERS = 1e15
-OF_MODELS = ("objective", "prompt_tokens", "precision")
+OF_MODELS = ("objective", "prompt_tokens", "precision", "lora_rank")
 """Settings that count only where a model is given."""
 
 
@@ -49,6 +49,8 @@ class CalculatorSettings:
     """Completions of a prompt; GRPO's batches are multiples of it."""
     kl: bool = True
     """A reference model beside the policy (grpo)."""
+    lora_rank: int = 0
+    """Train adapters of this rank, with peft's targets; 0: all weights."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     precision: Precision = "auto"
@@ -105,6 +107,8 @@ def _wrong_numbers(settings: CalculatorSettings) -> Iterator[str]:
         value, least = getattr(settings, name), 2 if name == "group_size" else 1
         if value is not None and value < least:
             yield f"{name} is {value}: give at least {least}."
+    if settings.lora_rank < 0:
+        yield f"lora_rank is {settings.lora_rank}: give 0 or more."
     for name in ("memory_utilization", "measured_share"):
         value = getattr(settings, name)
         if value is not None and not 0 < value <= 1:

@@ -66,6 +66,8 @@ class FindSettings:
     """Of every completion (grpo)."""
     kl: bool = True
     """A reference model beside the policy (grpo)."""
+    lora_rank: int = 0
+    """Train adapters of this rank, with peft's targets; 0: all weights."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     device: str = "auto"
@@ -85,6 +87,8 @@ class FindSettings:
         for name in ("start", "max_batch_size", "prompt_tokens", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name} is {getattr(self, name)}: give at least 1.")
+        if self.lora_rank < 0:
+            raise SettingsError(f"lora_rank is {self.lora_rank}: give 0 or more.")
         if self.group_size < 2:
             raise SettingsError(f"group_size is {self.group_size}: give at least 2.")
         if self.max_batch_size < self.multiple:
@@ -142,7 +146,7 @@ def check(settings: FindSettings) -> Checked:
         settings.model, machine.compute_dtype, torch.device(machine.device).type,
         objective=settings.objective, prompt_tokens=settings.prompt_tokens,
         max_new_tokens=settings.max_new_tokens, group_size=settings.group_size, kl=settings.kl,
-        checkpoint=settings.gradient_checkpointing,
+        checkpoint=settings.gradient_checkpointing, lora_rank=settings.lora_rank,
     )  # fmt: skip
     count = num_parameters(step.model)
     table.add_row("model", f"{settings.model.name}: {count:,} parameters")
@@ -185,6 +189,7 @@ def _task(settings: FindSettings, checked: Checked, batch_size: int) -> TrialTas
         settings.objective, asdict(settings.model), batch_size, checked.machine.device,
         checked.machine.precision, settings.prompt_tokens, checked.step.new_tokens, settings.group_size,
         settings.kl, settings.gradient_checkpointing, settings.data, checked.limit_bytes,
+        lora_rank=settings.lora_rank,
     )  # fmt: skip
 
 

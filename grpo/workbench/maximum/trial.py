@@ -13,13 +13,15 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from grpo.adapters import LoraSettings, add_adapters, store_base
 from grpo.advantages import group_advantages
 from grpo.full_length import FullLengthTokenizer, nameless_prompts
 from grpo.loss import LossSettings, loss_counts
 from grpo.memory import MemoryMonitor, limit_memory
-from grpo.model import RolloutModel, compute_dtype, frozen_copy
+from grpo.model import RolloutModel, compute_dtype
 from grpo.objectives import GRPOBatch, accumulate_grpo, accumulate_lm, finish_grpo
 from grpo.optimizer import OptimizerSettings, make_optimizer
+from grpo.reference import make_reference
 from grpo.rollout import rollout
 from grpo.sampling import SamplingSettings
 from grpo.scoring import score
@@ -51,6 +53,7 @@ class TrialTask:
     data: str | None = None
     memory_limit_bytes: int | None = None
     steps: int = TRIAL_STEPS
+    lora_rank: int = 0
 
 
 def run_trial(task: TrialTask, say: Callable[[Mapping[str, Any]], None]) -> None:
@@ -59,6 +62,9 @@ def run_trial(task: TrialTask, say: Callable[[Mapping[str, Any]], None]) -> None
     dtype = compute_dtype(task.precision, device)
     monitor = MemoryMonitor(device, limited=limit is not None)
     model = load_or_make(ModelSpec(**task.model), device, dtype)
+    if task.lora_rank:
+        add_adapters(model, LoraSettings(task.lora_rank))
+        store_base(model, dtype)
     step = (_grpo_step if task.objective == "grpo" else _language_step)(task, model, dtype)
     step(task.group_size if task.objective == "grpo" else 1)  # threads and kernels are there from now on
     if limit is not None:
@@ -95,7 +101,7 @@ def _language_step(task: TrialTask, model: PreTrainedModel, dtype: torch.dtype) 
 def _grpo_step(task: TrialTask, model: PreTrainedModel, dtype: torch.dtype) -> Step:
     """Sampling, scoring and learning, with rewards at random."""
     stepper = Stepper(model, make_optimizer(model, OptimizerSettings()), 1.0)
-    reference = frozen_copy(model) if task.kl else None
+    reference = make_reference(model, model.device) if task.kl else None
     sampler = RolloutModel(model, dtype)
     sampling = SamplingSettings(max_new_tokens=task.new_tokens)
     loss = LossSettings(kl_coef=0.02 if task.kl else 0.0)
@@ -106,7 +112,8 @@ def _grpo_step(task: TrialTask, model: PreTrainedModel, dtype: torch.dtype) -> S
         made = rollout(sampler.model, tokenizer, prompts, uniforms, sampling, rows=rows)
         ref_logp = None
         if reference is not None:
-            ref_logp = score(reference, made, rows=rows, temperature=1.0, dtype=dtype)
+            with reference.model() as frozen:
+                ref_logp = score(frozen, made, rows=rows, temperature=1.0, dtype=dtype)
         advantages = group_advantages(torch.rand(rows), task.group_size)
         counts = loss_counts(made.mask, task.new_tokens)
         batch = GRPOBatch(made, advantages, made.mask, counts, ref_logp=ref_logp)
