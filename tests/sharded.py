@@ -125,7 +125,8 @@ def trained(rank: int, config: Config) -> Path:
     foreseen = mock.patch.object(TracedFit, "__call__", lambda fit, shape: 1e5 * shape.rows)
     with foreseen, mock.patch("grpo.setup.trace_phases"), open_run(config) as run:
         let_norms_be_exact(run.policy.model)
-        if run.reference is not None:
-            let_norms_be_exact(run.reference)
+        assert run.reference is not None
+        with run.reference.model() as reference:
+            let_norms_be_exact(reference)
         Trainer(run, Console(quiet=True)).train(StopRequest())
         return run.folder

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from several_processes import in_processes
 from sharded import added_bytes, gradient_errors, parts, rollouts, trained
 from transformers import LlamaConfig
 
+from grpo.adapters import LoraSettings
 from grpo.config import Config, SettingsError
 from grpo.dealt import Share
 from grpo.experiments.real_phases import Setting
+from grpo.loading import check_shard
 from grpo.memory import DoesNotFit, Shape, survive
 from grpo.optimizer import OptimizerSettings
 from grpo.phases import PhaseTracer
@@ -25,7 +28,7 @@ from grpo.values import Rollout
 
 RICH = {
     "num_iterations": 2, "kl_in_reward": True, "refill_groups": 1, "mask_truncated": True,
-    "gradient_checkpointing": True, "train_rows": 2, "rollout_rows": 6,
+    "gradient_checkpointing": True, "train_rows": 2, "rollout_rows": 6, "reference_sync": 1,
 }  # fmt: skip
 
 
@@ -83,8 +86,11 @@ def fp64(config, model_folders) -> Config:
 
 
 def assert_same_checkpoint(one: Path, other: Path, step: int) -> None:
-    for name in ("model.safetensors", "trainer.safetensors"):
-        mine, theirs = (load_file(run / "checkpoints" / f"step-{step:06d}" / name) for run in (one, other))
+    folders = [run / "checkpoints" / f"step-{step:06d}" for run in (one, other)]
+    names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in folders]
+    assert names[0] == names[1]
+    for name in names[0]:
+        mine, theirs = (load_file(folder / name) for folder in folders)
         assert mine.keys() == theirs.keys()
         for tensor in mine.keys() - {"random_state"}:
             assert (mine[tensor] - theirs[tensor]).abs().max() < 1e-12, tensor
@@ -117,6 +123,21 @@ def test_shard_wants_several_processes(config):
     match = r"shard is on, but there is one process.*torchrun"
     with pytest.raises(SettingsError, match=match), open_run(dataclasses.replace(config, shard=True)):
         pass
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"lora": LoraSettings(lora_rank=4)},
+        {"optimizer": OptimizerSettings(optimizer_kind="adamw8bit")},
+        {"reference_device": "cpu"},
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_by_name(config, setting):
+    with pytest.raises(
+        SettingsError, match=r"shard is on, and (lora_|optimizer_|reference_)\w+ is"
+    ):
+        check_shard(dataclasses.replace(config, shard=True, **setting), SimpleNamespace(size=2))
 
 
 def test_out_of_memory_is_an_error_at_once_where_others_take_part():
