@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from loguru import logger
@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.adapters import MERGED, has_adapters, save_adapters
 from grpo.model import save_merged
+from grpo.shard import is_sharded, part_like, whole
 
 _MANIFEST = "manifest.json"
 _STATE = "trainer.json"
@@ -45,6 +46,28 @@ class Checkpoint:
         """What the reference had become; nothing if it was as at first."""
         file = self.folder / _REFERENCE
         return load_file(file) if file.is_file() else {}
+
+
+class Snapshot(NamedTuple):
+    """What of a training state is large, on the CPU."""
+
+    weights: dict[str, Tensor] | None
+    """None: as they are in the model."""
+    tensors: dict[str, Tensor]
+    """Moments and random state."""
+
+
+def take_snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer, *, keep: bool = True) -> Snapshot:
+    """Of a sharded model a collective, weight by weight; a process that writes nothing need not `keep` it."""
+    weights: dict[str, Tensor] | None = None
+    if is_sharded(model):
+        weights, known = {}, {}
+        for name, weight in model.state_dict(keep_vars=True).items():
+            if weight not in known:  # tied weights are one
+                all_of_it = whole(weight.detach())
+                known[weight] = all_of_it.cpu() if keep else all_of_it.new_empty(0)
+            weights[name] = known[weight]
+    return Snapshot(weights, _optimizer_tensors(model, optimizer, keep=keep))
 
 
 class CheckpointFolder:
@@ -68,10 +91,12 @@ class CheckpointFolder:
         *,
         reference: Mapping[str, Tensor] | None = None,
         best: bool = False,
+        snapshot: Snapshot | None = None,
     ) -> Path | None:
         """Write the checkpoint of `step`. A full disk is a warning and None, not the end of a run.
 
-        reference: what the reference has become, if it is not as at first.
+        reference: what the reference has become, if it is not as at first. snapshot: taken beforehand, as
+        of a sharded model it has to be, by all processes.
         """
         final = self.folder / f"step-{step:06d}"
         temporary = self.folder / f".{final.name}.tmp"
@@ -79,8 +104,9 @@ class CheckpointFolder:
             for left_over in self.folder.glob(".step-*.tmp"):  # of a process that was killed
                 shutil.rmtree(left_over, ignore_errors=True)
             temporary.mkdir(parents=True)
-            self._save_model(model, tokenizer, temporary)
-            save_file(_optimizer_tensors(model, optimizer), temporary / _TENSORS)
+            weights, tensors = snapshot or take_snapshot(model, optimizer)
+            self._save_model(model, tokenizer, temporary, weights)
+            save_file(tensors, temporary / _TENSORS)
             if reference:
                 save_file(dict(reference), temporary / _REFERENCE)
             (temporary / _STATE).write_text(json.dumps({"step": step, **state}, indent=1))
@@ -100,11 +126,17 @@ class CheckpointFolder:
         self._prune(final)
         return final
 
-    def _save_model(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    def _save_model(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        folder: Path,
+        weights: Mapping[str, Tensor] | None,
+    ) -> None:
         if has_adapters(model):
             save_adapters(model, folder)
         else:
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
         if self._merge and has_adapters(model):
             save_merged(model, folder / MERGED)
@@ -171,17 +203,20 @@ def restore_optimizer(
         for parameter, name, entry in _entries(model, optimizer):
             stored, state = checkpoint.tensors[f"{name}|{entry}"], optimizer.state[parameter]
             if isinstance(state[entry], Tensor):
-                state[entry].copy_(stored)
+                state[entry].copy_(part_like(stored, state[entry]))
             else:
                 state[entry] = stored.item()
     torch.set_rng_state(checkpoint.tensors["random_state"])
 
 
-def _optimizer_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    tensors = {
-        f"{name}|{entry}": torch.as_tensor(optimizer.state[parameter][entry]).detach().cpu().contiguous()
-        for parameter, name, entry in _entries(model, optimizer)
-    }
+def _optimizer_tensors(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, *, keep: bool
+) -> dict[str, Tensor]:
+    tensors = {}
+    for parameter, name, entry in _entries(model, optimizer):
+        tensor = whole(torch.as_tensor(optimizer.state[parameter][entry]).detach())
+        if keep:
+            tensors[f"{name}|{entry}"] = tensor.cpu().contiguous()
     return {**tensors, "random_state": torch.get_rng_state()}
 
 

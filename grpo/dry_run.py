@@ -5,6 +5,7 @@ from loguru import logger
 from rich.console import Console
 
 from grpo.adapters import check_peft
+from grpo.before_torch import launched_processes
 from grpo.config import Config
 from grpo.memory import MemoryMonitor, card_memory, make_budget, parse_size
 from grpo.memory.budget import CONTEXT_BYTES
@@ -41,6 +42,7 @@ def dry_run(config: Config, console: Console) -> None:
         config, load_config(name), choose_attention(device, dtype), dtype,
         longest_prompt(source, load_tokenizer(name), config),
         reference_here=config.reference_device in (None, device.type), device_type=device.type,
+        processes=launched_processes()[1],
     )  # fmt: skip
     monitor = MemoryMonitor(torch.device("cpu") if absent else device)
     memory = card_memory(absent) if absent else monitor.memory()

@@ -16,13 +16,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo.prefill import encode_prompts, pad_prompts
+from grpo.shard import decoder_layers, is_sharded
 
 
 def completion_hidden(
@@ -43,11 +44,16 @@ def completion_hidden(
     device = model.device
     prompts = pad_prompts(prompt_ids, device)
     row_to_prompt, completion_ids = row_to_prompt.to(device), completion_ids.to(device)
+    width = completion_ids.shape[1]
+    if width == 1 and is_sharded(model):  # a second pass is needed as others may have one
+        completion_ids = F.pad(completion_ids, (0, 1))
     with recomputed_layers(model) if checkpoint else nullcontext():
         prompt_layers = _prompt_layers(model)
         try:
             last, _ = encode_prompts(model, prompts, Cache(prompt_layers))  # (b, D)
             layers = [_CompletionLayer(layer, row_to_prompt) for layer in prompt_layers]
+            if is_sharded(model) and torch.is_grad_enabled():
+                last = _cut(last, layers)
         finally:
             for layer in prompt_layers:
                 layer.forget()
@@ -63,7 +69,7 @@ def completion_hidden(
             past_key_values=Cache(layers),
             use_cache=True,
         ).last_hidden_state
-    return torch.cat([first, hidden], 1)
+    return torch.cat([first, hidden], 1)[:, :width]
 
 
 def text_hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -119,6 +125,37 @@ class _CompletionLayer(DynamicLayer):  # type: ignore[misc]  # transformers is n
         return keys, torch.cat([self.values[self._rows], value_states], -2)
 
 
+def _cut(last: Tensor, layers: list[_CompletionLayer]) -> Tensor:
+    """`last` and the prompts' keys and values, where the backward pass ends and another one begins.
+
+    A weight's gradient is whole, and can be reduced over processes, when a backward pass has been to all
+    of its uses. Prompts and completions use the same weights: in one pass each layer's gradient would
+    wait for the prompts', and so all would exist at once.
+    """
+    tensors = [last, *(tensor for layer in layers for tensor in (layer.keys, layer.values))]
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    last, *given = _Cut.apply(tensors, *leaves)  # type: ignore[no-untyped-call]
+    for layer, keys, values in zip(layers, given[::2], given[1::2], strict=True):
+        layer.keys, layer.values = keys, values
+    return last
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensors: list[Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.tensors = tensors
+        ctx.set_materialize_grads(False)
+        return tuple(leaf.view_as(leaf) for leaf in leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        pairs = [pair for pair in zip(ctx.tensors, gradients, strict=True) if pair[1] is not None]
+        ctx.tensors = None
+        tensors, known = zip(*pairs, strict=True)
+        torch.autograd.backward(tensors, known)
+        return None, *(None for _ in gradients)
+
+
 def _prompt_layers(model: PreTrainedModel) -> list[_PromptLayer]:
     layers = DynamicCache(config=model.config).layers
     if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
@@ -129,7 +166,7 @@ def _prompt_layers(model: PreTrainedModel) -> list[_PromptLayer]:
 @contextmanager
 def recomputed_layers(model: PreTrainedModel) -> Iterator[None]:
     """Layers that run in here keep their inputs only. ValueError for a model without such layers."""
-    layers = list(_decoder_layers(model.base_model))
+    layers = list(decoder_layers(model.base_model))
     if not layers:
         raise ValueError(
             f"gradient_checkpointing is on, but {type(model).__name__} does not say which of its layers "
@@ -145,12 +182,3 @@ def recomputed_layers(model: PreTrainedModel) -> Iterator[None]:
             del layer.forward  # the class's shows again
             if own is not None:
                 layer.forward = own
-
-
-def _decoder_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost layers that Hugging Face marks as fit for recomputation."""
-    for child in module.children():
-        if isinstance(child, GradientCheckpointingLayer):
-            yield child
-        else:
-            yield from _decoder_layers(child)

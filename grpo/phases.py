@@ -27,10 +27,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from grpo.adapters import LoraSettings, adapters_off, add_adapters, has_adapters, store_base
 from grpo.decode import cache_tokens, has_static_cache, make_decoder, replaced_at_once
 from grpo.forward import recomputed_layers
+from grpo.gathered import Gathering
 from grpo.loss import LossSettings, StepCounts, grpo_loss
 from grpo.memory import LiveBytes, PhaseFit, Shape, align, design_shapes
 from grpo.sampling import SamplingSettings, sample_tokens
 from grpo.scoring import MicroBatch, micro_batch_logprobs, window_logprobs
+from grpo.shard import inside
 
 CHUNK_TOKENS = 1024
 """Tokens whose logits exist at once, see `completion_logprobs`."""
@@ -64,6 +66,8 @@ class PhaseSettings:
     scores_policy: bool = False
     """Whether the policy is scored and not the frozen reference alone: autocast keeps its cast weights."""
     lora: LoraSettings = field(default_factory=LoraSettings)
+    processes: int = 1
+    """That the model is sharded over."""
 
 
 class PhaseTracer:
@@ -150,10 +154,13 @@ class _FakePhases:
         self.trained_sizes = [parameter.numel() for parameter in self._trained]
         with self._mode:
             self._sampler = self._policy
-            if settings.compute_dtype != self._policy.dtype:
-                self._sampler = self._make_model(dtype).requires_grad_(False)
-                for parameter in self._sampler.parameters():
-                    parameter.data = parameter.data.to(settings.compute_dtype)
+            self._gathering: Gathering | None = None
+            if settings.processes > 1:
+                self._policy = self._sampler = self._in_compute_dtype(self._policy)
+                copies = settings.device_type == "cpu"
+                self._gathering = Gathering(self._policy, settings.processes, dtype, copies=copies)
+            elif settings.compute_dtype != self._policy.dtype:
+                self._sampler = self._in_compute_dtype(self._make_model(dtype).requires_grad_(False))
 
     def trace(self, phase: str, shape: Shape) -> list[tuple[str, int]]:
         works: dict[str, Callable[[Shape], None]] = {
@@ -162,10 +169,13 @@ class _FakePhases:
             "window": self._windows, "window split": self._windows,
         }  # fmt: skip
         work = works[phase]
-        already = 0
+        already, in_parts = 0, phase in ("learn split", "window split")
         with self._mode:
             self._policy.zero_grad(set_to_none=True)
-            if phase in ("learn split", "window split"):
+            if self._gathering is not None:
+                self._gathering.forget(gradients=in_parts)
+                already = self._gathering.gradient_bytes if in_parts else 0
+            elif in_parts:
                 for parameter in self._trained:
                     parameter.grad = torch.zeros_like(parameter)
                     already += parameter.grad.nbytes
@@ -177,6 +187,9 @@ class _FakePhases:
 
     @torch.no_grad()
     def _sample(self, shape: Shape, *, split: bool = False) -> None:
+        inside(self._sampler, partial(self._decode, shape, split=split))
+
+    def _decode(self, shape: Shape, *, split: bool) -> None:
         """Prefill, then the last token, when the cache is full, and groups leaving, or one for another."""
         prompts, per_prompt = self._prompts(shape)
         rows = len(prompts) * per_prompt
@@ -250,6 +263,11 @@ class _FakePhases:
         """Prompts of equal length, and rows of each: whole groups, or part of one."""
         per_prompt = min(shape.rows, self._settings.group_size)
         return [[0] * shape.prompt_tokens for _ in range(shape.rows // per_prompt)], per_prompt
+
+    def _in_compute_dtype(self, model: PreTrainedModel) -> PreTrainedModel:
+        for parameter in model.parameters():  # not the buffers
+            parameter.data = parameter.data.to(self._settings.compute_dtype)
+        return model
 
     def _add_adapters(self, dtype: torch.dtype) -> None:
         # Not inside the mode, in which peft cannot move them: made without storage, then faked.

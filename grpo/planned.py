@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from grpo.dealt import Share
 from grpo.decode import has_static_cache
 from grpo.loss import LossSettings
 from grpo.memory import Shape
@@ -23,21 +24,36 @@ class PlannedPhases:
         self._longest_prompt = run.longest_prompt
 
     def plan(self, prompts: list[Prompt]) -> None:
-        """Rows at once in each phase, for prompts this long and completions as long as they may be."""
+        """Rows at once in each phase, for prompts this long and completions as long as they may be.
+
+        The processes of a sharded model make the same passes: all plan with the rows of the one that has
+        least room.
+        """
         run = self._run
         texts = run.policy.tokenizer([prompt.text for prompt in prompts], add_special_tokens=False)
         self._longest_prompt = max(self._longest_prompt, *map(len, texts["input_ids"]))
         run.memory.replan(self._longest_prompt, run.config.sampling.max_new_tokens)
+        if run.config.shard:
+            rows = {phase: plan.rows for phase, plan in run.memory.plan.items()}
+            plans = run.world.exchange("the plan", rows)
+            run.memory.lower({phase: min(plan[phase] for plan in plans) for phase in rows})
 
-    def sample(self, step: int, prompts: list[Prompt], *, of: int, first: int, draw: int) -> Rollout:
-        """`group_size` completions of each prompt.
+    def sample(self, step: int, prompts: list[Prompt], share: Share, *, draw: int) -> Rollout:
+        """`group_size` completions of each of the step's prompts that this process has a share in.
 
-        They are the step's prompts from number `first` on, `of` so many. draw: see `step_uniforms`.
+        draw: see `step_uniforms`.
         """
+        config = self._run.config
+        uniforms = step_uniforms(
+            len(prompts) * config.group_size, config.sampling.max_new_tokens,
+            seed=config.seed, step=step, draw=draw,
+        )  # fmt: skip
+        sampled = self._rollout(share.prompts(prompts) + prompts[: share.idle], share.rows(uniforms))
+        return sampled.groups(range(len(share.groups)))
+
+    def _rollout(self, prompts: list[Prompt], uniforms: Tensor) -> Rollout:
         config, run = self._run.config, self._run
-        num_rows, longest = len(prompts) * config.group_size, config.sampling.max_new_tokens
-        uniforms = step_uniforms(of * config.group_size, longest, seed=config.seed, step=step, draw=draw)
-        uniforms = uniforms[first * config.group_size :][:num_rows]
+        num_rows, longest = uniforms.shape
         kv_growth: list[tuple[int, int]] = []
 
         def work(rows: int) -> Rollout:

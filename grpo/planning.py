@@ -52,6 +52,11 @@ class Workload:
     processes: int = 1
 
     @property
+    def shards(self) -> int:
+        """Parts of the model, of which this process holds one."""
+        return self.processes if self.config.shard else 1
+
+    @property
     def rows_here(self) -> int:
         """Completions of a step that one process does, at most; as yet unknown, the most there may be."""
         config = self.config
@@ -68,7 +73,7 @@ class Workload:
             self.model, self.attention, self.compute_dtype, config.group_size, config.sampling,
             config.loss, config.gradient_checkpointing, self.device_type,
             scores_policy=config.num_iterations > 1 or config.kl_in_reward or self.reference_has_adapters,
-            lora=config.lora,
+            lora=config.lora, processes=self.shards,
         )  # fmt: skip
 
     @property
@@ -110,9 +115,10 @@ def make_memory(
     tracer = PhaseTracer(work.phase_settings())
     longest = Shape(config.group_size, work.longest_prompt, work.new_tokens)
     traced = {phase: TracedFit(tracer, phase, longest, config.group_size) for phase in PHASES}
-    resident = resident_parts(work, tracer.num_parameters, tracer.trained_sizes)
-    gradients = {"gradients": work.exact_bytes * sum(tracer.trained_sizes)}
-    update = gradients["gradients"] + step_bytes(tracer.trained_sizes, config.optimizer, work.device_type)
+    sizes = [-(-size // work.shards) for size in tracer.trained_sizes]
+    resident = resident_parts(work, tracer.num_parameters, sizes)
+    gradients = {"gradients": work.exact_bytes * sum(sizes)}
+    update = gradients["gradients"] + step_bytes(sizes, config.optimizer, work.device_type)
     specs = {
         "sample": PhaseSpec(
             "sample", split_name("sample"), config.rollout_rows, partial(_sample_parts, work)
@@ -132,6 +138,7 @@ def make_memory(
         specs, Predictor(fits, scratch_bytes=scratch, bias=bias), monitor,
         resident=lambda: resident, budget=budget, batch_size=work.rows_here, group_size=config.group_size,
         overhead_bytes=overhead_bytes, advice=lambda phase: advice(work, phase, tracer),
+        replays=work.shards == 1,
     )  # fmt: skip
 
 
@@ -204,6 +211,7 @@ def resident_parts(
     num_parameters: of the model without adapters. trained_sizes: of each trained tensor; None: all weights.
     With adapters the base is in the compute dtype and serves sampler and reference, too.
     """
+    num_parameters = -(-num_parameters // work.shards)
     exact, sizes = work.exact_bytes, trained_sizes or [num_parameters]
     moments = moment_bytes(sizes, work.config.optimizer, exact)
     if work.config.lora.on:
@@ -214,7 +222,7 @@ def resident_parts(
     parts = {"weights": exact * num_parameters, "optimizer": moments}
     if work.config.uses_reference and work.reference_here:
         parts["reference"] = exact * num_parameters
-    if work.compute_dtype.itemsize < exact:
+    if work.compute_dtype.itemsize < exact and work.shards == 1:  # shards sample with what they gather
         parts["sampler's copy"] = work.compute_dtype.itemsize * num_parameters
     return parts
 

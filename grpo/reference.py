@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from grpo.adapters import adapter_parameters, adapters_off, has_adapters, other_adapters
 from grpo.model import frozen_copy
+from grpo.shard import shard_model, whole
 
 
 class Reference(Protocol):
@@ -44,6 +45,10 @@ class FrozenCopy:
 
     def model(self) -> AbstractContextManager[PreTrainedModel]:
         return nullcontext(self._model)
+
+    def shard(self, compute_dtype: torch.dtype, device: torch.device) -> None:
+        """Over all processes: from here on what scores is a collective, and what is saved, too."""
+        shard_model(self._model, compute_dtype, device)
 
     @torch.no_grad()
     def sync(self, policy: PreTrainedModel) -> None:
@@ -83,4 +88,4 @@ class OwnAdapters:
 
 
 def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in tensors.items()}

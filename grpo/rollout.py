@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.decode import CacheBytes, has_static_cache, make_decoder, replaced_at_once
 from grpo.sampling import SamplingSettings, sample_tokens
+from grpo.shard import any_process, inside
 from grpo.values import Prompt, Rollout
 
 _CHECK_EVERY = 8
@@ -57,13 +58,18 @@ def rollout(
     group_size = num_rows // len(prompts)
     made = _Completions(uniforms.to(model.device), _exact_dtype(model), end=tokenizer.eos_token_id)
     width = min(rows, group_size)  # rows of one group that decode together
-    for columns in torch.arange(group_size).split(width):
-        rows_of = torch.arange(num_rows).view(-1, group_size)[:, columns].to(model.device)  # (B, width)
-        _sample(
-            model, prompt_ids, rows_of, made, settings,
-            groups_at_once=max(1, rows // width), watch_cache=watch_cache,
-        )  # fmt: skip
-        watch_cache = None
+
+    def work() -> None:
+        watch = watch_cache
+        for columns in torch.arange(group_size).split(width):
+            rows_of = torch.arange(num_rows).view(-1, group_size)[:, columns].to(model.device)  # (B, width)
+            _sample(
+                model, prompt_ids, rows_of, made, settings,
+                groups_at_once=max(1, rows // width), watch_cache=watch,
+            )  # fmt: skip
+            watch = None
+
+    inside(model, work)
     lengths = made.lengths.cpu()
     longest = int(lengths.max())
     ids = made.ids[:, :longest].cpu()
@@ -154,9 +160,11 @@ def _sample(
             watch_cache(steps, decoder.cache_bytes)
 
         ended: list[int] = []
+        over = False
         if steps % check_every == 0 or longest:
             ended = made.ended(alive).all(1).nonzero().flatten().tolist()
-        if len(ended) == len(alive):
+            over = not any_process(model, len(ended) < len(alive))
+        if over:
             alive = alive[:0]
         elif waiting and has_static_cache(model):
             logits = decoder.step(tokens)
@@ -168,7 +176,7 @@ def _sample(
                 logits.view(*alive.shape, -1)[places] = first.view(len(places), width, -1)
         else:
             if ended:
-                kept = [place for place in range(len(alive)) if place not in ended]
+                kept = [place for place in range(len(alive)) if place not in ended] or [0]
                 decoder.keep(kept)
                 alive, tokens = alive[kept], tokens.view(alive.shape)[kept].flatten()
             logits = decoder.step(tokens)

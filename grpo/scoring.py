@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from grpo.forward import completion_hidden, text_hidden
 from grpo.logprobs import completion_logprobs
 from grpo.memory import Shape
+from grpo.shard import inside, whole
 from grpo.values import Rollout
 
 
@@ -41,7 +42,7 @@ def micro_batches(rollout: Rollout, rows: int) -> Iterator[MicroBatch]:
         rows -= rows % group_size
     for chunk in order.split(rows):
         prompts, row_to_prompt = torch.unique(chunk // group_size, return_inverse=True)
-        width = int(rollout.lengths[chunk].max())
+        width = max(1, int(rollout.lengths[chunk].max()))
         yield MicroBatch(
             rows=chunk,
             prompt_ids=[rollout.prompt_ids[prompt] for prompt in prompts],
@@ -79,16 +80,20 @@ def micro_batch_logprobs(
     what matrix products are computed in. `checkpoint`: activations are recomputed in the backward pass.
     """
     device = model.device
-    with computing_in(dtype, device):
-        hidden = completion_hidden(
-            model, batch.prompt_ids, batch.row_to_prompt, batch.completion_ids, checkpoint=checkpoint
-        )
-        head = model.get_output_embeddings()
-        return completion_logprobs(
-            hidden, head.weight, batch.completion_ids.to(device),
-            None if batch.mask is None else batch.mask.to(device),
-            bias=head.bias, temperature=temperature, entropy=entropy,
-        )  # fmt: skip
+
+    def work() -> tuple[Tensor, Tensor | None]:
+        with computing_in(dtype, device):
+            hidden = completion_hidden(
+                model, batch.prompt_ids, batch.row_to_prompt, batch.completion_ids, checkpoint=checkpoint
+            )
+            head = model.get_output_embeddings()
+            return completion_logprobs(
+                hidden, head.weight, batch.completion_ids.to(device),
+                None if batch.mask is None else batch.mask.to(device),
+                bias=head.bias, temperature=temperature, entropy=entropy,
+            )  # fmt: skip
+
+    return inside(model, work)
 
 
 def window_logprobs(model: PreTrainedModel, windows: Tensor, *, dtype: torch.dtype) -> Tensor:
@@ -115,17 +120,13 @@ def check_scorer(model: PreTrainedModel, context: int, *, checkpoint: bool = Fal
     Granite), or whose attention minds what stands between prompt and completion (GPT-Neo).
     With `checkpoint`, gradients must also be the same when activations are recomputed.
     """
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(model.get_input_embeddings().num_embeddings, (2, 280), generator=generator)
-    length = min(280, context)
-    prompts, completions = [tokens[0, : length - 4].tolist(), tokens[1, :5].tolist()], tokens[:, -4:]
-    batch = MicroBatch(torch.arange(2), prompts, torch.arange(2), completions)
+    batch = _made_up_batch(model, context)
     try:
         ours, _ = micro_batch_logprobs(model, batch, temperature=1.0, dtype=model.dtype)
     except (TypeError, AttributeError, ValueError, NotImplementedError) as error:
         raise ValueError(f"{type(model).__name__} cannot be trained here: {error}") from error
-    for row, prompt in enumerate(prompts):
-        ids = torch.cat([torch.tensor(prompt), completions[row]]).to(model.device)
+    for row, prompt in enumerate(batch.prompt_ids):
+        ids = torch.cat([torch.tensor(prompt), batch.completion_ids[row]]).to(model.device)
         logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, -5:-1]
         theirs = logits.log_softmax(-1).gather(1, ids[-4:].unsqueeze(1)).squeeze(1)
         difference = (ours[row] - theirs).abs().max().item()
@@ -136,27 +137,40 @@ def check_scorer(model: PreTrainedModel, context: int, *, checkpoint: bool = Fal
                 "choose another --model."
             )
     if checkpoint:
-        _check_recomputation(model, batch)
+        check_recomputation(model, context)
+
+
+def _made_up_batch(model: PreTrainedModel, context: int) -> MicroBatch:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.get_input_embeddings().num_embeddings, (2, 280), generator=generator)
+    length = min(280, context)
+    prompts, completions = [tokens[0, : length - 4].tolist(), tokens[1, :5].tolist()], tokens[:, -4:]
+    return MicroBatch(torch.arange(2), prompts, torch.arange(2), completions)
 
 
 @torch.enable_grad()
-def _check_recomputation(model: PreTrainedModel, batch: MicroBatch) -> None:
+def check_recomputation(model: PreTrainedModel, context: int) -> None:
     """ValueError unless all gradients are the same when activations are recomputed."""
+    batch = _made_up_batch(model, context)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def gradients(checkpoint: bool) -> list[Tensor]:
         logp, _ = micro_batch_logprobs(
             model, batch, temperature=1.0, dtype=model.dtype, checkpoint=checkpoint
         )
-        return list(torch.autograd.grad(logp.sum(), parameters, materialize_grads=True))
+        logp.sum().backward()  # type: ignore[no-untyped-call]
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        model.zero_grad(set_to_none=True)
+        return found
 
     plain = gradients(checkpoint=False)
     try:
         pairs = zip(gradients(checkpoint=True), plain, strict=True)
-        difference = math.hypot(*((one - other).norm().item() for one, other in pairs))
-        difference /= math.hypot(*(gradient.norm().item() for gradient in plain))
+        difference = math.hypot(*(whole((one - other).norm()).item() for one, other in pairs))
+        difference /= math.hypot(*(whole(gradient.norm()).item() for gradient in plain))
         reason = f"its gradients come out {difference:.3g} wrong, relative to their norm"
     except CheckpointError as error:
+        model.zero_grad(set_to_none=True)
         difference, reason = math.inf, str(error).splitlines()[0].rstrip(".")
     if not difference < 1e-3:
         raise ValueError(

@@ -14,10 +14,12 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo.adapters import add_adapters, check_peft, check_resumed, load_adapters, store_base
+from grpo.adapters import check_peft, check_resumed
 from grpo.checkpoint import Checkpoint, CheckpointFolder
 from grpo.clock import Clock
 from grpo.config import CONFIG_FILE, Config, SettingsError, to_flat, write_yaml
+from grpo.dealt import Share
+from grpo.loading import check_shard, load_models, shard_models
 from grpo.memory import AdaptiveMemory, Budget, MemoryMonitor, limit_memory, make_budget, parse_size
 from grpo.model import (
     Policy,
@@ -25,16 +27,15 @@ from grpo.model import (
     choose_device,
     choose_model,
     compute_dtype,
-    load_policy,
 )
 from grpo.optimizer import check_optimizer, make_optimizer
 from grpo.planning import Workload, longest_prompt, plan_memory, plan_table, trace_phases
 from grpo.prompts import PromptSource, load_prompts
-from grpo.reference import FrozenCopy, Reference, make_reference
+from grpo.reference import Reference
 from grpo.reward_functions import RewardFunctions
-from grpo.rollout import context_length, rollout
+from grpo.rollout import rollout
 from grpo.sampling import step_uniforms
-from grpo.scoring import check_scorer, micro_batch_logprobs, micro_batches
+from grpo.scoring import micro_batch_logprobs, micro_batches
 from grpo.tracking import check_trackers
 from grpo.values import Prompt, Rollout
 from grpo.world import World, open_world
@@ -71,6 +72,12 @@ class Run:
         """(N,) rewards, NaN for rows that no reward function scores."""
         return self.rewards(rollout).rewards_where_scored
 
+    def share(self, num_groups: int) -> Share:
+        """This process's of a step's groups."""
+        groups = self.world.share(num_groups)
+        idle = self.world.largest_share(num_groups) - len(groups) if self.config.shard else 0
+        return Share(groups, self.config.group_size, idle)
+
     def time_is_up(self) -> bool:
         """Whether the run has had the minutes it was given."""
         minutes = self.config.minutes
@@ -93,6 +100,8 @@ def _make_run(
     config: Config, world: World, device: torch.device, stack: ExitStack, prediction_bias: float
 ) -> Run:
     config = replace(config, model=choose_model(config.model, device))
+    if config.shard:
+        check_shard(config, world)
     reference_device = choose_device(config.reference_device) if config.reference_device else device
     check_trackers(config.trackers)
     check_peft(config.lora)
@@ -121,9 +130,11 @@ def _make_run(
     engine = _start_engine(config) if "policy" in source.tasks else None
     if engine is not None:
         stack.callback(engine.close)
-    policy, reference = _load_models(config, checkpoint, device, reference_device)
+    policy, reference = load_models(config, checkpoint, device, reference_device)
     _check_same(world, config, checkpoint, source, policy.model)
-    sampler = RolloutModel(policy.model, policy.compute_dtype)
+    if config.shard:
+        shard_models(config, policy, reference, device)
+    sampler = RolloutModel(policy.model, policy.model.dtype if config.shard else policy.compute_dtype)
     optimizer = make_optimizer(policy.model, config.optimizer)
     monitor = MemoryMonitor(device, limited=config.memory_limit is not None)
     work = Workload(
@@ -188,7 +199,8 @@ def _check_same(
     world: World, config: Config, checkpoint: Checkpoint | None, source: PromptSource, model: PreTrainedModel
 ) -> None:
     """SettingsError unless all processes train the same model on the same prompts in the same way."""
-    settings = {name: value for name, value in to_flat(config).items() if name not in _OF_THIS_MACHINE}
+    of_this_machine = _OF_THIS_MACHINE - ({"memory_limit"} if config.shard else set())
+    settings = {name: value for name, value in to_flat(config).items() if name not in of_this_machine}
     mine = settings | {
         "the checkpoint to go on from": checkpoint.folder.name if checkpoint else None,
         "the prompts (a digest)": source.state()["rows_digest"],
@@ -240,36 +252,6 @@ def _limit_memory(config: Config, monitor: MemoryMonitor) -> None:
         logger.info("memory limit {}: {}", config.memory_limit, how)
         if monitor.device.type == "cpu" and compute_dtype(config.precision, monitor.device) == torch.bfloat16:
             logger.info("in bf16 oneDNN keeps kernels it compiles: a tight limit wants --precision fp32")
-
-
-def _load_models(
-    config: Config, checkpoint: Checkpoint | None, device: torch.device, reference_device: torch.device
-) -> tuple[Policy, Reference | None]:
-    """The policy, as the run began or as the checkpoint has it, and the reference, if the loss needs it."""
-    policy = load_policy(config.model, device, config.precision, on_host=config.lora.on)
-    context = context_length(policy.model)
-    if context <= config.sampling.max_new_tokens:
-        raise SettingsError(
-            f"max_new_tokens is {config.sampling.max_new_tokens}, but the model's context is "
-            f"{context} tokens: give less than that, to leave room for the prompt."
-        )
-    if config.lora.on:
-        add_adapters(policy.model, config.lora, seed=config.seed, base=config.model)
-    check_scorer(policy.model, context, checkpoint=config.gradient_checkpointing)
-    if config.lora.on:  # after the check, which wants to be exact, and not on the device before
-        store_base(policy.model, policy.compute_dtype)
-        policy.model.to(device)
-    if checkpoint is None:
-        return policy, make_reference(policy.model, reference_device) if config.uses_reference else None
-    logger.info("going on from {}", checkpoint.folder)
-    if config.lora.on:
-        reference = make_reference(policy.model, reference_device)
-        load_adapters(policy.model, checkpoint.folder)
-    else:
-        reference = FrozenCopy(policy.model.to(reference_device))
-        policy = load_policy(str(checkpoint.folder), device, config.precision)
-    reference.restore(checkpoint.reference())
-    return policy, reference if config.uses_reference else None
 
 
 def _start_engine(config: Config) -> EnginePool | None:

@@ -8,6 +8,7 @@ import torch
 from loguru import logger
 from torch import nn
 
+from grpo.shard import is_sharded, whole
 from grpo.world import World
 
 
@@ -34,6 +35,7 @@ class Stepper:
         updating: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._sharded = is_sharded(model)
         self._optimizer = optimizer
         self._max_grad_norm = max_grad_norm or math.inf
         self._updating = updating
@@ -50,7 +52,7 @@ class Stepper:
         self._optimizer.zero_grad(set_to_none=True)
         metrics = accumulate()
         with self._updating():
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters, self._max_grad_norm).item()
+            norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self._max_grad_norm)).item()
             watched = {"loss": metrics["loss"], "kl": metrics.get("kl", 0.0), "grad_norm": norm}
             broken = {name: value for name, value in watched.items() if not math.isfinite(value)}
             if broken:
@@ -67,7 +69,10 @@ class Stepper:
         """See to it that all processes have the same weights and moments.
 
         Their steps are the same, but kernels of unlike cards round differently, which adds up in time.
+        Of a sharded model each process has weights that no other has.
         """
+        if self._sharded:
+            return
         sums = [parameter.double().sum().item() for parameter in self.parameters]
         if any(other != sums for other in world.exchange("the comparison of weights", sums)):
             logger.info("the processes' weights have drifted apart by rounding: all take the first one's")

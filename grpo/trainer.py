@@ -10,7 +10,7 @@ from rich.console import Console
 from torch import Tensor
 
 from grpo.advantages import group_advantages, zero_variance_groups
-from grpo.checkpoint import Checkpoint, restore_optimizer
+from grpo.checkpoint import Checkpoint, restore_optimizer, take_snapshot
 from grpo.config import to_flat
 from grpo.evaluate import Evaluation, interleave, score_heldout
 from grpo.interrupt import StopRequest
@@ -100,7 +100,8 @@ class Trainer:
                 if last:
                     break
         except Exception:
-            if self.finished > self.saved and not self.stepper.moved:
+            alone = not self.config.shard  # else the others, who have their parts, may not come to it
+            if alone and self.finished > self.saved and not self.stepper.moved:
                 self.stepper.skipped_in_a_row = 0
                 self.save()  # nothing already learned is lost
             raise
@@ -125,12 +126,11 @@ class Trainer:
     def _sample(self, step: int, prompts: list[Prompt], *, draw: int) -> tuple[Rollout, Scores]:
         """Each process its groups; in the end all have everything."""
         run, mine = self.run, None
-        share = run.world.share(len(prompts))
-        own = prompts[share.start : share.stop]
-        if own:
-            with run.clock("sample"):
-                run.rewards.prepare(own)  # the engine works while the model writes
-                sampled = self.phases.sample(step, own, of=len(prompts), first=share.start, draw=draw)
+        share = run.share(len(prompts))
+        with run.clock("sample"):
+            run.rewards.prepare(share.prompts(prompts))  # the engine works while the model writes
+            sampled = self.phases.sample(step, prompts, share, draw=draw) if share else None
+        if sampled and share.groups:
             with run.clock("reward"):
                 mine = sampled, run.rewards(sampled)
         with run.clock("wait"):
@@ -141,7 +141,8 @@ class Trainer:
         """Rewards (N,), and this process's log-probs (n, C) under the policy so far and the reference."""
         config, run = self.config, self.run
         rewards, old_logp, ref_logp = scores.rewards, None, None
-        own = sampled.groups(run.world.share(len(sampled.prompts)))
+        share = run.share(len(sampled.prompts))
+        own = share.rollout(sampled)
         with run.clock("score"):
             if config.num_iterations > 1 or config.kl_in_reward:  # else the first pass of learning serves
                 old_logp = self.phases.logprobs(run.policy.model, own)
@@ -149,7 +150,7 @@ class Trainer:
                 with run.reference.model() as reference:
                     ref_logp = self.phases.logprobs(reference, own)
         if config.kl_in_reward and old_logp is not None and ref_logp is not None:
-            own_kl = ((old_logp - ref_logp) * own.mask).sum(1)  # (n,) k1
+            own_kl = ((old_logp - ref_logp) * own.mask).sum(1)[: share.num_rows]  # (n,) k1
             with run.clock("wait"):
                 kl = torch.cat(run.world.exchange("scoring", own_kl))  # (N,)
             # A KL that is not finite reaches the loss by way of ref_logp, where the step is skipped.
@@ -174,17 +175,19 @@ class Trainer:
         if config.mask_truncated:
             mask = mask & sampled.terminated.unsqueeze(1)
         counts = loss_counts(mask, config.sampling.max_new_tokens)  # of the whole step
-        share = run.world.share(len(sampled.prompts))
-        rows = slice(share.start * config.group_size, share.stop * config.group_size)
-        batch = GRPOBatch(sampled.groups(share), advantages[rows], mask[rows], counts, old_logp, ref_logp)
+        share = run.share(len(sampled.prompts))
+        batch = GRPOBatch(
+            share.rollout(sampled), share.rows(advantages), share.rows(mask), counts, old_logp, ref_logp
+        )
         settings = replace(config.loss, kl_coef=0.0 if config.kl_in_reward else self.kl_coef)
 
         def accumulate() -> dict[str, float]:
             sums = self.phases.accumulate(batch, settings)
             with run.clock("wait"):
                 parts = run.world.exchange(f"the learning of step {step}", sums)  # all went well
-            with run.clock("reduce"):
-                run.world.sum_gradients(self.stepper.parameters)
+            if not config.shard:  # there the backward passes have done it
+                with run.clock("reduce"):
+                    run.world.sum_gradients(self.stepper.parameters)
             return finish_grpo(parts, counts, int(sampled.lengths.sum()))
 
         with run.clock("learn"):
@@ -204,14 +207,20 @@ class Trainer:
         if not config.eval_interval or not run.eval_prompts:
             return False
         own = run.eval_prompts[run.world.rank :: run.world.size]
+        rows = config.rollout_rows or EVAL_ROWS
+        idle: list[Prompt] = []
+        if config.shard:  # the same passes everywhere
+            rows = min(run.world.exchange("rows of the evaluation", rows))
+            idle = run.eval_prompts[: run.world.largest_share(len(run.eval_prompts)) - len(own)]
         scores, _ = survive(
             lambda rows: score_heldout(
-                run.sampler.model, run.policy.tokenizer, own,
+                run.sampler.model, run.policy.tokenizer, own + idle,
                 settings=replace(config.sampling, temperature=0.0), rows=rows,
                 seed=config.seed, engine=run.engine, reward=run.held_out_reward,
             ),
-            config.rollout_rows or EVAL_ROWS, phase="evaluation",
-        ) if own else ({}, 0)  # fmt: skip
+            rows, phase="evaluation", replays=not config.shard,
+        ) if own + idle else ({}, 0)  # fmt: skip
+        scores = {name: column[: len(own)] for name, column in scores.items()}
         result = Evaluation.of(
             run.eval_prompts, interleave(run.world.exchange(f"the evaluation at step {step}", scores))
         )
@@ -266,7 +275,10 @@ class Trainer:
 
     def save(self, *, best: bool = False) -> None:
         """A checkpoint of the last whole step, which the first process writes."""
-        run = self.run
+        run, snapshot = self.run, None
+        if self.config.shard:  # here all take part
+            snapshot = take_snapshot(run.policy.model, run.optimizer, keep=run.world.is_main)
+        reference = run.reference.tensors() if run.reference and (run.world.is_main or snapshot) else None
         if not run.world.is_main:
             return
         state = {
@@ -282,7 +294,7 @@ class Trainer:
             written, _ = survive(
                 lambda _: run.checkpoints.save(
                     self.finished, run.policy.model, run.policy.tokenizer, run.optimizer, state,
-                    reference=run.reference.tensors() if run.reference else None, best=best,
+                    reference=reference, best=best, snapshot=snapshot,
                 ),
                 1, phase="checkpoint",
             )  # fmt: skip

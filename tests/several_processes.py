@@ -9,10 +9,12 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -29,7 +31,7 @@ from grpo.setup import open_run
 from grpo.trainer import Trainer
 
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__])
+CONTEXT.set_forkserver_preload([__name__, "sharded"])
 PATIENCE_S = 4.0
 PLACES = {
     "sample": (grpo.planned, "rollout"),
@@ -50,6 +52,9 @@ class Ended(NamedTuple):
 def in_processes(size: int, work: Callable[..., Any], *args: Any) -> list[Ended]:
     """`work(rank, *args)` in each of so many processes. TimeoutError if one runs on for minutes."""
     port = _free_port()
+    # Python 3.11's server does not take over this process's path, on which pytest has put the tests.
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        ensure_running()
     started = []
     for rank in range(size):
         ours, theirs = CONTEXT.Pipe(duplex=False)

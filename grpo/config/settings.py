@@ -55,6 +55,8 @@ class Config:
     precision: Precision = "auto"
     """Dtype of matrix products; auto: bf16 where native. Weights stay fp32 (with fp64, all is float64)."""
 
+    shard: bool = False
+    """Several processes hold one model together, each a part of every weight: for one that fits no card."""
     lora: LoraSettings = field(default_factory=LoraSettings)
 
     # The data

@@ -20,6 +20,7 @@ from transformers import GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
 from grpo.decode.cache_bytes import CacheBytes
 from grpo.decode.generic import GenericDecoder
 from grpo.decode.gpt2 import GPT2Decoder, static_cache_length
+from grpo.shard import is_sharded
 
 __all__ = ["CacheBytes", "Decoder", "cache_tokens", "has_static_cache", "make_decoder", "replaced_at_once"]
 
@@ -53,7 +54,8 @@ def make_decoder(model: PreTrainedModel, max_new_tokens: int) -> Decoder:
 
 def has_static_cache(model: PreTrainedModel) -> bool:
     """Whether a decoder of this model holds `max_new_tokens` from the start, or grows."""
-    return type(model) is GPT2LMHeadModel and not model.config.reorder_and_upcast_attn
+    runs_by_itself = type(model) is GPT2LMHeadModel and not is_sharded(model)
+    return runs_by_itself and not model.config.reorder_and_upcast_attn
 
 
 def replaced_at_once(groups: int) -> int:

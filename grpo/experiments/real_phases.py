@@ -27,6 +27,7 @@ from grpo.planning import Workload
 from grpo.rollout import rollout
 from grpo.sampling import SamplingSettings
 from grpo.scoring import score
+from grpo.shard import shard_model
 from grpo.values import Rollout
 
 CPU = torch.device("cpu")
@@ -73,6 +74,11 @@ class RealPhases:
             add_adapters(self.model, setting.lora)
             store_base(self.model, setting.compute_dtype)
         self._sampler = RolloutModel(self.model, setting.compute_dtype).model
+
+    def shard(self) -> None:
+        """Over all processes that there are: from here on each phase is a collective."""
+        shard_model(self.model, self._setting.compute_dtype, CPU)
+        self._sampler = self.model
 
     def prepare(self, phase: str, shape: Shape) -> Callable[[], object]:
         """`phase` as a step runs it, `shape.rows` at a time; split ones in at least two parts."""

@@ -47,6 +47,7 @@ class AdaptiveMemory:
     resident: bytes by component of what exists between phases. budget: asked before every plan, as
     what others hold changes. overhead_bytes: what the process holds besides tensors; None: measured.
     advice: settings that would save memory in a phase, for the error when not one row of it fits.
+    replays: whether a phase that ran out of memory may be done again, see `survive`.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class AdaptiveMemory:
         group_size: int,
         overhead_bytes: int | None = None,
         advice: Callable[[str], str] = lambda phase: "",
+        replays: bool = True,
     ) -> None:
         self.phases = dict(phases)
         self._predictor = predictor
@@ -70,6 +72,7 @@ class AdaptiveMemory:
         self._batch_size = batch_size
         self._group_size = group_size
         self._advice = advice
+        self._replays = replays
         if overhead_bytes is None:
             overhead_bytes = max(0, monitor.memory().ours_bytes - sum(resident().values()))
         self._overhead = float(overhead_bytes)
@@ -81,6 +84,7 @@ class AdaptiveMemory:
         self._records: list[PhaseRecord] = []
         self._reasons: dict[str, str] = {}
         self.plan: dict[str, PhasePlan] = {}
+        self._longest = 0, 0
 
     # -------------------------------------------------------------------------------- planning
 
@@ -90,6 +94,7 @@ class AdaptiveMemory:
         A change from the plan before is one log line with its reason.
         """
         self._step += 1
+        self._longest = prompt_tokens, new_tokens
         self._learn_overhead()
         budget = self._budget()
         for phase in self.phases:
@@ -100,6 +105,13 @@ class AdaptiveMemory:
                 self._change(phase, old.rows, new.rows, f"{what}: {budget}")
             self.plan[phase] = new
         return self.plan
+
+    def lower(self, rows: Mapping[str, int]) -> None:
+        """Plan with no more than so many rows a phase: those of the process that holds least."""
+        for phase, plan in self.plan.items():
+            if rows[phase] < plan.rows:
+                footprint = self.footprint(phase, Shape(rows[phase], *self._longest))
+                self.plan[phase] = PhasePlan(rows[phase], footprint)
 
     def plan_one(
         self, phase: str, budget: Budget, batch_size: int, prompt_tokens: int, new_tokens: int
@@ -198,6 +210,7 @@ class AdaptiveMemory:
                 group_size=self._group_size,
                 discard=undo,
                 on_retry=retries.append,
+                replays=self._replays,
             )
         except DoesNotFit as error:
             raise DoesNotFit(self._explain(phase, error)) from error

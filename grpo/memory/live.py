@@ -35,6 +35,8 @@ class LiveBytes(TorchDispatchMode):
         self._device_type = device_type
         self._block_bytes = block_bytes
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}
+        self._refilled: set[int] = set()
 
     def reset_peak(self) -> None:
         self.peak_bytes = self.live_bytes
@@ -45,8 +47,11 @@ class LiveBytes(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         made = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        if func.namespace == "fsdp" and "out" in kwargs:
+            self._refill(kwargs["out"])
         if not made:
             return result
+        self._follow_refilled()
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         storages = {value.untyped_storage()._cdata for value in given}
         before = self.live_bytes
@@ -64,20 +69,44 @@ class LiveBytes(TorchDispatchMode):
     def _count(self, storage: torch.UntypedStorage) -> None:
         if storage.device.type not in (self._device_type, "meta"):  # a fake tensor's storage is meta
             return
-        size = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
         key = storage._cdata
 
         def freed(_: weakref.ref[torch.UntypedStorage]) -> None:
-            self.live_bytes -= size
+            self.live_bytes -= self._sizes.pop(key, 0)
             self._alive.pop(key, None)
+            self._refilled.discard(key)
 
-        self._alive[key] = weakref.ref(storage, freed)
-        self.live_bytes += size
+        self._alive[key], self._sizes[key] = weakref.ref(storage, freed), 0
+        self._measure(key, storage)
+
+    def _measure(self, key: int, storage: torch.UntypedStorage) -> None:
+        size = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
+        self.live_bytes += size - self._sizes[key]
+        self._sizes[key] = size
+
+    def _refill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """FSDP2 gathers weights into storages that it empties afterwards and fills the next time."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._alive:
+                self._count(storage)
+            if storage._cdata in self._alive:
+                self._refilled.add(storage._cdata)
+        self._follow_refilled()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _follow_refilled(self) -> None:
+        """No operation tells that a storage is emptied: look."""
+        for key in list(self._refilled):
+            if (storage := self._alive[key]()) is not None:
+                self._measure(key, storage)
 
 
 def kernel_bytes(func: Any, given: Sequence[torch.Tensor], made: torch.Tensor) -> int:
     """What a CPU kernel allocates beside its result, and frees before it returns."""
     operation = func.overloadpacket
+    if func.namespace == "c10d":  # gloo copies what all processes have together
+        return max((each.numel() * each.itemsize for each in given), default=0)
     if operation in _ARITHMETIC:  # operands of another dtype are converted as a whole
         return sum(each.numel() * made.itemsize for each in given if each.ndim and each.dtype != made.dtype)
     if operation is aten.bmm and made.dtype in (torch.bfloat16, torch.float16):  # oneDNN wants them dense

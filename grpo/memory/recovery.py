@@ -98,13 +98,15 @@ def survive(
     group_size: int = 1,
     discard: Callable[[], None] = lambda: None,
     on_retry: Callable[[Retry], None] = lambda retry: None,
+    replays: bool = True,
 ) -> tuple[T, int]:
     """`run(rows)`, again if memory runs out: once with as many rows, then with fewer, down to one.
 
     `run` is a transaction. It reads what was frozen before (prompts, uniforms, advantages, weights),
     its result does not depend on how many rows it takes at once, and whatever it changes `discard`
     undoes: the gradients that a backward pass left, a captured graph. A replay then gives the same.
-    There must be no collective in it: the other processes do not replay.
+    There must be no collective in it, as the other processes do not replay; without `replays` there may
+    be one, and running out of memory is an error at once.
 
     Returns its result and the rows it was had with. DoesNotFit from the last error if not even one
     row fits; any other error as it is, at once. on_retry: told of each retry before it begins.
@@ -116,6 +118,12 @@ def survive(
             return outcome[0], rows
         _let_go(outcome, discard)
         tried.append(rows)
+        if not replays:
+            raise DoesNotFit(
+                f"{phase} ran out of memory with {rows} rows at once ({type(outcome).__name__}), and one "
+                "process of a sharded model cannot do it again by itself: lower --memory-utilization, so "
+                "that more room is left, or fix fewer rows."
+            ) from outcome
         reason = f"{type(outcome).__name__}: {outcome}".splitlines()[0]
         # The first time something else may have been in the way: fragments, another process.
         next_rows = rows if len(tried) == 1 else smaller_rows(rows, group_size)

@@ -190,6 +190,16 @@ class Processes(World):
             reason = f"failed: {type(error).__name__}: {error}".strip().splitlines()[0][:500]
         with suppress(dist.DistError, RuntimeError):
             self._heartbeat.stop(reason)
+            if error is None:
+                self._let_all_leave()
+
+    def _let_all_leave(self) -> None:
+        """The first process, which keeps the store, goes last: others may still read there."""
+        self._store.set(f"left/{self.rank}", "")
+        until = time.monotonic() + self._listener.patience_s
+        left = [f"left/{rank}" for rank in range(self.size)]
+        while self.is_main and not self._store.check(left) and time.monotonic() < until:
+            time.sleep(_LONGEST_PAUSE_S)
 
 
 class _Store:

@@ -1,0 +1,79 @@
+"""The models of a run: loaded whole, checked, and sharded if they are to be."""
+
+import torch
+from loguru import logger
+
+from grpo.adapters import add_adapters, load_adapters, store_base
+from grpo.checkpoint import Checkpoint
+from grpo.config import Config, SettingsError
+from grpo.model import Policy, load_policy
+from grpo.reference import FrozenCopy, Reference, make_reference
+from grpo.rollout import context_length
+from grpo.scoring import check_recomputation, check_scorer
+from grpo.shard import shard_model
+from grpo.world import World
+
+
+def check_shard(config: Config, world: World) -> None:
+    """SettingsError for what cannot be sharded."""
+    if world.size == 1:
+        raise SettingsError(
+            "shard is on, but there is one process: start several, one a device, with "
+            "torchrun --nproc_per_node N train_lean.py --shard, or leave it off."
+        )
+    if config.lora.on:
+        raise SettingsError(
+            f"shard is on, and lora_rank is {config.lora.lora_rank}: adapters cannot be sharded yet; leave "
+            "one of the two out."
+        )
+    if config.optimizer.optimizer_kind != "adamw":
+        raise SettingsError(
+            f"shard is on, and optimizer_kind is {config.optimizer.optimizer_kind}, whose moments cannot be "
+            "sharded: give adamw."
+        )
+    if config.reference_device is not None:
+        raise SettingsError(
+            f"shard is on, and reference_device is {config.reference_device!r}: the reference is sharded "
+            "beside the policy; leave one of the two out."
+        )
+
+
+def load_models(
+    config: Config, checkpoint: Checkpoint | None, device: torch.device, reference_device: torch.device
+) -> tuple[Policy, Reference | None]:
+    """The policy, as the run began or as the checkpoint has it, and the reference, if the loss needs it."""
+    on_host = config.lora.on or config.shard  # whole, in fp32, it may not fit the device
+    reference_device = torch.device("cpu") if config.shard else reference_device
+    policy = load_policy(config.model, device, config.precision, on_host=on_host)
+    context = context_length(policy.model)
+    if context <= config.sampling.max_new_tokens:
+        raise SettingsError(
+            f"max_new_tokens is {config.sampling.max_new_tokens}, but the model's context is "
+            f"{context} tokens: give less than that, to leave room for the prompt."
+        )
+    if config.lora.on:
+        add_adapters(policy.model, config.lora, seed=config.seed, base=config.model)
+    check_scorer(policy.model, context, checkpoint=config.gradient_checkpointing and not config.shard)
+    if config.lora.on:  # after the check, which wants to be exact, and not on the device before
+        store_base(policy.model, policy.compute_dtype)
+        policy.model.to(device)
+    if checkpoint is None:
+        return policy, make_reference(policy.model, reference_device) if config.uses_reference else None
+    logger.info("going on from {}", checkpoint.folder)
+    if config.lora.on:
+        reference = make_reference(policy.model, reference_device)
+        load_adapters(policy.model, checkpoint.folder)
+    else:
+        reference = FrozenCopy(policy.model.to(reference_device))
+        policy = load_policy(str(checkpoint.folder), device, config.precision, on_host=config.shard)
+    reference.restore(checkpoint.reference())
+    return policy, reference if config.uses_reference else None
+
+
+def shard_models(config: Config, policy: Policy, reference: Reference | None, device: torch.device) -> None:
+    """Over all processes, to the device they compute on. ValueError where gradients come out wrong."""
+    shard_model(policy.model, policy.compute_dtype, device)
+    if isinstance(reference, FrozenCopy):
+        reference.shard(policy.compute_dtype, device)
+    if config.gradient_checkpointing:  # whose gradients take room: each process has its part of them now
+        check_recomputation(policy.model, context_length(policy.model))

@@ -1,0 +1,28 @@
+"""How well the memory of a sharded model is foreseen.
+
+torchrun --nproc_per_node 2 scripts/benchmark_shard.py
+"""
+
+import warnings
+
+from loguru import logger
+from rich.console import Console
+from torch import distributed as dist
+
+from grpo.experiments.sharding import table, trials
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    logger.remove()
+    dist.init_process_group("gloo")
+    found = list(trials())
+    if dist.get_rank() == 0:
+        Console(width=120).print(table(found))
+    worst = max(found, key=lambda trial: abs(trial.error))
+    print(f"process {dist.get_rank()}: largest error {worst.error:+.1%}, {worst.phase} in {worst.dtype}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
