@@ -32,7 +32,7 @@ def main() -> int:
 
     from grpo.dry_run import dry_run
     from grpo.interrupt import stop_on_signal
-    from grpo.planning import measured_table
+    from grpo.plan_tables import measured_table
     from grpo.setup import open_run, show_plans
     from grpo.step import Diverged
     from grpo.trainer import Trainer

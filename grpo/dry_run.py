@@ -17,7 +17,8 @@ from grpo.model import (
     load_config,
     load_tokenizer,
 )
-from grpo.planning import Workload, longest_prompt, plan_memory, plan_table
+from grpo.plan_tables import plan_table
+from grpo.planning import Workload, longest_prompt, plan_memory
 from grpo.prompts import load_prompts
 
 

@@ -1,4 +1,6 @@
-"""Sampling, scoring and learning of one run, in as many rows at once as its memory plan says."""
+"""Sampling, scoring, learning and evaluating of one run, in as many rows at once as its memory plan says."""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -6,14 +8,19 @@ from transformers import PreTrainedModel
 
 from grpo.dealt import Share
 from grpo.decode import has_static_cache
+from grpo.evaluate import Evaluation, interleave, score_heldout
+from grpo.evaluate.scores import Column
 from grpo.loss import LossSettings
-from grpo.memory import Shape
+from grpo.memory import Shape, survive
 from grpo.objectives import GRPOBatch, Sums, accumulate_grpo
 from grpo.rollout import rollout
 from grpo.sampling import step_uniforms
 from grpo.scoring import micro_batch_shapes, score
 from grpo.setup import Run
 from grpo.values import Prompt, Rollout
+
+EVAL_ROWS = 256
+"""Held-out prompts answered at once, at most."""
 
 
 class PlannedPhases:
@@ -98,3 +105,27 @@ class PlannedPhases:
             shapes=lambda rows, _: micro_batch_shapes(batch.rollout, rows),
             undo=lambda: run.optimizer.zero_grad(set_to_none=True),
         )  # fmt: skip
+
+    def evaluate(self, step: int) -> Evaluation:
+        """The greedy policy's answers to the held-out prompts; every process answers some of them."""
+        config, run = self._run.config, self._run
+        own = run.eval_prompts[run.world.rank :: run.world.size]
+        rows = config.rollout_rows or EVAL_ROWS
+        idle: list[Prompt] = []
+        if config.shard:  # the same passes everywhere
+            rows = min(run.world.exchange("rows of the evaluation", rows))
+            idle = run.eval_prompts[: run.world.largest_share(len(run.eval_prompts)) - len(own)]
+
+        def work(rows: int) -> dict[str, Column]:
+            return score_heldout(
+                run.sampler.model, run.policy.tokenizer, own + idle,
+                settings=replace(config.sampling, temperature=0.0), rows=rows,
+                seed=config.seed, engine=run.engine, reward=run.held_out_reward,
+            )  # fmt: skip
+
+        scores: dict[str, Column] = {}
+        if own + idle:
+            scores, _ = survive(work, rows, phase="evaluation", replays=not config.shard)
+        mine = {name: column[: len(own)] for name, column in scores.items()}
+        parts = run.world.exchange(f"the evaluation at step {step}", mine)
+        return Evaluation.of(run.eval_prompts, interleave(parts))

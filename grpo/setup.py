@@ -29,7 +29,8 @@ from grpo.model import (
     compute_dtype,
 )
 from grpo.optimizer import check_optimizer, make_optimizer
-from grpo.planning import Workload, longest_prompt, plan_memory, plan_table, trace_phases
+from grpo.plan_tables import plan_table
+from grpo.planning import Workload, longest_prompt, plan_memory, trace_phases
 from grpo.prompts import PromptSource, load_prompts
 from grpo.reference import Reference
 from grpo.reward_functions import RewardFunctions

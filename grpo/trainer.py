@@ -12,7 +12,6 @@ from torch import Tensor
 from grpo.advantages import group_advantages, zero_variance_groups
 from grpo.checkpoint import Checkpoint, restore_optimizer, take_snapshot
 from grpo.config import to_flat
-from grpo.evaluate import Evaluation, interleave, score_heldout
 from grpo.interrupt import StopRequest
 from grpo.loss import adaptive_kl, loss_counts
 from grpo.memory import DoesNotFit, survive
@@ -25,9 +24,6 @@ from grpo.setup import Run
 from grpo.step import Stepper
 from grpo.tracking import NoTracker, RunTracker, StepProgress
 from grpo.values import Prompt, Rollout
-
-EVAL_ROWS = 256
-"""Held-out prompts answered at once, at most."""
 
 
 class Trainer:
@@ -206,24 +202,7 @@ class Trainer:
         config, run = self.config, self.run
         if not config.eval_interval or not run.eval_prompts:
             return False
-        own = run.eval_prompts[run.world.rank :: run.world.size]
-        rows = config.rollout_rows or EVAL_ROWS
-        idle: list[Prompt] = []
-        if config.shard:  # the same passes everywhere
-            rows = min(run.world.exchange("rows of the evaluation", rows))
-            idle = run.eval_prompts[: run.world.largest_share(len(run.eval_prompts)) - len(own)]
-        scores, _ = survive(
-            lambda rows: score_heldout(
-                run.sampler.model, run.policy.tokenizer, own + idle,
-                settings=replace(config.sampling, temperature=0.0), rows=rows,
-                seed=config.seed, engine=run.engine, reward=run.held_out_reward,
-            ),
-            rows, phase="evaluation", replays=not config.shard,
-        ) if own + idle else ({}, 0)  # fmt: skip
-        scores = {name: column[: len(own)] for name, column in scores.items()}
-        result = Evaluation.of(
-            run.eval_prompts, interleave(run.world.exchange(f"the evaluation at step {step}", scores))
-        )
+        result = self.phases.evaluate(step)
         metrics = result.as_metrics()
         self.tracker.log(step, {**metrics, **result.interval_metrics()})
         shown = ", ".join(f"{name.removeprefix('eval_')} {value:.3f}" for name, value in metrics.items())

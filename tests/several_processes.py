@@ -23,7 +23,6 @@ import torch
 from rich.console import Console
 
 import grpo.planned
-import grpo.trainer
 import grpo.world.heartbeat
 from grpo.config import Config
 from grpo.interrupt import StopRequest
@@ -37,7 +36,7 @@ PLACES = {
     "sample": (grpo.planned, "rollout"),
     "score": (grpo.planned, "score"),
     "learn": (grpo.planned, "accumulate_grpo"),
-    "evaluation": (grpo.trainer, "score_heldout"),
+    "evaluation": (grpo.planned, "score_heldout"),
 }
 
 

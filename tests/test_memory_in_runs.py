@@ -15,7 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from grpo import model as model_module
-from grpo import planned, setup, trainer
+from grpo import planned, setup
 from grpo.config import CONFIG_FILE, Config, SettingsError, parse_command_line, read_yaml
 from grpo.dry_run import dry_run
 from grpo.interrupt import StopRequest
@@ -136,9 +136,8 @@ class RunsOut:
 
 
 def run_out_in(place: str, monkeypatch: pytest.MonkeyPatch, *, times: int) -> RunsOut:
-    module = trainer if place == "evaluate" else planned
-    runs_out = RunsOut(getattr(module, PLACES[place]), times)
-    monkeypatch.setattr(module, PLACES[place], runs_out)
+    runs_out = RunsOut(getattr(planned, PLACES[place]), times)
+    monkeypatch.setattr(planned, PLACES[place], runs_out)
     return runs_out
 
 

@@ -17,6 +17,7 @@ from grpo.memory import Budget, DoesNotFit, Footprint, MemoryMonitor, PhasePlan,
 from grpo.memory.budget import GB
 from grpo.optimizer import OptimizerSettings
 from grpo.phases import PHASES, PhaseSettings
+from grpo.plan_tables import measured_table, plan_table
 from grpo.planning import (
     LONGEST_TEXTS,
     SCRATCH_BYTES,
@@ -26,9 +27,7 @@ from grpo.planning import (
     kv_bytes_per_token,
     longest_prompt,
     make_memory,
-    measured_table,
     plan_memory,
-    plan_table,
     resident_parts,
     scratch_bytes,
 )

@@ -134,9 +134,7 @@ def test_shard_wants_several_processes(config):
     ],
 )
 def test_what_cannot_be_sharded_is_refused_by_name(config, setting):
-    with pytest.raises(
-        SettingsError, match=r"shard is on, and (lora_|optimizer_|reference_)\w+ is"
-    ):
+    with pytest.raises(SettingsError, match=r"shard is on, and (lora_|optimizer_|reference_)\w+ is"):
         check_shard(dataclasses.replace(config, shard=True, **setting), SimpleNamespace(size=2))
 
 

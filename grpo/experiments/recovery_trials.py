@@ -127,7 +127,7 @@ def _modes(modes: dict[str, FailAtAllocation]) -> Iterator[None]:
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(AdaptiveMemory, "run", run))
-        patches.enter_context(mock.patch("grpo.trainer.score_heldout", within("evaluation", evaluate, now)))
+        patches.enter_context(mock.patch("grpo.planned.score_heldout", within("evaluation", evaluate, now)))
         for name in ("save_file", "_manifest", "_flush"):
             patches.enter_context(mock.patch.object(grpo.checkpoint, name, writing(name)))
         yield
