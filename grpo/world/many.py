@@ -147,11 +147,13 @@ class Processes(World):
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
         for bucket in _buckets(gradients):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            alone = len(bucket) == 1 and bucket[0].is_contiguous()
+            flat = bucket[0].view(-1) if alone else torch.cat([gradient.reshape(-1) for gradient in bucket])
             self._traffic["processes/summed_bytes"] += flat.nbytes
             self._finish(dist.all_reduce(flat, async_op=True), "the sum of gradients")
             for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+                if not alone:
+                    gradient.copy_(part.view_as(gradient))
 
     def copy_from_main(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
