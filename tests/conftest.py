@@ -3,8 +3,10 @@
 import os
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import chess
 import pytest
@@ -27,6 +29,7 @@ from grpo.config import Config
 from grpo.experiments.tiny_tokenizer import build_tokenizer
 from grpo.loss import LossSettings
 from grpo.model import Policy, load_policy
+from grpo.planning import TracedFit
 from grpo.sampling import SamplingSettings
 from grpo.values import Precision, Prompt
 from rewards.formats import EnvironmentSample, PolicySample, environment_line, policy_line, policy_prompt
@@ -168,6 +171,21 @@ def config(model_folders: dict[str, Path], data_file: Path, tmp_path: Path) -> C
         loss=LossSettings(kl_coef=0.05), eval_interval=2, eval_prompts=4, runs_dir=tmp_path / "runs",
         name="test", checkpoint_interval=1, trackers=(), logged_completions=4,
     )  # fmt: skip
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Memory plans from made-up peaks: tracing real ones takes half a minute."""
+    made_up = mock.patch.object(TracedFit, "__call__", lambda fit, shape: 1e5 * shape.rows)
+    with made_up, mock.patch("grpo.setup.trace_phases"):
+        yield
+
+
+@pytest.fixture
+def made_up_plans() -> Iterator[None]:
+    """For runs whose memory plan is not what is tested."""
+    with untraced():
+        yield
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from conftest import untraced
 from rich.console import Console
 
 import grpo.planned
@@ -135,7 +136,11 @@ def train(
     gradients: list[torch.Tensor] = []
     fired: list[tuple[int, str]] = []
     stop = StopRequest()
-    with mock.patch.object(grpo.world.heartbeat, "PATIENCE_S", PATIENCE_S), open_run(config) as run:
+    with (
+        untraced(),
+        mock.patch.object(grpo.world.heartbeat, "PATIENCE_S", PATIENCE_S),
+        open_run(config) as run,
+    ):
         run.optimizer.register_step_pre_hook(lambda *_: gradients.append(_flat(run, "grad")))
         rows = []
 

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch._dynamo  # which FSDP2 loads when it is first used, for seconds
-from conftest import CPU, let_norms_be_exact
+from conftest import CPU, let_norms_be_exact, untraced
 from rich.console import Console
 from torch import distributed as dist
 from transformers import PreTrainedModel
@@ -18,7 +17,6 @@ from grpo.experiments.real_phases import RealPhases, Setting, own_meter
 from grpo.interrupt import StopRequest
 from grpo.memory import Shape
 from grpo.model import Policy, frozen_copy, load_policy
-from grpo.planning import TracedFit
 from grpo.rollout import rollout
 from grpo.sampling import SamplingSettings, step_uniforms
 from grpo.scoring import MicroBatch, check_recomputation, micro_batch_logprobs
@@ -120,10 +118,9 @@ def parts(rank: int) -> list[float]:
 
 
 def trained(rank: int, config: Config) -> Path:
-    """The folder of a run. What phases hold is not traced here: it takes half a minute."""
+    """The folder of a run."""
     torch.manual_seed(0)
-    foreseen = mock.patch.object(TracedFit, "__call__", lambda fit, shape: 1e5 * shape.rows)
-    with foreseen, mock.patch("grpo.setup.trace_phases"), open_run(config) as run:
+    with untraced(), open_run(config) as run:
         let_norms_be_exact(run.policy.model)
         assert run.reference is not None
         with run.reference.model() as reference:

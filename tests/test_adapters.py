@@ -29,6 +29,8 @@ from grpo.optimizer import OptimizerSettings, make_optimizer
 from grpo.setup import open_run
 from grpo.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("made_up_plans")
+
 CPU = torch.device("cpu")
 IDS = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]])
 EVERYWHERE = LoraSettings(lora_rank=4, lora_targets=("all-linear",))

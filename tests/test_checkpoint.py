@@ -19,6 +19,8 @@ from grpo.optimizer import OptimizerSettings, make_optimizer
 from grpo.setup import open_run
 from grpo.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("made_up_plans")
+
 
 @pytest.fixture
 def policy(load):

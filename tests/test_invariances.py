@@ -30,6 +30,8 @@ from grpo.tracking import COMPLETIONS_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
 from grpo.values import Prompt, Rollout
 
+pytestmark = pytest.mark.usefixtures("made_up_plans")
+
 G, LENGTH = 3, 12
 N = 4 * G
 SAMPLING = SamplingSettings(max_new_tokens=LENGTH)

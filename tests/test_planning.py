@@ -248,6 +248,19 @@ def test_the_batch_that_is_found_is_that_of_brute_force(groups: int, extra: int)
             find_batch_size(memory, work, budget)
 
 
+def test_the_batch_of_several_processes_is_what_the_one_that_holds_least_does_of_it():
+    work = dataclasses.replace(workload(batch_size="auto", max_batch_size=200), processes=3)
+    asked = []
+
+    def agree(rows: int) -> int:
+        asked.append(rows)
+        return 2 * G  # there is one with less room
+
+    found, planned = plan_memory(work, MONITOR, lambda: Budget(100 * GB, ""), overhead_bytes=0, agree=agree)
+    assert asked == [8 * G] and found.config.batch_size == 6 * G
+    assert {plan.rows for plan in planned.plan.values()} == {2 * G}
+
+
 def test_a_wrong_prediction_can_be_asked_for():
     _, memory = plan_memory(workload(), MONITOR, lambda: Budget(100 * GB, ""), overhead_bytes=0, bias=0.6)
     added = memory.plan["learn"].footprint.peak_bytes - RESIDENT

@@ -15,6 +15,8 @@ from grpo.reference import make_reference
 from grpo.setup import open_run
 from grpo.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("made_up_plans")
+
 CPU = torch.device("cpu")
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 

@@ -12,6 +12,8 @@ from grpo.setup import open_run
 from grpo.step import Diverged, Stepper
 from grpo.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("made_up_plans")
+
 
 def make(max_grad_norm: float = 0.0) -> tuple[nn.Linear, Stepper]:
     """A weight of two numbers, [1, 2], under plain gradient descent at rate 0.1."""
