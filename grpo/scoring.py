@@ -148,10 +148,13 @@ def _made_up_batch(model: PreTrainedModel, context: int) -> MicroBatch:
     return MicroBatch(torch.arange(2), prompts, torch.arange(2), completions)
 
 
-@torch.enable_grad()
 def check_recomputation(model: PreTrainedModel, context: int) -> None:
-    """ValueError unless all gradients are the same when activations are recomputed."""
-    batch = _made_up_batch(model, context)
+    """ValueError unless all gradients are the same when activations are recomputed, on made-up tokens."""
+    _check_recomputation(model, _made_up_batch(model, context))
+
+
+@torch.enable_grad()
+def _check_recomputation(model: PreTrainedModel, batch: MicroBatch) -> None:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def gradients(checkpoint: bool) -> list[Tensor]:
