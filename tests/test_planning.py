@@ -1,5 +1,6 @@
 """From settings to a plan: closed forms by hand, advice, the largest batch against brute force, tables."""
 
+import dataclasses
 from dataclasses import replace
 from io import StringIO
 
