@@ -78,7 +78,8 @@ def inside(model: PreTrainedModel, work: Callable[[], T]) -> T:
         return work()
     result: T = model.run_inside(work)
     if isinstance(model, FSDPModule) and not torch.is_grad_enabled():
-        model.reset_iter_state()  # there is no backward pass to let go of what this one remembers
+        # There is no backward pass to let go of what this one remembers. Before torch 2.13: of weights.
+        getattr(model, "reset_iter_state", model.reshard)()
     return result
 
 

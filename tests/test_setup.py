@@ -86,9 +86,3 @@ def test_a_reference_is_there_only_if_it_is_used(config):
     loss = dataclasses.replace(config.loss, kl_coef=0.0)
     with open_run(dataclasses.replace(config, loss=loss, name="other")) as run:
         assert run.reference is None
-
-
-def test_several_processes_are_refused_as_each_would_train_alone(config, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "WORLD_SIZE is 2: training in several processes is not built" in refused(config)
-    assert not config.runs_dir.exists()
