@@ -124,6 +124,8 @@ def exchange_seconds(processes: int, bytes_each: float, exchanges: int, network:
 
     An exchange is three requests (give, look, read) for each process, and the store answers one at a time.
     """
+    if processes == 1:
+        return 0.0
     requests = exchanges * 3 * processes * network.request_s
     return requests + processes * (processes - 1) * bytes_each / network.bytes_per_s
 
@@ -137,31 +139,30 @@ EXCHANGES_A_STEP = 5
 """Sampling, learning, the log, the time, the next step; scoring has one more where the KL is a reward."""
 
 
-def project(
-    *,
-    rows_per_process: int,
-    step_s: float,
-    summed_bytes: float,
-    exchanged_bytes_per_row: float,
-    sizes: Sequence[int],
-    network: Network,
-) -> Table:
-    """What a step would take when each process has as many rows as one has now (weak scaling)."""
+@dataclass(frozen=True)
+class Step:
+    """What one process does in a step."""
+
+    rows: int
+    seconds: float
+    summed_bytes: float
+    """Of gradients."""
+    row_bytes: float
+    """That each of its rows takes in an exchange."""
+
+
+def project(step: Step, sizes: Sequence[int], network: Network) -> Table:
+    """What a step would take if each of so many processes had as many rows (weak scaling)."""
     table = Table(
-        "processes",
-        "rows a step",
-        "own work, s",
-        "gradients, s",
-        "exchanges, s",
-        "efficiency",
+        "processes", "rows a step", "own work, s", "gradients, s", "exchanges, s", "efficiency",
         box=box.MARKDOWN,
-    )
+    )  # fmt: skip
     for size in sizes:
-        bytes_each = exchanged_bytes_per_row * rows_per_process
-        reduced = reduce_seconds(size, summed_bytes, network)
-        exchanged = exchange_seconds(size, bytes_each, EXCHANGES_A_STEP, network) if size > 1 else 0.0
+        reduced = reduce_seconds(size, step.summed_bytes, network)
+        exchanged = exchange_seconds(size, step.row_bytes * step.rows, EXCHANGES_A_STEP, network)
+        efficiency = step.seconds / (step.seconds + reduced + exchanged)
         table.add_row(
-            str(size), f"{size * rows_per_process:,}", f"{step_s:.2f}", f"{reduced:.3f}", f"{exchanged:.3f}",
-            f"{step_s / (step_s + reduced + exchanged):.0%}",
+            str(size), f"{size * step.rows:,}", f"{step.seconds:.2f}", f"{reduced:.3f}", f"{exchanged:.3f}",
+            f"{efficiency:.0%}",
         )  # fmt: skip
     return table
