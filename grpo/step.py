@@ -77,7 +77,7 @@ class Stepper:
         if any(other != sums for other in world.exchange("the comparison of weights", sums)):
             logger.info("the processes' weights have drifted apart by rounding: all take the first one's")
             states = [value for p in self.parameters for value in self._optimizer.state[p].values()]
-            world.copy_from_main([*self.parameters, *states])
+            world.copy_from_main([*self.parameters, *filter(torch.is_tensor, states)])
 
     def _skip(self, broken: dict[str, float]) -> None:
         self.num_skipped += 1

@@ -27,8 +27,11 @@ import grpo.planned
 import grpo.world.heartbeat
 from grpo.config import Config
 from grpo.interrupt import StopRequest
+from grpo.optimizer import OptimizerSettings, make_optimizer
 from grpo.setup import open_run
+from grpo.step import Stepper
 from grpo.trainer import Trainer
+from grpo.world import open_world
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__, "sharded"])
@@ -207,7 +210,14 @@ def broken_at_step_two(rank: int, step: int) -> None:
         raise ValueError("the reward broke")
 
 
-def frozen_at_step_two(rank: int, step: int) -> None:
-    """Stopped by the system: not even its heart beats. Whoever starts it has to end it."""
-    if (rank, step) == (1, 2):
-        os.kill(os.getpid(), signal.SIGSTOP)
+def kept_together(rank: int, apart: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and a moment after processes were `apart` from each other, and have compared themselves."""
+    with open_world("cpu", wait_minutes=1) as (world, _):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        optimizer = make_optimizer(model, OptimizerSettings())
+        with torch.no_grad():
+            model.weight += apart * rank
+            optimizer.state[model.weight]["exp_avg"] += rank
+        Stepper(model, optimizer, 1.0).keep_together(world)
+        return model.weight.detach(), optimizer.state[model.weight]["exp_avg"]

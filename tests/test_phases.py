@@ -138,7 +138,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Shape]]]
             asked.append((phase, shape))
             return [("aten.mm.default", 1000 + 10 * shape.rows)]
 
-    monkeypatch.setattr(phases, "_FakePhases", Phases)
+    monkeypatch.setattr(phases.tracer, "FakePhases", Phases)
     return asked
 
 

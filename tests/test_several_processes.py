@@ -11,6 +11,7 @@ from several_processes import (
     Trained,
     broken_at_step_two,
     in_processes,
+    kept_together,
     killed_at_step_three,
     stuck_at_step_two,
     train,
@@ -178,3 +179,13 @@ def test_a_stop_asked_of_one_process_stops_all_after_the_same_step(fp64):
 def test_a_batch_that_is_found_is_that_of_all_processes(fp64):
     config = dataclasses.replace(fp64, batch_size="auto", max_batch_size=68, steps=1, eval_interval=0)
     assert [run.rows_learned for run in trained(2, config)] == [32, 32]  # 68 are no groups for two
+
+
+def test_weights_that_rounding_drives_apart_are_brought_together():
+    """As unlike cards would; where they are the same nothing is copied."""
+    for apart in (0.0, 1e-6):
+        (weights, moment), (others, other_moment) = (
+            ended.value for ended in in_processes(2, kept_together, apart)
+        )
+        assert torch.equal(weights, others)
+        assert torch.equal(moment, other_moment) == (apart > 0)
