@@ -1,7 +1,9 @@
 """Train a language model with GRPO: `python train_lean.py --help`."""
 
 import gc
+import io
 import sys
+from contextlib import nullcontext, redirect_stderr
 
 DONE, FAILED, WRONG_SETTING, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses."""
@@ -22,7 +24,8 @@ def main() -> int:
 
     console = Console(stderr=True, quiet=process > 0)  # one of several processes speaks for all
     try:
-        config = parse_command_line()
+        with redirect_stderr(io.StringIO()) if process else nullcontext():
+            config = parse_command_line()
     except SettingsError as error:
         console.print(f"[red]error[/red] {error}", highlight=False)
         return WRONG_SETTING

@@ -218,6 +218,7 @@ def test_8_bit_steps_are_nearly_those_of_fp32():
     assert 0 < (ends[1] - ends[0]).norm() < 0.05 * moved
 
 
+@pytest.mark.usefixtures("made_up_plans")
 def test_a_resumed_run_has_its_8_bit_moments(config):
     pytest.importorskip("bitsandbytes")
     config = dataclasses.replace(config, optimizer=EIGHT, eval_interval=0)

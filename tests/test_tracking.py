@@ -15,6 +15,7 @@ from grpo.tracking import (
     NewLines,
     RunTracker,
     check_trackers,
+    process_file,
     read_lines,
 )
 
@@ -41,14 +42,16 @@ def test_metrics_and_completions_are_json_lines_at_once(tmp_path):
 def test_memory_has_a_line_a_phase_and_begins_again_after_the_checkpoint(tmp_path):
     run = tracker(tmp_path)
     for step in (1, 2):
-        run.log_memory(step, [{"phase": "sample", "rows": 8}, {"phase": "learn", "rows": 4}])
+        run.log_memory(step, [[{"phase": "sample", "rows": 8}, {"phase": "learn", "rows": 4}], [{"rows": 3}]])
     assert read_lines(tmp_path / MEMORY_FILE)[1] == {"step": 1, "phase": "learn", "rows": 4}
     run.close()
     run = tracker(tmp_path, before_step=1)
-    run.log_memory(2, [{"phase": "sample", "rows": 2}])
+    run.log_memory(2, [[{"phase": "sample", "rows": 2}]])
     run.close()
     assert steps(tmp_path, MEMORY_FILE) == [1, 1, 2]
     assert read_lines(tmp_path / MEMORY_FILE)[-1]["rows"] == 2
+    of_another_process = read_lines(tmp_path / process_file(MEMORY_FILE, 1))
+    assert of_another_process == [{"step": 1, "rows": 3}, {"step": 2, "rows": 3}]
 
 
 def test_what_is_not_finite_is_null(tmp_path):
