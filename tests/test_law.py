@@ -3,7 +3,14 @@
 import pytest
 
 from grpo.memory.budget import GB
-from grpo.workbench.maximum.findings import Findings, cards_table, next_table, recommendations, sentences
+from grpo.workbench.maximum.findings import (
+    Findings,
+    cards_table,
+    next_table,
+    recommendation_table,
+    recommendations,
+    sentences,
+)
 from grpo.workbench.maximum.law import (
     explaining_margin,
     fit_law,
@@ -104,3 +111,10 @@ def test_a_maximum_that_was_to_be_no_larger_says_so():
 def test_on_a_host_the_margin_is_the_scatter_alone():
     assert unseen_margin(100.0, "cpu") == pytest.approx(2.0)
     assert unseen_margin(100 * GB, "cuda") == pytest.approx(6.5 * GB)
+
+
+def test_commands_say_what_the_sizes_hold_with():
+    found = published(objective="grpo", flags=" --lora-rank 4")
+    for table in (recommendation_table(found), cards_table(found)):
+        commands = [*table.columns[-1].cells]
+        assert commands and all(command.endswith(" --lora-rank 4") for command in commands)

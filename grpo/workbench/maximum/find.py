@@ -235,8 +235,14 @@ def findings(settings: FindSettings, checked: Checked, results: Sequence[TrialRe
     return Findings(
         peaks, [r.batch_size for r in results if not r.fits], total,
         unseen_margin(total, checked.device_type), settings.objective, settings.multiple,
-        settings.max_batch_size,
+        settings.max_batch_size, flags=_flags(settings),
     )  # fmt: skip
+
+
+def _flags(settings: FindSettings) -> str:
+    """What train_lean.py has to be given besides, lest it holds more."""
+    checkpointing = " --gradient-checkpointing" if settings.gradient_checkpointing else ""
+    return checkpointing + (f" --lora-rank {settings.lora_rank}" if settings.lora_rank else "")
 
 
 def findings_elsewhere(settings: FindSettings) -> Findings:

@@ -34,6 +34,8 @@ class Findings:
     multiple: int
     at_most: int | None = None
     """Larger sizes were not to be tried."""
+    flags: str = ""
+    """Of train_lean.py, that the sizes hold with."""
 
     @property
     def maximum(self) -> int:
@@ -146,8 +148,8 @@ def recommendation_table(found: Findings) -> Table:
     if grpo:
         table.add_column("command")
     for name, size in recommendations(found).items():
-        rows = f" --train-rows {size['rows']}" if size["accumulate"] > 1 else ""
-        command = [f"python train_lean.py --batch-size {size['batch_size']}{rows}"] if grpo else []
+        flags = (f" --train-rows {size['rows']}" if size["accumulate"] > 1 else "") + found.flags
+        command = [f"python train_lean.py --batch-size {size['batch_size']}{flags}"] if grpo else []
         table.add_row(name, *(str(size[key]) for key in ("rows", "accumulate", "batch_size")), *command)
     return table
 
@@ -157,7 +159,8 @@ def cards_table(found: Findings) -> Table:
     safe = recommendations(found)["safe"]["rows"]
     table = Table("cards", "total batch", "launch", title="On several such cards", title_justify="left")
     for count in CARDS:
-        script = f"train_lean.py --batch-size {count * safe}" if found.objective == "grpo" else "YOUR_SCRIPT"
+        grpo = f"train_lean.py --batch-size {count * safe}{found.flags}"
+        script = grpo if found.objective == "grpo" else "YOUR_SCRIPT"
         how = "python" if count == 1 else f"accelerate launch --num_processes {count}"
         table.add_row(str(count), str(count * safe), f"{how} {script}")
     return table
