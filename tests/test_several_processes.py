@@ -119,7 +119,7 @@ def test_i4_memory_may_run_out_in_any_process_in_any_phase(fp64):
 def test_a_killed_process_is_named_and_the_run_goes_on_with_any_number(fp64):
     config = dataclasses.replace(fp64, steps=4, name="killed", checkpoint_interval=0, eval_interval=0)
     (straight,) = trained(1, dataclasses.replace(config, name="straight"))
-    first, second = in_processes(2, train, config, None, (), killed_at_step_three)
+    first, second = in_processes(2, train, config, None, (), killed_at_step_three, None, 8.0)
     assert second.exit_code == -9
     assert first.error.startswith("ProcessLost: process 1 (") and "no sign of life" in first.error
     assert "waited for it in the sampling of step 3" in first.error
@@ -152,7 +152,7 @@ def test_a_process_that_fails_says_why_to_the_others(fp64):
 
 
 def test_a_process_that_hangs_is_named_when_the_others_have_waited_enough(fp64):
-    config = dataclasses.replace(fp64, wait_minutes=0.05)
+    config = dataclasses.replace(fp64, wait_minutes=0.2)
     first, second = in_processes(2, train, config, None, (), stuck_at_step_two)
     assert first.error.startswith("ProcessLost: process 1 (")
     assert "lives but has not come to the sampling of step 2" in first.error
