@@ -146,13 +146,7 @@ def _make_run(
     if config.memory_limit is not None:
         _rehearse(config, policy, sampler, source)
     budget = _budget(config, monitor, world)
-    if world.size > 1:
-        with world.main_first("the first plan"):
-            trace_phases(work)
-    work, memory = plan_memory(
-        work, monitor, budget, bias=prediction_bias,
-        agree=lambda rows: min(world.exchange("the batch size", rows)),
-    )  # fmt: skip
+    work, memory = _plan_together(world, work, monitor, budget, prediction_bias)
     config = work.config
     if world.is_main:
         _claim_folder(folder, config)
@@ -200,6 +194,8 @@ def _check_same(
     world: World, config: Config, checkpoint: Checkpoint | None, source: PromptSource, model: PreTrainedModel
 ) -> None:
     """SettingsError unless all processes train the same model on the same prompts in the same way."""
+    if world.size == 1:
+        return
     of_this_machine = _OF_THIS_MACHINE - ({"memory_limit"} if config.shard else set())
     settings = {name: value for name, value in to_flat(config).items() if name not in of_this_machine}
     mine = settings | {
@@ -231,6 +227,18 @@ def _rehearse(config: Config, policy: Policy, sampler: RolloutModel, source: Pro
     )
     logp.sum().backward()  # type: ignore[no-untyped-call]
     policy.model.zero_grad(set_to_none=True)
+
+
+def _plan_together(
+    world: World, work: Workload, monitor: MemoryMonitor, budget: Callable[[], Budget], bias: float
+) -> tuple[Workload, AdaptiveMemory]:
+    """Each process's own plan, of a batch size that is the same for all."""
+    if world.size > 1:
+        with world.main_first("the first plan"):
+            trace_phases(work)
+    return plan_memory(
+        work, monitor, budget, bias=bias, agree=lambda rows: min(world.exchange("the batch size", rows))
+    )
 
 
 def _budget(config: Config, monitor: MemoryMonitor, world: World) -> Callable[[], Budget]:

@@ -71,7 +71,7 @@ class Stepper:
         Their steps are the same, but kernels of unlike cards round differently, which adds up in time.
         Of a sharded model each process has weights that no other has.
         """
-        if self._sharded:
+        if world.size == 1 or self._sharded:
             return
         sums = [parameter.double().sum().item() for parameter in self.parameters]
         if any(other != sums for other in world.exchange("the comparison of weights", sums)):

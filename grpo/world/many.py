@@ -4,7 +4,7 @@ import os
 import pickle
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -97,15 +97,28 @@ class Processes(World):
         self._store.delete_key(key)
 
     def _wait_for(self, keys: Sequence[str], what: str) -> None:
+        def late() -> list[int]:
+            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
+        self._wait_until(lambda: self._store.check(list(keys)), what, late, longest_pause_s=_LONGEST_PAUSE_S)
+
+    def _wait_until(
+        self,
+        done: Callable[[], bool],
+        what: str,
+        late: Callable[[], Sequence[int]],
+        *,
+        longest_pause_s: float,
+    ) -> None:
+        """But not for ever: whoever is waited for may be lost on the way."""
         began = looked = time.monotonic()
         pause = _SHORTEST_PAUSE_S
-        while not self._store.check(list(keys)):
+        while not done():
             time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE_S)
+            pause = min(1.5 * pause, longest_pause_s)
             if time.monotonic() - looked > _LOOK_EVERY_S:
                 looked = time.monotonic()
-                late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                self._look(what, waiting_since=began, waits_for=late)
+                self._look(what, waiting_since=began, waits_for=late())
 
     def _look(self, what: str, *, waiting_since: float, waits_for: Sequence[int]) -> None:
         """ProcessLost if one of the others is gone, or has not come for too long."""
@@ -162,14 +175,10 @@ class Processes(World):
             tensor.copy_(whole)
 
     def _finish(self, work: Any, what: str) -> None:
-        """Wait for a collective, but not for ever: who takes part in it may be lost on the way."""
-        began = looked = time.monotonic()
+        """Wait for a collective."""
+        began = time.monotonic()
         everyone = [rank for rank in range(self.size) if rank != self.rank]
-        while not work.is_completed():
-            time.sleep(_SHORTEST_PAUSE_S)
-            if time.monotonic() - looked > _LOOK_EVERY_S:
-                looked = time.monotonic()
-                self._look(what, waiting_since=began, waits_for=everyone)
+        self._wait_until(work.is_completed, what, lambda: everyone, longest_pause_s=_SHORTEST_PAUSE_S)
         try:
             work.wait()
         except RuntimeError as error:  # a connection has broken: whose, the others' hearts will tell

@@ -70,7 +70,7 @@ class CalculatorSettings:
     weights: Weights | None = None
     """Of trained parameters (counts alone). None: bf16+master, in bf16 with a copy in fp32."""
     optimizer: Optimizer | None = None
-    """Of trained parameters (counts alone). None: adamw. train_lean.py has no other."""
+    """Of trained parameters (counts alone). None: adamw."""
     overhead_share: float | None = None
     """Share of the card for what is no tensor. None: 0.08 with counts, with a model a CUDA context."""
     measured_share: float | None = None
