@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.decode import CacheBytes, has_static_cache, make_decoder, replaced_at_once
+from grpo.decode import CacheBytes, has_static_cache, leave_at_once, make_decoder, replaced_at_once
 from grpo.sampling import SamplingSettings, sample_tokens
 from grpo.shard import any_process, inside
 from grpo.values import Prompt, Rollout
@@ -175,7 +175,7 @@ def _sample(
                 first = decoder.replace(places, [prompt_ids[group] for group in groups])
                 logits.view(*alive.shape, -1)[places] = first.view(len(places), width, -1)
         else:
-            if ended:
+            if len(ended) >= leave_at_once(model, len(alive)):
                 kept = [place for place in range(len(alive)) if place not in ended] or [0]
                 decoder.keep(kept)
                 alive, tokens = alive[kept], tokens.view(alive.shape)[kept].flatten()

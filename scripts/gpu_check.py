@@ -1,4 +1,4 @@
-"""What a CUDA card shows of the memory plan; see gpu_check.sh, which runs it."""
+"""What a CUDA card shows of memory and speed; see gpu_check.sh, which runs it."""
 
 import json
 import re
@@ -13,7 +13,11 @@ from loguru import logger
 from grpo.config import Config
 from grpo.experiments.gpu_check import check_card, summary
 from grpo.experiments.random_gpt2 import GPT2_124M, make_random_gpt2
+from grpo.experiments.speed import CONTENDERS, Case
 from grpo.sampling import SamplingSettings
+
+CASE = Case("GPT-2 124 M on a card", "GPT-2 124 M without end", 60, 64, 4, (10.0, 10.0))
+SMALL_CASE = Case("small", "rook-tiny without end", 60, 8, 1, (1.0, 1.0), batch_size=8, max_new_tokens=4)
 
 
 def main(output: Path | None = None, small: bool = False) -> None:
@@ -36,6 +40,8 @@ def main(output: Path | None = None, small: bool = False) -> None:
         )  # fmt: skip
         results = check_card(
             config,
+            SMALL_CASE if small else CASE,
+            contenders=CONTENDERS[:1] if small else CONTENDERS,
             batch_sizes=(8, 16) if small else (8, 32, 48, 64, 80, 96, 128, 256, 512),
             limit="8GB" if small else "24GB",
             long_steps=2 if small else 300,

@@ -110,6 +110,17 @@ def test_what_costs_memory_shows(tracer):
     assert plain.peak_bytes("sample", longer) > 1.05 * peak["sample"]
 
 
+def test_a_recorded_step_holds_its_output_and_room_to_run_in(tmp_path: Path):
+    settings = settings_of(Setting("gpt2", shape_of("gpt2"), group_size=G))
+
+    def peak(device_type: str) -> int:
+        tracer = PhaseTracer(replace(settings, device_type=device_type), cache_folder=tmp_path)
+        return tracer.peak_bytes("sample", SHAPE)
+
+    logits = SHAPE.rows * VOCABULARY * 4
+    assert 2 * logits <= peak("cuda") - peak("xpu") < 20 * logits  # which has no recorder
+
+
 def test_an_unknown_phase_is_an_error(tracer):
     with pytest.raises(KeyError, match="dream"):
         tracer().trace("dream", SHAPE)

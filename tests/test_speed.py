@@ -89,6 +89,6 @@ def test_prompts_have_one_length_and_both_tasks(tmp_path):
 def test_both_trainers_take_their_turns(tmp_path):
     outcome = race(CASE, tmp_path, contenders=("ours", "trl"))
     for name, steps in outcome.steps.items():
-        assert len(steps) == 1 and steps[0].seconds > 0 and steps[0].peak_rss_bytes > 2**27, name
+        assert len(steps) == 1 and steps[0].seconds > 0 and steps[0].peak_bytes > 2**27, name
         assert 0 < steps[0].new_tokens <= 6
     assert {"timing/sample_s", "timing/learn_s"} <= set(outcome.steps["ours"][0].split)

@@ -20,9 +20,19 @@ from transformers import GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
 from grpo.decode.cache_bytes import CacheBytes
 from grpo.decode.generic import GenericDecoder
 from grpo.decode.gpt2 import GPT2Decoder, static_cache_length
+from grpo.decode.recorded import Record, cuda_recorder
 from grpo.shard import is_sharded
 
-__all__ = ["CacheBytes", "Decoder", "cache_tokens", "has_static_cache", "make_decoder", "replaced_at_once"]
+__all__ = [
+    "CacheBytes",
+    "Decoder",
+    "cache_tokens",
+    "has_static_cache",
+    "leave_at_once",
+    "make_decoder",
+    "records_steps",
+    "replaced_at_once",
+]
 
 
 class Decoder(Protocol):
@@ -45,17 +55,32 @@ class Decoder(Protocol):
     def cache_bytes(self) -> CacheBytes: ...
 
 
-def make_decoder(model: PreTrainedModel, max_new_tokens: int) -> Decoder:
-    """The native path for GPT-2, Hugging Face's own cache for every other causal model."""
-    if has_static_cache(model):
-        return GPT2Decoder(cast(GPT2LMHeadModel, model), max_new_tokens)
-    return GenericDecoder(model)
+def make_decoder(model: PreTrainedModel, max_new_tokens: int, *, record: Record | None = None) -> Decoder:
+    """The native path for GPT-2, Hugging Face's own cache for every other causal model.
+
+    record: how steps over a static cache are taken down; None: as CUDA graphs on CUDA, else not at all.
+    """
+    if not has_static_cache(model):
+        return GenericDecoder(model)
+    if record is None and records_steps(model):
+        record = cuda_recorder(model.device)
+    return GPT2Decoder(cast(GPT2LMHeadModel, model), max_new_tokens, record=record)
 
 
 def has_static_cache(model: PreTrainedModel) -> bool:
     """Whether a decoder of this model holds `max_new_tokens` from the start, or grows."""
     runs_by_itself = type(model) is GPT2LMHeadModel and not is_sharded(model)
     return runs_by_itself and not model.config.reorder_and_upcast_attn
+
+
+def records_steps(model: PreTrainedModel) -> bool:
+    """Whether decoding runs recorded steps, each for a fixed number of rows."""
+    return model.device.type == "cuda" and has_static_cache(model)
+
+
+def leave_at_once(model: PreTrainedModel, groups: int) -> int:
+    """How many of so many groups have to end before they leave: half, where a step is then recorded anew."""
+    return -(-groups // 2) if records_steps(model) else 1
 
 
 def replaced_at_once(groups: int) -> int:

@@ -5,6 +5,7 @@ Linear layers and norms are the model's own modules; only the attention is writt
 
 Own tokens lie in blocks, each a tensor without gaps: what attends to the first of them copies nothing.
 A group may take the place of a finished one: groups then have different numbers of own tokens.
+A recorder, if there is one, takes down steps on the device and replays them (`decode/recorded.py`).
 
 Shapes: b groups of g rows, H heads of width d, P prompt tokens, n blocks of K own tokens.
 """
@@ -19,6 +20,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from grpo.decode.cache_bytes import CacheBytes
 from grpo.decode.groups import rows_of_groups
+from grpo.decode.recorded import Record, RecordedSteps
 from grpo.prefill import encode_prompts, pad_prompts
 
 _BLOCK = 48
@@ -49,8 +51,9 @@ class _Places(NamedTuple):
 
 
 class GPT2Decoder:
-    def __init__(self, model: GPT2LMHeadModel, max_new_tokens: int) -> None:
+    def __init__(self, model: GPT2LMHeadModel, max_new_tokens: int, *, record: Record | None = None) -> None:
         self._model = model
+        self._recorded = RecordedSteps(record) if record is not None else None
         self._blocks = list(model.transformer.h)
         self._max_new_tokens = max_new_tokens
         config = model.config
@@ -74,6 +77,7 @@ class GPT2Decoder:
         self._own_values = [new(blocks, rows, heads, _BLOCK, head_width) for _ in self._blocks]
         self._num_own = [0] * len(prompt_ids)  # own tokens of each group's rows
         self._positions = prompts.lengths.repeat_interleave(rows_per_prompt)  # (R,)
+        self._own = torch.zeros_like(self._positions)  # (R,) what num_own says, for the device
         return prompts.logits.repeat_interleave(rows_per_prompt, 0)
 
     def replace(self, groups: Sequence[int], prompt_ids: Sequence[Sequence[int]]) -> Tensor:
@@ -87,6 +91,7 @@ class GPT2Decoder:
             self._own_values[layer].index_fill_(1, rows, 0.0)
         self._prompt_bias[places] = prompts.bias
         self._positions[rows] = prompts.lengths.repeat_interleave(self._rows_per_prompt)
+        self._own[rows] = 0
         for group in groups:
             self._num_own[group] = 0
         return prompts.logits.repeat_interleave(self._rows_per_prompt, 0)
@@ -104,30 +109,39 @@ class GPT2Decoder:
         )
 
     def step(self, tokens: Tensor) -> Tensor:
-        transformer = self._model.transformer
-        x = transformer.wte(tokens) + transformer.wpe(self._positions)  # (R, D)
-        places = self._next_places(x.dtype)
-        for layer, block in enumerate(self._blocks):
-            x = x + block.attn.c_proj(self._attend(layer, block.attn, block.ln_1(x), places))
-            x = x + block.mlp(block.ln_2(x))
-        # A row that has ended runs on until its group has, perhaps beyond the context.
-        self._positions = (self._positions + 1).clamp(max=self._model.config.n_positions - 1)
-        return self._model.lm_head(transformer.ln_f(x))
-
-    def _next_places(self, dtype: torch.dtype) -> _Places:
-        """Where a token more of each row goes, and what it attends to; the token then counts."""
         last = len(self._own_keys[0]) * _BLOCK - 1  # a row that has ended overwrites its last
         at = [min(count, last) for count in self._num_own]
         self._num_own = [place + 1 for place in at]
+        self._own.add_(1).clamp_(max=last + 1)
         num_blocks = max(at) // _BLOCK + 1
-        device = self._positions.device
-        own = torch.tensor(self._num_own, device=device).repeat_interleave(self._rows_per_prompt)  # (R,)
-        beyond = torch.arange(num_blocks * _BLOCK, device=device) >= own.unsqueeze(1)  # (R, n·K)
+        if self._recorded is not None:
+            logits = self._recorded(self._logits, tokens, num_blocks)
+        else:
+            logits = self._logits(tokens, num_blocks, place=at[0] if min(at) == max(at) else None)
+        # A row that has ended runs on until its group has, perhaps beyond the context.
+        self._positions.add_(1).clamp_(max=self._model.config.n_positions - 1)
+        return logits
+
+    def _logits(self, tokens: Tensor, num_blocks: int, place: int | None = None) -> Tensor:
+        """What follows each row's newest token, (R, V). place: where all rows' tokens go, if one is known.
+
+        It may be run again: all that it changes are the newest tokens' places.
+        """
+        transformer = self._model.transformer
+        x = transformer.wte(tokens) + transformer.wpe(self._positions)  # (R, D)
+        places = self._places(num_blocks, place, x.dtype)
+        for layer, block in enumerate(self._blocks):
+            x = x + block.attn.c_proj(self._attend(layer, block.attn, block.ln_1(x), places))
+            x = x + block.mlp(block.ln_2(x))
+        return self._model.lm_head(transformer.ln_f(x))
+
+    def _places(self, num_blocks: int, place: int | None, dtype: torch.dtype) -> _Places:
+        own, rows = self._own, torch.arange(len(self._own), device=self._own.device)
+        beyond = torch.arange(num_blocks * _BLOCK, device=own.device) >= own.unsqueeze(1)  # (R, n·K)
         bias = torch.zeros_like(beyond, dtype=dtype).masked_fill_(beyond, -torch.inf)
-        if min(at) == max(at):
-            return _Places(at[0] // _BLOCK, slice(None), at[0] % _BLOCK, num_blocks, bias)
-        block, place = (own - 1) // _BLOCK, (own - 1) % _BLOCK
-        return _Places(block, torch.arange(len(own), device=device), place, num_blocks, bias)
+        if place is not None:
+            return _Places(place // _BLOCK, slice(None), place % _BLOCK, num_blocks, bias)
+        return _Places((own - 1) // _BLOCK, rows, (own - 1) % _BLOCK, num_blocks, bias)
 
     def _attend(self, layer: int, attention: GPT2Attention, x: Tensor, places: _Places) -> Tensor:
         """Attention of each row's newest token, (R, D) to (R, D)."""
@@ -164,12 +178,14 @@ class GPT2Decoder:
             self._own_keys[layer] = self._own_keys[layer][:, rows]
             self._own_values[layer] = self._own_values[layer][:, rows]
         self._prompt_bias = self._prompt_bias[places]
-        self._positions = self._positions[rows]
+        self._positions, self._own = self._positions[rows], self._own[rows]
         self._num_own = [self._num_own[group] for group in groups]
+        if self._recorded is not None:
+            self._recorded.forget()
 
     def skip(self, num_tokens: int) -> None:
         self._num_own = [count + num_tokens for count in self._num_own]
-        self._positions = self._positions + num_tokens
+        self._positions, self._own = self._positions + num_tokens, self._own + num_tokens
 
     @property
     def cache_bytes(self) -> CacheBytes:

@@ -1,7 +1,7 @@
-"""What a CUDA card shows of the memory plan, in one call: scripts/gpu_check.sh.
+"""What a CUDA card shows of memory and speed, in one call: scripts/gpu_check.sh.
 
-Every part is a real run of the trainer on GPT-2 124 M with random weights, which seldom end a text, so
-that completions are as long as they may be. On a CPU the same parts run small, to be tested.
+Nearly every part is a real run of the trainer on GPT-2 124 M with random weights, which seldom end a text,
+so that completions are as long as they may be. On a CPU the same parts run small, to be tested.
 """
 
 import json
@@ -10,18 +10,28 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from loguru import logger
 from rich.console import Console
 
 from grpo.config import Config
+from grpo.experiments.speed import Case, race
+from grpo.experiments.speed_worker import Contender
 from grpo.interrupt import StopRequest
 from grpo.memory.budget import GB
+from grpo.model import RolloutModel, choose_device, load_policy
+from grpo.rollout import rollout
+from grpo.sampling import step_uniforms
 from grpo.setup import open_run
 from grpo.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
+from grpo.values import Prompt
 
 WARM_UP_STEPS = 2
 """First steps, in which kernels are loaded: no part of the speed."""
@@ -75,9 +85,16 @@ def train(
 
 
 def check_card(
-    config: Config, *, batch_sizes: Sequence[int], limit: str, long_steps: int, short_steps: int = 6
+    config: Config,
+    case: Case,
+    *,
+    contenders: Sequence[Contender],
+    batch_sizes: Sequence[int],
+    limit: str,
+    long_steps: int,
+    short_steps: int = 6,
 ) -> dict[str, Any]:
-    """All parts, each reported even when another fails: row table, limit, recovery, emptied cache."""
+    """All parts, each reported even when another fails. case: what the contenders race at."""
 
     def guarded(name: str, part: Callable[[], Any]) -> Any:
         start = time.monotonic()
@@ -96,6 +113,9 @@ def check_card(
         "model": config.model,
         "max_new_tokens": config.sampling.max_new_tokens,
         "rows": guarded("row table", lambda: [_row(replace(short, batch_size=n)) for n in batch_sizes]),
+        "race": guarded("race", lambda: _raced(case, contenders)),
+        "recorded steps": guarded("recorded steps", lambda: _recorded(config)),
+        "whole rollout": guarded("whole rollout", lambda: _whole(short, limit, max(batch_sizes))),
         "limit": guarded("limit", lambda: _limited(config, limit, long_steps, short_steps)),
         "recovery": guarded("recovery", lambda: _recovery(short, limit)),
         "emptied cache": guarded("emptied cache", lambda: _emptied(short)),
@@ -107,6 +127,43 @@ def _row(config: Config) -> dict[str, Any]:
     rows = config.num_rows
     trial = train(replace(config, rollout_rows=rows, score_rows=rows, train_rows=rows))
     return {**asdict(trial), "status": trial.status}
+
+
+def _raced(case: Case, contenders: Sequence[Contender]) -> dict[str, Any]:
+    """Samples a minute, and how many times those of TRL with Hugging Face's generate, rewards on."""
+    with TemporaryDirectory() as folder:
+        outcome = race(case, Path(folder), contenders=contenders, device=choose_device().type)
+    seconds = median(step.seconds for step in outcome.steps["ours"])
+    ratios = {f"times {other}": outcome.ratio(other) for other in contenders[1:]}
+    memory = {f"memory of {other}": outcome.memory_ratio(other) for other in contenders[1:]}
+    return {"samples_per_minute": 60 * case.batch_size / seconds, **ratios, **memory}
+
+
+def _recorded(config: Config, rounds: int = 5) -> dict[str, float]:
+    """Seconds of a rollout with recorded steps and with plain ones, in turns (medians)."""
+    policy = load_policy(config.model, choose_device(config.device), config.precision)
+    sampler = RolloutModel(policy.model, policy.compute_dtype).model
+    groups = config.num_rows // config.group_size
+    prompts = [Prompt(str(n), "P: 8/8/8/8/8/8/8/8 w - - 0 1", {}) for n in range(groups)]
+    uniforms = step_uniforms(config.num_rows, config.sampling.max_new_tokens, seed=0, step=0)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        rollout(sampler, policy.tokenizer, prompts, uniforms, config.sampling, rows=config.num_rows)
+        return time.perf_counter() - start
+
+    times: dict[str, list[float]] = {"recorded": [], "plain": []}
+    for _ in range(1 + rounds):
+        times["recorded"].append(seconds())
+        with patch("grpo.decode.records_steps", return_value=False):
+            times["plain"].append(seconds())
+    return {name: median(taken[1:]) for name, taken in times.items()}
+
+
+def _whole(config: Config, limit: str, rows: int) -> dict[str, Any]:
+    """Whether so many rows are sampled at once under a limit."""
+    trial = train(replace(config, batch_size=rows, memory_limit=limit))
+    return {"limit": limit, "whole": trial.rows["sample"] == rows, **asdict(trial)}
 
 
 def _limited(config: Config, limit: str, long_steps: int, short_steps: int) -> dict[str, Any]:
@@ -153,8 +210,8 @@ def summary(results: dict[str, Any]) -> list[str]:
             lines.append(
                 f"{row['batch_size']:5}  {shown}  {row['samples_per_minute']:11,.0f}  {row['status']}"
             )
-    lines += [f"{name}: {json.dumps(results[name])}" for name in ("limit", "recovery", "emptied cache")]
-    return lines
+    parts = (name for name, part in results.items() if isinstance(part, dict))
+    return lines + [f"{name}: {json.dumps(results[name])}" for name in parts]
 
 
 def _device_name() -> str:

@@ -69,7 +69,7 @@ class Outcome:
         return math.exp(mean), math.exp(mean - reach), math.exp(mean + reach)
 
     def memory_ratio(self, other: Contender) -> float:
-        return self.steps["ours"][-1].peak_rss_bytes / self.steps[other][-1].peak_rss_bytes
+        return self.steps["ours"][-1].peak_bytes / self.steps[other][-1].peak_bytes
 
 
 class Worker:
@@ -119,12 +119,14 @@ def working(works: Mapping[Key, Work]) -> Iterator[dict[Key, Worker]]:
             worker.close()
 
 
-def race(case: Case, folder: Path, *, contenders: Sequence[Contender] = CONTENDERS) -> Outcome:
+def race(
+    case: Case, folder: Path, *, contenders: Sequence[Contender] = CONTENDERS, device: str = "cpu"
+) -> Outcome:
     """Every contender's steps, in rounds."""
     model, ours, theirs = prepare(case.model, case.prompt_tokens, folder)
     work = Work(
         "ours", str(model), str(ours), str(folder), case.batch_size, case.group_size, case.max_new_tokens,
-        train_rows=case.train_rows, steps=WARM_UP_STEPS + case.rounds + 1,
+        train_rows=case.train_rows, steps=WARM_UP_STEPS + case.rounds + 1, device=device,
     )  # fmt: skip
     works = {
         name: replace(work, contender=name, prompts=str(ours if name == "ours" else theirs))
@@ -157,7 +159,7 @@ def race_table(outcomes: Sequence[Outcome]) -> Table:
             shares.append(f"{outcome.memory_ratio(other):.2f}" if raced else "")
         ours = outcome.steps["ours"]
         rate = outcome.case.batch_size / float(np.median([step.seconds for step in ours]))
-        memory = f"{ours[-1].peak_rss_bytes / 2**30:.2f}"
+        memory = f"{ours[-1].peak_bytes / 2**30:.2f}"
         table.add_row(outcome.case.name, f"{rate:.1f}", *ratios, memory, *shares)
     return table
 

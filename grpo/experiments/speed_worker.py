@@ -35,17 +35,21 @@ class Work:
     kl_coef: float = 0.02
     learning_rate: float = 1e-5
     threads: int = 2
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step: mean lengths of its prompts and completions, where its time went, the process's peak."""
+    """One step: mean lengths of its prompts and completions, where its time went, the process's peak.
+
+    peak_bytes: resident on the host, or, on a card, what torch has reserved there.
+    """
 
     seconds: float
     prompt_tokens: float
     new_tokens: float
     split: dict[str, float]
-    peak_rss_bytes: int
+    peak_bytes: int
 
 
 class Gate:
@@ -62,16 +66,20 @@ class Gate:
 
     def report(self, prompt_tokens: float, new_tokens: float, split: dict[str, float]) -> None:
         seconds = time.perf_counter() - self._start
-        self.say(asdict(StepTime(seconds, prompt_tokens, new_tokens, split, peak_rss_bytes())))
+        self.say(asdict(StepTime(seconds, prompt_tokens, new_tokens, split, peak_bytes())))
 
     def say(self, record: dict[str, Any]) -> None:
         print(json.dumps(record), file=self._out, flush=True)
 
 
-def peak_rss_bytes() -> int:
-    """Most memory this process ever held."""
+def peak_bytes() -> int:
+    """Most memory this process ever held: on the card that it has used, or else on the host."""
     import resource
 
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.max_memory_reserved():
+        return torch.cuda.max_memory_reserved()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -91,7 +99,7 @@ def run_ours(work: Work, gate: Gate) -> None:
 
     config = Config(
         steps=work.steps, batch_size=work.batch_size, group_size=work.group_size, model=work.model,
-        device="cpu", prompts=work.prompts, policy_share=0.5, heldout_share=0.0, engine="off",
+        device=work.device, prompts=work.prompts, policy_share=0.5, heldout_share=0.0, engine="off",
         sampling=SamplingSettings(max_new_tokens=work.max_new_tokens),
         loss=LossSettings(kl_coef=work.kl_coef),
         optimizer=OptimizerSettings(learning_rate=work.learning_rate),
@@ -149,7 +157,7 @@ def run_trl(work: Work, gate: Gate, *, best: bool) -> None:
 
     options: dict[str, Any] = {"bf16": False}
     if best:
-        lower = compute_dtype("auto", torch.device("cpu")) == torch.bfloat16
+        lower = compute_dtype("auto", torch.device(work.device)) == torch.bfloat16
         options = {"bf16": lower, "gradient_checkpointing": False}
     trainer = GRPOTrainer(
         model=model,
@@ -161,7 +169,7 @@ def run_trl(work: Work, gate: Gate, *, best: bool) -> None:
             gradient_accumulation_steps=work.batch_size // work.train_rows, num_generations=work.group_size,
             max_completion_length=work.max_new_tokens, max_steps=work.steps, beta=work.kl_coef,
             learning_rate=work.learning_rate, logging_steps=1000, save_strategy="no", report_to="none",
-            use_cpu=True, disable_tqdm=True, seed=0, **options,
+            use_cpu=work.device == "cpu", disable_tqdm=True, seed=0, **options,
         ),
         callbacks=[Steps()],
     )  # fmt: skip

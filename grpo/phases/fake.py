@@ -2,8 +2,7 @@
 
 A trace runs the code that training runs (prefill and decoding, the chunked head, the loss and its
 backward pass) on a model without storage, and counts what would have been allocated. The fake tensors
-say they are the CPU's: fake CUDA tensors need a CUDA build. Left out: what the compiler or a captured
-graph would hold, and what kernels use within themselves.
+say they are the CPU's: fake CUDA tensors need a CUDA build. Left out: what kernels use within themselves.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from grpo.adapters import LoraSettings, adapters_off, add_adapters, has_adapters, store_base
-from grpo.decode import has_static_cache, make_decoder, replaced_at_once
+from grpo.decode import Decoder, has_static_cache, make_decoder, replaced_at_once
 from grpo.forward import recomputed_layers
 from grpo.gathered import Gathering
 from grpo.loss import LossSettings, StepCounts, grpo_loss
@@ -102,8 +101,9 @@ class FakePhases:
                     already += parameter.grad.nbytes
             on_cpu = self._settings.device_type == "cpu"
             block_bytes = 1 if on_cpu else 512
-            with LiveBytes(self._settings.device_type, block_bytes, keep_log=True) as live:
+            with LiveBytes(self._settings.device_type, block_bytes, keep_log=True) as self._live:
                 work(shape)
+            live = self._live
         return [(operation, already + held) for operation, held in live.log]
 
     @torch.no_grad()
@@ -122,12 +122,23 @@ class FakePhases:
         tokens = self._sample_tokens(logits, uniforms)
         if shape.new_tokens > 1:
             del logits
-            self._sample_tokens(decoder.step(tokens), uniforms)
+            logits, recording = self._recorded_step(decoder, tokens)
+            self._sample_tokens(logits, uniforms)
             if split and has_static_cache(self._sampler) and len(prompts) > 1:
                 replaced = range(replaced_at_once(len(prompts)))
                 decoder.replace(replaced, prompts[: len(replaced)])
             decoder.keep(range(min(1, len(prompts) - 1), len(prompts)))
+            del recording
         del kept
+
+    def _recorded_step(self, decoder: Decoder, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Logits, and what a recorded step holds between its runs: input, output, and room for the rest."""
+        held, logged = self._live.live_bytes, len(self._live.log)
+        logits = decoder.step(tokens)
+        if self._settings.device_type != "cuda" or not has_static_cache(self._sampler):
+            return logits, []
+        pool = max(size for _, size in self._live.log[logged:]) - held
+        return logits, [tokens.clone(), logits.clone(), torch.empty(pool, dtype=torch.uint8)]
 
     def _sample_tokens(self, logits: Tensor, uniforms: Tensor) -> Tensor:
         sampling = self._settings.sampling
