@@ -3,7 +3,8 @@
 Logits for a batch are (rows, tokens, vocabulary), usually the largest tensor of a step. Here they
 exist for `chunk_tokens` tokens at once, in the forward pass and, recomputed, in the backward pass.
 Beyond inputs and gradients it holds at most two (chunk_tokens, V) buffers in fp32, two numbers
-per token, and, where the head is computed in another dtype than it is stored in, one (V, D) copy.
+per token, and, where the head is computed in another dtype than it is stored in or in lower precision,
+one (V, D) copy.
 
 Left out on purpose: heads that are not a plain linear layer (soft-capped logits), and gradients
 of the entropy, which is a metric here.
@@ -38,6 +39,7 @@ def completion_logprobs(
 
     The matrix product is taken in autocast's dtype where autocast is on, else in hidden's; from
     the logits on everything is fp32 (float64 for float64), weight gradients are summed in it too.
+    A head in lower precision is centred, see `centred_head`.
     """
     if hidden.shape[:-1] != targets.shape or (mask is not None and mask.shape != targets.shape):
         shapes = [tuple(t.shape) for t in (hidden, targets, mask) if t is not None]
@@ -173,7 +175,26 @@ def _part(rows: Tensor | None, start: int, size: int) -> Tensor | slice:
     return slice(start, start + size) if rows is None else rows[start : start + size]
 
 
+def centred_head(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A head (V, D), or its bias (V,), in `dtype`, less its mean over the vocabulary.
+
+    The mean adds the same to all logits of a token, which no probability sees, but rounding does:
+    GPT-2's lie near -100, where bf16 knows halves only.
+    """
+    mean = weight.mean(0, dtype=torch.float32)
+    centred = torch.empty_like(weight, dtype=dtype)
+    for target, source in zip(centred.split(_HEAD_PART), weight.split(_HEAD_PART), strict=True):
+        target.copy_(source - mean)
+    return centred
+
+
+_HEAD_PART = 4096
+"""Tokens of the vocabulary that are centred at once: a whole copy in fp32 would be large."""
+
+
 def _cast_head(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    if dtype.itemsize < 4:
+        return centred_head(weight, dtype), None if bias is None else centred_head(bias, dtype)
     return weight.to(dtype), None if bias is None else bias.to(dtype)
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from loguru import logger
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,6 +23,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from grpo.adapters import base_of, merged_weights, with_merged
+from grpo.logprobs import centred_head
 from grpo.values import Precision
 
 AUTO = "auto"
@@ -202,7 +204,10 @@ def save_merged(model: PreTrainedModel, folder: Path) -> None:
 
 
 class RolloutModel:
-    """The policy as the sampler runs it: itself, or a copy in the compute dtype, kept in step."""
+    """The policy as the sampler runs it: itself, or a copy in the compute dtype, kept in step.
+
+    The copy's head is its own and centred, as the scorer's is (`centred_head`).
+    """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         self._source = model
@@ -211,10 +216,17 @@ class RolloutModel:
             self.model = frozen_copy(model)
             for parameter in self.model.parameters():  # not the buffers: rotary frequencies stay fp32
                 parameter.data = parameter.data.to(dtype)
+            head = self.model.get_output_embeddings()
+            head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
+            self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the weights over in place, after the optimizer has moved them."""
-        if self.model is not self._source:
-            for target, source in zip(self.model.parameters(), self._source.parameters(), strict=True):
-                target.copy_(source)
+        if self.model is self._source:
+            return
+        sources = dict(self._source.named_parameters(remove_duplicate=False))
+        head = self.model.get_output_embeddings()
+        for name, target in self.model.named_parameters():
+            centred = target is head.weight or target is head.bias
+            target.copy_(centred_head(sources[name], target.dtype) if centred else sources[name])

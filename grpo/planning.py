@@ -219,8 +219,14 @@ def resident_parts(
     if work.config.uses_reference and work.reference_here:
         parts["reference"] = exact * num_parameters
     if work.compute_dtype.itemsize < exact and work.shards == 1:  # shards sample with what they gather
-        parts["sampler's copy"] = work.compute_dtype.itemsize * num_parameters
+        parts["sampler's copy"] = work.compute_dtype.itemsize * (num_parameters + _shared_head(work.model))
     return parts
+
+
+def _shared_head(model: PretrainedConfig) -> int:
+    """Parameters of a head that is the embedding too: the sampler's copy has one of its own."""
+    text = model.get_text_config(decoder=True)
+    return int(text.vocab_size * text.hidden_size) if text.tie_word_embeddings else 0
 
 
 def kv_bytes_per_token(model: PretrainedConfig, dtype: torch.dtype) -> int:

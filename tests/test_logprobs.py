@@ -177,7 +177,8 @@ def test_bf16_inputs_give_fp32_log_probs():
     hidden, weight, _, targets, _ = example(torch.bfloat16)
     logp, entropy = completion_logprobs(hidden, weight, targets, chunk_tokens=4, entropy=True)
     assert logp.dtype == entropy.dtype == torch.float32
-    expected = F.linear(hidden, weight).float().log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    head = (weight.float() - weight.float().mean(0)).bfloat16()
+    expected = F.linear(hidden, head).float().log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(logp, expected, rtol=0, atol=1e-6)
     logp.sum().backward()
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
@@ -186,7 +187,7 @@ def test_bf16_inputs_give_fp32_log_probs():
 def test_autocast_multiplies_in_its_dtype_and_sums_weight_gradients_in_fp32():
     hidden, weight, bias, targets, _ = example(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        expected = F.linear(hidden, weight, bias)
+        expected = F.linear(hidden, weight - weight.mean(0), bias - bias.mean())
         assert expected.dtype == torch.bfloat16
         expected = expected.float().log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         logp, _ = completion_logprobs(hidden, weight, targets, bias=bias, chunk_tokens=1)
@@ -200,6 +201,22 @@ def test_autocast_multiplies_in_its_dtype_and_sums_weight_gradients_in_fp32():
     for mine, reference in zip(ours, theirs, strict=True):
         assert mine.dtype == torch.float32
         torch.testing.assert_close(mine, reference, rtol=0.02, atol=0.02)
+
+
+def test_in_bf16_logits_far_from_zero_are_as_exact_as_those_around_it():
+    """GPT-2's lie near -100: what is common to them is taken from the head before it is rounded."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1, 50, 64), torch.randn(9000, 64) / 3  # more than one part of the head
+    hidden[..., 0], targets = 10.0, torch.randint(0, 9000, (1, 50))
+    worst = []
+    for offset in (0.0, 10.0):
+        weight[:, 0] -= offset
+        exact, _ = completion_logprobs(hidden.double(), weight.double(), targets)
+        with torch.autocast("cpu", torch.bfloat16):
+            logp, _ = completion_logprobs(hidden, weight, targets)
+        worst.append((logp - exact).abs().max().item())
+    assert (hidden @ weight.T).mean() < -90
+    assert 1e-4 < worst[1] < 1.2 * worst[0] < 0.2
 
 
 def test_many_small_weight_gradients_do_not_drown_in_bf16():

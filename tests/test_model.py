@@ -252,7 +252,10 @@ def test_in_bf16_the_sampler_is_a_copy_that_is_refreshed_in_place():
         for p in model.parameters():
             p.add_(torch.randn_like(p))
     sampler.refresh()
-    for p, q in zip(sampler.model.parameters(), model.parameters(), strict=True):
+    *copied, head = sampler.model.parameters()
+    for p, q in zip(copied, model.parameters(), strict=True):
         assert p.dtype == torch.bfloat16 and torch.equal(p, q.bfloat16())
-    assert [p.data_ptr() for p in sampler.model.parameters()] == places  # captured graphs stay valid
-    assert sampler.model.lm_head.weight is sampler.model.transformer.wte.weight  # still tied
+    assert [p.data_ptr() for p in sampler.model.parameters()] == places  # recorded steps stay valid
+    assert head is sampler.model.lm_head.weight and head.dtype == torch.bfloat16
+    embedding = model.transformer.wte.weight  # which is the policy's head: the sampler's is centred
+    assert torch.equal(head, (embedding - embedding.mean(0)).bfloat16())
