@@ -11,6 +11,7 @@ from grpo.config import SettingsError
 from grpo.values import Precision
 from grpo.workbench.calculator.cards import Card, card_of_size, find_card
 from grpo.workbench.calculator.demand import FrozenDtype, Optimizer, Weights
+from grpo.workbench.flags import GradientCheckpointing, GroupSize, HasReference, LoraRank, MaxBatchSize
 from grpo.workbench.models import ModelSpec
 from grpo.workbench.predict import Objective
 
@@ -45,18 +46,13 @@ class CalculatorSettings:
     """Of the longest prompt (grpo)."""
     max_new_tokens: int = 144
     """Of the longest completion (grpo)."""
-    group_size: int = 8
-    """Completions of a prompt; GRPO's batches are multiples of it."""
-    kl: bool = True
-    """A reference model beside the policy (grpo)."""
-    lora_rank: int = 0
-    """Train adapters of this rank, with peft's targets; 0: all weights."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
+    group_size: GroupSize = 8
+    kl: HasReference = True
+    lora_rank: LoraRank = 0
+    gradient_checkpointing: GradientCheckpointing = False
     precision: Precision = "auto"
     """Dtype of matrix products; auto: bf16 where the card has it natively, else fp32."""
-    max_batch_size: int = 65536
-    """What is not exceeded."""
+    max_batch_size: MaxBatchSize = 65536
 
     # Models that only stand beside
     frozen: tyro.conf.UseAppendAction[tuple[float, ...]] = ()

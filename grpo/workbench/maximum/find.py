@@ -18,6 +18,7 @@ from grpo.memory import MemoryMonitor, parse_size
 from grpo.memory.budget import CONTEXT_BYTES, readable
 from grpo.values import Precision
 from grpo.workbench.corpus import open_corpus
+from grpo.workbench.flags import GradientCheckpointing, GroupSize, HasReference, LoraRank, MaxBatchSize
 from grpo.workbench.machine import Machine, look
 from grpo.workbench.maximum.findings import Findings
 from grpo.workbench.maximum.law import unseen_margin
@@ -56,20 +57,15 @@ class FindSettings:
     """predict: the memory model proposes, at most 4 trials. classic: 16 more or half."""
     start: int = 64
     """Batch size of the first trial."""
-    max_batch_size: int = 1024
-    """What is not exceeded."""
-    group_size: int = 8
-    """Completions of a prompt; GRPO's batches are multiples of it."""
+    max_batch_size: MaxBatchSize = 1024
+    group_size: GroupSize = 8
     prompt_tokens: int = 60
     """Of every prompt (grpo)."""
     max_new_tokens: int = 144
     """Of every completion (grpo)."""
-    kl: bool = True
-    """A reference model beside the policy (grpo)."""
-    lora_rank: int = 0
-    """Train adapters of this rank, with peft's targets; 0: all weights."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
+    kl: HasReference = True
+    lora_rank: LoraRank = 0
+    gradient_checkpointing: GradientCheckpointing = False
     device: str = "auto"
     """auto, cpu, cuda, cuda:1."""
     precision: Precision = "auto"

@@ -16,6 +16,7 @@ from grpo.memory.budget import SizeError, parse_size
 from grpo.optimizer import OptimizerSettings
 from grpo.sampling import SamplingSettings
 from grpo.values import Precision
+from grpo.workbench.flags import GradientCheckpointing
 from grpo.workbench.models import ModelSpec
 
 Objective = Literal["lm", "grpo"]
@@ -79,8 +80,7 @@ class SweepSettings:
     # How it runs
     train_rows: int | None = None
     """Rows in one backward pass; None: the whole batch, or it is out of memory."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
+    gradient_checkpointing: GradientCheckpointing = False
     compile: bool = False
     """torch.compile the model (lm)."""
     tf32: bool = False

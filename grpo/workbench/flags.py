@@ -1,0 +1,13 @@
+"""Flags that several of the workbench's commands have, each with its one line of help."""
+
+from typing import Annotated
+
+import tyro
+
+MaxBatchSize = Annotated[int, tyro.conf.arg(help="What is not exceeded.")]
+GroupSize = Annotated[int, tyro.conf.arg(help="Completions of a prompt; GRPO's batches are multiples of it.")]
+HasReference = Annotated[bool, tyro.conf.arg(help="A reference model beside the policy (grpo).")]
+LoraRank = Annotated[
+    int, tyro.conf.arg(help="Train adapters of this rank, with peft's targets; 0: all weights.")
+]
+GradientCheckpointing = Annotated[bool, tyro.conf.arg(help="Recompute activations in the backward pass.")]
