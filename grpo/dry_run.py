@@ -7,6 +7,7 @@ from rich.console import Console
 from grpo.adapters import check_peft
 from grpo.before_torch import launched_processes
 from grpo.config import Config
+from grpo.loading import load_source
 from grpo.memory import MemoryMonitor, card_memory, make_budget, parse_size
 from grpo.memory.budget import CONTEXT_BYTES
 from grpo.model import (
@@ -19,7 +20,6 @@ from grpo.model import (
 )
 from grpo.plan_tables import plan_table
 from grpo.planning import Workload, longest_prompt, plan_memory
-from grpo.prompts import load_prompts
 
 
 def dry_run(config: Config, console: Console) -> None:
@@ -34,11 +34,7 @@ def dry_run(config: Config, console: Console) -> None:
     dtype = (
         torch.bfloat16 if absent and config.precision == "auto" else compute_dtype(config.precision, device)
     )
-    source = load_prompts(
-        config.prompts, seed=config.seed, policy_share=config.policy_share,
-        heldout_share=config.heldout_share, max_bad_share=config.max_bad_share,
-        trailing_space=config.trailing_space,
-    )  # fmt: skip
+    source = load_source(config)
     work = Workload(
         config, load_config(name), choose_attention(device, dtype), dtype,
         longest_prompt(source, load_tokenizer(name), config),

@@ -1,4 +1,4 @@
-"""The models of a run: loaded whole, checked, and sharded if they are to be."""
+"""The prompts and the models of a run: loaded whole, checked, and models sharded if they are to be."""
 
 import torch
 from loguru import logger
@@ -7,6 +7,7 @@ from grpo.adapters import add_adapters, load_adapters, store_base
 from grpo.checkpoint import Checkpoint
 from grpo.config import Config, SettingsError
 from grpo.model import Policy, load_policy
+from grpo.prompts import PromptSource, load_prompts
 from grpo.reference import FrozenCopy, Reference, make_reference
 from grpo.rollout import context_length
 from grpo.scoring import check_recomputation, check_scorer
@@ -36,6 +37,15 @@ def check_shard(config: Config, world: World) -> None:
             f"shard is on, and reference_device is {config.reference_device!r}: the reference is sharded "
             "beside the policy; leave one of the two out."
         )
+
+
+def load_source(config: Config) -> PromptSource:
+    """The prompts that a run draws from. ValueError for what cannot be read."""
+    return load_prompts(
+        config.prompts, seed=config.seed, policy_share=config.policy_share,
+        heldout_share=config.heldout_share, max_bad_share=config.max_bad_share,
+        trailing_space=config.trailing_space,
+    )  # fmt: skip
 
 
 def load_models(

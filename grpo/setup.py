@@ -19,7 +19,7 @@ from grpo.checkpoint import Checkpoint, CheckpointFolder
 from grpo.clock import Clock
 from grpo.config import CONFIG_FILE, Config, SettingsError, to_flat, write_yaml
 from grpo.dealt import Share
-from grpo.loading import check_shard, load_models, shard_models
+from grpo.loading import check_shard, load_models, load_source, shard_models
 from grpo.memory import AdaptiveMemory, Budget, MemoryMonitor, limit_memory, make_budget, parse_size
 from grpo.model import (
     Policy,
@@ -31,7 +31,7 @@ from grpo.model import (
 from grpo.optimizer import check_optimizer, make_optimizer
 from grpo.plan_tables import plan_table
 from grpo.planning import Workload, longest_prompt, plan_memory, trace_phases
-from grpo.prompts import PromptSource, load_prompts
+from grpo.prompts import PromptSource
 from grpo.reference import Reference
 from grpo.reward_functions import RewardFunctions
 from grpo.rollout import rollout
@@ -119,14 +119,7 @@ def _make_run(
         raise SettingsError(f"resume: {str(folder)!r} holds no intact checkpoint; start without --resume.")
     if checkpoint is not None:
         check_resumed(config.lora, checkpoint.folder)
-    source = load_prompts(
-        config.prompts,
-        seed=config.seed,
-        policy_share=config.policy_share,
-        heldout_share=config.heldout_share,
-        max_bad_share=config.max_bad_share,
-        trailing_space=config.trailing_space,
-    )
+    source = load_source(config)
     rewards.check_tasks(source.tasks)
     engine = _start_engine(config) if "policy" in source.tasks else None
     if engine is not None:

@@ -11,8 +11,8 @@ import transformers
 from loguru import logger
 
 from grpo.config import SettingsError
+from grpo.loading import load_source
 from grpo.model import compute_dtype, load_tokenizer
-from grpo.prompts import load_prompts
 from grpo.reward_functions import RewardFunctions
 from grpo.workbench.corpus import open_corpus, text_file, trained_tokenizer
 from grpo.workbench.machine import Machine, look
@@ -77,11 +77,7 @@ def _check_grpo(settings: SweepSettings) -> None:
             f"max_new_tokens is {settings.max_new_tokens}, but {settings.model.name} reaches "
             f"{context_of(config)} tokens: give less than that, to leave room for the prompt."
         )
-    source = load_prompts(
-        train.prompts, seed=settings.seed, policy_share=train.policy_share,
-        heldout_share=train.heldout_share, max_bad_share=train.max_bad_share,
-        trailing_space=train.trailing_space,
-    )  # fmt: skip
+    source = load_source(replace(train, seed=settings.seed))
     RewardFunctions(train.reward, train.reward_weights).check_tasks(source.tasks)
 
 
