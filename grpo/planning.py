@@ -26,6 +26,7 @@ from grpo.memory.budget import readable
 from grpo.optimizer import moment_bytes, step_bytes
 from grpo.phases import CHUNK_TOKENS, PHASES, PhaseSettings, PhaseTracer, split_name
 from grpo.prompts import PromptSource
+from grpo.world import largest_share
 
 LONGEST_TEXTS = 64
 """Texts of most characters that are tokenized to find the one of most tokens."""
@@ -57,7 +58,7 @@ class Workload:
         """Completions of a step that one process does, at most; as yet unknown, the most there may be."""
         config = self.config
         size = config.max_batch_size if config.batch_size == "auto" else config.batch_size
-        return -(-(size // config.group_size) // self.processes) * config.group_size
+        return largest_share(size // config.group_size, self.processes) * config.group_size
 
     @property
     def new_tokens(self) -> int:

@@ -9,6 +9,6 @@ Launchers (accelerate launch, torchrun, mpirun) start the processes; accelerate 
 """
 
 from grpo.world.launch import open_world
-from grpo.world.one import ProcessLost, World
+from grpo.world.one import ProcessLost, World, largest_share
 
-__all__ = ["ProcessLost", "World", "open_world"]
+__all__ = ["ProcessLost", "World", "largest_share", "open_world"]

@@ -17,6 +17,11 @@ class ProcessLost(RuntimeError):
         self.rank = rank
 
 
+def largest_share(count: int, processes: int) -> int:
+    """Of so many groups, those of the process that has most."""
+    return -(-count // processes)
+
+
 class World:
     """One process, which has nobody to wait for."""
 
@@ -36,7 +41,7 @@ class World:
 
     def largest_share(self, count: int) -> int:
         """Groups of the process that has most of them."""
-        return -(-count // self.size)
+        return largest_share(count, self.size)
 
     def exchange(self, what: str, value: T) -> list[T]:
         """What every process gave, in the order of their ranks. ProcessLost if one does not come.
