@@ -21,13 +21,7 @@ from grpo.config import CONFIG_FILE, Config, SettingsError, to_flat, write_yaml
 from grpo.dealt import Share
 from grpo.loading import check_shard, load_models, load_source, shard_models
 from grpo.memory import AdaptiveMemory, Budget, MemoryMonitor, limit_memory, make_budget, parse_size
-from grpo.model import (
-    Policy,
-    RolloutModel,
-    choose_device,
-    choose_model,
-    compute_dtype,
-)
+from grpo.model import Policy, RolloutModel, choose_device, choose_model, compute_dtype
 from grpo.optimizer import check_optimizer, make_optimizer
 from grpo.plan_tables import plan_table
 from grpo.planning import Workload, longest_prompt, plan_memory, trace_phases
@@ -104,26 +98,13 @@ def _make_run(
     if config.shard:
         check_shard(config, world)
     reference_device = choose_device(config.reference_device) if config.reference_device else device
-    check_trackers(config.trackers)
-    check_peft(config.lora)
-    check_optimizer(config.optimizer, device, compute_dtype(config.precision, device))
-    if config.engine != "off":
-        find_stockfish(config.stockfish_path)  # a wrong path shows at once
+    _check_installed(config, device)
     rewards = RewardFunctions(config.reward, config.reward_weights)
     folder = world.from_main("the choice of a folder", _choose_folder(config) if world.is_main else Path())
-    checkpoints = CheckpointFolder(
-        folder / "checkpoints", keep=config.keep_checkpoints, merge=config.lora.lora_merge
-    )
-    checkpoint = checkpoints.newest_intact() if config.resume else None
-    if config.resume and checkpoint is None:
-        raise SettingsError(f"resume: {str(folder)!r} holds no intact checkpoint; start without --resume.")
-    if checkpoint is not None:
-        check_resumed(config.lora, checkpoint.folder)
+    checkpoints, checkpoint = _open_checkpoints(config, folder)
     source = load_source(config)
     rewards.check_tasks(source.tasks)
-    engine = _start_engine(config) if "policy" in source.tasks else None
-    if engine is not None:
-        stack.callback(engine.close)
+    engine = _start_engine(config, stack) if "policy" in source.tasks else None
     policy, reference = load_models(config, checkpoint, device, reference_device)
     _check_same(world, config, checkpoint, source, policy.model)
     if config.shard:
@@ -145,25 +126,37 @@ def _make_run(
         _claim_folder(folder, config)
     _limit_memory(config, monitor)
     return Run(
-        config=config,
-        folder=folder,
-        source=source,
+        config=config, folder=folder, source=source,
         eval_prompts=_choose_eval_prompts(source.heldout, config.eval_prompts),
-        engine=engine,
-        rewards=rewards.with_engine(engine),
-        policy=policy,
-        reference=reference,
-        sampler=sampler,
-        optimizer=optimizer,
-        checkpoints=checkpoints,
-        checkpoint=checkpoint,
-        clock=Clock(device),
-        monitor=monitor,
-        memory=memory,
-        budget=budget(),
-        longest_prompt=work.longest_prompt,
-        world=world,
+        engine=engine, rewards=rewards.with_engine(engine),
+        policy=policy, reference=reference, sampler=sampler, optimizer=optimizer,
+        checkpoints=checkpoints, checkpoint=checkpoint,
+        clock=Clock(device), monitor=monitor, memory=memory, budget=budget(),
+        longest_prompt=work.longest_prompt, world=world,
+    )  # fmt: skip
+
+
+def _check_installed(config: Config, device: torch.device) -> None:
+    """ValueError for trackers, packages and a Stockfish that are asked for and not there."""
+    check_trackers(config.trackers)
+    check_peft(config.lora)
+    check_optimizer(config.optimizer, device, compute_dtype(config.precision, device))
+    if config.engine != "off":
+        find_stockfish(config.stockfish_path)
+
+
+def _open_checkpoints(config: Config, folder: Path) -> tuple[CheckpointFolder, Checkpoint | None]:
+    """The run's checkpoints, and the one it goes on from, if it is to."""
+    checkpoints = CheckpointFolder(
+        folder / "checkpoints", keep=config.keep_checkpoints, merge=config.lora.lora_merge
     )
+    if not config.resume:
+        return checkpoints, None
+    checkpoint = checkpoints.newest_intact()
+    if checkpoint is None:
+        raise SettingsError(f"resume: {str(folder)!r} holds no intact checkpoint; start without --resume.")
+    check_resumed(config.lora, checkpoint.folder)
+    return checkpoints, checkpoint
 
 
 def show_plans(run: Run, console: Console) -> None:
@@ -256,13 +249,16 @@ def _limit_memory(config: Config, monitor: MemoryMonitor) -> None:
             logger.info("in bf16 oneDNN keeps kernels it compiles: a tight limit wants --precision fp32")
 
 
-def _start_engine(config: Config) -> EnginePool | None:
+def _start_engine(config: Config, stack: ExitStack) -> EnginePool | None:
+    """Stockfish, where it is wanted and there; `stack` ends it."""
     if config.engine == "off":
         return None
     if find_stockfish(config.stockfish_path) is None:
         logger.info("no Stockfish found (apt-get install stockfish): the labels of the prompts judge moves")
         return None
-    return EnginePool(config.stockfish_path, depth=config.engine_depth, num_engines=config.num_engines)
+    return stack.enter_context(
+        EnginePool(config.stockfish_path, depth=config.engine_depth, num_engines=config.num_engines)
+    )
 
 
 def _choose_folder(config: Config) -> Path:
