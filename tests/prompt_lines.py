@@ -1,0 +1,72 @@
+"""Positions, RookWorld lines and files of them, for the tests of prompts."""
+
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import chess
+from hypothesis import HealthCheck, settings
+
+from grpo.prompts import Prompt
+from rewards.environment import referee
+from rewards.formats import PADDED, EnvironmentSample, PolicySample, environment_line, policy_line
+
+START = chess.STARTING_FEN
+BLACK_LINE = (  # a published line: B: is the lowest eval, Black is to move
+    "P: 8/1p3pk1/p5p1/4p1b1/P1B1P3/1P3P2/2r3PP/3R2K1 b - - 1 30".ljust(93)
+    + "M: g5e3 g5f4 c2c3 b7b6 g7f6 ".ljust(30)
+    + "E: 3.1 1.2 1.1 1.0 0.9 ".ljust(40)
+    + "B: g7f6"
+)
+ENVIRONMENT_LINE = (
+    "A: rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1+e2e4+e2e4+"
+    "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1+0.001+0+0"
+)
+QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def boards(count: int, seed: int = 0) -> list[chess.Board]:
+    """Positions of random games, none over, no two alike."""
+    rng = random.Random(seed)
+    found: dict[str, chess.Board] = {}
+    board = chess.Board()
+    while len(found) < count:
+        board = chess.Board() if board.is_game_over() or board.ply() > 60 else board
+        board.push(rng.choice(list(board.legal_moves)))
+        if board.ply() > 4 and not board.is_game_over():
+            found[board.epd()] = board.copy()
+    return list(found.values())
+
+
+def game_lines(num_policy: int, num_environment: int, seed: int = 0) -> list[str]:
+    """RookWorld lines, both tasks on the same positions, shuffled together."""
+    rng = random.Random(seed)
+    positions = boards(max(num_policy, num_environment), seed)
+    lines = []
+    for board in positions[:num_policy]:
+        moves = [move.uci() for move in board.legal_moves][:5]
+        evals = tuple(rng.randint(-300, 300) / 100 for _ in moves)
+        best = moves[evals.index(max(evals))]
+        lines.append(policy_line(PolicySample(board.fen(), tuple(moves), evals, best), widths=PADDED))
+    for board in positions[:num_environment]:
+        history = [move.uci() for move in board.move_stack[-9:]]
+        action = next(iter(board.legal_moves)).uci()
+        answer = referee(board.fen(), action)
+        lines.append(environment_line(EnvironmentSample(board.fen(), action, (*history, action), *answer)))
+    rng.shuffle(lines)
+    return lines
+
+
+def write(path: Path, lines: list[str]) -> str:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def write_records(path: Path, records: Iterable[Any]) -> str:
+    return write(path, [json.dumps(record) for record in records])
+
+
+def ids(prompts: list[Prompt]) -> list[str]:
+    return [prompt.id for prompt in prompts]
