@@ -7,7 +7,6 @@ cache holds twice, while it concatenates, shows.
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib as mpl
 import torch
 
 from grpo.decode import Decoder
@@ -15,6 +14,7 @@ from grpo.decode.generic import GenericDecoder
 from grpo.decode.gpt2 import GPT2Decoder
 from grpo.memory import LiveBytes
 from grpo.model import RolloutModel, choose_device, load_policy
+from grpo.pictures import picture
 
 MB = 2**20
 
@@ -62,17 +62,11 @@ def _decode(
 
 def draw_growth(growths: list[Growth], file: Path) -> None:
     """Bytes held over tokens generated, and the peak while each token is added."""
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for growth, color in zip(growths, ("C0", "C1"), strict=True):
-        tokens = range(1, len(growth.held_bytes) + 1)
-        axes.plot(tokens, [size / MB for size in growth.held_bytes], color=color, label=growth.name)
-        peaks = [size / MB for size in growth.peak_bytes]
-        axes.plot(tokens, peaks, color=color, linestyle=":", label="peak while a token is added")
-    axes.set(xlabel="tokens generated", ylabel="MB (2**20 bytes)", ylim=(0, None))
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with picture(file, (7, 4)) as axes:
+        for growth, color in zip(growths, ("C0", "C1"), strict=True):
+            tokens = range(1, len(growth.held_bytes) + 1)
+            axes.plot(tokens, [size / MB for size in growth.held_bytes], color=color, label=growth.name)
+            peaks = [size / MB for size in growth.peak_bytes]
+            axes.plot(tokens, peaks, color=color, linestyle=":", label="peak while a token is added")
+        axes.set(xlabel="tokens generated", ylabel="MB (2**20 bytes)", ylim=(0, None))
+        axes.legend(frameon=False)

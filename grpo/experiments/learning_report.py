@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
 from rich import box
 from rich.console import Group
@@ -11,6 +10,7 @@ from rich.table import Table
 
 from grpo.evaluate import Evaluation
 from grpo.experiments.learning import Quality
+from grpo.pictures import picture
 from grpo.tracking import METRICS_FILE, read_lines
 
 RESAMPLES = 5_000
@@ -87,38 +87,31 @@ def _signed(value: float) -> str:
 
 def draw(runs: Path, results: Mapping[str, Quality], names: Sequence[str], file: Path) -> None:
     """Left: the training reward of every seed. Right: held-out quality before and after."""
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
+    with picture(file, (11, 4.2), layout=None, ncols=2, width_ratios=(1, 1.25)) as (left, right):
+        for name in names:
+            records = [r for r in read_lines(runs / name / METRICS_FILE) if "reward" in r]
+            steps, rewards = (np.array([r[key] for r in records]) for key in ("step", "reward"))
+            window = max(1, len(rewards) // 20)
+            smooth = np.convolve(rewards, np.ones(window) / window, mode="valid")
+            left.plot(steps[window - 1 :], smooth, linewidth=1.2, alpha=0.8, label=name.replace("-", " "))
+        left.set(xlabel="step", ylabel="reward, sampled", title="Training reward, moving mean")
+        left.legend(frameon=False, fontsize=8)
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=(1, 1.25))
-    for name in names:
-        records = [r for r in read_lines(runs / name / METRICS_FILE) if "reward" in r]
-        steps, rewards = (np.array([r[key] for r in records]) for key in ("step", "reward"))
-        window = max(1, len(rewards) // 20)
-        smooth = np.convolve(rewards, np.ones(window) / window, mode="valid")
-        left.plot(steps[window - 1 :], smooth, linewidth=1.2, alpha=0.8, label=name.replace("-", " "))
-    left.set(xlabel="step", ylabel="reward, sampled", title="Training reward, moving mean")
-    left.legend(frameon=False, fontsize=8)
-    left.spines[["top", "right"]].set_visible(False)
-
-    columns = [c for c in results["before"].sampled.scores if c != "reward"]
-    places = np.arange(len(columns))[::-1]
-    for how, shift, color in (("sampled", 0.15, "tab:blue"), ("greedy", -0.15, "tab:orange")):
-        before = np.array([getattr(results["before"], how).mean(c) for c in columns]) * 100
-        after = np.array([[getattr(results[n], how).mean(c) for c in columns] for n in names]) * 100
-        right.hlines(places + shift, before, after.mean(0), color=color, linewidth=2)
-        right.plot(before, places + shift, "o", color="white", markeredgecolor=color, markersize=5)
-        right.plot(after.mean(0), places + shift, "o", color=color, markersize=5, label=f"{how}, after")
-        for row in after:
-            right.plot(row, places + shift, "|", color=color, markersize=6, alpha=0.6)
-    right.set_yticks(
-        places, [c.replace("policy/", "policy: ").replace("environment/", "env.: ") for c in columns]
-    )
-    right.set(
-        xlabel="held-out prompts, percent", title="Before (hollow) and after (filled), ticks: each seed"
-    )
-    right.legend(frameon=False, fontsize=8, loc="lower left")
-    right.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+        columns = [c for c in results["before"].sampled.scores if c != "reward"]
+        places = np.arange(len(columns))[::-1]
+        for how, shift, color in (("sampled", 0.15, "tab:blue"), ("greedy", -0.15, "tab:orange")):
+            before = np.array([getattr(results["before"], how).mean(c) for c in columns]) * 100
+            after = np.array([[getattr(results[n], how).mean(c) for c in columns] for n in names]) * 100
+            right.hlines(places + shift, before, after.mean(0), color=color, linewidth=2)
+            right.plot(before, places + shift, "o", color="white", markeredgecolor=color, markersize=5)
+            right.plot(after.mean(0), places + shift, "o", color=color, markersize=5, label=f"{how}, after")
+            for row in after:
+                right.plot(row, places + shift, "|", color=color, markersize=6, alpha=0.6)
+        right.set_yticks(
+            places, [c.replace("policy/", "policy: ").replace("environment/", "env.: ") for c in columns]
+        )
+        right.set(
+            xlabel="held-out prompts, percent", title="Before (hollow) and after (filled), ticks: each seed"
+        )
+        right.legend(frameon=False, fontsize=8, loc="lower left")
+        left.figure.tight_layout()

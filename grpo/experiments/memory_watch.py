@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from loguru import logger
 from rich.console import Console
 from rich.live import Live
@@ -22,6 +21,7 @@ from grpo.config import Config
 from grpo.interrupt import StopRequest
 from grpo.memory import LeakVerdict, LeakWatch, MemorySample, detect_leak
 from grpo.memory.budget import GB, readable
+from grpo.pictures import picture
 from grpo.setup import open_run
 from grpo.tracking import MEMORY_FILE, METRICS_FILE, NewLines, read_lines
 from grpo.trainer import Trainer
@@ -107,26 +107,20 @@ def draw(
     verdict: LeakVerdict, samples: Sequence[MemorySample], lines: Sequence[Mapping[str, Any]], file: Path
 ) -> None:
     """Peaks by phase above what is held between steps."""
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    phases: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for line in lines:
-        phases[line["phase"]].append((line["step"], line["device_used_bytes"] / GB))
-    for phase, points in phases.items():
-        axes.plot(*zip(*points, strict=True), linewidth=1, label=f"peak, {phase}")
-    steps = [sample.step for sample in samples]
-    axes.plot(steps, [sample.device_used_bytes / GB for sample in samples], "k", label="after the step")
-    if all(sample.allocated_bytes is not None for sample in samples):
-        held = [(sample.allocated_bytes or 0) / GB for sample in samples]
-        axes.plot(steps, held, "k:", label="tensors after the step")
-    axes.set(xlabel="step", ylabel="GB (2**30 bytes)", ylim=(0, None))
-    axes.set_title(str(verdict).splitlines()[0], loc="left")
-    axes.legend(frameon=False, ncols=2)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with picture(file, (8, 4.5)) as axes:
+        phases: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        for line in lines:
+            phases[line["phase"]].append((line["step"], line["device_used_bytes"] / GB))
+        for phase, points in phases.items():
+            axes.plot(*zip(*points, strict=True), linewidth=1, label=f"peak, {phase}")
+        steps = [sample.step for sample in samples]
+        axes.plot(steps, [sample.device_used_bytes / GB for sample in samples], "k", label="after the step")
+        if all(sample.allocated_bytes is not None for sample in samples):
+            held = [(sample.allocated_bytes or 0) / GB for sample in samples]
+            axes.plot(steps, held, "k:", label="tensors after the step")
+        axes.set(xlabel="step", ylabel="GB (2**30 bytes)", ylim=(0, None))
+        axes.set_title(str(verdict).splitlines()[0], loc="left")
+        axes.legend(frameon=False, ncols=2)
 
 
 Show = Callable[[int, int | None, Sequence[Mapping[str, Any]]], None]

@@ -6,7 +6,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
-import matplotlib as mpl
 import numpy as np
 from loguru import logger
 from rich import box
@@ -16,6 +15,7 @@ from grpo.experiments.speed import WARM_UP_STEPS, working
 from grpo.experiments.speed_limits import median_split
 from grpo.experiments.speed_work import prepare
 from grpo.experiments.speed_worker import StepTime, Work
+from grpo.pictures import picture
 
 Axis = Literal["batch size", "new tokens"]
 GROWTH: Mapping[Axis, Sequence[int]] = {
@@ -107,19 +107,13 @@ def growth_table(line: Line) -> Table:
 
 def draw_growth(lines: Sequence[Line], file: Path) -> None:
     """Seconds of a step over each axis, with the fitted line."""
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, len(lines), figsize=(10, 4), layout="constrained")
-    for axes, line in zip(panels, lines, strict=True):
-        start, slope = line.fit
-        ends = np.array([0, max(line.sizes)])
-        axes.plot(ends, start + slope * ends, color="0.7", label="fitted line")
-        axes.plot(line.sizes, line.seconds, "o-", color="black", label="step")
-        for place, phase in enumerate(_PHASES):
-            axes.plot(line.sizes, line.phases[phase], "o-", markersize=3, color=f"C{place}", label=phase)
-        axes.set(xlabel=line.axis, ylabel="seconds", xlim=(0, None), ylim=(0, None))
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(frameon=False)
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with picture(file, (10, 4), ncols=len(lines)) as panels:
+        for axes, line in zip(panels, lines, strict=True):
+            start, slope = line.fit
+            ends = np.array([0, max(line.sizes)])
+            axes.plot(ends, start + slope * ends, color="0.7", label="fitted line")
+            axes.plot(line.sizes, line.seconds, "o-", color="black", label="step")
+            for place, phase in enumerate(_PHASES):
+                axes.plot(line.sizes, line.phases[phase], "o-", markersize=3, color=f"C{place}", label=phase)
+            axes.set(xlabel=line.axis, ylabel="seconds", xlim=(0, None), ylim=(0, None))
+        panels[0].legend(frameon=False)

@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from rich.table import Table
 
 from grpo.memory.budget import GB
+from grpo.pictures import picture
 from grpo.workbench.maximum.law import Law, Risk, explaining_margin, fit_law, leaves_the_line, risk
 from grpo.workbench.maximum.search import INCREMENT, POINTS_OF_A_LINE
 from grpo.workbench.predict import Objective
@@ -186,28 +186,24 @@ def as_json(found: Findings) -> dict[str, Any]:
 
 def draw(found: Findings, predicted: Mapping[int, float], file: Path) -> None:
     """Peaks over the batch size with their line, the prediction, and the device."""
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    low, total = found.total_bytes - found.margin_bytes, found.total_bytes
-    axes.axhspan(low / GB, total / GB, color="tab:orange", alpha=0.2, label="margin")
-    axes.axhline(total / GB, color="tab:red", linewidth=1, label="device")
-    if found.law is not None:
-        ends = [min(found.peaks), max(found.next_sizes())]
-        axes.plot(ends, [found.law(size) / GB for size in ends], color="tab:gray", label="line")
-    if predicted:
-        axes.plot(list(predicted), [peak / GB for peak in predicted.values()], "kx", label="predicted")
-    axes.plot(list(found.peaks), [peak / GB for peak in found.peaks.values()], "o", label="measured")
-    for size in found.failed:
-        axes.axvline(size, color="tab:red", linestyle=":", linewidth=1)
-        axes.annotate(f" {size}: out of memory", (size, 0), rotation=90, va="bottom", ha="right", fontsize=8)
-    axes.set(xlabel="batch size", ylabel="GB (2**30 bytes)", ylim=(0, None))
-    axes.set_title(f"Largest batch that fitted: {found.maximum}", loc="left")
-    axes.legend(frameon=False, ncols=2)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with picture(file, (7, 4.2)) as axes:
+        low, total = found.total_bytes - found.margin_bytes, found.total_bytes
+        axes.axhspan(low / GB, total / GB, color="tab:orange", alpha=0.2, label="margin")
+        axes.axhline(total / GB, color="tab:red", linewidth=1, label="device")
+        if found.law is not None:
+            ends = [min(found.peaks), max(found.next_sizes())]
+            axes.plot(ends, [found.law(size) / GB for size in ends], color="tab:gray", label="line")
+        if predicted:
+            axes.plot(list(predicted), [peak / GB for peak in predicted.values()], "kx", label="predicted")
+        axes.plot(list(found.peaks), [peak / GB for peak in found.peaks.values()], "o", label="measured")
+        for size in found.failed:
+            axes.axvline(size, color="tab:red", linestyle=":", linewidth=1)
+            axes.annotate(
+                f" {size}: out of memory", (size, 0), rotation=90, va="bottom", ha="right", fontsize=8
+            )
+        axes.set(xlabel="batch size", ylabel="GB (2**30 bytes)", ylim=(0, None))
+        axes.set_title(f"Largest batch that fitted: {found.maximum}", loc="left")
+        axes.legend(frameon=False, ncols=2)
 
 
 def _rounded_up(size: int, multiple: int) -> int:
