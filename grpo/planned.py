@@ -1,17 +1,20 @@
-"""Sampling, scoring, learning and evaluating of one run, in as many rows at once as its memory plan says."""
+"""Sampling, scoring, learning, evaluating and saving of one run, as its memory plan says."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
+from loguru import logger
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from grpo.checkpoint import take_snapshot
 from grpo.dealt import Share
 from grpo.decode import has_static_cache
 from grpo.evaluate import Evaluation, interleave, score_heldout
 from grpo.evaluate.scores import Column
 from grpo.loss import LossSettings
-from grpo.memory import Shape, survive
+from grpo.memory import DoesNotFit, Shape, survive
 from grpo.objectives import GRPOBatch, Sums, accumulate_grpo
 from grpo.rollout import rollout
 from grpo.sampling import step_uniforms
@@ -129,3 +132,24 @@ class PlannedPhases:
         mine = {name: column[: len(own)] for name, column in scores.items()}
         parts = run.world.exchange(f"the evaluation at step {step}", mine)
         return Evaluation.of(run.eval_prompts, interleave(parts))
+
+    def save(self, step: int, state: dict[str, Any], *, best: bool) -> bool:
+        """A checkpoint of the run, which the first process writes; whether this one has written it."""
+        run, snapshot = self._run, None
+        if run.config.shard:  # here all take part
+            snapshot = take_snapshot(run.policy.model, run.optimizer, keep=run.world.is_main)
+        reference = run.reference.tensors() if run.reference and (run.world.is_main or snapshot) else None
+        if not run.world.is_main:
+            return False
+        try:
+            written, _ = survive(
+                lambda _: run.checkpoints.save(
+                    step, run.policy.model, run.policy.tokenizer, run.optimizer, state,
+                    reference=reference, best=best, snapshot=snapshot,
+                ),
+                1, phase="checkpoint",
+            )  # fmt: skip
+        except DoesNotFit as error:
+            logger.warning("no checkpoint of step {}: {}", step, error)
+            return False
+        return bool(written)

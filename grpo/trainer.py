@@ -10,11 +10,10 @@ from rich.console import Console
 from torch import Tensor
 
 from grpo.advantages import group_advantages, zero_variance_groups
-from grpo.checkpoint import Checkpoint, restore_optimizer, take_snapshot
+from grpo.checkpoint import Checkpoint, restore_optimizer
 from grpo.config import to_flat
 from grpo.interrupt import StopRequest
 from grpo.loss import adaptive_kl, loss_counts
-from grpo.memory import DoesNotFit, survive
 from grpo.metrics import completion_records, reward_metrics, rollout_metrics
 from grpo.objectives import GRPOBatch, finish_grpo
 from grpo.optimizer import learning_rate, set_learning_rate
@@ -254,12 +253,6 @@ class Trainer:
 
     def save(self, *, best: bool = False) -> None:
         """A checkpoint of the last whole step, which the first process writes."""
-        run, snapshot = self.run, None
-        if self.config.shard:  # here all take part
-            snapshot = take_snapshot(run.policy.model, run.optimizer, keep=run.world.is_main)
-        reference = run.reference.tensors() if run.reference and (run.world.is_main or snapshot) else None
-        if not run.world.is_main:
-            return
         state = {
             "source": self.source_state,
             "kl_coef": self.kl_coef,
@@ -267,20 +260,9 @@ class Trainer:
             "num_tokens": self.num_tokens,
             "num_skipped": self.stepper.num_skipped,
             "skipped_in_a_row": self.stepper.skipped_in_a_row,
-            "memory": run.memory.state(),
+            "memory": self.run.memory.state(),
         }
-        try:
-            written, _ = survive(
-                lambda _: run.checkpoints.save(
-                    self.finished, run.policy.model, run.policy.tokenizer, run.optimizer, state,
-                    reference=reference, best=best, snapshot=snapshot,
-                ),
-                1, phase="checkpoint",
-            )  # fmt: skip
-        except DoesNotFit as error:
-            logger.warning("no checkpoint of step {}: {}", self.finished, error)
-            return
-        if written:
+        if self.phases.save(self.finished, state, best=best):
             self.saved = self.finished
 
     def _restore(self, checkpoint: Checkpoint) -> None:
