@@ -6,6 +6,7 @@ of a group share their prompt's keys, and end within a few tokens of each other.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -137,49 +138,42 @@ def _sample(
     longest_prompt = max(map(len, prompt_ids))
     check_every = 1 if model.device.type == "cpu" else _CHECK_EVERY
     waiting = deque(range(len(prompt_ids)))
-    alive = rows_of[:0]  # (groups, width): the rows in the decoder
-    steps = 0
-    while waiting or len(alive):
-        if not len(alive):
-            watch_cache = None if steps else watch_cache
-            groups = [waiting.popleft() for _ in range(min(groups_at_once, len(waiting)))]
-            decoder = make_decoder(model, settings.max_new_tokens)
-            logits = decoder.prefill(
-                [prompt_ids[group] for group in groups], width, longest_prompt=longest_prompt
-            )
-            alive, steps = rows_of[groups], 0
-        tokens, logp = sample_tokens(
-            logits, made.next_uniforms(alive.flatten()),
-            temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p,
-        )  # fmt: skip
-        made.add(alive.flatten(), tokens, logp)
-        steps += 1
-        longest = steps == settings.max_new_tokens
-        looks = steps < settings.max_new_tokens and steps % _CHECK_EVERY == 1
-        if watch_cache is not None and (looks or longest):
-            watch_cache(steps, decoder.cache_bytes)
+    while waiting:
+        groups = [waiting.popleft() for _ in range(min(groups_at_once, len(waiting)))]
+        alive = rows_of[groups]  # (groups, width): the rows in the decoder
+        decoder = make_decoder(model, settings.max_new_tokens)
+        logits = decoder.prefill(
+            [prompt_ids[group] for group in groups], width, longest_prompt=longest_prompt
+        )
+        for steps in count(1):
+            tokens, logp = sample_tokens(
+                logits, made.next_uniforms(alive.flatten()),
+                temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p,
+            )  # fmt: skip
+            made.add(alive.flatten(), tokens, logp)
+            longest = steps == settings.max_new_tokens
+            looks = steps < settings.max_new_tokens and steps % _CHECK_EVERY == 1
+            if watch_cache is not None and (looks or longest):
+                watch_cache(steps, decoder.cache_bytes)
 
-        ended: list[int] = []
-        over = False
-        if steps % check_every == 0 or longest:
-            ended = made.ended(alive).all(1).nonzero().flatten().tolist()
-            over = not any_process(model, len(ended) < len(alive))
-        if over:
-            alive = alive[:0]
-        elif waiting and has_static_cache(model):
-            logits = decoder.step(tokens)
-            places = ended[: min(len(waiting), replaced_at_once(len(alive)))]
-            if places and len(ended) >= replaced_at_once(len(alive)):
-                groups = [waiting.popleft() for _ in places]
-                alive[places] = rows_of[groups]
-                first = decoder.replace(places, [prompt_ids[group] for group in groups])
-                logits.view(*alive.shape, -1)[places] = first.view(len(places), width, -1)
-        else:
-            if len(ended) >= leave_at_once(model, len(alive)):
+            ended: list[int] = []
+            if steps % check_every == 0 or longest:
+                ended = made.ended(alive).all(1).nonzero().flatten().tolist()
+                if not any_process(model, len(ended) < len(alive)):
+                    break
+            others_come = waiting and has_static_cache(model)
+            if not others_come and len(ended) >= leave_at_once(model, len(alive)):
                 kept = [place for place in range(len(alive)) if place not in ended] or [0]
                 decoder.keep(kept)
                 alive, tokens = alive[kept], tokens.view(alive.shape)[kept].flatten()
             logits = decoder.step(tokens)
+            if others_come and len(ended) >= replaced_at_once(len(alive)):
+                places = ended[: min(len(waiting), replaced_at_once(len(alive)))]
+                groups = [waiting.popleft() for _ in places]
+                alive[places] = rows_of[groups]
+                first = decoder.replace(places, [prompt_ids[group] for group in groups])
+                logits.view(*alive.shape, -1)[places] = first.view(len(places), width, -1)
+        watch_cache = None  # it has seen the first rows
 
 
 def _exact_dtype(model: PreTrainedModel) -> torch.dtype:

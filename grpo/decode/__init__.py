@@ -69,8 +69,11 @@ def make_decoder(model: PreTrainedModel, max_new_tokens: int, *, record: Record 
 
 def has_static_cache(model: PreTrainedModel) -> bool:
     """Whether a decoder of this model holds `max_new_tokens` from the start, or grows."""
-    runs_by_itself = type(model) is GPT2LMHeadModel and not is_sharded(model)
-    return runs_by_itself and not model.config.reorder_and_upcast_attn
+    return type(model) is GPT2LMHeadModel and not is_sharded(model) and _is_native(model.config)
+
+
+def _is_native(model: PretrainedConfig) -> bool:
+    return model.model_type == "gpt2" and not model.reorder_and_upcast_attn
 
 
 def records_steps(model: PreTrainedModel) -> bool:
@@ -90,4 +93,4 @@ def replaced_at_once(groups: int) -> int:
 
 def cache_tokens(model: PretrainedConfig, new_tokens: int) -> int:
     """Places a row's cache has for its own tokens: a static one has whole blocks."""
-    return static_cache_length(new_tokens) if model.model_type == "gpt2" else new_tokens
+    return static_cache_length(new_tokens) if _is_native(model) else new_tokens
