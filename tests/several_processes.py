@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.forkserver import ensure_running
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -34,7 +35,7 @@ from grpo.trainer import Trainer
 from grpo.world import open_world
 
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__, "sharded"])
+CONTEXT.set_forkserver_preload([__name__, "sharded", "grpo.dry_run", "grpo.workbench.report", "tyro"])
 PATIENCE_S = 60.0
 """With a silent process, unless a test is about one: a busy machine may keep one waiting for long."""
 PLACES = {
@@ -56,14 +57,10 @@ class Ended(NamedTuple):
 def in_processes(size: int, work: Callable[..., Any], *args: Any) -> list[Ended]:
     """`work(rank, *args)` in each of so many processes. TimeoutError if one runs on for minutes."""
     port = _free_port()
-    # Python 3.11's server does not take over this process's path, on which pytest has put the tests.
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
-        ensure_running()
     started = []
     for rank in range(size):
         ours, theirs = CONTEXT.Pipe(duplex=False)
-        process = CONTEXT.Process(target=_run, args=(theirs, rank, size, port, work, args))
-        process.start()
+        process = fork(_run, theirs, rank, size, port, work, args)
         theirs.close()
         started.append((process, ours))
     ended = []
@@ -81,6 +78,16 @@ def in_processes(size: int, work: Callable[..., Any], *args: Any) -> list[Ended]
             process.kill()
             raise TimeoutError("a process hangs at its end")
     return ended
+
+
+def fork(work: Callable[..., Any], *args: Any) -> BaseProcess:
+    """`work(*args)` in a process that has the libraries loaded."""
+    # Python 3.11's server does not take over this process's path, on which pytest has put the tests.
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        ensure_running()
+    process = CONTEXT.Process(target=work, args=args)
+    process.start()
+    return process
 
 
 def _run(

@@ -3,12 +3,11 @@
 import dataclasses
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import fresh, run
 from rich.console import Console
 
 from grpo.config import SettingsError, parse_command_line
@@ -21,7 +20,7 @@ from grpo.workbench.calculator.tables import as_json, notes, show
 from grpo.workbench.models import ModelSpec, num_parameters
 from grpo.workbench.predict import StepMemory, StepSettings
 
-ROOT = Path(__file__).parents[1]
+CALCULATE = "scripts/calculate_batch_size.py"
 COUNTS = {"gpu": "h100", "frozen": (8e9, 7e9), "trainable": 1e8}
 TINY = ModelSpec(arch="gpt2", layers=1, width=32, heads=2, context=64)
 
@@ -259,19 +258,15 @@ def test_what_does_not_fit_the_card_or_the_model_is_said_before_anything_is_trac
 # ------------------------------------------------------------------------------------------- commands
 
 
-def run(arguments, folder, status=0):
-    """What a command prints, and what it says of an error."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "calculate_batch_size.py"), *arguments.split()],
-        cwd=folder, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == status, done.stderr
-    return [" ".join(text.replace("│", " ").split()) for text in (done.stdout, done.stderr)]
+def words(text: str) -> str:
+    return " ".join(text.replace("│", " ").split())
 
 
 def test_the_published_budget_as_it_is_typed_and_profiles_that_do_not_follow(tmp_path):
     arguments = "--gpu h100 --frozen 8e9 --frozen 7e9 --trainable 1e8 --claim 69@85% --claim 64@80%"
-    printed, error = run(f"{arguments} --yaml p.yaml", tmp_path, status=2)
+    done = fresh(CALCULATE, *f"{arguments} --yaml p.yaml".split(), cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    printed, error = words(done.stdout), words(done.stderr)
     assert "remains 42.70 42.00" in printed
     assert "so 60 fit at 80 %, claimed are 64" in printed  # 27.02 GB of 0.4484
     assert "They do not follow from one another." in printed
@@ -281,7 +276,9 @@ def test_the_published_budget_as_it_is_typed_and_profiles_that_do_not_follow(tmp
 
 def test_the_bundled_model_on_a_card_as_it_is_typed(tmp_path):
     arguments = "--gpu rtx4090 --prompt-tokens 16 --max-new-tokens 16 --no-kl --batch-size 64"
-    printed, _ = run(f"{arguments} --yaml p.yaml --json p.json", tmp_path)
+    done = run(CALCULATE, *f"{arguments} --yaml p.yaml --json p.json".split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    printed = words(done.stdout)
     assert "rook-tiny, grpo, bf16, 16 + 16 tokens, groups of 8" in printed and "lie idle" in printed
     stored = json.loads((tmp_path / "p.json").read_text())
     held = {line["name"]: line["bytes"] for line in stored["lines"]}

@@ -4,17 +4,14 @@ import io
 import itertools
 import json
 import math
-import os
 import random
 import runpy
-import subprocess
-import sys
-from pathlib import Path
 
 import chess
 import numpy as np
 import pytest
 import torch
+from commands import ROOT, fresh
 from rich.console import Console
 from scipy import stats
 
@@ -48,7 +45,6 @@ from rewards.formats import (
     policy_prompt,
 )
 
-ROOT = Path(__file__).parents[1]
 START = chess.STARTING_FEN
 FEN = "8/8/R7/7p/P2K2k1/7r/8/8 w - - 0 56"
 MOVES = ["d4c4", "a4a5", "a6g6", "a6a8", "d4c5"]
@@ -442,13 +438,7 @@ def test_command(model_folders, tmp_path):
         "--temperature", 1, "--samples", 2, "--self-play", 2, "--self-play-from", "prompts",
         "--mate-in-one", mates_file(tmp_path, SCHOLARS, FOOLS), "--json", scores,
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "scripts/evaluate.py", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"},
-        capture_output=True,
-        text=True,
-    )
+    done = fresh("scripts/evaluate.py", *arguments, cwd=tmp_path, COLUMNS="160")
     assert done.returncode == 0, done.stderr
     numbers = {name: len(row) for name, row in Evaluation.load(scores).scores.items()}
     policy_columns = ("best_move", "top5", "legal", "format")

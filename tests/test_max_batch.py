@@ -1,11 +1,10 @@
 """Finding the largest batch: the search, the trials, and the command as people type it."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from commands import ROOT, fresh, run
 
 from grpo.config import SettingsError
 from grpo.memory import Footprint
@@ -18,10 +17,10 @@ from grpo.workbench.maximum.search import (
     run_search,
     try_size,
 )
-from grpo.workbench.maximum.trial import TrialTask
+from grpo.workbench.maximum.trial import TrialTask, run_trial
 from grpo.workbench.models import ModelSpec
 
-ROOT = Path(__file__).parents[1]
+FIND = "scripts/find_max_batch_size.py"
 TINY = ModelSpec(arch="gpt2", layers=1, width=32, heads=2, context=32)
 
 
@@ -136,8 +135,9 @@ def test_a_trial_runs_out_of_a_real_limit_and_says_so():
 
 
 def test_a_trial_that_cannot_work_is_no_matter_of_memory():
-    result = try_size(task(data="nowhere.txt"))
-    assert result.status == "failed" and "nowhere.txt" in result.message
+    with pytest.raises(SettingsError, match=r"nowhere\.txt") as error:
+        run_trial(task(data="nowhere.txt"), print)
+    result = TrialResult(4, "failed", str(error.value))
     with pytest.raises(ValueError, match="not for want of memory"):
         findings(
             FindSettings(model=TINY),
@@ -195,16 +195,11 @@ def test_measured_elsewhere():
 # ---------------------------------------------------------------------------------------- commands
 
 
-def run(*arguments, folder):
-    command = [sys.executable, str(ROOT / "scripts" / "find_max_batch_size.py"), *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-
-
 def test_the_command_finds_tabulates_and_draws(tmp_path):
-    done = run(
-        "--objective", "lm", "--data", ROOT / "README.md", "--device", "cpu", "--arch", "gpt2",
+    done = fresh(
+        FIND, "--objective", "lm", "--data", ROOT / "README.md", "--device", "cpu", "--arch", "gpt2",
         "--layers", 1, "--width", 32, "--heads", 2, "--context", 32,
-        "--start", 8, "--max-batch-size", 8, "--output", "out", folder=tmp_path,
+        "--start", 8, "--max-batch-size", 8, "--output", "out", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Before the first trial" in done.stdout and "Largest batch that fitted: 8" in done.stdout
@@ -218,6 +213,6 @@ def test_the_command_finds_tabulates_and_draws(tmp_path):
 
 
 def test_the_command_says_what_is_wrong(tmp_path):
-    done = run("--objective", "lm", folder=tmp_path)
+    done = run(FIND, "--objective", "lm", cwd=tmp_path)
     assert done.returncode == 2 and "give --data FILE" in done.stdout
     assert not list(tmp_path.iterdir())

@@ -1,12 +1,10 @@
 """What the machine reaches and which switches are off, and the command that says so."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from commands import fresh
 
 from grpo.config import SettingsError
 from grpo.workbench.machine import look, no_compiler
@@ -14,7 +12,6 @@ from grpo.workbench.models import ModelSpec
 from grpo.workbench.performance.measure import PerformanceSettings, matmul_rate, training_rates
 from grpo.workbench.performance.switches import available_cores, switches
 
-ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 TINY = ModelSpec(arch="gpt2", layers=1, width=32, heads=2, context=32)
 
@@ -73,12 +70,9 @@ def test_wrong_settings_name_themselves():
         PerformanceSettings(batch_size=0)
 
 
-def test_the_command_says_what_is_reached_and_what_is_off():
+def test_the_command_says_what_is_reached_and_what_is_off(tmp_path):
     arguments = ["--arch", "gpt2", "--layers", "1", "--width", "32", "--heads", "2", "--context", "32"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "check_performance.py"), *arguments, "--steps", "1"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    done = fresh("scripts/check_performance.py", *arguments, "--steps", 1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "tokens/s" in done.stdout and "GFLOP/s" in done.stdout and "fused AdamW" in done.stdout
     assert "off: compile" in done.stdout

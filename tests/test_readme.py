@@ -3,11 +3,11 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
+
+from commands import ROOT, run
 
 from grpo.config import Config, to_flat
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
@@ -18,13 +18,7 @@ def test_the_example_of_an_own_task_runs(tmp_path):
     (tmp_path / "my_prompts.jsonl").write_text(blocks["json"])
     command = blocks["sh"].replace("\\\n", " ").split()
     assert command[:2] == ["python", "train_lean.py"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train_lean.py"), *command[2:], "--eval-interval", "0"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run(*command[1:], "--eval-interval", "0", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "step 2 - reward" in done.stderr
 

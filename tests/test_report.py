@@ -2,13 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import fresh, run
 from report_folders import (
     completion,
     evaluation,
@@ -30,7 +29,7 @@ from grpo.workbench.report.run import summary
 from grpo.workbench.report.sections import Card, Page, Section, Table
 from grpo.workbench.report.steps import memory_tables
 
-ROOT = Path(__file__).parents[1]
+REPORT = "scripts/report.py"
 
 
 # --------------------------------------------------------------------------------------- whole pages
@@ -331,16 +330,9 @@ def test_evaluations_have_the_ends_of_their_intervals():
 # --------------------------------------------------------------------------------------------- command
 
 
-def command(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "report.py"), *map(str, arguments)],
-        cwd=cwd, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-
-
 def test_the_command_writes_both_forms_into_the_folder_and_says_where(tmp_path):
     write_sweep(tmp_path / "sweep")
-    done = command("sweep", cwd=tmp_path)
+    done = fresh(REPORT, "sweep", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["sweep/report.html", "sweep/report.md"]
     assert (tmp_path / "sweep/report.html").read_text().startswith("<!DOCTYPE html>")
@@ -356,6 +348,6 @@ def test_several_runs_go_into_a_folder_of_their_own(tmp_path, monkeypatch):
 
 
 def test_a_wrong_folder_is_exit_status_2_without_a_traceback(tmp_path):
-    done = command("nowhere", cwd=tmp_path)
+    done = run(REPORT, "nowhere", cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "error nowhere is no folder" in " ".join(done.stderr.split())

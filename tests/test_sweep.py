@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import Command, fresh
 
 from grpo.config import Config, SettingsError
 from grpo.memory import DoesNotFit
@@ -33,8 +31,7 @@ from grpo.workbench.sweep.run import Sweep
 from grpo.workbench.sweep.settings import SweepSettings, from_json, run_config
 from grpo.workbench.sweep.worker import SizeTask, point, task_from_json, time_facts, train_size
 
-ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+SWEEP = "scripts/sweep_batch_sizes.py"
 TINY = ModelSpec(arch="gpt2", layers=1, width=32, heads=2, context=32)
 SMALL = SweepSettings(
     batch_sizes=(4, 16), total_tokens=1024, model=TINY, device="cpu", precision="fp32", data="bundled",
@@ -303,6 +300,7 @@ def grpo_settings(config) -> SweepSettings:
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("made_up_plans")
 def test_a_size_of_grpo_is_a_run_of_the_trainer(grpo_settings, tmp_path):
     folder = tmp_path / "size-00008"
     curve, facts = train(grpo_settings, folder, 8, rate=1e-4)
@@ -452,45 +450,24 @@ def test_the_edge_of_a_grid_is_said_and_memory_ends_it(sweep, logged):
 # --------------------------------------------------------------------------------------- the command
 
 
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, str(ROOT / "scripts" / "sweep_batch_sizes.py"), *map(str, arguments)]
-
-
-def run(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=200
-    )
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA")
 def test_a_sweep_is_stopped_goes_on_and_survives_running_out_of_memory(tmp_path):
     arguments = [
         "--data", "bundled", "--arch", "gpt2", "--layers", 1, "--width", 32, "--heads", 2, "--context", 64,
         "--total-tokens", 131_072, "--heldout", 8, "--evaluations", 1, "--memory-limit", "600MB",
     ]  # fmt: skip
-    process = subprocess.Popen(
-        command(*arguments, "--batch-sizes", 128, 256), cwd=tmp_path, env=ENVIRONMENT, text=True,
-        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    seen = []
-    for line in process.stderr:
-        seen.append(line)
-        if "updates in" in line:
-            process.send_signal(signal.SIGINT)
-            break
-    try:
-        seen.append(process.communicate(timeout=60)[1])
-    finally:
-        process.kill()
-    said = "".join(seen)
-    assert process.returncode == 130 and "Traceback" not in said, said
-    assert "Go on with: python" in said
+    command = Command(SWEEP, *arguments, "--batch-sizes", 128, 256, cwd=tmp_path)
+    command.wait_for("updates in")
+    command.interrupt()
+    stopped = command.finish(timeout_s=60)
+    assert stopped.returncode == 130 and "Traceback" not in stopped.stderr, stopped.stderr
+    assert "Go on with: python" in stopped.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     row = json.loads((folder / "size-00128.json").read_text())
     assert row["status"] == "ok" and row["updates"] == 16 and row["final_heldout"] < 5
     assert abs(row["peak_bytes"] / row["predicted_bytes"] - 1) < 0.25
 
-    again = run(*arguments, "--batch-sizes", 128, 2048, "--output", folder, cwd=tmp_path)
+    again = fresh(SWEEP, *arguments, "--batch-sizes", 128, 2048, "--output", folder, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert "size 128: kept from before (ok)" in again.stderr and "scripts/report.py" in again.stderr
     assert "held-out" in again.stdout and "out of memory" in again.stdout
@@ -503,7 +480,7 @@ def test_a_sweep_of_grpo_in_processes_of_its_own(model_folders, data_file, tmp_p
     file = tmp_path / "train.yaml"
     file.write_text(f"prompts: {data_file}\nheldout_share: 0.2\nengine: 'off'\ngroup_size: 4\n")
     arguments = [
-        "--objective", "grpo", "--config", file, "--model", model_folders["gpt2"], "--precision", "fp32",
+        "--objective", "grpo", "--config", file, "--model", model_folders["gpt2"], "--precision", "fp64",
         "--max-new-tokens", 10, "--kl-coef", 0.05, "--total-samples", 16, "--heldout", 4,
         "--evaluations", 1, "--output", tmp_path / "out", "--device", "cpu",
     ]  # fmt: skip

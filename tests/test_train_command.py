@@ -1,23 +1,21 @@
 """`python train_lean.py` as a person types it, on a model and prompts of seconds."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from commands import ROOT, Command, Ended, fresh, run
 from transformers import AutoModelForCausalLM
 
 from grpo.checkpoint import CheckpointFolder, find_damage
 from grpo.tracking import read_lines
 from grpo.workbench.report import make_page
 
-ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+TRAIN = "train_lean.py"
 
 SHORT_ANSWERS = """
 def brevity(completions, **kwargs):
@@ -26,16 +24,6 @@ def brevity(completions, **kwargs):
 def starts_with(completions, letter, **kwargs):
     return [float(c.startswith(wanted)) for c, wanted in zip(completions, letter)]
 """
-
-
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, str(ROOT / "train_lean.py"), *map(str, arguments)]
-
-
-def run(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
-    )
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +41,20 @@ def small(model_folders) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def own_run(folder, small) -> subprocess.CompletedProcess[str]:
+def own_task(folder) -> list[object]:
     """A person's own rewards and prompts; what the README's example does."""
     (folder / "my_rewards.py").write_text(SHORT_ANSWERS)
     lines = [{"prompt": f"Say {letter}:", "letter": letter} for letter in "abcdefghijklmnop" * 2]
     (folder / "my_prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return run(
-        *small, "--steps", 2, "--name", "own", "--prompts", "my_prompts.jsonl", "--heldout-share", 0.2,
+    return [
+        "--prompts", "my_prompts.jsonl", "--heldout-share", 0.2,
         "--reward", "my_rewards.py:brevity", "my_rewards.py:starts_with", "--reward-weights", 1, 2,
-        cwd=folder,
-    )  # fmt: skip
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def own_run(folder, small, own_task) -> Ended:
+    return fresh(TRAIN, *small, *own_task, "--steps", 2, "--name", "own", cwd=folder)
 
 
 def metrics(run_folder: Path) -> list[dict]:
@@ -128,7 +120,7 @@ def test_the_run_folder_holds_what_it_should(own_run, folder):
 def test_its_yaml_repeats_it(own_run, folder):
     settings = yaml.safe_load((folder / "runs/own/config.yaml").read_text())
     assert settings["steps"] == 2 and settings["batch_size"] == 8 and settings["learning_rate"] == 1e-5
-    again = run("--config", "runs/own/config.yaml", "--name", "again", cwd=folder)
+    again = run(TRAIN, "--config", "runs/own/config.yaml", "--name", "again", cwd=folder)
     assert again.returncode == 0, again.stderr
     assert metrics(folder / "runs/again") == metrics(folder / "runs/own")
     one, other = (read_lines(folder / f"runs/{name}/completions.jsonl") for name in ("own", "again"))
@@ -152,7 +144,7 @@ def test_the_plan_is_shown_before_and_what_was_measured_after(own_run, folder):
 
 def test_a_dry_run_for_a_card_that_is_not_there(small, data_file, folder):
     result = run(
-        *small, "--prompts", data_file, "--dry-run", "--device-memory", "24GB", "--batch-size", "auto",
+        TRAIN, *small, "--prompts", data_file, "--dry-run", "--device-memory", "24GB", "--batch-size", "auto",
         "--max-batch-size", 40, "--name", "dry", cwd=folder,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -161,15 +153,14 @@ def test_a_dry_run_for_a_card_that_is_not_there(small, data_file, folder):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA")
-def test_a_memory_limit_is_enforced_and_enough_is_enough(small, data_file, folder):
-    arguments = [*small, "--steps", 1, "--prompts", data_file, "--heldout-share", 0.2, "--engine", "off",
-                 "--eval-interval", 0]  # fmt: skip
-    result = run(*arguments, "--memory-limit", "3GB", "--name", "limited", cwd=folder)
+def test_a_memory_limit_is_enforced_and_enough_is_enough(small, own_run, own_task, folder):
+    arguments = [*small, *own_task, "--steps", 1, "--eval-interval", 0]
+    result = run(TRAIN, *arguments, "--memory-limit", "3GB", "--name", "limited", cwd=folder, traced=True)
     assert result.returncode == 0, result.stderr
     assert "memory limit 3GB: enforced by the system (RLIMIT_DATA)" in result.stderr
     assert "budget 3.00 GB (--memory-limit)" in " ".join(result.stderr.split())
 
-    result = run(*arguments, "--memory-limit", "100MB", "--name", "tight", cwd=folder)
+    result = run(TRAIN, *arguments, "--memory-limit", "100MB", "--name", "tight", cwd=folder, traced=True)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "sample does not fit: one row needs" in result.stderr
     assert "saves" in result.stderr and not (folder / "runs/tight").exists()
@@ -180,7 +171,7 @@ def test_a_memory_limit_is_enforced_and_enough_is_enough(small, data_file, folde
 
 def test_60_is_no_multiple_of_8(folder):
     """Before any model is looked for, and without a traceback. tests/test_config.py has all the others."""
-    result = run("--batch-size", 60, cwd=folder)
+    result = run(TRAIN, "--batch-size", 60, cwd=folder)
     assert result.returncode == 2
     said = " ".join(result.stderr.replace("│", " ").split())
     assert "batch_size is 60" in said and "56 and 64" in said and "Traceback" not in said
@@ -188,34 +179,6 @@ def test_60_is_no_multiple_of_8(folder):
 
 
 # -------------------------------------------------------------------------------------- interruption
-
-
-def start(*arguments: object, cwd: Path, after: str) -> tuple[subprocess.Popen[str], list[str]]:
-    """Start a run in the background and wait until it has logged `after`."""
-    process = subprocess.Popen(
-        command(*arguments),
-        cwd=cwd,
-        env=ENVIRONMENT,
-        text=True,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-    )
-    seen: list[str] = []
-    assert process.stderr is not None
-    for line in process.stderr:
-        seen.append(line)
-        if after in line:
-            return process, seen
-    raise AssertionError("".join(seen))
-
-
-def finish(process: subprocess.Popen[str], seen: list[str]) -> tuple[int, str]:
-    """Exit status and all it said; one that does not stop is killed."""
-    try:
-        _, rest = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    return process.returncode, "".join(seen) + rest
 
 
 @pytest.fixture(scope="module")
@@ -226,10 +189,12 @@ def endless(small, data_file) -> list[object]:
 
 def test_ctrl_c_once_saves_and_says_how_to_go_on_and_that_works(endless, folder):
     arguments = [*endless, "--name", "stopped", "--checkpoint-interval", 0]
-    process, seen = start(*arguments, cwd=folder, after="step 3 -")
-    process.send_signal(signal.SIGINT)
-    code, said = finish(process, seen)
-    assert code == 130 and "Traceback" not in said
+    command = Command(TRAIN, *arguments, cwd=folder)
+    command.wait_for("step 3 -")
+    command.interrupt()
+    ended = command.finish()
+    said = ended.stderr
+    assert ended.returncode == 130 and "Traceback" not in said
     assert "stopping after this step" in said
     (checkpoint,) = CheckpointFolder(folder / "runs/stopped/checkpoints", keep=1).all()
     step = int(checkpoint.name.removeprefix("step-"))
@@ -237,7 +202,7 @@ def test_ctrl_c_once_saves_and_says_how_to_go_on_and_that_works(endless, folder)
     assert metrics(folder / "runs/stopped")[-1]["step"] == step
 
     (resume,) = re.findall(r"go on with: python (train_lean\.py .*)", said)
-    resumed = run(*resume.split()[1:], "--steps", step + 2, cwd=folder)
+    resumed = run(*resume.split(), "--steps", step + 2, cwd=folder)
     assert resumed.returncode == 0, resumed.stderr
     assert f"step {step + 1} -" in resumed.stderr and f"step {step} -" not in resumed.stderr
     steps = [record["step"] for record in metrics(folder / "runs/stopped") if "reward" in record]
@@ -254,29 +219,24 @@ def test_ctrl_c_twice_stops_at_once_and_the_last_checkpoint_is_good(endless, fol
         "        time.sleep(300)\n    return [float(len(c)) for c in completions]\n"
     )
     arguments = [*endless, "--name", "twice", "--checkpoint-interval", 1, "--eval-interval", 0]
-    process, seen = start(*arguments, "--reward", "slow.py:slow", cwd=folder, after="asleep")
-    process.send_signal(signal.SIGINT)
-    assert process.stderr is not None
-    seen += [next(line for line in process.stderr if "stopping after this step" in line)]
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    code, said = finish(process, seen)
-    assert code == 130 and "stopped at once" in said and "Traceback" not in said
+    command = Command(TRAIN, *arguments, "--reward", "slow.py:slow", cwd=folder)
+    command.wait_for("asleep")
+    command.interrupt()
+    command.wait_for("stopping after this step")
+    command.interrupt()
+    ended = command.finish(timeout_s=60)
+    assert ended.returncode == 130 and "stopped at once" in ended.stderr
+    assert "Traceback" not in ended.stderr
     checkpoints = CheckpointFolder(folder / "runs/twice/checkpoints", keep=1)
     assert checkpoints.newest_intact().state["step"] == 2
 
 
-def test_two_processes_have_one_log_and_one_folder(small, data_file, folder):
+def test_two_processes_have_one_log_and_one_folder(small, own_run, own_task, folder):
     """As torchrun starts them, and what they leave is an ordinary run."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    typed = command(*small, "--steps", 2, "--prompts", data_file, "--engine", "off", "--name", "two")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ROOT / TRAIN]
+    typed = [*launch, *small, *own_task, "--steps", 2, "--engine", "off", "--name", "two"]
     done = subprocess.run(
-        [typed[0], *launch, *typed[1:]],
-        cwd=folder,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=240,
+        [sys.executable, *map(str, typed)], cwd=folder, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     for line in ("step 1 - reward", "step 2 - reward", "done after 2 steps", "Memory planned"):
@@ -292,7 +252,6 @@ def test_two_processes_have_one_log_and_one_folder(small, data_file, folder):
     assert [line["phase"] for line in own] == [line["phase"] for line in others]
 
 
-def test_a_wrong_setting_is_told_once_by_several_processes(folder, monkeypatch):
-    monkeypatch.setitem(ENVIRONMENT, "RANK", "1")
-    done = run("--batch-size", 60, cwd=folder)
+def test_a_wrong_setting_is_told_once_by_several_processes(folder):
+    done = run(TRAIN, "--batch-size", 60, cwd=folder, RANK="1")
     assert done.returncode == 2 and not done.stderr

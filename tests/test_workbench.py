@@ -2,13 +2,12 @@
 
 import json
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from commands import run
 from transformers import AutoModelForCausalLM
 
 from grpo.config import SettingsError
@@ -162,6 +161,7 @@ def test_learning_from_windows_holds_what_was_predicted(arch, dtype, checkpoint)
         assert added == pytest.approx(true, rel=0.01)
 
 
+@pytest.mark.usefixtures("made_up_plans")
 def test_the_largest_batch_is_the_largest_whose_footprint_fits():
     config = ModelSpec(arch="gpt2", **TINY).config()
     memory = StepMemory(StepSettings("lm", config, torch.float32, new_tokens=48), overhead_bytes=10**6)
@@ -234,13 +234,13 @@ def test_a_workers_death_is_a_result(module):
         ("ValueError('wrong')", "failed"),
     ],
 )
-def test_a_worker_says_how_it_ended(error, status):
-    code = (
+def test_a_worker_says_how_it_ended(tmp_path, error, status):
+    (tmp_path / "some_worker.py").write_text(
         "import os, torch\nfrom grpo.workbench.processes import worker\n"
         f"with worker() as (task, say):\n    print('noise', flush=True)\n    os.write(1, b'from C')\n"
         f"    say({{'seen': task}})\n    raise {error}\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, '{"a": 1}'], capture_output=True, text=True)
+    done = run(tmp_path / "some_worker.py", '{"a": 1}', cwd=tmp_path)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert lines[0] == {"seen": {"a": 1}} and lines[1]["ended"] == status
     assert "noise" in done.stderr and "from C" in done.stderr
