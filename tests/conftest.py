@@ -1,5 +1,6 @@
 """Small models, prompts and files that several test modules share; all made in code, in seconds."""
 
+import gc
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -171,6 +172,15 @@ def config(model_folders: dict[str, Path], data_file: Path, tmp_path: Path) -> C
         loss=LossSettings(kl_coef=0.05), eval_interval=2, eval_prompts=4, runs_dir=tmp_path / "runs",
         name="test", checkpoint_interval=1, trackers=(), logged_completions=4,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def frozen() -> Iterator[None]:
+    """What was imported before need not be looked through at each collection, as in a training run."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @contextmanager

@@ -191,6 +191,7 @@ def stored_bytes(num_layers: int, *, checkpoint: bool) -> int:
     return sum(size for address, size in storages().items() if address not in before)
 
 
+@pytest.mark.usefixtures("frozen")
 def test_a_layer_stores_its_input_and_the_prompts_keys_and_nothing_else():
     """One layer more, in floats: 4 prompts of 12 tokens and 10 rows of 8 have 32 each, and the prompts'
     keys and values are views of a product of 96. They are not repeated to rows."""
@@ -317,6 +318,7 @@ def unshaken(calls: list):
     return logprobs
 
 
+@pytest.mark.usefixtures("made_up_plans")
 def test_the_setting_reaches_learning_and_only_learning(config: Config, monkeypatch):
     calls = []  # whether gradients were on
 

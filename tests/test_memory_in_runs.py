@@ -272,6 +272,7 @@ def test_batch_size_auto_wants_room_for_a_group(auto, fixed_process, monkeypatch
 # ------------------------------------------------------------------- when it does not fit, dry runs
 
 
+@pytest.mark.usefixtures("made_up_plans")
 def test_when_it_does_not_fit_phase_bytes_and_settings_are_named(config, fixed_process, monkeypatch):
     limit_to(monkeypatch, GB)
     with pytest.raises(DoesNotFit) as error, open_run(config):
@@ -297,6 +298,7 @@ def cells(table: str, name: str) -> list[str]:
     return [cell.strip() for cell in line.strip("│ ").split("│")][1:]
 
 
+@pytest.mark.usefixtures("made_up_plans")
 def test_a_dry_run_prints_the_plan_and_leaves_nothing_behind(config: Config, monkeypatch):
     table = dry(dataclasses.replace(config, dry_run=True), monkeypatch)
     assert "Memory planned; budget" in table
@@ -317,6 +319,7 @@ def test_a_dry_run_knows_a_card_that_is_not_there(config: Config, monkeypatch, l
         dry(dataclasses.replace(config, dry_run=True, device_memory="500MB", batch_size=8), monkeypatch)
 
 
+@pytest.mark.usefixtures("made_up_plans")
 def test_a_limit_holds_in_a_dry_run_too(config: Config, monkeypatch):
     table = dry(
         dataclasses.replace(config, dry_run=True, device_memory="24GB", memory_limit="2GB"), monkeypatch

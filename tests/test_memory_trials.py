@@ -75,6 +75,7 @@ def test_the_planners_rows_are_compared_with_every_size(script, monkeypatch, tmp
     assert "never unsafe after calibration" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("made_up_plans")
 def test_the_cost_of_watching_is_measured(script, monkeypatch, tmp_path, capsys, config):
     small = replace(config, eval_interval=0, checkpoint_interval=0)
     monkeypatch.setattr(script, "Config", lambda **changes: replace(small, steps=changes["steps"]))

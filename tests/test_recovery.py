@@ -24,14 +24,7 @@ CPU_ERROR = (
     "you tried to allocate 34359738368 bytes. Error code 12 (Cannot allocate memory)"
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen() -> Iterator[None]:
-    """What was imported before need not be looked through at each collection, as in a training run."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("frozen")
 
 
 def out_of_memory() -> RuntimeError:

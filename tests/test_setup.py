@@ -8,6 +8,8 @@ from grpo.interrupt import StopRequest
 from grpo.setup import open_run
 from grpo.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("made_up_plans")
+
 
 def refused(config, **changes) -> str:
     with pytest.raises(ValueError) as error, open_run(dataclasses.replace(config, **changes)):
