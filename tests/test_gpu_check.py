@@ -4,12 +4,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-ROOT = Path(__file__).parents[1]
+from commands import ROOT, run
 
 
 def test_every_part_runs_small(tmp_path):
@@ -29,8 +27,6 @@ def test_every_part_runs_small(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-def test_without_a_card_it_says_so():
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts/gpu_check.py")], capture_output=True, text=True, timeout=120
-    )
+def test_without_a_card_it_says_so(tmp_path):
+    done = run("scripts/gpu_check.py", cwd=tmp_path)
     assert done.returncode == 1 and "torch sees no CUDA device" in done.stderr

@@ -2,13 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from commands import fresh, run
 
-ROOT = Path(__file__).parents[1]
+MONITOR = "monitor_memory.py"
 
 LEAKY = """
 import torch
@@ -18,13 +16,6 @@ def leaky(prompts, completions, **columns):
     kept.append(torch.zeros(1 << 18))  # 1 MB a step that nobody asked for
     return [float(len(text)) for text in completions]
 """
-
-
-def monitor(*arguments, cwd):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "monitor_memory.py"), *map(str, arguments)],
-        cwd=cwd, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
 
 
 def lines(steps, growth=0):
@@ -53,35 +44,37 @@ def write_run(folder, steps, growth=0):
 
 @pytest.mark.parametrize(("growth", "status"), [(0, 0), (2**19, 1)])
 def test_a_run_is_followed_to_its_verdict(tmp_path, growth, status):
-    run = write_run(tmp_path / "run", 60, growth)
-    done = monitor("--attach", run, "--patience", 0.2, cwd=tmp_path)
+    folder = write_run(tmp_path / "run", 60, growth)
+    typed = fresh if growth else run
+    done = typed(MONITOR, "--attach", folder, "--patience", 0.2, cwd=tmp_path)
     assert done.returncode == status, done.stderr
     assert ("LEAK in 60 steps" if growth else "no leak in 60 steps") in done.stdout
     if growth:
         assert "held tensors: +0.500 MB a step" in done.stdout
-    verdict = json.loads((run / "leak.json").read_text())
+    verdict = json.loads((folder / "leak.json").read_text())
     assert verdict["leak"] == bool(growth) and len(verdict["samples"]) == 60
-    assert (run / "memory.png").stat().st_size > 10_000
+    assert (folder / "memory.png").stat().st_size > 10_000
 
 
 def test_what_cannot_be_followed_is_said(tmp_path):
-    done = monitor("--attach", tmp_path, "--patience", 0.2, cwd=tmp_path)
+    done = run(MONITOR, "--attach", tmp_path, "--patience", 0.2, cwd=tmp_path)
     assert done.returncode == 2 and "holds no memory.jsonl" in done.stderr + done.stdout
-    done = monitor("--attach", tmp_path, "--learning-rate", "1", cwd=tmp_path)
+    done = run(MONITOR, "--attach", tmp_path, "--learning-rate", "1", cwd=tmp_path)
     assert done.returncode == 2 and "leave out --learning-rate 1" in " ".join(done.stdout.split())
-    done = monitor(10, 60, cwd=tmp_path)
+    done = run(MONITOR, 10, 60, cwd=tmp_path)
     assert done.returncode == 2 and "56 and 64" in " ".join(done.stderr.split())
 
 
 def test_a_reward_that_keeps_tensors_is_found_and_named(tmp_path, model_folders, data_file):
     (tmp_path / "leaky.py").write_text(LEAKY)
-    done = monitor(
-        64, 4, "--group-size", 2, "--model", model_folders["gpt2"], "--device", "cpu", "--precision", "fp32",
+    done = run(
+        MONITOR, 48, 4, "--group-size", 2, "--model", model_folders["gpt2"], "--device", "cpu",
+        "--precision", "fp32",
         "--prompts", data_file, "--engine", "off", "--reward", "leaky.py:leaky", "--max-new-tokens", 4,
         "--name", "watched", "--trackers", "tensorboard", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    assert "LEAK in 64 steps" in done.stdout
+    assert "LEAK in 48 steps" in done.stdout
     rate = float(re.search(r"held tensors: \+([\d.]+) MB a step", done.stdout)[1])
     assert rate == pytest.approx(1.0, abs=0.1)
     assert "(262144,)" in done.stdout and "leaky.py:6" in done.stdout
