@@ -1,47 +1,36 @@
 """The scripts as people run them, at their smallest."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from commands import Ended, fresh, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rewards.engine import find_stockfish
 from rewards.formats import parse_line
 
-ROOT = Path(__file__).parents[1]
 
-
-def run(script, *arguments, folder):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / script), *map(str, arguments)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+def shown(done: Ended) -> str:
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_the_demo_shows_before_and_after(tmp_path):
-    shown = run("demo.py", "--steps", 1, "--batch-size", 16, "--heldout", 8, folder=tmp_path)
-    assert "Held out, sampled at temperature 1" in shown and "Held out, greedy" in shown
-    assert "environment/next_state" in shown
+    arguments = ("--steps", 1, "--batch-size", 16, "--heldout", 8)
+    text = shown(fresh("scripts/demo.py", *arguments, cwd=tmp_path))
+    assert "Held out, sampled at temperature 1" in text and "Held out, greedy" in text
+    assert "environment/next_state" in text
     (run_folder,) = (tmp_path / "runs").iterdir()
-    assert str(run_folder.relative_to(tmp_path)) in shown
+    assert str(run_folder.relative_to(tmp_path)) in text
     assert (run_folder / "checkpoints" / "step-000001" / "model.safetensors").exists()
 
 
 def test_the_learning_curve_has_its_controls_and_keeps_what_is_done(tmp_path):
     arguments = ("--output", tmp_path / "out", "--steps", 1, "--batch-size", 16, "--seeds", 1, "--heldout", 8)
-    shown = run("learning_curve.py", *arguments, folder=tmp_path)
-    assert "rate-0" in shown and "supervised" in shown and "Significantly below -2 points (greedy)" in shown
+    text = shown(run("scripts/learning_curve.py", *arguments, cwd=tmp_path))
+    assert "rate-0" in text and "supervised" in text and "Significantly below -2 points (greedy)" in text
     picture = tmp_path / "out" / "learning.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     written = (tmp_path / "out" / "seed-0-greedy.json").stat().st_mtime_ns
-    run("learning_curve.py", *arguments, folder=tmp_path)
+    shown(fresh("scripts/learning_curve.py", *arguments, cwd=tmp_path))
     assert (tmp_path / "out" / "seed-0-greedy.json").stat().st_mtime_ns == written
 
 
@@ -49,26 +38,17 @@ def test_positions_are_labelled_and_a_model_is_pretrained_on_them(tmp_path):
     if not find_stockfish():
         pytest.skip("needs Stockfish")
     lines = tmp_path / "policy.txt"
-    run(
-        "label_positions.py",
-        "--policy",
-        40,
-        "--environment",
-        2,
-        "--depth",
-        2,
-        "--output",
-        lines,
-        folder=tmp_path,
-    )
+    arguments = ("--policy", 40, "--environment", 2, "--depth", 2, "--output", lines)
+    shown(fresh("scripts/label_positions.py", *arguments, cwd=tmp_path))
     samples = [parse_line(line) for line in lines.read_text().splitlines()]
     assert len(samples) == 42
     only_policy = tmp_path / "only.txt"
     only_policy.write_text("\n".join(lines.read_text().splitlines()[:40]))
-    run(
-        "pretrain_tiny.py", "--policy-lines", only_policy, "--output", tmp_path / "model",
-        "--steps", 2, "--batch-tokens", 512, "--layers", 1, "--width", 64, folder=tmp_path,
+    arguments = (
+        "--policy-lines", only_policy, "--output", tmp_path / "model",
+        "--steps", 2, "--batch-tokens", 512, "--layers", 1, "--width", 64,
     )  # fmt: skip
+    shown(fresh("scripts/pretrain_tiny.py", *arguments, cwd=tmp_path))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.config.n_layer == 1
     assert AutoTokenizer.from_pretrained(tmp_path / "model").decode([0]) == "<|endoftext|>"
