@@ -19,9 +19,9 @@ NO_LEAK, LEAK, WRONG_SETTING = 0, 1, 2
 
 def main() -> int:
     """Run the command line."""
-    from grpo.before_torch import set_memory_defaults
+    from grpo.before_torch import set_library_defaults
 
-    set_memory_defaults()
+    set_library_defaults()
     parser = argparse.ArgumentParser(
         usage="monitor_memory.py [STEPS [BATCH_SIZE]] [--attach RUN] [flags of train_lean.py]",
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,

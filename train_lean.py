@@ -11,9 +11,9 @@ DONE, FAILED, WRONG_SETTING, INTERRUPTED = 0, 1, 2, 130
 
 def main() -> int:
     """Run the command line."""
-    from grpo.before_torch import launched_processes, set_memory_defaults
+    from grpo.before_torch import launched_processes, set_library_defaults
 
-    set_memory_defaults()
+    set_library_defaults()
     process, _ = launched_processes()
     # Imported step by step: a wrong setting need not wait for the large libraries.
     from loguru import logger

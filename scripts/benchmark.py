@@ -29,12 +29,19 @@ from grpo.model import BUNDLED_FOLDER, compute_dtype
 from grpo.tracking import configure_logging
 
 
-def main(only: str = "", alone: bool = False, output: Path | None = None, growth: Path | None = None) -> None:
+def main(
+    only: str = "",
+    alone: bool = False,
+    best: bool = False,
+    output: Path | None = None,
+    growth: Path | None = None,
+) -> None:
     """Race, and print what was found. Needs trl (pip install -e '.[peer]').
 
     Args:
         only: Rows of the table whose name holds these words, such as "124 M".
         alone: Without TRL: our own phases beside the machine's limit.
+        best: Against TRL in its best configuration alone, not as it comes too.
         output: A JSON file for every step.
         growth: Measure our step at batches of 8 to 256 and 32 to 256 new tokens instead, and draw it here.
     """
@@ -42,10 +49,11 @@ def main(only: str = "", alone: bool = False, output: Path | None = None, growth
     configure_logging("INFO", console)
     if growth is not None:
         sys.exit(0 if grows_in_a_line(growth, console) else 1)
+    contenders = CONTENDERS[: 1 if alone else 2 if best else 3]
     outcomes = []
     for case in chosen(only):
         with TemporaryDirectory() as folder:
-            outcomes.append(race(case, Path(folder), contenders=CONTENDERS[:1] if alone else CONTENDERS))
+            outcomes.append(race(case, Path(folder), contenders=contenders))
     rates = measure_rates(compute_dtype("auto", torch.device("cpu")))
     console.print(f"torch {torch.__version__}, transformers {transformers.__version__}", highlight=False)
     console.print(f"{torch.get_num_threads()} threads: {rates}", highlight=False)

@@ -9,9 +9,9 @@ DONE, WRONG_SETTING = 0, 2
 
 def main() -> int:
     """Run the command line."""
-    from grpo.before_torch import set_memory_defaults
+    from grpo.before_torch import set_library_defaults
 
-    set_memory_defaults()
+    set_library_defaults()
     import tyro
     from rich.console import Console
 

@@ -16,9 +16,9 @@ DONE, WRONG_SETTING, INTERRUPTED = 0, 2, 130
 
 def main() -> int:
     """Run the command line."""
-    from grpo.before_torch import set_memory_defaults
+    from grpo.before_torch import set_library_defaults
 
-    set_memory_defaults()
+    set_library_defaults()
     import torch
 
     from grpo.model import choose_device, compute_dtype

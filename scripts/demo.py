@@ -3,13 +3,6 @@
 import time
 
 import tyro
-from loguru import logger
-from rich.console import Console
-
-from grpo.evaluate import comparison_table
-from grpo.experiments.learning import demo_config, heldout_prompts, measure, train_grpo
-from grpo.model import choose_device, load_policy
-from grpo.tracking import configure_logging
 
 
 def main(seed: int = 0, steps: int | None = None, batch_size: int | None = None, heldout: int = 1000) -> None:
@@ -21,6 +14,17 @@ def main(seed: int = 0, steps: int | None = None, batch_size: int | None = None,
         batch_size: Completions a step in place of the demo's, likewise.
         heldout: Held-out prompts of each task that quality is measured on.
     """
+    from grpo.before_torch import set_library_defaults
+
+    set_library_defaults()
+    from loguru import logger
+    from rich.console import Console
+
+    from grpo.evaluate import comparison_table
+    from grpo.experiments.learning import demo_config, heldout_prompts, measure, train_grpo
+    from grpo.model import choose_device, load_policy
+    from grpo.tracking import configure_logging
+
     console = Console()
     if not console.is_terminal:
         console = Console(width=110)

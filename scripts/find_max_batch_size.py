@@ -10,14 +10,14 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from grpo.before_torch import set_memory_defaults
+from grpo.before_torch import set_library_defaults
 
 DONE, WRONG_SETTING, INTERRUPTED = 0, 2, 130
 
 
 def main() -> int:
     """Run the command line."""
-    set_memory_defaults()
+    set_library_defaults()
     import tyro
     from rich.console import Console
 

@@ -19,9 +19,9 @@ DONE, FAILED, WRONG_SETTING, INTERRUPTED = 0, 1, 2, 130
 
 def main() -> int:
     """Run the command line."""
-    from grpo.before_torch import set_memory_defaults
+    from grpo.before_torch import set_library_defaults
 
-    set_memory_defaults()
+    set_library_defaults()
     from grpo.tracking import configure_logging
     from grpo.workbench.sweep.command_line import parse_sweep
     from grpo.workbench.sweep.display import SweepProgress, sweep_table

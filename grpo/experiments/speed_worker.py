@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo.before_torch import set_memory_defaults
+from grpo.before_torch import set_library_defaults
 
 Contender = Literal["ours", "trl", "trl defaults"]
 
@@ -180,7 +180,7 @@ def run_trl(work: Work, gate: Gate, *, best: bool) -> None:
 def main() -> None:
     work = Work(**json.loads(sys.argv[1]))
     if work.contender == "ours":  # as train_lean.py does
-        set_memory_defaults()
+        set_library_defaults()
     import torch
 
     torch.set_num_threads(work.threads)
