@@ -21,7 +21,8 @@ def test_every_part_runs_small(tmp_path):
     assert all(row["status"] == "fits" and row["samples_per_minute"] > 0 for row in results["rows"])
     assert results["limit"]["auto"]["batch_size"] % 8 == 0 and results["limit"]["zero out of memory"]
     assert results["race"]["samples_per_minute"] > 0
-    assert results["recorded steps"]["plain"] > 0 and results["whole rollout"]["whole"]
+    assert results["recorded steps"]["plain"] > 0 and results["recorded steps"]["equal"] == 1
+    assert results["whole rollout"]["whole"]
     assert results["recovery"]["steps"] == 1 and "speed" in results["emptied cache"]
     assert "batch  allocated" in done.stdout
 

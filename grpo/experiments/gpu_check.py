@@ -140,24 +140,27 @@ def _raced(case: Case, contenders: Sequence[Contender]) -> dict[str, Any]:
 
 
 def _recorded(config: Config, rounds: int = 5) -> dict[str, float]:
-    """Seconds of a rollout with recorded steps and with plain ones, in turns (medians)."""
+    """Seconds of a rollout with recorded steps and with plain ones, in turns (medians); equal completions."""
     policy = load_policy(config.model, choose_device(config.device), config.precision)
     sampler = RolloutModel(policy.model, policy.compute_dtype).model
     groups = config.num_rows // config.group_size
     prompts = [Prompt(str(n), "P: 8/8/8/8/8/8/8/8 w - - 0 1", {}) for n in range(groups)]
     uniforms = step_uniforms(config.num_rows, config.sampling.max_new_tokens, seed=0, step=0)
 
-    def seconds() -> float:
+    def timed(name: str) -> list[str]:
         start = time.perf_counter()
-        rollout(sampler, policy.tokenizer, prompts, uniforms, config.sampling, rows=config.num_rows)
-        return time.perf_counter() - start
+        made = rollout(sampler, policy.tokenizer, prompts, uniforms, config.sampling, rows=config.num_rows)
+        times[name].append(time.perf_counter() - start)
+        return made.completions
 
     times: dict[str, list[float]] = {"recorded": [], "plain": []}
+    equal = 0.0
     for _ in range(1 + rounds):
-        times["recorded"].append(seconds())
+        recorded = timed("recorded")
         with patch("grpo.decode.records_steps", return_value=False):
-            times["plain"].append(seconds())
-    return {name: median(taken[1:]) for name, taken in times.items()}
+            plain = timed("plain")
+        equal = sum(map(str.__eq__, recorded, plain)) / len(plain)
+    return {"equal": equal, **{name: median(taken[1:]) for name, taken in times.items()}}
 
 
 def _whole(config: Config, limit: str, rows: int) -> dict[str, Any]:
