@@ -215,7 +215,7 @@ class RolloutModel:
         if model.dtype != dtype:
             self.model = frozen_copy(model)
             for parameter in self.model.parameters():  # not the buffers: rotary frequencies stay fp32
-                parameter.data = parameter.data.to(dtype)
+                parameter.data = torch.empty_like(parameter.data, dtype=dtype)
             head = self.model.get_output_embeddings()
             head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
             self.refresh()

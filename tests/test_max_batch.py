@@ -17,7 +17,7 @@ from grpo.workbench.maximum.search import (
     run_search,
     try_size,
 )
-from grpo.workbench.maximum.trial import TrialTask, run_trial
+from grpo.workbench.maximum.trial import TrialTask
 from grpo.workbench.models import ModelSpec
 
 FIND = "scripts/find_max_batch_size.py"
@@ -135,9 +135,8 @@ def test_a_trial_runs_out_of_a_real_limit_and_says_so():
 
 
 def test_a_trial_that_cannot_work_is_no_matter_of_memory():
-    with pytest.raises(SettingsError, match=r"nowhere\.txt") as error:
-        run_trial(task(data="nowhere.txt"), print)
-    result = TrialResult(4, "failed", str(error.value))
+    result = try_size(task(data="nowhere.txt"))
+    assert result.status == "failed" and "nowhere.txt" in result.message
     with pytest.raises(ValueError, match="not for want of memory"):
         findings(
             FindSettings(model=TINY),

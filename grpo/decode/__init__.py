@@ -30,7 +30,6 @@ __all__ = [
     "has_static_cache",
     "leave_at_once",
     "make_decoder",
-    "records_steps",
     "replaced_at_once",
 ]
 

@@ -154,12 +154,11 @@ def _recorded(config: Config, rounds: int = 5) -> dict[str, float]:
         return made.completions
 
     times: dict[str, list[float]] = {"recorded": [], "plain": []}
-    equal = 0.0
     for _ in range(1 + rounds):
         recorded = timed("recorded")
         with patch("grpo.decode.records_steps", return_value=False):
             plain = timed("plain")
-        equal = sum(map(str.__eq__, recorded, plain)) / len(plain)
+    equal = sum(map(str.__eq__, recorded, plain)) / len(plain)
     return {"equal": equal, **{name: median(taken[1:]) for name, taken in times.items()}}
 
 

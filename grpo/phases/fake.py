@@ -103,8 +103,7 @@ class FakePhases:
             block_bytes = 1 if on_cpu else 512
             with LiveBytes(self._settings.device_type, block_bytes, keep_log=True) as self._live:
                 work(shape)
-            live = self._live
-        return [(operation, already + held) for operation, held in live.log]
+        return [(operation, already + held) for operation, held in self._live.log]
 
     @torch.no_grad()
     def _sample(self, shape: Shape, *, split: bool = False) -> None:
