@@ -19,14 +19,17 @@ class Clock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Count what happens inside towards `phase`, up to the accelerator's last kernel."""
+        """Count what happens inside towards `phase`, up to the accelerator's last kernel.
+
+        After an error nothing is waited for: a sum over processes one of which has died never ends.
+        """
         start, outer_inner = time.perf_counter(), self._inner
         self._inner = 0.0
         try:
             yield
-        finally:
             if self._device.type != "cpu":
                 torch.accelerator.synchronize(self._device)
+        finally:
             seconds = time.perf_counter() - start
             self._seconds[phase] += seconds - self._inner
             self._inner = outer_inner + seconds

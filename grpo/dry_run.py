@@ -19,7 +19,8 @@ from grpo.model import (
     load_tokenizer,
 )
 from grpo.plan_tables import plan_table
-from grpo.planning import Workload, longest_prompt, plan_memory
+from grpo.planning import longest_prompt, plan_memory
+from grpo.workload import Workload
 
 
 def dry_run(config: Config, console: Console) -> None:

@@ -51,15 +51,13 @@ def choose_device(name: str = AUTO) -> torch.device:
         known = accelerator is not None and accelerator.type in ("cuda", "xpu")
         return torch.device(accelerator.type, 0) if accelerator and known else torch.device("cpu")
     try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
+        return torch.empty(0, device=name).device  # with its index: cuda is cuda:0
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         there = f"cpu and {accelerator.type}" if accelerator else "cpu"
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"device is {name!r}, which cannot be used here ({reason}): give {there}."
         ) from error
-    return device
 
 
 def choose_model(name: str, device: torch.device) -> str:
@@ -165,7 +163,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
-    """On CPU the fused attention's backward pass in bf16 is slower than the plain one."""
+    """On CPU the fused attention's backward pass in bf16 is slower than the plain one.
+
+    On CUDA not cuDNN's, which plans anew for every shape: micro-batches seldom have the same.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return "eager" if (device.type, dtype) == ("cpu", torch.bfloat16) else "sdpa"
 
 

@@ -14,7 +14,7 @@ from grpo.decode import has_static_cache
 from grpo.evaluate import Evaluation, interleave, score_heldout
 from grpo.evaluate.scores import Column
 from grpo.loss import LossSettings
-from grpo.memory import DoesNotFit, Shape, survive
+from grpo.memory import DoesNotFit, Shape, release_cache, survive
 from grpo.objectives import GRPOBatch, Sums, accumulate_grpo
 from grpo.rollout import rollout
 from grpo.sampling import step_uniforms
@@ -129,6 +129,7 @@ class PlannedPhases:
         scores: dict[str, Column] = {}
         if own + idle:
             scores, _ = survive(work, rows, phase="evaluation", replays=not config.shard)
+            release_cache()  # of rows that are in no plan
         mine = {name: column[: len(own)] for name, column in scores.items()}
         parts = run.world.exchange(f"the evaluation at step {step}", mine)
         return Evaluation.of(run.eval_prompts, interleave(parts))

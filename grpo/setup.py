@@ -1,38 +1,58 @@
 """Everything a run needs, made in the order in which it can fail: cheap checks first."""
 
-import itertools
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 
 import torch
 from loguru import logger
 from rich.console import Console
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from grpo.adapters import check_peft, check_resumed
+from grpo.adapters import check_peft
+from grpo.advice import does_not_stay
+from grpo.agreement import check_same
 from grpo.checkpoint import Checkpoint, CheckpointFolder
 from grpo.clock import Clock
-from grpo.config import CONFIG_FILE, Config, SettingsError, to_flat, write_yaml
+from grpo.config import Config
 from grpo.dealt import Share
 from grpo.loading import check_shard, load_models, load_source, shard_models
-from grpo.memory import AdaptiveMemory, Budget, MemoryMonitor, limit_memory, make_budget, parse_size
-from grpo.model import Policy, RolloutModel, choose_device, choose_model, compute_dtype
+from grpo.memory import (
+    AdaptiveMemory,
+    Budget,
+    DoesNotFit,
+    MemoryMonitor,
+    is_out_of_memory,
+    limit_memory,
+    make_budget,
+    parse_size,
+    release_cache,
+)
+from grpo.model import (
+    Policy,
+    RolloutModel,
+    choose_attention,
+    choose_device,
+    choose_model,
+    compute_dtype,
+    load_config,
+)
 from grpo.optimizer import check_optimizer, make_optimizer
 from grpo.plan_tables import plan_table
-from grpo.planning import Workload, longest_prompt, plan_memory, trace_phases
+from grpo.planning import longest_prompt, plan_memory, trace_phases
 from grpo.prompts import PromptSource
 from grpo.reference import Reference
 from grpo.reward_functions import RewardFunctions
 from grpo.rollout import rollout
+from grpo.run_folder import choose_folder, claim_folder, open_checkpoints
 from grpo.sampling import step_uniforms
 from grpo.scoring import micro_batch_logprobs, micro_batches
 from grpo.tracking import check_trackers
 from grpo.values import Prompt, Rollout
+from grpo.workload import Workload
 from grpo.world import World, open_world
 from rewards.engine import EnginePool, find_stockfish
 
@@ -100,17 +120,19 @@ def _make_run(
     reference_device = choose_device(config.reference_device) if config.reference_device else device
     _check_installed(config, device)
     rewards = RewardFunctions(config.reward, config.reward_weights)
-    folder = world.from_main("the choice of a folder", _choose_folder(config) if world.is_main else Path())
-    checkpoints, checkpoint = _open_checkpoints(config, folder)
+    folder = world.from_main("the choice of a folder", choose_folder(config) if world.is_main else Path())
+    checkpoints, checkpoint = open_checkpoints(config, folder)
     source = load_source(config)
     rewards.check_tasks(source.tasks)
     engine = _start_engine(config, stack) if "policy" in source.tasks else None
-    policy, reference = load_models(config, checkpoint, device, reference_device)
-    _check_same(world, config, checkpoint, source, policy.model)
-    if config.shard:
-        shard_models(config, policy, reference, device)
-    sampler = RolloutModel(policy.model, policy.model.dtype if config.shard else policy.compute_dtype)
-    optimizer = make_optimizer(policy.model, config.optimizer)
+    with _explaining_what_stays(config, device, reference_device, world):
+        policy, reference = load_models(config, checkpoint, device, reference_device)
+        check_same(world, config, checkpoint, source, policy.model)
+        if config.shard:
+            shard_models(config, policy, reference, device)
+        sampler = RolloutModel(policy.model, policy.model.dtype if config.shard else policy.compute_dtype)
+        optimizer = make_optimizer(policy.model, config.optimizer)
+    _tidy_up(device)
     monitor = MemoryMonitor(device, limited=config.memory_limit is not None)
     work = Workload(
         config, policy.model.config, policy.model.config._attn_implementation, policy.compute_dtype,
@@ -123,7 +145,7 @@ def _make_run(
     work, memory = _plan_together(world, work, monitor, budget, prediction_bias)
     config = work.config
     if world.is_main:
-        _claim_folder(folder, config)
+        claim_folder(folder, config)
     _limit_memory(config, monitor)
     return Run(
         config=config, folder=folder, source=source,
@@ -136,6 +158,25 @@ def _make_run(
     )  # fmt: skip
 
 
+@contextmanager
+def _explaining_what_stays(
+    config: Config, device: torch.device, reference_device: torch.device, world: World
+) -> Iterator[None]:
+    """DoesNotFit, with what exists all along and who else is there, when memory runs out on the way."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        monitor, dtype = MemoryMonitor(device), compute_dtype(config.precision, device)
+        work = Workload(
+            config, load_config(config.model), choose_attention(device, dtype), dtype, 1,
+            reference_here=reference_device == device, device_type=device.type, processes=world.size,
+        )  # fmt: skip
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise DoesNotFit(f"{does_not_stay(work, monitor)} ({reason})") from error
+
+
 def _check_installed(config: Config, device: torch.device) -> None:
     """ValueError for trackers, packages and a Stockfish that are asked for and not there."""
     check_trackers(config.trackers)
@@ -143,20 +184,6 @@ def _check_installed(config: Config, device: torch.device) -> None:
     check_optimizer(config.optimizer, device, compute_dtype(config.precision, device))
     if config.engine != "off":
         find_stockfish(config.stockfish_path)
-
-
-def _open_checkpoints(config: Config, folder: Path) -> tuple[CheckpointFolder, Checkpoint | None]:
-    """The run's checkpoints, and the one it goes on from, if it is to."""
-    checkpoints = CheckpointFolder(
-        folder / "checkpoints", keep=config.keep_checkpoints, merge=config.lora.lora_merge
-    )
-    if not config.resume:
-        return checkpoints, None
-    checkpoint = checkpoints.newest_intact()
-    if checkpoint is None:
-        raise SettingsError(f"resume: {str(folder)!r} holds no intact checkpoint; start without --resume.")
-    check_resumed(config.lora, checkpoint.folder)
-    return checkpoints, checkpoint
 
 
 def show_plans(run: Run, console: Console) -> None:
@@ -168,34 +195,11 @@ def show_plans(run: Run, console: Console) -> None:
             logger.info("process {} has rows at once: {}", process, plan)
 
 
-_OF_THIS_MACHINE = {
-    *("device", "reference_device", "memory_utilization", "memory_limit", "gradient_checkpointing"),
-    *("rollout_rows", "score_rows", "train_rows"),
-    *("stockfish_path", "num_engines", "runs_dir", "name", "resume"),
-}
-"""Settings in which processes may differ."""
-
-
-def _check_same(
-    world: World, config: Config, checkpoint: Checkpoint | None, source: PromptSource, model: PreTrainedModel
-) -> None:
-    """SettingsError unless all processes train the same model on the same prompts in the same way."""
-    if world.size == 1:
-        return
-    of_this_machine = _OF_THIS_MACHINE - ({"memory_limit"} if config.shard else set())
-    settings = {name: value for name, value in to_flat(config).items() if name not in of_this_machine}
-    mine = settings | {
-        "the checkpoint to go on from": checkpoint.folder.name if checkpoint else None,
-        "the prompts (a digest)": source.state()["rows_digest"],
-        "the model (sum of weights)": sum(p.double().abs().sum().item() for p in model.parameters()),
-    }
-    for rank, theirs in enumerate(world.exchange("the comparison of settings", mine)):
-        for what, value in theirs.items():
-            if value != mine[what]:
-                raise SettingsError(
-                    f"process {rank} has {value} for {what}, process {world.rank} {mine[what]}: give all "
-                    "machines the same command, files and versions, and --resume a folder that all see."
-                )
+def _tidy_up(device: torch.device) -> None:
+    """Leave nothing of set-up, or of a run before, on an accelerator: the plan takes it for always held."""
+    if device.type != "cpu":
+        gc.collect()
+        release_cache()
 
 
 def _rehearse(config: Config, policy: Policy, sampler: RolloutModel, source: PromptSource) -> None:
@@ -259,29 +263,6 @@ def _start_engine(config: Config, stack: ExitStack) -> EnginePool | None:
     return stack.enter_context(
         EnginePool(config.stockfish_path, depth=config.engine_depth, num_engines=config.num_engines)
     )
-
-
-def _choose_folder(config: Config) -> Path:
-    """The run's folder; one of date and time gets a number if another run has just taken it."""
-    if config.resume is not None:
-        return config.resume
-    if config.name is None:
-        stem = config.runs_dir / datetime.now().strftime("%Y%m%d-%H%M%S")
-        folders = (stem if i == 1 else stem.with_name(f"{stem.name}-{i}") for i in itertools.count(1))
-        return next(folder for folder in folders if not folder.exists())
-    folder = config.runs_dir / config.name
-    if CheckpointFolder(folder / "checkpoints", keep=1).all():
-        raise SettingsError(
-            f"name is {folder.name!r}, but {str(folder)!r} is a run already: "
-            f"go on with --resume {folder}, or choose another name."
-        )
-    return folder
-
-
-def _claim_folder(folder: Path, config: Config) -> None:
-    """Make the folder and write the settings that repeat the run (to repeat it is not to resume it)."""
-    folder.mkdir(parents=True, exist_ok=config.name is not None or config.resume is not None)
-    write_yaml(replace(config, resume=None), folder / CONFIG_FILE)
 
 
 def _choose_eval_prompts(heldout: list[Prompt], count: int) -> list[Prompt]:

@@ -6,18 +6,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
 import tyro
-from loguru import logger
 
-from grpo.config import Config
-from grpo.experiments.gpu_check import check_card, summary
-from grpo.experiments.random_gpt2 import GPT2_124M, make_random_gpt2
-from grpo.experiments.speed import CONTENDERS, Case
-from grpo.sampling import SamplingSettings
-
-CASE = Case("GPT-2 124 M on a card", "GPT-2 124 M without end", 60, 64, 4, (10.0, 10.0))
-SMALL_CASE = Case("small", "rook-tiny without end", 60, 8, 1, (1.0, 1.0), batch_size=8, max_new_tokens=4)
+from grpo.before_torch import set_library_defaults
 
 
 def main(output: Path | None = None, small: bool = False) -> None:
@@ -27,6 +18,18 @@ def main(output: Path | None = None, small: bool = False) -> None:
         output: The JSON file; by default scripts/results/gpu_CARD.json.
         small: The bundled model and few rows: shows on any machine that the parts work.
     """
+    set_library_defaults()
+    import torch
+    from loguru import logger
+
+    from grpo.config import Config
+    from grpo.experiments.gpu_check import check_card, summary
+    from grpo.experiments.random_gpt2 import GPT2_124M, make_random_gpt2
+    from grpo.experiments.speed import CONTENDERS, Case
+    from grpo.sampling import SamplingSettings
+
+    case = Case("GPT-2 124 M on a card", "GPT-2 124 M without end", 60, 16, 4, (10.0, 10.0))
+    small_case = Case("small", "rook-tiny without end", 60, 8, 1, (1.0, 1.0), batch_size=8, max_new_tokens=4)
     logger.remove()
     logger.add(sys.stderr, level="WARNING", format="{time:HH:mm:ss} {message}")
     if not small and not torch.cuda.is_available():
@@ -40,7 +43,7 @@ def main(output: Path | None = None, small: bool = False) -> None:
         )  # fmt: skip
         results = check_card(
             config,
-            SMALL_CASE if small else CASE,
+            small_case if small else case,
             contenders=CONTENDERS[:1] if small else CONTENDERS,
             batch_sizes=(8, 16) if small else (8, 32, 48, 64, 80, 96, 128, 256, 512),
             limit="8GB" if small else "24GB",

@@ -1,8 +1,10 @@
 """What is read of a device: the host for real, CUDA with its answers made up."""
 
 import mmap
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -189,14 +191,31 @@ def test_on_cuda_what_is_not_torchs_is_the_context_up_to_its_usual_size(card: Ca
     assert made.memory().ours_bytes == 1 * GB  # never more than is taken in all
 
 
-def test_on_cuda_the_neighbours_are_a_courtesy(card: Card, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "list_gpu_processes", lambda device: "process 17 uses 3 GB")
-    assert MemoryMonitor(CUDA).neighbours() == "process 17 uses 3 GB"
+TOLD = """<?xml version="1.0" ?>
+<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
+<nvidia_smi_log><gpu id="00000000:01:00.0"><processes>
+<process_info><pid>{own}</pid><type>C</type><process_name>python</process_name>
+<used_memory>900 MiB</used_memory></process_info>
+<process_info><pid>17</pid><type>G</type><process_name>/usr/lib/xorg/Xorg</process_name>
+<used_memory>350 MiB</used_memory></process_info>
+</processes></gpu></nvidia_smi_log>"""
 
-    def missing(device: torch.device) -> str:
-        raise ModuleNotFoundError("pynvml")
 
-    monkeypatch.setattr(torch.cuda, "list_gpu_processes", missing)
+def test_on_cuda_the_neighbours_are_a_courtesy(card: Card, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """As the driver's tool names them, a display too; without the tool nobody is known."""
+    properties = SimpleNamespace(uuid="1234-abcd")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert MemoryMonitor(CUDA).neighbours() == ""
+    tool = tmp_path / "nvidia-smi"
+    for told, expected in [
+        (TOLD.format(own=os.getpid()), "/usr/lib/xorg/Xorg (process 17): 350 MiB"),
+        ("no devices were found", ""),
+    ]:
+        tool.write_text(f"#!/bin/sh\n[ \"$4\" = GPU-1234-abcd ] && /bin/cat <<'END'\n{told}\nEND\n")
+        tool.chmod(0o755)
+        assert MemoryMonitor(CUDA).neighbours() == expected
+    tool.write_text("#!/bin/sh\nexit 9\n")
     assert MemoryMonitor(CUDA).neighbours() == ""
 
 

@@ -17,8 +17,8 @@ from grpo.loss import LossSettings
 from grpo.memory import PhaseFit, Shape, peak_live_bytes
 from grpo.optimizer import OptimizerSettings, make_optimizer
 from grpo.phases import PHASES, PhaseSettings, PhaseTracer
-from grpo.planning import resident_parts
 from grpo.sampling import SamplingSettings
+from grpo.workload import resident_parts
 
 G, VOCABULARY = 4, 96
 SHAPE = Shape(4 * G, 40, 24)

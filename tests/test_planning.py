@@ -10,8 +10,8 @@ from conftest import ARCHITECTURES
 from rich.console import Console
 from rich.table import Table
 
-from grpo import planning
 from grpo.adapters import LoraSettings
+from grpo.advice import advice
 from grpo.config import Config, SettingsError
 from grpo.loss import LossSettings
 from grpo.memory import Budget, DoesNotFit, Footprint, MemoryMonitor, PhasePlan, Shape
@@ -19,23 +19,12 @@ from grpo.memory.budget import GB
 from grpo.optimizer import OptimizerSettings
 from grpo.phases import PHASES, PhaseSettings
 from grpo.plan_tables import measured_table, plan_table
-from grpo.planning import (
-    LONGEST_TEXTS,
-    SCRATCH_BYTES,
-    Workload,
-    advice,
-    find_batch_size,
-    kv_bytes_per_token,
-    longest_prompt,
-    make_memory,
-    plan_memory,
-    resident_parts,
-    scratch_bytes,
-)
+from grpo.planning import LONGEST_TEXTS, find_batch_size, longest_prompt, make_memory, plan_memory
 from grpo.prompts import PromptSource
 from grpo.prompts.source import MemoryLane
 from grpo.sampling import SamplingSettings
 from grpo.values import Prompt
+from grpo.workload import SCRATCH_BYTES, Workload, kv_bytes_per_token, resident_parts, scratch_bytes
 
 VOCABULARY, G, PARAMETERS = 100, 8, 10_000_000
 MONITOR = MemoryMonitor(torch.device("cpu"))
@@ -80,7 +69,8 @@ class Tracer:
 
 @pytest.fixture(autouse=True)
 def no_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "PhaseTracer", Tracer)
+    monkeypatch.setattr("grpo.planning.PhaseTracer", Tracer)
+    monkeypatch.setattr("grpo.advice.PhaseTracer", Tracer)
 
 
 # ---------------------------------------------------------------------------- bytes in closed form
@@ -294,10 +284,11 @@ def test_advice_says_what_each_setting_would_save():
     work = workload()
     assert advice(work, "learn", Tracer(work.phase_settings())) == (
         "--max-new-tokens 10 saves 10 MB; --gradient-checkpointing saves 35 MB; "
-        "--kl-coef 0, or --reference-device cpu saves 38 MB; --precision bf16 saves 35 MB; "
-        "a smaller --model saves more."
+        "--kl-coef 0, or --reference-device cpu saves 38 MB; --lora-rank 16 saves 0.11 GB; "
+        "--precision bf16 saves 35 MB; a smaller --model saves more."
     )
-    work = workload(torch.bfloat16, gradient_checkpointing=True, loss=WITHOUT_KL)
+    adapters = LoraSettings(lora_rank=16)
+    work = workload(torch.bfloat16, gradient_checkpointing=True, loss=WITHOUT_KL, lora=adapters)
     said = advice(work, "learn", Tracer(work.phase_settings()))
     assert said == "--max-new-tokens 10 saves 2 MB; a smaller --model saves more."
     assert "checkpointing" not in advice(workload(), "sample", Tracer(workload().phase_settings()))
@@ -307,7 +298,10 @@ def test_what_nothing_of_a_rows_length_helps_has_advice_too():
     """The optimizer's step: only what exists all along can be less."""
     work = workload()
     said = advice(work, "update", Tracer(work.phase_settings()))
-    assert said == "--kl-coef 0, or --reference-device cpu saves 38 MB; a smaller --model saves more."
+    assert said == (
+        "--kl-coef 0, or --reference-device cpu saves 38 MB; --lora-rank 16 saves 0.11 GB; "
+        "a smaller --model saves more."
+    )
 
 
 def test_when_one_row_does_not_fit_phase_needs_and_advice_are_named():

@@ -2,8 +2,10 @@
 
 import gc
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 import grpo.decode
 import grpo.rollout
 from grpo.decode import leave_at_once, make_decoder
-from grpo.decode.recorded import RecordedSteps
+from grpo.decode.recorded import RecordedSteps, recorder_of
 from grpo.rollout import rollout
 from grpo.sampling import SamplingSettings, step_uniforms
 from grpo.values import Prompt, Rollout
@@ -25,9 +27,10 @@ class OperationRecorder:
     """As a CUDA graph does: the same operations on the same tensors, with the numbers Python had then."""
 
     def __init__(self) -> None:
+        self.works = True
         self.recorded = self.replayed = 0
 
-    def __call__(self, work: Callable[[], object]) -> Callable[[], None]:
+    def record(self, work: Callable[[], object]) -> Callable[[], None]:
         with _Noted() as noted:
             work()
         self.recorded += 1
@@ -65,8 +68,8 @@ def _same_place(old: torch.Tensor, new: torch.Tensor) -> bool:
 @torch.no_grad()
 def test_replayed_steps_give_what_steps_give(load):
     """Across blocks, while groups start over and leave; the tokens' places are not the recorded ones."""
-    model, record = load("gpt2", "fp64").model, OperationRecorder()
-    plain, replaying = make_decoder(model, 120), make_decoder(model, 120, record=record)
+    model, recorder = load("gpt2", "fp64").model, OperationRecorder()
+    plain, replaying = make_decoder(model, 120), make_decoder(model, 120, recorder=recorder)
     tokens = torch.arange(3 * G)
 
     def both(work: Callable[[Any], torch.Tensor]) -> torch.Tensor:
@@ -84,8 +87,8 @@ def test_replayed_steps_give_what_steps_give(load):
             tokens = tokens[G:]
         newest = tokens + step
         both(lambda decoder, newest=newest: decoder.step(newest))
-    assert record.recorded == 4  # one and two blocks; then of fewer groups: two, and three
-    assert record.replayed == 1 + 110 - 4  # the first is compared
+    assert recorder.recorded == 4  # one and two blocks; then of fewer groups: two, and three
+    assert recorder.replayed == 1 + 110 - 4  # the first is compared
 
 
 def _sample(policy, prompts, *, rows: int) -> Rollout:
@@ -104,14 +107,14 @@ def test_rollouts_of_recorded_steps_are_the_same(load, prompts, rows, monkeypatc
     plain = _sample(policy, many, rows=rows)
     assert len(plain.lengths.unique()) > 4 and plain.lengths.max() > 48
 
-    record = OperationRecorder()
+    recorder = OperationRecorder()
     monkeypatch.setattr(grpo.decode, "records_steps", lambda model: True)
-    monkeypatch.setattr(grpo.decode, "cuda_recorder", lambda device: record)
+    monkeypatch.setattr(grpo.decode, "recorder_of", lambda device: recorder)
     recorded = _sample(policy, many, rows=rows)
     assert torch.equal(recorded.completion_ids, plain.completion_ids)
     assert torch.equal(recorded.lengths, plain.lengths)
     assert torch.allclose(recorded.sampler_logp, plain.sampler_logp, atol=1e-12, rtol=0)
-    assert record.replayed > 3 * record.recorded > 0
+    assert recorder.replayed > 3 * recorder.recorded > 0
 
 
 def test_groups_leave_together_where_a_step_would_be_recorded_anew(load, monkeypatch):
@@ -119,6 +122,13 @@ def test_groups_leave_together_where_a_step_would_be_recorded_anew(load, monkeyp
     assert [leave_at_once(model, groups) for groups in (8, 5, 1)] == [1, 1, 1]
     monkeypatch.setattr(grpo.decode, "records_steps", lambda model: True)
     assert [leave_at_once(model, groups) for groups in (8, 5, 1)] == [4, 3, 1]
+
+
+class Recording:
+    """A recorder of which only what it does is given."""
+
+    def __init__(self, record: Callable[[Callable[[], object]], Callable[[], None]]) -> None:
+        self.works, self.record = True, record
 
 
 def _counting(tokens: torch.Tensor, num_blocks: int) -> torch.Tensor:
@@ -132,16 +142,17 @@ def test_a_driver_that_refuses_is_asked_once(logged):
         asked.append(1)
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
-    steps = RecordedSteps(refuse)
-    for token in range(4):
-        tokens = torch.tensor([token, 1])
-        assert torch.equal(steps(_counting, tokens, 2), 2.0 * tokens)
+    recorder = Recording(refuse)
+    for steps in (RecordedSteps(recorder), RecordedSteps(recorder)):  # of one rollout and of the next
+        for token in range(4):
+            tokens = torch.tensor([token, 1])
+            assert torch.equal(steps(_counting, tokens, 2), 2.0 * tokens)
     assert len(asked) == 1
     assert [line for line in logged if "WARNING decoding goes on without recorded steps" in line] == logged
 
 
 def test_a_replay_that_gives_other_logits_is_not_used(logged):
-    steps = RecordedSteps(lambda work: lambda: None)  # launches nothing
+    steps = RecordedSteps(Recording(lambda work: lambda: None))  # launches nothing
     for token in (3, 4, 5):
         tokens = torch.tensor([token, 1])
         assert torch.equal(steps(_counting, tokens, 1), 1.0 * tokens)
@@ -149,11 +160,11 @@ def test_a_replay_that_gives_other_logits_is_not_used(logged):
 
 
 def test_logits_that_are_not_numbers_are_no_reason_to_stop_recording(logged):
-    record = OperationRecorder()
-    steps = RecordedSteps(record)
+    recorder = OperationRecorder()
+    steps = RecordedSteps(recorder)
     for _ in range(3):
         assert steps(lambda tokens, _: tokens * torch.nan, torch.tensor([1.0]), 1).isnan().all()
-    assert not logged and record.replayed == 3
+    assert not logged and recorder.replayed == 3
 
 
 def test_out_of_memory_while_recording_is_for_those_who_replay_the_phase():
@@ -161,13 +172,83 @@ def test_out_of_memory_while_recording_is_for_those_who_replay_the_phase():
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with pytest.raises(torch.OutOfMemoryError):
-        RecordedSteps(full)(_counting, torch.tensor([1]), 1)
+        RecordedSteps(Recording(full))(_counting, torch.tensor([1]), 1)
+
+
+class Graph:
+    """torch.cuda.CUDAGraph as far as recording minds it; `fails` says what goes wrong, in turn."""
+
+    fails: ClassVar[list[str]] = []
+    left: ClassVar[list[object]] = []
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        self._fail = self.fails.pop(0) if self.fails else ""
+
+    def capture_end(self) -> None:
+        if self._fail == "end":
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def replay(self) -> None: ...
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Graph]]:
+    """What a CUDA device's recorder calls, without the device."""
+    Graph.fails, Graph.left = [], []
+    zeros = torch.zeros
+
+    def leave_pool(index: int, pool: object) -> None:
+        Graph.left.append((index, pool))
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    stands_in = {
+        "graph_pool_handle": lambda: (0, 1), "Stream": lambda: stream, "CUDAGraph": Graph,
+        "current_stream": lambda: stream, "device": lambda device: nullcontext(),
+        "stream": lambda stream: nullcontext(), "empty_cache": lambda: Graph.left.append("emptied"),
+    }  # fmt: skip
+    for name, does in stands_in.items():
+        monkeypatch.setattr(torch.cuda, name, does)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", leave_pool, raising=False)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    recorder_of.cache_clear()
+    yield Graph
+    recorder_of.cache_clear()
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_a_capture_that_cannot_end_leaves_the_pool(card, logged):
+    recorder = recorder_of(CUDA)
+    assert recorder is not None and recorder.works and recorder_of(CUDA) is recorder
+    card.fails = ["end"]
+    steps = RecordedSteps(recorder)
+    assert torch.equal(steps(_counting, torch.tensor([3]), 1), torch.tensor([3.0]).double())
+    assert card.left == [(0, (0, 1))] and not recorder.works and len(logged) == 1
+
+
+def test_a_device_that_records_nothing_decodes_all_the_same(card, logged, load):
+    card.fails = ["end"]
+    assert recorder_of(CUDA) is None and recorder_of(CUDA) is None
+    assert len(logged) == 1 and "without recorded steps" in logged[0]
+
+
+def test_memory_kept_for_later_is_freed_for_a_recording(card):
+    recorder, tried = recorder_of(CUDA), []
+
+    def work() -> None:
+        tried.append(1)
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    recorder.record(work)
+    assert len(tried) == 2 and card.left == ["emptied"]
 
 
 @torch.no_grad()
 def test_a_decoder_goes_with_its_last_user(load):
     """Its cache is large: nothing that it recorded may hold it until the collector comes."""
-    decoder = make_decoder(load("gpt2").model, 10, record=OperationRecorder())
+    decoder = make_decoder(load("gpt2").model, 10, recorder=OperationRecorder())
     decoder.prefill([[1, 2]], G)
     for _ in range(3):
         decoder.step(torch.arange(G))

@@ -1,6 +1,7 @@
 import dataclasses
 
 import pytest
+import torch
 from rich.console import Console
 
 from grpo.config import CONFIG_FILE, from_flat, read_yaml
@@ -40,6 +41,23 @@ def test_the_first_line_of_all_says_which_model(config, logged):
     ):
         pass
     assert logged[0].startswith("INFO model: rook-tiny")
+
+
+def test_a_model_too_large_for_the_device_is_no_traceback(config, monkeypatch):
+    """Weights, copies and moments come before any plan: it is said what they need, and what would save."""
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nGPU 0 has …")
+
+    monkeypatch.setattr("grpo.setup.make_optimizer", full)
+    message = refused(config, model="rook-tiny")
+    assert message.startswith(
+        "the model does not fit on cpu: what stays all along needs 54 MB (weights 13 MB,"
+    )
+    assert "optimizer 27 MB, reference 13 MB), and of" in message and "others hold" in message
+    assert "--lora-rank 16 saves" in message and "--kl-coef 0" in message
+    assert message.endswith("(OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.)")
+    assert not config.runs_dir.exists()
 
 
 def test_a_completion_must_leave_room_for_a_prompt(config):

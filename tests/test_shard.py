@@ -21,10 +21,10 @@ from grpo.loading import check_shard
 from grpo.memory import DoesNotFit, Shape, survive
 from grpo.optimizer import OptimizerSettings
 from grpo.phases import PhaseTracer
-from grpo.planning import Workload, resident_parts
 from grpo.setup import open_run
 from grpo.tracking import METRICS_FILE, read_lines
 from grpo.values import Rollout
+from grpo.workload import Workload, resident_parts
 
 RICH = {
     "num_iterations": 2, "kl_in_reward": True, "refill_groups": 1, "mask_truncated": True,

@@ -20,7 +20,7 @@ from transformers import GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
 from grpo.decode.cache_bytes import CacheBytes
 from grpo.decode.generic import GenericDecoder
 from grpo.decode.gpt2 import GPT2Decoder, static_cache_length
-from grpo.decode.recorded import Record, cuda_recorder
+from grpo.decode.recorded import Recorder, recorder_of
 from grpo.shard import is_sharded
 
 __all__ = [
@@ -54,16 +54,16 @@ class Decoder(Protocol):
     def cache_bytes(self) -> CacheBytes: ...
 
 
-def make_decoder(model: PreTrainedModel, max_new_tokens: int, *, record: Record | None = None) -> Decoder:
+def make_decoder(model: PreTrainedModel, max_new_tokens: int, *, recorder: Recorder | None = None) -> Decoder:
     """The native path for GPT-2, Hugging Face's own cache for every other causal model.
 
-    record: how steps over a static cache are taken down; None: as CUDA graphs on CUDA, else not at all.
+    recorder: of steps over a static cache; None: on CUDA they are recorded as CUDA graphs, else not at all.
     """
     if not has_static_cache(model):
         return GenericDecoder(model)
-    if record is None and records_steps(model):
-        record = cuda_recorder(model.device)
-    return GPT2Decoder(cast(GPT2LMHeadModel, model), max_new_tokens, record=record)
+    if recorder is None and records_steps(model):
+        recorder = recorder_of(model.device)
+    return GPT2Decoder(cast(GPT2LMHeadModel, model), max_new_tokens, recorder=recorder)
 
 
 def has_static_cache(model: PreTrainedModel) -> bool:

@@ -20,7 +20,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from grpo.decode.cache_bytes import CacheBytes
 from grpo.decode.groups import rows_of_groups
-from grpo.decode.recorded import Record, RecordedSteps
+from grpo.decode.recorded import RecordedSteps, Recorder
 from grpo.prefill import encode_prompts, pad_prompts
 
 _BLOCK = 48
@@ -51,9 +51,11 @@ class _Places(NamedTuple):
 
 
 class GPT2Decoder:
-    def __init__(self, model: GPT2LMHeadModel, max_new_tokens: int, *, record: Record | None = None) -> None:
+    def __init__(
+        self, model: GPT2LMHeadModel, max_new_tokens: int, *, recorder: Recorder | None = None
+    ) -> None:
         self._model = model
-        self._recorded = RecordedSteps(record) if record is not None else None
+        self._recorded = RecordedSteps(recorder) if recorder is not None else None
         self._blocks = list(model.transformer.h)
         self._max_new_tokens = max_new_tokens
         config = model.config

@@ -8,14 +8,21 @@ pool of memory: none runs beside another, and nothing in the pool is read after 
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from typing import Protocol
 
 import torch
 from loguru import logger
 from torch import Tensor
 
 Replay = Callable[[], None]
-Record = Callable[[Callable[[], object]], Replay]
-"""Takes note of what a function launches, without running it, and returns what launches it again."""
+
+
+class Recorder(Protocol):
+    works: bool
+    """Until it has failed once: every decoder then goes on without."""
+
+    def record(self, work: Callable[[], object]) -> Replay:
+        """Takes note of what a function launches, without running it, and returns what launches it again."""
 
 
 class RecordedSteps:
@@ -26,9 +33,9 @@ class RecordedSteps:
     the step it was recorded from, end recording: steps then run as they are, and a warning says so.
     """
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
-        self._works, self._checked = True, False
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._checked = False
         self.forget()
 
     def forget(self) -> None:
@@ -39,7 +46,7 @@ class RecordedSteps:
     def __call__(self, step: Callable[[Tensor, int], Tensor], tokens: Tensor, num_blocks: int) -> Tensor:
         if self._buffers is None or num_blocks not in self._replays:
             logits = step(tokens, num_blocks)  # now its libraries have what they need
-            if self._works:
+            if self._recorder.works:
                 self._take(step, tokens, num_blocks, logits)
             return logits
         held_tokens, held_logits = self._buffers
@@ -56,7 +63,7 @@ class RecordedSteps:
         held_tokens, held_logits = self._buffers
         held_tokens.copy_(tokens)
         try:
-            replay = self._record(lambda: held_logits.copy_(step(held_tokens, num_blocks)))
+            replay = self._recorder.record(lambda: held_logits.copy_(step(held_tokens, num_blocks)))
             if not self._checked:
                 replay()
                 _check(held_logits, logits)
@@ -65,8 +72,8 @@ class RecordedSteps:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            logger.warning("decoding goes on without recorded steps, slower: {}", error)
-            self._works = False
+            _warn(error)
+            self._recorder.works = False
             self.forget()
 
 
@@ -77,25 +84,54 @@ def _check(replayed: Tensor, logits: Tensor) -> None:
         raise RuntimeError("the first replay gave other logits")
 
 
+def _warn(error: Exception) -> None:
+    logger.warning("decoding goes on without recorded steps, slower: {}", error)
+
+
 @cache
-def cuda_recorder(device: torch.device) -> Record:
-    """Records CUDA graphs in a pool that is kept for as long as the process lives.
+def recorder_of(device: torch.device) -> Recorder | None:
+    """Of a CUDA device, for as long as the process lives; None where the driver refuses."""
+    try:
+        return _CUDAGraphs(device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        _warn(error)
+        return None
 
-    A pool whose last graph has gone is not used again, and its memory is given back only when there is
-    none left: one small graph stays.
+
+class _CUDAGraphs:
+    """All in one pool. One whose last graph has gone is not used again, and its memory is given back only
+    when there is none left: one small graph stays.
     """
-    with torch.cuda.device(device):
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        number = torch.zeros(1, device=device).add_(1)  # a kernel is loaded when it first runs
-    stays: list[torch.cuda.CUDAGraph] = []
 
-    def record(work: Callable[[], object]) -> Replay:
-        graph = torch.cuda.CUDAGraph()
+    def __init__(self, device: torch.device) -> None:
+        self.works = True
+        self._device = device
         with torch.cuda.device(device):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            number = torch.zeros(1, device=device).add_(1)  # a kernel is loaded when it first runs
+        self._stays = self.record(lambda: number.add_(1))
+
+    def record(self, work: Callable[[], object]) -> Replay:
+        try:
+            return self._capture(work)
+        except torch.OutOfMemoryError:  # a capture gets nothing of what the allocator keeps for later
+            torch.cuda.empty_cache()
+            return self._capture(work)
+        except RuntimeError:
+            # One that cannot begin or end leaves the allocator in the pool, where the cache is never freed.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            raise
+
+    def _capture(self, work: Callable[[], object]) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
                 # torch.cuda.graph would also collect garbage and empty the cache, each time.
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     work()
                 except BaseException:
@@ -103,10 +139,5 @@ def cuda_recorder(device: torch.device) -> Record:
                         graph.capture_end()
                     raise
                 graph.capture_end()
-            torch.cuda.current_stream().wait_stream(stream)
-        if not stays:
-            stays.append(graph)
+            torch.cuda.current_stream().wait_stream(self._stream)
         return graph.replay
-
-    record(lambda: number.add_(1))
-    return record

@@ -4,6 +4,7 @@ Nearly every part is a real run of the trainer on GPT-2 124 M with random weight
 so that completions are as long as they may be. On a CPU the same parts run small, to be tested.
 """
 
+import gc
 import json
 import platform
 import shutil
@@ -24,6 +25,7 @@ from grpo.config import Config
 from grpo.experiments.speed import Case, race
 from grpo.experiments.speed_worker import Contender
 from grpo.interrupt import StopRequest
+from grpo.memory import release_cache
 from grpo.memory.budget import GB
 from grpo.model import RolloutModel, choose_device, load_policy
 from grpo.rollout import rollout
@@ -103,6 +105,7 @@ def check_card(
         except Exception as error:  # the other parts are still worth having
             logger.exception("{} failed", name)
             result = {"failed": f"{type(error).__name__}: {error}"}
+        _release_card()
         logger.warning("{}: {:.0f} s", name, time.monotonic() - start)
         return result
 
@@ -120,6 +123,14 @@ def check_card(
         "recovery": guarded("recovery", lambda: _recovery(short, limit)),
         "emptied cache": guarded("emptied cache", lambda: _emptied(short)),
     }
+
+
+def _release_card() -> None:
+    """Nothing of one part is left on the card for the next, nor its limit."""
+    gc.collect()
+    release_cache()
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def _row(config: Config) -> dict[str, Any]:

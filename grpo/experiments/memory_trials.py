@@ -15,7 +15,8 @@ from grpo.experiments.real_phases import RealPhases, Setting, allocator_peak, ow
 from grpo.memory import Predictor, Shape
 from grpo.model import load_config
 from grpo.phases import PHASES, PhaseTracer
-from grpo.planning import TracedFit, resident_parts
+from grpo.planning import TracedFit
+from grpo.workload import resident_parts
 
 LONGEST = (120, 256)
 """Prompt and new tokens that fits are made for."""

@@ -23,12 +23,12 @@ from grpo.loss import LossSettings, loss_counts
 from grpo.memory import MemoryMonitor, Shape
 from grpo.model import RolloutModel, choose_attention
 from grpo.objectives import GRPOBatch, accumulate_grpo
-from grpo.planning import Workload
 from grpo.rollout import rollout
 from grpo.sampling import SamplingSettings
 from grpo.scoring import score
 from grpo.shard import shard_model
 from grpo.values import Rollout
+from grpo.workload import Workload
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from grpo.experiments.real_phases import RealPhases, Setting, own_meter
 from grpo.memory import Shape
 from grpo.phases import PhaseTracer
-from grpo.planning import resident_parts
+from grpo.workload import resident_parts
 
 PHASES = ("sample", "score", "learn", "learn split")
 MODEL = LlamaConfig(

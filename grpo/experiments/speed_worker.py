@@ -65,6 +65,10 @@ class Gate:
         self._start = time.perf_counter()
 
     def report(self, prompt_tokens: float, new_tokens: float, split: dict[str, float]) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # a step ends with its last kernel
         seconds = time.perf_counter() - self._start
         self.say(asdict(StepTime(seconds, prompt_tokens, new_tokens, split, peak_bytes())))
 

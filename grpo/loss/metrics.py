@@ -25,7 +25,7 @@ def loss_metrics(
         return (flags & valid).sum().to(ratio)
 
     def largest(values: Tensor, where: Tensor) -> Tensor:  # -inf where there is none
-        nothing = values.new_tensor([-math.inf])
+        nothing = values.new_full((1,), -math.inf)
         return torch.cat([values.masked_fill(~where, -math.inf).flatten(), nothing]).max()
 
     def row_share(flags: Tensor) -> Tensor:  # of a row's ratios

@@ -17,7 +17,7 @@ from grpo.memory.planner import (
     smaller_rows,
 )
 from grpo.memory.predictor import Prediction, Predictor
-from grpo.memory.recovery import Retry, is_out_of_memory, survive
+from grpo.memory.recovery import Retry, is_out_of_memory, release_cache, survive
 
 __all__ = [
     "AdaptiveMemory",
@@ -52,6 +52,7 @@ __all__ = [
     "parse_size",
     "peak_live_bytes",
     "plan_phase",
+    "release_cache",
     "smaller_rows",
     "survive",
 ]

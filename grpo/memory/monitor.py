@@ -5,12 +5,15 @@ on the host the resident set and its high-water mark, which Linux lets a process
 the host are counted exactly, by `LiveBytes`, in the phases for which that is asked, as it costs time.
 """
 
+import os
 import resource
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 import torch
 
@@ -154,8 +157,8 @@ class MemoryMonitor:
         if self.device.type != "cuda":
             return ""
         try:
-            return torch.cuda.list_gpu_processes(self.device)
-        except Exception:  # needs a library of NVIDIA's that may be missing: it is only a courtesy
+            return ", ".join(_card_processes(str(torch.cuda.get_device_properties(self.device).uuid)))
+        except (OSError, subprocess.SubprocessError, ElementTree.ParseError):  # it is only a courtesy
             return ""
 
     def _reset_device_peak(self) -> None:
@@ -168,6 +171,16 @@ class MemoryMonitor:
                 Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
             except OSError:
                 pass  # not permitted in some sandboxes: the peak is then the process's whole life's
+
+
+def _card_processes(uuid: str) -> list[str]:
+    """The other processes on a card, displays among them, with what they hold by the driver's own tool."""
+    command = ["nvidia-smi", "-q", "-x", "-i", f"GPU-{uuid}"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+    fields = ("pid", "process_name", "used_memory")
+    processes = ElementTree.fromstring(told).iter("process_info")
+    known = (map(process.findtext, fields) for process in processes)
+    return [f"{name} (process {pid}): {used}" for pid, name, used in known if pid != str(os.getpid())]
 
 
 def _host_bytes() -> tuple[int, int]:

@@ -160,12 +160,17 @@ def _let_go(error: Exception, discard: Callable[[], None]) -> None:
         traceback.clear_frames(link.__traceback__)
     discard()
     gc.collect()
+    release_cache()
+    if any(_ONEDNN_FAILED in str(link) for link in linked) and torch.backends.mkldnn.enabled:
+        # Its compiler remembers, thread by thread, that it failed once, and refuses every new shape.
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # torch declares it oddly
+        logger.warning("oneDNN is switched off, as it compiles no more kernels: bf16 is slower from here on")
+
+
+def release_cache() -> None:
+    """Give back what an accelerator's allocator keeps for later, which others, and plans, take for held."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type == "mps":
         torch.mps.empty_cache()
     elif accelerator is not None:
         torch.accelerator.empty_cache()
-    if any(_ONEDNN_FAILED in str(link) for link in linked) and torch.backends.mkldnn.enabled:
-        # Its compiler remembers, thread by thread, that it failed once, and refuses every new shape.
-        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # torch declares it oddly
-        logger.warning("oneDNN is switched off, as it compiles no more kernels: bf16 is slower from here on")

@@ -26,9 +26,10 @@ from grpo.memory import (
 )
 from grpo.model import choose_attention
 from grpo.phases import LANGUAGE, PhaseTracer
-from grpo.planning import TracedFit, Workload, logits_parts, make_memory, resident_parts, scratch_bytes
+from grpo.planning import TracedFit, make_memory
 from grpo.sampling import SamplingSettings
 from grpo.workbench.models import ModelSpec, context_of
+from grpo.workload import Workload, logits_parts, resident_parts, scratch_bytes
 
 Objective = Literal["grpo", "lm"]
 
