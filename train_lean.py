@@ -36,6 +36,7 @@ def main() -> int:
     from grpo.dry_run import dry_run
     from grpo.interrupt import stop_on_signal
     from grpo.plan_tables import measured_table
+    from grpo.reward_functions import RewardFailed
     from grpo.setup import open_run, show_plans
     from grpo.step import Diverged
     from grpo.trainer import Trainer
@@ -50,26 +51,29 @@ def main() -> int:
             logger.info("run folder: {}", run.folder)
             show_plans(run, console)
             gc.freeze()  # what set-up made stays: no need to look through it at every collection
-            go_on = f"go on with: python train_lean.py --resume {run.folder}"
             trainer = Trainer(run, console)
-            trainer.train(stop)
+            try:
+                trainer.train(stop)
+            finally:
+                go_on = run.checkpoints.how_to_go_on()
             console.print(measured_table(read_lines(run.folder / MEMORY_FILE), run.budget))
             if trainer.interrupted:
                 logger.warning("stopped after step {}; {}", trainer.finished, go_on)
                 return INTERRUPTED
             logger.info("done after {} steps; model and metrics are in {}", trainer.finished, run.folder)
     except KeyboardInterrupt:
-        complain("stopped at once; the last checkpoint is good: {}", go_on)
+        complain("stopped at once; {}", go_on)
         return INTERRUPTED
     except (ValueError, EngineError) as error:
         complain("{}", error)
         logger.opt(exception=True).debug("where it happened")
         return WRONG_SETTING
-    except Diverged as error:
-        complain("{}", error)
+    except (Diverged, RewardFailed) as error:
+        complain("{} ({})", error, go_on)
+        logger.opt(exception=True).debug("where it happened")
         return FAILED
     except ProcessLost as error:
-        (logger.error if error.rank == 0 else complain)("{} {}", error, go_on)
+        (logger.error if error.rank == 0 else complain)("{} ({})", error, go_on)
         return FAILED
     return DONE
 

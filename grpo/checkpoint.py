@@ -142,6 +142,12 @@ class CheckpointFolder:
             save_merged(model, folder / MERGED)
             tokenizer.save_pretrained(folder / MERGED)
 
+    def how_to_go_on(self) -> str:
+        """For somebody whose run has just ended before its end."""
+        if not self.all():
+            return "no checkpoint was saved yet"
+        return f"the last checkpoint is good; go on with: python train_lean.py --resume {self.folder.parent}"
+
     def newest_intact(self) -> Checkpoint | None:
         """The newest checkpoint whose files are all as they were written; None if there is none."""
         for folder in reversed(self.all()):
@@ -198,10 +204,15 @@ def find_damage(folder: Path) -> str | None:
 def restore_optimizer(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint
 ) -> None:
-    """Copy moments and random state back in place. KeyError if a parameter has none."""
+    """Copy moments and random state back in place. ValueError if they are another optimizer's."""
     with torch.no_grad():
         for parameter, name, entry in _entries(model, optimizer):
-            stored, state = checkpoint.tensors[f"{name}|{entry}"], optimizer.state[parameter]
+            state, stored = optimizer.state[parameter], checkpoint.tensors.get(f"{name}|{entry}")
+            if stored is None:
+                raise ValueError(
+                    f"the checkpoint in {str(checkpoint.folder)!r} has no {entry} of {name}: go on with the "
+                    "--optimizer-kind and the model that it was saved with."
+                )
             if isinstance(state[entry], Tensor):
                 state[entry].copy_(part_like(stored, state[entry]))
             else:

@@ -27,8 +27,9 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
     }
 
 
-def reward_metrics(scores: Scores, rewards: Tensor, group_size: int) -> dict[str, float]:
+def reward_metrics(scores: Scores, group_size: int) -> dict[str, float]:
     """Means and deviations by function and component; `reward_std` is the mean over groups."""
+    rewards = scores.rewards
     metrics = {
         "reward": rewards.mean().item(),
         "reward_std": rewards.view(-1, group_size).std(1).mean().item(),

@@ -59,15 +59,12 @@ def learning_rate(step: int, num_steps: int, settings: OptimizerSettings) -> flo
     """The rate of step 0, 1, … of a run of `num_steps`."""
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
-    progress = (step - settings.warmup_steps) / max(1, num_steps - settings.warmup_steps)
-    progress = min(progress, 1.0)
-    share = {
-        "constant": 1.0,
-        "linear": 1 - progress,
-        "cosine": (1 + math.cos(math.pi * progress)) / 2,
-    }[settings.lr_schedule]
     if settings.lr_schedule == "constant":
         return settings.learning_rate
+    progress = (step - settings.warmup_steps) / max(1, num_steps - settings.warmup_steps)
+    progress = min(progress, 1.0)
+    linear, cosine = 1 - progress, (1 + math.cos(math.pi * progress)) / 2
+    share = linear if settings.lr_schedule == "linear" else cosine
     return settings.learning_rate * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * share)
 
 

@@ -32,6 +32,7 @@ class PlannedPhases:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._longest_prompt = run.longest_prompt
+        self._eval_rows = EVAL_ROWS
 
     def plan(self, prompts: list[Prompt]) -> None:
         """Rows at once in each phase, for prompts this long and completions as long as they may be.
@@ -113,7 +114,7 @@ class PlannedPhases:
         """The greedy policy's answers to the held-out prompts; every process answers some of them."""
         config, run = self._run.config, self._run
         own = run.eval_prompts[run.world.rank :: run.world.size]
-        rows = config.rollout_rows or EVAL_ROWS
+        rows = config.rollout_rows or self._rows_of_evaluation()
         idle: list[Prompt] = []
         if config.shard:  # the same passes everywhere
             rows = min(run.world.exchange("rows of the evaluation", rows))
@@ -128,11 +129,17 @@ class PlannedPhases:
 
         scores: dict[str, Column] = {}
         if own + idle:
-            scores, _ = survive(work, rows, phase="evaluation", replays=not config.shard)
+            scores, self._eval_rows = survive(work, rows, phase="evaluation", replays=not config.shard)
             release_cache()  # of rows that are in no plan
         mine = {name: column[: len(own)] for name, column in scores.items()}
         parts = run.world.exchange(f"the evaluation at step {step}", mine)
         return Evaluation.of(run.eval_prompts, interleave(parts))
+
+    def _rows_of_evaluation(self) -> int:
+        """As many as fit, each with a prompt of its own: its tokens then cost what new ones do."""
+        run = self._run
+        tokens = self._longest_prompt + run.config.sampling.max_new_tokens
+        return run.memory.rows_now("sample", self._eval_rows, 1, tokens) or 1
 
     def save(self, step: int, state: dict[str, Any], *, best: bool) -> bool:
         """A checkpoint of the run, which the first process writes; whether this one has written it."""

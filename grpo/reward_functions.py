@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,6 +99,19 @@ def load_reward(spec: str) -> tuple[str, RewardFunction]:
     return name, function
 
 
+class RewardFailed(RuntimeError):
+    """An error in a reward function of the user's."""
+
+
+def _answer(name: str, function: RewardFunction, arguments: dict[str, Any]) -> Any:
+    try:
+        return function(**arguments)
+    except Exception as error:
+        inside = traceback.extract_tb(error.__traceback__)[1:]
+        where = f" in {inside[-1].filename}, line {inside[-1].lineno}" if inside else ""
+        raise RewardFailed(f"reward {name!r} failed with {type(error).__name__}{where}: {error}") from error
+
+
 def _numbers(name: str, scores: Any, count: int) -> list[float | None]:
     """What a function of the user's returned, as `count` numbers or Nones; ValueError if it is not that."""
     wanted = f"it must return a list of {count}, one number, or None, for each completion."
@@ -149,7 +163,7 @@ class RewardFunctions:
                 function.prepare([prompt.text for prompt in prompts], **columns)
 
     def __call__(self, rollout: Rollout) -> Scores:
-        """Score a rollout. ValueError if a function answers with the wrong number of scores."""
+        """Score a rollout. RewardFailed, or ValueError for an answer that is not one score a completion."""
         prompts = rollout.row_prompts
         arguments: dict[str, Any] = {
             "prompts": [prompt.text for prompt in prompts],
@@ -169,7 +183,7 @@ class RewardFunctions:
                 for row, part in enumerate(parts):
                     components[row].update({f"{name}/{key}": value for key, value in (part or {}).items()})
             else:
-                scores = _numbers(name, function(**arguments), len(prompts))
+                scores = _numbers(name, _answer(name, function, arguments), len(prompts))
             columns.append([torch.nan if score is None else score for score in scores])
         table = torch.tensor(columns, dtype=torch.float64).T  # (N, F)
         return Scores(tuple(self._functions), table, self._weights, components)

@@ -119,6 +119,11 @@ def _make_run(
         check_shard(config, world)
     reference_device = choose_device(config.reference_device) if config.reference_device else device
     _check_installed(config, device)
+    if config.kl_in_reward and config.advantage_scale == "group":
+        logger.warning(
+            "kl_in_reward is on, and advantage_scale is group: where a group's rewards are equal, the KL is "
+            "all that differs, and is scaled up to any reward's size; give --advantage-scale batch or none."
+        )
     rewards = RewardFunctions(config.reward, config.reward_weights)
     folder = world.from_main("the choice of a folder", choose_folder(config) if world.is_main else Path())
     checkpoints, checkpoint = open_checkpoints(config, folder)

@@ -65,12 +65,11 @@ class Trainer:
         try:
             if self.finished == 0 and not self._anyone(stop):
                 self.evaluate(0)
-            for step in range(self.finished + 1, config.steps + 1):
-                if self._anyone(stop):
-                    if self.finished == 0:
-                        self.save()  # or there would be nothing to go on from
-                    self.interrupted = True
-                    break
+            self.interrupted = self._anyone(stop)
+            if self.interrupted and self.finished == 0:
+                self.save()  # or there would be nothing to go on from
+            while self.finished < config.steps and not self.interrupted:
+                step = self.finished + 1
                 run.clock.lap()  # what came before is no part of this step's time
                 run.monitor.reset_peak()
                 prompts = run.source.draw(config.num_prompts)
@@ -81,18 +80,17 @@ class Trainer:
                 learned = self.learn(step, sampled, advantages, old_logp, ref_logp)
                 if run.reference is not None and self._due(step, config.reference_sync):
                     run.reference.sync(run.policy.model)
-                self.finished, self.source_state, self.stepper.moved = step, run.source.state(), False
-                self.log(step, sampled, scores, rewards, advantages, learned, progress)
+                self._finish(step, sampled)
+                self.log(step, sampled, scores, advantages, learned, progress)
                 self.after_step(step)
 
                 done = step == config.steps or run.world.from_main("the time", run.time_is_up())
                 better = self.evaluate(step) if done or self._due(step, config.eval_interval) else False
                 self.interrupted = not done and self._anyone(stop)
-                last = done or self.interrupted
-                if better or last or self._due(step, config.checkpoint_interval):
+                if better or done or self.interrupted or self._due(step, config.checkpoint_interval):
                     self.stepper.keep_together(run.world)
                     self.save(best=better)
-                if last:
+                if done:
                     break
         except Exception:
             alone = not self.config.shard  # else the others, who have their parts, may not come to it
@@ -162,8 +160,6 @@ class Trainer:
     ) -> dict[str, float]:
         """`num_iterations` optimizer steps on a rollout; metrics of the last."""
         config, run = self.config, self.run
-        prompt_tokens = sum(map(len, sampled.prompt_ids)) * config.group_size
-        self.num_tokens += prompt_tokens + int(sampled.lengths.sum())
         rate = learning_rate(step - 1, config.steps, config.optimizer)
         set_learning_rate(run.optimizer, rate)
         mask = sampled.mask
@@ -189,6 +185,8 @@ class Trainer:
             metrics = self.stepper.step(accumulate)
             rounding = {name: value for name, value in metrics.items() if name.startswith("sampling/")}
             for _ in range(config.num_iterations - 1):
+                if metrics["skipped"]:
+                    break  # the rollout is to blame: it would fail again
                 metrics = self.stepper.step(accumulate) | rounding  # later on the policy itself has moved
             run.sampler.refresh()
         metrics |= {"learning_rate": rate, "kl_coef": self.kl_coef}
@@ -219,7 +217,6 @@ class Trainer:
         step: int,
         sampled: Rollout,
         scores: Scores,
-        rewards: Tensor,
         advantages: Tensor,
         learned: dict[str, float],
         progress: StepProgress,
@@ -232,7 +229,7 @@ class Trainer:
         logger.info("{}", memory)
         metrics = {
             **rollout_metrics(sampled),
-            **reward_metrics(scores, rewards, config.group_size),
+            **reward_metrics(scores, config.group_size),
             **learned,
             **run.clock.lap(),
             **run.world.take_traffic(),
@@ -250,6 +247,12 @@ class Trainer:
             f"reward {metrics['reward']:.3f}, kl {metrics.get('kl', 0.0):.4f}, "
             f"{config.num_rows / metrics['step_time']:.0f} samples/s, {memory.peak_bytes / 2**30:.2f} GB",
         )
+
+    def _finish(self, step: int, sampled: Rollout) -> None:
+        """From here on the step is part of the run, whatever happens."""
+        self.finished, self.source_state, self.stepper.moved = step, self.run.source.state(), False
+        prompt_tokens = sum(map(len, sampled.prompt_ids)) * self.config.group_size
+        self.num_tokens += prompt_tokens + int(sampled.lengths.sum())
 
     def save(self, *, best: bool = False) -> None:
         """A checkpoint of the last whole step, which the first process writes."""

@@ -84,6 +84,9 @@ class Rollout:
             completions=self.completions[rows],
         )
 
+    def one_group(self, index: int) -> "Rollout":
+        return self.groups(range(index, index + 1))
+
     @staticmethod
     def join(parts: Sequence["Rollout"]) -> "Rollout":
         """One after the other, as wide as the widest."""
@@ -104,27 +107,9 @@ class Rollout:
 
     def replace_groups(self, groups: Sequence[int], others: "Rollout") -> "Rollout":
         """With `groups` (indices among the B) taken from `others`, in order."""
-        size = self.group_size
-        rows = torch.tensor([group * size + row for group in groups for row in range(size)])
-        width = max(self.completion_ids.shape[1], others.completion_ids.shape[1])
+        new = dict(zip(groups, range(len(groups)), strict=True))
 
-        def merged(mine: Tensor, new: Tensor) -> Tensor:
-            if mine.ndim == 2:
-                mine, new = (F.pad(part, (0, width - part.shape[1])) for part in (mine, new))
-            return mine.index_copy(0, rows, new)
+        def group(index: int) -> Rollout:
+            return others.one_group(new[index]) if index in new else self.one_group(index)
 
-        prompts, prompt_ids, completions = list(self.prompts), list(self.prompt_ids), list(self.completions)
-        for index, group in enumerate(groups):
-            prompts[group], prompt_ids[group] = others.prompts[index], others.prompt_ids[index]
-            completions[group * size : (group + 1) * size] = others.completions[
-                index * size : (index + 1) * size
-            ]
-        return Rollout(
-            prompts=prompts,
-            prompt_ids=prompt_ids,
-            completion_ids=merged(self.completion_ids, others.completion_ids),
-            lengths=merged(self.lengths, others.lengths),
-            terminated=merged(self.terminated, others.terminated),
-            sampler_logp=merged(self.sampler_logp, others.sampler_logp),
-            completions=completions,
-        )
+        return Rollout.join([group(index) for index in range(len(self.prompts))])

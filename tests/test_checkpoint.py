@@ -96,6 +96,21 @@ def test_moments_belong_to_parameters_by_name(folder, save, policy, optimizer):
     assert tensors["transformer.ln_f.bias|step"] == 1
 
 
+def test_another_optimizers_moments_are_refused_with_what_to_do(folder, save, policy):
+    save(folder, 3)
+    other = torch.optim.Adamax(policy.model.parameters())
+    policy.model(input_ids=torch.tensor([[5, 6, 7]])).logits.sum().backward()
+    other.step()
+    with pytest.raises(ValueError, match=r"has no exp_inf of .*--optimizer-kind .* saved with"):
+        restore_optimizer(policy.model, other, folder.newest_intact())
+
+
+def test_whoever_is_stopped_is_told_what_there_is_to_go_on_from(folder, save):
+    assert folder.how_to_go_on() == "no checkpoint was saved yet"
+    save(folder, 3)
+    assert folder.how_to_go_on().endswith(f"python train_lean.py --resume {folder.folder.parent}")
+
+
 # ---------------------------------------------------------------------------------------- damage
 
 

@@ -141,8 +141,8 @@ def test_the_multiples_that_are_named_are_the_nearest(batch_size, group_size):
     [
         ("steps", "many", "int"), ("steps", 1.5, "int"), ("steps", True, "int"), ("steps", None, "int"),
         ("learning_rate", "fast", "float"), ("learning_rate", True, "float"), ("trailing_space", 1, "bool"),
-        ("model", 3, "str"), ("runs_dir", 3, "Path"), ("train_rows", "all", "int"),
-        ("reward_weights", [1.0, "two"], "float"), ("reward", [1], "str"),
+        ("model", [3], "str"), ("runs_dir", 3, "Path"), ("train_rows", "all", "int"),
+        ("reward_weights", [1.0, "two"], "float"), ("reward", [True], "str"),
     ],
 )  # fmt: skip
 def test_a_value_of_the_wrong_type_in_yaml(name, value, wanted):
@@ -354,6 +354,21 @@ def test_a_resumed_run_has_its_own_settings_as_defaults(tmp_path):
     config = parse_command_line(["--resume", str(tmp_path), "--steps", "9"])
     assert (config.resume, config.steps, config.batch_size, config.name) == (tmp_path, 9, 16, "x")
     assert parse_command_line([f"--resume={tmp_path}"]).resume == tmp_path
+
+
+def test_a_resumed_run_keeps_its_name(tmp_path):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    write_yaml(Config(name="once-elsewhere"), folder / CONFIG_FILE)  # and moved since
+    assert parse_command_line(["--resume", str(folder), "--name", "a"]).resume == folder
+    with pytest.raises(SettingsError, match=r"name is 'b', but resume is .*; leave --name out"):
+        parse_command_line(["--resume", str(folder), "--name", "b"])
+
+
+def test_text_that_yaml_takes_for_a_number_is_text(tmp_path):
+    (tmp_path / "c.yaml").write_text("memory_limit: 8000000000\nname: 20261121\n")
+    config = parse_command_line(["--config", str(tmp_path / "c.yaml")])
+    assert (config.memory_limit, config.name) == ("8000000000", "20261121")
 
 
 def test_resuming_what_is_no_run_folder(tmp_path):

@@ -325,6 +325,48 @@ def test_i5_a_stop_before_the_first_step_can_be_resumed(run_config):
     assert_same_outcome(straight, outcome(train(dataclasses.replace(config, resume=folder))))
 
 
+class AskedLate(StopRequest):
+    """Somebody asks to stop after this has been looked at so many times."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    @property
+    def requested(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+@pytest.mark.parametrize("looks", range(5))
+def test_i5_whenever_somebody_asks_to_stop_what_is_finished_is_saved(config, looks):
+    config = dataclasses.replace(config, steps=2, checkpoint_interval=0, eval_interval=0)
+    with open_run(config) as run:
+        trainer = Trainer(run, Console(quiet=True))
+        trainer.train(AskedLate(looks))
+        assert run.checkpoints.newest_intact().state["step"] == trainer.saved == trainer.finished
+        assert trainer.interrupted == (trainer.finished < 2)
+        assert trainer.finished == max(0, min(2, looks - 1))
+
+
+def test_i5_tokens_of_half_a_step_are_not_counted(config, monkeypatch):
+    config = dataclasses.replace(config, checkpoint_interval=0, eval_interval=0)
+    with open_run(config) as run:
+        trainer, calls = Trainer(run, Console(quiet=True)), itertools.count(1)
+        accumulate = trainer.phases.accumulate
+
+        def fails(*arguments):
+            if next(calls) == 3:
+                raise ZeroDivisionError
+            return accumulate(*arguments)
+
+        monkeypatch.setattr(trainer.phases, "accumulate", fails)
+        with pytest.raises(ZeroDivisionError):
+            trainer.train(StopRequest())
+        saved = run.checkpoints.newest_intact().state
+        last = [line for line in read_lines(run.folder / METRICS_FILE) if "num_tokens" in line][-1]
+        assert saved["step"] == last["step"] == 2 and saved["num_tokens"] == last["num_tokens"] > 0
+
+
 def test_i5_after_an_error_the_last_whole_step_is_saved(run_config):
     """The step in which it happened is done again, from the beginning."""
     straight = outcome(train(dataclasses.replace(run_config, name="straight")))

@@ -219,6 +219,30 @@ def test_a_budget_that_forces_splits_changes_nothing(fp64: Config, plain: Path, 
     assert_same(folder, plain, exactness=1e-12)
 
 
+def test_an_evaluation_has_the_rows_that_fit(fp64: Config, fixed_process, monkeypatch):
+    """No two of its prompts are shared, so each row holds all its tokens; what failed once is not tried."""
+    seen: list[int] = []
+    sampled = planned.score_heldout
+
+    def watched(*arguments: Any, rows: int, **options: Any) -> Any:
+        seen.append(rows)
+        if len(seen) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        if len(seen) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return sampled(*arguments, rows=rows, **options)
+
+    def prepare(run: Run) -> None:
+        own = Shape(24, 1, run.longest_prompt + NEW)
+        budget = Budget(int(run.memory.footprint("sample", own, 24).upper_bytes) + 1, "test")
+        run.memory._budget = lambda: budget
+
+    monkeypatch.setattr(planned, "score_heldout", watched)
+    folder = train(dataclasses.replace(fp64, name="evaluated", train_rows=1, score_rows=4), prepare)
+    assert seen[:3] == [24, 24, 12] and set(seen[3:]) == {12} and len(seen) == 3 + STEPS
+    assert len(records(folder, "sample")) == STEPS
+
+
 # --------------------------------------------------------------------------------- batch size auto
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import rewards as rewards_package
-from grpo.reward_functions import RewardFunctions, load_reward
+from grpo.reward_functions import RewardFailed, RewardFunctions, load_reward
 from grpo.values import Prompt, Rollout
 from rewards.formats import environment_prompt, policy_prompt
 
@@ -89,6 +89,24 @@ def spy(prompts, completions, completion_ids, **columns):
     assert seen["completions"] == ["a", "bcd", "", "e"]
     assert seen["completion_ids"] == [[97], [98, 99, 100], [], [101]]
     assert seen["answer"] == [0, 0, 1, 1]
+
+
+BROKEN = """
+def first_digit(completions, **kwargs):
+    return [int(text[0]) for text in completions]
+
+def wants_more(completions, difficulty):
+    return [0.0] * len(completions)
+"""
+
+
+def test_an_error_in_a_users_function_is_named_with_its_place(tmp_path):
+    with pytest.raises(
+        RewardFailed, match=r"'first_digit' failed with ValueError in .*mine\.py, line 3: inv"
+    ):
+        functions(tmp_path, BROKEN, "first_digit")(rollout_of(OWN, ["x"] * 4))
+    with pytest.raises(RewardFailed, match=r"'wants_more' failed with TypeError: .*unexpected keyword"):
+        functions(tmp_path, BROKEN, "wants_more")(rollout_of(OWN, ["x"] * 4))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ from torch import nn
 
 from grpo.interrupt import StopRequest
 from grpo.optimizer import OptimizerSettings
+from grpo.reward_functions import Scores
 from grpo.setup import open_run
 from grpo.step import Diverged, Stepper
+from grpo.tracking import METRICS_FILE, read_lines
 from grpo.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
@@ -120,9 +122,14 @@ def test_an_exception_in_the_middle_leaves_the_weights():
 # ------------------------------------------------------------------------------------- in a whole run
 
 
-def test_a_model_whose_logits_are_nan_ends_with_diverged_and_a_checkpoint(config, logged):
-    """Weights that are finite but absurd: sampling survives them, three steps are skipped, then the end."""
-    with open_run(dataclasses.replace(config, steps=9, checkpoint_interval=0, eval_interval=0)) as run:
+@pytest.mark.parametrize("num_iterations", [1, 4])
+def test_a_model_whose_logits_are_nan_ends_with_diverged_and_a_checkpoint(config, logged, num_iterations):
+    """Weights that are finite but absurd: sampling survives them, three steps are skipped, then the end.
+
+    One bad rollout is one skipped step, however often it would be learned from.
+    """
+    config = dataclasses.replace(config, steps=9, checkpoint_interval=0, eval_interval=0)
+    with open_run(dataclasses.replace(config, num_iterations=num_iterations)) as run:
         with torch.no_grad():
             run.policy.model.transformer.wte.weight.fill_(3e38)
         before = {name: p.clone() for name, p in run.policy.model.named_parameters()}
@@ -143,6 +150,24 @@ def test_a_skipped_step_does_not_move_the_adaptive_kl_coefficient(config, monkey
         monkeypatch.setattr(trainer.stepper, "step", lambda f: step(lambda: {**f(), "kl": math.nan}))
         trainer.train(StopRequest())
         assert trainer.kl_coef == config.loss.kl_coef
+
+
+def test_with_the_kl_in_the_reward_metrics_are_of_the_rewards_alone(config, monkeypatch, logged):
+    """All rewards equal: their deviation is none, whatever the KL; and a warning says where that leads."""
+    config = dataclasses.replace(
+        config, steps=3, eval_interval=0, kl_in_reward=True, optimizer=OptimizerSettings(learning_rate=0.01)
+    )
+    with open_run(config) as run:
+        monkeypatch.setattr(Scores, "rewards", property(lambda self: torch.zeros(len(self.table))))
+        with torch.no_grad():  # away from the reference
+            run.policy.model.lm_head.weight.mul_(1.1)
+        trainer = Trainer(run, Console(quiet=True))
+        trainer.train(StopRequest())
+        lines = [line for line in read_lines(run.folder / METRICS_FILE) if "reward" in line]
+    assert any(line["grad_norm"] > 0 for line in lines)  # the KL's
+    assert all((line["reward"], line["reward_std"]) == (0, 0) for line in lines)
+    assert all(line["frac_reward_zero_std"] == 1 for line in lines)
+    assert sum("--advantage-scale batch or none" in line for line in logged) == 1
 
 
 def test_a_step_without_a_token_to_learn_from_is_no_error(config):

@@ -87,6 +87,8 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
         good = hint is bool and isinstance(value, bool)
     elif hint is float:  # YAML reads 1e-5 as text: it wants 1.0e-5
         good = isinstance(value, int | float) or (isinstance(value, str) and _is_float(value))
+    elif hint is str:  # and a name of digits, or bytes, as a number
+        good = isinstance(value, str | int | float)
     else:
         good = isinstance(value, str if hint is Path else hint)
     if not good:
@@ -184,6 +186,11 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> Config:
     if resumed and not (Path(resumed) / CONFIG_FILE).is_file():
         raise SettingsError(
             f"resume is {resumed!r}, which is no run folder: give one that holds a {CONFIG_FILE}."
+        )
+    name, _ = _take_option(arguments, "--name")
+    if resumed and name not in (None, Path(resumed).name):
+        raise SettingsError(
+            f"name is {name!r}, but resume is {resumed!r}: a run goes on in its own folder; leave --name out."
         )
     if resumed:
         stored = read_yaml(Path(resumed) / CONFIG_FILE)

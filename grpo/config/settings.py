@@ -136,7 +136,7 @@ class Config:
     resume: Path | None = None
     """A run folder to go on with; its settings are the defaults."""
     checkpoint_interval: int = 50
-    """Steps between checkpoints; 0: only at the end."""
+    """Steps between checkpoints; 0: only at the end, and of the best evaluation."""
     keep_checkpoints: int = 2
     """Checkpoints kept, the newest; the best one is kept besides."""
     trackers: tuple[Tracker, ...] = ("tensorboard",)
@@ -163,7 +163,7 @@ class Config:
 
     @property
     def uses_reference(self) -> bool:
-        return self.loss.kl_coef > 0 or self.kl_target is not None
+        return self.loss.kl_coef > 0
 
 
 class SettingsError(ValueError):

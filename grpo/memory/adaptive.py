@@ -143,6 +143,10 @@ class AdaptiveMemory:
 
         return largest_multiple(fits, at_most=batch_size, multiple=self._group_size)
 
+    def rows_now(self, phase: str, at_most: int, prompt_tokens: int, new_tokens: int) -> int:
+        """Rows that the phase could do at once in what may be held now; 0 if not one group."""
+        return self.largest_whole(phase, self._budget(), at_most, prompt_tokens, new_tokens)
+
     def _explain(self, phase: str, error: DoesNotFit) -> str:
         others = self._monitor.neighbours()
         return " ".join(filter(None, [str(error), others and f"On the card: {others}", self._advice(phase)]))

@@ -34,10 +34,11 @@ class SizeError(ValueError):
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "24GB", "512MB", "1.5GiB" or a plain number of bytes. SizeError for anything else."""
+    """Bytes of "24GB", "512MB", "1.5GiB" or a plain number of bytes, a MB at least. SizeError for others."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?b)?\s*", text, re.IGNORECASE)
     size = int(float(match[1]) * _UNITS[f"{match[2].upper()}B" if match[2] else ""]) if match else 0
-    if size < 1:
+    without_unit = match is not None and not (match[2] or match[3])
+    if size < 1 or (without_unit and size < 2**20):  # 24 is hardly meant to be bytes
         raise SizeError(f"{text!r} is no size: write it like 24GB or 512MB.")
     return size
 
