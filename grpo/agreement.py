@@ -1,13 +1,11 @@
 """Whether the processes of a run are about to do the same."""
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo.checkpoint import Checkpoint
 from grpo.config import Config, SettingsError, to_flat
 from grpo.prompts import PromptSource
-from grpo.world import World
+from grpo.world import World, sum_of_bits
 
 _OF_THIS_MACHINE = {
     *("device", "reference_device", "memory_utilization", "memory_limit", "gradient_checkpointing"),
@@ -28,7 +26,7 @@ def check_same(
     mine = settings | {
         "the checkpoint to go on from": checkpoint.folder.name if checkpoint else None,
         "the prompts (a digest)": source.state()["rows_digest"],
-        "the model (a sum of its bits)": sum(map(_bits, model.parameters())),
+        "the model (a sum of its bits)": sum(map(sum_of_bits, model.parameters())),
     }
     for rank, theirs in enumerate(world.exchange("the comparison of settings", mine)):
         for what, value in theirs.items():
@@ -37,9 +35,3 @@ def check_same(
                     f"process {rank} has {value} for {what}, process {world.rank} {mine[what]}: give all "
                     "machines the same command, files and versions, and --resume a folder that all see."
                 )
-
-
-def _bits(weights: Tensor) -> int:
-    """The sum of the numbers' bits as integers: the same on unlike devices, in whatever order they add."""
-    as_integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weights.element_size()]
-    return int(weights.detach().view(as_integers).sum(dtype=torch.int64).item())

@@ -9,7 +9,7 @@ from loguru import logger
 from torch import nn
 
 from grpo.shard import is_sharded, whole
-from grpo.world import World
+from grpo.world import World, sum_of_bits
 
 
 class Diverged(RuntimeError):
@@ -73,7 +73,7 @@ class Stepper:
         """
         if world.size == 1 or self._sharded:
             return
-        sums = [parameter.double().sum().item() for parameter in self.parameters]
+        sums = [sum_of_bits(parameter) for parameter in self.parameters]
         if any(other != sums for other in world.exchange("the comparison of weights", sums)):
             logger.info("the processes' weights have drifted apart by rounding: all take the first one's")
             states = [value for p in self.parameters for value in self._optimizer.state[p].values()]

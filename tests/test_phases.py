@@ -121,6 +121,21 @@ def test_a_recorded_step_holds_its_output_and_room_to_run_in(tmp_path: Path):
     assert 2 * logits <= peak("cuda") - peak("xpu") < 20 * logits  # which has no recorder
 
 
+def test_cuda_holds_more_of_norms_where_the_base_is_in_bf16(tmp_path: Path):
+    """Its autocast takes them in fp32: with adapters, whose base is in bf16, that is more than comes in."""
+    settings = replace(
+        settings_of(Setting("gpt2", shape_of("gpt2"), group_size=G)),
+        compute_dtype=torch.bfloat16, lora=LoraSettings(lora_rank=2),
+    )  # fmt: skip
+    values = SHAPE.rows * SHAPE.new_tokens * 32  # of one activation
+
+    def peak(device_type: str) -> int:
+        tracer = PhaseTracer(replace(settings, device_type=device_type), cache_folder=tmp_path)
+        return tracer.peak_bytes("learn", SHAPE)
+
+    assert peak("cuda") - peak("xpu") > 5 * 2 * values
+
+
 def test_an_unknown_phase_is_an_error(tracer):
     with pytest.raises(KeyError, match="dream"):
         tracer().trace("dream", SHAPE)

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import norm, rankdata
 
 Array = NDArray[np.float64]
 
@@ -163,6 +162,8 @@ def _test_piece(values: Array, times: Array, min_growth: float) -> Trends:
     slope, low, high = theil_sen(late, kendall_variance(half, phi))
     rising = (z_whole > Z_WHOLE) & (z_half > Z_HALF) & (z_tail > Z_TAIL)
     rising &= slope * (times[-1] - times[0]) >= min_growth
+    from scipy.stats import norm  # a second to load, and seldom needed
+
     return Trends(rising, norm.sf(z_whole), slope, low, high)
 
 
@@ -180,6 +181,8 @@ def autocorrelation(residuals: Array, growth: Array) -> Array:
     """Of the ranks at lag 1, (K,), corrected for the line that was fitted, which rose by `growth` (K,)."""
     count = residuals.shape[1]
     unit = np.maximum(SMOOTH * np.abs(growth), 1.0)[:, None]  # bytes: what is less than one is rounding
+    from scipy.stats import rankdata
+
     ranks = rankdata(np.rint((residuals - np.median(residuals, axis=1, keepdims=True)) / unit), axis=1)
     ranks -= ranks.mean(1, keepdims=True)
     spread = (ranks**2).sum(1)
@@ -204,6 +207,8 @@ def mann_kendall(slopes: Array, variance: Array) -> Array:
 def theil_sen(ordered: Array, variance: Array) -> tuple[Array, Array, Array]:
     """Median of sorted slopes and its 95 % interval from the variance of S (Sen 1968), each (K,)."""
     count = ordered.shape[1]
+    from scipy.stats import norm
+
     reach = norm.ppf(0.975) * np.sqrt(variance)
     low = np.maximum(np.rint((count - reach) / 2).astype(int) - 1, 0)
     high = np.minimum(np.rint((count + reach) / 2).astype(int), count - 1)

@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -99,9 +102,10 @@ class FakePhases:
                 for parameter in self._trained:
                     parameter.grad = torch.zeros_like(parameter)
                     already += parameter.grad.nbytes
-            on_cpu = self._settings.device_type == "cpu"
-            block_bytes = 1 if on_cpu else 512
-            with LiveBytes(self._settings.device_type, block_bytes, keep_log=True) as self._live:
+            device = self._settings.device_type
+            block_bytes = 1 if device == "cpu" else 512
+            norms = _norms_of_cuda() if device == "cuda" else nullcontext()
+            with norms, LiveBytes(device, block_bytes, keep_log=True) as self._live:
                 work(shape)
         return [(operation, already + held) for operation, held in self._live.log]
 
@@ -214,6 +218,20 @@ class FakePhases:
         return AutoModelForCausalLM.from_config(
             self._settings.model, dtype=dtype, attn_implementation=self._settings.attention
         ).eval()
+
+
+@contextmanager
+def _norms_of_cuda() -> Iterator[None]:
+    """CUDA's autocast takes layer norms in fp32, whatever comes in; the CPU's, which is traced, does not."""
+    plain = F.layer_norm
+
+    def exact(values: Tensor, shape: list[int], *rest: Any) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            values, rest = values.float(), tuple(x.float() if isinstance(x, Tensor) else x for x in rest)
+        return plain(values, shape, *rest)
+
+    with mock.patch.object(F, "layer_norm", exact):
+        yield
 
 
 @contextmanager

@@ -8,7 +8,8 @@ an exchange is a process's vote that all before it went well.
 Launchers (accelerate launch, torchrun, mpirun) start the processes; accelerate finds their places.
 """
 
+from grpo.world.bits import sum_of_bits
 from grpo.world.launch import open_world
 from grpo.world.one import ProcessLost, World, largest_share
 
-__all__ = ["ProcessLost", "World", "largest_share", "open_world"]
+__all__ = ["ProcessLost", "World", "largest_share", "open_world", "sum_of_bits"]

@@ -1,0 +1,109 @@
+"""Runs on the other device and on the CPU, in float64: `rehearse.py LIBRARY MODEL PROMPTS FOLDER`.
+
+Prints what came out as JSON.
+"""
+
+import dataclasses
+import gc
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import untraced
+from loguru import logger
+from rich.console import Console
+
+from another_device import NAME, AnotherDevice
+from grpo.adapters import LoraSettings
+from grpo.config import Config
+from grpo.interrupt import StopRequest
+from grpo.optimizer import OptimizerSettings
+from grpo.sampling import SamplingSettings
+from grpo.setup import Run, open_run
+from grpo.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, read_lines
+from grpo.trainer import Trainer
+
+RICH = {
+    "num_iterations": 2, "refill_groups": 1, "importance_cap": 2.0, "mask_truncated": True, "kl_target": 0.01,
+    "gradient_checkpointing": True, "reference_sync": 1,
+}  # fmt: skip
+
+
+def train(
+    config: Config, prepare: Callable[[Run], object] = lambda run: None, *, traced: bool = False
+) -> dict[str, Any]:
+    """What a run leaves: weights, texts, held-out rewards, and of each phase's memory the last record.
+
+    traced: with the plan a run makes, which takes a while, and not with one made up.
+    """
+    with nullcontext() if traced else untraced(), open_run(config) as run:
+        prepare(run)
+        Trainer(run, Console(quiet=True)).train(StopRequest())
+        weights = torch.cat([p.detach().cpu().flatten() for p in run.policy.model.parameters()])
+    lines = read_lines(run.folder / MEMORY_FILE)
+    return {
+        "weights": weights,
+        "texts": [line["completion"] for line in read_lines(run.folder / COMPLETIONS_FILE)],
+        "held out": [line.get("eval_reward") for line in read_lines(run.folder / METRICS_FILE)],
+        "retries": sum(line["retries"] for line in lines),
+        "phases": {line["phase"]: line for line in lines},
+    }
+
+
+def compared(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    weights, others = one.pop("weights"), other["weights"]
+    return {
+        "weights apart": float((weights - others).norm() / others.norm()),
+        "same texts": one.pop("texts") == other["texts"],
+        "same held out": one["held out"] == other["held out"],
+        **one,
+    }
+
+
+def main(library: str, model: str, prompts: str, folder: str) -> None:
+    pretend = AnotherDevice(Path(library))
+    logger.remove()
+    said: list[str] = []
+    logger.add(said.append, format="{message}")
+    cpu = Config(
+        steps=3, batch_size=16, group_size=4, model=model, device="cpu", precision="fp64", prompts=prompts,
+        heldout_share=0.2, engine="off", sampling=SamplingSettings(max_new_tokens=16), eval_prompts=4,
+        eval_interval=2, optimizer=OptimizerSettings(learning_rate=1e-3), runs_dir=Path(folder), trackers=(),
+        checkpoint_interval=0, logged_completions=16,
+    )  # fmt: skip
+
+    def on(device: str, config: Config = cpu, **changes: Any) -> Config:
+        return dataclasses.replace(config, device=device, **changes)
+
+    found: dict[str, Any] = {}
+    plain = train(on("cpu"))
+    found["plain"] = here = compared(train(on(NAME), traced=True), plain)
+    found["rich"] = compared(train(on(NAME, **RICH)), train(on("cpu", **RICH)))
+    adapters = {"lora": LoraSettings(lora_rank=2)}
+    found["lora"] = compared(train(on(NAME, **adapters)), train(on("cpu", **adapters)))
+    stopped = dataclasses.replace(cpu, name="stopped", steps=2)
+    train(on(NAME, stopped))
+    found["resumed"] = compared(train(on(NAME, stopped, steps=3, resume=Path(folder) / "stopped")), plain)
+
+    largest, small = (here["phases"][phase]["device_used_bytes"] for phase in ("learn", "update"))
+
+    def less_than_it_says(run: Run) -> None:
+        pretend.set_limit((largest + small) // 2)
+
+    found["short"] = compared(train(on(NAME), less_than_it_says), plain)
+    gc.collect()
+    found["left behind"] = pretend.allocated()
+    pretend.set_memory(small // 3)
+    try:
+        train(on(NAME))
+    except ValueError as error:
+        found["too small"] = str(error)
+    print(json.dumps({**found, "said": [str(line).strip() for line in said]}, default=str))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,65 @@
+"""What an accelerator changes, on one that is made up: memory of its own, and no mixing of devices."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from another_device import SOURCE, build
+from commands import ROOT
+
+COMPILER = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler"),
+    pytest.mark.skipif(sys.platform != "linux", reason="built for Linux"),
+]
+
+
+@pytest.fixture(scope="module")
+def found(model_folders, data_file, tmp_path_factory) -> dict[str, Any]:
+    """All runs, in one process: a device that is there once is there for all that come after."""
+    folder: Path = tmp_path_factory.mktemp("another-device")
+    library = folder / "device.so"
+    build(library, COMPILER)
+    arguments = [library, model_folders["gpt2"], data_file, folder / "runs"]
+    done = subprocess.run(
+        [sys.executable, str(SOURCE.parent / "rehearse.py"), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+        capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("run", ["plain", "rich", "lora", "resumed"])
+def test_the_run_is_the_cpus(found, run: str):
+    """Operations may be put together otherwise, so to rounding; not a token differs."""
+    assert found[run]["weights apart"] < 1e-10
+    assert found[run]["retries"] == 0
+    if run != "resumed":
+        assert found[run]["same texts"] and found[run]["same held out"]
+
+
+def test_peaks_are_what_was_predicted(found):
+    """By the allocator's own statistics, which no prediction has seen: within 3 %."""
+    for phase, line in found["plain"]["phases"].items():
+        assert line["device_used_bytes"] > 0
+        assert line["predicted_bytes"] == pytest.approx(line["device_used_bytes"], rel=0.03), phase
+
+
+def test_out_of_memory_costs_a_retry_and_changes_nothing(found):
+    assert found["short"]["retries"] > 0 and found["short"]["phases"]["learn"]["rows"] < 16
+    assert found["short"]["weights apart"] < 1e-10 and found["short"]["same texts"]
+    assert any("out of memory, replayed (OutOfMemoryError: pretend" in line for line in found["said"])
+
+
+def test_nothing_is_left_on_the_device(found):
+    assert found["left behind"] == 0
+
+
+def test_a_model_that_does_not_fit_is_no_traceback(found):
+    assert found["too small"].startswith("the model does not fit on pretend:0: what stays all along needs")
