@@ -4,11 +4,13 @@ import re
 import subprocess
 import sys
 
+import pytest
 from commands import ROOT, run
 
 from grpo.config import Config, to_flat
 
 README = (ROOT / "README.md").read_text()
+PAGES = (ROOT / "README.md", ROOT / "scripts/results/README.md")
 
 
 def test_the_example_of_an_own_task_runs(tmp_path):
@@ -30,6 +32,37 @@ def test_the_example_of_memory_in_an_own_loop_runs():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"\d+ rows at once\n", done.stdout)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=["README", "measurements"])
+def test_links_and_pictures_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)]+)\)", page.read_text())
+    near = [link for link in links if "://" not in link]
+    assert near
+    lost = []
+    for link in near:
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            lost.append(link)
+    assert not lost
+
+
+def test_every_picture_is_shown():
+    shown = {
+        (page.parent / name).resolve()
+        for page in PAGES
+        for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text())
+    }
+    pictures = [path for path in PAGES[1].parent.iterdir() if path.suffix in (".png", ".svg")]
+    assert {path.resolve() for path in pictures} == shown
+
+
+def anchors(page):
+    """What GitHub makes of a page's headings: lower case, without punctuation, a hyphen for a space."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def test_every_setting_is_in_the_readme_with_its_default():
