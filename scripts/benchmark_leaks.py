@@ -1,4 +1,4 @@
-"""How good is the leak test? On series whose answer is known, and on real leaks: the README's figures.
+"""How good is the leak test? On series whose answer is known, and on real leaks: the figures in results/README.md.
 
 python scripts/benchmark_leaks.py --series 1000 --real --trainer
 """

@@ -1,4 +1,4 @@
-"""Does it learn? Five seeds of the demo with two controls: the README's table and picture.
+"""Does it learn? Five seeds of the demo with two controls: the table and picture of results/README.md.
 
     python scripts/learning_curve.py --output runs/learning
 
