@@ -1,5 +1,7 @@
 """The memory plan of a run before anything runs, for this device or for a card that is not there."""
 
+from dataclasses import replace
+
 import torch
 from loguru import logger
 from rich.console import Console
@@ -30,15 +32,15 @@ def dry_run(config: Config, console: Console) -> None:
     """
     absent = parse_size(config.device_memory) if config.device_memory else None
     device = torch.device("cuda") if absent else choose_device(config.device)
-    name = choose_model(config.model, device)
+    config = replace(config, model=choose_model(config.model, device))
     check_peft(config.lora)
     dtype = (
         torch.bfloat16 if absent and config.precision == "auto" else compute_dtype(config.precision, device)
     )
     source = load_source(config)
     work = Workload(
-        config, load_config(name), choose_attention(device, dtype), dtype,
-        longest_prompt(source, load_tokenizer(name), config),
+        config, load_config(config.model), choose_attention(device, dtype), dtype,
+        longest_prompt(source, load_tokenizer(config.model), config),
         reference_here=config.reference_device in (None, device.type), device_type=device.type,
         processes=launched_processes()[1],
     )  # fmt: skip

@@ -6,10 +6,9 @@ from loguru import logger
 from grpo.adapters import add_adapters, load_adapters, store_base
 from grpo.checkpoint import Checkpoint
 from grpo.config import Config, SettingsError
-from grpo.model import Policy, load_policy
-from grpo.prompts import PromptSource, load_prompts
+from grpo.model import Policy, context_length, load_config, load_policy, load_tokenizer
+from grpo.prompts import PromptSource, Room, check_spec, load_prompts
 from grpo.reference import FrozenCopy, Reference, make_reference
-from grpo.rollout import context_length
 from grpo.scoring import check_recomputation, check_scorer
 from grpo.shard import shard_model
 from grpo.world import World
@@ -40,12 +39,27 @@ def check_shard(config: Config, world: World) -> None:
 
 
 def load_source(config: Config) -> PromptSource:
-    """The prompts that a run draws from. ValueError for what cannot be read."""
+    """The prompts that a run draws from: those that its model has room for. No weights are loaded.
+
+    config.model is a model's name, not auto. ValueError for what cannot be read.
+    """
+    check_spec(config.prompts)
     return load_prompts(
         config.prompts, seed=config.seed, policy_share=config.policy_share,
         heldout_share=config.heldout_share, max_bad_share=config.max_bad_share,
-        trailing_space=config.trailing_space,
+        trailing_space=config.trailing_space, room=prompt_room(config.model, config.sampling.max_new_tokens),
     )  # fmt: skip
+
+
+def prompt_room(model: str, max_new_tokens: int) -> Room:
+    """What is left for a prompt. ValueError for a model that cannot be had, or without any room."""
+    context = context_length(load_config(model))
+    if context <= max_new_tokens:
+        raise SettingsError(
+            f"max_new_tokens is {max_new_tokens}, but the model's context is {context} tokens: give less "
+            "than that, to leave room for the prompt."
+        )
+    return Room(load_tokenizer(model), context, max_new_tokens)
 
 
 def load_models(
@@ -55,14 +69,9 @@ def load_models(
     on_host = config.lora.on or config.shard  # whole, in fp32, it may not fit the device
     reference_device = torch.device("cpu") if config.shard else reference_device
     policy = load_policy(config.model, device, config.precision, on_host=on_host)
-    context = context_length(policy.model)
-    if context <= config.sampling.max_new_tokens:
-        raise SettingsError(
-            f"max_new_tokens is {config.sampling.max_new_tokens}, but the model's context is "
-            f"{context} tokens: give less than that, to leave room for the prompt."
-        )
     if config.lora.on:
         add_adapters(policy.model, config.lora, seed=config.seed, base=config.model)
+    context = context_length(policy.model.config)
     check_scorer(policy.model, context, checkpoint=config.gradient_checkpointing and not config.shard)
     if config.lora.on:  # after the check, which wants to be exact, and not on the device before
         store_base(policy.model, policy.compute_dtype)
@@ -86,4 +95,4 @@ def shard_models(config: Config, policy: Policy, reference: Reference | None, de
     if isinstance(reference, FrozenCopy):
         reference.shard(policy.compute_dtype, device)
     if config.gradient_checkpointing:  # whose gradients take room: each process has its part of them now
-        check_recomputation(policy.model, context_length(policy.model))
+        check_recomputation(policy.model, context_length(policy.model.config))

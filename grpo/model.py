@@ -144,6 +144,13 @@ def load_config(name: str) -> PretrainedConfig:
     return config
 
 
+def context_length(config: PretrainedConfig) -> int:
+    """Tokens the model's positions reach, or its attention, where layers see a window only."""
+    config = config.get_text_config(decoder=True)
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "sliding_window"))
+    return min((limit for limit in limits if limit), default=2**20)
+
+
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with a token to pad with. ValueError where it cannot end a text."""
     base = base_of(name)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.decode import CacheBytes, has_static_cache, leave_at_once, make_decoder, replaced_at_once
+from grpo.model import context_length
 from grpo.sampling import SamplingSettings, sample_tokens
 from grpo.shard import any_process, inside
 from grpo.values import Prompt, Rollout
@@ -54,7 +55,8 @@ def rollout(
     `rows` allows, and a group is split where it does not; neither changes what is sampled.
     watch_cache: told, every few steps, how many the first rows have done and what the cache takes up.
     """
-    prompt_ids = tokenize_prompts(prompts, tokenizer, longest=context_length(model) - settings.max_new_tokens)
+    room = context_length(model.config) - settings.max_new_tokens
+    prompt_ids = tokenize_prompts(prompts, tokenizer, longest=room)
     num_rows = len(uniforms)
     group_size = num_rows // len(prompts)
     made = _Completions(uniforms.to(model.device), _exact_dtype(model), end=tokenizer.eos_token_id)
@@ -86,13 +88,6 @@ def rollout(
             skip_special_tokens=True,
         ),
     )
-
-
-def context_length(model: PreTrainedModel) -> int:
-    """Tokens the model's positions reach, or its attention, where layers see a window only."""
-    config = model.config.get_text_config(decoder=True)
-    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "sliding_window"))
-    return min((limit for limit in limits if limit), default=2**20)
 
 
 class _Completions:

@@ -19,8 +19,9 @@ from grpo.evaluate import (
     results_table,
     self_play,
 )
+from grpo.loading import prompt_room
 from grpo.model import RolloutModel, choose_device, choose_model, load_policy
-from grpo.prompts import HELDOUT_SHARE, load_prompts
+from grpo.prompts import HELDOUT_SHARE, check_spec, load_prompts
 from grpo.sampling import SamplingSettings
 from grpo.tracking import configure_logging
 from grpo.values import Precision
@@ -37,6 +38,8 @@ class EvaluateConfig:
     """bundled, a file, or a dataset on the hub: its held-out part is used."""
     heldout_share: float = HELDOUT_SHARE
     """Share of positions that is held out; the bundled ones are split already."""
+    max_bad_share: float = 0.01
+    """More rows than this that cannot be read, or whose prompt is too long for the model, are an error."""
     limit: int = 1000
     """Most prompts of each task, and most positions of --mate-in-one."""
     self_play: int = 0
@@ -91,11 +94,14 @@ def main(config: EvaluateConfig) -> None:
         engine = None
         if config.stockfish or config.stockfish_path:
             engine = stack.enter_context(EnginePool(config.stockfish_path, depth=config.engine_depth))
+        check_spec(config.prompts)
+        name = choose_model(config.model, device)
         heldout = load_prompts(
             config.prompts, seed=config.seed, heldout_share=config.heldout_share, heldout_count=config.limit,
-            trailing_space=config.trailing_space,
+            max_bad_share=config.max_bad_share, trailing_space=config.trailing_space,
+            room=prompt_room(name, config.max_new_tokens),
         ).heldout  # fmt: skip
-        policy = load_policy(choose_model(config.model, device), device, config.precision)
+        policy = load_policy(name, device, config.precision)
         model, tokenizer = RolloutModel(policy.model, policy.compute_dtype).model, policy.tokenizer
         results = evaluate(
             model, tokenizer, heldout, settings=settings, rows=config.rows, seed=config.seed,

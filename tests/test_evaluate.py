@@ -462,3 +462,7 @@ def test_command_finds_what_is_wrong_before_it_loads_a_model(tmp_path):
     for wrong in ({"mate_in_one": tmp_path / "none.json"}, {"before": tmp_path / "none.json"}):
         with pytest.raises(ValueError, match=r"none\.json is no"):
             script["main"](script["EvaluateConfig"]("nowhere", **wrong))
+    with pytest.raises(ValueError, match=r"no file nothing\.txt"):
+        script["main"](script["EvaluateConfig"]("nowhere", prompts="nothing.txt"))
+    with pytest.raises(ValueError, match=r"leaves 12 beside --max-new-tokens 500; .* --max-bad-share 1.0"):
+        script["main"](script["EvaluateConfig"]("rook-tiny", max_new_tokens=500))

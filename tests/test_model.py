@@ -23,10 +23,10 @@ from grpo.model import (
     choose_device,
     choose_model,
     compute_dtype,
+    context_length,
     frozen_copy,
     load_policy,
 )
-from grpo.rollout import context_length
 from grpo.scoring import check_scorer
 
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -201,15 +201,15 @@ def test_a_head_that_is_more_than_linear_is_refused():
     torch.manual_seed(0)
     model = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=4.0)).eval()
     with pytest.raises(ValueError, match=r"GraniteForCausalLM cannot be trained here: .* nats wrong"):
-        check_scorer(model, context_length(model))
+        check_scorer(model, context_length(model.config))
     model = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=1.0)).eval()
-    check_scorer(model, context_length(model))
+    check_scorer(model, context_length(model.config))
 
 
 def test_a_model_without_keys_and_values_is_refused():
     model = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, state_size=4))
     with pytest.raises(ValueError, match="MambaForCausalLM cannot be trained here"):
-        check_scorer(model, context_length(model))
+        check_scorer(model, context_length(model.config))
 
 
 def test_every_model_of_these_tests_passes(load):
@@ -220,9 +220,9 @@ def test_every_model_of_these_tests_passes(load):
 def test_a_sliding_window_limits_the_context():
     """Within the window it is plain attention, which is what the shared prompt relies on."""
     model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=24)).eval()
-    assert context_length(model) == 24
+    assert context_length(model.config) == 24
     check_scorer(model, 24)
-    assert context_length(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None))) == 64
+    assert context_length(MistralConfig(**SIZES, sliding_window=None)) == 64
 
 
 # ------------------------------------------------------------------------------ copies of the policy

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompt_lines import QUIET, game_lines, ids
 
+from grpo.loading import prompt_room
 from grpo.prompts import Prompt, load_prompts
 from grpo.prompts import hub as hub_module
-from grpo.prompts.rows import Intake
+from grpo.prompts.intake import Intake
 
 
 class Hub:
@@ -145,6 +146,25 @@ def test_a_streams_bad_rows_are_judged_after_the_first_thousand(
     source = load_prompts("owner/name", seed=0, policy_share=1.0)
     with pytest.raises(ValueError, match=r"1 of 61 rows.*--max-bad-share"):
         source.draw(60)
+
+
+def test_a_stream_skips_a_prompt_that_is_too_long_when_it_comes(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    monkeypatch.setattr(hub_module, "HEAD_ROWS", 20)
+    room = prompt_room("rook-tiny", 412)  # 100 tokens are left
+    hub.rows = [{"prompt": f"{n} + {n} ="} for n in range(90)]
+    for row in (50, 70):
+        hub.rows[row] = {"prompt": "a" * 101}
+    source = load_prompts("owner/name", seed=0, heldout_share=0, max_bad_share=0.03, room=room)
+    assert not any(message.startswith("WARNING") for message in logged)
+    assert sorted(ids(source.draw(88))) == sorted(f"owner/name:{n}" for n in range(90) if n not in (50, 70))
+    (warning,) = [message for message in logged if message.startswith("WARNING")]
+    assert "owner/name:50: a prompt of 101 tokens" in warning and "skipped" in warning
+    monkeypatch.setattr(hub_module, "CHECKED_ROWS", 50)
+    source = load_prompts("owner/name", seed=0, heldout_share=0, room=room)
+    with pytest.raises(ValueError, match=r"1 of 51 rows.*owner/name:50: .*lower --max-new-tokens"):
+        source.draw(88)
 
 
 def test_a_stream_of_nothing_useful_is_an_error(hub: Hub) -> None:

@@ -12,7 +12,7 @@ from prompt_lines import BLACK_LINE, ENVIRONMENT_LINE, START, boards, write, wri
 
 from grpo.prompts import Prompt, collate, load_prompts
 from grpo.prompts.files import FORMATS
-from grpo.prompts.rows import Intake
+from grpo.prompts.intake import Intake
 from rewards.formats import PADDED, PolicySample, environment_prompt, policy_line, policy_prompt
 
 

@@ -9,8 +9,8 @@ from grpo.decode import CacheBytes, make_decoder
 from grpo.decode.generic import GenericDecoder
 from grpo.decode.gpt2 import GPT2Decoder
 from grpo.memory import LiveBytes, Shape
-from grpo.model import RolloutModel
-from grpo.rollout import context_length, rollout
+from grpo.model import RolloutModel, context_length
+from grpo.rollout import rollout
 from grpo.sampling import SamplingSettings, step_uniforms
 from grpo.scoring import micro_batch_logprobs, micro_batch_shapes, micro_batches, score
 from grpo.values import Prompt, Rollout
@@ -276,7 +276,7 @@ def test_a_prompt_that_is_empty_or_too_long_is_named(load):
     count = len(policy.tokenizer(long.text)["input_ids"])
     with pytest.raises(ValueError, match=rf"prompt file:3 has {count} tokens, .* leaves {CONTEXT - LENGTH} "):
         sample(policy, [long])
-    assert context_length(policy.model) == CONTEXT
+    assert context_length(policy.model.config) == CONTEXT
 
 
 def test_a_prompt_that_just_fits_is_sampled_to_the_end_of_the_context(load):

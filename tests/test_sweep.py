@@ -94,7 +94,7 @@ def test_what_is_missing_is_said_before_a_folder_is_made(changes, said, tmp_path
 
 def test_grpo_is_checked_before_it_starts(tmp_path):
     settings = SweepSettings(objective="grpo", batch_sizes=(8,), output=tmp_path / "out", device="cpu")
-    with pytest.raises(SettingsError, match="max_new_tokens is 512, but rook-tiny reaches 512"):
+    with pytest.raises(SettingsError, match="max_new_tokens is 512, but the model's context is 512"):
         open_sweep(replace(settings, max_new_tokens=512))
     with pytest.raises(ValueError, match=r"nothing\.jsonl"):
         open_sweep(replace(settings, train=Config(prompts="nothing.jsonl")))

@@ -67,7 +67,7 @@ class Config:
     heldout_share: float = 0.05
     """Share of positions kept for evaluation, chosen by a hash of the position."""
     max_bad_share: float = 0.01
-    """More unreadable lines than this are an error."""
+    """More rows than this that cannot be read, or whose prompt is too long for the model, are an error."""
     trailing_space: bool = False
     """End policy prompts with a space, as some of RookWorld's own scripts do."""
 

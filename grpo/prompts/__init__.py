@@ -4,9 +4,12 @@ Which side a prompt is on is a property of its position, so that no position is 
 whichever task and whichever file it comes from.
 """
 
-from grpo.prompts.load import load_prompts
+from grpo.prompts.intake import Room
+from grpo.prompts.load import check_spec, load_prompts
 from grpo.prompts.source import PromptSource, collate
 from grpo.prompts.split import HELDOUT_SHARE, is_heldout
 from grpo.values import Prompt
 
-__all__ = ["HELDOUT_SHARE", "Prompt", "PromptSource", "collate", "is_heldout", "load_prompts"]
+__all__ = [
+    "HELDOUT_SHARE", "Prompt", "PromptSource", "Room", "check_spec", "collate", "is_heldout", "load_prompts",
+]  # fmt: skip

@@ -15,7 +15,8 @@ from typing import Any, TextIO, cast
 
 import chess.pgn
 
-from grpo.prompts.rows import Convert, Intake, from_game, from_json, from_line, from_position, from_record
+from grpo.prompts.intake import Convert, Intake
+from grpo.prompts.rows import from_game, from_json, from_line, from_position, from_record
 from grpo.values import Prompt
 
 File = Path | Traversable

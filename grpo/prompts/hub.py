@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-from grpo.prompts.rows import Intake, from_record
+from grpo.prompts.intake import Intake
+from grpo.prompts.rows import from_record
 from grpo.prompts.source import digest, shuffled
 from grpo.prompts.split import heldout_fraction, split
 from grpo.values import Prompt

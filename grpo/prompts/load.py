@@ -10,7 +10,7 @@ from loguru import logger
 
 from grpo.prompts.files import check_file, is_local, read_prompts
 from grpo.prompts.hub import HubStream, StreamLane
-from grpo.prompts.rows import Intake
+from grpo.prompts.intake import Intake, Room
 from grpo.prompts.source import Lane, MemoryLane, PromptSource, digest
 from grpo.prompts.split import HELDOUT_SHARE, position, split
 from grpo.values import Prompt
@@ -28,6 +28,7 @@ def load_prompts(
     heldout_count: int = 1_000,
     max_bad_share: float = 0.01,
     trailing_space: bool = False,
+    room: Room | None = None,
 ) -> PromptSource:
     """The prompts that `spec` names: "bundled", a local file, or a hub dataset "owner/name[:split]".
 
@@ -37,7 +38,8 @@ def load_prompts(
     hold positions.
 
     policy_share: of the prompts drawn; None is the share in the data. heldout_share: of positions;
-    the bundled ones are split already. heldout_count: most held-out prompts of each task.
+    the bundled ones are split already. heldout_count: most held-out prompts of each task. room: rows
+    whose prompts do not fit are skipped, as those are that cannot be read.
     ValueError, with the remedy, for every setting, file and row that cannot be used.
     """
     for name, share in (("policy", policy_share), ("heldout", heldout_share), ("max-bad", max_bad_share)):
@@ -45,7 +47,8 @@ def load_prompts(
             raise ValueError(f"--{name}-share is {share}, but a share is between 0 and 1")
     if heldout_count < 0:
         raise ValueError(f"--heldout-count is {heldout_count}, but a count is not negative")
-    intake = Intake(spec, max_bad_share=max_bad_share, trailing_space=trailing_space)
+    check_spec(spec)
+    intake = Intake(spec, max_bad_share=max_bad_share, trailing_space=trailing_space, room=room)
     lanes: dict[str, Lane] = {}
     if is_stream := _is_hub_id(spec):
         stream = HubStream(spec, intake)
@@ -69,6 +72,12 @@ def load_prompts(
     return PromptSource(lanes, heldout, seed=seed, policy_share=share, rows_digest=rows_digest)
 
 
+def check_spec(spec: str) -> None:
+    """ValueError for what is neither "bundled", a file that is there, nor the name of a hub dataset."""
+    if spec != "bundled" and not _is_hub_id(spec):
+        check_file(Path(spec).expanduser())
+
+
 def _is_hub_id(spec: str) -> bool:
     return _HUB_ID.fullmatch(spec) is not None and not is_local(Path(spec).expanduser())
 
@@ -82,9 +91,8 @@ def _read(
         assert not set(map(position, train)) & set(map(position, heldout)), "bundled files overlap"
         _, heldout = split(heldout, 1.0, heldout_count)
     else:
-        path = Path(spec).expanduser()
-        check_file(path)
-        train, heldout = split(read_prompts(path, intake), heldout_share, heldout_count)
+        prompts = read_prompts(Path(spec).expanduser(), intake)
+        train, heldout = split(prompts, heldout_share, heldout_count)
     intake.check()
     return train, heldout
 

@@ -1,4 +1,4 @@
-"""One row of data becomes prompts, or is counted and skipped with a reason.
+"""One row of data becomes prompts, or a ValueError with the reason why it cannot.
 
 Rows are RookWorld lines, records of columns, bare positions or games. What a row says the answer
 is gets no more checking than its use needs: the referee and the engine know better. So the answer
@@ -8,13 +8,13 @@ of an environment line is ignored, and of a policy line's labels the best one mu
 import json
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import chess
 import chess.pgn
-from loguru import logger
 
+from grpo.prompts.intake import Intake
 from grpo.values import Prompt
 from rewards.formats import (
     MAX_HISTORY,
@@ -30,55 +30,6 @@ RESERVED_COLUMNS = frozenset({"prompts", "completions", "completion_ids", "train
 Columns = Mapping[str, Any]
 
 _NO_COLUMNS: Columns = {}
-_ADVICE = "repair them, or allow more with --max-bad-share"
-
-
-class Intake:
-    """Turns rows of one source into prompts and keeps count of those it cannot use."""
-
-    def __init__(self, name: str, *, max_bad_share: float, trailing_space: bool) -> None:
-        self.name = name
-        self.max_bad_share = max_bad_share
-        self.trailing_space = trailing_space
-        self.num_rows = 0
-        self.num_bad = 0
-        self.num_labelled = 0
-        self.num_upside_down = 0
-        self._example = ""
-
-    def prompts(self, row_id: str, content: Any, convert: "Convert", *, counted: bool = True) -> list[Prompt]:
-        """The prompts of a row, none if it is bad. A row read again is not `counted` again."""
-        self.num_rows += counted
-        try:
-            return convert(content, row_id, self)
-        except ValueError as error:
-            self.num_bad += counted
-            self._example = self._example or f"{row_id}: {error}"
-            return []
-
-    def check(self) -> None:
-        """ValueError if more than the allowed share of the rows was bad."""
-        if self.num_bad > self.max_bad_share * self.num_rows:
-            needed = math.ceil(self.num_bad / self.num_rows * 1000) / 1000
-            raise ValueError(f"{self._bad()}; at most {self.max_bad_share:.1%} may be: {_ADVICE} {needed}")
-
-    def report(self) -> None:
-        """Say once what was skipped, and what was found odd."""
-        if self.num_bad:
-            logger.warning("{}: skipped", self._bad())
-        if self.num_upside_down:
-            logger.info(
-                "{:,} of {:,} labelled policy lines in {} name a B: move other than their highest eval; "
-                "the best move is taken from the evals",
-                self.num_upside_down, self.num_labelled, self.name,
-            )  # fmt: skip
-
-    def _bad(self) -> str:
-        share = f"{self.num_bad:,} of {self.num_rows:,} rows ({self.num_bad / self.num_rows:.1%})"
-        return f"{share} of {self.name} cannot be used, for example {self._example}"
-
-
-Convert = Callable[[Any, str, Intake], list[Prompt]]
 
 
 def from_line(line: str, row_id: str, intake: Intake) -> list[Prompt]:

@@ -120,8 +120,9 @@ class PromptSource:
             raise ValueError(f"the checkpoint drew its prompts with seed {state['seed']}, not {self._seed}")
         if state["rows_digest"] != self._rows_digest:
             raise ValueError(
-                "the training prompts are not those of the checkpoint: resume with the same --prompts and "
-                "prompt settings, or start a new run from the checkpoint's weights with --model"
+                "the training prompts are not those of the checkpoint: resume with the same --prompts, "
+                "prompt settings and --max-new-tokens, or start a new run from the checkpoint's weights with "
+                "--model"
             )
         for task, lane in self._lanes.items():
             lane.restore(state["lanes"][task])

@@ -12,16 +12,16 @@ from loguru import logger
 
 from grpo.config import SettingsError
 from grpo.loading import load_source
-from grpo.model import compute_dtype, load_tokenizer
+from grpo.model import compute_dtype
 from grpo.reward_functions import RewardFunctions
 from grpo.workbench.corpus import open_corpus, text_file, trained_tokenizer
 from grpo.workbench.machine import Machine, look
-from grpo.workbench.models import context_of, num_parameters
+from grpo.workbench.models import num_parameters
 from grpo.workbench.predict import StepMemory, StepSettings
 from grpo.workbench.sweep.command_line import shrunk
 from grpo.workbench.sweep.rows import SweepFolder
 from grpo.workbench.sweep.run import Sweep
-from grpo.workbench.sweep.settings import SweepSettings
+from grpo.workbench.sweep.settings import SweepSettings, run_config
 
 
 def open_sweep(settings: SweepSettings) -> Sweep:
@@ -70,15 +70,9 @@ def _look(settings: SweepSettings) -> Machine:
 
 def _check_grpo(settings: SweepSettings) -> None:
     """Model, lengths, prompts and rewards, as a run would find them."""
-    config, train = settings.model.config(), settings.train
-    load_tokenizer(settings.model.name)
-    if settings.max_new_tokens >= context_of(config):
-        raise SettingsError(
-            f"max_new_tokens is {settings.max_new_tokens}, but {settings.model.name} reaches "
-            f"{context_of(config)} tokens: give less than that, to leave room for the prompt."
-        )
-    source = load_source(replace(train, seed=settings.seed))
-    RewardFunctions(train.reward, train.reward_weights).check_tasks(source.tasks)
+    config = run_config(settings, settings.batch_sizes[0])
+    source = load_source(config)
+    RewardFunctions(config.reward, config.reward_weights).check_tasks(source.tasks)
 
 
 def _header(settings: SweepSettings, machine: Machine, parameters: int) -> dict[str, Any]:
