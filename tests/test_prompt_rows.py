@@ -175,6 +175,8 @@ def test_a_fen_column_with_labels_or_an_action(tmp_path: Path) -> None:
         ({"prompt": [{"role": "user", "content": "hi"}]}, "`prompt` is list, not text"),
         ({"prompt": " "}, "`prompt` is empty"),
         ({"prompt": "hi", "completions": "x"}, "rename column `completions`"),
+        ({"prompt": "hi", "task": "policy"}, "rename column `task`: 'policy' in it means a chess prompt"),
+        ({"prompt": "hi", "task": "environment"}, "rename column `task`: 'environment'"),
         ({"fen": START, "moves": ["e2e4"]}, "1 moves and 0 evals"),
         ({"fen": START, "moves": ["e2e4"], "evals": [float("nan")]}, "not all finite"),
         ({"fen": START, "action": "e2e4", "history": ["d2d4"]}, "ends with the action"),
@@ -186,6 +188,15 @@ def test_a_bad_record_says_why(tmp_path: Path, record: Any, reason: str) -> None
     path = write(tmp_path / "mine.jsonl", [json.dumps(record)])
     with pytest.raises(ValueError, match=rf"1 of 1 rows.*mine.jsonl:1: .*{reason}"):
         load_prompts(path, seed=0)
+
+
+def test_a_task_of_ones_own_reaches_the_rewards_and_is_no_chess(tmp_path: Path) -> None:
+    records = [{"prompt": "2 + 2 =", "task": "sums"}, {"prompt": "Hi.", "task": ["a", "list"]}]
+    drawn = load_prompts(write_records(tmp_path / "p.jsonl", records), seed=0, heldout_share=0).draw(2)
+    assert {p.task for p in drawn} == {"custom"}
+    assert {str(p.columns["task"]) for p in drawn} == {"sums", "['a', 'list']"}
+    path = write_records(tmp_path / "f.jsonl", [{"fen": START, "task": "openings"}])
+    assert load_prompts(path, seed=0, heldout_share=0).draw(1)[0].task == "policy"
 
 
 def test_broken_json_is_a_bad_line(tmp_path: Path) -> None:

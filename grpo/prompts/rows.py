@@ -114,6 +114,8 @@ def _custom(record: Columns, row_id: str, intake: Intake) -> Prompt:
         raise ValueError(f"`prompt` is {type(text).__name__}, not text")
     if not text.strip():
         raise ValueError("`prompt` is empty")
+    if (task := record.get("task")) in ("policy", "environment"):
+        raise ValueError(f"rename column `task`: {task!r} in it means a chess prompt, which this is not")
     return Prompt(row_id, text, {"task": "custom", **_others(record, "prompt")})
 
 
