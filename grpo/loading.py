@@ -13,6 +13,9 @@ from grpo.scoring import check_recomputation, check_scorer
 from grpo.shard import shard_model
 from grpo.world import World
 
+LEAST_HELDOUT = 64
+"""Held-out prompts of a task, if there are any: by them a stream's longest prompts are known beforehand."""
+
 
 def check_shard(config: Config, world: World) -> None:
     """SettingsError for what cannot be sharded."""
@@ -39,15 +42,17 @@ def check_shard(config: Config, world: World) -> None:
 
 
 def load_source(config: Config) -> PromptSource:
-    """The prompts that a run draws from: those that its model has room for. No weights are loaded.
+    """The prompts that a run draws from and evaluates: those that its model has room for. Without weights.
 
     config.model is a model's name, not auto. ValueError for what cannot be read.
     """
     check_spec(config.prompts)
+    num_evaluated = config.eval_prompts if config.eval_interval else 0
     return load_prompts(
         config.prompts, seed=config.seed, policy_share=config.policy_share,
-        heldout_share=config.heldout_share, max_bad_share=config.max_bad_share,
-        trailing_space=config.trailing_space, room=prompt_room(config.model, config.sampling.max_new_tokens),
+        heldout_share=config.heldout_share, heldout_count=max(num_evaluated, LEAST_HELDOUT),
+        max_bad_share=config.max_bad_share, trailing_space=config.trailing_space,
+        room=prompt_room(config.model, config.sampling.max_new_tokens),
     )  # fmt: skip
 
 

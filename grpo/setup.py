@@ -2,6 +2,7 @@
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,7 @@ from grpo.optimizer import check_optimizer, make_optimizer
 from grpo.plan_tables import plan_table
 from grpo.planning import longest_prompt, plan_memory, trace_phases
 from grpo.prompts import PromptSource
+from grpo.prompts.split import split
 from grpo.reference import Reference
 from grpo.reward_functions import RewardFunctions
 from grpo.rollout import rollout
@@ -154,7 +156,7 @@ def _make_run(
     _limit_memory(config, monitor)
     return Run(
         config=config, folder=folder, source=source,
-        eval_prompts=_choose_eval_prompts(source.heldout, config.eval_prompts),
+        eval_prompts=_choose_eval_prompts(config, source.heldout),
         engine=engine, rewards=rewards.with_engine(engine),
         policy=policy, reference=reference, sampler=sampler, optimizer=optimizer,
         checkpoints=checkpoints, checkpoint=checkpoint,
@@ -270,9 +272,20 @@ def _start_engine(config: Config, stack: ExitStack) -> EnginePool | None:
     )
 
 
-def _choose_eval_prompts(heldout: list[Prompt], count: int) -> list[Prompt]:
-    """The first held-out prompts, as many of each task."""
-    tasks = sorted({prompt.task for prompt in heldout})
-    by_task = [[prompt for prompt in heldout if prompt.task == task] for task in tasks]
-    each = -(-count // max(1, len(tasks)))
-    return [prompt for prompts in by_task for prompt in prompts[:each]]
+def _choose_eval_prompts(config: Config, heldout: list[Prompt]) -> list[Prompt]:
+    """As many held-out prompts of each task, those of the lowest hashes. It is said where they are few."""
+    num_heldout = Counter(prompt.task for prompt in heldout)
+    each = -(-config.eval_prompts // max(1, len(num_heldout)))
+    _, chosen = split(heldout, 1.0, each)
+    if config.eval_interval and not chosen:
+        why = f"--heldout-share {config.heldout_share} holds out no prompts"
+        if not config.eval_prompts:
+            why = "--eval-prompts is 0"
+        logger.warning("nothing will be evaluated: {}; give more, or --eval-interval 0", why)
+    elif config.eval_interval and len(chosen) < config.eval_prompts:
+        few = ", ".join(f"{count} {task}" for task, count in sorted(num_heldout.items()) if count < each)
+        logger.info(
+            "held out are only {} prompts: evaluations use {}, not the {} of --eval-prompts",
+            few, len(chosen), config.eval_prompts,
+        )  # fmt: skip
+    return sorted(chosen, key=lambda prompt: prompt.task)

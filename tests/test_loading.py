@@ -8,7 +8,7 @@ from prompt_lines import ids, write_records
 from rich.console import Console
 
 from grpo.interrupt import StopRequest
-from grpo.loading import load_source, prompt_room
+from grpo.loading import LEAST_HELDOUT, load_source, prompt_room
 from grpo.prompts import Prompt, load_prompts
 from grpo.prompts.intake import TooLong
 from grpo.prompts.split import heldout_fraction
@@ -101,6 +101,17 @@ def test_a_prompt_that_is_no_unicode_is_skipped(config, tmp_path):
         file.write('{"prompt": "\\ud83d"}\n')
     source = load_source(replace(config, prompts=path, heldout_share=0, max_bad_share=0.02))
     assert "mine.jsonl:101" not in ids(source.draw(99))
+
+
+def test_as_many_prompts_are_held_out_as_are_evaluated(config, tmp_path):
+    path = write_records(tmp_path / "mine.jsonl", [{"prompt": f"{n}"} for n in range(1500)])
+    config = replace(config, prompts=path, heldout_share=0.9)
+
+    def count(**changes):
+        return len(load_source(replace(config, **changes)).heldout)
+
+    assert count(eval_prompts=1200) == 1200 and count(eval_prompts=100) == 100
+    assert count(eval_prompts=1) == count(eval_prompts=100, eval_interval=0) == LEAST_HELDOUT
 
 
 @pytest.mark.usefixtures("made_up_plans")

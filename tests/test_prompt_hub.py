@@ -115,16 +115,25 @@ def test_heldout_prompts_of_a_stream_come_from_its_first_rows(
 
 def test_the_head_ends_early_once_enough_is_held_out(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "CHECKED_ROWS", 20)
-    read: list[str] = []
     prompts = Intake.prompts
+    read: list[str] = []
 
     def counting(intake: Intake, row_id: str, *args: Any, **more: Any) -> list[Prompt]:
         read.append(row_id)
         return prompts(intake, row_id, *args, **more)
 
+    def num_read(share: float) -> int:
+        read.clear()
+        load_prompts("owner/name", seed=0, heldout_share=share, heldout_count=2)
+        return len(read)
+
     monkeypatch.setattr(Intake, "prompts", counting)
-    load_prompts("owner/name", seed=0, heldout_share=0.5, heldout_count=2)
-    assert 20 <= len(read) < 40
+    assert 20 <= num_read(0.5) < 40
+    assert num_read(0.0) == 20
+    hub.rows = [{"text": line} for line in sorted(game_lines(70, 30))]  # the environment's first
+    assert num_read(0.0) == 31  # until there is one of the other
+    hub.rows = [{"prompt": f"{n}"} for n in range(100)]
+    assert 20 <= num_read(0.5) < 40 and num_read(0.0) == 20
 
 
 def test_a_streams_bad_rows_are_judged_after_the_first_thousand(

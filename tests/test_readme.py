@@ -20,7 +20,7 @@ def test_the_example_of_an_own_task_runs(tmp_path):
     (tmp_path / "my_prompts.jsonl").write_text(blocks["json"])
     command = blocks["sh"].replace("\\\n", " ").split()
     assert command[:2] == ["python", "train_lean.py"]
-    done = run(*command[1:], "--eval-interval", "0", cwd=tmp_path)
+    done = run(*command[1:], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "step 2 - reward" in done.stderr
 

@@ -1,4 +1,5 @@
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from rich.console import Console
 
 from grpo.config import CONFIG_FILE, from_flat, read_yaml
 from grpo.interrupt import StopRequest
+from grpo.prompts.split import heldout_fraction
 from grpo.setup import open_run
 from grpo.trainer import Trainer
 
@@ -98,6 +100,31 @@ def test_held_out_prompts_are_of_both_tasks_and_not_trained_on(config):
         assert tasks == ["environment"] * 2 + ["policy"] * 2
         trained = {prompt.id for prompt in run.source.draw(100)}
         assert not trained & {prompt.id for prompt in run.eval_prompts}
+        for task in ("environment", "policy"):
+            hashes = sorted(heldout_fraction(prompt) for prompt in run.source.heldout if prompt.task == task)
+            chosen = [heldout_fraction(prompt) for prompt in run.eval_prompts if prompt.task == task]
+            assert len(hashes) > 2 and sorted(chosen) == hashes[:2]  # not the first of the file
+
+
+def test_few_held_out_prompts_are_counted_and_none_is_a_warning(config, logged):
+    def said(**changes):
+        logged.clear()
+        with open_run(dataclasses.replace(config, **changes)) as run:
+            lines = [line for line in logged if "evaluat" in line]
+            return len(run.eval_prompts), run.source.heldout, lines
+
+    assert said()[2] == []
+    count, heldout, (line,) = said(eval_prompts=50)
+    few = Counter(prompt.task for prompt in heldout)
+    assert 4 < count == few.total() < 50 and max(few.values()) < 25
+    assert line.startswith(f"INFO held out are only {few['environment']} environment, {few['policy']} policy")
+    assert line.endswith(f"evaluations use {count}, not the 50 of --eval-prompts")
+    (line,) = said(heldout_share=0)[2]
+    assert line.startswith(
+        "WARNING nothing will be evaluated: --heldout-share 0 holds out no prompts; give more"
+    )
+    assert "--eval-prompts is 0; give more" in said(eval_prompts=0)[2][0]
+    assert said(heldout_share=0, eval_interval=0)[2] == []
 
 
 def test_a_reference_is_there_only_if_it_is_used(config):

@@ -72,7 +72,7 @@ def demo_config(**changes: Any) -> Config:
 
 
 def heldout_prompts(config: Config, count: int) -> list[Prompt]:
-    """The first `count` held-out prompts of each task."""
+    """Up to `count` held-out prompts of each task."""
     return load_prompts(config.prompts, seed=config.seed, heldout_count=count).heldout
 
 

@@ -66,15 +66,19 @@ class HubStream:
     def head(self, share: float, heldout_count: int) -> tuple[list[Prompt], Counter[str], str]:
         """Held-out prompts, training prompts of each task, and a digest, all of the first rows.
 
-        Reads until `heldout_count` of each chess task are held out, at most `HEAD_ROWS`.
+        Reads until both chess tasks, or a task of the user's own, have come and `heldout_count` of each
+        are held out, if any are to be; at most `HEAD_ROWS`.
         """
         prompts: list[Prompt] = []
+        num_seen: Counter[str] = Counter()
         num_heldout: Counter[str] = Counter()
         for row in islice(self.rows(0), HEAD_ROWS):
             prompts += row
+            num_seen.update(prompt.task for prompt in row)
             num_heldout.update(prompt.task for prompt in row if heldout_fraction(prompt) < share)
+            tasks = ("custom",) if "custom" in num_seen else ("policy", "environment")
             if self._intake.num_rows >= CHECKED_ROWS and all(
-                num_heldout[task] >= heldout_count for task in ("policy", "environment")
+                num_seen[task] and (num_heldout[task] >= heldout_count or not share) for task in tasks
             ):
                 break
         self._intake.check()
