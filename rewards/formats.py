@@ -6,12 +6,10 @@ A policy sample asks for moves, an environment sample for the next state:
     A: {fen}+{move}+{recent moves}+{new fen}+{reward}+{terminated}+{truncated}
 
 Evals are in pawns from the side to move. The published data pads the policy's fields with spaces
-to fixed widths (`PADDED`); the bundled model is trained without padding. Whole lines are parsed
-strictly (`parse_line` raises), completions leniently: what is missing is None, and nothing a model
-can write raises.
+to fixed widths (`PADDED`); the bundled model is trained without padding. Completions are parsed
+leniently: what is missing is None, and nothing a model can write raises.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -191,50 +189,4 @@ def parse_environment_completion(text: str) -> EnvironmentCompletion:
         terminated=flags.get(padded[2]),
         truncated=flags.get(padded[3]),
         num_fields=len(fields),
-    )
-
-
-def parse_line(line: str) -> PolicySample | EnvironmentSample:
-    """Parse one whole line of a RookWorld dataset. ValueError says what is wrong with it."""
-    line = line.strip()
-    if line.startswith("P:"):
-        return _parse_policy_line(line)
-    if line.startswith("A:"):
-        return _parse_environment_line(line)
-    raise ValueError(f"a RookWorld line starts with 'P:' or 'A:', not {line[:10]!r}")
-
-
-def _parse_policy_line(line: str) -> PolicySample:
-    fen, label, rest = line[2:].partition("M:")
-    fen = fen.strip()
-    if not is_fen(fen):
-        raise ValueError(f"not a FEN: {fen[:100]!r}")
-    completion = parse_policy_completion(label + rest)
-    if not completion.well_formed:
-        raise ValueError(f"moves, evals or best move missing or malformed: {rest[:100]!r}")
-    moves = tuple(move for move in completion.moves if move is not None)
-    evals = tuple(number for number in completion.evals if number is not None)
-    return PolicySample(fen, moves, evals, completion.best)
-
-
-def _parse_environment_line(line: str) -> EnvironmentSample:
-    fields = line[2:].strip().split("+", 3)
-    if len(fields) != 4:
-        raise ValueError(f"an environment line has seven fields joined by '+': {line[:100]!r}")
-    fen, action, history, answer = (field.strip() for field in fields)
-    if not is_fen(fen) or not is_move(action):
-        raise ValueError(f"not a FEN and a move: {fen[:100]!r}, {action[:10]!r}")
-    completion = parse_environment_completion(answer)
-    if not completion.well_formed:
-        raise ValueError(f"malformed answer: {answer[:100]!r}")
-    reward = completion.reward
-    assert reward is not None and math.isfinite(reward)
-    return EnvironmentSample(
-        fen=fen,
-        action=action,
-        history=tuple(history.split()),
-        next_fen=completion.next_fen,
-        reward=reward,
-        terminated=bool(completion.terminated),
-        truncated=bool(completion.truncated),
     )

@@ -79,6 +79,9 @@ class EvaluateConfig:
         for name, least in (("limit", 1), ("self_play", 0), ("samples", 1), ("rows", 1)):
             if (number := getattr(self, name)) < least:
                 raise ValueError(f"--{name.replace('_', '-')} is {number}: give at least {least}")
+        for name in ("heldout_share", "max_bad_share"):
+            if not 0 <= (share := getattr(self, name)) <= 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {share}: give a share between 0 and 1")
         if self.json is not None and not self.json.parent.is_dir():
             raise ValueError(f"--json {self.json}: there is no folder {self.json.parent}, make it first")
 

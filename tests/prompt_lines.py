@@ -11,7 +11,15 @@ from hypothesis import HealthCheck, settings
 
 from grpo.prompts import Prompt
 from rewards.environment import referee
-from rewards.formats import PADDED, EnvironmentSample, PolicySample, environment_line, policy_line
+from rewards.formats import (
+    PADDED,
+    EnvironmentSample,
+    PolicySample,
+    environment_line,
+    parse_environment_completion,
+    parse_policy_completion,
+    policy_line,
+)
 
 START = chess.STARTING_FEN
 BLACK_LINE = (  # a published line: B: is the lowest eval, Black is to move
@@ -57,6 +65,23 @@ def game_lines(num_policy: int, num_environment: int, seed: int = 0) -> list[str
         lines.append(environment_line(EnvironmentSample(board.fen(), action, (*history, action), *answer)))
     rng.shuffle(lines)
     return lines
+
+
+def parse_line(line: str) -> PolicySample | EnvironmentSample:
+    """What a whole line says, padded or not. AssertionError for one that is not well formed."""
+    if line.startswith("P:"):
+        fen, label, rest = line[2:].partition("M:")
+        moves = parse_policy_completion(label + rest)
+        assert moves.well_formed, line
+        return PolicySample(fen.strip(), moves.moves, moves.evals, moves.best)  # type: ignore[arg-type]
+    assert line.startswith("A:"), line
+    fen, action, history, rest = line[2:].split("+", 3)
+    answer = parse_environment_completion(rest)
+    assert answer.well_formed, line
+    return EnvironmentSample(
+        fen.strip(), action, tuple(history.split()),
+        answer.next_fen, answer.reward, answer.terminated, answer.truncated,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def write(path: Path, lines: list[str]) -> str:

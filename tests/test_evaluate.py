@@ -457,6 +457,10 @@ def test_command_finds_what_is_wrong_before_it_loads_a_model(tmp_path):
     script = runpy.run_path(str(ROOT / "scripts" / "evaluate.py"))
     with pytest.raises(ValueError, match="--samples is 0: give at least 1"):
         script["EvaluateConfig"]("nowhere", samples=0)
+    with pytest.raises(ValueError, match=r"--heldout-share is 1\.1: give a share between"):
+        script["EvaluateConfig"]("nowhere", heldout_share=1.1)
+    with pytest.raises(ValueError, match="--max-bad-share is nan"):
+        script["EvaluateConfig"]("nowhere", max_bad_share=math.nan)
     with pytest.raises(ValueError, match="there is no folder"):
         script["EvaluateConfig"]("nowhere", json=tmp_path / "no" / "scores.json")
     for wrong in ({"mate_in_one": tmp_path / "none.json"}, {"before": tmp_path / "none.json"}):

@@ -6,6 +6,7 @@ import chess
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prompt_lines import parse_line
 
 from rewards.formats import (
     PADDED,
@@ -17,7 +18,6 @@ from rewards.formats import (
     is_fen,
     is_move,
     parse_environment_completion,
-    parse_line,
     parse_number,
     parse_policy_completion,
     policy_line,
@@ -69,26 +69,6 @@ def test_lines_of_random_play_survive_the_round_trip(seed: int, padded: bool):
     action = rng.choice(moves)
     answer = EnvironmentSample(board.fen(), action, (action,), board.fen(), -1.0, False, True)
     assert parse_line(environment_line(answer)) == answer
-
-
-@pytest.mark.parametrize(
-    ("line", "complaint"),
-    [
-        ("", "starts with"),
-        ("rnbq", "starts with"),
-        ("P: 8/8 w", "not a FEN"),
-        (POLICY_LINE[: -len("B: d4c5")], "missing or malformed"),
-        (POLICY_LINE.replace("0.0 0.0", "0.0", 1), "missing or malformed"),
-        (POLICY_LINE.replace("a4a5", "a4a9", 1), "missing or malformed"),
-        ("A: too+few+fields", "seven fields"),
-        (ENVIRONMENT_LINE.replace("+e2e4+", "+e2-e4+", 1), "not a FEN and a move"),
-        (ENVIRONMENT_LINE + "+0", "malformed answer"),
-        (ENVIRONMENT_LINE.replace("0.001", "nan"), "malformed answer"),
-    ],
-)
-def test_bad_lines_say_what_is_wrong(line: str, complaint: str):
-    with pytest.raises(ValueError, match=complaint):
-        parse_line(line)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +186,3 @@ def test_nothing_a_model_can_write_raises(text: str):
     parse_policy_completion(text)
     parse_environment_completion(text)
     is_fen(text)
-    try:
-        parse_line(text)
-    except ValueError:
-        pass

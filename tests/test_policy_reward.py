@@ -6,12 +6,13 @@ import chess
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from prompt_lines import parse_line
 
 import rewards.weighted
 from rewards import REWARDS
 from rewards.analysis import Analysis
 from rewards.engine import EngineError, EnginePool, find_stockfish
-from rewards.formats import PolicySample, parse_line
+from rewards.formats import PolicySample
 from rewards.policy import PolicyReward
 
 FEN = "8/8/R7/7p/P2K2k1/7r/8/8 w - - 0 56"

@@ -2,6 +2,7 @@ import itertools
 import random
 
 import chess
+from prompt_lines import parse_line
 
 from grpo.experiments.positions import labelled_lines, random_endgame, transition_lines
 from grpo.experiments.tiny_tokenizer import PIECES, build_tokenizer
@@ -9,7 +10,7 @@ from grpo.prompts import is_heldout
 from grpo.prompts.load import POSITIONS
 from rewards.engine import find_stockfish
 from rewards.environment import referee
-from rewards.formats import EnvironmentSample, PolicySample, parse_line
+from rewards.formats import EnvironmentSample, PolicySample
 
 
 def bundled(name):

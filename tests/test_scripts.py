@@ -2,10 +2,10 @@
 
 import pytest
 from commands import Ended, fresh, run
+from prompt_lines import parse_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rewards.engine import find_stockfish
-from rewards.formats import parse_line
 
 
 def shown(done: Ended) -> str:

@@ -40,13 +40,9 @@ def load_prompts(
     policy_share: of the prompts drawn; None is the share in the data. heldout_share: of positions;
     the bundled ones are split already. heldout_count: most held-out prompts of each task. room: rows
     whose prompts do not fit are skipped, as those are that cannot be read.
-    ValueError, with the remedy, for every setting, file and row that cannot be used.
+    Shares are between 0 and 1, which those check who ask a person for them. ValueError, with the remedy,
+    for every file and row that cannot be used, and for shares that this data cannot have.
     """
-    for name, share in (("policy", policy_share), ("heldout", heldout_share), ("max-bad", max_bad_share)):
-        if share is not None and not 0 <= share <= 1:
-            raise ValueError(f"--{name}-share is {share}, but a share is between 0 and 1")
-    if heldout_count < 0:
-        raise ValueError(f"--heldout-count is {heldout_count}, but a count is not negative")
     check_spec(spec)
     intake = Intake(spec, max_bad_share=max_bad_share, trailing_space=trailing_space, room=room)
     lanes: dict[str, Lane] = {}
