@@ -1,30 +1,101 @@
-"""The folder of a run: chosen, opened to go on with, claimed."""
+"""The folder of a run: chosen, held by one run at a time, opened to go on with."""
 
+import fcntl
 import itertools
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 from grpo.adapters import check_resumed
 from grpo.checkpoint import Checkpoint, CheckpointFolder
 from grpo.config import CONFIG_FILE, Config, SettingsError, write_yaml
 
+LOCK_FILE = "in-use"
+"""In a run's folder while it is trained: by which process, on which machine."""
 
-def choose_folder(config: Config) -> Path:
-    """The run's folder; one of date and time gets a number if another run has just taken it."""
-    if config.resume is not None:
-        return config.resume
-    if config.name is None:
-        stem = config.runs_dir / datetime.now().strftime("%Y%m%d-%H%M%S")
-        folders = (stem if i == 1 else stem.with_name(f"{stem.name}-{i}") for i in itertools.count(1))
-        return next(folder for folder in folders if not folder.exists())
-    folder = config.runs_dir / config.name
-    if CheckpointFolder(folder / "checkpoints", keep=1).all():
-        raise SettingsError(
-            f"name is {folder.name!r}, but {str(folder)!r} is a run already: "
-            f"go on with --resume {folder}, or choose another name."
-        )
-    return folder
+
+@contextmanager
+def hold_folder(config: Config) -> Iterator[Path]:
+    """The run's folder, this run's alone meanwhile; made if need be, and gone again if nothing came into it.
+
+    SettingsError where another run has it, or a checkpoint of one is in it.
+    """
+    made: list[Path] = []
+    try:
+        folder = config.resume or _new_folder(config, made)
+        with _locked(folder, config):
+            if not config.resume and CheckpointFolder(folder / "checkpoints", keep=1).all():
+                raise SettingsError(
+                    f"name is {folder.name!r}, but {str(folder)!r} is a run already: "
+                    f"go on with --resume {folder}, or choose another name."
+                )
+            yield folder
+    finally:
+        with suppress(OSError):  # the run has begun: not empty
+            for folder in reversed(made):
+                folder.rmdir()
+
+
+def _new_folder(config: Config, made: list[Path]) -> Path:
+    """A run's folder is made; one of date and time gets a number if another run has just taken it."""
+    if config.name is not None:
+        folder = config.runs_dir / config.name
+        _make(folder, made)
+        return folder
+    stem = config.runs_dir / datetime.now().strftime("%Y%m%d-%H%M%S")
+    folders = (stem if i == 1 else stem.with_name(f"{stem.name}-{i}") for i in itertools.count(1))
+    return next(folder for folder in folders if _make(folder, made))
+
+
+def _make(folder: Path, made: list[Path]) -> bool:
+    """Make a folder and those above it, noting which; whether it is new."""
+    for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        with suppress(FileExistsError):  # another run was faster
+            path.mkdir()
+            made.append(path)
+    return folder in made
+
+
+@contextmanager
+def _locked(folder: Path, config: Config) -> Iterator[None]:
+    """Hold the lock of a folder, which ends with this process, however it ends."""
+    path = folder / LOCK_FILE
+    with ExitStack() as stack:
+        while True:
+            file = stack.enter_context(path.open("a+"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SettingsError(_in_use(folder, file, config)) from None
+            if _is_at(path, file):  # else a run has just ended, and has removed what was opened
+                break
+        file.truncate(0)  # of a process that was killed
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        stack.callback(path.unlink, missing_ok=True)  # while it is locked: later it may be another run's
+        yield
+
+
+def _in_use(folder: Path, file: TextIO, config: Config) -> str:
+    file.seek(0)
+    who = file.read() or "another process"
+    given, remedy = ("resume", "") if config.resume else ("name", ", or choose another name")
+    return (
+        f"{given} is {str(config.resume or folder.name)!r}, but {who} is training in {str(folder)!r}: "
+        f"let it end, or stop it{remedy}."
+    )
+
+
+def _is_at(path: Path, file: TextIO) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def open_checkpoints(config: Config, folder: Path) -> tuple[CheckpointFolder, Checkpoint | None]:
@@ -41,7 +112,6 @@ def open_checkpoints(config: Config, folder: Path) -> tuple[CheckpointFolder, Ch
     return checkpoints, checkpoint
 
 
-def claim_folder(folder: Path, config: Config) -> None:
-    """Make the folder and write the settings that repeat the run (to repeat it is not to resume it)."""
-    folder.mkdir(parents=True, exist_ok=config.name is not None or config.resume is not None)
+def write_settings(folder: Path, config: Config) -> None:
+    """The settings that repeat the run (to repeat it is not to resume it): from here on it has begun."""
     write_yaml(replace(config, resume=None), folder / CONFIG_FILE)

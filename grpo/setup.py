@@ -49,7 +49,7 @@ from grpo.prompts.split import split
 from grpo.reference import Reference
 from grpo.reward_functions import RewardFunctions
 from grpo.rollout import rollout
-from grpo.run_folder import choose_folder, claim_folder, open_checkpoints
+from grpo.run_folder import hold_folder, open_checkpoints, write_settings
 from grpo.sampling import step_uniforms
 from grpo.scoring import micro_batch_logprobs, micro_batches
 from grpo.tracking import check_trackers
@@ -127,7 +127,8 @@ def _make_run(
             "all that differs, and is scaled up to any reward's size; give --advantage-scale batch or none."
         )
     rewards = RewardFunctions(config.reward, config.reward_weights)
-    folder = world.from_main("the choice of a folder", choose_folder(config) if world.is_main else Path())
+    folder = stack.enter_context(hold_folder(config)) if world.is_main else Path()
+    folder = world.from_main("the choice of a folder", folder)
     checkpoints, checkpoint = open_checkpoints(config, folder)
     source = load_source(config)
     rewards.check_tasks(source.tasks)
@@ -152,7 +153,7 @@ def _make_run(
     work, memory = _plan_together(world, work, monitor, budget, prediction_bias)
     config = work.config
     if world.is_main:
-        claim_folder(folder, config)
+        write_settings(folder, config)
     _limit_memory(config, monitor)
     return Run(
         config=config, folder=folder, source=source,

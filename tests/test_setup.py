@@ -1,5 +1,7 @@
 import dataclasses
 from collections import Counter
+import os
+import socket
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from rich.console import Console
 from grpo.config import CONFIG_FILE, from_flat, read_yaml
 from grpo.interrupt import StopRequest
 from grpo.prompts.split import heldout_fraction
+from grpo.run_folder import LOCK_FILE
 from grpo.setup import open_run
 from grpo.trainer import Trainer
 
@@ -75,6 +78,40 @@ def test_a_run_is_not_started_over_another(config):
         Trainer(run, Console(quiet=True)).train(StopRequest())
     message = refused(config)
     assert "name is 'test'" in message and f"--resume {run.folder}" in message
+
+
+def test_two_runs_do_not_train_in_one_folder(config):
+    """The second is told who does, before its model is loaded; when that one ends, the folder is free."""
+    with open_run(config) as run:
+        who = f"process {os.getpid()} on {socket.gethostname()}"
+        message = refused(config, model="/no/such/model")
+        assert message.startswith(f"name is 'test', but {who} is training in '{run.folder}'")
+        assert "stop it, or choose another name" in message
+        Trainer(run, Console(quiet=True)).train(StopRequest())
+        message = refused(config, resume=run.folder, steps=9)
+        assert (
+            message.startswith(f"resume is '{run.folder}', but {who} is training") and "name" not in message
+        )
+    assert "is a run already" in refused(config)
+    with open_run(dataclasses.replace(config, resume=run.folder, steps=5)):
+        pass
+    assert not (run.folder / LOCK_FILE).exists()
+
+
+def test_a_run_that_was_killed_holds_no_folder(config):
+    """The file is left, the lock is not."""
+    folder = config.runs_dir / "test"
+    folder.mkdir(parents=True)
+    (folder / LOCK_FILE).write_text("process 1 on another-machine, which is gone")
+    with open_run(config):
+        assert (folder / LOCK_FILE).read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def test_a_run_that_does_not_begin_leaves_the_folder_as_it_was(config):
+    folder = config.runs_dir / "test"
+    folder.mkdir(parents=True)
+    refused(config, model="/no/such/model")
+    assert list(folder.iterdir()) == []
 
 
 def test_a_run_without_a_name_never_meets_another(config, tmp_path):
