@@ -11,6 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
+from loguru import logger
+
 from grpo.adapters import check_resumed
 from grpo.checkpoint import Checkpoint, CheckpointFolder
 from grpo.config import CONFIG_FILE, Config, SettingsError, write_yaml
@@ -26,19 +28,31 @@ def hold_folder(config: Config) -> Iterator[Path]:
     SettingsError where another run has it, or a checkpoint of one is in it.
     """
     made: list[Path] = []
-    try:
-        folder = config.resume or _new_folder(config, made)
-        with _locked(folder, config):
-            if not config.resume and CheckpointFolder(folder / "checkpoints", keep=1).all():
-                raise SettingsError(
-                    f"name is {folder.name!r}, but {str(folder)!r} is a run already: "
-                    f"go on with --resume {folder}, or choose another name."
-                )
-            yield folder
-    finally:
-        with suppress(OSError):  # the run has begun: not empty
-            for folder in reversed(made):
-                folder.rmdir()
+    with ExitStack() as stack:
+        stack.callback(_remove_empty, made)
+        try:
+            folder = config.resume or _new_folder(config, made)
+            stack.enter_context(_locked(folder, config))
+        except OSError as error:
+            raise SettingsError(_cannot_write(config, error)) from error
+        if not config.resume and CheckpointFolder(folder / "checkpoints", keep=1).all():
+            raise SettingsError(
+                f"name is {folder.name!r}, but {str(folder)!r} is a run already: "
+                f"go on with --resume {folder}, or choose another name."
+            )
+        yield folder
+
+
+def _remove_empty(made: list[Path]) -> None:
+    with suppress(OSError):  # the run has begun: not empty
+        for folder in reversed(made):
+            folder.rmdir()
+
+
+def _cannot_write(config: Config, error: OSError) -> str:
+    setting, value = ("resume", config.resume) if config.resume else ("runs_dir", config.runs_dir)
+    what = "a run's folder that can be written" if config.resume else "a folder in which others can be made"
+    return f"{setting} is {str(value)!r}, where a run cannot write ({error}): give {what}."
 
 
 def _new_folder(config: Config, made: list[Path]) -> Path:
@@ -72,6 +86,8 @@ def _locked(folder: Path, config: Config) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise SettingsError(_in_use(folder, file, config)) from None
+            except OSError as error:
+                logger.debug("{} is on a disk that knows no locks: {}", folder, error)
             if _is_at(path, file):  # else a run has just ended, and has removed what was opened
                 break
         file.truncate(0)  # of a process that was killed

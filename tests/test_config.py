@@ -103,6 +103,10 @@ def test_a_wrong_setting_is_named_with_its_value_and_a_remedy(capsys, name, valu
     ("values", "message"),
     [
         ({"reward": []}, "reward is empty: give at least one"),
+        ({"name": ""}, "name is '', which is no name of one folder: give one without"),
+        ({"name": "../escape"}, r"name is '\.\./escape', which is no name .*--runs-dir for where"),
+        ({"name": "a/b"}, "name is 'a/b', which is no name"),
+        ({"name": ".."}, r"name is '\.\.', which is no name"),
         ({"reward": ["a.py:f", "b.py:f"]}, "reward names f, f are not distinct: rename one"),
         ({"reward_weights": [1.0]}, "reward_weights has 1 numbers for 2 rewards: give one each"),
         ({"reward_weights": [1.0, math.nan]}, r"reward_weights is \[1.0, nan\]: give finite numbers"),

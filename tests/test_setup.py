@@ -2,6 +2,7 @@ import dataclasses
 from collections import Counter
 import os
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,6 +97,17 @@ def test_two_runs_do_not_train_in_one_folder(config):
     with open_run(dataclasses.replace(config, resume=run.folder, steps=5)):
         pass
     assert not (run.folder / LOCK_FILE).exists()
+
+
+def test_a_folder_that_cannot_be_made_is_found_out_before_the_model_is_loaded(config, tmp_path):
+    (tmp_path / "file").touch()
+    for runs_dir, reason in ((tmp_path / "file", "Not a directory"), (Path("/proc/nope"), "No such file")):
+        message = refused(config, model="/no/such/model", runs_dir=runs_dir)
+        assert (
+            message.startswith(f"runs_dir is '{runs_dir}', where a run cannot write (") and reason in message
+        )
+        assert message.endswith("give a folder in which others can be made.")
+        assert refused(config, model="/no/such/model", runs_dir=runs_dir, name=None).startswith("runs_dir is")
 
 
 def test_a_run_that_was_killed_holds_no_folder(config):

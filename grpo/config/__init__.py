@@ -1,5 +1,6 @@
 """A run's settings, and how they are read from YAML and the command line."""
 
+from grpo.config.checks import SettingsError
 from grpo.config.reading import (
     CONFIG_FILE,
     from_flat,
@@ -9,7 +10,7 @@ from grpo.config.reading import (
     to_flat,
     write_yaml,
 )
-from grpo.config.settings import Config, SettingsError
+from grpo.config.settings import Config
 
 __all__ = [
     "CONFIG_FILE",

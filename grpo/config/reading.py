@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import tyro
 import yaml
 
-from grpo.config.settings import Config, SettingsError
+from grpo.config.checks import SettingsError
+from grpo.config.settings import Config
 
 T = TypeVar("T")
 CONFIG_FILE = "config.yaml"

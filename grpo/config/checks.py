@@ -1,0 +1,151 @@
+"""What is wrong with settings, and what to give instead."""
+
+import math
+from typing import TYPE_CHECKING
+
+from grpo.memory.budget import SizeError, parse_size
+
+if TYPE_CHECKING:
+    from grpo.config.settings import Config
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be: names it, its value, and what to do."""
+
+
+def check(config: "Config") -> None:
+    """SettingsError for the first setting that cannot be."""
+    for each in (
+        _check_ranges, _check_batch, _check_memory, _check_rewards, _check_positive, _check_reference,
+        _check_name,
+    ):  # fmt: skip
+        each(config)
+
+
+def _need(holds: bool, message: str) -> None:
+    if not holds:
+        raise SettingsError(message)
+
+
+def _check_ranges(config: "Config") -> None:
+    for name in ("steps", "num_iterations", "num_engines", "engine_depth", "keep_checkpoints", "batch_size"):
+        value = getattr(config, name)
+        _need(value == "auto" or value >= 1, f"{name} is {value}: give at least 1.")
+    for name in (
+        "eval_interval", "eval_prompts", "checkpoint_interval", "logged_completions", "refill_groups",
+        "reference_sync",
+    ):  # fmt: skip
+        value = getattr(config, name)
+        _need(value >= 0, f"{name} is {value}: give 0 or more.")
+    for name in ("rollout_rows", "score_rows", "train_rows"):
+        value = getattr(config, name)
+        _need(
+            value is None or value >= 1, f"{name} is {value}: give at least 1, or leave it out for all rows."
+        )
+    for name in ("policy_share", "heldout_share", "max_bad_share"):
+        value = getattr(config, name)
+        _need(0 <= value <= 1, f"{name} is {value}: give a share between 0 and 1.")
+
+
+def _check_batch(config: "Config") -> None:
+    _need(
+        config.group_size >= 2,
+        f"group_size is {config.group_size}: a completion is compared with its siblings, so give at least 2.",
+    )
+    if config.batch_size != "auto":
+        _need(
+            config.batch_size % config.group_size == 0, _not_a_multiple(config.batch_size, config.group_size)
+        )
+    _need(
+        config.max_batch_size >= config.group_size,
+        f"max_batch_size is {config.max_batch_size}, less than one group of {config.group_size}: give more.",
+    )
+
+
+def _check_memory(config: "Config") -> None:
+    _need(
+        0 < config.memory_utilization <= 1,
+        f"memory_utilization is {config.memory_utilization}: give a share above 0 and up to 1 (usual: 0.85).",
+    )
+    for name in ("memory_limit", "device_memory"):
+        value = getattr(config, name)
+        try:
+            if value is not None:
+                parse_size(value)
+        except SizeError:
+            raise SettingsError(
+                f"{name} is {value!r}, which is no size: write it like 24GB or 512MB."
+            ) from None
+    _need(
+        config.device_memory is None or config.dry_run,
+        f"device_memory is {config.device_memory}, which is for a card that is not there: add --dry-run.",
+    )
+
+
+def _check_rewards(config: "Config") -> None:
+    """What tells the completions of a group apart."""
+    _need(
+        config.sampling.temperature > 0,
+        "temperature is 0: a group of equal completions teaches nothing; give more than 0 (usual: 1.0).",
+    )
+    _need(len(config.reward) > 0, "reward is empty: give at least one, such as policy.")
+    names = [spec.rpartition(":")[2] for spec in config.reward]
+    _need(len(set(names)) == len(names), f"reward names {', '.join(names)} are not distinct: rename one.")
+    _need(
+        len(config.reward_weights) in (0, len(config.reward)),
+        f"reward_weights has {len(config.reward_weights)} numbers for {len(config.reward)} rewards: "
+        "give one each.",
+    )
+    _need(
+        all(map(math.isfinite, config.reward_weights)),
+        f"reward_weights is {list(config.reward_weights)}: give finite numbers.",
+    )
+
+
+def _check_positive(config: "Config") -> None:
+    for name in ("minutes", "wait_minutes", "importance_cap", "kl_target"):
+        value = getattr(config, name)
+        _need(value is None or value > 0, f"{name} is {value}: give more than 0, or leave it out.")
+
+
+def _check_reference(config: "Config") -> None:
+    _need(
+        not config.kl_in_reward or config.loss.kl_coef > 0,
+        "kl_in_reward is on, but kl_coef is 0: give kl_coef more than 0 (usual: 0.02).",
+    )
+    _need(
+        config.kl_target is None or config.loss.kl_coef > 0,
+        "kl_target needs a coefficient to start from: give kl_coef more than 0 (usual: 0.02).",
+    )
+    _need(
+        not config.reference_sync or config.uses_reference,
+        f"reference_sync is {config.reference_sync}, but kl_coef is 0, so there is no reference: "
+        "give kl_coef more than 0 (usual: 0.02), or leave it out.",
+    )
+    _need(
+        config.reference_device is None or not config.lora.on,
+        f"reference_device is {config.reference_device}, but with lora_rank the reference is the policy "
+        "itself without its adapters: leave it out.",
+    )
+
+
+def _check_name(config: "Config") -> None:
+    name = config.name
+    _need(
+        name is None or (name not in ("", ".", "..") and not set(name) & set("/\\\0")),
+        f"name is {name!r}, which is no name of one folder: give one without / and \\, and --runs-dir for "
+        "where it is made.",
+    )
+
+
+def _not_a_multiple(batch_size: int, group_size: int) -> str:
+    below, above = batch_size // group_size * group_size, -(-batch_size // group_size) * group_size
+    if not below:
+        return (
+            f"batch_size is {batch_size}, less than one group of {group_size}: "
+            f"give {above} or a multiple of it, or a smaller group_size."
+        )
+    return (
+        f"batch_size is {batch_size}, which is not a multiple of group_size {group_size}: "
+        f"groups stay whole. {below} and {above} are the nearest multiples."
+    )
