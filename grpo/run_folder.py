@@ -15,7 +15,7 @@ from loguru import logger
 
 from grpo.adapters import check_resumed
 from grpo.checkpoint import Checkpoint, CheckpointFolder
-from grpo.config import CONFIG_FILE, Config, SettingsError, write_yaml
+from grpo.config import CONFIG_FILE, Config, SettingsError, read_yaml, to_flat, write_yaml
 
 LOCK_FILE = "in-use"
 """In a run's folder while it is trained: by which process, on which machine."""
@@ -115,7 +115,10 @@ def _is_at(path: Path, file: TextIO) -> bool:
 
 
 def open_checkpoints(config: Config, folder: Path) -> tuple[CheckpointFolder, Checkpoint | None]:
-    """The run's checkpoints, and the one it goes on from, if it is to."""
+    """The run's checkpoints, and the one it goes on from, if it is to; what is changed then is said.
+
+    SettingsError where there is none, or nothing left to do.
+    """
     checkpoints = CheckpointFolder(
         folder / "checkpoints", keep=config.keep_checkpoints, merge=config.lora.lora_merge
     )
@@ -125,7 +128,23 @@ def open_checkpoints(config: Config, folder: Path) -> tuple[CheckpointFolder, Ch
     if checkpoint is None:
         raise SettingsError(f"resume: {str(folder)!r} holds no intact checkpoint; start without --resume.")
     check_resumed(config.lora, checkpoint.folder)
+    if config.steps <= (done := checkpoint.state["step"]):
+        raise SettingsError(f"steps is {config.steps}, but {done} steps are done: give --steps above {done}.")
+    if changes := _changes(config, folder):
+        logger.info("changed from here on: {}", ", ".join(changes))
     return checkpoints, checkpoint
+
+
+def _changes(config: Config, folder: Path) -> list[str]:
+    """What of a resumed run's settings is no longer as it was."""
+    file = folder / CONFIG_FILE
+    before = read_yaml(file) if file.is_file() else {}
+    now = to_flat(replace(config, resume=None))
+    return [
+        f"{name} {before[name]} -> {value}"
+        for name, value in now.items()
+        if name in before and before[name] != value
+    ]
 
 
 def write_settings(folder: Path, config: Config) -> None:

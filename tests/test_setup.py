@@ -126,6 +126,30 @@ def test_a_run_that_does_not_begin_leaves_the_folder_as_it_was(config):
     assert list(folder.iterdir()) == []
 
 
+def test_a_finished_run_goes_on_only_if_there_is_more_to_do(config, logged):
+    """Nothing is loaded, and nothing written, before that is said."""
+    config = dataclasses.replace(config, steps=2)
+    with open_run(config) as run:
+        Trainer(run, Console(quiet=True)).train(StopRequest())
+    before = (run.folder / CONFIG_FILE).read_text()
+    for steps in (1, 2):
+        message = refused(config, resume=run.folder, steps=steps, model="/no/such/model")
+        assert message == f"steps is {steps}, but 2 steps are done: give --steps above 2."
+    assert (run.folder / CONFIG_FILE).read_text() == before
+    assert not any("changed from here on" in line for line in logged)
+
+
+def test_what_is_changed_in_a_resumed_run_is_said(config, logged):
+    config = dataclasses.replace(config, steps=2)
+    with open_run(config) as run:
+        Trainer(run, Console(quiet=True)).train(StopRequest())
+    resumed = dataclasses.replace(config, resume=run.folder, steps=3)
+    with open_run(dataclasses.replace(resumed, batch_size=16, train_rows=2)):
+        pass
+    (said,) = [line for line in logged if "changed from here on" in line]
+    assert said == "INFO changed from here on: steps 2 -> 3, batch_size 8 -> 16, train_rows None -> 2"
+
+
 def test_a_run_without_a_name_never_meets_another(config, tmp_path):
     """Not even one of the same second."""
     config = dataclasses.replace(config, name=None)
