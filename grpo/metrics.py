@@ -1,14 +1,18 @@
 """A step's numbers by TRL's names."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from loguru import logger
 from torch import Tensor
 
 from grpo.advantages import zero_variance_groups
 from grpo.reward_functions import Scores
 from grpo.values import Rollout
+
+MANY_CUT = 0.9
+"""Share of a step's completions that are cut of which a run is warned."""
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
@@ -44,6 +48,35 @@ def reward_metrics(scores: Scores, group_size: int) -> dict[str, float]:
             metrics[f"rewards/{name}/mean"] = values.mean().item()
             metrics[f"rewards/{name}/std"] = values.std(correction=0).item()
     return metrics
+
+
+class Doubts:
+    """Says once a run that a step's rewards are all the same, and once that nearly all of it was cut."""
+
+    def __init__(self, num_rows: int, max_new_tokens: int) -> None:
+        self._num_rows, self._max_new_tokens = num_rows, max_new_tokens
+        self._said: set[str] = set()
+
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Look at a step's metrics."""
+        if metrics["frac_reward_zero_std"] == 1:
+            self._warn(
+                f"no group of step {step} has rewards that differ: nothing is learned from them; "
+                "see --reward and --temperature",
+                about="rewards",
+            )
+        cut = round(metrics["completions/clipped_ratio"] * self._num_rows)
+        if cut >= MANY_CUT * self._num_rows:
+            self._warn(
+                f"{cut} of {self._num_rows} completions of step {step} were cut at max_new_tokens "
+                f"{self._max_new_tokens}: raise it, or nothing ends",
+                about="lengths",
+            )
+
+    def _warn(self, message: str, *, about: str) -> None:
+        if about not in self._said:
+            logger.warning(message)
+        self._said.add(about)
 
 
 def completion_records(

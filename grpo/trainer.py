@@ -14,7 +14,7 @@ from grpo.checkpoint import Checkpoint, restore_optimizer
 from grpo.config import to_flat
 from grpo.interrupt import StopRequest
 from grpo.loss import adaptive_kl, loss_counts
-from grpo.metrics import completion_records, reward_metrics, rollout_metrics
+from grpo.metrics import Doubts, completion_records, reward_metrics, rollout_metrics
 from grpo.objectives import GRPOBatch, finish_grpo
 from grpo.optimizer import learning_rate, set_learning_rate
 from grpo.planned import PlannedPhases
@@ -45,6 +45,7 @@ class Trainer:
         self.interrupted = False
         """Whether somebody asked the run to stop before its end."""
         self.phases = PlannedPhases(run)
+        self.doubt = Doubts(self.config.num_rows, self.config.sampling.max_new_tokens)
         self.source_state = run.source.state()
         if run.checkpoint is not None:
             self._restore(run.checkpoint)
@@ -237,6 +238,7 @@ class Trainer:
             "memory/allocated_gb": memory.allocated_bytes / 2**30,
             "memory/peak_gb": memory.peak_bytes / 2**30,
         }
+        self.doubt(step, metrics)
         self.tracker.log(step, metrics)
         self.tracker.log_memory(step, [[record.as_dict() for record in each] for each in records])
         self.tracker.log_completions(
