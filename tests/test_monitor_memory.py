@@ -2,9 +2,12 @@
 
 import json
 import re
+import time
 
 import pytest
 from commands import fresh, run
+
+from grpo.run_folder import LOCK_FILE
 
 MONITOR = "monitor_memory.py"
 
@@ -54,6 +57,27 @@ def test_a_run_is_followed_to_its_verdict(tmp_path, growth, status):
     verdict = json.loads((folder / "leak.json").read_text())
     assert verdict["leak"] == bool(growth) and len(verdict["samples"]) == 60
     assert (folder / "memory.png").stat().st_size > 10_000
+
+
+def test_a_run_that_has_ended_is_not_waited_for(tmp_path):
+    began = time.monotonic()
+    done = run(MONITOR, "--attach", write_run(tmp_path / "run", 60), "--patience", 300, cwd=tmp_path)
+    assert "no leak in 60 steps" in done.stdout and time.monotonic() - began < 100
+    assert "following" not in done.stdout
+
+
+def test_of_a_run_that_is_trained_it_is_said_how_long_news_are_waited_for(tmp_path):
+    folder = write_run(tmp_path / "run", 60)
+    (folder / LOCK_FILE).touch()
+    done = run(MONITOR, "--attach", "run", "--patience", 0.2, cwd=tmp_path)
+    assert done.stdout.startswith("following run until it ends, or brings no news for 0.2 s\n")
+    assert "no leak in 60 steps" in done.stdout
+
+
+def test_too_few_steps_for_a_verdict_are_said_at_the_start(tmp_path):
+    done = run(MONITOR, 39, 64, "--model", "/no/such/model", cwd=tmp_path)
+    assert done.stdout.startswith("there will be no verdict: a trend needs 40 steps, and these are 39\n")
+    assert done.returncode == 2
 
 
 def test_what_cannot_be_followed_is_said(tmp_path):

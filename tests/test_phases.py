@@ -187,6 +187,18 @@ def test_each_shape_is_traced_once_by_run_and_by_machine(tracer, traced, tmp_pat
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_what_takes_half_a_minute_is_said_beforehand_and_once(tracer, traced, logged: list[str]):
+    first = tracer()
+    first.fit("learn", SHAPE)
+    first.fit("score", SHAPE)
+    assert logged == ["INFO tracing memory for this shape, once: about half a minute"]
+    known = tracer()
+    known.fit("learn", SHAPE)
+    known.fit("score", SHAPE)
+    known.peak_bytes("learn", SHAPE._replace(rows=2))  # a single trace takes no time
+    assert len(logged) == 1
+
+
 @pytest.mark.parametrize("content", ["", '{"learn 8 6 3": {"aten.m', "[1, 2]", "\0\0", "null"])
 def test_a_damaged_file_is_ignored_and_replaced(tracer, traced, tmp_path: Path, content: str):
     tracer().fit("learn", SHAPE)

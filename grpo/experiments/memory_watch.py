@@ -21,7 +21,9 @@ from grpo.config import Config
 from grpo.interrupt import StopRequest
 from grpo.memory import LeakVerdict, LeakWatch, MemorySample, detect_leak
 from grpo.memory.budget import GB, readable
+from grpo.memory.trend import MIN_STEPS
 from grpo.pictures import picture
+from grpo.run_folder import LOCK_FILE
 from grpo.setup import open_run
 from grpo.tracking import MEMORY_FILE, METRICS_FILE, NewLines, read_lines
 from grpo.trainer import Trainer
@@ -34,6 +36,11 @@ _POLL_S = 1.0
 
 def watch_training(config: Config, console: Console, stop: StopRequest) -> tuple[LeakVerdict, Path]:
     """Train, with every step's memory shown and sampled; the verdict and the run folder."""
+    if config.steps < MIN_STEPS:
+        console.print(
+            f"there will be no verdict: a trend needs {MIN_STEPS} steps, and these are {config.steps}",
+            highlight=False,
+        )
     with open_run(config) as run, LeakWatch(run.monitor.device) as watch, _view(console) as show:
         logger.info("run folder: {}", run.folder)
         new_lines = NewLines(run.folder / MEMORY_FILE)  # all lines again and again would grow themselves
@@ -55,7 +62,7 @@ def watch_training(config: Config, console: Console, stop: StopRequest) -> tuple
 def follow_run(
     folder: Path, console: Console, *, patience_s: float, stop: StopRequest
 ) -> tuple[LeakVerdict, Path]:
-    """Follow a run's memory.jsonl until nothing has come for `patience_s` seconds, or Ctrl-C.
+    """Follow a run's memory.jsonl until it has ended, nothing has come for `patience_s` seconds, or Ctrl-C.
 
     ValueError for a folder without one.
     """
@@ -63,12 +70,19 @@ def follow_run(
         raise ValueError(f"attach is {str(folder)!r}, which holds no {MEMORY_FILE}: give a run's folder.")
     lines: list[dict[str, Any]] = []
     last = time.monotonic()
+    if (folder / LOCK_FILE).exists():
+        console.print(
+            f"following {folder} until it ends, or brings no news for {patience_s:g} s", highlight=False
+        )
     with _view(console) as show:
         while time.monotonic() - last < patience_s and not stop.requested:
+            ended = not (folder / LOCK_FILE).exists()  # first: what was written before is then read
             now = read_lines(folder / MEMORY_FILE)
             if len(now) > len(lines):
                 show(now[-1]["step"], None, now[len(lines) :])
                 lines, last = now, time.monotonic()
+            if ended:
+                break
             time.sleep(min(_POLL_S, patience_s))
     samples = samples_of(lines, read_lines(folder / METRICS_FILE))
     verdict = detect_leak(samples)

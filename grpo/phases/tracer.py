@@ -31,6 +31,7 @@ class PhaseTracer:
         self._file = folder / f"{_fingerprint(settings)}.json"
         self._known: dict[str, list[tuple[str, int]]] = _read(self._file)
         self._num_saved = len(self._known)
+        self._announced = False
 
     def peak_bytes(self, phase: str, shape: Shape) -> int:
         """The most that `phase` holds beyond what exists between phases. KeyError for an unknown phase."""
@@ -40,7 +41,7 @@ class PhaseTracer:
 
     def trace(self, phase: str, shape: Shape) -> list[tuple[str, int]]:
         """Each operation of `phase` that allocates, and the bytes held while it runs."""
-        key = f"{phase} {shape.rows} {shape.prompt_tokens} {shape.new_tokens}"
+        key = _key(phase, shape)
         if key not in self._known:
             self._known[key] = self._fake().trace(phase, shape)
         return self._known[key]
@@ -71,6 +72,9 @@ class PhaseTracer:
         chunk_tokens = None if phase.startswith("sample") else CHUNK_TOKENS
         shapes = design_shapes(longest, group_size=self._settings.group_size, chunk_tokens=chunk_tokens)
         shapes = [self.rounded(phase, shape) for shape in shapes]
+        if not self._announced and any(_key(phase, shape) not in self._known for shape in shapes):
+            logger.info("tracing memory for this shape, once: about half a minute")
+            self._announced = True
         moments = align([self.trace(phase, shape) for shape in shapes])
         self._save()
         return PhaseFit(list(zip(shapes, moments, strict=True)), chunk_tokens=chunk_tokens)
@@ -87,6 +91,10 @@ class PhaseTracer:
             temporary.replace(self._file)
         except OSError as error:  # traced again next time, that is all
             logger.debug("traces are not kept: {}", error)
+
+
+def _key(phase: str, shape: Shape) -> str:
+    return f"{phase} {shape.rows} {shape.prompt_tokens} {shape.new_tokens}"
 
 
 def _what_memory_minds(settings: PhaseSettings) -> PhaseSettings:
