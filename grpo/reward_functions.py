@@ -22,6 +22,8 @@ from rewards.policy import PolicyReward
 from rewards.weighted import WeightedReward
 
 RewardFunction = Callable[..., list[float | None]]
+PROMPTS_LOOKED_AT = 1000
+"""Of each task, for whether there are the columns that rewards need."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,17 @@ def load_reward(spec: str) -> tuple[str, RewardFunction]:
     return name, function
 
 
+def _needed_columns(function: RewardFunction) -> list[str]:
+    """What it wants by name besides prompts and completions."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # not written in Python
+        return []
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [p.name for p in parameters if p.kind in by_name and p.default is p.empty]
+    return [name for name in needed if name not in ("prompts", "completions", "completion_ids")]
+
+
 class RewardFailed(RuntimeError):
     """An error in a reward function of the user's."""
 
@@ -153,6 +166,19 @@ class RewardFunctions:
                 remedy = f"add --reward {task}, or give {other}" if other else "give --reward file.py:name"
                 raise ValueError(
                     f"no reward in {', '.join(self._functions)} scores {task} prompts: {remedy}."
+                )
+
+    def check_columns(self, prompts: Sequence[Prompt]) -> None:
+        """ValueError if a user's reward needs a column that none of these prompts has."""
+        there = list(collate(prompts))
+        for name, function in self._functions.items():
+            if isinstance(function, WeightedReward) or not prompts:
+                continue
+            if missing := [column for column in _needed_columns(function) if column not in there]:
+                columns = f"column{'s' * (len(missing) > 1)} {', '.join(missing)}"
+                raise ValueError(
+                    f"reward {name!r} needs the {columns}; the prompts have {', '.join(there) or 'none'}: "
+                    "give --prompts with it, or the function a default."
                 )
 
     def prepare(self, prompts: Sequence[Prompt]) -> None:

@@ -47,7 +47,7 @@ from grpo.planning import longest_prompt, plan_memory, trace_phases
 from grpo.prompts import PromptSource
 from grpo.prompts.split import split
 from grpo.reference import Reference
-from grpo.reward_functions import RewardFunctions
+from grpo.reward_functions import PROMPTS_LOOKED_AT, RewardFunctions
 from grpo.rollout import rollout
 from grpo.run_folder import hold_folder, open_checkpoints, write_settings
 from grpo.sampling import step_uniforms
@@ -132,6 +132,7 @@ def _make_run(
     checkpoints, checkpoint = open_checkpoints(config, folder)
     source = load_source(config)
     rewards.check_tasks(source.tasks)
+    rewards.check_columns(source.longest(PROMPTS_LOOKED_AT))
     engine = _start_engine(config, stack) if "policy" in source.tasks else None
     with _explaining_what_stays(config, device, reference_device, world):
         policy, reference = load_models(config, checkpoint, device, reference_device)

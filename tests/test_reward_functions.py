@@ -53,6 +53,30 @@ def right(completions, answer, **kwargs):
 """
 
 
+NEEDY = """
+def brevity(prompts, completions, limit, **columns): ...
+def two(completions, *, limit, colour, completion_ids, answer, **columns): ...
+def content(completions, answer, *others, limit=3, **columns): ...
+class Callable:
+    def __call__(self, completions, limit, **columns): ...
+callable_one = Callable()
+"""
+
+
+def test_a_column_that_no_prompt_has_is_missed_beforehand(tmp_path):
+    with pytest.raises(ValueError, match="'brevity' needs the column limit; the prompts have task, answer:"):
+        functions(tmp_path, NEEDY, "brevity").check_columns(OWN)
+    with pytest.raises(ValueError, match=r"'two' needs the columns limit, colour; .* give --prompts with it"):
+        functions(tmp_path, NEEDY, "content", "two").check_columns(OWN)
+    with pytest.raises(ValueError, match="'callable_one' needs the column limit"):
+        functions(tmp_path, NEEDY, "callable_one").check_columns(OWN)
+    functions(tmp_path, NEEDY, "content").check_columns(OWN)
+    functions(tmp_path, NEEDY, "brevity", "two").check_columns([])  # a stream: nothing is known of it
+    some = [*OWN, Prompt("o:3", "question", {"limit": 3, "colour": "red"})]  # None for the others
+    functions(tmp_path, NEEDY, "brevity", "two").check_columns(some)
+    RewardFunctions(["policy", "environment"]).check_columns(OWN)
+
+
 def test_a_users_file_scores_with_weights_and_none_means_not_mine(tmp_path):
     """Question 0 is answered "0" and "12", question 1 "1" and "": 0.5 a letter off, 3 if right."""
     score = functions(tmp_path, LENGTHS, "brevity", "right", weights=(0.5, 3.0))

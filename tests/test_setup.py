@@ -29,6 +29,9 @@ def test_what_is_cheap_to_find_out_is_found_before_the_model_is_loaded(config, m
     config = dataclasses.replace(config, model="/no/such/model")
     assert "reward 'polcy' is not known: give one of policy" in refused(config, reward=("polcy",))
     assert "there is no file" in refused(config, reward=("mine.py:f",))
+    (tmp_path / "mine.py").write_text("def brevity(completions, limit, **columns): ...")
+    message = refused(config, reward=(f"{tmp_path}/mine.py:brevity",))
+    assert "needs the column limit; the prompts have task, fen, moves, evals, action, history" in message
     assert "no.txt" in refused(config, prompts=str(tmp_path / "no.txt"))
     assert "device is 'warp-drive'" in refused(config, device="warp-drive")
     assert "device is 'warp-drive'" in refused(config, reference_device="warp-drive")

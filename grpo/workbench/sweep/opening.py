@@ -13,7 +13,7 @@ from loguru import logger
 from grpo.config import SettingsError
 from grpo.loading import load_source
 from grpo.model import compute_dtype
-from grpo.reward_functions import RewardFunctions
+from grpo.reward_functions import PROMPTS_LOOKED_AT, RewardFunctions
 from grpo.workbench.corpus import open_corpus, text_file, trained_tokenizer
 from grpo.workbench.machine import Machine, look
 from grpo.workbench.models import num_parameters
@@ -72,7 +72,9 @@ def _check_grpo(settings: SweepSettings) -> None:
     """Model, lengths, prompts and rewards, as a run would find them."""
     config = run_config(settings, settings.batch_sizes[0])
     source = load_source(config)
-    RewardFunctions(config.reward, config.reward_weights).check_tasks(source.tasks)
+    rewards = RewardFunctions(config.reward, config.reward_weights)
+    rewards.check_tasks(source.tasks)
+    rewards.check_columns(source.longest(PROMPTS_LOOKED_AT))
 
 
 def _header(settings: SweepSettings, machine: Machine, parameters: int) -> dict[str, Any]:
