@@ -30,7 +30,7 @@ VARIANTS = {
     },
 }  # fmt: skip
 OTHER_PLANS = {
-    1: {"rollout_rows": 3, "train_rows": 2, "score_rows": 5},
+    1: {"rollout_rows": 2, "train_rows": 2, "score_rows": 4},
     2: {"rollout_rows": 4, "train_rows": 1},
 }
 

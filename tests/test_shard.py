@@ -28,7 +28,7 @@ from grpo.workload import Workload, resident_parts
 
 RICH = {
     "num_iterations": 2, "kl_in_reward": True, "refill_groups": 1, "mask_truncated": True,
-    "gradient_checkpointing": True, "train_rows": 2, "rollout_rows": 6, "reference_sync": 1,
+    "gradient_checkpointing": True, "train_rows": 2, "rollout_rows": 4, "reference_sync": 1,
 }  # fmt: skip
 
 

@@ -54,8 +54,15 @@ def _check_batch(config: "Config") -> None:
     )
     if config.batch_size != "auto":
         _need(
-            config.batch_size % config.group_size == 0, _not_a_multiple(config.batch_size, config.group_size)
+            config.batch_size % config.group_size == 0,
+            _not_a_multiple("batch_size", config.batch_size, config.group_size),
         )
+    for name in ("rollout_rows", "score_rows", "train_rows"):
+        if rows := getattr(config, name):
+            _need(
+                rows % config.group_size == 0 or config.group_size % rows == 0,
+                _not_whole_passes(name, rows, config.group_size),
+            )
     _need(
         config.max_batch_size >= config.group_size,
         f"max_batch_size is {config.max_batch_size}, less than one group of {config.group_size}: give more.",
@@ -138,14 +145,24 @@ def _check_name(config: "Config") -> None:
     )
 
 
-def _not_a_multiple(batch_size: int, group_size: int) -> str:
-    below, above = batch_size // group_size * group_size, -(-batch_size // group_size) * group_size
+def _not_a_multiple(name: str, rows: int, group_size: int) -> str:
+    below, above = rows // group_size * group_size, -(-rows // group_size) * group_size
     if not below:
         return (
-            f"batch_size is {batch_size}, less than one group of {group_size}: "
+            f"{name} is {rows}, less than one group of {group_size}: "
             f"give {above} or a multiple of it, or a smaller group_size."
         )
     return (
-        f"batch_size is {batch_size}, which is not a multiple of group_size {group_size}: "
+        f"{name} is {rows}, which is not a multiple of group_size {group_size}: "
         f"groups stay whole. {below} and {above} are the nearest multiples."
+    )
+
+
+def _not_whole_passes(name: str, rows: int, group_size: int) -> str:
+    if rows > group_size:
+        return _not_a_multiple(name, rows, group_size)
+    parts = [str(part) for part in range(1, group_size) if group_size % part == 0]
+    return (
+        f"{name} is {rows}, in which a group of {group_size} does not go evenly: "
+        f"give {', '.join(parts)}, or a multiple of {group_size}."
     )
