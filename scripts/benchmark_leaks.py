@@ -1,4 +1,4 @@
-"""How good is the leak test? On series whose answer is known, and on real leaks: the figures in results/README.md.
+"""How good is the leak test? On series whose answer is known, and on real leaks: results/README.md's figures.
 
 python scripts/benchmark_leaks.py --series 1000 --real --trainer
 """

@@ -1,7 +1,7 @@
 import dataclasses
-from collections import Counter
 import os
 import socket
+from collections import Counter
 from pathlib import Path
 
 import pytest
