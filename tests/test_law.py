@@ -36,7 +36,7 @@ def first(count):
 
 
 def published(**changes):
-    given = {"peaks": PUBLISHED, "failed": [208], "total_bytes": DEVICE, "multiple": 1, "objective": "lm"}
+    given = {"peaks": PUBLISHED, "failed": [208], "total_bytes": DEVICE, "multiple": 1}
     return Findings(**{**given, "margin_bytes": unseen_margin(DEVICE, "cuda"), **changes})
 
 
@@ -94,7 +94,7 @@ def test_the_next_sizes_are_those_around_the_edge():
 
 
 def test_recommendations_are_whole_groups():
-    found = published(objective="grpo", multiple=8, peaks={96: 10 * GB, 104: 11 * GB}, failed=[])
+    found = published(multiple=8, peaks={96: 10 * GB, 104: 11 * GB}, failed=[])
     assert recommendations(found) == {
         "full": {"rows": 104, "accumulate": 1, "batch_size": 104},
         "safe": {"rows": 80, "accumulate": 1, "batch_size": 80},
@@ -114,7 +114,14 @@ def test_on_a_host_the_margin_is_the_scatter_alone():
 
 
 def test_commands_say_what_the_sizes_hold_with():
-    found = published(objective="grpo", flags=" --lora-rank 4")
+    found = published(flags=" --lora-rank 4")
     for table in (recommendation_table(found), cards_table(found)):
         commands = [*table.columns[-1].cells]
         assert commands and all(command.endswith(" --lora-rank 4") for command in commands)
+
+
+def test_where_no_command_does_what_was_tried_there_is_none():
+    found = published(no_command="it trains chess alone")
+    assert "No command of train_lean.py is recommended: it trains chess alone." in sentences(found)
+    assert [column.header for column in recommendation_table(found).columns][-1] == "batch"
+    assert all("YOUR_SCRIPT" in command for command in cards_table(found).columns[-1].cells)

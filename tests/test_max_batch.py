@@ -1,14 +1,22 @@
 """Finding the largest batch: the search, the trials, and the command as people type it."""
 
 import json
+import shlex
 import sys
 
 import pytest
 from commands import ROOT, fresh, run
 
-from grpo.config import SettingsError
+from grpo.config import SettingsError, parse_command_line
 from grpo.memory import Footprint
-from grpo.workbench.maximum.find import FindSettings, check, findings, findings_elsewhere
+from grpo.workbench.maximum.find import (
+    FindSettings,
+    check,
+    findings,
+    findings_elsewhere,
+    train_lean_flags,
+    why_no_command,
+)
 from grpo.workbench.maximum.search import (
     TrialResult,
     classic_sizes,
@@ -185,10 +193,40 @@ def test_checks_come_before_any_trial(given, message):
 def test_measured_elsewhere():
     settings = FindSettings(measured=("64=14.8GB", "80=18.08GB", "208=oom"), device_memory="47.4GB")
     found = findings_elsewhere(settings)
-    assert found.maximum == 80 and found.failed == [208]
+    assert found.maximum == 80 and found.failed == [208] and "elsewhere" in (found.no_command or "")
     for wrong in (("64", "80=1GB"), ("x=1GB", "80=1GB"), ("64=1GB", "80=oom")):
         with pytest.raises(ValueError, match=r"measured has|no size"):
             findings_elsewhere(FindSettings(measured=wrong, device_memory="47.4GB"))
+
+
+# --------------------------------------------------------------------------- what is recommended
+
+
+def test_the_command_names_every_setting_that_train_lean_has_otherwise():
+    assert train_lean_flags(FindSettings()) == " --model rook-tiny"
+    settings = FindSettings(
+        model=ModelSpec(model="my models/a"), group_size=4, max_new_tokens=16, kl=False, lora_rank=4,
+        gradient_checkpointing=True, device="cuda:1", precision="bf16", memory_limit="800MB",
+    )  # fmt: skip
+    flags = train_lean_flags(settings)
+    config = parse_command_line(["--batch-size", "8", *shlex.split(flags)])
+    assert (config.model, config.group_size, config.sampling.max_new_tokens) == ("my models/a", 4, 16)
+    assert (config.uses_reference, config.lora.lora_rank, config.gradient_checkpointing) == (False, 4, True)
+    assert (config.device, config.precision, config.memory_limit) == ("cuda:1", "bf16", "800MB")
+
+
+@pytest.mark.parametrize(
+    "given, reason",
+    [
+        ({}, None),
+        ({"prompt_tokens": 16}, "up to 59 tokens, and this is --prompt-tokens 16; give --prompt-tokens 59"),
+        ({"objective": "lm"}, "language modelling"),
+        ({"model": TINY}, "no model made by --arch"),
+    ],
+)
+def test_what_train_lean_cannot_do_has_no_command(given, reason):
+    said = why_no_command(FindSettings(**given))
+    assert said is None if reason is None else reason in said
 
 
 # ---------------------------------------------------------------------------------------- commands

@@ -4,6 +4,7 @@ The checks come first and are quick: a missing corpus or a model that does not b
 trial. What is made of the trials is in `findings.py`.
 """
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -13,9 +14,12 @@ import torch
 from loguru import logger
 from rich.table import Table
 
-from grpo.config import SettingsError
+from grpo.config import Config, SettingsError, to_flat
+from grpo.loading import load_source
 from grpo.memory import MemoryMonitor, parse_size
 from grpo.memory.budget import CONTEXT_BYTES, readable
+from grpo.model import load_tokenizer
+from grpo.planning import longest_prompt
 from grpo.values import Precision
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.flags import GradientCheckpointing, GroupSize, HasReference, LoraRank, MaxBatchSize
@@ -119,6 +123,8 @@ class Checked:
 
     limit_bytes: int | None
     """What a trial may hold, enforced. On a host it is what is free, lest the system ends something."""
+    no_command: str | None = None
+    """Why there is no command of train_lean.py for what is tried."""
 
     @property
     def device_type(self) -> str:
@@ -152,7 +158,7 @@ def check(settings: FindSettings) -> Checked:
     total_bytes = machine.total_bytes if limit is None else limit
     if limit is None and step.device_type == "cpu":
         limit = machine.usable_bytes
-    return Checked(machine, step, count, total_bytes, table, limit)
+    return Checked(machine, step, count, total_bytes, table, limit, why_no_command(settings))
 
 
 def find(settings: FindSettings, checked: Checked) -> list[TrialResult]:
@@ -230,15 +236,43 @@ def findings(settings: FindSettings, checked: Checked, results: Sequence[TrialRe
     total = float(checked.total_bytes)
     return Findings(
         peaks, [r.batch_size for r in results if not r.fits], total,
-        unseen_margin(total, checked.device_type), settings.objective, settings.multiple,
-        settings.max_batch_size, flags=_flags(settings),
+        unseen_margin(total, checked.device_type), settings.multiple,
+        settings.max_batch_size, flags=train_lean_flags(settings), no_command=checked.no_command,
     )  # fmt: skip
 
 
-def _flags(settings: FindSettings) -> str:
-    """What train_lean.py has to be given besides, lest it holds more."""
-    checkpointing = " --gradient-checkpointing" if settings.gradient_checkpointing else ""
-    return checkpointing + (f" --lora-rank {settings.lora_rank}" if settings.lora_rank else "")
+def train_lean_flags(settings: FindSettings) -> str:
+    """What train_lean.py has to be given besides the batch size, to do what was tried."""
+    defaults = to_flat(Config())
+    twins = {
+        "model": settings.model.name, "group_size": settings.group_size,
+        "max_new_tokens": settings.max_new_tokens, "kl_coef": defaults["kl_coef"] if settings.kl else 0,
+        "lora_rank": settings.lora_rank, "gradient_checkpointing": settings.gradient_checkpointing,
+        "device": settings.device, "precision": settings.precision, "memory_limit": settings.memory_limit,
+    }  # fmt: skip
+    flags = ""
+    for name, value in twins.items():
+        if value != defaults[name]:
+            flags += f" --{name.replace('_', '-')}" + ("" if value is True else f" {shlex.quote(str(value))}")
+    return flags
+
+
+def why_no_command(settings: FindSettings) -> str | None:
+    """Why no command of train_lean.py does what is tried, with the remedy; None where one does."""
+    if settings.objective == "lm":
+        return "it trains with GRPO alone, and this is language modelling"
+    if settings.model.arch is not None:
+        return "it trains no model made by --arch; give a hub id or a folder as --model"
+    try:
+        longest = longest_prompt(load_source(Config()), load_tokenizer(settings.model.name), Config())
+    except ValueError as error:
+        return str(error)
+    if longest > settings.prompt_tokens:
+        return (
+            f"its bundled prompts have up to {longest} tokens, and this is --prompt-tokens "
+            f"{settings.prompt_tokens}; give --prompt-tokens {longest}"
+        )
+    return None
 
 
 def findings_elsewhere(settings: FindSettings) -> Findings:
@@ -257,4 +291,7 @@ def findings_elsewhere(settings: FindSettings) -> Findings:
         raise SettingsError(f"measured has {len(peaks)} sizes that fitted: a line takes two.")
     total = float(parse_size(settings.device_memory or ""))
     margin = unseen_margin(total, "cuda")
-    return Findings(peaks, failed, total, margin, settings.objective, settings.multiple)
+    return Findings(
+        peaks, failed, total, margin, settings.multiple,
+        no_command="the peaks were measured elsewhere; give it the settings that they were measured with",
+    )  # fmt: skip

@@ -15,7 +15,6 @@ from grpo.memory.budget import GB
 from grpo.pictures import picture
 from grpo.workbench.maximum.law import Law, Risk, explaining_margin, fit_law, leaves_the_line, risk
 from grpo.workbench.maximum.search import INCREMENT, POINTS_OF_A_LINE
-from grpo.workbench.predict import Objective
 
 SAFE_SHARE = 0.8
 CARDS = (1, 2, 4, 8)
@@ -30,12 +29,13 @@ class Findings:
     failed: Sequence[int]
     total_bytes: float
     margin_bytes: float
-    objective: Objective
     multiple: int
     at_most: int | None = None
     """Larger sizes were not to be tried."""
     flags: str = ""
     """Of train_lean.py, that the sizes hold with."""
+    no_command: str | None = None
+    """Why no command of train_lean.py does what was tried."""
 
     @property
     def maximum(self) -> int:
@@ -83,6 +83,8 @@ def sentences(found: Findings) -> list[str]:
     if found.at_most is not None and found.maximum + found.multiple > found.at_most:
         largest += " (no larger one was to be tried: --max-batch-size)"
     said = [f"{largest}; headroom {room / GB:.2f} GB, {of_all}."]
+    if found.no_command is not None:
+        said.append(f"No command of train_lean.py is recommended: {found.no_command}.")
     if law is None:
         said.append(
             "No line of memory over the batch size: it takes two sizes that fit, and peaks that rise."
@@ -143,13 +145,14 @@ def recommendations(found: Findings) -> dict[str, dict[str, Any]]:
 
 
 def recommendation_table(found: Findings) -> Table:
-    grpo = found.objective == "grpo"
     table = Table("use", "rows at once", "accumulate", "batch", title="Recommended", title_justify="left")
-    if grpo:
+    if found.no_command is None:
         table.add_column("command")
     for name, size in recommendations(found).items():
         flags = (f" --train-rows {size['rows']}" if size["accumulate"] > 1 else "") + found.flags
-        command = [f"python train_lean.py --batch-size {size['batch_size']}{flags}"] if grpo else []
+        command = []
+        if found.no_command is None:
+            command = [f"python train_lean.py --batch-size {size['batch_size']}{flags}"]
         table.add_row(name, *(str(size[key]) for key in ("rows", "accumulate", "batch_size")), *command)
     return table
 
@@ -160,7 +163,7 @@ def cards_table(found: Findings) -> Table:
     table = Table("cards", "total batch", "launch", title="On several such cards", title_justify="left")
     for count in CARDS:
         grpo = f"train_lean.py --batch-size {count * safe}{found.flags}"
-        script = grpo if found.objective == "grpo" else "YOUR_SCRIPT"
+        script = grpo if found.no_command is None else "YOUR_SCRIPT"
         how = "python" if count == 1 else f"accelerate launch --num_processes {count}"
         table.add_row(str(count), str(count * safe), f"{how} {script}")
     return table
