@@ -10,8 +10,11 @@ from grpo.phases import PHASES, PhaseSettings, PhaseTracer, split_name
 from grpo.workload import Workload, resident_parts
 
 
-def advice(work: Workload, phase: str, tracer: PhaseTracer) -> str:
-    """Settings to change when one row of `phase` does not fit, with the bytes each would save."""
+def advice(work: Workload, phase: str, tracer: PhaseTracer, missing_bytes: float = 0.0) -> str:
+    """Settings to change when one row of `phase` does not fit, with the bytes each would save.
+
+    missing_bytes: what they have to save; the text says where all of them together do not.
+    """
     config = work.config
     row = Shape(1, work.longest_prompt, work.new_tokens)
     name = split_name(phase)
@@ -30,7 +33,8 @@ def advice(work: Workload, phase: str, tracer: PhaseTracer) -> str:
         savings["--gradient-checkpointing"] = now - peak(leaner, row)
     resident = resident_parts(work, tracer.num_parameters, tracer.trained_sizes)
     if "reference" in resident and not config.lora.on:
-        savings["--kl-coef 0, or --reference-device cpu"] = resident["reference"]
+        elsewhere = "" if work.device_type == "cpu" else ", or --reference-device cpu"
+        savings[f"--kl-coef 0{elsewhere}"] = resident["reference"]
     if not config.lora.on and work.shards == 1:  # adapters themselves are small
         frozen = work.compute_dtype.itemsize * tracer.num_parameters
         savings["--lora-rank 16"] = sum(resident.values()) - frozen
@@ -39,7 +43,10 @@ def advice(work: Workload, phase: str, tracer: PhaseTracer) -> str:
         savings["--precision bf16"] = now - peak(lower, row)
     useful = {name: saved for name, saved in savings.items() if saved >= 2**20}
     ways = (f"{name} saves {readable(saved)}" for name, saved in useful.items())
-    return "; ".join([*ways, "a smaller --model saves more"]) + "."
+    said = "; ".join([*ways, "a smaller --model saves more"]) + "."
+    if useful and sum(useful.values()) < missing_bytes:
+        said += f" Without a smaller model it is not enough: {readable(missing_bytes)} are missing."
+    return said
 
 
 def does_not_stay(work: Workload, monitor: MemoryMonitor) -> str:

@@ -80,7 +80,7 @@ def make_memory(
     return AdaptiveMemory(
         specs, Predictor(fits, scratch_bytes=scratch, bias=bias), monitor,
         resident=lambda: resident, budget=budget, batch_size=work.rows_here, group_size=config.group_size,
-        overhead_bytes=overhead_bytes, advice=lambda phase: advice(work, phase, tracer),
+        overhead_bytes=overhead_bytes, advice=lambda phase, missing: advice(work, phase, tracer, missing),
         replays=work.shards == 1,
     )  # fmt: skip
 

@@ -64,6 +64,10 @@ def learned(shape: Shape) -> float:
     return 10.0 * shape.rows
 
 
+def shrink(phase: str, missing_bytes: float) -> str:
+    return f"Shrink {phase} by {missing_bytes:g}."
+
+
 class Run:
     """A memory with one phase, "learn", and handles on its surroundings.
 
@@ -80,7 +84,7 @@ class Run:
         self.memory = AdaptiveMemory(
             {"learn": PhaseSpec("learn", "learn split", rows)}, self.predictor, self.monitor,
             resident=lambda: {"weights": 100}, budget=lambda: Budget(self.usable, "test"),
-            batch_size=BATCH, group_size=G, overhead_bytes=50, advice=lambda phase: f"Shrink {phase}.",
+            batch_size=BATCH, group_size=G, overhead_bytes=50, advice=shrink,
         )  # fmt: skip
 
     def replan(self, steps: int = 1) -> int:
@@ -211,11 +215,30 @@ def test_longer_rows_are_planned_for_as_they_come():
 
 def test_when_not_one_row_fits_the_message_has_the_neighbours_and_the_advice():
     with pytest.raises(DoesNotFit) as error:
-        Run(usable=100).replan()
+        Run(usable=100).replan()  # of 170, and 10 for the row
     assert str(error.value) == (
         "learn does not fit: one row needs 0 MB (weights 0 MB, activations 0 MB, not torch 0 MB), "
-        "and there are 0.00 GB (test). On the card: process 17 uses 3.00 GB Shrink learn."
+        "and there are 0.00 GB (test). On the card: process 17 uses 3.00 GB. Shrink learn by 80."
     )
+
+
+@pytest.mark.parametrize(
+    "usable, reason, ends",
+    [
+        (100, "--memory-limit", "Shrink learn by 80. As it is, --memory-limit has to be at least 0.01GB."),
+        (
+            50,
+            "--memory-limit",
+            "GB. This process alone takes 0 MB: --memory-limit has to be at least 0.01GB.",
+        ),
+        (50, "test", "GB. This process alone takes 0 MB: no setting helps, only more memory."),
+    ],
+)
+def test_where_a_limit_or_the_process_itself_is_in_the_way_the_message_says_so(usable, reason, ends):
+    run = Run()
+    with pytest.raises(DoesNotFit) as error:
+        run.memory.plan_one("learn", Budget(usable, reason), BATCH, 30, 20)
+    assert str(error.value).endswith(ends)
 
 
 # ------------------------------------------------------------------------------- running out of memory
@@ -287,7 +310,7 @@ def test_when_even_one_row_runs_out_of_memory_the_message_says_what_to_do():
     assert run.tried == [64, 64, 32, 16, 8, 4, 2, 1]
     said = str(error.value)
     assert said.startswith("learn does not fit: memory ran out with 64, 64, 32, 16, 8, 4, 2, 1 rows at once")
-    assert said.endswith("On the card: process 17 uses 3.00 GB Shrink learn.")
+    assert said.endswith("On the card: process 17 uses 3.00 GB. Shrink learn by 0.")
 
 
 def test_any_other_error_is_nobodys_business_here():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo.memory import Budget, DoesNotFit, Footprint, largest_rows, plan_phase, smaller_rows
-from grpo.memory.budget import GB
+from grpo.memory.budget import GB, larger_budget
 from grpo.memory.planner import even_rows
 
 GROUPS = st.integers(1, 16)
@@ -118,3 +118,12 @@ def test_when_not_even_one_row_fits_the_phase_its_needs_and_the_budget_are_named
         "score does not fit: one row needs 3.75 GB (weights 2.00 GB, activations 1.50 GB), "
         "and there are 3.00 GB (75% of 4.00 GB)."
     )
+
+
+def test_the_limit_that_would_do_is_rounded_up():
+    limit = Budget(GB // 2, "--memory-limit")
+    assert larger_budget(limit, 0.651 * GB, 0.4 * GB) == "As it is, --memory-limit has to be at least 0.66GB."
+    assert larger_budget(limit, 0.66 * GB, 0.58 * GB) == (
+        "This process alone takes 0.58 GB: --memory-limit has to be at least 0.66GB."
+    )
+    assert larger_budget(Budget(GB // 2, "what others leave free"), GB, 0.4 * GB) == ""

@@ -1,6 +1,7 @@
 """From settings to a plan: closed forms by hand, advice, the largest batch against brute force, tables."""
 
 import dataclasses
+import re
 from dataclasses import replace
 from io import StringIO
 
@@ -15,7 +16,7 @@ from grpo.advice import advice
 from grpo.config import Config, SettingsError
 from grpo.loss import LossSettings
 from grpo.memory import Budget, DoesNotFit, Footprint, MemoryMonitor, PhasePlan, Shape
-from grpo.memory.budget import GB
+from grpo.memory.budget import GB, parse_size
 from grpo.optimizer import OptimizerSettings
 from grpo.phases import PHASES, PhaseSettings
 from grpo.plan_tables import measured_table, plan_table
@@ -284,7 +285,7 @@ def test_advice_says_what_each_setting_would_save():
     work = workload()
     assert advice(work, "learn", Tracer(work.phase_settings())) == (
         "--max-new-tokens 10 saves 10 MB; --gradient-checkpointing saves 35 MB; "
-        "--kl-coef 0, or --reference-device cpu saves 38 MB; --lora-rank 16 saves 0.11 GB; "
+        "--kl-coef 0 saves 38 MB; --lora-rank 16 saves 0.11 GB; "
         "--precision bf16 saves 35 MB; a smaller --model saves more."
     )
     adapters = LoraSettings(lora_rank=16)
@@ -292,16 +293,24 @@ def test_advice_says_what_each_setting_would_save():
     said = advice(work, "learn", Tracer(work.phase_settings()))
     assert said == "--max-new-tokens 10 saves 2 MB; a smaller --model saves more."
     assert "checkpointing" not in advice(workload(), "sample", Tracer(workload().phase_settings()))
+    on_a_card = replace(workload(), device_type="cuda")
+    assert "--kl-coef 0, or --reference-device cpu saves 38 MB" in advice(
+        on_a_card, "update", Tracer(on_a_card.phase_settings())
+    )
+
+
+def test_advice_says_where_all_of_it_is_not_enough():
+    work = workload(loss=WITHOUT_KL, lora=LoraSettings(lora_rank=16))
+    tracer = Tracer(work.phase_settings())  # 10 MB by shorter texts, 35 by checkpointing, 35 by bf16
+    assert advice(work, "learn", tracer, 79 * 2**20).endswith("a smaller --model saves more.")
+    assert advice(work, "learn", tracer, 81 * 2**20).endswith("it is not enough: 81 MB are missing.")
 
 
 def test_what_nothing_of_a_rows_length_helps_has_advice_too():
     """The optimizer's step: only what exists all along can be less."""
     work = workload()
     said = advice(work, "update", Tracer(work.phase_settings()))
-    assert said == (
-        "--kl-coef 0, or --reference-device cpu saves 38 MB; --lora-rank 16 saves 0.11 GB; "
-        "a smaller --model saves more."
-    )
+    assert said == ("--kl-coef 0 saves 38 MB; --lora-rank 16 saves 0.11 GB; a smaller --model saves more.")
 
 
 def test_when_one_row_does_not_fit_phase_needs_and_advice_are_named():
@@ -310,6 +319,10 @@ def test_when_one_row_does_not_fit_phase_needs_and_advice_are_named():
     said = str(error.value)
     assert said.startswith("sample does not fit: one row needs 0.2")
     assert "(--memory-limit)" in said and "--max-new-tokens 10 saves 10 MB; --kl-coef 0" in said
+    least = re.search(r"--memory-limit has to be at least ([\d.]+GB)\.$", said)
+    assert least is not None
+    enough = Budget(parse_size(least[1]), "--memory-limit")
+    plan_memory(workload(), MONITOR, lambda: enough, overhead_bytes=2**20)
 
 
 # ------------------------------------------------------------------------------------- tables

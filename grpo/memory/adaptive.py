@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from loguru import logger
 
-from grpo.memory.budget import Budget
+from grpo.memory.budget import Budget, larger_budget
 from grpo.memory.fit import Shape
 from grpo.memory.monitor import MemoryMonitor, PhaseReading
 from grpo.memory.phase import OUTSIDE, Parts, PhaseRecord, PhaseSpec
@@ -46,7 +46,7 @@ class AdaptiveMemory:
 
     resident: bytes by component of what exists between phases. budget: asked before every plan, as
     what others hold changes. overhead_bytes: what the process holds besides tensors; None: measured.
-    advice: settings that would save memory in a phase, for the error when not one row of it fits.
+    advice: settings that would save a phase the bytes (0: unknown) that not one row of it fits for want of.
     replays: whether a phase that ran out of memory may be done again, see `survive`.
     """
 
@@ -61,7 +61,7 @@ class AdaptiveMemory:
         batch_size: int,
         group_size: int,
         overhead_bytes: int | None = None,
-        advice: Callable[[str], str] = lambda phase: "",
+        advice: Callable[[str, float], str] = lambda phase, missing_bytes: "",
         replays: bool = True,
     ) -> None:
         self.phases = dict(phases)
@@ -120,17 +120,21 @@ class AdaptiveMemory:
         limits = [self.phases[phase].rows]
         if self._resting(phase):
             limits.append(self._ceilings[phase].rows)
+
+        def footprint(rows: int, phase: str = phase) -> Footprint:
+            return self.footprint(phase, Shape(rows, prompt_tokens, new_tokens), batch_size)
+
         try:
             return plan_phase(
-                lambda rows: self.footprint(phase, Shape(rows, prompt_tokens, new_tokens), batch_size),
-                budget,
-                phase=phase,
-                batch_size=batch_size,
-                group_size=self._group_size,
+                footprint, budget, phase=phase, batch_size=batch_size, group_size=self._group_size,
                 at_most=min((limit for limit in limits if limit is not None), default=None),
-            )
+            )  # fmt: skip
         except DoesNotFit as error:
-            raise DoesNotFit(self._explain(phase, error)) from error
+            missing = footprint(1).peak_bytes - budget.usable_bytes
+            settings = self._advice(phase, missing) if self._overhead < budget.usable_bytes else ""
+            needed = max(footprint(1, each).upper_bytes for each in self.phases)
+            larger = larger_budget(budget, needed, self._overhead)
+            raise DoesNotFit(self._explain(error, settings, larger)) from error
 
     def largest_whole(
         self, phase: str, budget: Budget, batch_size: int, prompt_tokens: int, new_tokens: int
@@ -147,9 +151,9 @@ class AdaptiveMemory:
         """Rows that the phase could do at once in what may be held now; 0 if not one group."""
         return self.largest_whole(phase, self._budget(), at_most, prompt_tokens, new_tokens)
 
-    def _explain(self, phase: str, error: DoesNotFit) -> str:
+    def _explain(self, error: DoesNotFit, *remedies: str) -> str:
         others = self._monitor.neighbours()
-        return " ".join(filter(None, [str(error), others and f"On the card: {others}", self._advice(phase)]))
+        return " ".join(filter(None, [str(error), others and f"On the card: {others}.", *remedies]))
 
     def footprint(self, phase: str, shape: Shape, batch_size: int | None = None) -> Footprint:
         """What the process holds at the phase's peak, by component."""
@@ -217,7 +221,7 @@ class AdaptiveMemory:
                 replays=self._replays,
             )
         except DoesNotFit as error:
-            raise DoesNotFit(self._explain(phase, error)) from error
+            raise DoesNotFit(self._explain(error, self._advice(phase, 0.0))) from error
         self._runs[phase] += 1
         if rows < self.plan[phase].rows:
             self._shrink(phase, rows, retries)

@@ -4,6 +4,7 @@
 """
 
 import ctypes
+import math
 import re
 import sys
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ USABLE_SHARE = 0.98
 """Of the memory a card is sold with: a 24 GB card offers CUDA about 23.5 (RTX 3090: 23.69, 4090: 23.64)."""
 CONTEXT_BYTES = 512 * 2**20
 """A CUDA context with cuBLAS's workspace; 0.4 to 0.6 GB by card and driver."""
+
+MEMORY_LIMIT = "--memory-limit"
+"""The reason of a budget that a person set."""
 
 
 def readable(size: float) -> str:
@@ -84,8 +88,21 @@ def make_budget(memory: DeviceMemory, *, utilization: float, limit_bytes: int | 
         (memory.free_bytes + memory.ours_bytes, "what others leave free"),
     ]
     if limit_bytes is not None:
-        choices.append((limit_bytes, "--memory-limit"))
+        choices.append((limit_bytes, MEMORY_LIMIT))
     return Budget(*min(choices))
+
+
+def larger_budget(budget: Budget, needed_bytes: float, process_bytes: float) -> str:
+    """What to do about a budget too small for one row; nothing where it is not a person's to raise.
+
+    needed_bytes: of the largest phase. process_bytes: what no setting saves.
+    """
+    limited = budget.reason == MEMORY_LIMIT
+    remedy = f"{MEMORY_LIMIT} has to be at least {math.ceil(100 * needed_bytes / GB) / 100:.2f}GB"
+    if process_bytes >= budget.usable_bytes:
+        alone = f"This process alone takes {readable(process_bytes)}"
+        return f"{alone}: {remedy if limited else 'no setting helps, only more memory'}."
+    return f"As it is, {remedy}." if limited else ""
 
 
 def limit_memory(device: torch.device, limit_bytes: int, total_bytes: int) -> str:
