@@ -3,6 +3,8 @@
 torchrun --nproc_per_node 2 scripts/benchmark_shard.py
 """
 
+import os
+import sys
 import warnings
 
 from loguru import logger
@@ -11,8 +13,12 @@ from torch import distributed as dist
 
 from grpo.experiments.sharding import table, trials
 
+START = "torchrun --nproc_per_node 2 scripts/benchmark_shard.py"
+
 
 def main() -> None:
+    if len(sys.argv) > 1 or "WORLD_SIZE" not in os.environ:
+        sys.exit(f"error: it takes several processes and no arguments; start it with: {START}")
     warnings.filterwarnings("ignore")
     logger.remove()
     dist.init_process_group("gloo")

@@ -52,3 +52,9 @@ def test_positions_are_labelled_and_a_model_is_pretrained_on_them(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.config.n_layer == 1
     assert AutoTokenizer.from_pretrained(tmp_path / "model").decode([0]) == "<|endoftext|>"
+
+
+def test_the_benchmark_of_several_processes_says_how_it_is_started(tmp_path):
+    done = run("scripts/benchmark_shard.py", "--help", cwd=tmp_path)
+    assert done.returncode == 1 and "torchrun --nproc_per_node 2 scripts/benchmark_shard.py" in done.stderr
+    assert "Traceback" not in done.stderr
