@@ -40,6 +40,7 @@ def test_what_is_not_there_or_not_read_is_an_error_with_the_way_out(tmp_path: Pa
     write(tmp_path / "empty.txt", [""])
     for spec, reason in {
         f"{tmp_path}/tran.txt": rf"no file {tmp_path}/tran.txt; did you mean {tmp_path}/train.txt",
+        f"{tmp_path}/train.jsonl": rf"did you mean {tmp_path}/train.txt\?",  # and not train.csv
         f"{tmp_path}/nowhere/train.txt": "there is no folder",
         f"{tmp_path}/train.csv": r"\.txt, \.jsonl, \.parquet, \.fen, \.epd, \.pgn, not from \.csv files",
         f"{tmp_path}": "is a folder: name one file",

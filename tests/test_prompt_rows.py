@@ -186,8 +186,9 @@ def test_a_fen_column_with_labels_or_an_action(tmp_path: Path) -> None:
 )
 def test_a_bad_record_says_why(tmp_path: Path, record: Any, reason: str) -> None:
     path = write(tmp_path / "mine.jsonl", [json.dumps(record)])
-    with pytest.raises(ValueError, match=rf"1 of 1 rows.*mine.jsonl:1: .*{reason}"):
+    with pytest.raises(ValueError, match=rf"1 of 1 rows.*mine.jsonl:1: .*{reason}") as error:
         load_prompts(path, seed=0)
+    assert str(error.value).endswith(": repair them, or give other --prompts")  # no share of them is enough
 
 
 def test_a_task_of_ones_own_reaches_the_rewards_and_is_no_chess(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def check_file(path: Path) -> None:
 def _near(path: Path) -> str:
     if not path.parent.is_dir():
         return f": there is no folder {path.parent}"
-    names = sorted(entry.name for entry in path.parent.iterdir())
+    names = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix.lower() in FORMATS)
     near = difflib.get_close_matches(path.name, names, n=3)
     return f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
 

@@ -85,9 +85,11 @@ class Intake:
         """ValueError if more than the allowed share of the rows was bad."""
         if self.num_bad <= self.max_bad_share * self.num_rows:
             return
-        needed = math.ceil(self.num_bad / self.num_rows * 1000) / 1000
         remedies = {False: "repair them", True: "lower --max-new-tokens, choose another --model"}
         advice = ", ".join(remedies[too_long] for too_long in sorted(self._examples))
+        if self.num_bad == self.num_rows:
+            raise ValueError(f"{self._bad()}: {advice}, or give other --prompts")
+        needed = math.ceil(self.num_bad / self.num_rows * 1000) / 1000
         raise ValueError(
             f"{self._bad()}; at most {self.max_bad_share:.1%} may be: {advice}, or allow more with "
             f"--max-bad-share {needed}"
