@@ -1,27 +1,34 @@
 """The memory plan of a run before anything runs, for this device or for a card that is not there."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from loguru import logger
 from rich.console import Console
+from transformers import PretrainedConfig
 
 from grpo.adapters import check_peft
 from grpo.before_torch import launched_processes
 from grpo.config import Config
-from grpo.loading import load_source
+from grpo.hub import out_of_reach
+from grpo.loading import load_source, room_in
 from grpo.memory import MemoryMonitor, card_memory, make_budget, parse_size
 from grpo.memory.budget import CONTEXT_BYTES
 from grpo.model import (
+    HUB_DEFAULT,
     choose_attention,
     choose_device,
     choose_model,
     compute_dtype,
+    default_shape,
     load_config,
     load_tokenizer,
 )
 from grpo.plan_tables import plan_table
 from grpo.planning import longest_prompt, plan_memory
+from grpo.prompts import Tokenizer
 from grpo.workload import Workload
 
 
@@ -32,15 +39,15 @@ def dry_run(config: Config, console: Console) -> None:
     """
     absent = parse_size(config.device_memory) if config.device_memory else None
     device = torch.device("cuda") if absent else choose_device(config.device)
-    config = replace(config, model=choose_model(config.model, device))
+    config = replace(config, model=choose_model(config.model, device, absent=config.device_memory))
     check_peft(config.lora)
     dtype = (
         torch.bfloat16 if absent and config.precision == "auto" else compute_dtype(config.precision, device)
     )
-    source = load_source(config)
+    model, tokenizer = _shape_and_tokenizer(config.model)
+    source = load_source(config, room_in(model, tokenizer, config.sampling.max_new_tokens))
     work = Workload(
-        config, load_config(config.model), choose_attention(device, dtype), dtype,
-        longest_prompt(source, load_tokenizer(config.model), config),
+        config, model, choose_attention(device, dtype), dtype, longest_prompt(source, tokenizer, config),
         reference_here=config.reference_device in (None, device.type), device_type=device.type,
         processes=launched_processes()[1],
     )  # fmt: skip
@@ -56,3 +63,21 @@ def dry_run(config: Config, console: Console) -> None:
         work.config.num_rows, work.longest_prompt, work.new_tokens, str(dtype).removeprefix("torch."),
     )  # fmt: skip
     console.print(plan_table(planned.plan, budget))
+
+
+def _shape_and_tokenizer(name: str) -> tuple[PretrainedConfig, Tokenizer]:
+    """The model's; of the default model there are stand-ins, as a plan wants neither weights nor tokens."""
+    try:
+        return load_config(name), load_tokenizer(name)
+    except ValueError:
+        if name != HUB_DEFAULT or not out_of_reach(name):
+            raise
+    logger.info(
+        "the hub was not reached: planning with the built-in shape of {} (GPT-2 124 M), and with prompts of "
+        "a token a byte, the most there can be", name,
+    )  # fmt: skip
+    return default_shape(), _token_a_byte
+
+
+def _token_a_byte(text: str | list[str], **options: bool) -> Mapping[str, Any]:
+    return {"input_ids": text.encode() if isinstance(text, str) else [one.encode() for one in text]}

@@ -2,12 +2,13 @@
 
 import torch
 from loguru import logger
+from transformers import PretrainedConfig
 
 from grpo.adapters import add_adapters, load_adapters, store_base
 from grpo.checkpoint import Checkpoint
 from grpo.config import Config, SettingsError
 from grpo.model import Policy, context_length, load_config, load_policy, load_tokenizer
-from grpo.prompts import PromptSource, Room, check_spec, load_prompts
+from grpo.prompts import PromptSource, Room, Tokenizer, check_spec, load_prompts
 from grpo.reference import FrozenCopy, Reference, make_reference
 from grpo.scoring import check_recomputation, check_scorer
 from grpo.shard import shard_model
@@ -41,30 +42,37 @@ def check_shard(config: Config, world: World) -> None:
         )
 
 
-def load_source(config: Config) -> PromptSource:
+def load_source(config: Config, room: Room | None = None) -> PromptSource:
     """The prompts that a run draws from and evaluates: those that its model has room for. Without weights.
 
-    config.model is a model's name, not auto. ValueError for what cannot be read.
+    room: for a prompt; None: of config.model, which is a name then, not auto. ValueError for what cannot
+    be read.
     """
     check_spec(config.prompts)
+    room = room or prompt_room(config.model, config.sampling.max_new_tokens)
     num_evaluated = config.eval_prompts if config.eval_interval else 0
     return load_prompts(
         config.prompts, seed=config.seed, policy_share=config.policy_share,
         heldout_share=config.heldout_share, heldout_count=max(num_evaluated, LEAST_HELDOUT),
         max_bad_share=config.max_bad_share, trailing_space=config.trailing_space,
-        room=prompt_room(config.model, config.sampling.max_new_tokens),
+        room=room,
     )  # fmt: skip
 
 
 def prompt_room(model: str, max_new_tokens: int) -> Room:
     """What is left for a prompt. ValueError for a model that cannot be had, or without any room."""
-    context = context_length(load_config(model))
+    return room_in(load_config(model), load_tokenizer(model), max_new_tokens)
+
+
+def room_in(model: PretrainedConfig, tokenizer: Tokenizer, max_new_tokens: int) -> Room:
+    """The same of a model's shape."""
+    context = context_length(model)
     if context <= max_new_tokens:
         raise SettingsError(
             f"max_new_tokens is {max_new_tokens}, but the model's context is {context} tokens: give less "
             "than that, to leave room for the prompt."
         )
-    return Room(load_tokenizer(model), context, max_new_tokens)
+    return Room(tokenizer, context, max_new_tokens)
 
 
 def load_models(

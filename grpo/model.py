@@ -16,6 +16,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GPT2Config,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -23,6 +24,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from grpo.adapters import base_of, merged_weights, with_merged
+from grpo.hub import may_be_hub_id, out_of_reach
 from grpo.logprobs import centred_head
 from grpo.values import Precision
 
@@ -60,12 +62,17 @@ def choose_device(name: str = AUTO) -> torch.device:
         ) from error
 
 
-def choose_model(name: str, device: torch.device) -> str:
-    """Resolve `auto`, and say in one line which model it is and how to choose another."""
+def choose_model(name: str, device: torch.device, *, absent: str | None = None) -> str:
+    """Resolve `auto`, and say in one line which model it is and how to choose another.
+
+    absent: the memory of a card that is only planned for.
+    """
     if name != AUTO:
         return name
     chosen = HUB_DEFAULT if device.type == "cuda" else BUNDLED
-    why = "a CUDA device is present" if device.type == "cuda" else "no CUDA device is present"
+    why = f"{'a' if device.type == 'cuda' else 'no'} CUDA device is present"
+    if absent is not None:
+        why = f"a card of {absent} is planned for"
     logger.info("model: {} ({}); choose with --model {}, a hub id or a folder", chosen, why, BUNDLED)
     return chosen
 
@@ -121,6 +128,7 @@ def _load_model(name: str, dtype: torch.dtype, attention: str) -> PreTrainedMode
             dtype=torch.float64 if dtype == torch.float64 else torch.float32,
             use_safetensors=True,
             trust_remote_code=False,
+            local_files_only=out_of_reach(_source(name)),
             attn_implementation=attention,
         )
     except _LOADING_ERRORS as error:
@@ -133,9 +141,20 @@ def load_config(name: str) -> PretrainedConfig:
     if (base := base_of(name)) is not None:
         return load_config(base)
     try:
-        config = AutoConfig.from_pretrained(_source(name), trust_remote_code=False)
+        config = AutoConfig.from_pretrained(
+            _source(name), trust_remote_code=False, local_files_only=out_of_reach(_source(name))
+        )
     except _LOADING_ERRORS as error:
         raise ValueError(_cannot_load(name, error)) from error
+    return _as_trained(config)
+
+
+def default_shape() -> PretrainedConfig:
+    """That of HUB_DEFAULT, GPT-2 with 124 M parameters, for where the hub is out of reach."""
+    return _as_trained(GPT2Config(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12))
+
+
+def _as_trained(config: PretrainedConfig) -> PretrainedConfig:
     for key in vars(config):
         if key.endswith(("_pdrop", "dropout")):
             setattr(config, key, 0.0)
@@ -157,7 +176,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if base is not None and not (Path(name) / "tokenizer_config.json").is_file():
         return load_tokenizer(base)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(_source(name), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            _source(name), trust_remote_code=False, local_files_only=out_of_reach(_source(name))
+        )
         if not tokenizer("text")["input_ids"]:  # transformers makes an empty one where there are no files
             raise ValueError("there is no tokenizer in it")
     except _LOADING_ERRORS as error:
@@ -189,10 +210,12 @@ def _cannot_load(name: str, error: Exception) -> str:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if Path(name).is_dir():
         return f"model folder {name!r} does not hold a causal language model in safetensors: {reason}"
+    if not may_be_hub_id(name):
+        return f"model is {name!r}: there is no such folder."
     return (
         f"model {name!r} is no local folder and could not be fetched from the Hugging Face hub ({reason}). "
         f"Two ways out: download it where there is a network (hf download {name} --local-dir FOLDER) and "
-        f"give --model FOLDER, or train the bundled model with --model {BUNDLED}."
+        f"give the folder as the model, or take the bundled one, {BUNDLED}."
     )
 
 

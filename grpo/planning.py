@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 
 from loguru import logger
-from transformers import PreTrainedTokenizerBase
 
 from grpo.advice import advice
 from grpo.config import Config, SettingsError
@@ -23,7 +22,7 @@ from grpo.memory import (
 )
 from grpo.optimizer import step_bytes
 from grpo.phases import PHASES, PhaseTracer, split_name
-from grpo.prompts import PromptSource
+from grpo.prompts import PromptSource, Tokenizer
 from grpo.workload import Workload, logits_parts, resident_parts, sample_parts, scratch_bytes
 
 LONGEST_TEXTS = 64
@@ -119,7 +118,7 @@ def trace_phases(work: Workload) -> None:
         tracer.fit(phase, longest)
 
 
-def longest_prompt(source: PromptSource, tokenizer: PreTrainedTokenizerBase, config: Config) -> int:
+def longest_prompt(source: PromptSource, tokenizer: Tokenizer, config: Config) -> int:
     """Tokens of the longest prompt that is known beforehand: among the longest texts."""
     texts = [prompt.text for prompt in source.longest(LONGEST_TEXTS)]
     if not texts:

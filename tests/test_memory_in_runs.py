@@ -344,6 +344,18 @@ def test_a_dry_run_knows_a_card_that_is_not_there(config: Config, monkeypatch, l
 
 
 @pytest.mark.usefixtures("made_up_plans")
+def test_a_card_is_planned_for_without_the_hub(config: Config, monkeypatch, logged: list[str]):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("grpo.hub._answers", lambda name: False)
+    config = dataclasses.replace(config, model="auto", dry_run=True, device_memory="24GB")
+    assert cells(dry(config, monkeypatch), "rows at once") == ["8"] * 4
+    (line,) = (line for line in logged if "the hub was not reached" in line)
+    assert line.startswith("INFO") and "built-in shape" in line and "a token a byte" in line
+    with pytest.raises(ValueError, match="could not be fetched"):
+        dry(dataclasses.replace(config, model="nobody/other-model"), monkeypatch)
+
+
+@pytest.mark.usefixtures("made_up_plans")
 def test_a_limit_holds_in_a_dry_run_too(config: Config, monkeypatch):
     table = dry(
         dataclasses.replace(config, dry_run=True, device_memory="24GB", memory_limit="2GB"), monkeypatch

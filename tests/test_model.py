@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from grpo import model as model_module
+from grpo.hub import out_of_reach
 from grpo.model import (
     HUB_DEFAULT,
     RolloutModel,
@@ -24,6 +25,7 @@ from grpo.model import (
     choose_model,
     compute_dtype,
     context_length,
+    default_shape,
     frozen_copy,
     load_policy,
 )
@@ -55,16 +57,48 @@ def test_without_the_hub_the_error_names_two_ways_out(monkeypatch):
         load_policy("nobody/no-such-model", CPU)
     message = str(error.value)
     assert "nobody/no-such-model" in message and "could not be fetched" in message
-    assert "hf download nobody/no-such-model --local-dir FOLDER" in message and "--model FOLDER" in message
-    assert "--model rook-tiny" in message
+    assert "hf download nobody/no-such-model --local-dir FOLDER" in message
+    assert "give the folder as the model" in message and "rook-tiny" in message
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("name", ["./no/such/folder", "/no/such/folder", "not a model"])
-def test_what_is_neither_folder_nor_hub_id_is_an_error_of_the_users(monkeypatch, name):
+@pytest.mark.parametrize("name", ["/tmp/no-model-here", "./no-model-here", "~/no-model", "runs/a/no-model"])
+def test_what_can_only_be_a_folder_is_missed_as_a_folder(name):
+    with pytest.raises(ValueError) as error:
+        load_policy(name, CPU)
+    assert str(error.value) == f"model is {name!r}: there is no such folder."
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
+    asked = []
+
+    def no_network(self, name, timeout):
+        asked.append(name)
+        raise TimeoutError
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", no_network)
+    for _ in range(2):
+        assert out_of_reach("nobody/asked-once")
+    assert asked == ["nobody/asked-once"]
+    assert not out_of_reach("/tmp/no-model-here")
+
+
+def test_a_card_that_is_planned_for_is_not_said_to_be_present(logged):
+    choose_model("auto", torch.device("cuda"), absent="8GB")
+    assert "(a card of 8GB is planned for)" in logged[0]
+
+
+def test_the_built_in_shape_is_gpt2s():
+    shape = default_shape()
+    assert (shape.vocab_size, shape.n_positions, shape.n_embd) == (50257, 1024, 768)
+    assert (shape.n_layer, shape.n_head, shape.resid_pdrop) == (12, 12, 0.0)
+    assert shape.activation_function == "gelu_pytorch_tanh"
+
+
+def test_what_is_neither_folder_nor_hub_id_is_an_error_of_the_users(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="Two ways out"):
-        load_policy(name, CPU)
+        load_policy("not a model", CPU)
 
 
 def test_a_folder_of_pickles_is_refused_and_never_opened(tmp_path, model_folders, tokenizer):

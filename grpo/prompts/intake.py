@@ -5,15 +5,17 @@ Left out on purpose: cutting prompts to the room there is, which would change wh
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unicodedata import normalize
 
 from loguru import logger
-from transformers import PreTrainedTokenizerBase
 
 from grpo.values import Prompt
+
+Tokenizer = Callable[..., Mapping[str, Any]]
+"""A Hugging Face tokenizer, or what gives `input_ids` of a text, or of several, as one does."""
 
 
 class TooLong(ValueError):
@@ -24,7 +26,7 @@ class TooLong(ValueError):
 class Room:
     """What a model's context leaves for a prompt beside `max_new_tokens`."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     context: int
     max_new_tokens: int
 

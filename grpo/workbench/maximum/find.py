@@ -20,6 +20,7 @@ from grpo.memory import MemoryMonitor, parse_size
 from grpo.memory.budget import CONTEXT_BYTES, readable
 from grpo.model import load_tokenizer
 from grpo.planning import longest_prompt
+from grpo.sampling import SamplingSettings
 from grpo.values import Precision
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.flags import GradientCheckpointing, GroupSize, HasReference, LoraRank, MaxBatchSize
@@ -264,7 +265,10 @@ def why_no_command(settings: FindSettings) -> str | None:
     if settings.model.arch is not None:
         return "it trains no model made by --arch; give a hub id or a folder as --model"
     try:
-        longest = longest_prompt(load_source(Config()), load_tokenizer(settings.model.name), Config())
+        config = Config(
+            model=settings.model.name, sampling=SamplingSettings(max_new_tokens=settings.max_new_tokens)
+        )
+        longest = longest_prompt(load_source(config), load_tokenizer(config.model), config)
     except ValueError as error:
         return str(error)
     if longest > settings.prompt_tokens:
