@@ -45,7 +45,7 @@ def main(
         output: A JSON file for every step.
         growth: Measure our step at batches of 8 to 256 and 32 to 256 new tokens instead, and draw it here.
     """
-    console = Console(width=150)  # the tables are for the README, whatever the terminal
+    console = Console(width=150)  # the tables are for results/README.md, whatever the terminal
     configure_logging("INFO", console)
     if growth is not None:
         sys.exit(0 if grows_in_a_line(growth, console) else 1)

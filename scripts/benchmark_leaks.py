@@ -22,7 +22,7 @@ def main(
         trials: Runs of each.
         seed: Of everything that is drawn.
     """
-    console = Console(width=130)  # the tables are for the README, whatever the terminal
+    console = Console(width=130)  # the tables are for results/README.md, whatever the terminal
     if series:
         for table in (false_alarms(series, seed), power(series, seed), smallest_leaks(seed)):
             console.print(table)

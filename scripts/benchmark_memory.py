@@ -38,7 +38,7 @@ from grpo.experiments.planning_trials import (
 from grpo.tracking import configure_logging
 
 T = TypeVar("T")
-CONSOLE = Console(width=160)  # the tables are for the README, whatever the terminal
+CONSOLE = Console(width=160)  # the tables are for results/README.md, whatever the terminal
 
 
 def predict(quick: bool = False, only: str = "", output: Path | None = None) -> None:

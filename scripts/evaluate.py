@@ -10,6 +10,7 @@ import tyro
 from loguru import logger
 from rich.console import Console
 
+from grpo.checkpoint import CheckpointFolder
 from grpo.evaluate import (
     Evaluation,
     comparison_table,
@@ -33,7 +34,7 @@ class EvaluateConfig:
     """Evaluate a model on held-out prompts: greedily, unless a temperature is given."""
 
     model: Annotated[str, tyro.conf.Positional]
-    """auto, rook-tiny, a hub id, or a folder (a checkpoint, for one)."""
+    """auto, rook-tiny, a hub id, a model's folder, or a run's: its best checkpoint, else its newest."""
     prompts: str = "bundled"
     """bundled, a file, or a dataset on the hub: its held-out part is used."""
     heldout_share: float = HELDOUT_SHARE
@@ -86,6 +87,19 @@ class EvaluateConfig:
             raise ValueError(f"--json {self.json}: there is no folder {self.json.parent}, make it first")
 
 
+def checkpoint_of(model: str) -> str:
+    """Of a run's folder the best checkpoint, else the newest; any other model as it is."""
+    checkpoints = CheckpointFolder(Path(model) / "checkpoints", keep=1)
+    if not checkpoints.folder.is_dir():
+        return model
+    newest = checkpoints.newest_intact()
+    chosen = checkpoints.best or (newest.folder if newest else None)
+    if chosen is None:
+        raise ValueError(f"model is {model!r}, a run without a checkpoint: let it train on, or name a model")
+    logger.info("evaluating {}", chosen)
+    return str(chosen)
+
+
 def main(config: EvaluateConfig) -> None:
     console = Console()
     configure_logging("INFO", console)
@@ -98,7 +112,7 @@ def main(config: EvaluateConfig) -> None:
         if config.stockfish or config.stockfish_path:
             engine = stack.enter_context(EnginePool(config.stockfish_path, depth=config.engine_depth))
         check_spec(config.prompts)
-        name = choose_model(config.model, device)
+        name = choose_model(checkpoint_of(config.model), device)
         heldout = load_prompts(
             config.prompts, seed=config.seed, heldout_share=config.heldout_share, heldout_count=config.limit,
             max_bad_share=config.max_bad_share, trailing_space=config.trailing_space,

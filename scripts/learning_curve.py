@@ -49,7 +49,7 @@ def main(
         controls: Learning rate 0, and supervised training for as long as GRPO took with seed 0.
         minutes: Limit of each run in place of the demo's, for a machine that is busy with other work.
     """
-    console = Console(width=130)  # the table is for the README, whatever the terminal
+    console = Console(width=130)  # the table is for results/README.md, whatever the terminal
     configure_logging("WARNING", console)
     config = demo_config(
         runs_dir=output, eval_interval=0, steps=steps, batch_size=batch_size, minutes=minutes

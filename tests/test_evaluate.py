@@ -468,5 +468,17 @@ def test_command_finds_what_is_wrong_before_it_loads_a_model(tmp_path):
             script["main"](script["EvaluateConfig"]("nowhere", **wrong))
     with pytest.raises(ValueError, match=r"no file nothing\.txt"):
         script["main"](script["EvaluateConfig"]("nowhere", prompts="nothing.txt"))
-    with pytest.raises(ValueError, match=r"leaves 12 beside --max-new-tokens 500; .* --max-bad-share 1.0"):
+    with pytest.raises(ValueError, match=r"leaves 12 beside --max-new-tokens 500: lower"):
         script["main"](script["EvaluateConfig"]("rook-tiny", max_new_tokens=500))
+
+
+def test_of_a_run_the_best_checkpoint_is_evaluated(tmp_path):
+    checkpoint_of = runpy.run_path(str(ROOT / "scripts" / "evaluate.py"))["checkpoint_of"]
+    assert checkpoint_of("rook-tiny") == "rook-tiny" and checkpoint_of(str(tmp_path)) == str(tmp_path)
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    with pytest.raises(ValueError, match="a run without a checkpoint"):
+        checkpoint_of(str(tmp_path))
+    (folder / "step-000002").mkdir()
+    (folder / "best").symlink_to("step-000002")
+    assert checkpoint_of(str(tmp_path)) == str(folder / "step-000002")

@@ -29,9 +29,6 @@ def test_what_is_cheap_to_find_out_is_found_before_the_model_is_loaded(config, m
     config = dataclasses.replace(config, model="/no/such/model")
     assert "reward 'polcy' is not known: give one of policy" in refused(config, reward=("polcy",))
     assert "there is no file" in refused(config, reward=("mine.py:f",))
-    (tmp_path / "mine.py").write_text("def brevity(completions, limit, **columns): ...")
-    message = refused(config, reward=(f"{tmp_path}/mine.py:brevity",))
-    assert "needs the column limit; the prompts have task, fen, moves, evals, action, history" in message
     assert "no.txt" in refused(config, prompts=str(tmp_path / "no.txt"))
     assert "device is 'warp-drive'" in refused(config, device="warp-drive")
     assert "device is 'warp-drive'" in refused(config, reference_device="warp-drive")
@@ -41,6 +38,13 @@ def test_what_is_cheap_to_find_out_is_found_before_the_model_is_loaded(config, m
     monkeypatch.undo()
     assert "/no/such/model" in refused(config)
     assert not config.runs_dir.exists()  # and no run folder is left behind by any of them
+
+
+def test_a_rewards_columns_are_looked_for_before_weights_are_loaded(config, monkeypatch, tmp_path):
+    (tmp_path / "mine.py").write_text("def brevity(completions, limit, **columns): ...")
+    monkeypatch.setattr("grpo.setup.load_models", None)
+    message = refused(config, reward=(f"{tmp_path}/mine.py:brevity",))
+    assert "needs the column limit; the prompts have task, fen, moves, evals, action, history" in message
 
 
 def test_the_first_line_of_all_says_which_model(config, logged):

@@ -48,8 +48,14 @@ def smaller_rows(rows: int, group_size: int) -> int | None:
 
 
 def largest_multiple(fits: Callable[[int], bool], *, at_most: int, multiple: int) -> int:
-    """The largest multiple up to `at_most` for which `fits`, which must be monotone; 0 for none."""
+    """The largest multiple up to `at_most` for which `fits`, which must be monotone; 0 for none.
+
+    The very largest is asked first: where all fits, as it mostly does, nothing less has to be traced.
+    """
     low, high = 0, at_most // multiple  # multiples: `low` fits, above `high` is not asked
+    if high and fits(high * multiple):
+        return high * multiple
+    high -= 1
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle * multiple) else (low, middle - 1)
@@ -98,14 +104,13 @@ def plan_phase(
         rows = next((part for part in sizes if fits(part)), None)
     else:
         rows = largest_rows(fits, batch_size=ceiling, group_size=group_size)
-    needed = footprint(1)
-    if rows is None and needed.peak_bytes <= budget.usable_bytes:
-        rows = 1  # within the error: to be tried before it is refused
     if rows is None:
-        parts = ", ".join(f"{name} {readable(size)}" for name, size in needed.parts.items())
-        raise DoesNotFit(
-            f"{phase} does not fit: one row needs {readable(needed.upper_bytes)} ({parts}), "
-            f"and there are {budget}."
-        )
+        rows, needed = 1, footprint(1)  # within the error it is to be tried before it is refused
+        if needed.peak_bytes > budget.usable_bytes:
+            parts = ", ".join(f"{name} {readable(size)}" for name, size in needed.parts.items())
+            raise DoesNotFit(
+                f"{phase} does not fit: one row needs {readable(needed.upper_bytes)} ({parts}), "
+                f"and there are {budget}."
+            )
     rows = even_rows(rows, batch_size=batch_size, group_size=group_size)
     return PhasePlan(rows, footprint(rows))
