@@ -265,9 +265,8 @@ def why_no_command(settings: FindSettings) -> str | None:
     if settings.model.arch is not None:
         return "it trains no model made by --arch; give a hub id or a folder as --model"
     try:
-        config = Config(
-            model=settings.model.name, sampling=SamplingSettings(max_new_tokens=settings.max_new_tokens)
-        )
+        sampling = SamplingSettings(max_new_tokens=settings.max_new_tokens)
+        config = Config(model=settings.model.name, sampling=sampling)
         longest = longest_prompt(load_source(config), load_tokenizer(config.model), config)
     except ValueError as error:
         return str(error)
