@@ -52,8 +52,7 @@ def advice(work: Workload, phase: str, tracer: PhaseTracer, missing_bytes: float
 def does_not_stay(work: Workload, monitor: MemoryMonitor) -> str:
     """Why set-up ran out of memory: what exists all along, what there is, and what would save some."""
     tracer = PhaseTracer(work.phase_settings())
-    sizes = [-(-size // work.shards) for size in tracer.trained_sizes]
-    resident = resident_parts(work, tracer.num_parameters, sizes)
+    resident = resident_parts(work, tracer.num_parameters, work.sizes_here(tracer.trained_sizes))
     parts = ", ".join(f"{name} {readable(size)}" for name, size in resident.items())
     memory, others = monitor.memory(), monitor.neighbours()
     held = f"others hold {readable(memory.others_bytes)}{f' ({others})' if others else ''}"

@@ -57,7 +57,7 @@ def make_memory(
     tracer = PhaseTracer(work.phase_settings())
     longest = Shape(config.group_size, work.longest_prompt, work.new_tokens)
     traced = {phase: TracedFit(tracer, phase, longest, config.group_size) for phase in PHASES}
-    sizes = [-(-size // work.shards) for size in tracer.trained_sizes]
+    sizes = work.sizes_here(tracer.trained_sizes)
     resident = resident_parts(work, tracer.num_parameters, sizes)
     gradients = {"gradients": work.exact_bytes * sum(sizes)}
     update = gradients["gradients"] + step_bytes(sizes, config.optimizer, work.device_type)

@@ -36,6 +36,10 @@ class Workload:
         """Parts of the model, of which this process holds one."""
         return self.processes if self.config.shard else 1
 
+    def sizes_here(self, sizes: Sequence[int]) -> list[int]:
+        """What this process holds of tensors of these sizes."""
+        return [-(-size // self.shards) for size in sizes]
+
     @property
     def rows_here(self) -> int:
         """Completions of a step that one process does, at most; as yet unknown, the most there may be."""

@@ -92,8 +92,9 @@ def checkpoint_of(model: str) -> str:
     checkpoints = CheckpointFolder(Path(model) / "checkpoints", keep=1)
     if not checkpoints.folder.is_dir():
         return model
-    newest = checkpoints.newest_intact()
-    chosen = checkpoints.best or (newest.folder if newest else None)
+    chosen = checkpoints.best
+    if chosen is None and (newest := checkpoints.newest_intact()):  # which reads all of its files
+        chosen = newest.folder
     if chosen is None:
         raise ValueError(f"model is {model!r}, a run without a checkpoint: let it train on, or name a model")
     logger.info("evaluating {}", chosen)

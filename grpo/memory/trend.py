@@ -143,6 +143,8 @@ def _test(values: Array, times: Array, min_growth: float) -> Trends:
 
 
 def _test_piece(values: Array, times: Array, min_growth: float) -> Trends:
+    from scipy.stats import norm  # here and below: a second to load, and seldom needed
+
     count = len(times)
     half, tail = (round(count * share / (1 - WARMUP)) for share in (HALF, TAIL))
     slopes = pair_slopes(values, times)
@@ -162,8 +164,6 @@ def _test_piece(values: Array, times: Array, min_growth: float) -> Trends:
     slope, low, high = theil_sen(late, kendall_variance(half, phi))
     rising = (z_whole > Z_WHOLE) & (z_half > Z_HALF) & (z_tail > Z_TAIL)
     rising &= slope * (times[-1] - times[0]) >= min_growth
-    from scipy.stats import norm  # a second to load, and seldom needed
-
     return Trends(rising, norm.sf(z_whole), slope, low, high)
 
 
@@ -179,10 +179,10 @@ def pair_slopes(values: Array, times: Array) -> Array:
 
 def autocorrelation(residuals: Array, growth: Array) -> Array:
     """Of the ranks at lag 1, (K,), corrected for the line that was fitted, which rose by `growth` (K,)."""
-    count = residuals.shape[1]
-    unit = np.maximum(SMOOTH * np.abs(growth), 1.0)[:, None]  # bytes: what is less than one is rounding
     from scipy.stats import rankdata
 
+    count = residuals.shape[1]
+    unit = np.maximum(SMOOTH * np.abs(growth), 1.0)[:, None]  # bytes: what is less than one is rounding
     ranks = rankdata(np.rint((residuals - np.median(residuals, axis=1, keepdims=True)) / unit), axis=1)
     ranks -= ranks.mean(1, keepdims=True)
     spread = (ranks**2).sum(1)
@@ -206,9 +206,9 @@ def mann_kendall(slopes: Array, variance: Array) -> Array:
 
 def theil_sen(ordered: Array, variance: Array) -> tuple[Array, Array, Array]:
     """Median of sorted slopes and its 95 % interval from the variance of S (Sen 1968), each (K,)."""
-    count = ordered.shape[1]
     from scipy.stats import norm
 
+    count = ordered.shape[1]
     reach = norm.ppf(0.975) * np.sqrt(variance)
     low = np.maximum(np.rint((count - reach) / 2).astype(int) - 1, 0)
     high = np.minimum(np.rint((count + reach) / 2).astype(int), count - 1)
