@@ -28,9 +28,9 @@ def advice(work: Workload, phase: str, tracer: PhaseTracer, missing_bytes: float
         now, half = peak(work.phase_settings(), row), max(1, work.new_tokens // 2)
         shorter = row._replace(new_tokens=half)
         savings[f"--max-new-tokens {half}"] = now - peak(work.phase_settings(), shorter)
-    if phase == "learn" and not config.gradient_checkpointing:
-        leaner = replace(work.phase_settings(), checkpoint=True)
-        savings["--gradient-checkpointing"] = now - peak(leaner, row)
+    if phase == "learn":
+        leaner = replace(work.phase_settings(), checkpointing="full")
+        savings["--gradient-checkpointing full"] = now - peak(leaner, row)
     resident = resident_parts(work, tracer.num_parameters, tracer.trained_sizes)
     if "reference" in resident and not config.lora.on:
         elsewhere = "" if work.device_type == "cpu" else ", or --reference-device cpu"

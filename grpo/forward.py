@@ -5,25 +5,23 @@ through its keys and values. Works for every Hugging Face causal model whose lay
 and values and nothing else. Shapes follow from the arguments' shapes alone, so that fake tensors
 can trace it.
 
-Hugging Face's own gradient checkpointing drops a cache that is passed to a layer, because layers
-write to it and would do so again when they are recomputed. The caches here may be written to any
-number of times: whatever is written, they stay as they are.
+The caches here may be written to any number of times, as they are where layers are recomputed:
+whatever is written, they stay as they are.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint as recompute
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo.prefill import encode_prompts, pad_prompts
-from grpo.shard import decoder_layers, is_sharded
+from grpo.recompute import recomputed_layers
+from grpo.shard import is_sharded
+from grpo.values import Checkpointing
 
 
 def completion_hidden(
@@ -32,13 +30,12 @@ def completion_hidden(
     row_to_prompt: Tensor,
     completion_ids: Tensor,
     *,
-    checkpoint: bool = False,
+    checkpointing: Checkpointing = "none",
 ) -> Tensor:
     """The states (R, C, D) from which the tokens `completion_ids` (R, C) are predicted.
 
     row_to_prompt: (R,) index of each row's prompt. Completions are padded on the right, where
-    causal attention never looks; the states there mean nothing. With `checkpoint` a layer keeps
-    its input only, and the backward pass computes the rest again: same values, same gradients.
+    causal attention never looks; the states there mean nothing. checkpointing: see `recomputed_layers`.
     ValueError for a model whose layers cannot be run so.
     """
     device = model.device
@@ -47,7 +44,7 @@ def completion_hidden(
     width = completion_ids.shape[1]
     if width == 1 and is_sharded(model):  # a second pass is needed as others may have one
         completion_ids = F.pad(completion_ids, (0, 1))
-    with recomputed_layers(model) if checkpoint else nullcontext():
+    with recomputed_layers(model, checkpointing):
         prompt_layers = _prompt_layers(model)
         try:
             last, _ = encode_prompts(model, prompts, Cache(prompt_layers))  # (b, D)
@@ -161,24 +158,3 @@ def _prompt_layers(model: PreTrainedModel) -> list[_PromptLayer]:
     if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
         raise ValueError("its layers remember something else than their own keys and values.")
     return [_PromptLayer(layer.is_sliding) for layer in layers]
-
-
-@contextmanager
-def recomputed_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Layers that run in here keep their inputs only. ValueError for a model without such layers."""
-    layers = list(decoder_layers(model.base_model))
-    if not layers:
-        raise ValueError(
-            f"gradient_checkpointing is on, but {type(model).__name__} does not say which of its layers "
-            "can be recomputed: leave it off (fewer train_rows need less memory, too)."
-        )
-    instances_own = [vars(layer).get("forward") for layer in layers]
-    for layer in layers:  # dropout is off, so no state of a random generator needs to be kept
-        layer.forward = partial(recompute, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    try:
-        yield
-    finally:
-        for layer, own in zip(layers, instances_own, strict=True):
-            del layer.forward  # the class's shows again
-            if own is not None:
-                layer.forward = own

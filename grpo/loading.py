@@ -9,9 +9,10 @@ from grpo.checkpoint import Checkpoint
 from grpo.config import Config, SettingsError
 from grpo.model import Policy, context_length, load_config, load_policy, load_tokenizer
 from grpo.prompts import PromptSource, Room, Tokenizer, check_spec, load_prompts
+from grpo.recompute import choose_checkpointing
 from grpo.reference import FrozenCopy, Reference, make_reference
-from grpo.scoring import check_recomputation, check_scorer
 from grpo.shard import shard_model
+from grpo.supported import check_recomputation, check_scorer
 from grpo.world import World
 
 LEAST_HELDOUT = 64
@@ -84,8 +85,9 @@ def load_models(
     policy = load_policy(config.model, device, config.precision, on_host=on_host)
     if config.lora.on:
         add_adapters(policy.model, config.lora, seed=config.seed, base=config.model)
-    context = context_length(policy.model.config)
-    check_scorer(policy.model, context, checkpoint=config.gradient_checkpointing and not config.shard)
+    check_scorer(policy.model, context_length(policy.model.config))
+    if not config.shard:
+        check_recomputation(policy.model, choose_checkpointing(config.gradient_checkpointing, device.type))
     if config.lora.on:  # after the check, which wants to be exact, and not on the device before
         store_base(policy.model, policy.compute_dtype)
         policy.model.to(device)
@@ -107,5 +109,5 @@ def shard_models(config: Config, policy: Policy, reference: Reference | None, de
     shard_model(policy.model, policy.compute_dtype, device)
     if isinstance(reference, FrozenCopy):
         reference.shard(policy.compute_dtype, device)
-    if config.gradient_checkpointing:  # whose gradients take room: each process has its part of them now
-        check_recomputation(policy.model, context_length(policy.model.config))
+    # Gradients take room: each process has its part of them now.
+    check_recomputation(policy.model, choose_checkpointing(config.gradient_checkpointing, device.type))

@@ -1,14 +1,12 @@
 """What is learned, GRPO and plain language modelling, as "accumulate gradients over micro-batches"."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo.forward import recomputed_layers
 from grpo.loss import (
     LossSettings,
     StepCounts,
@@ -17,8 +15,9 @@ from grpo.loss import (
     merge_metrics,
     truncated_importance_weights,
 )
+from grpo.recompute import recomputed_layers
 from grpo.scoring import micro_batch_logprobs, micro_batches, window_logprobs
-from grpo.values import Rollout
+from grpo.values import Checkpointing, Rollout
 
 Sums = dict[str, Tensor]
 """Sums, least and largest values over rows, as `merge_metrics` puts them together; empty without rows."""
@@ -49,12 +48,12 @@ def accumulate_grpo(
     dtype: torch.dtype,
     rows: int,
     importance_cap: float | None = None,
-    checkpoint: bool = False,
+    checkpointing: Checkpointing = "none",
 ) -> Sums:
     """Add the step's gradient to the parameters' `.grad`, `rows` rows at a time.
 
-    The split changes nothing (invariance I1), nor does `checkpoint`, which recomputes activations
-    in the backward pass to save memory. Returns what `finish_grpo` makes metrics of.
+    The split changes nothing (invariance I1), nor does `checkpointing`: what the backward pass
+    computes again to save memory. Returns what `finish_grpo` makes metrics of.
     """
     device = model.device
     exact = torch.float32 if device.type == "mps" else torch.float64  # which MPS does not have
@@ -66,7 +65,7 @@ def accumulate_grpo(
     for micro in micro_batches(batch.rollout, rows):
         width = micro.completion_ids.shape[1]
         logp, entropy = micro_batch_logprobs(
-            model, micro, temperature=temperature, dtype=dtype, entropy=True, checkpoint=checkpoint
+            model, micro, temperature=temperature, dtype=dtype, entropy=True, checkpointing=checkpointing
         )  # (R, C)
         sampler_logp = batch.rollout.sampler_logp[micro.rows, :width].to(device)
         old_logp = part(batch.old_logp, micro.rows, width)
@@ -116,7 +115,7 @@ def accumulate_lm(
     *,
     dtype: torch.dtype,
     rows: int,
-    checkpoint: bool = False,
+    checkpointing: Checkpointing = "none",
 ) -> dict[str, float]:
     """Plain language modelling: add the gradient of the mean loss over `windows` (N, T + 1).
 
@@ -126,7 +125,7 @@ def accumulate_lm(
     num_tokens = windows[:, 1:].numel()
     exact = torch.float32 if model.device.type == "mps" else torch.float64
     total = torch.zeros((), device=model.device, dtype=exact)
-    with recomputed_layers(model) if checkpoint else nullcontext():
+    with recomputed_layers(model, checkpointing):
         for part in windows.split(rows):
             loss = -window_logprobs(model, part, dtype=dtype).sum() / num_tokens
             loss.backward()  # type: ignore[no-untyped-call]

@@ -16,6 +16,7 @@ from grpo.evaluate.scores import Column
 from grpo.loss import LossSettings
 from grpo.memory import DoesNotFit, Shape, release_cache, survive
 from grpo.objectives import GRPOBatch, Sums, accumulate_grpo
+from grpo.recompute import choose_checkpointing
 from grpo.rollout import rollout
 from grpo.sampling import step_uniforms
 from grpo.scoring import micro_batch_shapes, score
@@ -99,12 +100,13 @@ class PlannedPhases:
         config, run = self._run.config, self._run
         if not batch.rollout.prompts:
             return {}
+        checkpointing = choose_checkpointing(config.gradient_checkpointing, run.monitor.device.type)
         return run.memory.run(
             "learn",
             lambda rows: accumulate_grpo(
                 run.policy.model, batch, settings=settings, temperature=config.sampling.temperature,
                 dtype=run.policy.compute_dtype, rows=rows,
-                importance_cap=config.importance_cap, checkpoint=config.gradient_checkpointing,
+                importance_cap=config.importance_cap, checkpointing=checkpointing,
             ),
             shapes=lambda rows, _: micro_batch_shapes(batch.rollout, rows),
             undo=lambda: run.optimizer.zero_grad(set_to_none=True),

@@ -1,19 +1,17 @@
 """Log-probs of given completions, under policy (with gradients) or reference (without), and of texts."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointError
 from transformers import PreTrainedModel
 
 from grpo.forward import completion_hidden, text_hidden
 from grpo.logprobs import completion_logprobs
 from grpo.memory import Shape
-from grpo.shard import inside, whole
-from grpo.values import Rollout
+from grpo.shard import inside
+from grpo.values import Checkpointing, Rollout
 
 
 @dataclass(frozen=True)
@@ -72,19 +70,23 @@ def micro_batch_logprobs(
     temperature: float,
     dtype: torch.dtype,
     entropy: bool = False,
-    checkpoint: bool = False,
+    checkpointing: Checkpointing = "none",
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (R, C) of a micro-batch's tokens on the model's device, 0 on the padding.
 
     Of the temperature-scaled, untruncated distribution; entropies (R, C) on request. `dtype` is
-    what matrix products are computed in. `checkpoint`: activations are recomputed in the backward pass.
+    what matrix products are computed in. `checkpointing`: see `recomputed_layers`.
     """
     device = model.device
 
     def work() -> tuple[Tensor, Tensor | None]:
-        with computing_in(dtype, device):
+        with computing_in(dtype, device, cached=checkpointing != "selective"):
             hidden = completion_hidden(
-                model, batch.prompt_ids, batch.row_to_prompt, batch.completion_ids, checkpoint=checkpoint
+                model,
+                batch.prompt_ids,
+                batch.row_to_prompt,
+                batch.completion_ids,
+                checkpointing=checkpointing,
             )
             head = model.get_output_embeddings()
             return completion_logprobs(
@@ -106,80 +108,16 @@ def window_logprobs(model: PreTrainedModel, windows: Tensor, *, dtype: torch.dty
     return logp
 
 
-def computing_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:
-    """Matrix products inside are computed in `dtype`, where it is lower than the weights' own."""
-    lower = dtype in (torch.bfloat16, torch.float16)
-    return torch.autocast(device.type, dtype=dtype if lower else torch.bfloat16, enabled=lower)
+def computing_in(dtype: torch.dtype, device: torch.device, *, cached: bool = True) -> torch.autocast:
+    """Matrix products inside are computed in `dtype`, where it is lower than the weights' own.
 
-
-@torch.no_grad()
-def check_scorer(model: PreTrainedModel, context: int, *, checkpoint: bool = False) -> None:
-    """ValueError unless log-probs are those of the model's own forward pass, on made-up tokens.
-
-    They are not for a model that does more to its logits than a linear layer does (Gemma 2, Cohere,
-    Granite), or whose attention minds what stands between prompt and completion (GPT-Neo).
-    With `checkpoint`, gradients must also be the same when activations are recomputed.
+    cached: keep weights that were cast for their next use. Selective checkpointing wants to see the same
+    operations the second time.
     """
-    batch = _made_up_batch(model, context)
-    try:
-        ours, _ = micro_batch_logprobs(model, batch, temperature=1.0, dtype=model.dtype)
-    except (TypeError, AttributeError, ValueError, NotImplementedError) as error:
-        raise ValueError(f"{type(model).__name__} cannot be trained here: {error}") from error
-    for row, prompt in enumerate(batch.prompt_ids):
-        ids = torch.cat([torch.tensor(prompt), batch.completion_ids[row]]).to(model.device)
-        logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, -5:-1]
-        theirs = logits.log_softmax(-1).gather(1, ids[-4:].unsqueeze(1)).squeeze(1)
-        difference = (ours[row] - theirs).abs().max().item()
-        if not difference < 1e-3:
-            raise ValueError(
-                f"{type(model).__name__} cannot be trained here: its log-probs come out {difference:.3g} "
-                "nats wrong, so its head or its attention is of a kind that is not supported; "
-                "choose another --model."
-            )
-    if checkpoint:
-        check_recomputation(model, context)
-
-
-def _made_up_batch(model: PreTrainedModel, context: int) -> MicroBatch:
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(model.get_input_embeddings().num_embeddings, (2, 280), generator=generator)
-    length = min(280, context)
-    prompts, completions = [tokens[0, : length - 4].tolist(), tokens[1, :5].tolist()], tokens[:, -4:]
-    return MicroBatch(torch.arange(2), prompts, torch.arange(2), completions)
-
-
-def check_recomputation(model: PreTrainedModel, context: int) -> None:
-    """ValueError unless all gradients are the same when activations are recomputed, on made-up tokens."""
-    _check_recomputation(model, _made_up_batch(model, context))
-
-
-@torch.enable_grad()
-def _check_recomputation(model: PreTrainedModel, batch: MicroBatch) -> None:
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-    def gradients(checkpoint: bool) -> list[Tensor]:
-        logp, _ = micro_batch_logprobs(
-            model, batch, temperature=1.0, dtype=model.dtype, checkpoint=checkpoint
-        )
-        logp.sum().backward()  # type: ignore[no-untyped-call]
-        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        model.zero_grad(set_to_none=True)
-        return found
-
-    plain = gradients(checkpoint=False)
-    try:
-        pairs = zip(gradients(checkpoint=True), plain, strict=True)
-        difference = math.hypot(*(whole((one - other).norm()).item() for one, other in pairs))
-        difference /= math.hypot(*(whole(gradient.norm()).item() for gradient in plain))
-        reason = f"its gradients come out {difference:.3g} wrong, relative to their norm"
-    except CheckpointError as error:
-        model.zero_grad(set_to_none=True)
-        difference, reason = math.inf, str(error).splitlines()[0].rstrip(".")
-    if not difference < 1e-3:
-        raise ValueError(
-            f"gradient_checkpointing is on, but {type(model).__name__} cannot be recomputed layer by layer: "
-            f"{reason}; leave it off (fewer train_rows need less memory, too)."
-        )
+    lower = dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast(
+        device.type, dtype=dtype if lower else torch.bfloat16, enabled=lower, cache_enabled=cached
+    )
 
 
 @torch.no_grad()

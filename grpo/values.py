@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Precision = Literal["auto", "fp32", "bf16", "fp64"]
+Checkpointing = Literal["none", "selective", "full"]
+CheckpointingSetting = Literal["auto", "none", "selective", "full"]
 
 TASKS = ("policy", "environment", "custom")
 

@@ -11,6 +11,7 @@ from grpo.decode import cache_tokens
 from grpo.memory import Shape
 from grpo.optimizer import moment_bytes
 from grpo.phases import CHUNK_TOKENS, PhaseSettings
+from grpo.recompute import choose_checkpointing
 from grpo.world import largest_share
 
 SCRATCH_BYTES = 2 * 2**20
@@ -54,8 +55,8 @@ class Workload:
     def phase_settings(self) -> PhaseSettings:
         config = self.config
         return PhaseSettings(
-            self.model, self.attention, self.compute_dtype, config.group_size, config.sampling,
-            config.loss, config.gradient_checkpointing, self.device_type,
+            self.model, self.attention, self.compute_dtype, config.group_size, config.sampling, config.loss,
+            choose_checkpointing(config.gradient_checkpointing, self.device_type), self.device_type,
             scores_policy=config.num_iterations > 1 or config.kl_in_reward or self.reference_has_adapters,
             lora=config.lora, processes=self.shards,
         )  # fmt: skip

@@ -1,8 +1,9 @@
-"""How well memory is predicted and planned, and what that costs: three benchmarks on the CPU.
+"""How well memory is predicted and planned, and what that costs: four benchmarks on the CPU.
 
 python scripts/benchmark_memory.py predict
 python scripts/benchmark_memory.py largest
 python scripts/benchmark_memory.py overhead
+python scripts/benchmark_memory.py checkpointing
 """
 
 import json
@@ -19,6 +20,12 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo.config import Config
+from grpo.experiments.checkpointing_cost import (
+    checkpointing_costs,
+    cost_table,
+    cost_verdicts,
+    cost_works,
+)
 from grpo.experiments.memory_trials import (
     full_grid,
     predict_trials,
@@ -82,6 +89,18 @@ def overhead(steps: int = 20, skip: int = 3, batch_size: int = 64, output: Path 
     _conclude(overhead_table(timed), overhead_verdicts(timed), timed, output)
 
 
+def checkpointing(quick: bool = False, rounds: int = 5, output: Path | None = None) -> None:
+    """What each kind of gradient checkpointing saves and costs of the learning phase.
+
+    Args:
+        quick: A small shape, in seconds.
+        rounds: Times that each kind is timed; the kinds take turns.
+        output: A JSON file for every kind.
+    """
+    costs = _until_stopped(checkpointing_costs(cost_works(quick), rounds))
+    _conclude(cost_table(costs), cost_verdicts(costs), costs, output)
+
+
 def _until_stopped(trials: Iterator[T]) -> list[T]:
     """All of them, or those before Ctrl-C."""
     done = []
@@ -106,5 +125,6 @@ def _conclude(table: Table, verdicts: Mapping[str, bool], rows: Sequence[Any], o
 if __name__ == "__main__":
     configure_logging("INFO", CONSOLE)
     tyro.extras.subcommand_cli_from_dict(
-        {"predict": predict, "largest": largest, "overhead": overhead}, description=__doc__
+        {"predict": predict, "largest": largest, "overhead": overhead, "checkpointing": checkpointing},
+        description=__doc__,
     )

@@ -19,9 +19,10 @@ from grpo.memory import Shape
 from grpo.model import Policy, frozen_copy, load_policy
 from grpo.rollout import rollout
 from grpo.sampling import SamplingSettings, step_uniforms
-from grpo.scoring import MicroBatch, check_recomputation, micro_batch_logprobs
+from grpo.scoring import MicroBatch, micro_batch_logprobs
 from grpo.setup import open_run
 from grpo.shard import part_like, shard_model, whole
+from grpo.supported import check_recomputation
 from grpo.trainer import Trainer
 from grpo.values import Prompt
 
@@ -64,20 +65,20 @@ def gradient_errors(rank: int, folder: Path) -> list[float]:
     with process_group():
         policy, one = _twins(folder)
         errors = []
-        for checkpoint in (False, True, True):
+        for checkpointing in ("none", "full", "full", "selective"):
             policy.model.zero_grad(set_to_none=True)
             one.zero_grad(set_to_none=True)
             for model, ranks in ((policy.model, [rank]), (one, [0, 1])):
                 for batch in (batch for of in ranks for batch in _batches(of)):
                     logp, _ = micro_batch_logprobs(
-                        model, batch, temperature=1.0, dtype=torch.float64, checkpoint=checkpoint
+                        model, batch, temperature=1.0, dtype=torch.float64, checkpointing=checkpointing
                     )
                     logp.sum().backward()
             pairs = zip(policy.model.parameters(), one.parameters(), strict=True)
             mine, theirs = zip(*((whole(p.grad).flatten(), q.grad.flatten()) for p, q in pairs), strict=True)
             errors.append(((torch.cat(mine) - torch.cat(theirs)).norm() / torch.cat(theirs).norm()).item())
         policy.model.zero_grad(set_to_none=True)
-        check_recomputation(policy.model, 60)
+        check_recomputation(policy.model, "selective")
         return errors
 
 

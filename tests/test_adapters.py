@@ -195,7 +195,11 @@ def test_adapters_that_do_not_say_of_which_model_are_an_error(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"num_iterations": 2, "kl_in_reward": True, "gradient_checkpointing": True}, {"precision": "bf16"}],
+    [
+        {},
+        {"num_iterations": 2, "kl_in_reward": True, "gradient_checkpointing": "full"},
+        {"precision": "bf16"},
+    ],
 )
 def test_a_run_moves_the_adapters_and_nothing_else(lora_config, changes):
     config = dataclasses.replace(lora_config, **changes)

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import math
 import weakref
+from typing import get_args
 
 import pytest
 import torch
@@ -30,15 +31,18 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-import grpo.forward
+import grpo.recompute
 from grpo.config import Config
 from grpo.forward import completion_hidden
 from grpo.interrupt import StopRequest
 from grpo.loss import LossSettings, StepCounts, grpo_loss
-from grpo.scoring import MicroBatch, check_scorer, micro_batch_logprobs
+from grpo.scoring import MicroBatch, micro_batch_logprobs
 from grpo.setup import open_run
+from grpo.supported import check_recomputation, check_scorer, made_up_batch
 from grpo.trainer import Trainer
+from grpo.values import Checkpointing
 
+RECOMPUTED: tuple[Checkpointing, ...] = ("selective", "full")
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 PROPERTY = settings(
     deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -66,10 +70,10 @@ def made_up(groups: list[tuple[int, int]], width: int, seed: int = 0) -> MicroBa
     )
 
 
-def learn(model, batch: MicroBatch, dtype: torch.dtype, *, checkpoint: bool):
+def learn(model, batch: MicroBatch, dtype: torch.dtype, *, checkpointing: Checkpointing):
     """Log-probs, and the gradient by all parameters of some weighted sum of them."""
     model.zero_grad()
-    logp, _ = micro_batch_logprobs(model, batch, temperature=0.7, dtype=dtype, checkpoint=checkpoint)
+    logp, _ = micro_batch_logprobs(model, batch, temperature=0.7, dtype=dtype, checkpointing=checkpointing)
     weights = torch.randn(logp.shape, generator=torch.Generator().manual_seed(1)).to(logp)
     (logp * weights).sum().backward()
     return logp.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -95,33 +99,41 @@ def difference(one: dict, other: dict) -> float:
 def test_log_probs_and_gradients_are_the_same_in_float64(load, architecture, groups, width, seed):
     """Whatever the lengths of prompts, the sizes of groups, and the order of rows."""
     policy, batch = load(architecture, "fp64"), made_up(groups, width, seed)
-    logp, gradient = learn(policy.model, batch, torch.float64, checkpoint=False)
-    again, recomputed = learn(policy.model, batch, torch.float64, checkpoint=True)
-    assert torch.equal(logp, again)
-    assert difference(gradient, recomputed) < 1e-10
-    for name in gradient:  # not only where the gradient is large
-        assert torch.allclose(gradient[name], recomputed[name], rtol=1e-10, atol=1e-12), name
+    logp, gradient = learn(policy.model, batch, torch.float64, checkpointing="none")
+    for checkpointing in RECOMPUTED:
+        again, recomputed = learn(policy.model, batch, torch.float64, checkpointing=checkpointing)
+        assert torch.equal(logp, again)
+        assert difference(gradient, recomputed) < 1e-10
+        for name in gradient:  # not only where the gradient is large
+            assert torch.allclose(gradient[name], recomputed[name], rtol=1e-10, atol=1e-12), name
 
 
 @EVERY_ARCHITECTURE
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_gradients_are_the_same_in_training_precisions(load, architecture, precision, dtype):
-    """In bf16 as well: what is recomputed in the backward pass is recomputed in the dtype it had."""
+    """In bf16 as well: what is recomputed in the backward pass is recomputed in the dtype it had.
+
+    Selective checkpointing casts a weight for prompts and again for completions, so that their gradients
+    are added in fp32 and not in bf16.
+    """
     policy, batch = load(architecture, precision), made_up(COMPLETIONS_OF_PROMPTS, 9)
-    logp, gradient = learn(policy.model, batch, dtype, checkpoint=False)
-    again, recomputed = learn(policy.model, batch, dtype, checkpoint=True)
-    assert torch.allclose(logp, again, rtol=1e-6, atol=0)
-    assert difference(gradient, recomputed) < 1e-6
+    logp, gradient = learn(policy.model, batch, dtype, checkpointing="none")
+    for checkpointing in RECOMPUTED:
+        again, recomputed = learn(policy.model, batch, dtype, checkpointing=checkpointing)
+        assert torch.allclose(logp, again, rtol=1e-6, atol=0)
+        rounding = 5e-3 if (checkpointing, dtype) == ("selective", torch.bfloat16) else 1e-6
+        assert difference(gradient, recomputed) < rounding
 
 
-def test_gradients_flow_through_the_keys_and_values_of_shared_prompts(load):
+@pytest.mark.parametrize("checkpointing", RECOMPUTED)
+def test_gradients_flow_through_the_keys_and_values_of_shared_prompts(load, checkpointing):
     """Token 7 stands in prompts only, and a completion's second token sees those in no other way."""
     model, batch = load("llama", "fp64").model, made_up(COMPLETIONS_OF_PROMPTS, 9)
     for ids in batch.prompt_ids:
         ids[:] = [7] * len(ids)
     batch.completion_ids[batch.completion_ids == 7] = 9
     hidden = completion_hidden(
-        model, batch.prompt_ids, batch.row_to_prompt, batch.completion_ids, checkpoint=True
+        model, batch.prompt_ids, batch.row_to_prompt, batch.completion_ids, checkpointing=checkpointing
     )
     hidden[:, 1:, 0].sum().backward()
     assert model.model.embed_tokens.weight.grad[7].norm() > 1e-3
@@ -142,7 +154,9 @@ def test_many_families_of_models_can_be_recomputed():
     """Grouped keys, sliding windows, layers that return tuples, positions by bias."""
     torch.manual_seed(0)
     for model in other_models():
-        check_scorer(model.eval(), 24, checkpoint=True)
+        check_scorer(model.eval(), 24)
+        for checkpointing in RECOMPUTED:
+            check_recomputation(model, checkpointing)
 
 
 # ---------------------------------------------------------------------------------------- memory
@@ -179,13 +193,13 @@ def storages() -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in all_of_them}
 
 
-def stored_bytes(num_layers: int, *, checkpoint: bool) -> int:
+def stored_bytes(num_layers: int, *, checkpointing: Checkpointing) -> int:
     """What a forward pass of 10 rows leaves for the backward pass, kept by the graph or by closures."""
     model, batch = gpt2(num_layers), made_up(COMPLETIONS_OF_PROMPTS, 9)
     before = storages()
     with kept_for_backward(weakref.WeakSet()):
         hidden = completion_hidden(
-            model, batch.prompt_ids, batch.row_to_prompt, batch.completion_ids, checkpoint=checkpoint
+            model, batch.prompt_ids, batch.row_to_prompt, batch.completion_ids, checkpointing=checkpointing
         )
     assert hidden.requires_grad
     return sum(size for address, size in storages().items() if address not in before)
@@ -195,15 +209,25 @@ def stored_bytes(num_layers: int, *, checkpoint: bool) -> int:
 def test_a_layer_stores_its_input_and_the_prompts_keys_and_nothing_else():
     """One layer more, in floats: 4 prompts of 12 tokens and 10 rows of 8 have 32 each, and the prompts'
     keys and values are views of a product of 96. They are not repeated to rows."""
-    per_layer = (stored_bytes(5, checkpoint=True) - stored_bytes(2, checkpoint=True)) / 3
+    per_layer = (stored_bytes(5, checkpointing="full") - stored_bytes(2, checkpointing="full")) / 3
     assert per_layer == 4 * ((4 * 12 + 10 * 8) * 32 + 4 * 12 * 96)
-    plain = (stored_bytes(5, checkpoint=False) - stored_bytes(2, checkpoint=False)) / 3
+    plain = (stored_bytes(5, checkpointing="none") - stored_bytes(2, checkpointing="none")) / 3
     assert plain > 10 * per_layer
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.usefixtures("frozen")
+def test_selective_checkpointing_stores_the_products_of_a_layer():
+    """Floats of each of 128 tokens: 32 that come in, 96 and 32 from the attention's linear layers, 32 from
+    itself and 1 from each of its 4 heads, 128 and 32 from the MLP. About half of what is kept without."""
+    per_layer = (stored_bytes(5, checkpointing="selective") - stored_bytes(2, checkpointing="selective")) / 3
+    assert 0 <= per_layer - 4 * (4 * 12 + 10 * 8) * (32 + 96 + 32 + 32 + 4 + 128 + 32) < 64
+    plain = (stored_bytes(5, checkpointing="none") - stored_bytes(2, checkpointing="none")) / 3
+    assert per_layer < 0.65 * plain
+
+
+@pytest.mark.parametrize("checkpointing", get_args(Checkpointing))
 @pytest.mark.parametrize("ends", ["in a prompt's last layer", "in a completion's last layer", "never"])
-def test_a_graph_without_its_backward_pass_is_freed(checkpoint, ends):
+def test_a_graph_without_its_backward_pass_is_freed(checkpointing, ends):
     """As after running out of memory in the forward pass: else that memory would be gone for good."""
     model, batch = gpt2(2), made_up(COMPLETIONS_OF_PROMPTS, 9)
     last_call = {"in a prompt's last layer": 1, "in a completion's last layer": 2, "never": 3}[ends]
@@ -220,7 +244,11 @@ def test_a_graph_without_its_backward_pass_is_freed(checkpoint, ends):
     try:
         with kept_for_backward(kept):
             hidden = completion_hidden(
-                model, batch.prompt_ids, batch.row_to_prompt, batch.completion_ids, checkpoint=checkpoint
+                model,
+                batch.prompt_ids,
+                batch.row_to_prompt,
+                batch.completion_ids,
+                checkpointing=checkpointing,
             )
             assert kept
     except torch.OutOfMemoryError:
@@ -243,7 +271,7 @@ def test_a_layer_with_a_forward_of_its_own_keeps_it():
         return original(*args, **kwargs)
 
     layer.forward = own
-    learn(model, batch, torch.float32, checkpoint=True)
+    learn(model, batch, torch.float32, checkpointing="full")
     assert layer.forward is own and len(calls) == 4  # prompts and completions, forward and again
 
 
@@ -251,10 +279,10 @@ def test_a_layer_with_a_forward_of_its_own_keeps_it():
 
 
 @EVERY_ARCHITECTURE
-@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("checkpointing", get_args(Checkpointing))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_learning_can_be_traced_with_fake_tensors(load, architecture, checkpoint, dtype, attention):
+def test_learning_can_be_traced_with_fake_tensors(load, architecture, checkpointing, dtype, attention):
     """Prompts to gradients, shapes only: what a prediction of memory traces."""
     config = load(architecture).model.config
     rows, tokens = 6, 5
@@ -265,7 +293,7 @@ def test_learning_can_be_traced_with_fake_tensors(load, architecture, checkpoint
             torch.zeros(rows, tokens, dtype=torch.long),
         )  # fmt: skip
         logp, entropy = micro_batch_logprobs(
-            model, batch, temperature=1.0, dtype=dtype, entropy=True, checkpoint=checkpoint
+            model, batch, temperature=1.0, dtype=dtype, entropy=True, checkpointing=checkpointing
         )
         loss, metrics = grpo_loss(
             logp, None, logp.detach(), torch.ones(rows), torch.ones(rows, tokens, dtype=torch.bool),
@@ -284,13 +312,16 @@ def test_a_model_that_does_not_name_its_layers_is_refused_with_the_settings_name
     torch.manual_seed(0)
     model = CTRLLMHeadModel(CTRLConfig(vocab_size=50, n_positions=64, n_embd=32, dff=64, n_layer=2, n_head=4))
     check_scorer(model.eval(), 24)
-    message = r"gradient_checkpointing is on, but CTRLLMHeadModel .* leave it off"
+    check_recomputation(model, "selective")
+    learn(model, made_up_batch(model, 24), torch.float32, checkpointing="selective")
+    message = r"gradient_checkpointing is full, but CTRLLMHeadModel .* give none"
     with pytest.raises(ValueError, match=message):
-        check_scorer(model, 24, checkpoint=True)
+        check_recomputation(model, "full")
 
 
+@pytest.mark.parametrize("checkpointing", RECOMPUTED)
 @pytest.mark.parametrize("changes", ["values", "shapes"])
-def test_a_model_whose_layers_do_not_repeat_themselves_is_refused(monkeypatch, changes):
+def test_a_model_whose_layers_do_not_repeat_themselves_is_refused(monkeypatch, changes, checkpointing):
     """What a layer computes the second time would be silently wrong, or fail in the first backward pass."""
     model, calls = gpt2(2), []
     mlp = model.transformer.h[1].mlp
@@ -303,9 +334,22 @@ def test_a_model_whose_layers_do_not_repeat_themselves_is_refused(monkeypatch, c
         return original(hidden * (1 + len(calls)))
 
     monkeypatch.setattr(mlp, "forward", changing)
-    monkeypatch.setattr("grpo.scoring.micro_batch_logprobs", unshaken(calls))
-    with pytest.raises(ValueError, match="gradient_checkpointing is on, but GPT2LMHeadModel cannot be reco"):
-        grpo.scoring._check_recomputation(model, made_up([(5, 2)], 4))
+    monkeypatch.setattr("grpo.supported.micro_batch_logprobs", unshaken(calls))
+    with pytest.raises(
+        ValueError, match=f"gradient_checkpointing is {checkpointing}, but GPT2LMHeadModel cann"
+    ):
+        check_recomputation(model, checkpointing, made_up([(5, 2)], 4))
+
+
+def test_a_kept_product_that_is_written_to_is_refused():
+    """It would be wrong when it is used again."""
+    model = gpt2(2)
+    projection = model.transformer.h[1].attn.c_proj
+    original = projection.forward
+    projection.forward = lambda hidden: original(hidden).mul_(2)
+    check_recomputation(model, "full")
+    with pytest.raises(ValueError, match=r"gradient_checkpointing is selective, but .* give none"):
+        check_recomputation(model, "selective")
 
 
 def unshaken(calls: list):
@@ -318,17 +362,19 @@ def unshaken(calls: list):
     return logprobs
 
 
+@pytest.mark.parametrize("checkpointing", get_args(Checkpointing))
 @pytest.mark.usefixtures("made_up_plans")
-def test_the_setting_reaches_learning_and_only_learning(config: Config, monkeypatch):
+def test_the_setting_reaches_learning_and_only_learning(config: Config, monkeypatch, checkpointing):
     calls = []  # whether gradients were on
 
     def recompute(*args, **kwargs):
         calls.append(torch.is_grad_enabled())
         return original(*args, **kwargs)
 
-    original = grpo.forward.recompute
-    config = dataclasses.replace(config, steps=1, eval_interval=0, gradient_checkpointing=True)
+    original = grpo.recompute.checkpoint
+    config = dataclasses.replace(config, steps=1, eval_interval=0, gradient_checkpointing=checkpointing)
     with open_run(config) as run:
-        monkeypatch.setattr("grpo.forward.recompute", recompute)
+        monkeypatch.setattr("grpo.recompute.checkpoint", recompute)
         Trainer(run, Console(quiet=True)).train(StopRequest())
-    assert calls == [True] * 2 * 2  # prompts and completions, two layers
+    expected = 0 if checkpointing == "none" else 2 * 2  # prompts and completions, two layers
+    assert calls == [True] * expected

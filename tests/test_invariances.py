@@ -28,7 +28,7 @@ from grpo.setup import open_run
 from grpo.step import Stepper
 from grpo.tracking import COMPLETIONS_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
-from grpo.values import Prompt, Rollout
+from grpo.values import Checkpointing, Prompt, Rollout
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
 
@@ -59,13 +59,13 @@ def frozen_batch(policy, prompts) -> GRPOBatch:
 
 
 def learn(
-    policy, batch, loss: LossSettings, rows: int, *, checkpoint: bool = False
+    policy, batch, loss: LossSettings, rows: int, *, checkpointing: Checkpointing = "none"
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """One step's gradient as one vector, and its metrics."""
     policy.model.zero_grad(set_to_none=True)
     sums = accumulate_grpo(
         policy.model, batch, settings=loss, temperature=1.0, dtype=policy.compute_dtype, rows=rows,
-        importance_cap=2.0, checkpoint=checkpoint,
+        importance_cap=2.0, checkpointing=checkpointing,
     )  # fmt: skip
     metrics = finish_grpo([sums], batch.counts, int(batch.rollout.lengths.sum()))
     return torch.cat([p.grad.flatten() for p in policy.model.parameters()]), metrics
@@ -93,9 +93,10 @@ def test_i1_holds_where_activations_are_recomputed(load, prompts, architecture):
     policy = load(architecture, "fp64")
     batch = frozen_batch(policy, prompts)
     whole = learn(policy, batch, LossSettings(kl_coef=0.1), N)
-    for rows in (1, 2, 3, 5, 7, N):
-        recomputed = learn(policy, batch, LossSettings(kl_coef=0.1), rows, checkpoint=True)
-        assert_same_step(whole, recomputed, exactness=1e-12)
+    for checkpointing in ("selective", "full"):
+        for rows in (1, 2, 5, N):
+            recomputed = learn(policy, batch, LossSettings(kl_coef=0.1), rows, checkpointing=checkpointing)
+            assert_same_step(whole, recomputed, exactness=1e-12)
 
 
 @pytest.mark.parametrize(

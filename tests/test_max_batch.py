@@ -206,12 +206,12 @@ def test_the_command_names_every_setting_that_train_lean_has_otherwise():
     assert train_lean_flags(FindSettings()) == " --model rook-tiny"
     settings = FindSettings(
         model=ModelSpec(model="my models/a"), group_size=4, max_new_tokens=16, kl=False, lora_rank=4,
-        gradient_checkpointing=True, device="cuda:1", precision="bf16", memory_limit="800MB",
+        gradient_checkpointing="full", device="cuda:1", precision="bf16", memory_limit="800MB",
     )  # fmt: skip
     flags = train_lean_flags(settings)
     config = parse_command_line(["--batch-size", "8", *shlex.split(flags)])
     assert (config.model, config.group_size, config.sampling.max_new_tokens) == ("my models/a", 4, 16)
-    assert (config.uses_reference, config.lora.lora_rank, config.gradient_checkpointing) == (False, 4, True)
+    assert (config.uses_reference, config.lora.lora_rank, config.gradient_checkpointing) == (False, 4, "full")
     assert (config.device, config.precision, config.memory_limit) == ("cuda:1", "bf16", "800MB")
 
 

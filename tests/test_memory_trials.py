@@ -75,6 +75,15 @@ def test_the_planners_rows_are_compared_with_every_size(script, monkeypatch, tmp
     assert "never unsafe after calibration" in capsys.readouterr().out
 
 
+def test_kinds_of_checkpointing_are_compared(script, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(script, "cost_works", lambda quick: iter([("small", SMALL, Shape(16, 20, 24))]))
+    written = run(script.checkpointing, tmp_path / "out.json", rounds=1)
+    peaks = {row["checkpointing"]: row["peak_bytes"] for row in written["rows"]}
+    assert peaks["full"] < 0.9 * peaks["selective"] < 0.8 * peaks["none"]
+    assert all(written["verdicts"].values()) and all(row["seconds"] > 0 for row in written["rows"])
+    assert "selective" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("made_up_plans")
 def test_the_cost_of_watching_is_measured(script, monkeypatch, tmp_path, capsys, config):
     small = replace(config, eval_interval=0, checkpoint_interval=0)

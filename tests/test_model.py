@@ -29,7 +29,7 @@ from grpo.model import (
     frozen_copy,
     load_policy,
 )
-from grpo.scoring import check_scorer
+from grpo.supported import check_scorer
 
 IDS = torch.tensor([[5, 6, 7, 8]])
 

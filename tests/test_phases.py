@@ -37,13 +37,13 @@ def settings_of(setting: Setting) -> PhaseSettings:
     return PhaseSettings(
         setting.model, setting.attention, setting.compute_dtype, setting.group_size,
         SamplingSettings(max_new_tokens=24), LossSettings(kl_coef=0.02 if setting.kl else 0.0),
-        setting.checkpoint, lora=setting.lora,
+        setting.checkpointing, lora=setting.lora,
     )  # fmt: skip
 
 
 @pytest.fixture
 def tracer(tmp_path: Path) -> Callable[..., PhaseTracer]:
-    """tracer("gpt2", checkpoint=True): with a cache of its own."""
+    """tracer("gpt2", checkpointing="full"): with a cache of its own."""
 
     def made(name: str = "gpt2", **options: object) -> PhaseTracer:
         setting = Setting(name, shape_of(name), group_size=G)
@@ -56,7 +56,8 @@ def tracer(tmp_path: Path) -> Callable[..., PhaseTracer]:
     ("name", "options"),
     [
         ("gpt2", {}),
-        ("gpt2", {"checkpoint": True}),
+        ("gpt2", {"checkpointing": "full"}),
+        ("gpt2", {"checkpointing": "none"}),
         ("gpt2", {"compute_dtype": torch.bfloat16, "kl": False}),
         ("llama", {}),
         ("gpt2", {"lora": LORA}),
@@ -99,7 +100,7 @@ def test_part_of_a_group_is_traced_as_it_is_done(tracer):
 
 
 def test_what_costs_memory_shows(tracer):
-    plain, leaner = tracer(), tracer(checkpoint=True)
+    plain, leaner = tracer(), tracer(checkpointing="full")
     peak = {phase: plain.peak_bytes(phase, SHAPE) for phase in PHASES}
     gradients = 4 * plain.num_parameters
     assert peak["sample"] <= peak["sample split"] < 1.2 * peak["sample"]
@@ -125,7 +126,7 @@ def test_cuda_holds_more_of_norms_where_the_base_is_in_bf16(tmp_path: Path):
     """Its autocast takes them in fp32: with adapters, whose base is in bf16, that is more than comes in."""
     settings = replace(
         settings_of(Setting("gpt2", shape_of("gpt2"), group_size=G)),
-        compute_dtype=torch.bfloat16, lora=LoraSettings(lora_rank=2),
+        compute_dtype=torch.bfloat16, lora=LoraSettings(lora_rank=2), checkpointing="none",
     )  # fmt: skip
     values = SHAPE.rows * SHAPE.new_tokens * 32  # of one activation
 
@@ -221,7 +222,7 @@ def test_where_nothing_can_be_written_it_is_traced_again(tracer, traced, tmp_pat
 
 def test_other_settings_and_other_code_have_traces_of_their_own(tracer, traced, tmp_path: Path, monkeypatch):
     made = [
-        tracer(), tracer(checkpoint=True), tracer(compute_dtype=torch.bfloat16), tracer(kl=False),
+        tracer(), tracer(checkpointing="full"), tracer(compute_dtype=torch.bfloat16), tracer(kl=False),
         tracer(group_size=8), tracer("llama"), tracer(lora=LORA),
     ]  # fmt: skip
     for each in made:

@@ -54,7 +54,8 @@ class Tracer:
 
     def _peak(self, phase: str, shape: Shape) -> float:
         assert phase in PHASES
-        per_token = 2**20 / (1 + self._settings.checkpoint) * self._settings.compute_dtype.itemsize / 4
+        per_token = 2**20 * self._settings.compute_dtype.itemsize / 4
+        per_token /= 2 if self._settings.checkpointing == "full" else 1
         before = 100 * 2**20 if phase == "learn split" else 0
         return before + shape.rows * (shape.prompt_tokens + shape.new_tokens) * per_token
 
@@ -284,12 +285,12 @@ def test_advice_says_what_each_setting_would_save():
     """One row of 50 + 20 tokens, 1 MB each; 10 million parameters."""
     work = workload()
     assert advice(work, "learn", Tracer(work.phase_settings())) == (
-        "--max-new-tokens 10 saves 10 MB; --gradient-checkpointing saves 35 MB; "
+        "--max-new-tokens 10 saves 10 MB; --gradient-checkpointing full saves 35 MB; "
         "--kl-coef 0 saves 38 MB; --lora-rank 16 saves 0.11 GB; "
         "--precision bf16 saves 35 MB; a smaller --model saves more."
     )
     adapters = LoraSettings(lora_rank=16)
-    work = workload(torch.bfloat16, gradient_checkpointing=True, loss=WITHOUT_KL, lora=adapters)
+    work = workload(torch.bfloat16, gradient_checkpointing="full", loss=WITHOUT_KL, lora=adapters)
     said = advice(work, "learn", Tracer(work.phase_settings()))
     assert said == "--max-new-tokens 10 saves 2 MB; a smaller --model saves more."
     assert "checkpointing" not in advice(workload(), "sample", Tracer(workload().phase_settings()))

@@ -28,7 +28,7 @@ from grpo.workload import Workload, resident_parts
 
 RICH = {
     "num_iterations": 2, "kl_in_reward": True, "refill_groups": 1, "mask_truncated": True,
-    "gradient_checkpointing": True, "train_rows": 2, "rollout_rows": 4, "reference_sync": 1,
+    "gradient_checkpointing": "full", "train_rows": 2, "rollout_rows": 4, "reference_sync": 1,
 }  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def test_what_a_sharded_phase_holds_is_foreseen_within_a_tenth(tmp_path):
         vocab_size=512, max_position_embeddings=192, hidden_size=128, intermediate_size=384,
         num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    setting, shape = Setting("wide", model, checkpoint=True, group_size=4), Shape(8, 24, 12)
+    setting, shape = Setting("wide", model, checkpointing="full", group_size=4), Shape(8, 24, 12)
     phases = ("sample", "score", "learn", "learn split")
     settings = dataclasses.replace(setting.workload(shape).phase_settings(), processes=2)
     tracer = PhaseTracer(settings, cache_folder=tmp_path)

@@ -3,6 +3,7 @@
 import json
 import signal
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from grpo.config import SettingsError
 from grpo.memory import peak_live_bytes
 from grpo.objectives import accumulate_lm, heldout_loss
+from grpo.values import Checkpointing
 from grpo.workbench.corpus import byte_corpus, check_file, token_corpus, train_tokenizer
 from grpo.workbench.models import ModelSpec, context_of, num_parameters, random_model
 from grpo.workbench.predict import StepMemory, StepSettings
@@ -125,9 +127,9 @@ def test_the_language_loss_is_hugging_faces_and_no_split_changes_it(arch):
     # Hugging Face computes RMS norms in fp32.
     exact = 1e-12 if arch == "gpt2" else 1e-6
     for rows in (6, 4, 1):
-        for checkpoint in (False, True):
+        for checkpointing in get_args(Checkpointing):
             model.zero_grad()
-            done = accumulate_lm(model, windows, dtype=torch.float64, rows=rows, checkpoint=checkpoint)
+            done = accumulate_lm(model, windows, dtype=torch.float64, rows=rows, checkpointing=checkpointing)
             assert done["loss"] == pytest.approx(expected.item(), rel=exact)
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 torch.testing.assert_close(parameter.grad, gradient, rtol=exact, atol=exact)
@@ -141,19 +143,23 @@ def test_the_language_loss_is_hugging_faces_and_no_split_changes_it(arch):
 
 
 @pytest.mark.parametrize(
-    "arch, dtype, checkpoint",
-    [("gpt2", torch.float32, False), ("llama", torch.bfloat16, False), ("gpt2", torch.float32, True)],
+    "arch, dtype, checkpointing",
+    [
+        ("gpt2", torch.float32, "selective"),
+        ("llama", torch.bfloat16, "none"),
+        ("gpt2", torch.float32, "full"),
+    ],
 )
-def test_learning_from_windows_holds_what_was_predicted(arch, dtype, checkpoint):
+def test_learning_from_windows_holds_what_was_predicted(arch, dtype, checkpointing):
     config = ModelSpec(arch=arch, **TINY | {"vocab": 300, "context": 96}).config()
-    memory = StepMemory(StepSettings("lm", config, dtype, new_tokens=96, checkpoint=checkpoint))
+    memory = StepMemory(StepSettings("lm", config, dtype, new_tokens=96, checkpointing=checkpointing))
     model = random_model(config, CPU, dtype)
     for rows, at_once in ((24, 24), (24, 8)):
         windows = torch.randint(300, (rows, 97))
         model.zero_grad(set_to_none=True)
 
         def learn(windows=windows, at_once=at_once):
-            accumulate_lm(model, windows, dtype=dtype, rows=at_once, checkpoint=checkpoint)
+            accumulate_lm(model, windows, dtype=dtype, rows=at_once, checkpointing=checkpointing)
 
         footprint = memory.footprints(rows, at_once)["learn"]
         added = sum(footprint.parts[name] for name in ("gradients", "logits", "activations"))

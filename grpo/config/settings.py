@@ -14,7 +14,7 @@ from grpo.config.checks import check
 from grpo.loss import LossSettings
 from grpo.optimizer import OptimizerSettings
 from grpo.sampling import SamplingSettings
-from grpo.values import Precision
+from grpo.values import CheckpointingSetting, Precision
 
 Tracker = Literal["tensorboard", "wandb"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -118,8 +118,8 @@ class Config:
     """Completions scored at once without gradients; None: planned."""
     train_rows: int | None = None
     """Completions in one backward pass; None: planned."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: CheckpointingSetting = "auto"
+    """Recomputed in the backward pass: all but products (selective; auto on a CPU), all, or nothing."""
 
     # Evaluation
     eval_interval: int = 50

@@ -16,6 +16,7 @@ from grpo.memory import Predictor, Shape
 from grpo.model import load_config
 from grpo.phases import PHASES, PhaseTracer
 from grpo.planning import TracedFit
+from grpo.values import Checkpointing
 from grpo.workload import resident_parts
 
 LONGEST = (120, 256)
@@ -84,6 +85,11 @@ SMALL_SHAPES = tuple(
 )  # fmt: skip
 LARGE_SHAPES = (Shape(8, 20, 16), Shape(16, 60, 32), Shape(8, 120, 64), Shape(16, 20, 64))
 PARTS_OF_GROUPS = (Shape(1, 60, 64), Shape(2, 120, 128), Shape(4, 20, 64))
+CHECKPOINTING: dict[Checkpointing, str] = {
+    "selective": "",
+    "full": "full checkpointing",
+    "none": "no checkpointing",
+}
 CALIBRATION = (Shape(16, 48, 40), Shape(32, 90, 24), Shape(24, 30, 100))
 LARGE_CALIBRATION = (Shape(8, 40, 24), Shape(16, 30, 16))
 UNSEEN_SHAPES = (Shape(8, 150, 300), Shape(16, 150, 300))
@@ -92,10 +98,10 @@ UNSEEN_SHAPES = (Shape(8, 150, 300), Shape(16, 150, 300))
 def _variants(name: str, model: PretrainedConfig) -> Iterator[tuple[Setting, Sequence[str]]]:
     """Every setting, and the phases in which it differs from those before it."""
     for dtype in (torch.float32, torch.bfloat16):
-        for checkpoint in (False, True):
+        for checkpointing in CHECKPOINTING:
             for kl in (True, False):
-                phases = PHASES if kl and not checkpoint else ("learn", "learn split")
-                yield Setting(name, model, dtype, checkpoint, kl), phases
+                phases = PHASES if kl and checkpointing == "selective" else ("learn", "learn split")
+                yield Setting(name, model, dtype, checkpointing, kl), phases
 
 
 def full_grid() -> Iterator[Cells]:
@@ -106,7 +112,7 @@ def full_grid() -> Iterator[Cells]:
             parts = [phase for phase in phases if phase != "learn"]
             yield Cells("part of a group", setting, PARTS_OF_GROUPS, CALIBRATION[:1], parts)
     for turn, (setting, phases) in enumerate(_variants("GPT-2 124 M", gpt2_config())):
-        if setting.kl is not setting.checkpoint:  # half of them: each takes a minute
+        if setting.kl == (setting.checkpointing == "selective"):  # half of them: each takes a minute
             yield Cells("grid", setting, LARGE_SHAPES[turn % 2 :: 2], LARGE_CALIBRATION, phases)
     wide = gpt2_config(n_layer=6, n_embd=384, n_head=6, vocab_size=97)
     llama = LlamaConfig(
@@ -152,7 +158,7 @@ def predict_trials(grid: Iterable[Cells], *, only: str = "") -> Iterator[Predict
 
 def describe(setting: Setting) -> str:
     words = [setting.name, str(setting.compute_dtype).removeprefix("torch.")]
-    words += ["checkpointing"] if setting.checkpoint else []
+    words += [CHECKPOINTING[setting.checkpointing]]
     return " ".join([*words, "KL" if setting.kl else "no KL"])
 
 

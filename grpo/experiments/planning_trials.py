@@ -84,7 +84,7 @@ def cases(quick: bool = False) -> Iterator[Case]:
         num_key_value_heads=2, max_position_embeddings=256,
     )  # fmt: skip
     every = ("sample", "score", "learn")
-    bf16 = Setting("3 x 96 bf16, checkpointing", small, torch.bfloat16, checkpoint=True, group_size=4)
+    bf16 = Setting("3 x 96 bf16, checkpointing", small, torch.bfloat16, checkpointing="full", group_size=4)
     yield Case(Setting("3 x 96 fp32", small, group_size=4), every, 24, 16, 30, 12)
     yield Case(bf16, ("sample", "learn"), 48, 24, 30, 12)
     yield Case(Setting("Llama 3 x 128 fp32", llama, group_size=4), every, 40, 12, 30, 12)

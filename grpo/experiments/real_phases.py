@@ -27,7 +27,7 @@ from grpo.rollout import rollout
 from grpo.sampling import SamplingSettings
 from grpo.scoring import score
 from grpo.shard import shard_model
-from grpo.values import Rollout
+from grpo.values import Checkpointing, Rollout
 from grpo.workload import Workload
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ class Setting:
     name: str
     model: PretrainedConfig = field(repr=False)
     compute_dtype: torch.dtype = torch.float32
-    checkpoint: bool = False
+    checkpointing: Checkpointing = "selective"
     kl: bool = True
     group_size: int = 8
     lora: LoraSettings = field(default_factory=LoraSettings)
@@ -54,7 +54,7 @@ class Setting:
         config = Config(
             device="cpu", batch_size=longest.rows, group_size=self.group_size,
             sampling=SamplingSettings(max_new_tokens=longest.new_tokens),
-            loss=LossSettings(kl_coef=0.02 if self.kl else 0.0), gradient_checkpointing=self.checkpoint,
+            loss=LossSettings(kl_coef=0.02 if self.kl else 0.0), gradient_checkpointing=self.checkpointing,
             lora=self.lora,
         )  # fmt: skip
         return Workload(
@@ -119,7 +119,7 @@ class RealPhases:
         self.model.zero_grad(set_to_none=True)
         return lambda: accumulate_grpo(
             self.model, batch, settings=loss, temperature=1.0, dtype=setting.compute_dtype,
-            rows=shape.rows, checkpoint=setting.checkpoint,
+            rows=shape.rows, checkpointing=setting.checkpointing,
         )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import torch
 from rich.table import Table
@@ -11,6 +12,7 @@ from transformers import LlamaConfig
 from grpo.experiments.real_phases import RealPhases, Setting, own_meter
 from grpo.memory import Shape
 from grpo.phases import PhaseTracer
+from grpo.values import Checkpointing
 from grpo.workload import resident_parts
 
 PHASES = ("sample", "score", "learn", "learn split")
@@ -27,7 +29,7 @@ class Trial:
     """Peak bytes of one phase, what stays between phases included."""
 
     dtype: torch.dtype
-    checkpoint: bool
+    checkpointing: Checkpointing
     phase: str
     foreseen: int
     measured: int
@@ -46,8 +48,8 @@ def trials() -> Iterator[Trial]:
     own threads free is not in it.
     """
     for dtype in (torch.float32, torch.bfloat16):
-        for checkpoint in (False, True):
-            setting = Setting("llama", MODEL, dtype, checkpoint=checkpoint, group_size=4)
+        for checkpointing in get_args(Checkpointing):
+            setting = Setting("llama", MODEL, dtype, checkpointing=checkpointing, group_size=4)
             yield from _of_setting(setting)
 
 
@@ -66,7 +68,7 @@ def _of_setting(setting: Setting) -> Iterator[Trial]:
         measured = own_meter(real.prepare(phase, SHAPE))
         added = [tracer.peak_bytes(phase, SHAPE) for tracer in tracers]
         yield Trial(
-            setting.compute_dtype, setting.checkpoint, phase, foreseen=resident[0] + added[0],
+            setting.compute_dtype, setting.checkpointing, phase, foreseen=resident[0] + added[0],
             measured=resident[0] + measured, whole=resident[1] + added[1],
         )  # fmt: skip
 
@@ -79,7 +81,7 @@ def table(found: list[Trial]) -> Table:
     for each in found:
         sizes = (f"{size / 2**20:.2f}" for size in (each.foreseen, each.measured))
         result.add_row(
-            str(each.dtype).removeprefix("torch."), "yes" if each.checkpoint else "no", each.phase,
+            str(each.dtype).removeprefix("torch."), each.checkpointing, each.phase,
             *sizes, f"{each.error:+.1%}", f"{each.whole / 2**20:.2f}",
         )  # fmt: skip
     return result

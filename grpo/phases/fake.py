@@ -20,13 +20,14 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from grpo.adapters import LoraSettings, adapters_off, add_adapters, has_adapters, store_base
 from grpo.decode import Decoder, has_static_cache, make_decoder, replaced_at_once
-from grpo.forward import recomputed_layers
 from grpo.gathered import Gathering
 from grpo.loss import LossSettings, StepCounts, grpo_loss
 from grpo.memory import LiveBytes, Shape
+from grpo.recompute import recomputed_layers
 from grpo.sampling import SamplingSettings, sample_tokens
 from grpo.scoring import MicroBatch, micro_batch_logprobs, window_logprobs
 from grpo.shard import inside
+from grpo.values import Checkpointing
 
 PHASES = ("sample", "sample split", "score", "learn", "learn split")
 """What is traced. Split is in parts: a group takes another's place, gradients of earlier parts are there."""
@@ -51,7 +52,7 @@ class PhaseSettings:
     group_size: int
     sampling: SamplingSettings
     loss: LossSettings
-    checkpoint: bool = False
+    checkpointing: Checkpointing = "none"
     device_type: str = "cpu"
     """Where the phases will run: kernels of the CPU hold more within themselves."""
     scores_policy: bool = False
@@ -160,7 +161,7 @@ class FakePhases:
         return adapters_off(self._policy) if has_adapters(self._policy) else _frozen(self._policy)
 
     def _learn(self, shape: Shape) -> None:
-        logp, _ = self._logprobs(shape, entropy=True, checkpoint=self._settings.checkpoint)
+        logp, _ = self._logprobs(shape, entropy=True, checkpointing=self._settings.checkpointing)
         settings = self._settings.loss
         ref_logp = torch.zeros_like(logp) if settings.kl_coef else None
         mask = torch.ones_like(logp, dtype=torch.bool)
@@ -174,12 +175,12 @@ class FakePhases:
     def _windows(self, shape: Shape) -> None:
         windows = torch.zeros(shape.rows, 1 + shape.new_tokens, dtype=torch.long)
         settings = self._settings
-        with recomputed_layers(self._policy) if settings.checkpoint else nullcontext():
+        with recomputed_layers(self._policy, settings.checkpointing):
             logp = window_logprobs(self._policy, windows, dtype=settings.compute_dtype)
             (-logp.sum() / logp.numel()).backward()
 
     def _logprobs(
-        self, shape: Shape, *, entropy: bool, checkpoint: bool = False
+        self, shape: Shape, *, entropy: bool, checkpointing: Checkpointing = "none"
     ) -> tuple[Tensor, Tensor | None]:
         prompts, per_prompt = self._prompts(shape)
         rows = len(prompts) * per_prompt
@@ -191,7 +192,7 @@ class FakePhases:
         )
         return micro_batch_logprobs(
             self._policy, batch, temperature=self._settings.sampling.temperature,
-            dtype=self._settings.compute_dtype, entropy=entropy, checkpoint=checkpoint,
+            dtype=self._settings.compute_dtype, entropy=entropy, checkpointing=checkpointing,
         )  # fmt: skip
 
     def _prompts(self, shape: Shape) -> tuple[list[list[int]], int]:

@@ -4,10 +4,17 @@ from typing import Annotated
 
 import tyro
 
+from grpo.values import CheckpointingSetting
+
 MaxBatchSize = Annotated[int, tyro.conf.arg(help="What is not exceeded.")]
 GroupSize = Annotated[int, tyro.conf.arg(help="Completions of a prompt; GRPO's batches are multiples of it.")]
 HasReference = Annotated[bool, tyro.conf.arg(help="A reference model beside the policy (grpo).")]
 LoraRank = Annotated[
     int, tyro.conf.arg(help="Train adapters of this rank, with peft's targets; 0: all weights.")
 ]
-GradientCheckpointing = Annotated[bool, tyro.conf.arg(help="Recompute activations in the backward pass.")]
+GradientCheckpointing = Annotated[
+    CheckpointingSetting,
+    tyro.conf.arg(
+        help="Recomputed in the backward pass: all but products (selective; auto on a CPU), all, or nothing."
+    ),
+]

@@ -27,7 +27,9 @@ from grpo.memory import (
 from grpo.model import choose_attention
 from grpo.phases import LANGUAGE, PhaseTracer
 from grpo.planning import TracedFit, make_memory
+from grpo.recompute import choose_checkpointing
 from grpo.sampling import SamplingSettings
+from grpo.values import Checkpointing, CheckpointingSetting
 from grpo.workbench.models import ModelSpec, context_of
 from grpo.workload import Workload, logits_parts, resident_parts, scratch_bytes
 
@@ -49,7 +51,7 @@ class StepSettings:
     """Completions of a prompt (GRPO)."""
     kl: bool = True
     """Whether there is a reference model (GRPO)."""
-    checkpoint: bool = False
+    checkpointing: Checkpointing = "none"
     device_type: str = "cpu"
     lora: LoraSettings = field(default_factory=LoraSettings)
 
@@ -69,7 +71,7 @@ def step_settings(
     max_new_tokens: int,
     group_size: int,
     kl: bool,
-    checkpoint: bool,
+    checkpointing: CheckpointingSetting,
     lora_rank: int = 0,
 ) -> StepSettings:
     """The same from a person's settings. SettingsError for texts beyond what the model reaches."""
@@ -83,8 +85,8 @@ def step_settings(
             f"{reach} tokens in all: give less."
         )
     return StepSettings(
-        objective, config, compute_dtype, prompt_tokens, tokens, group_size, kl, checkpoint, device_type,
-        LoraSettings(lora_rank),
+        objective, config, compute_dtype, prompt_tokens, tokens, group_size, kl,
+        choose_checkpointing(checkpointing, device_type), device_type, LoraSettings(lora_rank),
     )  # fmt: skip
 
 
@@ -139,7 +141,7 @@ def _workload(settings: StepSettings) -> Workload:
         batch_size=settings.group_size, group_size=settings.group_size,
         sampling=SamplingSettings(max_new_tokens=settings.new_tokens),
         loss=LossSettings(kl_coef=0.02 if settings.kl else 0.0),
-        gradient_checkpointing=settings.checkpoint, lora=settings.lora,
+        gradient_checkpointing=settings.checkpointing, lora=settings.lora,
     )  # fmt: skip
     if settings.objective == "lm":
         config = replace(config, loss=LossSettings(kl_coef=0.0))

@@ -29,7 +29,7 @@ from grpo.trainer import Trainer
 
 RICH = {
     "num_iterations": 2, "refill_groups": 1, "importance_cap": 2.0, "mask_truncated": True, "kl_target": 0.01,
-    "gradient_checkpointing": True, "reference_sync": 1,
+    "gradient_checkpointing": "full", "reference_sync": 1,
 }  # fmt: skip
 
 

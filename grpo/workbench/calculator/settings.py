@@ -49,7 +49,7 @@ class CalculatorSettings:
     group_size: GroupSize = 8
     kl: HasReference = True
     lora_rank: LoraRank = 0
-    gradient_checkpointing: GradientCheckpointing = False
+    gradient_checkpointing: GradientCheckpointing = "auto"
     precision: Precision = "auto"
     """Dtype of matrix products; auto: bf16 where the card has it natively, else fp32."""
     max_batch_size: MaxBatchSize = 65536

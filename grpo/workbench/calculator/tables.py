@@ -114,7 +114,8 @@ def show(found: Calculation, console: Console) -> None:
         )
         parts = [settings.model.name, settings.objective, found.precision]
         parts += [lengths] if settings.objective == "grpo" else []
-        parts += ["gradient checkpointing"] if settings.gradient_checkpointing else []
+        recomputed = settings.gradient_checkpointing
+        parts += [] if recomputed == "auto" else [f"{recomputed} gradient checkpointing"]
         console.print(", ".join(parts), highlight=False)
     console.print(budget_table(found))
     console.print(batches_table(found))

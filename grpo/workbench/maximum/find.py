@@ -70,7 +70,7 @@ class FindSettings:
     """Of every completion (grpo)."""
     kl: HasReference = True
     lora_rank: LoraRank = 0
-    gradient_checkpointing: GradientCheckpointing = False
+    gradient_checkpointing: GradientCheckpointing = "auto"
     device: str = "auto"
     """auto, cpu, cuda, cuda:1."""
     precision: Precision = "auto"
@@ -149,7 +149,7 @@ def check(settings: FindSettings) -> Checked:
         settings.model, machine.compute_dtype, torch.device(machine.device).type,
         objective=settings.objective, prompt_tokens=settings.prompt_tokens,
         max_new_tokens=settings.max_new_tokens, group_size=settings.group_size, kl=settings.kl,
-        checkpoint=settings.gradient_checkpointing, lora_rank=settings.lora_rank,
+        checkpointing=settings.gradient_checkpointing, lora_rank=settings.lora_rank,
     )  # fmt: skip
     count = num_parameters(step.model)
     table.add_row("model", f"{settings.model.name}: {count:,} parameters")
@@ -191,7 +191,7 @@ def _task(settings: FindSettings, checked: Checked, batch_size: int) -> TrialTas
     return TrialTask(
         settings.objective, asdict(settings.model), batch_size, checked.machine.device,
         checked.machine.precision, settings.prompt_tokens, checked.step.new_tokens, settings.group_size,
-        settings.kl, settings.gradient_checkpointing, settings.data, checked.limit_bytes,
+        settings.kl, checked.step.checkpointing, settings.data, checked.limit_bytes,
         lora_rank=settings.lora_rank,
     )  # fmt: skip
 
@@ -231,8 +231,8 @@ def findings(settings: FindSettings, checked: Checked, results: Sequence[TrialRe
         raise ValueError(
             f"not even a batch of {min(result.batch_size for result in results)} fits in "
             f"{readable(checked.machine.usable_bytes)}: {phase} of {settings.multiple} rows needs {parts}, "
-            "and the process itself; give a smaller model, shorter texts, --gradient-checkpointing, or more "
-            "memory."
+            "and the process itself; give a smaller model, shorter texts, --gradient-checkpointing full, or "
+            "more memory."
         )
     total = float(checked.total_bytes)
     return Findings(

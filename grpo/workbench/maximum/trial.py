@@ -26,7 +26,7 @@ from grpo.rollout import rollout
 from grpo.sampling import SamplingSettings
 from grpo.scoring import score
 from grpo.step import Stepper
-from grpo.values import Precision
+from grpo.values import Checkpointing, Precision
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.models import ModelSpec, load_or_make
 from grpo.workbench.processes import worker
@@ -49,7 +49,7 @@ class TrialTask:
     new_tokens: int
     group_size: int = 8
     kl: bool = True
-    checkpoint: bool = False
+    checkpointing: Checkpointing = "none"
     data: str | None = None
     memory_limit_bytes: int | None = None
     steps: int = TRIAL_STEPS
@@ -91,7 +91,7 @@ def _language_step(task: TrialTask, model: PreTrainedModel, dtype: torch.dtype) 
         windows = corpus.train_windows(rows, task.new_tokens, generator)
 
         def learn() -> dict[str, float]:
-            return accumulate_lm(model, windows, dtype=dtype, rows=rows, checkpoint=task.checkpoint)
+            return accumulate_lm(model, windows, dtype=dtype, rows=rows, checkpointing=task.checkpointing)
 
         return stepper.step(learn)["loss"]
 
@@ -126,7 +126,7 @@ def _grpo_step(task: TrialTask, model: PreTrainedModel, dtype: torch.dtype) -> S
                 temperature=1.0,
                 dtype=dtype,
                 rows=rows,
-                checkpoint=task.checkpoint,
+                checkpointing=task.checkpointing,
             )
             return finish_grpo([sums], counts, int(made.lengths.sum()))
 

@@ -19,6 +19,7 @@ from grpo.memory.monitor import PhaseReading
 from grpo.model import compute_dtype
 from grpo.objectives import accumulate_lm, heldout_loss
 from grpo.optimizer import learning_rate, make_optimizer, set_learning_rate
+from grpo.recompute import choose_checkpointing
 from grpo.step import Stepper
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.models import load_or_make, random_model
@@ -58,10 +59,9 @@ def train_language(task: SizeTask, say: Say) -> None:
         rate = learning_rate(number - 1, task.updates, schedule)
         set_learning_rate(optimizer, rate)
         rows = settings.train_rows or task.batch_size
+        checkpointing = choose_checkpointing(settings.gradient_checkpointing, model.device.type)
         metrics = stepper.step(
-            lambda: accumulate_lm(
-                model, windows, dtype=dtype, rows=rows, checkpoint=settings.gradient_checkpointing
-            )
+            lambda: accumulate_lm(model, windows, dtype=dtype, rows=rows, checkpointing=checkpointing)
         )
         seconds.append(time.perf_counter() - start)
         losses.append(metrics["loss"])

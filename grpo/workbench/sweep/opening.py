@@ -13,6 +13,7 @@ from loguru import logger
 from grpo.config import SettingsError
 from grpo.loading import load_source
 from grpo.model import compute_dtype
+from grpo.recompute import choose_checkpointing
 from grpo.reward_functions import PROMPTS_LOOKED_AT, RewardFunctions
 from grpo.workbench.corpus import open_corpus, text_file, trained_tokenizer
 from grpo.workbench.machine import Machine, look
@@ -44,10 +45,12 @@ def open_sweep(settings: SweepSettings) -> Sweep:
     settings = replace(settings, device=machine.device, precision=machine.precision)
     memory = None
     if settings.objective == "lm":
+        device_type = torch.device(machine.device).type
         memory = StepMemory(StepSettings(
             "lm", config, compute_dtype(settings.precision, torch.device(machine.device)),
-            new_tokens=settings.model.context, checkpoint=settings.gradient_checkpointing,
-            device_type=torch.device(machine.device).type,
+            new_tokens=settings.model.context,
+            checkpointing=choose_checkpointing(settings.gradient_checkpointing, device_type),
+            device_type=device_type,
         ))  # fmt: skip
     folder = SweepFolder(settings.output or Path("runs") / f"sweep-{datetime.now():%Y%m%d-%H%M%S}")
     folder.open(_header(settings, machine, num_parameters(config)))

@@ -80,7 +80,7 @@ class SweepSettings:
     # How it runs
     train_rows: int | None = None
     """Rows in one backward pass; None: the whole batch, or it is out of memory."""
-    gradient_checkpointing: GradientCheckpointing = False
+    gradient_checkpointing: GradientCheckpointing = "auto"
     compile: bool = False
     """torch.compile the model (lm)."""
     tf32: bool = False
