@@ -8,16 +8,16 @@ weight is read directly (`logprobs.py`), and of embeddings.
 import copy
 import importlib.util
 import json
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from grpo.settings import LoraSettings
 
 CONFIG, WEIGHTS, MERGED = "adapter_config.json", "adapter_model.safetensors", "merged"
 """Files of a folder of adapters, and the folder in it where the merged model is."""
@@ -27,41 +27,6 @@ _PREFIX = "base_model.model."
 """What peft's own wrapper puts before the names in its files."""
 
 Model = TypeVar("Model", bound=nn.Module)
-
-
-@dataclass(frozen=True)
-class LoraSettings:
-    """Which adapters are trained, if any, instead of the model's own weights."""
-
-    lora_rank: int = 0
-    """Train adapters of this rank (LoRA) and leave the model's own weights as they are; 0: no adapters."""
-    lora_alpha: float | None = None
-    """Adapters are scaled by lora_alpha / lora_rank; None: twice the rank, the same scale at any rank."""
-    lora_targets: tuple[str, ...] = ()
-    """Linear layers with adapters, by the end of their names, or all-linear; none given: peft's choice."""
-    lora_merge: bool = False
-    """Write the model with its adapters merged in, too, as merged/ in each checkpoint."""
-
-    def __post_init__(self) -> None:
-        if self.lora_rank < 0:
-            raise ValueError(f"lora_rank is {self.lora_rank}: give 0 or more (usual: 16).")
-        alpha = self.lora_alpha
-        if alpha is not None and not (math.isfinite(alpha) and alpha > 0):
-            raise ValueError(f"lora_alpha is {alpha}: give more than 0, or leave it out.")
-        for name in ("lora_alpha", "lora_targets", "lora_merge"):
-            value = getattr(self, name)
-            if value and not self.on:
-                raise ValueError(
-                    f"{name} is {value}, but lora_rank is 0: add --lora-rank 16, or leave it out."
-                )
-
-    @property
-    def on(self) -> bool:
-        return self.lora_rank > 0
-
-    @property
-    def alpha(self) -> float:
-        return 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
 
 
 def check_peft(lora: LoraSettings) -> None:

@@ -6,12 +6,10 @@ summing (GDPO), and unscored completions inside a group (an error here, because 
 reward function recognises is a mistake in the prompts or in the rewards).
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-Scale = Literal["group", "batch", "none"]
+from grpo.settings import Scale
 
 _EPSILON = 1e-4  # TRL's, so that advantages carry over
 

@@ -14,7 +14,7 @@ from grpo.before_torch import launched_processes
 from grpo.config import Config
 from grpo.hub import out_of_reach
 from grpo.loading import load_source, room_in
-from grpo.memory import MemoryMonitor, card_memory, make_budget, parse_size
+from grpo.memory import MemoryMonitor, card_memory, make_budget
 from grpo.memory.budget import CONTEXT_BYTES
 from grpo.model import (
     HUB_DEFAULT,
@@ -29,6 +29,7 @@ from grpo.model import (
 from grpo.plan_tables import plan_table
 from grpo.planning import longest_prompt, plan_memory
 from grpo.prompts import Tokenizer
+from grpo.sizes import parse_size
 from grpo.workload import Workload
 
 

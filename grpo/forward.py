@@ -20,8 +20,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo.prefill import encode_prompts, pad_prompts
 from grpo.recompute import recomputed_layers
+from grpo.settings import Checkpointing
 from grpo.shard import is_sharded
-from grpo.values import Checkpointing
 
 
 def completion_hidden(

@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 from grpo.adapters import base_of, merged_weights, with_merged
 from grpo.hub import may_be_hub_id, out_of_reach
 from grpo.logprobs import centred_head
-from grpo.values import Precision
+from grpo.settings import Precision
 
 AUTO = "auto"
 BUNDLED = "rook-tiny"

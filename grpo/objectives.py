@@ -17,7 +17,8 @@ from grpo.loss import (
 )
 from grpo.recompute import recomputed_layers
 from grpo.scoring import micro_batch_logprobs, micro_batches, window_logprobs
-from grpo.values import Checkpointing, Rollout
+from grpo.settings import Checkpointing
+from grpo.values import Rollout
 
 Sums = dict[str, Tensor]
 """Sums, least and largest values over rows, as `merge_metrics` puts them together; empty without rows."""

@@ -3,14 +3,12 @@
 import importlib.util
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-Schedule = Literal["constant", "cosine", "linear"]
-OptimizerKind = Literal["adamw", "adamw8bit"]
+from grpo.settings import OptimizerSettings
 
 WHERE_8BIT = ("cuda", "cpu")
 """Devices that bitsandbytes was tried on."""
@@ -18,41 +16,6 @@ _LEAST_8BIT, _BLOCK, _CODE_BYTES = 4096, 256, 1024
 """bitsandbytes': smaller tensors keep fp32 moments; numbers that share a scale; each of two code books."""
 _SCRATCH_8BIT = 5
 """Tensors of a parameter's size in fp32 that its step on a CPU holds."""
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """How weights move."""
-
-    optimizer_kind: OptimizerKind = "adamw"
-    """adamw8bit: moments in 8 bits (bitsandbytes), two bytes a trained parameter instead of eight."""
-    learning_rate: float = 1e-5
-    """Peak learning rate."""
-    lr_schedule: Schedule = "constant"
-    """After the warm-up: constant, or down to the floor along a cosine or a line."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up from zero."""
-    min_lr_ratio: float = 0.1
-    """Floor of the schedule, as a share of the peak."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay of matrices; norms and biases have none."""
-    adam_beta1: float = 0.9
-    """Decay of the gradient's running mean."""
-    adam_beta2: float = 0.999
-    """Decay of the squared gradient's running mean."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm; 0 for no clipping."""
-
-    def __post_init__(self) -> None:
-        for name in ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} is {value}: give 0 or more.")
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give at least 0 and less than 1.")
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError(f"min_lr_ratio is {self.min_lr_ratio}: give a share between 0 and 1.")
 
 
 def learning_rate(step: int, num_steps: int, settings: OptimizerSettings) -> float:

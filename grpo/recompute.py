@@ -13,8 +13,8 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
+from grpo.settings import Checkpointing, CheckpointingSetting
 from grpo.shard import decoder_layers
-from grpo.values import Checkpointing, CheckpointingSetting
 
 _aten: Any = torch.ops.aten
 PRODUCTS = [

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.decode import CacheBytes, has_static_cache, leave_at_once, make_decoder, replaced_at_once
 from grpo.model import context_length
-from grpo.sampling import SamplingSettings, sample_tokens
+from grpo.sampling import sample_tokens
+from grpo.settings import SamplingSettings
 from grpo.shard import any_process, inside
 from grpo.values import Prompt, Rollout
 

@@ -6,34 +6,9 @@ I2).
 """
 
 import hashlib
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class SamplingSettings:
-    """How completions are sampled."""
-
-    max_new_tokens: int = 144
-    """Longest completion in tokens, the end-of-text token included."""
-    temperature: float = 1.0
-    """Logits are divided by it, here and where completions are scored; 0 is greedy (evaluation only)."""
-    top_k: int = 0
-    """Sample among the k most likely tokens only; 0 for all."""
-    top_p: float = 1.0
-    """Sample among the fewest tokens that hold this much probability; 1 for all."""
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}: give at least 1.")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}: give 0 (greedy) or more (usual: 1.0).")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}: give 0 (all tokens) or more.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}: give more than 0, at most 1 (all tokens).")
 
 
 def step_uniforms(rows: int, positions: int, *, seed: int, step: int, draw: int = 0) -> Tensor:

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 from grpo.forward import completion_hidden, text_hidden
 from grpo.logprobs import completion_logprobs
 from grpo.memory import Shape
+from grpo.settings import Checkpointing
 from grpo.shard import inside
-from grpo.values import Checkpointing, Rollout
+from grpo.values import Rollout
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from grpo.memory import (
     is_out_of_memory,
     limit_memory,
     make_budget,
-    parse_size,
     release_cache,
 )
 from grpo.model import (
@@ -52,6 +51,7 @@ from grpo.rollout import rollout
 from grpo.run_folder import hold_folder, open_checkpoints, write_settings
 from grpo.sampling import step_uniforms
 from grpo.scoring import micro_batch_logprobs, micro_batches
+from grpo.sizes import parse_size
 from grpo.tracking import check_trackers
 from grpo.values import Prompt, Rollout
 from grpo.workload import Workload

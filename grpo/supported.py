@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from grpo.memory import is_out_of_memory
 from grpo.scoring import MicroBatch, micro_batch_logprobs
+from grpo.settings import Checkpointing
 from grpo.shard import decoder_layers, whole
-from grpo.values import Checkpointing
 
 
 @torch.no_grad()

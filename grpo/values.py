@@ -6,15 +6,11 @@ C completion tokens; V vocabulary, D hidden width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-Precision = Literal["auto", "fp32", "bf16", "fp64"]
-Checkpointing = Literal["none", "selective", "full"]
-CheckpointingSetting = Literal["auto", "none", "selective", "full"]
 
 TASKS = ("policy", "environment", "custom")
 

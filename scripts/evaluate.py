@@ -23,9 +23,8 @@ from grpo.evaluate import (
 from grpo.loading import prompt_room
 from grpo.model import RolloutModel, choose_device, choose_model, load_policy
 from grpo.prompts import HELDOUT_SHARE, check_spec, load_prompts
-from grpo.sampling import SamplingSettings
+from grpo.settings import Precision, SamplingSettings
 from grpo.tracking import configure_logging
-from grpo.values import Precision
 from rewards.engine import EngineError, EnginePool
 
 

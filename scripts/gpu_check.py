@@ -26,7 +26,7 @@ def main(output: Path | None = None, small: bool = False) -> None:
     from grpo.experiments.gpu_check import check_card, summary
     from grpo.experiments.random_gpt2 import GPT2_124M, make_random_gpt2
     from grpo.experiments.speed import CONTENDERS, Case
-    from grpo.sampling import SamplingSettings
+    from grpo.settings import SamplingSettings
 
     case = Case("GPT-2 124 M on a card", "GPT-2 124 M without end", 60, 16, 4, (10.0, 10.0))
     small_case = Case("small", "rook-tiny without end", 60, 8, 1, (1.0, 1.0), batch_size=8, max_new_tokens=4)

@@ -31,8 +31,8 @@ from grpo.experiments.tiny_tokenizer import build_tokenizer
 from grpo.loss import LossSettings
 from grpo.model import Policy, load_policy
 from grpo.planning import TracedFit
-from grpo.sampling import SamplingSettings
-from grpo.values import Precision, Prompt
+from grpo.settings import Precision, SamplingSettings
+from grpo.values import Prompt
 from rewards.formats import EnvironmentSample, PolicySample, environment_line, policy_line, policy_prompt
 
 CONTEXT = 192

@@ -28,7 +28,8 @@ import grpo.planned
 import grpo.world.heartbeat
 from grpo.config import Config
 from grpo.interrupt import StopRequest
-from grpo.optimizer import OptimizerSettings, make_optimizer
+from grpo.optimizer import make_optimizer
+from grpo.settings import OptimizerSettings
 from grpo.setup import open_run
 from grpo.step import Stepper
 from grpo.trainer import Trainer

@@ -18,8 +18,9 @@ from grpo.interrupt import StopRequest
 from grpo.memory import Shape
 from grpo.model import Policy, frozen_copy, load_policy
 from grpo.rollout import rollout
-from grpo.sampling import SamplingSettings, step_uniforms
+from grpo.sampling import step_uniforms
 from grpo.scoring import MicroBatch, micro_batch_logprobs
+from grpo.settings import SamplingSettings
 from grpo.setup import open_run
 from grpo.shard import part_like, shard_model, whole
 from grpo.supported import check_recomputation

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from grpo.adapters import (
-    LoraSettings,
     adapter_parameters,
     adapters_off,
     add_adapters,
@@ -25,7 +24,8 @@ from grpo.config import SettingsError, from_flat
 from grpo.interrupt import StopRequest
 from grpo.memory import LiveBytes
 from grpo.model import RolloutModel, load_config, load_policy, save_merged
-from grpo.optimizer import OptimizerSettings, make_optimizer
+from grpo.optimizer import make_optimizer
+from grpo.settings import LoraSettings, OptimizerSettings
 from grpo.setup import open_run
 from grpo.trainer import Trainer
 

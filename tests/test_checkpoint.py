@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo import checkpoint as checkpoint_module
 from grpo.checkpoint import CheckpointFolder, find_damage, restore_optimizer
 from grpo.interrupt import StopRequest
-from grpo.optimizer import OptimizerSettings, make_optimizer
+from grpo.optimizer import make_optimizer
+from grpo.settings import OptimizerSettings
 from grpo.setup import open_run
 from grpo.trainer import Trainer
 

@@ -18,8 +18,7 @@ from grpo.config import (
     write_yaml,
 )
 from grpo.loss import LossSettings
-from grpo.optimizer import OptimizerSettings
-from grpo.sampling import SamplingSettings
+from grpo.settings import OptimizerSettings, SamplingSettings
 
 
 def yaml_file(folder: Path, text: str) -> str:

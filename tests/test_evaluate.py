@@ -32,7 +32,7 @@ from grpo.evaluate.games import play_games, random_openings
 from grpo.evaluate.scores import HALF_MOVES, MATES
 from grpo.experiments.positions import random_endgame, transition_lines
 from grpo.prompts import is_heldout
-from grpo.sampling import SamplingSettings
+from grpo.settings import SamplingSettings
 from grpo.values import Prompt, Rollout
 from rewards.analysis import Analysis
 from rewards.environment import referee

@@ -37,10 +37,10 @@ from grpo.forward import completion_hidden
 from grpo.interrupt import StopRequest
 from grpo.loss import LossSettings, StepCounts, grpo_loss
 from grpo.scoring import MicroBatch, micro_batch_logprobs
+from grpo.settings import Checkpointing
 from grpo.setup import open_run
 from grpo.supported import check_recomputation, check_scorer, made_up_batch
 from grpo.trainer import Trainer
-from grpo.values import Checkpointing
 
 RECOMPUTED: tuple[Checkpointing, ...] = ("selective", "full")
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)

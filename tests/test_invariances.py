@@ -20,15 +20,15 @@ from safetensors.torch import load_file
 from grpo.interrupt import StopRequest
 from grpo.loss import LossSettings, loss_counts
 from grpo.objectives import GRPOBatch, accumulate_grpo, finish_grpo
-from grpo.optimizer import OptimizerSettings
 from grpo.rollout import rollout
-from grpo.sampling import SamplingSettings, step_uniforms
+from grpo.sampling import step_uniforms
 from grpo.scoring import score
+from grpo.settings import Checkpointing, OptimizerSettings, SamplingSettings
 from grpo.setup import open_run
 from grpo.step import Stepper
 from grpo.tracking import COMPLETIONS_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
-from grpo.values import Checkpointing, Prompt, Rollout
+from grpo.values import Prompt, Rollout
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
 

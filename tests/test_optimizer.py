@@ -10,7 +10,6 @@ from torch import nn
 
 from grpo.interrupt import StopRequest
 from grpo.optimizer import (
-    OptimizerSettings,
     check_optimizer,
     learning_rate,
     make_optimizer,
@@ -18,6 +17,7 @@ from grpo.optimizer import (
     set_learning_rate,
     step_bytes,
 )
+from grpo.settings import OptimizerSettings
 from grpo.setup import open_run
 from grpo.trainer import Trainer
 

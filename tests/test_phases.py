@@ -11,13 +11,12 @@ from conftest import ARCHITECTURES
 from transformers import PretrainedConfig
 
 from grpo import phases
-from grpo.adapters import LoraSettings
 from grpo.experiments.real_phases import RealPhases, Setting
 from grpo.loss import LossSettings
 from grpo.memory import PhaseFit, Shape, peak_live_bytes
-from grpo.optimizer import OptimizerSettings, make_optimizer
+from grpo.optimizer import make_optimizer
 from grpo.phases import PHASES, PhaseSettings, PhaseTracer
-from grpo.sampling import SamplingSettings
+from grpo.settings import LoraSettings, OptimizerSettings, SamplingSettings
 from grpo.workload import resident_parts
 
 G, VOCABULARY = 4, 96

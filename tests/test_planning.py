@@ -11,19 +11,17 @@ from conftest import ARCHITECTURES
 from rich.console import Console
 from rich.table import Table
 
-from grpo.adapters import LoraSettings
 from grpo.advice import advice
 from grpo.config import Config, SettingsError
 from grpo.loss import LossSettings
 from grpo.memory import Budget, DoesNotFit, Footprint, MemoryMonitor, PhasePlan, Shape
-from grpo.memory.budget import GB, parse_size
-from grpo.optimizer import OptimizerSettings
 from grpo.phases import PHASES, PhaseSettings
 from grpo.plan_tables import measured_table, plan_table
 from grpo.planning import LONGEST_TEXTS, find_batch_size, longest_prompt, make_memory, plan_memory
 from grpo.prompts import PromptSource
 from grpo.prompts.source import MemoryLane
-from grpo.sampling import SamplingSettings
+from grpo.settings import LoraSettings, OptimizerSettings, SamplingSettings
+from grpo.sizes import GB, parse_size
 from grpo.values import Prompt
 from grpo.workload import SCRATCH_BYTES, Workload, kv_bytes_per_token, resident_parts, scratch_bytes
 

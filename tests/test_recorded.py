@@ -17,7 +17,8 @@ import grpo.rollout
 from grpo.decode import leave_at_once, make_decoder
 from grpo.decode.recorded import RecordedSteps, recorder_of
 from grpo.rollout import rollout
-from grpo.sampling import SamplingSettings, step_uniforms
+from grpo.sampling import step_uniforms
+from grpo.settings import SamplingSettings
 from grpo.values import Prompt, Rollout
 
 G = 3

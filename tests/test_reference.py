@@ -8,10 +8,11 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from grpo.adapters import LoraSettings, adapter_parameters, add_adapters
+from grpo.adapters import adapter_parameters, add_adapters
 from grpo.config import SettingsError, from_flat
 from grpo.interrupt import StopRequest
 from grpo.reference import make_reference
+from grpo.settings import LoraSettings
 from grpo.setup import open_run
 from grpo.trainer import Trainer
 

@@ -11,8 +11,9 @@ from grpo.decode.gpt2 import GPT2Decoder
 from grpo.memory import LiveBytes, Shape
 from grpo.model import RolloutModel, context_length
 from grpo.rollout import rollout
-from grpo.sampling import SamplingSettings, step_uniforms
+from grpo.sampling import step_uniforms
 from grpo.scoring import micro_batch_logprobs, micro_batch_shapes, micro_batches, score
+from grpo.settings import SamplingSettings
 from grpo.values import Prompt, Rollout
 
 G, LENGTH = 3, 12

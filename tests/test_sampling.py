@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo.sampling import SamplingSettings, sample_tokens, step_uniforms, truncate
+from grpo.sampling import sample_tokens, step_uniforms, truncate
+from grpo.settings import SamplingSettings
 
 ALMOST_ONE = 1 - 2**-24  # the largest number torch.rand returns in float32
 

@@ -18,7 +18,7 @@ from several_processes import (
 )
 
 from grpo.config import Config
-from grpo.optimizer import OptimizerSettings
+from grpo.settings import OptimizerSettings
 from grpo.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, process_file, read_lines
 
 STEPS = 2

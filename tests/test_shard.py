@@ -13,14 +13,13 @@ from several_processes import in_processes
 from sharded import added_bytes, gradient_errors, parts, rollouts, trained
 from transformers import LlamaConfig
 
-from grpo.adapters import LoraSettings
 from grpo.config import Config, SettingsError
 from grpo.dealt import Share
 from grpo.experiments.real_phases import Setting
 from grpo.loading import check_shard
 from grpo.memory import DoesNotFit, Shape, survive
-from grpo.optimizer import OptimizerSettings
 from grpo.phases import PhaseTracer
+from grpo.settings import LoraSettings, OptimizerSettings
 from grpo.setup import open_run
 from grpo.tracking import METRICS_FILE, read_lines
 from grpo.values import Rollout

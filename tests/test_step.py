@@ -7,8 +7,8 @@ from rich.console import Console
 from torch import nn
 
 from grpo.interrupt import StopRequest
-from grpo.optimizer import OptimizerSettings
 from grpo.reward_functions import Scores
+from grpo.settings import OptimizerSettings
 from grpo.setup import open_run
 from grpo.step import Diverged, Stepper
 from grpo.tracking import METRICS_FILE, read_lines

@@ -13,8 +13,7 @@ from commands import Command, fresh
 
 from grpo.config import Config, SettingsError
 from grpo.memory import DoesNotFit
-from grpo.optimizer import OptimizerSettings
-from grpo.sampling import SamplingSettings
+from grpo.settings import OptimizerSettings, SamplingSettings
 from grpo.step import Diverged
 from grpo.tracking import read_lines
 from grpo.workbench.corpus import open_corpus, text_file

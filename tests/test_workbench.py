@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from grpo.config import SettingsError
 from grpo.memory import peak_live_bytes
 from grpo.objectives import accumulate_lm, heldout_loss
-from grpo.values import Checkpointing
+from grpo.settings import Checkpointing
 from grpo.workbench.corpus import byte_corpus, check_file, token_corpus, train_tokenizer
 from grpo.workbench.models import ModelSpec, context_of, num_parameters, random_model
 from grpo.workbench.predict import StepMemory, StepSettings

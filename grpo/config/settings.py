@@ -1,20 +1,23 @@
 """Every knob once: its name, its default, and one line of help; what is wrong with it is in checks.py.
 
-Settings that belong to one piece of code live beside it (`SamplingSettings`, `LossSettings`,
-`OptimizerSettings`) and are only gathered here; on the command line and in YAML all are flat.
+Settings that one piece of code goes by are groups of their own (`grpo/settings.py`) and are only gathered
+here; on the command line and in YAML all are flat.
 """
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from grpo.adapters import LoraSettings
-from grpo.advantages import Scale
 from grpo.config.checks import check
-from grpo.loss import LossSettings
-from grpo.optimizer import OptimizerSettings
-from grpo.sampling import SamplingSettings
-from grpo.values import CheckpointingSetting, Precision
+from grpo.settings import (
+    CheckpointingSetting,
+    LoraSettings,
+    LossSettings,
+    OptimizerSettings,
+    Precision,
+    SamplingSettings,
+    Scale,
+)
 
 Tracker = Literal["tensorboard", "wandb"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]

@@ -16,7 +16,8 @@ from grpo.evaluate.evaluation import Evaluation
 from grpo.evaluate.heldout import EVALUATION_STEP
 from grpo.evaluate.scores import HALF_MOVES, MATES
 from grpo.rollout import rollout
-from grpo.sampling import SamplingSettings, step_uniforms
+from grpo.sampling import step_uniforms
+from grpo.settings import SamplingSettings
 from grpo.values import Prompt
 from rewards.formats import parse_policy_completion, policy_prompt
 

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo.evaluate.evaluation import Evaluation
 from grpo.evaluate.scores import Column, score_completions
 from grpo.rollout import rollout
-from grpo.sampling import SamplingSettings, step_uniforms
+from grpo.sampling import step_uniforms
+from grpo.settings import SamplingSettings
 from grpo.values import TASKS, Prompt, Rollout
 from rewards.engine import EnginePool
 

@@ -13,7 +13,7 @@ from grpo.experiments.memory_trials import gpt2_config
 from grpo.experiments.real_phases import CPU, RealPhases, Setting, allocator_peak
 from grpo.memory import Shape
 from grpo.model import compute_dtype, load_config
-from grpo.values import Checkpointing
+from grpo.settings import Checkpointing
 
 KINDS: tuple[Checkpointing, ...] = get_args(Checkpointing)
 

@@ -21,7 +21,7 @@ from grpo.optimizer import make_optimizer
 from grpo.prompts import load_prompts
 from grpo.prompts.load import POSITIONS
 from grpo.reward_functions import RewardFunctions
-from grpo.sampling import SamplingSettings
+from grpo.settings import SamplingSettings
 from grpo.setup import open_run
 from grpo.trainer import Trainer
 from grpo.values import Prompt

@@ -16,7 +16,7 @@ from grpo.memory import Predictor, Shape
 from grpo.model import load_config
 from grpo.phases import PHASES, PhaseTracer
 from grpo.planning import TracedFit
-from grpo.values import Checkpointing
+from grpo.settings import Checkpointing
 from grpo.workload import resident_parts
 
 LONGEST = (120, 256)

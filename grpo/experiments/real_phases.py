@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from grpo.adapters import LoraSettings, adapters_off, add_adapters, store_base
+from grpo.adapters import adapters_off, add_adapters, store_base
 from grpo.config import Config
 from grpo.full_length import FullLengthTokenizer, nameless_prompts
 from grpo.loss import LossSettings, loss_counts
@@ -24,10 +24,10 @@ from grpo.memory import MemoryMonitor, Shape
 from grpo.model import RolloutModel, choose_attention
 from grpo.objectives import GRPOBatch, accumulate_grpo
 from grpo.rollout import rollout
-from grpo.sampling import SamplingSettings
 from grpo.scoring import score
+from grpo.settings import Checkpointing, LoraSettings, SamplingSettings
 from grpo.shard import shard_model
-from grpo.values import Checkpointing, Rollout
+from grpo.values import Rollout
 from grpo.workload import Workload
 
 CPU = torch.device("cpu")

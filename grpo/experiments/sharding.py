@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from grpo.experiments.real_phases import RealPhases, Setting, own_meter
 from grpo.memory import Shape
 from grpo.phases import PhaseTracer
-from grpo.values import Checkpointing
+from grpo.settings import Checkpointing
 from grpo.workload import resident_parts
 
 PHASES = ("sample", "score", "learn", "learn split")

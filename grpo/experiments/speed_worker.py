@@ -95,8 +95,7 @@ def run_ours(work: Work, gate: Gate) -> None:
     from grpo.config import Config
     from grpo.interrupt import StopRequest
     from grpo.loss import LossSettings
-    from grpo.optimizer import OptimizerSettings
-    from grpo.sampling import SamplingSettings
+    from grpo.settings import OptimizerSettings, SamplingSettings
     from grpo.setup import open_run
     from grpo.tracking import METRICS_FILE, NewLines
     from grpo.trainer import Trainer

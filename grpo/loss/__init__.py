@@ -16,7 +16,6 @@ into the reward).
 """
 
 from grpo.loss.metrics import finish_metrics, merge_metrics
-from grpo.loss.settings import LossSettings
 from grpo.loss.surrogate import (
     StepCounts,
     adaptive_kl,
@@ -24,6 +23,7 @@ from grpo.loss.surrogate import (
     loss_counts,
     truncated_importance_weights,
 )
+from grpo.settings import LossSettings
 
 __all__ = [
     "LossSettings",

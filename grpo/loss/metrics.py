@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grpo.loss.settings import LossSettings
+from grpo.settings import LossSettings
 
 
 def loss_metrics(

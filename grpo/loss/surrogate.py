@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from grpo.loss.metrics import loss_metrics
-from grpo.loss.settings import LossSettings
+from grpo.settings import LossSettings
 
 
 @dataclass(frozen=True)

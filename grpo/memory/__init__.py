@@ -1,7 +1,7 @@
-"""What a device holds, phase by phase. Usable without the rest of the package."""
+"""What a device holds, phase by phase. Usable without the rest of the package, sizes.py aside."""
 
 from grpo.memory.adaptive import AdaptiveMemory
-from grpo.memory.budget import Budget, DeviceMemory, card_memory, limit_memory, make_budget, parse_size
+from grpo.memory.budget import Budget, DeviceMemory, card_memory, limit_memory, make_budget
 from grpo.memory.fit import PhaseFit, Shape, align, design_shapes
 from grpo.memory.leak import LeakVerdict, LeakWatch, MemorySample, detect_leak
 from grpo.memory.live import LiveBytes, peak_live_bytes
@@ -49,7 +49,6 @@ __all__ = [
     "largest_rows",
     "limit_memory",
     "make_budget",
-    "parse_size",
     "peak_live_bytes",
     "plan_phase",
     "release_cache",

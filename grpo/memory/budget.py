@@ -1,19 +1,14 @@
-"""How much memory a process may hold on a device, and where that figure comes from.
-
-1 GB is 2**30 bytes throughout, as `nvidia-smi` and the cards' names have it.
-"""
+"""How much memory a process may hold on a device, and where that figure comes from."""
 
 import ctypes
 import math
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-GB = 2**30
-_UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
+from grpo.sizes import GB, readable
 
 USABLE_SHARE = 0.98
 """Of the memory a card is sold with: a 24 GB card offers CUDA about 23.5 (RTX 3090: 23.69, 4090: 23.64)."""
@@ -24,27 +19,8 @@ MEMORY_LIMIT = "--memory-limit"
 """The reason of a budget that a person set."""
 
 
-def readable(size: float) -> str:
-    """Bytes for people: 1.25 GB, 12 MB."""
-    return f"{size / GB:.2f} GB" if abs(size) >= GB / 10 else f"{size / 2**20:.0f} MB"
-
-
 _M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 64 * 2**10
 """mallopt(3): what is at least this large gets a mapping of its own."""
-
-
-class SizeError(ValueError):
-    """A size that cannot be read."""
-
-
-def parse_size(text: str) -> int:
-    """Bytes of "24GB", "512MB", "1.5GiB" or a plain number of bytes, a MB at least. SizeError for others."""
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?b)?\s*", text, re.IGNORECASE)
-    size = int(float(match[1]) * _UNITS[f"{match[2].upper()}B" if match[2] else ""]) if match else 0
-    without_unit = match is not None and not (match[2] or match[3])
-    if size < 1 or (without_unit and size < 2**20):  # 24 is hardly meant to be bytes
-        raise SizeError(f"{text!r} is no size: write it like 24GB or 512MB.")
-    return size
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ Pure: predictions and a budget in, numbers out. Who runs phases by them is `adap
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from grpo.memory.budget import Budget, readable
+from grpo.memory.budget import Budget
+from grpo.sizes import readable
 
 
 @dataclass(frozen=True)

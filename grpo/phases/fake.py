@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from grpo.adapters import LoraSettings, adapters_off, add_adapters, has_adapters, store_base
+from grpo.adapters import adapters_off, add_adapters, has_adapters, store_base
 from grpo.decode import Decoder, has_static_cache, make_decoder, replaced_at_once
 from grpo.gathered import Gathering
 from grpo.loss import LossSettings, StepCounts, grpo_loss
 from grpo.memory import LiveBytes, Shape
 from grpo.recompute import recomputed_layers
-from grpo.sampling import SamplingSettings, sample_tokens
+from grpo.sampling import sample_tokens
 from grpo.scoring import MicroBatch, micro_batch_logprobs, window_logprobs
+from grpo.settings import Checkpointing, LoraSettings, SamplingSettings
 from grpo.shard import inside
-from grpo.values import Checkpointing
 
 PHASES = ("sample", "sample split", "score", "learn", "learn split")
 """What is traced. Split is in parts: a group takes another's place, gradients of earlier parts are there."""

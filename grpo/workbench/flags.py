@@ -4,7 +4,7 @@ from typing import Annotated
 
 import tyro
 
-from grpo.values import CheckpointingSetting
+from grpo.settings import CheckpointingSetting
 
 MaxBatchSize = Annotated[int, tyro.conf.arg(help="What is not exceeded.")]
 GroupSize = Annotated[int, tyro.conf.arg(help="Completions of a prompt; GRPO's batches are multiples of it.")]

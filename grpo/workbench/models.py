@@ -14,7 +14,7 @@ from transformers import (
 
 from grpo.config import SettingsError
 from grpo.model import BUNDLED, choose_attention, load_config, load_policy
-from grpo.values import Precision
+from grpo.settings import Precision
 
 Arch = Literal["gpt2", "llama"]
 

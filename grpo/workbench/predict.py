@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from transformers import PretrainedConfig
 
-from grpo.adapters import LoraSettings, check_peft
+from grpo.adapters import check_peft
 from grpo.config import Config, SettingsError
 from grpo.loss import LossSettings
 from grpo.memory import (
@@ -28,8 +28,7 @@ from grpo.model import choose_attention
 from grpo.phases import LANGUAGE, PhaseTracer
 from grpo.planning import TracedFit, make_memory
 from grpo.recompute import choose_checkpointing
-from grpo.sampling import SamplingSettings
-from grpo.values import Checkpointing, CheckpointingSetting
+from grpo.settings import Checkpointing, CheckpointingSetting, LoraSettings, SamplingSettings
 from grpo.workbench.models import ModelSpec, context_of
 from grpo.workload import Workload, logits_parts, resident_parts, scratch_bytes
 

@@ -18,11 +18,9 @@ from loguru import logger
 from rich.console import Console
 
 from another_device import NAME, AnotherDevice
-from grpo.adapters import LoraSettings
 from grpo.config import Config
 from grpo.interrupt import StopRequest
-from grpo.optimizer import OptimizerSettings
-from grpo.sampling import SamplingSettings
+from grpo.settings import LoraSettings, OptimizerSettings, SamplingSettings
 from grpo.setup import Run, open_run
 from grpo.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from grpo.config import SettingsError
-from grpo.memory.budget import GB
+from grpo.sizes import GB
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import tyro
 
 from grpo.config import SettingsError
-from grpo.values import Precision
+from grpo.settings import Precision
 from grpo.workbench.calculator.cards import Card, card_of_size, find_card
 from grpo.workbench.calculator.demand import FrozenDtype, Optimizer, Weights
 from grpo.workbench.flags import GradientCheckpointing, GroupSize, HasReference, LoraRank, MaxBatchSize

@@ -13,20 +13,19 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from grpo.adapters import LoraSettings, add_adapters, store_base
+from grpo.adapters import add_adapters, store_base
 from grpo.advantages import group_advantages
 from grpo.full_length import FullLengthTokenizer, nameless_prompts
 from grpo.loss import LossSettings, loss_counts
 from grpo.memory import MemoryMonitor, limit_memory
 from grpo.model import RolloutModel, compute_dtype
 from grpo.objectives import GRPOBatch, accumulate_grpo, accumulate_lm, finish_grpo
-from grpo.optimizer import OptimizerSettings, make_optimizer
+from grpo.optimizer import make_optimizer
 from grpo.reference import make_reference
 from grpo.rollout import rollout
-from grpo.sampling import SamplingSettings
 from grpo.scoring import score
+from grpo.settings import Checkpointing, LoraSettings, OptimizerSettings, Precision, SamplingSettings
 from grpo.step import Stepper
-from grpo.values import Checkpointing, Precision
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.models import ModelSpec, load_or_make
 from grpo.workbench.processes import worker

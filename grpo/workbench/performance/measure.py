@@ -16,9 +16,9 @@ from rich.table import Table
 from grpo.config import SettingsError
 from grpo.model import compute_dtype
 from grpo.objectives import accumulate_lm
-from grpo.optimizer import OptimizerSettings, make_optimizer
+from grpo.optimizer import make_optimizer
+from grpo.settings import OptimizerSettings, Precision
 from grpo.step import Stepper
-from grpo.values import Precision
 from grpo.workbench.machine import PRECISIONS, no_compiler
 from grpo.workbench.models import ModelSpec, context_of, random_model
 from grpo.workbench.performance.switches import Switch, available_cores

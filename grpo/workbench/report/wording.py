@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from grpo.memory.budget import readable
+from grpo.sizes import readable
 
 NOTHING = "–"
 """What stands in a table where nothing was measured."""

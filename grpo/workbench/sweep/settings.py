@@ -11,11 +11,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from grpo.config import Config, SettingsError, from_flat, to_flat
-from grpo.loss import LossSettings
-from grpo.memory.budget import SizeError, parse_size
-from grpo.optimizer import OptimizerSettings
-from grpo.sampling import SamplingSettings
-from grpo.values import Precision
+from grpo.settings import LossSettings, OptimizerSettings, Precision, SamplingSettings
+from grpo.sizes import SizeError, parse_size
 from grpo.workbench.flags import GradientCheckpointing
 from grpo.workbench.models import ModelSpec
 

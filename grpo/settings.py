@@ -1,0 +1,175 @@
+"""Settings in groups, one for each piece of code that goes by them, and the words they are chosen from.
+
+Nothing large is imported here: a wrong flag need not wait for torch, which takes seconds to load.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Precision = Literal["auto", "fp32", "bf16", "fp64"]
+Checkpointing = Literal["none", "selective", "full"]
+CheckpointingSetting = Literal["auto", "none", "selective", "full"]
+Scale = Literal["group", "batch", "none"]
+Schedule = Literal["constant", "cosine", "linear"]
+OptimizerKind = Literal["adamw", "adamw8bit"]
+LossType = Literal["grpo", "dapo", "dr_grpo", "cispo"]
+ImportanceLevel = Literal["token", "sequence"]
+KLEstimator = Literal["k3", "k2"]
+
+_CISPO_CAP = 5.0
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How completions are sampled."""
+
+    max_new_tokens: int = 144
+    """Longest completion in tokens, the end-of-text token included."""
+    temperature: float = 1.0
+    """Logits are divided by it, here and where completions are scored; 0 is greedy (evaluation only)."""
+    top_k: int = 0
+    """Sample among the k most likely tokens only; 0 for all."""
+    top_p: float = 1.0
+    """Sample among the fewest tokens that hold this much probability; 1 for all."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}: give at least 1.")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}: give 0 (greedy) or more (usual: 1.0).")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}: give 0 (all tokens) or more.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}: give more than 0, at most 1 (all tokens).")
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What the loss is; a ValueError with the remedy when it is nothing sensible."""
+
+    loss_type: LossType = "dapo"
+    """grpo: each row's mean over its tokens; dapo: mean over the step's tokens; dr_grpo: sum over
+    rows × maximum length; cispo: the ratio only weights the log-prob, capped, without gradient."""
+    clip_range: float = 0.2
+    """The ratio's lower clip is 1 - clip_range."""
+    clip_range_high: float | None = None
+    """The ratio's upper clip is 1 + clip_range_high (None: clip_range; DAPO recommends 0.28). For
+    cispo it is the cap itself (None: 5.0, as ScaleRL recommends)."""
+    dual_clip: float | None = None
+    """Cap on the ratio where the advantage is negative (Ye et al. 2020; TRL calls it delta). Usually 3."""
+    importance_level: ImportanceLevel = "token"
+    """One ratio per token, or one per sequence: the geometric mean of its tokens' (GSPO)."""
+    kl_coef: float = 0.02
+    """Weight of the KL divergence from the reference model; 0 needs no reference."""
+    kl_estimator: KLEstimator = "k3"
+    """k3 (unbiased, never negative) or k2 (half the squared log-ratio), named by Schulman (2020)."""
+    kl_correction: bool = True
+    """Weight the KL by the ratio, so that its gradient is the reverse KL's (TRL: use_bias_correction_kl)."""
+
+    def __post_init__(self) -> None:
+        choices = {"loss_type": LossType, "importance_level": ImportanceLevel, "kl_estimator": KLEstimator}
+        for name, choice in choices.items():
+            if (value := getattr(self, name)) not in get_args(choice):
+                raise ValueError(f"{name} is {value!r}; choose one of {', '.join(get_args(choice))}.")
+        cispo, high = self.loss_type == "cispo", f"clip_range_high is {self.clip_range_high}"
+        if not 0 < self.clip_range < 1:
+            raise ValueError(f"clip_range is {self.clip_range}; it must lie between 0 and 1 (usual: 0.2).")
+        if cispo and not self.ratio_high >= 1:
+            raise ValueError(
+                f"{high}; for cispo it is the cap on the ratio itself, and a cap below 1 shrinks every "
+                "gradient. Give 1 or more (usual: 5.0)."
+            )
+        if not cispo and not self.ratio_high > 1:
+            raise ValueError(f"{high}; it must be above 0 (usual: 0.2 to 0.28).")
+        if self.dual_clip is not None and cispo:
+            raise ValueError("dual_clip has no meaning for cispo, which caps every ratio; leave it out.")
+        if self.dual_clip is not None and not self.dual_clip > self.ratio_high:
+            raise ValueError(
+                f"dual_clip is {self.dual_clip}; it must be above the upper clip, {self.ratio_high} "
+                "(usual: 3)."
+            )
+        if not 0 <= self.kl_coef < math.inf:
+            raise ValueError(f"kl_coef is {self.kl_coef}; it must be 0 or more (usual: 0 to 0.1).")
+
+    @property
+    def ratio_low(self) -> float:
+        """The ratio below which a negative advantage no longer pushes."""
+        return 1 - self.clip_range
+
+    @property
+    def ratio_high(self) -> float:
+        """The ratio above which a positive advantage no longer pushes; cispo's cap."""
+        if self.loss_type == "cispo":
+            return _CISPO_CAP if self.clip_range_high is None else self.clip_range_high
+        return 1 + (self.clip_range if self.clip_range_high is None else self.clip_range_high)
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """How weights move."""
+
+    optimizer_kind: OptimizerKind = "adamw"
+    """adamw8bit: moments in 8 bits (bitsandbytes), two bytes a trained parameter instead of eight."""
+    learning_rate: float = 1e-5
+    """Peak learning rate."""
+    lr_schedule: Schedule = "constant"
+    """After the warm-up: constant, or down to the floor along a cosine or a line."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from zero."""
+    min_lr_ratio: float = 0.1
+    """Floor of the schedule, as a share of the peak."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    adam_beta1: float = 0.9
+    """Decay of the gradient's running mean."""
+    adam_beta2: float = 0.999
+    """Decay of the squared gradient's running mean."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 for no clipping."""
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} is {value}: give 0 or more.")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give at least 0 and less than 1.")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ValueError(f"min_lr_ratio is {self.min_lr_ratio}: give a share between 0 and 1.")
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Which adapters are trained, if any, instead of the model's own weights."""
+
+    lora_rank: int = 0
+    """Train adapters of this rank (LoRA) and leave the model's own weights as they are; 0: no adapters."""
+    lora_alpha: float | None = None
+    """Adapters are scaled by lora_alpha / lora_rank; None: twice the rank, the same scale at any rank."""
+    lora_targets: tuple[str, ...] = ()
+    """Linear layers with adapters, by the end of their names, or all-linear; none given: peft's choice."""
+    lora_merge: bool = False
+    """Write the model with its adapters merged in, too, as merged/ in each checkpoint."""
+
+    def __post_init__(self) -> None:
+        if self.lora_rank < 0:
+            raise ValueError(f"lora_rank is {self.lora_rank}: give 0 or more (usual: 16).")
+        alpha = self.lora_alpha
+        if alpha is not None and not (math.isfinite(alpha) and alpha > 0):
+            raise ValueError(f"lora_alpha is {alpha}: give more than 0, or leave it out.")
+        for name in ("lora_alpha", "lora_targets", "lora_merge"):
+            value = getattr(self, name)
+            if value and not self.on:
+                raise ValueError(
+                    f"{name} is {value}, but lora_rank is 0: add --lora-rank 16, or leave it out."
+                )
+
+    @property
+    def on(self) -> bool:
+        return self.lora_rank > 0
+
+    @property
+    def alpha(self) -> float:
+        return 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha

@@ -1,0 +1,28 @@
+"""Bytes as people read and write them.
+
+1 GB is 2**30 bytes throughout, as `nvidia-smi` and the cards' names have it.
+"""
+
+import re
+
+GB = 2**30
+_UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
+
+
+def readable(size: float) -> str:
+    """Bytes for people: 1.25 GB, 12 MB."""
+    return f"{size / GB:.2f} GB" if abs(size) >= GB / 10 else f"{size / 2**20:.0f} MB"
+
+
+class SizeError(ValueError):
+    """A size that cannot be read."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "24GB", "512MB", "1.5GiB" or a plain number of bytes, a MB at least. SizeError for others."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)(i?b)?\s*", text, re.IGNORECASE)
+    size = int(float(match[1]) * _UNITS[f"{match[2].upper()}B" if match[2] else ""]) if match else 0
+    without_unit = match is not None and not (match[2] or match[3])
+    if size < 1 or (without_unit and size < 2**20):  # 24 is hardly meant to be bytes
+        raise SizeError(f"{text!r} is no size: write it like 24GB or 512MB.")
+    return size

@@ -1,0 +1,36 @@
+"""Commands read their flags before they load what takes seconds."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from commands import ENVIRONMENT, ROOT
+
+LARGE = {"torch", "transformers", "accelerate", "scipy", "matplotlib"}
+
+
+def imported_by(*words: str) -> tuple[set[str], str]:
+    """Modules that `python words` imports, and what it says. It ends by itself, refusing something."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *words], cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    lines = done.stderr.splitlines()
+    assert done.returncode != 0, done.stderr
+    times = [line for line in lines if line.startswith("import time:")]
+    return {line.rpartition("|")[2].strip() for line in times}, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train_lean.py --stps 3", "--steps"), ("train_lean.py --memory-limit 24", "no size"),
+        ("train_lean.py --temperature 0", "temperature is 0"), ("train_lean.py --clip-range 2", "between 0"),
+        ("train_lean.py --lora-alpha 8", "lora_rank is 0"), ("monitor_memory.py 20 63", "batch_size is 63"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_refused_before_torch_is_loaded(words, said):
+    modules, text = imported_by(*words.split())
+    assert said in text and "grpo.config.reading" in modules
+    assert not modules & LARGE
