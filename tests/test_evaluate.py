@@ -176,6 +176,13 @@ def test_interval_of_binary_scores_is_wilsons():
     assert (low, high) == pytest.approx((50 / (50 + z**2), 1))  # not zero wide
 
 
+@pytest.mark.parametrize(("hits", "num"), [(0, 1), (1, 1), (0, 7), (7, 7), (3, 7), (199, 200), (40, 1000)])
+def test_the_interval_of_a_share_is_scipys(hits, num):
+    theirs = stats.binomtest(hits, num).proportion_ci(0.95, "wilson")
+    ours = evaluation([1] * hits + [0] * (num - hits)).interval("policy/legal")
+    assert ours == pytest.approx((theirs.low, theirs.high), abs=1e-12)
+
+
 def test_interval_of_other_scores_is_a_bootstrap():
     values = np.random.default_rng(0).choice([0.0, 0.25, 0.5, 0.75, 1.0], size=200)
     theirs = stats.bootstrap((values,), np.mean, method="percentile", rng=1).confidence_interval

@@ -1,4 +1,4 @@
-"""Commands read their flags before they load what takes seconds."""
+"""Commands read their flags before they load what takes seconds, and load no more than they need."""
 
 import os
 import subprocess
@@ -34,3 +34,16 @@ def test_a_wrong_setting_is_refused_before_torch_is_loaded(words, said):
     modules, text = imported_by(*words.split())
     assert said in text and "grpo.config.reading" in modules
     assert not modules & LARGE
+
+
+def test_a_run_loads_nothing_large_besides_torch_and_transformers():
+    code = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
+before = set(sys.modules)
+import grpo.setup, grpo.trainer
+print(*set(sys.modules) - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=400)
+    packages = {name.partition(".")[0] for name in done.stdout.split()}
+    assert "grpo" in packages and not packages & LARGE, done.stderr

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from scipy.stats import kendalltau, theilslopes
+from scipy.stats import kendalltau, norm, rankdata, theilslopes
 
 from grpo.experiments.leak_series import HARDER, SHAPES, autoregressive, share_found, upper_bound
 from grpo.memory.trend import (
@@ -9,6 +9,7 @@ from grpo.memory.trend import (
     find_trends,
     kendall_variance,
     mann_kendall,
+    mean_ranks,
     pair_slopes,
     theil_sen,
     without_covariate,
@@ -52,6 +53,18 @@ def test_the_slope_and_its_interval_are_scipys():
     for row, values in enumerate(series):
         expected = theilslopes(values, steps)
         assert [slope[row], low[row], high[row]] == pytest.approx([expected[0], *expected[2:]])
+
+
+def test_equal_values_share_their_mean_rank():
+    assert mean_ranks(np.array([[3.0, 1, 3, 3, 2]])).tolist() == [[4, 1, 4, 4, 2]]
+    values = np.random.default_rng(0).integers(0, 20, (5, 40)).astype(float)
+    np.testing.assert_array_equal(mean_ranks(values), rankdata(values, axis=1))
+
+
+def test_the_p_value_is_of_the_upper_tail():
+    # 36 of 40 points of a line are past the warm-up: all 630 pairs rise, and there is no noise.
+    z = (630 - 1) / np.sqrt(36 * 35 * 77 / 18)
+    assert found(0.5 * MB * np.arange(40.0)).p_value[0] == pytest.approx(norm.sf(z), rel=1e-6)
 
 
 def test_time_run_backwards_flips_the_slope():

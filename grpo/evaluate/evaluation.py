@@ -5,9 +5,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
-from scipy import stats
 
 from grpo.evaluate.scores import NO_SHARES, Column
 from grpo.prompts.source import digest
@@ -46,8 +46,7 @@ class Evaluation:
         """
         scores = self.scores[column]
         if column not in NO_SHARES and np.isin(scores, (0.0, 1.0)).all():
-            low, high = stats.binomtest(int(scores.sum()), len(scores)).proportion_ci(LEVEL, "wilson")
-            return float(low), float(high)
+            return wilson_interval(int(scores.sum()), len(scores))
         return bootstrap_interval(scores) if len(scores) > 1 else (-math.inf, math.inf)
 
     def as_metrics(self, prefix: str = "eval_") -> dict[str, float]:
@@ -104,6 +103,14 @@ def paired_difference(
         raise ValueError(f"{column!r} is of other prompts before than after: evaluate both on the same ones")
     differences = after.scores[column] - before.scores[column]
     return float(differences.mean()), *bootstrap_interval(differences, seed=seed)
+
+
+def wilson_interval(hits: int, num: int) -> tuple[float, float]:
+    """95 % score interval of a share (Wilson, 1927). By hand: loading scipy.stats takes 23 MB for good."""
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    middle = (hits + z**2 / 2) / (num + z**2)
+    reach = z * math.sqrt(hits * (num - hits) / num + z**2 / 4) / (num + z**2)
+    return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
 def bootstrap_interval(values: Column, *, resamples: int = 10_000, seed: int = 0) -> tuple[float, float]:

@@ -19,10 +19,13 @@ Residuals that are SMOOTH beside the growth need no correction: a line with a ge
 
 The three thresholds were tuned on other seeds than scripts/benchmark_leaks.py draws. Left out on
 purpose: the correction for ties, which would make a staircase of few steps (a high-water mark)
-significant; series that wander without bound (a random walk is a trend to this test).
+significant; series that wander without bound (a random walk is a trend to this test); scipy, which would
+add 23 MB to the process that is watched.
 """
 
+import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,8 +146,6 @@ def _test(values: Array, times: Array, min_growth: float) -> Trends:
 
 
 def _test_piece(values: Array, times: Array, min_growth: float) -> Trends:
-    from scipy.stats import norm  # here and below: a second to load, and seldom needed
-
     count = len(times)
     half, tail = (round(count * share / (1 - WARMUP)) for share in (HALF, TAIL))
     slopes = pair_slopes(values, times)
@@ -164,7 +165,8 @@ def _test_piece(values: Array, times: Array, min_growth: float) -> Trends:
     slope, low, high = theil_sen(late, kendall_variance(half, phi))
     rising = (z_whole > Z_WHOLE) & (z_half > Z_HALF) & (z_tail > Z_TAIL)
     rising &= slope * (times[-1] - times[0]) >= min_growth
-    return Trends(rising, norm.sf(z_whole), slope, low, high)
+    p_value = np.array([math.erfc(z / math.sqrt(2)) / 2 for z in z_whole])  # of a standard normal's tail
+    return Trends(rising, p_value, slope, low, high)
 
 
 def pairs(count: int) -> int:
@@ -179,15 +181,22 @@ def pair_slopes(values: Array, times: Array) -> Array:
 
 def autocorrelation(residuals: Array, growth: Array) -> Array:
     """Of the ranks at lag 1, (K,), corrected for the line that was fitted, which rose by `growth` (K,)."""
-    from scipy.stats import rankdata
-
     count = residuals.shape[1]
     unit = np.maximum(SMOOTH * np.abs(growth), 1.0)[:, None]  # bytes: what is less than one is rounding
-    ranks = rankdata(np.rint((residuals - np.median(residuals, axis=1, keepdims=True)) / unit), axis=1)
+    ranks = mean_ranks(np.rint((residuals - np.median(residuals, axis=1, keepdims=True)) / unit))
     ranks -= ranks.mean(1, keepdims=True)
     spread = (ranks**2).sum(1)
     phi = (ranks[:, 1:] * ranks[:, :-1]).sum(1) / np.where(spread > 0, spread, 1.0)
     return phi + np.where(spread > 0, (2 + 4 * phi) / count, 0.0)
+
+
+def mean_ranks(values: Array) -> Array:
+    """From 1 in each row of (K, n), equal values sharing the mean of theirs."""
+    ends = [
+        [np.searchsorted(ordered, row, side) for side in ("left", "right")]
+        for ordered, row in zip(np.sort(values, axis=1), values, strict=True)
+    ]
+    return (np.array(ends).sum(1) + 1) / 2
 
 
 def kendall_variance(count: int, phi: Array) -> Array:
@@ -206,10 +215,8 @@ def mann_kendall(slopes: Array, variance: Array) -> Array:
 
 def theil_sen(ordered: Array, variance: Array) -> tuple[Array, Array, Array]:
     """Median of sorted slopes and its 95 % interval from the variance of S (Sen 1968), each (K,)."""
-    from scipy.stats import norm
-
     count = ordered.shape[1]
-    reach = norm.ppf(0.975) * np.sqrt(variance)
+    reach = NormalDist().inv_cdf(0.975) * np.sqrt(variance)
     low = np.maximum(np.rint((count - reach) / 2).astype(int) - 1, 0)
     high = np.minimum(np.rint((count + reach) / 2).astype(int), count - 1)
     rows = np.arange(len(ordered))
