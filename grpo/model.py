@@ -26,10 +26,9 @@ from transformers.utils import logging as transformers_logging
 from grpo.adapters import base_of, merged_weights, with_merged
 from grpo.hub import may_be_hub_id, out_of_reach
 from grpo.logprobs import centred_head
-from grpo.settings import Precision
+from grpo.settings import BUNDLED, Precision
 
 AUTO = "auto"
-BUNDLED = "rook-tiny"
 HUB_DEFAULT = "jrahn/RookWorld-LM-124M"
 BUNDLED_FOLDER = Path(__file__).parent / "assets" / BUNDLED
 

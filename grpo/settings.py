@@ -17,6 +17,8 @@ LossType = Literal["grpo", "dapo", "dr_grpo", "cispo"]
 ImportanceLevel = Literal["token", "sequence"]
 KLEstimator = Literal["k3", "k2"]
 
+BUNDLED = "rook-tiny"
+"""The model that comes with the package."""
 _CISPO_CAP = 5.0
 
 

@@ -6,9 +6,6 @@ python scripts/benchmark_leaks.py --series 1000 --real --trainer
 import tyro
 from rich.console import Console
 
-from grpo.experiments.leak_series import false_alarms, power, smallest_leaks
-from grpo.experiments.leak_trials import clean_trainer, real_leaks
-
 
 def main(
     series: int = 1000, real: bool = False, trainer: bool = False, trials: int = 10, seed: int = 20261120
@@ -22,6 +19,9 @@ def main(
         trials: Runs of each.
         seed: Of everything that is drawn.
     """
+    from grpo.experiments.leak_series import false_alarms, power, smallest_leaks
+    from grpo.experiments.leak_trials import clean_trainer, real_leaks
+
     console = Console(width=130)  # the tables are for results/README.md, whatever the terminal
     if series:
         for table in (false_alarms(series, seed), power(series, seed), smallest_leaks(seed)):

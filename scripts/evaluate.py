@@ -4,28 +4,20 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+import chess
 import tyro
 from loguru import logger
 from rich.console import Console
 
-from grpo.checkpoint import CheckpointFolder
-from grpo.evaluate import (
-    Evaluation,
-    comparison_table,
-    evaluate,
-    mate_in_one,
-    read_mates,
-    results_table,
-    self_play,
-)
-from grpo.loading import prompt_room
-from grpo.model import RolloutModel, choose_device, choose_model, load_policy
-from grpo.prompts import HELDOUT_SHARE, check_spec, load_prompts
+from grpo.config import Config
 from grpo.settings import Precision, SamplingSettings
 from grpo.tracking import configure_logging
 from rewards.engine import EngineError, EnginePool
+
+if TYPE_CHECKING:
+    from grpo.evaluate import Evaluation
 
 
 @dataclass(frozen=True)
@@ -36,7 +28,7 @@ class EvaluateConfig:
     """auto, rook-tiny, a hub id, a model's folder, or a run's: its best checkpoint, else its newest."""
     prompts: str = "bundled"
     """bundled, a file, or a dataset on the hub: its held-out part is used."""
-    heldout_share: float = HELDOUT_SHARE
+    heldout_share: float = Config.heldout_share
     """Share of positions that is held out; the bundled ones are split already."""
     max_bad_share: float = 0.01
     """More rows than this that cannot be read, or whose prompt is too long for the model, are an error."""
@@ -88,6 +80,8 @@ class EvaluateConfig:
 
 def checkpoint_of(model: str) -> str:
     """Of a run's folder the best checkpoint, else the newest; any other model as it is."""
+    from grpo.checkpoint import CheckpointFolder
+
     checkpoints = CheckpointFolder(Path(model) / "checkpoints", keep=1)
     if not checkpoints.folder.is_dir():
         return model
@@ -101,11 +95,29 @@ def checkpoint_of(model: str) -> str:
 
 
 def main(config: EvaluateConfig) -> None:
+    # Imported here and below: a wrong flag need not wait for the large libraries.
+    from grpo.evaluate import Evaluation, comparison_table, read_mates, results_table
+
     console = Console()
     configure_logging("INFO", console)
-    settings = SamplingSettings(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
     before = Evaluation.load(config.before) if config.before else None
     mates = read_mates(config.mate_in_one)[: config.limit] if config.mate_in_one else []
+    results = measure(config, mates)
+    if config.json:
+        results.save(config.json)
+    console.print(results_table(results, title=config.model))
+    if before:
+        console.print(comparison_table(before, results, title=f"before: {config.before}"))
+
+
+def measure(config: EvaluateConfig, mates: list[chess.Board]) -> "Evaluation":
+    """The held-out prompts' columns, and those of games and mates where these are asked for."""
+    from grpo.evaluate import evaluate, mate_in_one, self_play
+    from grpo.loading import prompt_room
+    from grpo.model import RolloutModel, choose_device, choose_model, load_policy
+    from grpo.prompts import check_spec, load_prompts
+
+    settings = SamplingSettings(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
     device = choose_device(config.device)
     with ExitStack() as stack:
         engine = None
@@ -139,11 +151,7 @@ def main(config: EvaluateConfig) -> None:
             model, tokenizer, mates, settings=settings, rows=config.rows, seed=config.seed,
             trailing_space=config.trailing_space,
         )  # fmt: skip
-    if config.json:
-        results.save(config.json)
-    console.print(results_table(results, title=config.model))
-    if before:
-        console.print(comparison_table(before, results, title=f"before: {config.before}"))
+    return results
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from grpo.experiments.kv_growth import MB, draw_growth, measure_growth
-
 
 def main(
     model: str = "rook-tiny",
@@ -27,6 +25,8 @@ def main(
         new_tokens: Tokens generated.
         output: The picture.
     """
+    from grpo.experiments.kv_growth import MB, draw_growth, measure_growth
+
     growths = measure_growth(
         model, num_prompts=num_prompts, group_size=group_size, prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,

@@ -15,8 +15,6 @@ from pathlib import Path
 import tyro
 from rich.progress import track
 
-from grpo.experiments.positions import labelled_lines, transition_lines
-
 
 def main(
     output: Path,
@@ -38,6 +36,8 @@ def main(
         heldout: Positions of the held-out side of the hash instead of the training side.
         num_processes: Processes that label, each with an engine.
     """
+    from grpo.experiments.positions import labelled_lines, transition_lines
+
     lines = chain(
         labelled_lines(policy, seed=seed, heldout=heldout, depth=depth, num_processes=num_processes),
         transition_lines(environment, seed=seed, heldout=heldout),

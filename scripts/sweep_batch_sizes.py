@@ -25,13 +25,15 @@ def main() -> int:
     from grpo.tracking import configure_logging
     from grpo.workbench.sweep.command_line import parse_sweep
     from grpo.workbench.sweep.display import SweepProgress, sweep_table
-    from grpo.workbench.sweep.opening import open_sweep
 
     console = Console(stderr=True)
     configure_logging("INFO", console)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # to end the worker as well
     try:
-        sweep = open_sweep(parse_sweep())
+        settings = parse_sweep()
+        from grpo.workbench.sweep.opening import open_sweep  # slow: a wrong flag need not wait for it
+
+        sweep = open_sweep(settings)
     except ValueError as error:
         console.print(f"[red]error[/red] {error}", highlight=False)
         return WRONG_SETTING

@@ -6,9 +6,9 @@ import torch
 from safetensors import safe_open
 
 from grpo.evaluate import evaluate
-from grpo.model import BUNDLED, BUNDLED_FOLDER, RolloutModel, load_policy
+from grpo.model import BUNDLED_FOLDER, RolloutModel, load_policy
 from grpo.prompts import load_prompts
-from grpo.settings import SamplingSettings
+from grpo.settings import BUNDLED, SamplingSettings
 
 
 def test_it_is_a_small_folder_with_bf16_weights_and_a_tokenizer():

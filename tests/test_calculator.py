@@ -18,8 +18,9 @@ from grpo.workbench.calculator.cards import CARDS, Card, card_of_size, find_card
 from grpo.workbench.calculator.profiles import write_profiles
 from grpo.workbench.calculator.settings import CalculatorSettings
 from grpo.workbench.calculator.tables import as_json, notes, show
-from grpo.workbench.models import ModelSpec, num_parameters
+from grpo.workbench.models import num_parameters
 from grpo.workbench.predict import StepMemory, StepSettings
+from grpo.workbench.spec import ModelSpec
 
 CALCULATE = "scripts/calculate_batch_size.py"
 COUNTS = {"gpu": "h100", "frozen": (8e9, 7e9), "trainable": 1e8}

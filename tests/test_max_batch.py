@@ -26,7 +26,7 @@ from grpo.workbench.maximum.search import (
     try_size,
 )
 from grpo.workbench.maximum.trial import TrialTask
-from grpo.workbench.models import ModelSpec
+from grpo.workbench.spec import ModelSpec
 
 FIND = "scripts/find_max_batch_size.py"
 TINY = ModelSpec(arch="gpt2", layers=1, width=32, heads=2, context=32)

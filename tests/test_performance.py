@@ -8,9 +8,9 @@ from commands import fresh
 
 from grpo.config import SettingsError
 from grpo.workbench.machine import look, no_compiler
-from grpo.workbench.models import ModelSpec
 from grpo.workbench.performance.measure import PerformanceSettings, matmul_rate, training_rates
 from grpo.workbench.performance.switches import available_cores, switches
+from grpo.workbench.spec import ModelSpec
 
 CPU = torch.device("cpu")
 TINY = ModelSpec(arch="gpt2", layers=1, width=32, heads=2, context=32)

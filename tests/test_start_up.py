@@ -28,6 +28,8 @@ def imported_by(*words: str) -> tuple[set[str], str]:
         ("train_lean.py --stps 3", "--steps"), ("train_lean.py --memory-limit 24", "no size"),
         ("train_lean.py --temperature 0", "temperature is 0"), ("train_lean.py --clip-range 2", "between 0"),
         ("train_lean.py --lora-alpha 8", "lora_rank is 0"), ("monitor_memory.py 20 63", "batch_size is 63"),
+        ("scripts/evaluate.py auto --rows 0", "--rows is 0"),
+        ("scripts/sweep_batch_sizes.py --arch gpt2 --heads 3", "not a multiple of 3 heads"),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_refused_before_torch_is_loaded(words, said):

@@ -17,8 +17,8 @@ from grpo.settings import OptimizerSettings, SamplingSettings
 from grpo.step import Diverged
 from grpo.tracking import read_lines
 from grpo.workbench.corpus import open_corpus, text_file
-from grpo.workbench.models import ModelSpec
 from grpo.workbench.processes import Ended
+from grpo.workbench.spec import ModelSpec
 from grpo.workbench.sweep import grpo as sweep_grpo
 from grpo.workbench.sweep import language as sweep_language
 from grpo.workbench.sweep import run as sweep_module

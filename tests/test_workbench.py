@@ -16,9 +16,10 @@ from grpo.memory import peak_live_bytes
 from grpo.objectives import accumulate_lm, heldout_loss
 from grpo.settings import Checkpointing
 from grpo.workbench.corpus import byte_corpus, check_file, token_corpus, train_tokenizer
-from grpo.workbench.models import ModelSpec, context_of, num_parameters, random_model
+from grpo.workbench.models import context_of, num_parameters, random_model
 from grpo.workbench.predict import StepMemory, StepSettings
 from grpo.workbench.processes import run_worker
+from grpo.workbench.spec import ModelSpec
 
 CPU = torch.device("cpu")
 TINY = {"layers": 2, "width": 32, "heads": 2, "context": 48, "vocab": 64}

@@ -7,10 +7,9 @@ whichever task and whichever file it comes from.
 from grpo.prompts.intake import Room, Tokenizer
 from grpo.prompts.load import check_spec, load_prompts
 from grpo.prompts.source import PromptSource, collate
-from grpo.prompts.split import HELDOUT_SHARE, is_heldout
+from grpo.prompts.split import is_heldout
 from grpo.values import Prompt
 
 __all__ = [
-    "HELDOUT_SHARE", "Prompt", "PromptSource", "Room", "Tokenizer", "check_spec", "collate", "is_heldout",
-    "load_prompts",
+    "Prompt", "PromptSource", "Room", "Tokenizer", "check_spec", "collate", "is_heldout", "load_prompts",
 ]  # fmt: skip

@@ -20,7 +20,8 @@ from torch import Tensor
 from grpo.config import SettingsError
 from grpo.model import load_tokenizer
 from grpo.prompts.load import POSITIONS
-from grpo.workbench.models import ModelSpec, context_of
+from grpo.workbench.models import context_of
+from grpo.workbench.spec import ModelSpec
 
 BUNDLED_TEXT = "bundled"
 BYTES = 256

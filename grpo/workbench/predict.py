@@ -29,7 +29,8 @@ from grpo.phases import LANGUAGE, PhaseTracer
 from grpo.planning import TracedFit, make_memory
 from grpo.recompute import choose_checkpointing
 from grpo.settings import Checkpointing, CheckpointingSetting, LoraSettings, SamplingSettings
-from grpo.workbench.models import ModelSpec, context_of
+from grpo.workbench.models import context_of
+from grpo.workbench.spec import ModelSpec
 from grpo.workload import Workload, logits_parts, resident_parts, scratch_bytes
 
 Objective = Literal["grpo", "lm"]

@@ -12,8 +12,8 @@ from grpo.settings import Precision
 from grpo.workbench.calculator.cards import Card, card_of_size, find_card
 from grpo.workbench.calculator.demand import FrozenDtype, Optimizer, Weights
 from grpo.workbench.flags import GradientCheckpointing, GroupSize, HasReference, LoraRank, MaxBatchSize
-from grpo.workbench.models import ModelSpec
 from grpo.workbench.predict import Objective
+from grpo.workbench.spec import ModelSpec
 
 MOST_PARAMETERS = 1e15
 OF_MODELS = ("objective", "prompt_tokens", "precision", "lora_rank")

@@ -39,9 +39,10 @@ from grpo.workbench.maximum.search import (
     try_size,
 )
 from grpo.workbench.maximum.trial import TRIAL_STEPS, TrialTask
-from grpo.workbench.models import ModelSpec, num_parameters
+from grpo.workbench.models import num_parameters
 from grpo.workbench.performance.measure import matmul_rate
 from grpo.workbench.predict import Objective, StepMemory, StepSettings, step_settings
+from grpo.workbench.spec import ModelSpec
 
 START_UP_S = 10.0
 """Of a trial's process: libraries, model, a first small step."""

@@ -27,8 +27,9 @@ from grpo.scoring import score
 from grpo.settings import Checkpointing, LoraSettings, OptimizerSettings, Precision, SamplingSettings
 from grpo.step import Stepper
 from grpo.workbench.corpus import open_corpus
-from grpo.workbench.models import ModelSpec, load_or_make
+from grpo.workbench.models import load_or_make
 from grpo.workbench.processes import worker
+from grpo.workbench.spec import ModelSpec
 
 TRIAL_STEPS = 3
 Step = Callable[[int], float]

@@ -20,8 +20,9 @@ from grpo.optimizer import make_optimizer
 from grpo.settings import OptimizerSettings, Precision
 from grpo.step import Stepper
 from grpo.workbench.machine import PRECISIONS, no_compiler
-from grpo.workbench.models import ModelSpec, context_of, random_model
+from grpo.workbench.models import context_of, random_model
 from grpo.workbench.performance.switches import Switch, available_cores
+from grpo.workbench.spec import ModelSpec
 
 WARM_UP_STEPS = 1
 

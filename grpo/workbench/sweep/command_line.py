@@ -10,7 +10,7 @@ from typing import Any, get_args
 import tyro
 
 from grpo.config import Config, SettingsError, read_config
-from grpo.workbench.models import ModelSpec
+from grpo.workbench.spec import ModelSpec
 from grpo.workbench.sweep.settings import Objective, SweepSettings
 
 LOW_RESOURCE: dict[str, int] = {

@@ -14,7 +14,7 @@ from grpo.config import Config, SettingsError, from_flat, to_flat
 from grpo.settings import LossSettings, OptimizerSettings, Precision, SamplingSettings
 from grpo.sizes import SizeError, parse_size
 from grpo.workbench.flags import GradientCheckpointing
-from grpo.workbench.models import ModelSpec
+from grpo.workbench.spec import ModelSpec
 
 Objective = Literal["lm", "grpo"]
 ScaleLR = Literal["none", "linear", "sqrt", "tuned"]

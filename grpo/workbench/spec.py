@@ -1,0 +1,100 @@
+"""Which model the workbench works on: one of Hugging Face's by name, or one made from a few numbers.
+
+Its numbers are settings, so transformers is imported where a shape is made of them.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from grpo.config import SettingsError
+from grpo.settings import BUNDLED
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Arch = Literal["gpt2", "llama"]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A causal language model. `model` names one; with `arch` it is made from the numbers below."""
+
+    model: str | None = None
+    """Hub id or folder; None: rook-tiny, unless arch is given."""
+    arch: Arch | None = None
+    """Make a model of this architecture, with random weights, from the numbers below."""
+    layers: int = 4
+    """Transformer blocks."""
+    width: int = 256
+    """Residual width."""
+    d_ff: int | None = None
+    """Width of the feed-forward layers; None: 4 times width (gpt2), 8/3 times, in steps of 64 (llama)."""
+    heads: int = 4
+    """Attention heads."""
+    kv_heads: int | None = None
+    """Heads of keys and values (llama); None: as many."""
+    vocab: int = 256
+    """Entries of the vocabulary; 256 are bytes."""
+    context: int = 256
+    """Tokens the model reaches, and those of a training window."""
+    rope_theta: float = 10000.0
+    """Base of the rotary positions (llama)."""
+    untied: bool = False
+    """An output head of its own instead of the embedding's transpose."""
+
+    def __post_init__(self) -> None:
+        if self.model is not None and self.arch is not None:
+            raise SettingsError(f"model is {self.model!r} and arch is {self.arch!r}: give one of the two.")
+        for name in ("layers", "width", "heads", "vocab", "context"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"{name} is {getattr(self, name)}: give at least 1.")
+        for name in ("d_ff", "kv_heads"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise SettingsError(f"{name} is {getattr(self, name)}: give at least 1, or leave it out.")
+        if self.width % self.heads:
+            raise SettingsError(f"width is {self.width}, not a multiple of {self.heads} heads: change one.")
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise SettingsError(
+                f"kv_heads is {self.kv_heads}, no divisor of {self.heads} heads: give one, or leave it out."
+            )
+        if self.arch == "llama" and self.width // self.heads % 2:
+            raise SettingsError(
+                f"heads of width {self.width // self.heads} cannot be rotated in pairs: "
+                "choose width and heads so that one is a multiple of two of the other."
+            )
+
+    @property
+    def name(self) -> str:
+        if self.arch is None:
+            return self.model or BUNDLED
+        return f"{self.arch} {self.layers} x {self.width}, vocabulary {self.vocab}"
+
+    def config(self) -> "PretrainedConfig":
+        """Its shape, dropout off. ValueError where a named model cannot be had."""
+        if self.arch is None:
+            from grpo.model import load_config
+
+            return load_config(self.model or BUNDLED)
+        return self._gpt2() if self.arch == "gpt2" else self._llama()
+
+    def _gpt2(self) -> "PretrainedConfig":
+        from transformers import GPT2Config
+
+        return GPT2Config(
+            vocab_size=self.vocab, n_positions=self.context, n_embd=self.width, n_layer=self.layers,
+            n_head=self.heads, n_inner=self.d_ff, tie_word_embeddings=not self.untied,
+            activation_function="gelu_pytorch_tanh", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+
+    def _llama(self) -> "PretrainedConfig":
+        from transformers import LlamaConfig
+
+        return LlamaConfig(
+            vocab_size=self.vocab, max_position_embeddings=self.context, hidden_size=self.width,
+            intermediate_size=self.d_ff or -(-8 * self.width // (3 * 64)) * 64,
+            num_hidden_layers=self.layers, num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads or self.heads, tie_word_embeddings=not self.untied,
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
+            bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
