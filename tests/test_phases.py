@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ARCHITECTURES
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
 from grpo import phases
@@ -16,6 +17,7 @@ from grpo.loss import LossSettings
 from grpo.memory import PhaseFit, Shape, peak_live_bytes
 from grpo.optimizer import make_optimizer
 from grpo.phases import PHASES, PhaseSettings, PhaseTracer
+from grpo.phases.fake import FakePhases
 from grpo.settings import LoraSettings, OptimizerSettings, SamplingSettings
 from grpo.workload import resident_parts
 
@@ -90,6 +92,20 @@ def test_the_whole_footprint_with_adapters(tracer, name: str):
         assert predicted + traces.peak_bytes(phase, SHAPE) == pytest.approx(measured, rel=0.05), phase
     gradients = sum(each.grad.nbytes for each in real.model.parameters() if each.grad is not None)
     assert gradients == 4 * sum(traces.trained_sizes)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("gpt2", {"compute_dtype": torch.bfloat16, "lora": LORA}), ("llama", {})]
+)
+def test_what_is_remembered_of_operations_is_what_torch_says(monkeypatch, name: str, options: dict):
+    """Each operation and the bytes held: with torch's own mode, and twice with ours, so that it remembers."""
+    settings = settings_of(replace(Setting(name, shape_of(name), group_size=G), **options))
+    quick = FakePhases(settings)
+    monkeypatch.setattr(phases.fake, "QuickFakeMode", FakeTensorMode)
+    plain = FakePhases(settings)
+    for phase in ("sample split", "learn split"):
+        expected = plain.trace(phase, SHAPE)
+        assert quick.trace(phase, SHAPE) == expected and quick.trace(phase, SHAPE) == expected
 
 
 def test_part_of_a_group_is_traced_as_it_is_done(tracer):
@@ -207,6 +223,16 @@ def test_a_damaged_file_is_ignored_and_replaced(tracer, traced, tmp_path: Path, 
     file.write_text(content)
     assert fit_peak(tracer().fit("learn", SHAPE)) == 1000 + 10 * 7 * G
     assert len(traced) == 22 and file.read_text() == good
+
+
+def test_what_two_trace_at_the_same_time_is_all_kept(tracer, traced, tmp_path: Path):
+    one, other = tracer(), tracer()
+    one.fit("learn", SHAPE)
+    other.fit("score", SHAPE)
+    (file,) = tmp_path.glob("*.json")
+    assert len(json.loads(file.read_text())) == len(traced) == 22
+    other.fit("learn", SHAPE)
+    assert len(traced) == 22
 
 
 def test_where_nothing_can_be_written_it_is_traced_again(tracer, traced, tmp_path: Path, logged: list[str]):

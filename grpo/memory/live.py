@@ -7,12 +7,11 @@ caller knows, and oneDNN's scratch space (some hundred kB a thread in bf16).
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 _ARITHMETIC = (aten.add, aten.add_, aten.sub, aten.sub_, aten.mul, aten.mul_, aten.div, aten.div_)
@@ -46,13 +45,13 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        made = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        made = list(_tensors((result,)))
         if func.namespace == "fsdp" and "out" in kwargs:
             self._refill(kwargs["out"])
         if not made:
             return result
         self._follow_refilled()
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        given = [*_tensors(args), *_tensors(kwargs.values())]
         storages = {value.untyped_storage()._cdata for value in given}
         before = self.live_bytes
         for tensor in made:
@@ -100,6 +99,14 @@ class LiveBytes(TorchDispatchMode):
         for key in list(self._refilled):
             if (storage := self._alive[key]()) is not None:
                 self._measure(key, storage)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 def kernel_bytes(func: Any, given: Sequence[torch.Tensor], made: torch.Tensor) -> int:

@@ -15,7 +15,6 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from grpo.adapters import adapters_off, add_adapters, has_adapters, store_base
@@ -23,6 +22,7 @@ from grpo.decode import Decoder, has_static_cache, make_decoder, replaced_at_onc
 from grpo.gathered import Gathering
 from grpo.loss import LossSettings, StepCounts, grpo_loss
 from grpo.memory import LiveBytes, Shape
+from grpo.phases.quick import QuickFakeMode
 from grpo.recompute import recomputed_layers
 from grpo.sampling import sample_tokens
 from grpo.scoring import MicroBatch, micro_batch_logprobs, window_logprobs
@@ -67,7 +67,7 @@ class FakePhases:
 
     def __init__(self, settings: PhaseSettings) -> None:
         self._settings = settings
-        self._mode = FakeTensorMode()
+        self._mode = QuickFakeMode()
         dtype = torch.float64 if settings.compute_dtype == torch.float64 else torch.float32
         with self._mode:
             self._policy = self._make_model(dtype)

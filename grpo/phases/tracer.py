@@ -83,10 +83,11 @@ class PhaseTracer:
         """All at once: a file of many logs is long to write."""
         if len(self._known) == self._num_saved:
             return
+        self._known = _read(self._file) | self._known  # others may have traced, too
         self._num_saved = len(self._known)
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._file.with_suffix(f".{os.getpid()}.tmp")  # others may trace the same
+            temporary = self._file.with_suffix(f".{os.getpid()}.tmp")
             temporary.write_text(json.dumps(self._known))
             temporary.replace(self._file)
         except OSError as error:  # traced again next time, that is all

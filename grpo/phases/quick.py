@@ -1,0 +1,119 @@
+"""Fake tensors in a third of the time: what an operation makes is remembered by the sizes it is given.
+
+`FakeTensorMode` looks each time for constants, symbols and decompositions, half a millisecond and more an
+operation. Views and operations in place need none of it, and all others come again in every layer. Left to
+`FakeTensorMode`: operations made of others, and tensors whose value is known.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._pytree import tree_leaves
+
+_CPU = torch.device("cpu")
+
+
+class _Outline(NamedTuple):
+    """Of a tensor that shares its storage with no other."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Value(NamedTuple):
+    """Of what is no tensor; by its type, too, as 1, 1.0 and True are equal and not the same."""
+
+    type: type
+    value: Any
+
+
+class QuickFakeMode(FakeTensorMode):
+    """For tensors that all say they are the CPU's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache_enabled = False  # ours is in its place
+        self._known: dict[Hashable, Any] = {}
+
+    def dispatch(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Called for each operation."""
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # half of all calls, from within torch
+            return args[0].fake_device
+        kind = _kind(func)
+        if kind == "other" or not _all_fake(args):
+            return super().dispatch(func, types, args, kwargs)
+        if kind == "in place":
+            return args[0]
+        if kind == "view":
+            return self._view(func, args, kwargs)
+        key = (func, torch.get_default_dtype(), _outlines(args), _outlines(tuple(kwargs.items())))
+        if key not in self._known:
+            made = super().dispatch(func, types, args, kwargs)
+            if _all_fake(made if isinstance(made, tuple | list) else (made,)):
+                self._known[key] = None if _share_storage(made, args) else _outlines(made)
+            return made
+        if (known := self._known[key]) is None:  # a view that does not say so
+            return self._view(func, args, kwargs)
+        return self._from_outlines(known)
+
+    def _view(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        with in_kernel_invocation_manager(self):
+            made = func(*args, **kwargs)
+        if isinstance(made, Tensor):
+            return FakeTensor(self, made, _CPU)
+        return tuple(FakeTensor(self, view, _CPU) for view in made)
+
+    def _from_outlines(self, known: Any) -> Any:
+        if type(known) is _Outline:
+            with in_kernel_invocation_manager(self):
+                made = torch.empty_strided(known.shape, known.strides, dtype=known.dtype, device="meta")
+            return FakeTensor(self, made, _CPU)
+        return known.value if type(known) is _Value else tuple(map(self._from_outlines, known))
+
+
+@cache
+def _kind(func: Any) -> str:
+    if not isinstance(func, torch._ops.OpOverload) or torch.Tag.inplace_view in func.tags:
+        return "other"
+    if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return "other"  # made of others, which come here by themselves
+    if func._schema.is_mutable:
+        in_place = func._schema.name.endswith("_") and len(func._schema.returns) == 1
+        return "in place" if in_place else "other"
+    return "view" if func.is_view else "fresh"
+
+
+def _all_fake(values: Sequence[Any]) -> bool:
+    """Whether all tensors among them are fake, and none has a known value."""
+    for value in values:
+        for one in value if type(value) is list else (value,):
+            if isinstance(one, Tensor) and (not isinstance(one, FakeTensor) or one.constant is not None):
+                return False
+    return True
+
+
+def _outlines(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _Outline(tuple(value.shape), value.stride(), value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple(map(_outlines, value))
+    return _Value(type(value), value)
+
+
+def _share_storage(made: Any, args: Sequence[Any]) -> bool:
+    storages = [
+        value.untyped_storage()._cdata for value in tree_leaves((made, args)) if isinstance(value, Tensor)
+    ]
+    return len(set(storages)) < len(storages)
