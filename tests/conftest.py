@@ -51,6 +51,17 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("user-cache"))
 
 
+LONGEST = [
+    "test_memory_in_runs", "test_gpu_check", "test_speed", "test_another_device", "test_scripts",
+    "test_evaluate", "test_several_processes", "test_train_command", "test_recovery", "test_shard",
+]  # fmt: skip
+"""Modules that take longest: processes that share the tests should not come to them last."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer()
