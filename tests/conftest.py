@@ -196,7 +196,7 @@ def frozen() -> Iterator[None]:
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Memory plans from made-up peaks: tracing real ones takes half a minute."""
+    """Memory plans from made-up peaks: tracing real ones takes a quarter of a minute."""
     made_up = mock.patch.object(TracedFit, "__call__", lambda fit, shape: 1e5 * shape.rows)
     with made_up, mock.patch("grpo.setup.trace_phases"):
         yield

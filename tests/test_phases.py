@@ -203,11 +203,11 @@ def test_each_shape_is_traced_once_by_run_and_by_machine(tracer, traced, tmp_pat
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_what_takes_half_a_minute_is_said_beforehand_and_once(tracer, traced, logged: list[str]):
+def test_what_takes_a_while_is_said_beforehand_and_once(tracer, traced, logged: list[str]):
     first = tracer()
     first.fit("learn", SHAPE)
     first.fit("score", SHAPE)
-    assert logged == ["INFO tracing memory for this shape, once: about half a minute"]
+    assert logged == ["INFO tracing memory for this shape, once: about a quarter of a minute"]
     known = tracer()
     known.fit("learn", SHAPE)
     known.fit("score", SHAPE)

@@ -1,4 +1,4 @@
-"""Fake tensors in a third of the time: what an operation makes is remembered by the sizes it is given.
+"""Fake tensors in half the time: what an operation makes is remembered by the sizes it is given.
 
 `FakeTensorMode` looks each time for constants, symbols and decompositions, half a millisecond and more an
 operation. Views and operations in place need none of it, and all others come again in every layer. Left to

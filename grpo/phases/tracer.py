@@ -73,7 +73,7 @@ class PhaseTracer:
         shapes = design_shapes(longest, group_size=self._settings.group_size, chunk_tokens=chunk_tokens)
         shapes = [self.rounded(phase, shape) for shape in shapes]
         if not self._announced and any(_key(phase, shape) not in self._known for shape in shapes):
-            logger.info("tracing memory for this shape, once: about half a minute")
+            logger.info("tracing memory for this shape, once: about a quarter of a minute")
             self._announced = True
         moments = align([self.trace(phase, shape) for shape in shapes])
         self._save()
