@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from grpo.memory import MemoryMonitor, Shape
+from grpo.memory.budget import readable
 from grpo.phases import PHASES, PhaseSettings, PhaseTracer, split_name
-from grpo.sizes import readable
 from grpo.workload import Workload, resident_parts
 
 

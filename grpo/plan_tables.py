@@ -6,8 +6,8 @@ from typing import Any
 from rich.table import Table
 
 from grpo.memory import Budget, PhasePlan
+from grpo.memory.budget import GB
 from grpo.memory.phase import OUTSIDE
-from grpo.sizes import GB
 
 
 def plan_table(plans: Mapping[str, PhasePlan], budget: Budget) -> Table:

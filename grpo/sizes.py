@@ -1,17 +1,8 @@
-"""Bytes as people read and write them.
-
-1 GB is 2**30 bytes throughout, as `nvidia-smi` and the cards' names have it.
-"""
+"""Sizes as people write them: 1 GB is 2**30 bytes throughout."""
 
 import re
 
-GB = 2**30
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
-
-
-def readable(size: float) -> str:
-    """Bytes for people: 1.25 GB, 12 MB."""
-    return f"{size / GB:.2f} GB" if abs(size) >= GB / 10 else f"{size / 2**20:.0f} MB"
 
 
 class SizeError(ValueError):

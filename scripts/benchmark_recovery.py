@@ -12,8 +12,8 @@ from rich.table import Table
 from grpo.config import Config
 from grpo.experiments.random_gpt2 import make_random_gpt2
 from grpo.experiments.recovery_trials import SAME, inject_faults, run_under_limit
+from grpo.memory.budget import GB
 from grpo.settings import SamplingSettings
-from grpo.sizes import GB
 
 
 def main(points: int = 200, limit: bool = True) -> None:

@@ -24,14 +24,15 @@ def main() -> int:
     set_library_defaults()
     from grpo.tracking import configure_logging
     from grpo.workbench.sweep.command_line import parse_sweep
-    from grpo.workbench.sweep.display import SweepProgress, sweep_table
 
     console = Console(stderr=True)
     configure_logging("INFO", console)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # to end the worker as well
     try:
         settings = parse_sweep()
-        from grpo.workbench.sweep.opening import open_sweep  # slow: a wrong flag need not wait for it
+        # These load torch: a wrong flag need not wait for it.
+        from grpo.workbench.sweep.display import SweepProgress, sweep_table
+        from grpo.workbench.sweep.opening import open_sweep
 
         sweep = open_sweep(settings)
     except ValueError as error:

@@ -22,7 +22,7 @@ from grpo.memory import (
     predictor,
 )
 from grpo.memory.adaptive import COOLDOWN_STEPS, OUTSIDE
-from grpo.sizes import GB
+from grpo.memory.budget import GB
 
 G, BATCH = 4, 64
 ROOMY = 10_000

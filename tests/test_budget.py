@@ -17,8 +17,7 @@ from grpo.memory import (
     limit_memory,
     make_budget,
 )
-from grpo.memory.budget import host_total_and_available
-from grpo.sizes import GB
+from grpo.memory.budget import GB, host_total_and_available
 
 MB = 2**20
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

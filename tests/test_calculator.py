@@ -11,8 +11,7 @@ from commands import fresh, run
 from rich.console import Console
 
 from grpo.config import SettingsError, parse_command_line
-from grpo.memory.budget import CONTEXT_BYTES
-from grpo.sizes import GB
+from grpo.memory.budget import CONTEXT_BYTES, GB
 from grpo.workbench.calculator.calculate import Calculation, calculate, idle_sentences
 from grpo.workbench.calculator.cards import CARDS, Card, card_of_size, find_card
 from grpo.workbench.calculator.profiles import write_profiles

@@ -3,7 +3,7 @@
 import pytest
 
 from grpo.config import SettingsError
-from grpo.sizes import GB
+from grpo.memory.budget import GB
 from grpo.workbench.calculator.claims import Claim, check_claims, fixed_range, parse_claim
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo.sizes import GB
+from grpo.memory.budget import GB
 from grpo.workbench.maximum.findings import (
     Findings,
     cards_table,

@@ -21,9 +21,9 @@ from grpo.dry_run import dry_run
 from grpo.interrupt import StopRequest
 from grpo.loss import LossSettings
 from grpo.memory import Budget, DeviceMemory, DoesNotFit, MemoryMonitor, Shape
+from grpo.memory.budget import GB
 from grpo.settings import OptimizerSettings, SamplingSettings
 from grpo.setup import Run, open_run
-from grpo.sizes import GB
 from grpo.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from grpo.memory import MemoryMonitor, MemoryReading, monitor
-from grpo.memory.budget import CONTEXT_BYTES
-from grpo.sizes import GB
+from grpo.memory.budget import CONTEXT_BYTES, GB
 
 MB = 2**20
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)

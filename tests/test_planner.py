@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo.memory import Budget, DoesNotFit, Footprint, largest_rows, plan_phase, smaller_rows
-from grpo.memory.budget import larger_budget
+from grpo.memory.budget import GB, larger_budget
 from grpo.memory.planner import even_rows
-from grpo.sizes import GB
 
 GROUPS = st.integers(1, 16)
 

@@ -15,13 +15,14 @@ from grpo.advice import advice
 from grpo.config import Config, SettingsError
 from grpo.loss import LossSettings
 from grpo.memory import Budget, DoesNotFit, Footprint, MemoryMonitor, PhasePlan, Shape
+from grpo.memory.budget import GB
 from grpo.phases import PHASES, PhaseSettings
 from grpo.plan_tables import measured_table, plan_table
 from grpo.planning import LONGEST_TEXTS, find_batch_size, longest_prompt, make_memory, plan_memory
 from grpo.prompts import PromptSource
 from grpo.prompts.source import MemoryLane
 from grpo.settings import LoraSettings, OptimizerSettings, SamplingSettings
-from grpo.sizes import GB, parse_size
+from grpo.sizes import parse_size
 from grpo.values import Prompt
 from grpo.workload import SCRATCH_BYTES, Workload, kv_bytes_per_token, resident_parts, scratch_bytes
 

@@ -106,6 +106,12 @@ def test_imports_only_go_down():
             assert target == module or floors[target] < floors[module], f"{path} imports grpo.{target}"
 
 
+def test_memory_is_usable_without_the_rest():
+    for path in (ROOT / "grpo" / "memory").glob("*.py"):
+        imported = re.findall(r"^\s*(?:from|import) grpo\.(\w+)", path.read_text(), re.MULTILINE)
+        assert set(imported) <= {"memory"}, path
+
+
 def test_rewards_know_neither_torch_nor_the_trainer():
     for path in (ROOT / "rewards").glob("*.py"):
         assert not re.search(r"^\s*(from|import) (torch|grpo)\b", path.read_text(), re.MULTILINE), path

@@ -26,11 +26,11 @@ from grpo.experiments.speed import Case, race
 from grpo.experiments.speed_worker import Contender
 from grpo.interrupt import StopRequest
 from grpo.memory import release_cache
+from grpo.memory.budget import GB
 from grpo.model import RolloutModel, choose_device, load_policy
 from grpo.rollout import rollout
 from grpo.sampling import step_uniforms
 from grpo.setup import open_run
-from grpo.sizes import GB
 from grpo.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
 from grpo.values import Prompt

@@ -20,11 +20,11 @@ from rich.table import Table
 from grpo.config import Config
 from grpo.interrupt import StopRequest
 from grpo.memory import LeakVerdict, LeakWatch, MemorySample, detect_leak
+from grpo.memory.budget import GB, readable
 from grpo.memory.trend import MIN_STEPS
 from grpo.pictures import picture
 from grpo.run_folder import LOCK_FILE
 from grpo.setup import open_run
-from grpo.sizes import GB, readable
 from grpo.tracking import MEMORY_FILE, METRICS_FILE, NewLines, read_lines
 from grpo.trainer import Trainer
 

@@ -1,4 +1,7 @@
-"""How much memory a process may hold on a device, and where that figure comes from."""
+"""How much memory a process may hold on a device, and where that figure comes from.
+
+1 GB is 2**30 bytes throughout, as `nvidia-smi` and the cards' names have it.
+"""
 
 import ctypes
 import math
@@ -8,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from grpo.sizes import GB, readable
-
+GB = 2**30
 USABLE_SHARE = 0.98
 """Of the memory a card is sold with: a 24 GB card offers CUDA about 23.5 (RTX 3090: 23.69, 4090: 23.64)."""
 CONTEXT_BYTES = 512 * 2**20
@@ -18,9 +20,13 @@ CONTEXT_BYTES = 512 * 2**20
 MEMORY_LIMIT = "--memory-limit"
 """The reason of a budget that a person set."""
 
-
 _M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 64 * 2**10
 """mallopt(3): what is at least this large gets a mapping of its own."""
+
+
+def readable(size: float) -> str:
+    """Bytes for people: 1.25 GB, 12 MB."""
+    return f"{size / GB:.2f} GB" if abs(size) >= GB / 10 else f"{size / 2**20:.0f} MB"
 
 
 @dataclass(frozen=True)

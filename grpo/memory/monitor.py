@@ -17,9 +17,8 @@ from xml.etree import ElementTree
 
 import torch
 
-from grpo.memory.budget import CONTEXT_BYTES, DeviceMemory, host_total_and_available
+from grpo.memory.budget import CONTEXT_BYTES, GB, DeviceMemory, host_total_and_available
 from grpo.memory.live import LiveBytes
-from grpo.sizes import GB
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ Pure: predictions and a budget in, numbers out. Who runs phases by them is `adap
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from grpo.memory.budget import Budget
-from grpo.sizes import readable
+from grpo.memory.budget import Budget, readable
 
 
 @dataclass(frozen=True)

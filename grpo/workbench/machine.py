@@ -12,9 +12,9 @@ import torch
 
 from grpo.config import SettingsError
 from grpo.memory import MemoryMonitor, make_budget
+from grpo.memory.budget import readable
 from grpo.model import choose_device, compute_dtype
 from grpo.settings import Precision
-from grpo.sizes import readable
 from grpo.workbench.processes import run_worker, worker
 
 PRECISIONS: dict[torch.dtype, Precision] = {

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from grpo.config import SettingsError
-from grpo.memory.budget import CONTEXT_BYTES
+from grpo.memory.budget import CONTEXT_BYTES, GB, readable
 from grpo.model import compute_dtype
 from grpo.settings import Precision
-from grpo.sizes import GB, parse_size, readable
+from grpo.sizes import parse_size
 from grpo.workbench.calculator.cards import Card
 from grpo.workbench.calculator.claims import Verdict, check_claims, parse_claim
 from grpo.workbench.calculator.demand import (

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from grpo.config import SettingsError
 from grpo.memory import card_memory
-from grpo.sizes import GB, parse_size
+from grpo.memory.budget import GB
+from grpo.sizes import parse_size
 
 ECC_SHARE = 15 / 16
 """What error correction leaves of GDDR memory. nvidia-smi on a T4: 15360 MiB of 16 GB, A10: 23028 of

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from grpo.config import SettingsError
-from grpo.sizes import GB
+from grpo.memory.budget import GB
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo.memory.adaptive import FRAGMENTATION
+from grpo.memory.budget import GB
 from grpo.memory.predictor import UNCALIBRATED_ERROR
-from grpo.sizes import GB
 from grpo.workbench.calculator.calculate import Calculation, Row, idle_sentences
 from grpo.workbench.calculator.demand import Line
 

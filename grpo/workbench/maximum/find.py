@@ -17,11 +17,11 @@ from rich.table import Table
 from grpo.config import Config, SettingsError, to_flat
 from grpo.loading import load_source
 from grpo.memory import MemoryMonitor
-from grpo.memory.budget import CONTEXT_BYTES
+from grpo.memory.budget import CONTEXT_BYTES, readable
 from grpo.model import load_tokenizer
 from grpo.planning import longest_prompt
 from grpo.settings import Precision, SamplingSettings
-from grpo.sizes import parse_size, readable
+from grpo.sizes import parse_size
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.flags import GradientCheckpointing, GroupSize, HasReference, LoraRank, MaxBatchSize
 from grpo.workbench.machine import Machine, look

@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.table import Table
 
+from grpo.memory.budget import GB
 from grpo.pictures import picture
-from grpo.sizes import GB
 from grpo.workbench.maximum.law import Law, Risk, explaining_margin, fit_law, leaves_the_line, risk
 from grpo.workbench.maximum.search import INCREMENT, POINTS_OF_A_LINE
 

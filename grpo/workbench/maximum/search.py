@@ -11,7 +11,7 @@ from typing import Any, Literal
 from loguru import logger
 from rich.table import Table
 
-from grpo.sizes import GB, readable
+from grpo.memory.budget import GB, readable
 from grpo.workbench.maximum.trial import TRIAL_STEPS, TrialTask
 from grpo.workbench.predict import StepMemory
 from grpo.workbench.processes import Status, run_worker

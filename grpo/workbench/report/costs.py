@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from grpo.sizes import GB, readable
+from grpo.memory.budget import GB, readable
 from grpo.workbench.report.figures import PALETTE, Curve, Look, draw
 from grpo.workbench.report.findings import (
     behind,

@@ -6,7 +6,7 @@ done the same work; the best value on the way would favour whoever was looked at
 
 import math
 
-from grpo.sizes import readable
+from grpo.memory.budget import readable
 from grpo.workbench.report.read import Size, Sweep, points
 from grpo.workbench.report.wording import capital, duration, fixed, number, share, sizes
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from statistics import median
 
-from grpo.sizes import GB
+from grpo.memory.budget import GB
 from grpo.workbench.report.figures import Curve, Look, draw, phase_color, stack
 from grpo.workbench.report.read import Record, Run, figure, points
 from grpo.workbench.report.sections import Figure, Section, Table

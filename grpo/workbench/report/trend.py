@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
-from grpo.sizes import readable
+from grpo.memory.budget import readable
 from grpo.workbench.report.read import Size, Sweep
 from grpo.workbench.report.wording import capital, duration, share
 

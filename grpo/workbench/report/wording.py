@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from grpo.sizes import readable
+from grpo.memory.budget import readable
 
 NOTHING = "–"
 """What stands in a table where nothing was measured."""

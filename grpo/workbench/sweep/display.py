@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from grpo.sizes import GB
+from grpo.memory.budget import GB
 from grpo.workbench.sweep.settings import SweepSettings
 
 

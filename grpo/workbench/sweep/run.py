@@ -12,8 +12,8 @@ from typing import Any
 
 from loguru import logger
 
+from grpo.memory.budget import readable
 from grpo.memory.phase import OUTSIDE
-from grpo.sizes import readable
 from grpo.workbench.predict import StepMemory
 from grpo.workbench.processes import Ended, run_worker
 from grpo.workbench.sweep.rows import SweepFolder, curve_facts, whole_row
