@@ -86,10 +86,9 @@ SMALL_SHAPES = tuple(
 LARGE_SHAPES = (Shape(8, 20, 16), Shape(16, 60, 32), Shape(8, 120, 64), Shape(16, 20, 64))
 PARTS_OF_GROUPS = (Shape(1, 60, 64), Shape(2, 120, 128), Shape(4, 20, 64))
 CHECKPOINTING: dict[Checkpointing, str] = {
-    "selective": "",
-    "full": "full checkpointing",
-    "none": "no checkpointing",
-}
+    "selective": "", "full": "full checkpointing", "none": "no checkpointing",
+}  # fmt: skip
+"""Each kind, and what it is called; selective is what training does on a CPU."""
 CALIBRATION = (Shape(16, 48, 40), Shape(32, 90, 24), Shape(24, 30, 100))
 LARGE_CALIBRATION = (Shape(8, 40, 24), Shape(16, 30, 16))
 UNSEEN_SHAPES = (Shape(8, 150, 300), Shape(16, 150, 300))
@@ -158,8 +157,8 @@ def predict_trials(grid: Iterable[Cells], *, only: str = "") -> Iterator[Predict
 
 def describe(setting: Setting) -> str:
     words = [setting.name, str(setting.compute_dtype).removeprefix("torch.")]
-    words += [CHECKPOINTING[setting.checkpointing]]
-    return " ".join([*words, "KL" if setting.kl else "no KL"])
+    words += [CHECKPOINTING[setting.checkpointing], "KL" if setting.kl else "no KL"]
+    return " ".join(filter(None, words))
 
 
 def _phase_trials(cells: Cells, phase: str, real: RealPhases) -> Iterator[PredictionTrial]:
