@@ -28,13 +28,14 @@ PRODUCTS = [
 ]
 """What selective checkpointing keeps: results of linear layers and of fused attention.
 
-They take nearly all the time, and less than half of the memory of what a layer keeps: activation functions,
-norms and attention's own products are cheap to compute again (Korthikanti et al., 2022).
+They take nearly all the time. The rest, a third of what a layer keeps, is cheap to compute again: norms,
+activation functions, and what attention that is not fused holds of each pair of tokens (Korthikanti et al.,
+2022).
 """
 
 
 def choose_checkpointing(setting: CheckpointingSetting, device_type: str) -> Checkpointing:
-    """`auto` is selective on a CPU, where it costs about 4 % of the time, and else none.
+    """`auto` is selective on a CPU, where it costs a few percent of the time, and else none.
 
     An accelerator would wait for the Python of it; rows that go through in parts cost less there.
     """
