@@ -83,6 +83,7 @@ def fresh(script: str | Path, *arguments: object, cwd: Path, **environment: str)
 def _run(words: list[str], cwd: Path, environment: dict[str, str], streams: list[Path], traced: bool) -> None:
     for number, file in enumerate(streams, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
