@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from grpo.experiments.memory_trials import gpt2_config
 from grpo.experiments.real_phases import CPU, RealPhases, Setting, allocator_peak
 from grpo.memory import Shape
+from grpo.memory.budget import GB
 from grpo.model import compute_dtype, load_config
 from grpo.settings import Checkpointing
 
@@ -64,7 +65,7 @@ def cost_table(costs: Sequence[Cost]) -> Table:
     for cost, none in zip(costs, _nones(costs), strict=True):
         table.add_row(
             f"{cost.name}, {cost.compute}", ", ".join(map(str, cost.shape[:3])), cost.checkpointing,
-            f"{cost.peak_bytes / 2**30:.2f}", f"{cost.peak_bytes / none.peak_bytes:.2f}",
+            f"{cost.peak_bytes / GB:.2f}", f"{cost.peak_bytes / none.peak_bytes:.2f}",
             f"{cost.seconds:.2f}", f"{cost.seconds / none.seconds:.2f}",
         )  # fmt: skip
     return table

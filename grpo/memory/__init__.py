@@ -1,4 +1,4 @@
-"""What a device holds, phase by phase. Usable without the rest of the package, sizes.py aside."""
+"""What a device holds, phase by phase. Usable without the rest of the package."""
 
 from grpo.memory.adaptive import AdaptiveMemory
 from grpo.memory.budget import Budget, DeviceMemory, card_memory, limit_memory, make_budget

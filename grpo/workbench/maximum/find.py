@@ -252,11 +252,11 @@ def train_lean_flags(settings: FindSettings) -> str:
         "lora_rank": settings.lora_rank, "gradient_checkpointing": settings.gradient_checkpointing,
         "device": settings.device, "precision": settings.precision, "memory_limit": settings.memory_limit,
     }  # fmt: skip
-    flags = ""
-    for name, value in twins.items():
-        if value != defaults[name]:
-            flags += f" --{name.replace('_', '-')}" + ("" if value is True else f" {shlex.quote(str(value))}")
-    return flags
+    return "".join(
+        f" --{name.replace('_', '-')} {shlex.quote(str(value))}"
+        for name, value in twins.items()
+        if value != defaults[name]
+    )
 
 
 def why_no_command(settings: FindSettings) -> str | None:
