@@ -108,6 +108,17 @@ def test_what_is_remembered_of_operations_is_what_torch_says(monkeypatch, name: 
         assert quick.trace(phase, SHAPE) == expected and quick.trace(phase, SHAPE) == expected
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_formula_of_sampling_in_parts_is_the_trace(tracer, name: str):
+    """At shapes that it was not fitted to, with one group joining, with eight, and longer texts."""
+    traces = tracer(name)
+    fit = traces.fit("sample split", Shape(G, 60, 120))
+    for groups, prompt, new in ((2, 30, 20), (7, 40, 100), (20, 17, 40), (64, 100, 150)):
+        shape = traces.rounded("sample split", Shape(groups * G, prompt, new))
+        assert shape.joining_groups == (max(1, groups // 8) if name == "gpt2" else 0)
+        assert fit(shape) == pytest.approx(traces.peak_bytes("sample split", shape), rel=0.002), shape
+
+
 def test_part_of_a_group_is_traced_as_it_is_done(tracer):
     shape = SHAPE._replace(rows=2)
     work = RealPhases(Setting("gpt2", shape_of("gpt2"), group_size=G)).prepare("score", shape)

@@ -2,18 +2,29 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.memory import PhaseFit, Predictor, Shape, align, design_shapes
+from grpo.memory import (
+    PhaseFit,
+    Predictor,
+    Shape,
+    align,
+    decoding_features,
+    decoding_shapes,
+    pass_features,
+    pass_shapes,
+)
 from grpo.memory import predictor as module
 from grpo.memory.fit import Moment
 from grpo.memory.predictor import LEAST_ERROR, REMEMBERED
 
 CHUNK = 1024
+IN_CHUNKS = partial(pass_features, chunk_tokens=CHUNK)
 UNCALIBRATED = 0.05
 
 
@@ -29,7 +40,7 @@ def formula(
     fixed: float, chunk: float, row: float, p: float, c: float, pc: float, cc: float, pp: float
 ) -> Formula:
     def peak(shape: Shape) -> float:
-        r, prompt, new, scored = shape
+        r, prompt, new, scored, _ = shape
         of_row = row + p * prompt + c * new + pc * prompt * new + cc * new**2 + pp * prompt**2
         return fixed + chunk * min(r * new if scored is None else scored, CHUNK) + r * of_row
 
@@ -55,12 +66,12 @@ UNSEEN = [
 def traces(
     operations: dict[str, Formula], longest: Shape = LONGEST, group_size: int = 8
 ) -> list[tuple[Shape, dict[Moment, float]]]:
-    shapes = design_shapes(longest, group_size=group_size, chunk_tokens=CHUNK)
-    return [(shape, {(name, None): peak(shape) for name, peak in operations.items()}) for shape in shapes]
+    shapes = pass_shapes(longest, group_size=group_size, chunk_tokens=CHUNK)
+    return [(shape, {(name, 0): peak(shape) for name, peak in operations.items()}) for shape in shapes]
 
 
 def test_the_largest_of_several_formulas_is_found_exactly_at_shapes_no_fit_saw():
-    fit = PhaseFit(traces(OPERATIONS), chunk_tokens=CHUNK)
+    fit = PhaseFit(traces(OPERATIONS), IN_CHUNKS)
     highest = set()
     for shape in UNSEEN:
         peaks = {name: peak(shape) for name, peak in OPERATIONS.items()}
@@ -69,14 +80,13 @@ def test_the_largest_of_several_formulas_is_found_exactly_at_shapes_no_fit_saw()
     assert highest == {"attention", "mlp", "head"}
 
 
-def test_work_is_alike_at_its_start_and_end_and_in_between_are_its_loops():
+def test_operations_done_equally_often_divide_the_work_and_in_between_are_its_loops():
     once = [("embed", 1), ("mm", 2), ("head", 9), ("exp", 8), ("mm", 7), ("sum", 3)]
-    twice = [*once[:2], ("head", 9), ("exp", 6), ("head", 12), ("exp", 8), ("mm", 9), ("sum", 5)]
-    start, end = {("embed", 0): 1, ("mm", 1): 2, ("head", 2): 9}, {("mm", -2): 7, ("sum", -1): 3}
-    more, more_end = {("head", None): 12, ("exp", None): 8}, {("mm", -2): 9, ("sum", -1): 5}
+    twice = [*once[:2], ("head", 9), ("exp", 6), ("head", 12), ("exp", 5), ("mm", 9), ("sum", 5)]
+    first = {("embed", 0): 1, ("mm", 1): 2}  # embed, mm, mm and sum are done as often in both
     assert align([once, twice]) == [
-        {**start, ("exp", 3): 8, **end},
-        {**start, ("exp", 3): 6, **more, **more_end},
+        {**first, ("head", 2): 9, ("exp", 2): 8, ("mm", 2): 7, ("sum", 3): 3},
+        {**first, ("head", 2): 12, ("exp", 2): 6, ("mm", 2): 9, ("sum", 3): 5},
     ]
 
 
@@ -92,16 +102,14 @@ def test_a_small_error_is_bytes_and_a_large_one_a_slope(ratio: float, beyond: fl
 
 def test_a_loops_last_round_of_another_size_is_no_moment_of_its_own():
     """A sum over what a last chunk of 1 to 1,024 tokens holds is no formula; over the largest chunk it is."""
-    shapes = design_shapes(LONGEST, group_size=8, chunk_tokens=CHUNK)
+    shapes = pass_shapes(LONGEST, group_size=8, chunk_tokens=CHUNK)
 
     def log(shape: Shape) -> list[tuple[str, int]]:
         tokens = shape.rows * shape.new_tokens
         chunks = [min(CHUNK, tokens - start) for start in range(0, tokens, CHUNK)]
         return [("head", 500 * chunk + 30 * tokens) for chunk in chunks]
 
-    fit = PhaseFit(
-        list(zip(shapes, align([log(shape) for shape in shapes]), strict=True)), chunk_tokens=CHUNK
-    )
+    fit = PhaseFit(list(zip(shapes, align([log(shape) for shape in shapes]), strict=True)), IN_CHUNKS)
     for shape in UNSEEN:
         if shape.scored_tokens is None:
             assert fit(shape) == pytest.approx(max(held for _, held in log(shape)), rel=1e-3), shape
@@ -113,10 +121,10 @@ def test_without_a_chunk_the_head_is_no_part_of_it():
 
 
 def test_an_operation_that_never_comes_near_the_peak_or_is_not_always_there_is_left_out():
-    known = PhaseFit(traces(OPERATIONS), chunk_tokens=CHUNK)
+    known = PhaseFit(traces(OPERATIONS), IN_CHUNKS)
     seen = traces({**OPERATIONS, "small": lambda shape: 1.0 + shape.rows**2})
-    seen[0][1]["once", None] = 2e6
-    other = PhaseFit(seen, chunk_tokens=CHUNK)
+    seen[0][1]["once", 0] = 2e6
+    other = PhaseFit(seen, IN_CHUNKS)
     for shape in UNSEEN:
         assert other(shape) == pytest.approx(known(shape))
 
@@ -128,13 +136,22 @@ def test_a_fit_needs_traces():
 
 @given(group_size=st.integers(2, 16), prompt=st.integers(20, 2000), new=st.integers(10, 200))
 def test_every_coefficient_follows_from_the_designed_shapes(group_size: int, prompt: int, new: int):
-    shapes = design_shapes(Shape(1, prompt, new), group_size=group_size, chunk_tokens=CHUNK)
+    shapes = pass_shapes(Shape(1, prompt, new), group_size=group_size, chunk_tokens=CHUNK)
     assert max(shape.prompt_tokens for shape in shapes) == prompt
     assert max(shape.new_tokens for shape in shapes) == new
     assert all(shape.rows % group_size == 0 for shape in shapes) and len(shapes) == 11
-    r, p, c = np.array([shape[:3] for shape in shapes], dtype=float).T
-    chunk = np.minimum(r * c, CHUNK)
-    features = np.stack([np.ones(len(r)), chunk, r, r * p, r * c, r * p * c, r * c * c, r * p * p], 1)
+    features = np.stack([IN_CHUNKS(shape) for shape in shapes])
+    assert np.linalg.matrix_rank(features / features.max(0)) == features.shape[1]
+
+
+@given(group_size=st.integers(1, 16), prompt=st.integers(12, 2000), new=st.integers(10, 2000))
+def test_every_coefficient_of_decoding_follows_too(group_size: int, prompt: int, new: int):
+    shapes = decoding_shapes(Shape(1, prompt, new), group_size=group_size)
+    assert max(shape.prompt_tokens for shape in shapes) == prompt
+    assert max(shape.new_tokens for shape in shapes) == new
+    assert all(shape.rows % group_size == 0 and shape.rows > group_size for shape in shapes)
+    joined = [shape._replace(joining_groups=max(1, shape.rows // group_size // 8)) for shape in shapes]
+    features = np.stack([decoding_features(shape) for shape in joined])
     assert np.linalg.matrix_rank(features / features.max(0)) == features.shape[1]
 
 
@@ -142,7 +159,7 @@ def test_every_coefficient_follows_from_the_designed_shapes(group_size: int, pro
 def test_short_completions_are_predicted_for_many_rows_too(new: int):
     """Their tokens fill the head's chunk only where rows are many."""
     peak = formula(1e5, 2000, 4000, 1000, 9000, 0, 0, 0)
-    fit = PhaseFit(traces({"mlp": peak}, Shape(4, 60, new), 4), chunk_tokens=CHUNK)
+    fit = PhaseFit(traces({"mlp": peak}, Shape(4, 60, new), 4), IN_CHUNKS)
     for rows in (4, 32, 256, 1024):
         shape = Shape(rows, 60, new)
         assert fit(shape) >= 0.99 * peak(shape)

@@ -28,6 +28,7 @@ __all__ = [
     "Decoder",
     "cache_tokens",
     "has_static_cache",
+    "joining_groups",
     "leave_at_once",
     "make_decoder",
     "replaced_at_once",
@@ -88,6 +89,11 @@ def leave_at_once(model: PreTrainedModel, groups: int) -> int:
 def replaced_at_once(groups: int) -> int:
     """How many of so many groups have to end before others take their places: one prefill serves them."""
     return max(1, groups // 8)
+
+
+def joining_groups(model: PretrainedConfig, groups: int) -> int:
+    """How many groups' prompts are computed at once while so many groups decode and others wait."""
+    return replaced_at_once(groups) if _is_native(model) and groups > 1 else 0
 
 
 def cache_tokens(model: PretrainedConfig, new_tokens: int) -> int:

@@ -2,7 +2,7 @@
 
 from grpo.memory.adaptive import AdaptiveMemory
 from grpo.memory.budget import Budget, DeviceMemory, card_memory, limit_memory, make_budget
-from grpo.memory.fit import PhaseFit, Shape, align, design_shapes
+from grpo.memory.fit import PhaseFit, align
 from grpo.memory.leak import LeakVerdict, LeakWatch, MemorySample, detect_leak
 from grpo.memory.live import LiveBytes, peak_live_bytes
 from grpo.memory.monitor import MemoryMonitor, MemoryReading, PhaseReading
@@ -18,6 +18,7 @@ from grpo.memory.planner import (
 )
 from grpo.memory.predictor import Prediction, Predictor
 from grpo.memory.recovery import Retry, is_out_of_memory, release_cache, survive
+from grpo.memory.shape import Shape, decoding_features, decoding_shapes, pass_features, pass_shapes
 
 __all__ = [
     "AdaptiveMemory",
@@ -42,13 +43,16 @@ __all__ = [
     "Shape",
     "align",
     "card_memory",
-    "design_shapes",
+    "decoding_features",
+    "decoding_shapes",
     "detect_leak",
     "is_out_of_memory",
     "largest_multiple",
     "largest_rows",
     "limit_memory",
     "make_budget",
+    "pass_features",
+    "pass_shapes",
     "peak_live_bytes",
     "plan_phase",
     "release_cache",

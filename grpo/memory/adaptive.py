@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 from loguru import logger
 
 from grpo.memory.budget import Budget, larger_budget
-from grpo.memory.fit import Shape
 from grpo.memory.monitor import MemoryMonitor, PhaseReading
 from grpo.memory.phase import OUTSIDE, Parts, PhaseRecord, PhaseSpec
 from grpo.memory.planner import DoesNotFit, Footprint, PhasePlan, largest_multiple, plan_phase
 from grpo.memory.predictor import Predictor
 from grpo.memory.recovery import Retry, survive
+from grpo.memory.shape import Shape
 
 T = TypeVar("T")
 FRAGMENTATION = 0.1

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from grpo.memory.fit import Shape
+from grpo.memory.shape import Shape
 
 Parts = Mapping[str, int]
 """Bytes by component."""

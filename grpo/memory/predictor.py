@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo.memory.fit import Shape
+from grpo.memory.shape import Shape
 
 UNCALIBRATED_ERROR = 0.05
 """Relative error stated before anything was measured; scripts/benchmark_memory.py prints the true one."""

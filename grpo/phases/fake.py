@@ -119,7 +119,8 @@ class FakePhases:
         prompts, per_prompt = self._prompts(shape)
         rows = len(prompts) * per_prompt
         uniforms = torch.zeros(rows)
-        kept = torch.zeros(rows, shape.new_tokens, dtype=torch.long), torch.zeros(rows, shape.new_tokens)
+        made = (rows * 2 if split else rows, shape.new_tokens + 1)  # split: in two parts, if not more
+        kept = torch.zeros(made, dtype=torch.long), torch.zeros(made)
         decoder = make_decoder(self._sampler, shape.new_tokens)
         logits = decoder.prefill(prompts, per_prompt)
         decoder.skip(max(0, shape.new_tokens - 2))
@@ -128,10 +129,11 @@ class FakePhases:
             del logits
             logits, recording = self._recorded_step(decoder, tokens)
             self._sample_tokens(logits, uniforms)
-            if split and has_static_cache(self._sampler) and len(prompts) > 1:
-                replaced = range(replaced_at_once(len(prompts)))
-                decoder.replace(replaced, prompts[: len(replaced)])
-            decoder.keep(range(min(1, len(prompts) - 1), len(prompts)))
+            if len(prompts) > 1:
+                if split and has_static_cache(self._sampler):
+                    replaced = range(replaced_at_once(len(prompts)))
+                    decoder.replace(replaced, prompts[: len(replaced)])
+                decoder.keep(range(1, len(prompts)))
             del recording
         del kept
 

@@ -4,16 +4,27 @@ import hashlib
 import importlib.metadata
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import platformdirs
 import torch
 import transformers
 from loguru import logger
 
-from grpo.decode import cache_tokens
-from grpo.memory import PhaseFit, Shape, align, design_shapes
+from grpo.decode import cache_tokens, joining_groups
+from grpo.memory import (
+    PhaseFit,
+    Shape,
+    align,
+    decoding_features,
+    decoding_shapes,
+    pass_features,
+    pass_shapes,
+)
 from grpo.phases.fake import FakePhases, PhaseSettings
 
 CHUNK_TOKENS = 1024
@@ -47,10 +58,14 @@ class PhaseTracer:
         return self._known[key]
 
     def rounded(self, phase: str, shape: Shape) -> Shape:
-        """The next larger shape that memory is affine in: a static cache grows by blocks."""
+        """The next larger shape that memory follows a formula in: a static cache grows by blocks."""
         if not phase.startswith("sample"):
             return shape
-        return shape._replace(new_tokens=cache_tokens(self._settings.model, shape.new_tokens))
+        model, groups = self._settings.model, shape.rows // self._settings.group_size
+        return shape._replace(
+            new_tokens=cache_tokens(model, shape.new_tokens),
+            joining_groups=joining_groups(model, groups) if phase == "sample split" else 0,
+        )
 
     def _fake(self) -> FakePhases:
         if self._phases is None:
@@ -67,17 +82,28 @@ class PhaseTracer:
         """How many numbers each trained tensor has: the adapters', where there are any."""
         return self._fake().trained_sizes
 
-    def fit(self, phase: str, longest: Shape) -> PhaseFit:
-        """The phase's peak as a formula, good for shapes up to about `longest`."""
-        chunk_tokens = None if phase.startswith("sample") else CHUNK_TOKENS
-        shapes = design_shapes(longest, group_size=self._settings.group_size, chunk_tokens=chunk_tokens)
+    def fit(self, phase: str, longest: Shape) -> Callable[[Shape], float]:
+        """The phase's peak as a formula of the shape, good for shapes up to about `longest`."""
+        if phase != "sample split":
+            return self._fit(phase, longest)
+        alone, joined = self._fit("sample", longest), self._fit(phase, longest)
+        return lambda shape: joined(shape) if shape.rows > self._settings.group_size else alone(shape)
+
+    def _fit(self, phase: str, longest: Shape) -> PhaseFit:
+        group_size = self._settings.group_size
+        features: Callable[[Shape], np.ndarray]
+        if phase.startswith("sample"):
+            shapes, features = decoding_shapes(longest, group_size=group_size), decoding_features
+        else:
+            shapes = pass_shapes(longest, group_size=group_size, chunk_tokens=CHUNK_TOKENS)
+            features = partial(pass_features, chunk_tokens=CHUNK_TOKENS)
         shapes = [self.rounded(phase, shape) for shape in shapes]
         if not self._announced and any(_key(phase, shape) not in self._known for shape in shapes):
             logger.info("tracing memory for this shape, once: about a quarter of a minute")
             self._announced = True
         moments = align([self.trace(phase, shape) for shape in shapes])
         self._save()
-        return PhaseFit(list(zip(shapes, moments, strict=True)), chunk_tokens=chunk_tokens)
+        return PhaseFit(list(zip(shapes, moments, strict=True)), features)
 
     def _save(self) -> None:
         """All at once: a file of many logs is long to write."""
