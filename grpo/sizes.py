@@ -2,7 +2,8 @@
 
 import re
 
-_UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
+GB = 2**30
+_UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": GB, "TB": 2**40}
 
 
 class SizeError(ValueError):

@@ -16,10 +16,8 @@ def main() -> int:
     from rich.console import Console
 
     from grpo.tracking import configure_logging
-    from grpo.workbench.calculator.calculate import CalculatorSettings, calculate
     from grpo.workbench.calculator.cards import cards_table
-    from grpo.workbench.calculator.profiles import write_profiles
-    from grpo.workbench.calculator.tables import as_json, show
+    from grpo.workbench.calculator.settings import CalculatorSettings
 
     console = Console()
     if not console.is_terminal:
@@ -32,6 +30,11 @@ def main() -> int:
             console.print(cards_table())
             console.print("Choose one with --gpu, or give any other card's size: --gpu-memory 20GB.")
             return DONE
+        # These load torch: a wrong flag need not wait for it.
+        from grpo.workbench.calculator.calculate import calculate
+        from grpo.workbench.calculator.profiles import write_profiles
+        from grpo.workbench.calculator.tables import as_json, show
+
         found = calculate(settings, card)
         show(found, console)
         if settings.yaml is not None:

@@ -19,25 +19,27 @@ def main() -> int:
     from grpo.before_torch import set_library_defaults
 
     set_library_defaults()
-    import torch
-
-    from grpo.model import choose_device, compute_dtype
     from grpo.tracking import configure_logging
-    from grpo.workbench.machine import device_name
-    from grpo.workbench.performance.measure import (
-        PerformanceSettings,
-        matmul_rate,
-        rates_table,
-        switches_table,
-        training_rates,
-    )
-    from grpo.workbench.performance.switches import switches
+    from grpo.workbench.performance.settings import PerformanceSettings
 
     errors = Console(stderr=True)
     console = Console(width=None if sys.stdout.isatty() else 120)
     configure_logging("INFO", errors)
     try:
         settings = tyro.cli(PerformanceSettings, config=(tyro.conf.OmitArgPrefixes,))
+        # These load torch: a wrong flag need not wait for it.
+        import torch
+
+        from grpo.model import choose_device, compute_dtype
+        from grpo.workbench.machine import device_name
+        from grpo.workbench.performance.measure import (
+            matmul_rate,
+            rates_table,
+            switches_table,
+            training_rates,
+        )
+        from grpo.workbench.performance.switches import switches
+
         device = choose_device(settings.device)
         what = f"{settings.model.name}, {settings.batch_size} x {settings.context} tokens a step"
     except ValueError as error:

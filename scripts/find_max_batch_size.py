@@ -22,21 +22,24 @@ def main() -> int:
     from rich.console import Console
 
     from grpo.tracking import configure_logging
-    from grpo.workbench.maximum.find import FindSettings, check, find, findings, findings_elsewhere
-    from grpo.workbench.maximum.findings import (
-        as_json,
-        cards_table,
-        draw,
-        next_table,
-        recommendation_table,
-        sentences,
-    )
-    from grpo.workbench.maximum.search import trials_table
+    from grpo.workbench.maximum.settings import FindSettings
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     configure_logging("INFO", Console(stderr=True))
     try:
         settings = tyro.cli(FindSettings, config=(tyro.conf.OmitArgPrefixes,))
+        # These load torch: a wrong flag need not wait for it.
+        from grpo.workbench.maximum.find import check, find, findings, findings_elsewhere
+        from grpo.workbench.maximum.findings import (
+            as_json,
+            cards_table,
+            draw,
+            next_table,
+            recommendation_table,
+            sentences,
+        )
+        from grpo.workbench.maximum.search import trials_table
+
         results, predicted = [], {}
         if settings.measured:
             found = findings_elsewhere(settings)

@@ -10,7 +10,6 @@ from commands import ROOT, fresh, run
 from grpo.config import SettingsError, parse_command_line
 from grpo.memory import Footprint
 from grpo.workbench.maximum.find import (
-    FindSettings,
     check,
     findings,
     findings_elsewhere,
@@ -25,6 +24,7 @@ from grpo.workbench.maximum.search import (
     run_search,
     try_size,
 )
+from grpo.workbench.maximum.settings import FindSettings
 from grpo.workbench.maximum.trial import TrialTask
 from grpo.workbench.spec import ModelSpec
 

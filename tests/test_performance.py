@@ -8,7 +8,8 @@ from commands import fresh
 
 from grpo.config import SettingsError
 from grpo.workbench.machine import look, no_compiler
-from grpo.workbench.performance.measure import PerformanceSettings, matmul_rate, training_rates
+from grpo.workbench.performance.measure import matmul_rate, training_rates
+from grpo.workbench.performance.settings import PerformanceSettings
 from grpo.workbench.performance.switches import available_cores, switches
 from grpo.workbench.spec import ModelSpec
 

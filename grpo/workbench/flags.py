@@ -1,10 +1,13 @@
 """Flags that several of the workbench's commands have, each with its one line of help."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
 from grpo.settings import CheckpointingSetting
+
+Objective = Literal["grpo", "lm"]
+"""What is trained for: GRPO, or plain language modelling."""
 
 MaxBatchSize = Annotated[int, tyro.conf.arg(help="What is not exceeded.")]
 GroupSize = Annotated[int, tyro.conf.arg(help="Completions of a prompt; GRPO's batches are multiples of it.")]

@@ -6,7 +6,6 @@ no weights are made. GRPO's phases are those of a run; plain language modelling 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 from transformers import PretrainedConfig
@@ -29,11 +28,10 @@ from grpo.phases import LANGUAGE, PhaseTracer
 from grpo.planning import TracedFit, make_memory
 from grpo.recompute import choose_checkpointing
 from grpo.settings import Checkpointing, CheckpointingSetting, LoraSettings, SamplingSettings
+from grpo.workbench.flags import Objective
 from grpo.workbench.models import context_of
 from grpo.workbench.spec import ModelSpec
 from grpo.workload import Workload, logits_parts, resident_parts, scratch_bytes
-
-Objective = Literal["grpo", "lm"]
 
 
 @dataclass(frozen=True)

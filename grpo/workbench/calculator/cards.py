@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from grpo.config import SettingsError
-from grpo.memory import card_memory
-from grpo.memory.budget import GB
-from grpo.sizes import parse_size
+from grpo.sizes import GB, parse_size
 
 ECC_SHARE = 15 / 16
 """What error correction leaves of GDDR memory. nvidia-smi on a T4: 15360 MiB of 16 GB, A10: 23028 of
@@ -35,6 +33,8 @@ class Card:
     @property
     def usable_bytes(self) -> int:
         """What a process can ask CUDA for on an idle card."""
+        from grpo.memory import card_memory  # which loads torch
+
         share = ECC_SHARE if self.gddr_ecc else 1.0
         return card_memory(int(share * self.sold_gb * GB)).total_bytes
 

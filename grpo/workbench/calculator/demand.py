@@ -6,14 +6,10 @@ follow; bytes a sample then come from the person, or stay unknown: none are gues
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from grpo.memory.phase import OUTSIDE
+from grpo.workbench.calculator.settings import FrozenDtype, Optimizer, Weights
 from grpo.workbench.predict import StepMemory, StepSettings
-
-Weights = Literal["bf16+master", "fp32", "bf16"]
-Optimizer = Literal["adamw", "adamw-8bit", "sgd"]
-FrozenDtype = Literal["fp32", "bf16", "int8", "int4"]
 
 FROZEN_BYTES: dict[FrozenDtype, float] = {"fp32": 4, "bf16": 2, "int8": 1, "int4": 0.5}
 """Of a frozen parameter; scales of quantized ones are left out."""

@@ -4,16 +4,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
 from grpo.config import SettingsError
 from grpo.settings import Precision
 from grpo.workbench.calculator.cards import Card, card_of_size, find_card
-from grpo.workbench.calculator.demand import FrozenDtype, Optimizer, Weights
-from grpo.workbench.flags import GradientCheckpointing, GroupSize, HasReference, LoraRank, MaxBatchSize
-from grpo.workbench.predict import Objective
+from grpo.workbench.flags import (
+    GradientCheckpointing,
+    GroupSize,
+    HasReference,
+    LoraRank,
+    MaxBatchSize,
+    Objective,
+)
 from grpo.workbench.spec import ModelSpec
+
+Weights = Literal["bf16+master", "fp32", "bf16"]
+Optimizer = Literal["adamw", "adamw-8bit", "sgd"]
+FrozenDtype = Literal["fp32", "bf16", "int8", "int4"]
 
 MOST_PARAMETERS = 1e15
 OF_MODELS = ("objective", "prompt_tokens", "precision", "lora_rank")

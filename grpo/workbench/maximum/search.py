@@ -6,7 +6,7 @@ proposes again. `classic` is the manual recipe: 16 more after a success, half af
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from loguru import logger
 from rich.table import Table
@@ -16,7 +16,6 @@ from grpo.workbench.maximum.trial import TRIAL_STEPS, TrialTask
 from grpo.workbench.predict import StepMemory
 from grpo.workbench.processes import Status, run_worker
 
-Strategy = Literal["predict", "classic"]
 MAX_TRIALS = 4
 """Of `predict`."""
 POINTS_OF_A_LINE = 3

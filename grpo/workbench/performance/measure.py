@@ -7,52 +7,23 @@ rollout, whose rate every run logs.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 import torch
 from rich.table import Table
 
-from grpo.config import SettingsError
 from grpo.model import compute_dtype
 from grpo.objectives import accumulate_lm
 from grpo.optimizer import make_optimizer
-from grpo.settings import OptimizerSettings, Precision
+from grpo.settings import OptimizerSettings
 from grpo.step import Stepper
 from grpo.workbench.machine import PRECISIONS, no_compiler
-from grpo.workbench.models import context_of, random_model
+from grpo.workbench.models import random_model
+from grpo.workbench.performance.settings import PerformanceSettings
 from grpo.workbench.performance.switches import Switch, available_cores
-from grpo.workbench.spec import ModelSpec
 
 WARM_UP_STEPS = 1
-
-
-@dataclass(frozen=True)
-class PerformanceSettings:
-    """Measure training on this machine, and say which switches are off."""
-
-    model: ModelSpec = field(default_factory=ModelSpec)
-    """The shape that is trained, from random weights."""
-    batch_size: int = 8
-    """Windows of --context tokens in a step."""
-    steps: int = 3
-    """Steps that are timed, after a first one that is not."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1, mps."""
-    precision: Precision = "auto"
-    """Dtype of matrix products; auto: bf16 where native."""
-    compile: bool = False
-    """Time a compiled step as well: on a CPU compiling takes about a minute."""
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "steps"):
-            if getattr(self, name) < 1:
-                raise SettingsError(f"{name} is {getattr(self, name)}: give at least 1.")
-
-    @property
-    def context(self) -> int:
-        """Tokens of a window: no more than the model reaches."""
-        return min(self.model.context, context_of(self.model.config()))
 
 
 @dataclass(frozen=True)

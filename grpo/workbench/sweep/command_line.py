@@ -10,8 +10,9 @@ from typing import Any, get_args
 import tyro
 
 from grpo.config import Config, SettingsError, read_config
+from grpo.workbench.flags import Objective
 from grpo.workbench.spec import ModelSpec
-from grpo.workbench.sweep.settings import Objective, SweepSettings
+from grpo.workbench.sweep.settings import SweepSettings
 
 LOW_RESOURCE: dict[str, int] = {
     "batch_sizes": 64, "total_tokens": 100_000, "total_samples": 256, "heldout": 32, "evaluations": 4,

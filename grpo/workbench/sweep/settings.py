@@ -13,10 +13,9 @@ import tyro
 from grpo.config import Config, SettingsError, from_flat, to_flat
 from grpo.settings import LossSettings, OptimizerSettings, Precision, SamplingSettings
 from grpo.sizes import SizeError, parse_size
-from grpo.workbench.flags import GradientCheckpointing
+from grpo.workbench.flags import GradientCheckpointing, Objective
 from grpo.workbench.spec import ModelSpec
 
-Objective = Literal["lm", "grpo"]
 ScaleLR = Literal["none", "linear", "sqrt", "tuned"]
 
 TUNE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)

@@ -1,0 +1,37 @@
+"""The settings of measuring what a machine reaches in training."""
+
+from dataclasses import dataclass, field
+
+from grpo.config import SettingsError
+from grpo.settings import Precision
+from grpo.workbench.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class PerformanceSettings:
+    """Measure training on this machine, and say which switches are off."""
+
+    model: ModelSpec = field(default_factory=ModelSpec)
+    """The shape that is trained, from random weights."""
+    batch_size: int = 8
+    """Windows of --context tokens in a step."""
+    steps: int = 3
+    """Steps that are timed, after a first one that is not."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps."""
+    precision: Precision = "auto"
+    """Dtype of matrix products; auto: bf16 where native."""
+    compile: bool = False
+    """Time a compiled step as well: on a CPU compiling takes about a minute."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "steps"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"{name} is {getattr(self, name)}: give at least 1.")
+
+    @property
+    def context(self) -> int:
+        """Tokens of a window: no more than the model reaches."""
+        from grpo.workbench.models import context_of  # which loads torch
+
+        return min(self.model.context, context_of(self.model.config()))
