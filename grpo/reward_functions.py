@@ -101,15 +101,29 @@ def load_reward(spec: str) -> tuple[str, RewardFunction]:
     return name, function
 
 
-def _needed_columns(function: RewardFunction) -> list[str]:
-    """What it wants by name besides prompts and completions."""
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_ALWAYS_GIVEN = ("prompts", "completions", "completion_ids")
+
+
+def _parameters(function: RewardFunction) -> list[inspect.Parameter]:
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # not written in Python
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # not written in Python: it may take anything
+        return [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
+
+
+def _needed_columns(function: RewardFunction) -> list[str]:
+    """What it wants by name besides what is always given."""
+    needed = [p.name for p in _parameters(function) if p.kind in _BY_NAME and p.default is p.empty]
+    return [name for name in needed if name not in _ALWAYS_GIVEN]
+
+
+def _not_taken(function: RewardFunction, given: Sequence[str]) -> list[str]:
+    """What it is given by name and has no parameter for."""
+    parameters = _parameters(function)
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return []
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    needed = [p.name for p in parameters if p.kind in by_name and p.default is p.empty]
-    return [name for name in needed if name not in ("prompts", "completions", "completion_ids")]
+    return sorted({*given} - {p.name for p in parameters if p.kind in _BY_NAME})
 
 
 class RewardFailed(RuntimeError):
@@ -169,16 +183,22 @@ class RewardFunctions:
                 )
 
     def check_columns(self, prompts: Sequence[Prompt]) -> None:
-        """ValueError if a user's reward needs a column that none of these prompts has."""
+        """ValueError if a user's reward needs what no prompt has, or does not take what it is given."""
         there = list(collate(prompts))
         for name, function in self._functions.items():
-            if isinstance(function, WeightedReward) or not prompts:
+            if isinstance(function, WeightedReward):
                 continue
-            if missing := [column for column in _needed_columns(function) if column not in there]:
+            missing = [column for column in _needed_columns(function) if column not in there]
+            if missing and prompts:
                 columns = f"column{'s' * (len(missing) > 1)} {', '.join(missing)}"
                 raise ValueError(
                     f"reward {name!r} needs the {columns}; the prompts have {', '.join(there) or 'none'}: "
                     "give --prompts with it, or the function a default."
+                )
+            if too_many := _not_taken(function, [*_ALWAYS_GIVEN, *there]):
+                raise ValueError(
+                    f"reward {name!r} does not take {', '.join(too_many)}, which every reward is given: "
+                    "add **columns to its parameters."
                 )
 
     def prepare(self, prompts: Sequence[Prompt]) -> None:

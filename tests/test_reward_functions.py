@@ -63,6 +63,23 @@ callable_one = Callable()
 """
 
 
+CLOSED = """
+def closed(prompts, completions): ...
+def all_by_name(prompts, completions, completion_ids, task, answer): ...
+def without_ids(prompts, completions, *, task=None, answer=None): ...
+"""
+
+
+def test_a_reward_that_does_not_take_what_it_is_given_is_refused_beforehand(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"'closed' does not take answer, completion_ids, task, .* add \*\*col"
+    ):
+        functions(tmp_path, CLOSED, "closed").check_columns(OWN)
+    with pytest.raises(ValueError, match="'without_ids' does not take completion_ids, which"):
+        functions(tmp_path, CLOSED, "all_by_name", "without_ids").check_columns([])
+    functions(tmp_path, CLOSED, "all_by_name").check_columns(OWN)
+
+
 def test_a_column_that_no_prompt_has_is_missed_beforehand(tmp_path):
     with pytest.raises(ValueError, match="'brevity' needs the column limit; the prompts have task, answer:"):
         functions(tmp_path, NEEDY, "brevity").check_columns(OWN)
