@@ -1,5 +1,6 @@
 """Settings to change when memory does not suffice, with the bytes each would save."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -30,7 +31,8 @@ def advice(work: Workload, phase: str, tracer: PhaseTracer, missing_bytes: float
         savings[f"--max-new-tokens {half}"] = now - peak(work.phase_settings(), shorter)
     if phase == "learn":
         leaner = replace(work.phase_settings(), checkpointing="full")
-        savings["--gradient-checkpointing full"] = now - peak(leaner, row)
+        with suppress(ValueError):  # a model that does not say what its layers are
+            savings["--gradient-checkpointing full"] = now - peak(leaner, row)
     resident = resident_parts(work, tracer.num_parameters, tracer.trained_sizes)
     if "reference" in resident and not config.lora.on:
         elsewhere = "" if work.device_type == "cpu" else ", or --reference-device cpu"

@@ -299,6 +299,17 @@ def test_advice_says_what_each_setting_would_save():
     )
 
 
+def test_what_a_model_cannot_do_is_not_advised(monkeypatch):
+    def peak(tracer: Tracer, phase: str, shape: Shape) -> float:
+        if tracer._settings.checkpointing == "full":
+            raise ValueError("CTRLLMHeadModel does not say which of its layers can be recomputed")
+        return 2**20 * shape.rows * (shape.prompt_tokens + shape.new_tokens)
+
+    monkeypatch.setattr(Tracer, "_peak", peak)
+    said = advice(workload(), "learn", Tracer(workload().phase_settings()))
+    assert said.startswith("--max-new-tokens 10 saves 10 MB; --kl-coef 0 saves 38 MB; ")
+
+
 def test_advice_says_where_all_of_it_is_not_enough():
     work = workload(loss=WITHOUT_KL, lora=LoraSettings(lora_rank=16))
     tracer = Tracer(work.phase_settings())  # 10 MB by shorter texts, 35 by checkpointing, 35 by bf16
