@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from grpo.evaluate import Evaluation
 
 
+WRONG_SETTING, INTERRUPTED = 2, 130
+"""Exit statuses."""
+
+
 @dataclass(frozen=True)
 class EvaluateConfig:
     """Evaluate a model on held-out prompts: greedily, unless a temperature is given."""
@@ -68,14 +72,20 @@ class EvaluateConfig:
     """Compare with scores that --json saved here."""
 
     def __post_init__(self) -> None:
-        for name, least in (("limit", 1), ("self_play", 0), ("samples", 1), ("rows", 1)):
+        at_least = {"limit": 1, "self_play": 0, "samples": 1, "engine_depth": 1, "rows": 1}
+        for name, least in at_least.items():
             if (number := getattr(self, name)) < least:
                 raise ValueError(f"--{name.replace('_', '-')} is {number}: give at least {least}")
         for name in ("heldout_share", "max_bad_share"):
             if not 0 <= (share := getattr(self, name)) <= 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {share}: give a share between 0 and 1")
+        _ = self.sampling  # which checks its own
         if self.json is not None and not self.json.parent.is_dir():
             raise ValueError(f"--json {self.json}: there is no folder {self.json.parent}, make it first")
+
+    @property
+    def sampling(self) -> SamplingSettings:
+        return SamplingSettings(max_new_tokens=self.max_new_tokens, temperature=self.temperature)
 
 
 def checkpoint_of(model: str) -> str:
@@ -117,7 +127,7 @@ def measure(config: EvaluateConfig, mates: list[chess.Board]) -> "Evaluation":
     from grpo.model import RolloutModel, choose_device, choose_model, load_policy
     from grpo.prompts import check_spec, load_prompts
 
-    settings = SamplingSettings(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
+    settings = config.sampling
     device = choose_device(config.device)
     with ExitStack() as stack:
         engine = None
@@ -158,4 +168,7 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(EvaluateConfig))
     except (ValueError, EngineError) as error:
-        sys.exit(f"error: {error}")
+        Console(stderr=True).print(f"[red]error[/red] {error}", highlight=False, soft_wrap=True)
+        sys.exit(WRONG_SETTING)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

@@ -29,6 +29,7 @@ def imported_by(*words: str) -> tuple[set[str], str]:
         ("train_lean.py --temperature 0", "temperature is 0"), ("train_lean.py --clip-range 2", "between 0"),
         ("train_lean.py --lora-alpha 8", "lora_rank is 0"), ("monitor_memory.py 20 63", "batch_size is 63"),
         ("scripts/evaluate.py auto --rows 0", "--rows is 0"),
+        ("scripts/evaluate.py auto --max-new-tokens 0", "max_new_tokens is 0"),
         ("scripts/find_max_batch_size.py --group-size 1", "group_size is 1"),
         ("scripts/calculate_batch_size.py --gpu h1000", "no card known"),
         ("scripts/check_performance.py --steps 0", "steps is 0"),
