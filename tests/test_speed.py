@@ -12,6 +12,7 @@ from grpo.experiments.speed_limits import PhaseWork, Rates, limit_table, phase_w
 from grpo.experiments.speed_work import prepare, without_end
 from grpo.experiments.speed_worker import StepTime
 from grpo.model import BUNDLED_FOLDER
+from grpo.tracking import MEMORY_FILE, read_lines
 
 
 def step(seconds, peak=100, **split):
@@ -92,3 +93,5 @@ def test_both_trainers_take_their_turns(tmp_path):
         assert len(steps) == 1 and steps[0].seconds > 0 and steps[0].peak_bytes > 2**27, name
         assert 0 < steps[0].new_tokens <= 6
     assert {"timing/sample_s", "timing/learn_s"} <= set(outcome.steps["ours"][0].split)
+    (file,) = tmp_path.rglob(MEMORY_FILE)  # the trainer resets the system's peak at each phase
+    assert outcome.steps["ours"][0].peak_bytes >= max(each["peak_bytes"] for each in read_lines(file))

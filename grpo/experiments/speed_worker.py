@@ -42,7 +42,7 @@ class Work:
 class StepTime:
     """One step: mean lengths of its prompts and completions, where its time went, the process's peak.
 
-    peak_bytes: resident on the host, or, on a card, what torch has reserved there.
+    peak_bytes: of all steps so far; resident on the host, or, on a card, what torch has reserved there.
     """
 
     seconds: float
@@ -64,20 +64,22 @@ class Gate:
             sys.exit(0)
         self._start = time.perf_counter()
 
-    def report(self, prompt_tokens: float, new_tokens: float, split: dict[str, float]) -> None:
+    def report(
+        self, prompt_tokens: float, new_tokens: float, split: dict[str, float], peak: int | None = None
+    ) -> None:
         import torch
 
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # a step ends with its last kernel
         seconds = time.perf_counter() - self._start
-        self.say(asdict(StepTime(seconds, prompt_tokens, new_tokens, split, peak_bytes())))
+        self.say(asdict(StepTime(seconds, prompt_tokens, new_tokens, split, peak or peak_bytes())))
 
     def say(self, record: dict[str, Any]) -> None:
         print(json.dumps(record), file=self._out, flush=True)
 
 
 def peak_bytes() -> int:
-    """Most memory this process ever held: on the card that it has used, or else on the host."""
+    """Most memory this process held since peaks were reset: on the card it has used, or else the host."""
     import resource
 
     import torch
@@ -97,7 +99,7 @@ def run_ours(work: Work, gate: Gate) -> None:
     from grpo.loss import LossSettings
     from grpo.settings import OptimizerSettings, SamplingSettings
     from grpo.setup import open_run
-    from grpo.tracking import METRICS_FILE, NewLines
+    from grpo.tracking import MEMORY_FILE, METRICS_FILE, NewLines
     from grpo.trainer import Trainer
 
     config = Config(
@@ -112,14 +114,18 @@ def run_ours(work: Work, gate: Gate) -> None:
     with open_run(config) as run:
         gate.say({"ready": True})
         new_lines, seen = NewLines(run.folder / METRICS_FILE), [0.0]
+        new_records, peak = NewLines(run.folder / MEMORY_FILE), peak_bytes()
 
         def after_step(step: int) -> None:
+            nonlocal peak  # the trainer resets peaks at each phase, those of the system too
+            peak = max(peak, peak_bytes(), run.monitor.read().peak_bytes)
+            peak = max(peak, *(record["reserved_bytes"] for record in new_records()))
             metrics = new_lines()[-1]
             split = {name: value for name, value in metrics.items() if name.startswith("timing/")}
             new_tokens = metrics["completions/mean_length"]
             prompt_tokens = (metrics["num_tokens"] - seen[-1]) / work.batch_size - new_tokens
             seen.append(metrics["num_tokens"])
-            gate.report(prompt_tokens, new_tokens, split)
+            gate.report(prompt_tokens, new_tokens, split, peak)
             gate.wait()
 
         gate.wait()
