@@ -6,6 +6,7 @@ python scripts/benchmark.py --growth growth.png    # how our step's seconds grow
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -33,6 +34,7 @@ def main(
     only: str = "",
     alone: bool = False,
     best: bool = False,
+    rounds: int | None = None,
     output: Path | None = None,
     growth: Path | None = None,
 ) -> None:
@@ -42,9 +44,12 @@ def main(
         only: Rows of the table whose name holds these words, such as "124 M".
         alone: Without TRL: our own phases beside the machine's limit.
         best: Against TRL in its best configuration alone, not as it comes too.
+        rounds: Of each row; None: 5, or 2 of GPT-2 124 M. One has no interval, but shows memory.
         output: A JSON file for every step.
         growth: Measure our step at batches of 8 to 256 and 32 to 256 new tokens instead, and draw it here.
     """
+    if rounds is not None and rounds < 1:
+        sys.exit(f"--rounds is {rounds}: give at least 1.")
     console = Console(width=150)  # the tables are for results/README.md, whatever the terminal
     configure_logging("INFO", console)
     if growth is not None:
@@ -52,6 +57,7 @@ def main(
     contenders = CONTENDERS[: 1 if alone else 2 if best else 3]
     outcomes = []
     for case in chosen(only):
+        case = case if rounds is None else replace(case, rounds=rounds)
         with TemporaryDirectory() as folder:
             outcomes.append(race(case, Path(folder), contenders=contenders))
     rates = measure_rates(compute_dtype("auto", torch.device("cpu")))
