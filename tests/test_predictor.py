@@ -129,6 +129,14 @@ def test_an_operation_that_never_comes_near_the_peak_or_is_not_always_there_is_l
         assert other(shape) == pytest.approx(known(shape))
 
 
+def test_what_is_small_at_the_designed_shapes_may_be_the_peak_of_many_rows():
+    """As a large vocabulary's head hides a layer until hundreds of rows are scored at once."""
+    layer = formula(0, 0, 4000, 100, 100, 0, 0, 0)
+    fit = PhaseFit(traces({"head": formula(8e7, 700, 0, 0, 0, 0, 0, 0), "layer": layer}), IN_CHUNKS)
+    few, many = Shape(64, 120, 144), Shape(4096, 120, 144)
+    assert layer(few) < 0.1 * fit(few) and fit(many) == pytest.approx(layer(many)) and layer(many) > 1e8
+
+
 def test_a_fit_needs_traces():
     with pytest.raises(ValueError, match="at least one traced shape"):
         PhaseFit([])

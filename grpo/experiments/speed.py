@@ -147,6 +147,10 @@ def race(
     return outcome
 
 
+def _ratio(mean: float, least: float, most: float) -> str:
+    return f"{mean:.2f}× ({least:.2f} to {most:.2f})" if math.isfinite(most) else f"{mean:.2f}×"
+
+
 def race_table(outcomes: Sequence[Outcome]) -> Table:
     table = Table(
         "work", "samples a second", "against TRL's best", "against its defaults", "peak memory, GB",
@@ -157,7 +161,7 @@ def race_table(outcomes: Sequence[Outcome]) -> Table:
         shares: list[str] = []
         for other in CONTENDERS[1:]:
             raced = other in outcome.steps
-            ratios.append("{:.2f}× ({:.2f} to {:.2f})".format(*outcome.ratio(other)) if raced else "")
+            ratios.append(_ratio(*outcome.ratio(other)) if raced else "")
             shares.append(f"{outcome.memory_ratio(other):.2f}" if raced else "")
         ours = outcome.steps["ours"]
         rate = outcome.case.batch_size / float(np.median([step.seconds for step in ours]))
