@@ -2,7 +2,7 @@
 
 The truth that predictions of memory are held against. Its meter is the profiler's record of every
 allocation, which shares nothing with the meter that predictions are made from (`LiveBytes`). The
-worst case is run: completions never end early, but for one group that leaves just before the end.
+worst case is run: completions never end early, but for groups that leave just before the end.
 """
 
 import ctypes
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from grpo.adapters import adapters_off, add_adapters, store_base
 from grpo.config import Config
+from grpo.decode import joining_groups
 from grpo.full_length import FullLengthTokenizer, nameless_prompts
 from grpo.loss import LossSettings, loss_counts
 from grpo.memory import MemoryMonitor, Shape
@@ -92,10 +93,16 @@ class RealPhases:
 
     def _sampling(self, shape: Shape, num_rows: int) -> Callable[[], object]:
         group_size, new_tokens = self._setting.group_size, shape.new_tokens
+        waiting = num_rows > shape.rows
+        together = joining_groups(self._setting.model, shape.rows // group_size) if waiting else 0
+        if together:  # all that wait find a place, and one group more leaves
+            num_rows = shape.rows + shape.rows // group_size // together * together * group_size
         prompts = nameless_prompts(num_rows // group_size)
         uniforms = torch.rand(num_rows, new_tokens) / 2 + 0.5  # token 0 ends a text: only 0 samples it
-        if shape.rows > group_size and new_tokens > 1:  # one group ends while the others' cache is full
-            uniforms[shape.rows - group_size : shape.rows, -2] = 0.0
+        if shape.rows > group_size and new_tokens > 1:  # some end while the others' cache is full
+            uniforms[shape.rows - max(1, together) * group_size : shape.rows, -2] = 0.0
+            if waiting:  # the last to come leaves at once, and what stays is copied
+                uniforms[-group_size:, 0] = 0.0
         settings = SamplingSettings(max_new_tokens=new_tokens)
         tokenizer = FullLengthTokenizer(shape.prompt_tokens, eos_token_id=0)
         return lambda: rollout(self._sampler, tokenizer, prompts, uniforms, settings, rows=shape.rows)  # type: ignore[arg-type]
