@@ -64,15 +64,13 @@ class Gate:
             sys.exit(0)
         self._start = time.perf_counter()
 
-    def report(
-        self, prompt_tokens: float, new_tokens: float, split: dict[str, float], peak: int | None = None
-    ) -> None:
+    def report(self, prompt_tokens: float, new_tokens: float, split: dict[str, float], peak: int) -> None:
         import torch
 
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # a step ends with its last kernel
         seconds = time.perf_counter() - self._start
-        self.say(asdict(StepTime(seconds, prompt_tokens, new_tokens, split, peak or peak_bytes())))
+        self.say(asdict(StepTime(seconds, prompt_tokens, new_tokens, split, peak)))
 
     def say(self, record: dict[str, Any]) -> None:
         print(json.dumps(record), file=self._out, flush=True)
@@ -118,8 +116,8 @@ def run_ours(work: Work, gate: Gate) -> None:
 
         def after_step(step: int) -> None:
             nonlocal peak  # the trainer resets peaks at each phase, those of the system too
-            peak = max(peak, peak_bytes(), run.monitor.read().peak_bytes)
-            peak = max(peak, *(record["reserved_bytes"] for record in new_records()))
+            reserved = (record["reserved_bytes"] for record in new_records())
+            peak = max(peak, run.monitor.read().peak_bytes, *reserved)
             metrics = new_lines()[-1]
             split = {name: value for name, value in metrics.items() if name.startswith("timing/")}
             new_tokens = metrics["completions/mean_length"]
@@ -162,7 +160,7 @@ def run_trl(work: Work, gate: Gate, *, best: bool) -> None:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **__: Any) -> None:
             lengths = trainer._metrics["train"].get("completions/mean_length", [0.0])
-            gate.report(0.0, lengths[-1], {})
+            gate.report(0.0, lengths[-1], {}, peak_bytes())
 
     options: dict[str, Any] = {"bf16": False}
     if best:
