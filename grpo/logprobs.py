@@ -2,9 +2,9 @@
 
 Logits for a batch are (rows, tokens, vocabulary), usually the largest tensor of a step. Here they
 exist for `chunk_tokens` tokens at once, in the forward pass and, recomputed, in the backward pass.
-Beyond inputs and gradients it holds at most two (chunk_tokens, V) buffers in fp32, two numbers
-per token, and, where the head is computed in another dtype than it is stored in or in lower precision,
-one (V, D) copy.
+Beyond inputs and gradients it holds at most two (chunk_tokens, V) buffers in fp32, which all chunks
+share, two numbers per token, and, where the head is computed in another dtype than it is stored in or in
+lower precision, one (V, D) copy.
 
 Left out on purpose: heads that are not a plain linear layer (soft-capped logits), and gradients
 of the entropy, which is a metric here.
@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -90,25 +89,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=exact) if wants_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
-            head, head_bias = _cast_head(weight, bias, dtype)
+            head = _Head(weight, bias, dtype, temperature, min(chunk_tokens, len(normalizers)))
             for start in range(0, len(normalizers), chunk_tokens):
                 part = _part(rows, start, chunk_tokens)
                 states = hidden[part].to(dtype)  # (K, D)
                 slope = grad_logp[part].to(exact).unsqueeze(1) / temperature  # (K, 1)
-                logits = _logits(states, head, head_bias, temperature, exact)  # (K, V)
                 grad = _logits_gradient(
-                    logits, normalizers[start : start + chunk_tokens], targets[part], slope
+                    head.logits(states), normalizers[start : start + chunk_tokens], targets[part], slope
                 )
                 if grad_bias is not None:
                     grad_bias += grad.sum(dim=0)
-                grad = grad.to(dtype)
+                grad = head.rounded(grad)
                 if grad_hidden is not None:
-                    grad_hidden[part] = (grad @ head).to(hidden.dtype)
-                if grad_weight is not None and grad_weight.dtype == dtype:
-                    grad_weight.addmm_(grad.T, states)
-                elif grad_weight is not None:
-                    grad_weight += grad.T @ states
-                del logits, grad  # or they would still stand while the next chunk's are made
+                    grad_hidden[part] = (grad @ head.weight).to(hidden.dtype)
+                if grad_weight is not None:
+                    _add_product(grad_weight, grad, states)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -135,12 +130,11 @@ def _forward(
     entropies = hidden.new_zeros(len(hidden) if entropy else 0, dtype=exact)
     normalizers = hidden.new_empty(count, 2, dtype=exact)
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        head, head_bias = _cast_head(weight, bias, dtype)
+        head = _Head(weight, bias, dtype, temperature, min(chunk_tokens, count), room=True)
         for start in range(0, count, chunk_tokens):
             part = _part(rows, start, chunk_tokens)
-            logits = _logits(hidden[part].to(dtype), head, head_bias, temperature, exact)  # (K, V)
-            chunk_logp, chunk_entropy, chunk_normalizers = _score(logits, targets[part], entropy)
-            del logits  # or it would still stand while the next chunk's is made
+            logits = head.logits(hidden[part].to(dtype))  # (K, V)
+            chunk_logp, chunk_entropy, chunk_normalizers = _score(logits, head.room, targets[part], entropy)
             logp[part] = chunk_logp
             normalizers[start : start + chunk_tokens] = chunk_normalizers
             if chunk_entropy is not None:
@@ -148,11 +142,74 @@ def _forward(
     return logp, entropies, normalizers
 
 
-def _score(logits: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Log-probs (K,), entropies (K,), and largest logit and log-sum (K, 2); overwrites `logits` (K, V)."""
+class _Head:
+    """The vocabulary head in the dtype of its products, and a chunk's logits.
+
+    All chunks share their tensors: on a CPU fresh pages would take longer than what is written on them.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        temperature: float,
+        tokens: int,
+        *,
+        room: bool = False,
+    ) -> None:
+        """tokens: of a chunk, at most. room: to hold a second tensor like the logits."""
+        exact = torch.promote_types(dtype, torch.float32)
+        cast = centred_head if dtype.itemsize < 4 else Tensor.to
+        self.weight = cast(weight, dtype)  # (V, D)
+        self._bias = None if bias is None else cast(bias, dtype)  # (V,)
+        self._temperature = temperature
+        self._logits = self._products = weight.new_empty(tokens, len(weight), dtype=exact)
+        if room:
+            self.room = torch.empty_like(self._logits)
+        if dtype != exact and room:  # what is multiplied is read before there is something in the room
+            half = self.room.view(-1).view(dtype)[: self.room.numel()]
+            self._products = half.view_as(self.room)
+        elif dtype != exact:
+            self._products = torch.empty_like(self._logits, dtype=dtype)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """(states @ weightᵀ + bias) / temperature of states (K, D): (K, V), fp32 or float64."""
+        logits, product = self._logits[: len(states)], self._products[: len(states)]
+        if self._bias is None:
+            torch.mm(states, self.weight.T, out=product)
+        else:
+            torch.addmm(self._bias, states, self.weight.T, out=product)
+        if self._products is not self._logits:
+            logits.copy_(product)
+        return logits if self._temperature == 1 else logits.div_(self._temperature)
+
+    def rounded(self, gradient: Tensor) -> Tensor:
+        """The gradient (K, V) in the dtype of products; until the next logits."""
+        if self._products is self._logits:
+            return gradient
+        return self._products[: len(gradient)].copy_(gradient)
+
+
+def _add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:
+    """total (V, D) += gradientᵀ @ states, a part of the vocabulary at a time where that has to be cast."""
+    if total.dtype == states.dtype:
+        total.addmm_(gradient.T, states)
+        return
+    for rows, part in zip(total.split(_HEAD_PART), gradient.split(_HEAD_PART, 1), strict=True):
+        rows += part.T @ states
+
+
+def _score(
+    logits: Tensor, room: Tensor, targets: Tensor, entropy: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Log-probs (K,), entropies (K,), and largest logit and log-sum (K, 2).
+
+    Overwrites `logits` (K, V) and `room` (K, V).
+    """
     # Shifted by the largest, as log_softmax does: GPT-2's logits lie near -100, where fp32 is coarse.
     largest = logits.amax(dim=1, keepdim=True)
-    probs = logits.sub_(largest).exp()
+    probs = torch.exp(logits.sub_(largest), out=room[: len(logits)])
     total = probs.sum(dim=1, keepdim=True)
     log_total = total.log()
     logp = logits.gather(1, targets.unsqueeze(1)) - log_total
@@ -190,18 +247,6 @@ def centred_head(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 _HEAD_PART = 4096
 """Tokens of the vocabulary that are centred at once: a whole copy in fp32 would be large."""
-
-
-def _cast_head(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    if dtype.itemsize < 4:
-        return centred_head(weight, dtype), None if bias is None else centred_head(bias, dtype)
-    return weight.to(dtype), None if bias is None else bias.to(dtype)
-
-
-def _logits(
-    states: Tensor, head: Tensor, bias: Tensor | None, temperature: float, exact: torch.dtype
-) -> Tensor:
-    return F.linear(states, head, bias).to(exact).div_(temperature)
 
 
 def _matmul_dtype(hidden: Tensor) -> torch.dtype:

@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from grpo import attention
 from grpo.adapters import base_of, merged_weights, with_merged
 from grpo.hub import may_be_hub_id, out_of_reach
 from grpo.logprobs import centred_head
@@ -190,13 +191,16 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
-    """On CPU the fused attention's backward pass in bf16 is slower than the plain one.
+    """The name transformers knows it by: torch's fused attention, or our own in bf16 on a CPU.
 
     On CUDA not cuDNN's, which plans anew for every shape: micro-batches seldom have the same.
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
-    return "eager" if (device.type, dtype) == ("cpu", torch.bfloat16) else "sdpa"
+    if (device.type, dtype) == ("cpu", torch.bfloat16):
+        attention.register()
+        return attention.NAME
+    return "sdpa"
 
 
 def _source(name: str) -> str:

@@ -78,7 +78,8 @@ def _exponentials(logits: Tensor, largest: Tensor) -> Tensor:
     """exp(logits - largest), (R, V); a large vocabulary is padded with zeros to whole blocks."""
     rows, vocabulary = logits.shape
     padding = -vocabulary % _BLOCK if vocabulary > 16 * _BLOCK else 0
-    weights = logits.new_zeros(rows, vocabulary + padding)
+    weights = logits.new_empty(rows, vocabulary + padding)
+    weights[:, vocabulary:] = 0
     inside = weights[:, :vocabulary]
     torch.sub(logits, largest, out=inside)
     inside.exp_()

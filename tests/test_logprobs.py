@@ -108,22 +108,22 @@ def test_masked_tokens_are_never_read():
 
 
 class _Meter(TorchDispatchMode):
-    """The largest tensor made, the most bytes in (10, 50) ones at once, and how many rows got logits."""
+    """Bytes of the largest tensor, most bytes in (10, 50) ones at once, and how many rows got logits."""
 
     def __init__(self):
         super().__init__()
-        self.numel, self.rows, self.chunk_bytes = 0, 0, 0
+        self.largest, self.rows, self.chunk_bytes = 0, 0, 0
         self.chunks = weakref.WeakSet()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
                 if tensor.shape == (10, 50):
                     self.chunks.add(tensor.untyped_storage())
         self.chunk_bytes = max(self.chunk_bytes, sum(chunk.nbytes() for chunk in self.chunks))
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and out.shape[-1] == 50:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm) and out.shape[-1] == 50:
             self.rows += out.shape[0]
         return out
 
@@ -141,7 +141,7 @@ def test_the_logits_of_all_tokens_never_exist_and_masked_tokens_cost_nothing(aut
         logp.sum().backward()
     assert seen.rows == 64  # once more in the backward pass
     assert seen.chunk_bytes == 2 * 10 * 50 * 4  # two buffers of a chunk in fp32
-    assert seen.numel == max(10 * 50, 8 * 16 * 3)  # all logits would be 6400
+    assert seen.largest == 4 * max(10 * 50, 8 * 16 * 3)  # all logits would be 4 * 6400
 
 
 def test_without_gradients_nothing_is_kept():

@@ -1,13 +1,12 @@
 """GPT-2, one token at a time: a static cache, and one copy of a prompt's keys for its whole group.
 
-Attention runs over two parts, the group's prompt and the row's own tokens, joined in one softmax.
-Linear layers and norms are the model's own modules; only the attention is written out.
+Attention runs over two parts, the group's prompt and the row's own tokens, and their results are weighted
+by what each part's scores add up to (`decode/parts.py`). Linear layers and norms are the model's own.
 
-Own tokens lie in blocks, each a tensor without gaps: what attends to the first of them copies nothing.
 A group may take the place of a finished one: groups then have different numbers of own tokens.
 A recorder, if there is one, takes down steps on the device and replays them (`decode/recorded.py`).
 
-Shapes: b groups of g rows, H heads of width d, P prompt tokens, n blocks of K own tokens.
+Shapes: b groups of g rows, R = b·g rows, H heads of width d, P prompt tokens, K places for own tokens.
 """
 
 from collections.abc import Sequence
@@ -20,11 +19,12 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from grpo.decode.cache_bytes import CacheBytes
 from grpo.decode.groups import rows_of_groups
+from grpo.decode.parts import attend, joined
 from grpo.decode.recorded import RecordedSteps, Recorder
 from grpo.prefill import encode_prompts, pad_prompts
 
 _BLOCK = 48
-"""Own tokens are attended to in multiples of this: a CPU compiles its products for each length anew."""
+"""Own tokens are attended to in multiples of this: a step is recorded, or compiled, for each length anew."""
 
 
 def static_cache_length(tokens: int) -> int:
@@ -33,7 +33,7 @@ def static_cache_length(tokens: int) -> int:
 
 
 class _EncodedPrompts(NamedTuple):
-    keys: list[Tensor]  # of each layer (b, H, d, P)
+    keys: list[Tensor]  # of each layer (b, H, P, d)
     values: list[Tensor]  # of each layer (b, H, P, d)
     bias: Tensor  # (b, 1, 1, P), 0 where there is a token
     lengths: Tensor  # (b,)
@@ -41,13 +41,11 @@ class _EncodedPrompts(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """own[block, rows, …, place] takes each row's newest token: the same place for all, or (R,) tensors."""
+    """own[rows, :, place] takes each row's newest token: the same place for all, or (R,) tensors."""
 
-    block: int | Tensor
     rows: slice | Tensor
     place: int | Tensor
-    num_blocks: int  # that are attended to
-    bias: Tensor  # (R, n·K), 0 where a row has a token
+    bias: Tensor  # (R, 1, 1, K), 0 where a row has a token; so many places are attended to
 
 
 class GPT2Decoder:
@@ -72,11 +70,10 @@ class GPT2Decoder:
         self._prompt_keys, self._prompt_values, self._prompt_bias = prompts.keys, prompts.values, prompts.bias
         heads, head_width = config.n_head, config.n_embd // config.n_head
         self._rows_per_prompt = rows_per_prompt
-        rows, blocks = len(prompt_ids) * rows_per_prompt, static_cache_length(self._max_new_tokens) // _BLOCK
+        rows, places = len(prompt_ids) * rows_per_prompt, static_cache_length(self._max_new_tokens)
         new = prompts.logits.new_zeros
-        # Keys are stored transposed, (…, d, K): the layout a row of scores is fastest from.
-        self._own_keys = [new(blocks, rows, heads, head_width, _BLOCK) for _ in self._blocks]
-        self._own_values = [new(blocks, rows, heads, _BLOCK, head_width) for _ in self._blocks]
+        self._own_keys = [new(rows, heads, places, head_width) for _ in self._blocks]
+        self._own_values = [new(rows, heads, places, head_width) for _ in self._blocks]
         self._num_own = [0] * len(prompt_ids)  # own tokens of each group's rows
         self._positions = prompts.lengths.repeat_interleave(rows_per_prompt)  # (R,)
         self._own = torch.zeros_like(self._positions)  # (R,) what num_own says, for the device
@@ -89,8 +86,8 @@ class GPT2Decoder:
         for layer in range(len(self._blocks)):
             self._prompt_keys[layer][places] = prompts.keys[layer]
             self._prompt_values[layer][places] = prompts.values[layer]
-            self._own_keys[layer].index_fill_(1, rows, 0.0)  # a NaN would outlive its bias
-            self._own_values[layer].index_fill_(1, rows, 0.0)
+            self._own_keys[layer].index_fill_(0, rows, 0.0)  # a NaN would outlive its bias
+            self._own_values[layer].index_fill_(0, rows, 0.0)
         self._prompt_bias[places] = prompts.bias
         self._positions[rows] = prompts.lengths.repeat_interleave(self._rows_per_prompt)
         self._own[rows] = 0
@@ -103,7 +100,7 @@ class GPT2Decoder:
         hidden, cache = encode_prompts(self._model, prompts)  # (b, D)
         bias = torch.zeros_like(prompts.mask, dtype=hidden.dtype).masked_fill_(~prompts.mask, -torch.inf)
         return _EncodedPrompts(
-            keys=[layer.keys.transpose(-1, -2).contiguous() for layer in cache.layers],
+            keys=[layer.keys for layer in cache.layers],
             values=[layer.values for layer in cache.layers],
             bias=bias[:, None, None],
             lengths=prompts.lengths,
@@ -111,7 +108,7 @@ class GPT2Decoder:
         )
 
     def step(self, tokens: Tensor) -> Tensor:
-        last = len(self._own_keys[0]) * _BLOCK - 1  # a row that has ended overwrites its last
+        last = self._own_keys[0].shape[2] - 1  # a row that has ended overwrites its last
         at = [min(count, last) for count in self._num_own]
         self._num_own = [place + 1 for place in at]
         self._own.add_(1).clamp_(max=last + 1)
@@ -138,38 +135,31 @@ class GPT2Decoder:
         return self._model.lm_head(transformer.ln_f(x))
 
     def _places(self, num_blocks: int, place: int | None, dtype: torch.dtype) -> _Places:
-        own, rows = self._own, torch.arange(len(self._own), device=self._own.device)
-        beyond = torch.arange(num_blocks * _BLOCK, device=own.device) >= own.unsqueeze(1)  # (R, n·K)
-        bias = torch.zeros_like(beyond, dtype=dtype).masked_fill_(beyond, -torch.inf)
+        own = self._own
+        beyond = torch.arange(num_blocks * _BLOCK, device=own.device) >= own.unsqueeze(1)  # (R, K)
+        bias = torch.zeros_like(beyond, dtype=dtype).masked_fill_(beyond, -torch.inf)[:, None, None]
         if place is not None:
-            return _Places(place // _BLOCK, slice(None), place % _BLOCK, num_blocks, bias)
-        return _Places((own - 1) // _BLOCK, rows, (own - 1) % _BLOCK, num_blocks, bias)
+            return _Places(slice(None), place, bias)
+        return _Places(torch.arange(len(own), device=own.device), own - 1, bias)
 
     def _attend(self, layer: int, attention: GPT2Attention, x: Tensor, places: _Places) -> Tensor:
         """Attention of each row's newest token, (R, D) to (R, D)."""
-        b, g = len(self._num_own), self._rows_per_prompt
-        rows, heads = b * g, self._model.config.n_head
-        query, key, value = attention.c_attn(x).view(rows, 3, heads, -1).unbind(1)  # (R, H, d)
+        b, g, heads = len(self._num_own), self._rows_per_prompt, self._model.config.n_head
+        query, key, value = attention.c_attn(x).view(b * g, 3, heads, -1).unbind(1)  # (R, H, d)
         own_keys, own_values = self._own_keys[layer], self._own_values[layer]
-        own_keys[places.block, places.rows, :, :, places.place] = key
-        own_values[places.block, places.rows, :, places.place] = value
-        n = places.num_blocks
+        own_keys[places.rows, :, places.place] = key
+        own_values[places.rows, :, places.place] = value
 
-        query = query * self._scales[layer]
-        grouped = query.view(b, g, heads, -1).transpose(1, 2)  # (b, H, g, d)
-        over_prompt = grouped @ self._prompt_keys[layer] + self._prompt_bias  # (b, H, g, P)
-        over_prompt = over_prompt.transpose(1, 2).reshape(rows, heads, -1)
-        by_block = query.unsqueeze(2) @ own_keys[:n]  # (n, R, H, 1, K)
-        over_own = by_block.permute(1, 2, 3, 0, 4).reshape(rows, heads, -1)  # (R, H, n·K)
-        over_own = over_own + places.bias.unsqueeze(1)
-        weights = torch.cat([over_prompt, over_own], -1).softmax(-1)  # (R, H, P + n·K)
-
-        length = over_prompt.shape[-1]
-        prompt_weights = weights[..., :length].view(b, g, heads, length).transpose(1, 2)
-        mixed = (prompt_weights @ self._prompt_values[layer]).transpose(1, 2).reshape(rows, heads, -1)
-        own_weights = weights[..., length:].view(rows, heads, 1, n, _BLOCK).permute(3, 0, 1, 2, 4)
-        mixed = mixed + (own_weights @ own_values[:n]).sum(0).squeeze(2)  # (R, H, d)
-        return mixed.reshape(rows, -1)
+        scale, length = self._scales[layer], places.bias.shape[-1]
+        over_prompt = attend(
+            query.view(b, g, heads, -1).transpose(1, 2),  # (b, H, g, d)
+            self._prompt_keys[layer], self._prompt_values[layer], self._prompt_bias, scale=scale,
+        )  # fmt: skip
+        over_own = attend(
+            query.unsqueeze(2),  # (R, H, 1, d)
+            own_keys[:, :, :length], own_values[:, :, :length], places.bias, scale=scale,
+        )  # fmt: skip
+        return joined(over_prompt.by_row, over_own.by_row).view(b * g, -1)
 
     def keep(self, groups: Sequence[int]) -> None:
         rows = rows_of_groups(groups, self._rows_per_prompt, self._positions.device)
@@ -177,8 +167,8 @@ class GPT2Decoder:
         for layer in range(len(self._blocks)):  # one by one: never two copies of the whole cache
             self._prompt_keys[layer] = self._prompt_keys[layer][places]
             self._prompt_values[layer] = self._prompt_values[layer][places]
-            self._own_keys[layer] = self._own_keys[layer][:, rows]
-            self._own_values[layer] = self._own_values[layer][:, rows]
+            self._own_keys[layer] = self._own_keys[layer][rows]
+            self._own_values[layer] = self._own_values[layer][rows]
         self._prompt_bias = self._prompt_bias[places]
         self._positions, self._own = self._positions[rows], self._own[rows]
         self._num_own = [self._num_own[group] for group in groups]
@@ -193,5 +183,5 @@ class GPT2Decoder:
     def cache_bytes(self) -> CacheBytes:
         prompt = sum(part.nbytes for part in (*self._prompt_keys, *self._prompt_values))
         own = sum(part.nbytes for part in (*self._own_keys, *self._own_values))
-        places = len(self._num_own) * len(self._own_keys[0]) * _BLOCK
+        places = len(self._num_own) * self._own_keys[0].shape[2]
         return CacheBytes(held=prompt + own, used=prompt + own * sum(self._num_own) // places)

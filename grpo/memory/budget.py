@@ -20,8 +20,8 @@ CONTEXT_BYTES = 512 * 2**20
 MEMORY_LIMIT = "--memory-limit"
 """The reason of a budget that a person set."""
 
-_M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 64 * 2**10
-"""mallopt(3): what is at least this large gets a mapping of its own."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _MAPPED_BYTES = -1, -3, 64 * 2**10
+"""mallopt(3): what is at least this large gets a mapping of its own, or goes back from the heap's end."""
 
 
 def readable(size: float) -> str:
@@ -114,7 +114,9 @@ def _return_freed_tensors() -> None:
     towards the limit and fit nothing large. Mapping costs time, so this is for limits only.
     """
     try:
-        ctypes.CDLL("libc.so.6").mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _MAPPED_BYTES)
     except (OSError, AttributeError):
         pass  # another C library, which has rules of its own
 

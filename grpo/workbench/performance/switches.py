@@ -91,9 +91,7 @@ def _fused_adamw(device: torch.device) -> Switch:
 
 
 def _attention(device: torch.device, dtype: torch.dtype) -> Switch:
-    if choose_attention(device, dtype) == "sdpa":
-        return Switch("fused attention", "on", "sdpa")
-    return Switch("fused attention", "not here", "its backward pass in bf16 is slower on a CPU")
+    return Switch("fused attention", "on", choose_attention(device, dtype))
 
 
 def _library(name: str, there: bool, device: torch.device, note: str) -> Switch:

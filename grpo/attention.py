@@ -1,0 +1,93 @@
+"""Attention in bf16 on a CPU, for every Hugging Face model: torch's fused kernel, and our own backward pass.
+
+The fused kernel's own backward pass takes two to three times as long as plain products in bf16. Here each
+row's scores are computed again, a few rows at a time so that they stay in the processor's cache, and none
+are kept (the recomputation of FlashAttention, Dao et al. 2022, without its tiles).
+
+Shapes: R rows, H heads of width d, Q tokens that attend, K tokens that are attended to.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+NAME = "bf16_on_cpu"
+"""What models know this attention by (`attn_implementation`)."""
+
+_PART_BYTES = 2**21
+"""Of scores that the backward pass has at once: what it makes of them fits a core's cache three times."""
+
+_aten: Any = torch.ops.aten
+
+
+def register() -> None:
+    """Make it known to transformers by its name; again does no harm."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, eager_mask)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it: query (R, H, Q, d), key and value (R, H / n, K, d), to (R, Q, H, d).
+
+    attention_mask: (R or 1, 1, Q, K), added to the scores.
+    """
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    sharing = query.shape[1] // key.shape[1]
+    if sharing > 1:
+        key, value = key.repeat_interleave(sharing, 1), value.repeat_interleave(sharing, 1)
+    if attention_mask is None:
+        attention_mask = query.new_zeros(1, 1, query.shape[2], key.shape[2])
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    mixed: Tensor = _Attention.apply(query, key, value, attention_mask, scale)
+    return mixed.transpose(1, 2), None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(query, key, value, mask)
+        ctx.scale = scale
+        mixed: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, attn_mask=mask, scale=scale
+        )[0]
+        return mixed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask = ctx.saved_tensors
+        rows, heads, queries, _ = query.shape
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        row_bytes = heads * queries * key.shape[2] * query.itemsize
+        size = max(1, _PART_BYTES // row_bytes)
+        mask = mask.to(query.dtype).expand(rows, -1, -1, -1)
+        with torch.autocast("cpu", enabled=False):
+            parts = (each.split(size) for each in (query, key, value, mask, grad, *grads))
+            for part in zip(*parts, strict=True):
+                _backward(*part, scale=ctx.scale)
+        return *grads, None, None
+
+
+def _backward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, grad: Tensor,
+    grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, *, scale: float,
+) -> None:  # fmt: skip
+    """Write the gradients of a few rows."""
+    weights = (query @ key.mT).mul_(scale).add_(mask).softmax(-1)  # (R, H, Q, K)
+    torch.matmul(weights.mT, grad, out=grad_value)
+    slope = _aten._softmax_backward_data(grad @ value.mT, weights, -1, weights.dtype).mul_(scale)
+    torch.matmul(slope, key, out=grad_query)
+    torch.matmul(slope.mT, query, out=grad_key)
