@@ -18,6 +18,9 @@ from transformers.masking_utils import eager_mask
 NAME = "bf16_on_cpu"
 """What models know this attention by (`attn_implementation`)."""
 
+_NOT_DONE = ("softcap", "s_aux", "position_bias")
+"""What some models (Gemma 2, GPT-OSS) would have changed about the scores."""
+
 _PART_BYTES = 2**21
 """Of scores that the backward pass has at once: what it makes of them fits a core's cache three times."""
 
@@ -37,12 +40,14 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """As transformers calls it: query (R, H, Q, d), key and value (R, H / n, K, d), to (R, Q, H, d).
 
-    attention_mask: (R or 1, 1, Q, K), added to the scores.
+    attention_mask: (R or 1, 1, Q, K), added to the scores. ValueError for a model that wants more done.
     """
+    if wanted := [name for name in _NOT_DONE if others.get(name) is not None]:
+        raise ValueError(f"its attention takes {', '.join(wanted)}, which is not supported in bf16 on a CPU.")
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     sharing = query.shape[1] // key.shape[1]

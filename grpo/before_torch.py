@@ -1,4 +1,6 @@
-"""What torch and its libraries read from the environment when they are loaded; call it before that."""
+"""What torch and its libraries read from the environment when they are loaded, and what malloc keeps of the
+memory they free; call it before they are.
+"""
 
 import ctypes
 import os

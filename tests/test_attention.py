@@ -69,6 +69,11 @@ def test_autocast_decides_the_dtype_and_does_not_reach_the_backward_pass():
     assert all(grad.dtype == torch.float32 for grad in grads)
 
 
+def test_what_it_does_not_know_is_refused():
+    with pytest.raises(ValueError, match="softcap, which is not supported in bf16 on a CPU"):
+        attention.attend(None, *example(torch.float64), softcap=50.0, s_aux=None)
+
+
 def test_without_a_mask_all_is_attended_to():
     query, key, value, _ = example(torch.float64)
     mixed, _ = attention.attend(None, query, key, value, None)
