@@ -159,7 +159,7 @@ class GPT2Decoder:
             query.unsqueeze(2),  # (R, H, 1, d)
             own_keys[:, :, :length], own_values[:, :, :length], places.bias, scale=scale,
         )  # fmt: skip
-        return joined(over_prompt.by_row, over_own.by_row).view(b * g, -1)
+        return joined(over_prompt.by_row, over_own.by_row).flatten(1)
 
     def keep(self, groups: Sequence[int]) -> None:
         rows = rows_of_groups(groups, self._rows_per_prompt, self._positions.device)
