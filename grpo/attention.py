@@ -1,7 +1,7 @@
 """Attention in bf16 on a CPU, for every Hugging Face model: torch's fused kernel, and our own backward pass.
 
 The fused kernel's own backward pass takes two to three times as long as plain products in bf16. Here each
-row's scores are computed again, a few rows at a time so that they stay in the processor's cache, and none
+row's scores are computed again, a part of the rows at a time so that they stay near the processor, and none
 are kept (the recomputation of FlashAttention, Dao et al. 2022, without its tiles).
 
 Shapes: R rows, H heads of width d, Q tokens that attend, K tokens that are attended to.
@@ -21,8 +21,9 @@ NAME = "bf16_on_cpu"
 _NOT_DONE = ("softcap", "s_aux", "position_bias")
 """What some models (Gemma 2, GPT-OSS) would have changed about the scores."""
 
-_PART_BYTES = 2**21
-"""Of scores that the backward pass has at once: what it makes of them fits a core's cache three times."""
+_PARTS = 8
+"""That the backward pass takes its rows in. A share, not a size: memory stays in proportion to rows, and so
+can be foreseen."""
 
 _aten: Any = torch.ops.aten
 
@@ -74,13 +75,11 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask = ctx.saved_tensors
-        rows, heads, queries, _ = query.shape
+        rows = len(query)
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        row_bytes = heads * queries * key.shape[2] * query.itemsize
-        size = max(1, _PART_BYTES // row_bytes)
         mask = mask.to(query.dtype).expand(rows, -1, -1, -1)
         with torch.autocast("cpu", enabled=False):
-            parts = (each.split(size) for each in (query, key, value, mask, grad, *grads))
+            parts = (each.split(-(-rows // _PARTS)) for each in (query, key, value, mask, grad, *grads))
             for part in zip(*parts, strict=True):
                 _backward(*part, scale=ctx.scale)
         return *grads, None, None

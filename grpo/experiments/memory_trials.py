@@ -17,7 +17,7 @@ from grpo.model import load_config
 from grpo.phases import PHASES, PhaseTracer
 from grpo.planning import TracedFit
 from grpo.settings import Checkpointing
-from grpo.workload import resident_parts
+from grpo.workload import resident_parts, scratch_bytes
 
 LONGEST = (120, 256)
 """Prompt and new tokens that fits are made for."""
@@ -168,7 +168,8 @@ def _phase_trials(cells: Cells, phase: str, real: RealPhases) -> Iterator[Predic
     tracer = PhaseTracer(work.phase_settings())
     resident = sum(resident_parts(work, sum(each.numel() for each in real.model.parameters())).values())
     fit = TracedFit(tracer, phase, longest, setting.group_size)
-    fresh, calibrated = Predictor({phase: fit}), Predictor({phase: fit})
+    scratch = scratch_bytes(setting.compute_dtype, torch.device("cpu"))
+    fresh, calibrated = (Predictor({phase: fit}, scratch_bytes=scratch) for _ in range(2))
     for shape in cells.calibration:
         calibrated.observe(phase, shape, own_meter(real.prepare(phase, shape)))
     for shape in cells.shapes:
