@@ -246,7 +246,7 @@ def centred_head(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _HEAD_PART = 4096
-"""Tokens of the vocabulary that are centred at once: a whole copy in fp32 would be large."""
+"""Tokens of the vocabulary that are cast at once: a whole copy in fp32 would be large."""
 
 
 def _matmul_dtype(hidden: Tensor) -> torch.dtype:

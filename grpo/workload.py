@@ -15,7 +15,7 @@ from grpo.recompute import choose_checkpointing
 from grpo.world import largest_share
 
 SCRATCH_BYTES = 2 * 2**20
-"""oneDNN's workspace in bf16, up to a MB in what was measured, and that of CUDA's libraries."""
+"""oneDNN's workspace in bf16, up to 2 MB for models so small that it counts, and of CUDA's libraries."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,14 @@ from rich import box
 from rich.table import Table
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
-from grpo.experiments.real_phases import RealPhases, Setting, allocator_peak, own_meter, resident_peak
+from grpo.experiments.real_phases import (
+    CPU,
+    RealPhases,
+    Setting,
+    allocator_peak,
+    own_meter,
+    resident_peak,
+)
 from grpo.memory import Predictor, Shape
 from grpo.model import load_config
 from grpo.phases import PHASES, PhaseTracer
@@ -168,7 +175,7 @@ def _phase_trials(cells: Cells, phase: str, real: RealPhases) -> Iterator[Predic
     tracer = PhaseTracer(work.phase_settings())
     resident = sum(resident_parts(work, sum(each.numel() for each in real.model.parameters())).values())
     fit = TracedFit(tracer, phase, longest, setting.group_size)
-    scratch = scratch_bytes(setting.compute_dtype, torch.device("cpu"))
+    scratch = scratch_bytes(setting.compute_dtype, CPU)
     fresh, calibrated = (Predictor({phase: fit}, scratch_bytes=scratch) for _ in range(2))
     for shape in cells.calibration:
         calibrated.observe(phase, shape, own_meter(real.prepare(phase, shape)))

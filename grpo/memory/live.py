@@ -3,7 +3,7 @@
 Counts what the allocator is asked for. What kernels use and free within themselves no mode sees; of
 that, `kernel_bytes` knows what is large on the CPU. Costs some microseconds an operation: for traces
 and calibration, not for every step. Left out: tensors that existed before (weights, inputs), which the
-caller knows, and oneDNN's scratch space (some hundred kB a thread in bf16).
+caller knows, and oneDNN's scratch space (in bf16 some hundred kB a thread; with tiles a weight's bytes).
 """
 
 import weakref
