@@ -1,11 +1,10 @@
-"""Attention of our own: in bf16 on a CPU, and over the two parts that decoding attends to."""
+"""Attention of our own in bf16 on a CPU."""
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from grpo import attention
-from grpo.decode.parts import Part, attend, attend_plainly, joined
 from grpo.model import choose_attention
 
 R, H, Q, K, D = 5, 6, 7, 11, 8
@@ -106,33 +105,3 @@ def test_models_know_it_by_name(config):
     expected.square().sum().backward()
     for ours_p, eager_p in zip(ours.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(ours_p.grad, eager_p.grad, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("over", [attend, attend_plainly])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_two_parts_joined_are_attention_over_both(over, dtype):
-    torch.manual_seed(0)
-    query, keys, values = (torch.randn(R, H, n, D, dtype=dtype) for n in (1, K, K))
-    query, keys = 3 * query, 3 * keys
-    bias = torch.zeros(R, 1, 1, K, dtype=dtype)
-    bias[2, ..., 9:] = -torch.inf
-    one = over(query, keys[:, :, :4], values[:, :, :4], bias[..., :4], scale=0.5)
-    other = over(query, keys[:, :, 4:], values[:, :, 4:], bias[..., 4:], scale=0.5)
-    expected = plain(query, keys, values, bias, 0.5).squeeze(2)
-    limit = {torch.float64: 1e-13, torch.float32: 1e-5}[dtype]
-    torch.testing.assert_close(joined(one.by_row, other.by_row), expected, rtol=limit, atol=limit)
-
-
-def test_totals_stay_exact_in_bf16():
-    torch.manual_seed(0)
-    query, keys, values = (torch.randn(R, H, n, D).bfloat16() for n in (1, K, K))
-    bias = torch.zeros(R, 1, 1, K).bfloat16()
-    for over in (attend, attend_plainly):
-        assert over(query, keys, values, bias, scale=0.5).log_total.dtype == torch.float32
-
-
-def test_a_part_of_groups_comes_out_by_row():
-    mixed, total = torch.arange(24.0).view(2, 2, 3, 2), torch.arange(12.0).view(2, 2, 3)
-    by_row = Part(mixed, total).by_row
-    assert by_row.mixed.shape == (6, 2, 2) and by_row.log_total.shape == (6, 2)
-    assert torch.equal(by_row.mixed[4], mixed[1, :, 1])

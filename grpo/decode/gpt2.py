@@ -1,7 +1,7 @@
 """GPT-2, one token at a time: a static cache, and one copy of a prompt's keys for its whole group.
 
-Attention runs over two parts, the group's prompt and the row's own tokens, and their results are weighted
-by what each part's scores add up to (`decode/parts.py`). Linear layers and norms are the model's own.
+Attention runs over two parts, the group's prompt and the row's own tokens, with one softmax over both; keys
+are held transposed, as `decode/sums.py` adds them up. Linear layers and norms are the model's own.
 
 A group may take the place of a finished one: groups then have different numbers of own tokens.
 A recorder, if there is one, takes down steps on the device and replays them (`decode/recorded.py`).
@@ -19,12 +19,12 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from grpo.decode.cache_bytes import CacheBytes
 from grpo.decode.groups import rows_of_groups
-from grpo.decode.parts import attend, joined
 from grpo.decode.recorded import RecordedSteps, Recorder
+from grpo.decode.sums import Bags, bags, weighted_sums
 from grpo.prefill import encode_prompts, pad_prompts
 
 _BLOCK = 48
-"""Own tokens are attended to in multiples of this: a step is recorded, or compiled, for each length anew."""
+"""Own tokens are attended to in multiples of this: a step is recorded for each length anew."""
 
 
 def static_cache_length(tokens: int) -> int:
@@ -33,19 +33,24 @@ def static_cache_length(tokens: int) -> int:
 
 
 class _EncodedPrompts(NamedTuple):
-    keys: list[Tensor]  # of each layer (b, H, P, d)
+    keys: list[Tensor]  # of each layer (b, H, d, P)
     values: list[Tensor]  # of each layer (b, H, P, d)
-    bias: Tensor  # (b, 1, 1, P), 0 where there is a token
+    bias: Tensor  # (b, P), 0 where there is a token
     lengths: Tensor  # (b,)
     logits: Tensor  # (b, V) of each prompt's last token
 
 
 class _Places(NamedTuple):
-    """own[rows, :, place] takes each row's newest token: the same place for all, or (R,) tensors."""
+    """Where each row's newest token goes, (rows, place): the same place for all, or (R,) tensors."""
 
     rows: slice | Tensor
     place: int | Tensor
-    bias: Tensor  # (R, 1, 1, K), 0 where a row has a token; so many places are attended to
+    length: int  # so many places are attended to
+    bias: Tensor  # (R, 1, P + length), 0 where a row has a token
+    prompt_keys: Bags | None
+    prompt_values: Bags | None
+    own_keys: Bags | None
+    own_values: Bags | None
 
 
 class GPT2Decoder:
@@ -72,7 +77,7 @@ class GPT2Decoder:
         self._rows_per_prompt = rows_per_prompt
         rows, places = len(prompt_ids) * rows_per_prompt, static_cache_length(self._max_new_tokens)
         new = prompts.logits.new_zeros
-        self._own_keys = [new(rows, heads, places, head_width) for _ in self._blocks]
+        self._own_keys = [new(rows, heads, head_width, places) for _ in self._blocks]  # transposed
         self._own_values = [new(rows, heads, places, head_width) for _ in self._blocks]
         self._num_own = [0] * len(prompt_ids)  # own tokens of each group's rows
         self._positions = prompts.lengths.repeat_interleave(rows_per_prompt)  # (R,)
@@ -100,15 +105,15 @@ class GPT2Decoder:
         hidden, cache = encode_prompts(self._model, prompts)  # (b, D)
         bias = torch.zeros_like(prompts.mask, dtype=hidden.dtype).masked_fill_(~prompts.mask, -torch.inf)
         return _EncodedPrompts(
-            keys=[layer.keys for layer in cache.layers],
-            values=[layer.values for layer in cache.layers],
-            bias=bias[:, None, None],
+            keys=[layer.keys.mT.contiguous() for layer in cache.layers],
+            values=[layer.values.contiguous() for layer in cache.layers],
+            bias=bias,
             lengths=prompts.lengths,
             logits=self._model.lm_head(hidden),
         )
 
     def step(self, tokens: Tensor) -> Tensor:
-        last = self._own_keys[0].shape[2] - 1  # a row that has ended overwrites its last
+        last = self._own_values[0].shape[2] - 1  # a row that has ended overwrites its last
         at = [min(count, last) for count in self._num_own]
         self._num_own = [place + 1 for place in at]
         self._own.add_(1).clamp_(max=last + 1)
@@ -135,31 +140,38 @@ class GPT2Decoder:
         return self._model.lm_head(transformer.ln_f(x))
 
     def _places(self, num_blocks: int, place: int | None, dtype: torch.dtype) -> _Places:
-        own = self._own
-        beyond = torch.arange(num_blocks * _BLOCK, device=own.device) >= own.unsqueeze(1)  # (R, K)
-        bias = torch.zeros_like(beyond, dtype=dtype).masked_fill_(beyond, -torch.inf)[:, None, None]
-        if place is not None:
-            return _Places(slice(None), place, bias)
-        return _Places(torch.arange(len(own), device=own.device), own - 1, bias)
+        own, length, g = self._own, num_blocks * _BLOCK, self._rows_per_prompt
+        prompt_keys = self._prompt_keys[0]  # those of all layers are alike
+        beyond = torch.arange(length, device=own.device) >= own.unsqueeze(1)  # (R, length)
+        own_bias = torch.zeros_like(beyond, dtype=dtype).masked_fill_(beyond, -torch.inf)
+        prompt_bias = self._prompt_bias.repeat_interleave(g, 0)
+        return _Places(
+            rows=torch.arange(len(own), device=own.device) if place is None else slice(None),
+            place=own - 1 if place is None else place,
+            length=length,
+            bias=torch.cat([prompt_bias, own_bias], 1).unsqueeze(1),
+            prompt_keys=bags(prompt_keys, prompt_keys.shape[2], g=g),
+            prompt_values=bags(self._prompt_values[0], prompt_keys.shape[3], g=g),
+            own_keys=bags(self._own_keys[0], prompt_keys.shape[2]),
+            own_values=bags(self._own_values[0], length),
+        )
 
     def _attend(self, layer: int, attention: GPT2Attention, x: Tensor, places: _Places) -> Tensor:
         """Attention of each row's newest token, (R, D) to (R, D)."""
         b, g, heads = len(self._num_own), self._rows_per_prompt, self._model.config.n_head
         query, key, value = attention.c_attn(x).view(b * g, 3, heads, -1).unbind(1)  # (R, H, d)
         own_keys, own_values = self._own_keys[layer], self._own_values[layer]
-        own_keys[places.rows, :, places.place] = key
+        own_keys[places.rows, :, :, places.place] = key
         own_values[places.rows, :, places.place] = value
 
-        scale, length = self._scales[layer], places.bias.shape[-1]
-        over_prompt = attend(
-            query.view(b, g, heads, -1).transpose(1, 2),  # (b, H, g, d)
-            self._prompt_keys[layer], self._prompt_values[layer], self._prompt_bias, scale=scale,
-        )  # fmt: skip
-        over_own = attend(
-            query.unsqueeze(2),  # (R, H, 1, d)
-            own_keys[:, :, :length], own_values[:, :, :length], places.bias, scale=scale,
-        )  # fmt: skip
-        return joined(over_prompt.by_row, over_own.by_row).flatten(1)
+        query = query * self._scales[layer]
+        of_prompt = weighted_sums(query, self._prompt_keys[layer], places.prompt_keys)  # (R, H, P)
+        of_own = weighted_sums(query, own_keys, places.own_keys, width=places.length)  # (R, H, length)
+        weights = (torch.cat([of_prompt, of_own], -1) + places.bias).softmax(-1)
+        of_prompt, of_own = weights.split([of_prompt.shape[-1], places.length], -1)
+        from_prompt = weighted_sums(of_prompt, self._prompt_values[layer], places.prompt_values)  # (R, H, d)
+        from_own = weighted_sums(of_own, own_values, places.own_values)  # (R, H, d)
+        return (from_prompt + from_own).flatten(1)
 
     def keep(self, groups: Sequence[int]) -> None:
         rows = rows_of_groups(groups, self._rows_per_prompt, self._positions.device)
@@ -183,5 +195,5 @@ class GPT2Decoder:
     def cache_bytes(self) -> CacheBytes:
         prompt = sum(part.nbytes for part in (*self._prompt_keys, *self._prompt_values))
         own = sum(part.nbytes for part in (*self._own_keys, *self._own_values))
-        places = len(self._num_own) * self._own_keys[0].shape[2]
+        places = len(self._num_own) * self._own_values[0].shape[2]
         return CacheBytes(held=prompt + own, used=prompt + own * sum(self._num_own) // places)

@@ -122,6 +122,8 @@ def kernel_bytes(func: Any, given: Sequence[torch.Tensor], made: torch.Tensor) -
             for each in given
             if not (each.is_contiguous() or each.mT.is_contiguous())
         )
+    if operation is aten._embedding_bag_forward_only and made.itemsize < 4:  # the weights, in fp32
+        return 4 * given[-1].numel()
     if operation is aten._scaled_dot_product_flash_attention_for_cpu:
         return _packed_for_tiles(*given[:3])
     if operation is aten.native_layer_norm_backward:
