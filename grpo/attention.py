@@ -1,12 +1,13 @@
-"""Attention in bf16 on a CPU, for every Hugging Face model: torch's fused kernel, and our own backward pass.
+"""Attention in bf16 on a CPU, for every Hugging Face model: plain products, a part of the rows at a time.
 
-The fused kernel's own backward pass takes two to three times as long as plain products in bf16. Here each
-row's scores are computed again, a part of the rows at a time so that they stay near the processor, and none
-are kept (the recomputation of FlashAttention, Dao et al. 2022, without its tiles).
+Torch's fused kernel takes twice as long in bf16, but for its forward pass where the processor has tiles. A
+part's scores stay near the processor, none are kept, and the backward pass computes them again (the
+recomputation of FlashAttention, Dao et al. 2022, without its tiles).
 
 Shapes: R rows, H heads of width d, Q tokens that attend, K tokens that are attended to.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ _NOT_DONE = ("softcap", "s_aux", "position_bias")
 """What some models (Gemma 2, GPT-OSS) would have changed about the scores."""
 
 _PARTS = 8
-"""That the backward pass takes its rows in. A share, not a size: memory stays in proportion to rows, and so
+"""That rows are taken in. A share, not a size: memory stays in proportion to rows, and so
 can be foreseen."""
 
 _aten: Any = torch.ops.aten
@@ -66,23 +67,43 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(query, key, value, mask)
         ctx.scale = scale
-        mixed: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, attn_mask=mask, scale=scale
-        )[0]
+        if torch.cpu._is_amx_tile_supported():
+            mixed: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, attn_mask=mask, scale=scale
+            )[0]
+            return mixed
+        mixed = torch.empty_like(query)
+        with torch.autocast("cpu", enabled=False):
+            for part in _parts(query, key, value, mask, mixed):
+                _forward(*part, scale=scale)
         return mixed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask = ctx.saved_tensors
-        rows = len(query)
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        mask = mask.to(query.dtype).expand(rows, -1, -1, -1)
         with torch.autocast("cpu", enabled=False):
-            parts = (each.split(-(-rows // _PARTS)) for each in (query, key, value, mask, grad, *grads))
-            for part in zip(*parts, strict=True):
+            for part in _parts(query, key, value, mask, grad, *grads):
                 _backward(*part, scale=ctx.scale)
         return *grads, None, None
+
+
+def _parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *others: Tensor) -> Iterator[Any]:
+    """All of these, some rows at a time."""
+    mask = mask.to(query.dtype).expand(len(query), -1, -1, -1)
+    rows = -(-len(query) // _PARTS)
+    return zip(*(each.split(rows) for each in (query, key, value, mask, *others)), strict=True)
+
+
+def _weights(query: Tensor, key: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """(R, H, Q, K)"""
+    return (query @ key.mT).mul_(scale).add_(mask).softmax(-1)
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, mixed: Tensor, *, scale: float) -> None:
+    """Write the mixed values of a few rows."""
+    torch.matmul(_weights(query, key, mask, scale), value, out=mixed)
 
 
 def _backward(
@@ -90,7 +111,7 @@ def _backward(
     grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, *, scale: float,
 ) -> None:  # fmt: skip
     """Write the gradients of a few rows."""
-    weights = (query @ key.mT).mul_(scale).add_(mask).softmax(-1)  # (R, H, Q, K)
+    weights = _weights(query, key, mask, scale)
     torch.matmul(weights.mT, grad, out=grad_value)
     slope = _aten._softmax_backward_data(grad @ value.mT, weights, -1, weights.dtype).mul_(scale)
     torch.matmul(slope, key, out=grad_query)

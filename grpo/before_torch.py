@@ -24,9 +24,11 @@ def set_library_defaults() -> None:
     # CUDA: segments that grow, instead of many of fixed sizes; lengths that vary then fragment less.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # CPU in bf16: oneDNN compiles a kernel for every shape and keeps 1024 of them, which for attention
-    # over a growing number of tokens came to 400 MB within three steps; with 128 it was no slower.
+    # CPU in bf16: a kernel is compiled for every shape of a product. oneDNN keeps 1024 of them, and so does
+    # torch beside it, a quarter to half a megabyte each: lengths that vary from step to step came to
+    # hundreds of megabytes. A step has some forty shapes; with fewer kept it was no slower.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
     # CPU: a thread that is ahead spins for the others, by default long enough to take the core that another
     # process needs to make room for them. Beside one busy process decoding took 11 s, with this 7 s; alone
     # it made no difference (of 5,000 turns; with 1,000 it was a quarter slower).

@@ -48,10 +48,11 @@ def accumulate_grpo(
     temperature: float,
     dtype: torch.dtype,
     rows: int,
+    pass_tokens: int | None = None,
     importance_cap: float | None = None,
     checkpointing: Checkpointing = "none",
 ) -> Sums:
-    """Add the step's gradient to the parameters' `.grad`, `rows` rows at a time.
+    """Add the step's gradient to the parameters' `.grad`, in the parts that `micro_batches` makes.
 
     The split changes nothing (invariance I1), nor does `checkpointing`: what the backward pass
     computes again to save memory. Returns what `finish_grpo` makes metrics of.
@@ -63,7 +64,7 @@ def accumulate_grpo(
     def part(values: Tensor | None, of: Tensor, width: int) -> Tensor | None:
         return None if values is None else values[of, :width].to(device)
 
-    for micro in micro_batches(batch.rollout, rows):
+    for micro in micro_batches(batch.rollout, rows, pass_tokens=pass_tokens):
         width = micro.completion_ids.shape[1]
         logp, entropy = micro_batch_logprobs(
             model, micro, temperature=temperature, dtype=dtype, entropy=True, checkpointing=checkpointing

@@ -19,7 +19,7 @@ from grpo.objectives import GRPOBatch, Sums, accumulate_grpo
 from grpo.recompute import choose_checkpointing
 from grpo.rollout import rollout
 from grpo.sampling import step_uniforms
-from grpo.scoring import micro_batch_shapes, score
+from grpo.scoring import micro_batch_shapes, pass_tokens, score
 from grpo.setup import Run
 from grpo.values import Prompt, Rollout
 
@@ -89,11 +89,15 @@ class PlannedPhases:
         return run.memory.run(
             "score",
             lambda rows: score(
-                model, sampled, rows=rows,
+                model, sampled, rows=rows, pass_tokens=self._pass_tokens(),
                 temperature=config.sampling.temperature, dtype=run.policy.compute_dtype,
             ),
-            shapes=lambda rows, _: micro_batch_shapes(sampled, rows),
+            shapes=lambda rows, _: micro_batch_shapes(sampled, rows, pass_tokens=self._pass_tokens()),
         )  # fmt: skip
+
+    def _pass_tokens(self) -> int | None:
+        """See `micro_batches`; the processes of a sharded model make the same passes."""
+        return None if self._run.config.shard else pass_tokens(self._run.monitor.device)
 
     def accumulate(self, batch: GRPOBatch, settings: LossSettings) -> Sums:
         """Add a step's gradients to the policy's; what `finish_grpo` makes metrics of."""
@@ -101,14 +105,20 @@ class PlannedPhases:
         if not batch.rollout.prompts:
             return {}
         checkpointing = choose_checkpointing(config.gradient_checkpointing, run.monitor.device.type)
+
+        def spared(rows: int) -> int | None:
+            """Gradients of one part are there while the next learns: all at once may take less memory."""
+            parted = micro_batch_shapes(batch.rollout, rows, pass_tokens=self._pass_tokens())
+            return self._pass_tokens() if run.memory.is_planned_for("learn", parted) else None
+
         return run.memory.run(
             "learn",
             lambda rows: accumulate_grpo(
                 run.policy.model, batch, settings=settings, temperature=config.sampling.temperature,
-                dtype=run.policy.compute_dtype, rows=rows,
+                dtype=run.policy.compute_dtype, rows=rows, pass_tokens=spared(rows),
                 importance_cap=config.importance_cap, checkpointing=checkpointing,
             ),
-            shapes=lambda rows, _: micro_batch_shapes(batch.rollout, rows),
+            shapes=lambda rows, _: micro_batch_shapes(batch.rollout, rows, pass_tokens=spared(rows)),
             undo=lambda: run.optimizer.zero_grad(set_to_none=True),
         )  # fmt: skip
 

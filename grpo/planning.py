@@ -23,6 +23,7 @@ from grpo.memory import (
 from grpo.optimizer import step_bytes
 from grpo.phases import PHASES, PhaseTracer, split_name
 from grpo.prompts import PromptSource, Tokenizer
+from grpo.recompute import choose_checkpointing
 from grpo.workload import Workload, logits_parts, resident_parts, sample_parts, scratch_bytes
 
 LONGEST_TEXTS = 64
@@ -93,29 +94,54 @@ def plan_memory(
     bias: float = 1.0,
     agree: Callable[[int], int] = lambda rows: rows,
 ) -> tuple[Workload, AdaptiveMemory]:
-    """The first plan; batch_size auto is a number in the workload that comes back.
+    """The first plan; what is auto in the settings is settled in the workload that comes back.
 
     agree: from the rows that fit in this process to those of the process that holds least.
     """
-    memory = make_memory(work, monitor, budget, overhead_bytes=overhead_bytes, bias=bias)
+    make = partial(make_memory, monitor=monitor, budget=budget, overhead_bytes=overhead_bytes, bias=bias)
     if work.config.batch_size == "auto":
-        size = work.processes * agree(find_batch_size(memory, work, budget()))
+        size = work.processes * agree(find_batch_size(make(work), work, budget()))
         logger.info("batch size {}: the largest that needs no splitting, of {}", size, budget())
         work = replace(work, config=replace(work.config, batch_size=size))
-        memory = make_memory(work, monitor, budget, overhead_bytes=overhead_bytes, bias=bias)
+    work = _settle_checkpointing(work, make, budget)
+    memory = make(work)
     memory.replan(work.longest_prompt, work.new_tokens)
-    if work.config.memory_limit:  # traced before the limit binds, for when a phase has to be split
-        for phase in ("sample", "learn"):
-            memory.footprint(phase, Shape(work.config.group_size, work.longest_prompt, work.new_tokens))
+    # Traced now, for when a phase is split: learning is to spare padding, others when a limit binds.
+    for phase in ("sample", "learn") if work.config.memory_limit else ("learn",):
+        memory.footprint(phase, Shape(work.config.group_size, work.longest_prompt, work.new_tokens))
     return work, memory
+
+
+def _settle_checkpointing(
+    work: Workload, make: Callable[[Workload], AdaptiveMemory], budget: Callable[[], Budget]
+) -> Workload:
+    """gradient_checkpointing auto: none where all rows then still learn at once; else what suits the device.
+
+    The processes of a sharded model have to do the same, and do not look whether they need to.
+    """
+    config = work.config
+    affordable = choose_checkpointing(config.gradient_checkpointing, work.device_type)
+    settled = replace(work, config=replace(config, gradient_checkpointing=affordable))
+    if config.gradient_checkpointing != "auto" or affordable == "none" or config.shard:
+        return settled
+    without = replace(work, config=replace(config, gradient_checkpointing="none"))
+    rows = min(work.rows_here, config.train_rows or work.rows_here)
+    footprint = make(without).footprint("learn", Shape(rows, work.longest_prompt, work.new_tokens))
+    if footprint.upper_bytes <= budget().usable_bytes:
+        return without
+    logger.info("gradient checkpointing is {}: without it, learning does not fit at once", affordable)
+    return settled
 
 
 def trace_phases(work: Workload) -> None:
     """Trace what plans are made from, so that whoever plans for the same later finds it done."""
-    tracer = PhaseTracer(work.phase_settings())
     longest = Shape(work.config.group_size, work.longest_prompt, work.new_tokens)
-    for phase in PHASES:
-        tracer.fit(phase, longest)
+    settings = work.phase_settings()
+    without = replace(settings, checkpointing="none")
+    for each in {settings, without} if work.config.gradient_checkpointing == "auto" else {settings}:
+        tracer = PhaseTracer(each)
+        for phase in PHASES:
+            tracer.fit(phase, longest)
 
 
 def longest_prompt(source: PromptSource, tokenizer: Tokenizer, config: Config) -> int:

@@ -35,9 +35,10 @@ activation functions, and what attention that is not fused holds of each pair of
 
 
 def choose_checkpointing(setting: CheckpointingSetting, device_type: str) -> Checkpointing:
-    """`auto` is selective on a CPU, where it costs a few percent of the time, and else none.
+    """`auto`, where something has to be recomputed, is selective on a CPU and none elsewhere.
 
-    An accelerator would wait for the Python of it; rows that go through in parts cost less there.
+    An accelerator would wait for the Python of it; rows that go through in parts cost less there. A run asks
+    only when nothing recomputed does not fit (`planning.plan_memory`).
     """
     if setting != "auto":
         return setting

@@ -30,16 +30,28 @@ class MicroBatch:
     mask: Tensor | None = None  # (R, C)
 
 
-def micro_batches(rollout: Rollout, rows: int) -> Iterator[MicroBatch]:
-    """All N rows, at most `rows` at a time: groups of like length together, whole where they fit."""
+def micro_batches(rollout: Rollout, rows: int, *, pass_tokens: int | None = None) -> Iterator[MicroBatch]:
+    """All N rows, at most `rows` at a time: groups of like length together, whole where they fit.
+
+    pass_tokens: tokens that take as long as another pass does; rows are parted further where that saves
+    more of padding. None: no more passes than needed.
+    """
     group_size = rollout.group_size
     longest = rollout.lengths.view(-1, group_size).amax(1)  # (B,)
-    prompt_lengths = torch.tensor([len(ids) for ids in rollout.prompt_ids])
-    groups = torch.argsort(longest + prompt_lengths, stable=True)
+    groups = torch.argsort(longest, stable=True)
     order = (groups.unsqueeze(1) * group_size + torch.arange(group_size)).flatten()  # (N,)
     if rows >= group_size:
         rows -= rows % group_size
+    chunks: list[Tensor] = []
     for chunk in order.split(rows):
+        if pass_tokens is None or rows < group_size:
+            chunks.append(chunk)
+        else:
+            sizes = _lengths_apart(
+                longest[chunk[::group_size] // group_size].tolist(), pass_tokens // group_size
+            )
+            chunks += chunk.split([group_size * size for size in sizes])
+    for chunk in chunks:
         prompts, row_to_prompt = torch.unique(chunk // group_size, return_inverse=True)
         width = max(1, int(rollout.lengths[chunk].max()))
         yield MicroBatch(
@@ -51,7 +63,28 @@ def micro_batches(rollout: Rollout, rows: int) -> Iterator[MicroBatch]:
         )
 
 
-def micro_batch_shapes(rollout: Rollout, rows: int) -> list[Shape]:
+def _lengths_apart(longest: list[int], worth: int) -> list[int]:
+    """How many of these lengths, in rising order, go through together, so that little of it is padding.
+
+    worth: tokens, of one row a length, that have to be saved by each cut.
+    """
+    saved = [place * (longest[-1] - longest[place - 1]) for place in range(1, len(longest))]
+    if not saved or max(saved) <= worth:
+        return [len(longest)]
+    place = 1 + saved.index(max(saved))
+    return _lengths_apart(longest[:place], worth) + _lengths_apart(longest[place:], worth)
+
+
+def pass_tokens(device: torch.device) -> int:
+    """Tokens that take as long as what a pass costs besides: its Python, and weights read once more.
+
+    On a CPU measured with the bundled model, whose tokens cost least; elsewhere an estimate: an accelerator
+    computes so many while it waits for a pass's kernels to be launched.
+    """
+    return 512 if device.type == "cpu" else 8192
+
+
+def micro_batch_shapes(rollout: Rollout, rows: int, *, pass_tokens: int | None = None) -> list[Shape]:
     """What the memory of each of `micro_batches` depends on."""
     return [
         Shape(
@@ -60,7 +93,7 @@ def micro_batch_shapes(rollout: Rollout, rows: int) -> list[Shape]:
             new_tokens=batch.completion_ids.shape[1],
             scored_tokens=int(rollout.lengths[batch.rows].sum()),
         )
-        for batch in micro_batches(rollout, rows)
+        for batch in micro_batches(rollout, rows, pass_tokens=pass_tokens)
     ]
 
 
@@ -123,11 +156,17 @@ def computing_in(dtype: torch.dtype, device: torch.device, *, cached: bool = Tru
 
 @torch.no_grad()
 def score(
-    model: PreTrainedModel, rollout: Rollout, *, rows: int, temperature: float, dtype: torch.dtype
+    model: PreTrainedModel,
+    rollout: Rollout,
+    *,
+    rows: int,
+    temperature: float,
+    dtype: torch.dtype,
+    pass_tokens: int | None = None,
 ) -> Tensor:
-    """Log-probs (N, C) of a whole rollout without gradients, on the CPU, `rows` at a time."""
+    """Log-probs (N, C) of a whole rollout without gradients, on the CPU; in parts: see `micro_batches`."""
     logp = torch.zeros(rollout.completion_ids.shape, dtype=torch.promote_types(model.dtype, torch.float32))
-    for batch in micro_batches(rollout, rows):
+    for batch in micro_batches(rollout, rows, pass_tokens=pass_tokens):
         part, _ = micro_batch_logprobs(model, batch, temperature=temperature, dtype=dtype)
         logp[batch.rows, : part.shape[1]] = part.cpu().to(logp.dtype)
     return logp

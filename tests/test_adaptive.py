@@ -111,6 +111,15 @@ class Run:
         return self.tried[-1]
 
 
+def test_parts_may_need_what_the_phase_is_planned_to_and_no_more():
+    """All 64 at once need 640 bytes; parts need 20 besides their own."""
+    run = Run()
+    run.replan()
+    assert run.memory.is_planned_for("learn", [Shape(8, 30, 20), Shape(56, 30, 20)])
+    assert run.memory.is_planned_for("learn", [Shape(64, 30, 20)])
+    assert not run.memory.is_planned_for("learn", [Shape(8, 30, 20), Shape(63, 30, 20)])
+
+
 def changes(logged: list[str]) -> list[str]:
     return [line.removeprefix("INFO plan: ") for line in logged if line.startswith("INFO plan: ")]
 

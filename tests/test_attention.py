@@ -24,6 +24,13 @@ def example(dtype, heads=H):
     return query, key, value, mask.to(torch.promote_types(dtype, torch.float32))
 
 
+@pytest.fixture(params=[True, False], ids=["tiles", "no tiles"])
+def tiles(request, monkeypatch):
+    """As on a processor with them, whose forward pass is fused, and as on one without."""
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: request.param)
+
+
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("parts", [1, 2, 8])
 @pytest.mark.parametrize("heads", [H, 2])
 def test_values_and_gradients_are_those_of_plain_attention(parts, heads, monkeypatch):
@@ -40,6 +47,7 @@ def test_values_and_gradients_are_those_of_plain_attention(parts, heads, monkeyp
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.usefixtures("tiles")
 def test_in_bf16_it_is_no_farther_from_the_truth_than_plain_attention():
     lower = example(torch.bfloat16)
     exact = [each.detach().double().requires_grad_() for each in lower[:3]]
@@ -57,6 +65,7 @@ def test_in_bf16_it_is_no_farther_from_the_truth_than_plain_attention():
     assert all(one <= 1.2 * other for one, other in zip(ours, eager, strict=True))
 
 
+@pytest.mark.usefixtures("tiles")
 def test_autocast_decides_the_dtype_and_does_not_reach_the_backward_pass():
     inputs = example(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

@@ -22,7 +22,7 @@ from grpo.loss import LossSettings, loss_counts
 from grpo.objectives import GRPOBatch, accumulate_grpo, finish_grpo
 from grpo.rollout import rollout
 from grpo.sampling import step_uniforms
-from grpo.scoring import score
+from grpo.scoring import micro_batches, score
 from grpo.settings import Checkpointing, OptimizerSettings, SamplingSettings
 from grpo.setup import open_run
 from grpo.step import Stepper
@@ -59,13 +59,13 @@ def frozen_batch(policy, prompts) -> GRPOBatch:
 
 
 def learn(
-    policy, batch, loss: LossSettings, rows: int, *, checkpointing: Checkpointing = "none"
+    policy, batch, loss: LossSettings, rows: int, *, checkpointing: Checkpointing = "none", pass_tokens=None
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """One step's gradient as one vector, and its metrics."""
     policy.model.zero_grad(set_to_none=True)
     sums = accumulate_grpo(
         policy.model, batch, settings=loss, temperature=1.0, dtype=policy.compute_dtype, rows=rows,
-        importance_cap=2.0, checkpointing=checkpointing,
+        importance_cap=2.0, checkpointing=checkpointing, pass_tokens=pass_tokens,
     )  # fmt: skip
     metrics = finish_grpo([sums], batch.counts, int(batch.rollout.lengths.sum()))
     return torch.cat([p.grad.flatten() for p in policy.model.parameters()]), metrics
@@ -86,6 +86,9 @@ def test_i1_a_steps_gradient_and_metrics_do_not_depend_on_the_split_in_float64(l
     whole = learn(policy, batch, LossSettings(kl_coef=0.1), N)
     for rows in range(1, N):
         assert_same_step(whole, learn(policy, batch, LossSettings(kl_coef=0.1), rows), exactness=1e-12)
+    parted = learn(policy, batch, LossSettings(kl_coef=0.1), N, pass_tokens=0)
+    assert_same_step(whole, parted, exactness=1e-12)
+    assert len(list(micro_batches(batch.rollout, N, pass_tokens=0))) > 1
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -195,9 +195,9 @@ def test_scoring_is_planned_where_it_is_done(settings: dict, scores: bool):
 RESIDENT = 16 * PARAMETERS
 
 
-def budget_for(rows: int, extra: int = 0) -> Budget:
+def budget_for(rows: int, extra: int = 0, **settings: object) -> Budget:
     """What `rows` at once need at first, with the stated error."""
-    memory = make_memory(workload(), MONITOR, lambda: Budget(GB, ""), overhead_bytes=0)
+    memory = make_memory(workload(**settings), MONITOR, lambda: Budget(GB, ""), overhead_bytes=0)
     needed = memory.footprint("learn", Shape(rows, 50, 20), rows).upper_bytes
     return Budget(int(needed) + 1 + extra, "test")
 
@@ -254,6 +254,40 @@ def test_the_batch_of_several_processes_is_what_the_one_that_holds_least_does_of
     found, planned = plan_memory(work, MONITOR, lambda: Budget(100 * GB, ""), overhead_bytes=0, agree=agree)
     assert asked == [8 * G] and found.config.batch_size == 6 * G
     assert {plan.rows for plan in planned.plan.values()} == {2 * G}
+
+
+class Keeping(Tracer):
+    """Learning takes a quarter more where nothing is recomputed."""
+
+    def _peak(self, phase: str, shape: Shape) -> float:
+        kept = phase.startswith("learn") and self._settings.checkpointing == "none"
+        return super()._peak(phase, shape) * (1.25 if kept else 1.0)
+
+
+def checkpointing_of(work: Workload, usable_bytes: float) -> tuple[str, int]:
+    """What is settled on, and the rows that then learn at once."""
+    budget = Budget(int(usable_bytes), "test")
+    settled, memory = plan_memory(work, MONITOR, lambda: budget, overhead_bytes=0)
+    return settled.config.gradient_checkpointing, memory.plan["learn"].rows
+
+
+def test_layers_are_recomputed_only_where_memory_is_short(monkeypatch, logged):
+    monkeypatch.setattr("grpo.planning.PhaseTracer", Keeping)
+    enough = budget_for(64, gradient_checkpointing="none").usable_bytes
+    assert checkpointing_of(workload(), enough) == ("none", 64)
+    assert not logged
+    assert checkpointing_of(workload(), enough - 10) == ("selective", 64)
+    assert "INFO gradient checkpointing is selective: without it, learning does not fit at once" in logged
+    assert checkpointing_of(workload(), enough / 2) == ("selective", 32)
+    assert checkpointing_of(workload(train_rows=32), enough - 10) == ("none", 32)
+    for chosen in ("none", "selective", "full"):
+        assert checkpointing_of(workload(gradient_checkpointing=chosen), 2 * enough)[0] == chosen
+    on_a_card = replace(workload(), device_type="cuda")
+    assert checkpointing_of(on_a_card, enough / 2)[0] == "none"
+    auto = workload(batch_size="auto", max_batch_size=150)
+    settled, memory = plan_memory(auto, MONITOR, lambda: Budget(enough, "test"), overhead_bytes=0)
+    assert settled.config.batch_size == memory.plan["learn"].rows > 64  # the largest is one that recomputes
+    assert settled.config.gradient_checkpointing == "selective"
 
 
 def test_a_wrong_prediction_can_be_asked_for():

@@ -292,11 +292,52 @@ def test_a_prompt_that_just_fits_is_sampled_to_the_end_of_the_context(load):
 # ------------------------------------------------------------------------------- what memory is made of
 
 
+def lengths_of(*longest: int) -> Rollout:
+    """Groups whose longest completions are so long; shorter ones beside them."""
+    lengths = torch.tensor([length - shorter % G for length in longest for shorter in range(G)])
+    ids = torch.ones(len(lengths), max(longest), dtype=torch.long)
+    return Rollout(
+        prompts=[Prompt(str(place), "", {}) for place in range(len(longest))],
+        prompt_ids=[[1, 2] for _ in longest], completion_ids=ids, lengths=lengths,
+        terminated=torch.ones_like(lengths, dtype=torch.bool), sampler_logp=torch.zeros(ids.shape),
+        completions=[""] * len(lengths),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("longest", "pass_tokens", "parts"),
+    [
+        ([40, 40, 40, 40], 0, [[40] * 4]),  # nothing is saved
+        ([40, 10, 40, 10], 60 * G - 1, [[10, 10], [40, 40]]),  # 60 tokens of a row a group
+        ([40, 10, 40, 10], 60 * G, [[10, 10, 40, 40]]),
+        ([40, 10, 20, 10], 0, [[10, 10], [20], [40]]),
+        ([40, 10, 20, 10], 12 * G, [[10, 10], [20], [40]]),  # 60 tokens, then 20
+        ([40, 10, 20, 10], 22 * G, [[10, 10], [20, 40]]),
+        ([40, 10, 20, 10], None, [[10, 10, 20, 40]]),
+    ],
+)
+def test_rows_are_parted_where_that_saves_more_padding_than_a_pass_costs(longest, pass_tokens, parts):
+    made = lengths_of(*longest)
+    batches = list(micro_batches(made, 100, pass_tokens=pass_tokens))
+    assert [made.lengths[batch.rows].view(-1, G).amax(1).tolist() for batch in batches] == parts
+    assert sorted(torch.cat([batch.rows for batch in batches]).tolist()) == [*range(len(made.lengths))]
+    at_most = list(micro_batches(made, 2 * G, pass_tokens=pass_tokens))
+    assert max(len(batch.rows) for batch in at_most) <= 2 * G
+
+
+def test_parts_of_a_group_are_not_parted_further():
+    made = lengths_of(40, 10)
+    assert [len(batch.rows) for batch in micro_batches(made, G - 1, pass_tokens=0)] == [
+        len(batch.rows) for batch in micro_batches(made, G - 1)
+    ]
+
+
+@pytest.mark.parametrize("pass_tokens", [None, 0])
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 100])
-def test_the_shapes_of_micro_batches_are_theirs(load, prompts, rows):
+def test_the_shapes_of_micro_batches_are_theirs(load, prompts, rows, pass_tokens):
     sampled = sample(load("gpt2"), prompts)
-    shapes = micro_batch_shapes(sampled, rows)
-    batches = list(micro_batches(sampled, rows))
+    shapes = micro_batch_shapes(sampled, rows, pass_tokens=pass_tokens)
+    batches = list(micro_batches(sampled, rows, pass_tokens=pass_tokens))
     assert [shape[:3] for shape in shapes] == [
         (len(b.rows), max(len(ids) for ids in b.prompt_ids), b.completion_ids.shape[1]) for b in batches
     ]

@@ -122,7 +122,8 @@ class Config:
     train_rows: int | None = None
     """Completions in one backward pass; None: planned."""
     gradient_checkpointing: CheckpointingSetting = "auto"
-    """Recomputed in the backward pass: all but products (selective; auto on a CPU), all, or nothing."""
+    """Recomputed in the backward pass: all but products (selective), all, or nothing; auto: nothing, or on a
+    CPU selective where memory is short."""
 
     # Evaluation
     eval_interval: int = 50

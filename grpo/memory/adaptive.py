@@ -151,6 +151,11 @@ class AdaptiveMemory:
         """Rows that the phase could do at once in what may be held now; 0 if not one group."""
         return self.largest_whole(phase, self._budget(), at_most, prompt_tokens, new_tokens)
 
+    def is_planned_for(self, phase: str, shapes: Sequence[Shape]) -> bool:
+        """Whether parts of these shapes need no more than the phase is planned to."""
+        most = self.plan[phase].footprint.peak_bytes
+        return all(self.footprint(phase, shape).peak_bytes <= most for shape in shapes)
+
     def _explain(self, error: DoesNotFit, *remedies: str) -> str:
         others = self._monitor.neighbours()
         return " ".join(filter(None, [str(error), others and f"On the card: {others}.", *remedies]))

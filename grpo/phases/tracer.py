@@ -147,6 +147,7 @@ def _fingerprint(settings: PhaseSettings) -> str:
         settings.model.to_json_string(),
         repr(_what_memory_minds(settings)),
         importlib.metadata.version("peft") if settings.lora.on else "",
+        str(torch.cpu._is_amx_tile_supported()),  # what attention in bf16 holds
         *(hashlib.sha256(path.read_bytes()).hexdigest() for path in sources),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
