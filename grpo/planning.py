@@ -137,9 +137,11 @@ def trace_phases(work: Workload) -> None:
     """Trace what plans are made from, so that whoever plans for the same later finds it done."""
     longest = Shape(work.config.group_size, work.longest_prompt, work.new_tokens)
     settings = work.phase_settings()
-    without = replace(settings, checkpointing="none")
-    for each in {settings, without} if work.config.gradient_checkpointing == "auto" else {settings}:
-        tracer = PhaseTracer(each)
+    to_choose_from = [settings.checkpointing]
+    if work.config.gradient_checkpointing == "auto" and settings.checkpointing != "none":
+        to_choose_from.append("none")
+    for checkpointing in to_choose_from:
+        tracer = PhaseTracer(replace(settings, checkpointing=checkpointing))
         for phase in PHASES:
             tracer.fit(phase, longest)
 

@@ -52,7 +52,7 @@ def test_our_own_meter_agrees_with_the_allocator(phase, dtype):
     real, shape = RealPhases(Setting("small", SMALL, dtype, group_size=4)), Shape(64, 20, 24)
     measured, true = own_meter(real.prepare(phase, shape)), allocator_peak(real.prepare(phase, shape))
     tiles = torch.cpu._is_amx_tile_supported()
-    scratch = (1_000_000 if tiles else 100_000) if dtype == torch.bfloat16 else 0  # oneDNN's own, at most
+    scratch = (1_000_000 if tiles else 300_000) if dtype == torch.bfloat16 else 0  # oneDNN's own, at most
     assert 0.99 * true - scratch <= measured <= 1.01 * true
 
 

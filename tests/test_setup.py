@@ -154,7 +154,10 @@ def test_what_is_changed_in_a_resumed_run_is_said(config, logged):
     with open_run(dataclasses.replace(resumed, batch_size=16, train_rows=2)):
         pass
     (said,) = [line for line in logged if "changed from here on" in line]
-    assert said == "INFO changed from here on: steps 2 -> 3, batch_size 8 -> 16, train_rows None -> 2"
+    assert said == (
+        "INFO changed from here on: steps 2 -> 3, batch_size 8 -> 16, train_rows None -> 2, "
+        "gradient_checkpointing none -> auto"
+    )
 
 
 def test_a_run_without_a_name_never_meets_another(config, tmp_path):
@@ -171,7 +174,7 @@ def test_a_run_without_a_name_never_meets_another(config, tmp_path):
 def test_the_yaml_of_a_run_repeats_it_and_does_not_resume_it(config):
     with open_run(config) as run:
         stored = from_flat(read_yaml(run.folder / CONFIG_FILE))
-        assert stored == run.config == config
+        assert stored == run.config == dataclasses.replace(config, gradient_checkpointing="none")  # was auto
 
 
 def test_held_out_prompts_are_of_both_tasks_and_not_trained_on(config):

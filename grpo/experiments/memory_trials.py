@@ -95,7 +95,7 @@ PARTS_OF_GROUPS = (Shape(1, 60, 64), Shape(2, 120, 128), Shape(4, 20, 64))
 CHECKPOINTING: dict[Checkpointing, str] = {
     "selective": "", "full": "full checkpointing", "none": "no checkpointing",
 }  # fmt: skip
-"""Each kind, and what it is called; selective is what training does on a CPU."""
+"""Each kind, and what it is called; selective is what training on a CPU falls back on."""
 CALIBRATION = (Shape(16, 48, 40), Shape(32, 90, 24), Shape(24, 30, 100))
 LARGE_CALIBRATION = (Shape(8, 40, 24), Shape(16, 30, 16))
 UNSEEN_SHAPES = (Shape(8, 150, 300), Shape(16, 150, 300))
