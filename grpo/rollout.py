@@ -108,12 +108,13 @@ class _Completions:
 
     def add(self, rows: Tensor, tokens: Tensor, logp: Tensor) -> None:
         """One token more for each of these rows (R,) that has not ended."""
-        running = ~self.ended(rows)
-        position = torch.where(running, self.lengths[rows], self._longest)
+        lengths, terminated = self.lengths[rows], self.terminated[rows]
+        running = ~terminated & (lengths < self._longest)
+        position = torch.where(running, lengths, self._longest)
         self.ids[rows, position] = tokens * running
         self.logp[rows, position] = logp * running
-        self.lengths[rows] += running
-        self.terminated[rows] |= running & (tokens == self._end)
+        self.lengths[rows] = lengths + running
+        self.terminated[rows] = terminated | (running & (tokens == self._end))
 
     def ended(self, rows: Tensor) -> Tensor:
         return self.terminated[rows] | (self.lengths[rows] == self._longest)
