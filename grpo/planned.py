@@ -108,6 +108,8 @@ class PlannedPhases:
 
         def spared(rows: int) -> int | None:
             """Gradients of one part are there while the next learns: all at once may take less memory."""
+            if rows < config.group_size:  # no part is smaller, and the fits know whole groups
+                return None
             parted = micro_batch_shapes(batch.rollout, rows, pass_tokens=self._pass_tokens())
             return self._pass_tokens() if run.memory.is_planned_for("learn", parted) else None
 
