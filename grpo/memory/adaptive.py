@@ -217,14 +217,9 @@ class AdaptiveMemory:
 
         try:
             (result, reading), rows = survive(
-                measured,
-                self.plan[phase].rows,
-                phase=phase,
-                group_size=self._group_size,
-                discard=undo,
-                on_retry=retries.append,
-                replays=self._replays,
-            )
+                measured, self.plan[phase].rows, phase=phase, group_size=self._group_size,
+                discard=undo, on_retry=retries.append, replays=self._replays,
+            )  # fmt: skip
         except DoesNotFit as error:
             raise DoesNotFit(self._explain(error, self._advice(phase, 0.0))) from error
         self._runs[phase] += 1
