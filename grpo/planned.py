@@ -1,6 +1,7 @@
 """Sampling, scoring, learning, evaluating and saving of one run, as its memory plan says."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ class PlannedPhases:
             return {}
         checkpointing = choose_checkpointing(config.gradient_checkpointing, run.monitor.device.type)
 
+        @cache
         def spared(rows: int) -> int | None:
             """Gradients of one part are there while the next learns: all at once may take less memory."""
             if rows < config.group_size:  # no part is smaller, and the fits know whole groups

@@ -24,6 +24,7 @@ from grpo.optimizer import step_bytes
 from grpo.phases import PHASES, PhaseTracer, split_name
 from grpo.prompts import PromptSource, Tokenizer
 from grpo.recompute import choose_checkpointing
+from grpo.settings import Checkpointing
 from grpo.workload import Workload, logits_parts, resident_parts, sample_parts, scratch_bytes
 
 LONGEST_TEXTS = 64
@@ -103,8 +104,7 @@ def plan_memory(
         size = work.processes * agree(find_batch_size(make(work), work, budget()))
         logger.info("batch size {}: the largest that needs no splitting, of {}", size, budget())
         work = replace(work, config=replace(work.config, batch_size=size))
-    work = _settle_checkpointing(work, make, budget)
-    memory = make(work)
+    work, memory = _settle_checkpointing(work, make, budget)
     memory.replan(work.longest_prompt, work.new_tokens)
     # Traced now, for when a phase is split: learning is to spare padding, others when a limit binds.
     for phase in ("sample", "learn") if work.config.memory_limit else ("learn",):
@@ -114,34 +114,39 @@ def plan_memory(
 
 def _settle_checkpointing(
     work: Workload, make: Callable[[Workload], AdaptiveMemory], budget: Callable[[], Budget]
-) -> Workload:
-    """gradient_checkpointing auto: none where all rows then still learn at once; else what suits the device.
+) -> tuple[Workload, AdaptiveMemory]:
+    """The first of the kinds of checkpointing in question by which all rows learn at once, or the last."""
+    config = work.config
+    *preferred, last = _checkpointing_choices(work)
+    rows = min(work.rows_here, config.train_rows or work.rows_here)
+    for checkpointing in preferred:
+        settled = replace(work, config=replace(config, gradient_checkpointing=checkpointing))
+        memory = make(settled)
+        footprint = memory.footprint("learn", Shape(rows, work.longest_prompt, work.new_tokens))
+        if footprint.upper_bytes <= budget().usable_bytes:
+            return settled, memory
+        logger.info("gradient checkpointing is {}: without it, learning does not fit at once", last)
+    settled = replace(work, config=replace(config, gradient_checkpointing=last))
+    return settled, make(settled)
+
+
+def _checkpointing_choices(work: Workload) -> list[Checkpointing]:
+    """What gradient_checkpointing can come to be: auto is none, if that fits, or else what suits the device.
 
     The processes of a sharded model have to do the same, and do not look whether they need to.
     """
     config = work.config
     affordable = choose_checkpointing(config.gradient_checkpointing, work.device_type)
-    settled = replace(work, config=replace(config, gradient_checkpointing=affordable))
     if config.gradient_checkpointing != "auto" or affordable == "none" or config.shard:
-        return settled
-    without = replace(work, config=replace(config, gradient_checkpointing="none"))
-    rows = min(work.rows_here, config.train_rows or work.rows_here)
-    footprint = make(without).footprint("learn", Shape(rows, work.longest_prompt, work.new_tokens))
-    if footprint.upper_bytes <= budget().usable_bytes:
-        return without
-    logger.info("gradient checkpointing is {}: without it, learning does not fit at once", affordable)
-    return settled
+        return [affordable]
+    return ["none", affordable]
 
 
 def trace_phases(work: Workload) -> None:
     """Trace what plans are made from, so that whoever plans for the same later finds it done."""
     longest = Shape(work.config.group_size, work.longest_prompt, work.new_tokens)
-    settings = work.phase_settings()
-    to_choose_from = [settings.checkpointing]
-    if work.config.gradient_checkpointing == "auto" and settings.checkpointing != "none":
-        to_choose_from.append("none")
-    for checkpointing in to_choose_from:
-        tracer = PhaseTracer(replace(settings, checkpointing=checkpointing))
+    for checkpointing in _checkpointing_choices(work):
+        tracer = PhaseTracer(replace(work.phase_settings(), checkpointing=checkpointing))
         for phase in PHASES:
             tracer.fit(phase, longest)
 
