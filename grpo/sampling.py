@@ -51,53 +51,40 @@ def sample_tokens(
     (float64 for float64 logits), of the temperature-scaled distribution; where temperature is 0,
     the most likely token (the lower id of equals) and its log-prob at temperature 1.
     """
-    exact = logits if logits.dtype == torch.float64 else logits.float()
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     if temperature not in (0, 1):
-        exact = exact / temperature
-    largest = exact.amax(-1, keepdim=True)
-    weights = _exponentials(exact, largest)  # (R, V)
-    total = weights.sum(-1, keepdim=True)
+        logits = logits.to(dtype) / temperature
+    probabilities = logits.softmax(-1, dtype=dtype)  # (R, V)
     if temperature == 0:
-        tokens = exact.argmax(-1, keepdim=True)
+        tokens = logits.argmax(-1, keepdim=True)
     else:
-        kept = truncate(exact, top_k=top_k, top_p=top_p)
-        if kept is not exact:
-            weights = _exponentials(kept, largest)
-        tokens = _inverse_cdf(weights, uniforms.unsqueeze(-1))
+        kept = truncate(logits, top_k=top_k, top_p=top_p)
+        inside = probabilities if kept is logits else kept.softmax(-1, dtype=dtype)
+        tokens = _inverse_cdf(inside, uniforms.unsqueeze(-1))
     # NaN logits give some token of the vocabulary: its log-prob is NaN, and will be seen.
     tokens = tokens.clamp(max=logits.shape[-1] - 1)
-    logp = exact.gather(-1, tokens) - largest - total.log()
-    return tokens.squeeze(-1), logp.squeeze(-1)
+    return tokens.squeeze(-1), probabilities.gather(-1, tokens).squeeze(-1).log()
 
 
 _BLOCK = 256
 """Tokens whose probabilities are added up first where the vocabulary is large."""
 
 
-def _exponentials(logits: Tensor, largest: Tensor) -> Tensor:
-    """exp(logits - largest), (R, V); a large vocabulary is padded with zeros to whole blocks."""
-    rows, vocabulary = logits.shape
-    padding = -vocabulary % _BLOCK if vocabulary > 16 * _BLOCK else 0
-    weights = logits.new_empty(rows, vocabulary + padding)
-    weights[:, vocabulary:] = 0
-    inside = weights[:, :vocabulary]
-    torch.sub(logits, largest, out=inside)
-    inside.exp_()
-    return weights
-
-
-def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The token at which weights (R, V), added up in the order of ids, pass a share (R, 1) of their total.
+def _inverse_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """The token at which probabilities (R, V), added up in the order of ids, pass a uniform number (R, 1).
 
     A running sum over a large vocabulary is slow: there it is over sums of blocks, then in one block.
     """
-    if weights.shape[-1] <= 16 * _BLOCK:
-        tokens, _ = _first_above(weights, uniforms * weights.sum(-1, keepdim=True))
-        return tokens
-    blocks = weights.unflatten(-1, (-1, _BLOCK))
-    sums = blocks.sum(-1)  # (R, V / 256)
-    block, rest = _first_above(sums, uniforms * sums.sum(-1, keepdim=True))
-    within, _ = _first_above(blocks[torch.arange(len(block), device=block.device), block.squeeze(-1)], rest)
+    vocabulary = probabilities.shape[-1]
+    if vocabulary <= 16 * _BLOCK:
+        return _first_above(probabilities, uniforms)[0]
+    whole = vocabulary // _BLOCK * _BLOCK
+    blocks = probabilities[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(-1)
+    sums = torch.cat([blocks, probabilities[:, whole:].sum(-1, keepdim=True)], -1)  # (R, blocks)
+    block, left = _first_above(sums, uniforms)
+    ids = block * _BLOCK + torch.arange(_BLOCK, device=block.device)  # (R, 256), the last beyond the end
+    inside = probabilities.gather(-1, ids.clamp(max=vocabulary - 1)) * (ids < vocabulary)
+    within, _ = _first_above(inside, left)
     return block * _BLOCK + within
 
 

@@ -177,10 +177,10 @@ class GPT2Decoder:
         rows = rows_of_groups(groups, self._rows_per_prompt, self._positions.device)
         places = torch.tensor(groups, device=rows.device)
         for layer in range(len(self._blocks)):  # one by one: never two copies of the whole cache
-            self._prompt_keys[layer] = self._prompt_keys[layer][places]
-            self._prompt_values[layer] = self._prompt_values[layer][places]
-            self._own_keys[layer] = self._own_keys[layer][rows]
-            self._own_values[layer] = self._own_values[layer][rows]
+            self._prompt_keys[layer] = self._prompt_keys[layer].index_select(0, places)
+            self._prompt_values[layer] = self._prompt_values[layer].index_select(0, places)
+            self._own_keys[layer] = self._own_keys[layer].index_select(0, rows)
+            self._own_values[layer] = self._own_values[layer].index_select(0, rows)
         self._prompt_bias = self._prompt_bias[places]
         self._positions, self._own = self._positions[rows], self._own[rows]
         self._num_own = [self._num_own[group] for group in groups]
