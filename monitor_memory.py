@@ -73,4 +73,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    from grpo.before_torch import restart_without_thread_cache
+
+    restart_without_thread_cache()
     sys.exit(main())

@@ -79,6 +79,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    from grpo.before_torch import restart_without_thread_cache
+
+    restart_without_thread_cache()
     try:
         sys.exit(main())
     except KeyboardInterrupt:

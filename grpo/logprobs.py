@@ -1,16 +1,17 @@
 """Log-probs of given tokens without the logits tensor: the vocabulary head, a chunk of tokens at a time.
 
 Logits for a batch are (rows, tokens, vocabulary), usually the largest tensor of a step. Here they
-exist for `chunk_tokens` tokens at once, in the forward pass and, recomputed, in the backward pass.
-Beyond inputs and gradients it holds at most two (chunk_tokens, V) buffers in fp32, which all chunks
-share, two numbers per token, and, where the head is computed in another dtype than it is stored in or in
-lower precision, one (V, D) copy.
+exist for `chunk_tokens` tokens at once, in the forward pass and, recomputed, in the backward pass. What
+is done with them number by number is done in fp32 for a slice of the chunk at a time, which on a CPU stays
+in its caches. Beyond inputs and gradients there are, shared by all chunks, one (chunk_tokens, V) buffer in
+the dtype of products and two slices; two numbers per token; and, where the head is computed in another
+dtype than it is stored in or in lower precision, one (V, D) copy.
 
 Left out on purpose: heads that are not a plain linear layer (soft-capped logits), and gradients
 of the entropy, which is a metric here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -94,12 +95,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 part = _part(rows, start, chunk_tokens)
                 states = hidden[part].to(dtype)  # (K, D)
                 slope = grad_logp[part].to(exact).unsqueeze(1) / temperature  # (K, 1)
-                grad = _logits_gradient(
-                    head.logits(states), normalizers[start : start + chunk_tokens], targets[part], slope
-                )
-                if grad_bias is not None:
-                    grad_bias += grad.sum(dim=0)
-                grad = head.rounded(grad)
+                known = normalizers[start : start + chunk_tokens], targets[part], slope
+                grad = head.products(states)  # (K, V), of the logits, which are there first
+                for place, logits in head.slices(grad):
+                    _logits_gradient(logits, *(each[place] for each in known))
+                    if grad_bias is not None:
+                        grad_bias += logits.sum(dim=0)
+                    if dtype != exact:
+                        grad[place] = logits
                 if grad_hidden is not None:
                     grad_hidden[part] = (grad @ head.weight).to(hidden.dtype)
                 if grad_weight is not None:
@@ -126,69 +129,71 @@ def _forward(
     """Log-probs and entropies of all tokens (R·C,); largest logit and log-sum of `rows` (K, 2)."""
     exact = torch.promote_types(dtype, torch.float32)
     count = len(hidden) if rows is None else len(rows)
-    logp = hidden.new_zeros(len(hidden), dtype=exact)
-    entropies = hidden.new_zeros(len(hidden) if entropy else 0, dtype=exact)
-    normalizers = hidden.new_empty(count, 2, dtype=exact)
+    scores = hidden.new_empty(count, 4, dtype=exact)
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        head = _Head(weight, bias, dtype, temperature, min(chunk_tokens, count), room=True)
+        head = _Head(weight, bias, dtype, temperature, min(chunk_tokens, count))
+        room = head.new_slice()
         for start in range(0, count, chunk_tokens):
             part = _part(rows, start, chunk_tokens)
-            logits = head.logits(hidden[part].to(dtype))  # (K, V)
-            chunk_logp, chunk_entropy, chunk_normalizers = _score(logits, head.room, targets[part], entropy)
-            logp[part] = chunk_logp
-            normalizers[start : start + chunk_tokens] = chunk_normalizers
-            if chunk_entropy is not None:
-                entropies[part] = chunk_entropy
-    return logp, entropies, normalizers
+            of_chunk, chunk_targets = scores[start : start + chunk_tokens], targets[part]
+            for place, logits in head.slices(head.products(hidden[part].to(dtype))):
+                of_chunk[place] = _score(logits, room[: len(logits)], chunk_targets[place], entropy)
+    logp, entropies = hidden.new_zeros(2, len(hidden), dtype=exact)
+    everywhere = _part(rows, 0, count)
+    logp[everywhere], entropies[everywhere] = scores[:, 0], scores[:, 1]
+    return logp, entropies, scores[:, 2:].clone()
 
 
 class _Head:
-    """The vocabulary head in the dtype of its products, and a chunk's logits.
+    """The vocabulary head in the dtype of its products, a chunk's products, and slices of them as logits.
 
     All chunks share their tensors: on a CPU fresh pages would take longer than what is written on them.
     """
 
     def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        temperature: float,
-        tokens: int,
-        *,
-        room: bool = False,
+        self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, temperature: float, tokens: int
     ) -> None:
-        """tokens: of a chunk, at most. room: to hold a second tensor like the logits."""
-        exact = torch.promote_types(dtype, torch.float32)
+        """tokens: of a chunk, at most."""
         cast = centred_head if dtype.itemsize < 4 else Tensor.to
         self.weight = cast(weight, dtype)  # (V, D)
         self._bias = None if bias is None else cast(bias, dtype)  # (V,)
         self._temperature = temperature
-        self._logits = self._products = weight.new_empty(tokens, len(weight), dtype=exact)
-        if room:
-            self.room = torch.empty_like(self._logits)
-        if dtype != exact and room:  # what is multiplied is read before there is something in the room
-            half = self.room.view(-1).view(dtype)[: self.room.numel()]
-            self._products = half.view_as(self.room)
-        elif dtype != exact:
-            self._products = torch.empty_like(self._logits, dtype=dtype)
+        self._products = weight.new_empty(tokens, len(weight), dtype=dtype)
+        self._slice_tokens = min(tokens, max(1, slice_numbers(weight.device.type) // len(weight)))
+        self._logits = None if dtype.itemsize >= 4 else self.new_slice()
 
-    def logits(self, states: Tensor) -> Tensor:
-        """(states @ weightᵀ + bias) / temperature of states (K, D): (K, V), fp32 or float64."""
-        logits, product = self._logits[: len(states)], self._products[: len(states)]
+    def new_slice(self) -> Tensor:
+        """Room for a slice (k, V) in fp32, or float64."""
+        exact = torch.promote_types(self._products.dtype, torch.float32)
+        return self._products.new_empty(self._slice_tokens, len(self.weight), dtype=exact)
+
+    def products(self, states: Tensor) -> Tensor:
+        """states (K, D) @ weightᵀ + bias: (K, V), until the next ones."""
+        products = self._products[: len(states)]
         if self._bias is None:
-            torch.mm(states, self.weight.T, out=product)
-        else:
-            torch.addmm(self._bias, states, self.weight.T, out=product)
-        if self._products is not self._logits:
-            logits.copy_(product)
-        return logits if self._temperature == 1 else logits.div_(self._temperature)
+            return torch.mm(states, self.weight.T, out=products)
+        return torch.addmm(self._bias, states, self.weight.T, out=products)
 
-    def rounded(self, gradient: Tensor) -> Tensor:
-        """The gradient (K, V) in the dtype of products; until the next logits."""
-        if self._products is self._logits:
-            return gradient
-        return self._products[: len(gradient)].copy_(gradient)
+    def slices(self, products: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Places in the chunk, and their logits (k, V) in fp32 or float64, to be overwritten.
+
+        They are the products themselves where those are as exact.
+        """
+        for place in slices(len(products), self._slice_tokens):
+            logits = products[place]
+            if self._logits is not None:
+                logits = self._logits[: len(logits)].copy_(logits)
+            yield place, logits if self._temperature == 1 else logits.div_(self._temperature)
+
+
+def slice_numbers(device_type: str) -> int:
+    """Numbers that a slice has at most: near a CPU's caches; elsewhere enough to be worth a kernel."""
+    return 2**19 if device_type == "cpu" else 2**24
+
+
+def slices(count: int, size: int) -> Iterator[slice]:
+    for start in range(0, count, size):
+        yield slice(start, start + size)
 
 
 def _add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:
@@ -200,32 +205,29 @@ def _add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:
         rows += part.T @ states
 
 
-def _score(
-    logits: Tensor, room: Tensor, targets: Tensor, entropy: bool
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Log-probs (K,), entropies (K,), and largest logit and log-sum (K, 2).
+def _score(logits: Tensor, room: Tensor, targets: Tensor, entropy: bool) -> Tensor:
+    """Log-prob, entropy (or 0), largest logit and log-sum of each token: (k, 4).
 
-    Overwrites `logits` (K, V) and `room` (K, V).
+    Overwrites `logits` (k, V) and `room` (k, V).
     """
     # Shifted by the largest, as log_softmax does: GPT-2's logits lie near -100, where fp32 is coarse.
     largest = logits.amax(dim=1, keepdim=True)
-    probs = torch.exp(logits.sub_(largest), out=room[: len(logits)])
+    probs = torch.exp(logits.sub_(largest), out=room)
     total = probs.sum(dim=1, keepdim=True)
     log_total = total.log()
     logp = logits.gather(1, targets.unsqueeze(1)) - log_total
-    normalizers = torch.cat([largest, log_total], dim=1)
-    if not entropy:
-        return logp.squeeze(1), None, normalizers
-    # A token that cannot occur (logit -inf) adds 0, not 0 * -inf.
-    expected = probs.mul_(logits.clamp_(min=torch.finfo(logits.dtype).min)).sum(dim=1, keepdim=True) / total
-    return logp.squeeze(1), (log_total - expected).squeeze(1), normalizers
+    entropies = torch.zeros_like(logp)
+    if entropy:  # a token that cannot occur (logit -inf) adds 0, not 0 * -inf
+        lowest = torch.finfo(logits.dtype).min
+        entropies = log_total - probs.mul_(logits.clamp_(min=lowest)).sum(dim=1, keepdim=True) / total
+    return torch.cat([logp, entropies, largest, log_total], dim=1)
 
 
-def _logits_gradient(logits: Tensor, normalizers: Tensor, targets: Tensor, slope: Tensor) -> Tensor:
-    """slope * (one-hot(targets) - softmax(logits)), (K, V), in place of `logits`."""
+def _logits_gradient(logits: Tensor, normalizers: Tensor, targets: Tensor, slope: Tensor) -> None:
+    """slope * (one-hot(targets) - softmax(logits)), (k, V), in place of `logits`."""
     largest, log_total = normalizers[:, :1], normalizers[:, 1:]
     probs = logits.sub_(largest).sub_(log_total).exp_()
-    return probs.mul_(-slope).scatter_add_(1, targets.unsqueeze(1), slope)
+    probs.mul_(-slope).scatter_add_(1, targets.unsqueeze(1), slope)
 
 
 def _part(rows: Tensor | None, start: int, size: int) -> Tensor | slice:

@@ -15,7 +15,9 @@ from grpo.recompute import choose_checkpointing
 from grpo.world import largest_share
 
 SCRATCH_BYTES = 2 * 2**20
-"""oneDNN's workspace in bf16, up to 2 MB for models so small that it counts, and of CUDA's libraries."""
+"""Workspace of CUDA's libraries, and of oneDNN in bf16, for models so small that it counts."""
+_SCRATCH_OF_THREADS = 128 * 2**10
+"""What oneDNN's threads hold in bf16 without tiles, besides the sums of a weight's gradient."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,18 @@ def kv_bytes_per_token(model: PretrainedConfig, dtype: torch.dtype) -> int:
     return int(2 * text.num_hidden_layers * kv_heads * width * dtype.itemsize)
 
 
-def scratch_bytes(dtype: torch.dtype, device: torch.device) -> int:
-    """Room for what kernels hold unseen: none in fp32 on a CPU, where traces are exact."""
-    exact = device.type == "cpu" and dtype in (torch.float32, torch.float64)
-    return 0 if exact else SCRATCH_BYTES
+def scratch_bytes(dtype: torch.dtype, device: torch.device, trained_sizes: Sequence[int]) -> int:
+    """Room for what kernels hold unseen: none in fp32 on a CPU, where traces are exact.
+
+    trained_sizes: of each trained tensor, in numbers; in bf16 its gradient is summed in fp32.
+    """
+    if device.type != "cpu":
+        return SCRATCH_BYTES
+    if dtype in (torch.float32, torch.float64):
+        return 0
+    if torch.cpu._is_amx_tile_supported():  # which want weights in an order of their own
+        return SCRATCH_BYTES
+    return min(SCRATCH_BYTES, _SCRATCH_OF_THREADS + 4 * max(trained_sizes))
 
 
 def sample_parts(work: Workload, shape: Shape) -> Mapping[str, int]:

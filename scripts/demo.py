@@ -48,4 +48,7 @@ def main(seed: int = 0, steps: int | None = None, batch_size: int | None = None,
 
 
 if __name__ == "__main__":
+    from grpo.before_torch import restart_without_thread_cache
+
+    restart_without_thread_cache()
     tyro.cli(main)

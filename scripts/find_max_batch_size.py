@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from grpo.before_torch import set_library_defaults
+from grpo.before_torch import restart_without_thread_cache, set_library_defaults
 
 DONE, WRONG_SETTING, INTERRUPTED = 0, 2, 130
 
@@ -67,6 +67,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    restart_without_thread_cache()
     try:
         sys.exit(main())
     except KeyboardInterrupt:

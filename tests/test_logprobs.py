@@ -51,8 +51,17 @@ def test_one_token_by_hand():
     temperature=st.sampled_from([0.5, 1.0, 1.7]),
     bias=st.booleans(),
     masked=st.booleans(),
+    numbers=st.sampled_from([1, 2 * V, 2**19]),
 )
-def test_equals_plain_log_softmax_with_gradients_for_any_chunk(seed, chunk, temperature, bias, masked):
+def test_equals_plain_log_softmax_with_gradients_for_any_chunk(
+    seed, chunk, temperature, bias, masked, numbers
+):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grpo.logprobs.slice_numbers", lambda device_type: numbers)
+        check_against_log_softmax(seed, chunk, temperature, bias, masked)
+
+
+def check_against_log_softmax(seed, chunk, temperature, bias, masked):
     hidden, weight, offset, targets, mask = example(seed=seed, bias=bias)
     mask = mask if masked else None
     expected, expected_entropy = plain(hidden, weight, offset, targets, temperature)
@@ -108,7 +117,7 @@ def test_masked_tokens_are_never_read():
 
 
 class _Meter(TorchDispatchMode):
-    """Bytes of the largest tensor, most bytes in (10, 50) ones at once, and how many rows got logits."""
+    """Bytes of the largest tensor, most bytes of logits (…, 50) at once, and how many rows got logits."""
 
     def __init__(self):
         super().__init__()
@@ -120,7 +129,7 @@ class _Meter(TorchDispatchMode):
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, torch.Tensor):
                 self.largest = max(self.largest, tensor.untyped_storage().nbytes())
-                if tensor.shape == (10, 50):
+                if tensor.ndim == 2 and tensor.shape[1] == 50 and len(tensor) > 3:  # not weights (3, 50)
                     self.chunks.add(tensor.untyped_storage())
         self.chunk_bytes = max(self.chunk_bytes, sum(chunk.nbytes() for chunk in self.chunks))
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm) and out.shape[-1] == 50:
@@ -129,7 +138,8 @@ class _Meter(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_the_logits_of_all_tokens_never_exist_and_masked_tokens_cost_nothing(autocast):
+def test_the_logits_of_all_tokens_never_exist_and_masked_tokens_cost_nothing(autocast, monkeypatch):
+    monkeypatch.setattr("grpo.logprobs.slice_numbers", lambda device_type: 5 * 50)
     hidden = torch.randn(8, 16, 3, requires_grad=True)
     weight = torch.randn(50, 3, requires_grad=True)
     targets = torch.ones(8, 16).long()
@@ -140,8 +150,9 @@ def test_the_logits_of_all_tokens_never_exist_and_masked_tokens_cost_nothing(aut
         assert seen.rows == 32
         logp.sum().backward()
     assert seen.rows == 64  # once more in the backward pass
-    assert seen.chunk_bytes == 2 * 10 * 50 * 4  # two buffers of a chunk in fp32
-    assert seen.largest == 4 * max(10 * 50, 8 * 16 * 3)  # all logits would be 4 * 6400
+    products, slices = (2, 2) if autocast else (4, 1)  # bytes of a number; slices that are no products
+    assert seen.chunk_bytes == 10 * 50 * products + slices * 5 * 50 * 4
+    assert seen.largest == max(products * 10 * 50, 4 * 8 * 16 * 3)  # all logits would be products * 6400
 
 
 def test_without_gradients_nothing_is_kept():

@@ -144,10 +144,15 @@ def test_keys_and_values_of_a_token(name: str, size: int):
     assert kv_bytes_per_token(workload(name=name).model, torch.bfloat16) == size // 2
 
 
-def test_scratch_space_is_for_bf16_and_for_cards():
+def test_scratch_space_is_for_bf16_and_for_cards(monkeypatch):
     cpu, card = torch.device("cpu"), torch.device("cuda")
-    assert scratch_bytes(torch.float32, cpu) == scratch_bytes(torch.float64, cpu) == 0
-    assert scratch_bytes(torch.bfloat16, cpu) == scratch_bytes(torch.float32, card) == SCRATCH_BYTES
+    assert scratch_bytes(torch.float32, cpu, [100]) == scratch_bytes(torch.float64, cpu, [100]) == 0
+    assert scratch_bytes(torch.float32, card, [100]) == SCRATCH_BYTES
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert scratch_bytes(torch.bfloat16, cpu, [100]) == SCRATCH_BYTES
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    small, large = (scratch_bytes(torch.bfloat16, cpu, [100, size]) for size in (10_000, 10_000_000))
+    assert 40_000 < small < 200_000 and large == SCRATCH_BYTES
 
 
 def test_what_a_phase_consists_of():

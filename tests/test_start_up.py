@@ -7,6 +7,8 @@ import sys
 import pytest
 from commands import ENVIRONMENT, ROOT
 
+from grpo.before_torch import NO_THREAD_CACHE, _glibc_version
+
 LARGE = {"torch", "transformers", "accelerate", "scipy", "matplotlib"}
 
 
@@ -53,3 +55,34 @@ print(*set(sys.modules) - before)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=400)
     packages = {name.partition(".")[0] for name in done.stdout.split()}
     assert "grpo" in packages and not packages & LARGE, done.stderr
+
+
+RESTARTING = """
+import os, sys
+from grpo.before_torch import restart_without_thread_cache
+restart_without_thread_cache()
+restart_without_thread_cache()  # once is enough
+print(os.getpid(), os.environ.get("GLIBC_TUNABLES"), sys.flags.optimize, *sys.argv[1:])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+@pytest.mark.parametrize(
+    ("of_user", "tunables"),
+    [
+        ({}, NO_THREAD_CACHE), ({"MALLOC_ARENA_MAX": "2"}, "None"),
+        ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, "glibc.malloc.arena_max=2"),
+    ],
+)  # fmt: skip
+def test_a_program_starts_again_as_it_was_unless_the_user_tunes_malloc(of_user, tunables, tmp_path):
+    if (version := _glibc_version()) is None or version >= (2, 38):
+        pytest.skip("this C library does without")
+    script = tmp_path / "script.py"
+    script.write_text(RESTARTING)
+    free = {name: value for name, value in os.environ.items() if not name.startswith(("GLIBC", "MALLOC"))}
+    process = subprocess.Popen(
+        [sys.executable, "-O", script, "--name", "two words"], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        env={**free, **of_user, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    said, _ = process.communicate(timeout=60)
+    assert said.split() == [str(process.pid), tunables, "1", "--name", "two", "words"]

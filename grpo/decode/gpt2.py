@@ -164,10 +164,10 @@ class GPT2Decoder:
         own_keys[places.rows, :, :, places.place] = key
         own_values[places.rows, :, places.place] = value
 
-        query = query * self._scales[layer]
         of_prompt = weighted_sums(query, self._prompt_keys[layer], places.prompt_keys)  # (R, H, P)
         of_own = weighted_sums(query, own_keys, places.own_keys, width=places.length)  # (R, H, length)
-        weights = (torch.cat([of_prompt, of_own], -1) + places.bias).softmax(-1)
+        scores = torch.cat([of_prompt, of_own], -1)
+        weights = torch.add(places.bias, scores, alpha=self._scales[layer]).softmax(-1)
         of_prompt, of_own = weights.split([of_prompt.shape[-1], places.length], -1)
         from_prompt = weighted_sums(of_prompt, self._prompt_values[layer], places.prompt_values)  # (R, H, d)
         from_own = weighted_sums(of_own, own_values, places.own_values)  # (R, H, d)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo.before_torch import set_library_defaults
+from grpo.before_torch import restart_without_thread_cache, set_library_defaults
 
 Contender = Literal["ours", "trl", "trl defaults"]
 
@@ -187,6 +187,7 @@ def run_trl(work: Work, gate: Gate, *, best: bool) -> None:
 def main() -> None:
     work = Work(**json.loads(sys.argv[1]))
     if work.contender == "ours":  # as train_lean.py does
+        restart_without_thread_cache()
         set_library_defaults()
     import torch
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from grpo import logprobs
 from grpo.adapters import adapters_off, add_adapters, has_adapters, store_base
 from grpo.decode import Decoder, has_static_cache, make_decoder, replaced_at_once
 from grpo.gathered import Gathering
@@ -106,7 +107,7 @@ class FakePhases:
             device = self._settings.device_type
             block_bytes = 1 if device == "cpu" else 512
             norms = _norms_of_cuda() if device == "cuda" else nullcontext()
-            with norms, LiveBytes(device, block_bytes, keep_log=True) as self._live:
+            with norms, _first_slices(device), LiveBytes(device, block_bytes, keep_log=True) as self._live:
                 work(shape)
         return [(operation, already + held) for operation, held in self._live.log]
 
@@ -235,6 +236,14 @@ def _norms_of_cuda() -> Iterator[None]:
 
     with mock.patch.object(F, "layer_norm", exact):
         yield
+
+
+def _first_slices(device_type: str) -> AbstractContextManager[Any]:
+    """Slices of logits as the device has them, and of each chunk the first: the others take its place."""
+    size = logprobs.slice_numbers(device_type)
+    return mock.patch.multiple(
+        logprobs, slice_numbers=lambda _: size, slices=lambda count, size: [slice(0, size)]
+    )
 
 
 @contextmanager

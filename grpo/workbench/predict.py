@@ -165,7 +165,8 @@ def _language_memory(work: Workload, settings: StepSettings, overhead_bytes: int
         ),
         "update": PhaseSpec("update", "update", None, lambda shape: gradients),
     }  # fmt: skip
-    scratch = scratch_bytes(settings.compute_dtype, torch.device(settings.device_type))
+    device = torch.device(settings.device_type)
+    scratch = scratch_bytes(settings.compute_dtype, device, tracer.trained_sizes)
     fits: dict[str, Callable[[Shape], float]] = {
         **traced,
         "update": lambda shape: float(gradients["gradients"]),
