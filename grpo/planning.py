@@ -75,7 +75,7 @@ def make_memory(
         "update": PhaseSpec("update", "update", None, lambda shape: gradients),
     }  # fmt: skip
     fits: dict[str, Callable[[Shape], float]] = {**traced, "update": lambda shape: update}
-    scratch = scratch_bytes(work.compute_dtype, monitor.device, sizes)
+    scratch = {phase: scratch_bytes(phase, work.model, work.compute_dtype, monitor.device) for phase in fits}
     if not (config.uses_reference or config.num_iterations > 1 or config.kl_in_reward):
         del specs["score"]
     return AdaptiveMemory(

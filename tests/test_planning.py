@@ -10,6 +10,7 @@ import torch
 from conftest import ARCHITECTURES
 from rich.console import Console
 from rich.table import Table
+from transformers import GPT2Config
 
 from grpo.advice import advice
 from grpo.config import Config, SettingsError
@@ -146,13 +147,18 @@ def test_keys_and_values_of_a_token(name: str, size: int):
 
 def test_scratch_space_is_for_bf16_and_for_cards(monkeypatch):
     cpu, card = torch.device("cpu"), torch.device("cuda")
-    assert scratch_bytes(torch.float32, cpu, [100]) == scratch_bytes(torch.float64, cpu, [100]) == 0
-    assert scratch_bytes(torch.float32, card, [100]) == SCRATCH_BYTES
+
+    def scratch(phase: str, dtype: torch.dtype, device: torch.device, width: int = 96) -> int:
+        return scratch_bytes(phase, GPT2Config(n_embd=width), dtype, device)
+
+    assert scratch("learn", torch.float32, cpu) == scratch("learn", torch.float64, cpu) == 0
+    assert scratch("learn", torch.float32, card) == SCRATCH_BYTES
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert scratch_bytes(torch.bfloat16, cpu, [100]) == SCRATCH_BYTES
+    assert scratch("sample", torch.bfloat16, cpu) == SCRATCH_BYTES
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    small, large = (scratch_bytes(torch.bfloat16, cpu, [100, size]) for size in (10_000, 10_000_000))
-    assert 40_000 < small < 200_000 and large == SCRATCH_BYTES
+    assert 97_000 < scratch("sample split", torch.bfloat16, cpu) < 300_000  # measured; a group has 314,000
+    assert 765_000 < scratch("learn split", torch.bfloat16, cpu) < 1_000_000
+    assert scratch("learn", torch.bfloat16, cpu, width=768) == SCRATCH_BYTES
 
 
 def test_what_a_phase_consists_of():

@@ -184,7 +184,7 @@ def no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_scratch_space_that_no_trace_sees_is_allowed_for():
-    made = Predictor({"learn": lambda shape: 10.0 * shape.rows}, scratch_bytes=7.0)
+    made = Predictor({"learn": lambda shape: 10.0 * shape.rows}, scratch_bytes={"learn": 7.0})
     assert made.predict("learn", SHAPE).error_bytes == 7.0
     made.observe("learn", SHAPE, 80.0)
     assert made.predict("learn", SHAPE).error_bytes == 7.0

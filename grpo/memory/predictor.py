@@ -38,7 +38,8 @@ class Predictor:
     """Peak bytes of each phase, better after each `observe`.
 
     fits: by phase, a function of the shape such as a `PhaseFit`.
-    scratch_bytes: what kernels may hold that neither a trace nor a measurement sees; no error is less.
+    scratch_bytes: by phase, what kernels may hold that neither a trace nor a measurement sees; no error of
+    the phase is less.
     bias: multiplies every prediction; for tests that want a wrong one.
     """
 
@@ -46,10 +47,10 @@ class Predictor:
         self,
         fits: Mapping[str, Callable[[Shape], float]],
         *,
-        scratch_bytes: float = 0.0,
+        scratch_bytes: Mapping[str, float] | None = None,
         bias: float = 1.0,
     ) -> None:
-        self._least_error = max(LEAST_ERROR_BYTES, scratch_bytes)
+        self._scratch_bytes = dict(scratch_bytes or {})
         self._fits = dict(fits)
         self._bias = bias
         self._seen: dict[str, deque[tuple[float, float]]] = {
@@ -60,11 +61,12 @@ class Predictor:
         """What `phase` adds at its peak. KeyError for a phase that has no fit."""
         peak = self._bias * self._fits[phase](shape)
         seen = self._seen[phase]
+        least_error = max(LEAST_ERROR_BYTES, self._scratch_bytes.get(phase, 0.0))
         if not seen:
-            return Prediction(peak, max(self._least_error, UNCALIBRATED_ERROR * peak))
+            return Prediction(peak, max(least_error, UNCALIBRATED_ERROR * peak))
         factor = _factor(seen)
         corrected = peak + (factor - 1) * _share_in_error(seen, factor, peak) * peak
-        return Prediction(corrected, max(self._least_error, _error(seen, factor) * corrected))
+        return Prediction(corrected, max(least_error, _error(seen, factor) * corrected))
 
     def observe(self, phase: str, shape: Shape, measured_bytes: float) -> None:
         """Correct `phase` by the peak that was measured at `shape`."""

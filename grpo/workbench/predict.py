@@ -166,7 +166,7 @@ def _language_memory(work: Workload, settings: StepSettings, overhead_bytes: int
         "update": PhaseSpec("update", "update", None, lambda shape: gradients),
     }  # fmt: skip
     device = torch.device(settings.device_type)
-    scratch = scratch_bytes(settings.compute_dtype, device, tracer.trained_sizes)
+    scratch = {name: scratch_bytes(name, work.model, settings.compute_dtype, device) for name in traced}
     fits: dict[str, Callable[[Shape], float]] = {
         **traced,
         "update": lambda shape: float(gradients["gradients"]),
