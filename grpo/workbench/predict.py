@@ -165,12 +165,12 @@ def _language_memory(work: Workload, settings: StepSettings, overhead_bytes: int
         ),
         "update": PhaseSpec("update", "update", None, lambda shape: gradients),
     }  # fmt: skip
-    device = torch.device(settings.device_type)
-    scratch = {name: scratch_bytes(name, work.model, settings.compute_dtype, device) for name in traced}
     fits: dict[str, Callable[[Shape], float]] = {
         **traced,
         "update": lambda shape: float(gradients["gradients"]),
     }
+    device = torch.device(settings.device_type)
+    scratch = {name: scratch_bytes(name, work.model, settings.compute_dtype, device) for name in fits}
     return AdaptiveMemory(
         specs, Predictor(fits, scratch_bytes=scratch), _monitor(settings),
         resident=lambda: resident, budget=_no_budget, batch_size=1, group_size=1,
