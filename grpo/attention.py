@@ -51,7 +51,8 @@ def attend(
     if wanted := [name for name in _NOT_DONE if others.get(name) is not None]:
         raise ValueError(f"its attention takes {', '.join(wanted)}, which is not supported in bf16 on a CPU.")
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    # What is kept for the backward pass is not to be a view of queries, keys and values in one.
+    query, key, value = query.to(dtype).contiguous(), key.to(dtype), value.to(dtype)
     sharing = query.shape[1] // key.shape[1]
     if sharing > 1:
         key, value = key.repeat_interleave(sharing, 1), value.repeat_interleave(sharing, 1)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from grpo import slices
+
 
 def completion_logprobs(
     hidden: Tensor,
@@ -179,7 +181,7 @@ class _Head:
 
         They are the products themselves where those are as exact.
         """
-        for place in slices(len(products), self._slice_tokens):
+        for place in slices.slices(len(products), self._slice_tokens):
             logits = products[place]
             if self._logits is not None:
                 logits = self._logits[: len(logits)].copy_(logits)
@@ -189,11 +191,6 @@ class _Head:
 def slice_numbers(device_type: str) -> int:
     """Numbers that a slice has at most: near a CPU's caches; elsewhere enough to be worth a kernel."""
     return 2**19 if device_type == "cpu" else 2**24
-
-
-def slices(count: int, size: int) -> Iterator[slice]:
-    for start in range(0, count, size):
-        yield slice(start, start + size)
 
 
 def _add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:

@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from grpo import attention
 from grpo.adapters import base_of, merged_weights, with_merged
+from grpo.feed_forward import slice_feed_forward
 from grpo.hub import may_be_hub_id, out_of_reach
 from grpo.logprobs import centred_head
 from grpo.settings import BUNDLED, Precision
@@ -110,6 +111,8 @@ def load_policy(
     """
     dtype = compute_dtype(precision, device)
     model = _load_model(name, dtype, choose_attention(device, dtype))
+    if device.type == "cpu":
+        slice_feed_forward(model)
     return Policy(model if on_host else model.to(device), load_tokenizer(name), dtype)
 
 

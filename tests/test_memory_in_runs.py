@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from grpo import feed_forward, planned, setup
 from grpo import model as model_module
-from grpo import planned, setup
 from grpo.config import CONFIG_FILE, Config, SettingsError, parse_command_line, read_yaml
 from grpo.dry_run import dry_run
 from grpo.interrupt import StopRequest
@@ -219,7 +219,7 @@ def test_a_budget_that_forces_splits_changes_nothing(fp64: Config, plain: Path, 
     assert_same(folder, plain, exactness=1e-12)
 
 
-def test_an_evaluation_has_the_rows_that_fit(fp64: Config, fixed_process, monkeypatch):
+def test_an_evaluation_has_the_rows_that_fit(fp64: Config, fixed_process, monkeypatch, tmp_path):
     """No two of its prompts are shared, so each row holds all its tokens; what failed once is not tried."""
     seen: list[int] = []
     sampled = planned.score_heldout
@@ -238,6 +238,9 @@ def test_an_evaluation_has_the_rows_that_fit(fp64: Config, fixed_process, monkey
         run.memory._budget = lambda: budget
 
     monkeypatch.setattr(planned, "score_heldout", watched)
+    # Slices as small as the model, traced anew: or else learning one row takes more than sampling 24.
+    monkeypatch.setattr(feed_forward, "_SLICE", 2**10)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = train(dataclasses.replace(fp64, name="evaluated", train_rows=1, score_rows=4), prepare)
     assert seen[:3] == [24, 24, 12] and set(seen[3:]) == {12} and len(seen) == 3 + STEPS
     assert len(records(folder, "sample")) == STEPS

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from grpo.adapters import adapters_off, add_adapters, store_base
 from grpo.config import Config
 from grpo.decode import joining_groups
+from grpo.feed_forward import slice_feed_forward
 from grpo.full_length import FullLengthTokenizer, nameless_prompts
 from grpo.loss import LossSettings, loss_counts
 from grpo.memory import MemoryMonitor, Shape
@@ -71,6 +72,7 @@ class RealPhases:
         self.model = AutoModelForCausalLM.from_config(
             setting.model, dtype=torch.float32, attn_implementation=setting.attention
         ).eval()
+        slice_feed_forward(self.model)
         if setting.lora.on:
             add_adapters(self.model, setting.lora)
             store_base(self.model, setting.compute_dtype)

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from grpo import logprobs
+from grpo import logprobs, slices
 from grpo.adapters import adapters_off, add_adapters, has_adapters, store_base
 from grpo.decode import Decoder, has_static_cache, make_decoder, replaced_at_once
+from grpo.feed_forward import slice_feed_forward
 from grpo.gathered import Gathering
 from grpo.loss import LossSettings, StepCounts, grpo_loss
 from grpo.memory import LiveBytes, Shape
@@ -219,9 +220,12 @@ class FakePhases:
             store_base(self._policy, self._settings.compute_dtype)
 
     def _make_model(self, dtype: torch.dtype) -> PreTrainedModel:
-        return AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(
             self._settings.model, dtype=dtype, attn_implementation=self._settings.attention
         ).eval()
+        if self._settings.device_type == "cpu":
+            slice_feed_forward(model)
+        return model
 
 
 @contextmanager
@@ -238,12 +242,15 @@ def _norms_of_cuda() -> Iterator[None]:
         yield
 
 
-def _first_slices(device_type: str) -> AbstractContextManager[Any]:
-    """Slices of logits as the device has them, and of each chunk the first: the others take its place."""
+@contextmanager
+def _first_slices(device_type: str) -> Iterator[None]:
+    """Slices as the device has them, and of all of them the first: the others take its place."""
     size = logprobs.slice_numbers(device_type)
-    return mock.patch.multiple(
-        logprobs, slice_numbers=lambda _: size, slices=lambda count, size: [slice(0, size)]
-    )
+    with (
+        mock.patch.object(logprobs, "slice_numbers", lambda _: size),
+        mock.patch.object(slices, "slices", lambda count, size: [slice(0, size)]),
+    ):
+        yield
 
 
 @contextmanager

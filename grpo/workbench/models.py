@@ -3,6 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from grpo.feed_forward import slice_feed_forward
 from grpo.model import choose_attention, load_policy
 from grpo.settings import Precision
 from grpo.workbench.spec import ModelSpec
@@ -23,6 +24,8 @@ def random_model(
         model = AutoModelForCausalLM.from_config(
             config, dtype=exact, attn_implementation=choose_attention(device, compute_dtype)
         )
+    if device.type == "cpu":
+        slice_feed_forward(model)
     return model.to(device).eval()
 
 

@@ -1,0 +1,133 @@
+"""GPT-2's feed-forward layers on a CPU: GELU a slice at a time, and once more in the backward pass.
+
+Torch's kernel takes four times as long for GELU's tanh as for the sigmoid that is the same, x/2 (1 + tanh u)
+= x sigmoid(2u). With that, value in the forward and value and slope in the backward pass together take less
+time than torch's two kernels. So the value, the largest tensor that a layer would keep, is not kept.
+
+Shapes: T tokens, D numbers of each, I inside the layer.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+from transformers.pytorch_utils import Conv1D
+
+from grpo import slices
+
+_LINEAR = 2 * (2 / torch.pi) ** 0.5
+_CUBIC = 0.044715 * _LINEAR
+"""GELU is x sigmoid(_LINEAR x + _CUBIC x³) (Hendrycks and Gimpel, 2016, with tanh)."""
+
+_SLICE = 2**17
+"""Numbers at a time: all that is held of them in fp32 is 1.5 MB."""
+
+
+def slice_feed_forward(model: PreTrainedModel) -> None:
+    """Have GPT-2's layers computed so, from now on and in copies; other models stay as they are."""
+    for module in model.modules():
+        if type(module) is GPT2MLP and model.config.activation_function == "gelu_pytorch_tanh":
+            module.__class__ = _FeedForward
+
+
+class _FeedForward(GPT2MLP):  # type: ignore[misc]  # transformers is not typed
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        outer: Tensor
+        if hidden_states.dim() == 2:  # a token of each row, as in decoding: slices would not pay
+            outer = super().forward(hidden_states)
+            return outer
+        inner = self.c_fc(hidden_states).contiguous()  # (..., I)
+        if type(self.c_proj) is not Conv1D:  # but an adapter around it
+            outer = self.c_proj(_Gelu.apply(inner))
+            return outer
+        if torch.is_autocast_enabled(inner.device.type):
+            inner = inner.to(torch.get_autocast_dtype(inner.device.type))
+        flat = inner.view(-1, inner.shape[-1])  # (T, I)
+        outer = _ActivatedProduct.apply(flat, self.c_proj.weight, self.c_proj.bias)
+        return outer.view(hidden_states.shape)
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return _gelu(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        (x,) = ctx.saved_tensors
+        _through_gelu(x, grad)
+        return grad
+
+
+class _ActivatedProduct(torch.autograd.Function):
+    """gelu(x) @ weight + bias, (T, I) to (T, D), in x's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            cast = weight.to(x.dtype)  # (I, D)
+            ctx.save_for_backward(x, cast)
+            ctx.exact = weight.dtype
+            return torch.addmm(bias.to(x.dtype), _gelu(x), cast)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_weight, wants_bias = ctx.needs_input_grad[1:]
+        with torch.autocast(x.device.type, enabled=False):
+            grad_x = grad @ weight.T
+            activated = _through_gelu(x, grad_x)
+            grad_weight = (activated.T @ grad).to(ctx.exact) if wants_weight else None
+            grad_bias = grad.sum(0).to(ctx.exact) if wants_bias else None
+        return grad_x, grad_weight, grad_bias
+
+
+def _gelu(x: Tensor) -> Tensor:
+    result = torch.empty_like(x)
+    for numbers, factor, out in _in_slices(x, 2, result):
+        share = _inner_slope(numbers, factor).mul_(numbers).sigmoid_()
+        out.copy_(share.mul_(numbers))
+    return result
+
+
+def _through_gelu(x: Tensor, grad: Tensor) -> Tensor:
+    """gelu(x); and `grad`, which is by that, becomes the gradient by x.
+
+    With v = _LINEAR x + _CUBIC x³ and s = sigmoid(v), the slope of x s is s + x s (1 - s) dv/dx.
+    """
+    result = torch.empty_like(x)
+    for numbers, factor, share, out, slope in _in_slices(x, 3, result, grad):
+        torch.mul(_inner_slope(numbers, factor), numbers, out=share).sigmoid_()
+        activated = numbers.mul_(share)
+        out.copy_(activated)
+        rest = activated.addcmul_(activated, share, value=-1)
+        share.addcmul_(rest, factor.mul_(3).sub_(2 * _LINEAR))  # factor is now dv/dx
+        slope.copy_(share.mul_(slope))
+    return result
+
+
+def _inner_slope(numbers: Tensor, out: Tensor) -> Tensor:
+    """_LINEAR + _CUBIC x²"""
+    return torch.addcmul(numbers.new_tensor(_LINEAR), numbers, numbers, value=_CUBIC, out=out)
+
+
+def _in_slices(x: Tensor, num_rooms: int, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """For each slice: `num_rooms` tensors in fp32, or float64, the first with x's numbers; others' slices.
+
+    Rooms are as large for few numbers as for many, so that memory stays in proportion to rows.
+    """
+    exact = torch.promote_types(x.dtype, torch.float32)
+    rooms = [x.new_empty(_SLICE, dtype=exact) for _ in range(num_rooms)]
+    flat, *others_flat = (each.view(-1) for each in (x, *others))
+    for place in slices.slices(len(flat), _SLICE):
+        numbers = flat[place]
+        first, *more = (room[: len(numbers)] for room in rooms)
+        yield first.copy_(numbers), *more, *(each[place] for each in others_flat)
