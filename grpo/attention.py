@@ -99,7 +99,8 @@ def _parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *others: Ten
 
 def _weights(query: Tensor, key: Tensor, mask: Tensor, scale: float) -> Tensor:
     """(R, H, Q, K)"""
-    return (query @ key.mT).mul_(scale).add_(mask).softmax(-1)
+    scores = query @ key.mT
+    return torch.add(mask, scores, alpha=scale, out=scores).softmax(-1)
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, mixed: Tensor, *, scale: float) -> None:

@@ -2,7 +2,8 @@
 
 Torch's kernel takes four times as long for GELU's tanh as for the sigmoid that is the same, x/2 (1 + tanh u)
 = x sigmoid(2u). With that, value in the forward and value and slope in the backward pass together take less
-time than torch's two kernels. So the value, the largest tensor that a layer would keep, is not kept.
+time than torch's two kernels. So the value, the largest tensor that a layer would keep, is not kept: it
+exists for some tokens at a time, near the processor, until it is multiplied.
 
 Shapes: T tokens, D numbers of each, I inside the layer.
 """
@@ -23,8 +24,14 @@ _LINEAR = 2 * (2 / torch.pi) ** 0.5
 _CUBIC = 0.044715 * _LINEAR
 """GELU is x sigmoid(_LINEAR x + _CUBIC x³) (Hendrycks and Gimpel, 2016, with tanh)."""
 
+_PART = 1024
+"""Tokens at a time, whose results of GELU exist at once."""
+
 _SLICE = 2**17
-"""Numbers at a time: all that is held of them in fp32 is 1.5 MB."""
+"""Numbers of those at a time, in fp32, which three of are 1.5 MB.
+
+There is room for as much however few there are, so that memory stays in proportion to rows.
+"""
 
 
 def slice_feed_forward(model: PreTrainedModel) -> None:
@@ -35,6 +42,8 @@ def slice_feed_forward(model: PreTrainedModel) -> None:
 
 
 class _FeedForward(GPT2MLP):  # type: ignore[misc]  # transformers is not typed
+    """Without its dropout, which is off in training, too (`model.load_config`)."""
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         outer: Tensor
         if hidden_states.dim() == 2:  # a token of each row, as in decoding: slices would not pay
@@ -55,63 +64,75 @@ class _Gelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return _gelu(x)
+        return _gelu(x, torch.empty_like(x))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         grad = grad.clone(memory_format=torch.contiguous_format)
         (x,) = ctx.saved_tensors
-        _through_gelu(x, grad)
+        _through_gelu(x, grad, torch.empty_like(x))
         return grad
 
 
 class _ActivatedProduct(torch.autograd.Function):
-    """gelu(x) @ weight + bias, (T, I) to (T, D), in x's dtype."""
+    """gelu(x) @ weight + bias, (T, I) to (T, D), in x's dtype, a part of the tokens at a time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            cast = weight.to(x.dtype)  # (I, D)
+            cast, cast_bias = weight.to(x.dtype), bias.to(x.dtype)
             ctx.save_for_backward(x, cast)
             ctx.exact = weight.dtype
-            return torch.addmm(bias.to(x.dtype), _gelu(x), cast)
+            result = x.new_empty(len(x), len(bias))
+            for part, activated in _in_parts(x):
+                torch.addmm(cast_bias, _gelu(x[part], activated), cast, out=result[part])
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wants_weight, wants_bias = ctx.needs_input_grad[1:]
+        grad_x = torch.empty_like(x)
+        grad_weight = torch.zeros_like(weight, dtype=ctx.exact) if wants_weight else None
         with torch.autocast(x.device.type, enabled=False):
-            grad_x = grad @ weight.T
-            activated = _through_gelu(x, grad_x)
-            grad_weight = (activated.T @ grad).to(ctx.exact) if wants_weight else None
+            for part, activated in _in_parts(x):
+                by_result = torch.mm(grad[part], weight.T, out=grad_x[part])
+                _through_gelu(x[part], by_result, activated)
+                if grad_weight is not None:
+                    slices.add_product(grad_weight, activated, grad[part])
             grad_bias = grad.sum(0).to(ctx.exact) if wants_bias else None
         return grad_x, grad_weight, grad_bias
 
 
-def _gelu(x: Tensor) -> Tensor:
-    result = torch.empty_like(x)
+def _in_parts(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Places of tokens, and room for what GELU makes of them, the same for all."""
+    room = x.new_empty(_PART, x.shape[1])
+    for part in slices.slices(len(x), _PART):
+        yield part, room[: len(x[part])]
+
+
+def _gelu(x: Tensor, result: Tensor) -> Tensor:
+    """Into `result`."""
     for numbers, factor, out in _in_slices(x, 2, result):
         share = _inner_slope(numbers, factor).mul_(numbers).sigmoid_()
         out.copy_(share.mul_(numbers))
     return result
 
 
-def _through_gelu(x: Tensor, grad: Tensor) -> Tensor:
-    """gelu(x); and `grad`, which is by that, becomes the gradient by x.
+def _through_gelu(x: Tensor, grad: Tensor, result: Tensor) -> None:
+    """gelu(x) into `result`; and `grad`, which is by that, becomes the gradient by x.
 
     With v = _LINEAR x + _CUBIC x³ and s = sigmoid(v), the slope of x s is s + x s (1 - s) dv/dx.
     """
-    result = torch.empty_like(x)
     for numbers, factor, share, out, slope in _in_slices(x, 3, result, grad):
         torch.mul(_inner_slope(numbers, factor), numbers, out=share).sigmoid_()
         activated = numbers.mul_(share)
         out.copy_(activated)
         rest = activated.addcmul_(activated, share, value=-1)
-        share.addcmul_(rest, factor.mul_(3).sub_(2 * _LINEAR))  # factor is now dv/dx
-        slope.copy_(share.mul_(slope))
-    return result
+        a_third = factor.sub_(2 / 3 * _LINEAR)  # of dv/dx
+        slope.copy_(share.addcmul_(rest, a_third, value=3).mul_(slope))
 
 
 def _inner_slope(numbers: Tensor, out: Tensor) -> Tensor:
@@ -120,10 +141,7 @@ def _inner_slope(numbers: Tensor, out: Tensor) -> Tensor:
 
 
 def _in_slices(x: Tensor, num_rooms: int, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """For each slice: `num_rooms` tensors in fp32, or float64, the first with x's numbers; others' slices.
-
-    Rooms are as large for few numbers as for many, so that memory stays in proportion to rows.
-    """
+    """For each slice: `num_rooms` tensors in fp32, or float64, the first with x's numbers; others' slices."""
     exact = torch.promote_types(x.dtype, torch.float32)
     rooms = [x.new_empty(_SLICE, dtype=exact) for _ in range(num_rooms)]
     flat, *others_flat = (each.view(-1) for each in (x, *others))

@@ -108,7 +108,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 if grad_hidden is not None:
                     grad_hidden[part] = (grad @ head.weight).to(hidden.dtype)
                 if grad_weight is not None:
-                    _add_product(grad_weight, grad, states)
+                    slices.add_product(grad_weight, grad, states)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -193,15 +193,6 @@ def slice_numbers(device_type: str) -> int:
     return 2**19 if device_type == "cpu" else 2**24
 
 
-def _add_product(total: Tensor, gradient: Tensor, states: Tensor) -> None:
-    """total (V, D) += gradientᵀ @ states, a part of the vocabulary at a time where that has to be cast."""
-    if total.dtype == states.dtype:
-        total.addmm_(gradient.T, states)
-        return
-    for rows, part in zip(total.split(_HEAD_PART), gradient.split(_HEAD_PART, 1), strict=True):
-        rows += part.T @ states
-
-
 def _score(logits: Tensor, room: Tensor, targets: Tensor, entropy: bool) -> Tensor:
     """Log-prob, entropy (or 0), largest logit and log-sum of each token: (k, 4).
 
@@ -239,13 +230,9 @@ def centred_head(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """
     mean = weight.mean(0, dtype=torch.float32)
     centred = torch.empty_like(weight, dtype=dtype)
-    for target, source in zip(centred.split(_HEAD_PART), weight.split(_HEAD_PART), strict=True):
+    for target, source in zip(centred.split(slices.CAST_ROWS), weight.split(slices.CAST_ROWS), strict=True):
         target.copy_(source - mean)
     return centred
-
-
-_HEAD_PART = 4096
-"""Tokens of the vocabulary that are cast at once: a whole copy in fp32 would be large."""
 
 
 def _matmul_dtype(hidden: Tensor) -> torch.dtype:
