@@ -32,7 +32,13 @@ _aten: Any = torch.ops.aten
 def register() -> None:
     """Make it known to transformers by its name; again does no harm."""
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, eager_mask)
+    AttentionMaskInterface.register(NAME, _mask)
+
+
+def _mask(*args: Any, **options: Any) -> Tensor:
+    """What is added to scores, in the dtype they have, not in that of the weights."""
+    mask: Tensor = eager_mask(*args, **options | {"dtype": torch.bfloat16})
+    return mask
 
 
 def attend(

@@ -85,8 +85,8 @@ class _ActivatedProduct(torch.autograd.Function):
             ctx.save_for_backward(x, cast)
             ctx.exact = weight.dtype
             result = x.new_empty(len(x), len(bias))
-            for part, activated in _in_parts(x):
-                torch.addmm(cast_bias, _gelu(x[part], activated), cast, out=result[part])
+            for part, room in _in_parts(x):  # not with `out`: selective checkpointing keeps what is returned
+                result[part] = torch.addmm(cast_bias, _gelu(x[part], room), cast)
         return result
 
     @staticmethod

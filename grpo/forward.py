@@ -118,8 +118,9 @@ class _CompletionLayer(DynamicLayer):  # type: ignore[misc]  # transformers is n
         self.is_sliding, self.is_initialized, self._rows = prompts.is_sliding, True, row_to_prompt
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        keys = torch.cat([self.keys[self._rows], key_states], -2)  # (R, H, P + C - 1, d)
-        return keys, torch.cat([self.values[self._rows], value_states], -2)
+        # index_select, as its backward pass takes a tenth of that of an index's.
+        keys = torch.cat([self.keys.index_select(0, self._rows), key_states], -2)  # (R, H, P + C - 1, d)
+        return keys, torch.cat([self.values.index_select(0, self._rows), value_states], -2)
 
 
 def _cut(last: Tensor, layers: list[_CompletionLayer]) -> Tensor:

@@ -19,6 +19,7 @@ from loguru import logger
 from rich.console import Console
 from rich.table import Table
 
+from grpo.before_torch import restart_without_thread_cache, set_library_defaults
 from grpo.config import Config
 from grpo.experiments.checkpointing_cost import (
     checkpointing_costs,
@@ -123,6 +124,8 @@ def _conclude(table: Table, verdicts: Mapping[str, bool], rows: Sequence[Any], o
 
 
 if __name__ == "__main__":
+    restart_without_thread_cache()  # seconds and bytes are to be those of train_lean.py
+    set_library_defaults()
     configure_logging("INFO", CONSOLE)
     tyro.extras.subcommand_cli_from_dict(
         {"predict": predict, "largest": largest, "overhead": overhead, "checkpointing": checkpointing},
