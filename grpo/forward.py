@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from grpo.lookup import gradients_in_place
 from grpo.prefill import encode_prompts, pad_prompts
 from grpo.recompute import recomputed_layers
 from grpo.settings import Checkpointing
@@ -44,7 +45,7 @@ def completion_hidden(
     width = completion_ids.shape[1]
     if width == 1 and is_sharded(model):  # a second pass is needed as others may have one
         completion_ids = F.pad(completion_ids, (0, 1))
-    with recomputed_layers(model, checkpointing):
+    with recomputed_layers(model, checkpointing), gradients_in_place(model):
         prompt_layers = _prompt_layers(model)
         try:
             last, _ = encode_prompts(model, prompts, Cache(prompt_layers))  # (b, D)
@@ -78,9 +79,10 @@ def text_hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
     layers = _prompt_layers(model)
     for layer in layers:
         layer.forget()
-    states: Tensor = model.base_model(
-        input_ids=ids, past_key_values=Cache(layers), use_cache=True
-    ).last_hidden_state
+    with gradients_in_place(model):
+        states: Tensor = model.base_model(
+            input_ids=ids, past_key_values=Cache(layers), use_cache=True
+        ).last_hidden_state
     return states
 
 
