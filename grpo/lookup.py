@@ -2,7 +2,7 @@
 
 Autograd makes a tensor of the whole vocabulary for each use of the embeddings, nearly all of it zeros, and
 adds them up: for prompts, for completions, and for the head where it is the same weight. GPT-2 124 M has
-154 MB of it each time. Here a use adds its few rows to `.grad`, where the head's gradient is already.
+147 MB of it each time. Here a use adds its few rows to `.grad`, where the head's gradient is already.
 """
 
 from collections.abc import Iterator

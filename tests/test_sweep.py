@@ -453,7 +453,7 @@ def test_the_edge_of_a_grid_is_said_and_memory_ends_it(sweep, logged):
 def test_a_sweep_is_stopped_goes_on_and_survives_running_out_of_memory(tmp_path):
     arguments = [
         "--data", "bundled", "--arch", "gpt2", "--layers", 1, "--width", 32, "--heads", 2, "--context", 64,
-        "--total-tokens", 131_072, "--heldout", 8, "--evaluations", 1, "--memory-limit", "600MB",
+        "--total-tokens", 131_072, "--heldout", 8, "--evaluations", 1, "--memory-limit", "550MB",
     ]  # fmt: skip
     command = Command(SWEEP, *arguments, "--batch-sizes", 128, 256, cwd=tmp_path)
     command.wait_for("updates in")
