@@ -40,7 +40,8 @@ def completion_logprobs(
     gradients to hidden, weight and bias, and (R, C) detached entropies or None.
 
     The matrix product is taken in autocast's dtype where autocast is on, else in hidden's; from
-    the logits on everything is fp32 (float64 for float64), weight gradients are summed in it too.
+    the logits on everything is fp32 (float64 for float64), weight gradients are summed in it too:
+    where the weight has one already (`.grad`), in that, and autograd is given none.
     A head in lower precision is centred, see `centred_head`.
     """
     if hidden.shape[:-1] != targets.shape or (mask is not None and mask.shape != targets.shape):
@@ -89,7 +90,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         exact = normalizers.dtype
         grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
+        grad_weight, has_one = None, weight.is_leaf and weight.grad is not None and weight.grad.dtype == exact
+        if wants_weight:
+            grad_weight = weight.grad if has_one else torch.zeros_like(weight, dtype=exact)
         grad_bias = torch.zeros_like(bias, dtype=exact) if wants_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             head = _Head(weight, bias, dtype, temperature, min(chunk_tokens, len(normalizers)))
@@ -111,7 +114,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     slices.add_product(grad_weight, grad, states)
         return (
             grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_weight is None or has_one else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
             *(None,) * 6,
         )

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo.logprobs import completion_logprobs
+from grpo.memory import LiveBytes
 
 R, C, D, V = 3, 5, 4, 11
 
@@ -284,3 +285,22 @@ def test_inputs_that_do_not_fit_are_explained():
         completion_logprobs(hidden, weight, targets, temperature=0.0)
     with pytest.raises(ValueError, match="chunk_tokens is 0"):
         completion_logprobs(hidden, weight, targets, chunk_tokens=0)
+
+
+def test_a_second_backward_pass_adds_to_the_first_ones_gradient():
+    torch.manual_seed(0)
+    hidden, targets = torch.randn(3, 5, 8, dtype=torch.float64), torch.randint(50, (3, 5))
+    weight = torch.nn.Parameter(torch.randn(50, 8, dtype=torch.float64))
+
+    def backward() -> int:
+        """Most bytes that it holds."""
+        loss = completion_logprobs(hidden, weight, targets, chunk_tokens=4)[0].square().sum()
+        with LiveBytes() as live:
+            loss.backward()
+        return live.peak_bytes
+
+    first = backward()
+    once, place = weight.grad.clone(), weight.grad.data_ptr()
+    assert backward() <= first - weight.nbytes  # in place: without a gradient of its own
+    torch.testing.assert_close(weight.grad, 2 * once, rtol=1e-12, atol=1e-14)
+    assert weight.grad.data_ptr() == place and once.norm() > 1
