@@ -87,7 +87,7 @@ def load_models(
         add_adapters(policy.model, config.lora, seed=config.seed, base=config.model)
     check_scorer(policy.model, context_length(policy.model.config))
     if not config.shard:
-        check_recomputation(policy.model, choose_checkpointing(config.gradient_checkpointing, device.type))
+        check_recomputation(policy.model, choose_checkpointing(config.gradient_checkpointing))
     if config.lora.on:  # after the check, which wants to be exact, and not on the device before
         store_base(policy.model, policy.compute_dtype)
         policy.model.to(device)
@@ -110,4 +110,4 @@ def shard_models(config: Config, policy: Policy, reference: Reference | None, de
     if isinstance(reference, FrozenCopy):
         reference.shard(policy.compute_dtype, device)
     # Gradients take room: each process has its part of them now.
-    check_recomputation(policy.model, choose_checkpointing(config.gradient_checkpointing, device.type))
+    check_recomputation(policy.model, choose_checkpointing(config.gradient_checkpointing))

@@ -105,7 +105,7 @@ class PlannedPhases:
         config, run = self._run.config, self._run
         if not batch.rollout.prompts:
             return {}
-        checkpointing = choose_checkpointing(config.gradient_checkpointing, run.monitor.device.type)
+        checkpointing = choose_checkpointing(config.gradient_checkpointing)
 
         @cache
         def spared(rows: int) -> int | None:

@@ -5,6 +5,7 @@ batch size where that is left to us (`find_batch_size`), and for the tables befo
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -23,8 +24,6 @@ from grpo.memory import (
 from grpo.optimizer import step_bytes
 from grpo.phases import PHASES, PhaseTracer, split_name
 from grpo.prompts import PromptSource, Tokenizer
-from grpo.recompute import choose_checkpointing
-from grpo.settings import Checkpointing
 from grpo.workload import Workload, logits_parts, resident_parts, sample_parts, scratch_bytes
 
 LONGEST_TEXTS = 64
@@ -115,40 +114,39 @@ def plan_memory(
 def _settle_checkpointing(
     work: Workload, make: Callable[[Workload], AdaptiveMemory], budget: Callable[[], Budget]
 ) -> tuple[Workload, AdaptiveMemory]:
-    """The first of the kinds of checkpointing in question by which all rows learn at once, or the last."""
-    config = work.config
-    *preferred, last = _checkpointing_choices(work)
-    rows = min(work.rows_here, config.train_rows or work.rows_here)
-    for checkpointing in preferred:
-        settled = replace(work, config=replace(config, gradient_checkpointing=checkpointing))
-        memory = make(settled)
-        footprint = memory.footprint("learn", Shape(rows, work.longest_prompt, work.new_tokens))
-        if footprint.upper_bytes <= budget().usable_bytes:
-            return settled, memory
-        logger.info("gradient checkpointing is {}: without it, learning does not fit at once", last)
-    settled = replace(work, config=replace(config, gradient_checkpointing=last))
-    return settled, make(settled)
-
-
-def _checkpointing_choices(work: Workload) -> list[Checkpointing]:
-    """What gradient_checkpointing can come to be: auto is none, if that fits, or else what suits the device.
+    """Where gradient_checkpointing is auto: nothing is recomputed, or all if not one row learns otherwise.
 
     The processes of a sharded model have to do the same, and do not look whether they need to.
     """
-    config = work.config
-    affordable = choose_checkpointing(config.gradient_checkpointing, work.device_type)
-    if config.gradient_checkpointing != "auto" or affordable == "none" or config.shard:
-        return [affordable]
-    return ["none", affordable]
+    if work.config.gradient_checkpointing != "auto":
+        return work, make(work)
+
+    def one_row_learns(memory: AdaptiveMemory) -> bool:
+        sizes = (work.config.group_size, 1)  # mostly a group does, and one row need not be traced
+        shapes = (Shape(rows, work.longest_prompt, work.new_tokens) for rows in sizes)
+        usable = budget().usable_bytes
+        return any(memory.footprint("learn", shape).peak_bytes <= usable for shape in shapes)
+
+    plain, recomputing = (
+        replace(work, config=replace(work.config, gradient_checkpointing=kind)) for kind in ("none", "full")
+    )
+    memory = make(plain)
+    if work.config.shard or one_row_learns(memory):
+        return plain, memory
+    with suppress(ValueError):  # a model that does not say what its layers are
+        leaner = make(recomputing)
+        if one_row_learns(leaner):
+            logger.info("gradient checkpointing is full: not one row would learn otherwise")
+            return recomputing, leaner
+    return plain, memory  # whose plan says what is missing
 
 
 def trace_phases(work: Workload) -> None:
     """Trace what plans are made from, so that whoever plans for the same later finds it done."""
     longest = Shape(work.config.group_size, work.longest_prompt, work.new_tokens)
-    for checkpointing in _checkpointing_choices(work):
-        tracer = PhaseTracer(replace(work.phase_settings(), checkpointing=checkpointing))
-        for phase in PHASES:
-            tracer.fit(phase, longest)
+    tracer = PhaseTracer(work.phase_settings())
+    for phase in PHASES:
+        tracer.fit(phase, longest)
 
 
 def longest_prompt(source: PromptSource, tokenizer: Tokenizer, config: Config) -> int:

@@ -45,6 +45,7 @@ from grpo.plan_tables import plan_table
 from grpo.planning import longest_prompt, plan_memory, trace_phases
 from grpo.prompts import PromptSource
 from grpo.prompts.split import split
+from grpo.recompute import choose_checkpointing
 from grpo.reference import Reference
 from grpo.reward_functions import PROMPTS_LOOKED_AT, RewardFunctions
 from grpo.rollout import rollout
@@ -52,6 +53,7 @@ from grpo.run_folder import hold_folder, open_checkpoints, write_settings
 from grpo.sampling import step_uniforms
 from grpo.scoring import micro_batch_logprobs, micro_batches
 from grpo.sizes import parse_size
+from grpo.supported import check_recomputation
 from grpo.tracking import check_trackers
 from grpo.values import Prompt, Rollout
 from grpo.workload import Workload
@@ -152,6 +154,8 @@ def _make_run(
         _rehearse(config, policy, sampler, source)
     budget = _budget(config, monitor, world)
     work, memory = _plan_together(world, work, monitor, budget, prediction_bias)
+    if config.gradient_checkpointing == "auto":  # and the plan has settled it
+        check_recomputation(policy.model, choose_checkpointing(work.config.gradient_checkpointing))
     config = work.config
     if world.is_main:
         write_settings(folder, config)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from grpo.memory import is_out_of_memory
 from grpo.scoring import MicroBatch, micro_batch_logprobs
 from grpo.settings import Checkpointing
-from grpo.shard import decoder_layers, whole
+from grpo.shard import decoder_layers, is_sharded, whole
 
 
 @torch.no_grad()
@@ -84,5 +84,7 @@ def _gradients(model: PreTrainedModel, batch: MicroBatch, checkpointing: Checkpo
     logp.sum().backward()  # type: ignore[no-untyped-call]
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    if not is_sharded(model):  # where memory is short, the device has no room for two passes' gradients
+        found = [gradient.cpu() for gradient in found]
     model.zero_grad(set_to_none=True)
     return found

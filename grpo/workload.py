@@ -57,7 +57,7 @@ class Workload:
         config = self.config
         return PhaseSettings(
             self.model, self.attention, self.compute_dtype, config.group_size, config.sampling, config.loss,
-            choose_checkpointing(config.gradient_checkpointing, self.device_type), self.device_type,
+            choose_checkpointing(config.gradient_checkpointing), self.device_type,
             scores_policy=config.num_iterations > 1 or config.kl_in_reward or self.reference_has_adapters,
             lora=config.lora, processes=self.shards,
         )  # fmt: skip

@@ -91,12 +91,12 @@ def overhead(steps: int = 20, skip: int = 3, batch_size: int = 64, output: Path 
 
 
 def checkpointing(quick: bool = False, rounds: int = 5, output: Path | None = None) -> None:
-    """What each kind of gradient checkpointing saves and costs of the learning phase.
+    """What each kind of gradient checkpointing saves and costs of the learning phase, beside rows in halves.
 
     Args:
         quick: A small shape, in seconds.
-        rounds: Times that each kind is timed; the kinds take turns.
-        output: A JSON file for every kind.
+        rounds: Times that each is timed; they take turns.
+        output: A JSON file for all of them.
     """
     costs = _until_stopped(checkpointing_costs(cost_works(quick), rounds))
     _conclude(cost_table(costs), cost_verdicts(costs), costs, output)

@@ -267,12 +267,20 @@ def test_the_batch_of_several_processes_is_what_the_one_that_holds_least_does_of
     assert {plan.rows for plan in planned.plan.values()} == {2 * G}
 
 
-class Keeping(Tracer):
-    """Learning takes a quarter more where nothing is recomputed."""
+class Learning(Tracer):
+    """Phases but learning take nothing to speak of; learning in parts no more than whole."""
 
     def _peak(self, phase: str, shape: Shape) -> float:
-        kept = phase.startswith("learn") and self._settings.checkpointing == "none"
-        return super()._peak(phase, shape) * (1.25 if kept else 1.0)
+        return super()._peak("learn", shape) if phase.startswith("learn") else 0.0
+
+
+class WithoutLayers(Learning):
+    """Of a model that cannot be recomputed layer by layer."""
+
+    def _peak(self, phase: str, shape: Shape) -> float:
+        if self._settings.checkpointing == "full":
+            raise ValueError("does not say which of its layers can be recomputed")
+        return super()._peak(phase, shape)
 
 
 def checkpointing_of(work: Workload, usable_bytes: float) -> tuple[str, int]:
@@ -282,23 +290,27 @@ def checkpointing_of(work: Workload, usable_bytes: float) -> tuple[str, int]:
     return settled.config.gradient_checkpointing, memory.plan["learn"].rows
 
 
-def test_layers_are_recomputed_only_where_memory_is_short(monkeypatch, logged):
-    monkeypatch.setattr("grpo.planning.PhaseTracer", Keeping)
-    enough = budget_for(64, gradient_checkpointing="none").usable_bytes
-    assert checkpointing_of(workload(), enough) == ("none", 64)
+def test_layers_are_recomputed_only_where_not_one_row_would_learn_otherwise(monkeypatch, logged):
+    monkeypatch.setattr("grpo.planning.PhaseTracer", Learning)
+    monkeypatch.setattr("grpo.advice.PhaseTracer", Learning)
+    for rows in (64, 32, 8, 2, 1):
+        enough = budget_for(rows, gradient_checkpointing="none").usable_bytes
+        assert checkpointing_of(workload(), enough) == ("none", rows)
     assert not logged
-    assert checkpointing_of(workload(), enough - 10) == ("selective", 64)
-    assert "INFO gradient checkpointing is selective: without it, learning does not fit at once" in logged
-    assert checkpointing_of(workload(), enough / 2) == ("selective", 32)
-    assert checkpointing_of(workload(train_rows=32), enough - 10) == ("none", 32)
+    scarce = RESIDENT + 50 * 2**20  # one row takes 70 MB, or half of that
+    assert checkpointing_of(workload(), scarce) == ("full", 1)
+    assert "INFO gradient checkpointing is full: not one row would learn otherwise" in logged
+    on_a_card = replace(workload(), device_type="cuda")
+    assert checkpointing_of(on_a_card, scarce)[0] == "full"
     for chosen in ("none", "selective", "full"):
         assert checkpointing_of(workload(gradient_checkpointing=chosen), 2 * enough)[0] == chosen
-    on_a_card = replace(workload(), device_type="cuda")
-    assert checkpointing_of(on_a_card, enough / 2)[0] == "none"
-    auto = workload(batch_size="auto", max_batch_size=150)
-    settled, memory = plan_memory(auto, MONITOR, lambda: Budget(enough, "test"), overhead_bytes=0)
-    assert settled.config.batch_size == memory.plan["learn"].rows > 64  # the largest is one that recomputes
-    assert settled.config.gradient_checkpointing == "selective"
+    with pytest.raises(DoesNotFit, match=r"learn does not fit: one row .*checkpointing full saves"):
+        checkpointing_of(workload(), RESIDENT + 20 * 2**20)
+    with pytest.raises(DoesNotFit, match="learn does not fit: one row"):
+        checkpointing_of(workload(shard=True), scarce)  # other processes may have more
+    monkeypatch.setattr("grpo.planning.PhaseTracer", WithoutLayers)
+    with pytest.raises(DoesNotFit, match="learn does not fit: one row"):
+        checkpointing_of(workload(), scarce)
 
 
 def test_a_wrong_prediction_can_be_asked_for():

@@ -12,7 +12,7 @@ from grpo.config import CONFIG_FILE, from_flat, read_yaml
 from grpo.interrupt import StopRequest
 from grpo.prompts.split import heldout_fraction
 from grpo.run_folder import LOCK_FILE
-from grpo.setup import open_run
+from grpo.setup import _plan_together, open_run
 from grpo.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
@@ -175,6 +175,22 @@ def test_the_yaml_of_a_run_repeats_it_and_does_not_resume_it(config):
     with open_run(config) as run:
         stored = from_flat(read_yaml(run.folder / CONFIG_FILE))
         assert stored == run.config == dataclasses.replace(config, gradient_checkpointing="none")  # was auto
+
+
+def test_checkpointing_that_the_plan_came_to_is_checked(config, monkeypatch):
+    """Memory is made up to be so short that nothing else fits."""
+
+    def plan(world, work, *rest):
+        short = dataclasses.replace(work.config, gradient_checkpointing="full")
+        return _plan_together(world, dataclasses.replace(work, config=short), *rest)
+
+    checked = []
+    monkeypatch.setattr("grpo.setup._plan_together", plan)
+    monkeypatch.setattr("grpo.setup.check_recomputation", lambda model, kind: checked.append(kind))
+    with open_run(config) as run:
+        assert run.config.gradient_checkpointing == "full"
+        Trainer(run, Console(quiet=True)).train(StopRequest())
+    assert checked == ["full"]
 
 
 def test_held_out_prompts_are_of_both_tasks_and_not_trained_on(config):

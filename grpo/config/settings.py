@@ -122,8 +122,8 @@ class Config:
     train_rows: int | None = None
     """Completions in one backward pass; None: planned."""
     gradient_checkpointing: CheckpointingSetting = "auto"
-    """Recomputed in the backward pass: all but products (selective), all, or nothing; auto: nothing, or on a
-    CPU selective where memory is short."""
+    """Recomputed in the backward pass: all but products (selective), all (full), or nothing (none); auto:
+    nothing, or all where not one completion would fit otherwise."""
 
     # Evaluation
     eval_interval: int = 50

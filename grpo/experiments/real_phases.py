@@ -42,7 +42,7 @@ class Setting:
     name: str
     model: PretrainedConfig = field(repr=False)
     compute_dtype: torch.dtype = torch.float32
-    checkpointing: Checkpointing = "selective"
+    checkpointing: Checkpointing = "none"
     kl: bool = True
     group_size: int = 8
     lora: LoraSettings = field(default_factory=LoraSettings)

@@ -18,6 +18,6 @@ LoraRank = Annotated[
 GradientCheckpointing = Annotated[
     CheckpointingSetting,
     tyro.conf.arg(
-        help="Recomputed in the backward pass: all but products (selective; auto on a CPU), all, or nothing."
+        help="Recomputed in the backward pass: nothing (none, auto), all but products (selective), or all."
     ),
 ]

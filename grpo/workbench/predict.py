@@ -84,7 +84,7 @@ def step_settings(
         )
     return StepSettings(
         objective, config, compute_dtype, prompt_tokens, tokens, group_size, kl,
-        choose_checkpointing(checkpointing, device_type), device_type, LoraSettings(lora_rank),
+        choose_checkpointing(checkpointing), device_type, LoraSettings(lora_rank),
     )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def train_language(task: SizeTask, say: Say) -> None:
         rate = learning_rate(number - 1, task.updates, schedule)
         set_learning_rate(optimizer, rate)
         rows = settings.train_rows or task.batch_size
-        checkpointing = choose_checkpointing(settings.gradient_checkpointing, model.device.type)
+        checkpointing = choose_checkpointing(settings.gradient_checkpointing)
         metrics = stepper.step(
             lambda: accumulate_lm(model, windows, dtype=dtype, rows=rows, checkpointing=checkpointing)
         )

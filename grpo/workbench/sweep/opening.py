@@ -45,12 +45,11 @@ def open_sweep(settings: SweepSettings) -> Sweep:
     settings = replace(settings, device=machine.device, precision=machine.precision)
     memory = None
     if settings.objective == "lm":
-        device_type = torch.device(machine.device).type
         memory = StepMemory(StepSettings(
             "lm", config, compute_dtype(settings.precision, torch.device(machine.device)),
             new_tokens=settings.model.context,
-            checkpointing=choose_checkpointing(settings.gradient_checkpointing, device_type),
-            device_type=device_type,
+            checkpointing=choose_checkpointing(settings.gradient_checkpointing),
+            device_type=torch.device(machine.device).type,
         ))  # fmt: skip
     folder = SweepFolder(settings.output or Path("runs") / f"sweep-{datetime.now():%Y%m%d-%H%M%S}")
     folder.open(_header(settings, machine, num_parameters(config)))
