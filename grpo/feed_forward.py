@@ -109,8 +109,7 @@ class _ActivatedProduct(torch.autograd.Function):
 def _in_parts(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Places of tokens, and room for what GELU makes of them, the same for all."""
     room = x.new_empty(_PART, x.shape[1])
-    for start in range(0, len(x), _PART):  # not `slices`, of which a trace runs one: each has a result
-        part = slice(start, start + _PART)
+    for part in slices.parts(len(x), _PART):
         yield part, room[: len(x[part])]
 
 

@@ -74,10 +74,22 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropy: bool,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        logp, entropies, normalizers = _forward(
-            hidden, weight, bias, targets, rows, temperature, chunk_tokens, entropy, dtype
-        )
-        ctx.save_for_backward(hidden, weight, bias, targets, rows, normalizers)
+        """Log-probs and entropies of all tokens (R·C,); of `rows` kept: largest logit and log-sum (K, 2)."""
+        exact = torch.promote_types(dtype, torch.float32)
+        count = len(hidden) if rows is None else len(rows)
+        scores = hidden.new_empty(count, 4, dtype=exact)
+        with torch.autocast(hidden.device.type, enabled=False):
+            head = _Head(weight, bias, dtype, temperature, min(chunk_tokens, count))
+            room = head.new_slice()
+            for start in range(0, count, chunk_tokens):
+                part = _part(rows, start, chunk_tokens)
+                of_chunk, chunk_targets = scores[start : start + chunk_tokens], targets[part]
+                for place, logits in head.slices(head.products(hidden[part].to(dtype))):
+                    of_chunk[place] = _score(logits, room[: len(logits)], chunk_targets[place], entropy)
+        logp, entropies = hidden.new_zeros(2, len(hidden), dtype=exact)
+        everywhere = _part(rows, 0, count)
+        logp[everywhere], entropies[everywhere] = scores[:, 0], scores[:, 1]
+        ctx.save_for_backward(hidden, weight, bias, targets, rows, scores[:, 2:].clone())
         ctx.options = (temperature, chunk_tokens, dtype)
         ctx.mark_non_differentiable(entropies)
         return logp, entropies
@@ -118,35 +130,6 @@ class _ChunkedLogprobs(torch.autograd.Function):
             None if grad_bias is None else grad_bias.to(bias.dtype),
             *(None,) * 6,
         )
-
-
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    rows: Tensor | None,
-    temperature: float,
-    chunk_tokens: int,
-    entropy: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs and entropies of all tokens (R·C,); largest logit and log-sum of `rows` (K, 2)."""
-    exact = torch.promote_types(dtype, torch.float32)
-    count = len(hidden) if rows is None else len(rows)
-    scores = hidden.new_empty(count, 4, dtype=exact)
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        head = _Head(weight, bias, dtype, temperature, min(chunk_tokens, count))
-        room = head.new_slice()
-        for start in range(0, count, chunk_tokens):
-            part = _part(rows, start, chunk_tokens)
-            of_chunk, chunk_targets = scores[start : start + chunk_tokens], targets[part]
-            for place, logits in head.slices(head.products(hidden[part].to(dtype))):
-                of_chunk[place] = _score(logits, room[: len(logits)], chunk_targets[place], entropy)
-    logp, entropies = hidden.new_zeros(2, len(hidden), dtype=exact)
-    everywhere = _part(rows, 0, count)
-    logp[everywhere], entropies[everywhere] = scores[:, 0], scores[:, 1]
-    return logp, entropies, scores[:, 2:].clone()
 
 
 class _Head:

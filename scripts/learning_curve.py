@@ -5,6 +5,7 @@
 Finished runs are kept in the output folder, so a stopped command goes on where it was.
 """
 
+import math
 import shutil
 import sys
 import time
@@ -64,7 +65,8 @@ def main(
         shutil.rmtree(output / name, ignore_errors=True)
         start = time.monotonic()
         if name == "supervised":
-            policy = train_supervised(settings, minutes=_minutes(output / "seed-0.minutes"))
+            limit = settings.minutes or math.inf
+            policy = train_supervised(settings, minutes=min(limit, _minutes(output / "seed-0.minutes")))
         elif name == "before":
             policy = load_policy(settings.model, choose_device(settings.device), settings.precision)
         else:

@@ -108,7 +108,8 @@ class FakePhases:
             device = self._settings.device_type
             block_bytes = 1 if device == "cpu" else 512
             norms = _norms_of_cuda() if device == "cuda" else nullcontext()
-            with norms, _first_slices(device), LiveBytes(device, block_bytes, keep_log=True) as self._live:
+            first = _first_slices(device, parts_too=self._settings.checkpointing != "selective")
+            with norms, first, LiveBytes(device, block_bytes, keep_log=True) as self._live:
                 work(shape)
         return [(operation, already + held) for operation, held in self._live.log]
 
@@ -243,12 +244,17 @@ def _norms_of_cuda() -> Iterator[None]:
 
 
 @contextmanager
-def _first_slices(device_type: str) -> Iterator[None]:
+def _first_slices(device_type: str, *, parts_too: bool) -> Iterator[None]:
     """Slices as the device has them, and of all of them the first: the others take its place."""
     size = logprobs.slice_numbers(device_type)
+
+    def first(count: int, size: int) -> Iterator[slice]:
+        yield slice(0, size)
+
     with (
         mock.patch.object(logprobs, "slice_numbers", lambda _: size),
-        mock.patch.object(slices, "slices", lambda count, size: [slice(0, size)]),
+        mock.patch.object(slices, "slices", first),
+        mock.patch.object(slices, "parts", first if parts_too else slices.parts),
     ):
         yield
 
