@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo import checkpoint as checkpoint_module
 from grpo.checkpoint import CheckpointFolder, find_damage, restore_optimizer
+from grpo.feed_forward import slice_feed_forward
 from grpo.interrupt import StopRequest
 from grpo.optimizer import make_optimizer
 from grpo.settings import OptimizerSettings
@@ -67,6 +68,8 @@ def test_a_checkpoint_is_a_plain_hugging_face_folder(folder, save, policy):
     tokenizer = AutoTokenizer.from_pretrained(path)
     ids = torch.tensor([[5, 6, 7, 8]])
     torch.testing.assert_close(model(input_ids=ids).logits, policy.model(input_ids=ids).logits)
+    slice_feed_forward(model)  # and computed as the policy is, bit for bit
+    assert torch.equal(model(input_ids=ids).logits, policy.model(input_ids=ids).logits)
     text = "P: 8/8/R7/7p/P2K2k1/7r/8/8 w - - 0 56 M: d4c5"
     assert tokenizer(text)["input_ids"] == policy.tokenizer(text)["input_ids"]
     assert not list(path.glob("*.bin")) and not list(path.glob("*.pt"))  # no pickles
