@@ -19,7 +19,7 @@ NO_LEAK, LEAK, WRONG_SETTING = 0, 1, 2
 
 def main() -> int:
     """Run the command line."""
-    from grpo.before_torch import set_library_defaults
+    from grpo.environment import set_library_defaults
 
     set_library_defaults()
     parser = argparse.ArgumentParser(
@@ -38,7 +38,7 @@ def main() -> int:
     from rich.console import Console
 
     from grpo.config import SettingsError, parse_command_line
-    from grpo.tracking import configure_logging
+    from grpo.run.tracking import configure_logging
 
     console = Console()
     if not console.is_terminal:
@@ -54,8 +54,8 @@ def main() -> int:
         console.print(f"[red]error[/red] {error}", highlight=False)
         return WRONG_SETTING
 
-    from grpo.experiments.memory_watch import PLOT, VERDICT, follow_run, watch_training
-    from grpo.interrupt import stop_on_signal
+    from grpo.run.interrupt import stop_on_signal
+    from grpo.workbench.memory_watch import PLOT, VERDICT, follow_run, watch_training
 
     gc.freeze()
     try:
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from grpo.before_torch import restart_without_thread_cache
+    from grpo.environment import restart_without_thread_cache
 
     restart_without_thread_cache()
     sys.exit(main())

@@ -11,7 +11,7 @@ DONE, FAILED, WRONG_SETTING, INTERRUPTED = 0, 1, 2, 130
 
 def main() -> int:
     """Run the command line."""
-    from grpo.before_torch import launched_processes, set_library_defaults
+    from grpo.environment import launched_processes, set_library_defaults
 
     set_library_defaults()
     process, _ = launched_processes()
@@ -20,7 +20,7 @@ def main() -> int:
     from rich.console import Console
 
     from grpo.config import SettingsError, parse_command_line
-    from grpo.tracking import MEMORY_FILE, configure_logging, read_lines
+    from grpo.run.tracking import MEMORY_FILE, configure_logging, read_lines
 
     console = Console(stderr=True, quiet=process > 0)  # one of several processes speaks for all
     try:
@@ -33,14 +33,14 @@ def main() -> int:
     complain = logger.debug if process else logger.error
     go_on = "nothing was learned yet"
 
-    from grpo.dry_run import dry_run
-    from grpo.interrupt import stop_on_signal
-    from grpo.plan_tables import measured_table
-    from grpo.reward_functions import RewardFailed
-    from grpo.setup import open_run, show_plans
-    from grpo.step import Diverged
+    from grpo.data.reward_functions import RewardFailed
+    from grpo.distributed import ProcessLost
+    from grpo.learning.step import Diverged
+    from grpo.plan.tables import measured_table
+    from grpo.run.dry_run import dry_run
+    from grpo.run.interrupt import stop_on_signal
+    from grpo.run.setup import open_run, show_plans
     from grpo.trainer import Trainer
-    from grpo.world import ProcessLost
     from rewards.engine import EngineError
 
     try:
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from grpo.before_torch import restart_without_thread_cache
+    from grpo.environment import restart_without_thread_cache
 
     restart_without_thread_cache()
     try:

@@ -9,20 +9,20 @@ from loguru import logger
 from rich.console import Console
 from torch import Tensor
 
-from grpo.advantages import group_advantages, zero_variance_groups
-from grpo.checkpoint import Checkpoint, restore_optimizer
 from grpo.config import to_flat
-from grpo.interrupt import StopRequest
-from grpo.loss import adaptive_kl, loss_counts
-from grpo.metrics import Doubts, completion_records, reward_metrics, rollout_metrics
-from grpo.objectives import GRPOBatch, finish_grpo
-from grpo.optimizer import learning_rate, set_learning_rate
-from grpo.planned import PlannedPhases
-from grpo.reward_functions import Scores
-from grpo.setup import Run
-from grpo.step import Stepper
-from grpo.tracking import NoTracker, RunTracker, StepProgress
-from grpo.values import Prompt, Rollout
+from grpo.data.reward_functions import Scores
+from grpo.learning.advantages import group_advantages, zero_variance_groups
+from grpo.learning.loss import adaptive_kl, loss_counts
+from grpo.learning.objectives import GRPOBatch, finish_grpo
+from grpo.learning.optimizer import learning_rate, set_learning_rate
+from grpo.learning.step import Stepper
+from grpo.phases import PlannedPhases
+from grpo.run.checkpoint import Checkpoint, restore_optimizer
+from grpo.run.interrupt import StopRequest
+from grpo.run.metrics import Doubts, completion_records, reward_metrics, rollout_metrics
+from grpo.run.setup import Run
+from grpo.run.tracking import NoTracker, RunTracker, StepProgress
+from grpo.types import Prompt, Rollout
 
 
 class Trainer:

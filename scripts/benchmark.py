@@ -13,10 +13,7 @@ from tempfile import TemporaryDirectory
 import torch
 import transformers
 import tyro
-from rich.console import Console
-from transformers import GPT2Config
-
-from grpo.experiments.speed import (
+from benchmarks.speed import (
     CONTENDERS,
     as_json,
     chosen,
@@ -24,10 +21,13 @@ from grpo.experiments.speed import (
     race_table,
     race_verdicts,
 )
-from grpo.experiments.speed_growth import GROWTH, draw_growth, growth_table, measure_growth
-from grpo.experiments.speed_limits import limit_table, measure_rates
-from grpo.model import BUNDLED_FOLDER, compute_dtype
-from grpo.tracking import configure_logging
+from benchmarks.speed_growth import GROWTH, draw_growth, growth_table, measure_growth
+from benchmarks.speed_limits import limit_table, measure_rates
+from rich.console import Console
+from transformers import GPT2Config
+
+from grpo.model.load import BUNDLED_FOLDER, compute_dtype
+from grpo.run.tracking import configure_logging
 
 
 def main(

@@ -19,8 +19,8 @@ def main(
         trials: Runs of each.
         seed: Of everything that is drawn.
     """
-    from grpo.experiments.leak_series import false_alarms, power, smallest_leaks
-    from grpo.experiments.leak_trials import clean_trainer, real_leaks
+    from benchmarks.leak_series import false_alarms, power, smallest_leaks
+    from benchmarks.leak_trials import clean_trainer, real_leaks
 
     console = Console(width=130)  # the tables are for results/README.md, whatever the terminal
     if series:

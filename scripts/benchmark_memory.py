@@ -15,26 +15,20 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import tyro
-from loguru import logger
-from rich.console import Console
-from rich.table import Table
-
-from grpo.before_torch import restart_without_thread_cache, set_library_defaults
-from grpo.config import Config
-from grpo.experiments.checkpointing_cost import (
+from benchmarks.checkpointing_cost import (
     checkpointing_costs,
     cost_table,
     cost_verdicts,
     cost_works,
 )
-from grpo.experiments.memory_trials import (
+from benchmarks.memory_trials import (
     full_grid,
     predict_trials,
     prediction_table,
     prediction_verdicts,
     quick_grid,
 )
-from grpo.experiments.planning_trials import (
+from benchmarks.planning_trials import (
     cases,
     largest_table,
     largest_trials,
@@ -43,7 +37,13 @@ from grpo.experiments.planning_trials import (
     overhead_table,
     overhead_verdicts,
 )
-from grpo.tracking import configure_logging
+from loguru import logger
+from rich.console import Console
+from rich.table import Table
+
+from grpo.config import Config
+from grpo.environment import restart_without_thread_cache, set_library_defaults
+from grpo.run.tracking import configure_logging
 
 T = TypeVar("T")
 CONSOLE = Console(width=160)  # the tables are for results/README.md, whatever the terminal

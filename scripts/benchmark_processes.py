@@ -6,10 +6,9 @@ from typing import Annotated
 
 import numpy as np
 import tyro
+from benchmarks.distribution import Network, Step, measure, measured_table, project
 from loguru import logger
 from rich.console import Console
-
-from grpo.experiments.distribution import Network, Step, measure, measured_table, project
 
 
 @dataclass(frozen=True)

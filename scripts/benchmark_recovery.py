@@ -5,15 +5,15 @@ import tempfile
 from pathlib import Path
 
 import tyro
+from benchmarks.random_gpt2 import make_random_gpt2
+from benchmarks.recovery_trials import SAME, inject_faults, run_under_limit
 from loguru import logger
 from rich.console import Console
 from rich.table import Table
 
 from grpo.config import Config
-from grpo.experiments.random_gpt2 import make_random_gpt2
-from grpo.experiments.recovery_trials import SAME, inject_faults, run_under_limit
+from grpo.config.groups import SamplingSettings
 from grpo.memory.budget import GB
-from grpo.settings import SamplingSettings
 
 
 def main(points: int = 200, limit: bool = True) -> None:

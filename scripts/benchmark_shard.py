@@ -7,11 +7,10 @@ import os
 import sys
 import warnings
 
+from benchmarks.sharding import table, trials
 from loguru import logger
 from rich.console import Console
 from torch import distributed as dist
-
-from grpo.experiments.sharding import table, trials
 
 START = "torchrun --nproc_per_node 2 scripts/benchmark_shard.py"
 

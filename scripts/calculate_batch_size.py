@@ -9,13 +9,13 @@ DONE, WRONG_SETTING = 0, 2
 
 def main() -> int:
     """Run the command line."""
-    from grpo.before_torch import set_library_defaults
+    from grpo.environment import set_library_defaults
 
     set_library_defaults()
     import tyro
     from rich.console import Console
 
-    from grpo.tracking import configure_logging
+    from grpo.run.tracking import configure_logging
     from grpo.workbench.calculator.cards import cards_table
     from grpo.workbench.calculator.settings import CalculatorSettings
 

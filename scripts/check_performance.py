@@ -16,10 +16,10 @@ DONE, WRONG_SETTING, INTERRUPTED = 0, 2, 130
 
 def main() -> int:
     """Run the command line."""
-    from grpo.before_torch import set_library_defaults
+    from grpo.environment import set_library_defaults
 
     set_library_defaults()
-    from grpo.tracking import configure_logging
+    from grpo.run.tracking import configure_logging
     from grpo.workbench.performance.settings import PerformanceSettings
 
     errors = Console(stderr=True)
@@ -30,7 +30,7 @@ def main() -> int:
         # These load torch: a wrong flag need not wait for it.
         import torch
 
-        from grpo.model import choose_device, compute_dtype
+        from grpo.model.load import choose_device, compute_dtype
         from grpo.workbench.machine import device_name
         from grpo.workbench.performance.measure import (
             matmul_rate,

@@ -14,16 +14,16 @@ def main(seed: int = 0, steps: int | None = None, batch_size: int | None = None,
         batch_size: Completions a step in place of the demo's, likewise.
         heldout: Held-out prompts of each task that quality is measured on.
     """
-    from grpo.before_torch import set_library_defaults
+    from grpo.environment import set_library_defaults
 
     set_library_defaults()
+    from benchmarks.learning import demo_config, heldout_prompts, measure, train_grpo
     from loguru import logger
     from rich.console import Console
 
     from grpo.evaluate import comparison_table
-    from grpo.experiments.learning import demo_config, heldout_prompts, measure, train_grpo
-    from grpo.model import choose_device, load_policy
-    from grpo.tracking import configure_logging
+    from grpo.model.load import choose_device, load_policy
+    from grpo.run.tracking import configure_logging
 
     console = Console()
     if not console.is_terminal:
@@ -48,7 +48,7 @@ def main(seed: int = 0, steps: int | None = None, batch_size: int | None = None,
 
 
 if __name__ == "__main__":
-    from grpo.before_torch import restart_without_thread_cache
+    from grpo.environment import restart_without_thread_cache
 
     restart_without_thread_cache()
     tyro.cli(main)

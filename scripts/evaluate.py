@@ -12,8 +12,8 @@ from loguru import logger
 from rich.console import Console
 
 from grpo.config import Config
-from grpo.settings import Precision, SamplingSettings
-from grpo.tracking import configure_logging
+from grpo.config.groups import Precision, SamplingSettings
+from grpo.run.tracking import configure_logging
 from rewards.engine import EngineError, EnginePool
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class EvaluateConfig:
 
 def checkpoint_of(model: str) -> str:
     """Of a run's folder the best checkpoint, else the newest; any other model as it is."""
-    from grpo.checkpoint import CheckpointFolder
+    from grpo.run.checkpoint import CheckpointFolder
 
     checkpoints = CheckpointFolder(Path(model) / "checkpoints", keep=1)
     if not checkpoints.folder.is_dir():
@@ -122,10 +122,10 @@ def main(config: EvaluateConfig) -> None:
 
 def measure(config: EvaluateConfig, mates: list[chess.Board]) -> "Evaluation":
     """The held-out prompts' columns, and those of games and mates where these are asked for."""
+    from grpo.data import check_spec, load_prompts
     from grpo.evaluate import evaluate, mate_in_one, self_play
-    from grpo.loading import prompt_room
-    from grpo.model import RolloutModel, choose_device, choose_model, load_policy
-    from grpo.prompts import check_spec, load_prompts
+    from grpo.model.load import RolloutModel, choose_device, choose_model, load_policy
+    from grpo.run.loading import prompt_room
 
     settings = config.sampling
     device = choose_device(config.device)

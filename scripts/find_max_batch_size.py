@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from grpo.before_torch import restart_without_thread_cache, set_library_defaults
+from grpo.environment import restart_without_thread_cache, set_library_defaults
 
 DONE, WRONG_SETTING, INTERRUPTED = 0, 2, 130
 
@@ -21,7 +21,7 @@ def main() -> int:
     import tyro
     from rich.console import Console
 
-    from grpo.tracking import configure_logging
+    from grpo.run.tracking import configure_logging
     from grpo.workbench.maximum.settings import FindSettings
 
     console = Console(width=None if sys.stdout.isatty() else 120)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-from grpo.before_torch import set_library_defaults
+from grpo.environment import set_library_defaults
 
 
 def main(output: Path | None = None, small: bool = False) -> None:
@@ -20,13 +20,13 @@ def main(output: Path | None = None, small: bool = False) -> None:
     """
     set_library_defaults()
     import torch
+    from benchmarks.gpu_check import check_card, summary
+    from benchmarks.random_gpt2 import GPT2_124M, make_random_gpt2
+    from benchmarks.speed import CONTENDERS, Case
     from loguru import logger
 
     from grpo.config import Config
-    from grpo.experiments.gpu_check import check_card, summary
-    from grpo.experiments.random_gpt2 import GPT2_124M, make_random_gpt2
-    from grpo.experiments.speed import CONTENDERS, Case
-    from grpo.settings import SamplingSettings
+    from grpo.config.groups import SamplingSettings
 
     case = Case("GPT-2 124 M on a card", "GPT-2 124 M without end", 60, 16, 4, (10.0, 10.0))
     # As long as the other parts' rows, whose traces are then its own, too.

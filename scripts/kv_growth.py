@@ -25,7 +25,7 @@ def main(
         new_tokens: Tokens generated.
         output: The picture.
     """
-    from grpo.experiments.kv_growth import MB, draw_growth, measure_growth
+    from benchmarks.kv_growth import MB, draw_growth, measure_growth
 
     growths = measure_growth(
         model, num_prompts=num_prompts, group_size=group_size, prompt_tokens=prompt_tokens,

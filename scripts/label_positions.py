@@ -36,7 +36,7 @@ def main(
         heldout: Positions of the held-out side of the hash instead of the training side.
         num_processes: Processes that label, each with an engine.
     """
-    from grpo.experiments.positions import labelled_lines, transition_lines
+    from benchmarks.positions import labelled_lines, transition_lines
 
     lines = chain(
         labelled_lines(policy, seed=seed, heldout=heldout, depth=depth, num_processes=num_processes),

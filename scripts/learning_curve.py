@@ -13,11 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import tyro
-from loguru import logger
-from rich.console import Console
-
-from grpo.config import Config
-from grpo.experiments.learning import (
+from benchmarks.learning import (
     Quality,
     demo_config,
     heldout_prompts,
@@ -25,9 +21,13 @@ from grpo.experiments.learning import (
     train_grpo,
     train_supervised,
 )
-from grpo.experiments.learning_report import draw, report
-from grpo.model import choose_device, load_policy
-from grpo.tracking import configure_logging
+from benchmarks.learning_report import draw, report
+from loguru import logger
+from rich.console import Console
+
+from grpo.config import Config
+from grpo.model.load import choose_device, load_policy
+from grpo.run.tracking import configure_logging
 
 
 def main(

@@ -3,9 +3,8 @@
 import sys
 
 import tyro
+from benchmarks.pretrain import PretrainConfig, pretrain
 from loguru import logger
-
-from grpo.experiments.pretrain import PretrainConfig, pretrain
 
 if __name__ == "__main__":
     logger.remove()

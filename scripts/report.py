@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from grpo.tracking import configure_logging
+from grpo.run.tracking import configure_logging
 
 WRONG_SETTING = 2
 """Exit status."""

@@ -19,10 +19,10 @@ DONE, FAILED, WRONG_SETTING, INTERRUPTED = 0, 1, 2, 130
 
 def main() -> int:
     """Run the command line."""
-    from grpo.before_torch import set_library_defaults
+    from grpo.environment import set_library_defaults
 
     set_library_defaults()
-    from grpo.tracking import configure_logging
+    from grpo.run.tracking import configure_logging
     from grpo.workbench.sweep.command_line import parse_sweep
 
     console = Console(stderr=True)
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from grpo.before_torch import restart_without_thread_cache
+    from grpo.environment import restart_without_thread_cache
 
     restart_without_thread_cache()
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from conftest import untraced
 from several_processes import fork
 
-from grpo.before_torch import NO_THREAD_CACHE
+from grpo.environment import NO_THREAD_CACHE
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "GLIBC_TUNABLES": NO_THREAD_CACHE}

@@ -14,6 +14,7 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for matrices this small, more of them only wait for each other
 import torch
+from benchmarks.tiny_tokenizer import build_tokenizer
 from loguru import logger
 from transformers import (
     GPT2Config,
@@ -27,12 +28,11 @@ from transformers import (
 )
 
 from grpo.config import Config
-from grpo.experiments.tiny_tokenizer import build_tokenizer
-from grpo.loss import LossSettings
-from grpo.model import Policy, load_policy
-from grpo.planning import TracedFit
-from grpo.settings import Precision, SamplingSettings
-from grpo.values import Prompt
+from grpo.config.groups import Precision, SamplingSettings
+from grpo.learning.loss import LossSettings
+from grpo.model.load import Policy, load_policy
+from grpo.plan.planning import TracedFit
+from grpo.types import Prompt
 from rewards.formats import EnvironmentSample, PolicySample, environment_line, policy_line, policy_prompt
 
 CONTEXT = 192
@@ -198,7 +198,7 @@ def frozen() -> Iterator[None]:
 def untraced() -> Iterator[None]:
     """Memory plans from made-up peaks: tracing real ones takes a quarter of a minute."""
     made_up = mock.patch.object(TracedFit, "__call__", lambda fit, shape: 1e5 * shape.rows)
-    with made_up, mock.patch("grpo.setup.trace_phases"):
+    with made_up, mock.patch("grpo.run.setup.trace_phases"):
         yield
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import chess
 from hypothesis import HealthCheck, settings
 
-from grpo.prompts import Prompt
+from grpo.data import Prompt
 from rewards.environment import referee
 from rewards.formats import (
     PADDED,

@@ -24,26 +24,26 @@ import torch
 from conftest import untraced
 from rich.console import Console
 
-import grpo.planned
-import grpo.world.heartbeat
+import grpo.distributed.heartbeat
+import grpo.phases
 from grpo.config import Config
-from grpo.interrupt import StopRequest
-from grpo.optimizer import make_optimizer
-from grpo.settings import OptimizerSettings
-from grpo.setup import open_run
-from grpo.step import Stepper
+from grpo.config.groups import OptimizerSettings
+from grpo.distributed import open_world
+from grpo.learning.optimizer import make_optimizer
+from grpo.learning.step import Stepper
+from grpo.run.interrupt import StopRequest
+from grpo.run.setup import open_run
 from grpo.trainer import Trainer
-from grpo.world import open_world
 
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__, "sharded", "grpo.dry_run", "grpo.workbench.report", "tyro"])
+CONTEXT.set_forkserver_preload([__name__, "sharded", "grpo.run.dry_run", "grpo.workbench.report", "tyro"])
 PATIENCE_S = 60.0
 """With a silent process, unless a test is about one: a busy machine may keep one waiting for long."""
 PLACES = {
-    "sample": (grpo.planned, "rollout"),
-    "score": (grpo.planned, "score"),
-    "learn": (grpo.planned, "accumulate_grpo"),
-    "evaluation": (grpo.planned, "score_heldout"),
+    "sample": (grpo.phases, "rollout"),
+    "score": (grpo.phases, "score"),
+    "learn": (grpo.phases, "accumulate_grpo"),
+    "evaluation": (grpo.phases, "score_heldout"),
 }
 
 
@@ -151,7 +151,7 @@ def train(
     stop = StopRequest()
     with (
         untraced(),
-        mock.patch.object(grpo.world.heartbeat, "PATIENCE_S", patience_s),
+        mock.patch.object(grpo.distributed.heartbeat, "PATIENCE_S", patience_s),
         open_run(config) as run,
     ):
         run.optimizer.register_step_pre_hook(lambda *_: gradients.append(_flat(run, "grad")))

@@ -7,25 +7,25 @@ from typing import Any
 
 import torch
 import torch._dynamo  # which FSDP2 loads when it is first used, for seconds
+from benchmarks.real_phases import RealPhases, Setting, own_meter
 from conftest import CPU, let_norms_be_exact, untraced
 from rich.console import Console
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
 from grpo.config import Config
-from grpo.experiments.real_phases import RealPhases, Setting, own_meter
-from grpo.interrupt import StopRequest
+from grpo.config.groups import SamplingSettings
+from grpo.distributed.shard import part_like, shard_model, whole
 from grpo.memory import Shape
-from grpo.model import Policy, frozen_copy, load_policy
-from grpo.rollout import rollout
-from grpo.sampling import step_uniforms
-from grpo.scoring import MicroBatch, micro_batch_logprobs
-from grpo.settings import SamplingSettings
-from grpo.setup import open_run
-from grpo.shard import part_like, shard_model, whole
-from grpo.supported import check_recomputation
+from grpo.model.load import Policy, frozen_copy, load_policy
+from grpo.rollout.sample import rollout
+from grpo.rollout.tokens import step_uniforms
+from grpo.run.interrupt import StopRequest
+from grpo.run.setup import open_run
+from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs
+from grpo.scoring.model_checks import check_recomputation
 from grpo.trainer import Trainer
-from grpo.values import Prompt
+from grpo.types import Prompt
 
 GROUP, NEW_TOKENS = 2, 12
 

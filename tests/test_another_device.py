@@ -26,9 +26,10 @@ def found(model_folders, data_file, tmp_path_factory) -> dict[str, Any]:
     library = folder / "device.so"
     build(library, COMPILER)
     arguments = [library, model_folders["gpt2"], data_file, folder / "runs"]
+    places = (".", "scripts", "tests")
     done = subprocess.run(
         [sys.executable, str(SOURCE.parent / "rehearse.py"), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in places)},
         capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file
 
-from grpo.interrupt import StopRequest
-from grpo.loss import LossSettings, loss_counts
-from grpo.objectives import GRPOBatch, accumulate_grpo, finish_grpo
-from grpo.rollout import rollout
-from grpo.sampling import step_uniforms
-from grpo.scoring import micro_batches, score
-from grpo.settings import Checkpointing, OptimizerSettings, SamplingSettings
-from grpo.setup import open_run
-from grpo.step import Stepper
-from grpo.tracking import COMPLETIONS_FILE, METRICS_FILE, read_lines
+from grpo.config.groups import Checkpointing, OptimizerSettings, SamplingSettings
+from grpo.learning.loss import LossSettings, loss_counts
+from grpo.learning.objectives import GRPOBatch, accumulate_grpo, finish_grpo
+from grpo.learning.step import Stepper
+from grpo.rollout.sample import rollout
+from grpo.rollout.tokens import step_uniforms
+from grpo.run.interrupt import StopRequest
+from grpo.run.setup import open_run
+from grpo.run.tracking import COMPLETIONS_FILE, METRICS_FILE, read_lines
+from grpo.scoring.micro_batches import micro_batches, score
 from grpo.trainer import Trainer
-from grpo.values import Prompt, Rollout
+from grpo.types import Prompt, Rollout
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
 
@@ -151,7 +151,7 @@ def references(model_folders, prompts):
     """For each architecture the policy, its uniforms, and what comes out when all rows decode together."""
     from conftest import CPU, let_norms_be_exact
 
-    from grpo.model import load_policy
+    from grpo.model.load import load_policy
 
     made = {}
     for name in ARCHITECTURES:

@@ -7,7 +7,7 @@ import time
 import pytest
 from commands import fresh, run
 
-from grpo.run_folder import LOCK_FILE
+from grpo.run.folder import LOCK_FILE
 
 MONITOR = "monitor_memory.py"
 

@@ -79,39 +79,3 @@ def test_every_setting_is_in_the_readme_with_its_default():
         if (row := f"| `--{name.replace('_', '-')}` | {shown(value)} | ") not in README
     ]
     assert not missing
-
-
-def test_the_floor_plan_names_every_module():
-    plan = README[README.index("## The house") : README.index("## The bundled model")]
-    for package in ("grpo", "rewards"):
-        for path in (ROOT / package).iterdir():
-            if path.suffix == ".py" and path.name != "__init__.py":
-                assert f" {path.name} " in plan, path
-            elif (path / "__init__.py").exists():
-                assert f" {path.name}/ " in plan, path
-
-
-def test_imports_only_go_down():
-    plan = README[README.index("    grpo/\n") : README.index("## The bundled model")]
-    floors = {
-        name.rstrip("/").removesuffix(".py"): int(floor or -1)
-        for name, floor in re.findall(r"(\S+) +(?:F(\d+)|–) ", plan)
-    }
-    for path in (ROOT / "grpo").rglob("*.py"):
-        module = path.relative_to(ROOT / "grpo").parts[0].removesuffix(".py")
-        if module == "__init__":
-            assert path.read_text().strip() == ""
-            continue
-        for target in re.findall(r"^\s*from grpo\.(\w+)", path.read_text(), re.MULTILINE):
-            assert target == module or floors[target] < floors[module], f"{path} imports grpo.{target}"
-
-
-def test_memory_is_usable_without_the_rest():
-    for path in (ROOT / "grpo" / "memory").glob("*.py"):
-        imported = re.findall(r"^\s*(?:from|import) grpo\.(\w+)", path.read_text(), re.MULTILINE)
-        assert set(imported) <= {"memory"}, path
-
-
-def test_rewards_know_neither_torch_nor_the_trainer():
-    for path in (ROOT / "rewards").glob("*.py"):
-        assert not re.search(r"^\s*(from|import) (torch|grpo)\b", path.read_text(), re.MULTILINE), path

@@ -7,7 +7,7 @@ import sys
 import pytest
 from commands import ENVIRONMENT, ROOT
 
-from grpo.before_torch import NO_THREAD_CACHE, _glibc_version
+from grpo.environment import NO_THREAD_CACHE, _glibc_version
 
 LARGE = {"torch", "transformers", "accelerate", "scipy", "matplotlib"}
 
@@ -49,7 +49,7 @@ def test_a_run_loads_nothing_large_besides_torch_and_transformers():
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 before = set(sys.modules)
-import grpo.setup, grpo.trainer
+import grpo.run.setup, grpo.trainer
 print(*set(sys.modules) - before)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=400)
@@ -59,7 +59,7 @@ print(*set(sys.modules) - before)
 
 RESTARTING = """
 import os, sys
-from grpo.before_torch import restart_without_thread_cache
+from grpo.environment import restart_without_thread_cache
 restart_without_thread_cache()
 restart_without_thread_cache()  # once is enough
 print(os.getpid(), os.environ.get("GLIBC_TUNABLES"), sys.flags.optimize, *sys.argv[1:])

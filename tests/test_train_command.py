@@ -11,8 +11,8 @@ import yaml
 from commands import ROOT, Command, Ended, fresh, run
 from transformers import AutoModelForCausalLM
 
-from grpo.checkpoint import CheckpointFolder, find_damage
-from grpo.tracking import read_lines
+from grpo.run.checkpoint import CheckpointFolder, find_damage
+from grpo.run.tracking import read_lines
 from grpo.workbench.report import make_page
 
 TRAIN = "train_lean.py"

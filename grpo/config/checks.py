@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING
 
-from grpo.sizes import SizeError, parse_size
+from grpo.config.sizes import SizeError, parse_size
 
 if TYPE_CHECKING:
     from grpo.config.settings import Config

@@ -1,6 +1,6 @@
 """Every knob once: its name, its default, and one line of help; what is wrong with it is in checks.py.
 
-Settings that one piece of code goes by are groups of their own (`grpo/settings.py`) and are only gathered
+Settings that one piece of code goes by are groups of their own (`groups.py`) and are only gathered
 here; on the command line and in YAML all are flat.
 """
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from grpo.config.checks import check
-from grpo.settings import (
+from grpo.config.groups import (
     CheckpointingSetting,
     LoraSettings,
     LossSettings,

@@ -9,9 +9,9 @@ from statistics import NormalDist
 
 import numpy as np
 
+from grpo.data.source import digest
 from grpo.evaluate.scores import NO_SHARES, Column
-from grpo.prompts.source import digest
-from grpo.values import Prompt
+from grpo.types import Prompt
 
 LEVEL = 0.95
 

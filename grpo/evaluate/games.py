@@ -12,13 +12,13 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo.config.groups import SamplingSettings
 from grpo.evaluate.evaluation import Evaluation
 from grpo.evaluate.heldout import EVALUATION_STEP
 from grpo.evaluate.scores import HALF_MOVES, MATES
-from grpo.rollout import rollout
-from grpo.sampling import step_uniforms
-from grpo.settings import SamplingSettings
-from grpo.values import Prompt
+from grpo.rollout.sample import rollout
+from grpo.rollout.tokens import step_uniforms
+from grpo.types import Prompt
 from rewards.formats import parse_policy_completion, policy_prompt
 
 MATES_URL = "https://github.com/google/BIG-bench/raw/main/bigbench/benchmark_tasks/checkmate_in_one/task.json"

@@ -7,12 +7,12 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo.config.groups import SamplingSettings
 from grpo.evaluate.evaluation import Evaluation
 from grpo.evaluate.scores import Column, score_completions
-from grpo.rollout import rollout
-from grpo.sampling import step_uniforms
-from grpo.settings import SamplingSettings
-from grpo.values import TASKS, Prompt, Rollout
+from grpo.rollout.sample import rollout
+from grpo.rollout.tokens import step_uniforms
+from grpo.types import TASKS, Prompt, Rollout
 from rewards.engine import EnginePool
 
 EVALUATION_STEP = -1

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from rapidfuzz.distance import Levenshtein
 
-from grpo.values import Prompt
+from grpo.types import Prompt
 from rewards.analysis import Analysis
 from rewards.engine import EnginePool
 from rewards.environment import referee

@@ -3,7 +3,7 @@
 from grpo.memory.adaptive import AdaptiveMemory
 from grpo.memory.budget import Budget, DeviceMemory, card_memory, limit_memory, make_budget
 from grpo.memory.fit import PhaseFit, align
-from grpo.memory.leak import LeakVerdict, LeakWatch, MemorySample, detect_leak
+from grpo.memory.leaks.leak import LeakVerdict, LeakWatch, MemorySample, detect_leak
 from grpo.memory.live import LiveBytes, peak_live_bytes
 from grpo.memory.monitor import MemoryMonitor, MemoryReading, PhaseReading
 from grpo.memory.phase import PhaseRecord, PhaseSpec

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from grpo.config import SettingsError
-from grpo.model import load_tokenizer
-from grpo.prompts.load import POSITIONS
+from grpo.data.load import POSITIONS
+from grpo.model.load import load_tokenizer
 from grpo.workbench.models import context_of
 from grpo.workbench.spec import ModelSpec
 

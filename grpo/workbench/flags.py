@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from grpo.settings import CheckpointingSetting
+from grpo.config.groups import CheckpointingSetting
 
 Objective = Literal["grpo", "lm"]
 """What is trained for: GRPO, or plain language modelling."""

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from grpo.config import SettingsError
+from grpo.config.groups import Precision
 from grpo.memory import MemoryMonitor, make_budget
 from grpo.memory.budget import readable
-from grpo.model import choose_device, compute_dtype
-from grpo.settings import Precision
+from grpo.model.load import choose_device, compute_dtype
 from grpo.workbench.processes import run_worker, worker
 
 PRECISIONS: dict[torch.dtype, Precision] = {

@@ -3,9 +3,9 @@
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from grpo.feed_forward import slice_feed_forward
-from grpo.model import choose_attention, load_policy
-from grpo.settings import Precision
+from grpo.config.groups import Precision
+from grpo.model.cpu.feed_forward import slice_feed_forward
+from grpo.model.load import choose_attention, load_policy
 from grpo.workbench.spec import ModelSpec
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PretrainedConfig
 
-from grpo.adapters import check_peft
 from grpo.config import Config, SettingsError
-from grpo.loss import LossSettings
+from grpo.config.groups import Checkpointing, CheckpointingSetting, LoraSettings, SamplingSettings
+from grpo.learning.loss import LossSettings
 from grpo.memory import (
     AdaptiveMemory,
     Budget,
@@ -23,15 +23,15 @@ from grpo.memory import (
     Shape,
     largest_multiple,
 )
-from grpo.model import choose_attention
-from grpo.phases import LANGUAGE, PhaseTracer
-from grpo.planning import TracedFit, make_memory
-from grpo.recompute import choose_checkpointing
-from grpo.settings import Checkpointing, CheckpointingSetting, LoraSettings, SamplingSettings
+from grpo.model.activation_checkpointing import choose_checkpointing
+from grpo.model.adapters import check_peft
+from grpo.model.load import choose_attention
+from grpo.plan.planning import TracedFit, make_memory
+from grpo.plan.trace import LANGUAGE, PhaseTracer
+from grpo.plan.workload import Workload, logits_parts, resident_parts, scratch_bytes
 from grpo.workbench.flags import Objective
 from grpo.workbench.models import context_of
 from grpo.workbench.spec import ModelSpec
-from grpo.workload import Workload, logits_parts, resident_parts, scratch_bytes
 
 
 @dataclass(frozen=True)

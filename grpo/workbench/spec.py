@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from grpo.config import SettingsError
-from grpo.settings import BUNDLED
+from grpo.config.groups import BUNDLED
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -72,7 +72,7 @@ class ModelSpec:
     def config(self) -> "PretrainedConfig":
         """Its shape, dropout off. ValueError where a named model cannot be had."""
         if self.arch is None:
-            from grpo.model import load_config
+            from grpo.model.load import load_config
 
             return load_config(self.model or BUNDLED)
         return self._gpt2() if self.arch == "gpt2" else self._llama()

@@ -19,10 +19,10 @@ from rich.console import Console
 
 from another_device import NAME, AnotherDevice
 from grpo.config import Config
-from grpo.interrupt import StopRequest
-from grpo.settings import LoraSettings, OptimizerSettings, SamplingSettings
-from grpo.setup import Run, open_run
-from grpo.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, read_lines
+from grpo.config.groups import LoraSettings, OptimizerSettings, SamplingSettings
+from grpo.run.interrupt import StopRequest
+from grpo.run.setup import Run, open_run
+from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
 
 RICH = {

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from grpo.config import SettingsError
+from grpo.config.groups import Precision
+from grpo.config.sizes import parse_size
 from grpo.memory.budget import CONTEXT_BYTES, GB, readable
-from grpo.model import compute_dtype
-from grpo.settings import Precision
-from grpo.sizes import parse_size
+from grpo.model.load import compute_dtype
 from grpo.workbench.calculator.cards import Card
 from grpo.workbench.calculator.claims import Verdict, check_claims, parse_claim
 from grpo.workbench.calculator.demand import (

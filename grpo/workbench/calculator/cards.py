@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from grpo.config import SettingsError
-from grpo.sizes import GB, parse_size
+from grpo.config.sizes import GB, parse_size
 
 ECC_SHARE = 15 / 16
 """What error correction leaves of GDDR memory. nvidia-smi on a T4: 15360 MiB of 16 GB, A10: 23028 of

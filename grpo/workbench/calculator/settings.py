@@ -9,7 +9,7 @@ from typing import Literal
 import tyro
 
 from grpo.config import SettingsError
-from grpo.settings import Precision
+from grpo.config.groups import Precision
 from grpo.workbench.calculator.cards import Card, card_of_size, find_card
 from grpo.workbench.flags import (
     GradientCheckpointing,

@@ -13,13 +13,13 @@ from loguru import logger
 from rich.table import Table
 
 from grpo.config import Config, SettingsError, to_flat
-from grpo.loading import load_source
+from grpo.config.groups import SamplingSettings
+from grpo.config.sizes import parse_size
 from grpo.memory import MemoryMonitor
 from grpo.memory.budget import CONTEXT_BYTES, readable
-from grpo.model import load_tokenizer
-from grpo.planning import longest_prompt
-from grpo.settings import SamplingSettings
-from grpo.sizes import parse_size
+from grpo.model.load import load_tokenizer
+from grpo.plan.planning import longest_prompt
+from grpo.run.loading import load_source
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.machine import Machine, look
 from grpo.workbench.maximum.findings import Findings

@@ -12,9 +12,9 @@ from typing import Any
 from rich.table import Table
 
 from grpo.memory.budget import GB
-from grpo.pictures import picture
 from grpo.workbench.maximum.law import Law, Risk, explaining_margin, fit_law, leaves_the_line, risk
 from grpo.workbench.maximum.search import INCREMENT, POINTS_OF_A_LINE
+from grpo.workbench.pictures import picture
 
 SAFE_SHARE = 0.8
 CARDS = (1, 2, 4, 8)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 from grpo.config import SettingsError
-from grpo.settings import Precision
-from grpo.sizes import parse_size
+from grpo.config.groups import Precision
+from grpo.config.sizes import parse_size
 from grpo.workbench.flags import (
     GradientCheckpointing,
     GroupSize,

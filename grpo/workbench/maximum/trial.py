@@ -13,23 +13,23 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from grpo.adapters import add_adapters, store_base
-from grpo.advantages import group_advantages
-from grpo.full_length import FullLengthTokenizer, nameless_prompts
-from grpo.loss import LossSettings, loss_counts
+from grpo.config.groups import Checkpointing, LoraSettings, OptimizerSettings, Precision, SamplingSettings
+from grpo.learning.advantages import group_advantages
+from grpo.learning.loss import LossSettings, loss_counts
+from grpo.learning.objectives import GRPOBatch, accumulate_grpo, accumulate_lm, finish_grpo
+from grpo.learning.optimizer import make_optimizer
+from grpo.learning.step import Stepper
 from grpo.memory import MemoryMonitor, limit_memory
-from grpo.model import RolloutModel, compute_dtype
-from grpo.objectives import GRPOBatch, accumulate_grpo, accumulate_lm, finish_grpo
-from grpo.optimizer import make_optimizer
-from grpo.reference import make_reference
-from grpo.rollout import rollout
-from grpo.scoring import score
-from grpo.settings import Checkpointing, LoraSettings, OptimizerSettings, Precision, SamplingSettings
-from grpo.step import Stepper
+from grpo.model.adapters import add_adapters, store_base
+from grpo.model.load import RolloutModel, compute_dtype
+from grpo.model.reference import make_reference
+from grpo.rollout.sample import rollout
+from grpo.scoring.micro_batches import score
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.models import load_or_make
 from grpo.workbench.processes import worker
 from grpo.workbench.spec import ModelSpec
+from grpo.workbench.worst_case import FullLengthTokenizer, nameless_prompts
 
 TRIAL_STEPS = 3
 Step = Callable[[int], float]

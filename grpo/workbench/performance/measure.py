@@ -13,11 +13,11 @@ from statistics import median
 import torch
 from rich.table import Table
 
-from grpo.model import compute_dtype
-from grpo.objectives import accumulate_lm
-from grpo.optimizer import make_optimizer
-from grpo.settings import OptimizerSettings
-from grpo.step import Stepper
+from grpo.config.groups import OptimizerSettings
+from grpo.learning.objectives import accumulate_lm
+from grpo.learning.optimizer import make_optimizer
+from grpo.learning.step import Stepper
+from grpo.model.load import compute_dtype
 from grpo.workbench.machine import PRECISIONS, no_compiler
 from grpo.workbench.models import random_model
 from grpo.workbench.performance.settings import PerformanceSettings

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from grpo.config import SettingsError
-from grpo.settings import Precision
+from grpo.config.groups import Precision
 from grpo.workbench.spec import ModelSpec
 
 

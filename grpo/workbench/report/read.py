@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config import CONFIG_FILE, SettingsError, read_yaml
-from grpo.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, read_lines
+from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, read_lines
 
 SWEEP_FILE, NOTES_FILE, LEAK_FILE = "sweep.json", "notes.md", "leak.json"
 _SIZE_FILE = re.compile(r"size-(\d+)\.jsonl?")

@@ -6,11 +6,11 @@ from typing import Any
 
 from rich.console import Console
 
-from grpo.interrupt import StopRequest
 from grpo.memory import Shape
 from grpo.memory.adaptive import EXACT_STEPS
-from grpo.setup import Run, open_run
-from grpo.tracking import MEMORY_FILE, METRICS_FILE, NewLines
+from grpo.run.interrupt import StopRequest
+from grpo.run.setup import Run, open_run
+from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, NewLines
 from grpo.trainer import Trainer
 from grpo.workbench.sweep.settings import run_config
 from grpo.workbench.sweep.worker import Say, SizeTask, point, predicted_facts, time_facts

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from grpo.learning.objectives import accumulate_lm, heldout_loss
+from grpo.learning.optimizer import learning_rate, make_optimizer, set_learning_rate
+from grpo.learning.step import Stepper
 from grpo.memory import MemoryMonitor, limit_memory
 from grpo.memory.monitor import PhaseReading
-from grpo.model import compute_dtype
-from grpo.objectives import accumulate_lm, heldout_loss
-from grpo.optimizer import learning_rate, make_optimizer, set_learning_rate
-from grpo.recompute import choose_checkpointing
-from grpo.step import Stepper
+from grpo.model.activation_checkpointing import choose_checkpointing
+from grpo.model.load import compute_dtype
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.models import load_or_make, random_model
 from grpo.workbench.sweep.settings import SweepSettings

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from grpo.config import Config, SettingsError, from_flat, to_flat
-from grpo.settings import LossSettings, OptimizerSettings, Precision, SamplingSettings
-from grpo.sizes import SizeError, parse_size
+from grpo.config.groups import LossSettings, OptimizerSettings, Precision, SamplingSettings
+from grpo.config.sizes import SizeError, parse_size
 from grpo.workbench.flags import GradientCheckpointing, Objective
 from grpo.workbench.spec import ModelSpec
 

@@ -1,0 +1,15 @@
+"""Prompts to train on and prompts to test on, from the bundle, a file or the hub.
+
+Which side a prompt is on is a property of its position, so that no position is on both sides,
+whichever task and whichever file it comes from.
+"""
+
+from grpo.data.intake import Room, Tokenizer
+from grpo.data.load import check_spec, load_prompts
+from grpo.data.source import PromptSource, collate
+from grpo.data.split import is_heldout
+from grpo.types import Prompt
+
+__all__ = [
+    "Prompt", "PromptSource", "Room", "Tokenizer", "check_spec", "collate", "is_heldout", "load_prompts",
+]  # fmt: skip

@@ -1,0 +1,131 @@
+"""Local files of prompts: what each kind of file holds, and how its rows are counted.
+
+A row's id is the file's name and the row's number from one ("train.txt:17"), so that moving a file
+to another folder changes nothing. Left out on purpose: compressed files and folders of files.
+"""
+
+import difflib
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+import chess.pgn
+
+from grpo.data.intake import Convert, Intake
+from grpo.data.rows import from_game, from_json, from_line, from_position, from_record
+from grpo.types import Prompt
+
+File = Path | Traversable
+Rows = Iterator[tuple[int, Any]]
+
+
+def read_prompts(file: File, intake: Intake) -> list[Prompt]:
+    """All prompts of a file, in its order. `intake` counts the rows it cannot use."""
+    read, convert = FORMATS[Path(file.name).suffix.lower()]
+    prompts: list[Prompt] = []
+    for number, content in read(file):
+        prompts += intake.prompts(f"{file.name}:{number}", content, convert)
+    if convert is from_game:  # games share their openings
+        prompts = list({prompt.text: prompt for prompt in reversed(prompts)}.values())[::-1]
+    return _fill(prompts)
+
+
+def is_local(path: Path) -> bool:
+    """Whether a person means a file by it, there or not."""
+    looks_it = path.parent.is_dir() and bool(re.fullmatch(r"\.[A-Za-z]{3,8}", path.suffix))
+    return path.exists() or path.suffix.lower() in FORMATS or looks_it
+
+
+def check_file(path: Path) -> None:
+    """ValueError unless `path` is a file of a kind that is read here."""
+    accepted = ", ".join(FORMATS)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: name one file in it ({accepted})")
+    if not path.exists():
+        raise ValueError(
+            f"no file {path}{_near(path)}; --prompts is bundled, a file, or OWNER/NAME on the hub"
+        )
+    if path.suffix.lower() not in FORMATS:
+        raise ValueError(f"{path}: prompts are read from {accepted}, not from {path.suffix or 'other'} files")
+
+
+def _near(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f": there is no folder {path.parent}"
+    names = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix.lower() in FORMATS)
+    near = difflib.get_close_matches(path.name, names, n=3)
+    return f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
+
+
+def _fill(prompts: list[Prompt]) -> list[Prompt]:
+    """Give every prompt of the user's own the same columns, None where a row left one out."""
+    names = dict.fromkeys(name for prompt in prompts if prompt.task == "custom" for name in prompt.columns)
+    return [
+        replace(prompt, columns=names | prompt.columns)
+        if prompt.task == "custom" and len(prompt.columns) < len(names)
+        else prompt
+        for prompt in prompts
+    ]
+
+
+# ------------------------------------------------------------------------------------------ readers
+
+
+def _lines(file: File) -> Rows:
+    with file.open("r", encoding="utf-8-sig", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, line
+
+
+def _positions(file: File) -> Rows:
+    return ((number, line) for number, line in _lines(file) if not line.startswith("#"))
+
+
+def _records(file: File) -> Rows:
+    try:
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ValueError(f"{file} needs pyarrow: pip install pyarrow, or give a .jsonl file") from error
+    try:
+        with parquet.ParquetFile(str(file)) as table:
+            records = (record for batch in table.iter_batches() for record in batch.to_pylist())
+            yield from enumerate(records, start=1)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{file} is not a parquet file, or a damaged one: {error}") from error
+
+
+def _games(file: File) -> Rows:
+    with file.open("r", encoding="utf-8-sig", errors="replace") as text:
+        games = iter(lambda: chess.pgn.read_game(cast(TextIO, text), Visitor=_MainLine), None)
+        yield from enumerate(games, start=1)
+
+
+class _MainLine(chess.pgn.GameBuilder[chess.pgn.Game]):
+    """Keeps errors without printing them, and leaves variations out."""
+
+    def __init__(self) -> None:
+        super().__init__(Game=chess.pgn.Game)
+
+    def handle_error(self, error: Exception) -> None:
+        self.game.errors.append(error)
+
+    def begin_variation(self) -> Any:
+        return chess.pgn.SKIP
+
+    def end_variation(self) -> None:
+        """There is nothing to leave."""
+
+
+FORMATS: dict[str, tuple[Callable[[File], Rows], Convert]] = {
+    ".txt": (_lines, from_line),
+    ".jsonl": (_lines, from_json),
+    ".parquet": (_records, from_record),
+    ".fen": (_positions, from_position),
+    ".epd": (_positions, from_position),
+    ".pgn": (_games, from_game),
+}

@@ -1,0 +1,125 @@
+"""Rows of a source on their way in: which become prompts, which are skipped, and what is said of those.
+
+A prompt that the model's context has no room for makes its row as unusable as one that cannot be read.
+Left out on purpose: cutting prompts to the room there is, which would change what they ask.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from unicodedata import normalize
+
+from loguru import logger
+
+from grpo.types import Prompt
+
+Tokenizer = Callable[..., Mapping[str, Any]]
+"""A Hugging Face tokenizer, or what gives `input_ids` of a text, or of several, as one does."""
+
+
+class TooLong(ValueError):
+    """A prompt of more tokens than there is room for."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a model's context leaves for a prompt beside `max_new_tokens`."""
+
+    tokenizer: Tokenizer
+    context: int
+    max_new_tokens: int
+
+    def check(self, text: str) -> None:
+        """TooLong for a text of more tokens than that; ValueError for one that is no text in Unicode.
+
+        A token is a byte or more: a text of few is not tokenized, which takes a microsecond a byte.
+        """
+        longest = self.context - self.max_new_tokens
+        if _num_bytes(text) < longest:  # not equal: some tokenizers put a space in front
+            return
+        num_tokens = len(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        if num_tokens > longest:
+            raise TooLong(
+                f"a prompt of {num_tokens:,} tokens, but the model's context of {self.context:,} leaves "
+                f"{longest:,} beside --max-new-tokens {self.max_new_tokens}"
+            )
+
+
+def _num_bytes(text: str) -> int:
+    """In UTF-8, of the text or of what a tokenizer may make of it first, whichever is longest."""
+    forms = [text] if text.isascii() else [text, *(normalize(form, text) for form in ("NFC", "NFKC"))]
+    return max(len(form.encode()) for form in forms)
+
+
+class Intake:
+    """Turns rows of one source into prompts and keeps count of those it cannot use."""
+
+    def __init__(
+        self, name: str, *, max_bad_share: float, trailing_space: bool, room: Room | None = None
+    ) -> None:
+        self.name = name
+        self.max_bad_share = max_bad_share
+        self.trailing_space = trailing_space
+        self.num_rows = 0
+        self.num_bad = 0
+        self.num_labelled = 0
+        self.num_upside_down = 0
+        self._room = room
+        self._examples: dict[bool, str] = {}  # the first row that is too long (True), or unreadable
+        self._reported = False
+
+    def prompts(self, row_id: str, content: Any, convert: "Convert", *, counted: bool = True) -> list[Prompt]:
+        """The prompts of a row, none if it is bad. A row read again is not `counted` again."""
+        self.num_rows += counted
+        try:
+            prompts = convert(content, row_id, self)
+            if self._room is not None:
+                for prompt in prompts:
+                    self._room.check(prompt.text)
+            return prompts
+        except ValueError as error:
+            self.num_bad += counted
+            self._keep_example(f"{row_id}: {error}", too_long=isinstance(error, TooLong))
+            return []
+
+    def check(self) -> None:
+        """ValueError if more than the allowed share of the rows was bad."""
+        if self.num_bad <= self.max_bad_share * self.num_rows:
+            return
+        remedies = {False: "repair them", True: "lower --max-new-tokens, choose another --model"}
+        advice = ", ".join(remedies[too_long] for too_long in sorted(self._examples))
+        if self.num_bad == self.num_rows:
+            raise ValueError(f"{self._bad()}: {advice}, or give other --prompts")
+        needed = math.ceil(self.num_bad / self.num_rows * 1000) / 1000
+        raise ValueError(
+            f"{self._bad()}; at most {self.max_bad_share:.1%} may be: {advice}, or allow more with "
+            f"--max-bad-share {needed}"
+        )
+
+    def report(self) -> None:
+        """Say once what was skipped, and what was found odd. Of later rows the first of a kind is said."""
+        self._reported = True
+        if self.num_bad:
+            logger.warning("{}: skipped", self._bad())
+        if self.num_upside_down:
+            logger.info(
+                "{:,} of {:,} labelled policy lines in {} name a B: move other than their highest eval; "
+                "the best move is taken from the evals",
+                self.num_upside_down, self.num_labelled, self.name,
+            )  # fmt: skip
+
+    def _keep_example(self, example: str, *, too_long: bool) -> None:
+        if too_long in self._examples:
+            return
+        self._examples[too_long] = example
+        if self._reported:
+            logger.warning("{}: skipped, as are others like it", example)
+
+    def _bad(self) -> str:
+        share = f"{self.num_bad:,} of {self.num_rows:,} rows ({self.num_bad / self.num_rows:.1%})"
+        examples = " and ".join(self._examples[too_long] for too_long in sorted(self._examples))
+        return f"{share} of {self.name} cannot be used, for example {examples}"
+
+
+Convert = Callable[[Any, str, Intake], list[Prompt]]

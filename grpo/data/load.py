@@ -1,0 +1,125 @@
+"""From what a person types after `--prompts` to a source of prompts."""
+
+import re
+from collections import Counter
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from loguru import logger
+
+from grpo.data.files import check_file, is_local, read_prompts
+from grpo.data.hub import HubStream, StreamLane
+from grpo.data.intake import Intake, Room
+from grpo.data.source import Lane, MemoryLane, PromptSource, digest
+from grpo.data.split import HELDOUT_SHARE, position, split
+from grpo.types import Prompt
+
+POSITIONS: Traversable = resources.files("grpo").joinpath("assets", "positions")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+
+
+def load_prompts(
+    spec: str,
+    *,
+    seed: int,
+    policy_share: float | None = None,
+    heldout_share: float = HELDOUT_SHARE,
+    heldout_count: int = 1_000,
+    max_bad_share: float = 0.01,
+    trailing_space: bool = False,
+    room: Room | None = None,
+) -> PromptSource:
+    """The prompts that `spec` names: "bundled", a local file, or a hub dataset "owner/name[:split]".
+
+    A `.txt` file and a column `text` hold RookWorld lines; a column `prompt` (of `.jsonl`,
+    `.parquet` or the hub) holds prompts of the user's own, the other columns going to the rewards;
+    a column `fen` (with `moves` and `evals`, or `action` and `history`), `.fen`, `.epd` and `.pgn`
+    hold positions.
+
+    policy_share: of the prompts drawn; None is the share in the data. heldout_share: of positions;
+    the bundled ones are split already. heldout_count: most held-out prompts of each task. room: rows
+    whose prompts do not fit are skipped, as those are that cannot be read.
+    Shares are between 0 and 1, which those check who ask a person for them. ValueError, with the remedy,
+    for every file and row that cannot be used, and for shares that this data cannot have.
+    """
+    check_spec(spec)
+    intake = Intake(spec, max_bad_share=max_bad_share, trailing_space=trailing_space, room=room)
+    lanes: dict[str, Lane] = {}
+    if is_stream := _is_hub_id(spec):
+        stream = HubStream(spec, intake)
+        heldout, counts, rows_digest = stream.head(heldout_share, heldout_count)
+        for task in counts:
+            lanes[task] = StreamLane(stream, seed=seed, task=task, heldout_share=heldout_share)
+    else:
+        train, heldout = _read(spec, intake, heldout_share, heldout_count)
+        counts = Counter(prompt.task for prompt in train)
+        rows_digest = digest(train)
+        for task in counts:
+            mine = [prompt for prompt in train if prompt.task == task]
+            lanes[task] = MemoryLane(mine, seed=seed, task=task)
+    intake.report()
+    if not counts:
+        usable = intake.num_rows > intake.num_bad
+        reason = "all of them are held out: lower --heldout-share" if usable else "give other --prompts"
+        raise ValueError(f"no prompts to train on in {spec}: {reason}")
+    share = _mixing_share(spec, counts, policy_share)
+    _announce(spec, counts, heldout, partial=is_stream)
+    return PromptSource(lanes, heldout, seed=seed, policy_share=share, rows_digest=rows_digest)
+
+
+def check_spec(spec: str) -> None:
+    """ValueError for what is neither "bundled", a file that is there, nor the name of a hub dataset."""
+    if spec != "bundled" and not _is_hub_id(spec):
+        check_file(Path(spec).expanduser())
+
+
+def _is_hub_id(spec: str) -> bool:
+    return _HUB_ID.fullmatch(spec) is not None and not is_local(Path(spec).expanduser())
+
+
+def _read(
+    spec: str, intake: Intake, heldout_share: float, heldout_count: int
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Training and held-out prompts of the bundle or of a local file."""
+    if spec == "bundled":
+        train, heldout = (_bundled(name, intake) for name in ("train.txt", "heldout.txt"))
+        assert not set(map(position, train)) & set(map(position, heldout)), "bundled files overlap"
+        _, heldout = split(heldout, 1.0, heldout_count)
+    else:
+        prompts = read_prompts(Path(spec).expanduser(), intake)
+        train, heldout = split(prompts, heldout_share, heldout_count)
+    intake.check()
+    return train, heldout
+
+
+def _bundled(name: str, intake: Intake) -> list[Prompt]:
+    file = POSITIONS.joinpath(name)
+    if not file.is_file():
+        raise ValueError(f"the bundled positions are incomplete, {file} is missing: install again")
+    return read_prompts(file, intake)
+
+
+def _mixing_share(spec: str, counts: Counter[str], policy_share: float | None) -> float:
+    """The share of policy prompts to draw, where both tasks are there."""
+    if "custom" in counts:
+        if len(counts) > 1:
+            raise ValueError(f"{spec} mixes a `prompt` column with positions: give each a file of its own")
+        return 0.0
+    for task, extreme in (("policy", 1.0), ("environment", 0.0)):
+        if policy_share == extreme and task not in counts:
+            raise ValueError(
+                f"--policy-share {policy_share:g} asks for {task} prompts alone, and {spec} has none to "
+                f"train on: use --policy-share {1 - extreme:g}, or other --prompts"
+            )
+    if policy_share is None:
+        return counts["policy"] / counts.total()
+    if len(counts) == 1 and 0 < policy_share < 1:
+        logger.info("{} has {} prompts alone: --policy-share plays no part", spec, *counts)
+    return policy_share
+
+
+def _announce(spec: str, counts: Counter[str], heldout: list[Prompt], *, partial: bool) -> None:
+    held = Counter(prompt.task for prompt in heldout)
+    tasks = (f"{counts[task]:,} {task} (held out {held[task]:,})" for task in sorted(counts | held))
+    logger.info("prompts from {}{}: {}", spec, ", in its first rows" if partial else "", ", ".join(tasks))

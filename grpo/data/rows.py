@@ -1,0 +1,240 @@
+"""One row of data becomes prompts, or a ValueError with the reason why it cannot.
+
+Rows are RookWorld lines, records of columns, bare positions or games. What a row says the answer
+is gets no more checking than its use needs: the referee and the engine know better. So the answer
+of an environment line is ignored, and of a policy line's labels the best one must be legal.
+"""
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import chess
+import chess.pgn
+
+from grpo.data.intake import Intake
+from grpo.types import Prompt
+from rewards.formats import (
+    MAX_HISTORY,
+    environment_prompt,
+    is_move,
+    parse_policy_completion,
+    policy_prompt,
+)
+
+RESERVED_COLUMNS = frozenset({"prompts", "completions", "completion_ids", "trainer_state"})
+"""Arguments every reward function gets besides the columns (TRL's names)."""
+
+Columns = Mapping[str, Any]
+
+_NO_COLUMNS: Columns = {}
+
+
+def from_line(line: str, row_id: str, intake: Intake) -> list[Prompt]:
+    """A RookWorld line, padded or not; everything after the prompt may be missing."""
+    return [_line_prompt(line, row_id, intake, {})]
+
+
+def from_record(record: Columns, row_id: str, intake: Intake) -> list[Prompt]:
+    """A row of columns. The first of `prompt`, `text` and `fen` that has a value says what it is.
+
+    The other columns are kept for the rewards.
+    """
+    for name, build in (("prompt", _custom), ("text", _text), ("fen", _position)):
+        if record.get(name) is not None:
+            return [build(record, row_id, intake)]
+    raise ValueError(f"none of the columns `prompt`, `text`, `fen` has a value; there are {list(record)}")
+
+
+def from_json(line: str, row_id: str, intake: Intake) -> list[Prompt]:
+    """One JSON object, its keys the columns."""
+    try:
+        record = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"not a JSON object: {line[:60]!r}")
+    return from_record(record, row_id, intake)
+
+
+def from_position(line: str, row_id: str, intake: Intake) -> list[Prompt]:
+    """A FEN or EPD line: what to play there, and what one random legal move leads to.
+
+    The move is drawn with the position as the seed, so that a held-out set is the same in all runs.
+    """
+    fields = line.split()
+    if len(fields) >= 6 and fields[4].isdecimal() and fields[5].isdecimal():
+        board = chess.Board(" ".join(fields[:6]))
+    else:
+        board = chess.Board(None)
+        board.set_epd(line.strip())
+    fen = board.fen()
+    policy = _policy(board, fen, None, f"{row_id}:policy", intake)
+    moves = sorted(move.uci() for move in board.legal_moves)
+    move = random.Random(f"move {fen}").choice(moves)
+    return [policy, _environment(fen, move, [move], f"{row_id}:environment")]
+
+
+def from_game(game: chess.pgn.Game, row_id: str, intake: Intake) -> list[Prompt]:
+    """All positions of a game's main line, and all its moves with their real history.
+
+    Ids count half-moves: "games.pgn:3.17:policy" is what to play after 17 of them in game 3.
+    """
+    if game.errors:
+        raise ValueError(str(game.errors[0]))
+    board = game.board()
+    if board.uci_variant != "chess" or board.chess960:
+        raise ValueError("not standard chess")
+    prompts: list[Prompt] = []
+    history: list[str] = []
+    moves = list(game.mainline_moves())
+    if not all(moves):
+        raise ValueError("there is a null move in it")
+    for ply in range(len(moves) + 1):
+        fen, row = board.fen(), f"{row_id}.{ply}"
+        if moves and not board.is_game_over():
+            prompts.append(_policy(board, fen, None, f"{row}:policy", intake))
+        if ply == len(moves):
+            break
+        move = moves[ply]
+        history = [*history, move.uci()][-MAX_HISTORY:]
+        prompts.append(_environment(fen, move.uci(), history, f"{row}:environment"))
+        board.push(move)
+    return prompts
+
+
+# ------------------------------------------------------------------------------------------ records
+
+
+def _custom(record: Columns, row_id: str, intake: Intake) -> Prompt:
+    text = record["prompt"]
+    if not isinstance(text, str):
+        raise ValueError(f"`prompt` is {type(text).__name__}, not text")
+    if not text.strip():
+        raise ValueError("`prompt` is empty")
+    if (task := record.get("task")) in ("policy", "environment"):
+        raise ValueError(f"rename column `task`: {task!r} in it means a chess prompt, which this is not")
+    return Prompt(row_id, text, {"task": "custom", **_others(record, "prompt")})
+
+
+def _text(record: Columns, row_id: str, intake: Intake) -> Prompt:
+    if not isinstance(record["text"], str):
+        raise ValueError(f"`text` is {type(record['text']).__name__}, not text")
+    return _line_prompt(record["text"], row_id, intake, _others(record, "text"))
+
+
+def _position(record: Columns, row_id: str, intake: Intake) -> Prompt:
+    if not isinstance(record["fen"], str):
+        raise ValueError(f"`fen` is {type(record['fen']).__name__}, not text")
+    board = chess.Board(record["fen"])
+    others = _others(record, "fen")
+    if (action := record.get("action")) is None:
+        moves, evals = _entries(record.get("moves")), _entries(record.get("evals"))
+        labels = None if moves is None and evals is None else (moves or [], evals or [])
+        return _policy(board, board.fen(), labels, row_id, intake, others)
+    history = _entries(record.get("history")) or [action]
+    if history[-1] != action:
+        raise ValueError(f"`history` ends with the action: {history[-1]!r} is not {action!r}")
+    return _environment(board.fen(), action, history, row_id, others)
+
+
+def _others(record: Columns, used: str) -> dict[str, Any]:
+    if taken := RESERVED_COLUMNS & record.keys():
+        raise ValueError(f"rename column `{min(taken)}`: every reward function already gets that argument")
+    return {name: value for name, value in record.items() if name != used}
+
+
+def _entries(value: Any) -> list[Any] | None:
+    """A list, or text of words."""
+    if value is None:
+        return None
+    entries = value.split() if isinstance(value, str) else value
+    if not isinstance(entries, list):
+        raise ValueError(f"expected a list, not {str(value)[:60]!r}")
+    return entries
+
+
+# ------------------------------------------------------------------------------------------ prompts
+
+
+def _line_prompt(line: str, row_id: str, intake: Intake, others: Columns) -> Prompt:
+    line = line.strip()
+    if line.startswith("P:"):
+        return _policy_line(line, row_id, intake, others)
+    if not line.startswith("A:"):
+        raise ValueError(f"a RookWorld line starts with 'P:' or 'A:', not {line[:10]!r}")
+    fields = line[2:].split("+")
+    if len(fields) != 7 and (len(fields) != 4 or fields[3]):
+        raise ValueError(f"an environment line has seven fields joined by '+', this one {len(fields)}")
+    fen, _ = _set_up(fields[0])
+    return _environment(fen, fields[1].strip(), fields[2].split(), row_id, others)
+
+
+def _set_up(text: str) -> tuple[str, chess.Board]:
+    """A line's FEN without its padding, and the position. All six fields have to be there."""
+    fen = " ".join(text.split())
+    if len(fen) > 100 or not fen.isascii() or fen.count(" ") != 5:
+        raise ValueError(f"not a FEN: {fen[:100]!r}")
+    return fen, chess.Board(fen)
+
+
+def _policy_line(line: str, row_id: str, intake: Intake, others: Columns) -> Prompt:
+    fen, label, rest = line[2:].partition("M:")
+    fen, board = _set_up(fen)
+    if not label:
+        return _policy(board, fen, None, row_id, intake, others)
+    answer = parse_policy_completion(label + rest)
+    if not answer.well_formed:
+        raise ValueError(f"moves, evals or best move missing or malformed: {rest[:60]!r}")
+    prompt = _policy(board, fen, (answer.moves, answer.evals), row_id, intake, others)
+    intake.num_labelled += 1
+    intake.num_upside_down += (answer.best, max(prompt.columns["evals"])) not in zip(
+        answer.moves, answer.evals, strict=True
+    )
+    return prompt
+
+
+def _policy(
+    board: chess.Board,
+    fen: str,
+    labels: tuple[Sequence[Any], Sequence[Any]] | None,
+    row_id: str,
+    intake: Intake,
+    others: Columns = _NO_COLUMNS,
+) -> Prompt:
+    if not board.is_valid():
+        raise ValueError(f"not a possible position: {fen} ({board.status().name})")
+    if board.is_game_over():
+        raise ValueError(f"the game is over in {fen}")
+    moves, evals = (None, None) if labels is None else _labels(board, *labels)
+    columns = {**others, "task": "policy", "fen": fen, "moves": moves, "evals": evals}
+    return Prompt(row_id, policy_prompt(fen, trailing_space=intake.trailing_space), columns)
+
+
+def _labels(board: chess.Board, moves: Sequence[Any], evals: Sequence[Any]) -> tuple[list[str], list[float]]:
+    if not moves or len(moves) != len(evals):
+        raise ValueError(f"{len(moves)} moves and {len(evals)} evals: expected one eval a move")
+    if not all(isinstance(move, str) and is_move(move) for move in moves):
+        raise ValueError(f"not all UCI moves: {list(moves)}")
+    try:
+        numbers = [float(number) for number in evals]
+    except (TypeError, OverflowError) as error:
+        raise ValueError(str(error)) from None
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError(f"not all finite evals: {list(evals)}")
+    best = moves[numbers.index(max(numbers))]
+    if not board.is_legal(chess.Move.from_uci(best)):
+        raise ValueError(f"the best label, {best}, is illegal in {board.fen()}")
+    return list(moves), numbers
+
+
+def _environment(
+    fen: str, action: Any, history: Sequence[Any], row_id: str, others: Columns = _NO_COLUMNS
+) -> Prompt:
+    moves = list(history)[-MAX_HISTORY:]
+    if not all(isinstance(move, str) and is_move(move) for move in [action, *moves]):
+        raise ValueError(f"not all UCI moves: {action!r}, history {moves}")
+    columns = {**others, "task": "environment", "fen": fen, "action": action, "history": moves}
+    return Prompt(row_id, environment_prompt(fen, action, moves), columns)

@@ -1,0 +1,163 @@
+"""Where a run's prompts come from next, in an order that a seed fixes and a checkpoint resumes.
+
+Each task has a lane of its own: its rows, each once an epoch, shuffled by (seed, task, epoch). A
+source deals from its lanes in turn, so that the mix is even in every step and changing the share
+changes no lane's order.
+"""
+
+import hashlib
+import heapq
+import math
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from grpo.types import Prompt
+
+CHESS_COLUMNS = ("task", "fen", "moves", "evals", "action", "history")
+
+
+class Lane(Protocol):
+    """An endless order of one task's prompts."""
+
+    def take(self) -> Prompt: ...
+    def longest(self, count: int) -> list[Prompt]: ...
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+class MemoryLane:
+    """Prompts that are all in memory, in a new order every epoch."""
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, task: str) -> None:
+        assert prompts
+        self._prompts = prompts
+        self._seed = f"{seed} {task}"
+        self._position: int
+        self._begin(0)
+
+    def take(self) -> Prompt:
+        prompt = self._next()
+        self._position += 1
+        if self._position == len(self._order):
+            self._begin(self._epoch + 1)
+        return prompt
+
+    def longest(self, count: int) -> list[Prompt]:
+        return heapq.nlargest(count, self._prompts, key=lambda prompt: len(prompt.text))
+
+    def state(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "position": self._position, "next": self._next().id}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._begin(state["epoch"])
+        self._position = state["position"]
+        assert self._next().id == state["next"], "the source compares the rows before"
+
+    def _begin(self, epoch: int) -> None:
+        self._epoch, self._position = epoch, 0
+        self._order = shuffled(len(self._prompts), f"{self._seed} {epoch}")
+
+    def _next(self) -> Prompt:
+        return self._prompts[self._order[self._position]]
+
+
+class PromptSource:
+    """The prompts of a run: `draw` the next ones for training, `heldout` for evaluation.
+
+    The two have no position in common. With lanes for both chess tasks, `policy_share` of the
+    prompts are policy prompts, spread evenly; with one lane it plays no part.
+    """
+
+    def __init__(
+        self,
+        lanes: dict[str, Lane],
+        heldout: list[Prompt],
+        *,
+        seed: int,
+        policy_share: float,
+        rows_digest: str,
+    ) -> None:
+        self.heldout = heldout
+        self._lanes = lanes
+        self._seed = seed
+        self._policy_share = policy_share
+        self._rows_digest = rows_digest
+        self._num_drawn = 0
+
+    @property
+    def tasks(self) -> set[str]:
+        """The tasks that draws come from."""
+        if len(self._lanes) == 1:
+            return set(self._lanes)
+        return {
+            task
+            for task, share in (("policy", self._policy_share), ("environment", 1 - self._policy_share))
+            if share
+        }
+
+    def draw(self, count: int) -> list[Prompt]:
+        """The next `count` prompts."""
+        return [self._take() for _ in range(count)]
+
+    def longest(self, count: int) -> list[Prompt]:
+        """The prompts with the most characters, `count` of each lane; of a stream the held-out ones."""
+        known = [prompt for lane in self._lanes.values() for prompt in lane.longest(count)]
+        return known or self.heldout
+
+    def state(self) -> dict[str, Any]:
+        """Where the next draw begins, as JSON: per task the epoch and the row."""
+        return {
+            "seed": self._seed,
+            "rows_digest": self._rows_digest,
+            "num_drawn": self._num_drawn,
+            "lanes": {task: lane.state() for task, lane in self._lanes.items()},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken. ValueError if that was with other rows or another seed."""
+        if state["seed"] != self._seed:
+            raise ValueError(f"the checkpoint drew its prompts with seed {state['seed']}, not {self._seed}")
+        if state["rows_digest"] != self._rows_digest:
+            raise ValueError(
+                "the training prompts are not those of the checkpoint: resume with the same --prompts, "
+                "prompt settings and --max-new-tokens, or start a new run from the checkpoint's weights with "
+                "--model"
+            )
+        for task, lane in self._lanes.items():
+            lane.restore(state["lanes"][task])
+        self._num_drawn = state["num_drawn"]
+
+    def _take(self) -> Prompt:
+        before, after = (math.floor(n * self._policy_share) for n in (self._num_drawn, self._num_drawn + 1))
+        task = "policy" if after > before else "environment"
+        if len(self._lanes) == 1:
+            (task,) = self._lanes
+        prompt = self._lanes[task].take()
+        self._num_drawn += 1
+        return prompt
+
+
+def collate(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
+    """Columns of a batch as rewards take them: one list a name, None where a prompt has no value.
+
+    A batch with chess prompts has all chess columns, whichever tasks happen to be in it.
+    """
+    names = dict.fromkeys(CHESS_COLUMNS if any(prompt.task != "custom" for prompt in prompts) else ())
+    names.update(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
+    return {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+
+
+def digest(prompts: Iterable[Prompt]) -> str:
+    """Tells two sets of prompts apart."""
+    total = hashlib.sha256()
+    for prompt in prompts:
+        total.update(f"{prompt.id}\0{prompt.text}\0".encode(errors="surrogatepass"))
+    return total.hexdigest()[:16]
+
+
+def shuffled(count: int, seed: str) -> list[int]:
+    """The numbers below `count` in an order that is the same on every machine."""
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return order

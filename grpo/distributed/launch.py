@@ -1,0 +1,61 @@
+"""From what a launcher has put into the environment to the processes of a run."""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import get_int_from_env
+
+from grpo.distributed.many import Processes
+from grpo.distributed.one import World
+from grpo.environment import launched_processes
+
+_LAST_WORDS_S = 2.0
+"""What the first process, which keeps the store, leaves the others to read there why it ends."""
+
+
+@contextmanager
+def open_world(device: str, *, wait_minutes: float) -> Iterator[tuple[World, str]]:
+    """This run's processes, and the device of this one; (one process, `device`) without a launcher.
+
+    ValueError where devices do not suffice. On an error the others are told before it goes on.
+    """
+    rank, size = launched_processes()
+    if size == 1:
+        yield World(), device
+        return
+    device = _device_of(device)
+    state = PartialState(cpu=device == "cpu", timeout=timedelta(minutes=wait_minutes + 10))
+    world = Processes(
+        rank, size,
+        name=f"{socket.gethostname()}, {device}", wait_s=60 * wait_minutes,
+    )  # fmt: skip
+    try:
+        yield world, device
+        world.exchange("the end", None)
+    except BaseException as error:
+        world.leave(error)
+        if world.is_main:  # it keeps the store, from which the others read why
+            time.sleep(_LAST_WORDS_S)
+        raise
+    world.leave(None)
+    state.destroy_process_group()
+
+
+def _device_of(device: str) -> str:
+    """The device of this process among those of its machine."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if device not in ("auto", "cuda"):
+        raise ValueError(f"device is {device!r}, but each process has its own: give auto, cuda or cpu.")
+    place, cards = get_int_from_env(["LOCAL_RANK"], 0), torch.cuda.device_count()
+    if place >= cards:
+        raise ValueError(
+            f"{place + 1} processes or more were started on a machine with {cards} CUDA devices: "
+            "start one for each, or give --device cpu."
+        )
+    return f"cuda:{place}"

@@ -1,0 +1,91 @@
+"""One optimizer step as a transaction: it happens whole, or the weights stay as they were."""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from loguru import logger
+from torch import nn
+
+from grpo.distributed import World, sum_of_bits
+from grpo.distributed.shard import is_sharded, whole
+
+
+class Diverged(RuntimeError):
+    """Several steps in a row were not finite: going on would only waste time."""
+
+
+MAX_SKIPPED_IN_A_ROW = 3
+
+
+class Stepper:
+    """Applies accumulated gradients, and refuses those that are not finite.
+
+    A step whose loss, KL or gradient is not finite is dropped, counted and reported; three in a
+    row raise `Diverged`. `updating` is entered around clipping and the optimizer's step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float,
+        *,
+        updating: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._sharded = is_sharded(model)
+        self._optimizer = optimizer
+        self._max_grad_norm = max_grad_norm or math.inf
+        self._updating = updating
+        self.moved = False
+        """Whether the weights have moved since the caller last set this."""
+        self.num_skipped = 0
+        self.skipped_in_a_row = 0
+
+    def step(self, accumulate: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Run `accumulate` (backward passes; returns metrics, `loss` among them) and apply it.
+
+        Returns its metrics with `grad_norm`, before clipping, and `skipped`, 0 or 1.
+        """
+        self._optimizer.zero_grad(set_to_none=True)
+        metrics = accumulate()
+        with self._updating():
+            norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self._max_grad_norm)).item()
+            watched = {"loss": metrics["loss"], "kl": metrics.get("kl", 0.0), "grad_norm": norm}
+            broken = {name: value for name, value in watched.items() if not math.isfinite(value)}
+            if broken:
+                self._skip(broken)
+            else:
+                self.moved = True
+                self._optimizer.step()
+                self.skipped_in_a_row = 0
+        self._optimizer.zero_grad(set_to_none=True)
+        return {**metrics, "grad_norm": norm, "skipped": float(self.skipped_in_a_row > 0)}
+
+    @torch.no_grad()
+    def keep_together(self, world: World) -> None:
+        """See to it that all processes have the same weights and moments.
+
+        Their steps are the same, but kernels of unlike cards round differently, which adds up in time.
+        Of a sharded model each process has weights that no other has.
+        """
+        if world.size == 1 or self._sharded:
+            return
+        sums = [sum_of_bits(parameter) for parameter in self.parameters]
+        if any(other != sums for other in world.exchange("the comparison of weights", sums)):
+            logger.info("the processes' weights have drifted apart by rounding: all take the first one's")
+            states = [value for p in self.parameters for value in self._optimizer.state[p].values()]
+            world.copy_from_main([*self.parameters, *filter(torch.is_tensor, states)])
+
+    def _skip(self, broken: dict[str, float]) -> None:
+        self.num_skipped += 1
+        self.skipped_in_a_row += 1
+        what = ", ".join(f"{name} is {value}" for name, value in broken.items())
+        logger.warning("step skipped: {} ({} skipped so far)", what, self.num_skipped)
+        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise Diverged(
+                f"{self.skipped_in_a_row} steps in a row were not finite ({what}). "
+                "Lower --learning-rate or raise --kl-coef."
+            )

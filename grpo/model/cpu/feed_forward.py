@@ -1,0 +1,151 @@
+"""GPT-2's feed-forward layers on a CPU: GELU a slice at a time, and once more in the backward pass.
+
+Torch's kernel takes four times as long for GELU's tanh as for the sigmoid that is the same, x/2 (1 + tanh u)
+= x sigmoid(2u). With that, value in the forward and value and slope in the backward pass together take less
+time than torch's two kernels. So the value, the largest tensor that a layer would keep, is not kept: it
+exists for some tokens at a time, near the processor, until it is multiplied.
+
+Shapes: T tokens, D numbers of each, I inside the layer.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+from transformers.pytorch_utils import Conv1D
+
+from grpo.model.cpu import slices
+
+_LINEAR = 2 * (2 / torch.pi) ** 0.5
+_CUBIC = 0.044715 * _LINEAR
+"""GELU is x sigmoid(_LINEAR x + _CUBIC x³) (Hendrycks and Gimpel, 2016, with tanh)."""
+
+_PART = 1024
+"""Tokens at a time, whose results of GELU exist at once."""
+
+_SLICE = 2**17
+"""Numbers of those at a time, in fp32, which three of are 1.5 MB.
+
+There is room for as much however few there are, so that memory stays in proportion to rows.
+"""
+
+
+def slice_feed_forward(model: PreTrainedModel) -> None:
+    """Have GPT-2's layers computed so, from now on and in copies; other models stay as they are."""
+    for module in model.modules():
+        if type(module) is GPT2MLP and model.config.activation_function == "gelu_pytorch_tanh":
+            module.__class__ = _FeedForward
+
+
+class _FeedForward(GPT2MLP):  # type: ignore[misc]  # transformers is not typed
+    """Without its dropout, which is off in training, too (`model.load_config`)."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        outer: Tensor
+        if hidden_states.dim() == 2:  # a token of each row, as in decoding: slices would not pay
+            outer = super().forward(hidden_states)
+            return outer
+        inner = self.c_fc(hidden_states).contiguous()  # (..., I)
+        if type(self.c_proj) is not Conv1D:  # but an adapter around it
+            outer = self.c_proj(_Gelu.apply(inner))
+            return outer
+        if torch.is_autocast_enabled(inner.device.type):
+            inner = inner.to(torch.get_autocast_dtype(inner.device.type))
+        flat = inner.view(-1, inner.shape[-1])  # (T, I)
+        outer = _ActivatedProduct.apply(flat, self.c_proj.weight, self.c_proj.bias)
+        return outer.view(hidden_states.shape)
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return _gelu(x, torch.empty_like(x))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        (x,) = ctx.saved_tensors
+        _through_gelu(x, grad, torch.empty_like(x))
+        return grad
+
+
+class _ActivatedProduct(torch.autograd.Function):
+    """gelu(x) @ weight + bias, (T, I) to (T, D), in x's dtype, a part of the tokens at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            cast, cast_bias = weight.to(x.dtype), bias.to(x.dtype)
+            ctx.save_for_backward(x, cast)
+            ctx.exact = weight.dtype
+            result = x.new_empty(len(x), len(bias))
+            for part, room in _in_parts(x):  # not with `out`: selective checkpointing keeps what is returned
+                result[part] = torch.addmm(cast_bias, _gelu(x[part], room), cast)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_weight, wants_bias = ctx.needs_input_grad[1:]
+        grad_x = torch.empty_like(x)
+        grad_weight = torch.zeros_like(weight, dtype=ctx.exact) if wants_weight else None
+        with torch.autocast(x.device.type, enabled=False):
+            for part, activated in _in_parts(x):
+                by_result = torch.mm(grad[part], weight.T, out=grad_x[part])
+                _through_gelu(x[part], by_result, activated)
+                if grad_weight is not None:
+                    slices.add_product(grad_weight, activated, grad[part])
+            grad_bias = grad.sum(0).to(ctx.exact) if wants_bias else None
+        return grad_x, grad_weight, grad_bias
+
+
+def _in_parts(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Places of tokens, and room for what GELU makes of them, the same for all."""
+    room = x.new_empty(_PART, x.shape[1])
+    for part in slices.parts(len(x), _PART):
+        yield part, room[: len(x[part])]
+
+
+def _gelu(x: Tensor, result: Tensor) -> Tensor:
+    """Into `result`."""
+    for numbers, factor, out in _in_slices(x, 2, result):
+        share = _inner_slope(numbers, factor).mul_(numbers).sigmoid_()
+        out.copy_(share.mul_(numbers))
+    return result
+
+
+def _through_gelu(x: Tensor, grad: Tensor, result: Tensor) -> None:
+    """gelu(x) into `result`; and `grad`, which is by that, becomes the gradient by x.
+
+    With v = _LINEAR x + _CUBIC x³ and s = sigmoid(v), the slope of x s is s + x s (1 - s) dv/dx.
+    """
+    for numbers, factor, share, out, slope in _in_slices(x, 3, result, grad):
+        torch.mul(_inner_slope(numbers, factor), numbers, out=share).sigmoid_()
+        activated = numbers.mul_(share)
+        out.copy_(activated)
+        rest = activated.addcmul_(activated, share, value=-1)
+        a_third = factor.sub_(2 / 3 * _LINEAR)  # of dv/dx
+        slope.copy_(share.addcmul_(rest, a_third, value=3).mul_(slope))
+
+
+def _inner_slope(numbers: Tensor, out: Tensor) -> Tensor:
+    """_LINEAR + _CUBIC x²"""
+    return torch.addcmul(numbers.new_tensor(_LINEAR), numbers, numbers, value=_CUBIC, out=out)
+
+
+def _in_slices(x: Tensor, num_rooms: int, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """For each slice: `num_rooms` tensors in fp32, or float64, the first with x's numbers; others' slices."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    rooms = [x.new_empty(_SLICE, dtype=exact) for _ in range(num_rooms)]
+    flat, *others_flat = (each.view(-1) for each in (x, *others))
+    for place in slices.slices(len(flat), _SLICE):
+        numbers = flat[place]
+        first, *more = (room[: len(numbers)] for room in rooms)
+        yield first.copy_(numbers), *more, *(each[place] for each in others_flat)

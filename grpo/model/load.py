@@ -1,0 +1,271 @@
+"""Policy, frozen reference and tokenizer, from a hub id, a folder, or the bundled model.
+
+Master weights are fp32 whatever the checkpoint stores: an AdamW step at lr 1e-5 rounds to nothing
+in bf16. Dropout is off in every phase. No code from the hub is ever run, no pickle opened.
+"""
+
+import copy
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from loguru import logger
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from grpo.config.groups import BUNDLED, Precision
+from grpo.model.adapters import base_of, merged_weights, with_merged
+from grpo.model.cpu import attention
+from grpo.model.cpu.feed_forward import slice_feed_forward
+from grpo.model.head import centred_head
+from grpo.model.hub import may_be_hub_id, out_of_reach
+
+AUTO = "auto"
+HUB_DEFAULT = "jrahn/RookWorld-LM-124M"
+BUNDLED_FOLDER = Path(__file__).parents[1] / "assets" / BUNDLED
+
+_LOADING_ERRORS = (OSError, ValueError, KeyError, SafetensorError)
+
+transformers_logging.disable_progress_bar()
+
+
+class Policy(NamedTuple):
+    """A model to train, its tokenizer, and the dtype it computes in."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    compute_dtype: torch.dtype
+
+
+def choose_device(name: str = AUTO) -> torch.device:
+    """`auto` is a CUDA or XPU device if there is one. ValueError for a device that is not there."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name == AUTO:
+        known = accelerator is not None and accelerator.type in ("cuda", "xpu")
+        return torch.device(accelerator.type, 0) if accelerator and known else torch.device("cpu")
+    try:
+        return torch.empty(0, device=name).device  # with its index: cuda is cuda:0
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        there = f"cpu and {accelerator.type}" if accelerator else "cpu"
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"device is {name!r}, which cannot be used here ({reason}): give {there}."
+        ) from error
+
+
+def choose_model(name: str, device: torch.device, *, absent: str | None = None) -> str:
+    """Resolve `auto`, and say in one line which model it is and how to choose another.
+
+    absent: the memory of a card that is only planned for.
+    """
+    if name != AUTO:
+        return name
+    chosen = HUB_DEFAULT if device.type == "cuda" else BUNDLED
+    why = f"{'a' if device.type == 'cuda' else 'no'} CUDA device is present"
+    if absent is not None:
+        why = f"a card of {absent} is planned for"
+    logger.info("model: {} ({}); choose with --model {}, a hub id or a folder", chosen, why, BUNDLED)
+    return chosen
+
+
+def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
+    """The dtype of matrix products; `auto` is bf16 where the device multiplies in it natively."""
+    if precision != "auto":
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[precision]
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device.type == "cpu":
+        native = bool({"avx512_bf16", "amx_bf16", "bf16"} & _cpu_flags())
+    else:
+        native = False
+    return torch.bfloat16 if native else torch.float32
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    for line in lines:
+        if line.startswith(("flags", "Features")):
+            return set(line.split(":", 1)[1].split())
+    return set()
+
+
+def load_policy(
+    name: str, device: torch.device, precision: Precision = "auto", *, on_host: bool = False
+) -> Policy:
+    """Load any Hugging Face causal language model; a folder of adapters is merged into its base model.
+
+    on_host: leave the weights on the CPU for now. ValueError says what to do when it cannot.
+    """
+    dtype = compute_dtype(precision, device)
+    model = _load_model(name, dtype, choose_attention(device, dtype))
+    if device.type == "cpu":
+        slice_feed_forward(model)
+    return Policy(model if on_host else model.to(device), load_tokenizer(name), dtype)
+
+
+def _load_model(name: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    if (base := base_of(name)) is not None:
+        model = _load_model(base, dtype, attention)
+        try:
+            return with_merged(model, Path(name)).eval()
+        except (*_LOADING_ERRORS, RuntimeError) as error:  # shapes of another model
+            raise ValueError(f"the adapters in {name!r} do not fit their base {base!r}: {error}") from error
+    config = load_config(name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            _source(name),
+            config=config,
+            dtype=torch.float64 if dtype == torch.float64 else torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=out_of_reach(_source(name)),
+            attn_implementation=attention,
+        )
+    except _LOADING_ERRORS as error:
+        raise ValueError(_cannot_load(name, error)) from error
+    return model.eval()
+
+
+def load_config(name: str) -> PretrainedConfig:
+    """The model's shape, dropout off. ValueError says what to do when it cannot be had."""
+    if (base := base_of(name)) is not None:
+        return load_config(base)
+    try:
+        config = AutoConfig.from_pretrained(
+            _source(name), trust_remote_code=False, local_files_only=out_of_reach(_source(name))
+        )
+    except _LOADING_ERRORS as error:
+        raise ValueError(_cannot_load(name, error)) from error
+    return _as_trained(config)
+
+
+def default_shape() -> PretrainedConfig:
+    """That of HUB_DEFAULT, GPT-2 with 124 M parameters, for where the hub is out of reach."""
+    return _as_trained(GPT2Config(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12))
+
+
+def _as_trained(config: PretrainedConfig) -> PretrainedConfig:
+    for key in vars(config):
+        if key.endswith(("_pdrop", "dropout")):
+            setattr(config, key, 0.0)
+    if getattr(config, "activation_function", None) == "gelu_new":
+        config.activation_function = "gelu_pytorch_tanh"  # the same formula in one kernel
+    return config
+
+
+def context_length(config: PretrainedConfig) -> int:
+    """Tokens the model's positions reach, or its attention, where layers see a window only."""
+    config = config.get_text_config(decoder=True)
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "sliding_window"))
+    return min((limit for limit in limits if limit), default=2**20)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with a token to pad with. ValueError where it cannot end a text."""
+    base = base_of(name)
+    if base is not None and not (Path(name) / "tokenizer_config.json").is_file():
+        return load_tokenizer(base)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            _source(name), trust_remote_code=False, local_files_only=out_of_reach(_source(name))
+        )
+        if not tokenizer("text")["input_ids"]:  # transformers makes an empty one where there are no files
+            raise ValueError("there is no tokenizer in it")
+    except _LOADING_ERRORS as error:
+        raise ValueError(_cannot_load(name, error)) from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"model {name!r} has a tokenizer without an end-of-text token: give it one.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
+    """The name transformers knows it by: torch's fused attention, or our own in bf16 on a CPU.
+
+    On CUDA not cuDNN's, which plans anew for every shape: micro-batches seldom have the same.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    if (device.type, dtype) == ("cpu", torch.bfloat16):
+        attention.register()
+        return attention.NAME
+    return "sdpa"
+
+
+def _source(name: str) -> str:
+    return str(BUNDLED_FOLDER) if name == BUNDLED else name
+
+
+def _cannot_load(name: str, error: Exception) -> str:
+    if name == BUNDLED:
+        return f"the bundled model is incomplete ({error}): install again."
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if Path(name).is_dir():
+        return f"model folder {name!r} does not hold a causal language model in safetensors: {reason}"
+    if not may_be_hub_id(name):
+        return f"model is {name!r}: there is no such folder."
+    return (
+        f"model {name!r} is no local folder and could not be fetched from the Hugging Face hub ({reason}). "
+        f"Two ways out: download it where there is a network (hf download {name} --local-dir FOLDER) and "
+        f"give the folder as the model, or take the bundled one, {BUNDLED}."
+    )
+
+
+def frozen_copy(model: PreTrainedModel, device: torch.device | None = None) -> PreTrainedModel:
+    """The reference: the same weights in the same dtype, so that the KL starts at zero."""
+    reference = copy.deepcopy(model).eval().requires_grad_(False)
+    return reference.to(device) if device is not None else reference
+
+
+def save_merged(model: PreTrainedModel, folder: Path) -> None:
+    """Write a model with its adapters merged in, as `AutoModelForCausalLM.from_pretrained` loads it."""
+    weights = merged_weights(model)
+    with torch.device("meta"):
+        merged = type(model)(copy.deepcopy(model.config))
+    merged.load_state_dict(weights, strict=False, assign=True)
+    merged.tie_weights()
+    merged.generation_config = model.generation_config
+    merged.save_pretrained(folder)
+
+
+class RolloutModel:
+    """The policy as the sampler runs it: itself, or a copy in the compute dtype, kept in step.
+
+    The copy's head is its own and centred, as the scorer's is (`centred_head`).
+    """
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        self._source = model
+        self.model = model
+        if model.dtype != dtype:
+            self.model = frozen_copy(model)
+            for parameter in self.model.parameters():  # not the buffers: rotary frequencies stay fp32
+                parameter.data = torch.empty_like(parameter.data, dtype=dtype)
+            head = self.model.get_output_embeddings()
+            head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
+            self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the weights over in place, after the optimizer has moved them."""
+        if self.model is self._source:
+            return
+        sources = dict(self._source.named_parameters(remove_duplicate=False))
+        head = self.model.get_output_embeddings()
+        for name, target in self.model.named_parameters():
+            centred = target is head.weight or target is head.bias
+            target.copy_(centred_head(sources[name], target.dtype) if centred else sources[name])

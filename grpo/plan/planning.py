@@ -1,0 +1,173 @@
+"""From a run's settings to its memory plan: what exists all along, what phases add, what fits.
+
+Closed forms and traces come together here, for a run that is about to start (`make_memory`), for its
+batch size where that is left to us (`find_batch_size`), and for the tables before and after.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from loguru import logger
+
+from grpo.config import Config, SettingsError
+from grpo.data import PromptSource, Tokenizer
+from grpo.learning.optimizer import step_bytes
+from grpo.memory import (
+    AdaptiveMemory,
+    Budget,
+    MemoryMonitor,
+    PhaseSpec,
+    Predictor,
+    Shape,
+)
+from grpo.plan.advice import advice
+from grpo.plan.trace import PHASES, PhaseTracer, split_name
+from grpo.plan.workload import Workload, logits_parts, resident_parts, sample_parts, scratch_bytes
+
+LONGEST_TEXTS = 64
+"""Texts of most characters that are tokenized to find the one of most tokens."""
+
+
+class TracedFit:
+    """A phase's fit, made when first asked for; below a whole group, where rows share less, traced."""
+
+    def __init__(self, tracer: PhaseTracer, phase: str, longest: Shape, group_size: int) -> None:
+        self._tracer, self._phase, self._longest, self._group_size = tracer, phase, longest, group_size
+        self._fit: Callable[[Shape], float] | None = None
+
+    def __call__(self, shape: Shape) -> float:
+        if shape.rows < self._group_size:
+            return float(self._tracer.peak_bytes(self._phase, shape))
+        if self._fit is None:
+            self._fit = self._tracer.fit(self._phase, self._longest)
+        return self._fit(self._tracer.rounded(self._phase, shape))
+
+
+def make_memory(
+    work: Workload,
+    monitor: MemoryMonitor,
+    budget: Callable[[], Budget],
+    *,
+    overhead_bytes: int | None = None,
+    bias: float = 1.0,
+) -> AdaptiveMemory:
+    """The memory of a run, to plan by and to run phases with."""
+    config = work.config
+    tracer = PhaseTracer(work.phase_settings())
+    longest = Shape(config.group_size, work.longest_prompt, work.new_tokens)
+    traced = {phase: TracedFit(tracer, phase, longest, config.group_size) for phase in PHASES}
+    sizes = work.sizes_here(tracer.trained_sizes)
+    resident = resident_parts(work, tracer.num_parameters, sizes)
+    gradients = {"gradients": work.exact_bytes * sum(sizes)}
+    update = gradients["gradients"] + step_bytes(sizes, config.optimizer, work.device_type)
+    specs = {
+        "sample": PhaseSpec(
+            "sample", split_name("sample"), config.rollout_rows, partial(sample_parts, work)
+        ),
+        "score": PhaseSpec("score", "score", config.score_rows, partial(logits_parts, work)),
+        "learn": PhaseSpec(
+            "learn", split_name("learn"), config.train_rows,
+            lambda shape: {**gradients, **logits_parts(work, shape)},
+        ),
+        "update": PhaseSpec("update", "update", None, lambda shape: gradients),
+    }  # fmt: skip
+    fits: dict[str, Callable[[Shape], float]] = {**traced, "update": lambda shape: update}
+    scratch = {phase: scratch_bytes(phase, work.model, work.compute_dtype, monitor.device) for phase in fits}
+    if not (config.uses_reference or config.num_iterations > 1 or config.kl_in_reward):
+        del specs["score"]
+    return AdaptiveMemory(
+        specs, Predictor(fits, scratch_bytes=scratch, bias=bias), monitor,
+        resident=lambda: resident, budget=budget, batch_size=work.rows_here, group_size=config.group_size,
+        overhead_bytes=overhead_bytes, advice=lambda phase, missing: advice(work, phase, tracer, missing),
+        replays=work.shards == 1,
+    )  # fmt: skip
+
+
+def plan_memory(
+    work: Workload,
+    monitor: MemoryMonitor,
+    budget: Callable[[], Budget],
+    *,
+    overhead_bytes: int | None = None,
+    bias: float = 1.0,
+    agree: Callable[[int], int] = lambda rows: rows,
+) -> tuple[Workload, AdaptiveMemory]:
+    """The first plan; what is auto in the settings is settled in the workload that comes back.
+
+    agree: from the rows that fit in this process to those of the process that holds least.
+    """
+    make = partial(make_memory, monitor=monitor, budget=budget, overhead_bytes=overhead_bytes, bias=bias)
+    if work.config.batch_size == "auto":
+        size = work.processes * agree(find_batch_size(make(work), work, budget()))
+        logger.info("batch size {}: the largest that needs no splitting, of {}", size, budget())
+        work = replace(work, config=replace(work.config, batch_size=size))
+    work, memory = _settle_checkpointing(work, make, budget)
+    memory.replan(work.longest_prompt, work.new_tokens)
+    # Traced now, for when a phase is split: learning is to spare padding, others when a limit binds.
+    for phase in ("sample", "learn") if work.config.memory_limit else ("learn",):
+        memory.footprint(phase, Shape(work.config.group_size, work.longest_prompt, work.new_tokens))
+    return work, memory
+
+
+def _settle_checkpointing(
+    work: Workload, make: Callable[[Workload], AdaptiveMemory], budget: Callable[[], Budget]
+) -> tuple[Workload, AdaptiveMemory]:
+    """Where gradient_checkpointing is auto: nothing is recomputed, or all if not one row learns otherwise.
+
+    The processes of a sharded model have to do the same, and do not look whether they need to.
+    """
+    if work.config.gradient_checkpointing != "auto":
+        return work, make(work)
+
+    def one_row_learns(memory: AdaptiveMemory) -> bool:
+        sizes = (work.config.group_size, 1)  # mostly a group does, and one row need not be traced
+        shapes = (Shape(rows, work.longest_prompt, work.new_tokens) for rows in sizes)
+        usable = budget().usable_bytes
+        return any(memory.footprint("learn", shape).peak_bytes <= usable for shape in shapes)
+
+    plain, recomputing = (
+        replace(work, config=replace(work.config, gradient_checkpointing=kind)) for kind in ("none", "full")
+    )
+    memory = make(plain)
+    if work.config.shard or one_row_learns(memory):
+        return plain, memory
+    with suppress(ValueError):  # a model that does not say what its layers are
+        leaner = make(recomputing)
+        if one_row_learns(leaner):
+            logger.info("gradient checkpointing is full: not one row would learn otherwise")
+            return recomputing, leaner
+    return plain, memory  # whose plan says what is missing
+
+
+def trace_phases(work: Workload) -> None:
+    """Trace what plans are made from, so that whoever plans for the same later finds it done."""
+    longest = Shape(work.config.group_size, work.longest_prompt, work.new_tokens)
+    tracer = PhaseTracer(work.phase_settings())
+    for phase in PHASES:
+        tracer.fit(phase, longest)
+
+
+def longest_prompt(source: PromptSource, tokenizer: Tokenizer, config: Config) -> int:
+    """Tokens of the longest prompt that is known beforehand: among the longest texts."""
+    texts = [prompt.text for prompt in source.longest(LONGEST_TEXTS)]
+    if not texts:
+        return config.sampling.max_new_tokens
+    return max(1, *map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))
+
+
+def find_batch_size(memory: AdaptiveMemory, work: Workload, budget: Budget) -> int:
+    """The largest multiple of the group size, up to one process's share, that no phase has to split."""
+    config = work.config
+    groups = max(1, config.max_batch_size // config.group_size // work.processes)
+    size = groups * config.group_size
+    for phase in memory.phases:
+        fits = memory.largest_whole(phase, budget, size, work.longest_prompt, work.new_tokens)
+        if fits < config.group_size:
+            raise SettingsError(
+                f"batch_size is auto, but {phase} does not hold one group of {config.group_size} at once in "
+                f"{budget}: give --batch-size {config.group_size}, which is then done in parts."
+            )
+        size = min(size, fits)
+    return size

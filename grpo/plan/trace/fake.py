@@ -1,0 +1,267 @@
+"""The real phases as functions of their shape, for `memory/` to trace: on fake tensors nothing is computed.
+
+A trace runs the code that training runs (prefill and decoding, the chunked head, the loss and its
+backward pass) on a model without storage, and counts what would have been allocated. The fake tensors
+say they are the CPU's: fake CUDA tensors need a CUDA build. Left out: what kernels use within themselves.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from grpo.config.groups import Checkpointing, LoraSettings, SamplingSettings
+from grpo.distributed.shard import inside
+from grpo.learning.loss import LossSettings, StepCounts, grpo_loss
+from grpo.memory import LiveBytes, Shape
+from grpo.model.activation_checkpointing import recomputed_layers
+from grpo.model.adapters import adapters_off, add_adapters, has_adapters, store_base
+from grpo.model.cpu import slices
+from grpo.model.cpu.feed_forward import slice_feed_forward
+from grpo.plan.trace.gathered import Gathering
+from grpo.plan.trace.quick import QuickFakeMode
+from grpo.rollout.decoder import Decoder, has_static_cache, make_decoder, replaced_at_once
+from grpo.rollout.tokens import sample_tokens
+from grpo.scoring import logprobs
+from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs, window_logprobs
+
+PHASES = ("sample", "sample split", "score", "learn", "learn split")
+"""What is traced. Split is in parts: a group takes another's place, gradients of earlier parts are there."""
+
+
+LANGUAGE = ("window", "window split")
+"""Learning from windows of text, at once and in parts. A shape is rows of 1 + `new_tokens` tokens."""
+
+
+def split_name(phase: str) -> str:
+    """What a phase is called in PHASES when its rows go through in parts."""
+    return f"{phase} split" if f"{phase} split" in PHASES + LANGUAGE else phase
+
+
+@dataclass(frozen=True)
+class PhaseSettings:
+    """Everything but the shape that the phases' memory depends on."""
+
+    model: PretrainedConfig
+    attention: str
+    compute_dtype: torch.dtype
+    group_size: int
+    sampling: SamplingSettings
+    loss: LossSettings
+    checkpointing: Checkpointing = "none"
+    device_type: str = "cpu"
+    """Where the phases will run: kernels of the CPU hold more within themselves."""
+    scores_policy: bool = False
+    """Whether the policy is scored and not the frozen reference alone: autocast keeps its cast weights."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    processes: int = 1
+    """That the model is sharded over."""
+
+
+class FakePhases:
+    """A model without storage, and the phases on it."""
+
+    def __init__(self, settings: PhaseSettings) -> None:
+        self._settings = settings
+        self._mode = QuickFakeMode()
+        dtype = torch.float64 if settings.compute_dtype == torch.float64 else torch.float32
+        with self._mode:
+            self._policy = self._make_model(dtype)
+            self.num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
+        if settings.lora.on:
+            self._add_adapters(dtype)
+        self._trained = [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
+        self.trained_sizes = [parameter.numel() for parameter in self._trained]
+        with self._mode:
+            self._sampler = self._policy
+            self._gathering: Gathering | None = None
+            if settings.processes > 1:
+                self._policy = self._sampler = self._in_compute_dtype(self._policy)
+                copies = settings.device_type == "cpu"
+                self._gathering = Gathering(self._policy, settings.processes, dtype, copies=copies)
+            elif settings.compute_dtype != self._policy.dtype:
+                self._sampler = self._in_compute_dtype(self._make_model(dtype).requires_grad_(False))
+
+    def trace(self, phase: str, shape: Shape) -> list[tuple[str, int]]:
+        works: dict[str, Callable[[Shape], None]] = {
+            "sample": self._sample, "sample split": partial(self._sample, split=True),
+            "score": self._score, "learn": self._learn, "learn split": self._learn,
+            "window": self._windows, "window split": self._windows,
+        }  # fmt: skip
+        work = works[phase]
+        already, in_parts = 0, phase in ("learn split", "window split")
+        with self._mode:
+            self._policy.zero_grad(set_to_none=True)
+            if self._gathering is not None:
+                self._gathering.forget(gradients=in_parts)
+                already = self._gathering.gradient_bytes if in_parts else 0
+            elif in_parts:
+                for parameter in self._trained:
+                    parameter.grad = torch.zeros_like(parameter)
+                    already += parameter.grad.nbytes
+            device = self._settings.device_type
+            block_bytes = 1 if device == "cpu" else 512
+            norms = _norms_of_cuda() if device == "cuda" else nullcontext()
+            first = _first_slices(device, parts_too=self._settings.checkpointing != "selective")
+            with norms, first, LiveBytes(device, block_bytes, keep_log=True) as self._live:
+                work(shape)
+        return [(operation, already + held) for operation, held in self._live.log]
+
+    @torch.no_grad()
+    def _sample(self, shape: Shape, *, split: bool = False) -> None:
+        inside(self._sampler, partial(self._decode, shape, split=split))
+
+    def _decode(self, shape: Shape, *, split: bool) -> None:
+        """Prefill, then the last token, when the cache is full, and groups leaving, or one for another."""
+        prompts, per_prompt = self._prompts(shape)
+        rows = len(prompts) * per_prompt
+        uniforms = torch.zeros(rows)
+        made = (rows * 2 if split else rows, shape.new_tokens + 1)  # split: in two parts, if not more
+        kept = torch.zeros(made, dtype=torch.long), torch.zeros(made)
+        decoder = make_decoder(self._sampler, shape.new_tokens)
+        logits = decoder.prefill(prompts, per_prompt)
+        decoder.skip(max(0, shape.new_tokens - 2))
+        tokens = self._sample_tokens(logits, uniforms)
+        if shape.new_tokens > 1:
+            del logits
+            logits, recording = self._recorded_step(decoder, tokens)
+            self._sample_tokens(logits, uniforms)
+            if len(prompts) > 1:
+                if split and has_static_cache(self._sampler):
+                    replaced = range(replaced_at_once(len(prompts)))
+                    decoder.replace(replaced, prompts[: len(replaced)])
+                decoder.keep(range(1, len(prompts)))
+            del recording
+        del kept
+
+    def _recorded_step(self, decoder: Decoder, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Logits, and what a recorded step holds between its runs: input, output, and room for the rest."""
+        held, logged = self._live.live_bytes, len(self._live.log)
+        logits = decoder.step(tokens)
+        if self._settings.device_type != "cuda" or not has_static_cache(self._sampler):
+            return logits, []
+        pool = max(size for _, size in self._live.log[logged:]) - held
+        return logits, [tokens.clone(), logits.clone(), torch.empty(pool, dtype=torch.uint8)]
+
+    def _sample_tokens(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        sampling = self._settings.sampling
+        tokens, _ = sample_tokens(
+            logits, uniforms,
+            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
+        )  # fmt: skip
+        return tokens
+
+    @torch.no_grad()
+    def _score(self, shape: Shape) -> None:
+        with nullcontext() if self._settings.scores_policy else self._as_reference():
+            self._logprobs(shape, entropy=False)
+
+    def _as_reference(self) -> AbstractContextManager[object]:
+        return adapters_off(self._policy) if has_adapters(self._policy) else _frozen(self._policy)
+
+    def _learn(self, shape: Shape) -> None:
+        logp, _ = self._logprobs(shape, entropy=True, checkpointing=self._settings.checkpointing)
+        settings = self._settings.loss
+        ref_logp = torch.zeros_like(logp) if settings.kl_coef else None
+        mask = torch.ones_like(logp, dtype=torch.bool)
+        rows, tokens = logp.shape
+        counts = StepCounts(rows, rows * tokens, tokens)
+        loss, _ = grpo_loss(
+            logp, None, ref_logp, torch.zeros(rows, dtype=logp.dtype), mask, counts=counts, settings=settings
+        )
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _windows(self, shape: Shape) -> None:
+        windows = torch.zeros(shape.rows, 1 + shape.new_tokens, dtype=torch.long)
+        settings = self._settings
+        with recomputed_layers(self._policy, settings.checkpointing):
+            logp = window_logprobs(self._policy, windows, dtype=settings.compute_dtype)
+            (-logp.sum() / logp.numel()).backward()
+
+    def _logprobs(
+        self, shape: Shape, *, entropy: bool, checkpointing: Checkpointing = "none"
+    ) -> tuple[Tensor, Tensor | None]:
+        prompts, per_prompt = self._prompts(shape)
+        rows = len(prompts) * per_prompt
+        batch = MicroBatch(
+            rows=torch.arange(rows),
+            prompt_ids=prompts,
+            row_to_prompt=torch.arange(rows) // per_prompt,
+            completion_ids=torch.zeros(rows, shape.new_tokens, dtype=torch.long),
+        )
+        return micro_batch_logprobs(
+            self._policy, batch, temperature=self._settings.sampling.temperature,
+            dtype=self._settings.compute_dtype, entropy=entropy, checkpointing=checkpointing,
+        )  # fmt: skip
+
+    def _prompts(self, shape: Shape) -> tuple[list[list[int]], int]:
+        """Prompts of equal length, and rows of each: whole groups, or part of one."""
+        per_prompt = min(shape.rows, self._settings.group_size)
+        return [[0] * shape.prompt_tokens for _ in range(shape.rows // per_prompt)], per_prompt
+
+    def _in_compute_dtype(self, model: PreTrainedModel) -> PreTrainedModel:
+        for parameter in model.parameters():  # not the buffers
+            parameter.data = parameter.data.to(self._settings.compute_dtype)
+        return model
+
+    def _add_adapters(self, dtype: torch.dtype) -> None:
+        # Not inside the mode, in which peft cannot move them: made without storage, then faked.
+        add_adapters(self._policy, self._settings.lora, empty=True)
+        with self._mode:
+            for module in self._policy.modules():
+                for name, parameter in list(module.named_parameters(recurse=False)):
+                    if parameter.is_meta:
+                        setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
+            store_base(self._policy, self._settings.compute_dtype)
+
+    def _make_model(self, dtype: torch.dtype) -> PreTrainedModel:
+        model = AutoModelForCausalLM.from_config(
+            self._settings.model, dtype=dtype, attn_implementation=self._settings.attention
+        ).eval()
+        if self._settings.device_type == "cpu":
+            slice_feed_forward(model)
+        return model
+
+
+@contextmanager
+def _norms_of_cuda() -> Iterator[None]:
+    """CUDA's autocast takes layer norms in fp32, whatever comes in; the CPU's, which is traced, does not."""
+    plain = F.layer_norm
+
+    def exact(values: Tensor, shape: list[int], *rest: Any) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            values, rest = values.float(), tuple(x.float() if isinstance(x, Tensor) else x for x in rest)
+        return plain(values, shape, *rest)
+
+    with mock.patch.object(F, "layer_norm", exact):
+        yield
+
+
+@contextmanager
+def _first_slices(device_type: str, *, parts_too: bool) -> Iterator[None]:
+    """Slices as the device has them, and of all of them the first: the others take its place."""
+    size = logprobs.slice_numbers(device_type)
+
+    def first(count: int, size: int) -> Iterator[slice]:
+        yield slice(0, size)
+
+    with (
+        mock.patch.object(logprobs, "slice_numbers", lambda _: size),
+        mock.patch.object(slices, "slices", first),
+        mock.patch.object(slices, "parts", first if parts_too else slices.parts),
+    ):
+        yield
+
+
+@contextmanager
+def _frozen(model: PreTrainedModel) -> Iterator[None]:
+    model.requires_grad_(False)
+    yield
+    model.requires_grad_(True)

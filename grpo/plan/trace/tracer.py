@@ -1,0 +1,161 @@
+"""Traces of the phases, remembered in the user's cache directory, and formulas fitted to them."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import platformdirs
+import torch
+import transformers
+from loguru import logger
+
+from grpo.memory import (
+    PhaseFit,
+    Shape,
+    align,
+    decoding_features,
+    decoding_shapes,
+    pass_features,
+    pass_shapes,
+)
+from grpo.plan.trace.fake import FakePhases, PhaseSettings
+from grpo.rollout.decoder import cache_tokens, joining_groups
+
+CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at once, see `completion_logprobs`."""
+_FOLDER = Path(__file__).parents[2]
+
+
+class PhaseTracer:
+    """Peak bytes that a phase adds, traced; remembered in the user's cache directory."""
+
+    def __init__(self, settings: PhaseSettings, *, cache_folder: Path | None = None) -> None:
+        self._settings = settings
+        self._phases: FakePhases | None = None
+        folder = cache_folder or platformdirs.user_cache_path("grpo-lean") / "traces"
+        self._file = folder / f"{_fingerprint(settings)}.json"
+        self._known: dict[str, list[tuple[str, int]]] = _read(self._file)
+        self._num_saved = len(self._known)
+        self._announced = False
+
+    def peak_bytes(self, phase: str, shape: Shape) -> int:
+        """The most that `phase` holds beyond what exists between phases. KeyError for an unknown phase."""
+        peak = max(num_bytes for _, num_bytes in self.trace(phase, shape))
+        self._save()
+        return peak
+
+    def trace(self, phase: str, shape: Shape) -> list[tuple[str, int]]:
+        """Each operation of `phase` that allocates, and the bytes held while it runs."""
+        key = _key(phase, shape)
+        if key not in self._known:
+            self._known[key] = self._fake().trace(phase, shape)
+        return self._known[key]
+
+    def rounded(self, phase: str, shape: Shape) -> Shape:
+        """The next larger shape that memory follows a formula in: a static cache grows by blocks."""
+        if not phase.startswith("sample"):
+            return shape
+        model, groups = self._settings.model, shape.rows // self._settings.group_size
+        return shape._replace(
+            new_tokens=cache_tokens(model, shape.new_tokens),
+            joining_groups=joining_groups(model, groups) if phase == "sample split" else 0,
+        )
+
+    def _fake(self) -> FakePhases:
+        if self._phases is None:
+            self._phases = FakePhases(self._settings)
+        return self._phases
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the model, without adapters."""
+        return self._fake().num_parameters
+
+    @property
+    def trained_sizes(self) -> list[int]:
+        """How many numbers each trained tensor has: the adapters', where there are any."""
+        return self._fake().trained_sizes
+
+    def fit(self, phase: str, longest: Shape) -> Callable[[Shape], float]:
+        """The phase's peak as a formula of the shape, good for shapes up to about `longest`."""
+        if phase != "sample split":
+            return self._fit(phase, longest)
+        alone, joined = self._fit("sample", longest), self._fit(phase, longest)
+        return lambda shape: joined(shape) if shape.rows > self._settings.group_size else alone(shape)
+
+    def _fit(self, phase: str, longest: Shape) -> PhaseFit:
+        group_size = self._settings.group_size
+        features: Callable[[Shape], np.ndarray]
+        if phase.startswith("sample"):
+            shapes, features = decoding_shapes(longest, group_size=group_size), decoding_features
+        else:
+            shapes = pass_shapes(longest, group_size=group_size, chunk_tokens=CHUNK_TOKENS)
+            features = partial(pass_features, chunk_tokens=CHUNK_TOKENS)
+        shapes = [self.rounded(phase, shape) for shape in shapes]
+        if not self._announced and any(_key(phase, shape) not in self._known for shape in shapes):
+            logger.info("tracing memory for this shape, once: about a quarter of a minute")
+            self._announced = True
+        moments = align([self.trace(phase, shape) for shape in shapes])
+        self._save()
+        return PhaseFit(list(zip(shapes, moments, strict=True)), features)
+
+    def _save(self) -> None:
+        """All at once: a file of many logs is long to write."""
+        if len(self._known) == self._num_saved:
+            return
+        self._known = _read(self._file) | self._known  # others may have traced, too
+        self._num_saved = len(self._known)
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._file.with_suffix(f".{os.getpid()}.tmp")
+            temporary.write_text(json.dumps(self._known))
+            temporary.replace(self._file)
+        except OSError as error:  # traced again next time, that is all
+            logger.debug("traces are not kept: {}", error)
+
+
+def _key(phase: str, shape: Shape) -> str:
+    return f"{phase} {shape.rows} {shape.prompt_tokens} {shape.new_tokens}"
+
+
+def _what_memory_minds(settings: PhaseSettings) -> PhaseSettings:
+    """Settings that differ in numbers only share their traces: a coefficient takes up what another does."""
+    sampling, loss = settings.sampling, settings.loss
+    temperature = sampling.temperature if sampling.temperature in (0.0, 1.0) else 0.5
+    return replace(
+        settings,
+        model=None,  # type: ignore[arg-type]
+        sampling=replace(sampling, max_new_tokens=1, temperature=temperature),
+        loss=replace(loss, kl_coef=float(loss.kl_coef > 0), clip_range=0.2),
+        lora=replace(settings.lora, lora_alpha=None, lora_merge=False),
+    )
+
+
+def _fingerprint(settings: PhaseSettings) -> str:
+    """Of all that a trace depends on, the code that phases run included."""
+    folders = ("distributed", "learning", "memory", "model", "plan/trace", "rollout", "scoring")
+    sources = [_FOLDER / "types.py", *(path for name in folders for path in (_FOLDER / name).rglob("*.py"))]
+    parts = [
+        torch.__version__,
+        transformers.__version__,
+        settings.model.to_json_string(),
+        repr(_what_memory_minds(settings)),
+        importlib.metadata.version("peft") if settings.lora.on else "",
+        str(torch.cpu._is_amx_tile_supported()),  # what attention in bf16 holds
+        *(hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(sources)),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+def _read(file: Path) -> dict[str, list[tuple[str, int]]]:
+    try:
+        known = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}

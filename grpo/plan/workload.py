@@ -1,0 +1,147 @@
+"""What a run is to hold: its settings, and the bytes they come to in closed form."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from grpo.config import Config
+from grpo.distributed import largest_share
+from grpo.learning.optimizer import moment_bytes
+from grpo.memory import Shape
+from grpo.model.activation_checkpointing import choose_checkpointing
+from grpo.plan.trace import CHUNK_TOKENS, PhaseSettings
+from grpo.rollout.decoder import cache_tokens
+from grpo.scoring.logprobs import slice_numbers
+
+SCRATCH_BYTES = 2 * 2**20
+"""Workspace of CUDA's libraries, and of oneDNN in bf16, for models so small that it counts."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be planned for: the model, its settings, and the longest prompt in tokens."""
+
+    config: Config
+    model: PretrainedConfig
+    attention: str
+    compute_dtype: torch.dtype
+    longest_prompt: int
+    reference_here: bool
+    """Whether the reference lives on the policy's device."""
+    device_type: str = "cpu"
+    processes: int = 1
+
+    @property
+    def shards(self) -> int:
+        """Parts of the model, of which this process holds one."""
+        return self.processes if self.config.shard else 1
+
+    def sizes_here(self, sizes: Sequence[int]) -> list[int]:
+        """What this process holds of tensors of these sizes."""
+        return [-(-size // self.shards) for size in sizes]
+
+    @property
+    def rows_here(self) -> int:
+        """Completions of a step that one process does, at most; as yet unknown, the most there may be."""
+        config = self.config
+        size = config.max_batch_size if config.batch_size == "auto" else config.batch_size
+        return largest_share(size // config.group_size, self.processes) * config.group_size
+
+    @property
+    def new_tokens(self) -> int:
+        return self.config.sampling.max_new_tokens
+
+    def phase_settings(self) -> PhaseSettings:
+        config = self.config
+        return PhaseSettings(
+            self.model, self.attention, self.compute_dtype, config.group_size, config.sampling, config.loss,
+            choose_checkpointing(config.gradient_checkpointing), self.device_type,
+            scores_policy=config.num_iterations > 1 or config.kl_in_reward or self.reference_has_adapters,
+            lora=config.lora, processes=self.shards,
+        )  # fmt: skip
+
+    @property
+    def reference_has_adapters(self) -> bool:
+        """Whether the reference is the policy with adapters of its own, not the policy without any."""
+        return self.config.lora.on and self.config.reference_sync > 0
+
+    @property
+    def exact_bytes(self) -> int:
+        """Of a number that is trained."""
+        return 8 if self.compute_dtype == torch.float64 else 4
+
+
+def resident_parts(
+    work: Workload, num_parameters: int, trained_sizes: Sequence[int] | None = None
+) -> dict[str, int]:
+    """Bytes that exist between phases: fp32 masters, AdamW's two moments, and copies beside them.
+
+    num_parameters: of the model without adapters. trained_sizes: of each trained tensor; None: all weights.
+    With adapters the base is in the compute dtype and serves sampler and reference, too.
+    """
+    num_parameters = -(-num_parameters // work.shards)
+    exact, sizes = work.exact_bytes, trained_sizes or [num_parameters]
+    moments = moment_bytes(sizes, work.config.optimizer, exact)
+    if work.config.lora.on:
+        adapters = exact * sum(sizes)
+        base = work.compute_dtype.itemsize * num_parameters
+        parts = {"weights": base + adapters, "optimizer": moments}
+        return {**parts, "reference": adapters} if work.reference_has_adapters else parts
+    parts = {"weights": exact * num_parameters, "optimizer": moments}
+    if work.config.uses_reference and work.reference_here:
+        parts["reference"] = exact * num_parameters
+    if work.compute_dtype.itemsize < exact and work.shards == 1:  # shards sample with what they gather
+        parts["sampler's copy"] = work.compute_dtype.itemsize * (num_parameters + _shared_head(work.model))
+    return parts
+
+
+def _shared_head(model: PretrainedConfig) -> int:
+    """Parameters of a head that is the embedding too: the sampler's copy has one of its own."""
+    text = model.get_text_config(decoder=True)
+    return int(text.vocab_size * text.hidden_size) if text.tie_word_embeddings else 0
+
+
+def kv_bytes_per_token(model: PretrainedConfig, dtype: torch.dtype) -> int:
+    """2 · layers · kv_heads · head_dim · bytes: keys and values of one token of one row."""
+    text = model.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return int(2 * text.num_hidden_layers * kv_heads * width * dtype.itemsize)
+
+
+def scratch_bytes(phase: str, model: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Room for what kernels hold unseen in a phase: none in fp32 on a CPU, where traces are exact.
+
+    In bf16 without tiles oneDNN held 0.1 to 0.3 MB in forward passes of models 96 to 256 wide, and 0.75, 1.3,
+    1.5 and 3.1 MB in backward passes of models 96, 256, 384 and 768 wide (where 1 % of the phase is more).
+    """
+    if device.type != "cpu":
+        return SCRATCH_BYTES
+    if dtype in (torch.float32, torch.float64):
+        return 0
+    if torch.cpu._is_amx_tile_supported():  # which want weights in an order of their own
+        return SCRATCH_BYTES
+    width = model.get_text_config(decoder=True).hidden_size
+    kilobytes = 128 + width if phase.startswith(("sample", "score")) else 512 + 4 * width
+    return min(SCRATCH_BYTES, kilobytes * 2**10)
+
+
+def sample_parts(work: Workload, shape: Shape) -> Mapping[str, int]:
+    prompts = -(-shape.rows // work.config.group_size)
+    tokens = prompts * shape.prompt_tokens + shape.rows * cache_tokens(work.model, shape.new_tokens)
+    vocabulary = work.model.get_text_config(decoder=True).vocab_size
+    return {
+        "KV cache": tokens * kv_bytes_per_token(work.model, work.compute_dtype),
+        "logits": shape.rows * vocabulary * (4 + work.compute_dtype.itemsize),
+    }
+
+
+def logits_parts(work: Workload, shape: Shape) -> Mapping[str, int]:
+    vocabulary = work.model.get_text_config(decoder=True).vocab_size
+    numbers = min(shape.scored_tokens or shape.rows * shape.new_tokens, CHUNK_TOKENS) * vocabulary
+    in_slices = min(numbers, slice_numbers(work.device_type)) * work.exact_bytes
+    lower = work.compute_dtype.itemsize < work.exact_bytes
+    return {"logits": numbers * work.compute_dtype.itemsize + in_slices * (2 if lower else 1)}

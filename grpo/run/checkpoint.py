@@ -1,0 +1,261 @@
+"""Checkpoints: whole or not there, and enough to go on bit for bit.
+
+A checkpoint is a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads, with
+`trainer.safetensors` (optimizer moments by parameter name, random state), `trainer.json`
+(everything else) and `manifest.json` (size and SHA-256 of each file) beside the weights; one of
+adapters is a folder that peft loads on the base model. It is written to a temporary folder, flushed
+to disk, and renamed.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from loguru import logger
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo.distributed.shard import is_sharded, part_like, whole
+from grpo.model.adapters import MERGED, has_adapters, save_adapters
+from grpo.model.load import save_merged
+
+_MANIFEST = "manifest.json"
+_STATE = "trainer.json"
+_TENSORS = "trainer.safetensors"
+_REFERENCE = "reference.safetensors"
+_BEST = "best"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded checkpoint: its folder, the trainer's state as JSON, and the tensors beside it."""
+
+    folder: Path
+    state: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def reference(self) -> dict[str, Tensor]:
+        """What the reference had become; nothing if it was as at first."""
+        file = self.folder / _REFERENCE
+        return load_file(file) if file.is_file() else {}
+
+
+class Snapshot(NamedTuple):
+    """What of a training state is large, on the CPU."""
+
+    weights: dict[str, Tensor] | None
+    """None: as they are in the model."""
+    tensors: dict[str, Tensor]
+    """Moments and random state."""
+
+
+def take_snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer, *, keep: bool = True) -> Snapshot:
+    """Of a sharded model a collective, weight by weight; a process that writes nothing need not `keep` it."""
+    weights: dict[str, Tensor] | None = None
+    if is_sharded(model):
+        weights, known = {}, {}
+        for name, weight in model.state_dict(keep_vars=True).items():
+            if weight not in known:  # tied weights are one
+                all_of_it = whole(weight.detach())
+                known[weight] = all_of_it.cpu() if keep else all_of_it.new_empty(0)
+            weights[name] = known[weight]
+    return Snapshot(weights, _optimizer_tensors(model, optimizer, keep=keep))
+
+
+class CheckpointFolder:
+    """The checkpoints of a run, `step-000100` and so on; the last `keep` stay, and the best one.
+
+    merge: write models with adapters as a whole, too.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, merge: bool = False) -> None:
+        self.folder = folder
+        self._keep = keep
+        self._merge = merge
+
+    def save(
+        self,
+        step: int,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        *,
+        reference: Mapping[str, Tensor] | None = None,
+        best: bool = False,
+        snapshot: Snapshot | None = None,
+    ) -> Path | None:
+        """Write the checkpoint of `step`. A full disk is a warning and None, not the end of a run.
+
+        reference: what the reference has become, if it is not as at first. snapshot: taken beforehand, as
+        of a sharded model it has to be, by all processes.
+        """
+        final = self.folder / f"step-{step:06d}"
+        temporary = self.folder / f".{final.name}.tmp"
+        try:
+            for left_over in self.folder.glob(".step-*.tmp"):  # of a process that was killed
+                shutil.rmtree(left_over, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            weights, tensors = snapshot or take_snapshot(model, optimizer)
+            self._save_model(model, tokenizer, temporary, weights)
+            save_file(tensors, temporary / _TENSORS)
+            if reference:
+                save_file(dict(reference), temporary / _REFERENCE)
+            (temporary / _STATE).write_text(json.dumps({"step": step, **state}, indent=1))
+            (temporary / _MANIFEST).write_text(json.dumps(_manifest(temporary), indent=1))
+            for path in (*temporary.rglob("*"), temporary):
+                _flush(path)
+            if final.exists():  # the same step again, after a resume
+                shutil.rmtree(final)
+            os.rename(temporary, final)
+            _flush(self.folder)
+            if best:
+                self._mark_best(final)
+        except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
+            shutil.rmtree(temporary, ignore_errors=True)
+            logger.warning("checkpoint of step {} could not be written ({}); training goes on", step, error)
+            return None
+        self._prune(final)
+        return final
+
+    def _save_model(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        folder: Path,
+        weights: Mapping[str, Tensor] | None,
+    ) -> None:
+        if has_adapters(model):
+            save_adapters(model, folder)
+        else:
+            model.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+        if self._merge and has_adapters(model):
+            save_merged(model, folder / MERGED)
+            tokenizer.save_pretrained(folder / MERGED)
+
+    def how_to_go_on(self) -> str:
+        """For somebody whose run has just ended before its end."""
+        if not self.all():
+            return "no checkpoint was saved yet"
+        return f"the last checkpoint is good; go on with: python train_lean.py --resume {self.folder.parent}"
+
+    def newest_intact(self) -> Checkpoint | None:
+        """The newest checkpoint whose files are all as they were written; None if there is none."""
+        for folder in reversed(self.all()):
+            if damage := find_damage(folder):
+                logger.warning("checkpoint {} is damaged ({}); trying the one before", folder, damage)
+                continue
+            return Checkpoint(folder, json.loads((folder / _STATE).read_text()), load_file(folder / _TENSORS))
+        return None
+
+    def all(self) -> list[Path]:
+        """Finished checkpoints, oldest first."""
+        folders = [path for path in self.folder.glob("step-*") if path.is_dir()]
+        return sorted(folders, key=lambda path: (len(path.name), path.name))
+
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint with the highest held-out reward so far."""
+        link = self.folder / _BEST
+        return link.resolve() if link.is_dir() else None
+
+    def _mark_best(self, folder: Path) -> None:
+        link = self.folder / f".{_BEST}.tmp"
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        os.replace(link, self.folder / _BEST)
+
+    def _prune(self, newest: Path) -> None:
+        folders = self.all()
+        end = folders.index(newest) + 1
+        for folder in folders[end:]:  # damaged ones that a resume went back behind
+            shutil.rmtree(folder, ignore_errors=True)
+        for folder in folders[:end][: -self._keep]:
+            if folder.resolve() != self.best:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def find_damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint folder, or None."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        for name, entry in manifest.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != entry["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
+            if _sha256(path) != entry["sha256"]:
+                return f"{name} does not have the content that was written"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{_MANIFEST} cannot be read: {error}"
+    return None
+
+
+def restore_optimizer(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint
+) -> None:
+    """Copy moments and random state back in place. ValueError if they are another optimizer's."""
+    with torch.no_grad():
+        for parameter, name, entry in _entries(model, optimizer):
+            state, stored = optimizer.state[parameter], checkpoint.tensors.get(f"{name}|{entry}")
+            if stored is None:
+                raise ValueError(
+                    f"the checkpoint in {str(checkpoint.folder)!r} has no {entry} of {name}: go on with the "
+                    "--optimizer-kind and the model that it was saved with."
+                )
+            if isinstance(state[entry], Tensor):
+                state[entry].copy_(part_like(stored, state[entry]))
+            else:
+                state[entry] = stored.item()
+    torch.set_rng_state(checkpoint.tensors["random_state"])
+
+
+def _optimizer_tensors(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, *, keep: bool
+) -> dict[str, Tensor]:
+    tensors = {}
+    for parameter, name, entry in _entries(model, optimizer):
+        tensor = whole(torch.as_tensor(optimizer.state[parameter][entry]).detach())
+        if keep:
+            tensors[f"{name}|{entry}"] = tensor.cpu().contiguous()
+    return {**tensors, "random_state": torch.get_rng_state()}
+
+
+def _entries(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[torch.nn.Parameter, str, str]]:
+    for name, parameter in model.named_parameters():
+        for entry in optimizer.state.get(parameter, {}):
+            if not entry.startswith("qmap"):  # the code books of 8-bit moments, the same for all
+                yield parameter, name, entry
+
+
+def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    return {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,84 @@
+"""The memory plan of a run before anything runs, for this device or for a card that is not there."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from loguru import logger
+from rich.console import Console
+from transformers import PretrainedConfig
+
+from grpo.config import Config
+from grpo.config.sizes import parse_size
+from grpo.data import Tokenizer
+from grpo.environment import launched_processes
+from grpo.memory import MemoryMonitor, card_memory, make_budget
+from grpo.memory.budget import CONTEXT_BYTES
+from grpo.model.adapters import check_peft
+from grpo.model.hub import out_of_reach
+from grpo.model.load import (
+    HUB_DEFAULT,
+    choose_attention,
+    choose_device,
+    choose_model,
+    compute_dtype,
+    default_shape,
+    load_config,
+    load_tokenizer,
+)
+from grpo.plan.planning import longest_prompt, plan_memory
+from grpo.plan.tables import plan_table
+from grpo.plan.workload import Workload
+from grpo.run.loading import load_source, room_in
+
+
+def dry_run(config: Config, console: Console) -> None:
+    """Print the plan for the longest prompt and completions of full length. No weights are loaded.
+
+    ValueError for what a user can mend, DoesNotFit among it.
+    """
+    absent = parse_size(config.device_memory) if config.device_memory else None
+    device = torch.device("cuda") if absent else choose_device(config.device)
+    config = replace(config, model=choose_model(config.model, device, absent=config.device_memory))
+    check_peft(config.lora)
+    dtype = (
+        torch.bfloat16 if absent and config.precision == "auto" else compute_dtype(config.precision, device)
+    )
+    model, tokenizer = _shape_and_tokenizer(config.model)
+    source = load_source(config, room_in(model, tokenizer, config.sampling.max_new_tokens))
+    work = Workload(
+        config, model, choose_attention(device, dtype), dtype, longest_prompt(source, tokenizer, config),
+        reference_here=config.reference_device in (None, device.type), device_type=device.type,
+        processes=launched_processes()[1],
+    )  # fmt: skip
+    monitor = MemoryMonitor(torch.device("cpu") if absent else device)
+    memory = card_memory(absent) if absent else monitor.memory()
+    limit = parse_size(config.memory_limit) if config.memory_limit else None
+    budget = make_budget(memory, utilization=config.memory_utilization, limit_bytes=limit)
+    # No weights are loaded here: on the host all that is held now is not torch's.
+    overhead = CONTEXT_BYTES if device.type == "cuda" else monitor.memory().ours_bytes
+    work, planned = plan_memory(work, monitor, lambda: budget, overhead_bytes=overhead)
+    logger.info(
+        "{} rows of up to {} prompt and {} new tokens, {}",
+        work.config.num_rows, work.longest_prompt, work.new_tokens, str(dtype).removeprefix("torch."),
+    )  # fmt: skip
+    console.print(plan_table(planned.plan, budget))
+
+
+def _shape_and_tokenizer(name: str) -> tuple[PretrainedConfig, Tokenizer]:
+    """The model's; of the default model there are stand-ins, as a plan wants neither weights nor tokens."""
+    try:
+        return load_config(name), load_tokenizer(name)
+    except ValueError:
+        if name != HUB_DEFAULT or not out_of_reach(name):
+            raise
+    logger.info(
+        "the hub was not reached: planning with the built-in shape of {} (GPT-2 124 M), and with prompts of "
+        "a token a byte, the most there can be", name,
+    )  # fmt: skip
+    return default_shape(), _token_a_byte
+
+
+def _token_a_byte(text: str | list[str], **options: bool) -> Mapping[str, Any]:
+    return {"input_ids": text.encode() if isinstance(text, str) else [one.encode() for one in text]}

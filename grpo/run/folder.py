@@ -1,0 +1,152 @@
+"""The folder of a run: chosen, held by one run at a time, opened to go on with."""
+
+import fcntl
+import itertools
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import TextIO
+
+from loguru import logger
+
+from grpo.config import CONFIG_FILE, Config, SettingsError, read_yaml, to_flat, write_yaml
+from grpo.model.adapters import check_resumed
+from grpo.run.checkpoint import Checkpoint, CheckpointFolder
+
+LOCK_FILE = "in-use"
+"""In a run's folder while it is trained: by which process, on which machine."""
+
+
+@contextmanager
+def hold_folder(config: Config) -> Iterator[Path]:
+    """The run's folder, this run's alone meanwhile; made if need be, and gone again if nothing came into it.
+
+    SettingsError where another run has it, or a checkpoint of one is in it.
+    """
+    made: list[Path] = []
+    with ExitStack() as stack:
+        stack.callback(_remove_empty, made)
+        try:
+            folder = config.resume or _new_folder(config, made)
+            stack.enter_context(_locked(folder, config))
+        except OSError as error:
+            raise SettingsError(_cannot_write(config, error)) from error
+        if not config.resume and CheckpointFolder(folder / "checkpoints", keep=1).all():
+            raise SettingsError(
+                f"name is {folder.name!r}, but {str(folder)!r} is a run already: "
+                f"go on with --resume {folder}, or choose another name."
+            )
+        yield folder
+
+
+def _remove_empty(made: list[Path]) -> None:
+    with suppress(OSError):  # the run has begun: not empty
+        for folder in reversed(made):
+            folder.rmdir()
+
+
+def _cannot_write(config: Config, error: OSError) -> str:
+    setting, value = ("resume", config.resume) if config.resume else ("runs_dir", config.runs_dir)
+    what = "a run's folder that can be written" if config.resume else "a folder in which others can be made"
+    return f"{setting} is {str(value)!r}, where a run cannot write ({error}): give {what}."
+
+
+def _new_folder(config: Config, made: list[Path]) -> Path:
+    """A run's folder is made; one of date and time gets a number if another run has just taken it."""
+    if config.name is not None:
+        folder = config.runs_dir / config.name
+        _make(folder, made)
+        return folder
+    stem = config.runs_dir / datetime.now().strftime("%Y%m%d-%H%M%S")
+    folders = (stem if i == 1 else stem.with_name(f"{stem.name}-{i}") for i in itertools.count(1))
+    return next(folder for folder in folders if _make(folder, made))
+
+
+def _make(folder: Path, made: list[Path]) -> bool:
+    """Make a folder and those above it, noting which; whether it is new."""
+    for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        with suppress(FileExistsError):  # another run was faster
+            path.mkdir()
+            made.append(path)
+    return folder in made
+
+
+@contextmanager
+def _locked(folder: Path, config: Config) -> Iterator[None]:
+    """Hold the lock of a folder, which ends with this process, however it ends."""
+    path = folder / LOCK_FILE
+    with ExitStack() as stack:
+        while True:
+            file = stack.enter_context(path.open("a+"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SettingsError(_in_use(folder, file, config)) from None
+            except OSError as error:
+                logger.debug("{} is on a disk that knows no locks: {}", folder, error)
+            if _is_at(path, file):  # else a run has just ended, and has removed what was opened
+                break
+        file.truncate(0)  # of a process that was killed
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        stack.callback(path.unlink, missing_ok=True)  # while it is locked: later it may be another run's
+        yield
+
+
+def _in_use(folder: Path, file: TextIO, config: Config) -> str:
+    file.seek(0)
+    who = file.read() or "another process"
+    given, remedy = ("resume", "") if config.resume else ("name", ", or choose another name")
+    return (
+        f"{given} is {str(config.resume or folder.name)!r}, but {who} is training in {str(folder)!r}: "
+        f"let it end, or stop it{remedy}."
+    )
+
+
+def _is_at(path: Path, file: TextIO) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def open_checkpoints(config: Config, folder: Path) -> tuple[CheckpointFolder, Checkpoint | None]:
+    """The run's checkpoints, and the one it goes on from, if it is to; what is changed then is said.
+
+    SettingsError where there is none, or nothing left to do.
+    """
+    checkpoints = CheckpointFolder(
+        folder / "checkpoints", keep=config.keep_checkpoints, merge=config.lora.lora_merge
+    )
+    if not config.resume:
+        return checkpoints, None
+    checkpoint = checkpoints.newest_intact()
+    if checkpoint is None:
+        raise SettingsError(f"resume: {str(folder)!r} holds no intact checkpoint; start without --resume.")
+    check_resumed(config.lora, checkpoint.folder)
+    if config.steps <= (done := checkpoint.state["step"]):
+        raise SettingsError(f"steps is {config.steps}, but {done} steps are done: give --steps above {done}.")
+    if changes := _changes(config, folder):
+        logger.info("changed from here on: {}", ", ".join(changes))
+    return checkpoints, checkpoint
+
+
+def _changes(config: Config, folder: Path) -> list[str]:
+    """What of a resumed run's settings is no longer as it was."""
+    file = folder / CONFIG_FILE
+    before = read_yaml(file) if file.is_file() else {}
+    now = to_flat(replace(config, resume=None))
+    return [
+        f"{name} {before[name]} -> {value}"
+        for name, value in now.items()
+        if name in before and before[name] != value
+    ]
+
+
+def write_settings(folder: Path, config: Config) -> None:
+    """The settings that repeat the run (to repeat it is not to resume it): from here on it has begun."""
+    write_yaml(replace(config, resume=None), folder / CONFIG_FILE)

@@ -1,0 +1,113 @@
+"""The prompts and the models of a run: loaded whole, checked, and models sharded if they are to be."""
+
+import torch
+from loguru import logger
+from transformers import PretrainedConfig
+
+from grpo.config import Config, SettingsError
+from grpo.data import PromptSource, Room, Tokenizer, check_spec, load_prompts
+from grpo.distributed import World
+from grpo.distributed.shard import shard_model
+from grpo.model.activation_checkpointing import choose_checkpointing
+from grpo.model.adapters import add_adapters, load_adapters, store_base
+from grpo.model.load import Policy, context_length, load_config, load_policy, load_tokenizer
+from grpo.model.reference import FrozenCopy, Reference, make_reference
+from grpo.run.checkpoint import Checkpoint
+from grpo.scoring.model_checks import check_recomputation, check_scorer
+
+LEAST_HELDOUT = 64
+"""Held-out prompts of a task, if there are any: by them a stream's longest prompts are known beforehand."""
+
+
+def check_shard(config: Config, world: World) -> None:
+    """SettingsError for what cannot be sharded."""
+    if world.size == 1:
+        raise SettingsError(
+            "shard is on, but there is one process: start several, one a device, with "
+            "torchrun --nproc_per_node N train_lean.py --shard, or leave it off."
+        )
+    if config.lora.on:
+        raise SettingsError(
+            f"shard is on, and lora_rank is {config.lora.lora_rank}: adapters cannot be sharded yet; leave "
+            "one of the two out."
+        )
+    if config.optimizer.optimizer_kind != "adamw":
+        raise SettingsError(
+            f"shard is on, and optimizer_kind is {config.optimizer.optimizer_kind}, whose moments cannot be "
+            "sharded: give adamw."
+        )
+    if config.reference_device is not None:
+        raise SettingsError(
+            f"shard is on, and reference_device is {config.reference_device!r}: the reference is sharded "
+            "beside the policy; leave one of the two out."
+        )
+
+
+def load_source(config: Config, room: Room | None = None) -> PromptSource:
+    """The prompts that a run draws from and evaluates: those that its model has room for. Without weights.
+
+    room: for a prompt; None: of config.model, which is a name then, not auto. ValueError for what cannot
+    be read.
+    """
+    check_spec(config.prompts)
+    room = room or prompt_room(config.model, config.sampling.max_new_tokens)
+    num_evaluated = config.eval_prompts if config.eval_interval else 0
+    return load_prompts(
+        config.prompts, seed=config.seed, policy_share=config.policy_share,
+        heldout_share=config.heldout_share, heldout_count=max(num_evaluated, LEAST_HELDOUT),
+        max_bad_share=config.max_bad_share, trailing_space=config.trailing_space,
+        room=room,
+    )  # fmt: skip
+
+
+def prompt_room(model: str, max_new_tokens: int) -> Room:
+    """What is left for a prompt. ValueError for a model that cannot be had, or without any room."""
+    return room_in(load_config(model), load_tokenizer(model), max_new_tokens)
+
+
+def room_in(model: PretrainedConfig, tokenizer: Tokenizer, max_new_tokens: int) -> Room:
+    """The same of a model's shape."""
+    context = context_length(model)
+    if context <= max_new_tokens:
+        raise SettingsError(
+            f"max_new_tokens is {max_new_tokens}, but the model's context is {context} tokens: give less "
+            "than that, to leave room for the prompt."
+        )
+    return Room(tokenizer, context, max_new_tokens)
+
+
+def load_models(
+    config: Config, checkpoint: Checkpoint | None, device: torch.device, reference_device: torch.device
+) -> tuple[Policy, Reference | None]:
+    """The policy, as the run began or as the checkpoint has it, and the reference, if the loss needs it."""
+    on_host = config.lora.on or config.shard  # whole, in fp32, it may not fit the device
+    reference_device = torch.device("cpu") if config.shard else reference_device
+    policy = load_policy(config.model, device, config.precision, on_host=on_host)
+    if config.lora.on:
+        add_adapters(policy.model, config.lora, seed=config.seed, base=config.model)
+    check_scorer(policy.model, context_length(policy.model.config))
+    if not config.shard:
+        check_recomputation(policy.model, choose_checkpointing(config.gradient_checkpointing))
+    if config.lora.on:  # after the check, which wants to be exact, and not on the device before
+        store_base(policy.model, policy.compute_dtype)
+        policy.model.to(device)
+    if checkpoint is None:
+        return policy, make_reference(policy.model, reference_device) if config.uses_reference else None
+    logger.info("going on from {}", checkpoint.folder)
+    if config.lora.on:
+        reference = make_reference(policy.model, reference_device)
+        load_adapters(policy.model, checkpoint.folder)
+    else:
+        reference = FrozenCopy(policy.model.to(reference_device))
+        policy = load_policy(str(checkpoint.folder), device, config.precision, on_host=config.shard)
+    reference.restore(checkpoint.reference())
+    return policy, reference if config.uses_reference else None
+
+
+def shard_models(config: Config, policy: Policy, reference: Reference | None, device: torch.device) -> None:
+    """Over all processes, to the device they compute on. ValueError where gradients come out wrong."""
+    shard_model(policy.model, policy.compute_dtype, device)
+    if isinstance(reference, FrozenCopy):
+        reference.shard(policy.compute_dtype, device)
+    # Gradients take room: each process has its part of them now.
+    check_recomputation(policy.model, choose_checkpointing(config.gradient_checkpointing))

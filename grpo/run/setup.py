@@ -1,0 +1,297 @@
+"""Everything a run needs, made in the order in which it can fail: cheap checks first."""
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from loguru import logger
+from rich.console import Console
+from torch import Tensor
+
+from grpo.config import Config
+from grpo.config.sizes import parse_size
+from grpo.data import PromptSource
+from grpo.data.reward_functions import PROMPTS_LOOKED_AT, RewardFunctions
+from grpo.data.split import split
+from grpo.distributed import World, open_world
+from grpo.distributed.share import Share
+from grpo.learning.optimizer import check_optimizer, make_optimizer
+from grpo.memory import (
+    AdaptiveMemory,
+    Budget,
+    DoesNotFit,
+    MemoryMonitor,
+    is_out_of_memory,
+    limit_memory,
+    make_budget,
+    release_cache,
+)
+from grpo.model.activation_checkpointing import choose_checkpointing
+from grpo.model.adapters import check_peft
+from grpo.model.load import (
+    Policy,
+    RolloutModel,
+    choose_attention,
+    choose_device,
+    choose_model,
+    compute_dtype,
+    load_config,
+)
+from grpo.model.reference import Reference
+from grpo.plan.advice import does_not_stay
+from grpo.plan.planning import longest_prompt, plan_memory, trace_phases
+from grpo.plan.tables import plan_table
+from grpo.plan.workload import Workload
+from grpo.rollout.sample import rollout
+from grpo.rollout.tokens import step_uniforms
+from grpo.run.checkpoint import Checkpoint, CheckpointFolder
+from grpo.run.clock import Clock
+from grpo.run.folder import hold_folder, open_checkpoints, write_settings
+from grpo.run.loading import check_shard, load_models, load_source, shard_models
+from grpo.run.same_everywhere import check_same
+from grpo.run.tracking import check_trackers
+from grpo.scoring.micro_batches import micro_batch_logprobs, micro_batches
+from grpo.scoring.model_checks import check_recomputation
+from grpo.types import Prompt, Rollout
+from rewards.engine import EnginePool, find_stockfish
+
+
+@dataclass
+class Run:
+    """The parts of one run. `checkpoint` is what it goes on from, if anything."""
+
+    config: Config
+    folder: Path
+    source: PromptSource
+    eval_prompts: list[Prompt]
+    engine: EnginePool | None
+    rewards: RewardFunctions
+    policy: Policy
+    reference: Reference | None
+    sampler: RolloutModel
+    optimizer: torch.optim.Optimizer
+    checkpoints: CheckpointFolder
+    checkpoint: Checkpoint | None
+    clock: Clock
+    monitor: MemoryMonitor
+    memory: AdaptiveMemory
+    budget: Budget
+    """At the start; what others hold may change it."""
+    longest_prompt: int
+    """Tokens, of the prompts that are known beforehand."""
+    world: World = field(default_factory=World)
+    started: float = field(default_factory=time.monotonic)
+
+    def held_out_reward(self, rollout: Rollout) -> Tensor:
+        """(N,) rewards, NaN for rows that no reward function scores."""
+        return self.rewards(rollout).rewards_where_scored
+
+    def share(self, num_groups: int) -> Share:
+        """This process's of a step's groups."""
+        groups = self.world.share(num_groups)
+        idle = self.world.largest_share(num_groups) - len(groups) if self.config.shard else 0
+        return Share(groups, self.config.group_size, idle)
+
+    def time_is_up(self) -> bool:
+        """Whether the run has had the minutes it was given."""
+        minutes = self.config.minutes
+        return minutes is not None and time.monotonic() - self.started > 60 * minutes
+
+
+@contextmanager
+def open_run(config: Config, *, prediction_bias: float = 1.0) -> Iterator[Run]:
+    """Build a run, and end its engine processes afterwards. ValueError for what a user can mend.
+
+    Under a launcher of several processes each builds its own, and they find each other first; ProcessLost
+    where one of the others fails. prediction_bias: multiplies what the memory plan expects; for
+    experiments that want it wrong.
+    """
+    with open_world(config.device, wait_minutes=config.wait_minutes) as (world, device), ExitStack() as stack:
+        yield _make_run(config, world, choose_device(device), stack, prediction_bias)
+
+
+def _make_run(
+    config: Config, world: World, device: torch.device, stack: ExitStack, prediction_bias: float
+) -> Run:
+    config = replace(config, model=choose_model(config.model, device))
+    if config.shard:
+        check_shard(config, world)
+    reference_device = choose_device(config.reference_device) if config.reference_device else device
+    _check_installed(config, device)
+    if config.kl_in_reward and config.advantage_scale == "group":
+        logger.warning(
+            "kl_in_reward is on, and advantage_scale is group: where a group's rewards are equal, the KL is "
+            "all that differs, and is scaled up to any reward's size; give --advantage-scale batch or none."
+        )
+    rewards = RewardFunctions(config.reward, config.reward_weights)
+    folder = stack.enter_context(hold_folder(config)) if world.is_main else Path()
+    folder = world.from_main("the choice of a folder", folder)
+    checkpoints, checkpoint = open_checkpoints(config, folder)
+    source = load_source(config)
+    rewards.check_tasks(source.tasks)
+    rewards.check_columns(source.longest(PROMPTS_LOOKED_AT))
+    engine = _start_engine(config, stack) if "policy" in source.tasks else None
+    with _explaining_what_stays(config, device, reference_device, world):
+        policy, reference = load_models(config, checkpoint, device, reference_device)
+        check_same(world, config, checkpoint, source, policy.model)
+        if config.shard:
+            shard_models(config, policy, reference, device)
+        sampler = RolloutModel(policy.model, policy.model.dtype if config.shard else policy.compute_dtype)
+        optimizer = make_optimizer(policy.model, config.optimizer)
+    _tidy_up(device)
+    monitor = MemoryMonitor(device, limited=config.memory_limit is not None)
+    work = Workload(
+        config, policy.model.config, policy.model.config._attn_implementation, policy.compute_dtype,
+        longest_prompt(source, policy.tokenizer, config),
+        reference_here=reference_device == device, device_type=device.type, processes=world.size,
+    )  # fmt: skip
+    if config.memory_limit is not None:
+        _rehearse(config, policy, sampler, source)
+    budget = _budget(config, monitor, world)
+    work, memory = _plan_together(world, work, monitor, budget, prediction_bias)
+    if config.gradient_checkpointing == "auto":  # and the plan has settled it
+        check_recomputation(policy.model, choose_checkpointing(work.config.gradient_checkpointing))
+    config = work.config
+    if world.is_main:
+        write_settings(folder, config)
+    _limit_memory(config, monitor)
+    return Run(
+        config=config, folder=folder, source=source,
+        eval_prompts=_choose_eval_prompts(config, source.heldout),
+        engine=engine, rewards=rewards.with_engine(engine),
+        policy=policy, reference=reference, sampler=sampler, optimizer=optimizer,
+        checkpoints=checkpoints, checkpoint=checkpoint,
+        clock=Clock(device), monitor=monitor, memory=memory, budget=budget(),
+        longest_prompt=work.longest_prompt, world=world,
+    )  # fmt: skip
+
+
+@contextmanager
+def _explaining_what_stays(
+    config: Config, device: torch.device, reference_device: torch.device, world: World
+) -> Iterator[None]:
+    """DoesNotFit, with what exists all along and who else is there, when memory runs out on the way."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        monitor, dtype = MemoryMonitor(device), compute_dtype(config.precision, device)
+        work = Workload(
+            config, load_config(config.model), choose_attention(device, dtype), dtype, 1,
+            reference_here=reference_device == device, device_type=device.type, processes=world.size,
+        )  # fmt: skip
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise DoesNotFit(f"{does_not_stay(work, monitor)} ({reason})") from error
+
+
+def _check_installed(config: Config, device: torch.device) -> None:
+    """ValueError for trackers, packages and a Stockfish that are asked for and not there."""
+    check_trackers(config.trackers)
+    check_peft(config.lora)
+    check_optimizer(config.optimizer, device, compute_dtype(config.precision, device))
+    if config.engine != "off":
+        find_stockfish(config.stockfish_path)
+
+
+def show_plans(run: Run, console: Console) -> None:
+    """The table of the first process's plan; of the others, how many rows they do at once."""
+    console.print(plan_table(run.memory.plan, run.budget))
+    rows = ", ".join(f"{phase} {plan.rows}" for phase, plan in run.memory.plan.items())
+    for process, plan in enumerate(run.world.exchange("the plans", f"{rows}; budget {run.budget}")):
+        if process:
+            logger.info("process {} has rows at once: {}", process, plan)
+
+
+def _tidy_up(device: torch.device) -> None:
+    """Leave nothing of set-up, or of a run before, on an accelerator: the plan takes it for always held."""
+    if device.type != "cpu":
+        gc.collect()
+        release_cache()
+
+
+def _rehearse(config: Config, policy: Policy, sampler: RolloutModel, source: PromptSource) -> None:
+    """Sample one group and take its gradient, so that kernels, threads and workspaces are there.
+
+    What they hold is then measured, as part of what is not torch's, before a limit is enforced.
+    """
+    prompts = source.longest(1)[:1]
+    uniforms = step_uniforms(config.group_size, config.sampling.max_new_tokens, seed=config.seed, step=0)
+    rows = config.group_size
+    made = rollout(sampler.model, policy.tokenizer, prompts, uniforms, config.sampling, rows=rows)
+    (batch,) = micro_batches(made, rows)
+    logp, _ = micro_batch_logprobs(
+        policy.model, batch, temperature=config.sampling.temperature, dtype=policy.compute_dtype
+    )
+    logp.sum().backward()  # type: ignore[no-untyped-call]
+    policy.model.zero_grad(set_to_none=True)
+
+
+def _plan_together(
+    world: World, work: Workload, monitor: MemoryMonitor, budget: Callable[[], Budget], bias: float
+) -> tuple[Workload, AdaptiveMemory]:
+    """Each process's own plan, of a batch size that is the same for all."""
+    if world.size > 1:
+        with world.main_first("the first plan"):
+            trace_phases(work)
+    return plan_memory(
+        work, monitor, budget, bias=bias, agree=lambda rows: min(world.exchange("the batch size", rows))
+    )
+
+
+def _budget(config: Config, monitor: MemoryMonitor, world: World) -> Callable[[], Budget]:
+    """What this process may hold, as it is whenever that is asked."""
+    limit = parse_size(config.memory_limit) if config.memory_limit else None
+    utilization = config.memory_utilization
+
+    def budget() -> Budget:
+        memory = monitor.memory().shared_by(world.sharing)
+        return make_budget(memory, utilization=utilization, limit_bytes=limit)
+
+    return budget
+
+
+def _limit_memory(config: Config, monitor: MemoryMonitor) -> None:
+    """Enforce --memory-limit where that is possible: last, when threads and processes have started."""
+    if config.memory_limit:
+        limit = parse_size(config.memory_limit)
+        how = limit_memory(monitor.device, limit, monitor.memory().total_bytes)
+        logger.info("memory limit {}: {}", config.memory_limit, how)
+        if monitor.device.type == "cpu" and compute_dtype(config.precision, monitor.device) == torch.bfloat16:
+            logger.info("in bf16 oneDNN keeps kernels it compiles: a tight limit wants --precision fp32")
+
+
+def _start_engine(config: Config, stack: ExitStack) -> EnginePool | None:
+    """Stockfish, where it is wanted and there; `stack` ends it."""
+    if config.engine == "off":
+        return None
+    if find_stockfish(config.stockfish_path) is None:
+        logger.info("no Stockfish found (apt-get install stockfish): the labels of the prompts judge moves")
+        return None
+    return stack.enter_context(
+        EnginePool(config.stockfish_path, depth=config.engine_depth, num_engines=config.num_engines)
+    )
+
+
+def _choose_eval_prompts(config: Config, heldout: list[Prompt]) -> list[Prompt]:
+    """As many held-out prompts of each task, those of the lowest hashes. It is said where they are few."""
+    num_heldout = Counter(prompt.task for prompt in heldout)
+    each = -(-config.eval_prompts // max(1, len(num_heldout)))
+    _, chosen = split(heldout, 1.0, each)
+    if config.eval_interval and not chosen:
+        why = f"--heldout-share {config.heldout_share} holds out no prompts"
+        if not config.eval_prompts:
+            why = "--eval-prompts is 0"
+        logger.warning("nothing will be evaluated: {}; give more, or --eval-interval 0", why)
+    elif config.eval_interval and len(chosen) < config.eval_prompts:
+        few = ", ".join(f"{count} {task}" for task, count in sorted(num_heldout.items()) if count < each)
+        logger.info(
+            "held out are only {} prompts: evaluations use {}, not the {} of --eval-prompts",
+            few, len(chosen), config.eval_prompts,
+        )  # fmt: skip
+    return sorted(chosen, key=lambda prompt: prompt.task)

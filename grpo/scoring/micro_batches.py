@@ -1,0 +1,172 @@
+"""Log-probs of given completions, under policy (with gradients) or reference (without), and of texts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grpo.config.groups import Checkpointing
+from grpo.distributed.shard import inside
+from grpo.memory import Shape
+from grpo.scoring.forward import completion_hidden, text_hidden
+from grpo.scoring.logprobs import completion_logprobs
+from grpo.types import Rollout
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some rows of a rollout, trimmed to their own longest prompt and completion.
+
+    Without a mask every token counts: shapes are then known beforehand, so that fake tensors can
+    trace what is done with a micro-batch.
+    """
+
+    rows: Tensor  # (R,) their places in the rollout
+    prompt_ids: list[list[int]]
+    row_to_prompt: Tensor  # (R,)
+    completion_ids: Tensor  # (R, C)
+    mask: Tensor | None = None  # (R, C)
+
+
+def micro_batches(rollout: Rollout, rows: int, *, pass_tokens: int | None = None) -> Iterator[MicroBatch]:
+    """All N rows, at most `rows` at a time: groups of like length together, whole where they fit.
+
+    pass_tokens: tokens that take as long as another pass does; rows are parted further where that saves
+    more of padding. None: no more passes than needed.
+    """
+    group_size = rollout.group_size
+    longest = rollout.lengths.view(-1, group_size).amax(1)  # (B,)
+    groups = torch.argsort(longest, stable=True)
+    order = (groups.unsqueeze(1) * group_size + torch.arange(group_size)).flatten()  # (N,)
+    if rows >= group_size:
+        rows -= rows % group_size
+    chunks: list[Tensor] = []
+    for chunk in order.split(rows):
+        if pass_tokens is None or rows < group_size:
+            chunks.append(chunk)
+        else:
+            sizes = _lengths_apart(
+                longest[chunk[::group_size] // group_size].tolist(), pass_tokens // group_size
+            )
+            chunks += chunk.split([group_size * size for size in sizes])
+    for chunk in chunks:
+        prompts, row_to_prompt = torch.unique(chunk // group_size, return_inverse=True)
+        width = max(1, int(rollout.lengths[chunk].max()))
+        yield MicroBatch(
+            rows=chunk,
+            prompt_ids=[rollout.prompt_ids[prompt] for prompt in prompts],
+            row_to_prompt=row_to_prompt,
+            completion_ids=rollout.completion_ids[chunk, :width],
+            mask=rollout.mask[chunk, :width],
+        )
+
+
+def _lengths_apart(longest: list[int], worth: int) -> list[int]:
+    """How many of these lengths, in rising order, go through together, so that little of it is padding.
+
+    worth: tokens, of one row a length, that have to be saved by each cut.
+    """
+    saved = [place * (longest[-1] - longest[place - 1]) for place in range(1, len(longest))]
+    if not saved or max(saved) <= worth:
+        return [len(longest)]
+    place = 1 + saved.index(max(saved))
+    return _lengths_apart(longest[:place], worth) + _lengths_apart(longest[place:], worth)
+
+
+def pass_tokens(device: torch.device) -> int:
+    """Tokens that take as long as what a pass costs besides: its Python, and weights read once more.
+
+    On a CPU measured with the bundled model, whose tokens cost least; elsewhere an estimate: an accelerator
+    computes so many while it waits for a pass's kernels to be launched.
+    """
+    return 512 if device.type == "cpu" else 8192
+
+
+def micro_batch_shapes(rollout: Rollout, rows: int, *, pass_tokens: int | None = None) -> list[Shape]:
+    """What the memory of each of `micro_batches` depends on."""
+    return [
+        Shape(
+            rows=len(batch.rows),
+            prompt_tokens=max(map(len, batch.prompt_ids)),
+            new_tokens=batch.completion_ids.shape[1],
+            scored_tokens=int(rollout.lengths[batch.rows].sum()),
+        )
+        for batch in micro_batches(rollout, rows, pass_tokens=pass_tokens)
+    ]
+
+
+def micro_batch_logprobs(
+    model: PreTrainedModel,
+    batch: MicroBatch,
+    *,
+    temperature: float,
+    dtype: torch.dtype,
+    entropy: bool = False,
+    checkpointing: Checkpointing = "none",
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs (R, C) of a micro-batch's tokens on the model's device, 0 on the padding.
+
+    Of the temperature-scaled, untruncated distribution; entropies (R, C) on request. `dtype` is
+    what matrix products are computed in. `checkpointing`: see `recomputed_layers`.
+    """
+    device = model.device
+
+    def work() -> tuple[Tensor, Tensor | None]:
+        with computing_in(dtype, device, cached=checkpointing != "selective"):
+            hidden = completion_hidden(
+                model,
+                batch.prompt_ids,
+                batch.row_to_prompt,
+                batch.completion_ids,
+                checkpointing=checkpointing,
+            )
+            head = model.get_output_embeddings()
+            return completion_logprobs(
+                hidden, head.weight, batch.completion_ids.to(device),
+                None if batch.mask is None else batch.mask.to(device),
+                bias=head.bias, temperature=temperature, entropy=entropy,
+            )  # fmt: skip
+
+    return inside(model, work)
+
+
+def window_logprobs(model: PreTrainedModel, windows: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """Log-probs (R, T) of each token but the first of `windows` (R, T + 1), in nats."""
+    windows = windows.to(model.device)
+    with computing_in(dtype, model.device):
+        hidden = text_hidden(model, windows[:, :-1])  # (R, T, D)
+        head = model.get_output_embeddings()
+        logp, _ = completion_logprobs(hidden, head.weight, windows[:, 1:], bias=head.bias)
+    return logp
+
+
+def computing_in(dtype: torch.dtype, device: torch.device, *, cached: bool = True) -> torch.autocast:
+    """Matrix products inside are computed in `dtype`, where it is lower than the weights' own.
+
+    cached: keep weights that were cast for their next use. Selective checkpointing wants to see the same
+    operations the second time.
+    """
+    lower = dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast(
+        device.type, dtype=dtype if lower else torch.bfloat16, enabled=lower, cache_enabled=cached
+    )
+
+
+@torch.no_grad()
+def score(
+    model: PreTrainedModel,
+    rollout: Rollout,
+    *,
+    rows: int,
+    temperature: float,
+    dtype: torch.dtype,
+    pass_tokens: int | None = None,
+) -> Tensor:
+    """Log-probs (N, C) of a whole rollout without gradients, on the CPU; in parts: see `micro_batches`."""
+    logp = torch.zeros(rollout.completion_ids.shape, dtype=torch.promote_types(model.dtype, torch.float32))
+    for batch in micro_batches(rollout, rows, pass_tokens=pass_tokens):
+        part, _ = micro_batch_logprobs(model, batch, temperature=temperature, dtype=dtype)
+        logp[batch.rows, : part.shape[1]] = part.cpu().to(logp.dtype)
+    return logp

@@ -1,0 +1,145 @@
+"""Trials of the leak test on series whose answer is known: how often it cries wolf, what it finds.
+
+Every series is noise of a known size, a shape that a sound program's memory can take, and a leak of so
+many bytes a step, which may be zero. 1 MB is 2**20 bytes.
+"""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from rich import box
+from rich.table import Table
+from scipy.stats import beta
+
+from grpo.memory.leaks.leak import MB, MIN_GROWTH_BYTES
+from grpo.memory.leaks.trend import Array, find_trends, without_covariate
+
+STEPS = 200
+NOISES_MB = (5, 10, 20, 40, 80)
+LEAK_MB = 0.25
+POWER = 0.95
+_SEARCH_SERIES, _SEARCH_HALVINGS = 200, 8
+_SLOPES_MB = (0.01, 20.0)  # between which the smallest slope found is looked for
+
+Shape = Callable[[Array, Array, np.random.Generator], Array]
+"""White noise (K, T) and a leak (T,), both in bytes, to what is tested (K, T)."""
+
+
+def white_noise(noise: Array, leak: Array, rng: np.random.Generator) -> Array:
+    return noise + leak
+
+
+def autoregressive(noise: Array, leak: Array, rng: np.random.Generator, *, phi: float = 0.8) -> Array:
+    """AR(1), as large in all as the noise given."""
+    series = noise.copy()
+    for step in range(1, noise.shape[1]):
+        series[:, step] = phi * series[:, step - 1] + np.sqrt(1 - phi**2) * noise[:, step]
+    return series + leak
+
+
+def plateau(noise: Array, leak: Array, rng: np.random.Generator) -> Array:
+    """Rises by 10 to 1,000 MB until 5 to 60 % of the run: in a line, ever more slowly, or at once."""
+    num, steps = noise.shape
+    part = np.arange(steps) / (steps * rng.uniform(0.05, 0.6, (num, 1)))  # 1 where the rise ends
+    line = np.minimum(part, 1)
+    saturating = (1 - np.exp(-3 * line)) / (1 - np.exp(-3))
+    rise = np.choose(rng.integers(3, size=(num, 1)), [line, saturating, part >= 1])
+    return noise + leak + rise * MB * 10 ** rng.uniform(1, 3, (num, 1))
+
+
+def running_maximum(noise: Array, leak: Array, rng: np.random.Generator) -> Array:
+    """A high-water mark, as of an allocator that gives nothing back."""
+    return np.maximum.accumulate(noise + leak, axis=1)
+
+
+def growing_completions(noise: Array, leak: Array, rng: np.random.Generator) -> Array:
+    """Memory follows the tokens, which grow by 2 to 5 times, steadily, late or early; they are known."""
+    num, steps = noise.shape
+    progress = np.linspace(0, 1, steps) ** rng.uniform(0.5, 2, (num, 1))
+    tokens = 1000 * (1 + progress * rng.uniform(1, 4, (num, 1))) * rng.normal(1, 0.1, noise.shape)
+    bytes_per_token = MB * 10 ** rng.uniform(-2.5, -1, (num, 1))
+    return without_covariate(noise + leak + bytes_per_token * tokens, tokens)
+
+
+def late_jump(noise: Array, leak: Array, rng: np.random.Generator) -> Array:
+    """One jump of 10 to 1,000 MB after 60 to 95 % of the run: an evaluation, a checkpoint."""
+    num, steps = noise.shape
+    after = np.arange(steps) >= steps * rng.uniform(0.6, 0.95, (num, 1))
+    return noise + leak + after * MB * 10 ** rng.uniform(1, 3, (num, 1))
+
+
+def plateau_of_ar1(noise: Array, leak: Array, rng: np.random.Generator) -> Array:
+    return plateau(autoregressive(noise, leak, rng), np.zeros_like(leak), rng)
+
+
+SHAPES: Mapping[str, Shape] = {
+    "white noise": white_noise,
+    "AR(1) 0.8": autoregressive,
+    "plateau": plateau,
+    "running maximum": running_maximum,
+    "growing completions": growing_completions,
+}
+HARDER: Mapping[str, Shape] = {"late jump": late_jump, "plateau in AR(1) 0.8": plateau_of_ar1}
+"""Beyond what is promised, to know where the test ends."""
+
+
+def share_found(shape: Shape, noise_mb: float, leak_mb: float, num_series: int, seed: int) -> float:
+    """Share of series that are called a leak. One seed gives the same noise for every leak."""
+    rng = np.random.default_rng([seed, int(noise_mb * 1000)])
+    noise = rng.normal(0, noise_mb * MB, (num_series, STEPS))
+    steps = np.arange(STEPS, dtype=float)
+    series = shape(noise, leak_mb * MB * steps, rng)
+    return float(find_trends(series, steps, min_growth=MIN_GROWTH_BYTES).rising.mean())
+
+
+def upper_bound(share: float, num_series: int) -> float:
+    """One-sided 95 % bound of a share (Clopper and Pearson 1934)."""
+    count = round(share * num_series)
+    return 1.0 if count == num_series else float(beta.ppf(0.95, count + 1, num_series - count))
+
+
+def smallest_found(shape: Shape, noise_mb: float, seed: int) -> float:
+    """Leak in MB a step that is found in 95 % of the series, to 3 %; infinite if none of 20 MB is."""
+    low, high = _SLOPES_MB
+    if share_found(shape, noise_mb, high, _SEARCH_SERIES, seed) < POWER:
+        return float("inf")
+    for _ in range(_SEARCH_HALVINGS):
+        middle = float(np.sqrt(low * high))
+        if share_found(shape, noise_mb, middle, _SEARCH_SERIES, seed) < POWER:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def false_alarms(num_series: int, seed: int) -> Table:
+    """Share of sound series that are called leaks, and its upper bound, in percent."""
+    table = _table("called a leak, % (upper 95 % bound)")
+    for name, shape in [*SHAPES.items(), *HARDER.items()]:
+        shares = [share_found(shape, noise, 0.0, num_series, seed) for noise in NOISES_MB]
+        table.add_row(
+            name,
+            *(f"{share:.1%} ({upper_bound(share, num_series):.1%})".replace("%", "") for share in shares),
+        )
+    return table
+
+
+def power(num_series: int, seed: int) -> Table:
+    """Share of leaks of 0.25 MB a step that are found, in percent."""
+    table = _table(f"{LEAK_MB} MB a step, found, %")
+    for name, shape in SHAPES.items():
+        shares = [share_found(shape, noise, LEAK_MB, num_series, seed) for noise in NOISES_MB]
+        table.add_row(name, *(f"{100 * share:.1f}" for share in shares))
+    return table
+
+
+def smallest_leaks(seed: int) -> Table:
+    """The smallest leak found in 95 % of the series, in MB a step."""
+    table = _table("found 95 times in 100, MB a step")
+    for name, shape in SHAPES.items():
+        table.add_row(name, *(f"{smallest_found(shape, noise, seed):.2f}" for noise in NOISES_MB))
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title, *(f"noise {noise} MB" for noise in NOISES_MB), box=box.MARKDOWN)

@@ -1,0 +1,108 @@
+"""Does it learn? Held-out quality before and after a run, and what supervised training gains instead."""
+
+import itertools
+import random
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from loguru import logger
+from rich.console import Console
+
+from benchmarks.pretrain import completion_logits, token_batches
+from grpo.config import Config, read_config
+from grpo.config.groups import SamplingSettings
+from grpo.data import load_prompts
+from grpo.data.load import POSITIONS
+from grpo.data.reward_functions import RewardFunctions
+from grpo.evaluate import Evaluation, evaluate
+from grpo.learning.optimizer import make_optimizer
+from grpo.model.load import Policy, RolloutModel, choose_device, load_policy
+from grpo.run.interrupt import stop_on_signal
+from grpo.run.setup import open_run
+from grpo.trainer import Trainer
+from grpo.types import Prompt
+
+DEMO_SETTINGS = Path(__file__).parents[2] / "grpo" / "assets" / "demo.yaml"
+EVAL_SAMPLES = 4
+EVAL_SEED = 1234
+EVAL_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Held-out scores of one model: sampled at the training temperature, and greedy."""
+
+    sampled: Evaluation
+    greedy: Evaluation
+
+    def save(self, folder: Path, name: str) -> None:
+        self.sampled.save(folder / f"{name}-sampled.json")
+        self.greedy.save(folder / f"{name}-greedy.json")
+
+    @staticmethod
+    def load(folder: Path, name: str) -> "Quality":
+        return Quality(
+            Evaluation.load(folder / f"{name}-sampled.json"), Evaluation.load(folder / f"{name}-greedy.json")
+        )
+
+
+def measure(policy: Policy, config: Config, prompts: list[Prompt]) -> Quality:
+    """Quality on `prompts`, judged by their labels; `reward` is the one that `config` trains on."""
+    model = RolloutModel(policy.model, policy.compute_dtype).model
+    rewards = RewardFunctions(config.reward, config.reward_weights)
+
+    def run(temperature: float, samples: int) -> Evaluation:
+        settings = SamplingSettings(config.sampling.max_new_tokens, temperature)
+        return evaluate(
+            model, policy.tokenizer, prompts, settings=settings, rows=EVAL_ROWS, seed=EVAL_SEED,
+            samples=samples, reward=lambda sampled: rewards(sampled).rewards_where_scored,
+        )  # fmt: skip
+
+    return Quality(run(config.sampling.temperature, EVAL_SAMPLES), run(0.0, 1))
+
+
+def demo_config(**changes: Any) -> Config:
+    """The demo's settings, as the bundled YAML has them, but for changes that are not None."""
+    given = {name: value for name, value in changes.items() if value is not None}
+    return replace(read_config(DEMO_SETTINGS), **given)
+
+
+def heldout_prompts(config: Config, count: int) -> list[Prompt]:
+    """Up to `count` held-out prompts of each task."""
+    return load_prompts(config.prompts, seed=config.seed, heldout_count=count).heldout
+
+
+def train_grpo(config: Config, console: Console) -> tuple[Path, Policy, bool]:
+    """Run the trainer; its folder, the trained policy, and whether Ctrl-C cut it short."""
+    with stop_on_signal() as stop, open_run(config) as run:
+        Trainer(run, console).train(stop)
+        return run.folder, run.policy, stop.requested
+
+
+def train_supervised(config: Config, *, minutes: float, learning_rate: float = 1e-4) -> Policy:
+    """Plain language modelling on the bundled training lines for as long as GRPO took."""
+    device = choose_device(config.device)
+    policy = load_policy(config.model, device, config.precision)
+    optimizer = make_optimizer(policy.model, config.optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    lines = POSITIONS.joinpath("train.txt").read_text().splitlines()
+    rng = random.Random(config.seed)
+    endless = itertools.chain.from_iterable(rng.sample(lines, len(lines)) for _ in itertools.count())
+    end = time.monotonic() + 60 * minutes
+    for step, batch in enumerate(token_batches(endless, policy.tokenizer, 8192)):
+        if time.monotonic() > end:
+            logger.info("supervised: {} steps in {:.1f} minutes", step, minutes)
+            break
+        lower = policy.compute_dtype == torch.bfloat16
+        with torch.autocast(device.type, torch.bfloat16, enabled=lower):
+            logits, targets = completion_logits(policy.model, batch)
+        F.cross_entropy(logits.float(), targets).backward()
+        torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return policy

@@ -1,0 +1,205 @@
+"""Speed and memory of a training step beside TRL's, and beside what the machine could do.
+
+Contenders are processes that take turns, step by step, in an order that changes; a ratio is of two
+steps of one round. The machine's rates are measured in the same run.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from loguru import logger
+from rich import box
+from rich.table import Table
+from scipy.stats import t as student
+
+from benchmarks.speed_limits import Rates
+from benchmarks.speed_work import ModelName, prepare
+from benchmarks.speed_worker import Contender, StepTime, Work
+
+Key = TypeVar("Key")
+CONTENDERS: tuple[Contender, ...] = ("ours", "trl", "trl defaults")
+WARM_UP_STEPS = 4
+"""Of ours, which counts memory operation by operation in the first three; of TRL's there is one."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table. `bars`: least ratios against TRL's best and its defaults, and of memory."""
+
+    name: str
+    model: ModelName
+    prompt_tokens: int | None
+    train_rows: int
+    rounds: int
+    bars: tuple[float, float]
+    memory_bars: tuple[float, float] = (0.6, 0.5)
+    batch_size: int = 64
+    group_size: int = 8
+    max_new_tokens: int = 144
+
+
+CASES = (
+    Case("rook-tiny's shape, 144 tokens each", "rook-tiny without end", 60, 64, 5, (2.0, 5.0)),
+    Case("rook-tiny, half policy, natural ends", "rook-tiny", None, 64, 5, (3.0, 6.0)),
+    Case("GPT-2 124 M, 144 tokens each", "GPT-2 124 M without end", 60, 16, 2, (3.0, 4.0)),
+)
+
+
+@dataclass
+class Outcome:
+    case: Case
+    steps: dict[Contender, list[StepTime]] = field(default_factory=dict)
+
+    def ratio(self, other: Contender) -> tuple[float, float, float]:
+        """Seconds of `other` over ours: geometric mean of the rounds, and its 95 % interval."""
+        pairs = zip(self.steps[other], self.steps["ours"], strict=True)
+        logs = np.log([theirs.seconds / ours.seconds for theirs, ours in pairs])
+        reach = math.inf
+        if len(logs) > 1:
+            reach = float(student.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
+        mean = float(logs.mean())
+        return math.exp(mean), math.exp(mean - reach), math.exp(mean + reach)
+
+    def memory_ratio(self, other: Contender) -> float:
+        return self.steps["ours"][-1].peak_bytes / self.steps[other][-1].peak_bytes
+
+
+class Worker:
+    """A contender's process."""
+
+    def __init__(self, work: Work) -> None:
+        command = [sys.executable, "-m", "benchmarks.speed_worker", json.dumps(asdict(work))]
+        self._log = open(Path(work.folder, f"{work.contender.replace(' ', '-')}.log"), "w")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )  # fmt: skip
+        self._read()
+
+    def step(self) -> StepTime:
+        assert self._process.stdin is not None
+        self._process.stdin.write("step\n")
+        self._process.stdin.flush()
+        return StepTime(**self._read())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._log.close()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.flush()
+            tail = Path(self._log.name).read_text()[-2000:]
+            raise RuntimeError(f"a contender died:\n{tail}")
+        record: dict[str, Any] = json.loads(line)
+        return record
+
+
+@contextmanager
+def working(works: Mapping[Key, Work]) -> Iterator[dict[Key, Worker]]:
+    """A process for each, all ended at the end."""
+    workers: dict[Key, Worker] = {}
+    try:
+        for key, work in works.items():
+            workers[key] = Worker(work)
+        yield workers
+    finally:
+        for worker in workers.values():
+            worker.close()
+
+
+def race(
+    case: Case, folder: Path, *, contenders: Sequence[Contender] = CONTENDERS, device: str = "cpu"
+) -> Outcome:
+    """Every contender's steps, in rounds."""
+    model, ours, theirs = prepare(case.model, case.prompt_tokens, folder)
+    work = Work(
+        "ours", str(model), str(ours), str(folder), case.batch_size, case.group_size, case.max_new_tokens,
+        train_rows=case.train_rows, steps=WARM_UP_STEPS + case.rounds + 1, device=device,
+    )  # fmt: skip
+    works = {
+        name: replace(work, contender=name, prompts=str(ours if name == "ours" else theirs))
+        for name in contenders
+    }
+    outcome = Outcome(case, {name: [] for name in contenders})
+    with working(works) as workers:
+        for name, worker in workers.items():
+            for _ in range(WARM_UP_STEPS if name == "ours" else 1):
+                worker.step()
+        for turn in range(case.rounds):
+            for name in contenders if turn % 2 else tuple(reversed(contenders)):
+                step = workers[name].step()
+                outcome.steps[name].append(step)
+                logger.info("{}, round {}: {} {:.2f} s", case.name, turn + 1, name, step.seconds)
+    return outcome
+
+
+def _ratio(mean: float, least: float, most: float) -> str:
+    return f"{mean:.2f}× ({least:.2f} to {most:.2f})" if math.isfinite(most) else f"{mean:.2f}×"
+
+
+def race_table(outcomes: Sequence[Outcome]) -> Table:
+    table = Table(
+        "work", "samples a second", "against TRL's best", "against its defaults", "peak memory, GB",
+        "of TRL's best", "of its defaults", box=box.MARKDOWN,
+    )  # fmt: skip
+    for outcome in outcomes:
+        ratios: list[str] = []
+        shares: list[str] = []
+        for other in CONTENDERS[1:]:
+            raced = other in outcome.steps
+            ratios.append(_ratio(*outcome.ratio(other)) if raced else "")
+            shares.append(f"{outcome.memory_ratio(other):.2f}" if raced else "")
+        ours = outcome.steps["ours"]
+        rate = outcome.case.batch_size / float(np.median([step.seconds for step in ours]))
+        memory = f"{ours[-1].peak_bytes / 2**30:.2f}"
+        table.add_row(outcome.case.name, f"{rate:.1f}", *ratios, memory, *shares)
+    return table
+
+
+def race_verdicts(outcomes: Sequence[Outcome]) -> dict[str, bool]:
+    """Whether each bar is met, by the sentence that says so."""
+    verdicts = {}
+    for outcome in outcomes:
+        case = outcome.case
+        for other, bar, memory_bar in zip(CONTENDERS[1:], case.bars, case.memory_bars, strict=True):
+            if other in outcome.steps:
+                ratio, share = outcome.ratio(other)[0], outcome.memory_ratio(other)
+                verdicts[f"{case.name}: {ratio:.2f} times {other} (bar {bar:g})"] = ratio >= bar
+                verdicts[f"{case.name}: {share:.2f} of {other}'s memory (bar {memory_bar:g})"] = (
+                    share <= memory_bar
+                )
+    return verdicts
+
+
+def as_json(outcomes: Sequence[Outcome], rates: Rates) -> Mapping[str, Any]:
+    return {
+        "rates": {"flops": rates.flops, "bytes": rates.bytes, "dtype": str(rates.dtype)},
+        "cases": [
+            {
+                "name": o.case.name,
+                "steps": {name: [asdict(s) for s in steps] for name, steps in o.steps.items()},
+            }
+            for o in outcomes
+        ],
+    }
+
+
+def chosen(only: str) -> Iterator[Case]:
+    """Cases whose name holds these words."""
+    for case in CASES:
+        if all(word in case.name for word in only.split()):
+            yield case

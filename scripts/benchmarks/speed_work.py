@@ -1,0 +1,122 @@
+"""The models and prompts of the speed benchmark: all contenders do the same work."""
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import chess
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from grpo.data import load_prompts
+from grpo.model.load import BUNDLED_FOLDER
+from grpo.types import Prompt
+from rewards.formats import environment_prompt, policy_prompt
+
+ModelName = Literal["rook-tiny", "rook-tiny without end", "GPT-2 124 M without end"]
+_NUM_PROMPTS = 128
+_COLUMNS = ("fen", "moves", "evals", "action", "history")
+
+
+def prepare(name: ModelName, prompt_tokens: int | None, folder: Path) -> tuple[Path, Path, Path]:
+    """The model's folder, our prompts and TRL's, half of them policy prompts.
+
+    TRL mis-scores prompts of mixed lengths on GPT-2: where `prompt_tokens` is None, ours are mixed and
+    its are of one length.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_FOLDER)
+    model = BUNDLED_FOLDER
+    if name != "rook-tiny":
+        model = folder / "model"
+        _model_without_end(name).save_pretrained(model)
+        tokenizer.save_pretrained(model)
+    if prompt_tokens is not None:
+        equal = _of_length(_games(), prompt_tokens, tokenizer)
+        return (
+            model,
+            _write_positions(folder / "ours.jsonl", equal),
+            _write_prompts(folder / "trl.jsonl", equal),
+        )
+    bundled = load_prompts("bundled", policy_share=0.5, seed=0).draw(8000)
+    mixed = _write_positions(folder / "ours.jsonl", bundled[:_NUM_PROMPTS])
+    return model, mixed, _write_prompts(folder / "trl.jsonl", _of_length(bundled, None, tokenizer))
+
+
+def _model_without_end(name: ModelName) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if name == "GPT-2 124 M without end":
+        return without_end(GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0)))
+    return without_end(AutoModelForCausalLM.from_pretrained(BUNDLED_FOLDER, dtype=torch.float32))
+
+
+def without_end(model: PreTrainedModel) -> PreTrainedModel:
+    """The same GPT-2, but for one feature that from now on says that a text never ends."""
+    with torch.no_grad():
+        embeddings, norm = model.transformer.wte.weight, model.transformer.ln_f
+        norm.weight[0], norm.bias[0] = 0.0, 1.0
+        embeddings[:, 0] = 0.0
+        embeddings[model.config.eos_token_id, 0] = -1e4
+    return model
+
+
+def _games() -> Iterator[Prompt]:
+    """Both prompts of every position of random games; labels are made up, but legal."""
+    rng = random.Random(0)
+    while True:
+        board = chess.Board()
+        while not board.is_game_over() and len(board.move_stack) < 150:
+            move = rng.choice(list(board.legal_moves)).uci()
+            moves = [each.uci() for each in islice(board.legal_moves, 5)]
+            evals = [0.1 * rank for rank in range(len(moves))]
+            fen = board.fen()
+            yield Prompt("", policy_prompt(fen), {"fen": fen, "moves": moves, "evals": evals})
+            yield Prompt(
+                "", environment_prompt(fen, move, [move]), {"fen": fen, "action": move, "history": [move]}
+            )
+            board.push_uci(move)
+
+
+def _of_length(
+    prompts: Iterator[Prompt] | Sequence[Prompt], length: int | None, tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
+    """As many policy as environment prompts of that many tokens; None: of the most common number."""
+    found: dict[tuple[str, int], list[Prompt]] = {}
+
+    def pairs(tokens: int) -> int:
+        return min(len(found.get((kind, tokens), [])) for kind in ("P:", "A:"))
+
+    for prompt in prompts:
+        tokens = len(tokenizer(prompt.text)["input_ids"])
+        found.setdefault((prompt.text[:2], tokens), []).append(prompt)
+        if length is not None and 2 * pairs(length) >= _NUM_PROMPTS:
+            break
+    chosen = max({tokens for _, tokens in found}, key=pairs) if length is None else length
+    both = zip(found["P:", chosen], found["A:", chosen], strict=False)
+    return [prompt for pair in both for prompt in pair][:_NUM_PROMPTS]
+
+
+def _write_positions(file: Path, prompts: Sequence[Prompt]) -> Path:
+    """Rows from which our own source makes the prompts."""
+    return _write(file, [{name: p.columns[name] for name in _COLUMNS if name in p.columns} for p in prompts])
+
+
+def _write_prompts(file: Path, prompts: Sequence[Prompt]) -> Path:
+    """Rows for a dataset: the same columns in each."""
+    return _write(
+        file, [{"prompt": p.text} | {name: p.columns.get(name) for name in _COLUMNS} for p in prompts]
+    )
+
+
+def _write(file: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file

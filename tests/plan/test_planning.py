@@ -1,0 +1,436 @@
+"""From settings to a plan: closed forms by hand, advice, the largest batch against brute force, tables."""
+
+import dataclasses
+import re
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+import torch
+from conftest import ARCHITECTURES
+from rich.console import Console
+from rich.table import Table
+from transformers import GPT2Config
+
+from grpo.config import Config, SettingsError
+from grpo.config.groups import LoraSettings, OptimizerSettings, SamplingSettings
+from grpo.config.sizes import parse_size
+from grpo.data import PromptSource
+from grpo.data.source import MemoryLane
+from grpo.learning.loss import LossSettings
+from grpo.memory import Budget, DoesNotFit, Footprint, MemoryMonitor, PhasePlan, Shape
+from grpo.memory.budget import GB
+from grpo.plan.advice import advice
+from grpo.plan.planning import LONGEST_TEXTS, find_batch_size, longest_prompt, make_memory, plan_memory
+from grpo.plan.tables import measured_table, plan_table
+from grpo.plan.trace import PHASES, PhaseSettings
+from grpo.plan.workload import SCRATCH_BYTES, Workload, kv_bytes_per_token, resident_parts, scratch_bytes
+from grpo.types import Prompt
+
+VOCABULARY, G, PARAMETERS = 100, 8, 10_000_000
+MONITOR = MemoryMonitor(torch.device("cpu"))
+
+
+def workload(dtype: torch.dtype = torch.float32, name: str = "gpt2", **settings: object) -> Workload:
+    settings = {
+        "batch_size": 64,
+        "group_size": G,
+        "sampling": SamplingSettings(max_new_tokens=20),
+        **settings,
+    }
+    config = Config(**settings)  # type: ignore[arg-type]
+    return Workload(config, ARCHITECTURES[name](VOCABULARY).config, "sdpa", dtype, 50, reference_here=True)
+
+
+WITHOUT_KL = LossSettings(kl_coef=0.0)
+
+
+class Tracer:
+    """Stands in for traces: 1 MB a token of each row; halved by checkpointing, and by bf16."""
+
+    def __init__(self, settings: PhaseSettings) -> None:
+        self._settings = settings
+        self.num_parameters, self.trained_sizes = PARAMETERS, [PARAMETERS]
+
+    def _peak(self, phase: str, shape: Shape) -> float:
+        assert phase in PHASES
+        per_token = 2**20 * self._settings.compute_dtype.itemsize / 4
+        per_token /= 2 if self._settings.checkpointing == "full" else 1
+        before = 100 * 2**20 if phase == "learn split" else 0
+        return before + shape.rows * (shape.prompt_tokens + shape.new_tokens) * per_token
+
+    def peak_bytes(self, phase: str, shape: Shape) -> int:
+        return int(self._peak(phase, shape))
+
+    def rounded(self, phase: str, shape: Shape) -> Shape:
+        return shape
+
+    def fit(self, phase: str, longest: Shape):
+        return lambda shape: self._peak(phase, shape)
+
+
+@pytest.fixture(autouse=True)
+def no_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo.plan.planning.PhaseTracer", Tracer)
+    monkeypatch.setattr("grpo.plan.advice.PhaseTracer", Tracer)
+
+
+# ---------------------------------------------------------------------------- bytes in closed form
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "expected"),
+    [
+        (torch.float32, {}, {"weights": 4, "optimizer": 8, "reference": 4}),
+        (torch.float32, {"loss": WITHOUT_KL}, {"weights": 4, "optimizer": 8}),
+        (torch.float64, {}, {"weights": 8, "optimizer": 16, "reference": 8}),
+        (torch.bfloat16, {}, {"weights": 4, "optimizer": 8, "reference": 4, "sampler's copy": 2}),
+    ],
+)
+def test_what_exists_all_along_in_bytes_a_parameter(dtype, settings, expected):
+    work = workload(dtype, **settings)
+    bytes_of = {name: 1000 * size for name, size in expected.items()}
+    if "sampler's copy" in bytes_of:  # whose head is no longer the embedding
+        bytes_of["sampler's copy"] += 2 * work.model.vocab_size * work.model.hidden_size
+    assert resident_parts(work, 1000) == bytes_of
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sync", "expected"),
+    [
+        (torch.float32, 0, {"weights": 4 * 1000 + 4 * 50, "optimizer": 8 * 50}),
+        (torch.bfloat16, 0, {"weights": 2 * 1000 + 4 * 50, "optimizer": 8 * 50}),
+        (torch.float64, 0, {"weights": 8 * 1000 + 8 * 50, "optimizer": 16 * 50}),
+        (torch.bfloat16, 5, {"weights": 2 * 1000 + 4 * 50, "optimizer": 8 * 50, "reference": 4 * 50}),
+    ],
+)
+def test_with_adapters_the_base_is_there_once(dtype, sync, expected):
+    """1000 parameters, and 50 of adapters in two tensors."""
+    work = workload(dtype, lora=LoraSettings(lora_rank=2), reference_sync=sync)
+    assert resident_parts(work, 1000, [20, 30]) == expected
+
+
+def test_moments_in_8_bits_are_a_quarter():
+    """1000 numbers are too few; 10 000 have 40 blocks of a scale each, and two code books of 256."""
+    work = workload(torch.float32, optimizer=OptimizerSettings(optimizer_kind="adamw8bit"))
+    parts = resident_parts(work, 11_000, [1000, 10_000])
+    assert parts["optimizer"] == 8 * 1000 + 2 * (10_000 + 4 * 40) + 2 * 4 * 256
+
+
+def test_gradients_are_of_what_is_trained(monkeypatch):
+    work = workload(lora=LoraSettings(lora_rank=2))
+    monkeypatch.setattr(Tracer, "__init__", _few_trained)
+    memory = make_memory(work, MONITOR, lambda: Budget(GB, "test"), overhead_bytes=0)
+    for phase in ("learn", "update"):
+        assert memory.footprint(phase, Shape(16, 50, 20)).parts["gradients"] == 4 * 300
+    said = advice(work, "update", Tracer(work.phase_settings()))
+    assert said == "a smaller --model saves more."  # there is no copy to do without
+
+
+def _few_trained(self, settings: PhaseSettings) -> None:
+    self._settings, self.num_parameters, self.trained_sizes = settings, PARAMETERS, [100, 200]
+
+
+def test_a_reference_that_lives_elsewhere_is_no_part_of_it():
+    assert "reference" not in resident_parts(replace(workload(), reference_here=False), 1000)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("gpt2", 2 * 2 * 32 * 4), ("llama", 2 * 2 * 2 * 8 * 4), ("qwen", 2 * 2 * 1 * 16 * 4)],
+)
+def test_keys_and_values_of_a_token(name: str, size: int):
+    """2 · layers · heads that have keys · their width · bytes."""
+    assert kv_bytes_per_token(workload(name=name).model, torch.float32) == size
+    assert kv_bytes_per_token(workload(name=name).model, torch.bfloat16) == size // 2
+
+
+def test_scratch_space_is_for_bf16_and_for_cards(monkeypatch):
+    cpu, card = torch.device("cpu"), torch.device("cuda")
+
+    def scratch(phase: str, dtype: torch.dtype, device: torch.device, width: int = 96) -> int:
+        return scratch_bytes(phase, GPT2Config(n_embd=width), dtype, device)
+
+    assert scratch("learn", torch.float32, cpu) == scratch("learn", torch.float64, cpu) == 0
+    assert scratch("learn", torch.float32, card) == SCRATCH_BYTES
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert scratch("sample", torch.bfloat16, cpu) == SCRATCH_BYTES
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert 97_000 < scratch("sample split", torch.bfloat16, cpu) < 300_000  # measured; a group has 314,000
+    assert 765_000 < scratch("learn split", torch.bfloat16, cpu) < 1_000_000
+    assert scratch("learn", torch.bfloat16, cpu, width=768) == SCRATCH_BYTES
+
+
+def test_what_a_phase_consists_of():
+    memory = make_memory(workload(), MONITOR, lambda: Budget(GB, "test"), overhead_bytes=7)
+    fixed = {
+        "weights": 4 * PARAMETERS,
+        "optimizer": 8 * PARAMETERS,
+        "reference": 4 * PARAMETERS,
+        "not torch": 7,
+    }
+    shape = Shape(16, 50, 20)
+
+    def added(phase: str, shape: Shape = shape) -> dict[str, float]:
+        parts = memory.footprint(phase, shape).parts
+        assert fixed.items() <= parts.items()
+        return {name: size for name, size in parts.items() if name not in fixed}
+
+    all_rows = 16 * 70 * 2**20
+    cache, logits = (2 * 50 + 16 * 48) * 512, 16 * VOCABULARY * 8
+    rest = all_rows - cache - logits  # the cache has whole blocks of 48 tokens
+    assert added("sample") == {"KV cache": cache, "logits": logits, "activations": rest}
+    logits = 16 * 20 * VOCABULARY * 8
+    assert added("score") == {"logits": logits, "activations": all_rows - logits}
+    few = shape._replace(scored_tokens=100)  # most completions ended early
+    assert added("score", few)["logits"] == 100 * VOCABULARY * 8
+    gradients = 4 * PARAMETERS
+    rest = all_rows + 100 * 2**20 - gradients - logits
+    assert added("learn") == {"gradients": gradients, "logits": logits, "activations": rest}
+    assert added("update") == {"gradients": gradients, "activations": 0}
+    many = Shape(64, 50, 20)  # more tokens than the head takes at once
+    assert added("learn", many)["logits"] == 1024 * VOCABULARY * 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "scores"),
+    [({}, True), ({"loss": WITHOUT_KL}, False), ({"loss": WITHOUT_KL, "num_iterations": 2}, True)],
+)
+def test_scoring_is_planned_where_it_is_done(settings: dict, scores: bool):
+    memory = make_memory(workload(**settings), MONITOR, lambda: Budget(GB, ""), overhead_bytes=0)
+    assert ("score" in memory.phases) == scores
+
+
+# ------------------------------------------------------------------------------------- planning
+
+RESIDENT = 16 * PARAMETERS
+
+
+def budget_for(rows: int, extra: int = 0, **settings: object) -> Budget:
+    """What `rows` at once need at first, with the stated error."""
+    memory = make_memory(workload(**settings), MONITOR, lambda: Budget(GB, ""), overhead_bytes=0)
+    needed = memory.footprint("learn", Shape(rows, 50, 20), rows).upper_bytes
+    return Budget(int(needed) + 1 + extra, "test")
+
+
+def test_rows_are_planned_for_the_longest_prompt_and_full_completions():
+    budget = budget_for(64)
+    _, memory = plan_memory(workload(), MONITOR, lambda: budget, overhead_bytes=0)
+    assert {phase: plan.rows for phase, plan in memory.plan.items()} == dict.fromkeys(
+        ("sample", "score", "learn", "update"), 64
+    )
+    tight = budget_for(64, extra=-10)
+    _, memory = plan_memory(workload(), MONITOR, lambda: tight, overhead_bytes=0)
+    assert [memory.plan[phase].rows for phase in ("sample", "score", "learn")] == [32, 32, 32]
+
+
+def test_rows_the_user_fixed_are_kept_phase_by_phase():
+    work = workload(rollout_rows=32, score_rows=16, train_rows=4)
+    _, memory = plan_memory(work, MONITOR, lambda: Budget(100 * GB, ""), overhead_bytes=0)
+    assert [memory.plan[phase].rows for phase in ("sample", "score", "learn")] == [32, 16, 4]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 5, 11, 32])
+@pytest.mark.parametrize("extra", [0, -10])
+def test_the_batch_that_is_found_is_that_of_brute_force(groups: int, extra: int):
+    budget = budget_for(groups * G, extra)
+    work = workload(batch_size="auto", max_batch_size=150)
+    memory = make_memory(work, MONITOR, lambda: budget, overhead_bytes=0)
+
+    def whole(size: int) -> bool:
+        return all(
+            memory.footprint(phase, Shape(size, 50, 20), size).upper_bytes <= budget.usable_bytes
+            for phase in memory.phases
+        )
+
+    expected = max((size for size in range(G, 151, G) if whole(size)), default=0)
+    if expected:
+        assert find_batch_size(memory, work, budget) == expected
+        found, planned = plan_memory(work, MONITOR, lambda: budget, overhead_bytes=0)
+        assert found.config.batch_size == expected
+        assert {plan.rows for plan in planned.plan.values()} == {expected}
+    else:
+        with pytest.raises(SettingsError, match="does not hold one group of 8 at once in"):
+            find_batch_size(memory, work, budget)
+
+
+def test_the_batch_of_several_processes_is_what_the_one_that_holds_least_does_of_it():
+    work = dataclasses.replace(workload(batch_size="auto", max_batch_size=200), processes=3)
+    asked = []
+
+    def agree(rows: int) -> int:
+        asked.append(rows)
+        return 2 * G  # there is one with less room
+
+    found, planned = plan_memory(work, MONITOR, lambda: Budget(100 * GB, ""), overhead_bytes=0, agree=agree)
+    assert asked == [8 * G] and found.config.batch_size == 6 * G
+    assert {plan.rows for plan in planned.plan.values()} == {2 * G}
+
+
+class Learning(Tracer):
+    """Phases but learning take nothing to speak of; learning in parts no more than whole."""
+
+    def _peak(self, phase: str, shape: Shape) -> float:
+        return super()._peak("learn", shape) if phase.startswith("learn") else 0.0
+
+
+class WithoutLayers(Learning):
+    """Of a model that cannot be recomputed layer by layer."""
+
+    def _peak(self, phase: str, shape: Shape) -> float:
+        if self._settings.checkpointing == "full":
+            raise ValueError("does not say which of its layers can be recomputed")
+        return super()._peak(phase, shape)
+
+
+def checkpointing_of(work: Workload, usable_bytes: float) -> tuple[str, int]:
+    """What is settled on, and the rows that then learn at once."""
+    budget = Budget(int(usable_bytes), "test")
+    settled, memory = plan_memory(work, MONITOR, lambda: budget, overhead_bytes=0)
+    return settled.config.gradient_checkpointing, memory.plan["learn"].rows
+
+
+def test_layers_are_recomputed_only_where_not_one_row_would_learn_otherwise(monkeypatch, logged):
+    monkeypatch.setattr("grpo.plan.planning.PhaseTracer", Learning)
+    monkeypatch.setattr("grpo.plan.advice.PhaseTracer", Learning)
+    for rows in (64, 32, 8, 2, 1):
+        enough = budget_for(rows, gradient_checkpointing="none").usable_bytes
+        assert checkpointing_of(workload(), enough) == ("none", rows)
+    assert not logged
+    scarce = RESIDENT + 50 * 2**20  # one row takes 70 MB, or half of that
+    assert checkpointing_of(workload(), scarce) == ("full", 1)
+    assert "INFO gradient checkpointing is full: not one row would learn otherwise" in logged
+    on_a_card = replace(workload(), device_type="cuda")
+    assert checkpointing_of(on_a_card, scarce)[0] == "full"
+    for chosen in ("none", "selective", "full"):
+        assert checkpointing_of(workload(gradient_checkpointing=chosen), 2 * enough)[0] == chosen
+    with pytest.raises(DoesNotFit, match=r"learn does not fit: one row .*checkpointing full saves"):
+        checkpointing_of(workload(), RESIDENT + 20 * 2**20)
+    with pytest.raises(DoesNotFit, match="learn does not fit: one row"):
+        checkpointing_of(workload(shard=True), scarce)  # other processes may have more
+    monkeypatch.setattr("grpo.plan.planning.PhaseTracer", WithoutLayers)
+    with pytest.raises(DoesNotFit, match="learn does not fit: one row"):
+        checkpointing_of(workload(), scarce)
+
+
+def test_a_wrong_prediction_can_be_asked_for():
+    _, memory = plan_memory(workload(), MONITOR, lambda: Budget(100 * GB, ""), overhead_bytes=0, bias=0.6)
+    added = memory.plan["learn"].footprint.peak_bytes - RESIDENT
+    assert added == pytest.approx(0.6 * 64 * 70 * 2**20)
+
+
+def test_the_longest_prompt_is_the_one_of_most_tokens(tokenizer):
+    """Not always the one of most characters, and of all lanes."""
+    words, digits = "e" * 90, " ".join("1234567890" * 4)
+    lanes = {
+        task: MemoryLane([Prompt(f"{task}:{i}", text, {}) for i, text in enumerate(texts)], seed=0, task=task)
+        for task, texts in {"policy": [words, "a"], "environment": [digits, "b"]}.items()
+    }
+    source = PromptSource(dict(lanes), [], seed=0, policy_share=0.5, rows_digest="")
+    counts = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (words, digits)]
+    assert longest_prompt(source, tokenizer, Config()) == max(counts)
+    nothing = PromptSource({}, [], seed=0, policy_share=0.5, rows_digest="")
+    assert longest_prompt(nothing, tokenizer, Config()) == 144  # nothing is known: as long as completions
+    assert LONGEST_TEXTS >= 16
+
+
+# ------------------------------------------------------------------------------------- advice
+
+
+def test_advice_says_what_each_setting_would_save():
+    """One row of 50 + 20 tokens, 1 MB each; 10 million parameters."""
+    work = workload()
+    assert advice(work, "learn", Tracer(work.phase_settings())) == (
+        "--max-new-tokens 10 saves 10 MB; --gradient-checkpointing full saves 35 MB; "
+        "--kl-coef 0 saves 38 MB; --lora-rank 16 saves 0.11 GB; "
+        "--precision bf16 saves 35 MB; a smaller --model saves more."
+    )
+    adapters = LoraSettings(lora_rank=16)
+    work = workload(torch.bfloat16, gradient_checkpointing="full", loss=WITHOUT_KL, lora=adapters)
+    said = advice(work, "learn", Tracer(work.phase_settings()))
+    assert said == "--max-new-tokens 10 saves 2 MB; a smaller --model saves more."
+    assert "checkpointing" not in advice(workload(), "sample", Tracer(workload().phase_settings()))
+    on_a_card = replace(workload(), device_type="cuda")
+    assert "--kl-coef 0, or --reference-device cpu saves 38 MB" in advice(
+        on_a_card, "update", Tracer(on_a_card.phase_settings())
+    )
+
+
+def test_what_a_model_cannot_do_is_not_advised(monkeypatch):
+    def peak(tracer: Tracer, phase: str, shape: Shape) -> float:
+        if tracer._settings.checkpointing == "full":
+            raise ValueError("CTRLLMHeadModel does not say which of its layers can be recomputed")
+        return 2**20 * shape.rows * (shape.prompt_tokens + shape.new_tokens)
+
+    monkeypatch.setattr(Tracer, "_peak", peak)
+    said = advice(workload(), "learn", Tracer(workload().phase_settings()))
+    assert said.startswith("--max-new-tokens 10 saves 10 MB; --kl-coef 0 saves 38 MB; ")
+
+
+def test_advice_says_where_all_of_it_is_not_enough():
+    work = workload(loss=WITHOUT_KL, lora=LoraSettings(lora_rank=16))
+    tracer = Tracer(work.phase_settings())  # 10 MB by shorter texts, 35 by checkpointing, 35 by bf16
+    assert advice(work, "learn", tracer, 79 * 2**20).endswith("a smaller --model saves more.")
+    assert advice(work, "learn", tracer, 81 * 2**20).endswith("it is not enough: 81 MB are missing.")
+
+
+def test_what_nothing_of_a_rows_length_helps_has_advice_too():
+    """The optimizer's step: only what exists all along can be less."""
+    work = workload()
+    said = advice(work, "update", Tracer(work.phase_settings()))
+    assert said == ("--kl-coef 0 saves 38 MB; --lora-rank 16 saves 0.11 GB; a smaller --model saves more.")
+
+
+def test_when_one_row_does_not_fit_phase_needs_and_advice_are_named():
+    with pytest.raises(DoesNotFit) as error:
+        plan_memory(workload(), MONITOR, lambda: Budget(RESIDENT, "--memory-limit"), overhead_bytes=2**20)
+    said = str(error.value)
+    assert said.startswith("sample does not fit: one row needs 0.2")
+    assert "(--memory-limit)" in said and "--max-new-tokens 10 saves 10 MB; --kl-coef 0" in said
+    least = re.search(r"--memory-limit has to be at least ([\d.]+GB)\.$", said)
+    assert least is not None
+    enough = Budget(parse_size(least[1]), "--memory-limit")
+    plan_memory(workload(), MONITOR, lambda: enough, overhead_bytes=2**20)
+
+
+# ------------------------------------------------------------------------------------- tables
+
+
+def printed(table: Table) -> dict[str, list[str]]:
+    """Cells by the first one of their row; the title, without a name."""
+    console = Console(file=StringIO(), width=160)
+    console.print(table)
+    assert isinstance(console.file, StringIO)
+    title, _, table_lines = console.file.getvalue().partition("┏")
+    lines = table_lines.replace("┃", "│").splitlines()
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
+    return {"": [" ".join(title.split())], **{row[0]: row[1:] for row in rows if len(row) > 1}}
+
+
+def test_the_table_of_the_plan():
+    sampling = Footprint({"weights": 0.5 * GB, "not torch": 0.25 * GB, "KV cache": GB}, 0.1 * GB)
+    learning = Footprint({"weights": 0.5 * GB, "activations": 2 * GB, "not torch": 0.25 * GB})
+    plans = {"sample": PhasePlan(64, sampling), "learn": PhasePlan(16, learning)}
+    rows = printed(plan_table(plans, Budget(4 * GB, "85% of 4.70 GB")))
+    assert rows[""] == ["Memory planned; budget 4.00 GB (85% of 4.70 GB)"]
+    assert rows["in GB"] == ["sample", "learn"] and rows["rows at once"] == ["64", "16"]
+    assert rows["weights"] == ["0.500", "0.500"]
+    assert rows["KV cache"] == ["1.000", ""] and rows["activations"] == ["", "2.000"]
+    assert list(rows).index("not torch") > list(rows).index("activations")
+    assert rows["predicted peak"] == ["1.750", "2.750"] and rows["give or take"] == ["0.100", "0.000"]
+    assert rows["headroom"] == ["2.25, 56%", "1.25, 31%"]
+
+
+def test_the_table_of_what_was_measured_shows_each_phases_highest_peak():
+    def line(phase: str, rows: int, predicted: float, used: float, retries: int = 0) -> dict:
+        return {
+            "phase": phase, "rows": rows, "predicted_bytes": predicted * GB, "device_used_bytes": used * GB,
+            "retries": retries,
+        }  # fmt: skip
+
+    lines = [line("sample", 64, 1.0, 1.1), line("learn", 64, 2.0, 2.5, 2), line("learn", 32, 1.5, 1.4, 1)]
+    rows = printed(measured_table(lines, Budget(4 * GB, "test")))
+    assert rows["peak of"] == ["rows", "predicted", "measured", "headroom", "retries"]
+    assert rows["sample"] == ["64", "1.00 GB", "1.10 GB", "2.90 GB, 72%", "0"]
+    assert rows["learn"] == ["64", "2.00 GB", "2.50 GB", "1.50 GB, 38%", "3"]
+    assert printed(measured_table([], Budget(GB, ""))).keys() == {"", "peak of"}

@@ -1,0 +1,127 @@
+"""Prompts as a run loads them: those that its model has room for."""
+
+from dataclasses import replace
+
+import pytest
+from conftest import CONTEXT
+from prompt_lines import ids, write_records
+from rich.console import Console
+
+from grpo.data import Prompt, load_prompts
+from grpo.data.intake import TooLong
+from grpo.data.split import heldout_fraction
+from grpo.run.interrupt import StopRequest
+from grpo.run.loading import LEAST_HELDOUT, load_source, prompt_room
+from grpo.run.setup import open_run
+from grpo.trainer import Trainer
+
+NEW = 10  # tokens of a completion in `config`
+LONG = "a" * (CONTEXT - NEW + 1)  # a token each
+
+
+def one_too_long(folder, *, rows=100):
+    """A file of the user's own prompts, the seventh of one token more than there is room for."""
+    records = [{"prompt": f"{n}" if n != 7 else LONG} for n in range(1, rows + 1)]
+    return write_records(folder / "mine.jsonl", records)
+
+
+def test_a_prompt_that_just_fits_is_let_in(model_folders):
+    room = prompt_room(str(model_folders["gpt2"]), NEW)
+    room.check(LONG[1:])
+    with pytest.raises(TooLong, match=r"183 tokens, .* context of 192 leaves 182 beside --max-new-tokens 10"):
+        room.check(LONG)
+
+
+def test_a_text_of_few_bytes_is_not_tokenized():
+    def tokenizer(text, **_):
+        asked.append(text)
+        return {"input_ids": [0] * 10}
+
+    asked = []
+    room = prompt_room("rook-tiny", 500)  # 12 tokens are left
+    object.__setattr__(room, "tokenizer", tokenizer)
+    for text in ("a" * 11, "é" * 5, "a" * 12, "é" * 6, "\N{ARABIC LIGATURE SALLALLAHOU ALAYHE WASALLAM}"):
+        room.check(text)
+    assert asked[:2] == ["a" * 12, "é" * 6]  # of twelve bytes: a space may come in front
+    assert len(asked) == 3  # the last is of three, but many tokenizers make eighteen letters of it
+
+
+def test_a_prompt_too_long_for_the_model_is_skipped_and_named_once(config, tmp_path, logged):
+    config = replace(config, prompts=one_too_long(tmp_path), heldout_share=0)
+    drawn = load_source(config).draw(99)
+    assert sorted(ids(drawn)) == sorted(f"mine.jsonl:{n}" for n in range(1, 101) if n != 7)
+    (warning,) = [message for message in logged if message.startswith("WARNING")]
+    assert "1 of 100 rows (1.0%)" in warning and "mine.jsonl:7: a prompt of 183 tokens" in warning
+
+
+def test_too_many_of_them_are_an_error_that_says_what_to_lower(config, tmp_path):
+    config = replace(config, prompts=one_too_long(tmp_path, rows=50))
+    with pytest.raises(
+        ValueError,
+        match=r"1 of 50 rows.*mine.jsonl:7: .*leaves 182 beside --max-new-tokens 10; at most 1.0% may be: "
+        r"lower --max-new-tokens, choose another --model, or allow more with --max-bad-share 0.02",
+    ):
+        load_source(config)
+    sampling = replace(config.sampling, max_new_tokens=9)
+    assert len(set(ids(load_source(replace(config, sampling=sampling, heldout_share=0)).draw(50)))) == 50
+
+
+def test_lines_of_both_kinds_are_shown(config, tmp_path):
+    path = one_too_long(tmp_path)
+    with open(path, "a") as file:
+        file.write("{\n")
+    with pytest.raises(
+        ValueError,
+        match=r"2 of 101 rows.*mine.jsonl:101: .* and mine.jsonl:7: .*: repair them, lower --max-new",
+    ):
+        load_source(replace(config, prompts=path))
+
+
+def test_a_held_out_prompt_fits_as_well(config, tmp_path):
+    path = one_too_long(tmp_path)
+    share = heldout_fraction(Prompt("", LONG, {})) + 0.01
+    assert "mine.jsonl:7" in ids(load_prompts(path, seed=0, heldout_share=share).heldout)
+    fitting = load_source(replace(config, prompts=path, heldout_share=share)).heldout
+    assert fitting and "mine.jsonl:7" not in ids(fitting)
+
+
+def test_where_all_fit_nothing_changes(config, data_file):
+    one, other = (
+        load_source(config),
+        load_prompts(str(data_file), seed=0, policy_share=0.5, heldout_share=0.2),
+    )
+    assert one.state() == other.state() and one.heldout == other.heldout
+    assert one.draw(150) == other.draw(150)
+
+
+def test_a_prompt_that_is_no_unicode_is_skipped(config, tmp_path):
+    """JSON can write half a character, which no tokenizer takes."""
+    path = one_too_long(tmp_path)
+    with open(path, "a") as file:
+        file.write('{"prompt": "\\ud83d"}\n')
+    source = load_source(replace(config, prompts=path, heldout_share=0, max_bad_share=0.02))
+    assert "mine.jsonl:101" not in ids(source.draw(99))
+
+
+def test_as_many_prompts_are_held_out_as_are_evaluated(config, tmp_path):
+    path = write_records(tmp_path / "mine.jsonl", [{"prompt": f"{n}"} for n in range(1500)])
+    config = replace(config, prompts=path, heldout_share=0.9)
+
+    def count(**changes):
+        return len(load_source(replace(config, **changes)).heldout)
+
+    assert count(eval_prompts=1200) == 1200 and count(eval_prompts=100) == 100
+    assert count(eval_prompts=1) == count(eval_prompts=100, eval_interval=0) == LEAST_HELDOUT
+
+
+@pytest.mark.usefixtures("made_up_plans")
+def test_a_run_goes_past_a_prompt_that_is_too_long(config, tmp_path):
+    (tmp_path / "mine.py").write_text("def length(completions, **_):\n    return [*map(len, completions)]\n")
+    config = replace(
+        config, prompts=one_too_long(tmp_path, rows=8), max_bad_share=0.2, heldout_share=0, eval_interval=0,
+        reward=(f"{tmp_path}/mine.py:length",),
+    )  # fmt: skip
+    with open_run(config) as run:  # 4 steps of 2 prompts: one more than there are
+        trainer = Trainer(run, Console(quiet=True))
+        trainer.train(StopRequest())
+    assert trainer.finished == 4
