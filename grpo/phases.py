@@ -21,7 +21,7 @@ from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.checkpoint import take_snapshot
 from grpo.run.setup import Run
-from grpo.scoring.micro_batches import micro_batch_shapes, pass_tokens, score
+from grpo.scoring.micro_batches import micro_batch_shapes, score
 from grpo.types import Prompt, Rollout
 
 EVAL_ROWS = 256
@@ -91,14 +91,14 @@ class PlannedPhases:
             "score",
             lambda rows: score(
                 model, sampled, rows=rows, pass_tokens=self._pass_tokens(),
-                temperature=config.sampling.temperature, dtype=run.policy.compute_dtype,
+                temperature=config.sampling.temperature, dtype=run.policy.target.dtype,
             ),
             shapes=lambda rows, _: micro_batch_shapes(sampled, rows, pass_tokens=self._pass_tokens()),
         )  # fmt: skip
 
     def _pass_tokens(self) -> int | None:
         """See `micro_batches`; the processes of a sharded model make the same passes."""
-        return None if self._run.config.shard else pass_tokens(self._run.monitor.device)
+        return None if self._run.config.shard else self._run.policy.target.pass_tokens
 
     def accumulate(self, batch: GRPOBatch, settings: LossSettings) -> Sums:
         """Add a step's gradients to the policy's; what `finish_grpo` makes metrics of."""
@@ -119,7 +119,7 @@ class PlannedPhases:
             "learn",
             lambda rows: accumulate_grpo(
                 run.policy.model, batch, settings=settings, temperature=config.sampling.temperature,
-                dtype=run.policy.compute_dtype, rows=rows, pass_tokens=spared(rows),
+                dtype=run.policy.target.dtype, rows=rows, pass_tokens=spared(rows),
                 importance_cap=config.importance_cap, checkpointing=checkpointing,
             ),
             shapes=lambda rows, _: micro_batch_shapes(batch.rollout, rows, pass_tokens=spared(rows)),

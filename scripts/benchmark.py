@@ -26,7 +26,8 @@ from benchmarks.speed_limits import limit_table, measure_rates
 from rich.console import Console
 from transformers import GPT2Config
 
-from grpo.model.load import BUNDLED_FOLDER, compute_dtype
+from grpo.model.load import BUNDLED_FOLDER
+from grpo.model.target import compute_dtype
 from grpo.run.tracking import configure_logging
 
 

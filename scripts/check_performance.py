@@ -30,7 +30,7 @@ def main() -> int:
         # These load torch: a wrong flag need not wait for it.
         import torch
 
-        from grpo.model.load import choose_device, compute_dtype
+        from grpo.model.target import choose_device, compute_dtype
         from grpo.workbench.machine import device_name
         from grpo.workbench.performance.measure import (
             matmul_rate,

@@ -22,7 +22,8 @@ def main(seed: int = 0, steps: int | None = None, batch_size: int | None = None,
     from rich.console import Console
 
     from grpo.evaluate import comparison_table
-    from grpo.model.load import choose_device, load_policy
+    from grpo.model.load import load_policy
+    from grpo.model.target import choose_device
     from grpo.run.tracking import configure_logging
 
     console = Console()

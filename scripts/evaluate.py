@@ -124,7 +124,8 @@ def measure(config: EvaluateConfig, mates: list[chess.Board]) -> "Evaluation":
     """The held-out prompts' columns, and those of games and mates where these are asked for."""
     from grpo.data import check_spec, load_prompts
     from grpo.evaluate import evaluate, mate_in_one, self_play
-    from grpo.model.load import RolloutModel, choose_device, choose_model, load_policy
+    from grpo.model.load import RolloutModel, load_policy
+    from grpo.model.target import choose_device, choose_model
     from grpo.run.loading import prompt_room
 
     settings = config.sampling
@@ -141,7 +142,7 @@ def measure(config: EvaluateConfig, mates: list[chess.Board]) -> "Evaluation":
             room=prompt_room(name, config.max_new_tokens),
         ).heldout  # fmt: skip
         policy = load_policy(name, device, config.precision)
-        model, tokenizer = RolloutModel(policy.model, policy.compute_dtype).model, policy.tokenizer
+        model, tokenizer = RolloutModel(policy.model, policy.target.dtype).model, policy.tokenizer
         results = evaluate(
             model, tokenizer, heldout, settings=settings, rows=config.rows, seed=config.seed,
             samples=config.samples, engine=engine,

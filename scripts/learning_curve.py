@@ -26,7 +26,8 @@ from loguru import logger
 from rich.console import Console
 
 from grpo.config import Config
-from grpo.model.load import choose_device, load_policy
+from grpo.model.load import load_policy
+from grpo.model.target import choose_device
 from grpo.run.tracking import configure_logging
 
 

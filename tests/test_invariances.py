@@ -50,7 +50,7 @@ def frozen_batch(policy, prompts) -> GRPOBatch:
     """A step off its old policy, so that ratios are not 1 and some are clipped; truncated rows masked."""
     sampled = sample(policy, prompts, step_uniforms(N, LENGTH, seed=0, step=1), rows=N)
     generator = torch.Generator().manual_seed(2)
-    now = score(policy.model, sampled, rows=N, temperature=1.0, dtype=policy.compute_dtype)
+    now = score(policy.model, sampled, rows=N, temperature=1.0, dtype=policy.target.dtype)
     old, ref = (now + 0.2 * torch.randn(now.shape, generator=generator).to(now) for _ in range(2))
     advantages = torch.randn(N, generator=generator, dtype=torch.float64)
     mask = sampled.mask & sampled.terminated.unsqueeze(1)
@@ -64,7 +64,7 @@ def learn(
     """One step's gradient as one vector, and its metrics."""
     policy.model.zero_grad(set_to_none=True)
     sums = accumulate_grpo(
-        policy.model, batch, settings=loss, temperature=1.0, dtype=policy.compute_dtype, rows=rows,
+        policy.model, batch, settings=loss, temperature=1.0, dtype=policy.target.dtype, rows=rows,
         importance_cap=2.0, checkpointing=checkpointing, pass_tokens=pass_tokens,
     )  # fmt: skip
     metrics = finish_grpo([sums], batch.counts, int(batch.rollout.lengths.sum()))

@@ -14,6 +14,6 @@ def centred_head(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """
     mean = weight.mean(0, dtype=torch.float32)
     centred = torch.empty_like(weight, dtype=dtype)
-    for target, source in zip(centred.split(slices.CAST_ROWS), weight.split(slices.CAST_ROWS), strict=True):
-        target.copy_(source - mean)
+    for rows in slices.slices(len(weight), slices.CAST_ROWS):
+        centred[rows].copy_(weight[rows] - mean)
     return centred

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from loguru import logger
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -25,13 +24,11 @@ from transformers.utils import logging as transformers_logging
 
 from grpo.config.groups import BUNDLED, Precision
 from grpo.model.adapters import base_of, merged_weights, with_merged
-from grpo.model.cpu import attention
 from grpo.model.cpu.feed_forward import slice_feed_forward
 from grpo.model.head import centred_head
 from grpo.model.hub import may_be_hub_id, out_of_reach
+from grpo.model.target import Target, make_target
 
-AUTO = "auto"
-HUB_DEFAULT = "jrahn/RookWorld-LM-124M"
 BUNDLED_FOLDER = Path(__file__).parents[1] / "assets" / BUNDLED
 
 _LOADING_ERRORS = (OSError, ValueError, KeyError, SafetensorError)
@@ -40,99 +37,45 @@ transformers_logging.disable_progress_bar()
 
 
 class Policy(NamedTuple):
-    """A model to train, its tokenizer, and the dtype it computes in."""
+    """A model to train, its tokenizer, and what it runs on."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    compute_dtype: torch.dtype
+    target: Target
 
 
-def choose_device(name: str = AUTO) -> torch.device:
-    """`auto` is a CUDA or XPU device if there is one. ValueError for a device that is not there."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if name == AUTO:
-        known = accelerator is not None and accelerator.type in ("cuda", "xpu")
-        return torch.device(accelerator.type, 0) if accelerator and known else torch.device("cpu")
-    try:
-        return torch.empty(0, device=name).device  # with its index: cuda is cuda:0
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        there = f"cpu and {accelerator.type}" if accelerator else "cpu"
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"device is {name!r}, which cannot be used here ({reason}): give {there}."
-        ) from error
+def load_policy(name: str, device: torch.device, precision: Precision = "auto") -> Policy:
+    """Load any Hugging Face causal language model. ValueError says what to do when it cannot."""
+    return load_for(make_target(load_config(name), device, precision), name)
 
 
-def choose_model(name: str, device: torch.device, *, absent: str | None = None) -> str:
-    """Resolve `auto`, and say in one line which model it is and how to choose another.
+def load_for(target: Target, name: str, *, on_host: bool = False) -> Policy:
+    """Load a model's weights; a folder of adapters is merged into its base model.
 
-    absent: the memory of a card that is only planned for.
+    on_host: leave them on the CPU for now. ValueError says what to do when it cannot.
     """
-    if name != AUTO:
-        return name
-    chosen = HUB_DEFAULT if device.type == "cuda" else BUNDLED
-    why = f"{'a' if device.type == 'cuda' else 'no'} CUDA device is present"
-    if absent is not None:
-        why = f"a card of {absent} is planned for"
-    logger.info("model: {} ({}); choose with --model {}, a hub id or a folder", chosen, why, BUNDLED)
-    return chosen
-
-
-def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products; `auto` is bf16 where the device multiplies in it natively."""
-    if precision != "auto":
-        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[precision]
-    if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    elif device.type == "cpu":
-        native = bool({"avx512_bf16", "amx_bf16", "bf16"} & _cpu_flags())
-    else:
-        native = False
-    return torch.bfloat16 if native else torch.float32
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    for line in lines:
-        if line.startswith(("flags", "Features")):
-            return set(line.split(":", 1)[1].split())
-    return set()
-
-
-def load_policy(
-    name: str, device: torch.device, precision: Precision = "auto", *, on_host: bool = False
-) -> Policy:
-    """Load any Hugging Face causal language model; a folder of adapters is merged into its base model.
-
-    on_host: leave the weights on the CPU for now. ValueError says what to do when it cannot.
-    """
-    dtype = compute_dtype(precision, device)
-    model = _load_model(name, dtype, choose_attention(device, dtype))
-    if device.type == "cpu":
+    model = _load_model(name, target)
+    if target.on_cpu:
         slice_feed_forward(model)
-    return Policy(model if on_host else model.to(device), load_tokenizer(name), dtype)
+    return Policy(model if on_host else model.to(target.device), load_tokenizer(name), target)
 
 
-def _load_model(name: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def _load_model(name: str, target: Target) -> PreTrainedModel:
     if (base := base_of(name)) is not None:
-        model = _load_model(base, dtype, attention)
+        model = _load_model(base, target)
         try:
             return with_merged(model, Path(name)).eval()
         except (*_LOADING_ERRORS, RuntimeError) as error:  # shapes of another model
             raise ValueError(f"the adapters in {name!r} do not fit their base {base!r}: {error}") from error
-    config = load_config(name)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             _source(name),
-            config=config,
-            dtype=torch.float64 if dtype == torch.float64 else torch.float32,
+            config=target.model_config,
+            dtype=target.exact_dtype,
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=out_of_reach(_source(name)),
-            attn_implementation=attention,
+            attn_implementation=target.attention,
         )
     except _LOADING_ERRORS as error:
         raise ValueError(_cannot_load(name, error)) from error
@@ -191,19 +134,6 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
-    """The name transformers knows it by: torch's fused attention, or our own in bf16 on a CPU.
-
-    On CUDA not cuDNN's, which plans anew for every shape: micro-batches seldom have the same.
-    """
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    if (device.type, dtype) == ("cpu", torch.bfloat16):
-        attention.register()
-        return attention.NAME
-    return "sdpa"
 
 
 def _source(name: str) -> str:

@@ -7,6 +7,7 @@ import torch
 
 from grpo.memory import MemoryMonitor, Shape
 from grpo.memory.budget import readable
+from grpo.model.target import make_target
 from grpo.plan.trace import PHASES, PhaseSettings, PhaseTracer, split_name
 from grpo.plan.workload import Workload, resident_parts
 
@@ -35,13 +36,14 @@ def advice(work: Workload, phase: str, tracer: PhaseTracer, missing_bytes: float
             savings["--gradient-checkpointing full"] = now - peak(leaner, row)
     resident = resident_parts(work, tracer.num_parameters, tracer.trained_sizes)
     if "reference" in resident and not config.lora.on:
-        elsewhere = "" if work.device_type == "cpu" else ", or --reference-device cpu"
+        elsewhere = "" if work.target.on_cpu else ", or --reference-device cpu"
         savings[f"--kl-coef 0{elsewhere}"] = resident["reference"]
     if not config.lora.on and work.shards == 1:  # adapters themselves are small
-        frozen = work.compute_dtype.itemsize * tracer.num_parameters
+        frozen = work.target.dtype.itemsize * tracer.num_parameters
         savings["--lora-rank 16"] = sum(resident.values()) - frozen
-    if phase in PHASES and work.compute_dtype == torch.float32:
-        lower = replace(work.phase_settings(), compute_dtype=torch.bfloat16)
+    if phase in PHASES and work.target.dtype == torch.float32:
+        target = make_target(work.target.model_config, work.target.device, torch.bfloat16)
+        lower = replace(work.phase_settings(), target=target)
         savings["--precision bf16"] = now - peak(lower, row)
     useful = {name: saved for name, saved in savings.items() if saved >= 2**20}
     ways = (f"{name} saves {readable(saved)}" for name, saved in useful.items())

@@ -61,7 +61,7 @@ def make_memory(
     sizes = work.sizes_here(tracer.trained_sizes)
     resident = resident_parts(work, tracer.num_parameters, sizes)
     gradients = {"gradients": work.exact_bytes * sum(sizes)}
-    update = gradients["gradients"] + step_bytes(sizes, config.optimizer, work.device_type)
+    update = gradients["gradients"] + step_bytes(sizes, config.optimizer, work.target.device.type)
     specs = {
         "sample": PhaseSpec(
             "sample", split_name("sample"), config.rollout_rows, partial(sample_parts, work)
@@ -74,7 +74,7 @@ def make_memory(
         "update": PhaseSpec("update", "update", None, lambda shape: gradients),
     }  # fmt: skip
     fits: dict[str, Callable[[Shape], float]] = {**traced, "update": lambda shape: update}
-    scratch = {phase: scratch_bytes(phase, work.model, work.compute_dtype, monitor.device) for phase in fits}
+    scratch = {phase: scratch_bytes(phase, work.target) for phase in fits}
     if not (config.uses_reference or config.num_iterations > 1 or config.kl_in_reward):
         del specs["score"]
     return AdaptiveMemory(

@@ -11,9 +11,9 @@ from grpo.distributed import largest_share
 from grpo.learning.optimizer import moment_bytes
 from grpo.memory import Shape
 from grpo.model.activation_checkpointing import choose_checkpointing
+from grpo.model.target import Target
 from grpo.plan.trace import CHUNK_TOKENS, PhaseSettings
 from grpo.rollout.decoder import cache_tokens
-from grpo.scoring.logprobs import slice_numbers
 
 SCRATCH_BYTES = 2 * 2**20
 """Workspace of CUDA's libraries, and of oneDNN in bf16, for models so small that it counts."""
@@ -24,13 +24,10 @@ class Workload:
     """What is to be planned for: the model, its settings, and the longest prompt in tokens."""
 
     config: Config
-    model: PretrainedConfig
-    attention: str
-    compute_dtype: torch.dtype
+    target: Target
     longest_prompt: int
     reference_here: bool
     """Whether the reference lives on the policy's device."""
-    device_type: str = "cpu"
     processes: int = 1
 
     @property
@@ -56,8 +53,8 @@ class Workload:
     def phase_settings(self) -> PhaseSettings:
         config = self.config
         return PhaseSettings(
-            self.model, self.attention, self.compute_dtype, config.group_size, config.sampling, config.loss,
-            choose_checkpointing(config.gradient_checkpointing), self.device_type,
+            self.target, config.group_size, config.sampling, config.loss,
+            choose_checkpointing(config.gradient_checkpointing),
             scores_policy=config.num_iterations > 1 or config.kl_in_reward or self.reference_has_adapters,
             lora=config.lora, processes=self.shards,
         )  # fmt: skip
@@ -70,7 +67,7 @@ class Workload:
     @property
     def exact_bytes(self) -> int:
         """Of a number that is trained."""
-        return 8 if self.compute_dtype == torch.float64 else 4
+        return self.target.exact_dtype.itemsize
 
 
 def resident_parts(
@@ -86,14 +83,16 @@ def resident_parts(
     moments = moment_bytes(sizes, work.config.optimizer, exact)
     if work.config.lora.on:
         adapters = exact * sum(sizes)
-        base = work.compute_dtype.itemsize * num_parameters
+        base = work.target.dtype.itemsize * num_parameters
         parts = {"weights": base + adapters, "optimizer": moments}
         return {**parts, "reference": adapters} if work.reference_has_adapters else parts
     parts = {"weights": exact * num_parameters, "optimizer": moments}
     if work.config.uses_reference and work.reference_here:
         parts["reference"] = exact * num_parameters
-    if work.compute_dtype.itemsize < exact and work.shards == 1:  # shards sample with what they gather
-        parts["sampler's copy"] = work.compute_dtype.itemsize * (num_parameters + _shared_head(work.model))
+    if work.target.is_lower and work.shards == 1:  # shards sample with what they gather
+        parts["sampler's copy"] = work.target.dtype.itemsize * (
+            num_parameters + _shared_head(work.target.model_config)
+        )
     return parts
 
 
@@ -112,36 +111,36 @@ def kv_bytes_per_token(model: PretrainedConfig, dtype: torch.dtype) -> int:
     return int(2 * text.num_hidden_layers * kv_heads * width * dtype.itemsize)
 
 
-def scratch_bytes(phase: str, model: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> int:
+def scratch_bytes(phase: str, target: Target) -> int:
     """Room for what kernels hold unseen in a phase: none in fp32 on a CPU, where traces are exact.
 
     In bf16 without tiles oneDNN held 0.1 to 0.3 MB in forward passes of models 96 to 256 wide, and 0.75, 1.3,
     1.5 and 3.1 MB in backward passes of models 96, 256, 384 and 768 wide (where 1 % of the phase is more).
     """
-    if device.type != "cpu":
+    if not target.on_cpu:
         return SCRATCH_BYTES
-    if dtype in (torch.float32, torch.float64):
+    if not target.is_lower:
         return 0
     if torch.cpu._is_amx_tile_supported():  # which want weights in an order of their own
         return SCRATCH_BYTES
-    width = model.get_text_config(decoder=True).hidden_size
+    width = target.model_config.get_text_config(decoder=True).hidden_size
     kilobytes = 128 + width if phase.startswith(("sample", "score")) else 512 + 4 * width
     return min(SCRATCH_BYTES, kilobytes * 2**10)
 
 
 def sample_parts(work: Workload, shape: Shape) -> Mapping[str, int]:
     prompts = -(-shape.rows // work.config.group_size)
-    tokens = prompts * shape.prompt_tokens + shape.rows * cache_tokens(work.model, shape.new_tokens)
-    vocabulary = work.model.get_text_config(decoder=True).vocab_size
+    tokens = prompts * shape.prompt_tokens + shape.rows * cache_tokens(
+        work.target.model_config, shape.new_tokens
+    )
     return {
-        "KV cache": tokens * kv_bytes_per_token(work.model, work.compute_dtype),
-        "logits": shape.rows * vocabulary * (4 + work.compute_dtype.itemsize),
+        "KV cache": tokens * kv_bytes_per_token(work.target.model_config, work.target.dtype),
+        "logits": shape.rows * work.target.vocab_size * (4 + work.target.dtype.itemsize),
     }
 
 
 def logits_parts(work: Workload, shape: Shape) -> Mapping[str, int]:
-    vocabulary = work.model.get_text_config(decoder=True).vocab_size
-    numbers = min(shape.scored_tokens or shape.rows * shape.new_tokens, CHUNK_TOKENS) * vocabulary
-    in_slices = min(numbers, slice_numbers(work.device_type)) * work.exact_bytes
-    lower = work.compute_dtype.itemsize < work.exact_bytes
-    return {"logits": numbers * work.compute_dtype.itemsize + in_slices * (2 if lower else 1)}
+    target = work.target
+    numbers = min(shape.scored_tokens or shape.rows * shape.new_tokens, CHUNK_TOKENS) * target.vocab_size
+    in_slices = min(numbers, target.slice_numbers) * work.exact_bytes
+    return {"logits": numbers * target.dtype.itemsize + in_slices * (2 if target.is_lower else 1)}

@@ -17,16 +17,8 @@ from grpo.memory import MemoryMonitor, card_memory, make_budget
 from grpo.memory.budget import CONTEXT_BYTES
 from grpo.model.adapters import check_peft
 from grpo.model.hub import out_of_reach
-from grpo.model.load import (
-    HUB_DEFAULT,
-    choose_attention,
-    choose_device,
-    choose_model,
-    compute_dtype,
-    default_shape,
-    load_config,
-    load_tokenizer,
-)
+from grpo.model.load import default_shape, load_config, load_tokenizer
+from grpo.model.target import HUB_DEFAULT, choose_device, choose_model, make_target
 from grpo.plan.planning import longest_prompt, plan_memory
 from grpo.plan.tables import plan_table
 from grpo.plan.workload import Workload
@@ -42,15 +34,13 @@ def dry_run(config: Config, console: Console) -> None:
     device = torch.device("cuda") if absent else choose_device(config.device)
     config = replace(config, model=choose_model(config.model, device, absent=config.device_memory))
     check_peft(config.lora)
-    dtype = (
-        torch.bfloat16 if absent and config.precision == "auto" else compute_dtype(config.precision, device)
-    )
     model, tokenizer = _shape_and_tokenizer(config.model)
+    precision = "bf16" if absent and config.precision == "auto" else config.precision
+    target = make_target(model, device, precision)
     source = load_source(config, room_in(model, tokenizer, config.sampling.max_new_tokens))
     work = Workload(
-        config, model, choose_attention(device, dtype), dtype, longest_prompt(source, tokenizer, config),
-        reference_here=config.reference_device in (None, device.type), device_type=device.type,
-        processes=launched_processes()[1],
+        config, target, longest_prompt(source, tokenizer, config),
+        reference_here=config.reference_device in (None, device.type), processes=launched_processes()[1],
     )  # fmt: skip
     monitor = MemoryMonitor(torch.device("cpu") if absent else device)
     memory = card_memory(absent) if absent else monitor.memory()
@@ -61,7 +51,7 @@ def dry_run(config: Config, console: Console) -> None:
     work, planned = plan_memory(work, monitor, lambda: budget, overhead_bytes=overhead)
     logger.info(
         "{} rows of up to {} prompt and {} new tokens, {}",
-        work.config.num_rows, work.longest_prompt, work.new_tokens, str(dtype).removeprefix("torch."),
+        work.config.num_rows, work.longest_prompt, work.new_tokens, str(target.dtype).removeprefix("torch."),
     )  # fmt: skip
     console.print(plan_table(planned.plan, budget))
 

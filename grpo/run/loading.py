@@ -10,8 +10,9 @@ from grpo.distributed import World
 from grpo.distributed.shard import shard_model
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import add_adapters, load_adapters, store_base
-from grpo.model.load import Policy, context_length, load_config, load_policy, load_tokenizer
+from grpo.model.load import Policy, context_length, load_config, load_for, load_tokenizer
 from grpo.model.reference import FrozenCopy, Reference, make_reference
+from grpo.model.target import Target
 from grpo.run.checkpoint import Checkpoint
 from grpo.scoring.model_checks import check_recomputation, check_scorer
 
@@ -77,20 +78,20 @@ def room_in(model: PretrainedConfig, tokenizer: Tokenizer, max_new_tokens: int) 
 
 
 def load_models(
-    config: Config, checkpoint: Checkpoint | None, device: torch.device, reference_device: torch.device
+    config: Config, checkpoint: Checkpoint | None, target: Target, reference_device: torch.device
 ) -> tuple[Policy, Reference | None]:
     """The policy, as the run began or as the checkpoint has it, and the reference, if the loss needs it."""
     on_host = config.lora.on or config.shard  # whole, in fp32, it may not fit the device
     reference_device = torch.device("cpu") if config.shard else reference_device
-    policy = load_policy(config.model, device, config.precision, on_host=on_host)
+    policy = load_for(target, config.model, on_host=on_host)
     if config.lora.on:
         add_adapters(policy.model, config.lora, seed=config.seed, base=config.model)
     check_scorer(policy.model, context_length(policy.model.config))
     if not config.shard:
         check_recomputation(policy.model, choose_checkpointing(config.gradient_checkpointing))
     if config.lora.on:  # after the check, which wants to be exact, and not on the device before
-        store_base(policy.model, policy.compute_dtype)
-        policy.model.to(device)
+        store_base(policy.model, target.dtype)
+        policy.model.to(target.device)
     if checkpoint is None:
         return policy, make_reference(policy.model, reference_device) if config.uses_reference else None
     logger.info("going on from {}", checkpoint.folder)
@@ -99,15 +100,16 @@ def load_models(
         load_adapters(policy.model, checkpoint.folder)
     else:
         reference = FrozenCopy(policy.model.to(reference_device))
-        policy = load_policy(str(checkpoint.folder), device, config.precision, on_host=config.shard)
+        policy = load_for(target, str(checkpoint.folder), on_host=config.shard)
     reference.restore(checkpoint.reference())
     return policy, reference if config.uses_reference else None
 
 
-def shard_models(config: Config, policy: Policy, reference: Reference | None, device: torch.device) -> None:
+def shard_models(config: Config, policy: Policy, reference: Reference | None) -> None:
     """Over all processes, to the device they compute on. ValueError where gradients come out wrong."""
-    shard_model(policy.model, policy.compute_dtype, device)
+    target = policy.target
+    shard_model(policy.model, target.dtype, target.device)
     if isinstance(reference, FrozenCopy):
-        reference.shard(policy.compute_dtype, device)
+        reference.shard(target.dtype, target.device)
     # Gradients take room: each process has its part of them now.
     check_recomputation(policy.model, choose_checkpointing(config.gradient_checkpointing))

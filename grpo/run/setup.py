@@ -33,16 +33,9 @@ from grpo.memory import (
 )
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import check_peft
-from grpo.model.load import (
-    Policy,
-    RolloutModel,
-    choose_attention,
-    choose_device,
-    choose_model,
-    compute_dtype,
-    load_config,
-)
+from grpo.model.load import Policy, RolloutModel, load_config
 from grpo.model.reference import Reference
+from grpo.model.target import Target, choose_device, choose_model, compute_dtype, make_target
 from grpo.plan.advice import does_not_stay
 from grpo.plan.planning import longest_prompt, plan_memory, trace_phases
 from grpo.plan.tables import plan_table
@@ -132,24 +125,22 @@ def _make_run(
     folder = stack.enter_context(hold_folder(config)) if world.is_main else Path()
     folder = world.from_main("the choice of a folder", folder)
     checkpoints, checkpoint = open_checkpoints(config, folder)
+    target = make_target(load_config(config.model), device, config.precision)
     source = load_source(config)
     rewards.check_tasks(source.tasks)
     rewards.check_columns(source.longest(PROMPTS_LOOKED_AT))
     engine = _start_engine(config, stack) if "policy" in source.tasks else None
-    with _explaining_what_stays(config, device, reference_device, world):
-        policy, reference = load_models(config, checkpoint, device, reference_device)
+    with _explaining_what_stays(Workload(config, target, 1, reference_device == device, world.size)):
+        policy, reference = load_models(config, checkpoint, target, reference_device)
         check_same(world, config, checkpoint, source, policy.model)
         if config.shard:
-            shard_models(config, policy, reference, device)
-        sampler = RolloutModel(policy.model, policy.model.dtype if config.shard else policy.compute_dtype)
+            shard_models(config, policy, reference)
+        sampler = RolloutModel(policy.model, target.exact_dtype if config.shard else target.dtype)
         optimizer = make_optimizer(policy.model, config.optimizer)
     _tidy_up(device)
     monitor = MemoryMonitor(device, limited=config.memory_limit is not None)
-    work = Workload(
-        config, policy.model.config, policy.model.config._attn_implementation, policy.compute_dtype,
-        longest_prompt(source, policy.tokenizer, config),
-        reference_here=reference_device == device, device_type=device.type, processes=world.size,
-    )  # fmt: skip
+    longest = longest_prompt(source, policy.tokenizer, config)
+    work = Workload(config, target, longest, reference_device == device, world.size)
     if config.memory_limit is not None:
         _rehearse(config, policy, sampler, source)
     budget = _budget(config, monitor, world)
@@ -159,7 +150,7 @@ def _make_run(
     config = work.config
     if world.is_main:
         write_settings(folder, config)
-    _limit_memory(config, monitor)
+    _limit_memory(config, target, monitor)
     return Run(
         config=config, folder=folder, source=source,
         eval_prompts=_choose_eval_prompts(config, source.heldout),
@@ -172,22 +163,15 @@ def _make_run(
 
 
 @contextmanager
-def _explaining_what_stays(
-    config: Config, device: torch.device, reference_device: torch.device, world: World
-) -> Iterator[None]:
+def _explaining_what_stays(work: Workload) -> Iterator[None]:
     """DoesNotFit, with what exists all along and who else is there, when memory runs out on the way."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        monitor, dtype = MemoryMonitor(device), compute_dtype(config.precision, device)
-        work = Workload(
-            config, load_config(config.model), choose_attention(device, dtype), dtype, 1,
-            reference_here=reference_device == device, device_type=device.type, processes=world.size,
-        )  # fmt: skip
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise DoesNotFit(f"{does_not_stay(work, monitor)} ({reason})") from error
+        raise DoesNotFit(f"{does_not_stay(work, MemoryMonitor(work.target.device))} ({reason})") from error
 
 
 def _check_installed(config: Config, device: torch.device) -> None:
@@ -226,7 +210,7 @@ def _rehearse(config: Config, policy: Policy, sampler: RolloutModel, source: Pro
     made = rollout(sampler.model, policy.tokenizer, prompts, uniforms, config.sampling, rows=rows)
     (batch,) = micro_batches(made, rows)
     logp, _ = micro_batch_logprobs(
-        policy.model, batch, temperature=config.sampling.temperature, dtype=policy.compute_dtype
+        policy.model, batch, temperature=config.sampling.temperature, dtype=policy.target.dtype
     )
     logp.sum().backward()  # type: ignore[no-untyped-call]
     policy.model.zero_grad(set_to_none=True)
@@ -256,13 +240,13 @@ def _budget(config: Config, monitor: MemoryMonitor, world: World) -> Callable[[]
     return budget
 
 
-def _limit_memory(config: Config, monitor: MemoryMonitor) -> None:
+def _limit_memory(config: Config, target: Target, monitor: MemoryMonitor) -> None:
     """Enforce --memory-limit where that is possible: last, when threads and processes have started."""
     if config.memory_limit:
         limit = parse_size(config.memory_limit)
         how = limit_memory(monitor.device, limit, monitor.memory().total_bytes)
         logger.info("memory limit {}: {}", config.memory_limit, how)
-        if monitor.device.type == "cpu" and compute_dtype(config.precision, monitor.device) == torch.bfloat16:
+        if target.on_cpu and target.dtype == torch.bfloat16:
             logger.info("in bf16 oneDNN keeps kernels it compiles: a tight limit wants --precision fp32")
 
 

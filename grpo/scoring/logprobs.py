@@ -148,7 +148,7 @@ class _Head:
         self._bias = None if bias is None else cast(bias, dtype)  # (V,)
         self._temperature = temperature
         self._products = weight.new_empty(tokens, len(weight), dtype=dtype)
-        self._slice_tokens = min(tokens, max(1, slice_numbers(weight.device.type) // len(weight)))
+        self._slice_tokens = min(tokens, max(1, slices.slice_numbers(weight.device) // len(weight)))
         self._logits = None if dtype.itemsize >= 4 else self.new_slice()
 
     def new_slice(self) -> Tensor:
@@ -173,11 +173,6 @@ class _Head:
             if self._logits is not None:
                 logits = self._logits[: len(logits)].copy_(logits)
             yield place, logits if self._temperature == 1 else logits.div_(self._temperature)
-
-
-def slice_numbers(device_type: str) -> int:
-    """Numbers that a slice has at most: near a CPU's caches; elsewhere enough to be worth a kernel."""
-    return 2**19 if device_type == "cpu" else 2**24
 
 
 def _score(logits: Tensor, room: Tensor, targets: Tensor, entropy: bool) -> Tensor:

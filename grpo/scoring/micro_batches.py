@@ -75,15 +75,6 @@ def _lengths_apart(longest: list[int], worth: int) -> list[int]:
     return _lengths_apart(longest[:place], worth) + _lengths_apart(longest[place:], worth)
 
 
-def pass_tokens(device: torch.device) -> int:
-    """Tokens that take as long as what a pass costs besides: its Python, and weights read once more.
-
-    On a CPU measured with the bundled model, whose tokens cost least; elsewhere an estimate: an accelerator
-    computes so many while it waits for a pass's kernels to be launched.
-    """
-    return 512 if device.type == "cpu" else 8192
-
-
 def micro_batch_shapes(rollout: Rollout, rows: int, *, pass_tokens: int | None = None) -> list[Shape]:
     """What the memory of each of `micro_batches` depends on."""
     return [

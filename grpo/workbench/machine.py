@@ -14,7 +14,7 @@ from grpo.config import SettingsError
 from grpo.config.groups import Precision
 from grpo.memory import MemoryMonitor, make_budget
 from grpo.memory.budget import readable
-from grpo.model.load import choose_device, compute_dtype
+from grpo.model.target import choose_device, compute_dtype
 from grpo.workbench.processes import run_worker, worker
 
 PRECISIONS: dict[torch.dtype, Precision] = {

@@ -5,7 +5,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from grpo.config.groups import Precision
 from grpo.model.cpu.feed_forward import slice_feed_forward
-from grpo.model.load import choose_attention, load_policy
+from grpo.model.load import load_policy
+from grpo.model.target import choose_attention
 from grpo.workbench.spec import ModelSpec
 
 

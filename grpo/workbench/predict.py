@@ -25,7 +25,7 @@ from grpo.memory import (
 )
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import check_peft
-from grpo.model.load import choose_attention
+from grpo.model.target import make_target
 from grpo.plan.planning import TracedFit, make_memory
 from grpo.plan.trace import LANGUAGE, PhaseTracer
 from grpo.plan.workload import Workload, logits_parts, resident_parts, scratch_bytes
@@ -143,11 +143,8 @@ def _workload(settings: StepSettings) -> Workload:
     )  # fmt: skip
     if settings.objective == "lm":
         config = replace(config, loss=LossSettings(kl_coef=0.0))
-    device = torch.device(settings.device_type)
-    return Workload(
-        config, settings.model, choose_attention(device, settings.compute_dtype), settings.compute_dtype,
-        settings.prompt_tokens, reference_here=True, device_type=settings.device_type,
-    )  # fmt: skip
+    target = make_target(settings.model, torch.device(settings.device_type), settings.compute_dtype)
+    return Workload(config, target, settings.prompt_tokens, reference_here=True)
 
 
 def _language_memory(work: Workload, settings: StepSettings, overhead_bytes: int) -> AdaptiveMemory:
@@ -169,8 +166,7 @@ def _language_memory(work: Workload, settings: StepSettings, overhead_bytes: int
         **traced,
         "update": lambda shape: float(gradients["gradients"]),
     }
-    device = torch.device(settings.device_type)
-    scratch = {name: scratch_bytes(name, work.model, settings.compute_dtype, device) for name in fits}
+    scratch = {name: scratch_bytes(name, work.target) for name in fits}
     return AdaptiveMemory(
         specs, Predictor(fits, scratch_bytes=scratch), _monitor(settings),
         resident=lambda: resident, budget=_no_budget, batch_size=1, group_size=1,

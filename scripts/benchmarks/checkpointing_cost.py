@@ -14,7 +14,8 @@ from benchmarks.real_phases import CPU, RealPhases, Setting, allocator_peak
 from grpo.config.groups import Checkpointing
 from grpo.memory import Shape
 from grpo.memory.budget import GB
-from grpo.model.load import compute_dtype, load_config
+from grpo.model.load import load_config
+from grpo.model.target import compute_dtype
 
 KINDS: tuple[Checkpointing, ...] = get_args(Checkpointing)
 IN_HALVES = "none, rows in halves"

@@ -26,7 +26,8 @@ from benchmarks.speed_worker import Contender
 from grpo.config import Config
 from grpo.memory import release_cache
 from grpo.memory.budget import GB
-from grpo.model.load import RolloutModel, choose_device, load_policy
+from grpo.model.load import RolloutModel, load_policy
+from grpo.model.target import choose_device
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.interrupt import StopRequest
@@ -153,7 +154,7 @@ def _raced(case: Case, contenders: Sequence[Contender]) -> dict[str, Any]:
 def _recorded(config: Config, rounds: int = 5) -> dict[str, float]:
     """Seconds of a rollout with recorded steps and with plain ones, in turns (medians); equal completions."""
     policy = load_policy(config.model, choose_device(config.device), config.precision)
-    sampler = RolloutModel(policy.model, policy.compute_dtype).model
+    sampler = RolloutModel(policy.model, policy.target.dtype).model
     groups = config.num_rows // config.group_size
     prompts = [Prompt(str(n), "P: 8/8/8/8/8/8/8/8 w - - 0 1", {}) for n in range(groups)]
     uniforms = step_uniforms(config.num_rows, config.sampling.max_new_tokens, seed=0, step=0)

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from grpo.memory import LiveBytes
-from grpo.model.load import RolloutModel, choose_device, load_policy
+from grpo.model.load import RolloutModel, load_policy
+from grpo.model.target import choose_device
 from grpo.rollout.decoder import Decoder
 from grpo.rollout.generic import GenericDecoder
 from grpo.rollout.gpt2 import GPT2Decoder
@@ -34,7 +35,7 @@ def measure_growth(
 ) -> list[Growth]:
     """Both caches on the same model and shape. ValueError for a model that is not GPT-2's kind."""
     policy = load_policy(model_name, choose_device("cpu"))
-    model = RolloutModel(policy.model, policy.compute_dtype).model
+    model = RolloutModel(policy.model, policy.target.dtype).model
     if model.config.model_type != "gpt2":
         raise ValueError(f"model {model_name!r} has no static cache to compare with: give a GPT-2.")
     decoders: dict[str, Decoder] = {

@@ -20,7 +20,8 @@ from grpo.data.load import POSITIONS
 from grpo.data.reward_functions import RewardFunctions
 from grpo.evaluate import Evaluation, evaluate
 from grpo.learning.optimizer import make_optimizer
-from grpo.model.load import Policy, RolloutModel, choose_device, load_policy
+from grpo.model.load import Policy, RolloutModel, load_policy
+from grpo.model.target import choose_device
 from grpo.run.interrupt import stop_on_signal
 from grpo.run.setup import open_run
 from grpo.trainer import Trainer
@@ -52,7 +53,7 @@ class Quality:
 
 def measure(policy: Policy, config: Config, prompts: list[Prompt]) -> Quality:
     """Quality on `prompts`, judged by their labels; `reward` is the one that `config` trains on."""
-    model = RolloutModel(policy.model, policy.compute_dtype).model
+    model = RolloutModel(policy.model, policy.target.dtype).model
     rewards = RewardFunctions(config.reward, config.reward_weights)
 
     def run(temperature: float, samples: int) -> Evaluation:
@@ -98,7 +99,7 @@ def train_supervised(config: Config, *, minutes: float, learning_rate: float = 1
         if time.monotonic() > end:
             logger.info("supervised: {} steps in {:.1f} minutes", step, minutes)
             break
-        lower = policy.compute_dtype == torch.bfloat16
+        lower = policy.target.dtype == torch.bfloat16
         with torch.autocast(device.type, torch.bfloat16, enabled=lower):
             logits, targets = completion_logits(policy.model, batch)
         F.cross_entropy(logits.float(), targets).backward()

@@ -12,7 +12,6 @@ from rich.table import Table
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 from benchmarks.real_phases import (
-    CPU,
     RealPhases,
     Setting,
     allocator_peak,
@@ -175,7 +174,7 @@ def _phase_trials(cells: Cells, phase: str, real: RealPhases) -> Iterator[Predic
     tracer = PhaseTracer(work.phase_settings())
     resident = sum(resident_parts(work, sum(each.numel() for each in real.model.parameters())).values())
     fit = TracedFit(tracer, phase, longest, setting.group_size)
-    scratch = {phase: scratch_bytes(phase, setting.model, setting.compute_dtype, CPU)}
+    scratch = {phase: scratch_bytes(phase, setting.target)}
     fresh, calibrated = (Predictor({phase: fit}, scratch_bytes=scratch) for _ in range(2))
     for shape in cells.calibration:
         calibrated.observe(phase, shape, own_meter(real.prepare(phase, shape)))

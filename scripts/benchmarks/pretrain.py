@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from benchmarks.positions import transition_lines
 from benchmarks.tiny_tokenizer import build_tokenizer
 from grpo.data import is_heldout
-from grpo.model.load import choose_attention
+from grpo.model.target import choose_attention
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from grpo.learning.objectives import GRPOBatch, accumulate_grpo
 from grpo.memory import MemoryMonitor, Shape
 from grpo.model.adapters import adapters_off, add_adapters, store_base
 from grpo.model.cpu.feed_forward import slice_feed_forward
-from grpo.model.load import RolloutModel, choose_attention
+from grpo.model.load import RolloutModel
+from grpo.model.target import Target, make_target
 from grpo.plan.workload import Workload
 from grpo.rollout.decoder import joining_groups
 from grpo.rollout.sample import rollout
@@ -48,8 +49,8 @@ class Setting:
     lora: LoraSettings = field(default_factory=LoraSettings)
 
     @property
-    def attention(self) -> str:
-        return choose_attention(CPU, self.compute_dtype)
+    def target(self) -> Target:
+        return make_target(self.model, CPU, self.compute_dtype)
 
     def workload(self, longest: Shape) -> Workload:
         """What the planner is told: batches of `longest.rows`, and texts as long."""
@@ -59,9 +60,7 @@ class Setting:
             loss=LossSettings(kl_coef=0.02 if self.kl else 0.0), gradient_checkpointing=self.checkpointing,
             lora=self.lora,
         )  # fmt: skip
-        return Workload(
-            config, self.model, self.attention, self.compute_dtype, longest.prompt_tokens, reference_here=True
-        )
+        return Workload(config, self.target, longest.prompt_tokens, reference_here=True)
 
 
 class RealPhases:
@@ -70,7 +69,7 @@ class RealPhases:
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self.model = AutoModelForCausalLM.from_config(
-            setting.model, dtype=torch.float32, attn_implementation=setting.attention
+            setting.model, dtype=torch.float32, attn_implementation=setting.target.attention
         ).eval()
         slice_feed_forward(self.model)
         if setting.lora.on:

@@ -140,7 +140,7 @@ def run_trl(work: Work, gate: Gate, *, best: bool) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]
 
-    from grpo.model.load import compute_dtype
+    from grpo.model.target import compute_dtype
     from rewards import REWARDS
 
     changes: dict[str, Any] = {}

@@ -18,6 +18,7 @@ from grpo.config import Config, SettingsError
 from grpo.config.groups import LoraSettings, OptimizerSettings
 from grpo.distributed.share import Share
 from grpo.memory import DoesNotFit, Shape, survive
+from grpo.model.target import make_target
 from grpo.plan.trace import PhaseTracer
 from grpo.plan.workload import Workload, resident_parts
 from grpo.run.loading import check_shard
@@ -153,7 +154,8 @@ def test_each_process_is_planned_with_its_part_of_what_stays(config):
     of = {}
     for shard in (False, True):
         here = dataclasses.replace(config, shard=shard)
-        work = Workload(here, LlamaConfig(), "sdpa", torch.bfloat16, 9, reference_here=True, processes=4)
+        target = make_target(LlamaConfig(), torch.device("cpu"), torch.bfloat16)
+        work = Workload(here, target, 9, reference_here=True, processes=4)
         of[shard] = resident_parts(work, num_parameters=1000)
     assert of[False] == {"weights": 4000, "optimizer": 8000, "reference": 4000, "sampler's copy": 2000}
     assert of[True] == {"weights": 1000, "optimizer": 2000, "reference": 1000}

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from grpo.model.cpu import attention
-from grpo.model.load import choose_attention
+from grpo.model.target import choose_attention
 
 R, H, Q, K, D = 5, 6, 7, 11, 8
 

@@ -23,7 +23,7 @@ def test_it_plays_as_well_as_its_card_says():
     policy = load_policy(BUNDLED, torch.device("cpu"))
     prompts = load_prompts("bundled", seed=0, heldout_count=150).heldout
     result = evaluate(
-        RolloutModel(policy.model, policy.compute_dtype).model,
+        RolloutModel(policy.model, policy.target.dtype).model,
         policy.tokenizer,
         prompts,
         settings=SamplingSettings(max_new_tokens=96, temperature=0),

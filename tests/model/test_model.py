@@ -16,19 +16,9 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from grpo.model import load as model_module
 from grpo.model.hub import out_of_reach
-from grpo.model.load import (
-    HUB_DEFAULT,
-    RolloutModel,
-    choose_device,
-    choose_model,
-    compute_dtype,
-    context_length,
-    default_shape,
-    frozen_copy,
-    load_policy,
-)
+from grpo.model.load import RolloutModel, context_length, default_shape, frozen_copy, load_policy
+from grpo.model.target import HUB_DEFAULT, choose_device, choose_model, compute_dtype
 from grpo.scoring.model_checks import check_scorer
 
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -182,7 +172,7 @@ def test_masters_are_fp32_even_if_the_file_is_bf16(tmp_path, load):
 
 def test_float64_is_float64_throughout(load):
     policy = load("gpt2", "fp64")
-    assert policy.compute_dtype == torch.float64
+    assert policy.target.dtype == torch.float64
     assert {p.dtype for p in policy.model.parameters()} == {torch.float64}
 
 
@@ -195,7 +185,7 @@ def test_float64_is_float64_throughout(load):
     ],
 )  # fmt: skip
 def test_auto_computes_in_bf16_where_the_cpu_does(monkeypatch, precision, flags, dtype):
-    monkeypatch.setattr(model_module, "_cpu_flags", lambda: flags)
+    monkeypatch.setattr("grpo.model.target._cpu_flags", lambda: flags)
     assert compute_dtype(precision, CPU) == dtype
 
 

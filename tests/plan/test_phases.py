@@ -36,10 +36,16 @@ def shape_of(name: str) -> PretrainedConfig:
 
 def settings_of(setting: Setting) -> PhaseSettings:
     return PhaseSettings(
-        setting.model, setting.attention, setting.compute_dtype, setting.group_size,
+        setting.target, setting.group_size,
         SamplingSettings(max_new_tokens=24), LossSettings(kl_coef=0.02 if setting.kl else 0.0),
         setting.checkpointing, lora=setting.lora,
     )  # fmt: skip
+
+
+def on(settings: PhaseSettings, device_type: str) -> PhaseSettings:
+    """The same on another device; attention is torch's own on all but the CPU."""
+    target = replace(settings.target, device=torch.device(device_type), attention="sdpa")
+    return replace(settings, target=target)
 
 
 @pytest.fixture
@@ -141,7 +147,7 @@ def test_a_recorded_step_holds_its_output_and_room_to_run_in(tmp_path: Path):
     settings = settings_of(Setting("gpt2", shape_of("gpt2"), group_size=G))
 
     def peak(device_type: str) -> int:
-        tracer = PhaseTracer(replace(settings, device_type=device_type), cache_folder=tmp_path)
+        tracer = PhaseTracer(on(settings, device_type), cache_folder=tmp_path)
         return tracer.peak_bytes("sample", SHAPE)
 
     logits = SHAPE.rows * VOCABULARY * 4
@@ -150,14 +156,12 @@ def test_a_recorded_step_holds_its_output_and_room_to_run_in(tmp_path: Path):
 
 def test_cuda_holds_more_of_norms_where_the_base_is_in_bf16(tmp_path: Path):
     """Its autocast takes them in fp32: with adapters, whose base is in bf16, that is more than comes in."""
-    settings = replace(
-        settings_of(Setting("gpt2", shape_of("gpt2"), group_size=G)),
-        compute_dtype=torch.bfloat16, lora=LoraSettings(lora_rank=2), checkpointing="none",
-    )  # fmt: skip
+    setting = Setting("gpt2", shape_of("gpt2"), torch.bfloat16, group_size=G, lora=LoraSettings(lora_rank=2))
+    settings = settings_of(setting)
     values = SHAPE.rows * SHAPE.new_tokens * 32  # of one activation
 
     def peak(device_type: str) -> int:
-        tracer = PhaseTracer(replace(settings, device_type=device_type), cache_folder=tmp_path)
+        tracer = PhaseTracer(on(settings, device_type), cache_folder=tmp_path)
         return tracer.peak_bytes("learn", SHAPE)
 
     assert peak("cuda") - peak("xpu") > 5 * 2 * values

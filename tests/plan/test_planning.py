@@ -20,6 +20,7 @@ from grpo.data.source import MemoryLane
 from grpo.learning.loss import LossSettings
 from grpo.memory import Budget, DoesNotFit, Footprint, MemoryMonitor, PhasePlan, Shape
 from grpo.memory.budget import GB
+from grpo.model.target import Target
 from grpo.plan.advice import advice
 from grpo.plan.planning import LONGEST_TEXTS, find_batch_size, longest_prompt, make_memory, plan_memory
 from grpo.plan.tables import measured_table, plan_table
@@ -39,7 +40,13 @@ def workload(dtype: torch.dtype = torch.float32, name: str = "gpt2", **settings:
         **settings,
     }
     config = Config(**settings)  # type: ignore[arg-type]
-    return Workload(config, ARCHITECTURES[name](VOCABULARY).config, "sdpa", dtype, 50, reference_here=True)
+    target = Target(ARCHITECTURES[name](VOCABULARY).config, torch.device("cpu"), dtype, "sdpa")
+    return Workload(config, target, 50, reference_here=True)
+
+
+def on_a_card() -> Workload:
+    work = workload()
+    return replace(work, target=replace(work.target, device=torch.device("cuda")))
 
 
 WITHOUT_KL = LossSettings(kl_coef=0.0)
@@ -54,7 +61,7 @@ class Tracer:
 
     def _peak(self, phase: str, shape: Shape) -> float:
         assert phase in PHASES
-        per_token = 2**20 * self._settings.compute_dtype.itemsize / 4
+        per_token = 2**20 * self._settings.target.dtype.itemsize / 4
         per_token /= 2 if self._settings.checkpointing == "full" else 1
         before = 100 * 2**20 if phase == "learn split" else 0
         return before + shape.rows * (shape.prompt_tokens + shape.new_tokens) * per_token
@@ -91,7 +98,7 @@ def test_what_exists_all_along_in_bytes_a_parameter(dtype, settings, expected):
     work = workload(dtype, **settings)
     bytes_of = {name: 1000 * size for name, size in expected.items()}
     if "sampler's copy" in bytes_of:  # whose head is no longer the embedding
-        bytes_of["sampler's copy"] += 2 * work.model.vocab_size * work.model.hidden_size
+        bytes_of["sampler's copy"] += 2 * work.target.vocab_size * work.target.model_config.hidden_size
     assert resident_parts(work, 1000) == bytes_of
 
 
@@ -141,15 +148,15 @@ def test_a_reference_that_lives_elsewhere_is_no_part_of_it():
 )
 def test_keys_and_values_of_a_token(name: str, size: int):
     """2 · layers · heads that have keys · their width · bytes."""
-    assert kv_bytes_per_token(workload(name=name).model, torch.float32) == size
-    assert kv_bytes_per_token(workload(name=name).model, torch.bfloat16) == size // 2
+    assert kv_bytes_per_token(workload(name=name).target.model_config, torch.float32) == size
+    assert kv_bytes_per_token(workload(name=name).target.model_config, torch.bfloat16) == size // 2
 
 
 def test_scratch_space_is_for_bf16_and_for_cards(monkeypatch):
     cpu, card = torch.device("cpu"), torch.device("cuda")
 
     def scratch(phase: str, dtype: torch.dtype, device: torch.device, width: int = 96) -> int:
-        return scratch_bytes(phase, GPT2Config(n_embd=width), dtype, device)
+        return scratch_bytes(phase, Target(GPT2Config(n_embd=width), device, dtype, "sdpa"))
 
     assert scratch("learn", torch.float32, cpu) == scratch("learn", torch.float64, cpu) == 0
     assert scratch("learn", torch.float32, card) == SCRATCH_BYTES
@@ -300,8 +307,7 @@ def test_layers_are_recomputed_only_where_not_one_row_would_learn_otherwise(monk
     scarce = RESIDENT + 50 * 2**20  # one row takes 70 MB, or half of that
     assert checkpointing_of(workload(), scarce) == ("full", 1)
     assert "INFO gradient checkpointing is full: not one row would learn otherwise" in logged
-    on_a_card = replace(workload(), device_type="cuda")
-    assert checkpointing_of(on_a_card, scarce)[0] == "full"
+    assert checkpointing_of(on_a_card(), scarce)[0] == "full"
     for chosen in ("none", "selective", "full"):
         assert checkpointing_of(workload(gradient_checkpointing=chosen), 2 * enough)[0] == chosen
     with pytest.raises(DoesNotFit, match=r"learn does not fit: one row .*checkpointing full saves"):
@@ -350,9 +356,8 @@ def test_advice_says_what_each_setting_would_save():
     said = advice(work, "learn", Tracer(work.phase_settings()))
     assert said == "--max-new-tokens 10 saves 2 MB; a smaller --model saves more."
     assert "checkpointing" not in advice(workload(), "sample", Tracer(workload().phase_settings()))
-    on_a_card = replace(workload(), device_type="cuda")
     assert "--kl-coef 0, or --reference-device cpu saves 38 MB" in advice(
-        on_a_card, "update", Tracer(on_a_card.phase_settings())
+        on_a_card(), "update", Tracer(on_a_card().phase_settings())
     )
 
 

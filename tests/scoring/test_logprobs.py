@@ -58,7 +58,7 @@ def test_equals_plain_log_softmax_with_gradients_for_any_chunk(
     seed, chunk, temperature, bias, masked, numbers
 ):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo.scoring.logprobs.slice_numbers", lambda device_type: numbers)
+        patch.setattr("grpo.model.cpu.slices.slice_numbers", lambda device: numbers)
         check_against_log_softmax(seed, chunk, temperature, bias, masked)
 
 
@@ -140,7 +140,7 @@ class _Meter(TorchDispatchMode):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_logits_of_all_tokens_never_exist_and_masked_tokens_cost_nothing(autocast, monkeypatch):
-    monkeypatch.setattr("grpo.scoring.logprobs.slice_numbers", lambda device_type: 5 * 50)
+    monkeypatch.setattr("grpo.model.cpu.slices.slice_numbers", lambda device: 5 * 50)
     hidden = torch.randn(8, 16, 3, requires_grad=True)
     weight = torch.randn(50, 3, requires_grad=True)
     targets = torch.ones(8, 16).long()

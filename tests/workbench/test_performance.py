@@ -32,11 +32,11 @@ def test_switches_that_are_off_say_what_to_type(monkeypatch):
 
 
 def test_native_bf16_is_off_where_precision_says_fp32(monkeypatch):
-    monkeypatch.setattr("grpo.model.load._cpu_flags", lambda: {"amx_bf16"})
+    monkeypatch.setattr("grpo.model.target._cpu_flags", lambda: {"amx_bf16"})
     assert found()["bf16"].remedy == "--precision bf16" and found()["fused attention"].state == "on"
     lower = found(torch.bfloat16)
     assert lower["bf16"].state == "on" and lower["fused attention"].state == "on"
-    monkeypatch.setattr("grpo.model.load._cpu_flags", lambda: set())
+    monkeypatch.setattr("grpo.model.target._cpu_flags", lambda: set())
     assert found()["bf16"].state == "not here"
 
 
@@ -49,7 +49,7 @@ def test_a_compiler_is_looked_for(monkeypatch):
 
 def test_rates_are_of_the_first_way_and_of_others(monkeypatch):
     settings = PerformanceSettings(TINY, batch_size=2, steps=1, precision="fp32")
-    monkeypatch.setattr("grpo.model.load._cpu_flags", lambda: {"amx_bf16"})
+    monkeypatch.setattr("grpo.model.target._cpu_flags", lambda: {"amx_bf16"})
     monkeypatch.setattr("grpo.workbench.performance.measure.available_cores", lambda: 2)
     threads = torch.get_num_threads()
     names = [rate.name for rate in training_rates(settings, CPU)]

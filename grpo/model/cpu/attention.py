@@ -16,6 +16,8 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
+from grpo.model.cpu import slices
+
 NAME = "bf16_on_cpu"
 """What models know this attention by (`attn_implementation`)."""
 
@@ -100,7 +102,8 @@ def _parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *others: Ten
     """All of these, some rows at a time."""
     mask = mask.to(query.dtype).expand(len(query), -1, -1, -1)
     rows = -(-len(query) // _PARTS)
-    return zip(*(each.split(rows) for each in (query, key, value, mask, *others)), strict=True)
+    for place in slices.slices(len(query), rows):
+        yield tuple(each[place] for each in (query, key, value, mask, *others))
 
 
 def _weights(query: Tensor, key: Tensor, mask: Tensor, scale: float) -> Tensor:

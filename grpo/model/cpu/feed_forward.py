@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
@@ -35,21 +35,29 @@ There is room for as much however few there are, so that memory stays in proport
 
 
 def slice_feed_forward(model: PreTrainedModel) -> None:
-    """Have GPT-2's layers computed so, from now on and in copies; other models stay as they are."""
-    for module in model.modules():
-        if type(module) is GPT2MLP and model.config.activation_function == "gelu_pytorch_tanh":
-            module.__class__ = _FeedForward
+    """Give GPT-2's layers the `FeedForward` of their own weights; other models stay as they are."""
+    if getattr(model.config, "activation_function", None) != "gelu_pytorch_tanh":
+        return
+    for layer in list(model.modules()):
+        if type(getattr(layer, "mlp", None)) is GPT2MLP:
+            layer.mlp = FeedForward(layer.mlp)
 
 
-class _FeedForward(GPT2MLP):  # type: ignore[misc]  # transformers is not typed
-    """Without its dropout, which is off in training, too (`model.load_config`)."""
+class FeedForward(nn.Module):
+    """As GPT2MLP, whose weights it has by the same names, without its dropout (`model.load_config`)."""
+
+    def __init__(self, plain: GPT2MLP) -> None:
+        super().__init__()
+        self.c_fc, self.act, self.c_proj = plain.c_fc, plain.act, plain.c_proj
+        self.train(plain.training)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        inner: Tensor = self.c_fc(hidden_states)  # (..., I)
         outer: Tensor
         if hidden_states.dim() == 2:  # a token of each row, as in decoding: slices would not pay
-            outer = super().forward(hidden_states)
+            outer = self.c_proj(self.act(inner))
             return outer
-        inner = self.c_fc(hidden_states).contiguous()  # (..., I)
+        inner = inner.contiguous()
         if type(self.c_proj) is not Conv1D:  # but an adapter around it
             outer = self.c_proj(_Gelu.apply(inner))
             return outer

@@ -1,21 +1,61 @@
-"""Tensors a slice at a time: on a CPU numbers then stay in its caches, and few are held in fp32."""
+"""Tensors a slice at a time: on a CPU numbers then stay in its caches, and few are held in fp32.
+
+A trace of memory runs the first slice alone, as all are alike, and as large as the device has it that is
+traced for (`traced_for`).
+"""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 CAST_ROWS = 4096
 """Of a matrix, such as the vocabulary's, that are cast at once: a whole copy in fp32 would be large."""
 
 
+class _Trace(NamedTuple):
+    device: torch.device
+    parts_too: bool
+
+
+_trace: ContextVar[_Trace | None] = ContextVar("trace", default=None)
+
+
+@contextmanager
+def traced_for(device: torch.device, *, parts_too: bool) -> Iterator[None]:
+    """Inside, slices are those of `device`, whatever tensors say, and the first is run for all of them.
+
+    parts_too: also where something of each slice is kept (`parts`).
+    """
+    token = _trace.set(_Trace(device, parts_too))
+    try:
+        yield
+    finally:
+        _trace.reset(token)
+
+
+def slice_numbers(device: torch.device) -> int:
+    """Numbers that a slice has at most: near a CPU's caches; elsewhere enough to be worth a kernel."""
+    traced = _trace.get()
+    return 2**19 if (traced.device if traced else device).type == "cpu" else 2**24
+
+
 def slices(count: int, size: int) -> Iterator[slice]:
-    """Of `count` things, `size` at a time, of which nothing new is kept: a trace runs the first."""
-    return parts(count, size)
+    """Of `count` things, `size` at a time, of which nothing new is kept."""
+    return _places(count, size, first_only=_trace.get() is not None)
 
 
 def parts(count: int, size: int) -> Iterator[slice]:
     """The same where selective checkpointing keeps something of each, and a trace of it runs all."""
-    for start in range(0, count, size):
+    traced = _trace.get()
+    return _places(count, size, first_only=traced is not None and traced.parts_too)
+
+
+def _places(count: int, size: int, *, first_only: bool) -> Iterator[slice]:
+    for start in range(0, size if first_only else count, size):
         yield slice(start, start + size)
 
 
@@ -24,5 +64,5 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == right.dtype:
         total.addmm_(left.T, right)
         return
-    for rows, part in zip(total.split(CAST_ROWS), left.split(CAST_ROWS, 1), strict=True):
-        rows += part.T @ right
+    for rows in slices(len(total), CAST_ROWS):
+        total[rows] += left[:, rows].T @ right

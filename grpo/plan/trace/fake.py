@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import MethodType
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo.config.groups import Checkpointing, LoraSettings, SamplingSettings
 from grpo.distributed.shard import inside
@@ -25,11 +25,11 @@ from grpo.model.activation_checkpointing import recomputed_layers
 from grpo.model.adapters import adapters_off, add_adapters, has_adapters, store_base
 from grpo.model.cpu import slices
 from grpo.model.cpu.feed_forward import slice_feed_forward
+from grpo.model.target import Target
 from grpo.plan.trace.gathered import Gathering
 from grpo.plan.trace.quick import QuickFakeMode
 from grpo.rollout.decoder import Decoder, has_static_cache, make_decoder, replaced_at_once
 from grpo.rollout.tokens import sample_tokens
-from grpo.scoring import logprobs
 from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs, window_logprobs
 
 PHASES = ("sample", "sample split", "score", "learn", "learn split")
@@ -49,15 +49,12 @@ def split_name(phase: str) -> str:
 class PhaseSettings:
     """Everything but the shape that the phases' memory depends on."""
 
-    model: PretrainedConfig
-    attention: str
-    compute_dtype: torch.dtype
+    target: Target
+    """Where the phases will run."""
     group_size: int
     sampling: SamplingSettings
     loss: LossSettings
     checkpointing: Checkpointing = "none"
-    device_type: str = "cpu"
-    """Where the phases will run: kernels of the CPU hold more within themselves."""
     scores_policy: bool = False
     """Whether the policy is scored and not the frozen reference alone: autocast keeps its cast weights."""
     lora: LoraSettings = field(default_factory=LoraSettings)
@@ -71,7 +68,7 @@ class FakePhases:
     def __init__(self, settings: PhaseSettings) -> None:
         self._settings = settings
         self._mode = QuickFakeMode()
-        dtype = torch.float64 if settings.compute_dtype == torch.float64 else torch.float32
+        target, dtype = settings.target, settings.target.exact_dtype
         with self._mode:
             self._policy = self._make_model(dtype)
             self.num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
@@ -84,9 +81,8 @@ class FakePhases:
             self._gathering: Gathering | None = None
             if settings.processes > 1:
                 self._policy = self._sampler = self._in_compute_dtype(self._policy)
-                copies = settings.device_type == "cpu"
-                self._gathering = Gathering(self._policy, settings.processes, dtype, copies=copies)
-            elif settings.compute_dtype != self._policy.dtype:
+                self._gathering = Gathering(self._policy, settings.processes, dtype, copies=target.on_cpu)
+            elif target.is_lower:
                 self._sampler = self._in_compute_dtype(self._make_model(dtype).requires_grad_(False))
 
     def trace(self, phase: str, shape: Shape) -> list[tuple[str, int]]:
@@ -106,11 +102,9 @@ class FakePhases:
                 for parameter in self._trained:
                     parameter.grad = torch.zeros_like(parameter)
                     already += parameter.grad.nbytes
-            device = self._settings.device_type
-            block_bytes = 1 if device == "cpu" else 512
-            norms = _norms_of_cuda() if device == "cuda" else nullcontext()
-            first = _first_slices(device, parts_too=self._settings.checkpointing != "selective")
-            with norms, first, LiveBytes(device, block_bytes, keep_log=True) as self._live:
+            target = self._settings.target
+            first = slices.traced_for(target.device, parts_too=self._settings.checkpointing != "selective")
+            with first, LiveBytes(target.device.type, target.block_bytes, keep_log=True) as self._live:
                 work(shape)
         return [(operation, already + held) for operation, held in self._live.log]
 
@@ -145,7 +139,7 @@ class FakePhases:
         """Logits, and what a recorded step holds between its runs: input, output, and room for the rest."""
         held, logged = self._live.live_bytes, len(self._live.log)
         logits = decoder.step(tokens)
-        if self._settings.device_type != "cuda" or not has_static_cache(self._sampler):
+        if self._settings.target.device.type != "cuda" or not has_static_cache(self._sampler):
             return logits, []
         pool = max(size for _, size in self._live.log[logged:]) - held
         return logits, [tokens.clone(), logits.clone(), torch.empty(pool, dtype=torch.uint8)]
@@ -182,7 +176,7 @@ class FakePhases:
         windows = torch.zeros(shape.rows, 1 + shape.new_tokens, dtype=torch.long)
         settings = self._settings
         with recomputed_layers(self._policy, settings.checkpointing):
-            logp = window_logprobs(self._policy, windows, dtype=settings.compute_dtype)
+            logp = window_logprobs(self._policy, windows, dtype=settings.target.dtype)
             (-logp.sum() / logp.numel()).backward()
 
     def _logprobs(
@@ -198,7 +192,7 @@ class FakePhases:
         )
         return micro_batch_logprobs(
             self._policy, batch, temperature=self._settings.sampling.temperature,
-            dtype=self._settings.compute_dtype, entropy=entropy, checkpointing=checkpointing,
+            dtype=self._settings.target.dtype, entropy=entropy, checkpointing=checkpointing,
         )  # fmt: skip
 
     def _prompts(self, shape: Shape) -> tuple[list[list[int]], int]:
@@ -208,7 +202,7 @@ class FakePhases:
 
     def _in_compute_dtype(self, model: PreTrainedModel) -> PreTrainedModel:
         for parameter in model.parameters():  # not the buffers
-            parameter.data = parameter.data.to(self._settings.compute_dtype)
+            parameter.data = parameter.data.to(self._settings.target.dtype)
         return model
 
     def _add_adapters(self, dtype: torch.dtype) -> None:
@@ -219,45 +213,33 @@ class FakePhases:
                 for name, parameter in list(module.named_parameters(recurse=False)):
                     if parameter.is_meta:
                         setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
-            store_base(self._policy, self._settings.compute_dtype)
+            store_base(self._policy, self._settings.target.dtype)
 
     def _make_model(self, dtype: torch.dtype) -> PreTrainedModel:
+        target = self._settings.target
         model = AutoModelForCausalLM.from_config(
-            self._settings.model, dtype=dtype, attn_implementation=self._settings.attention
+            target.model_config, dtype=dtype, attn_implementation=target.attention
         ).eval()
-        if self._settings.device_type == "cpu":
+        if target.on_cpu:
             slice_feed_forward(model)
+        if target.device.type == "cuda":
+            _take_norms_as_cuda_does(model)
         return model
 
 
-@contextmanager
-def _norms_of_cuda() -> Iterator[None]:
+def _take_norms_as_cuda_does(model: PreTrainedModel) -> None:
     """CUDA's autocast takes layer norms in fp32, whatever comes in; the CPU's, which is traced, does not."""
-    plain = F.layer_norm
 
-    def exact(values: Tensor, shape: list[int], *rest: Any) -> Tensor:
+    def exact(norm: nn.LayerNorm, values: Any) -> Tensor:
+        weight: Any = norm.weight
+        bias: Any = norm.bias
         if torch.is_autocast_enabled("cpu"):
-            values, rest = values.float(), tuple(x.float() if isinstance(x, Tensor) else x for x in rest)
-        return plain(values, shape, *rest)
+            values, weight, bias = (None if each is None else each.float() for each in (values, weight, bias))
+        return F.layer_norm(values, norm.normalized_shape, weight, bias, norm.eps)
 
-    with mock.patch.object(F, "layer_norm", exact):
-        yield
-
-
-@contextmanager
-def _first_slices(device_type: str, *, parts_too: bool) -> Iterator[None]:
-    """Slices as the device has them, and of all of them the first: the others take its place."""
-    size = logprobs.slice_numbers(device_type)
-
-    def first(count: int, size: int) -> Iterator[slice]:
-        yield slice(0, size)
-
-    with (
-        mock.patch.object(logprobs, "slice_numbers", lambda _: size),
-        mock.patch.object(slices, "slices", first),
-        mock.patch.object(slices, "parts", first if parts_too else slices.parts),
-    ):
-        yield
+    for module in model.modules():
+        if type(module) is nn.LayerNorm:
+            module.forward = MethodType(exact, module)  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -61,7 +61,7 @@ class PhaseTracer:
         """The next larger shape that memory follows a formula in: a static cache grows by blocks."""
         if not phase.startswith("sample"):
             return shape
-        model, groups = self._settings.model, shape.rows // self._settings.group_size
+        model, groups = self._settings.target.model_config, shape.rows // self._settings.group_size
         return shape._replace(
             new_tokens=cache_tokens(model, shape.new_tokens),
             joining_groups=joining_groups(model, groups) if phase == "sample split" else 0,
@@ -130,7 +130,7 @@ def _what_memory_minds(settings: PhaseSettings) -> PhaseSettings:
     temperature = sampling.temperature if sampling.temperature in (0.0, 1.0) else 0.5
     return replace(
         settings,
-        model=None,  # type: ignore[arg-type]
+        target=replace(settings.target, model_config=None, device=torch.device(settings.target.device.type)),  # type: ignore[arg-type]
         sampling=replace(sampling, max_new_tokens=1, temperature=temperature),
         loss=replace(loss, kl_coef=float(loss.kl_coef > 0), clip_range=0.2),
         lora=replace(settings.lora, lora_alpha=None, lora_merge=False),
@@ -144,7 +144,7 @@ def _fingerprint(settings: PhaseSettings) -> str:
     parts = [
         torch.__version__,
         transformers.__version__,
-        settings.model.to_json_string(),
+        settings.target.model_config.to_json_string(),
         repr(_what_memory_minds(settings)),
         importlib.metadata.version("peft") if settings.lora.on else "",
         str(torch.cpu._is_amx_tile_supported()),  # what attention in bf16 holds

@@ -12,7 +12,7 @@ from grpo.config import SettingsError
 from grpo.config.groups import Precision
 from grpo.config.sizes import parse_size
 from grpo.memory.budget import CONTEXT_BYTES, GB, readable
-from grpo.model.load import compute_dtype
+from grpo.model.target import compute_dtype
 from grpo.workbench.calculator.cards import Card
 from grpo.workbench.calculator.claims import Verdict, check_claims, parse_claim
 from grpo.workbench.calculator.demand import (

@@ -21,8 +21,9 @@ from grpo.learning.optimizer import make_optimizer
 from grpo.learning.step import Stepper
 from grpo.memory import MemoryMonitor, limit_memory
 from grpo.model.adapters import add_adapters, store_base
-from grpo.model.load import RolloutModel, compute_dtype
+from grpo.model.load import RolloutModel
 from grpo.model.reference import make_reference
+from grpo.model.target import compute_dtype
 from grpo.rollout.sample import rollout
 from grpo.scoring.micro_batches import score
 from grpo.workbench.corpus import open_corpus

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from grpo.model.load import choose_attention, compute_dtype
+from grpo.model.target import choose_attention, compute_dtype
 from grpo.workbench.machine import PRECISIONS, no_compiler
 
 State = Literal["on", "off", "not here"]

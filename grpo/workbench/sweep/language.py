@@ -20,7 +20,7 @@ from grpo.learning.step import Stepper
 from grpo.memory import MemoryMonitor, limit_memory
 from grpo.memory.monitor import PhaseReading
 from grpo.model.activation_checkpointing import choose_checkpointing
-from grpo.model.load import compute_dtype
+from grpo.model.target import compute_dtype
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.models import load_or_make, random_model
 from grpo.workbench.sweep.settings import SweepSettings

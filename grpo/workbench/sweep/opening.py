@@ -13,7 +13,7 @@ from loguru import logger
 from grpo.config import SettingsError
 from grpo.data.reward_functions import PROMPTS_LOOKED_AT, RewardFunctions
 from grpo.model.activation_checkpointing import choose_checkpointing
-from grpo.model.load import compute_dtype
+from grpo.model.target import compute_dtype
 from grpo.run.loading import load_source
 from grpo.workbench.corpus import open_corpus, text_file, trained_tokenizer
 from grpo.workbench.machine import Machine, look

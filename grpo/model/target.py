@@ -1,0 +1,139 @@
+"""What a model runs on, and how: settled once from the settings, handed on to whoever needs to know."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from loguru import logger
+from transformers import PretrainedConfig
+
+from grpo.config.groups import BUNDLED, Precision
+from grpo.model.cpu import attention, slices
+
+AUTO = "auto"
+HUB_DEFAULT = "jrahn/RookWorld-LM-124M"
+
+_CPU_FLAGS_OF_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """Which model, on which device, in which precision, by which attention. No weights."""
+
+    model_config: PretrainedConfig
+    device: torch.device
+    dtype: torch.dtype
+    """Of matrix products."""
+    attention: str
+    """The name transformers knows it by."""
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        """Of weights that are trained, of their gradients and moments."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def is_lower(self) -> bool:
+        """Whether products are less exact than the weights they are taken with."""
+        return self.dtype != self.exact_dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """What the allocator rounds a tensor's bytes up to."""
+        return 1 if self.on_cpu else 512
+
+    @property
+    def slice_numbers(self) -> int:
+        """Numbers that are worked on at once in fp32, at most."""
+        return slices.slice_numbers(self.device)
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens that take as long as what a pass costs besides: its Python, and weights read once more.
+
+        On a CPU measured with the bundled model, whose tokens cost least; elsewhere an estimate: an
+        accelerator computes so many while it waits for a pass's kernels to be launched.
+        """
+        return 512 if self.on_cpu else 8192
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model_config.get_text_config(decoder=True).vocab_size)
+
+
+def make_target(
+    model_config: PretrainedConfig, device: torch.device, precision: Precision | torch.dtype = "auto"
+) -> Target:
+    """precision: a setting, which may be auto, or the dtype that it has come to."""
+    dtype = precision if isinstance(precision, torch.dtype) else compute_dtype(precision, device)
+    return Target(model_config, device, dtype, choose_attention(device, dtype))
+
+
+def choose_device(name: str = AUTO) -> torch.device:
+    """`auto` is a CUDA or XPU device if there is one. ValueError for a device that is not there."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name == AUTO:
+        known = accelerator is not None and accelerator.type in ("cuda", "xpu")
+        return torch.device(accelerator.type, 0) if accelerator and known else torch.device("cpu")
+    try:
+        return torch.empty(0, device=name).device  # with its index: cuda is cuda:0
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        there = f"cpu and {accelerator.type}" if accelerator else "cpu"
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"device is {name!r}, which cannot be used here ({reason}): give {there}."
+        ) from error
+
+
+def choose_model(name: str, device: torch.device, *, absent: str | None = None) -> str:
+    """Resolve `auto`, and say in one line which model it is and how to choose another.
+
+    absent: the memory of a card that is only planned for.
+    """
+    if name != AUTO:
+        return name
+    chosen = HUB_DEFAULT if device.type == "cuda" else BUNDLED
+    why = f"{'a' if device.type == 'cuda' else 'no'} CUDA device is present"
+    if absent is not None:
+        why = f"a card of {absent} is planned for"
+    logger.info("model: {} ({}); choose with --model {}, a hub id or a folder", chosen, why, BUNDLED)
+    return chosen
+
+
+def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
+    """The dtype of matrix products; `auto` is bf16 where the device multiplies in it natively."""
+    if precision != "auto":
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[precision]
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = device.type == "cpu" and bool(_CPU_FLAGS_OF_BF16 & _cpu_flags())
+    return torch.bfloat16 if native else torch.float32
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    for line in lines:
+        if line.startswith(("flags", "Features")):
+            return set(line.split(":", 1)[1].split())
+    return set()
+
+
+def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
+    """The name transformers knows it by: torch's fused attention, or our own in bf16 on a CPU.
+
+    On CUDA not cuDNN's, which plans anew for every shape: micro-batches seldom have the same.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        attention.register()
+        return attention.NAME
+    return "sdpa"
