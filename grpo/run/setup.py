@@ -125,11 +125,11 @@ def _make_run(
     folder = stack.enter_context(hold_folder(config)) if world.is_main else Path()
     folder = world.from_main("the choice of a folder", folder)
     checkpoints, checkpoint = open_checkpoints(config, folder)
-    target = make_target(load_config(config.model), device, config.precision)
     source = load_source(config)
     rewards.check_tasks(source.tasks)
     rewards.check_columns(source.longest(PROMPTS_LOOKED_AT))
     engine = _start_engine(config, stack) if "policy" in source.tasks else None
+    target = make_target(load_config(config.model), device, config.precision)
     with _explaining_what_stays(Workload(config, target, 1, reference_device == device, world.size)):
         policy, reference = load_models(config, checkpoint, target, reference_device)
         check_same(world, config, checkpoint, source, policy.model)
