@@ -7,7 +7,7 @@ caller knows, and oneDNN's scratch space (in bf16 some hundred kB a thread; with
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,13 +43,17 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
+        self.note(func, args, kwargs or {}, result)
+        return result
+
+    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Count what an operation has made: for another mode that sees it, where this one is not entered."""
         made = list(_tensors((result,)))
         if func.namespace == "fsdp" and "out" in kwargs:
             self._refill(kwargs["out"])
         if not made:
-            return result
+            return
         self._follow_refilled()
         given = [*_tensors(args), *_tensors(kwargs.values())]
         storages = {value.untyped_storage()._cdata for value in given}
@@ -63,7 +67,6 @@ class LiveBytes(TorchDispatchMode):
             self.peak_bytes = max(self.peak_bytes, self.live_bytes + within)
             if self._keep_log:
                 self.log.append((str(func), self.live_bytes + within))
-        return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         if storage.device.type not in (self._device_type, "meta"):  # a fake tensor's storage is meta

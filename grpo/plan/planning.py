@@ -105,10 +105,13 @@ def plan_memory(
         work = replace(work, config=replace(work.config, batch_size=size))
     work, memory = _settle_checkpointing(work, make, budget)
     memory.replan(work.longest_prompt, work.new_tokens)
-    # Traced now, for when a phase is split: learning is to spare padding, others when a limit binds.
+    return work, memory
+
+
+def trace_parts(work: Workload, memory: AdaptiveMemory) -> None:
+    """Trace beforehand what may be done in parts: learning to spare padding, others under a limit."""
     for phase in ("sample", "learn") if work.config.memory_limit else ("learn",):
         memory.footprint(phase, Shape(work.config.group_size, work.longest_prompt, work.new_tokens))
-    return work, memory
 
 
 def _settle_checkpointing(
@@ -122,10 +125,8 @@ def _settle_checkpointing(
         return work, make(work)
 
     def one_row_learns(memory: AdaptiveMemory) -> bool:
-        sizes = (work.config.group_size, 1)  # mostly a group does, and one row need not be traced
-        shapes = (Shape(rows, work.longest_prompt, work.new_tokens) for rows in sizes)
-        usable = budget().usable_bytes
-        return any(memory.footprint("learn", shape).peak_bytes <= usable for shape in shapes)
+        row = Shape(1, work.longest_prompt, work.new_tokens)
+        return memory.footprint("learn", row).peak_bytes <= budget().usable_bytes
 
     plain, recomputing = (
         replace(work, config=replace(work.config, gradient_checkpointing=kind)) for kind in ("none", "full")

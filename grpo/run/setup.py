@@ -37,7 +37,7 @@ from grpo.model.load import Policy, RolloutModel, load_config
 from grpo.model.reference import Reference
 from grpo.model.target import Target, choose_device, choose_model, compute_dtype, make_target
 from grpo.plan.advice import does_not_stay
-from grpo.plan.planning import longest_prompt, plan_memory, trace_phases
+from grpo.plan.planning import longest_prompt, plan_memory, trace_parts, trace_phases
 from grpo.plan.tables import plan_table
 from grpo.plan.workload import Workload
 from grpo.rollout.sample import rollout
@@ -223,9 +223,11 @@ def _plan_together(
     if world.size > 1:
         with world.main_first("the first plan"):
             trace_phases(work)
-    return plan_memory(
+    work, memory = plan_memory(
         work, monitor, budget, bias=bias, agree=lambda rows: min(world.exchange("the batch size", rows))
     )
+    trace_parts(work, memory)
+    return work, memory
 
 
 def _budget(config: Config, monitor: MemoryMonitor, world: World) -> Callable[[], Budget]:

@@ -82,13 +82,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             head = _Head(weight, bias, dtype, temperature, min(chunk_tokens, count))
             room = head.new_slice()
-            for start in range(0, count, chunk_tokens):
-                part = _part(rows, start, chunk_tokens)
-                of_chunk, chunk_targets = scores[start : start + chunk_tokens], targets[part]
+            for chunk in slices.slices(count, chunk_tokens):
+                part = chunk if rows is None else rows[chunk]
+                of_chunk, chunk_targets = scores[chunk], targets[part]
                 for place, logits in head.slices(head.products(hidden[part].to(dtype))):
                     of_chunk[place] = _score(logits, room[: len(logits)], chunk_targets[place], entropy)
         logp, entropies = hidden.new_zeros(2, len(hidden), dtype=exact)
-        everywhere = _part(rows, 0, count)
+        everywhere = slice(None) if rows is None else rows
         logp[everywhere], entropies[everywhere] = scores[:, 0], scores[:, 1]
         ctx.save_for_backward(hidden, weight, bias, targets, rows, scores[:, 2:].clone())
         ctx.options = (temperature, chunk_tokens, dtype)
@@ -109,11 +109,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=exact) if wants_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             head = _Head(weight, bias, dtype, temperature, min(chunk_tokens, len(normalizers)))
-            for start in range(0, len(normalizers), chunk_tokens):
-                part = _part(rows, start, chunk_tokens)
+            for chunk in slices.slices(len(normalizers), chunk_tokens):
+                part = chunk if rows is None else rows[chunk]
                 states = hidden[part].to(dtype)  # (K, D)
                 slope = grad_logp[part].to(exact).unsqueeze(1) / temperature  # (K, 1)
-                known = normalizers[start : start + chunk_tokens], targets[part], slope
+                known = normalizers[chunk], targets[part], slope
                 grad = head.products(states)  # (K, V), of the logits, which are there first
                 for place, logits in head.slices(grad):
                     _logits_gradient(logits, *(each[place] for each in known))
@@ -198,10 +198,6 @@ def _logits_gradient(logits: Tensor, normalizers: Tensor, targets: Tensor, slope
     largest, log_total = normalizers[:, :1], normalizers[:, 1:]
     probs = logits.sub_(largest).sub_(log_total).exp_()
     probs.mul_(-slope).scatter_add_(1, targets.unsqueeze(1), slope)
-
-
-def _part(rows: Tensor | None, start: int, size: int) -> Tensor | slice:
-    return slice(start, start + size) if rows is None else rows[start : start + size]
 
 
 def _matmul_dtype(hidden: Tensor) -> torch.dtype:

@@ -26,6 +26,7 @@ from grpo.model.adapters import adapters_off, add_adapters, has_adapters, store_
 from grpo.model.cpu import slices
 from grpo.model.cpu.feed_forward import slice_feed_forward
 from grpo.model.target import Target
+from grpo.plan.trace.depth import has_equal_layers
 from grpo.plan.trace.gathered import Gathering
 from grpo.plan.trace.quick import QuickFakeMode
 from grpo.rollout.decoder import Decoder, has_static_cache, make_decoder, replaced_at_once
@@ -65,12 +66,14 @@ class PhaseSettings:
 class FakePhases:
     """A model without storage, and the phases on it."""
 
-    def __init__(self, settings: PhaseSettings) -> None:
+    def __init__(self, settings: PhaseSettings, mode: QuickFakeMode | None = None) -> None:
+        """mode: that of others, which then remember each other's operations."""
         self._settings = settings
-        self._mode = QuickFakeMode()
+        self._mode = mode or QuickFakeMode()
         target, dtype = settings.target, settings.target.exact_dtype
         with self._mode:
             self._policy = self._make_model(dtype)
+            self.has_equal_layers = has_equal_layers(self._policy)
             self.num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
         if settings.lora.on:
             self._add_adapters(dtype)
@@ -104,7 +107,8 @@ class FakePhases:
                     already += parameter.grad.nbytes
             target = self._settings.target
             first = slices.traced_for(target.device, parts_too=self._settings.checkpointing != "selective")
-            with first, LiveBytes(target.device.type, target.block_bytes, keep_log=True) as self._live:
+            self._live = LiveBytes(target.device.type, target.block_bytes, keep_log=True)
+            with first, self._mode.counting(self._live):
                 work(shape)
         return [(operation, already + held) for operation, held in self._live.log]
 

@@ -5,7 +5,8 @@ operation. Views and operations in place need none of it, and all others come ag
 `FakeTensorMode`: operations made of others, and tensors whose value is known.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._pytree import tree_leaves
+
+from grpo.memory import LiveBytes
 
 _CPU = torch.device("cpu")
 
@@ -39,6 +42,16 @@ class QuickFakeMode(FakeTensorMode):
         super().__init__()
         self.cache_enabled = False  # ours is in its place
         self._known: dict[Hashable, Any] = {}
+        self._live: LiveBytes | None = None
+
+    @contextmanager
+    def counting(self, live: LiveBytes) -> Iterator[None]:
+        """Inside, `live` notes what operations make: a mode of its own around this one would take as long."""
+        self._live = live
+        try:
+            yield
+        finally:
+            self._live = None
 
     def dispatch(
         self,
@@ -48,9 +61,20 @@ class QuickFakeMode(FakeTensorMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Called for each operation."""
-        kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # half of all calls, from within torch
             return args[0].fake_device
+        kwargs, live = kwargs or {}, self._live
+        if live is None:
+            return self._make(func, types, args, kwargs)
+        self._live = None  # what operations are made of is not counted
+        try:
+            made = self._make(func, types, args, kwargs)
+        finally:
+            self._live = live
+        live.note(func, args, kwargs, made)
+        return made
+
+    def _make(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         kind = _kind(func)
         if kind == "other" or not _all_fake(args):
             return super().dispatch(func, types, args, kwargs)

@@ -24,7 +24,9 @@ from grpo.memory import (
     pass_features,
     pass_shapes,
 )
+from grpo.plan.trace.depth import SHALLOW, Log, extend, num_layers, with_layers
 from grpo.plan.trace.fake import FakePhases, PhaseSettings
+from grpo.plan.trace.quick import QuickFakeMode
 from grpo.rollout.decoder import cache_tokens, joining_groups
 
 CHUNK_TOKENS = 1024
@@ -38,9 +40,11 @@ class PhaseTracer:
     def __init__(self, settings: PhaseSettings, *, cache_folder: Path | None = None) -> None:
         self._settings = settings
         self._phases: FakePhases | None = None
+        self._mode = QuickFakeMode()
+        self._shallow: list[FakePhases] | None = None
         folder = cache_folder or platformdirs.user_cache_path("grpo-lean") / "traces"
         self._file = folder / f"{_fingerprint(settings)}.json"
-        self._known: dict[str, list[tuple[str, int]]] = _read(self._file)
+        self._known: dict[str, Log] = _read(self._file)
         self._num_saved = len(self._known)
         self._announced = False
 
@@ -50,12 +54,25 @@ class PhaseTracer:
         self._save()
         return peak
 
-    def trace(self, phase: str, shape: Shape) -> list[tuple[str, int]]:
+    def trace(self, phase: str, shape: Shape) -> Log:
         """Each operation of `phase` that allocates, and the bytes held while it runs."""
         key = _key(phase, shape)
         if key not in self._known:
-            self._known[key] = self._fake().trace(phase, shape)
+            self._known[key] = self._trace(phase, shape)
         return self._known[key]
+
+    def _trace(self, phase: str, shape: Shape) -> Log:
+        layers = num_layers(self._settings.target.model_config)
+        if self._shallow is None:
+            # A sharded model's layers are not gathered and let go of in a loop that is alike everywhere.
+            alike = self._settings.processes == 1 and self._fake().has_equal_layers
+            shallow = SHALLOW if alike and layers > sum(SHALLOW) else ()
+            self._shallow = [FakePhases(_with_layers(self._settings, count), self._mode) for count in shallow]
+        if self._shallow:
+            shorter, longer = (phases.trace(phase, shape) for phases in self._shallow)
+            if (extended := extend(shorter, longer, layers)) is not None:
+                return extended
+        return self._fake().trace(phase, shape)
 
     def rounded(self, phase: str, shape: Shape) -> Shape:
         """The next larger shape that memory follows a formula in: a static cache grows by blocks."""
@@ -69,7 +86,7 @@ class PhaseTracer:
 
     def _fake(self) -> FakePhases:
         if self._phases is None:
-            self._phases = FakePhases(self._settings)
+            self._phases = FakePhases(self._settings, self._mode)
         return self._phases
 
     @property
@@ -99,7 +116,7 @@ class PhaseTracer:
             features = partial(pass_features, chunk_tokens=CHUNK_TOKENS)
         shapes = [self.rounded(phase, shape) for shape in shapes]
         if not self._announced and any(_key(phase, shape) not in self._known for shape in shapes):
-            logger.info("tracing memory for this shape, once: about a quarter of a minute")
+            logger.info("tracing memory for this shape, once: some seconds")
             self._announced = True
         moments = align([self.trace(phase, shape) for shape in shapes])
         self._save()
@@ -122,6 +139,11 @@ class PhaseTracer:
 
 def _key(phase: str, shape: Shape) -> str:
     return f"{phase} {shape.rows} {shape.prompt_tokens} {shape.new_tokens}"
+
+
+def _with_layers(settings: PhaseSettings, count: int) -> PhaseSettings:
+    config = with_layers(settings.target.model_config, count)
+    return replace(settings, target=replace(settings.target, model_config=config))
 
 
 def _what_memory_minds(settings: PhaseSettings) -> PhaseSettings:
@@ -153,7 +175,7 @@ def _fingerprint(settings: PhaseSettings) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 
-def _read(file: Path) -> dict[str, list[tuple[str, int]]]:
+def _read(file: Path) -> dict[str, Log]:
     try:
         known = json.loads(file.read_text())
     except (OSError, ValueError):
