@@ -1,4 +1,4 @@
-"""What is learned, GRPO and plain language modelling, as "accumulate gradients over micro-batches"."""
+"""What is learned, as "accumulate gradients over micro-batches"."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +16,7 @@ from grpo.learning.loss import (
     merge_metrics,
     truncated_importance_weights,
 )
-from grpo.model.activation_checkpointing import recomputed_layers
-from grpo.scoring.micro_batches import micro_batch_logprobs, micro_batches, window_logprobs
+from grpo.scoring.micro_batches import micro_batch_logprobs, micro_batches
 from grpo.types import Rollout
 
 Sums = dict[str, Tensor]
@@ -109,37 +108,3 @@ def finish_grpo(parts: Sequence[Sums], counts: StepCounts, sampled_tokens: int) 
         "sampling/sampling_logp_difference/max": gap_max,
         **(finish_metrics(sums) if counts.tokens else {}),
     }
-
-
-def accumulate_lm(
-    model: PreTrainedModel,
-    windows: Tensor,
-    *,
-    dtype: torch.dtype,
-    rows: int,
-    checkpointing: Checkpointing = "none",
-) -> dict[str, float]:
-    """Plain language modelling: add the gradient of the mean loss over `windows` (N, T + 1).
-
-    Every token but a window's first is predicted. The split into `rows` at a time changes nothing.
-    Returns the loss in nats a token.
-    """
-    num_tokens = windows[:, 1:].numel()
-    exact = torch.float32 if model.device.type == "mps" else torch.float64
-    total = torch.zeros((), device=model.device, dtype=exact)
-    with recomputed_layers(model, checkpointing):
-        for part in windows.split(rows):
-            loss = -window_logprobs(model, part, dtype=dtype).sum() / num_tokens
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-    return {"loss": total.item()}
-
-
-@torch.no_grad()
-def heldout_loss(
-    model: PreTrainedModel, windows: Tensor, *, dtype: torch.dtype, rows: int
-) -> tuple[float, float]:
-    """Mean loss over `windows` (N, T + 1) in nats a token, and its standard error over windows."""
-    losses = torch.cat([-window_logprobs(model, part, dtype=dtype).mean(1) for part in windows.split(rows)])
-    spread = losses.std().item() / len(losses) ** 0.5 if len(losses) > 1 else 0.0
-    return losses.mean().item(), spread

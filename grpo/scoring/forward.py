@@ -1,4 +1,4 @@
-"""Hidden states of completions over a shared prompt, and of texts, with gradients: what learning reads.
+"""Hidden states of completions over a shared prompt, with gradients: what learning reads.
 
 Each prompt goes through the model once however many completions it has; gradients flow back
 through its keys and values. Works for every Hugging Face causal model whose layers remember keys
@@ -70,20 +70,16 @@ def completion_hidden(
     return torch.cat([first, hidden], 1)[:, :width]
 
 
-def text_hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The states (R, T, D) of texts `ids` (R, T) of equal length, with gradients.
+def empty_cache(model: PreTrainedModel) -> Cache:
+    """A cache that remembers nothing, for texts that go through in one piece.
 
-    The cache remembers nothing. Without one, Hugging Face looks into the positions for packed texts,
-    which waits for an accelerator, and on fake tensors takes them for packed.
+    Without any, Hugging Face looks into the positions for packed texts, which waits for an accelerator, and
+    on fake tensors takes them for packed.
     """
     layers = _prompt_layers(model)
     for layer in layers:
         layer.forget()
-    with gradients_in_place(model):
-        states: Tensor = model.base_model(
-            input_ids=ids, past_key_values=Cache(layers), use_cache=True
-        ).last_hidden_state
-    return states
+    return Cache(layers)
 
 
 class _PromptLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed

@@ -1,4 +1,4 @@
-"""Log-probs of given completions, under policy (with gradients) or reference (without), and of texts."""
+"""Log-probs of given completions, under policy (with gradients) or reference (without)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from grpo.config.groups import Checkpointing
 from grpo.distributed.shard import inside
 from grpo.memory import Shape
-from grpo.scoring.forward import completion_hidden, text_hidden
+from grpo.scoring.forward import completion_hidden
 from grpo.scoring.logprobs import completion_logprobs
 from grpo.types import Rollout
 
@@ -121,16 +121,6 @@ def micro_batch_logprobs(
             )  # fmt: skip
 
     return inside(model, work)
-
-
-def window_logprobs(model: PreTrainedModel, windows: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Log-probs (R, T) of each token but the first of `windows` (R, T + 1), in nats."""
-    windows = windows.to(model.device)
-    with computing_in(dtype, model.device):
-        hidden = text_hidden(model, windows[:, :-1])  # (R, T, D)
-        head = model.get_output_embeddings()
-        logp, _ = completion_logprobs(hidden, head.weight, windows[:, 1:], bias=head.bias)
-    return logp
 
 
 def computing_in(dtype: torch.dtype, device: torch.device, *, cached: bool = True) -> torch.autocast:

@@ -27,8 +27,9 @@ from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import check_peft
 from grpo.model.target import make_target
 from grpo.plan.planning import TracedFit, make_memory
-from grpo.plan.trace import LANGUAGE, PhaseTracer
+from grpo.plan.trace import PhaseTracer
 from grpo.plan.workload import Workload, logits_parts, resident_parts, scratch_bytes
+from grpo.workbench import language
 from grpo.workbench.flags import Objective
 from grpo.workbench.models import context_of
 from grpo.workbench.spec import ModelSpec
@@ -149,16 +150,15 @@ def _workload(settings: StepSettings) -> Workload:
 
 def _language_memory(work: Workload, settings: StepSettings, overhead_bytes: int) -> AdaptiveMemory:
     """Learning from windows, and the update. There is no sampler, so nobody holds a copy for it."""
-    tracer = PhaseTracer(work.phase_settings())
+    tracer = PhaseTracer(work.phase_settings(), kind=language.FakeWindows)
     resident = resident_parts(work, tracer.num_parameters, tracer.trained_sizes)
     resident.pop("sampler's copy", None)
     longest = Shape(1, 1, settings.new_tokens)
-    traced = {name: TracedFit(tracer, name, longest, group_size=1) for name in LANGUAGE}
+    traced = {name: TracedFit(tracer, name, longest, group_size=1) for name in language.PHASES}
     gradients = {"gradients": work.exact_bytes * sum(tracer.trained_sizes)}
-    whole, split = LANGUAGE
     specs = {
         "learn": PhaseSpec(
-            whole, split, None, lambda shape: {**gradients, **logits_parts(work, shape)}
+            language.WHOLE, language.SPLIT, None, lambda shape: {**gradients, **logits_parts(work, shape)}
         ),
         "update": PhaseSpec("update", "update", None, lambda shape: gradients),
     }  # fmt: skip

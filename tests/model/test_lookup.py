@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from grpo.model.cpu.embedding_gradients import gradients_in_place
-from grpo.scoring.micro_batches import micro_batch_logprobs, window_logprobs
+from grpo.scoring.micro_batches import micro_batch_logprobs
 
 WORDS, D = 500, 16
 
@@ -59,19 +59,6 @@ def test_gradients_are_autograds(monkeypatch, tied, padding):
     embeddings = expected[next(name for name in expected if "wte" in name or "embed_tokens" in name)]
     assert embeddings.norm() > 0.1
     assert not any("forward" in vars(module) for module in policy.modules())
-
-
-def test_windows_of_text_too(monkeypatch):
-    policy, windows = model(), torch.randint(WORDS, (3, 12), generator=torch.Generator().manual_seed(0))
-
-    def gradient() -> torch.Tensor:
-        policy.zero_grad(set_to_none=True)
-        window_logprobs(policy, windows, dtype=torch.float64).sum().backward()
-        return policy.transformer.wte.weight.grad.clone()
-
-    ours = gradient()
-    monkeypatch.setattr("grpo.model.cpu.embedding_gradients.is_sharded", lambda model: True)
-    torch.testing.assert_close(ours, gradient(), rtol=1e-12, atol=1e-14)
 
 
 def test_no_second_tensor_of_the_vocabulary_is_made(monkeypatch):

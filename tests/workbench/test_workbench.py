@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from grpo.config import SettingsError
 from grpo.config.groups import Checkpointing
-from grpo.learning.objectives import accumulate_lm, heldout_loss
 from grpo.memory import peak_live_bytes
 from grpo.workbench.corpus import byte_corpus, check_file, token_corpus, train_tokenizer
+from grpo.workbench.language import accumulate_lm, heldout_loss
 from grpo.workbench.models import context_of, num_parameters, random_model
 from grpo.workbench.predict import StepMemory, StepSettings
 from grpo.workbench.processes import run_worker

@@ -21,7 +21,6 @@ from grpo.config.groups import Checkpointing, LoraSettings, SamplingSettings
 from grpo.distributed.shard import inside
 from grpo.learning.loss import LossSettings, StepCounts, grpo_loss
 from grpo.memory import LiveBytes, Shape
-from grpo.model.activation_checkpointing import recomputed_layers
 from grpo.model.adapters import adapters_off, add_adapters, has_adapters, store_base
 from grpo.model.cpu import slices
 from grpo.model.cpu.feed_forward import slice_feed_forward
@@ -31,19 +30,15 @@ from grpo.plan.trace.gathered import Gathering
 from grpo.plan.trace.quick import QuickFakeMode
 from grpo.rollout.decoder import Decoder, has_static_cache, make_decoder, replaced_at_once
 from grpo.rollout.tokens import sample_tokens
-from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs, window_logprobs
+from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs
 
 PHASES = ("sample", "sample split", "score", "learn", "learn split")
 """What is traced. Split is in parts: a group takes another's place, gradients of earlier parts are there."""
 
 
-LANGUAGE = ("window", "window split")
-"""Learning from windows of text, at once and in parts. A shape is rows of 1 + `new_tokens` tokens."""
-
-
 def split_name(phase: str) -> str:
     """What a phase is called in PHASES when its rows go through in parts."""
-    return f"{phase} split" if f"{phase} split" in PHASES + LANGUAGE else phase
+    return f"{phase} split" if f"{phase} split" in PHASES else phase
 
 
 @dataclass(frozen=True)
@@ -68,36 +63,31 @@ class FakePhases:
 
     def __init__(self, settings: PhaseSettings, mode: QuickFakeMode | None = None) -> None:
         """mode: that of others, which then remember each other's operations."""
-        self._settings = settings
+        self.settings = settings
         self._mode = mode or QuickFakeMode()
         target, dtype = settings.target, settings.target.exact_dtype
         with self._mode:
-            self._policy = self._make_model(dtype)
-            self.has_equal_layers = has_equal_layers(self._policy)
-            self.num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
+            self.policy = self._make_model(dtype)
+            self.has_equal_layers = has_equal_layers(self.policy)
+            self.num_parameters = sum(parameter.numel() for parameter in self.policy.parameters())
         if settings.lora.on:
             self._add_adapters(dtype)
-        self._trained = [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
+        self._trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         self.trained_sizes = [parameter.numel() for parameter in self._trained]
         with self._mode:
-            self._sampler = self._policy
+            self._sampler = self.policy
             self._gathering: Gathering | None = None
             if settings.processes > 1:
-                self._policy = self._sampler = self._in_compute_dtype(self._policy)
-                self._gathering = Gathering(self._policy, settings.processes, dtype, copies=target.on_cpu)
+                self.policy = self._sampler = self._in_compute_dtype(self.policy)
+                self._gathering = Gathering(self.policy, settings.processes, dtype, copies=target.on_cpu)
             elif target.is_lower:
                 self._sampler = self._in_compute_dtype(self._make_model(dtype).requires_grad_(False))
 
     def trace(self, phase: str, shape: Shape) -> list[tuple[str, int]]:
-        works: dict[str, Callable[[Shape], None]] = {
-            "sample": self._sample, "sample split": partial(self._sample, split=True),
-            "score": self._score, "learn": self._learn, "learn split": self._learn,
-            "window": self._windows, "window split": self._windows,
-        }  # fmt: skip
-        work = works[phase]
-        already, in_parts = 0, phase in ("learn split", "window split")
+        work, in_parts = self._works()[phase]
+        already = 0
         with self._mode:
-            self._policy.zero_grad(set_to_none=True)
+            self.policy.zero_grad(set_to_none=True)
             if self._gathering is not None:
                 self._gathering.forget(gradients=in_parts)
                 already = self._gathering.gradient_bytes if in_parts else 0
@@ -105,12 +95,19 @@ class FakePhases:
                 for parameter in self._trained:
                     parameter.grad = torch.zeros_like(parameter)
                     already += parameter.grad.nbytes
-            target = self._settings.target
-            first = slices.traced_for(target.device, parts_too=self._settings.checkpointing != "selective")
+            target = self.settings.target
+            first = slices.traced_for(target.device, parts_too=self.settings.checkpointing != "selective")
             self._live = LiveBytes(target.device.type, target.block_bytes, keep_log=True)
             with first, self._mode.counting(self._live):
                 work(shape)
         return [(operation, already + held) for operation, held in self._live.log]
+
+    def _works(self) -> dict[str, tuple[Callable[[Shape], None], bool]]:
+        """What each phase does, and whether gradients of earlier parts are there already."""
+        return {
+            "sample": (self._sample, False), "sample split": (partial(self._sample, split=True), False),
+            "score": (self._score, False), "learn": (self._learn, False), "learn split": (self._learn, True),
+        }  # fmt: skip
 
     @torch.no_grad()
     def _sample(self, shape: Shape, *, split: bool = False) -> None:
@@ -143,13 +140,13 @@ class FakePhases:
         """Logits, and what a recorded step holds between its runs: input, output, and room for the rest."""
         held, logged = self._live.live_bytes, len(self._live.log)
         logits = decoder.step(tokens)
-        if self._settings.target.device.type != "cuda" or not has_static_cache(self._sampler):
+        if self.settings.target.device.type != "cuda" or not has_static_cache(self._sampler):
             return logits, []
         pool = max(size for _, size in self._live.log[logged:]) - held
         return logits, [tokens.clone(), logits.clone(), torch.empty(pool, dtype=torch.uint8)]
 
     def _sample_tokens(self, logits: Tensor, uniforms: Tensor) -> Tensor:
-        sampling = self._settings.sampling
+        sampling = self.settings.sampling
         tokens, _ = sample_tokens(
             logits, uniforms,
             temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
@@ -158,15 +155,15 @@ class FakePhases:
 
     @torch.no_grad()
     def _score(self, shape: Shape) -> None:
-        with nullcontext() if self._settings.scores_policy else self._as_reference():
+        with nullcontext() if self.settings.scores_policy else self._as_reference():
             self._logprobs(shape, entropy=False)
 
     def _as_reference(self) -> AbstractContextManager[object]:
-        return adapters_off(self._policy) if has_adapters(self._policy) else _frozen(self._policy)
+        return adapters_off(self.policy) if has_adapters(self.policy) else _frozen(self.policy)
 
     def _learn(self, shape: Shape) -> None:
-        logp, _ = self._logprobs(shape, entropy=True, checkpointing=self._settings.checkpointing)
-        settings = self._settings.loss
+        logp, _ = self._logprobs(shape, entropy=True, checkpointing=self.settings.checkpointing)
+        settings = self.settings.loss
         ref_logp = torch.zeros_like(logp) if settings.kl_coef else None
         mask = torch.ones_like(logp, dtype=torch.bool)
         rows, tokens = logp.shape
@@ -175,13 +172,6 @@ class FakePhases:
             logp, None, ref_logp, torch.zeros(rows, dtype=logp.dtype), mask, counts=counts, settings=settings
         )
         loss.backward()  # type: ignore[no-untyped-call]
-
-    def _windows(self, shape: Shape) -> None:
-        windows = torch.zeros(shape.rows, 1 + shape.new_tokens, dtype=torch.long)
-        settings = self._settings
-        with recomputed_layers(self._policy, settings.checkpointing):
-            logp = window_logprobs(self._policy, windows, dtype=settings.target.dtype)
-            (-logp.sum() / logp.numel()).backward()
 
     def _logprobs(
         self, shape: Shape, *, entropy: bool, checkpointing: Checkpointing = "none"
@@ -195,32 +185,32 @@ class FakePhases:
             completion_ids=torch.zeros(rows, shape.new_tokens, dtype=torch.long),
         )
         return micro_batch_logprobs(
-            self._policy, batch, temperature=self._settings.sampling.temperature,
-            dtype=self._settings.target.dtype, entropy=entropy, checkpointing=checkpointing,
+            self.policy, batch, temperature=self.settings.sampling.temperature,
+            dtype=self.settings.target.dtype, entropy=entropy, checkpointing=checkpointing,
         )  # fmt: skip
 
     def _prompts(self, shape: Shape) -> tuple[list[list[int]], int]:
         """Prompts of equal length, and rows of each: whole groups, or part of one."""
-        per_prompt = min(shape.rows, self._settings.group_size)
+        per_prompt = min(shape.rows, self.settings.group_size)
         return [[0] * shape.prompt_tokens for _ in range(shape.rows // per_prompt)], per_prompt
 
     def _in_compute_dtype(self, model: PreTrainedModel) -> PreTrainedModel:
         for parameter in model.parameters():  # not the buffers
-            parameter.data = parameter.data.to(self._settings.target.dtype)
+            parameter.data = parameter.data.to(self.settings.target.dtype)
         return model
 
     def _add_adapters(self, dtype: torch.dtype) -> None:
         # Not inside the mode, in which peft cannot move them: made without storage, then faked.
-        add_adapters(self._policy, self._settings.lora, empty=True)
+        add_adapters(self.policy, self.settings.lora, empty=True)
         with self._mode:
-            for module in self._policy.modules():
+            for module in self.policy.modules():
                 for name, parameter in list(module.named_parameters(recurse=False)):
                     if parameter.is_meta:
                         setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
-            store_base(self._policy, self._settings.target.dtype)
+            store_base(self.policy, self.settings.target.dtype)
 
     def _make_model(self, dtype: torch.dtype) -> PreTrainedModel:
-        target = self._settings.target
+        target = self.settings.target
         model = AutoModelForCausalLM.from_config(
             target.model_config, dtype=dtype, attn_implementation=target.attention
         ).eval()

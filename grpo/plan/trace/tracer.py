@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import inspect
 import json
 import os
 from collections.abc import Callable
@@ -37,13 +38,20 @@ _FOLDER = Path(__file__).parents[2]
 class PhaseTracer:
     """Peak bytes that a phase adds, traced; remembered in the user's cache directory."""
 
-    def __init__(self, settings: PhaseSettings, *, cache_folder: Path | None = None) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        settings: PhaseSettings,
+        *,
+        kind: type[FakePhases] = FakePhases,
+        cache_folder: Path | None = None,
+    ) -> None:
+        """kind: the phases to trace, if others than a run's."""
+        self._settings, self._kind = settings, kind
         self._phases: FakePhases | None = None
         self._mode = QuickFakeMode()
         self._shallow: list[FakePhases] | None = None
         folder = cache_folder or platformdirs.user_cache_path("grpo-lean") / "traces"
-        self._file = folder / f"{_fingerprint(settings)}.json"
+        self._file = folder / f"{_fingerprint(settings, kind)}.json"
         self._known: dict[str, Log] = _read(self._file)
         self._num_saved = len(self._known)
         self._announced = False
@@ -67,7 +75,7 @@ class PhaseTracer:
             # A sharded model's layers are not gathered and let go of in a loop that is alike everywhere.
             alike = self._settings.processes == 1 and self._fake().has_equal_layers
             shallow = SHALLOW if alike and layers > sum(SHALLOW) else ()
-            self._shallow = [FakePhases(_with_layers(self._settings, count), self._mode) for count in shallow]
+            self._shallow = [self._kind(_with_layers(self._settings, count), self._mode) for count in shallow]
         if self._shallow:
             shorter, longer = (phases.trace(phase, shape) for phases in self._shallow)
             if (extended := extend(shorter, longer, layers)) is not None:
@@ -86,7 +94,7 @@ class PhaseTracer:
 
     def _fake(self) -> FakePhases:
         if self._phases is None:
-            self._phases = FakePhases(self._settings, self._mode)
+            self._phases = self._kind(self._settings, self._mode)
         return self._phases
 
     @property
@@ -159,10 +167,11 @@ def _what_memory_minds(settings: PhaseSettings) -> PhaseSettings:
     )
 
 
-def _fingerprint(settings: PhaseSettings) -> str:
+def _fingerprint(settings: PhaseSettings, kind: type[FakePhases]) -> str:
     """Of all that a trace depends on, the code that phases run included."""
     folders = ("distributed", "learning", "memory", "model", "plan/trace", "rollout", "scoring")
-    sources = [_FOLDER / "types.py", *(path for name in folders for path in (_FOLDER / name).rglob("*.py"))]
+    sources = {path for name in folders for path in (_FOLDER / name).rglob("*.py")}
+    sources |= {_FOLDER / "types.py", Path(inspect.getfile(kind))}
     parts = [
         torch.__version__,
         transformers.__version__,

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from grpo.config.groups import Checkpointing, LoraSettings, OptimizerSettings, Precision, SamplingSettings
 from grpo.learning.advantages import group_advantages
 from grpo.learning.loss import LossSettings, loss_counts
-from grpo.learning.objectives import GRPOBatch, accumulate_grpo, accumulate_lm, finish_grpo
+from grpo.learning.objectives import GRPOBatch, accumulate_grpo, finish_grpo
 from grpo.learning.optimizer import make_optimizer
 from grpo.learning.step import Stepper
 from grpo.memory import MemoryMonitor, limit_memory
@@ -27,6 +27,7 @@ from grpo.model.target import compute_dtype
 from grpo.rollout.sample import rollout
 from grpo.scoring.micro_batches import score
 from grpo.workbench.corpus import open_corpus
+from grpo.workbench.language import accumulate_lm
 from grpo.workbench.models import load_or_make
 from grpo.workbench.processes import worker
 from grpo.workbench.spec import ModelSpec

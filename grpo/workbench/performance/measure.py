@@ -14,10 +14,10 @@ import torch
 from rich.table import Table
 
 from grpo.config.groups import OptimizerSettings
-from grpo.learning.objectives import accumulate_lm
 from grpo.learning.optimizer import make_optimizer
 from grpo.learning.step import Stepper
 from grpo.model.target import compute_dtype
+from grpo.workbench.language import accumulate_lm
 from grpo.workbench.machine import PRECISIONS, no_compiler
 from grpo.workbench.models import random_model
 from grpo.workbench.performance.settings import PerformanceSettings

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo.learning.objectives import accumulate_lm, heldout_loss
 from grpo.learning.optimizer import learning_rate, make_optimizer, set_learning_rate
 from grpo.learning.step import Stepper
 from grpo.memory import MemoryMonitor, limit_memory
@@ -22,6 +21,7 @@ from grpo.memory.monitor import PhaseReading
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.target import compute_dtype
 from grpo.workbench.corpus import open_corpus
+from grpo.workbench.language import accumulate_lm, heldout_loss
 from grpo.workbench.models import load_or_make, random_model
 from grpo.workbench.sweep.settings import SweepSettings
 from grpo.workbench.sweep.worker import Say, SizeTask, point, time_facts

@@ -1,0 +1,79 @@
+"""Plain language modelling, which the workbench compares with: learning from windows of text."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grpo.config.groups import Checkpointing
+from grpo.memory import Shape
+from grpo.model.activation_checkpointing import recomputed_layers
+from grpo.model.cpu.embedding_gradients import gradients_in_place
+from grpo.plan.trace.fake import FakePhases
+from grpo.scoring.forward import empty_cache
+from grpo.scoring.logprobs import completion_logprobs
+from grpo.scoring.micro_batches import computing_in
+
+WHOLE, SPLIT = PHASES = ("window", "window split")
+"""What is traced: learning at once and in parts. A shape is rows of 1 + `new_tokens` tokens."""
+
+
+def window_logprobs(model: PreTrainedModel, windows: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """Log-probs (R, T) of each token but the first of `windows` (R, T + 1), in nats, with gradients."""
+    windows = windows.to(model.device)
+    with computing_in(dtype, model.device):
+        with gradients_in_place(model):
+            hidden = model.base_model(
+                input_ids=windows[:, :-1], past_key_values=empty_cache(model), use_cache=True
+            ).last_hidden_state  # (R, T, D)
+        head = model.get_output_embeddings()
+        logp, _ = completion_logprobs(hidden, head.weight, windows[:, 1:], bias=head.bias)
+    return logp
+
+
+def accumulate_lm(
+    model: PreTrainedModel,
+    windows: Tensor,
+    *,
+    dtype: torch.dtype,
+    rows: int,
+    checkpointing: Checkpointing = "none",
+) -> dict[str, float]:
+    """Plain language modelling: add the gradient of the mean loss over `windows` (N, T + 1).
+
+    Every token but a window's first is predicted. The split into `rows` at a time changes nothing.
+    Returns the loss in nats a token.
+    """
+    num_tokens = windows[:, 1:].numel()
+    exact = torch.float32 if model.device.type == "mps" else torch.float64
+    total = torch.zeros((), device=model.device, dtype=exact)
+    with recomputed_layers(model, checkpointing):
+        for part in windows.split(rows):
+            loss = -window_logprobs(model, part, dtype=dtype).sum() / num_tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+    return {"loss": total.item()}
+
+
+@torch.no_grad()
+def heldout_loss(
+    model: PreTrainedModel, windows: Tensor, *, dtype: torch.dtype, rows: int
+) -> tuple[float, float]:
+    """Mean loss over `windows` (N, T + 1) in nats a token, and its standard error over windows."""
+    losses = torch.cat([-window_logprobs(model, part, dtype=dtype).mean(1) for part in windows.split(rows)])
+    spread = losses.std().item() / len(losses) ** 0.5 if len(losses) > 1 else 0.0
+    return losses.mean().item(), spread
+
+
+class FakeWindows(FakePhases):
+    """Learning from windows, for memory to be traced."""
+
+    def _works(self) -> dict[str, tuple[Callable[[Shape], None], bool]]:
+        return {WHOLE: (self._learn_windows, False), SPLIT: (self._learn_windows, True)}
+
+    def _learn_windows(self, shape: Shape) -> None:
+        windows = torch.zeros(shape.rows, 1 + shape.new_tokens, dtype=torch.long)
+        with recomputed_layers(self.policy, self.settings.checkpointing):
+            logp = window_logprobs(self.policy, windows, dtype=self.settings.target.dtype)
+            (-logp.sum() / logp.numel()).backward()
