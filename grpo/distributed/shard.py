@@ -12,7 +12,8 @@ forward pass never runs.
 import warnings
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import TypeVar
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ def shard_model(model: PreTrainedModel, compute_dtype: torch.dtype, device: torc
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
     warnings.filterwarnings("ignore", message=".*returned a view tensor")  # nobody writes into it
-    model.run_inside = MethodType(lambda self, work: work(), model)
+    gather_by(model, MethodType(lambda self, work: work(), model))
     register_fsdp_forward_method(model, "run_inside")
 
 
@@ -64,9 +65,18 @@ def decoder_layers(module: nn.Module) -> Iterator[nn.Module]:
             yield from decoder_layers(child)
 
 
+_GATHERED: WeakSet[nn.Module] = WeakSet()
+
+
+def gather_by(model: nn.Module, run_inside: Callable[[Callable[[], Any]], Any]) -> None:
+    """From here on the model is sharded, or behaves so in a trace: `inside` runs work by this."""
+    model.run_inside = run_inside  # type: ignore[assignment]
+    _GATHERED.add(model)
+
+
 def is_sharded(model: nn.Module) -> bool:
-    """Whether its weights are gathered for each pass (or, in a trace, behave as if they were)."""
-    return "run_inside" in vars(model)
+    """Whether its weights are gathered for each pass."""
+    return model in _GATHERED
 
 
 def inside(model: PreTrainedModel, work: Callable[[], T]) -> T:

@@ -8,6 +8,7 @@ from loguru import logger
 from transformers import PretrainedConfig
 
 from grpo.config.groups import BUNDLED, Precision
+from grpo.model import cpu
 from grpo.model.cpu import attention, slices
 
 AUTO = "auto"
@@ -133,7 +134,7 @@ def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
-    if device.type == "cpu" and dtype == torch.bfloat16:
+    if device.type == "cpu" and dtype == torch.bfloat16 and cpu.is_on("attention"):
         attention.register()
         return attention.NAME
     return "sdpa"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from grpo.distributed.shard import is_sharded
+from grpo.model import cpu
 
 
 @contextmanager
@@ -26,7 +27,9 @@ def gradients_in_place(model: Any) -> Iterator[None]:
     when it looks up otherwise than `torch.nn.Embedding`, or has no gradient to get.
     """
     embedding = model.get_input_embeddings()
-    plain = type(embedding) is nn.Embedding and embedding.max_norm is None
+    plain = (
+        type(embedding) is nn.Embedding and embedding.max_norm is None and cpu.is_on("embedding_gradients")
+    )
     if not (plain and embedding.weight.requires_grad and torch.is_grad_enabled()) or is_sharded(model):
         yield
         return

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.pytorch_utils import Conv1D
 
+from grpo.model import cpu
 from grpo.model.cpu import slices
 
 _LINEAR = 2 * (2 / torch.pi) ** 0.5
@@ -36,7 +37,9 @@ There is room for as much however few there are, so that memory stays in proport
 
 def slice_feed_forward(model: PreTrainedModel) -> None:
     """Give GPT-2's layers the `FeedForward` of their own weights; other models stay as they are."""
-    if getattr(model.config, "activation_function", None) != "gelu_pytorch_tanh":
+    if getattr(model.config, "activation_function", None) != "gelu_pytorch_tanh" or not cpu.is_on(
+        "feed_forward"
+    ):
         return
     for layer in list(model.modules()):
         if type(getattr(layer, "mlp", None)) is GPT2MLP:

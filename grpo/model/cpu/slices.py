@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grpo.model import cpu
+
 CAST_ROWS = 4096
 """Of a matrix, such as the vocabulary's, that are cast at once: a whole copy in fp32 would be large."""
 
@@ -40,7 +42,8 @@ def traced_for(device: torch.device, *, parts_too: bool) -> Iterator[None]:
 def slice_numbers(device: torch.device) -> int:
     """Numbers that a slice has at most: near a CPU's caches; elsewhere enough to be worth a kernel."""
     traced = _trace.get()
-    return 2**19 if (traced.device if traced else device).type == "cpu" else 2**24
+    on_cpu = (traced.device if traced else device).type == "cpu"
+    return 2**19 if on_cpu and cpu.is_on("slices") else 2**24
 
 
 def slices(count: int, size: int) -> Iterator[slice]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from grpo.distributed.shard import decoder_layers
+from grpo.distributed.shard import decoder_layers, gather_by
 
 
 class Gathering:
@@ -38,7 +38,7 @@ class Gathering:
             layer.register_forward_pre_hook(partial(self._before_layer, unit), with_kwargs=True)
             layer.register_forward_hook(partial(self._after_layer, unit))
         self.forget()
-        model.run_inside = self._run_inside
+        gather_by(model, self._run_inside)
 
     def forget(self, *, gradients: bool = False) -> None:
         """Let go of everything. gradients: whether this process's parts of all of them are there already."""

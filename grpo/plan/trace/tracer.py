@@ -25,6 +25,7 @@ from grpo.memory import (
     pass_features,
     pass_shapes,
 )
+from grpo.model import cpu
 from grpo.plan.trace.depth import SHALLOW, Log, extend, num_layers, with_layers
 from grpo.plan.trace.fake import FakePhases, PhaseSettings
 from grpo.plan.trace.quick import QuickFakeMode
@@ -178,6 +179,7 @@ def _fingerprint(settings: PhaseSettings, kind: type[FakePhases]) -> str:
         settings.target.model_config.to_json_string(),
         repr(_what_memory_minds(settings)),
         importlib.metadata.version("peft") if settings.lora.on else "",
+        *cpu.what_is_on(),
         str(torch.cpu._is_amx_tile_supported()),  # what attention in bf16 holds
         *(hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(sources)),
     ]

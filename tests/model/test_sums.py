@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo.memory.live import LiveBytes
-from grpo.rollout.sums import bags, weighted_sums
+from grpo.model.cpu.sums import bags, weighted_sums
 
 B, G, H, M, W = 3, 2, 4, 5, 6
 
