@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -18,6 +19,16 @@ def launched_processes() -> tuple[int, int]:
         return next((int(os.environ[name]) for name in names if os.environ.get(name)), default)
 
     return first(_RANKS, 0), first(_SIZES, 1)
+
+
+def typed(command: str) -> str:
+    """How to start one of `grpo.commands` from where the present one was: what to tell people to type."""
+    if Path(sys.argv[0]).name.startswith("grpo-lean"):
+        return f"grpo-lean {command}"
+    return f"python {_FILES[command]}"
+
+
+_FILES = {"train": "train_lean.py", "sweep": "scripts/sweep_batch_sizes.py", "report": "scripts/report.py"}
 
 
 def set_library_defaults() -> None:

@@ -1,52 +1,8 @@
 """The largest batch for a card that is not there: `python scripts/calculate_batch_size.py --gpu h100`."""
 
-import json
 import sys
 
-DONE, WRONG_SETTING = 0, 2
-"""Exit statuses."""
-
-
-def main() -> int:
-    """Run the command line."""
-    from grpo.environment import set_library_defaults
-
-    set_library_defaults()
-    import tyro
-    from rich.console import Console
-
-    from grpo.run.tracking import configure_logging
-    from grpo.workbench.calculator.cards import cards_table
-    from grpo.workbench.calculator.settings import CalculatorSettings
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=110)
-    configure_logging("WARNING", console)
-    try:
-        settings = tyro.cli(CalculatorSettings, config=(tyro.conf.OmitArgPrefixes,))
-        card = settings.card()
-        if card is None:
-            console.print(cards_table())
-            console.print("Choose one with --gpu, or give any other card's size: --gpu-memory 20GB.")
-            return DONE
-        # These load torch: a wrong flag need not wait for it.
-        from grpo.workbench.calculator.calculate import calculate
-        from grpo.workbench.calculator.profiles import write_profiles
-        from grpo.workbench.calculator.tables import as_json, show
-
-        found = calculate(settings, card)
-        show(found, console)
-        if settings.yaml is not None:
-            names = write_profiles(found, settings.yaml)
-            console.print(f"{settings.yaml}: profiles {', '.join(names)}", highlight=False)
-        if settings.json is not None:
-            settings.json.write_text(json.dumps(as_json(found), indent=1) + "\n")
-    except ValueError as error:
-        Console(stderr=True).print(f"[red]error[/red] {error}", highlight=False)
-        return WRONG_SETTING
-    return DONE
-
+from grpo.commands import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("calculate"))

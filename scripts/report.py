@@ -1,38 +1,8 @@
-"""What a sweep or a training run found, as one HTML page and as Markdown; several of a kind side by side.
-
-python scripts/report.py RUN_OR_SWEEP [ANOTHER ...]
-"""
+"""A sweep or a run as one page: `python scripts/report.py runs/NAME`."""
 
 import sys
-from pathlib import Path
-from typing import Annotated
 
-import tyro
-from rich.console import Console
-
-from grpo.run.tracking import configure_logging
-
-WRONG_SETTING = 2
-"""Exit status."""
-
-
-def main(folders: Annotated[tuple[Path, ...], tyro.conf.Positional], output: Path | None = None) -> None:
-    """Write report.html, which needs nothing else and opens from disk, and report.md with its pictures.
-
-    Args:
-        folders: A sweep's or a run's folder, or several of a kind to compare.
-        output: Where to write; by default into the folder itself, and into report/ for several.
-    """
-    from grpo.workbench.report import write_report  # slow: --help need not wait for it
-
-    configure_logging("INFO", Console(stderr=True))
-    for path in write_report(folders, output):
-        print(path)
-
+from grpo.commands import run
 
 if __name__ == "__main__":
-    try:
-        tyro.cli(main)
-    except ValueError as error:
-        Console(stderr=True).print(f"[red]error[/red] {error}", highlight=False)
-        sys.exit(WRONG_SETTING)
+    sys.exit(run("report"))

@@ -6,9 +6,9 @@ from pathlib import Path
 from commands import ROOT
 
 LAYERS = (
-    ("scripts", "monitor_memory"),
+    ("scripts", "monitor_memory", "train_lean"),
+    ("grpo.commands",),
     ("grpo.workbench",),
-    ("train_lean",),
     ("grpo.trainer",),
     ("grpo.phases",),
     ("grpo.run",),

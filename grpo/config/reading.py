@@ -178,6 +178,11 @@ def _is_mapping(value: Any) -> bool:
 def parse_command_line(arguments: Sequence[str] | None = None) -> Config:
     """Settings from `--config FILE [--profile NAME]` or the run named by `--resume`, overridden by flags."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(arguments):
+        from grpo.config.help import help_text  # which reads these
+
+        print(help_text(Path(sys.argv[0]).name))  # noqa: T201
+        sys.exit(0)
     base = Config()
     config_file, rest = _take_option(arguments, "--config")
     profile, rest = _take_option(rest, "--profile")
@@ -203,8 +208,6 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> Config:
         args=rest,
         default=base,
         config=(tyro.conf.OmitArgPrefixes,),
-        description="Train a language model with GRPO. --config FILE.yaml sets defaults that flags override; "
-        "--profile NAME takes one of the profiles in it.",
     )
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.distributed.shard import is_sharded, part_like, whole
+from grpo.environment import typed
 from grpo.model.adapters import MERGED, has_adapters, save_adapters
 from grpo.model.load import save_merged
 
@@ -146,7 +147,7 @@ class CheckpointFolder:
         """For somebody whose run has just ended before its end."""
         if not self.all():
             return "no checkpoint was saved yet"
-        return f"the last checkpoint is good; go on with: python train_lean.py --resume {self.folder.parent}"
+        return f"the last checkpoint is good; go on with: {typed('train')} --resume {self.folder.parent}"
 
     def newest_intact(self) -> Checkpoint | None:
         """The newest checkpoint whose files are all as they were written; None if there is none."""

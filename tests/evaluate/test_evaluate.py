@@ -5,19 +5,19 @@ import itertools
 import json
 import math
 import random
-import runpy
 
 import chess
 import numpy as np
 import pytest
 import torch
 from benchmarks.positions import random_endgame, transition_lines
-from commands import ROOT, fresh
+from commands import fresh
 from rich.console import Console
 from scipy import stats
 
 import grpo.evaluate.games
 import grpo.evaluate.heldout
+from grpo.commands.evaluate import EvaluateConfig, checkpoint_of, show
 from grpo.config.groups import SamplingSettings
 from grpo.data import is_heldout
 from grpo.evaluate import (
@@ -461,26 +461,24 @@ def test_command(model_folders, tmp_path):
 
 
 def test_command_finds_what_is_wrong_before_it_loads_a_model(tmp_path):
-    script = runpy.run_path(str(ROOT / "scripts" / "evaluate.py"))
     with pytest.raises(ValueError, match="--samples is 0: give at least 1"):
-        script["EvaluateConfig"]("nowhere", samples=0)
+        EvaluateConfig("nowhere", samples=0)
     with pytest.raises(ValueError, match=r"--heldout-share is 1\.1: give a share between"):
-        script["EvaluateConfig"]("nowhere", heldout_share=1.1)
+        EvaluateConfig("nowhere", heldout_share=1.1)
     with pytest.raises(ValueError, match="--max-bad-share is nan"):
-        script["EvaluateConfig"]("nowhere", max_bad_share=math.nan)
+        EvaluateConfig("nowhere", max_bad_share=math.nan)
     with pytest.raises(ValueError, match="there is no folder"):
-        script["EvaluateConfig"]("nowhere", json=tmp_path / "no" / "scores.json")
+        EvaluateConfig("nowhere", json=tmp_path / "no" / "scores.json")
     for wrong in ({"mate_in_one": tmp_path / "none.json"}, {"before": tmp_path / "none.json"}):
         with pytest.raises(ValueError, match=r"none\.json is no"):
-            script["main"](script["EvaluateConfig"]("nowhere", **wrong))
+            show(EvaluateConfig("nowhere", **wrong))
     with pytest.raises(ValueError, match=r"no file nothing\.txt"):
-        script["main"](script["EvaluateConfig"]("nowhere", prompts="nothing.txt"))
+        show(EvaluateConfig("nowhere", prompts="nothing.txt"))
     with pytest.raises(ValueError, match=r"leaves 12 beside --max-new-tokens 500: lower"):
-        script["main"](script["EvaluateConfig"]("rook-tiny", max_new_tokens=500))
+        show(EvaluateConfig("rook-tiny", max_new_tokens=500))
 
 
 def test_of_a_run_the_best_checkpoint_is_evaluated(tmp_path):
-    checkpoint_of = runpy.run_path(str(ROOT / "scripts" / "evaluate.py"))["checkpoint_of"]
     assert checkpoint_of("rook-tiny") == "rook-tiny" and checkpoint_of(str(tmp_path)) == str(tmp_path)
     folder = tmp_path / "checkpoints"
     folder.mkdir()

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from grpo.environment import typed
 from grpo.memory.budget import GB
 from grpo.workbench.maximum.law import Law, Risk, explaining_margin, fit_law, leaves_the_line, risk
 from grpo.workbench.maximum.search import INCREMENT, POINTS_OF_A_LINE
@@ -152,7 +153,7 @@ def recommendation_table(found: Findings) -> Table:
         flags = (f" --train-rows {size['rows']}" if size["accumulate"] > 1 else "") + found.flags
         command = []
         if found.no_command is None:
-            command = [f"python train_lean.py --batch-size {size['batch_size']}{flags}"]
+            command = [f"{typed('train')} --batch-size {size['batch_size']}{flags}"]
         table.add_row(name, *(str(size[key]) for key in ("rows", "accumulate", "batch_size")), *command)
     return table
 

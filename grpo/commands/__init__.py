@@ -1,0 +1,66 @@
+"""What people type: `grpo-lean COMMAND`, and the files of the repository that do the same."""
+
+import sys
+from importlib import import_module
+from typing import NamedTuple
+
+from grpo.environment import restart_without_thread_cache, set_library_defaults
+
+WRONG_USAGE, INTERRUPTED = 2, 130
+"""Exit statuses."""
+
+
+class Command(NamedTuple):
+    what: str
+    example: str
+    trains: bool = False
+    """Whether it takes steps, for which malloc is tuned (`restart_without_thread_cache`)."""
+
+
+COMMANDS = {
+    "train": Command("train a language model with GRPO", "--steps 5 --batch-size 16", trains=True),
+    "monitor": Command("train and watch: is memory growing?", "200 64", trains=True),
+    "evaluate": Command("held-out quality of a model or a run", "runs/NAME"),
+    "find-max": Command("the largest batch that fits, by real steps", "--memory-limit 800MB", trains=True),
+    "calculate": Command("the largest batch for a card that is not there", "--gpu rtx4090"),
+    "sweep": Command("one model at several batch sizes", "--batch-sizes 8 32", trains=True),
+    "report": Command("a run or a sweep as one page", "runs/NAME"),
+    "check": Command("what this machine reaches, and what is switched off", ""),
+}
+"""By name; the module is called the same."""
+
+
+def main() -> int:
+    """`grpo-lean COMMAND …`, the installed command."""
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if words else WRONG_USAGE
+    name = words[0]
+    if name not in COMMANDS:
+        print(f"{name!r} is no command: give one of {', '.join(COMMANDS)}.", file=sys.stderr)
+        return WRONG_USAGE
+    sys.argv[:2] = [f"grpo-lean {name}"]
+    return run(name)
+
+
+def run(name: str) -> int:
+    """One command with the words of `sys.argv`; its exit status."""
+    if COMMANDS[name].trains:
+        restart_without_thread_cache()
+    set_library_defaults()
+    try:
+        status: int = import_module(f"grpo.commands.{name.replace('-', '_')}").main()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return status
+
+
+def _overview() -> str:
+    lines = [
+        "Train language models with GRPO: the batch always fits, and groups stay whole.", "",
+        "usage: grpo-lean COMMAND [FLAGS]", "",
+        *(f"  {name:<10} {each.what:<52} {each.example}".rstrip() for name, each in COMMANDS.items()), "",
+        "grpo-lean COMMAND --help says more of each.",
+    ]  # fmt: skip
+    return "\n".join(lines)

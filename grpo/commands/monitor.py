@@ -1,0 +1,69 @@
+"""Is memory growing? Train for some steps and watch: `python monitor_memory.py 200 64`.
+
+    python monitor_memory.py STEPS BATCH_SIZE [flags of train_lean.py]
+    python monitor_memory.py --attach RUN
+
+Shows memory by phase as it goes, and ends with a verdict: leak or none, bytes a step, which kind, and
+which tensors. The run folder gets memory.png and leak.json. Exit status 1 means a leak.
+"""
+
+import argparse
+import gc
+import itertools
+import sys
+from pathlib import Path
+
+NO_LEAK, LEAK, WRONG_SETTING = 0, 1, 2
+"""Exit statuses."""
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [STEPS [BATCH_SIZE]] [--attach RUN] [flags of train]",
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--attach", type=Path, metavar="RUN", help="follow this run folder instead")
+    parser.add_argument(
+        "--patience", type=float, default=60, metavar="S", help="seconds without news that end a run (60)"
+    )
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), sys.argv[1:]))[:2]
+    given, flags = parser.parse_known_args(sys.argv[1 + len(words) :])
+    steps, batch_size = [*words, *("200", "64")[len(words) :]]
+
+    from loguru import logger
+    from rich.console import Console
+
+    from grpo.config import SettingsError, parse_command_line
+    from grpo.run.tracking import configure_logging
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=110)
+    configure_logging("WARNING", console)
+    try:
+        if given.attach and flags:
+            raise SettingsError(f"attach follows a run as it is: leave out {' '.join(flags)}.")
+        fixed = ["--steps", steps, "--batch-size", batch_size]
+        quiet = ["--eval-interval", "0", "--checkpoint-interval", "0"]
+        config = parse_command_line([*quiet, *flags, *fixed])
+    except SettingsError as error:
+        console.print(f"[red]error[/red] {error}", highlight=False)
+        return WRONG_SETTING
+
+    from grpo.run.interrupt import stop_on_signal
+    from grpo.workbench.memory_watch import PLOT, VERDICT, follow_run, watch_training
+
+    gc.freeze()
+    try:
+        with stop_on_signal() as stop:
+            if given.attach:
+                verdict, folder = follow_run(given.attach, console, patience_s=given.patience, stop=stop)
+            else:
+                verdict, folder = watch_training(config, console, stop)
+    except ValueError as error:
+        logger.error("{}", error)
+        return WRONG_SETTING
+    console.print(str(verdict), highlight=False)
+    console.print(f"{folder / PLOT}\n{folder / VERDICT}", highlight=False)
+    return LEAK if verdict.leak else NO_LEAK

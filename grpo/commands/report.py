@@ -1,0 +1,39 @@
+"""What a sweep or a training run found, as one HTML page and as Markdown; several of a kind side by side.
+
+python scripts/report.py RUN_OR_SWEEP [ANOTHER ...]
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from grpo.run.tracking import configure_logging
+
+DONE, WRONG_SETTING = 0, 2
+"""Exit statuses."""
+
+
+def main() -> int:
+    """Run the command line."""
+    try:
+        tyro.cli(write)
+    except ValueError as error:
+        Console(stderr=True).print(f"[red]error[/red] {error}", highlight=False)
+        return WRONG_SETTING
+    return DONE
+
+
+def write(folders: Annotated[tuple[Path, ...], tyro.conf.Positional], output: Path | None = None) -> None:
+    """Write report.html, which needs nothing else and opens from disk, and report.md with its pictures.
+
+    Args:
+        folders: A sweep's or a run's folder, or several of a kind to compare.
+        output: Where to write; by default into the folder itself, and into report/ for several.
+    """
+    from grpo.workbench.report import write_report  # slow: --help need not wait for it
+
+    configure_logging("INFO", Console(stderr=True))
+    for path in write_report(folders, output):
+        print(path)

@@ -1,0 +1,76 @@
+"""Train a language model with GRPO."""
+
+import gc
+import io
+from contextlib import nullcontext, redirect_stderr
+
+DONE, FAILED, WRONG_SETTING, INTERRUPTED = 0, 1, 2, 130
+"""Exit statuses."""
+
+
+def main() -> int:
+    """Run the command line."""
+    from grpo.environment import launched_processes
+
+    process, _ = launched_processes()
+    # Imported step by step: a wrong setting need not wait for the large libraries.
+    from loguru import logger
+    from rich.console import Console
+
+    from grpo.config import SettingsError, parse_command_line
+    from grpo.run.tracking import MEMORY_FILE, configure_logging, read_lines
+
+    console = Console(stderr=True, quiet=process > 0)  # one of several processes speaks for all
+    try:
+        with redirect_stderr(io.StringIO()) if process else nullcontext():
+            config = parse_command_line()
+    except SettingsError as error:
+        console.print(f"[red]error[/red] {error}", highlight=False)
+        return WRONG_SETTING
+    configure_logging(config.log_level, console, process=process)
+    complain = logger.debug if process else logger.error
+    go_on = "nothing was learned yet"
+
+    from grpo.data.reward_functions import RewardFailed
+    from grpo.distributed import ProcessLost
+    from grpo.learning.step import Diverged
+    from grpo.plan.tables import measured_table
+    from grpo.run.dry_run import dry_run
+    from grpo.run.interrupt import stop_on_signal
+    from grpo.run.setup import open_run, show_plans
+    from grpo.trainer import Trainer
+    from rewards.engine import EngineError
+
+    try:
+        if config.dry_run:
+            dry_run(config, console)
+            return DONE
+        with stop_on_signal() as stop, open_run(config) as run:
+            logger.info("run folder: {}", run.folder)
+            show_plans(run, console)
+            gc.freeze()  # what set-up made stays: no need to look through it at every collection
+            trainer = Trainer(run, console)
+            try:
+                trainer.train(stop)
+            finally:
+                go_on = run.checkpoints.how_to_go_on()
+            console.print(measured_table(read_lines(run.folder / MEMORY_FILE), run.budget))
+            if trainer.interrupted:
+                logger.warning("stopped after step {}; {}", trainer.finished, go_on)
+                return INTERRUPTED
+            logger.info("done after {} steps; model and metrics are in {}", trainer.finished, run.folder)
+    except KeyboardInterrupt:
+        complain("stopped at once; {}", go_on)
+        return INTERRUPTED
+    except (ValueError, EngineError) as error:
+        complain("{}", error)
+        logger.opt(exception=True).debug("where it happened")
+        return WRONG_SETTING
+    except (Diverged, RewardFailed) as error:
+        complain("{} ({})", error, go_on)
+        logger.opt(exception=True).debug("where it happened")
+        return FAILED
+    except ProcessLost as error:
+        (logger.error if error.rank == 0 else complain)("{} ({})", error, go_on)
+        return FAILED
+    return DONE
