@@ -15,7 +15,7 @@ def main(output: Path | None = None, small: bool = False) -> None:
     """Run all parts, print them, and write them as JSON.
 
     Args:
-        output: The JSON file; by default scripts/results/gpu_CARD.json.
+        output: The JSON file; by default docs/measurements/gpu_CARD.json.
         small: The bundled model and few rows: shows on any machine that the parts work.
     """
     set_library_defaults()
@@ -53,7 +53,8 @@ def main(output: Path | None = None, small: bool = False) -> None:
         )
     print("\n".join(summary(results)))
     card = re.sub(r"[^A-Za-z0-9]+", "_", results["device"]).strip("_")
-    output = output or Path(__file__).parent / "results" / f"gpu_{card}.json"
+    output = output or Path(__file__).parents[1] / "docs" / "measurements" / f"gpu_{card}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(results, indent=1) + "\n")
     print(f"written: {output}")
 
