@@ -14,7 +14,8 @@ from grpo.evaluate import Evaluation, interleave, score_heldout
 from grpo.evaluate.scores import Column
 from grpo.learning.loss import LossSettings
 from grpo.learning.objectives import GRPOBatch, Sums, accumulate_grpo
-from grpo.memory import DoesNotFit, Shape, release_cache, survive
+from grpo.memory import DoesNotFit, Shape, survive
+from grpo.memory.recovery import release_cache
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.rollout.decoder import has_static_cache
 from grpo.rollout.sample import rollout

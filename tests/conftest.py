@@ -31,7 +31,7 @@ from grpo.config import Config
 from grpo.config.groups import Precision, SamplingSettings
 from grpo.learning.loss import LossSettings
 from grpo.model.load import Policy, load_policy
-from grpo.plan.planning import TracedFit
+from grpo.plan.build import TracedFit
 from grpo.types import Prompt
 from rewards.formats import EnvironmentSample, PolicySample, environment_line, policy_line, policy_prompt
 

@@ -17,8 +17,8 @@ from loguru import logger
 
 from grpo.memory.budget import Budget, larger_budget
 from grpo.memory.monitor import MemoryMonitor, PhaseReading
-from grpo.memory.phase import OUTSIDE, Parts, PhaseRecord, PhaseSpec
-from grpo.memory.planner import DoesNotFit, Footprint, PhasePlan, largest_multiple, plan_phase
+from grpo.memory.phase import OUTSIDE, Footprint, Parts, PhaseRecord, PhaseSpec
+from grpo.memory.planner import DoesNotFit, PhasePlan, largest_multiple, plan_phase
 from grpo.memory.predictor import Predictor
 from grpo.memory.recovery import Retry, survive
 from grpo.memory.shape import Shape

@@ -10,6 +10,24 @@ Parts = Mapping[str, int]
 """Bytes by component."""
 OUTSIDE = "not torch"
 """The part of a footprint that no tensor accounts for: interpreter, libraries, context, fragments."""
+ADDED = "added"
+"""The only part of a footprint that says what a phase adds, and not yet what it consists of."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes at a phase's peak, by component, give or take `error_bytes` (95 %)."""
+
+    parts: dict[str, float]
+    error_bytes: float = 0.0
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def upper_bytes(self) -> float:
+        return self.peak_bytes + self.error_bytes
 
 
 @dataclass(frozen=True)

@@ -7,22 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from grpo.memory.budget import Budget, readable
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What the process holds at a phase's peak, in bytes by component; `error_bytes` either way."""
-
-    parts: dict[str, float]
-    error_bytes: float = 0.0
-
-    @property
-    def peak_bytes(self) -> float:
-        return sum(self.parts.values())
-
-    @property
-    def upper_bytes(self) -> float:
-        return self.peak_bytes + self.error_bytes
+from grpo.memory.phase import Footprint
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ correct the fit by a factor, and their scatter becomes the stated error.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from grpo.memory.phase import ADDED, Footprint
 from grpo.memory.shape import Shape
 
 UNCALIBRATED_ERROR = 0.05
@@ -20,18 +20,6 @@ LEAST_ERROR, LEAST_ERROR_BYTES = 0.01, 64 * 2**10
 """No stated error is less, relative or in bytes."""
 REMEMBERED = 50
 """Measurements a phase is corrected by, the newest."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """`peak_bytes`, give or take `error_bytes` (95 %)."""
-
-    peak_bytes: float
-    error_bytes: float
-
-    @property
-    def upper_bytes(self) -> float:
-        return self.peak_bytes + self.error_bytes
 
 
 class Predictor:
@@ -57,16 +45,16 @@ class Predictor:
             phase: deque(maxlen=REMEMBERED) for phase in fits
         }
 
-    def predict(self, phase: str, shape: Shape) -> Prediction:
+    def predict(self, phase: str, shape: Shape) -> Footprint:
         """What `phase` adds at its peak. KeyError for a phase that has no fit."""
         peak = self._bias * self._fits[phase](shape)
         seen = self._seen[phase]
         least_error = max(LEAST_ERROR_BYTES, self._scratch_bytes.get(phase, 0.0))
         if not seen:
-            return Prediction(peak, max(least_error, UNCALIBRATED_ERROR * peak))
+            return Footprint({ADDED: peak}, max(least_error, UNCALIBRATED_ERROR * peak))
         factor = _factor(seen)
         corrected = peak + (factor - 1) * _share_in_error(seen, factor, peak) * peak
-        return Prediction(corrected, max(least_error, _error(seen, factor) * corrected))
+        return Footprint({ADDED: corrected}, max(least_error, _error(seen, factor) * corrected))
 
     def observe(self, phase: str, shape: Shape, measured_bytes: float) -> None:
         """Correct `phase` by the peak that was measured at `shape`."""

@@ -37,7 +37,7 @@ activation functions, and what attention that is not fused holds of each pair of
 def choose_checkpointing(setting: CheckpointingSetting) -> Checkpointing:
     """`auto` is none: rows that go through in parts save more memory, and cost less time.
 
-    It is full in a run where not one row would learn otherwise (`planning.plan_memory`).
+    It is full in a run where not one row would learn otherwise (`plan.build.plan_memory`).
     """
     return "none" if setting == "auto" else setting
 

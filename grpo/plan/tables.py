@@ -5,9 +5,10 @@ from typing import Any
 
 from rich.table import Table
 
-from grpo.memory import Budget, PhasePlan
+from grpo.memory import Budget
 from grpo.memory.budget import GB
 from grpo.memory.phase import OUTSIDE
+from grpo.memory.planner import PhasePlan
 
 
 def plan_table(plans: Mapping[str, PhasePlan], budget: Budget) -> Table:

@@ -13,13 +13,13 @@ from grpo.config import Config
 from grpo.config.sizes import parse_size
 from grpo.data import Tokenizer
 from grpo.environment import launched_processes
-from grpo.memory import MemoryMonitor, card_memory, make_budget
-from grpo.memory.budget import CONTEXT_BYTES
+from grpo.memory import MemoryMonitor, make_budget
+from grpo.memory.budget import CONTEXT_BYTES, card_memory
 from grpo.model.adapters import check_peft
 from grpo.model.hub import out_of_reach
 from grpo.model.load import default_shape, load_config, load_tokenizer
 from grpo.model.target import HUB_DEFAULT, choose_device, choose_model, make_target
-from grpo.plan.planning import longest_prompt, plan_memory
+from grpo.plan.build import longest_prompt, plan_memory
 from grpo.plan.tables import plan_table
 from grpo.plan.workload import Workload
 from grpo.run.loading import load_source, room_in

@@ -21,23 +21,16 @@ from grpo.data.split import split
 from grpo.distributed import World, open_world
 from grpo.distributed.share import Share
 from grpo.learning.optimizer import check_optimizer, make_optimizer
-from grpo.memory import (
-    AdaptiveMemory,
-    Budget,
-    DoesNotFit,
-    MemoryMonitor,
-    is_out_of_memory,
-    limit_memory,
-    make_budget,
-    release_cache,
-)
+from grpo.memory import AdaptiveMemory, Budget, DoesNotFit, MemoryMonitor, is_out_of_memory, make_budget
+from grpo.memory.budget import limit_memory
+from grpo.memory.recovery import release_cache
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import check_peft
 from grpo.model.load import Policy, RolloutModel, load_config
 from grpo.model.reference import Reference
 from grpo.model.target import Target, choose_device, choose_model, compute_dtype, make_target
 from grpo.plan.advice import does_not_stay
-from grpo.plan.planning import longest_prompt, plan_memory, trace_parts, trace_phases
+from grpo.plan.build import longest_prompt, plan_memory, trace_parts, trace_phases
 from grpo.plan.tables import plan_table
 from grpo.plan.workload import Workload
 from grpo.rollout.sample import rollout

@@ -18,8 +18,8 @@ from rich.live import Live
 from rich.table import Table
 
 from grpo.config import Config
-from grpo.memory import LeakVerdict, LeakWatch, MemorySample, detect_leak
 from grpo.memory.budget import GB, readable
+from grpo.memory.leaks.leak import LeakVerdict, LeakWatch, MemorySample, detect_leak
 from grpo.memory.leaks.trend import MIN_STEPS
 from grpo.run.folder import LOCK_FILE
 from grpo.run.interrupt import StopRequest

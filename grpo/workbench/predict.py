@@ -13,20 +13,13 @@ from transformers import PretrainedConfig
 from grpo.config import Config, SettingsError
 from grpo.config.groups import Checkpointing, CheckpointingSetting, LoraSettings, SamplingSettings
 from grpo.learning.loss import LossSettings
-from grpo.memory import (
-    AdaptiveMemory,
-    Budget,
-    Footprint,
-    MemoryMonitor,
-    PhaseSpec,
-    Predictor,
-    Shape,
-    largest_multiple,
-)
+from grpo.memory import AdaptiveMemory, Budget, MemoryMonitor, PhaseSpec, Predictor, Shape
+from grpo.memory.phase import Footprint
+from grpo.memory.planner import largest_multiple
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import check_peft
 from grpo.model.target import make_target
-from grpo.plan.planning import TracedFit, make_memory
+from grpo.plan.build import TracedFit, make_memory
 from grpo.plan.trace import PhaseTracer
 from grpo.plan.workload import Workload, logits_parts, resident_parts, scratch_bytes
 from grpo.workbench import language

@@ -4,7 +4,8 @@ Left out: allocations inside a kernel (workspaces), which no dispatch mode sees,
 not torch's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -21,6 +22,19 @@ OUT_OF_MEMORY: tuple[Callable[[], Exception], ...] = (
     MemoryError,
 )
 """Some of the shapes it takes, made anew at each call."""
+
+
+@contextmanager
+def replaced(owner: Any, **others: Any) -> Iterator[None]:
+    """Inside, attributes are others: how faults come in where nothing is handed on."""
+    own = {name: vars(owner)[name] for name in others}
+    for name, other in others.items():
+        setattr(owner, name, other)
+    try:
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(owner, name, value)
 
 
 class FailAtAllocation(TorchDispatchMode):

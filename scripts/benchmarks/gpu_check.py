@@ -15,19 +15,20 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from loguru import logger
 from rich.console import Console
 
+from benchmarks.faults import replaced
 from benchmarks.speed import Case, race
 from benchmarks.speed_worker import Contender
 from grpo.config import Config
-from grpo.memory import release_cache
 from grpo.memory.budget import GB
+from grpo.memory.recovery import release_cache
 from grpo.model.load import RolloutModel, load_policy
 from grpo.model.target import choose_device
+from grpo.rollout import decoder
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.interrupt import StopRequest
@@ -168,7 +169,7 @@ def _recorded(config: Config, rounds: int = 5) -> dict[str, float]:
     times: dict[str, list[float]] = {"recorded": [], "plain": []}
     for _ in range(1 + rounds):
         recorded = timed("recorded")
-        with patch("grpo.rollout.decoder.records_steps", return_value=False):
+        with replaced(decoder, records_steps=lambda model: False):
             plain = timed("plain")
     equal = sum(map(str.__eq__, recorded, plain)) / len(plain)
     return {"equal": equal, **{name: median(taken[1:]) for name, taken in times.items()}}

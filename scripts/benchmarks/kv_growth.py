@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from grpo.memory import LiveBytes
+from grpo.memory.live import LiveBytes
 from grpo.model.load import RolloutModel, load_policy
 from grpo.model.target import choose_device
 from grpo.rollout.decoder import Decoder

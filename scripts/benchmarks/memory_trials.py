@@ -21,7 +21,7 @@ from benchmarks.real_phases import (
 from grpo.config.groups import Checkpointing
 from grpo.memory import Predictor, Shape
 from grpo.model.load import load_config
-from grpo.plan.planning import TracedFit
+from grpo.plan.build import TracedFit
 from grpo.plan.trace import PHASES, PhaseTracer
 from grpo.plan.workload import resident_parts, scratch_bytes
 

@@ -20,7 +20,7 @@ from grpo.config import Config
 from grpo.memory import AdaptiveMemory, Budget, DoesNotFit, MemoryMonitor, Shape
 from grpo.memory.phase import OUTSIDE
 from grpo.model.load import load_config
-from grpo.plan.planning import make_memory
+from grpo.plan.build import make_memory
 from grpo.plan.trace import split_name
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import open_run

@@ -12,17 +12,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
 import grpo.evaluate
+import grpo.phases
 import grpo.run.checkpoint
-from benchmarks.faults import OUT_OF_MEMORY, FailAtAllocation, stratified_points
+from benchmarks import worker_environment
+from benchmarks.faults import OUT_OF_MEMORY, FailAtAllocation, replaced, stratified_points
 from grpo.config import CONFIG_FILE, Config, from_flat, read_yaml, write_yaml
-from grpo.memory import AdaptiveMemory, DoesNotFit, Shape
+from grpo.memory import AdaptiveMemory, DoesNotFit, Shape, adaptive
 from grpo.memory.monitor import private_bytes
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import Run, open_run
@@ -126,10 +127,10 @@ def _modes(modes: dict[str, FailAtAllocation]) -> Iterator[None]:
         return wrapped
 
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(AdaptiveMemory, "run", run))
-        patches.enter_context(mock.patch("grpo.phases.score_heldout", within("evaluation", evaluate, now)))
-        for name in ("save_file", "_manifest", "_flush"):
-            patches.enter_context(mock.patch.object(grpo.run.checkpoint, name, writing(name)))
+        patches.enter_context(replaced(AdaptiveMemory, run=run))
+        patches.enter_context(replaced(grpo.phases, score_heldout=within("evaluation", evaluate, now)))
+        parts = {name: writing(name) for name in ("save_file", "_manifest", "_flush")}
+        patches.enter_context(replaced(grpo.run.checkpoint, **parts))
         yield
 
 
@@ -205,7 +206,7 @@ def _in_process(config: Config, folder: Path, *, bias: float = 1.0, naive: bool 
     folder.mkdir()
     write_yaml(replace(config, runs_dir=folder), folder / CONFIG_FILE)
     command = [sys.executable, "-m", __name__, str(folder), str(bias), str(int(naive))]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=worker_environment())
     try:
         report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     except OSError:
@@ -221,7 +222,7 @@ def main(folder: Path, bias: float, naive: bool) -> None:
         rows = config.num_rows
         config = replace(config, rollout_rows=rows, score_rows=rows, train_rows=rows)
         bias = 0.0
-        mock.patch("grpo.memory.adaptive.survive", lambda work, rows, **_: (work(rows), rows)).start()
+        adaptive.survive = lambda work, rows, **_: (work(rows), rows)  # type: ignore[assignment]
     report: dict[str, Any] = {"finished": False, "error": "", "rows": {}, "retries": 0}
     try:
         with open_run(config, prediction_bias=bias) as run:

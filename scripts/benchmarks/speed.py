@@ -6,7 +6,6 @@ steps of one round. The machine's rates are measured in the same run.
 
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from rich import box
 from rich.table import Table
 from scipy.stats import t as student
 
+from benchmarks import worker_environment
 from benchmarks.speed_limits import Rates
 from benchmarks.speed_work import ModelName, prepare
 from benchmarks.speed_worker import Contender, StepTime, Work
@@ -81,7 +81,7 @@ class Worker:
         self._log = open(Path(work.folder, f"{work.contender.replace(' ', '-')}.log"), "w")  # noqa: SIM115
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=worker_environment(),
         )  # fmt: skip
         self._read()
 

@@ -10,11 +10,8 @@ import torch
 from grpo.memory import (
     AdaptiveMemory,
     Budget,
-    DeviceMemory,
     DoesNotFit,
     MemoryMonitor,
-    MemoryReading,
-    PhaseReading,
     PhaseSpec,
     Predictor,
     Shape,
@@ -22,7 +19,8 @@ from grpo.memory import (
     predictor,
 )
 from grpo.memory.adaptive import COOLDOWN_STEPS, OUTSIDE
-from grpo.memory.budget import GB
+from grpo.memory.budget import GB, DeviceMemory
+from grpo.memory.monitor import MemoryReading, PhaseReading
 
 G, BATCH = 4, 64
 ROOMY = 10_000

@@ -9,15 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo.memory import (
-    DeviceMemory,
-    budget,
-    card_memory,
-    is_out_of_memory,
-    limit_memory,
-    make_budget,
-)
-from grpo.memory.budget import GB, host_total_and_available
+from grpo.memory import budget, is_out_of_memory, make_budget
+from grpo.memory.budget import GB, DeviceMemory, card_memory, host_total_and_available, limit_memory
 
 MB = 2**20
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

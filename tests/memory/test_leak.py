@@ -12,9 +12,9 @@ import torch
 from benchmarks.leak_trials import LEAKS, line_of, train
 from torch import nn
 
-from grpo.memory import LeakWatch, MemorySample, detect_leak
 from grpo.memory.leaks.census import Group, Held, count_tensors, grown_tensors
 from grpo.memory.leaks.culprits import name_culprits
+from grpo.memory.leaks.leak import LeakWatch, MemorySample, detect_leak
 from grpo.memory.leaks.recording import AllocationRecord, CreationRecord, Recorded, Recording, piling_up
 
 MB = 2**20
@@ -237,7 +237,7 @@ def test_a_heap_may_settle_for_a_few_percent_but_not_for_more():
 GROWING = """\
 import json, sys
 import numpy, torch
-from grpo.memory import LeakWatch
+from grpo.memory.leaks.leak import LeakWatch
 
 kept = []
 with LeakWatch(torch.device("cpu"), count=sys.argv[1] == "counted") as watch:

@@ -9,7 +9,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
-from grpo.memory import LiveBytes, peak_live_bytes
+from grpo.memory import peak_live_bytes
+from grpo.memory.live import LiveBytes
 
 
 def test_a_storage_counts_once_from_its_first_tensor_to_its_last():

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from grpo.memory import MemoryMonitor, MemoryReading, monitor
+from grpo.memory import MemoryMonitor, monitor
 from grpo.memory.budget import CONTEXT_BYTES, GB
+from grpo.memory.monitor import MemoryReading
 
 MB = 2**20
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)

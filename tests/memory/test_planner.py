@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.memory import Budget, DoesNotFit, Footprint, largest_rows, plan_phase, smaller_rows
+from grpo.memory import Budget, DoesNotFit, largest_rows
 from grpo.memory.budget import GB, larger_budget
-from grpo.memory.planner import even_rows
+from grpo.memory.phase import Footprint
+from grpo.memory.planner import even_rows, plan_phase, smaller_rows
 
 GROUPS = st.integers(1, 16)
 

@@ -9,19 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.memory import (
-    PhaseFit,
-    Predictor,
-    Shape,
-    align,
-    decoding_features,
-    decoding_shapes,
-    pass_features,
-    pass_shapes,
-)
+from grpo.memory import Predictor, Shape
 from grpo.memory import predictor as module
-from grpo.memory.fit import Moment
+from grpo.memory.fit import Moment, PhaseFit, align
 from grpo.memory.predictor import LEAST_ERROR, REMEMBERED
+from grpo.memory.shape import decoding_features, decoding_shapes, pass_features, pass_shapes
 
 CHUNK = 1024
 IN_CHUNKS = partial(pass_features, chunk_tokens=CHUNK)

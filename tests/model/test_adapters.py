@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from grpo.config import SettingsError, from_flat
 from grpo.config.groups import LoraSettings, OptimizerSettings
 from grpo.learning.optimizer import make_optimizer
-from grpo.memory import LiveBytes
+from grpo.memory.live import LiveBytes
 from grpo.model.adapters import (
     adapter_parameters,
     adapters_off,

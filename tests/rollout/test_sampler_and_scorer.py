@@ -6,7 +6,8 @@ from conftest import ARCHITECTURES, CONTEXT
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from grpo.config.groups import SamplingSettings
-from grpo.memory import LiveBytes, Shape
+from grpo.memory import Shape
+from grpo.memory.live import LiveBytes
 from grpo.model.load import RolloutModel, context_length
 from grpo.rollout.decoder import CacheBytes, make_decoder
 from grpo.rollout.generic import GenericDecoder

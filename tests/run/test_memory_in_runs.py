@@ -18,8 +18,8 @@ from grpo import phases as planned
 from grpo.config import CONFIG_FILE, Config, SettingsError, parse_command_line, read_yaml
 from grpo.config.groups import OptimizerSettings, SamplingSettings
 from grpo.learning.loss import LossSettings
-from grpo.memory import Budget, DeviceMemory, DoesNotFit, MemoryMonitor, Shape
-from grpo.memory.budget import GB
+from grpo.memory import Budget, DoesNotFit, MemoryMonitor, Shape
+from grpo.memory.budget import GB, DeviceMemory
 from grpo.model import load as model_module
 from grpo.model.cpu import feed_forward
 from grpo.run import setup

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo.memory import LiveBytes
+from grpo.memory.live import LiveBytes
 from grpo.scoring.logprobs import completion_logprobs
 
 R, C, D, V = 3, 5, 4, 11

@@ -8,7 +8,7 @@ import pytest
 from commands import ROOT, fresh, run
 
 from grpo.config import SettingsError, parse_command_line
-from grpo.memory import Footprint
+from grpo.memory.phase import Footprint
 from grpo.workbench.maximum.find import (
     check,
     findings,

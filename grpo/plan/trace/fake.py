@@ -20,13 +20,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from grpo.config.groups import Checkpointing, LoraSettings, SamplingSettings
 from grpo.distributed.shard import inside
 from grpo.learning.loss import LossSettings, StepCounts, grpo_loss
-from grpo.memory import LiveBytes, Shape
+from grpo.memory import Shape
+from grpo.memory.live import LiveBytes
 from grpo.model.adapters import adapters_off, add_adapters, has_adapters, store_base
 from grpo.model.cpu import slices
 from grpo.model.cpu.feed_forward import slice_feed_forward
 from grpo.model.target import Target
 from grpo.plan.trace.depth import has_equal_layers
-from grpo.plan.trace.gathered import Gathering
+from grpo.plan.trace.fsdp_footprint import Gathering
 from grpo.plan.trace.quick import QuickFakeMode
 from grpo.rollout.decoder import Decoder, has_static_cache, make_decoder, replaced_at_once
 from grpo.rollout.tokens import sample_tokens

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._pytree import tree_leaves
 
-from grpo.memory import LiveBytes
+from grpo.memory.live import LiveBytes
 
 _CPU = torch.device("cpu")
 

@@ -16,15 +16,9 @@ import torch
 import transformers
 from loguru import logger
 
-from grpo.memory import (
-    PhaseFit,
-    Shape,
-    align,
-    decoding_features,
-    decoding_shapes,
-    pass_features,
-    pass_shapes,
-)
+from grpo.memory import Shape
+from grpo.memory.fit import PhaseFit, align
+from grpo.memory.shape import decoding_features, decoding_shapes, pass_features, pass_shapes
 from grpo.model import cpu
 from grpo.plan.trace.depth import SHALLOW, Log, extend, num_layers, with_layers
 from grpo.plan.trace.fake import FakePhases, PhaseSettings

@@ -33,7 +33,7 @@ class Card:
     @property
     def usable_bytes(self) -> int:
         """What a process can ask CUDA for on an idle card."""
-        from grpo.memory import card_memory  # which loads torch
+        from grpo.memory.budget import card_memory  # which loads torch
 
         share = ECC_SHARE if self.gddr_ecc else 1.0
         return card_memory(int(share * self.sold_gb * GB)).total_bytes

@@ -18,7 +18,7 @@ from grpo.config.sizes import parse_size
 from grpo.memory import MemoryMonitor
 from grpo.memory.budget import CONTEXT_BYTES, readable
 from grpo.model.load import load_tokenizer
-from grpo.plan.planning import longest_prompt
+from grpo.plan.build import longest_prompt
 from grpo.run.loading import load_source
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.machine import Machine, look

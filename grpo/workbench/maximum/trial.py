@@ -19,7 +19,8 @@ from grpo.learning.loss import LossSettings, loss_counts
 from grpo.learning.objectives import GRPOBatch, accumulate_grpo, finish_grpo
 from grpo.learning.optimizer import make_optimizer
 from grpo.learning.step import Stepper
-from grpo.memory import MemoryMonitor, limit_memory
+from grpo.memory import MemoryMonitor
+from grpo.memory.budget import limit_memory
 from grpo.model.adapters import add_adapters, store_base
 from grpo.model.load import RolloutModel
 from grpo.model.reference import make_reference

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from grpo.learning.optimizer import learning_rate, make_optimizer, set_learning_rate
 from grpo.learning.step import Stepper
-from grpo.memory import MemoryMonitor, limit_memory
+from grpo.memory import MemoryMonitor
+from grpo.memory.budget import limit_memory
 from grpo.memory.monitor import PhaseReading
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.target import compute_dtype

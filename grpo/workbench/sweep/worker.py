@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from grpo.learning.step import Diverged
-from grpo.memory import DoesNotFit, Footprint
+from grpo.memory import DoesNotFit
+from grpo.memory.phase import Footprint
 from grpo.workbench.processes import worker
 from grpo.workbench.sweep.settings import SweepSettings, from_json
 

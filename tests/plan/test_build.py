@@ -18,11 +18,13 @@ from grpo.config.sizes import parse_size
 from grpo.data import PromptSource
 from grpo.data.source import MemoryLane
 from grpo.learning.loss import LossSettings
-from grpo.memory import Budget, DoesNotFit, Footprint, MemoryMonitor, PhasePlan, Shape
+from grpo.memory import Budget, DoesNotFit, MemoryMonitor, Shape
 from grpo.memory.budget import GB
+from grpo.memory.phase import Footprint
+from grpo.memory.planner import PhasePlan
 from grpo.model.target import Target
 from grpo.plan.advice import advice
-from grpo.plan.planning import LONGEST_TEXTS, find_batch_size, longest_prompt, make_memory, plan_memory
+from grpo.plan.build import LONGEST_TEXTS, find_batch_size, longest_prompt, make_memory, plan_memory
 from grpo.plan.tables import measured_table, plan_table
 from grpo.plan.trace import PHASES, PhaseSettings
 from grpo.plan.workload import SCRATCH_BYTES, Workload, kv_bytes_per_token, resident_parts, scratch_bytes
@@ -78,7 +80,7 @@ class Tracer:
 
 @pytest.fixture(autouse=True)
 def no_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo.plan.planning.PhaseTracer", Tracer)
+    monkeypatch.setattr("grpo.plan.build.PhaseTracer", Tracer)
     monkeypatch.setattr("grpo.plan.advice.PhaseTracer", Tracer)
 
 
@@ -298,7 +300,7 @@ def checkpointing_of(work: Workload, usable_bytes: float) -> tuple[str, int]:
 
 
 def test_layers_are_recomputed_only_where_not_one_row_would_learn_otherwise(monkeypatch, logged):
-    monkeypatch.setattr("grpo.plan.planning.PhaseTracer", Learning)
+    monkeypatch.setattr("grpo.plan.build.PhaseTracer", Learning)
     monkeypatch.setattr("grpo.plan.advice.PhaseTracer", Learning)
     for rows in (64, 32, 8, 2, 1):
         enough = budget_for(rows, gradient_checkpointing="none").usable_bytes
@@ -314,7 +316,7 @@ def test_layers_are_recomputed_only_where_not_one_row_would_learn_otherwise(monk
         checkpointing_of(workload(), RESIDENT + 20 * 2**20)
     with pytest.raises(DoesNotFit, match="learn does not fit: one row"):
         checkpointing_of(workload(shard=True), scarce)  # other processes may have more
-    monkeypatch.setattr("grpo.plan.planning.PhaseTracer", WithoutLayers)
+    monkeypatch.setattr("grpo.plan.build.PhaseTracer", WithoutLayers)
     with pytest.raises(DoesNotFit, match="learn does not fit: one row"):
         checkpointing_of(workload(), scarce)
 

@@ -16,7 +16,9 @@ from transformers import PretrainedConfig
 from grpo.config.groups import LoraSettings, OptimizerSettings, SamplingSettings
 from grpo.learning.loss import LossSettings
 from grpo.learning.optimizer import make_optimizer
-from grpo.memory import LiveBytes, PhaseFit, Shape, peak_live_bytes
+from grpo.memory import Shape, peak_live_bytes
+from grpo.memory.fit import PhaseFit
+from grpo.memory.live import LiveBytes
 from grpo.plan.trace import PHASES, PhaseSettings, PhaseTracer
 from grpo.plan.trace.fake import FakePhases
 from grpo.plan.workload import resident_parts

@@ -14,14 +14,7 @@ from loguru import logger
 from grpo.config import Config, SettingsError
 from grpo.data import PromptSource, Tokenizer
 from grpo.learning.optimizer import step_bytes
-from grpo.memory import (
-    AdaptiveMemory,
-    Budget,
-    MemoryMonitor,
-    PhaseSpec,
-    Predictor,
-    Shape,
-)
+from grpo.memory import AdaptiveMemory, Budget, MemoryMonitor, PhaseSpec, Predictor, Shape
 from grpo.plan.advice import advice
 from grpo.plan.trace import PHASES, PhaseTracer, split_name
 from grpo.plan.workload import Workload, logits_parts, resident_parts, sample_parts, scratch_bytes
