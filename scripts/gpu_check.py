@@ -37,7 +37,7 @@ def main(output: Path | None = None, small: bool = False) -> None:
         sys.exit("torch sees no CUDA device: choose another build of torch, or try --small.")
     with tempfile.TemporaryDirectory() as folder:
         config = Config(
-            model="rook-tiny" if small else str(make_random_gpt2(Path(folder) / "gpt2-124m", **GPT2_124M)),
+            model=str(make_random_gpt2(Path(folder) / "gpt2", **({} if small else GPT2_124M))),
             runs_dir=Path(folder) / "runs", engine="off", eval_interval=0, checkpoint_interval=0,
             trackers=(), sampling=SamplingSettings(max_new_tokens=16 if small else 144),
             batch_size=8 if small else 64, max_batch_size=16 if small else 1024,

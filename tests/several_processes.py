@@ -212,7 +212,7 @@ def killed_at_step_three(rank: int, step: int) -> None:
 
 def stuck_at_step_two(rank: int, step: int) -> None:
     if (rank, step) == (1, 2):
-        time.sleep(17)
+        time.sleep(10)
 
 
 def broken_at_step_two(rank: int, step: int) -> None:
