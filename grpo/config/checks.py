@@ -3,6 +3,7 @@
 import math
 from typing import TYPE_CHECKING
 
+from grpo.config.limits import check_limits
 from grpo.config.sizes import SizeError, parse_size
 
 if TYPE_CHECKING:
@@ -15,10 +16,11 @@ class SettingsError(ValueError):
 
 def check(config: "Config") -> None:
     """SettingsError for the first setting that cannot be."""
-    for each in (
-        _check_ranges, _check_batch, _check_memory, _check_rewards, _check_positive, _check_reference,
-        _check_name,
-    ):  # fmt: skip
+    try:
+        check_limits(config)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+    for each in (_check_batch, _check_memory, _check_rewards, _check_reference, _check_name):
         each(config)
 
 
@@ -27,31 +29,7 @@ def _need(holds: bool, message: str) -> None:
         raise SettingsError(message)
 
 
-def _check_ranges(config: "Config") -> None:
-    for name in ("steps", "num_iterations", "num_engines", "engine_depth", "keep_checkpoints", "batch_size"):
-        value = getattr(config, name)
-        _need(value == "auto" or value >= 1, f"{name} is {value}: give at least 1.")
-    for name in (
-        "eval_interval", "eval_prompts", "checkpoint_interval", "logged_completions", "refill_groups",
-        "reference_sync",
-    ):  # fmt: skip
-        value = getattr(config, name)
-        _need(value >= 0, f"{name} is {value}: give 0 or more.")
-    for name in ("rollout_rows", "score_rows", "train_rows"):
-        value = getattr(config, name)
-        _need(
-            value is None or value >= 1, f"{name} is {value}: give at least 1, or leave it out for all rows."
-        )
-    for name in ("policy_share", "heldout_share", "max_bad_share"):
-        value = getattr(config, name)
-        _need(0 <= value <= 1, f"{name} is {value}: give a share between 0 and 1.")
-
-
 def _check_batch(config: "Config") -> None:
-    _need(
-        config.group_size >= 2,
-        f"group_size is {config.group_size}: a completion is compared with its siblings, so give at least 2.",
-    )
     if config.batch_size != "auto":
         _need(
             config.batch_size % config.group_size == 0,
@@ -70,10 +48,6 @@ def _check_batch(config: "Config") -> None:
 
 
 def _check_memory(config: "Config") -> None:
-    _need(
-        0 < config.memory_utilization <= 1,
-        f"memory_utilization is {config.memory_utilization}: give a share above 0 and up to 1 (usual: 0.85).",
-    )
     for name in ("memory_limit", "device_memory"):
         value = getattr(config, name)
         try:
@@ -107,12 +81,6 @@ def _check_rewards(config: "Config") -> None:
         all(map(math.isfinite, config.reward_weights)),
         f"reward_weights is {list(config.reward_weights)}: give finite numbers.",
     )
-
-
-def _check_positive(config: "Config") -> None:
-    for name in ("minutes", "wait_minutes", "importance_cap", "kl_target"):
-        value = getattr(config, name)
-        _need(value is None or value > 0, f"{name} is {value}: give more than 0, or leave it out.")
 
 
 def _check_reference(config: "Config") -> None:

@@ -5,7 +5,9 @@ Nothing large is imported here: a wrong flag need not wait for torch, which take
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
+
+from grpo.config.limits import DECAY, NOT_NEGATIVE, SHARE, Limit, at_least, check_limits
 
 Precision = Literal["auto", "fp32", "bf16", "fp64"]
 Checkpointing = Literal["none", "selective", "full"]
@@ -26,24 +28,19 @@ _CISPO_CAP = 5.0
 class SamplingSettings:
     """How completions are sampled."""
 
-    max_new_tokens: int = 144
+    max_new_tokens: Annotated[int, at_least(1)] = 144
     """Longest completion in tokens, the end-of-text token included."""
-    temperature: float = 1.0
+    temperature: Annotated[float, at_least(0, "give 0 (greedy) or more (usual: 1.0)")] = 1.0
     """Logits are divided by it, here and where completions are scored; 0 is greedy (evaluation only)."""
-    top_k: int = 0
+    top_k: Annotated[int, at_least(0, "give 0 (all tokens) or more")] = 0
     """Sample among the k most likely tokens only; 0 for all."""
-    top_p: float = 1.0
+    top_p: Annotated[
+        float, Limit(lambda share: 0 < share <= 1, "give more than 0, at most 1 (all tokens)")
+    ] = 1.0
     """Sample among the fewest tokens that hold this much probability; 1 for all."""
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}: give at least 1.")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}: give 0 (greedy) or more (usual: 1.0).")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}: give 0 (all tokens) or more.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}: give more than 0, at most 1 (all tokens).")
+        check_limits(self)
 
 
 @dataclass(frozen=True)
@@ -113,40 +110,32 @@ class OptimizerSettings:
 
     optimizer_kind: OptimizerKind = "adamw"
     """adamw8bit: moments in 8 bits (bitsandbytes), two bytes a trained parameter instead of eight."""
-    learning_rate: float = 1e-5
+    learning_rate: Annotated[float, NOT_NEGATIVE] = 1e-5
     """Peak learning rate."""
     lr_schedule: Schedule = "constant"
     """After the warm-up: constant, or down to the floor along a cosine or a line."""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Steps of linear warm-up from zero."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Annotated[float, SHARE] = 0.1
     """Floor of the schedule, as a share of the peak."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
     """Decoupled weight decay of matrices; norms and biases have none."""
-    adam_beta1: float = 0.9
+    adam_beta1: Annotated[float, DECAY] = 0.9
     """Decay of the gradient's running mean."""
-    adam_beta2: float = 0.999
+    adam_beta2: Annotated[float, DECAY] = 0.999
     """Decay of the squared gradient's running mean."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, NOT_NEGATIVE] = 1.0
     """Gradients are scaled down to this global norm; 0 for no clipping."""
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} is {value}: give 0 or more.")
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give at least 0 and less than 1.")
-        if not 0 <= self.min_lr_ratio <= 1:
-            raise ValueError(f"min_lr_ratio is {self.min_lr_ratio}: give a share between 0 and 1.")
+        check_limits(self)
 
 
 @dataclass(frozen=True)
 class LoraSettings:
     """Which adapters are trained, if any, instead of the model's own weights."""
 
-    lora_rank: int = 0
+    lora_rank: Annotated[int, at_least(0, "give 0 or more (usual: 16)")] = 0
     """Train adapters of this rank (LoRA) and leave the model's own weights as they are; 0: no adapters."""
     lora_alpha: float | None = None
     """Adapters are scaled by lora_alpha / lora_rank; None: twice the rank, the same scale at any rank."""
@@ -156,8 +145,7 @@ class LoraSettings:
     """Write the model with its adapters merged in, too, as merged/ in each checkpoint."""
 
     def __post_init__(self) -> None:
-        if self.lora_rank < 0:
-            raise ValueError(f"lora_rank is {self.lora_rank}: give 0 or more (usual: 16).")
+        check_limits(self)
         alpha = self.lora_alpha
         if alpha is not None and not (math.isfinite(alpha) and alpha > 0):
             raise ValueError(f"lora_alpha is {alpha}: give more than 0, or leave it out.")
