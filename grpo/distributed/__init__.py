@@ -8,8 +8,7 @@ an exchange is a process's vote that all before it went well.
 Launchers (accelerate launch, torchrun, mpirun) start the processes; accelerate finds their places.
 """
 
-from grpo.distributed.bits import sum_of_bits
 from grpo.distributed.launch import open_world
-from grpo.distributed.one import ProcessLost, World, largest_share
+from grpo.distributed.one import ProcessLost, World, largest_share, sum_of_bits
 
 __all__ = ["ProcessLost", "World", "largest_share", "open_world", "sum_of_bits"]

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -72,3 +73,12 @@ class World:
     def take_traffic(self) -> dict[str, float]:
         """Bytes this process has given to exchanges and to sums of gradients since they were last taken."""
         return {}
+
+
+def sum_of_bits(numbers: Tensor) -> int:
+    """Of the numbers' bits, taken as integers: tells whether unlike devices hold the same numbers.
+
+    It is the same in whatever order a device adds them.
+    """
+    as_integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[numbers.element_size()]
+    return int(numbers.detach().view(as_integers).sum(dtype=torch.int64).item())

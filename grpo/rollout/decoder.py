@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
 
 from grpo.distributed.shard import is_sharded
-from grpo.rollout.cache_bytes import CacheBytes
+from grpo.rollout.cache import CacheBytes
 from grpo.rollout.cuda_graphs import Recorder, recorder_of
 from grpo.rollout.generic import GenericDecoder
 from grpo.rollout.gpt2 import GPT2Decoder, static_cache_length

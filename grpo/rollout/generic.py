@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo.model.prefill import encode_prompts, pad_prompts
-from grpo.rollout.cache_bytes import CacheBytes
-from grpo.rollout.groups import rows_of_groups
+from grpo.rollout.cache import CacheBytes, rows_of_groups
 
 
 class GenericDecoder:

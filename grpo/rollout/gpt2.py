@@ -19,9 +19,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from grpo.model.cpu.sums import Bags, bags, weighted_sums
 from grpo.model.prefill import encode_prompts, pad_prompts
-from grpo.rollout.cache_bytes import CacheBytes
+from grpo.rollout.cache import CacheBytes, rows_of_groups
 from grpo.rollout.cuda_graphs import RecordedSteps, Recorder
-from grpo.rollout.groups import rows_of_groups
 
 _BLOCK = 48
 """Own tokens are attended to in multiples of this: a step is recorded for each length anew."""
