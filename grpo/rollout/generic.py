@@ -2,7 +2,7 @@
 
 The prompt is computed once a group and its keys and values are then copied to each row. Left out:
 a static cache, so that a group could take another's place, and sharing the prompt's keys in memory;
-GPT-2 has all three (`decode/gpt2.py`).
+GPT-2 has all three (`gpt2.py`).
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
 """GPT-2, one token at a time: a static cache, and one copy of a prompt's keys for its whole group.
 
 Attention runs over two parts, the group's prompt and the row's own tokens, with one softmax over both; keys
-are held transposed, as `decode/sums.py` adds them up. Linear layers and norms are the model's own.
+are held transposed, as `model/cpu/sums.py` adds them up. Linear layers and norms are the model's own.
 
 A group may take the place of a finished one: groups then have different numbers of own tokens.
-A recorder, if there is one, takes down steps on the device and replays them (`decode/recorded.py`).
+A recorder, if there is one, takes down steps on the device and replays them (`cuda_graphs.py`).
 
 Shapes: b groups of g rows, R = b·g rows, H heads of width d, P prompt tokens, K places for own tokens.
 """
