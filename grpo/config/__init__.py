@@ -1,6 +1,6 @@
 """A run's settings, and how they are read from YAML and the command line."""
 
-from grpo.config.checks import SettingsError
+from grpo.config.limits import SettingsError
 from grpo.config.reading import (
     CONFIG_FILE,
     from_flat,

@@ -3,23 +3,16 @@
 import math
 from typing import TYPE_CHECKING
 
-from grpo.config.limits import check_limits
+from grpo.config.limits import SettingsError, check_limits
 from grpo.config.sizes import SizeError, parse_size
 
 if TYPE_CHECKING:
     from grpo.config.settings import Config
 
 
-class SettingsError(ValueError):
-    """A setting that cannot be: names it, its value, and what to do."""
-
-
 def check(config: "Config") -> None:
     """SettingsError for the first setting that cannot be."""
-    try:
-        check_limits(config)
-    except ValueError as error:
-        raise SettingsError(str(error)) from None
+    check_limits(config)
     for each in (_check_batch, _check_memory, _check_rewards, _check_reference, _check_name):
         each(config)
 

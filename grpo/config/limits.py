@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 
+class SettingsError(ValueError):
+    """A setting that cannot be: names it, its value, and what to do."""
+
+
 @dataclass(frozen=True)
 class Limit:
     """Which values a setting may have, and what to give instead of another."""
@@ -21,22 +25,23 @@ def at_least(least: float, remedy: str = "") -> Limit:
 
 NOT_NEGATIVE = at_least(0, "give 0 or more")
 POSITIVE = Limit(lambda value: value > 0, "give more than 0, or leave it out")
+COUNT = at_least(1)
 SHARE = Limit(lambda value: 0 <= value <= 1, "give a share between 0 and 1")
 ROWS = at_least(1, "give at least 1, or leave it out for all rows")
 DECAY = Limit(lambda value: 0 <= value < 1, "give at least 0 and less than 1")
 
 
 def check_limits(settings: Any) -> None:
-    """ValueError for the first field of a dataclass that is beyond its limit. None, and words, have none."""
+    """SettingsError for the first field of a dataclass beyond its limit. None, and words, have none."""
     for name, hint in get_type_hints(type(settings), include_extras=True).items():
         if get_origin(hint) is not Annotated:
             continue
-        value, (kind, *limits) = getattr(settings, name), get_args(hint)
+        value, (kind, *remarks) = getattr(settings, name), get_args(hint)
         if value is None or value in _words(kind):
             continue
-        for limit in limits:
-            if not limit.holds(value):
-                raise ValueError(f"{name} is {value}: {limit.remedy}.")
+        for limit in remarks:
+            if isinstance(limit, Limit) and not limit.holds(value):
+                raise SettingsError(f"{name} is {value}: {limit.remedy}.")
 
 
 def _words(kind: Any) -> list[str]:

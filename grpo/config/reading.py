@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import tyro
 import yaml
 
-from grpo.config.checks import SettingsError
+from grpo.config.limits import SettingsError
 from grpo.config.settings import Config
 
 T = TypeVar("T")

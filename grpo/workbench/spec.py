@@ -4,15 +4,17 @@ Its numbers are settings, so transformers is imported where a shape is made of t
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from grpo.config import SettingsError
 from grpo.config.groups import BUNDLED
+from grpo.config.limits import COUNT, at_least, check_limits
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Arch = Literal["gpt2", "llama"]
+OR_NONE = at_least(1, "give at least 1, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -23,19 +25,19 @@ class ModelSpec:
     """Hub id or folder; None: rook-tiny, unless arch is given."""
     arch: Arch | None = None
     """Make a model of this architecture, with random weights, from the numbers below."""
-    layers: int = 4
+    layers: Annotated[int, COUNT] = 4
     """Transformer blocks."""
-    width: int = 256
+    width: Annotated[int, COUNT] = 256
     """Residual width."""
-    d_ff: int | None = None
+    d_ff: Annotated[int | None, OR_NONE] = None
     """Width of the feed-forward layers; None: 4 times width (gpt2), 8/3 times, in steps of 64 (llama)."""
-    heads: int = 4
+    heads: Annotated[int, COUNT] = 4
     """Attention heads."""
-    kv_heads: int | None = None
+    kv_heads: Annotated[int | None, OR_NONE] = None
     """Heads of keys and values (llama); None: as many."""
-    vocab: int = 256
+    vocab: Annotated[int, COUNT] = 256
     """Entries of the vocabulary; 256 are bytes."""
-    context: int = 256
+    context: Annotated[int, COUNT] = 256
     """Tokens the model reaches, and those of a training window."""
     rope_theta: float = 10000.0
     """Base of the rotary positions (llama)."""
@@ -45,12 +47,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if self.model is not None and self.arch is not None:
             raise SettingsError(f"model is {self.model!r} and arch is {self.arch!r}: give one of the two.")
-        for name in ("layers", "width", "heads", "vocab", "context"):
-            if getattr(self, name) < 1:
-                raise SettingsError(f"{name} is {getattr(self, name)}: give at least 1.")
-        for name in ("d_ff", "kv_heads"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise SettingsError(f"{name} is {getattr(self, name)}: give at least 1, or leave it out.")
+        check_limits(self)
         if self.width % self.heads:
             raise SettingsError(f"width is {self.width}, not a multiple of {self.heads} heads: change one.")
         if self.kv_heads is not None and self.heads % self.kv_heads:

@@ -1,68 +1,50 @@
 """What a person tells the calculator, and what is wrong with it if it is wrong."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from grpo.config import SettingsError
-from grpo.config.groups import Precision
+from grpo.config.limits import COUNT, Limit
 from grpo.workbench.calculator.cards import Card, card_of_size, find_card
-from grpo.workbench.flags import (
-    GradientCheckpointing,
-    GroupSize,
-    HasReference,
-    LoraRank,
-    MaxBatchSize,
-    Objective,
-)
-from grpo.workbench.spec import ModelSpec
+from grpo.workbench.flags import StepFlags
 
 Weights = Literal["bf16+master", "fp32", "bf16"]
 Optimizer = Literal["adamw", "adamw-8bit", "sgd"]
 FrozenDtype = Literal["fp32", "bf16", "int8", "int4"]
 
+SOME = Limit(lambda share: 0 < share <= 1, "give a share above 0 and up to 1, such as 0.85")
+LESS_THAN_ALL = Limit(lambda share: 0 <= share < 1, "give a share from 0 to below 1")
 MOST_PARAMETERS = 1e15
 OF_MODELS = ("objective", "prompt_tokens", "precision", "lora_rank")
 """Settings that count only where a model is given."""
 
 
 @dataclass(frozen=True)
-class CalculatorSettings:
+class CalculatorSettings(StepFlags):
     """The largest batch for a card, and its memory line by line; no device is needed.
 
     From a model (rook-tiny, --model, --arch), or with --trainable from counts of parameters alone.
     """
 
-    model: ModelSpec = field(default_factory=ModelSpec)
     gpu: str | None = None
     """A card such as h100; without it, all that are known are listed."""
     gpu_memory: str | None = None
     """Instead of gpu: any card by the size it is sold with, such as 20GB."""
-    gpus: int = 1
+    gpus: Annotated[int, COUNT] = 1
     """Cards; totals are shown for 1, 2, 4 and 8 besides."""
-    accumulate: int = 1
+    accumulate: Annotated[int, COUNT] = 1
     """Passes to an optimizer step; totals are so many times larger."""
-    memory_utilization: float = 0.85
+    memory_utilization: Annotated[float, SOME] = 0.85
     """Share of the card that totals and profiles are for; 80, 85 and 90 % are shown besides."""
-    objective: Objective = "grpo"
-    """grpo: sample, score and learn, all rows at once. lm: plain language modelling."""
-    batch_size: int | None = None
+    batch_size: Annotated[int | None, COUNT] = None
     """A card's batch now: what it leaves unused."""
-    prompt_tokens: int = 60
-    """Of the longest prompt (grpo)."""
-    max_new_tokens: int = 144
-    """Of the longest completion (grpo)."""
-    group_size: GroupSize = 8
-    kl: HasReference = True
-    lora_rank: LoraRank = 0
-    gradient_checkpointing: GradientCheckpointing = "auto"
-    precision: Precision = "auto"
-    """Dtype of matrix products; auto: bf16 where the card has it natively, else fp32."""
-    max_batch_size: MaxBatchSize = 65536
+    max_batch_size: Annotated[int, COUNT] = 65536
+    """What is not exceeded."""
 
     # Models that only stand beside
     frozen: tyro.conf.UseAppendAction[tuple[float, ...]] = ()
@@ -77,9 +59,9 @@ class CalculatorSettings:
     """Of trained parameters (counts alone). None: bf16+master, in bf16 with a copy in fp32."""
     optimizer: Optimizer | None = None
     """Of trained parameters (counts alone). None: adamw."""
-    overhead_share: float | None = None
+    overhead_share: Annotated[float | None, LESS_THAN_ALL] = None
     """Share of the card for what is no tensor. None: 0.08 with counts, with a model a CUDA context."""
-    measured_share: float | None = None
+    measured_share: Annotated[float | None, SOME] = None
     """Share of the card that batch_size was seen to hold: gives bytes a sample (counts alone)."""
     sample_memory: str | None = None
     """Memory a sample, such as 450MB (counts alone)."""
@@ -92,6 +74,7 @@ class CalculatorSettings:
     """Write all figures."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for wrong in chain(_wrong_numbers(self), _wrong_together(self), _wrong_for_counts(self)):
             raise SettingsError(wrong)
 
@@ -107,21 +90,6 @@ class CalculatorSettings:
 
 
 def _wrong_numbers(settings: CalculatorSettings) -> Iterator[str]:
-    for name in (
-        "gpus", "accumulate", "prompt_tokens", "max_new_tokens", "group_size", "max_batch_size", "batch_size"
-    ):  # fmt: skip
-        value, least = getattr(settings, name), 2 if name == "group_size" else 1
-        if value is not None and value < least:
-            yield f"{name} is {value}: give at least {least}."
-    if settings.lora_rank < 0:
-        yield f"lora_rank is {settings.lora_rank}: give 0 or more."
-    for name in ("memory_utilization", "measured_share"):
-        value = getattr(settings, name)
-        if value is not None and not 0 < value <= 1:
-            yield f"{name} is {value}: give a share above 0 and up to 1, such as 0.85."
-    share = settings.overhead_share
-    if share is not None and not 0 <= share < 1:
-        yield f"overhead_share is {share}: give a share from 0 to below 1."
     trainable = () if settings.trainable is None else (("trainable", settings.trainable),)
     for name, count in (*trainable, *(("frozen", count) for count in settings.frozen)):
         if not 1 <= count < MOST_PARAMETERS:
@@ -143,8 +111,6 @@ def _wrong_together(settings: CalculatorSettings) -> Iterator[str]:
             f"batch_size is {size}, which is not a multiple of group_size {group}: give {nearest}, or "
             "another --group-size."
         )
-    if settings.max_batch_size < group and settings.objective == "grpo":
-        yield f"max_batch_size is {settings.max_batch_size}, less than one group of {group}: give more."
     for name, file in (("yaml", settings.yaml), ("json", settings.json)):
         if file is not None and not file.parent.is_dir():
             yield f"{name} is {file}: there is no folder {file.parent}, make it first."

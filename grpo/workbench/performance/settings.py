@@ -1,9 +1,10 @@
 """The settings of measuring what a machine reaches in training."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from grpo.config import SettingsError
 from grpo.config.groups import Precision
+from grpo.config.limits import COUNT, check_limits
 from grpo.workbench.spec import ModelSpec
 
 
@@ -13,9 +14,9 @@ class PerformanceSettings:
 
     model: ModelSpec = field(default_factory=ModelSpec)
     """The shape that is trained, from random weights."""
-    batch_size: int = 8
+    batch_size: Annotated[int, COUNT] = 8
     """Windows of --context tokens in a step."""
-    steps: int = 3
+    steps: Annotated[int, COUNT] = 3
     """Steps that are timed, after a first one that is not."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps."""
@@ -25,9 +26,7 @@ class PerformanceSettings:
     """Time a compiled step as well: on a CPU compiling takes about a minute."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "steps"):
-            if getattr(self, name) < 1:
-                raise SettingsError(f"{name} is {getattr(self, name)}: give at least 1.")
+        check_limits(self)
 
     @property
     def context(self) -> int:
