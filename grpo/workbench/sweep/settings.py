@@ -12,6 +12,7 @@ import tyro
 
 from grpo.config import Config, SettingsError, from_flat, to_flat
 from grpo.config.groups import LossSettings, OptimizerSettings, Precision, SamplingSettings
+from grpo.config.limits import COUNT, SHARE, check_limits
 from grpo.config.sizes import SizeError, parse_size
 from grpo.workbench.flags import GradientCheckpointing, Objective
 from grpo.workbench.spec import ModelSpec
@@ -51,20 +52,20 @@ class SweepSettings:
     """Dtype of matrix products; auto: bf16 where native."""
     data: str | None = None
     """Text to learn from (lm), its last tenth held out; bundled: chess positions and moves, 0.8 MB."""
-    heldout: int = 128
+    heldout: Annotated[int, COUNT] = 128
     """Held-out windows (lm) or prompts (grpo) of an evaluation, at most."""
-    evaluations: int = 10
+    evaluations: Annotated[int, COUNT] = 10
     """Evaluations of each size, at equal tokens or samples, besides the one before the first update."""
 
     # The learning rate
     scale_lr: ScaleLR = "none"
     """learning_rate at base_batch_size: keep it, scale it with the size (Goyal et al. 2017), with its square
     root (Krizhevsky 2014; Malladi et al. 2022, for Adam), or try 1/4 to 4 times the latter at each size."""
-    base_batch_size: int = 64
+    base_batch_size: Annotated[int, COUNT] = 64
     """The batch size that learning_rate is meant for."""
-    tune_share: float = 0.1
+    tune_share: Annotated[float, SHARE] = 0.1
     """With scale_lr tuned: share of the tokens or samples that each try gets."""
-    warmup_share: float = 0.05
+    warmup_share: Annotated[float, SHARE] = 0.05
     """Share of each size's updates in which the learning rate rises from zero."""
     optimizer: OptimizerSettings = field(
         default_factory=lambda: OptimizerSettings(
@@ -74,7 +75,7 @@ class SweepSettings:
     """How weights move at base_batch_size. warmup_steps stays 0: see warmup_share."""
 
     # How it runs
-    train_rows: int | None = None
+    train_rows: Annotated[int | None, COUNT] = None
     """Rows in one backward pass; None: the whole batch, or it is out of memory."""
     gradient_checkpointing: GradientCheckpointing = "auto"
     compile: bool = False
@@ -161,12 +162,7 @@ def _validate(settings: SweepSettings) -> None:
             raise SettingsError(message)
 
     need(len(settings.batch_sizes) > 0, "batch_sizes is empty: give at least one.")
-    for name in ("base_batch_size", "heldout", "evaluations", "train_rows"):
-        value = getattr(settings, name)
-        need(value is None or value >= 1, f"{name} is {value}: give at least 1.")
-    for name in ("warmup_share", "tune_share"):
-        value = getattr(settings, name)
-        need(0 <= value <= 1, f"{name} is {value}: give a share between 0 and 1.")
+    check_limits(settings)
     try:
         parse_size(settings.memory_limit or "1GB")
     except SizeError as error:
