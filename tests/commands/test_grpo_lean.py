@@ -1,6 +1,7 @@
 """The installed command: what it lists, and that it does what the repository's files do."""
 
 import importlib
+import shutil
 import tomllib
 import zipfile
 
@@ -52,8 +53,12 @@ def test_a_command_has_the_words_after_it_and_is_called_as_typed(monkeypatch, ca
 
 def test_what_is_installed_holds_all_that_it_needs(tmp_path, monkeypatch):
     """Modules, the bundled model and its positions, the report's template; no benchmarks, no tests."""
-    monkeypatch.chdir(ROOT)
-    name = build_meta.build_wheel(str(tmp_path), {"--build-option": [f"--bdist-dir={tmp_path / 'build'}"]})
+    for folder in ("grpo", "rewards"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    name = build_meta.build_wheel(str(tmp_path))
     with zipfile.ZipFile(tmp_path / name) as wheel:
         inside = set(wheel.namelist())
         entry = next(each for each in inside if each.endswith("entry_points.txt"))
