@@ -126,10 +126,11 @@ class Trainer:
             sampled = self.phases.sample(step, prompts, share, draw=draw) if share else None
         if sampled and share.groups:
             with run.clock("reward"):
-                mine = sampled, run.rewards(sampled)
+                mine = replace(sampled, prompts=[]), run.rewards(sampled)  # prompts all have
         with run.clock("wait"):
             made = [part for part in run.world.exchange(f"the sampling of step {step}", mine) if part]
-        return Rollout.join([part for part, _ in made]), Scores.join([scores for _, scores in made])
+        joined = replace(Rollout.join([part for part, _ in made]), prompts=prompts)
+        return joined, Scores.join([scores for _, scores in made])
 
     def score(self, sampled: Rollout, scores: Scores) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Rewards (N,), and this process's log-probs (n, C) under the policy so far and the reference."""
@@ -224,7 +225,8 @@ class Trainer:
     ) -> None:
         config, run = self.config, self.run
         memory = run.monitor.read()
-        records = run.world.exchange(f"the log of step {step}", run.memory.take_records())
+        measured = [record.as_dict() for record in run.memory.take_records()]
+        records = run.world.exchange(f"the log of step {step}", measured)
         if not run.world.is_main:
             return
         logger.info("{}", memory)
@@ -240,7 +242,7 @@ class Trainer:
         }
         self.doubt(step, metrics)
         self.tracker.log(step, metrics)
-        self.tracker.log_memory(step, [[record.as_dict() for record in each] for each in records])
+        self.tracker.log_memory(step, records)
         self.tracker.log_completions(
             step, completion_records(sampled, scores, advantages, config.logged_completions)
         )

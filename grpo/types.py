@@ -6,13 +6,22 @@ C completion tokens; V vocabulary, D hidden width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+T = TypeVar("T")
 TASKS = ("policy", "environment", "custom")
+EXCHANGED: dict[str, type] = {}
+"""By name, the classes whose objects the processes of a run give each other."""
+
+
+def exchanged(cls: type[T]) -> type[T]:
+    """Let processes give each other objects of this dataclass."""
+    EXCHANGED[cls.__name__] = cls
+    return cls
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class Prompt:
         return task if task in TASKS else "custom"
 
 
+@exchanged
 @dataclass(frozen=True)
 class Rollout:
     """A step's completions: B prompts, G rows each, N = B * G rows group by group.

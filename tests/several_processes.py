@@ -5,10 +5,12 @@ process that has once gone backward could not do so again.
 """
 
 import dataclasses
+import gc
 import os
 import pickle
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +25,14 @@ from unittest import mock
 import torch
 from conftest import untraced
 from rich.console import Console
+from torch._C._distributed_c10d import TCPStore
 
 import grpo.distributed.heartbeat
 import grpo.phases
 from grpo.config import Config
 from grpo.config.groups import OptimizerSettings
 from grpo.distributed import open_world
+from grpo.distributed.store import Store
 from grpo.learning.optimizer import make_optimizer
 from grpo.learning.step import Stepper
 from grpo.run.interrupt import StopRequest
@@ -213,6 +217,38 @@ def killed_at_step_three(rank: int, step: int) -> None:
 def stuck_at_step_two(rank: int, step: int) -> None:
     if (rank, step) == (1, 2):
         time.sleep(10)
+
+
+def stopped_at_step_two(rank: int, step: int) -> None:
+    """The first process, which keeps the store, is stopped for longer than the others are patient."""
+    if (rank, step) == (0, 2):
+        subprocess.Popen(["sh", "-c", f"sleep 10; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def attacked_at_step_two(rank: int, step: int, told: Path) -> None:
+    """A stranger who knows the port writes pickles that leave a trace where one is opened."""
+    if (rank, step) != (1, 2):
+        return
+    (port,) = (each._client.port for each in gc.get_objects() if type(each) is Store)
+    garbage = (b"\x80\x04", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096))
+    for content in garbage:
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(content)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    payload = pickle.dumps(Trap(told))
+    for number in range(1, 60):
+        store.set(f"{number}/1", b"\0\0\0\1" + payload)
+
+
+class Trap:
+    """Code that runs where it is unpickled."""
+
+    def __init__(self, told: Path) -> None:
+        self.told = told
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.told),)
 
 
 def broken_at_step_two(rank: int, step: int) -> None:

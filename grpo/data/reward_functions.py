@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo.data import collate
-from grpo.types import Prompt, Rollout
+from grpo.types import Prompt, Rollout, exchanged
 from rewards import REWARDS
 from rewards.engine import EnginePool
 from rewards.policy import PolicyReward
@@ -25,6 +25,7 @@ PROMPTS_LOOKED_AT = 1000
 """Of each task, for whether there are the columns that rewards need."""
 
 
+@exchanged
 @dataclass(frozen=True)
 class Scores:
     """What the reward functions said of N completions."""

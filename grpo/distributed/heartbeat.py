@@ -5,8 +5,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from torch import distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from grpo.distributed.store import Store, StoreLost
 
 _BEAT_EVERY_S = 1.0
 PATIENCE_S = 20.0
@@ -14,9 +13,9 @@ PATIENCE_S = 20.0
 
 
 class Heartbeat:
-    """This process's, until `stop`. store: a client of its own, as only one call at a time goes through."""
+    """This process's, until `stop`."""
 
-    def __init__(self, store: TCPStore, rank: int) -> None:
+    def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -25,16 +24,16 @@ class Heartbeat:
     def stop(self, reason: str | None) -> None:
         """No beat from here on. reason: what to tell the others, unless all is done."""
         self._stopped.set()
-        self._thread.join()
+        self._thread.join(_BEAT_EVERY_S)
         if reason is not None:
-            self._store.set(f"gone/{self._rank}", reason)
+            self._store.set(f"gone/{self._rank}", reason.encode())
 
     def _beat(self) -> None:
         number = 0
-        with suppress(dist.DistError, RuntimeError):  # the store is gone: others will say so
+        with suppress(StoreLost):  # the store is gone: others will say so
             while True:
                 number += 1
-                self._store.set(f"beat/{self._rank}", str(number))
+                self._store.set(f"beat/{self._rank}", str(number).encode())
                 if self._stopped.wait(_BEAT_EVERY_S):
                     return
 
@@ -42,7 +41,7 @@ class Heartbeat:
 class Listener:
     """What the others' beats say."""
 
-    def __init__(self, store: TCPStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
         self.patience_s = PATIENCE_S
         self._heard: dict[int, tuple[bytes, float]] = {}
@@ -56,9 +55,9 @@ class Listener:
         self._looked = now
         silent = None
         for rank in ranks:
-            if self._store.check([f"gone/{rank}"]):
-                return rank, self._store.get(f"gone/{rank}").decode()
-            beat = self._store.get(f"beat/{rank}") if self._store.check([f"beat/{rank}"]) else b""
+            if self._store.has([f"gone/{rank}"]):
+                return rank, self._store.get(f"gone/{rank}").decode(errors="replace")
+            beat = self._store.get(f"beat/{rank}") if self._store.has([f"beat/{rank}"]) else b""
             if rank not in self._heard or self._heard[rank][0] != beat:
                 self._heard[rank] = (beat, now)
             elif now - self._heard[rank][1] > self.patience_s and silent is None:

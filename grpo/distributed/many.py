@@ -1,28 +1,23 @@
 """One of several processes: what it tells the others, and what it learns when one does not answer."""
 
-import os
-import pickle
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
+from grpo.distributed import heartbeat
 from grpo.distributed.heartbeat import Heartbeat, Listener
+from grpo.distributed.messages import pack, unpack
 from grpo.distributed.one import ProcessLost, World
+from grpo.distributed.store import Forged, Store, StoreLost
 
 T = TypeVar("T")
-_MESSAGE_BYTES = 4 * 2**20
-"""Of one value in the store, which takes 8 MiB."""
 BUCKET_BYTES = 32 * 2**20
 """Gradients that are summed at once; what a step holds beside them. A larger one goes by itself."""
-_WHOLE, _IN_PARTS = b"w", b"p"
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
 """Between looks at whether something has come."""
 _LOOK_EVERY_S = 1.0
@@ -38,14 +33,13 @@ class Processes(World):
 
     def __init__(self, rank: int, size: int, *, name: str, wait_s: float) -> None:
         self.rank, self.size = rank, size
-        self._kept = _Store(rank, size)
-        self._store = self._kept.connect()
+        self._store = Store(rank, size, patience_s=heartbeat.PATIENCE_S)
         self._wait_s = wait_s
         self._traffic = {"processes/exchanged_bytes": 0.0, "processes/summed_bytes": 0.0}
         self._exchanges = 0
-        self._parts_put: dict[str, int] = {}
-        self._heartbeat = Heartbeat(self._kept.connect(), rank)
-        self._listener = Listener(self._kept.connect())
+        self._last_bytes = 0
+        self._heartbeat = Heartbeat(self._store, rank)
+        self._listener = Listener(self._store)
         self.names = self.exchange("the start", name)
         """Of each process: its machine and device."""
         self.sharing = self.names.count(name)
@@ -55,52 +49,29 @@ class Processes(World):
     def exchange(self, what: str, value: T) -> list[T]:
         self._exchanges += 1
         keys = [f"{self._exchanges}/{rank}" for rank in range(self.size)]
+        message = pack((what, value))
+        self._traffic["processes/exchanged_bytes"] += len(message)
         with self._naming_main():
-            self._put(keys[self.rank], zlib.compress(pickle.dumps((what, value)), 1))
+            self._store.set(keys[self.rank], message)
             self._wait_for(keys, what)
-            contents = self._store.multi_get(keys)
             given = [
-                (what, value) if rank == self.rank else self._read(keys[rank], contents[rank])
-                for rank in range(self.size)
+                (what, value) if rank == self.rank else unpack(self._store.get(key))
+                for rank, key in enumerate(keys)
             ]
-            self._forget(f"{self._exchanges - 1}/{self.rank}")  # as all are here, all have read that
+            if self._exchanges > 1:  # as all are here, all have read that
+                self._store.forget(f"{self._exchanges - 1}/{self.rank}", self._last_bytes)
+        self._last_bytes = len(message)
         for rank, (there, _) in enumerate(given):
             if there != what:
                 text = f"{self._called(rank)} has come to {there} when this process came to {what}."
                 raise ProcessLost(text, rank=rank)
         return [theirs for _, theirs in given]
 
-    def _put(self, key: str, content: bytes) -> None:
-        """What is too large for one value goes in parts, and `key` says how many."""
-        self._traffic["processes/exchanged_bytes"] += len(content)
-        if len(content) > _MESSAGE_BYTES:
-            parts = [content[i : i + _MESSAGE_BYTES] for i in range(0, len(content), _MESSAGE_BYTES)]
-            for number, part in enumerate(parts):
-                self._set(f"{key}/{number}", part)
-            self._parts_put[key] = len(parts)
-            self._set(key, _IN_PARTS + str(len(parts)).encode())
-        else:
-            self._set(key, _WHOLE + content)
-
-    def _set(self, key: str, content: bytes) -> None:
-        self._store.set(key, content)  # type: ignore[arg-type]  # declared as text, but bytes do
-
-    def _read(self, key: str, content: bytes) -> Any:
-        kind, content = content[:1], content[1:]
-        if kind == _IN_PARTS:
-            content = b"".join(self._store.get(f"{key}/{number}") for number in range(int(content)))
-        return pickle.loads(zlib.decompress(content))
-
-    def _forget(self, key: str) -> None:
-        for number in range(self._parts_put.pop(key, 0)):
-            self._store.delete_key(f"{key}/{number}")
-        self._store.delete_key(key)
-
     def _wait_for(self, keys: Sequence[str], what: str) -> None:
         def late() -> list[int]:
-            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            return [rank for rank, key in enumerate(keys) if not self._store.has([key])]
 
-        self._wait_until(lambda: self._store.check(list(keys)), what, late, longest_pause_s=_LONGEST_PAUSE_S)
+        self._wait_until(lambda: self._store.has(list(keys)), what, late, longest_pause_s=_LONGEST_PAUSE_S)
 
     def _wait_until(
         self,
@@ -144,12 +115,15 @@ class Processes(World):
         """The store is the first process's: where it does not answer, that one is gone."""
         try:
             yield
-        except dist.DistNetworkError as error:
-            raise self._main_is_gone(error) from error
-
-    def _main_is_gone(self, error: Exception) -> ProcessLost:
-        reason = str(error).splitlines()[0]
-        return ProcessLost(f"{self._called(0)} is gone: its store does not answer ({reason}).", rank=0)
+        except StoreLost as error:
+            text = f"{self._called(0)} is gone: its store does not answer ({error})."
+            raise ProcessLost(text, rank=0) from error
+        except Forged as error:
+            text = (
+                f"somebody else writes to the port at which this run's processes exchange: {error}. Nothing "
+                "of it was used; keep others off the machine's ports."
+            )
+            raise ProcessLost(text, rank=self.rank) from error
 
     # ----------------------------------------------------------------------------- large things
 
@@ -199,40 +173,18 @@ class Processes(World):
         reason = None
         if error is not None:
             reason = f"failed: {type(error).__name__}: {error}".strip().splitlines()[0][:500]
-        with suppress(dist.DistError, RuntimeError):
+        with suppress(StoreLost, Forged):
             self._heartbeat.stop(reason)
             if error is None:
                 self._let_all_leave()
 
     def _let_all_leave(self) -> None:
         """The first process, which keeps the store, goes last: others may still read there."""
-        self._store.set(f"left/{self.rank}", "")
+        self._store.set(f"left/{self.rank}", b"")
         until = time.monotonic() + self._listener.patience_s
         left = [f"left/{rank}" for rank in range(self.size)]
-        while self.is_main and not self._store.check(left) and time.monotonic() < until:
+        while self.is_main and not self._store.has(left) and time.monotonic() < until:
             time.sleep(_LONGEST_PAUSE_S)
-
-
-class _Store:
-    """A store of our own, kept by the first process. torch's group tells the others its port."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._size, self._timeout = size, timedelta(minutes=5)
-        self._host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        self._kept = self._open(0, is_master=True) if rank == 0 else None
-        port: list[Any] = [self._kept and self._kept.port]
-        dist.broadcast_object_list(port, src=0)
-        self._port = port[0]
-
-    def connect(self) -> TCPStore:
-        """A connection: one call at a time goes through it."""
-        return self._open(self._port, is_master=False)
-
-    def _open(self, port: int, *, is_master: bool) -> TCPStore:
-        return TCPStore(
-            self._host, port, self._size,
-            is_master=is_master, timeout=self._timeout, wait_for_workers=False,
-        )  # fmt: skip
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -79,7 +79,7 @@ def test_buckets_hold_every_gradient_once_and_no_more_than_they_may(monkeypatch)
 
 
 class FakeStore(dict):
-    def check(self, keys):
+    def has(self, keys):
         return all(key in self for key in keys)
 
 

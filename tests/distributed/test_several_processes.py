@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from safetensors.torch import load_file
 from several_processes import (
     Trained,
+    attacked_at_step_two,
     broken_at_step_two,
     in_processes,
     kept_together,
     killed_at_step_three,
+    stopped_at_step_two,
     stuck_at_step_two,
     train,
 )
@@ -149,6 +152,22 @@ def test_a_process_that_fails_says_why_to_the_others(fp64):
     assert second.error == "ValueError: the reward broke"
     assert first.error.startswith("ProcessLost: process 1 (")
     assert "failed: ValueError: the reward broke" in first.error
+
+
+def test_a_stopped_first_process_is_named_by_the_others(fp64):
+    """It keeps the store, which does not answer then: no call waits for it for ever."""
+    _, second = in_processes(2, train, fp64, None, (), stopped_at_step_two, None, 4.0)
+    assert second.error.startswith("ProcessLost: process 0 (")
+    assert "its store does not answer (no answer for 4 seconds)" in second.error
+
+
+def test_what_a_stranger_writes_to_the_port_is_refused_unread(fp64, tmp_path):
+    told = tmp_path / "executed"
+    first, second = in_processes(2, train, fp64, None, (), partial(attacked_at_step_two, told=told))
+    assert not told.exists()
+    for ended in (first, second):
+        assert ended.error is not None and ended.error.startswith("ProcessLost: ")
+    assert "somebody else writes to the port" in first.error
 
 
 def test_a_process_that_hangs_is_named_when_the_others_have_waited_enough(fp64):
