@@ -268,9 +268,16 @@ class Trainer:
             "num_skipped": self.stepper.num_skipped,
             "skipped_in_a_row": self.stepper.skipped_in_a_row,
             "memory": self.run.memory.state(),
+            "settings": to_flat(replace(self.config, resume=None)),
         }
         if self.phases.save(self.finished, state, best=best):
             self.saved = self.finished
+
+    def what_is_lost(self) -> str | None:
+        """Why the last step's model is not on the disk, if it is not."""
+        if not self.run.world.is_main or not self.finished:
+            return None
+        return self.run.checkpoints.damage(self.finished)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state

@@ -26,6 +26,7 @@ from benchmarks.speed_limits import limit_table, measure_rates
 from rich.console import Console
 from transformers import GPT2Config
 
+from grpo.commands.screen import screen
 from grpo.model.load import BUNDLED_FOLDER
 from grpo.model.target import compute_dtype
 from grpo.run.tracking import configure_logging
@@ -51,7 +52,7 @@ def main(
     """
     if rounds is not None and rounds < 1:
         sys.exit(f"--rounds is {rounds}: give at least 1.")
-    console = Console(width=150)  # the tables are for results/README.md, whatever the terminal
+    console = screen(width=150)  # the tables are for results/README.md, whatever the terminal
     configure_logging("INFO", console)
     if growth is not None:
         sys.exit(0 if grows_in_a_line(growth, console) else 1)

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from grpo.commands.screen import screen
 from grpo.environment import NO_THREAD_CACHE
 from grpo.model.cpu import KERNELS, SWITCH
 
@@ -49,9 +49,9 @@ def main() -> None:
     others |= {"without any": {SWITCH: "0"}, "without a restart for malloc": WITHOUT_RESTART}
     outcomes: dict[str, list[Outcome]] = {name: [] for name in others}
     turns = [(name, changes) for _ in range(given.rounds) for name, changes in others.items()]
-    for name, changes in track(turns, console=Console(stderr=True)):
+    for name, changes in track(turns, console=screen(stderr=True)):
         outcomes[name].append(run(given, changes))
-    Console(width=100).print(table(outcomes, given.model))
+    screen(width=100).print(table(outcomes, given.model))
 
 
 def without(kernel: str) -> Mapping[str, str]:

@@ -4,7 +4,8 @@ python scripts/benchmark_leaks.py --series 1000 --real --trainer
 """
 
 import tyro
-from rich.console import Console
+
+from grpo.commands.screen import screen
 
 
 def main(
@@ -22,7 +23,7 @@ def main(
     from benchmarks.leak_series import false_alarms, power, smallest_leaks
     from benchmarks.leak_trials import clean_trainer, real_leaks
 
-    console = Console(width=130)  # the tables are for results/README.md, whatever the terminal
+    console = screen(width=130)  # the tables are for results/README.md, whatever the terminal
     if series:
         for table in (false_alarms(series, seed), power(series, seed), smallest_leaks(seed)):
             console.print(table)

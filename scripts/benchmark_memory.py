@@ -38,15 +38,15 @@ from benchmarks.planning_trials import (
     overhead_verdicts,
 )
 from loguru import logger
-from rich.console import Console
 from rich.table import Table
 
+from grpo.commands.screen import screen
 from grpo.config import Config
 from grpo.environment import restart_without_thread_cache, set_library_defaults
 from grpo.run.tracking import configure_logging
 
 T = TypeVar("T")
-CONSOLE = Console(width=160)  # the tables are for results/README.md, whatever the terminal
+CONSOLE = screen(width=160)  # the tables are for results/README.md, whatever the terminal
 
 
 def predict(quick: bool = False, only: str = "", output: Path | None = None) -> None:

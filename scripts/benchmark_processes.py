@@ -10,6 +10,8 @@ from benchmarks.distribution import Network, Step, measure, measured_table, proj
 from loguru import logger
 from rich.console import Console
 
+from grpo.commands.screen import screen
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -40,7 +42,7 @@ class Settings:
 
 
 def main(settings: Settings) -> None:
-    console = Console(width=140)
+    console = screen(width=140)
     if settings.assumed_step_s is None:
         step = _measure(settings, console)
     else:

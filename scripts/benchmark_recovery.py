@@ -11,6 +11,7 @@ from loguru import logger
 from rich.console import Console
 from rich.table import Table
 
+from grpo.commands.screen import screen
 from grpo.config import Config
 from grpo.config.groups import SamplingSettings
 from grpo.memory.budget import GB
@@ -24,7 +25,7 @@ def main(points: int = 200, limit: bool = True) -> None:
         limit: Also run under a real limit (Linux), planned, unplanned, and planned wrongly.
     """
     logger.remove()
-    console, good = Console(width=110), True
+    console, good = screen(width=110), True
     if points:
         good &= _faults(console, points)
     if limit:

@@ -9,8 +9,9 @@ import warnings
 
 from benchmarks.sharding import table, trials
 from loguru import logger
-from rich.console import Console
 from torch import distributed as dist
+
+from grpo.commands.screen import screen
 
 START = "torchrun --nproc_per_node 2 scripts/benchmark_shard.py"
 
@@ -23,7 +24,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     found = list(trials())
     if dist.get_rank() == 0:
-        Console(width=120).print(table(found))
+        screen(width=120).print(table(found))
     worst = max(found, key=lambda trial: abs(trial.error))
     print(f"process {dist.get_rank()}: largest error {worst.error:+.1%}, {worst.phase} in {worst.dtype}")
     dist.destroy_process_group()

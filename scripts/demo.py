@@ -19,16 +19,16 @@ def main(seed: int = 0, steps: int | None = None, batch_size: int | None = None,
     set_library_defaults()
     from benchmarks.learning import demo_config, heldout_prompts, measure, train_grpo
     from loguru import logger
-    from rich.console import Console
 
+    from grpo.commands.screen import screen
     from grpo.evaluate import comparison_table
     from grpo.model.load import load_policy
     from grpo.model.target import choose_device
     from grpo.run.tracking import configure_logging
 
-    console = Console()
+    console = screen()
     if not console.is_terminal:
-        console = Console(width=110)
+        console = screen(width=110)
     configure_logging("INFO", console)
     config = demo_config(seed=seed, steps=steps, batch_size=batch_size)
     prompts = heldout_prompts(config, heldout)

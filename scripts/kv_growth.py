@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import tyro
-from rich.console import Console
 from rich.table import Table
+
+from grpo.commands.screen import screen
 
 
 def main(
@@ -36,7 +37,7 @@ def main(
         first, last, peak = growth.held_bytes[0], growth.held_bytes[-1], growth.peak_bytes[-1]
         sizes = (f"{size / MB:.1f} MB" for size in (first, last, peak))
         table.add_row(growth.name, *sizes, f"{peak / last:.2f}")
-    Console().print(table)
+    screen().print(table)
     draw_growth(growths, output)
     print(f"picture: {output}")
 

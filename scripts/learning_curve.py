@@ -23,8 +23,8 @@ from benchmarks.learning import (
 )
 from benchmarks.learning_report import draw, report
 from loguru import logger
-from rich.console import Console
 
+from grpo.commands.screen import screen
 from grpo.config import Config
 from grpo.model.load import load_policy
 from grpo.model.target import choose_device
@@ -51,7 +51,7 @@ def main(
         controls: Learning rate 0, and supervised training for as long as GRPO took with seed 0.
         minutes: Limit of each run in place of the demo's, for a machine that is busy with other work.
     """
-    console = Console(width=130)  # the table is for results/README.md, whatever the terminal
+    console = screen(width=130)  # the table is for results/README.md, whatever the terminal
     configure_logging("WARNING", console)
     config = demo_config(
         runs_dir=output, eval_interval=0, steps=steps, batch_size=batch_size, minutes=minutes

@@ -9,15 +9,15 @@ DONE, WRONG_SETTING = 0, 2
 def main() -> int:
     """Run the command line."""
     import tyro
-    from rich.console import Console
 
+    from grpo.commands.screen import print_error, screen
     from grpo.run.tracking import configure_logging
     from grpo.workbench.calculator.cards import cards_table
     from grpo.workbench.calculator.settings import CalculatorSettings
 
-    console = Console()
+    console = screen()
     if not console.is_terminal:
-        console = Console(width=110)
+        console = screen(width=110)
     configure_logging("WARNING", console)
     try:
         settings = tyro.cli(CalculatorSettings, config=(tyro.conf.OmitArgPrefixes,))
@@ -39,6 +39,6 @@ def main() -> int:
         if settings.json is not None:
             settings.json.write_text(json.dumps(as_json(found), indent=1) + "\n")
     except ValueError as error:
-        Console(stderr=True).print(f"[red]error[/red] {error}", highlight=False)
+        print_error(screen(stderr=True), error)
         return WRONG_SETTING
     return DONE

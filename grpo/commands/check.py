@@ -8,7 +8,8 @@ import sys
 
 import tyro
 from loguru import logger
-from rich.console import Console
+
+from grpo.commands.screen import print_error, screen
 
 DONE, WRONG_SETTING = 0, 2
 """Exit statuses."""
@@ -19,8 +20,8 @@ def main() -> int:
     from grpo.run.tracking import configure_logging
     from grpo.workbench.performance.settings import PerformanceSettings
 
-    errors = Console(stderr=True)
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    errors = screen(stderr=True)
+    console = screen(width=None if sys.stdout.isatty() else 120)
     configure_logging("INFO", errors)
     try:
         settings = tyro.cli(PerformanceSettings, config=(tyro.conf.OmitArgPrefixes,))
@@ -40,7 +41,7 @@ def main() -> int:
         device = choose_device(settings.device)
         what = f"{settings.model.name}, {settings.batch_size} x {settings.context} tokens a step"
     except ValueError as error:
-        errors.print(f"[red]error[/red] {error}", highlight=False)
+        print_error(errors, error)
         return WRONG_SETTING
     found = switches(device, compute_dtype(settings.precision, device))
     console.print(switches_table(found, device_name(device)))

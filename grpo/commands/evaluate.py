@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import chess
 import tyro
 from loguru import logger
-from rich.console import Console
 
+from grpo.commands.screen import print_error, screen
 from grpo.config import Config
 from grpo.config.groups import Precision, SamplingSettings
 from grpo.run.tracking import configure_logging
@@ -108,7 +108,7 @@ def main() -> int:
     try:
         show(tyro.cli(EvaluateConfig))
     except (ValueError, EngineError) as error:
-        Console(stderr=True).print(f"[red]error[/red] {error}", highlight=False, soft_wrap=True)
+        print_error(screen(stderr=True), error)
         return WRONG_SETTING
     return DONE
 
@@ -118,7 +118,7 @@ def show(config: EvaluateConfig) -> None:
     # Imported here and below: a wrong flag need not wait for the large libraries.
     from grpo.evaluate import Evaluation, comparison_table, read_mates, results_table
 
-    console = Console()
+    console = screen()
     configure_logging("INFO", console)
     before = Evaluation.load(config.before) if config.before else None
     mates = read_mates(config.mate_in_one)[: config.limit] if config.mate_in_one else []

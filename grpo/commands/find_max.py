@@ -17,13 +17,13 @@ DONE, WRONG_SETTING = 0, 2
 def main() -> int:
     """Run the command line."""
     import tyro
-    from rich.console import Console
 
+    from grpo.commands.screen import print_error, screen
     from grpo.run.tracking import configure_logging
     from grpo.workbench.maximum.settings import FindSettings
 
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    configure_logging("INFO", Console(stderr=True))
+    console = screen(width=None if sys.stdout.isatty() else 120)
+    configure_logging("INFO", screen(stderr=True))
     try:
         settings = tyro.cli(FindSettings, config=(tyro.conf.OmitArgPrefixes,))
         # These load torch: a wrong flag need not wait for it.
@@ -49,7 +49,7 @@ def main() -> int:
             found = findings(settings, checked, results)
             predicted = {r.batch_size: r.predicted_bytes for r in results if r.predicted_bytes}
     except ValueError as error:
-        console.print(f"[red]error[/red] {error}", highlight=False)
+        print_error(console, error)
         return WRONG_SETTING
     for sentence in sentences(found):
         console.print(sentence, highlight=False, soft_wrap=True)

@@ -32,14 +32,14 @@ def main() -> int:
     steps, batch_size = [*words, *("200", "64")[len(words) :]]
 
     from loguru import logger
-    from rich.console import Console
 
+    from grpo.commands.screen import print_error, screen
     from grpo.config import SettingsError, parse_command_line
     from grpo.run.tracking import configure_logging
 
-    console = Console()
+    console = screen()
     if not console.is_terminal:
-        console = Console(width=110)
+        console = screen(width=110)
     configure_logging("WARNING", console)
     try:
         if given.attach and flags:
@@ -48,7 +48,7 @@ def main() -> int:
         quiet = ["--eval-interval", "0", "--checkpoint-interval", "0"]
         config = parse_command_line([*quiet, *flags, *fixed])
     except SettingsError as error:
-        console.print(f"[red]error[/red] {error}", highlight=False)
+        print_error(console, error)
         return WRONG_SETTING
 
     from grpo.run.interrupt import stop_on_signal

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
+from grpo.commands.screen import print_error, screen
 from grpo.run.tracking import configure_logging
 
 DONE, WRONG_SETTING = 0, 2
@@ -20,7 +20,7 @@ def main() -> int:
     try:
         tyro.cli(write)
     except ValueError as error:
-        Console(stderr=True).print(f"[red]error[/red] {error}", highlight=False)
+        print_error(screen(stderr=True), error)
         return WRONG_SETTING
     return DONE
 
@@ -34,6 +34,6 @@ def write(folders: Annotated[tuple[Path, ...], tyro.conf.Positional], output: Pa
     """
     from grpo.workbench.report import write_report  # slow: --help need not wait for it
 
-    configure_logging("INFO", Console(stderr=True))
+    configure_logging("INFO", screen(stderr=True))
     for path in write_report(folders, output):
         print(path)

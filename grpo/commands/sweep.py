@@ -11,8 +11,8 @@ import signal
 import sys
 
 from loguru import logger
-from rich.console import Console
 
+from grpo.commands.screen import print_error, screen
 from grpo.environment import typed
 
 DONE, FAILED, WRONG_SETTING, INTERRUPTED = 0, 1, 2, 130
@@ -24,7 +24,7 @@ def main() -> int:
     from grpo.run.tracking import configure_logging
     from grpo.workbench.sweep.command_line import parse_sweep
 
-    console = Console(stderr=True)
+    console = screen(stderr=True)
     configure_logging("INFO", console)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # to end the worker as well
     try:
@@ -35,7 +35,7 @@ def main() -> int:
 
         sweep = open_sweep(settings)
     except ValueError as error:
-        console.print(f"[red]error[/red] {error}", highlight=False)
+        print_error(console, error)
         return WRONG_SETTING
     folder = sweep.folder.path
     progress = SweepProgress(console, sweep.settings)
@@ -47,6 +47,6 @@ def main() -> int:
         return INTERRUPTED
     finally:
         progress.close()
-    Console(width=130 if not console.is_terminal else None).print(sweep_table(rows, sweep.settings))
+    screen(width=130 if not console.is_terminal else None).print(sweep_table(rows, sweep.settings))
     logger.info("for the report: {} {}", typed("report"), folder)
     return FAILED if any(row["status"] == "failed" for row in rows) else DONE

@@ -15,21 +15,21 @@ def main() -> int:
     process, _ = launched_processes()
     # Imported step by step: a wrong setting need not wait for the large libraries.
     from loguru import logger
-    from rich.console import Console
 
+    from grpo.commands.screen import print_error, screen
     from grpo.config import SettingsError, parse_command_line
     from grpo.run.tracking import MEMORY_FILE, configure_logging, read_lines
 
-    console = Console(stderr=True, quiet=process > 0)  # one of several processes speaks for all
+    console = screen(stderr=True, quiet=process > 0)  # one of several processes speaks for all
     try:
         with redirect_stderr(io.StringIO()) if process else nullcontext():
             config = parse_command_line()
     except SettingsError as error:
-        console.print(f"[red]error[/red] {error}", highlight=False)
+        print_error(console, error)
         return WRONG_SETTING
     configure_logging(config.log_level, console, process=process)
     complain = logger.debug if process else logger.error
-    go_on = "nothing was learned yet"
+    go_on, began = "nothing was learned yet", False
 
     from grpo.data.reward_functions import RewardFailed
     from grpo.distributed import ProcessLost
@@ -50,11 +50,20 @@ def main() -> int:
             show_plans(run, console)
             gc.freeze()  # what set-up made stays: no need to look through it at every collection
             trainer = Trainer(run, console)
+            began = True
             try:
                 trainer.train(stop)
             finally:
                 go_on = run.checkpoints.how_to_go_on()
             console.print(measured_table(read_lines(run.folder / MEMORY_FILE), run.budget))
+            unwritten = [*trainer.tracker.unwritten]
+            unwritten += [f"the checkpoint of step {step}" for step in run.checkpoints.unwritten]
+            if unwritten:
+                logger.warning("on the way these could not be written: {}", ", ".join(unwritten))
+            if lost := trainer.what_is_lost():
+                text = "the model of step {} is not in {}: {}; make room there, then: {}"
+                logger.error(text, trainer.finished, run.folder, lost, run.checkpoints.how_to_go_on())
+                return FAILED
             if trainer.interrupted:
                 logger.warning("stopped after step {}; {}", trainer.finished, go_on)
                 return INTERRUPTED
@@ -63,7 +72,7 @@ def main() -> int:
         complain("stopped at once; {}", go_on)
         return INTERRUPTED
     except (ValueError, EngineError) as error:
-        complain("{}", error)
+        complain("{} ({})" if began else "{}", error, go_on)
         logger.opt(exception=True).debug("where it happened")
         return WRONG_SETTING
     except (Diverged, RewardFailed) as error:

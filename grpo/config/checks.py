@@ -74,6 +74,10 @@ def _check_rewards(config: "Config") -> None:
         all(map(math.isfinite, config.reward_weights)),
         f"reward_weights is {list(config.reward_weights)}: give finite numbers.",
     )
+    _need(
+        not config.reward_weights or any(config.reward_weights),
+        f"reward_weights is {list(config.reward_weights)}: nothing would count; give one that is not 0.",
+    )
 
 
 def _check_reference(config: "Config") -> None:
@@ -103,6 +107,10 @@ def _check_name(config: "Config") -> None:
         name is None or (name not in ("", ".", "..") and not set(name) & set("/\\\0")),
         f"name is {name!r}, which is no name of one folder: give one without / and \\, and --runs-dir for "
         "where it is made.",
+    )
+    _need(
+        name is None or name.isprintable(),
+        f"name is {name!r}, which cannot be printed: give one without line breaks and control characters.",
     )
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import difflib
+import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -10,12 +12,15 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
+from loguru import logger
 
 from grpo.config.limits import SettingsError
 from grpo.config.settings import Config
 
 T = TypeVar("T")
 CONFIG_FILE = "config.yaml"
+_WHOLE, _END = "# Settings of a run, up to the last line.", "# end"
+"""The first line of what `write_yaml` writes, and the last."""
 PROFILES = "profiles"
 """In a file: named sets of settings, of which `--profile` takes one."""
 
@@ -118,18 +123,59 @@ def _build(make: Callable[[], T]) -> T:
 def read_yaml(path: Path) -> dict[str, Any]:
     """A flat mapping of settings. SettingsError if the file is not one."""
     try:
-        values = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        if text.startswith(_WHOLE) and text.rstrip().rpartition("\n")[2] != _END:
+            raise CutOff(f"config file {str(path)!r} was cut off: its last line, {_END!r}, is missing.")
+        values = yaml.safe_load(text)
     except FileNotFoundError:
         raise SettingsError(f"config file {str(path)!r} does not exist.") from None
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+    except CutOff:
+        raise
+    except RecursionError:
+        raise SettingsError(f"config file {str(path)!r} cannot be read: it is nested too deep.") from None
+    except (OSError, yaml.YAMLError, ValueError) as error:  # a date in month 13 is a ValueError
         raise SettingsError(f"config file {str(path)!r} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise SettingsError(f"config file {str(path)!r} holds no settings: write lines like 'steps: 100'.")
+    if strange := [key for key in values if not isinstance(key, str)]:
+        raise SettingsError(f"config file {str(path)!r} has {strange[0]!r} where a setting's name belongs.")
     return values
 
 
+class CutOff(SettingsError):
+    """A file that `write_yaml` began, and whose end is not there."""
+
+
 def write_yaml(config: Config, path: Path) -> None:
-    path.write_text(yaml.safe_dump(to_flat(config), sort_keys=False))
+    """Whole or not at all, whatever happens on the way: what was there stays until it is replaced."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w") as file:
+            file.write(f"{_WHOLE}\n{yaml.safe_dump(to_flat(config), sort_keys=False)}{_END}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_run_settings(folder: Path) -> dict[str, Any]:
+    """The settings of a run in `folder`; if that file was cut off, those in its newest checkpoint."""
+    try:
+        return read_yaml(folder / CONFIG_FILE)
+    except CutOff as error:
+        for state in sorted(folder.glob("checkpoints/step-*/trainer.json"), reverse=True):
+            try:
+                settings = json.loads(state.read_text())["settings"]
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            if isinstance(settings, dict):
+                logger.warning("{} Its settings are taken from {}.", error, state.parent)
+                return settings
+        raise SettingsError(
+            f"{error} No checkpoint has a copy of it: write it again, or start anew."
+        ) from None
 
 
 def read_config(path: Path, profile: str | None = None, base: Config | None = None) -> Config:
@@ -199,7 +245,7 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> Config:
             f"name is {name!r}, but resume is {resumed!r}: a run goes on in its own folder; leave --name out."
         )
     if resumed:
-        stored = read_yaml(Path(resumed) / CONFIG_FILE)
+        stored = read_run_settings(Path(resumed))
         base = from_flat({**stored, "resume": resumed}, base)
     if config_file:
         base = read_config(Path(config_file), profile, base)

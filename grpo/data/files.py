@@ -76,7 +76,7 @@ def _fill(prompts: list[Prompt]) -> list[Prompt]:
 
 
 def _lines(file: File) -> Rows:
-    with file.open("r", encoding="utf-8-sig", errors="replace") as lines:
+    with file.open("r", encoding="utf-8-sig", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield number, line

@@ -14,6 +14,8 @@ from loguru import logger
 
 from grpo.types import Prompt
 
+_NOT_UTF8 = {chr(0xDC00 + byte) for byte in range(0x80, 0x100)}
+"""What Python reads such bytes as, with errors="surrogateescape"."""
 Tokenizer = Callable[..., Mapping[str, Any]]
 """A Hugging Face tokenizer, or what gives `input_ids` of a text, or of several, as one does."""
 
@@ -73,6 +75,8 @@ class Intake:
         """The prompts of a row, none if it is bad. A row read again is not `counted` again."""
         self.num_rows += counted
         try:
+            if isinstance(content, str) and not _NOT_UTF8.isdisjoint(content):
+                raise ValueError("bytes that are no UTF-8: save the file in that encoding")
             prompts = convert(content, row_id, self)
             if self._room is not None:
                 for prompt in prompts:

@@ -6,6 +6,7 @@
 import ctypes
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,14 +122,21 @@ def _return_freed_tensors() -> None:
         pass  # another C library, which has rules of its own
 
 
+_LIMITS = (
+    ("memory.max", "memory.current"), ("memory.high", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)  # fmt: skip
+"""Of a control group, version 2 and 1, and what counts towards each; beyond `high` processes are slowed."""
+
+
 def host_total_and_available() -> tuple[int, int]:
     """Bytes of memory this process could ever have, and those nobody holds; minds a container's limit."""
     if sys.platform == "linux":
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         total, available = (int(fields[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-        limit, used = _cgroup_limit_and_use()
-        if limit is not None and limit < total:
-            return limit, min(available, max(0, limit - used))
+        for folder in _cgroups():
+            limit, used = _limit_and_use(folder)
+            total, available = min(total, limit), min(available, max(0, limit - used))
         return total, available
     import os
 
@@ -136,19 +144,45 @@ def host_total_and_available() -> tuple[int, int]:
     return total, total
 
 
-def _cgroup_limit_and_use() -> tuple[int | None, int]:
-    """Version 2, or 1, of the container's memory limit, and what counts towards it and cannot be dropped."""
-    for folder, limit_name, use_name in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            limit = Path(f"{folder}/{limit_name}").read_text().strip()
-            used = int(Path(f"{folder}/{use_name}").read_text())
-        except OSError:
+def _cgroups() -> Iterator[str]:
+    """Folders of the control group this process is in and of those around it, up to where they are mounted.
+
+    Of version 2 or of version 1's memory controller; see cgroups(7). The limit of each of them holds.
+    """
+    try:
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    except OSError:
+        return
+    own = {
+        "cgroup" if names else "cgroup2": path
+        for _, names, path in groups
+        if not names or "memory" in names.split(",")
+    }
+    for mount in mounts:
+        root, folder, rest = mount[3], mount[4].replace("\\040", " "), mount[mount.index("-") + 1 :]
+        kind = rest[0]
+        if kind not in own or (kind == "cgroup" and "memory" not in rest[-1].split(",")):
             continue
-        return (int(limit), max(0, used - _file_cache(folder))) if limit.isdigit() else (None, 0)
-    return None, 0
+        path = own[kind]
+        below = path.removeprefix(root.rstrip("/")) if path.startswith(root) else ""
+        parts = [part for part in below.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            yield "/".join([folder, *parts[:depth]])
+
+
+def _limit_and_use(folder: str) -> tuple[int, int]:
+    """The least of a group's limits, and what counts towards it and cannot be dropped."""
+    limit, used = sys.maxsize, 0
+    for limit_name, use_name in _LIMITS:
+        try:
+            text = Path(f"{folder}/{limit_name}").read_text().strip()
+            use = int(Path(f"{folder}/{use_name}").read_text())
+        except (OSError, ValueError):
+            continue
+        if text.isdigit() and int(text) < limit:
+            limit, used = int(text), max(0, use - _file_cache(folder))
+    return limit, used
 
 
 def _file_cache(folder: str) -> int:
@@ -157,4 +191,5 @@ def _file_cache(folder: str) -> int:
         lines = Path(f"{folder}/memory.stat").read_text().splitlines()
     except OSError:
         return 0
-    return int(dict(line.split() for line in lines).get("inactive_file", 0))
+    sizes = dict(line.split() for line in lines)
+    return int(sizes.get("total_inactive_file", sizes.get("inactive_file", 0)))

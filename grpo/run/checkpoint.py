@@ -81,6 +81,8 @@ class CheckpointFolder:
         self.folder = folder
         self._keep = keep
         self._merge = merge
+        self.unwritten: list[int] = []
+        """Steps whose checkpoint could not be written."""
 
     def save(
         self,
@@ -110,7 +112,8 @@ class CheckpointFolder:
             save_file(tensors, temporary / _TENSORS)
             if reference:
                 save_file(dict(reference), temporary / _REFERENCE)
-            (temporary / _STATE).write_text(json.dumps({"step": step, **state}, indent=1))
+            written = {"step": step, **state} | ({"best": True} if best else {})
+            (temporary / _STATE).write_text(json.dumps(written, indent=1))
             (temporary / _MANIFEST).write_text(json.dumps(_manifest(temporary), indent=1))
             for path in (*temporary.rglob("*"), temporary):
                 _flush(path)
@@ -123,6 +126,7 @@ class CheckpointFolder:
         except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
             shutil.rmtree(temporary, ignore_errors=True)
             logger.warning("checkpoint of step {} could not be written ({}); training goes on", step, error)
+            self.unwritten.append(step)
             return None
         self._prune(final)
         return final
@@ -149,6 +153,11 @@ class CheckpointFolder:
             return "no checkpoint was saved yet"
         return f"the last checkpoint is good; go on with: {typed('train')} --resume {self.folder.parent}"
 
+    def damage(self, step: int) -> str | None:
+        """Why the checkpoint of `step` is not on the disk as it should be, read back from there; or None."""
+        folder = self.folder / f"step-{step:06d}"
+        return find_damage(folder) if folder.is_dir() else "it could not be written"
+
     def newest_intact(self) -> Checkpoint | None:
         """The newest checkpoint whose files are all as they were written; None if there is none."""
         for folder in reversed(self.all()):
@@ -168,6 +177,18 @@ class CheckpointFolder:
         """The checkpoint with the highest held-out reward so far."""
         link = self.folder / _BEST
         return link.resolve() if link.is_dir() else None
+
+    def mark_best_again(self) -> None:
+        """After a kill between a checkpoint and its mark: the newest that was saved as the best is it."""
+        for folder in reversed(self.all()):
+            try:
+                was_best = json.loads((folder / _STATE).read_text()).get("best")
+            except (OSError, ValueError, AttributeError):  # damaged
+                continue
+            if was_best:
+                if self.best != folder.resolve():
+                    self._mark_best(folder)
+                return
 
     def _mark_best(self, folder: Path) -> None:
         link = self.folder / f".{_BEST}.tmp"
@@ -189,6 +210,9 @@ def find_damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder, or None."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
+        models = {name for name in manifest if name.endswith(".safetensors")} - {_TENSORS, _REFERENCE}
+        if not models or not {_STATE, _TENSORS} <= set(manifest):
+            return f"{_MANIFEST} cannot be read: it names no weights, {_STATE} and {_TENSORS}"
         for name, entry in manifest.items():
             path = folder / name
             if not path.is_file():

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from loguru import logger
 
@@ -130,15 +130,16 @@ def open_checkpoints(config: Config, folder: Path) -> tuple[CheckpointFolder, Ch
     check_resumed(config.lora, checkpoint.folder)
     if config.steps <= (done := checkpoint.state["step"]):
         raise SettingsError(f"steps is {config.steps}, but {done} steps are done: give --steps above {done}.")
-    if changes := _changes(config, folder):
+    checkpoints.mark_best_again()
+    if changes := _changes(config, folder, checkpoint.state.get("settings")):
         logger.info("changed from here on: {}", ", ".join(changes))
     return checkpoints, checkpoint
 
 
-def _changes(config: Config, folder: Path) -> list[str]:
-    """What of a resumed run's settings is no longer as it was."""
+def _changes(config: Config, folder: Path, saved: dict[str, Any] | None) -> list[str]:
+    """What of a resumed run's settings is no longer as it was when its checkpoint was `saved`."""
     file = folder / CONFIG_FILE
-    before = read_yaml(file) if file.is_file() else {}
+    before = saved or (read_yaml(file) if file.is_file() else {})
     now = to_flat(replace(config, resume=None))
     return [
         f"{name} {before[name]} -> {value}"
@@ -149,4 +150,7 @@ def _changes(config: Config, folder: Path) -> list[str]:
 
 def write_settings(folder: Path, config: Config) -> None:
     """The settings that repeat the run (to repeat it is not to resume it): from here on it has begun."""
-    write_yaml(replace(config, resume=None), folder / CONFIG_FILE)
+    try:
+        write_yaml(replace(config, resume=None), folder / CONFIG_FILE)
+    except OSError as error:
+        raise SettingsError(_cannot_write(config, error)) from error

@@ -37,6 +37,7 @@ from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.checkpoint import Checkpoint, CheckpointFolder
 from grpo.run.clock import Clock
+from grpo.run.disk import check_room, checkpoint_bytes
 from grpo.run.folder import hold_folder, open_checkpoints, write_settings
 from grpo.run.loading import check_shard, load_models, load_source, shard_models
 from grpo.run.same_everywhere import check_same
@@ -142,6 +143,7 @@ def _make_run(
         check_recomputation(policy.model, choose_checkpointing(work.config.gradient_checkpointing))
     config = work.config
     if world.is_main:
+        check_room(config, folder, checkpoint_bytes(policy.model, optimizer), len(checkpoints.all()))
         write_settings(folder, config)
     _limit_memory(config, target, monitor)
     return Run(

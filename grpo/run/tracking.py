@@ -45,11 +45,20 @@ class _Lines:
     """A JSON-lines file, one flushed line at a time; a line cut short by a kill is dropped."""
 
     def __init__(self, path: Path, *, before_step: int) -> None:
-        kept = [record for record in read_lines(path) if record["step"] <= before_step]
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        os.replace(temporary, path)
-        self._file: TextIO = path.open("a")
+        try:
+            if before_step > 0 and not path.exists():
+                logger.warning("{} is gone: it begins anew after step {}", path, before_step)
+            kept = [record for record in read_lines(path) if record.get("step", math.inf) <= before_step]
+            temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            os.replace(temporary, path)
+            self._file: TextIO = path.open("a")
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise ValueError(
+                f"{path} cannot be written ({error.strerror}): make room on its disk, or move away what is "
+                "in its place; then start again."
+            ) from error
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")
@@ -61,7 +70,7 @@ class _Lines:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a JSON-lines file; [] where there is no file, and without a broken last line."""
-    return _parse(path, path.read_text().splitlines()) if path.exists() else []
+    return _parse(path, path.read_bytes().splitlines()) if path.exists() else []
 
 
 class NewLines:
@@ -77,15 +86,20 @@ class NewLines:
             new = file.read()
         whole = new[: new.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return _parse(self._path, whole.decode().splitlines())
+        return _parse(self._path, whole.splitlines())
 
 
-def _parse(path: Path, lines: Iterable[str]) -> list[dict[str, Any]]:
+def _parse(path: Path, lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """Whatever is no JSON object is left out, with a word."""
     records = []
     for line in lines:
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        else:
             logger.warning("{}: a broken line was left out", path)
     return records
 
@@ -104,6 +118,9 @@ def process_file(file: str, process: int) -> str:
 
 class NoTracker:
     """Of a process that does not write the run's folder."""
+
+    unwritten: Sequence[str] = ()
+    """What could not be written, now or earlier."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -128,6 +145,7 @@ class RunTracker(NoTracker):
         self._folder, self._before_step = folder, before_step
         self._memory: list[_Lines] = []  # by process
         self._failing: set[str] = set()
+        self.unwritten: list[str] = []
         self._board: Any = None
         self._wandb: Any = None
         if "tensorboard" in trackers:
@@ -180,6 +198,7 @@ class RunTracker(NoTracker):
         except Exception as error:  # a full disk, no network: no reason to stop learning
             if what not in self._failing:
                 logger.warning("{} cannot be written ({}); training goes on", what, error)
+                self.unwritten = list(dict.fromkeys([*self.unwritten, what]))
             self._failing.add(what)
         else:
             self._failing.discard(what)

@@ -90,6 +90,16 @@ def test_on_linux_the_system_enforces_it():
 
 MEMINFO = "MemTotal:       1000 kB\nMemFree:  10 kB\nMemAvailable:    700 kB\nHugePages_Total:   0\n"
 V2, V1 = "/sys/fs/cgroup/memory.", "/sys/fs/cgroup/memory/memory."
+MOUNTS = {
+    "/proc/self/mountinfo": (
+        "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+        "31 20 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
+        "32 20 0:28 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+    ),
+    "/proc/self/cgroup": "4:memory:/\n3:cpu:/x\n0::/\n",
+}  # fmt: skip
+NESTED_V2, NESTED_V1 = "/sys/fs/cgroup/a.slice/b/memory.", "/sys/fs/cgroup/memory/a/b/memory."
+NESTED = MOUNTS | {"/proc/self/cgroup": "4:memory:/a/b\n0::/a.slice/b\n"}
 KB = 1024
 
 
@@ -122,8 +132,44 @@ def files(texts: dict[str, str]) -> Callable[[str], Path]:
     ],
 )
 def test_a_containers_limit_counts_where_it_is_lower(monkeypatch, container, total, available):
-    monkeypatch.setattr(budget, "Path", files({"/proc/meminfo": MEMINFO, **container}))
+    monkeypatch.setattr(budget, "Path", files({"/proc/meminfo": MEMINFO, **MOUNTS, **container}))
     assert host_total_and_available() == (total, available)
+
+
+@LINUX
+@pytest.mark.parametrize(
+    ("groups", "total", "available"),
+    [
+        ({NESTED_V2 + "max": str(500 * KB), NESTED_V2 + "current": "0"}, 500 * KB, 500 * KB),
+        ({NESTED_V1 + "limit_in_bytes": str(500 * KB), NESTED_V1 + "usage_in_bytes": "0"},
+         500 * KB, 500 * KB),
+        # of a group around it, and what throttles before that
+        ({"/sys/fs/cgroup/a.slice/memory.max": str(600 * KB), "/sys/fs/cgroup/a.slice/memory.current": "0"},
+         600 * KB, 600 * KB),
+        ({NESTED_V2 + "max": str(600 * KB), NESTED_V2 + "high": str(400 * KB), NESTED_V2 + "current": "0"},
+         400 * KB, 400 * KB),
+        # the smallest limit, and the least room: another group's
+        ({NESTED_V2 + "max": str(500 * KB), NESTED_V2 + "current": "0", V2 + "max": str(900 * KB),
+          V2 + "current": str(800 * KB)}, 500 * KB, 100 * KB),
+        ({"/sys/fs/cgroup/other/memory.max": str(5 * KB), "/sys/fs/cgroup/other/memory.current": "0"},
+         1000 * KB, 700 * KB),
+    ],
+)  # fmt: skip
+def test_the_smallest_limit_on_the_way_up_holds(monkeypatch, groups, total, available):
+    monkeypatch.setattr(budget, "Path", files({"/proc/meminfo": MEMINFO, **NESTED, **groups}))
+    assert host_total_and_available() == (total, available)
+
+
+@LINUX
+def test_a_containers_own_folder_may_be_mounted_as_the_root(monkeypatch):
+    """Without a namespace of its own, /proc names the path that the host sees."""
+    texts = {
+        "/proc/self/mountinfo": "30 20 0:26 /docker/1 /sys/fs/cgroup ro - cgroup2 cgroup2 rw\n",
+        "/proc/self/cgroup": "0::/docker/1/job\n", "/proc/meminfo": MEMINFO,
+        "/sys/fs/cgroup/job/memory.max": str(300 * KB), "/sys/fs/cgroup/job/memory.current": "0",
+    }  # fmt: skip
+    monkeypatch.setattr(budget, "Path", files(texts))
+    assert host_total_and_available() == (300 * KB, 300 * KB)
 
 
 def test_this_machine_has_memory_and_some_of_it_is_free():
@@ -133,7 +179,7 @@ def test_this_machine_has_memory_and_some_of_it_is_free():
 
 def test_files_that_a_container_has_read_do_not_count_as_used(monkeypatch: pytest.MonkeyPatch):
     texts = {
-        "/proc/meminfo": MEMINFO, f"{V2}max": f"{500 * KB}\n", f"{V2}current": f"{450 * KB}\n",
+        **MOUNTS, "/proc/meminfo": MEMINFO, f"{V2}max": f"{500 * KB}\n", f"{V2}current": f"{450 * KB}\n",
         f"{V2}stat": f"anon 1\ninactive_file {200 * KB}\nactive_file 7\n",
     }  # fmt: skip
     monkeypatch.setattr(budget, "Path", files(texts))

@@ -183,6 +183,22 @@ def _fingerprint(settings: PhaseSettings, kind: type[FakePhases]) -> str:
 def _read(file: Path) -> dict[str, Log]:
     try:
         known = json.loads(file.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return known if isinstance(known, dict) else {}
+    good = isinstance(known, dict) and all(map(_is_log, known.values()))
+    return known if good else {}  # else traced again
+
+
+def _is_log(log: object) -> bool:
+    """A list of an operation's name and bytes, of which there is at least one."""
+    return (
+        isinstance(log, list)
+        and bool(log)
+        and all(
+            isinstance(entry, list)
+            and len(entry) == 2
+            and isinstance(entry[0], str)
+            and isinstance(entry[1], int)
+            for entry in log
+        )
+    )

@@ -215,12 +215,12 @@ def _read_json(file: Path, missing: list[str], so: str) -> dict[str, Any]:
 
 def _read_lines(file: Path, missing: list[str], so: str = "") -> list[dict[str, Any]]:
     """The records of a JSON-lines file; how many lines were broken is said."""
-    if not file.exists():
-        if so:
-            missing.append(f"{file.name} is missing: {so}.")
+    if not file.is_file():
+        if so or file.exists():
+            missing.append(f"{file.name} is {'no file' if file.exists() else 'missing'}: {so or 'left out'}.")
         return []
-    records = [record for record in read_lines(file) if isinstance(record, dict)]
-    broken = sum(bool(line.strip()) for line in file.read_text().splitlines()) - len(records)
+    records = read_lines(file)
+    broken = sum(bool(line.strip()) for line in file.read_bytes().splitlines()) - len(records)
     if broken:
         lines = "a line" if broken == 1 else f"{broken} lines"
         missing.append(f"{file.name} has {lines} that cannot be read; the others are shown.")
