@@ -1,93 +1,327 @@
-"""Running out of memory on purpose, at a chosen allocation: for tests and for the recovery benchmark.
+"""Faults on a run's way to the disk: `python scripts/benchmark_faults.py --trials 300`.
 
-Left out: allocations inside a kernel (workspaces), which no dispatch mode sees, and those that are
-not torch's.
+Each trial runs the command, with a write, flush or rename that fails or a kill in its place at one of the
+calls that it makes in its folder, or a kill at any moment; then it goes on, and has to end bit for bit as
+a run that nothing happened to. Left out: faults of the disk itself, whose flushed bytes change.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import errno
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from loguru import logger
+from rich import box
+from rich.table import Table
+from safetensors.torch import load_file
 
-OUT_OF_MEMORY: tuple[Callable[[], Exception], ...] = (
-    partial(torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB."),
-    partial(RuntimeError, "CUDA error: out of memory"),
-    partial(RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    partial(RuntimeError, "[enforce fail] DefaultCPUAllocator: can't allocate memory"),
-    partial(RuntimeError, "MPS backend out of memory"),
-    partial(RuntimeError, "std::bad_alloc"),
-    MemoryError,
-)
-"""Some of the shapes it takes, made anew at each call."""
+from benchmarks.random_gpt2 import make_random_gpt2
+from grpo.data.load import POSITIONS
+from grpo.run.checkpoint import CheckpointFolder, find_damage
+from grpo.run.tracking import COMPLETIONS_FILE, METRICS_FILE, read_lines
+
+STEPS = 4
+COLUMNS = ("trials", "survived", "lost", "false_success", "traceback")
+Kind = Literal["fails once", "stays full", "SIGKILL at a call", "SIGKILL at a moment"]
+KINDS: tuple[Kind, ...] = ("fails once", "stays full", "SIGKILL at a call", "SIGKILL at a moment")
+_WATCHED = ("open", "os.rename", "os.mkdir", "os.symlink")
+"""Of Python's audit events; os.replace is a rename."""
+_active: Callable[[], None] | None = None
+_folder = ""
+
+
+@dataclass
+class Calls:
+    """Counts what is done to files below a folder; from `fail_at` on, or there alone, `act` is called."""
+
+    fail_at: int | None = None
+    act: Callable[[], None] | None = None
+    on_and_on: bool = False
+    made: int = 0
+
+    def __call__(self) -> None:
+        self.made += 1
+        if self.act and (self.made == self.fail_at or (self.on_and_on and self.made > (self.fail_at or 0))):
+            self.act()
+
+
+def disk_is_full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager
-def replaced(owner: Any, **others: Any) -> Iterator[None]:
-    """Inside, attributes are others: how faults come in where nothing is handed on."""
-    own = {name: vars(owner)[name] for name in others}
-    for name, other in others.items():
-        setattr(owner, name, other)
+def calls_watched(folder: Path, calls: Calls) -> Iterator[None]:
+    """Inside, `calls` is called before each that opens a file below `folder` to write, flushes or renames."""
+    global _active, _folder
+    if not getattr(sys, "_grpo_faults", False):  # an audit hook cannot be taken away again
+        sys.addaudithook(_hook)
+        sys._grpo_faults = True  # type: ignore[attr-defined]
+    flush, save = os.fsync, _savers()
+    _active, _folder = calls, str(folder.resolve())
+
+    def counted_flush(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(_folder):
+            calls()
+        flush(descriptor)
+
+    def counted(write: Callable[..., Any]) -> Callable[..., Any]:
+        def counted_write(tensors: Any, file: Any, *args: Any, **options: Any) -> Any:
+            calls()  # safetensors opens files out of Python's sight
+            return write(tensors, file, *args, **options)
+
+        return counted_write
+
+    os.fsync = counted_flush  # type: ignore[assignment]
+    for owner, name, write in save:
+        setattr(owner, name, counted(write))
     try:
         yield
     finally:
-        for name, value in own.items():
-            setattr(owner, name, value)
+        _active, os.fsync = None, flush
+        for owner, name, write in save:
+            setattr(owner, name, write)
 
 
-class FailAtAllocation(TorchDispatchMode):
-    """Inside it, operations that allocate are counted from 1, and those at `numbers` fail.
+def _savers() -> list[tuple[Any, str, Callable[..., Any]]]:
+    from transformers import modeling_utils
 
-    An operation allocates if by its schema it returns a tensor that is no view of its arguments; it
-    fails before it runs. Those of a backward pass are seen too. A replay goes on counting: (n) is a
-    fault that has passed when the work is repeated, (n, 2 * n) meets the replay at the same place.
-    """
+    from grpo.run import checkpoint
 
-    def __init__(self, *numbers: int, error: Callable[[], Exception] = OUT_OF_MEMORY[0]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.num_allocations = 0
-        self.fired: list[int] = []
-        """The numbers at which it failed so far."""
-        self._numbers = numbers
-        self._error = error
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if _allocates(func):
-            self.count()
-        return func(*args, **(kwargs or {}))
-
-    def count(self) -> None:
-        """One more allocation, which may be the one that fails."""
-        self.num_allocations += 1
-        if self.num_allocations in self._numbers:
-            self.fired.append(self.num_allocations)
-            raise self._error()
+    return [
+        (owner, name, getattr(owner, name))
+        for owner, name in ((checkpoint, "save_file"), (modeling_utils, "safe_save_file"))
+    ]
 
 
-def count_allocations(work: Callable[[], object]) -> int:
-    """How many operations of `work` allocate: the numbers at which it can be made to fail."""
-    with FailAtAllocation() as mode:
-        work()
-    return mode.num_allocations
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if _active is None or event not in _WATCHED:
+        return
+    path = arguments[1] if event in ("os.rename", "os.symlink") else arguments[0]
+    if not isinstance(path, str | os.PathLike) or not os.path.abspath(os.fspath(path)).startswith(_folder):
+        return
+    if event == "open":
+        flags = arguments[2] if isinstance(arguments[2], int) else 0
+        if not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            return
+    _active()
 
 
-def stratified_points(allocations: Mapping[str, int], num_points: int) -> list[tuple[str, int]]:
-    """(phase, number) of `num_points` faults: as many in each phase, spread evenly from first to last.
-
-    allocations: how many each phase makes. A phase with fewer than its share gets some twice.
-    """
-    points = []
-    for place, (phase, count) in enumerate(allocations.items()):
-        share = num_points // len(allocations) + (place < num_points % len(allocations))
-        steps = max(share - 1, 1)
-        points += [(phase, 1 + round(step * (count - 1) / steps)) for step in range(share)]
-    return points
+# ----------------------------------------------------------------------------------------- trials
 
 
-@cache
-def _allocates(func: Any) -> bool:
-    return any("Tensor" in str(made.type) and made.alias_info is None for made in func._schema.returns)
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a trial."""
+
+    false_success: bool = False
+    """Exit status 0, and the run folder is not complete."""
+    lost: bool = False
+    """It could not go on to the same end."""
+    traceback: bool = False
+    said: str = field(default="", compare=False)
+    """By the command that ended with a traceback."""
+
+    def __add__(self, other: "Outcome") -> "Outcome":
+        return Outcome(
+            self.false_success or other.false_success,
+            self.lost or other.lost,
+            self.traceback or other.traceback,
+            self.said or other.said,
+        )
+
+    @property
+    def survived(self) -> bool:
+        return self == Outcome()
+
+
+class Trials:
+    """Runs of one model of seconds, in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._flags = make_task(folder)
+        self.calls = {"run": 0, "resume": 0}
+        """A run's that nothing happens to, and of one that goes on after two steps."""
+        self.seconds = 0.0
+
+    def prepare(self) -> None:
+        """The run that all others are compared with, and how many calls it makes."""
+        counted = self.folder / "counted"
+        status, said = self._child("first", ["--steps", "1"])  # which traces its memory, once
+        if status:
+            raise RuntimeError(f"the run that nothing happens to failed: {said}")
+        begun = time.monotonic()
+        self._child("straight", ["--steps", str(STEPS)], Calls(), counted)
+        self.seconds = time.monotonic() - begun
+        self.calls["run"] = int(counted.read_text())
+        self._child("half", ["--steps", "2"])
+        self._child("half", [*self._resume("half")], Calls(), counted)
+        self.calls["resume"] = int(counted.read_text())
+        self._expected = self._end("straight")
+
+    def _resume(self, name: str) -> list[str]:
+        return ["--resume", str(self.folder / "runs" / name), "--steps", str(STEPS)]
+
+    def try_one(self, number: int, kind: Kind, rng: random.Random) -> Outcome:
+        """A fault in a run, or in one that is resumed; then what is left goes on."""
+        name, when = f"trial-{number}", rng.choice(("run", "resume"))
+        words = ["--steps", str(STEPS)]
+        if when == "resume":
+            self._child(name, ["--steps", "2"])
+            words = self._resume(name)
+        at, after_s = rng.randint(1, self.calls[when]), None
+        if kind == "SIGKILL at a moment":
+            calls, after_s = Calls(), rng.uniform(0, self.seconds)
+        else:
+            calls = Calls(at, killed if kind == "SIGKILL at a call" else disk_is_full, kind == "stays full")
+        status, said = self._child(name, words, calls, kill_after_s=after_s)
+        return self._outcome(said, false_success=status == 0 and not self._complete(name)) + self._go_on(name)
+
+    def _outcome(self, said: str, *, false_success: bool = False, lost: bool = False) -> Outcome:
+        traceback = "Traceback" in said
+        return Outcome(false_success, lost, traceback, said if traceback else "")
+
+    def _go_on(self, name: str) -> Outcome:
+        """To the end, from its checkpoint or, where it had come to none, from the beginning."""
+        if self._complete(name):
+            return Outcome(lost=not self._equals(name))
+        folder = self.folder / "runs" / name
+        checkpoints = CheckpointFolder(folder / "checkpoints", keep=9)
+        if not checkpoints.all():
+            name = f"{name}-anew"
+            status, said = self._child(name, ["--steps", str(STEPS)])
+        else:
+            status, said = self._child(name, self._resume(name))
+        return self._outcome(said, lost=status != 0 or not self._equals(name))
+
+    def _complete(self, name: str) -> bool:
+        return find_damage(self.folder / "runs" / name / "checkpoints" / f"step-{STEPS:06d}") is None
+
+    def _equals(self, name: str) -> bool:
+        """Weights, moments, and what was logged and is not of this machine's clock and memory.
+
+        Lines that a full disk did not take are missing, which was said.
+        """
+        if not self._complete(name):
+            return False
+        mine, expected = self._end(name), self._expected
+        return mine[0].keys() == expected[0].keys() and all(
+            torch.equal(tensor, expected[0][key]) for key, tensor in mine[0].items()
+        ) and all(line in expected[1] for line in mine[1])  # fmt: skip
+
+    def _end(self, name: str) -> tuple[dict[str, torch.Tensor], list[Any]]:
+        run = self.folder / "runs" / name
+        checkpoint = run / "checkpoints" / f"step-{STEPS:06d}"
+        files = [checkpoint / name for name in ("model.safetensors", "trainer.safetensors")]
+        tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        passing = ("timing/", "memory/", "step_time")
+        lines = [
+            {key: value for key, value in line.items() if not key.startswith(passing)}
+            for file in (METRICS_FILE, COMPLETIONS_FILE)
+            for line in read_lines(run / file)
+        ]
+        return tensors, lines
+
+    def _child(
+        self,
+        name: str,
+        words: Sequence[str],
+        calls: Calls | None = None,
+        counted: Path | None = None,
+        *,
+        kill_after_s: float | None = None,
+    ) -> tuple[int, str]:
+        """The command in a process of its own: how it ended, and what it said."""
+        said = self.folder / f"{name}.txt"
+        named = [] if "--resume" in words else ["--name", name]
+        process = os.fork()
+        if not process:
+            _become_the_command([*self._flags, *named, *words], said, self.folder, calls, counted)
+        if kill_after_s is not None:
+            time.sleep(kill_after_s)
+            os.kill(process, signal.SIGKILL)
+        _, status = os.waitpid(process, 0)
+        text = said.read_text(errors="replace")
+        said.unlink()
+        return os.waitstatus_to_exitcode(status), text
+
+
+def _become_the_command(
+    words: Sequence[str], said: Path, folder: Path, calls: Calls | None, counted: Path | None
+) -> None:
+    """Does not come back."""
+    status = 1
+    try:
+        for stream in (1, 2):
+            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        os.chdir(folder)
+        torch.set_num_threads(1)
+        sys.argv = ["train_lean.py", *words]
+        from grpo.commands.train import main
+
+        with calls_watched(folder / "runs", calls or Calls()):
+            status = main()
+        if counted and calls:
+            counted.write_text(str(calls.made))
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def make_task(folder: Path) -> list[str]:
+    """A model and prompts of a second, and the flags of a run on them."""
+    lines = POSITIONS.joinpath("train.txt").read_text().splitlines()
+    (folder / "prompts.txt").write_text("\n".join(lines[:40] + lines[-40:]))
+    model = make_random_gpt2(folder / "model")
+    given = {
+        "model": model, "prompts": folder / "prompts.txt", "engine": "off", "precision": "fp32",
+        "batch-size": 8, "group-size": 4, "max-new-tokens": 8, "eval-interval": 2, "eval-prompts": 4,
+        "heldout-share": 0.2, "checkpoint-interval": 1, "device": "cpu",
+    }  # fmt: skip
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))] + ["--trackers"]
+
+
+def try_faults(trials: int, seed: int) -> dict[Kind, Counter[str]]:
+    """How often what happened, by kind of fault."""
+    rng = random.Random(seed)
+    torch.set_num_threads(1)  # a process with more could not be forked
+    found: dict[Kind, Counter[str]] = {kind: Counter() for kind in KINDS}
+    with TemporaryDirectory() as name:
+        all_trials = Trials(Path(name))
+        all_trials.prepare()
+        for number in range(trials):
+            kind = KINDS[number % len(KINDS)]
+            outcome = all_trials.try_one(number, kind, rng)
+            found[kind]["trials"] += 1
+            for what in COLUMNS[1:]:
+                found[kind][what] += getattr(outcome, what)
+            if not outcome.survived:
+                logger.warning("trial {}, {}: {}", number, kind, outcome)
+    return found
+
+
+def fault_table(found: dict[Kind, Counter[str]]) -> Table:
+    table = Table("fault", *(column.replace("_", " ") for column in COLUMNS), box=box.MARKDOWN)
+    for kind, counts in found.items():
+        table.add_row(kind, *(str(counts[column]) for column in COLUMNS))
+    return table

@@ -20,7 +20,7 @@ import torch
 from loguru import logger
 from rich.console import Console
 
-from benchmarks.faults import replaced
+from benchmarks.out_of_memory import replaced
 from benchmarks.speed import Case, race
 from benchmarks.speed_worker import Contender
 from grpo.config import Config

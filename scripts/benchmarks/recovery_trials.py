@@ -21,7 +21,7 @@ import grpo.evaluate
 import grpo.phases
 import grpo.run.checkpoint
 from benchmarks import worker_environment
-from benchmarks.faults import OUT_OF_MEMORY, FailAtAllocation, replaced, stratified_points
+from benchmarks.out_of_memory import OUT_OF_MEMORY, FailAtAllocation, replaced, stratified_points
 from grpo.config import CONFIG_FILE, Config, from_flat, read_yaml, write_yaml
 from grpo.memory import AdaptiveMemory, DoesNotFit, Shape, adaptive
 from grpo.memory.monitor import private_bytes

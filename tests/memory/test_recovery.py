@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmarks.faults import OUT_OF_MEMORY, FailAtAllocation, count_allocations, stratified_points
+from benchmarks.out_of_memory import OUT_OF_MEMORY, FailAtAllocation, count_allocations, stratified_points
 from torch import Tensor, nn
 
 from grpo.memory.planner import DoesNotFit, smaller_rows
