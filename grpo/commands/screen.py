@@ -5,6 +5,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+MOST_LETTERS = 700
+"""Of an error message."""
+
 
 def screen(**options: Any) -> Console:
     """A console that shows paths, names and values as they are; options as of `Console`."""
@@ -13,4 +16,12 @@ def screen(**options: Any) -> Console:
 
 def print_error(console: Console, error: object) -> None:
     """What is wrong, and the remedy."""
-    console.print(Text.assemble(("error", "red"), f" {error}"), highlight=False)
+    console.print(Text.assemble(("error", "red"), f" {shortened(error)}"), highlight=False)
+
+
+def shortened(error: object) -> str:
+    """An error's text; of one that quotes what somebody wrote at length, the beginning and the end."""
+    text = str(error)
+    return (
+        text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS // 2]} … {text[-MOST_LETTERS // 2 :]}"
+    )

@@ -16,7 +16,7 @@ def main() -> int:
     # Imported step by step: a wrong setting need not wait for the large libraries.
     from loguru import logger
 
-    from grpo.commands.screen import print_error, screen
+    from grpo.commands.screen import print_error, screen, shortened
     from grpo.config import SettingsError, parse_command_line
     from grpo.run.tracking import MEMORY_FILE, configure_logging, read_lines
 
@@ -72,11 +72,11 @@ def main() -> int:
         complain("stopped at once; {}", go_on)
         return INTERRUPTED
     except (ValueError, EngineError) as error:
-        complain("{} ({})" if began else "{}", error, go_on)
+        complain("{} ({})" if began else "{}", shortened(error), go_on)
         logger.opt(exception=True).debug("where it happened")
         return WRONG_SETTING
     except (Diverged, RewardFailed) as error:
-        complain("{} ({})", error, go_on)
+        complain("{} ({})", shortened(error), go_on)
         logger.opt(exception=True).debug("where it happened")
         return FAILED
     except ProcessLost as error:

@@ -50,7 +50,7 @@ def from_flat(values: Mapping[str, Any], base: Config | None = None) -> Config:
     for name in values:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f": known are {', '.join(known)}."
+            hint = f"; did you mean {near[0]!r}?" if near else ": docs/settings.md and --help name them all."
             raise SettingsError(f"there is no setting {name!r}{hint}")
     changes = _converted(base, values)
     for item in dataclasses.fields(base):
@@ -133,6 +133,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise
     except RecursionError:
         raise SettingsError(f"config file {str(path)!r} cannot be read: it is nested too deep.") from None
+    except yaml.MarkedYAMLError as error:
+        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise SettingsError(f"config file {str(path)!r} cannot be read: {where}{error.problem}.") from error
     except (OSError, yaml.YAMLError, ValueError) as error:  # a date in month 13 is a ValueError
         raise SettingsError(f"config file {str(path)!r} cannot be read: {error}") from error
     if not isinstance(values, dict):
