@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-MOST_LETTERS = 700
+MOST_LETTERS = 480
 """Of an error message."""
 
 
@@ -21,7 +21,5 @@ def print_error(console: Console, error: object) -> None:
 
 def shortened(error: object) -> str:
     """An error's text; of one that quotes what somebody wrote at length, the beginning and the end."""
-    text = str(error)
-    return (
-        text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS // 2]} … {text[-MOST_LETTERS // 2 :]}"
-    )
+    text, half = str(error), MOST_LETTERS // 2
+    return text if len(text) <= MOST_LETTERS else f"{text[:half]} … {text[-half:]}"

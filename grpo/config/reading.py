@@ -164,21 +164,31 @@ def write_yaml(config: Config, path: Path) -> None:
 
 
 def read_run_settings(folder: Path) -> dict[str, Any]:
-    """The settings of a run in `folder`; if that file was cut off, those in its newest checkpoint."""
+    """The settings of a run in `folder`; what that file lacks, as its newest checkpoint has it."""
+    saved, where = _saved_settings(folder)
     try:
-        return read_yaml(folder / CONFIG_FILE)
+        settings = read_yaml(folder / CONFIG_FILE)
     except CutOff as error:
-        for state in sorted(folder.glob("checkpoints/step-*/trainer.json"), reverse=True):
-            try:
-                settings = json.loads(state.read_text())["settings"]
-            except (OSError, ValueError, KeyError, TypeError):
-                continue
-            if isinstance(settings, dict):
-                logger.warning("{} Its settings are taken from {}.", error, state.parent)
-                return settings
-        raise SettingsError(
-            f"{error} No checkpoint has a copy of it: write it again, or start anew."
-        ) from None
+        if not saved:
+            remedy = "No checkpoint has a copy: write it again with its last line, or start anew."
+            raise SettingsError(f"{error} {remedy}") from None
+        logger.warning("{} Its settings are taken from {}.", error, where)
+        return saved
+    if missing := [name for name in saved if name not in settings]:
+        logger.warning("{} lacks {}: taken from {}", folder / CONFIG_FILE, ", ".join(missing), where)
+    return {**saved, **settings}
+
+
+def _saved_settings(folder: Path) -> tuple[dict[str, Any], Path | None]:
+    """Those of the newest checkpoint that has some, and where that is."""
+    for state in sorted(folder.glob("checkpoints/step-*/trainer.json"), reverse=True):
+        try:
+            settings = json.loads(state.read_text())["settings"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+        if isinstance(settings, dict):
+            return settings, state.parent
+    return {}, None
 
 
 def read_config(path: Path, profile: str | None = None, base: Config | None = None) -> Config:

@@ -184,6 +184,8 @@ def _numbers(name: str, scores: Any, count: int) -> list[float | None]:
     """What a function of the user's returned, as `count` numbers or Nones; ValueError if it is not that."""
     wanted = f"it must return a list of {count}, one number, or None, for each completion."
     try:
+        if isinstance(scores, str | bytes | Mapping):
+            raise TypeError(f"a {type(scores).__name__} is no list")
         numbers = [_number(score) for score in scores]
     except Exception as error:  # of __float__, which may be the user's
         raise ValueError(f"reward {name!r} returned {_shown(scores)} ({error}): {wanted}") from error

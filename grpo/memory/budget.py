@@ -137,11 +137,22 @@ def host_total_and_available() -> tuple[int, int]:
         for folder in _cgroups():
             limit, used = _limit_and_use(folder)
             total, available = min(total, limit), min(available, max(0, limit - used))
-        return total, available
+        return total, min(available, _room_of_addresses())
     import os
 
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return total, total
+
+
+def _room_of_addresses() -> int:
+    """What `ulimit -v` leaves this process. Beyond it libraries abort where Python would raise."""
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return max(0, limit - pages * resource.getpagesize())
 
 
 def _cgroups() -> Iterator[str]:

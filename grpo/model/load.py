@@ -79,6 +79,13 @@ def _load_model(name: str, target: Target) -> PreTrainedModel:
         )
     except _LOADING_ERRORS as error:
         raise ValueError(_cannot_load(name, error)) from error
+    except RuntimeError as error:
+        if "mismatched" not in str(error):
+            raise
+        raise ValueError(
+            f"the weights in {name!r} are of another shape than the model that the settings name: give the "
+            "--model that they were trained as."
+        ) from error
     return model.eval()
 
 

@@ -145,6 +145,7 @@ DAMAGES = [
     ("manifest.json", cut_in_half, "cannot be read"),
     ("manifest.json", os.remove, "cannot be read"),
     ("manifest.json", lambda path: path.write_text("[]"), "cannot be read"),
+    ("manifest.json", lambda path: path.write_text("{}"), "cannot be read: it names no weights"),
     ("manifest.json", lambda path: path.write_text('{"config.json": 3}'), "cannot be read"),
     ("manifest.json", lambda path: path.write_bytes(b"\xff\xfe\x00"), "cannot be read"),
 ]
