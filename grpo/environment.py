@@ -31,6 +31,25 @@ def typed(command: str) -> str:
 _FILES = {"train": "train_lean.py", "sweep": "scripts/sweep_batch_sizes.py", "report": "scripts/report.py"}
 
 
+def check_address_space() -> str | None:
+    """What to say where `ulimit -v` leaves libraries too little: beyond it they abort instead of raising."""
+    if sys.platform != "linux":
+        return None
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY or limit >= _LEAST_ADDRESSES:
+        return None
+    return (
+        f"the limit of this process's address space (ulimit -v) is {limit / 2**30:.2f} GB: torch alone takes "
+        f"more than that; give at least {_LEAST_ADDRESSES / 2**30:.2f} GB, or limit memory by --memory-limit."
+    )
+
+
+_LEAST_ADDRESSES = 1.4 * 2**30
+"""Measured with two threads: 1.3 GB were not enough to come to a first step, in words of our own or any."""
+
+
 def set_library_defaults() -> None:
     """Settings that keep memory small, and threads from waiting, where the user has not chosen otherwise."""
     # CUDA: segments that grow, instead of many of fixed sizes; lengths that vary then fragment less.

@@ -4,7 +4,7 @@ import sys
 from importlib import import_module
 from typing import NamedTuple
 
-from grpo.environment import restart_without_thread_cache, set_library_defaults
+from grpo.environment import check_address_space, restart_without_thread_cache, set_library_defaults
 
 WRONG_USAGE, INTERRUPTED = 2, 130
 """Exit statuses."""
@@ -49,6 +49,9 @@ def run(name: str) -> int:
     if COMMANDS[name].trains:
         restart_without_thread_cache()
     set_library_defaults()
+    if trouble := check_address_space():
+        print(f"error {trouble}", file=sys.stderr)
+        return WRONG_USAGE
     try:
         status: int = import_module(f"grpo.commands.{name.replace('-', '_')}").main()
     except KeyboardInterrupt:

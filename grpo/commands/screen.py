@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-MOST_LETTERS = 480
+MOST_LETTERS = 400
 """Of an error message."""
 
 

@@ -1,7 +1,7 @@
 """What is wrong with settings, and what to give instead."""
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo.config.limits import SettingsError, check_limits
 from grpo.config.sizes import SizeError, parse_size
@@ -10,9 +10,15 @@ if TYPE_CHECKING:
     from grpo.config.settings import Config
 
 
+LARGEST = 1e30
+"""Of a setting: what single precision has room for, with some to spare."""
+
+
 def check(config: "Config") -> None:
     """SettingsError for the first setting that cannot be."""
     check_limits(config)
+    for part in (config, config.loss, config.optimizer, config.sampling, config.lora):
+        _check_size(part)
     for each in (_check_batch, _check_memory, _check_rewards, _check_reference, _check_name):
         each(config)
 
@@ -20,6 +26,14 @@ def check(config: "Config") -> None:
 def _need(holds: bool, message: str) -> None:
     if not holds:
         raise SettingsError(message)
+
+
+def _check_size(part: Any) -> None:
+    for name, value in vars(part).items():
+        _need(
+            not isinstance(value, float) or abs(value) < LARGEST or not math.isfinite(value),
+            f"{name} is {value}: give a number below {LARGEST:g}.",
+        )
 
 
 def _check_batch(config: "Config") -> None:

@@ -248,7 +248,7 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> Config:
     resumed, _ = _take_option(arguments, "--resume")
     if profile is not None and not config_file:
         raise SettingsError(f"profile is {profile!r}, which wants a file to be in: add --config FILE.yaml.")
-    if resumed and not (Path(resumed) / CONFIG_FILE).is_file():
+    if resumed and not _is_file(Path(resumed) / CONFIG_FILE):
         raise SettingsError(
             f"resume is {resumed!r}, which is no run folder: give one that holds a {CONFIG_FILE}."
         )
@@ -268,6 +268,13 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> Config:
         default=base,
         config=(tyro.conf.OmitArgPrefixes,),
     )
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that is too long, or has a null byte
+        return False
 
 
 def _take_option(arguments: list[str], option: str) -> tuple[str | None, list[str]]:

@@ -2,12 +2,14 @@
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from commands import run
+from commands import ROOT, run
 
 from grpo.config import SettingsError, read_yaml
 from grpo.data.reward_functions import RewardFailed, RewardFunctions
@@ -20,6 +22,8 @@ TRAIN = "train_lean.py"
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--resume", "9" * 5001], "which is no run folder"),
+        (["--clip-range-high", "1e95"], "clip_range_high is 1e+95: give a number below 1e+30"),
         (["--config", "[/x].yaml"], "config file '[/x].yaml' does not exist"),
         (["--resume", "[/x]"], "resume is '[/x]', which is no run folder"),
         (["--reward-weights", "nan", "1"], "reward_weights is [nan, 1.0]"),
@@ -32,6 +36,12 @@ def test_what_is_typed(tmp_path, words, said):
     done = run(TRAIN, *words, cwd=tmp_path)
     assert done.returncode == 2 and said in " ".join(done.stderr.split()), done.stderr
     assert "Traceback" not in done.stderr and "\x1b" not in done.stderr
+
+
+def test_an_address_space_too_small_for_the_libraries_is_refused_before_they_abort(tmp_path):
+    limited = f"ulimit -v 1000000; exec {sys.executable} {ROOT / TRAIN} --steps 1"
+    done = subprocess.run(["bash", "-c", limited], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "(ulimit -v) is 0.95 GB" in done.stderr
 
 
 def test_a_report_on_a_folder_whose_name_looks_like_markup(tmp_path):
