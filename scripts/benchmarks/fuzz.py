@@ -259,7 +259,7 @@ def what_is_broken(status: int | None, said: str) -> str | None:
 
 
 def _screen_lines(lines: Sequence[str]) -> int:
-    return sum(len(line) // _COLUMNS + 1 for line in lines)
+    return sum(max(1, -(-len(line) // _COLUMNS)) for line in lines)
 
 
 def run_command(words: Sequence[str], folder: Path) -> tuple[int | None, str]:
