@@ -61,8 +61,8 @@ def main() -> int:
             if unwritten:
                 logger.warning("on the way these could not be written: {}", ", ".join(unwritten))
             if lost := trainer.what_is_lost():
-                text = "the model of step {} is not in {}: {}; make room there, then: {}"
-                logger.error(text, trainer.finished, run.folder, lost, run.checkpoints.how_to_go_on())
+                text = "the model of step {} is not in {}: {}; make room there ({})"
+                logger.error(text, trainer.finished, run.folder, lost, go_on)
                 return FAILED
             if trainer.interrupted:
                 logger.warning("stopped after step {}; {}", trainer.finished, go_on)

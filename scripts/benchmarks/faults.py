@@ -5,15 +5,12 @@ calls that it makes in its folder, or a kill at any moment; then it goes on, and
 a run that nothing happened to. Left out: faults of the disk itself, whose flushed bytes change.
 """
 
-import errno
 import os
 import random
 import signal
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +22,7 @@ from rich import box
 from rich.table import Table
 from safetensors.torch import load_file
 
+from benchmarks.disk_calls import Calls, become_the_command, disk_is_full, killed
 from benchmarks.random_gpt2 import make_random_gpt2
 from grpo.data.load import POSITIONS
 from grpo.run.checkpoint import CheckpointFolder, find_damage
@@ -34,93 +32,6 @@ STEPS = 4
 COLUMNS = ("trials", "survived", "lost", "false_success", "traceback")
 Kind = Literal["fails once", "stays full", "SIGKILL at a call", "SIGKILL at a moment"]
 KINDS: tuple[Kind, ...] = ("fails once", "stays full", "SIGKILL at a call", "SIGKILL at a moment")
-_WATCHED = ("open", "os.rename", "os.mkdir", "os.symlink")
-"""Of Python's audit events; os.replace is a rename."""
-_active: Callable[[], None] | None = None
-_folder = ""
-
-
-@dataclass
-class Calls:
-    """Counts what is done to files below a folder; from `fail_at` on, or there alone, `act` is called."""
-
-    fail_at: int | None = None
-    act: Callable[[], None] | None = None
-    on_and_on: bool = False
-    made: int = 0
-
-    def __call__(self) -> None:
-        self.made += 1
-        if self.act and (self.made == self.fail_at or (self.on_and_on and self.made > (self.fail_at or 0))):
-            self.act()
-
-
-def disk_is_full() -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@contextmanager
-def calls_watched(folder: Path, calls: Calls) -> Iterator[None]:
-    """Inside, `calls` is called before each that opens a file below `folder` to write, flushes or renames."""
-    global _active, _folder
-    if not getattr(sys, "_grpo_faults", False):  # an audit hook cannot be taken away again
-        sys.addaudithook(_hook)
-        sys._grpo_faults = True  # type: ignore[attr-defined]
-    flush, save = os.fsync, _savers()
-    _active, _folder = calls, str(folder.resolve())
-
-    def counted_flush(descriptor: int) -> None:
-        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(_folder):
-            calls()
-        flush(descriptor)
-
-    def counted(write: Callable[..., Any]) -> Callable[..., Any]:
-        def counted_write(tensors: Any, file: Any, *args: Any, **options: Any) -> Any:
-            calls()  # safetensors opens files out of Python's sight
-            return write(tensors, file, *args, **options)
-
-        return counted_write
-
-    os.fsync = counted_flush  # type: ignore[assignment]
-    for owner, name, write in save:
-        setattr(owner, name, counted(write))
-    try:
-        yield
-    finally:
-        _active, os.fsync = None, flush
-        for owner, name, write in save:
-            setattr(owner, name, write)
-
-
-def _savers() -> list[tuple[Any, str, Callable[..., Any]]]:
-    from transformers import modeling_utils
-
-    from grpo.run import checkpoint
-
-    return [
-        (owner, name, getattr(owner, name))
-        for owner, name in ((checkpoint, "save_file"), (modeling_utils, "safe_save_file"))
-    ]
-
-
-def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if _active is None or event not in _WATCHED:
-        return
-    path = arguments[1] if event in ("os.rename", "os.symlink") else arguments[0]
-    if not isinstance(path, str | os.PathLike) or not os.path.abspath(os.fspath(path)).startswith(_folder):
-        return
-    if event == "open":
-        flags = arguments[2] if isinstance(arguments[2], int) else 0
-        if not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            return
-    _active()
-
-
-# ----------------------------------------------------------------------------------------- trials
 
 
 @dataclass(frozen=True)
@@ -250,7 +161,7 @@ class Trials:
         named = [] if "--resume" in words else ["--name", name]
         process = os.fork()
         if not process:
-            _become_the_command([*self._flags, *named, *words], said, self.folder, calls, counted)
+            become_the_command([*self._flags, *named, *words], said, self.folder, calls, counted)
         if kill_after_s is not None:
             time.sleep(kill_after_s)
             os.kill(process, signal.SIGKILL)
@@ -258,34 +169,6 @@ class Trials:
         text = said.read_text(errors="replace")
         said.unlink()
         return os.waitstatus_to_exitcode(status), text
-
-
-def _become_the_command(
-    words: Sequence[str], said: Path, folder: Path, calls: Calls | None, counted: Path | None
-) -> None:
-    """Does not come back."""
-    status = 1
-    try:
-        for stream in (1, 2):
-            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-        os.chdir(folder)
-        torch.set_num_threads(1)
-        sys.argv = ["train_lean.py", *words]
-        from grpo.commands.train import main
-
-        with calls_watched(folder / "runs", calls or Calls()):
-            status = main()
-        if counted and calls:
-            counted.write_text(str(calls.made))
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
 
 
 def make_task(folder: Path) -> list[str]:

@@ -5,10 +5,8 @@ Whatever comes in, a command ends well, or with a message of at most five lines 
 
 import json
 import os
-import random
 import shutil
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +20,7 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from benchmarks.disk_calls import become_the_command
 from benchmarks.faults import make_task
 from grpo.config import Config, to_flat
 
@@ -201,6 +200,7 @@ KINDS: Mapping[str, tuple[Make, st.SearchStrategy[Any], int]] = {
 def fuzz(cases: int, first_seed: int, tell: Callable[[str], None]) -> dict[str, Counter[str]]:
     """By kind: cases, how many ended well or with a message, and how many broke the rule: those are told."""
     torch.set_num_threads(1)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "COLUMNS": str(_COLUMNS)}
     found: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
     whole = sum(share for _, _, share in KINDS.values())
     with TemporaryDirectory() as name:
@@ -268,7 +268,7 @@ def run_command(words: Sequence[str], folder: Path) -> tuple[int | None, str]:
     said.unlink(missing_ok=True)
     process = os.fork()
     if not process:
-        _become_the_command(words, said, folder)
+        become_the_command(words, said, folder)
     end = time.monotonic() + PATIENCE_S
     while True:
         done, status = os.waitpid(process, os.WNOHANG)
@@ -279,28 +279,3 @@ def run_command(words: Sequence[str], folder: Path) -> tuple[int | None, str]:
             os.waitpid(process, 0)
             return None, said.read_text(errors="replace")
         time.sleep(0.01)
-
-
-def _become_the_command(words: Sequence[str], said: Path, folder: Path) -> None:
-    """Does not come back."""
-    status = 1
-    try:
-        for stream in (1, 2):
-            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-        os.chdir(folder)
-        random.seed()
-        os.environ |= {"HF_HUB_OFFLINE": "1", "COLUMNS": str(_COLUMNS)}
-        sys.argv = ["train_lean.py", *words]
-        from grpo.commands.train import main
-
-        status = main()
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)

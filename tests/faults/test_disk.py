@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.faults import Calls, calls_watched, disk_is_full
+from benchmarks.disk_calls import Calls, calls_watched, disk_is_full
 from commands import run
 from rich.console import Console
 from safetensors.torch import load_file
