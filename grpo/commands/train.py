@@ -2,6 +2,8 @@
 
 import gc
 import io
+import os
+import sys
 from contextlib import nullcontext, redirect_stderr
 
 DONE, FAILED, WRONG_SETTING, INTERRUPTED = 0, 1, 2, 130
@@ -81,5 +83,8 @@ def main() -> int:
         return FAILED
     except ProcessLost as error:
         (logger.error if error.rank == 0 else complain)("{} ({})", error, go_on)
+        if error.rank == 0:  # a call to it may still wait in a thread, which an ordinary end would abort
+            sys.stderr.flush()
+            os._exit(FAILED)
         return FAILED
     return DONE
