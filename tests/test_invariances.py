@@ -261,7 +261,7 @@ def train(config, *, stop_after=None, kill_in=None, killer: type[BaseException] 
 
 
 def outcome(folder: Path) -> dict:
-    """All that a run leaves behind, apart from times and memory."""
+    """All that a run leaves behind, apart from times, memory and its settings, with its name."""
     last = folder / "checkpoints" / f"step-{STEPS:06d}"
     passing = ("timing/", "memory/", "step_time")
     metrics = [
@@ -269,10 +269,12 @@ def outcome(folder: Path) -> dict:
         for record in read_lines(folder / METRICS_FILE)
     ]
     assert [record["step"] for record in metrics if "reward" in record] == [*range(1, STEPS + 1)]
+    state = json.loads((last / "trainer.json").read_text())
+    assert state.pop("settings")["name"] == folder.name
     return {
         "weights": load_file(last / "model.safetensors"),
         "optimizer": load_file(last / "trainer.safetensors"),
-        "state": json.loads((last / "trainer.json").read_text()),
+        "state": state,
         "metrics": metrics,
         "completions": read_lines(folder / COMPLETIONS_FILE),
     }
