@@ -273,12 +273,6 @@ class Trainer:
         if self.phases.save(self.finished, state, best=best):
             self.saved = self.finished
 
-    def what_is_lost(self) -> str | None:
-        """Why the last step's model is not on the disk, if it is not."""
-        if not self.run.world.is_main or not self.finished:
-            return None
-        return self.run.checkpoints.damage(self.finished)
-
     def _restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state
         restore_optimizer(self.run.policy.model, self.run.optimizer, checkpoint)

@@ -33,7 +33,7 @@ def main() -> int:
     complain = logger.debug if process else logger.error
     go_on, began = "nothing was learned yet", False
 
-    from grpo.data.reward_functions import RewardFailed
+    from grpo.data.reward_calls import RewardFailed
     from grpo.distributed import ProcessLost
     from grpo.learning.step import Diverged
     from grpo.plan.tables import measured_table
@@ -62,7 +62,7 @@ def main() -> int:
             unwritten += [f"the checkpoint of step {step}" for step in run.checkpoints.unwritten]
             if unwritten:
                 logger.warning("on the way these could not be written: {}", ", ".join(unwritten))
-            if lost := trainer.what_is_lost():
+            if run.world.is_main and (lost := run.checkpoints.damage(trainer.finished)):
                 text = "the model of step {} is not in {}: {}; make room there ({})"
                 logger.error(text, trainer.finished, run.folder, lost, go_on)
                 return FAILED

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import rewards as rewards_package
-from grpo.data.reward_functions import RewardFailed, RewardFunctions, load_reward
+from grpo.data.reward_calls import RewardFailed
+from grpo.data.reward_functions import RewardFunctions, load_reward
 from grpo.types import Prompt, Rollout
 from rewards.formats import environment_prompt, policy_prompt
 

@@ -12,7 +12,8 @@ import torch
 from commands import ROOT, run
 
 from grpo.config import SettingsError, read_yaml
-from grpo.data.reward_functions import RewardFailed, RewardFunctions
+from grpo.data.reward_calls import RewardFailed
+from grpo.data.reward_functions import RewardFunctions
 from grpo.plan.trace import tracer
 from grpo.types import Prompt, Rollout
 

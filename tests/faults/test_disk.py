@@ -27,7 +27,7 @@ def train(config: Config, calls: Calls | None = None) -> str | None:
     with calls_watched(config.runs_dir, calls or Calls()), open_run(config) as run:
         trainer = Trainer(run, Console(quiet=True))
         trainer.train(StopRequest())
-        return trainer.what_is_lost()
+        return run.checkpoints.damage(trainer.finished)
 
 
 def weights(config: Config) -> torch.Tensor:
