@@ -1,6 +1,7 @@
 """What is wrong with settings, and what to give instead."""
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo.config.limits import SettingsError, check_limits
@@ -10,8 +11,8 @@ if TYPE_CHECKING:
     from grpo.config.settings import Config
 
 
-LARGEST = 1e30
-"""Of a setting: what single precision has room for, with some to spare."""
+LARGEST, LARGEST_COUNT, LONGEST_NAME = 1e30, 2**31, 255
+"""Of a setting: what single precision has room for with some to spare, a count, a file's name in bytes."""
 
 
 def check(config: "Config") -> None:
@@ -29,11 +30,19 @@ def _need(holds: bool, message: str) -> None:
 
 
 def _check_size(part: Any) -> None:
+    """Of numbers, and of names that no disk takes."""
     for name, value in vars(part).items():
-        _need(
-            not isinstance(value, float) or abs(value) < LARGEST or not math.isfinite(value),
-            f"{name} is {value}: give a number below {LARGEST:g}.",
-        )
+        if isinstance(value, float) and math.isfinite(value):
+            _need(abs(value) < LARGEST, f"{name} is {value}: give a number below {LARGEST:g}.")
+        elif isinstance(value, int) and name != "seed":
+            _need(abs(value) < LARGEST_COUNT, f"{name} is {value}: give a number below 2^31.")
+        elif isinstance(value, str | Path):
+            longest = max((len(each.encode(errors="replace")) for each in Path(value).parts), default=0)
+            _need(
+                longest <= LONGEST_NAME,
+                f"{name} is {str(value)!r}, with a part of {longest} letters: give one that a disk takes, "
+                f"up to {LONGEST_NAME}.",
+            )
 
 
 def _check_batch(config: "Config") -> None:
