@@ -5,6 +5,11 @@ import io
 import os
 import sys
 from contextlib import nullcontext, redirect_stderr
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from grpo.run.setup import Run
+    from grpo.trainer import Trainer
 
 DONE, FAILED, WRONG_SETTING, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses."""
@@ -58,13 +63,7 @@ def main() -> int:
             finally:
                 go_on = run.checkpoints.how_to_go_on()
             console.print(measured_table(read_lines(run.folder / MEMORY_FILE), run.budget))
-            unwritten = [*trainer.tracker.unwritten]
-            unwritten += [f"the checkpoint of step {step}" for step in run.checkpoints.unwritten]
-            if unwritten:
-                logger.warning("on the way these could not be written: {}", ", ".join(unwritten))
-            if run.world.is_main and (lost := run.checkpoints.damage(trainer.finished)):
-                text = "the model of step {} is not in {}: {}; make room there ({})"
-                logger.error(text, trainer.finished, run.folder, lost, go_on)
+            if _is_lost(run, trainer, go_on):
                 return FAILED
             if trainer.interrupted:
                 logger.warning("stopped after step {}; {}", trainer.finished, go_on)
@@ -88,3 +87,18 @@ def main() -> int:
             os._exit(FAILED)
         return FAILED
     return DONE
+
+
+def _is_lost(run: "Run", trainer: "Trainer", go_on: str) -> bool:
+    """Whether the last model is not on the disk; that is said, and what could not be written on the way."""
+    from loguru import logger
+
+    unwritten = [*trainer.tracker.unwritten]
+    unwritten += [f"the checkpoint of step {step}" for step in run.checkpoints.unwritten]
+    if unwritten:
+        logger.warning("on the way these could not be written: {}", ", ".join(unwritten))
+    lost = run.checkpoints.damage(trainer.finished) if run.world.is_main else None
+    if lost:
+        text = "the model of step {} is not in {}: {}; make room there ({})"
+        logger.error(text, trainer.finished, run.folder, lost, go_on)
+    return lost is not None

@@ -60,16 +60,11 @@ def load_prompts(
             lanes[task] = MemoryLane(mine, seed=seed, task=task)
     intake.report()
     if not counts:
-        usable = intake.num_rows > intake.num_bad
-        reason = (
-            "all of them are held out: lower --heldout-share"
-            if heldout
-            else (
-                "none of its rows has a position to play from: give other --prompts"
-                if usable
-                else "give other --prompts"
-            )
-        )
+        reason = "give other --prompts"
+        if heldout:
+            reason = "all of them are held out: lower --heldout-share"
+        elif intake.num_rows > intake.num_bad:
+            reason = f"none of its rows has a position to play from: {reason}"
         raise ValueError(f"no prompts to train on in {spec}: {reason}")
     share = _mixing_share(spec, counts, policy_share)
     _announce(spec, counts, heldout, partial=is_stream)
