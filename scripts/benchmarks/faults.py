@@ -100,16 +100,18 @@ class Trials:
         else:
             calls = Calls(at, killed if kind == "SIGKILL at a call" else disk_is_full, kind == "stays full")
         status, said = self._child(name, words, calls, kill_after_s=after_s)
-        return self._outcome(said, false_success=status == 0 and not self._complete(name)) + self._go_on(name)
+        return self._outcome(said, false_success=status == 0 and not self._complete(name)) + self._go_on(
+            name, kind
+        )
 
     def _outcome(self, said: str, *, false_success: bool = False, lost: bool = False) -> Outcome:
         traceback = "Traceback" in said
         return Outcome(false_success, lost, traceback, said if traceback else "")
 
-    def _go_on(self, name: str) -> Outcome:
+    def _go_on(self, name: str, kind: Kind) -> Outcome:
         """To the end, from its checkpoint or, where it had come to none, from the beginning."""
         if self._complete(name):
-            return Outcome(lost=not self._equals(name))
+            return Outcome(lost=not self._equals(name, kind))
         folder = self.folder / "runs" / name
         checkpoints = CheckpointFolder(folder / "checkpoints", keep=9)
         if not checkpoints.all():
@@ -117,22 +119,22 @@ class Trials:
             status, said = self._child(name, ["--steps", str(STEPS)])
         else:
             status, said = self._child(name, self._resume(name))
-        return self._outcome(said, lost=status != 0 or not self._equals(name))
+        return self._outcome(said, lost=status != 0 or not self._equals(name, kind))
 
     def _complete(self, name: str) -> bool:
         return find_damage(self.folder / "runs" / name / "checkpoints" / f"step-{STEPS:06d}") is None
 
-    def _equals(self, name: str) -> bool:
+    def _equals(self, name: str, kind: Kind) -> bool:
         """Weights, moments, and what was logged and is not of this machine's clock and memory.
 
-        Lines that a full disk did not take are missing, which was said.
+        Lines that a full disk did not take are missing, which was said; a kill loses none.
         """
         if not self._complete(name):
             return False
-        mine, expected = self._end(name), self._expected
-        return mine[0].keys() == expected[0].keys() and all(
-            torch.equal(tensor, expected[0][key]) for key, tensor in mine[0].items()
-        ) and all(line in expected[1] for line in mine[1])  # fmt: skip
+        (tensors, lines), (expected, all_lines) = self._end(name), self._expected
+        logged = lines == all_lines if "SIGKILL" in kind else all(line in all_lines for line in lines)
+        same = (torch.equal(tensor, expected[key]) for key, tensor in tensors.items())
+        return logged and tensors.keys() == expected.keys() and all(same)
 
     def _end(self, name: str) -> tuple[dict[str, torch.Tensor], list[Any]]:
         run = self.folder / "runs" / name
