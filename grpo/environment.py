@@ -1,12 +1,10 @@
-"""What torch and its libraries read from the environment when they are loaded, and what malloc keeps of the
-memory they free; call it before they are.
-"""
+"""What torch and its libraries read from the environment when they are loaded; call it before they are."""
 
-import ctypes
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
+
+from grpo.malloc import keep_freed, user_tunes_malloc
 
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -50,22 +48,27 @@ _LEAST_ADDRESSES = 1.4 * 2**30
 """Measured with two threads: 1.3 GB were not enough to come to a first step, in words of our own or any."""
 
 
+KEPT_KERNELS = 32
+"""Compiled for products in bf16 on a CPU, and kept."""
+
+
 def set_library_defaults() -> None:
     """Settings that keep memory small, and threads from waiting, where the user has not chosen otherwise."""
     # CUDA: segments that grow, instead of many of fixed sizes; lengths that vary then fragment less.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # CPU in bf16: a kernel is compiled for every shape of a product. oneDNN keeps 1024 of them, and so does
-    # torch beside it, a quarter to half a megabyte each: lengths that vary from step to step came to
-    # hundreds of megabytes. A step has some forty shapes; with fewer kept it was no slower.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
-    os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
+    # torch beside it, about a megabyte each: lengths that vary from step to step came to hundreds of
+    # megabytes. Steps were no slower with 16 of each, and a quarter slower with 8.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KEPT_KERNELS))
+    os.environ.setdefault("LRU_CACHE_CAPACITY", str(KEPT_KERNELS // 2))
     # CPU: a thread that is ahead spins for the others, by default long enough to take the core that another
     # process needs to make room for them. Beside one busy process decoding took 11 s, with this 7 s; alone
     # it made no difference (of 5,000 turns; with 1,000 it was a quarter slower).
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-    _keep_freed_memory()
+    if not user_tunes_malloc(NO_THREAD_CACHE):
+        keep_freed()
 
 
 def restart_without_thread_cache() -> None:
@@ -80,7 +83,7 @@ def restart_without_thread_cache() -> None:
     version = _glibc_version()
     if version is None or version >= (2, 38):
         return
-    if _user_tunes_malloc() or "GLIBC_TUNABLES" in os.environ or sys.gettrace() is not None:
+    if user_tunes_malloc(NO_THREAD_CACHE) or "GLIBC_TUNABLES" in os.environ or sys.gettrace() is not None:
         return
     os.environ["GLIBC_TUNABLES"] = NO_THREAD_CACHE
     sys.stdout.flush()
@@ -98,25 +101,3 @@ def _glibc_version() -> tuple[int, ...] | None:
         return tuple(map(int, name.removeprefix("glibc ").split(".")[:2]))
     except (AttributeError, OSError, ValueError):
         return None
-
-
-def _user_tunes_malloc() -> bool:
-    tunables = os.environ.get("GLIBC_TUNABLES", NO_THREAD_CACHE)
-    return tunables != NO_THREAD_CACHE or any(name.startswith("MALLOC_") for name in os.environ)
-
-
-def _keep_freed_memory() -> None:
-    """Have glibc keep what torch frees on a CPU for the next tensor instead of giving it back.
-
-    A fresh page costs more than what is then done with it: a step of GPT-2 124 M spent a third of its time
-    on them, and its peak was no higher. Where there is no glibc nothing happens.
-    """
-    if _user_tunes_malloc():
-        return
-    with suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        mallopt(_MMAP_THRESHOLD, 2**30)
-        mallopt(_TRIM_THRESHOLD, -1)  # never
-
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them

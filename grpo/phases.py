@@ -14,6 +14,7 @@ from grpo.evaluate import Evaluation, interleave, score_heldout
 from grpo.evaluate.scores import Column
 from grpo.learning.loss import LossSettings
 from grpo.learning.objectives import GRPOBatch, Sums, accumulate_grpo
+from grpo.learning.step import begin_gradients
 from grpo.memory import DoesNotFit, Shape, survive
 from grpo.memory.recovery import release_cache
 from grpo.model.activation_checkpointing import choose_checkpointing
@@ -116,13 +117,18 @@ class PlannedPhases:
             parted = micro_batch_shapes(batch.rollout, rows, pass_tokens=self._pass_tokens())
             return self._pass_tokens() if run.memory.is_planned_for("learn", parted) else None
 
-        return run.memory.run(
-            "learn",
-            lambda rows: accumulate_grpo(
+        def work(rows: int) -> Sums:
+            if run.policy.target.gradients_first and not config.shard:
+                begin_gradients(run.policy.model)
+            return accumulate_grpo(
                 run.policy.model, batch, settings=settings, temperature=config.sampling.temperature,
                 dtype=run.policy.target.dtype, rows=rows, pass_tokens=spared(rows),
                 importance_cap=config.importance_cap, checkpointing=checkpointing,
-            ),
+            )  # fmt: skip
+
+        return run.memory.run(
+            "learn",
+            work,
             shapes=lambda rows, _: micro_batch_shapes(batch.rollout, rows, pass_tokens=spared(rows)),
             undo=lambda: run.optimizer.zero_grad(set_to_none=True),
         )  # fmt: skip
@@ -153,10 +159,14 @@ class PlannedPhases:
         return Evaluation.of(run.eval_prompts, interleave(parts))
 
     def _rows_of_evaluation(self) -> int:
-        """As many as fit, each with a prompt of its own: its tokens then cost what new ones do."""
+        """As many as fit in what the phases of a step are expected to need, so that it is not exceeded.
+
+        Each has a prompt of its own, whose tokens cost what new ones do.
+        """
         run = self._run
         tokens = self._longest_prompt + run.config.sampling.max_new_tokens
-        return run.memory.rows_now("sample", self._eval_rows, 1, tokens) or 1
+        most = run.memory.expected_bytes
+        return run.memory.rows_within(most, "sample", self._eval_rows, 1, tokens) or run.config.group_size
 
     def save(self, step: int, state: dict[str, Any], *, best: bool) -> bool:
         """A checkpoint of the run, which the first process writes; whether this one has written it."""

@@ -1,9 +1,11 @@
-"""How well memory is predicted and planned, and what that costs: four benchmarks on the CPU.
+"""How well memory is predicted and planned, and what that costs: six benchmarks on the CPU.
 
 python scripts/benchmark_memory.py predict
 python scripts/benchmark_memory.py largest
 python scripts/benchmark_memory.py overhead
 python scripts/benchmark_memory.py checkpointing
+python scripts/benchmark_memory.py runs
+python scripts/benchmark_memory.py limits
 """
 
 import json
@@ -21,6 +23,16 @@ from benchmarks.checkpointing_cost import (
     cost_verdicts,
     cost_works,
 )
+from benchmarks.limited_runs import (
+    SHAPE_OF_30M,
+    How,
+    grid,
+    grid_table,
+    grid_verdicts,
+    ladder,
+    ladder_table,
+    ladder_verdicts,
+)
 from benchmarks.memory_trials import (
     full_grid,
     predict_trials,
@@ -37,6 +49,7 @@ from benchmarks.planning_trials import (
     overhead_table,
     overhead_verdicts,
 )
+from benchmarks.random_gpt2 import make_random_gpt2
 from loguru import logger
 from rich.table import Table
 
@@ -102,6 +115,42 @@ def checkpointing(quick: bool = False, rounds: int = 5, output: Path | None = No
     _conclude(cost_table(costs), cost_verdicts(costs), costs, output)
 
 
+def runs(only: str = "", output: Path | None = None) -> None:
+    """What whole runs hold, as the system counts it, against what was said of them before. About 20 minutes.
+
+    Args:
+        only: Runs whose description holds these words, such as "rook-tiny --batch-size 64".
+        output: A JSON file for every run.
+    """
+    with TemporaryDirectory() as folder:
+        outcomes = _until_stopped(grid(Path(folder), only=only))
+    _conclude(grid_table(outcomes), grid_verdicts(outcomes), outcomes, output)
+
+
+def limits(
+    how: How = "--memory-limit", batch_size: int = 256, rungs: int = 8, large: bool = True,
+    output: Path | None = None,
+) -> None:  # fmt: skip
+    """A ladder of limits: from the smallest that is not refused to twice the need. About 15 minutes.
+
+    Args:
+        how: Who sets the limit. A cgroup needs root.
+        batch_size: Completions a step.
+        rungs: Limits a model and precision.
+        large: A GPT-2 of 30 M as well, at an eighth of the batch.
+        output: A JSON file for every run.
+    """
+    with TemporaryDirectory() as folder:
+        steps = ladder(["rook-tiny"], ["bf16", "fp32"], batch_size=batch_size, how=how, rungs=rungs)
+        rows = _until_stopped(steps)
+        if large:
+            model = str(make_random_gpt2(Path(folder) / "30m", **SHAPE_OF_30M))
+            rows += _until_stopped(
+                ladder([model], ["bf16", "fp32"], batch_size=batch_size // 8, how=how, rungs=rungs)
+            )
+    _conclude(ladder_table(rows, how), ladder_verdicts(rows), [outcome for _, _, outcome in rows], output)
+
+
 def _until_stopped(trials: Iterator[T]) -> list[T]:
     """All of them, or those before Ctrl-C."""
     done = []
@@ -128,6 +177,13 @@ if __name__ == "__main__":
     set_library_defaults()
     configure_logging("INFO", CONSOLE)
     tyro.extras.subcommand_cli_from_dict(
-        {"predict": predict, "largest": largest, "overhead": overhead, "checkpointing": checkpointing},
+        {
+            "predict": predict,
+            "largest": largest,
+            "overhead": overhead,
+            "checkpointing": checkpointing,
+            "runs": runs,
+            "limits": limits,
+        },
         description=__doc__,
     )

@@ -41,6 +41,7 @@ def main() -> int:
     from grpo.data.reward_calls import RewardFailed
     from grpo.distributed import ProcessLost
     from grpo.learning.step import Diverged
+    from grpo.memory.recovery import Reserve, is_out_of_memory
     from grpo.plan.tables import measured_table
     from grpo.run.dry_run import dry_run
     from grpo.run.interrupt import stop_on_signal
@@ -48,6 +49,7 @@ def main() -> int:
     from grpo.trainer import Trainer
     from rewards.engine import EngineError
 
+    reserve = Reserve()
     try:
         if config.dry_run:
             dry_run(config, console)
@@ -73,6 +75,7 @@ def main() -> int:
         complain("stopped at once; {}", go_on)
         return INTERRUPTED
     except (ValueError, EngineError) as error:
+        reserve.let_go()
         complain("{} ({})" if began else "{}", shortened(error), go_on)
         logger.opt(exception=True).debug("where it happened")
         return WRONG_SETTING
@@ -85,6 +88,12 @@ def main() -> int:
         if error.rank == 0:  # a call to it may still wait in a thread, which an ordinary end would abort
             sys.stderr.flush()
             os._exit(FAILED)
+        return FAILED
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        reserve.let_go()
+        complain("memory ran out, and not for the rows of a phase: give more, or a smaller model ({})", go_on)
         return FAILED
     return DONE
 

@@ -89,3 +89,10 @@ class Stepper:
                 f"{self.skipped_in_a_row} steps in a row were not finite ({what}). "
                 "Lower --learning-rate or raise --kl-coef."
             )
+
+
+def begin_gradients(model: nn.Module) -> None:
+    """Make the gradients that are not there yet: zeros, to which backward passes add."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)

@@ -10,22 +10,21 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from loguru import logger
 
 from grpo.memory.budget import Budget, larger_budget
 from grpo.memory.monitor import MemoryMonitor, PhaseReading
-from grpo.memory.phase import OUTSIDE, Footprint, Parts, PhaseRecord, PhaseSpec
-from grpo.memory.planner import DoesNotFit, PhasePlan, largest_multiple, plan_phase
+from grpo.memory.phase import KEPT, OUTSIDE, Footprint, Parts, PhaseRecord, PhaseSpec, Slack
+from grpo.memory.planner import DoesNotFit, PhasePlan, largest_multiple, plan_phase, smaller_rows
 from grpo.memory.predictor import Predictor
 from grpo.memory.recovery import Retry, survive
 from grpo.memory.shape import Shape
 
 T = TypeVar("T")
-FRAGMENTATION = 0.1
-"""Share of what a phase adds that allocators may hold besides, until a step has shown what they do."""
+NO_SLACK = Slack(0.0, 0.0, lasting=False)
 EXACT_STEPS = 2
 """First runs of a phase whose tensors are counted one by one where the allocator keeps no statistics."""
 COOLDOWN_STEPS = 20
@@ -46,7 +45,8 @@ class AdaptiveMemory:
 
     resident: bytes by component of what exists between phases. budget: asked before every plan, as
     what others hold changes. overhead_bytes: what the process holds besides tensors; None: measured.
-    advice: settings that would save a phase the bytes (0: unknown) that not one row of it fits for want of.
+    slack: what allocators hold besides, as far as it is known beforehand.
+    advice: settings that would save a phase the bytes that not one row of it fits for want of.
     replays: whether a phase that ran out of memory may be done again, see `survive`.
     """
 
@@ -61,6 +61,7 @@ class AdaptiveMemory:
         batch_size: int,
         group_size: int,
         overhead_bytes: int | None = None,
+        slack: Slack = NO_SLACK,
         advice: Callable[[str, float], str] = lambda phase, missing_bytes: "",
         replays: bool = True,
     ) -> None:
@@ -74,10 +75,16 @@ class AdaptiveMemory:
         self._advice = advice
         self._replays = replays
         if overhead_bytes is None:
-            overhead_bytes = max(0, monitor.memory().ours_bytes - sum(resident().values()))
+            overhead_bytes = max(0, monitor.in_use_bytes() - sum(resident().values()))
         self._overhead = float(overhead_bytes)
-        self._held: list[tuple[float, int]] = []
-        self._step_seen = False
+        self.slack = slack
+        self._slack_seen: Slack | None = None
+        self._held: list[tuple[float, float]] = []
+        self._reserved = 0.0
+        self._worst: Mapping[str, Footprint] = {}
+        self._highest = Footprint({})
+        self.expected_bytes = 0.0
+        """Of the largest phase, as `expected` last said; 0: unknown."""
         self._ceilings: dict[str, _Ceiling] = {}
         self._runs = dict.fromkeys(phases, 0)
         self._step = 0
@@ -95,7 +102,7 @@ class AdaptiveMemory:
         """
         self._step += 1
         self._longest = prompt_tokens, new_tokens
-        self._learn_overhead()
+        self._learn_slack()
         budget = self._budget()
         for phase in self.phases:
             new = self.plan_one(phase, budget, self._batch_size, prompt_tokens, new_tokens)
@@ -130,7 +137,7 @@ class AdaptiveMemory:
                 at_most=min((limit for limit in limits if limit is not None), default=None),
             )  # fmt: skip
         except DoesNotFit as error:
-            missing = footprint(1).peak_bytes - budget.usable_bytes
+            missing = footprint(1).upper_bytes - budget.usable_bytes
             settings = self._advice(phase, missing) if self._overhead < budget.usable_bytes else ""
             needed = max(footprint(1, each).upper_bytes for each in self.phases)
             larger = larger_budget(budget, needed, self._overhead)
@@ -147,9 +154,12 @@ class AdaptiveMemory:
 
         return largest_multiple(fits, at_most=batch_size, multiple=self._group_size)
 
-    def rows_now(self, phase: str, at_most: int, prompt_tokens: int, new_tokens: int) -> int:
-        """Rows that the phase could do at once in what may be held now; 0 if not one group."""
-        return self.largest_whole(phase, self._budget(), at_most, prompt_tokens, new_tokens)
+    def rows_within(self, most: float, phase: str, at_most: int, prompt_tokens: int, new_tokens: int) -> int:
+        """Rows that the phase could do at once and hold no more than `most` bytes; 0 if not one group."""
+        budget = self._budget()
+        if most < budget.usable_bytes:
+            budget = Budget(int(most), "what other phases need")
+        return self.largest_whole(phase, budget, at_most, prompt_tokens, new_tokens)
 
     def is_planned_for(self, phase: str, shapes: Sequence[Shape]) -> bool:
         """Whether parts of these shapes need no more than the phase is planned to."""
@@ -160,23 +170,75 @@ class AdaptiveMemory:
         others = self._monitor.neighbours()
         return " ".join(filter(None, [str(error), others and f"On the card: {others}.", *remedies]))
 
-    def footprint(self, phase: str, shape: Shape, batch_size: int | None = None) -> Footprint:
-        """What the process holds at the phase's peak, by component."""
+    def footprint(
+        self, phase: str, shape: Shape, batch_size: int | None = None, *, refined: bool = True
+    ) -> Footprint:
+        """What the process holds at the phase's peak, by component.
+
+        refined: by what was measured since the run began.
+        """
         spec = self.phases[phase]
-        added = self._predictor.predict(self._name(phase, shape.rows, batch_size), shape)
+        added = self._predictor.predict(self._name(phase, shape.rows, batch_size), shape, refined=refined)
         parts = {name: float(size) for name, size in spec.parts(shape).items()}
         rest = added.peak_bytes - sum(parts.values())
         if rest < 0:  # the closed forms are upper bounds, the trace is not
             parts = {name: size * added.peak_bytes / sum(parts.values()) for name, size in parts.items()}
+        slack = (refined and self._slack_seen) or self.slack
         return Footprint(
             {
                 **self._resident(),
                 **parts,
                 "activations": max(0.0, rest),
+                KEPT: slack.share * added.peak_bytes,
                 OUTSIDE: self._overhead,
             },
-            added.error_bytes + (0.0 if self._step_seen else FRAGMENTATION * added.peak_bytes),
+            added.error_bytes + slack.error_share * added.peak_bytes + slack.error_bytes,
         )
+
+    def lasting(self, footprints: Mapping[str, Footprint]) -> dict[str, Footprint]:
+        """The same where an allocator does not give back what the largest phase needed."""
+        if not self.slack.lasting:
+            return dict(footprints)
+        held = {**self._resident(), OUTSIDE: self._overhead, KEPT: self._reserved}
+        floor = Footprint({name: float(size) for name, size in held.items()}, self.slack.error_bytes)
+        every = [*footprints.values(), floor]
+        peak, upper = (max(each.peak_bytes for each in every), max(each.upper_bytes for each in every))
+        return {
+            phase: Footprint(
+                {**each.parts, KEPT: each.parts.get(KEPT, 0.0) + peak - each.peak_bytes}, upper - peak
+            )
+            for phase, each in footprints.items()
+        }
+
+    def worst(self) -> dict[str, Footprint]:
+        """What the process holds in each phase once all have run, were all texts as long as they can be.
+
+        Records hold what is measured against the first one that was asked for.
+        """
+        worst = self.lasting({phase: plan.footprint for phase, plan in self.plan.items()})
+        self._worst = self._worst or worst
+        return worst
+
+    def expected(self, shapes: Mapping[str, Sequence[Shape]]) -> dict[str, Footprint]:
+        """The same for texts of these shapes, by what is known before the first step."""
+        each = {
+            phase: max(
+                (self.footprint(phase, shape, refined=False) for shape in shapes[phase]),
+                key=lambda footprint: footprint.peak_bytes,
+            )
+            for phase in self.plan
+        }
+        expected = self.lasting(each)
+        self.expected_bytes = max(footprint.upper_bytes for footprint in expected.values())
+        return expected
+
+    def reserve(self) -> int:
+        """Bytes that the largest phase adds, for a heap that is to hold them all; now part of the plan."""
+        kept = sum(self._resident().values())
+        added = max(plan.footprint.tensor_bytes for plan in self.plan.values()) - kept
+        if self._monitor.counts_private:  # which counts them from now on
+            self._reserved = max(0.0, added)
+        return int(max(0.0, added))
 
     def _name(self, phase: str, rows: int, batch_size: int | None = None) -> str:
         spec = self.phases[phase]
@@ -221,19 +283,20 @@ class AdaptiveMemory:
                 discard=undo, on_retry=retries.append, replays=self._replays,
             )  # fmt: skip
         except DoesNotFit as error:
-            raise DoesNotFit(self._explain(error, self._advice(phase, 0.0))) from error
+            raise DoesNotFit(self._explain(error)) from error  # in few words: nothing is left to work with
         self._runs[phase] += 1
         if rows < self.plan[phase].rows:
-            self._shrink(phase, rows, retries)
+            self._shrink(phase, retries)
         largest = max(shapes(rows, result), key=lambda shape: self.footprint(phase, shape).peak_bytes)
         self._observe(phase, largest, reading, len(retries), kv_growth)
         return result
 
-    def _shrink(self, phase: str, rows: int, retries: Sequence[Retry]) -> None:
-        before = self._ceilings.get(phase)
+    def _shrink(self, phase: str, retries: Sequence[Retry]) -> None:
+        """Plan with the next size after the last that failed; a far smaller one may have been tried."""
+        before, old = self._ceilings.get(phase), self.plan[phase]
+        rows = smaller_rows(retries[-1].rows, self._group_size) or 1
         cooldown = 2 * before.cooldown if before else COOLDOWN_STEPS
         self._ceilings[phase] = _Ceiling(rows, self._step + cooldown, cooldown)
-        old = self.plan[phase]
         self._change(phase, old.rows, rows, f"out of memory, replayed ({retries[-1].error})")
         self.plan[phase] = PhasePlan(rows, old.footprint)
 
@@ -246,15 +309,24 @@ class AdaptiveMemory:
         kv_growth: Sequence[tuple[int, int]],
     ) -> None:
         footprint = self.footprint(phase, shape)
+        own = self.footprint(phase, shape, refined=False)
+        self._highest = max(self._highest, own, key=lambda each: each.upper_bytes)
+        expected = self.lasting({phase: self._highest if self.slack.lasting else own})[phase]
         if reading.added_bytes is not None:
             self._predictor.observe(self._name(phase, shape.rows), shape, reading.added_bytes)
-        self._held.append((footprint.peak_bytes - footprint.parts[OUTSIDE], reading.process_bytes))
+        base = sum(self._resident().values()) + self._overhead
+        added = footprint.tensor_bytes - base + self._overhead
+        self._held.append((added, reading.process_bytes - base))
         now = self._monitor.read()
+        worst = self._worst.get(phase, footprint)
         self._records.append(
             PhaseRecord(
                 phase, shape.rows, shape.prompt_tokens, shape.new_tokens,
+                worst_bytes=int(worst.upper_bytes),
+                expected_bytes=int(expected.peak_bytes), expected_error_bytes=int(expected.error_bytes),
                 # An allocator does not give back what an earlier phase needed more of.
                 predicted_bytes=max(int(footprint.peak_bytes), reading.process_before_bytes),
+                process_before_bytes=reading.process_before_bytes,
                 allocated_bytes=now.allocated_bytes,
                 reserved_bytes=reading.reserved_bytes, peak_bytes=reading.peak_bytes,
                 device_used_bytes=reading.process_bytes, added_bytes=reading.added_bytes,
@@ -270,13 +342,19 @@ class AdaptiveMemory:
             yield
         self._observe(phase, Shape(self.plan[phase].rows, 0, 0), reading, 0, ())
 
-    def _learn_overhead(self) -> None:
+    def _learn_slack(self) -> None:
         """What the process held beyond tensors in the last step's largest phase: others reuse that."""
-        if self._held:
-            tensors, process = max(self._held)
-            self._overhead = max(self._overhead, process - tensors)
-            self._held.clear()
-            self._step_seen = True
+        if not self._held:
+            return
+        added, held = max(self._held)
+        self._held.clear()
+        if self._reserved:  # holds more than what it needs
+            return
+        before = self._slack_seen.share if self._slack_seen else 0.0
+        share = max(0.0, held - added) / added if added else 0.0
+        self._slack_seen = replace(
+            self.slack, share=max(before, share), error_share=self.slack.error_share / 2
+        )
 
     def take_records(self) -> list[PhaseRecord]:
         """What was measured since they were last taken."""

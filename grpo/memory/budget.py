@@ -3,7 +3,6 @@
 1 GB is 2**30 bytes throughout, as `nvidia-smi` and the cards' names have it.
 """
 
-import ctypes
 import math
 import sys
 from collections.abc import Iterator
@@ -20,9 +19,6 @@ CONTEXT_BYTES = 512 * 2**20
 
 MEMORY_LIMIT = "--memory-limit"
 """The reason of a budget that a person set."""
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _MAPPED_BYTES = -1, -3, 64 * 2**10
-"""mallopt(3): what is at least this large gets a mapping of its own, or goes back from the heap's end."""
 
 
 def readable(size: float) -> str:
@@ -76,16 +72,17 @@ def make_budget(memory: DeviceMemory, *, utilization: float, limit_bytes: int | 
 
 
 def larger_budget(budget: Budget, needed_bytes: float, process_bytes: float) -> str:
-    """What to do about a budget too small for one row; nothing where it is not a person's to raise.
+    """How much memory it takes for one row at a time: what to do where settings do not help.
 
     needed_bytes: of the largest phase. process_bytes: what no setting saves.
     """
-    limited = budget.reason == MEMORY_LIMIT
-    remedy = f"{MEMORY_LIMIT} has to be at least {math.ceil(100 * needed_bytes / GB) / 100:.2f}GB"
+    needed = f"{math.ceil(100 * needed_bytes / GB) / 100:.2f}"
+    remedy = f"{needed} GB have to be there"
+    if budget.reason == MEMORY_LIMIT:
+        remedy = f"{MEMORY_LIMIT} has to be at least {needed}GB"
     if process_bytes >= budget.usable_bytes:
-        alone = f"This process alone takes {readable(process_bytes)}"
-        return f"{alone}: {remedy if limited else 'no setting helps, only more memory'}."
-    return f"As it is, {remedy}." if limited else ""
+        return f"This process alone takes {readable(process_bytes)}: {remedy}."
+    return f"As it is, {remedy}."
 
 
 def limit_memory(device: torch.device, limit_bytes: int, total_bytes: int) -> str:
@@ -101,25 +98,10 @@ def limit_memory(device: torch.device, limit_bytes: int, total_bytes: int) -> st
     if device.type == "cpu" and sys.platform == "linux":
         import resource
 
-        _return_freed_tensors()
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
         return "enforced by the system (RLIMIT_DATA)"
     return "a guide for the plan only: this system cannot enforce it"
-
-
-def _return_freed_tensors() -> None:
-    """Have glibc map each large tensor on its own, so that its memory goes back when it is freed.
-
-    Otherwise freed tensors up to 32 MB stay in the heap, where the gaps between what lives on count
-    towards the limit and fit nothing large. Mapping costs time, so this is for limits only.
-    """
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _MAPPED_BYTES)
-    except (OSError, AttributeError):
-        pass  # another C library, which has rules of its own
 
 
 _LIMITS = (
@@ -142,6 +124,16 @@ def host_total_and_available() -> tuple[int, int]:
 
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return total, total
+
+
+def data_limit() -> int | None:
+    """What `ulimit -d` lets this process have of private writable memory, if anything does."""
+    if sys.platform != "linux":
+        return None
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _room_of_addresses() -> int:

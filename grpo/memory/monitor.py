@@ -17,7 +17,8 @@ from xml.etree import ElementTree
 
 import torch
 
-from grpo.memory.budget import CONTEXT_BYTES, GB, DeviceMemory, host_total_and_available
+from grpo import malloc
+from grpo.memory.budget import CONTEXT_BYTES, GB, DeviceMemory, data_limit, host_total_and_available
 from grpo.memory.live import LiveBytes
 
 
@@ -61,13 +62,15 @@ class PhaseReading:
 class MemoryMonitor:
     """Reads one device.
 
-    limited: a limit on the process is or will be enforced; on Linux what that counts is then what
-    the process holds: private writable memory, touched or not, instead of resident memory.
+    limited: a limit on the process will be enforced. Then, and where one is already (`ulimit -d`), what it
+    counts is what the process holds: private writable memory, touched or not, instead of resident memory.
     """
 
     def __init__(self, device: torch.device, *, limited: bool = False) -> None:
         self.device = device
-        self._counts_private = limited and device.type == "cpu" and sys.platform == "linux"
+        self._data_limit = data_limit() if device.type == "cpu" else None
+        limited = limited or self._data_limit is not None
+        self.counts_private = limited and device.type == "cpu" and sys.platform == "linux"
         self._peak_bytes = 0
 
     def reset_peak(self) -> None:
@@ -136,7 +139,10 @@ class MemoryMonitor:
         """All of the device's memory, the free part, and this process's."""
         if self.device.type == "cpu":
             total, available = host_total_and_available()
-            return DeviceMemory(total, available, self._host_process_bytes()[0])
+            ours = self._host_process_bytes()[0]
+            if self._data_limit is not None:
+                total, available = min(total, self._data_limit), min(available, self._data_limit - ours)
+            return DeviceMemory(total, max(0, available), ours)
         if self.device.type == "mps":
             total = torch.mps.recommended_max_memory()
             ours = torch.mps.driver_allocated_memory()
@@ -145,10 +151,16 @@ class MemoryMonitor:
         ours = torch.accelerator.memory_reserved(self.device) + self.outside_allocator_bytes()
         return DeviceMemory(total, free, min(ours, total - free))
 
+    def in_use_bytes(self) -> int:
+        """What this process holds and uses, without what its allocator has free."""
+        if self.device.type == "cpu":
+            return self.memory().ours_bytes - malloc.free_bytes()
+        return self.memory().ours_bytes
+
     def _host_process_bytes(self) -> tuple[int, int]:
         """What the process holds, now and at its peak."""
         resident, peak = _host_bytes()
-        if not self._counts_private:
+        if not self.counts_private:
             return resident, peak
         return private_bytes(), private_bytes() + peak - resident
 

@@ -9,7 +9,9 @@ from grpo.memory.shape import Shape
 Parts = Mapping[str, int]
 """Bytes by component."""
 OUTSIDE = "not torch"
-"""The part of a footprint that no tensor accounts for: interpreter, libraries, context, fragments."""
+"""The part of a footprint that no tensor accounts for: interpreter, libraries, context."""
+KEPT = "freed, but kept"
+"""The part that an allocator holds for later: gaps between tensors, and what a larger phase needed."""
 ADDED = "added"
 """The only part of a footprint that says what a phase adds, and not yet what it consists of."""
 
@@ -29,6 +31,24 @@ class Footprint:
     def upper_bytes(self) -> float:
         return self.peak_bytes + self.error_bytes
 
+    @property
+    def tensor_bytes(self) -> float:
+        """Without what no tensor accounts for."""
+        return self.peak_bytes - self.parts.get(OUTSIDE, 0.0) - self.parts.get(KEPT, 0.0)
+
+
+@dataclass(frozen=True)
+class Slack:
+    """What a process holds besides a phase's tensors and what it held before: in shares of what is added.
+
+    lasting: what is freed stays with the process, so that it holds what the largest phase needed.
+    """
+
+    share: float
+    error_share: float
+    error_bytes: float = 0.0
+    lasting: bool = True
+
 
 @dataclass(frozen=True)
 class PhaseSpec:
@@ -47,13 +67,22 @@ class PhaseSpec:
 
 @dataclass
 class PhaseRecord:
-    """One phase of one step, a line of memory.jsonl. Bytes; `predicted_bytes` of the process's peak."""
+    """One phase of one step, a line of memory.jsonl. Bytes, of the process's peak where nothing else is said.
+
+    worst: what was planned before the first step, for the longest texts, with its error. expected: by what
+    was known then, for the shapes that came. predicted: by what was measured since, too. device_used:
+    measured.
+    """
 
     phase: str
     rows: int
     prompt_tokens: int
     new_tokens: int
+    worst_bytes: int
+    expected_bytes: int
+    expected_error_bytes: int
     predicted_bytes: int
+    process_before_bytes: int
     allocated_bytes: int
     reserved_bytes: int
     peak_bytes: int

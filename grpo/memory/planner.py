@@ -90,12 +90,11 @@ def plan_phase(
     else:
         rows = largest_rows(fits, batch_size=ceiling, group_size=group_size)
     if rows is None:
-        rows, needed = 1, footprint(1)  # within the error it is to be tried before it is refused
-        if needed.peak_bytes > budget.usable_bytes:
-            parts = ", ".join(f"{name} {readable(size)}" for name, size in needed.parts.items())
-            raise DoesNotFit(
-                f"{phase} does not fit: one row needs {readable(needed.upper_bytes)} ({parts}), "
-                f"and there are {budget}."
-            )
+        needed = footprint(1)
+        parts = ", ".join(f"{name} {readable(size)}" for name, size in needed.parts.items() if size)
+        raise DoesNotFit(
+            f"{phase} does not fit: one row needs {readable(needed.upper_bytes)} ({parts}), "
+            f"and there are {budget}."
+        )
     rows = even_rows(rows, batch_size=batch_size, group_size=group_size)
     return PhasePlan(rows, footprint(rows))

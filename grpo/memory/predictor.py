@@ -45,10 +45,13 @@ class Predictor:
             phase: deque(maxlen=REMEMBERED) for phase in fits
         }
 
-    def predict(self, phase: str, shape: Shape) -> Footprint:
-        """What `phase` adds at its peak. KeyError for a phase that has no fit."""
+    def predict(self, phase: str, shape: Shape, *, refined: bool = True) -> Footprint:
+        """What `phase` adds at its peak. KeyError for a phase that has no fit.
+
+        refined: by what was measured.
+        """
         peak = self._bias * self._fits[phase](shape)
-        seen = self._seen[phase]
+        seen = self._seen[phase] if refined else ()
         least_error = max(LEAST_ERROR_BYTES, self._scratch_bytes.get(phase, 0.0))
         if not seen:
             return Footprint({ADDED: peak}, max(least_error, UNCALIBRATED_ERROR * peak))

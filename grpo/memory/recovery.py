@@ -27,6 +27,7 @@ from loguru import logger
 from grpo.memory.planner import DoesNotFit, smaller_rows
 
 T = TypeVar("T")
+RESERVE_BYTES = 8 * 2**20
 
 _ONEDNN_FAILED = "could not create a primitive"
 
@@ -90,6 +91,16 @@ class Retry:
     """The error's type and the first line of its text."""
 
 
+class Reserve:
+    """Memory that is let go of when it runs out, so that something can still be said and written."""
+
+    def __init__(self, num_bytes: int = RESERVE_BYTES) -> None:
+        self._bytes: bytearray | None = bytearray(num_bytes)
+
+    def let_go(self) -> None:
+        self._bytes = None
+
+
 def survive(
     run: Callable[[int], T],
     rows: int,
@@ -112,6 +123,7 @@ def survive(
     row fits; any other error as it is, at once. on_retry: told of each retry before it begins.
     """
     tried: list[int] = []
+    asked_before: int | None = None
     while True:
         outcome = _attempt(run, rows)
         if isinstance(outcome, tuple):
@@ -125,8 +137,12 @@ def survive(
                 "that more room is left, or fix fewer rows."
             ) from outcome
         reason = f"{type(outcome).__name__}: {outcome}".splitlines()[0]
+        asked = _bytes_asked(reason)
         # The first time something else may have been in the way: fragments, another process.
         next_rows = rows if len(tried) == 1 else smaller_rows(rows, group_size)
+        if tried[0] > rows > group_size > 1 and asked is not None and asked == asked_before:
+            next_rows = group_size  # the rows may not be to blame: few of them show
+        asked_before = asked
         if next_rows is None:
             raise DoesNotFit(
                 f"{phase} does not fit: memory ran out with {', '.join(map(str, tried))} rows at once "
@@ -135,6 +151,15 @@ def survive(
         logger.warning("{}: out of memory with {} rows ({}); now {}", phase, rows, reason, next_rows)
         on_retry(Retry(phase, rows, next_rows, reason))
         rows = next_rows
+
+
+def _bytes_asked(reason: str) -> int | None:
+    """What an allocator says it was asked for when it had not as much; None where it does not."""
+    found = re.search(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", reason, re.IGNORECASE)
+    return found and int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+_UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def _attempt(run: Callable[[int], T], rows: int) -> tuple[T] | Exception:

@@ -48,6 +48,11 @@ class Target:
         return 1 if self.on_cpu else 512
 
     @property
+    def gradients_first(self) -> bool:
+        """Whether gradients are made before activations, among which they would tear malloc's heap apart."""
+        return self.on_cpu
+
+    @property
     def slice_numbers(self) -> int:
         """Numbers that are worked on at once in fp32, at most."""
         return slices.slice_numbers(self.device)

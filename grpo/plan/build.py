@@ -15,9 +15,19 @@ from grpo.config import Config, SettingsError
 from grpo.data import PromptSource, Tokenizer
 from grpo.learning.optimizer import step_bytes
 from grpo.memory import AdaptiveMemory, Budget, MemoryMonitor, PhaseSpec, Predictor, Shape
+from grpo.memory.phase import Slack
 from grpo.plan.advice import advice
 from grpo.plan.trace import PHASES, PhaseTracer, split_name
-from grpo.plan.workload import Workload, logits_parts, resident_parts, sample_parts, scratch_bytes
+from grpo.plan.workload import (
+    GIVEN_BACK,
+    Workload,
+    kernel_parts,
+    logits_parts,
+    resident_parts,
+    sample_parts,
+    scratch_bytes,
+    usual_slack,
+)
 
 LONGEST_TEXTS = 64
 """Texts of most characters that are tokenized to find the one of most tokens."""
@@ -44,15 +54,24 @@ def make_memory(
     budget: Callable[[], Budget],
     *,
     overhead_bytes: int | None = None,
+    compiled_bytes: int = 0,
+    slack: Slack | None = None,
     bias: float = 1.0,
 ) -> AdaptiveMemory:
-    """The memory of a run, to plan by and to run phases with."""
+    """The memory of a run, to plan by and to run phases with.
+
+    overhead_bytes: what the process holds besides tensors; None: measured. compiled_bytes: of kernels, in
+    that. slack: of its allocator; None: the usual.
+    """
     config = work.config
     tracer = PhaseTracer(work.phase_settings())
     longest = Shape(config.group_size, work.longest_prompt, work.new_tokens)
     traced = {phase: TracedFit(tracer, phase, longest, config.group_size) for phase in PHASES}
     sizes = work.sizes_here(tracer.trained_sizes)
     resident = resident_parts(work, tracer.num_parameters, sizes)
+    if overhead_bytes is None:
+        overhead_bytes = max(0, monitor.in_use_bytes() - sum(resident.values()))
+    resident |= kernel_parts(work.target, compiled_bytes, private=monitor.counts_private)
     gradients = {"gradients": work.exact_bytes * sum(sizes)}
     update = gradients["gradients"] + step_bytes(sizes, config.optimizer, work.target.device.type)
     specs = {
@@ -61,7 +80,7 @@ def make_memory(
         ),
         "score": PhaseSpec("score", "score", config.score_rows, partial(logits_parts, work)),
         "learn": PhaseSpec(
-            "learn", split_name("learn"), config.train_rows,
+            split_name("learn") if work.gradients_first else "learn", split_name("learn"), config.train_rows,
             lambda shape: {**gradients, **logits_parts(work, shape)},
         ),
         "update": PhaseSpec("update", "update", None, lambda shape: gradients),
@@ -73,7 +92,8 @@ def make_memory(
     return AdaptiveMemory(
         specs, Predictor(fits, scratch_bytes=scratch, bias=bias), monitor,
         resident=lambda: resident, budget=budget, batch_size=work.rows_here, group_size=config.group_size,
-        overhead_bytes=overhead_bytes, advice=lambda phase, missing: advice(work, phase, tracer, missing),
+        overhead_bytes=overhead_bytes, slack=slack or usual_slack(work.target),
+        advice=lambda phase, missing: advice(work, phase, tracer, missing),
         replays=work.shards == 1,
     )  # fmt: skip
 
@@ -84,6 +104,7 @@ def plan_memory(
     budget: Callable[[], Budget],
     *,
     overhead_bytes: int | None = None,
+    compiled_bytes: int = 0,
     bias: float = 1.0,
     agree: Callable[[int], int] = lambda rows: rows,
 ) -> tuple[Workload, AdaptiveMemory]:
@@ -91,14 +112,31 @@ def plan_memory(
 
     agree: from the rows that fit in this process to those of the process that holds least.
     """
-    make = partial(make_memory, monitor=monitor, budget=budget, overhead_bytes=overhead_bytes, bias=bias)
+    make = partial(
+        make_memory, monitor=monitor, budget=budget, overhead_bytes=overhead_bytes,
+        compiled_bytes=compiled_bytes, bias=bias,
+    )  # fmt: skip
     if work.config.batch_size == "auto":
         size = work.processes * agree(find_batch_size(make(work), work, budget()))
         logger.info("batch size {}: the largest that needs no splitting, of {}", size, budget())
         work = replace(work, config=replace(work.config, batch_size=size))
-    work, memory = _settle_checkpointing(work, make, budget)
+    settled, memory = _settle_checkpointing(work, make, budget)
+    if work.target.on_cpu and not work.config.shard and not _a_group_fits(memory, settled, budget()):
+        settled, memory = _settle_checkpointing(work, partial(make, slack=GIVEN_BACK), budget)
+    work = settled
     memory.replan(work.longest_prompt, work.new_tokens)
     return work, memory
+
+
+def _a_group_fits(memory: AdaptiveMemory, work: Workload, budget: Budget) -> bool:
+    """Whether every phase takes a group at once, or as many rows as a person fixed."""
+
+    def fits(phase: str, spec: PhaseSpec) -> bool:
+        rows = min(work.config.group_size, spec.rows or work.config.group_size)
+        footprint = memory.footprint(phase, Shape(rows, work.longest_prompt, work.new_tokens))
+        return footprint.upper_bytes <= budget.usable_bytes
+
+    return all(fits(phase, spec) for phase, spec in memory.phases.items())
 
 
 def trace_parts(work: Workload, memory: AdaptiveMemory) -> None:
@@ -119,7 +157,7 @@ def _settle_checkpointing(
 
     def one_row_learns(memory: AdaptiveMemory) -> bool:
         row = Shape(1, work.longest_prompt, work.new_tokens)
-        return memory.footprint("learn", row).peak_bytes <= budget().usable_bytes
+        return memory.footprint("learn", row).upper_bytes <= budget().usable_bytes
 
     plain, recomputing = (
         replace(work, config=replace(work.config, gradient_checkpointing=kind)) for kind in ("none", "full")

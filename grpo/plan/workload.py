@@ -8,8 +8,10 @@ from transformers import PretrainedConfig
 
 from grpo.config import Config
 from grpo.distributed import largest_share
+from grpo.environment import KEPT_KERNELS
 from grpo.learning.optimizer import moment_bytes
 from grpo.memory import Shape
+from grpo.memory.phase import Slack
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.target import Target
 from grpo.plan.trace import CHUNK_TOKENS, PhaseSettings
@@ -17,6 +19,23 @@ from grpo.rollout.decoder import cache_tokens
 
 SCRATCH_BYTES = 2 * 2**20
 """Workspace of CUDA's libraries, and of oneDNN in bf16, for models so small that it counts."""
+
+GIVEN_BACK = Slack(0.02, 0.03, 8 * 2**20, lasting=False)
+"""Where malloc gives back what is freed at once."""
+SLACK_ON_CUDA = Slack(0.05, 0.05)
+_SLACK_EXACT = Slack(0.15, 0.1, 8 * 2**20)
+_SLACK_LOWER = Slack(0.25, 0.15, 8 * 2**20)
+"""On CPUs as measured by `scripts/benchmark_memory.py runs`, on CUDA an estimate. In bf16 small tensors (cast
+weights, a prompt's activations) come between large ones, and tear the heap into more pieces."""
+STARTED_BYTES = 40 * 2**20
+"""What a process on a CPU grows by from its imports to its first step: code that is loaded, threads."""
+
+
+def usual_slack(target: Target) -> Slack:
+    """What the allocator holds besides tensors where there is room."""
+    if not target.on_cpu:
+        return SLACK_ON_CUDA
+    return _SLACK_LOWER if target.is_lower else _SLACK_EXACT
 
 
 @dataclass(frozen=True)
@@ -45,6 +64,11 @@ class Workload:
         config = self.config
         size = config.max_batch_size if config.batch_size == "auto" else config.batch_size
         return largest_share(size // config.group_size, self.processes) * config.group_size
+
+    @property
+    def gradients_first(self) -> bool:
+        """Whether gradients exist before the first micro-batch is learned from."""
+        return self.target.gradients_first and not self.config.shard
 
     @property
     def new_tokens(self) -> int:
@@ -109,6 +133,17 @@ def kv_bytes_per_token(model: PretrainedConfig, dtype: torch.dtype) -> int:
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     return int(2 * text.num_hidden_layers * kv_heads * width * dtype.itemsize)
+
+
+def kernel_parts(target: Target, compiled_bytes: int, *, private: bool) -> dict[str, int]:
+    """What kernels that oneDNN compiles for products in bf16, and keeps, take beyond those that are there.
+
+    A kernel holds about 0.8 MB, and a mapping that it hardly touches, which a limit counts (private).
+    """
+    if not (target.on_cpu and target.is_lower):
+        return {}
+    each = (1.5 if private else 0.8) * 2**20
+    return {"compiled kernels": max(0, int(KEPT_KERNELS * each) - compiled_bytes)}
 
 
 def scratch_bytes(phase: str, target: Target) -> int:

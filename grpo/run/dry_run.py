@@ -21,7 +21,7 @@ from grpo.model.load import default_shape, load_config, load_tokenizer
 from grpo.model.target import HUB_DEFAULT, choose_device, choose_model, make_target
 from grpo.plan.build import longest_prompt, plan_memory
 from grpo.plan.tables import plan_table
-from grpo.plan.workload import Workload
+from grpo.plan.workload import STARTED_BYTES, Workload
 from grpo.run.loading import load_source, room_in
 
 
@@ -46,14 +46,14 @@ def dry_run(config: Config, console: Console) -> None:
     memory = card_memory(absent) if absent else monitor.memory()
     limit = parse_size(config.memory_limit) if config.memory_limit else None
     budget = make_budget(memory, utilization=config.memory_utilization, limit_bytes=limit)
-    # No weights are loaded here: on the host all that is held now is not torch's.
-    overhead = CONTEXT_BYTES if device.type == "cuda" else monitor.memory().ours_bytes
+    # No weights are loaded here: on the host all that is held is not torch's, and some will be added.
+    overhead = CONTEXT_BYTES if device.type == "cuda" else monitor.in_use_bytes() + STARTED_BYTES
     work, planned = plan_memory(work, monitor, lambda: budget, overhead_bytes=overhead)
     logger.info(
         "{} rows of up to {} prompt and {} new tokens, {}",
         work.config.num_rows, work.longest_prompt, work.new_tokens, str(target.dtype).removeprefix("torch."),
     )  # fmt: skip
-    console.print(plan_table(planned.plan, budget))
+    console.print(plan_table(planned.plan, budget, planned.worst()))
 
 
 def _shape_and_tokenizer(name: str) -> tuple[PretrainedConfig, Tokenizer]:

@@ -3,7 +3,7 @@
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from loguru import logger
 from rich.console import Console
 from torch import Tensor
 
+from grpo import malloc
 from grpo.config import Config
 from grpo.config.sizes import parse_size
 from grpo.data import PromptSource
@@ -23,29 +24,31 @@ from grpo.distributed.share import Share
 from grpo.learning.optimizer import check_optimizer, make_optimizer
 from grpo.memory import AdaptiveMemory, Budget, DoesNotFit, MemoryMonitor, is_out_of_memory, make_budget
 from grpo.memory.budget import limit_memory
+from grpo.memory.phase import Footprint
 from grpo.memory.recovery import release_cache
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import check_peft
 from grpo.model.load import Policy, RolloutModel, load_config
 from grpo.model.reference import Reference
-from grpo.model.target import Target, choose_device, choose_model, compute_dtype, make_target
+from grpo.model.target import choose_device, choose_model, compute_dtype, make_target
 from grpo.plan.advice import does_not_stay
 from grpo.plan.build import longest_prompt, plan_memory, trace_parts, trace_phases
 from grpo.plan.tables import plan_table
 from grpo.plan.workload import Workload
-from grpo.rollout.sample import rollout
-from grpo.rollout.tokens import step_uniforms
 from grpo.run.checkpoint import Checkpoint, CheckpointFolder
 from grpo.run.clock import Clock
 from grpo.run.disk import check_room, checkpoint_bytes
 from grpo.run.folder import hold_folder, open_checkpoints, write_settings
 from grpo.run.loading import check_shard, load_models, load_source, shard_models
+from grpo.run.rehearsal import Rehearsal, rehearse
 from grpo.run.same_everywhere import check_same
 from grpo.run.tracking import check_trackers
-from grpo.scoring.micro_batches import micro_batch_logprobs, micro_batches
 from grpo.scoring.model_checks import check_recomputation
 from grpo.types import Prompt, Rollout
 from rewards.engine import EnginePool, find_stockfish
+
+AT_EASE = 2
+"""Budgets of so many times the worst case let malloc's heap grow as it likes."""
 
 
 @dataclass
@@ -71,6 +74,8 @@ class Run:
     """At the start; what others hold may change it."""
     longest_prompt: int
     """Tokens, of the prompts that are known beforehand."""
+    expected: Mapping[str, Footprint]
+    """Of each phase, were all steps as the first one looks."""
     world: World = field(default_factory=World)
     started: float = field(default_factory=time.monotonic)
 
@@ -135,17 +140,19 @@ def _make_run(
     monitor = MemoryMonitor(device, limited=config.memory_limit is not None)
     longest = longest_prompt(source, policy.tokenizer, config)
     work = Workload(config, target, longest, reference_device == device, world.size)
-    if config.memory_limit is not None:
-        _rehearse(config, policy, sampler, source)
+    rehearsal = rehearse(config, policy, sampler, source, monitor)
     budget = _budget(config, monitor, world)
-    work, memory = _plan_together(world, work, monitor, budget, prediction_bias)
+    work, memory = _plan_together(world, work, monitor, budget, rehearsal, prediction_bias)
     if config.gradient_checkpointing == "auto":  # and the plan has settled it
         check_recomputation(policy.model, choose_checkpointing(work.config.gradient_checkpointing))
     config = work.config
     if world.is_main:
         check_room(config, folder, checkpoint_bytes(policy.model, optimizer), len(checkpoints.all()))
         write_settings(folder, config)
-    _limit_memory(config, target, monitor)
+    memory.worst()
+    expected = rehearsal.expected_shapes(memory.plan, config, rows_here=work.rows_here, policy=policy)
+    _keep_or_give_back(memory, budget(), device)
+    _limit_memory(config, monitor)
     return Run(
         config=config, folder=folder, source=source,
         eval_prompts=_choose_eval_prompts(config, source.heldout),
@@ -153,7 +160,7 @@ def _make_run(
         policy=policy, reference=reference, sampler=sampler, optimizer=optimizer,
         checkpoints=checkpoints, checkpoint=checkpoint,
         clock=Clock(device), monitor=monitor, memory=memory, budget=budget(),
-        longest_prompt=work.longest_prompt, world=world,
+        longest_prompt=work.longest_prompt, expected=memory.expected(expected), world=world,
     )  # fmt: skip
 
 
@@ -180,7 +187,7 @@ def _check_installed(config: Config, device: torch.device) -> None:
 
 def show_plans(run: Run, console: Console) -> None:
     """The table of the first process's plan; of the others, how many rows they do at once."""
-    console.print(plan_table(run.memory.plan, run.budget))
+    console.print(plan_table(run.memory.plan, run.budget, run.memory.worst(), run.expected))
     rows = ", ".join(f"{phase} {plan.rows}" for phase, plan in run.memory.plan.items())
     for process, plan in enumerate(run.world.exchange("the plans", f"{rows}; budget {run.budget}")):
         if process:
@@ -194,33 +201,22 @@ def _tidy_up(device: torch.device) -> None:
         release_cache()
 
 
-def _rehearse(config: Config, policy: Policy, sampler: RolloutModel, source: PromptSource) -> None:
-    """Sample one group and take its gradient, so that kernels, threads and workspaces are there.
-
-    What they hold is then measured, as part of what is not torch's, before a limit is enforced.
-    """
-    prompts = source.longest(1)[:1]
-    uniforms = step_uniforms(config.group_size, config.sampling.max_new_tokens, seed=config.seed, step=0)
-    rows = config.group_size
-    made = rollout(sampler.model, policy.tokenizer, prompts, uniforms, config.sampling, rows=rows)
-    (batch,) = micro_batches(made, rows)
-    logp, _ = micro_batch_logprobs(
-        policy.model, batch, temperature=config.sampling.temperature, dtype=policy.target.dtype
-    )
-    logp.sum().backward()  # type: ignore[no-untyped-call]
-    policy.model.zero_grad(set_to_none=True)
-
-
 def _plan_together(
-    world: World, work: Workload, monitor: MemoryMonitor, budget: Callable[[], Budget], bias: float
+    world: World,
+    work: Workload,
+    monitor: MemoryMonitor,
+    budget: Callable[[], Budget],
+    rehearsal: Rehearsal,
+    bias: float,
 ) -> tuple[Workload, AdaptiveMemory]:
     """Each process's own plan, of a batch size that is the same for all."""
     if world.size > 1:
         with world.main_first("the first plan"):
             trace_phases(work)
     work, memory = plan_memory(
-        work, monitor, budget, bias=bias, agree=lambda rows: min(world.exchange("the batch size", rows))
-    )
+        work, monitor, budget, compiled_bytes=rehearsal.grown_bytes, bias=bias,
+        agree=lambda rows: min(world.exchange("the batch size", rows)),
+    )  # fmt: skip
     trace_parts(work, memory)
     return work, memory
 
@@ -237,14 +233,23 @@ def _budget(config: Config, monitor: MemoryMonitor, world: World) -> Callable[[]
     return budget
 
 
-def _limit_memory(config: Config, target: Target, monitor: MemoryMonitor) -> None:
+def _keep_or_give_back(memory: AdaptiveMemory, budget: Budget, device: torch.device) -> None:
+    """Have malloc keep what is freed for as long as the plan leaves room for it."""
+    if device.type != "cpu":
+        return
+    if not memory.slack.lasting:
+        logger.info("not one group fits in {} unless what is freed is given back at once: slower", budget)
+        malloc.return_freed()
+    elif budget.usable_bytes < AT_EASE * max(each.upper_bytes for each in memory.worst().values()):
+        malloc.bound_heap(memory.reserve())
+
+
+def _limit_memory(config: Config, monitor: MemoryMonitor) -> None:
     """Enforce --memory-limit where that is possible: last, when threads and processes have started."""
     if config.memory_limit:
         limit = parse_size(config.memory_limit)
         how = limit_memory(monitor.device, limit, monitor.memory().total_bytes)
         logger.info("memory limit {}: {}", config.memory_limit, how)
-        if target.on_cpu and target.dtype == torch.bfloat16:
-            logger.info("in bf16 oneDNN keeps kernels it compiles: a tight limit wants --precision fp32")
 
 
 def _start_engine(config: Config, stack: ExitStack) -> EnginePool | None:

@@ -51,7 +51,7 @@ def micro_batches(rollout: Rollout, rows: int, *, pass_tokens: int | None = None
                 longest[chunk[::group_size] // group_size].tolist(), pass_tokens // group_size
             )
             chunks += chunk.split([group_size * size for size in sizes])
-    for chunk in chunks:
+    for chunk in reversed(chunks):  # what the largest has freed, the others fit into
         prompts, row_to_prompt = torch.unique(chunk // group_size, return_inverse=True)
         width = max(1, int(rollout.lengths[chunk].max()))
         yield MicroBatch(

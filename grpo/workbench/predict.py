@@ -21,7 +21,7 @@ from grpo.model.adapters import check_peft
 from grpo.model.target import make_target
 from grpo.plan.build import TracedFit, make_memory
 from grpo.plan.trace import PhaseTracer
-from grpo.plan.workload import Workload, logits_parts, resident_parts, scratch_bytes
+from grpo.plan.workload import Workload, logits_parts, resident_parts, scratch_bytes, usual_slack
 from grpo.workbench import language
 from grpo.workbench.flags import Objective
 from grpo.workbench.models import context_of
@@ -163,7 +163,7 @@ def _language_memory(work: Workload, settings: StepSettings, overhead_bytes: int
     return AdaptiveMemory(
         specs, Predictor(fits, scratch_bytes=scratch), _monitor(settings),
         resident=lambda: resident, budget=_no_budget, batch_size=1, group_size=1,
-        overhead_bytes=overhead_bytes,
+        overhead_bytes=overhead_bytes, slack=usual_slack(work.target),
     )  # fmt: skip
 
 

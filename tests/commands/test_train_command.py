@@ -129,8 +129,8 @@ def test_its_yaml_repeats_it(own_run, folder):
 
 def test_the_plan_is_shown_before_and_what_was_measured_after(own_run, folder):
     before, after = own_run.stderr.split("step 1 -")
-    assert "Memory planned; budget" in before and "predicted peak" in before and "headroom" in before
-    assert "Memory measured" in after and "predicted ┃ measured" in " ".join(after.split())
+    assert "Memory planned; budget" in before and "worst case" in before and "expected" in before
+    assert "Memory measured" in after and "expected ┃ measured ┃ within" in " ".join(after.split())
     assert "Memory measured" not in before and "Memory planned" not in after
     lines = read_lines(folder / "runs/own/memory.jsonl")
     assert [(line["step"], line["phase"]) for line in lines] == [

@@ -127,4 +127,4 @@ def test_the_limit_that_would_do_is_rounded_up():
     assert larger_budget(limit, 0.66 * GB, 0.58 * GB) == (
         "This process alone takes 0.58 GB: --memory-limit has to be at least 0.66GB."
     )
-    assert larger_budget(Budget(GB // 2, "what others leave free"), GB, 0.4 * GB) == ""
+    assert larger_budget(Budget(GB // 2, "free"), GB, 0.4 * GB) == "As it is, 1.00 GB have to be there."

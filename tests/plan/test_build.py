@@ -19,8 +19,9 @@ from grpo.data import PromptSource
 from grpo.data.source import MemoryLane
 from grpo.learning.loss import LossSettings
 from grpo.memory import Budget, DoesNotFit, MemoryMonitor, Shape
+from grpo.memory.adaptive import NO_SLACK
 from grpo.memory.budget import GB
-from grpo.memory.phase import Footprint
+from grpo.memory.phase import KEPT, Footprint, Slack
 from grpo.memory.planner import PhasePlan
 from grpo.model.target import Target
 from grpo.plan.advice import advice
@@ -82,6 +83,8 @@ class Tracer:
 def no_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo.plan.build.PhaseTracer", Tracer)
     monkeypatch.setattr("grpo.plan.advice.PhaseTracer", Tracer)
+    monkeypatch.setattr("grpo.plan.build.usual_slack", lambda target: NO_SLACK)
+    monkeypatch.setattr("grpo.plan.build.GIVEN_BACK", NO_SLACK)
 
 
 # ---------------------------------------------------------------------------- bytes in closed form
@@ -177,6 +180,7 @@ def test_what_a_phase_consists_of():
         "optimizer": 8 * PARAMETERS,
         "reference": 4 * PARAMETERS,
         "not torch": 7,
+        KEPT: 0,
     }
     shape = Shape(16, 50, 20)
 
@@ -194,7 +198,7 @@ def test_what_a_phase_consists_of():
     few = shape._replace(scored_tokens=100)  # most completions ended early
     assert added("score", few)["logits"] == 100 * VOCABULARY * 8
     gradients = 4 * PARAMETERS
-    rest = all_rows + 100 * 2**20 - gradients - logits
+    rest = all_rows + 100 * 2**20 - gradients - logits  # on a CPU gradients are there from the start
     assert added("learn") == {"gradients": gradients, "logits": logits, "activations": rest}
     assert added("update") == {"gradients": gradients, "activations": 0}
     many = Shape(64, 50, 20)  # more tokens than the head takes at once
@@ -222,6 +226,34 @@ def budget_for(rows: int, extra: int = 0, **settings: object) -> Budget:
     return Budget(int(needed) + 1 + extra, "test")
 
 
+def test_where_not_one_group_fits_freed_memory_is_given_back(monkeypatch):
+    """Room for 8 rows and their usual slack, for 8 rows without it, and for 4 of 660 MB."""
+    monkeypatch.setattr("grpo.plan.build.usual_slack", lambda target: Slack(0.5, 0.0))
+
+    def planned(budget: Budget) -> tuple[int, bool]:
+        _, memory = plan_memory(workload(), MONITOR, lambda: budget, overhead_bytes=0)
+        return memory.plan["learn"].rows, memory.slack.lasting
+
+    roomy = budget_for(8)
+    assert planned(roomy) == (8, True)
+    assert planned(Budget(roomy.usable_bytes - 10, "test")) == (8, False)
+    assert planned(Budget(RESIDENT + 600 * 2**20, "test")) == (4, False)
+
+
+def test_compiled_kernels_are_part_of_it_in_bf16_on_a_cpu():
+    def kernels(work: Workload, compiled_bytes: int = 0) -> float | None:
+        memory = make_memory(
+            work, MONITOR, lambda: Budget(GB, ""), overhead_bytes=0, compiled_bytes=compiled_bytes
+        )
+        return memory.footprint("update", Shape(8, 0, 0)).parts.get("compiled kernels")
+
+    all_of_them = kernels(workload(torch.bfloat16))
+    assert all_of_them is not None and 16 * 2**20 < all_of_them < 64 * 2**20
+    assert kernels(workload(torch.bfloat16), 10**6) == all_of_them - 10**6  # part of what is not torch's
+    assert kernels(workload(torch.bfloat16), 10**9) == 0
+    assert kernels(workload()) is None
+
+
 def test_rows_are_planned_for_the_longest_prompt_and_full_completions():
     budget = budget_for(64)
     _, memory = plan_memory(workload(), MONITOR, lambda: budget, overhead_bytes=0)
@@ -230,7 +262,7 @@ def test_rows_are_planned_for_the_longest_prompt_and_full_completions():
     )
     tight = budget_for(64, extra=-10)
     _, memory = plan_memory(workload(), MONITOR, lambda: tight, overhead_bytes=0)
-    assert [memory.plan[phase].rows for phase in ("sample", "score", "learn")] == [32, 32, 32]
+    assert [memory.plan[phase].rows for phase in ("sample", "score", "learn")] == [64, 64, 32]
 
 
 def test_rows_the_user_fixed_are_kept_phase_by_phase():
@@ -323,7 +355,7 @@ def test_layers_are_recomputed_only_where_not_one_row_would_learn_otherwise(monk
 
 def test_a_wrong_prediction_can_be_asked_for():
     _, memory = plan_memory(workload(), MONITOR, lambda: Budget(100 * GB, ""), overhead_bytes=0, bias=0.6)
-    added = memory.plan["learn"].footprint.peak_bytes - RESIDENT
+    added = memory.plan["score"].footprint.peak_bytes - RESIDENT
     assert added == pytest.approx(0.6 * 64 * 70 * 2**20)
 
 
@@ -418,26 +450,34 @@ def test_the_table_of_the_plan():
     sampling = Footprint({"weights": 0.5 * GB, "not torch": 0.25 * GB, "KV cache": GB}, 0.1 * GB)
     learning = Footprint({"weights": 0.5 * GB, "activations": 2 * GB, "not torch": 0.25 * GB})
     plans = {"sample": PhasePlan(64, sampling), "learn": PhasePlan(16, learning)}
-    rows = printed(plan_table(plans, Budget(4 * GB, "85% of 4.70 GB")))
+    worst = {phase: plan.footprint for phase, plan in plans.items()}
+    expected = {"sample": Footprint({"weights": GB}, GB / 4), "learn": Footprint({"weights": GB / 2}, 0)}
+    rows = printed(plan_table(plans, Budget(4 * GB, "85% of 4.70 GB"), worst, expected))
     assert rows[""] == ["Memory planned; budget 4.00 GB (85% of 4.70 GB)"]
     assert rows["in GB"] == ["sample", "learn"] and rows["rows at once"] == ["64", "16"]
     assert rows["weights"] == ["0.500", "0.500"]
     assert rows["KV cache"] == ["1.000", ""] and rows["activations"] == ["", "2.000"]
     assert list(rows).index("not torch") > list(rows).index("activations")
-    assert rows["predicted peak"] == ["1.750", "2.750"] and rows["give or take"] == ["0.100", "0.000"]
+    assert rows["worst case"] == ["1.750", "2.750"] and rows["expected"] == ["1.000", "0.500"]
+    assert rows["give or take"] == ["0.250", "0.000"]
+    assert printed(plan_table(plans, Budget(GB, ""), worst))["give or take"] == ["0.100", "0.000"]
     assert rows["headroom"] == ["2.25, 56%", "1.25, 31%"]
 
 
 def test_the_table_of_what_was_measured_shows_each_phases_highest_peak():
-    def line(phase: str, rows: int, predicted: float, used: float, retries: int = 0) -> dict:
+    def line(phase: str, rows: int, expected: float, used: float, retries: int = 0) -> dict:
         return {
-            "phase": phase, "rows": rows, "predicted_bytes": predicted * GB, "device_used_bytes": used * GB,
+            "phase": phase, "rows": rows, "worst_bytes": 3 * GB, "expected_bytes": expected * GB,
+            "expected_error_bytes": GB / 4, "predicted_bytes": 1.75 * GB, "device_used_bytes": used * GB,
             "retries": retries,
         }  # fmt: skip
 
+    old = {"phase": "update", "rows": 8, "retries": 0, "predicted_bytes": GB, "device_used_bytes": GB}
     lines = [line("sample", 64, 1.0, 1.1), line("learn", 64, 2.0, 2.5, 2), line("learn", 32, 1.5, 1.4, 1)]
-    rows = printed(measured_table(lines, Budget(4 * GB, "test")))
-    assert rows["peak of"] == ["rows", "predicted", "measured", "headroom", "retries"]
-    assert rows["sample"] == ["64", "1.00 GB", "1.10 GB", "2.90 GB, 72%", "0"]
-    assert rows["learn"] == ["64", "2.00 GB", "2.50 GB", "1.50 GB, 38%", "3"]
+    rows = printed(measured_table([*lines, line("score", 64, 2.0, 1.5), old], Budget(4 * GB, "test")))
+    assert rows["peak of"] == ["rows", "at most", "expected", "measured", "within", "refined", "retries"]
+    assert rows["sample"] == ["64", "3.00", "1.00±0.25", "1.10", "yes", "1.75", "0"]
+    assert rows["learn"] == ["64", "3.00", "2.00±0.25", "2.50", "more", "1.75", "3"]
+    assert rows["score"][4] == "less"
+    assert rows["update"] == ["8", "", "", "1.00", "", "1.00", "0"]  # by a version before this one
     assert printed(measured_table([], Budget(GB, ""))).keys() == {"", "peak of"}

@@ -7,7 +7,7 @@ follow; bytes a sample then come from the person, or stay unknown: none are gues
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from grpo.memory.phase import OUTSIDE
+from grpo.memory.phase import KEPT, OUTSIDE
 from grpo.workbench.calculator.settings import FrozenDtype, Optimizer, Weights
 from grpo.workbench.predict import StepMemory, StepSettings
 
@@ -81,7 +81,7 @@ def demand_of_model(step: StepSettings, frozen: tuple[Line, ...], overhead: Line
     """
     memory = StepMemory(step, overhead_bytes=int(overhead.bytes))
     parts = dict(memory.footprints(step.multiple)["update"].parts)
-    del parts["activations"], parts[OUTSIDE]
+    del parts["activations"], parts[OUTSIDE], parts[KEPT]
     num_parameters = parts["gradients"] / (8 if step.compute_dtype.itemsize == 8 else 4)
     names = {"reference": "frozen reference", "weights": "trainable weights"}
     if step.lora.on:

@@ -6,9 +6,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from grpo.memory.adaptive import FRAGMENTATION
 from grpo.memory.budget import GB
 from grpo.memory.predictor import UNCALIBRATED_ERROR
+from grpo.plan.workload import SLACK_ON_CUDA
 from grpo.workbench.calculator.calculate import Calculation, Row, idle_sentences
 from grpo.workbench.calculator.demand import Line
 
@@ -97,7 +97,7 @@ def notes(found: Calculation) -> list[str]:
         ]  # fmt: skip
     said = [
         f"Predicted, not measured on this card: ±{UNCALIBRATED_ERROR:.0%} of what a phase adds and "
-        f"{FRAGMENTATION:.0%} for fragments make 'give or take', which batches leave room for."
+        f"{SLACK_ON_CUDA.error_share:.0%} for fragments make 'give or take', which batches leave room for."
     ]
     if not found.card.bf16 and found.settings.precision in ("auto", "bf16"):
         falls = "this is for fp32" if found.precision == "fp32" else "it is emulated, and slow"

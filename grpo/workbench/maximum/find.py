@@ -19,6 +19,7 @@ from grpo.memory import MemoryMonitor
 from grpo.memory.budget import CONTEXT_BYTES, readable
 from grpo.model.load import load_tokenizer
 from grpo.plan.build import longest_prompt
+from grpo.plan.workload import STARTED_BYTES
 from grpo.run.loading import load_source
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.machine import Machine, look
@@ -118,7 +119,7 @@ def _overhead(checked: Checked) -> int:
     """What a trial's process holds besides tensors, as far as this one can tell."""
     if checked.device_type != "cpu":
         return CONTEXT_BYTES
-    return MemoryMonitor(torch.device("cpu"), limited=True).memory().ours_bytes
+    return MemoryMonitor(torch.device("cpu"), limited=True).in_use_bytes() + STARTED_BYTES
 
 
 def _task(settings: FindSettings, checked: Checked, batch_size: int) -> TrialTask:

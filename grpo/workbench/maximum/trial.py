@@ -18,7 +18,7 @@ from grpo.learning.advantages import group_advantages
 from grpo.learning.loss import LossSettings, loss_counts
 from grpo.learning.objectives import GRPOBatch, accumulate_grpo, finish_grpo
 from grpo.learning.optimizer import make_optimizer
-from grpo.learning.step import Stepper
+from grpo.learning.step import Stepper, begin_gradients
 from grpo.memory import MemoryMonitor
 from grpo.memory.budget import limit_memory
 from grpo.model.adapters import add_adapters, store_base
@@ -122,6 +122,8 @@ def _grpo_step(task: TrialTask, model: PreTrainedModel, dtype: torch.dtype) -> S
         batch = GRPOBatch(made, advantages, made.mask, counts, ref_logp=ref_logp)
 
         def learn() -> dict[str, float]:
+            if model.device.type == "cpu":  # as `Target.gradients_first`
+                begin_gradients(model)
             sums = accumulate_grpo(
                 model,
                 batch,
