@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from pathlib import Path
 
 from grpo.malloc import keep_freed, user_tunes_malloc
@@ -67,6 +68,8 @@ def set_library_defaults() -> None:
     # it made no difference (of 5,000 turns; with 1,000 it was a quarter slower).
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    # Python's threads (a progress bar, a tracker): 8 MB of stack each would count towards a limit.
+    threading.stack_size(2**20)
     if not user_tunes_malloc(NO_THREAD_CACHE):
         keep_freed()
 

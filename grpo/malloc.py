@@ -2,8 +2,7 @@
 
 Tensors on a CPU come from malloc. A fresh page costs more than what is then done with it: a step of GPT-2
 124 M spent a third of its time on them. So freed memory is kept for the next tensor (`keep_freed`), within a
-heap of fixed size where there is a limit (`bound_heap`), and given back at once only where not even one
-group would fit otherwise (`return_freed`). No torch here: it is called before torch is loaded.
+heap of fixed size where there is a limit (`bound_heap`). No torch here: it is called before torch is loaded.
 """
 
 import ctypes
@@ -55,21 +54,6 @@ def bound_heap(size: int) -> None:
         for piece in pieces:
             libc.free(piece)
         _set(mapped_from=_LARGE, trim=_NEVER)
-
-
-def return_freed() -> None:
-    """Have each large block mapped on its own from here on, so that its memory goes back when it is freed.
-
-    Steps then take up to twice as long.
-    """
-    _set(mapped_from=_LARGE, trim=_LARGE)
-    trim()
-
-
-def trim() -> None:
-    """Give back what is free at the heap's end, and free pages within."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def free_bytes() -> int:

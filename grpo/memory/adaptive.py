@@ -24,7 +24,7 @@ from grpo.memory.recovery import Retry, survive
 from grpo.memory.shape import Shape
 
 T = TypeVar("T")
-NO_SLACK = Slack(0.0, 0.0, lasting=False)
+NO_SLACK = Slack(0.0, 0.0)
 EXACT_STEPS = 2
 """First runs of a phase whose tensors are counted one by one where the allocator keeps no statistics."""
 COOLDOWN_STEPS = 20
@@ -196,9 +196,7 @@ class AdaptiveMemory:
         )
 
     def lasting(self, footprints: Mapping[str, Footprint]) -> dict[str, Footprint]:
-        """The same where an allocator does not give back what the largest phase needed."""
-        if not self.slack.lasting:
-            return dict(footprints)
+        """The same once all have run: an allocator does not give back what the largest phase needed."""
         held = {**self._resident(), OUTSIDE: self._overhead, KEPT: self._reserved}
         floor = Footprint({name: float(size) for name, size in held.items()}, self.slack.error_bytes)
         every = [*footprints.values(), floor]
@@ -309,9 +307,9 @@ class AdaptiveMemory:
         kv_growth: Sequence[tuple[int, int]],
     ) -> None:
         footprint = self.footprint(phase, shape)
-        own = self.footprint(phase, shape, refined=False)
-        self._highest = max(self._highest, own, key=lambda each: each.upper_bytes)
-        expected = self.lasting({phase: self._highest if self.slack.lasting else own})[phase]
+        beforehand = self.footprint(phase, shape, refined=False)
+        self._highest = max(self._highest, beforehand, key=lambda each: each.upper_bytes)
+        expected = self.lasting({phase: self._highest})[phase]
         if reading.added_bytes is not None:
             self._predictor.observe(self._name(phase, shape.rows), shape, reading.added_bytes)
         base = sum(self._resident().values()) + self._overhead

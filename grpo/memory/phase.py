@@ -39,15 +39,11 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Slack:
-    """What a process holds besides a phase's tensors and what it held before: in shares of what is added.
-
-    lasting: what is freed stays with the process, so that it holds what the largest phase needed.
-    """
+    """What a process holds besides a phase's tensors and what it held before: in shares of what is added."""
 
     share: float
     error_share: float
     error_bytes: float = 0.0
-    lasting: bool = True
 
 
 @dataclass(frozen=True)

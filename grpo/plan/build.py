@@ -15,11 +15,10 @@ from grpo.config import Config, SettingsError
 from grpo.data import PromptSource, Tokenizer
 from grpo.learning.optimizer import step_bytes
 from grpo.memory import AdaptiveMemory, Budget, MemoryMonitor, PhaseSpec, Predictor, Shape
-from grpo.memory.phase import Slack
 from grpo.plan.advice import advice
 from grpo.plan.trace import PHASES, PhaseTracer, split_name
 from grpo.plan.workload import (
-    GIVEN_BACK,
+    STARTED_BYTES,
     Workload,
     kernel_parts,
     logits_parts,
@@ -55,13 +54,12 @@ def make_memory(
     *,
     overhead_bytes: int | None = None,
     compiled_bytes: int = 0,
-    slack: Slack | None = None,
     bias: float = 1.0,
 ) -> AdaptiveMemory:
     """The memory of a run, to plan by and to run phases with.
 
     overhead_bytes: what the process holds besides tensors; None: measured. compiled_bytes: of kernels, in
-    that. slack: of its allocator; None: the usual.
+    that.
     """
     config = work.config
     tracer = PhaseTracer(work.phase_settings())
@@ -92,7 +90,7 @@ def make_memory(
     return AdaptiveMemory(
         specs, Predictor(fits, scratch_bytes=scratch, bias=bias), monitor,
         resident=lambda: resident, budget=budget, batch_size=work.rows_here, group_size=config.group_size,
-        overhead_bytes=overhead_bytes, slack=slack or usual_slack(work.target),
+        overhead_bytes=overhead_bytes, slack=usual_slack(work.target),
         advice=lambda phase, missing: advice(work, phase, tracer, missing),
         replays=work.shards == 1,
     )  # fmt: skip
@@ -120,23 +118,33 @@ def plan_memory(
         size = work.processes * agree(find_batch_size(make(work), work, budget()))
         logger.info("batch size {}: the largest that needs no splitting, of {}", size, budget())
         work = replace(work, config=replace(work.config, batch_size=size))
-    settled, memory = _settle_checkpointing(work, make, budget)
-    if work.target.on_cpu and not work.config.shard and not _a_group_fits(memory, settled, budget()):
-        settled, memory = _settle_checkpointing(work, partial(make, slack=GIVEN_BACK), budget)
-    work = settled
+    work, memory = _settle_checkpointing(work, make, budget)
     memory.replan(work.longest_prompt, work.new_tokens)
     return work, memory
 
 
-def _a_group_fits(memory: AdaptiveMemory, work: Workload, budget: Budget) -> bool:
-    """Whether every phase takes a group at once, or as many rows as a person fixed."""
+def fits_better(work: Workload, other: Workload, monitor: MemoryMonitor, budget: Budget) -> bool:
+    """Whether `other`, and not `work`, does a group at once in every phase; if neither, a row; or needs less.
 
-    def fits(phase: str, spec: PhaseSpec) -> bool:
-        rows = min(work.config.group_size, spec.rows or work.config.group_size)
-        footprint = memory.footprint(phase, Shape(rows, work.longest_prompt, work.new_tokens))
-        return footprint.upper_bytes <= budget.usable_bytes
+    Before anything is loaded: what the process holds now, and what a start adds to it, is not torch's.
+    """
+    overhead = monitor.in_use_bytes() + STARTED_BYTES
+    memories = [make_memory(each, monitor, lambda: budget, overhead_bytes=overhead) for each in (work, other)]
+    for rows in (work.config.group_size, 1):
+        needs = [_need(memory, work, rows) for memory in memories]
+        if min(needs) <= budget.usable_bytes:
+            return needs[0] > budget.usable_bytes
+    return needs[1] < needs[0]
 
-    return all(fits(phase, spec) for phase, spec in memory.phases.items())
+
+def _need(memory: AdaptiveMemory, work: Workload, rows: int) -> float:
+    """Bytes with which every phase takes so many rows at once, or as many as a person fixed."""
+    return max(
+        memory.footprint(
+            phase, Shape(min(rows, spec.rows or rows), work.longest_prompt, work.new_tokens)
+        ).upper_bytes
+        for phase, spec in memory.phases.items()
+    )
 
 
 def trace_parts(work: Workload, memory: AdaptiveMemory) -> None:

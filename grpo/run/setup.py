@@ -28,11 +28,11 @@ from grpo.memory.phase import Footprint
 from grpo.memory.recovery import release_cache
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import check_peft
-from grpo.model.load import Policy, RolloutModel, load_config
+from grpo.model.load import Policy, RolloutModel, load_config, load_tokenizer
 from grpo.model.reference import Reference
-from grpo.model.target import choose_device, choose_model, compute_dtype, make_target
+from grpo.model.target import Target, choose_device, choose_model, compute_dtype, make_target
 from grpo.plan.advice import does_not_stay
-from grpo.plan.build import longest_prompt, plan_memory, trace_parts, trace_phases
+from grpo.plan.build import fits_better, longest_prompt, plan_memory, trace_parts, trace_phases
 from grpo.plan.tables import plan_table
 from grpo.plan.workload import Workload
 from grpo.run.checkpoint import Checkpoint, CheckpointFolder
@@ -47,6 +47,8 @@ from grpo.scoring.model_checks import check_recomputation
 from grpo.types import Prompt, Rollout
 from rewards.engine import EnginePool, find_stockfish
 
+NARROW = 2 * 2**30
+"""Bytes of a budget in which kernels that are compiled may be what does not fit."""
 AT_EASE = 2
 """Budgets of so many times the worst case let malloc's heap grow as it likes."""
 
@@ -128,7 +130,8 @@ def _make_run(
     rewards.check_tasks(source.tasks)
     rewards.check_columns(source.longest(PROMPTS_LOOKED_AT))
     engine = _start_engine(config, stack) if "policy" in source.tasks else None
-    target = make_target(load_config(config.model), device, config.precision)
+    monitor = MemoryMonitor(device, limited=config.memory_limit is not None)
+    target = _choose_target(config, device, source, monitor, _budget(config, monitor, world)())
     with _explaining_what_stays(Workload(config, target, 1, reference_device == device, world.size)):
         policy, reference = load_models(config, checkpoint, target, reference_device)
         check_same(world, config, checkpoint, source, policy.model)
@@ -137,7 +140,6 @@ def _make_run(
         sampler = RolloutModel(policy.model, target.exact_dtype if config.shard else target.dtype)
         optimizer = make_optimizer(policy.model, config.optimizer)
     _tidy_up(device)
-    monitor = MemoryMonitor(device, limited=config.memory_limit is not None)
     longest = longest_prompt(source, policy.tokenizer, config)
     work = Workload(config, target, longest, reference_device == device, world.size)
     rehearsal = rehearse(config, policy, sampler, source, monitor)
@@ -151,7 +153,7 @@ def _make_run(
         write_settings(folder, config)
     memory.worst()
     expected = rehearsal.expected_shapes(memory.plan, config, rows_here=work.rows_here, policy=policy)
-    _keep_or_give_back(memory, budget(), device)
+    _bound_heap(memory, budget(), device)
     _limit_memory(config, monitor)
     return Run(
         config=config, folder=folder, source=source,
@@ -162,6 +164,25 @@ def _make_run(
         clock=Clock(device), monitor=monitor, memory=memory, budget=budget(),
         longest_prompt=work.longest_prompt, expected=memory.expected(expected), world=world,
     )  # fmt: skip
+
+
+def _choose_target(
+    config: Config, device: torch.device, source: PromptSource, monitor: MemoryMonitor, budget: Budget
+) -> Target:
+    """The model's, in fp32 where the precision is auto and there is no room for the kernels of bf16."""
+    target = make_target(load_config(config.model), device, config.precision)
+    if config.precision != "auto" or not (target.on_cpu and target.is_lower and budget.usable_bytes < NARROW):
+        return target
+    exact = make_target(target.model_config, device, torch.float32)
+    longest = longest_prompt(source, load_tokenizer(config.model), config)
+    settled = config
+    if config.batch_size == "auto":
+        settled = replace(config, batch_size=config.group_size)
+    lower = Workload(settled, target, longest, reference_here=True)
+    if not fits_better(lower, replace(lower, target=exact), monitor, budget):
+        return target
+    logger.info("precision is fp32: {} leave no room for the kernels that bf16 compiles", budget)
+    return exact
 
 
 @contextmanager
@@ -233,14 +254,10 @@ def _budget(config: Config, monitor: MemoryMonitor, world: World) -> Callable[[]
     return budget
 
 
-def _keep_or_give_back(memory: AdaptiveMemory, budget: Budget, device: torch.device) -> None:
-    """Have malloc keep what is freed for as long as the plan leaves room for it."""
-    if device.type != "cpu":
-        return
-    if not memory.slack.lasting:
-        logger.info("not one group fits in {} unless what is freed is given back at once: slower", budget)
-        malloc.return_freed()
-    elif budget.usable_bytes < AT_EASE * max(each.upper_bytes for each in memory.worst().values()):
+def _bound_heap(memory: AdaptiveMemory, budget: Budget, device: torch.device) -> None:
+    """Where the budget is not far away, have malloc keep no more than the plan has room for."""
+    most = max(each.upper_bytes for each in memory.worst().values())
+    if device.type == "cpu" and budget.usable_bytes < AT_EASE * most:
         malloc.bound_heap(memory.reserve())
 
 

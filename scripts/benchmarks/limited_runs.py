@@ -18,6 +18,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+from loguru import logger
 from rich import box
 from rich.table import Table
 
@@ -77,22 +78,32 @@ class RunOutcome:
 
 def run_command(
     name: str, options: Sequence[str], *, limit: int | None = None, how: How = "--memory-limit",
-    steps: int = 3, processes: int = 1, timeout_s: float = 900,
+    steps: int = 3, processes: int = 1, timeout_s: float = 300,
 ) -> RunOutcome:  # fmt: skip
     """One run of train_lean.py in a folder of its own. limit: bytes, set in which way."""
     with TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "train_lean.py")]
         if processes > 1:
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-            command = [*launcher, "--master-port", "0", *command[1:]]
+            launcher = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(processes),
+            ]
+            command = [*launcher, *command[1:]]
         command += [*options, "--steps", str(steps), "--eval-interval", "0", "--engine", "off"]
         if limit is not None and how == "--memory-limit":
             command += ["--memory-limit", str(limit)]
         with _cgroup(limit) if limit is not None and how == "cgroup" else nullcontext() as enter:
-            ended = subprocess.run(
-                command, cwd=folder, capture_output=True, text=True, timeout=timeout_s,
-                preexec_fn=_under(limit, how, enter),
-            )  # fmt: skip
+            try:
+                ended = subprocess.run(
+                    command, cwd=folder, capture_output=True, text=True, timeout=timeout_s,
+                    preexec_fn=_under(limit, how, enter),
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                return RunOutcome(name, -1, False, said=f"no end within {timeout_s:g} s")
         lines = [line for path in Path(folder).glob(f"runs/*/{MEMORY_FILE}") for line in read_lines(path)]
         metrics = [line for path in Path(folder).glob(f"runs/*/{METRICS_FILE}") for line in read_lines(path)]
         return _outcome(name, ended, lines, [line["step_time"] for line in metrics if "step_time" in line])
@@ -147,11 +158,16 @@ def ladder(
         options = ["--model", model, "--precision", precision, "--batch-size", str(batch_size)]
         kind = f"{Path(model).name} {precision}"
         free = run_command(kind, options)
+        logger.info("{}: {} s a step without a limit", kind, free.step_s)
         yield kind, None, free
         least = smallest_limit(options)
         for rung in range(rungs):
             limit = int(least * (2 * free.measured_bytes / least) ** (rung / (rungs - 1)))
-            yield kind, limit, run_command(kind, options, limit=limit, how=how)
+            outcome = run_command(kind, options, limit=limit, how=how)
+            logger.info(
+                "{} at {:.2f} GB: status {}, {} s a step", kind, limit / GB, outcome.status, outcome.step_s
+            )
+            yield kind, limit, outcome
 
 
 def smallest_limit(options: Sequence[str]) -> int:
@@ -234,7 +250,9 @@ def grid(folder: Path, *, only: str = "") -> Iterator[RunOutcome]:
         name = " ".join([Path(model).name, *options])
         name += f", limit {limit / GB:.1f} GB" if limit else ", two processes" if processes > 1 else ""
         if only in name:
-            yield run_command(name, ["--model", model, *options], limit=limit, processes=processes)
+            outcome = run_command(name, ["--model", model, *options], limit=limit, processes=processes)
+            logger.info("{}: status {}, expected {}, measured {}", name, outcome.status, *outcome.cells[1:])
+            yield outcome
 
 
 def grid_table(outcomes: Sequence[RunOutcome]) -> Table:

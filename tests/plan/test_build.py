@@ -21,11 +21,18 @@ from grpo.learning.loss import LossSettings
 from grpo.memory import Budget, DoesNotFit, MemoryMonitor, Shape
 from grpo.memory.adaptive import NO_SLACK
 from grpo.memory.budget import GB
-from grpo.memory.phase import KEPT, Footprint, Slack
+from grpo.memory.phase import KEPT, Footprint
 from grpo.memory.planner import PhasePlan
 from grpo.model.target import Target
 from grpo.plan.advice import advice
-from grpo.plan.build import LONGEST_TEXTS, find_batch_size, longest_prompt, make_memory, plan_memory
+from grpo.plan.build import (
+    LONGEST_TEXTS,
+    find_batch_size,
+    fits_better,
+    longest_prompt,
+    make_memory,
+    plan_memory,
+)
 from grpo.plan.tables import measured_table, plan_table
 from grpo.plan.trace import PHASES, PhaseSettings
 from grpo.plan.workload import SCRATCH_BYTES, Workload, kv_bytes_per_token, resident_parts, scratch_bytes
@@ -84,7 +91,6 @@ def no_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo.plan.build.PhaseTracer", Tracer)
     monkeypatch.setattr("grpo.plan.advice.PhaseTracer", Tracer)
     monkeypatch.setattr("grpo.plan.build.usual_slack", lambda target: NO_SLACK)
-    monkeypatch.setattr("grpo.plan.build.GIVEN_BACK", NO_SLACK)
 
 
 # ---------------------------------------------------------------------------- bytes in closed form
@@ -226,18 +232,22 @@ def budget_for(rows: int, extra: int = 0, **settings: object) -> Budget:
     return Budget(int(needed) + 1 + extra, "test")
 
 
-def test_where_not_one_group_fits_freed_memory_is_given_back(monkeypatch):
-    """Room for 8 rows and their usual slack, for 8 rows without it, and for 4 of 660 MB."""
-    monkeypatch.setattr("grpo.plan.build.usual_slack", lambda target: Slack(0.5, 0.0))
+def test_the_precision_that_fits_is_found(monkeypatch):
+    """bf16 holds half a row's bytes, and its kernels: 48 MB. A group of 8 takes 8 x 70 MB, or half that."""
+    monkeypatch.setattr(MemoryMonitor, "in_use_bytes", lambda self: 0)
+    monkeypatch.setattr("grpo.plan.build.STARTED_BYTES", 0)
+    exact, lower = workload(), workload(torch.bfloat16)
 
-    def planned(budget: Budget) -> tuple[int, bool]:
-        _, memory = plan_memory(workload(), MONITOR, lambda: budget, overhead_bytes=0)
-        return memory.plan["learn"].rows, memory.slack.lasting
+    def exact_is_better(room: float) -> bool:
+        return fits_better(lower, exact, MONITOR, Budget(RESIDENT + int(room * 2**20), "test"))
 
-    roomy = budget_for(8)
-    assert planned(roomy) == (8, True)
-    assert planned(Budget(roomy.usable_bytes - 10, "test")) == (8, False)
-    assert planned(Budget(RESIDENT + 600 * 2**20, "test")) == (4, False)
+    monkeypatch.setattr("grpo.plan.workload.KEPT_KERNELS", 32)
+    assert not exact_is_better(1000)  # both hold a group
+    assert not exact_is_better(500)  # bf16 alone does
+    monkeypatch.setattr("grpo.plan.workload.KEPT_KERNELS", 1000)
+    assert exact_is_better(1000)  # fp32 alone does
+    assert exact_is_better(250)  # both hold less than a group, and fp32 a row
+    assert exact_is_better(1)  # neither a row: fp32 needs less
 
 
 def test_compiled_kernels_are_part_of_it_in_bf16_on_a_cpu():
