@@ -8,6 +8,7 @@
 `work` must be a transaction: run again with fewer rows, from the same inputs, it gives the same result.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -192,7 +193,7 @@ class AdaptiveMemory:
                 KEPT: slack.share * added.peak_bytes,
                 OUTSIDE: self._overhead,
             },
-            added.error_bytes + slack.error_share * added.peak_bytes + slack.error_bytes,
+            math.hypot(added.error_bytes, slack.error_share * added.peak_bytes, slack.error_bytes),
         )
 
     def lasting(self, footprints: Mapping[str, Footprint]) -> dict[str, Footprint]:

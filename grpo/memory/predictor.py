@@ -28,6 +28,7 @@ class Predictor:
     fits: by phase, a function of the shape such as a `PhaseFit`.
     scratch_bytes: by phase, what kernels may hold that neither a trace nor a measurement sees; no error of
     the phase is less.
+    first_error: relative, stated before anything was measured; None: UNCALIBRATED_ERROR.
     bias: multiplies every prediction; for tests that want a wrong one.
     """
 
@@ -36,11 +37,13 @@ class Predictor:
         fits: Mapping[str, Callable[[Shape], float]],
         *,
         scratch_bytes: Mapping[str, float] | None = None,
+        first_error: float | None = None,
         bias: float = 1.0,
     ) -> None:
         self._scratch_bytes = dict(scratch_bytes or {})
         self._fits = dict(fits)
         self._bias = bias
+        self._first_error = UNCALIBRATED_ERROR if first_error is None else first_error
         self._seen: dict[str, deque[tuple[float, float]]] = {
             phase: deque(maxlen=REMEMBERED) for phase in fits
         }
@@ -54,7 +57,7 @@ class Predictor:
         seen = self._seen[phase] if refined else ()
         least_error = max(LEAST_ERROR_BYTES, self._scratch_bytes.get(phase, 0.0))
         if not seen:
-            return Footprint({ADDED: peak}, max(least_error, UNCALIBRATED_ERROR * peak))
+            return Footprint({ADDED: peak}, max(least_error, self._first_error * peak))
         factor = _factor(seen)
         corrected = peak + (factor - 1) * _share_in_error(seen, factor, peak) * peak
         return Footprint({ADDED: corrected}, max(least_error, _error(seen, factor) * corrected))

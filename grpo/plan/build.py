@@ -18,6 +18,7 @@ from grpo.memory import AdaptiveMemory, Budget, MemoryMonitor, PhaseSpec, Predic
 from grpo.plan.advice import advice
 from grpo.plan.trace import PHASES, PhaseTracer, split_name
 from grpo.plan.workload import (
+    LATER_BYTES,
     STARTED_BYTES,
     Workload,
     kernel_parts,
@@ -28,6 +29,8 @@ from grpo.plan.workload import (
     usual_slack,
 )
 
+CPU_ERROR = 0.02
+"""Of a trace, relative: on CPUs the worst was 1.6 % (`scripts/benchmark_memory.py predict`)."""
 LONGEST_TEXTS = 64
 """Texts of most characters that are tokenized to find the one of most tokens."""
 
@@ -69,6 +72,7 @@ def make_memory(
     resident = resident_parts(work, tracer.num_parameters, sizes)
     if overhead_bytes is None:
         overhead_bytes = max(0, monitor.in_use_bytes() - sum(resident.values()))
+        overhead_bytes += LATER_BYTES if work.target.on_cpu else 0
     resident |= kernel_parts(work.target, compiled_bytes, private=monitor.counts_private)
     gradients = {"gradients": work.exact_bytes * sum(sizes)}
     update = gradients["gradients"] + step_bytes(sizes, config.optimizer, work.target.device.type)
@@ -87,8 +91,9 @@ def make_memory(
     scratch = {phase: scratch_bytes(phase, work.target) for phase in fits}
     if not (config.uses_reference or config.num_iterations > 1 or config.kl_in_reward):
         del specs["score"]
+    first_error = CPU_ERROR if work.target.on_cpu else None
     return AdaptiveMemory(
-        specs, Predictor(fits, scratch_bytes=scratch, bias=bias), monitor,
+        specs, Predictor(fits, scratch_bytes=scratch, first_error=first_error, bias=bias), monitor,
         resident=lambda: resident, budget=budget, batch_size=work.rows_here, group_size=config.group_size,
         overhead_bytes=overhead_bytes, slack=usual_slack(work.target),
         advice=lambda phase, missing: advice(work, phase, tracer, missing),

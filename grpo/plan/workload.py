@@ -25,8 +25,10 @@ _SLACK_EXACT = Slack(0.15, 0.1, 8 * 2**20)
 _SLACK_LOWER = Slack(0.25, 0.15, 8 * 2**20)
 """On CPUs as measured by `scripts/benchmark_memory.py runs`, on CUDA an estimate. In bf16 small tensors (cast
 weights, a prompt's activations) come between large ones, and tear the heap into more pieces."""
+LATER_BYTES = 10 * 2**20
+"""What a process on a CPU grows by after its rehearsal: code that is loaded, what trackers hold."""
 STARTED_BYTES = 64 * 2**20
-"""What a process on a CPU grows by from its imports to its first step: code, traces, threads."""
+"""What a process on a CPU grows by from its imports to its plan: code, traces, threads."""
 
 
 def usual_slack(target: Target) -> Slack:
@@ -136,11 +138,11 @@ def kv_bytes_per_token(model: PretrainedConfig, dtype: torch.dtype) -> int:
 def kernel_parts(target: Target, compiled_bytes: int, *, private: bool) -> dict[str, int]:
     """What kernels that oneDNN compiles for products in bf16, and keeps, take beyond those that are there.
 
-    A kernel holds about 0.8 MB, and a mapping that it hardly touches, which a limit counts (private).
+    A kernel holds about half a megabyte, and mappings that it hardly touches, which a limit counts (private).
     """
     if not (target.on_cpu and target.is_lower):
         return {}
-    each = (2.5 if private else 0.8) * 2**20
+    each = (2.5 if private else 0.5) * 2**20
     return {"compiled kernels": max(0, int(KEPT_KERNELS * each) - compiled_bytes)}
 
 

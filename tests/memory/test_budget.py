@@ -1,6 +1,7 @@
 """How much may be held: the least of the limits, and who enforces it."""
 
 import multiprocessing
+import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -184,3 +185,21 @@ def test_files_that_a_container_has_read_do_not_count_as_used(monkeypatch: pytes
     }  # fmt: skip
     monkeypatch.setattr(budget, "Path", files(texts))
     assert budget.host_total_and_available() == (500 * KB, 250 * KB)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA")
+def test_what_ulimit_lets_a_process_have_is_all_there_is():
+    script = """
+import resource, torch
+from grpo.memory import MemoryMonitor
+from grpo.memory.monitor import private_bytes
+print(MemoryMonitor(torch.device("cpu")).counts_private)
+resource.setrlimit(resource.RLIMIT_DATA, (3 * 2**30, 3 * 2**30))
+monitor = MemoryMonitor(torch.device("cpu"))
+memory = monitor.memory()
+print(monitor.counts_private, memory.total_bytes)
+print(abs(memory.free_bytes + memory.ours_bytes - 3 * 2**30) < 2**20)
+print(abs(memory.ours_bytes - private_bytes()) < 2**22, memory.ours_bytes >= monitor.in_use_bytes() > 0)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["False", "True", str(3 * 2**30), "True", "True", "True"]

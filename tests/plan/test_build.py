@@ -233,7 +233,7 @@ def budget_for(rows: int, extra: int = 0, **settings: object) -> Budget:
 
 
 def test_the_precision_that_fits_is_found(monkeypatch):
-    """bf16 holds half a row's bytes, and its kernels: 48 MB. A group of 8 takes 8 x 70 MB, or half that."""
+    """bf16 holds half a row's bytes, and its kernels. A group of 8 takes 8 x 70 MB, or half that."""
     monkeypatch.setattr(MemoryMonitor, "in_use_bytes", lambda self: 0)
     monkeypatch.setattr("grpo.plan.build.STARTED_BYTES", 0)
     exact, lower = workload(), workload(torch.bfloat16)
@@ -244,7 +244,7 @@ def test_the_precision_that_fits_is_found(monkeypatch):
     monkeypatch.setattr("grpo.plan.workload.KEPT_KERNELS", 32)
     assert not exact_is_better(1000)  # both hold a group
     assert not exact_is_better(500)  # bf16 alone does
-    monkeypatch.setattr("grpo.plan.workload.KEPT_KERNELS", 1000)
+    monkeypatch.setattr("grpo.plan.workload.KEPT_KERNELS", 3000)
     assert exact_is_better(1000)  # fp32 alone does
     assert exact_is_better(250)  # both hold less than a group, and fp32 a row
     assert exact_is_better(1)  # neither a row: fp32 needs less
@@ -258,7 +258,7 @@ def test_compiled_kernels_are_part_of_it_in_bf16_on_a_cpu():
         return memory.footprint("update", Shape(8, 0, 0)).parts.get("compiled kernels")
 
     all_of_them = kernels(workload(torch.bfloat16))
-    assert all_of_them is not None and 16 * 2**20 < all_of_them < 64 * 2**20
+    assert all_of_them is not None and 8 * 2**20 < all_of_them < 64 * 2**20
     assert kernels(workload(torch.bfloat16), 10**6) == all_of_them - 10**6  # part of what is not torch's
     assert kernels(workload(torch.bfloat16), 10**9) == 0
     assert kernels(workload()) is None
