@@ -231,13 +231,14 @@ class AdaptiveMemory:
         self.expected_bytes = max(footprint.upper_bytes for footprint in expected.values())
         return expected
 
-    def reserve(self) -> int:
-        """Bytes that the largest phase adds, for a heap that is to hold them all; now part of the plan."""
+    def reserve(self, bound: Callable[[int], None]) -> None:
+        """Bound a heap to what the largest phase adds; what it then holds is part of the plan."""
         kept = sum(self._resident().values())
         added = max(plan.footprint.tensor_bytes for plan in self.plan.values()) - kept
-        if self._monitor.counts_private:  # which counts them from now on
-            self._reserved = max(0.0, added)
-        return int(max(0.0, added))
+        bound(int(max(0.0, added)))
+        if self._monitor.counts_private:  # which counts all of it, and gaps that were there before
+            held = self._monitor.memory().ours_bytes - kept - self._overhead
+            self._reserved = max(0.0, added, held)
 
     def _name(self, phase: str, rows: int, batch_size: int | None = None) -> str:
         spec = self.phases[phase]

@@ -258,7 +258,7 @@ def _bound_heap(memory: AdaptiveMemory, budget: Budget, device: torch.device) ->
     """Where the budget is not far away, have malloc keep no more than the plan has room for."""
     most = max(each.upper_bytes for each in memory.worst().values())
     if device.type == "cpu" and budget.usable_bytes < AT_EASE * most:
-        malloc.bound_heap(memory.reserve())
+        memory.reserve(malloc.bound_heap)
 
 
 def _limit_memory(config: Config, monitor: MemoryMonitor) -> None:

@@ -177,7 +177,9 @@ def test_a_heap_of_fixed_size_counts_from_the_start_under_a_limit():
     run.monitor.counts_private = True
     run.replan()
     assert run.memory.worst()["learn"].peak_bytes == 150 + 640 + 160
-    assert run.memory.reserve() == 640
+    asked: list[int] = []
+    run.memory.reserve(asked.append)
+    assert asked == [640]
     (expected,) = run.memory.expected({"learn": [Shape(8, 30, 20), Shape(16, 30, 20)]}).values()
     assert (expected.peak_bytes, expected.error_bytes) == (150 + 640, 7)
     run.monitor.next = PhaseReading(process_bytes=150 + 700)
