@@ -20,7 +20,7 @@ from grpo.learning.objectives import GRPOBatch, accumulate_grpo, finish_grpo
 from grpo.learning.optimizer import make_optimizer
 from grpo.learning.step import Stepper, begin_gradients
 from grpo.memory import MemoryMonitor
-from grpo.memory.budget import limit_memory
+from grpo.memory.monitor import limit_worker
 from grpo.model.adapters import add_adapters, store_base
 from grpo.model.load import RolloutModel
 from grpo.model.reference import make_reference
@@ -71,7 +71,7 @@ def run_trial(task: TrialTask, say: Callable[[Mapping[str, Any]], None]) -> None
     step = (_grpo_step if task.objective == "grpo" else _language_step)(task, model, dtype)
     step(task.group_size if task.objective == "grpo" else 1)  # threads and kernels are there from now on
     if limit is not None:
-        limit_memory(device, limit, monitor.memory().total_bytes)
+        limit_worker(monitor, limit)
     for number in range(1, task.steps + 1):
         start = time.perf_counter()
         with monitor.phase() as reading:

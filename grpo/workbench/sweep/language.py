@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from grpo.learning.optimizer import learning_rate, make_optimizer, set_learning_rate
 from grpo.learning.step import Stepper
 from grpo.memory import MemoryMonitor
-from grpo.memory.budget import limit_memory
-from grpo.memory.monitor import PhaseReading
+from grpo.memory.monitor import PhaseReading, limit_worker
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.target import compute_dtype
 from grpo.workbench.corpus import open_corpus
@@ -122,7 +121,7 @@ def _rehearse(
     accumulate_lm(model, windows[:1], dtype=dtype, rows=1)
     model.zero_grad(set_to_none=True)
     if settings.memory_limit_bytes is not None:
-        limit_memory(monitor.device, settings.memory_limit_bytes, monitor.memory().total_bytes)
+        limit_worker(monitor, settings.memory_limit_bytes)
     if settings.compile:
         model.base_model.compile()
     with monitor.phase() as reading:
