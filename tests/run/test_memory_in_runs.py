@@ -309,13 +309,13 @@ def test_batch_size_auto_wants_room_for_a_group(auto, fixed_process, monkeypatch
 
 @pytest.mark.usefixtures("made_up_plans")
 def test_when_it_does_not_fit_phase_bytes_and_settings_are_named(config, fixed_process, monkeypatch):
-    limit_to(monkeypatch, GB)
+    limit_to(monkeypatch, GB + 12 * 2**20)
     with pytest.raises(DoesNotFit) as error, open_run(config):
         raise AssertionError
     said = str(error.value)
-    assert said.startswith("sample does not fit: one row needs 1.01 GB (weights 0 MB, ")
-    assert "there are 1.00 GB (test)" in said and said.endswith(
-        "a smaller --model saves more. As it is, 1.01 GB have to be there."
+    assert said.startswith("sample does not fit: one row needs 1.02 GB (weights 0 MB, ")
+    assert "there are 1.01 GB (test)" in said and said.endswith(
+        "a smaller --model saves more. As it is, 1.03 GB have to be there."
     )
     assert not config.runs_dir.exists()
 
