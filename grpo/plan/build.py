@@ -129,17 +129,16 @@ def plan_memory(
 
 
 def fits_better(work: Workload, other: Workload, monitor: MemoryMonitor, budget: Budget) -> bool:
-    """Whether `other`, and not `work`, does a group at once in every phase; if neither, a row; or needs less.
+    """Whether `work` does no group at once in every phase, and `other` does a row, or needs less for it.
 
     Before anything is loaded: what the process holds now, and what a start adds to it, is not torch's.
     """
     overhead = monitor.in_use_bytes() + STARTED_BYTES
     memories = [make_memory(each, monitor, lambda: budget, overhead_bytes=overhead) for each in (work, other)]
-    for rows in (work.config.group_size, 1):
-        needs = [_need(memory, work, rows) for memory in memories]
-        if min(needs) <= budget.usable_bytes:
-            return needs[0] > budget.usable_bytes
-    return needs[1] < needs[0]
+    if _need(memories[0], work, work.config.group_size) <= budget.usable_bytes:
+        return False
+    own, others = (_need(memory, work, 1) for memory in memories)
+    return others <= max(own, budget.usable_bytes)
 
 
 def _need(memory: AdaptiveMemory, work: Workload, rows: int) -> float:

@@ -152,6 +152,7 @@ def _make_run(
         check_room(config, folder, checkpoint_bytes(policy.model, optimizer), len(checkpoints.all()))
         write_settings(folder, config)
     memory.worst()
+    _warn_of_slow_parts(work, memory)
     expected = rehearsal.expected_shapes(memory.plan, config, rows_here=work.rows_here, policy=policy)
     _bound_heap(memory, budget(), device)
     _limit_memory(config, monitor)
@@ -252,6 +253,16 @@ def _budget(config: Config, monitor: MemoryMonitor, world: World) -> Callable[[]
         return make_budget(memory, utilization=utilization, limit_bytes=limit)
 
     return budget
+
+
+def _warn_of_slow_parts(work: Workload, memory: AdaptiveMemory) -> None:
+    """In bf16 on a CPU every shape has kernels compiled: parts of a group are many, each with its own."""
+    fewest = min(plan.rows for plan in memory.plan.values())
+    if work.target.on_cpu and work.target.is_lower and fewest < work.config.group_size:
+        logger.warning(
+            "only {} rows fit at once, and in bf16 each shape has kernels compiled: steps will take many times "
+            "as long as with more memory; --precision fp32 is faster here", fewest,
+        )  # fmt: skip
 
 
 def _bound_heap(memory: AdaptiveMemory, budget: Budget, device: torch.device) -> None:

@@ -244,10 +244,12 @@ def test_the_precision_that_fits_is_found(monkeypatch):
     monkeypatch.setattr("grpo.plan.workload.KEPT_KERNELS", 32)
     assert not exact_is_better(1000)  # both hold a group
     assert not exact_is_better(500)  # bf16 alone does
+    assert exact_is_better(250)  # neither does: parts of a group are slow in bf16
     monkeypatch.setattr("grpo.plan.workload.KEPT_KERNELS", 3000)
     assert exact_is_better(1000)  # fp32 alone does
-    assert exact_is_better(250)  # both hold less than a group, and fp32 a row
-    assert exact_is_better(1)  # neither a row: fp32 needs less
+    assert exact_is_better(1)  # neither holds a row: fp32 needs less
+    monkeypatch.setattr("grpo.plan.workload.KEPT_KERNELS", 0)
+    assert not exact_is_better(1)  # bf16 needs less
 
 
 def test_compiled_kernels_are_part_of_it_in_bf16_on_a_cpu():
