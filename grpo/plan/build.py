@@ -19,6 +19,7 @@ from grpo.plan.advice import advice
 from grpo.plan.trace import PHASES, PhaseTracer, split_name
 from grpo.plan.workload import (
     LATER_BYTES,
+    LATER_PRIVATE_BYTES,
     STARTED_BYTES,
     Workload,
     kernel_parts,
@@ -41,10 +42,20 @@ class TracedFit:
     def __init__(self, tracer: PhaseTracer, phase: str, longest: Shape, group_size: int) -> None:
         self._tracer, self._phase, self._longest, self._group_size = tracer, phase, longest, group_size
         self._fit: Callable[[Shape], float] | None = None
+        self._parts: dict[Shape, float] = {}
 
     def __call__(self, shape: Shape) -> float:
-        if shape.rows < self._group_size:
-            return float(self._tracer.peak_bytes(self._phase, shape))
+        if (
+            shape.rows < self._group_size
+        ):  # as if all were long: a trace for each shape takes time, and memory
+            longest = self._longest
+            shape = shape._replace(
+                prompt_tokens=max(shape.prompt_tokens, longest.prompt_tokens),
+                new_tokens=max(shape.new_tokens, longest.new_tokens), scored_tokens=None,
+            )  # fmt: skip
+            if shape not in self._parts:
+                self._parts[shape] = float(self._tracer.peak_bytes(self._phase, shape))
+            return self._parts[shape]
         if self._fit is None:
             self._fit = self._tracer.fit(self._phase, self._longest)
         return self._fit(self._tracer.rounded(self._phase, shape))
@@ -72,7 +83,8 @@ def make_memory(
     resident = resident_parts(work, tracer.num_parameters, sizes)
     if overhead_bytes is None:
         overhead_bytes = max(0, monitor.in_use_bytes() - sum(resident.values()))
-        overhead_bytes += LATER_BYTES if work.target.on_cpu else 0
+        later = LATER_PRIVATE_BYTES if monitor.counts_private else LATER_BYTES
+        overhead_bytes += later if work.target.on_cpu else 0
     resident |= kernel_parts(work.target, compiled_bytes, private=monitor.counts_private)
     gradients = {"gradients": work.exact_bytes * sum(sizes)}
     update = gradients["gradients"] + step_bytes(sizes, config.optimizer, work.target.device.type)

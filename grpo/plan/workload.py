@@ -25,8 +25,8 @@ _SLACK_EXACT = Slack(0.17, 0.06, 12 * 2**20)
 _SLACK_LOWER = Slack(0.23, 0.08, 12 * 2**20)
 """On CPUs as measured by `scripts/benchmark_memory.py runs`, on CUDA an estimate. In bf16 small tensors (cast
 weights, a prompt's activations) come between large ones, and tear the heap into more pieces."""
-LATER_BYTES = 10 * 2**20
-"""What a process on a CPU grows by after its rehearsal: code that is loaded, what trackers hold."""
+LATER_BYTES, LATER_PRIVATE_BYTES = 10 * 2**20, 40 * 2**20
+"""What a process on a CPU grows by after its rehearsal: code, trackers, texts; touched, and all of it."""
 STARTED_BYTES = 64 * 2**20
 """What a process on a CPU grows by from its imports to its plan: code, traces, threads."""
 

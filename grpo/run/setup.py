@@ -256,11 +256,11 @@ def _budget(config: Config, monitor: MemoryMonitor, world: World) -> Callable[[]
 
 
 def _warn_of_slow_parts(work: Workload, memory: AdaptiveMemory) -> None:
-    """In bf16 on a CPU every shape has kernels compiled: parts of a group are many, each with its own."""
+    """In bf16 on a CPU kernels are compiled for each shape, and parts of a group have many."""
     fewest = min(plan.rows for plan in memory.plan.values())
     if work.target.on_cpu and work.target.is_lower and fewest < work.config.group_size:
         logger.warning(
-            "only {} rows fit at once, and in bf16 each shape has kernels compiled: steps will take many times "
+            "only {} rows fit at once, and in bf16 shapes have kernels compiled: steps will take many times "
             "as long as with more memory; --precision fp32 is faster here", fewest,
         )  # fmt: skip
 
