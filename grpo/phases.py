@@ -14,7 +14,6 @@ from grpo.evaluate import Evaluation, interleave, score_heldout
 from grpo.evaluate.scores import Column
 from grpo.learning.loss import LossSettings
 from grpo.learning.objectives import GRPOBatch, Sums, accumulate_grpo
-from grpo.learning.step import begin_gradients
 from grpo.memory import DoesNotFit, Shape, survive
 from grpo.memory.recovery import release_cache
 from grpo.model.activation_checkpointing import choose_checkpointing
@@ -118,8 +117,6 @@ class PlannedPhases:
             return self._pass_tokens() if run.memory.is_planned_for("learn", parted) else None
 
         def work(rows: int) -> Sums:
-            if run.policy.target.gradients_first and not config.shard:
-                begin_gradients(run.policy.model)
             return accumulate_grpo(
                 run.policy.model, batch, settings=settings, temperature=config.sampling.temperature,
                 dtype=run.policy.target.dtype, rows=rows, pass_tokens=spared(rows),

@@ -198,7 +198,7 @@ def frozen() -> Iterator[None]:
 def untraced() -> Iterator[None]:
     """Memory plans from made-up peaks: tracing real ones takes a quarter of a minute."""
     made_up = mock.patch.object(TracedFit, "__call__", lambda fit, shape: 1e5 * shape.rows)
-    with made_up, mock.patch("grpo.run.setup.trace_phases"):
+    with made_up, mock.patch("grpo.run.planning.trace_phases"):
         yield
 
 

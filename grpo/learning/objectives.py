@@ -16,6 +16,7 @@ from grpo.learning.loss import (
     merge_metrics,
     truncated_importance_weights,
 )
+from grpo.learning.step import begin_gradients
 from grpo.scoring.micro_batches import micro_batch_logprobs, micro_batches
 from grpo.types import Rollout
 
@@ -59,6 +60,7 @@ def accumulate_grpo(
     device = model.device
     exact = torch.float32 if device.type == "mps" else torch.float64  # which MPS does not have
     sums: Sums = {}
+    begin_gradients(model)
 
     def part(values: Tensor | None, of: Tensor, width: int) -> Tensor | None:
         return None if values is None else values[of, :width].to(device)

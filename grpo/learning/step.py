@@ -92,7 +92,9 @@ class Stepper:
 
 
 def begin_gradients(model: nn.Module) -> None:
-    """Make the gradients that are not there yet: zeros, to which backward passes add."""
+    """Where `Target.gradients_first`, make the gradients that are not there yet: zeros, to be added to."""
+    if is_sharded(model) or next(model.parameters()).device.type != "cpu":
+        return
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -7,6 +7,7 @@ from grpo.memory.monitor import MemoryMonitor
 from grpo.memory.phase import PhaseSpec
 from grpo.memory.planner import DoesNotFit, largest_rows
 from grpo.memory.predictor import Predictor
+from grpo.memory.process import ProcessMemory
 from grpo.memory.recovery import is_out_of_memory, survive
 from grpo.memory.shape import Shape
 
@@ -17,6 +18,7 @@ __all__ = [
     "MemoryMonitor",
     "PhaseSpec",
     "Predictor",
+    "ProcessMemory",
     "Shape",
     "is_out_of_memory",
     "largest_rows",

@@ -8,24 +8,22 @@
 `work` must be a transaction: run again with fewer rows, from the same inputs, it gives the same result.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from loguru import logger
 
 from grpo.memory.budget import Budget, larger_budget
 from grpo.memory.monitor import MemoryMonitor, PhaseReading
-from grpo.memory.phase import KEPT, OUTSIDE, Footprint, Parts, PhaseRecord, PhaseSpec, Slack
+from grpo.memory.phase import Footprint, PhaseRecord
 from grpo.memory.planner import DoesNotFit, PhasePlan, largest_multiple, plan_phase, smaller_rows
-from grpo.memory.predictor import Predictor
+from grpo.memory.process import ProcessMemory
 from grpo.memory.recovery import Retry, survive
 from grpo.memory.shape import Shape
 
 T = TypeVar("T")
-NO_SLACK = Slack(0.0, 0.0)
 EXACT_STEPS = 2
 """First runs of a phase whose tensors are counted one by one where the allocator keeps no statistics."""
 COOLDOWN_STEPS = 20
@@ -44,50 +42,34 @@ class _Ceiling:
 class AdaptiveMemory:
     """The plan of a run on one device, and the phases run by it.
 
-    resident: bytes by component of what exists between phases. budget: asked before every plan, as
-    what others hold changes. overhead_bytes: what the process holds besides tensors; None: measured.
-    slack: what allocators hold besides, as far as it is known beforehand.
+    process: what it holds in each phase. budget: asked before every plan, as what others hold changes.
     advice: settings that would save a phase the bytes that not one row of it fits for want of.
     replays: whether a phase that ran out of memory may be done again, see `survive`.
     """
 
     def __init__(
         self,
-        phases: Mapping[str, PhaseSpec],
-        predictor: Predictor,
+        process: ProcessMemory,
         monitor: MemoryMonitor,
         *,
-        resident: Callable[[], Parts],
         budget: Callable[[], Budget],
-        batch_size: int,
         group_size: int,
-        overhead_bytes: int | None = None,
-        slack: Slack = NO_SLACK,
         advice: Callable[[str, float], str] = lambda phase, missing_bytes: "",
         replays: bool = True,
     ) -> None:
-        self.phases = dict(phases)
-        self._predictor = predictor
+        self.process = process
+        self.phases = process.phases
         self._monitor = monitor
-        self._resident = resident
         self._budget = budget
-        self._batch_size = batch_size
         self._group_size = group_size
         self._advice = advice
         self._replays = replays
-        if overhead_bytes is None:
-            overhead_bytes = max(0, monitor.in_use_bytes() - sum(resident().values()))
-        self._overhead = float(overhead_bytes)
-        self.slack = slack
-        self._slack_seen: Slack | None = None
-        self._held: list[tuple[float, float]] = []
-        self._reserved = 0.0
         self._worst: Mapping[str, Footprint] = {}
         self._highest = Footprint({})
         self.expected_bytes = 0.0
         """Of the largest phase, as `expected` last said; 0: unknown."""
         self._ceilings: dict[str, _Ceiling] = {}
-        self._runs = dict.fromkeys(phases, 0)
+        self._runs = dict.fromkeys(self.phases, 0)
         self._step = 0
         self._records: list[PhaseRecord] = []
         self._reasons: dict[str, str] = {}
@@ -103,10 +85,10 @@ class AdaptiveMemory:
         """
         self._step += 1
         self._longest = prompt_tokens, new_tokens
-        self._learn_slack()
+        self.process.learn_slack()
         budget = self._budget()
         for phase in self.phases:
-            new = self.plan_one(phase, budget, self._batch_size, prompt_tokens, new_tokens)
+            new = self.plan_one(phase, budget, self.process.batch_size, prompt_tokens, new_tokens)
             old = self.plan.get(phase)
             if old is not None and new.rows != old.rows:
                 what = "room for more" if new.rows > old.rows else "predictions with their error exceed"
@@ -139,9 +121,10 @@ class AdaptiveMemory:
             )  # fmt: skip
         except DoesNotFit as error:
             missing = footprint(1).upper_bytes - budget.usable_bytes
-            settings = self._advice(phase, missing) if self._overhead < budget.usable_bytes else ""
+            outside = self.process.overhead_bytes
+            settings = self._advice(phase, missing) if outside < budget.usable_bytes else ""
             needed = max(footprint(1, each).upper_bytes for each in self.phases)
-            larger = larger_budget(budget, needed, self._overhead)
+            larger = larger_budget(budget, needed, outside)
             raise DoesNotFit(self._explain(error, settings, larger)) from error
 
     def largest_whole(
@@ -171,50 +154,21 @@ class AdaptiveMemory:
         others = self._monitor.neighbours()
         return " ".join(filter(None, [str(error), others and f"On the card: {others}.", *remedies]))
 
-    def footprint(
-        self, phase: str, shape: Shape, batch_size: int | None = None, *, refined: bool = True
-    ) -> Footprint:
-        """What the process holds at the phase's peak, by component.
+    def footprint(self, phase: str, shape: Shape, batch_size: int | None = None) -> Footprint:
+        """What the process holds at the phase's peak, by component."""
+        return self.process.footprint(phase, shape, batch_size)
 
-        refined: by what was measured since the run began.
-        """
-        spec = self.phases[phase]
-        added = self._predictor.predict(self._name(phase, shape.rows, batch_size), shape, refined=refined)
-        parts = {name: float(size) for name, size in spec.parts(shape).items()}
-        rest = added.peak_bytes - sum(parts.values())
-        if rest < 0:  # the closed forms are upper bounds, the trace is not
-            parts = {name: size * added.peak_bytes / sum(parts.values()) for name, size in parts.items()}
-        slack = (refined and self._slack_seen) or self.slack
-        return Footprint(
-            {
-                **self._resident(),
-                **parts,
-                "activations": max(0.0, rest),
-                KEPT: slack.share * added.peak_bytes,
-                OUTSIDE: self._overhead,
-            },
-            math.hypot(added.error_bytes, slack.error_share * added.peak_bytes, slack.error_bytes),
-        )
-
-    def lasting(self, footprints: Mapping[str, Footprint]) -> dict[str, Footprint]:
-        """The same once all have run: an allocator does not give back what the largest phase needed."""
-        held = {**self._resident(), OUTSIDE: self._overhead, KEPT: self._reserved}
-        floor = Footprint({name: float(size) for name, size in held.items()}, self.slack.error_bytes)
-        every = [*footprints.values(), floor]
-        peak, upper = (max(each.peak_bytes for each in every), max(each.upper_bytes for each in every))
-        return {
-            phase: Footprint(
-                {**each.parts, KEPT: each.parts.get(KEPT, 0.0) + peak - each.peak_bytes}, upper - peak
-            )
-            for phase, each in footprints.items()
-        }
+    def reserve(self, bound: Callable[[int], None]) -> None:
+        """Bound a heap to what the largest phase adds."""
+        most = max((plan.footprint for plan in self.plan.values()), key=lambda each: each.tensor_bytes)
+        self.process.reserve(most, bound)
 
     def worst(self) -> dict[str, Footprint]:
         """What the process holds in each phase once all have run, were all texts as long as they can be.
 
         Records hold what is measured against the first one that was asked for.
         """
-        worst = self.lasting({phase: plan.footprint for phase, plan in self.plan.items()})
+        worst = self.process.lasting({phase: plan.footprint for phase, plan in self.plan.items()})
         self._worst = self._worst or worst
         return worst
 
@@ -222,27 +176,14 @@ class AdaptiveMemory:
         """The same for texts of these shapes, by what is known before the first step."""
         each = {
             phase: max(
-                (self.footprint(phase, shape, refined=False) for shape in shapes[phase]),
+                (self.process.footprint(phase, shape, refined=False) for shape in shapes[phase]),
                 key=lambda footprint: footprint.peak_bytes,
             )
             for phase in self.plan
         }
-        expected = self.lasting(each)
+        expected = self.process.lasting(each)
         self.expected_bytes = max(footprint.upper_bytes for footprint in expected.values())
         return expected
-
-    def reserve(self, bound: Callable[[int], None]) -> None:
-        """Bound a heap to what the largest phase adds; what it then holds is part of the plan."""
-        kept = sum(self._resident().values())
-        added = max(plan.footprint.tensor_bytes for plan in self.plan.values()) - kept
-        bound(int(max(0.0, added)))
-        if self._monitor.counts_private:  # which counts all of it, and gaps that were there before
-            held = self._monitor.memory().ours_bytes - kept - self._overhead
-            self._reserved = max(0.0, added, held)
-
-    def _name(self, phase: str, rows: int, batch_size: int | None = None) -> str:
-        spec = self.phases[phase]
-        return spec.whole if rows >= (batch_size or self._batch_size) else spec.split
 
     def _resting(self, phase: str) -> bool:
         ceiling = self._ceilings.get(phase)
@@ -309,14 +250,12 @@ class AdaptiveMemory:
         kv_growth: Sequence[tuple[int, int]],
     ) -> None:
         footprint = self.footprint(phase, shape)
-        beforehand = self.footprint(phase, shape, refined=False)
+        beforehand = self.process.footprint(phase, shape, refined=False)
         self._highest = max(self._highest, beforehand, key=lambda each: each.upper_bytes)
-        expected = self.lasting({phase: self._highest})[phase]
-        if reading.added_bytes is not None:
-            self._predictor.observe(self._name(phase, shape.rows), shape, reading.added_bytes)
-        base = sum(self._resident().values()) + self._overhead
-        added = footprint.tensor_bytes - base + self._overhead
-        self._held.append((added, reading.process_bytes - base))
+        expected = self.process.lasting({phase: beforehand, "the largest so far": self._highest})[phase]
+        self.process.observe(
+            phase, shape, added_bytes=reading.added_bytes, process_bytes=reading.process_bytes
+        )
         now = self._monitor.read()
         worst = self._worst.get(phase, footprint)
         self._records.append(
@@ -342,20 +281,6 @@ class AdaptiveMemory:
             yield
         self._observe(phase, Shape(self.plan[phase].rows, 0, 0), reading, 0, ())
 
-    def _learn_slack(self) -> None:
-        """What the process held beyond tensors in the last step's largest phase: others reuse that."""
-        if not self._held:
-            return
-        added, held = max(self._held)
-        self._held.clear()
-        if self._reserved:  # holds more than what it needs
-            return
-        before = self._slack_seen.share if self._slack_seen else 0.0
-        share = max(0.0, held - added) / added if added else 0.0
-        self._slack_seen = replace(
-            self.slack, share=max(before, share), error_share=self.slack.error_share / 2
-        )
-
     def take_records(self) -> list[PhaseRecord]:
         """What was measured since they were last taken."""
         records, self._records = self._records, []
@@ -366,11 +291,11 @@ class AdaptiveMemory:
     def state(self) -> dict[str, Any]:
         """Calibration and plan, for a checkpoint."""
         rows = {phase: plan.rows for phase, plan in self.plan.items()}
-        return {"predictor": self._predictor.state(), "runs": dict(self._runs), "rows": rows}
+        return {"predictor": self.process.predictor.state(), "runs": dict(self._runs), "rows": rows}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on with what was measured; a plan that differs from the one before is one log line."""
-        self._predictor.restore(state["predictor"])
+        self.process.predictor.restore(state["predictor"])
         self._runs |= {phase: runs for phase, runs in state["runs"].items() if phase in self._runs}
         for phase, rows in state["rows"].items():
             if phase in self.plan and self.plan[phase].rows != rows:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 GB = 2**30
 USABLE_SHARE = 0.98
 """Of the memory a card is sold with: a 24 GB card offers CUDA about 23.5 (RTX 3090: 23.69, 4090: 23.64)."""
@@ -83,25 +81,6 @@ def larger_budget(budget: Budget, needed_bytes: float, process_bytes: float) -> 
     if process_bytes >= budget.usable_bytes:
         return f"This process alone takes {readable(process_bytes)}: {remedy}."
     return f"As it is, {remedy}."
-
-
-def limit_memory(device: torch.device, limit_bytes: int, total_bytes: int) -> str:
-    """Enforce a limit where the system can, and say in words whether it does.
-
-    On CUDA the allocator's share of the card, less the context; on Linux RLIMIT_DATA of this process
-    (private writable memory). Elsewhere the limit only guides the plan.
-    """
-    if device.type == "cuda":
-        share = min(1.0, max(0, limit_bytes - CONTEXT_BYTES) / total_bytes)
-        torch.cuda.set_per_process_memory_fraction(share, device)
-        return f"enforced by the CUDA allocator ({share:.1%} of the card)"
-    if device.type == "cpu" and sys.platform == "linux":
-        import resource
-
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
-        return "enforced by the system (RLIMIT_DATA)"
-    return "a guide for the plan only: this system cannot enforce it"
 
 
 _LIMITS = (

@@ -18,14 +18,7 @@ from xml.etree import ElementTree
 import torch
 
 from grpo import malloc
-from grpo.memory.budget import (
-    CONTEXT_BYTES,
-    GB,
-    DeviceMemory,
-    data_limit,
-    host_total_and_available,
-    limit_memory,
-)
+from grpo.memory.budget import CONTEXT_BYTES, GB, DeviceMemory, data_limit, host_total_and_available
 from grpo.memory.live import LiveBytes
 
 
@@ -190,17 +183,6 @@ class MemoryMonitor:
                 Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
             except OSError:
                 pass  # not permitted in some sandboxes: the peak is then the process's whole life's
-
-
-HEAP_SHARE = 0.8
-"""Of the room under a limit, for what is freed and kept; the rest is for what its gaps are too small for."""
-
-
-def limit_worker(monitor: MemoryMonitor, limit_bytes: int) -> None:
-    """Enforce a limit on a process that has no plan of its own, and fit malloc's heap into it."""
-    if monitor.device.type == "cpu":
-        malloc.bound_heap(int(HEAP_SHARE * max(0, limit_bytes - monitor.in_use_bytes())))
-    limit_memory(monitor.device, limit_bytes, monitor.memory().total_bytes)
 
 
 def _card_processes(uuid: str) -> list[str]:

@@ -8,20 +8,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from loguru import logger
 
 from grpo.config import Config, SettingsError
 from grpo.data import PromptSource, Tokenizer
 from grpo.learning.optimizer import step_bytes
-from grpo.memory import AdaptiveMemory, Budget, MemoryMonitor, PhaseSpec, Predictor, Shape
+from grpo.memory import AdaptiveMemory, Budget, MemoryMonitor, PhaseSpec, Predictor, ProcessMemory, Shape
 from grpo.plan.advice import advice
 from grpo.plan.trace import PHASES, PhaseTracer, split_name
 from grpo.plan.workload import (
     LATER_BYTES,
     LATER_PRIVATE_BYTES,
-    STARTED_BYTES,
     Workload,
+    bytes_at_start,
     kernel_parts,
     logits_parts,
     resident_parts,
@@ -61,22 +62,20 @@ class TracedFit:
         return self._fit(self._tracer.rounded(self._phase, shape))
 
 
-def make_memory(
+def process_memory(
     work: Workload,
+    tracer: PhaseTracer,
     monitor: MemoryMonitor,
-    budget: Callable[[], Budget],
     *,
     overhead_bytes: int | None = None,
     compiled_bytes: int = 0,
     bias: float = 1.0,
-) -> AdaptiveMemory:
-    """The memory of a run, to plan by and to run phases with.
+) -> ProcessMemory:
+    """What the process of a run holds, phase by phase.
 
-    overhead_bytes: what the process holds besides tensors; None: measured. compiled_bytes: of kernels, in
-    that.
+    overhead_bytes: besides tensors; None: measured. compiled_bytes: of kernels, in that.
     """
     config = work.config
-    tracer = PhaseTracer(work.phase_settings())
     longest = Shape(config.group_size, work.longest_prompt, work.new_tokens)
     traced = {phase: TracedFit(tracer, phase, longest, config.group_size) for phase in PHASES}
     sizes = work.sizes_here(tracer.trained_sizes)
@@ -104,12 +103,22 @@ def make_memory(
     if not (config.uses_reference or config.num_iterations > 1 or config.kl_in_reward):
         del specs["score"]
     first_error = CPU_ERROR if work.target.on_cpu else None
-    return AdaptiveMemory(
+    return ProcessMemory(
         specs, Predictor(fits, scratch_bytes=scratch, first_error=first_error, bias=bias), monitor,
-        resident=lambda: resident, budget=budget, batch_size=work.rows_here, group_size=config.group_size,
-        overhead_bytes=overhead_bytes, slack=usual_slack(work.target),
-        advice=lambda phase, missing: advice(work, phase, tracer, missing),
-        replays=work.shards == 1,
+        resident=lambda: resident, batch_size=work.rows_here, overhead_bytes=overhead_bytes,
+        slack=usual_slack(work.target),
+    )  # fmt: skip
+
+
+def make_memory(
+    work: Workload, monitor: MemoryMonitor, budget: Callable[[], Budget], **process: Any
+) -> AdaptiveMemory:
+    """The memory of a run, to plan by and to run phases with. process: as `process_memory` takes it."""
+    tracer = PhaseTracer(work.phase_settings())
+    return AdaptiveMemory(
+        process_memory(work, tracer, monitor, **process), monitor,
+        budget=budget, group_size=work.config.group_size,
+        advice=lambda phase, missing: advice(work, phase, tracer, missing), replays=work.shards == 1,
     )  # fmt: skip
 
 
@@ -118,19 +127,18 @@ def plan_memory(
     monitor: MemoryMonitor,
     budget: Callable[[], Budget],
     *,
-    overhead_bytes: int | None = None,
-    compiled_bytes: int = 0,
-    bias: float = 1.0,
     agree: Callable[[int], int] = lambda rows: rows,
+    **process: Any,
 ) -> tuple[Workload, AdaptiveMemory]:
     """The first plan; what is auto in the settings is settled in the workload that comes back.
 
-    agree: from the rows that fit in this process to those of the process that holds least.
+    agree: from the rows that fit in this process to those of the process that holds least. process: as
+    `process_memory` takes it.
     """
-    make = partial(
-        make_memory, monitor=monitor, budget=budget, overhead_bytes=overhead_bytes,
-        compiled_bytes=compiled_bytes, bias=bias,
-    )  # fmt: skip
+
+    def make(work: Workload) -> AdaptiveMemory:
+        return make_memory(work, monitor, budget, **process)
+
     if work.config.batch_size == "auto":
         size = work.processes * agree(find_batch_size(make(work), work, budget()))
         logger.info("batch size {}: the largest that needs no splitting, of {}", size, budget())
@@ -145,22 +153,21 @@ def fits_better(work: Workload, other: Workload, monitor: MemoryMonitor, budget:
 
     Before anything is loaded: what the process holds now, and what a start adds to it, is not torch's.
     """
-    overhead = monitor.in_use_bytes() + STARTED_BYTES
-    memories = [make_memory(each, monitor, lambda: budget, overhead_bytes=overhead) for each in (work, other)]
-    if _need(memories[0], work, work.config.group_size) <= budget.usable_bytes:
+    overhead = bytes_at_start("cpu", monitor)
+
+    def need(work: Workload, rows: int) -> float:
+        """Bytes with which every phase takes so many rows at once, or as many as a person fixed."""
+        tracer = PhaseTracer(work.phase_settings())
+        process = process_memory(work, tracer, monitor, overhead_bytes=overhead)
+        shape = Shape(rows, work.longest_prompt, work.new_tokens)
+        return max(
+            process.footprint(phase, shape._replace(rows=min(rows, spec.rows or rows))).upper_bytes
+            for phase, spec in process.phases.items()
+        )
+
+    if need(work, work.config.group_size) <= budget.usable_bytes:
         return False
-    own, others = (_need(memory, work, 1) for memory in memories)
-    return others <= max(own, budget.usable_bytes)
-
-
-def _need(memory: AdaptiveMemory, work: Workload, rows: int) -> float:
-    """Bytes with which every phase takes so many rows at once, or as many as a person fixed."""
-    return max(
-        memory.footprint(
-            phase, Shape(min(rows, spec.rows or rows), work.longest_prompt, work.new_tokens)
-        ).upper_bytes
-        for phase, spec in memory.phases.items()
-    )
+    return need(other, 1) <= max(need(work, 1), budget.usable_bytes)
 
 
 def trace_parts(work: Workload, memory: AdaptiveMemory) -> None:

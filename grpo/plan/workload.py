@@ -10,7 +10,8 @@ from grpo.config import Config
 from grpo.distributed import largest_share
 from grpo.environment import KEPT_KERNELS
 from grpo.learning.optimizer import moment_bytes
-from grpo.memory import Shape
+from grpo.memory import MemoryMonitor, Shape
+from grpo.memory.budget import CONTEXT_BYTES
 from grpo.memory.phase import Slack
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.target import Target
@@ -36,6 +37,11 @@ def usual_slack(target: Target) -> Slack:
     if not target.on_cpu:
         return SLACK_ON_CUDA
     return _SLACK_LOWER if target.is_lower else _SLACK_EXACT
+
+
+def bytes_at_start(device_type: str, monitor: MemoryMonitor) -> int:
+    """What a process that has loaded nothing yet will hold besides tensors when it plans."""
+    return monitor.in_use_bytes() + STARTED_BYTES if device_type == "cpu" else CONTEXT_BYTES
 
 
 @dataclass(frozen=True)

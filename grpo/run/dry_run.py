@@ -13,16 +13,17 @@ from grpo.config import Config
 from grpo.config.sizes import parse_size
 from grpo.data import Tokenizer
 from grpo.environment import launched_processes
-from grpo.memory import MemoryMonitor, make_budget
-from grpo.memory.budget import CONTEXT_BYTES, card_memory
+from grpo.memory import MemoryMonitor
+from grpo.memory.budget import card_memory
 from grpo.model.adapters import check_peft
 from grpo.model.hub import out_of_reach
 from grpo.model.load import default_shape, load_config, load_tokenizer
 from grpo.model.target import HUB_DEFAULT, choose_device, choose_model, make_target
 from grpo.plan.build import longest_prompt, plan_memory
 from grpo.plan.tables import plan_table
-from grpo.plan.workload import STARTED_BYTES, Workload
+from grpo.plan.workload import Workload, bytes_at_start
 from grpo.run.loading import load_source, room_in
+from grpo.run.planning import budget_within
 
 
 def dry_run(config: Config, console: Console) -> None:
@@ -44,10 +45,8 @@ def dry_run(config: Config, console: Console) -> None:
     )  # fmt: skip
     monitor = MemoryMonitor(torch.device("cpu") if absent else device)
     memory = card_memory(absent) if absent else monitor.memory()
-    limit = parse_size(config.memory_limit) if config.memory_limit else None
-    budget = make_budget(memory, utilization=config.memory_utilization, limit_bytes=limit)
-    # No weights are loaded here: on the host all that is held is not torch's, and some will be added.
-    overhead = CONTEXT_BYTES if device.type == "cuda" else monitor.in_use_bytes() + STARTED_BYTES
+    budget = budget_within(config, memory)
+    overhead = bytes_at_start(device.type, monitor)
     work, planned = plan_memory(work, monitor, lambda: budget, overhead_bytes=overhead)
     logger.info(
         "{} rows of up to {} prompt and {} new tokens, {}",

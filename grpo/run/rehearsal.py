@@ -35,7 +35,7 @@ class Rehearsal:
         self, plan: Mapping[str, PhasePlan], config: Config, *, rows_here: int, policy: Policy
     ) -> dict[str, Sequence[Shape]]:
         """Of each phase's parts, were the first step's completions as long as these."""
-        step = self._step(rows_here, config.group_size)
+        step = self.step(rows_here, config.group_size)
         tokens = config.sampling.max_new_tokens
         if not has_static_cache(policy.model):
             tokens = int(step.lengths.max())
@@ -50,8 +50,8 @@ class Rehearsal:
                 shapes[phase] = micro_batch_shapes(step, plan[phase].rows, pass_tokens=pass_tokens)
         return shapes
 
-    def _step(self, rows: int, group_size: int) -> Rollout:
-        """A whole step, its completions as long as those of prompts of the same task."""
+    def step(self, rows: int, group_size: int, *, share: float = 1.0) -> Rollout:
+        """A whole step, its completions as long as those of prompts of the same task, or a share of it."""
         tasks = [prompt.task for prompt in self.answers.prompts]
         lengths: list[int] = []
         prompt_ids = []
@@ -60,7 +60,8 @@ class Rehearsal:
             prompt_ids.append([0] * self.prompt_tokens[place])
             like = [row for row, task in enumerate(tasks) if task == self.prompts[place].task]
             like = like or list(range(len(tasks)))
-            lengths += [int(self.answers.lengths[like[row % len(like)]]) for row in range(group_size)]
+            answered = [int(self.answers.lengths[like[row % len(like)]]) for row in range(group_size)]
+            lengths += [max(1, int(share * length)) for length in answered]
         width = max(lengths)
         return Rollout(
             prompts=[self.prompts[group % len(self.prompts)] for group in range(rows // group_size)],

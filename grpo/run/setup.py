@@ -3,7 +3,7 @@
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,26 +13,23 @@ from loguru import logger
 from rich.console import Console
 from torch import Tensor
 
-from grpo import malloc
 from grpo.config import Config
-from grpo.config.sizes import parse_size
 from grpo.data import PromptSource
 from grpo.data.reward_functions import PROMPTS_LOOKED_AT, RewardFunctions
 from grpo.data.split import split
 from grpo.distributed import World, open_world
 from grpo.distributed.share import Share
 from grpo.learning.optimizer import check_optimizer, make_optimizer
-from grpo.memory import AdaptiveMemory, Budget, DoesNotFit, MemoryMonitor, is_out_of_memory, make_budget
-from grpo.memory.budget import limit_memory
+from grpo.memory import AdaptiveMemory, Budget, DoesNotFit, MemoryMonitor, is_out_of_memory
 from grpo.memory.phase import Footprint
 from grpo.memory.recovery import release_cache
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import check_peft
-from grpo.model.load import Policy, RolloutModel, load_config, load_tokenizer
+from grpo.model.load import Policy, RolloutModel
 from grpo.model.reference import Reference
-from grpo.model.target import Target, choose_device, choose_model, compute_dtype, make_target
+from grpo.model.target import choose_device, choose_model, compute_dtype
 from grpo.plan.advice import does_not_stay
-from grpo.plan.build import fits_better, longest_prompt, plan_memory, trace_parts, trace_phases
+from grpo.plan.build import longest_prompt
 from grpo.plan.tables import plan_table
 from grpo.plan.workload import Workload
 from grpo.run.checkpoint import Checkpoint, CheckpointFolder
@@ -40,17 +37,14 @@ from grpo.run.clock import Clock
 from grpo.run.disk import check_room, checkpoint_bytes
 from grpo.run.folder import hold_folder, open_checkpoints, write_settings
 from grpo.run.loading import check_shard, load_models, load_source, shard_models
-from grpo.run.rehearsal import Rehearsal, rehearse
+from grpo.run.pace import say_how_slow
+from grpo.run.planning import budget_of, choose_target, enforce, plan_together
+from grpo.run.rehearsal import rehearse
 from grpo.run.same_everywhere import check_same
 from grpo.run.tracking import check_trackers
 from grpo.scoring.model_checks import check_recomputation
 from grpo.types import Prompt, Rollout
 from rewards.engine import EnginePool, find_stockfish
-
-NARROW = 2 * 2**30
-"""Bytes of a budget in which kernels that are compiled may be what does not fit."""
-AT_EASE = 2
-"""Budgets of so many times the worst case let malloc's heap grow as it likes."""
 
 
 @dataclass
@@ -131,7 +125,8 @@ def _make_run(
     rewards.check_columns(source.longest(PROMPTS_LOOKED_AT))
     engine = _start_engine(config, stack) if "policy" in source.tasks else None
     monitor = MemoryMonitor(device, limited=config.memory_limit is not None)
-    target = _choose_target(config, device, source, monitor, _budget(config, monitor, world)())
+    budget = budget_of(config, monitor, world.sharing)
+    target = choose_target(config, device, source, monitor, budget())
     with _explaining_what_stays(Workload(config, target, 1, reference_device == device, world.size)):
         policy, reference = load_models(config, checkpoint, target, reference_device)
         check_same(world, config, checkpoint, source, policy.model)
@@ -143,8 +138,7 @@ def _make_run(
     longest = longest_prompt(source, policy.tokenizer, config)
     work = Workload(config, target, longest, reference_device == device, world.size)
     rehearsal = rehearse(config, policy, sampler, source, monitor)
-    budget = _budget(config, monitor, world)
-    work, memory = _plan_together(world, work, monitor, budget, rehearsal, prediction_bias)
+    work, memory = plan_together(world, work, monitor, budget, rehearsal, prediction_bias)
     if config.gradient_checkpointing == "auto":  # and the plan has settled it
         check_recomputation(policy.model, choose_checkpointing(work.config.gradient_checkpointing))
     config = work.config
@@ -152,10 +146,9 @@ def _make_run(
         check_room(config, folder, checkpoint_bytes(policy.model, optimizer), len(checkpoints.all()))
         write_settings(folder, config)
     memory.worst()
-    _warn_of_slow_parts(work, memory)
+    say_how_slow(work, memory, policy, sampler, rehearsal, budget())
     expected = rehearsal.expected_shapes(memory.plan, config, rows_here=work.rows_here, policy=policy)
-    _bound_heap(memory, budget(), device)
-    _limit_memory(config, monitor)
+    enforce(config, monitor, memory, budget())
     return Run(
         config=config, folder=folder, source=source,
         eval_prompts=_choose_eval_prompts(config, source.heldout),
@@ -165,25 +158,6 @@ def _make_run(
         clock=Clock(device), monitor=monitor, memory=memory, budget=budget(),
         longest_prompt=work.longest_prompt, expected=memory.expected(expected), world=world,
     )  # fmt: skip
-
-
-def _choose_target(
-    config: Config, device: torch.device, source: PromptSource, monitor: MemoryMonitor, budget: Budget
-) -> Target:
-    """The model's, in fp32 where the precision is auto and there is no room for the kernels of bf16."""
-    target = make_target(load_config(config.model), device, config.precision)
-    if config.precision != "auto" or not (target.on_cpu and target.is_lower and budget.usable_bytes < NARROW):
-        return target
-    exact = make_target(target.model_config, device, torch.float32)
-    longest = longest_prompt(source, load_tokenizer(config.model), config)
-    settled = config
-    if config.batch_size == "auto":
-        settled = replace(config, batch_size=config.group_size)
-    lower = Workload(settled, target, longest, reference_here=True)
-    if not fits_better(lower, replace(lower, target=exact), monitor, budget):
-        return target
-    logger.info("precision is fp32: {} leave no room for the kernels that bf16 compiles", budget)
-    return exact
 
 
 @contextmanager
@@ -221,63 +195,6 @@ def _tidy_up(device: torch.device) -> None:
     if device.type != "cpu":
         gc.collect()
         release_cache()
-
-
-def _plan_together(
-    world: World,
-    work: Workload,
-    monitor: MemoryMonitor,
-    budget: Callable[[], Budget],
-    rehearsal: Rehearsal,
-    bias: float,
-) -> tuple[Workload, AdaptiveMemory]:
-    """Each process's own plan, of a batch size that is the same for all."""
-    if world.size > 1:
-        with world.main_first("the first plan"):
-            trace_phases(work)
-    work, memory = plan_memory(
-        work, monitor, budget, compiled_bytes=rehearsal.grown_bytes, bias=bias,
-        agree=lambda rows: min(world.exchange("the batch size", rows)),
-    )  # fmt: skip
-    trace_parts(work, memory)
-    return work, memory
-
-
-def _budget(config: Config, monitor: MemoryMonitor, world: World) -> Callable[[], Budget]:
-    """What this process may hold, as it is whenever that is asked."""
-    limit = parse_size(config.memory_limit) if config.memory_limit else None
-    utilization = config.memory_utilization
-
-    def budget() -> Budget:
-        memory = monitor.memory().shared_by(world.sharing)
-        return make_budget(memory, utilization=utilization, limit_bytes=limit)
-
-    return budget
-
-
-def _warn_of_slow_parts(work: Workload, memory: AdaptiveMemory) -> None:
-    """In bf16 on a CPU kernels are compiled for each shape, and parts of a group have many."""
-    fewest = min(plan.rows for plan in memory.plan.values())
-    if work.target.on_cpu and work.target.is_lower and fewest < work.config.group_size:
-        logger.warning(
-            "only {} rows fit at once, and in bf16 shapes have kernels compiled: steps will take many times "
-            "as long as with more memory; --precision fp32 is faster here", fewest,
-        )  # fmt: skip
-
-
-def _bound_heap(memory: AdaptiveMemory, budget: Budget, device: torch.device) -> None:
-    """Where the budget is not far away, have malloc keep no more than the plan has room for."""
-    most = max(each.upper_bytes for each in memory.worst().values())
-    if device.type == "cpu" and budget.usable_bytes < AT_EASE * most:
-        memory.reserve(malloc.bound_heap)
-
-
-def _limit_memory(config: Config, monitor: MemoryMonitor) -> None:
-    """Enforce --memory-limit where that is possible: last, when threads and processes have started."""
-    if config.memory_limit:
-        limit = parse_size(config.memory_limit)
-        how = limit_memory(monitor.device, limit, monitor.memory().total_bytes)
-        logger.info("memory limit {}: {}", config.memory_limit, how)
 
 
 def _start_engine(config: Config, stack: ExitStack) -> EnginePool | None:

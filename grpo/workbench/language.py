@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo.config.groups import Checkpointing
+from grpo.learning.step import begin_gradients
 from grpo.memory import Shape
 from grpo.model.activation_checkpointing import recomputed_layers
 from grpo.model.cpu.embedding_gradients import gradients_in_place
@@ -48,6 +49,7 @@ def accumulate_lm(
     num_tokens = windows[:, 1:].numel()
     exact = torch.float32 if model.device.type == "mps" else torch.float64
     total = torch.zeros((), device=model.device, dtype=exact)
+    begin_gradients(model)
     with recomputed_layers(model, checkpointing):
         for part in windows.split(rows):
             loss = -window_logprobs(model, part, dtype=dtype).sum() / num_tokens
@@ -70,7 +72,7 @@ class FakeWindows(FakePhases):
     """Learning from windows, for memory to be traced."""
 
     def _works(self) -> dict[str, tuple[Callable[[Shape], None], bool]]:
-        return {WHOLE: (self._learn_windows, False), SPLIT: (self._learn_windows, True)}
+        return {WHOLE: (self._learn_windows, self._gradients_first), SPLIT: (self._learn_windows, True)}
 
     def _learn_windows(self, shape: Shape) -> None:
         windows = torch.zeros(shape.rows, 1 + shape.new_tokens, dtype=torch.long)

@@ -13,13 +13,13 @@ from transformers import PretrainedConfig
 from grpo.config import Config, SettingsError
 from grpo.config.groups import Checkpointing, CheckpointingSetting, LoraSettings, SamplingSettings
 from grpo.learning.loss import LossSettings
-from grpo.memory import AdaptiveMemory, Budget, MemoryMonitor, PhaseSpec, Predictor, Shape
+from grpo.memory import MemoryMonitor, PhaseSpec, Predictor, ProcessMemory, Shape
 from grpo.memory.phase import Footprint
 from grpo.memory.planner import largest_multiple
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import check_peft
 from grpo.model.target import make_target
-from grpo.plan.build import TracedFit, make_memory
+from grpo.plan.build import TracedFit, process_memory
 from grpo.plan.trace import PhaseTracer
 from grpo.plan.workload import Workload, logits_parts, resident_parts, scratch_bytes, usual_slack
 from grpo.workbench import language
@@ -90,11 +90,12 @@ class StepMemory:
         self.settings = settings
         self._work = _workload(settings)
         if settings.objective == "grpo":
-            self._memory = make_memory(
-                self._work, _monitor(settings), _no_budget, overhead_bytes=overhead_bytes
+            tracer = PhaseTracer(self._work.phase_settings())
+            self._process = process_memory(
+                self._work, tracer, _monitor(settings), overhead_bytes=overhead_bytes
             )
         else:
-            self._memory = _language_memory(self._work, settings, overhead_bytes)
+            self._process = _language_memory(self._work, settings, overhead_bytes)
 
     def footprints(self, batch_size: int, rows: int | None = None) -> dict[str, Footprint]:
         """By phase, for `rows` (all) at once of a batch."""
@@ -103,8 +104,8 @@ class StepMemory:
         if self.settings.objective == "lm":
             shape = shape._replace(prompt_tokens=1)
         return {
-            phase: self._memory.footprint(phase, shape, batch_size=batch_size)
-            for phase in self._memory.phases
+            phase: self._process.footprint(phase, shape, batch_size=batch_size)
+            for phase in self._process.phases
         }
 
     def largest_phase(self, batch_size: int, rows: int | None = None) -> tuple[str, Footprint]:
@@ -141,7 +142,7 @@ def _workload(settings: StepSettings) -> Workload:
     return Workload(config, target, settings.prompt_tokens, reference_here=True)
 
 
-def _language_memory(work: Workload, settings: StepSettings, overhead_bytes: int) -> AdaptiveMemory:
+def _language_memory(work: Workload, settings: StepSettings, overhead_bytes: int) -> ProcessMemory:
     """Learning from windows, and the update. There is no sampler, so nobody holds a copy for it."""
     tracer = PhaseTracer(work.phase_settings(), kind=language.FakeWindows)
     resident = resident_parts(work, tracer.num_parameters, tracer.trained_sizes)
@@ -151,7 +152,8 @@ def _language_memory(work: Workload, settings: StepSettings, overhead_bytes: int
     gradients = {"gradients": work.exact_bytes * sum(tracer.trained_sizes)}
     specs = {
         "learn": PhaseSpec(
-            language.WHOLE, language.SPLIT, None, lambda shape: {**gradients, **logits_parts(work, shape)}
+            language.SPLIT if work.gradients_first else language.WHOLE, language.SPLIT, None,
+            lambda shape: {**gradients, **logits_parts(work, shape)},
         ),
         "update": PhaseSpec("update", "update", None, lambda shape: gradients),
     }  # fmt: skip
@@ -160,17 +162,12 @@ def _language_memory(work: Workload, settings: StepSettings, overhead_bytes: int
         "update": lambda shape: float(gradients["gradients"]),
     }
     scratch = {name: scratch_bytes(name, work.target) for name in fits}
-    return AdaptiveMemory(
-        specs, Predictor(fits, scratch_bytes=scratch), _monitor(settings),
-        resident=lambda: resident, budget=_no_budget, batch_size=1, group_size=1,
-        overhead_bytes=overhead_bytes, slack=usual_slack(work.target),
+    return ProcessMemory(
+        specs, Predictor(fits, scratch_bytes=scratch), _monitor(settings), resident=lambda: resident,
+        batch_size=1, overhead_bytes=overhead_bytes, slack=usual_slack(work.target),
     )  # fmt: skip
 
 
 def _monitor(settings: StepSettings) -> MemoryMonitor:
     """Only asked where the predictions are for, as the device may not be there."""
     return MemoryMonitor(torch.device(settings.device_type))
-
-
-def _no_budget() -> Budget:
-    return Budget(0, "not asked")

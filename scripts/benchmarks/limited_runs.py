@@ -51,6 +51,8 @@ class RunOutcome:
     said: str = ""
     slow_by_plan: bool = False
     """Whether it said beforehand that steps will take many times as long."""
+    times_said: float | None = None
+    """As long a step as with all rows at once, by what it said beforehand."""
 
     @property
     def miss(self) -> float:
@@ -118,11 +120,14 @@ def _outcome(
     if not lines:
         return RunOutcome(name, ended.returncode, "Traceback" in text, said=text[-2000:])
     highest = max(lines, key=lambda line: line["device_used_bytes"])
+    said = " ".join(text.split())
+    times = re.search(r"and ([\d.]+) times as long a step", said)
     return RunOutcome(
         name, ended.returncode, "Traceback" in text, median(seconds[1:] or seconds or [0.0]),
         sum(line["retries"] for line in lines), highest["worst_bytes"], highest["expected_bytes"],
         highest["expected_error_bytes"], highest["device_used_bytes"], lines[0]["process_before_bytes"],
-        "" if ended.returncode == 0 else text[-2000:], "steps will take many times" in " ".join(text.split()),
+        "" if ended.returncode == 0 else text[-2000:], "steps will take many times" in said,
+        float(times[1]) if times else None,
     )  # fmt: skip
 
 
@@ -188,6 +193,7 @@ def ladder_table(rows: Sequence[tuple[str, int | None, RunOutcome]], how: How) -
         "status",
         "s a step",
         "of none's",
+        "said",
         "retries",
         "at most",
         "expected",
@@ -203,6 +209,7 @@ def ladder_table(rows: Sequence[tuple[str, int | None, RunOutcome]], how: How) -
             "traceback" if outcome.traceback else str(outcome.status),
             f"{outcome.step_s:.2f}" if outcome.step_s else "",
             f"{ratio:.2f}" if ratio else "",
+            "many times" if outcome.slow_by_plan else f"{outcome.times_said or 1:.1f}",
             str(outcome.retries),
             *outcome.cells,
         )

@@ -15,13 +15,15 @@ from grpo.memory import (
     MemoryMonitor,
     PhaseSpec,
     Predictor,
+    ProcessMemory,
     Shape,
     predictor,
 )
-from grpo.memory.adaptive import COOLDOWN_STEPS, NO_SLACK, OUTSIDE
+from grpo.memory.adaptive import COOLDOWN_STEPS
 from grpo.memory.budget import GB, DeviceMemory
 from grpo.memory.monitor import MemoryReading, PhaseReading
-from grpo.memory.phase import KEPT, Footprint, Slack
+from grpo.memory.phase import KEPT, OUTSIDE, Footprint, Slack
+from grpo.memory.process import NO_SLACK
 
 G, BATCH = 4, 64
 ROOMY = 10_000
@@ -84,11 +86,13 @@ class Run:
         self.undone = 0
         fits = {"learn": learned, "learn split": lambda shape: learned(shape) + 20}
         self.predictor = Predictor(fits, bias=bias)
-        self.memory = AdaptiveMemory(
+        process = ProcessMemory(
             {"learn": PhaseSpec("learn", "learn split", rows)}, self.predictor, self.monitor,
-            resident=lambda: {"weights": 100}, budget=lambda: Budget(self.usable, "test"),
-            batch_size=BATCH, group_size=G, overhead_bytes=50, advice=shrink, slack=slack,
+            resident=lambda: {"weights": 100}, batch_size=BATCH, overhead_bytes=50, slack=slack,
         )  # fmt: skip
+        self.memory = AdaptiveMemory(
+            process, self.monitor, budget=lambda: Budget(self.usable, "test"), group_size=G, advice=shrink
+        )
 
     def replan(self, steps: int = 1) -> int:
         for _ in range(steps):
@@ -157,7 +161,7 @@ def test_what_an_allocator_keeps_is_planned_for_until_a_step_shows_how_much_it_i
     run.replan()
     footprint = run.memory.footprint("learn", Shape(64, 30, 20))
     assert (footprint.parts[KEPT], footprint.error_bytes) == (pytest.approx(96), math.hypot(32, 32, 7))
-    assert run.memory.footprint("learn", Shape(64, 30, 20), refined=False).parts[KEPT] == 160
+    assert run.memory.process.footprint("learn", Shape(64, 30, 20), refined=False).parts[KEPT] == 160
 
 
 def test_what_the_largest_phase_needed_stays_with_the_process():
@@ -166,7 +170,7 @@ def test_what_the_largest_phase_needed_stays_with_the_process():
         Footprint({"weights": 100.0, OUTSIDE: 50.0}, 5),
         Footprint({"weights": 100.0, KEPT: 200.0}, 1),
     )
-    lasting = run.memory.lasting({"small": small, "large": large})
+    lasting = run.memory.process.lasting({"small": small, "large": large})
     assert lasting["small"] == Footprint({"weights": 100.0, OUTSIDE: 50.0, KEPT: 150.0}, 1)
     assert lasting["large"] == large
 
@@ -229,13 +233,11 @@ def test_a_footprint_says_what_the_peak_consists_of():
 
 
 def test_what_is_not_torchs_is_measured_at_the_start_unless_it_is_known():
-    memory = AdaptiveMemory(
-        {}, Predictor({}), StubMonitor(), resident=lambda: {"weights": 100},
-        budget=lambda: Budget(1, ""), batch_size=BATCH, group_size=G,
+    process = ProcessMemory(
+        {"learn": PhaseSpec("learn", "learn")}, Predictor({"learn": learned}), StubMonitor(),
+        resident=lambda: {"weights": 100}, batch_size=BATCH,
     )  # fmt: skip
-    memory.phases["learn"] = PhaseSpec("learn", "learn")
-    memory._predictor = Predictor({"learn": learned})
-    assert memory.footprint("learn", Shape(1, 1, 1)).parts[OUTSIDE] == 160 - 100
+    assert process.footprint("learn", Shape(1, 1, 1)).parts[OUTSIDE] == 160 - 100
 
 
 @pytest.mark.parametrize(("fixed", "rows"), [(8, 8), (7, 4), (3, 2), (1, 1), (48, 32), (64, 64), (999, 64)])

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from grpo.memory import budget, is_out_of_memory, make_budget
-from grpo.memory.budget import GB, DeviceMemory, card_memory, host_total_and_available, limit_memory
+from grpo.memory.budget import GB, DeviceMemory, card_memory, host_total_and_available
+from grpo.memory.enforce import limit_memory
 
 MB = 2**20
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

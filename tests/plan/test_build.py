@@ -19,10 +19,10 @@ from grpo.data import PromptSource
 from grpo.data.source import MemoryLane
 from grpo.learning.loss import LossSettings
 from grpo.memory import Budget, DoesNotFit, MemoryMonitor, Shape
-from grpo.memory.adaptive import NO_SLACK
 from grpo.memory.budget import GB
 from grpo.memory.phase import KEPT, Footprint
 from grpo.memory.planner import PhasePlan
+from grpo.memory.process import NO_SLACK
 from grpo.model.target import Target
 from grpo.plan.advice import advice
 from grpo.plan.build import (
@@ -235,7 +235,7 @@ def budget_for(rows: int, extra: int = 0, **settings: object) -> Budget:
 def test_the_precision_that_fits_is_found(monkeypatch):
     """bf16 holds half a row's bytes, and its kernels. A group of 8 takes 8 x 70 MB, or half that."""
     monkeypatch.setattr(MemoryMonitor, "in_use_bytes", lambda self: 0)
-    monkeypatch.setattr("grpo.plan.build.STARTED_BYTES", 0)
+    monkeypatch.setattr("grpo.plan.workload.STARTED_BYTES", 0)
     exact, lower = workload(), workload(torch.bfloat16)
 
     def exact_is_better(room: float) -> bool:

@@ -140,13 +140,16 @@ def test_part_of_a_group_is_traced_as_it_is_done(tracer):
     assert tracer().peak_bytes("score", shape) == pytest.approx(peak_live_bytes(work), rel=0.02)
 
 
-def test_what_costs_memory_shows(tracer):
+def test_what_costs_memory_shows(tracer, tmp_path: Path):
     plain, leaner = tracer(), tracer(checkpointing="full")
     peak = {phase: plain.peak_bytes(phase, SHAPE) for phase in PHASES}
     gradients = 4 * plain.num_parameters
     assert peak["sample"] <= peak["sample split"] < 1.2 * peak["sample"]
     assert peak["score"] < peak["learn"] - gradients / 2
-    assert 0 < peak["learn split"] - peak["learn"] <= gradients
+    assert peak["learn split"] == peak["learn"]  # on a CPU gradients are there first
+    settings = settings_of(Setting("gpt2", shape_of("gpt2"), group_size=G))
+    card = PhaseTracer(on(settings, "cuda"), cache_folder=tmp_path)
+    assert 0 < card.peak_bytes("learn split", SHAPE) - card.peak_bytes("learn", SHAPE) <= gradients
     assert leaner.peak_bytes("learn", SHAPE) < 0.8 * peak["learn"]
     longer = SHAPE._replace(new_tokens=72)
     assert plain.peak_bytes("sample", longer) > 1.05 * peak["sample"]

@@ -24,7 +24,7 @@ from grpo.memory.budget import GB, DeviceMemory
 from grpo.memory.planner import smaller_rows
 from grpo.model import load as model_module
 from grpo.model.cpu import feed_forward
-from grpo.run import setup
+from grpo.run import planning
 from grpo.run.dry_run import dry_run
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import Run, open_run
@@ -258,7 +258,7 @@ def test_an_evaluation_has_the_rows_that_fit(fp64: Config, fixed_process, monkey
 
 
 def limit_to(monkeypatch: pytest.MonkeyPatch, usable_bytes: int) -> None:
-    monkeypatch.setattr(setup, "make_budget", lambda *args, **options: Budget(usable_bytes, "test"))
+    monkeypatch.setattr(planning, "make_budget", lambda *args, **options: Budget(usable_bytes, "test"))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from grpo.config import CONFIG_FILE, from_flat, read_yaml
 from grpo.data.split import heldout_fraction
 from grpo.run.folder import LOCK_FILE
 from grpo.run.interrupt import StopRequest
-from grpo.run.setup import _plan_together, open_run
+from grpo.run.setup import open_run, plan_together
 from grpo.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
@@ -182,10 +182,10 @@ def test_checkpointing_that_the_plan_came_to_is_checked(config, monkeypatch):
 
     def plan(world, work, *rest):
         short = dataclasses.replace(work.config, gradient_checkpointing="full")
-        return _plan_together(world, dataclasses.replace(work, config=short), *rest)
+        return plan_together(world, dataclasses.replace(work, config=short), *rest)
 
     checked = []
-    monkeypatch.setattr("grpo.run.setup._plan_together", plan)
+    monkeypatch.setattr("grpo.run.setup.plan_together", plan)
     monkeypatch.setattr("grpo.run.setup.check_recomputation", lambda model, kind: checked.append(kind))
     with open_run(config) as run:
         assert run.config.gradient_checkpointing == "full"

@@ -85,14 +85,14 @@ class FakePhases:
                 self._sampler = self._in_compute_dtype(self._make_model(dtype).requires_grad_(False))
 
     def trace(self, phase: str, shape: Shape) -> list[tuple[str, int]]:
-        work, in_parts = self._works()[phase]
+        work, gradients_there = self._works()[phase]
         already = 0
         with self._mode:
             self.policy.zero_grad(set_to_none=True)
             if self._gathering is not None:
-                self._gathering.forget(gradients=in_parts)
-                already = self._gathering.gradient_bytes if in_parts else 0
-            elif in_parts:
+                self._gathering.forget(gradients=gradients_there)
+                already = self._gathering.gradient_bytes if gradients_there else 0
+            elif gradients_there:
                 for parameter in self._trained:
                     parameter.grad = torch.zeros_like(parameter)
                     already += parameter.grad.nbytes
@@ -103,11 +103,17 @@ class FakePhases:
                 work(shape)
         return [(operation, already + held) for operation, held in self._live.log]
 
+    @property
+    def _gradients_first(self) -> bool:
+        """Whether gradients are there before the first part is learned from, as `begin_gradients` has it."""
+        return self.settings.target.gradients_first and self.settings.processes == 1
+
     def _works(self) -> dict[str, tuple[Callable[[Shape], None], bool]]:
-        """What each phase does, and whether gradients of earlier parts are there already."""
+        """What each phase does, and whether gradients are there already."""
         return {
             "sample": (self._sample, False), "sample split": (partial(self._sample, split=True), False),
-            "score": (self._score, False), "learn": (self._learn, False), "learn split": (self._learn, True),
+            "score": (self._score, False),
+            "learn": (self._learn, self._gradients_first), "learn split": (self._learn, True),
         }  # fmt: skip
 
     @torch.no_grad()

@@ -16,10 +16,10 @@ from grpo.config import Config, SettingsError, to_flat
 from grpo.config.groups import SamplingSettings
 from grpo.config.sizes import parse_size
 from grpo.memory import MemoryMonitor
-from grpo.memory.budget import CONTEXT_BYTES, readable
+from grpo.memory.budget import readable
 from grpo.model.load import load_tokenizer
 from grpo.plan.build import longest_prompt
-from grpo.plan.workload import STARTED_BYTES
+from grpo.plan.workload import bytes_at_start
 from grpo.run.loading import load_source
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.machine import Machine, look
@@ -99,7 +99,8 @@ def check(settings: FindSettings) -> Checked:
 
 def find(settings: FindSettings, checked: Checked) -> list[TrialResult]:
     """All trials, the search done."""
-    memory = StepMemory(checked.step, overhead_bytes=_overhead(checked))
+    this_process = MemoryMonitor(torch.device("cpu"), limited=True)  # as a trial's will be
+    memory = StepMemory(checked.step, overhead_bytes=bytes_at_start(checked.device_type, this_process))
     limits = {"multiple": settings.multiple, "at_most": settings.max_batch_size}
     _say_how_long(settings, checked, memory)
     if settings.strategy == "classic":
@@ -110,23 +111,16 @@ def find(settings: FindSettings, checked: Checked) -> list[TrialResult]:
     def attempt(batch_size: int, before: Sequence[TrialResult]) -> TrialResult:
         factor, offset = correction(memory, before)
         predicted = factor * memory.largest_phase(batch_size)[1].peak_bytes + offset
-        return try_size(_task(settings, checked, batch_size), predicted)
+        return try_size(_task(settings, checked, batch_size, predicted))
 
     return run_search(search, attempt)
 
 
-def _overhead(checked: Checked) -> int:
-    """What a trial's process holds besides tensors, as far as this one can tell."""
-    if checked.device_type != "cpu":
-        return CONTEXT_BYTES
-    return MemoryMonitor(torch.device("cpu"), limited=True).in_use_bytes() + STARTED_BYTES
-
-
-def _task(settings: FindSettings, checked: Checked, batch_size: int) -> TrialTask:
+def _task(settings: FindSettings, checked: Checked, batch_size: int, predicted_bytes: float) -> TrialTask:
     return TrialTask(
         settings.objective, asdict(settings.model), batch_size, checked.machine.device,
         checked.machine.precision, settings.prompt_tokens, checked.step.new_tokens, settings.group_size,
-        settings.kl, checked.step.checkpointing, settings.data, checked.limit_bytes,
+        settings.kl, checked.step.checkpointing, settings.data, checked.limit_bytes, predicted_bytes,
         lora_rank=settings.lora_rank,
     )  # fmt: skip
 

@@ -51,13 +51,13 @@ Search = Generator[int, TrialResult, None]
 """Yields sizes to try, and is sent what came of each."""
 
 
-def try_size(task: TrialTask, predicted_bytes: float | None = None) -> TrialResult:
+def try_size(task: TrialTask) -> TrialResult:
     """Real steps at `task.batch_size`, in a fresh process."""
     records: list[Mapping[str, Any]] = []
     limited = task.memory_limit_bytes is not None
     ended = run_worker("grpo.workbench.maximum.trial", asdict(task), records.append, limited=limited)
     return TrialResult(
-        task.batch_size, ended.status, ended.message, predicted_bytes,
+        task.batch_size, ended.status, ended.message, task.predicted_bytes,
         max((record["process_bytes"] for record in records), default=None),
         max((record["allocated_bytes"] for record in records), default=None),
         [record["loss"] for record in records],

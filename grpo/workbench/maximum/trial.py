@@ -18,9 +18,9 @@ from grpo.learning.advantages import group_advantages
 from grpo.learning.loss import LossSettings, loss_counts
 from grpo.learning.objectives import GRPOBatch, accumulate_grpo, finish_grpo
 from grpo.learning.optimizer import make_optimizer
-from grpo.learning.step import Stepper, begin_gradients
+from grpo.learning.step import Stepper
 from grpo.memory import MemoryMonitor
-from grpo.memory.monitor import limit_worker
+from grpo.memory.enforce import limit_worker
 from grpo.model.adapters import add_adapters, store_base
 from grpo.model.load import RolloutModel
 from grpo.model.reference import make_reference
@@ -55,6 +55,8 @@ class TrialTask:
     checkpointing: Checkpointing = "none"
     data: str | None = None
     memory_limit_bytes: int | None = None
+    predicted_bytes: float | None = None
+    """What it is expected to hold; None: all that it may."""
     steps: int = TRIAL_STEPS
     lora_rank: int = 0
 
@@ -71,7 +73,8 @@ def run_trial(task: TrialTask, say: Callable[[Mapping[str, Any]], None]) -> None
     step = (_grpo_step if task.objective == "grpo" else _language_step)(task, model, dtype)
     step(task.group_size if task.objective == "grpo" else 1)  # threads and kernels are there from now on
     if limit is not None:
-        limit_worker(monitor, limit)
+        predicted = limit if task.predicted_bytes is None else task.predicted_bytes
+        limit_worker(monitor, limit, predicted - monitor.in_use_bytes())
     for number in range(1, task.steps + 1):
         start = time.perf_counter()
         with monitor.phase() as reading:
@@ -122,8 +125,6 @@ def _grpo_step(task: TrialTask, model: PreTrainedModel, dtype: torch.dtype) -> S
         batch = GRPOBatch(made, advantages, made.mask, counts, ref_logp=ref_logp)
 
         def learn() -> dict[str, float]:
-            if model.device.type == "cpu":  # as `Target.gradients_first`
-                begin_gradients(model)
             sums = accumulate_grpo(
                 model,
                 batch,

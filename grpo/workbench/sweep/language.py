@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from grpo.learning.optimizer import learning_rate, make_optimizer, set_learning_rate
 from grpo.learning.step import Stepper
 from grpo.memory import MemoryMonitor
-from grpo.memory.monitor import PhaseReading, limit_worker
+from grpo.memory.enforce import limit_worker
+from grpo.memory.monitor import PhaseReading
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.target import compute_dtype
 from grpo.workbench.corpus import open_corpus
@@ -43,7 +44,7 @@ def train_language(task: SizeTask, say: Say) -> None:
     optimizer = make_optimizer(model, schedule)
     stepper = Stepper(model, optimizer, schedule.max_grad_norm)
     monitor = MemoryMonitor(device, limited=settings.memory_limit is not None)
-    held = _rehearse(settings, model, heldout, monitor, dtype)
+    held = _rehearse(task, model, heldout, monitor, dtype)
     say({"row": {"held_bytes": held}})
 
     generator = torch.Generator().manual_seed(settings.seed)
@@ -108,11 +109,7 @@ def _model(settings: SweepSettings, device: torch.device, dtype: torch.dtype) ->
 
 
 def _rehearse(
-    settings: SweepSettings,
-    model: PreTrainedModel,
-    windows: Tensor,
-    monitor: MemoryMonitor,
-    dtype: torch.dtype,
+    task: SizeTask, model: PreTrainedModel, windows: Tensor, monitor: MemoryMonitor, dtype: torch.dtype
 ) -> int:
     """Take a gradient and drop it, so that threads and kernels are there; then limit, then compile.
 
@@ -120,12 +117,12 @@ def _rehearse(
     """
     accumulate_lm(model, windows[:1], dtype=dtype, rows=1)
     model.zero_grad(set_to_none=True)
-    if settings.memory_limit_bytes is not None:
-        limit_worker(monitor, settings.memory_limit_bytes)
-    if settings.compile:
-        model.base_model.compile()
     with monitor.phase() as reading:
         pass
+    if task.settings.memory_limit_bytes is not None:
+        limit_worker(monitor, task.settings.memory_limit_bytes, task.added_bytes)
+    if task.settings.compile:
+        model.base_model.compile()
     return reading.process_bytes
 
 

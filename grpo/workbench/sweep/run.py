@@ -55,9 +55,9 @@ class Sweep:
         facts: dict[str, Any] = self._predicted(batch_size)
         rate, ended = self.settings.rate(batch_size), None
         if self.settings.scale_lr == "tuned":
-            facts["tuned"], ended = self._tune(batch_size)
+            facts["tuned"], ended = self._tune(batch_size, facts)
             rate = _best_rate(facts["tuned"], self.settings.higher_is_better) or rate
-        task = self._task(batch_size, rate)
+        task = self._task(batch_size, rate, facts)
         curve: list[dict[str, Any]] = []
         with self.folder.curve_file(batch_size).open("w") as file:
 
@@ -77,7 +77,7 @@ class Sweep:
         facts |= {"learning_rate": rate, "warmup_updates": task.warmup_updates}
         return whole_row(_with_outside(facts))
 
-    def _tune(self, batch_size: int) -> tuple[list[dict[str, Any]], Ended]:
+    def _tune(self, batch_size: int, facts: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Ended]:
         """Held-out quality by learning rate, after a short run each; ends early where memory runs out."""
         tried: list[dict[str, Any]] = []
         total = self.settings.tune_total(batch_size)
@@ -92,7 +92,7 @@ class Sweep:
 
             rate = factor * self.settings.rate(batch_size)
             ended = self._work(replace(
-                self._task(batch_size, rate), total=total, evaluations=1, folder=folder
+                self._task(batch_size, rate, facts), total=total, evaluations=1, folder=folder
             ), keep)  # fmt: skip
             heldout = held[-1] if ended.status == "ok" else None
             tried.append({"learning_rate": rate, "heldout": heldout})
@@ -103,9 +103,10 @@ class Sweep:
         finished = any(each["heldout"] is not None for each in tried)
         return tried, ended if ended.status != "diverged" or not finished else Ended("ok")
 
-    def _task(self, batch_size: int, rate: float) -> SizeTask:
+    def _task(self, batch_size: int, rate: float, facts: Mapping[str, Any]) -> SizeTask:
         settings, folder = self.settings, self.folder.path / self.folder.stem(batch_size)
-        return SizeTask(settings, batch_size, rate, settings.total, settings.evaluations, folder)
+        added = facts["predicted_bytes"] - _held_from_the_start(facts) if "predicted_bytes" in facts else 0.0
+        return SizeTask(settings, batch_size, rate, settings.total, settings.evaluations, folder, added)
 
     def _work(self, task: SizeTask, keep: Callable[[dict[str, Any]], None]) -> Ended:
         limited = self.settings.memory_limit is not None
@@ -124,10 +125,14 @@ def _with_outside(facts: dict[str, Any]) -> dict[str, Any]:
     """What the process held before, less its tensors, belongs to the prediction as well."""
     if (held := facts.pop("held_bytes", None)) is None:
         return facts
-    parts = facts["parts"]
-    outside = max(0, held - parts["weights"] - parts["optimizer"])
-    parts = {**parts, OUTSIDE: outside}
+    outside = max(0, held - _held_from_the_start(facts))
+    parts = {**facts["parts"], OUTSIDE: outside}
     return {**facts, "parts": parts, "predicted_bytes": facts["predicted_bytes"] + outside}
+
+
+def _held_from_the_start(facts: Mapping[str, Any]) -> int:
+    """Bytes of the prediction that exist before the first update."""
+    return int(facts["parts"]["weights"] + facts["parts"]["optimizer"])
 
 
 def _best_rate(tried: list[dict[str, Any]], higher_is_better: bool) -> float | None:

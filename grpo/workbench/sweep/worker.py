@@ -37,6 +37,8 @@ class SizeTask:
     evaluations: int
     folder: Path
     """For what a run leaves, GRPO's metrics among it."""
+    added_bytes: float = 0.0
+    """What the size is predicted to add to its process (lm)."""
 
     @property
     def updates(self) -> int:
@@ -48,7 +50,8 @@ class SizeTask:
 
     def as_json(self) -> dict[str, Any]:
         values = {
-            name: getattr(self, name) for name in ("batch_size", "learning_rate", "total", "evaluations")
+            name: getattr(self, name)
+            for name in ("batch_size", "learning_rate", "total", "evaluations", "added_bytes")
         }
         return {**values, "settings": self.settings.as_json(), "folder": str(self.folder)}
 

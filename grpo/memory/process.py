@@ -1,0 +1,130 @@
+"""What a process holds: tensors as predicted, and what stands between them and the system's count.
+
+That is what exists all along, what no tensor accounts for, and what an allocator keeps of what was freed.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from grpo.memory.monitor import MemoryMonitor
+from grpo.memory.phase import KEPT, OUTSIDE, Footprint, Parts, PhaseSpec, Slack
+from grpo.memory.predictor import Predictor
+from grpo.memory.shape import Shape
+
+NO_SLACK = Slack(0.0, 0.0)
+
+
+class ProcessMemory:
+    """The footprint of each phase in a process.
+
+    resident: bytes by component of what exists between phases. batch_size: rows of a step.
+    overhead_bytes: what the process holds besides tensors; None: measured. slack: what allocators hold
+    besides, as far as it is known beforehand.
+    """
+
+    def __init__(
+        self,
+        phases: Mapping[str, PhaseSpec],
+        predictor: Predictor,
+        monitor: MemoryMonitor,
+        *,
+        resident: Callable[[], Parts],
+        batch_size: int,
+        overhead_bytes: int | None = None,
+        slack: Slack = NO_SLACK,
+    ) -> None:
+        self.phases = dict(phases)
+        self.predictor = predictor
+        self.batch_size = batch_size
+        self._monitor = monitor
+        self._resident = resident
+        if overhead_bytes is None:
+            overhead_bytes = max(0, monitor.in_use_bytes() - sum(resident().values()))
+        self.overhead_bytes = float(overhead_bytes)
+        self._slack = slack
+        self._slack_seen: Slack | None = None
+        self._held: list[tuple[float, float]] = []
+        self._reserved = 0.0
+
+    @property
+    def base_bytes(self) -> float:
+        """What is held all along."""
+        return sum(self._resident().values()) + self.overhead_bytes
+
+    def footprint(
+        self, phase: str, shape: Shape, batch_size: int | None = None, *, refined: bool = True
+    ) -> Footprint:
+        """What the process holds at the phase's peak, by component.
+
+        refined: by what was measured since the run began.
+        """
+        spec = self.phases[phase]
+        added = self.predictor.predict(self._name(phase, shape.rows, batch_size), shape, refined=refined)
+        parts = {name: float(size) for name, size in spec.parts(shape).items()}
+        rest = added.peak_bytes - sum(parts.values())
+        if rest < 0:  # the closed forms are upper bounds, the trace is not
+            parts = {name: size * added.peak_bytes / sum(parts.values()) for name, size in parts.items()}
+        slack = (refined and self._slack_seen) or self._slack
+        return Footprint(
+            {
+                **self._resident(),
+                **parts,
+                "activations": max(0.0, rest),
+                KEPT: slack.share * added.peak_bytes,
+                OUTSIDE: self.overhead_bytes,
+            },
+            math.hypot(added.error_bytes, slack.error_share * added.peak_bytes, slack.error_bytes),
+        )
+
+    def lasting(self, footprints: Mapping[str, Footprint]) -> dict[str, Footprint]:
+        """The same once all have run: an allocator does not give back what the largest phase needed.
+
+        Of a heap that is bounded (`reserve`) it does: what did not fit into it.
+        """
+        held = {**self._resident(), OUTSIDE: self.overhead_bytes, KEPT: self._reserved}
+        floor = Footprint({name: float(size) for name, size in held.items()}, self._slack.error_bytes)
+        kept = [floor] if self._reserved else [floor, *footprints.values()]
+
+        return {phase: _raised(own, [own, *kept]) for phase, own in footprints.items()}
+
+    def reserve(self, most: Footprint, bound: Callable[[int], None]) -> None:
+        """Bound a heap to what the largest phase adds; what it then holds is part of the plan."""
+        kept = sum(self._resident().values())
+        added = most.tensor_bytes - kept
+        bound(int(max(0.0, added)))
+        if self._monitor.counts_private:  # which counts all of it, and gaps that were there before
+            held = self._monitor.memory().ours_bytes - self.base_bytes
+            self._reserved = max(0.0, added, held)
+
+    def observe(self, phase: str, shape: Shape, *, added_bytes: int | None, process_bytes: int) -> None:
+        """What was measured: tensors where they were counted, and the process."""
+        predicted = self.footprint(phase, shape).tensor_bytes - sum(self._resident().values())
+        if added_bytes is not None:
+            self.predictor.observe(self._name(phase, shape.rows), shape, added_bytes)
+        self._held.append((predicted, process_bytes - self.base_bytes))
+
+    def learn_slack(self) -> None:
+        """What the process held beyond tensors in the last step's largest phase: others reuse that."""
+        if not self._held:
+            return
+        added, held = max(self._held)
+        self._held.clear()
+        if self._reserved:  # holds more than what it needs
+            return
+        before = self._slack_seen.share if self._slack_seen else 0.0
+        share = max(0.0, held - added) / added if added else 0.0
+        self._slack_seen = replace(
+            self._slack, share=max(before, share), error_share=self._slack.error_share / 2
+        )
+
+    def _name(self, phase: str, rows: int, batch_size: int | None = None) -> str:
+        spec = self.phases[phase]
+        return spec.whole if rows >= (batch_size or self.batch_size) else spec.split
+
+
+def _raised(own: Footprint, every: Sequence[Footprint]) -> Footprint:
+    """To the largest peak of every, which is kept, and the largest upper end."""
+    peak, upper = max(each.peak_bytes for each in every), max(each.upper_bytes for each in every)
+    kept = own.parts.get(KEPT, 0.0) + peak - own.peak_bytes
+    return Footprint({**own.parts, KEPT: kept}, upper - peak)

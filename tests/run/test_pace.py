@@ -1,0 +1,49 @@
+"""How slow a plan of few rows is, said before the first step."""
+
+import dataclasses
+
+import pytest
+
+from grpo.run import pace
+from grpo.run.pace import Pace
+from grpo.run.setup import open_run
+
+pytestmark = pytest.mark.usefixtures("made_up_plans")
+
+
+def test_a_pass_and_a_row_are_told_apart_by_two_passes(monkeypatch):
+    """0.5 s a pass and 0.1 s a row; the first time takes 3 s more, which is not counted."""
+    now, done = [0.0], set()
+
+    def work(rows: int) -> None:
+        now[0] += 0.5 + 0.1 * rows + (0.0 if rows in done else 3.0)
+        done.add(rows)
+
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: now[0])
+    measured = pace.pace(work, 1, 8)
+    assert (measured.pass_s, measured.row_s) == (pytest.approx(0.5), pytest.approx(0.1))
+    assert measured.seconds(256, 24) == pytest.approx(11 * 0.5 + 25.6)
+
+
+def test_noise_makes_no_negative_time(monkeypatch):
+    seconds = iter([2.0, 2.0, 1.0, 1.0])
+    monkeypatch.setattr(pace, "_seconds", lambda work, rows: next(seconds))
+    assert pace.pace(lambda rows: None, 1, 8) == Pace(2.0, 0.0)
+
+
+@pytest.mark.parametrize(("rows", "times"), [(4, "1.1"), (1, "1.8")])
+def test_a_run_says_how_slow_its_plan_is(config, logged, monkeypatch, rows, times):
+    """Learning takes 2 s and as many as it has passes, all at once 3 s; sampling and scoring take 6 s."""
+    monkeypatch.setattr(pace, "_sampling_pace", lambda *_: Pace(1.0, 0.25))
+    monkeypatch.setattr(pace, "_pass_pace", lambda *_, learns: Pace(1.0, 0.25))
+    rest = dict.fromkeys(("rollout_rows", "score_rows"), 8)
+    with open_run(dataclasses.replace(config, batch_size=8, group_size=4, train_rows=rows, **rest)):
+        said = [line for line in logged if "times as long" in line]
+    assert len(said) == 1 and f"learn {rows} of 8 rows at once" in said[0]
+    assert f"{times} times as long" in said[0]
+
+
+def test_a_run_of_all_rows_at_once_says_nothing(config, logged, monkeypatch):
+    monkeypatch.setattr(pace, "pace", None)
+    with open_run(config):
+        assert not any("times as long" in line for line in logged)
