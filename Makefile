@@ -1,4 +1,4 @@
-# make demo   train the bundled model for a few minutes and show what it learned
+# make demo   train the bundled model for some minutes and show what it learned; make demo MINUTES=3
 # make test   lint, types and the whole test suite
 # make TORCH_INDEX=URL demo        with another build of torch, from the index that torch's site names for it
 # make TORCH=torch==2.11.0 test    with another version
@@ -6,13 +6,14 @@
 PYTHON ?= python3
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 TORCH_INDEX ?=
+MINUTES ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .PHONY: demo test clean
 
 demo: .venv/installed
-	$(BIN)/python scripts/demo.py
+	$(BIN)/python scripts/demo.py $(if $(MINUTES),--minutes $(MINUTES))
 
 test: .venv/installed-test
 	$(BIN)/ruff check .

@@ -101,19 +101,22 @@ class PlannedPhases:
         """See `micro_batches`; the processes of a sharded model make the same passes."""
         return None if self._run.config.shard else self._run.policy.target.pass_tokens
 
-    def accumulate(self, batch: GRPOBatch, settings: LossSettings) -> Sums:
+    def accumulate(
+        self, batch: GRPOBatch, settings: LossSettings, *, noise_share: float | None = None
+    ) -> Sums:
         """Add a step's gradients to the policy's; what `finish_grpo` makes metrics of."""
         config, run = self._run.config, self._run
         if not batch.rollout.prompts:
             return {}
         checkpointing = choose_checkpointing(config.gradient_checkpointing)
+        halves = noise_share == 1
 
         @cache
         def spared(rows: int) -> int | None:
             """Gradients of one part are there while the next learns: all at once may take less memory."""
             if rows < config.group_size:  # no part is smaller, and the fits know whole groups
                 return None
-            parted = micro_batch_shapes(batch.rollout, rows, pass_tokens=self._pass_tokens())
+            parted = micro_batch_shapes(batch.rollout, rows, pass_tokens=self._pass_tokens(), halves=halves)
             return self._pass_tokens() if run.memory.is_planned_for("learn", parted) else None
 
         def work(rows: int) -> Sums:
@@ -121,12 +124,15 @@ class PlannedPhases:
                 run.policy.model, batch, settings=settings, temperature=config.sampling.temperature,
                 dtype=run.policy.target.dtype, rows=rows, pass_tokens=spared(rows),
                 importance_cap=config.importance_cap, checkpointing=checkpointing,
+                noise_share=noise_share,
             )  # fmt: skip
 
         return run.memory.run(
             "learn",
             work,
-            shapes=lambda rows, _: micro_batch_shapes(batch.rollout, rows, pass_tokens=spared(rows)),
+            shapes=lambda rows, _: micro_batch_shapes(
+                batch.rollout, rows, pass_tokens=spared(rows), halves=halves
+            ),
             undo=lambda: run.optimizer.zero_grad(set_to_none=True),
         )  # fmt: skip
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from grpo.config import to_flat
 from grpo.data.reward_functions import Scores
 from grpo.learning.advantages import group_advantages, zero_variance_groups
+from grpo.learning.credit import FieldCredit
 from grpo.learning.loss import adaptive_kl, loss_counts
 from grpo.learning.objectives import GRPOBatch, finish_grpo
 from grpo.learning.optimizer import learning_rate, set_learning_rate
@@ -20,6 +21,7 @@ from grpo.phases import PlannedPhases
 from grpo.run.checkpoint import Checkpoint, restore_optimizer
 from grpo.run.interrupt import StopRequest
 from grpo.run.metrics import Doubts, completion_records, reward_metrics, rollout_metrics
+from grpo.run.progress import Progress
 from grpo.run.setup import Run
 from grpo.run.tracking import NoTracker, RunTracker, StepProgress
 from grpo.types import Prompt, Rollout
@@ -36,14 +38,17 @@ class Trainer:
         self.run = run
         self.console = console
         self.stepper = Stepper(
-            run.policy.model, run.optimizer, self.config.optimizer.max_grad_norm, updating=self._updating
-        )
+            run.policy.model, run.optimizer, self.config.optimizer.max_grad_norm,
+            num_rows=self.config.num_rows, updating=self._updating,
+        )  # fmt: skip
+        self.credit = FieldCredit(run.rewards, run.policy.tokenizer, self.config.advantage_scale)
         self.kl_coef = self.config.loss.kl_coef
         self.best_reward: float | None = None
         self.num_tokens = 0
         self.finished = 0
         self.interrupted = False
         """Whether somebody asked the run to stop before its end."""
+        self.progress = Progress(self.config.steps, self.config.minutes)
         self.phases = PlannedPhases(run)
         self.doubt = Doubts(self.config.num_rows, self.config.sampling.max_new_tokens)
         self.source_state = run.source.state()
@@ -62,14 +67,16 @@ class Trainer:
     def train(self, stop: StopRequest) -> None:
         """plan, rollout, reward, advantage, score, learn, log; checkpoint and evaluate in between."""
         config, run = self.config, self.run
-        progress = StepProgress(self.console, total=config.steps, done=self.finished)
+        self.progress.begin()
+        bar = StepProgress(self.console, self.progress, finished=self.finished)
         try:
             if self.finished == 0 and not self._anyone(stop):
                 self.evaluate(0)
             self.interrupted = self._anyone(stop)
             if self.interrupted and self.finished == 0:
                 self.save()  # or there would be nothing to go on from
-            while self.finished < config.steps and not self.interrupted:
+            done = self.finished > 0 and self.progress.is_over(self.finished, run.world)
+            while not done and not self.interrupted:
                 step = self.finished + 1
                 run.clock.lap()  # what came before is no part of this step's time
                 run.monitor.reset_peak()
@@ -78,21 +85,20 @@ class Trainer:
                 sampled, scores = self.sample_and_reward(step, prompts)
                 rewards, old_logp, ref_logp = self.score(sampled, scores)
                 advantages = group_advantages(rewards, config.group_size, scale=config.advantage_scale)
-                learned = self.learn(step, sampled, advantages, old_logp, ref_logp)
+                credit = advantages if config.credit == "whole" else self.credit(sampled, scores, rewards)
+                learned = self.learn(step, sampled, credit, old_logp, ref_logp)
                 if run.reference is not None and self._due(step, config.reference_sync):
                     run.reference.sync(run.policy.model)
                 self._finish(step, sampled)
-                self.log(step, sampled, scores, advantages, learned, progress)
+                self.log(step, sampled, scores, advantages, learned, bar)
                 self.after_step(step)
 
-                done = step == config.steps or run.world.from_main("the time", run.time_is_up())
+                done = self.progress.is_over(step, run.world)
                 better = self.evaluate(step) if done or self._due(step, config.eval_interval) else False
                 self.interrupted = not done and self._anyone(stop)
                 if better or done or self.interrupted or self._due(step, config.checkpoint_interval):
                     self.stepper.keep_together(run.world)
                     self.save(best=better)
-                if done:
-                    break
         except Exception:
             alone = not self.config.shard  # else the others, who have their parts, may not come to it
             if alone and self.finished > self.saved and not self.stepper.moved:
@@ -100,7 +106,7 @@ class Trainer:
                 self.save()  # nothing already learned is lost
             raise
         finally:
-            progress.close()
+            bar.close()
             self.tracker.close()
 
     # ------------------------------------------------------------------------------- the phases
@@ -162,7 +168,7 @@ class Trainer:
     ) -> dict[str, float]:
         """`num_iterations` optimizer steps on a rollout; metrics of the last."""
         config, run = self.config, self.run
-        rate = learning_rate(step - 1, config.steps, config.optimizer)
+        rate = learning_rate(self.progress.position(step - 1), config.steps, config.optimizer)
         set_learning_rate(run.optimizer, rate)
         mask = sampled.mask
         if config.mask_truncated:
@@ -173,15 +179,17 @@ class Trainer:
             share.rollout(sampled), share.rows(advantages), share.rows(mask), counts, old_logp, ref_logp
         )
         settings = replace(config.loss, kl_coef=0.0 if config.kl_in_reward else self.kl_coef)
+        if settings.kl_coef == 0 and not config.shard:  # there all make the same passes
+            batch = batch.without_dull_groups()
 
         def accumulate() -> dict[str, float]:
-            sums = self.phases.accumulate(batch, settings)
+            sums = self.phases.accumulate(batch, settings, noise_share=run.noise_share(step, share))
             with run.clock("wait"):
                 parts = run.world.exchange(f"the learning of step {step}", sums)  # all went well
             if not config.shard:  # there the backward passes have done it
                 with run.clock("reduce"):
                     run.world.sum_gradients(self.stepper.parameters)
-            return finish_grpo(parts, counts, int(sampled.lengths.sum()))
+            return finish_grpo(parts, counts)
 
         with run.clock("learn"):
             metrics = self.stepper.step(accumulate)
@@ -189,7 +197,7 @@ class Trainer:
             for _ in range(config.num_iterations - 1):
                 if metrics["skipped"]:
                     break  # the rollout is to blame: it would fail again
-                metrics = self.stepper.step(accumulate) | rounding  # later on the policy itself has moved
+                metrics = self.stepper.step(accumulate) | rounding  # the policy itself has moved
             run.sampler.refresh()
         metrics |= {"learning_rate": rate, "kl_coef": self.kl_coef}
         if config.kl_target is not None and "kl" in metrics and not metrics["skipped"]:
@@ -221,7 +229,7 @@ class Trainer:
         scores: Scores,
         advantages: Tensor,
         learned: dict[str, float],
-        progress: StepProgress,
+        bar: StepProgress,
     ) -> None:
         config, run = self.config, self.run
         memory = run.monitor.read()
@@ -237,6 +245,7 @@ class Trainer:
             **run.clock.lap(),
             **run.world.take_traffic(),
             "num_tokens": float(self.num_tokens),
+            "progress": self.progress.share(step),
             "memory/allocated_gb": memory.allocated_bytes / 2**30,
             "memory/peak_gb": memory.peak_bytes / 2**30,
         }
@@ -246,7 +255,7 @@ class Trainer:
         self.tracker.log_completions(
             step, completion_records(sampled, scores, advantages, config.logged_completions)
         )
-        progress.update(
+        bar.update(
             step,
             f"reward {metrics['reward']:.3f}, kl {metrics.get('kl', 0.0):.4f}, "
             f"{config.num_rows / metrics['step_time']:.0f} samples/s, {memory.peak_bytes / 2**30:.2f} GB",
@@ -265,8 +274,8 @@ class Trainer:
             "kl_coef": self.kl_coef,
             "best_reward": self.best_reward,
             "num_tokens": self.num_tokens,
-            "num_skipped": self.stepper.num_skipped,
-            "skipped_in_a_row": self.stepper.skipped_in_a_row,
+            **self.progress.state(self.finished),
+            **self.stepper.state(),
             "memory": self.run.memory.state(),
             "settings": to_flat(replace(self.config, resume=None)),
         }
@@ -281,10 +290,10 @@ class Trainer:
             self.kl_coef = state["kl_coef"]
         self.best_reward = state["best_reward"]
         self.num_tokens = state["num_tokens"]
-        self.stepper.num_skipped = state["num_skipped"]
-        self.stepper.skipped_in_a_row = state["skipped_in_a_row"]
+        self.stepper.restore(state)
         self.run.memory.restore(state["memory"])
         self.finished, self.source_state = state["step"], state["source"]
+        self.progress.restore(state)
 
     @contextmanager
     def _updating(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import chess
 from rapidfuzz.distance import Levenshtein
 
-from rewards.formats import EnvironmentCompletion, parse_environment_completion
+from rewards.formats import EnvironmentCompletion, environment_field, parse_environment_completion
 from rewards.weighted import WeightedReward
 
 LEGAL_REWARD, MATE_REWARD, DRAW_REWARD, ILLEGAL_REWARD = 0.001, 1.0, 0.5, -1.0
@@ -112,6 +112,8 @@ def exact(written: EnvironmentCompletion, question: Question) -> float:
 WEIGHTS = {"format": 4.0, "fen_match": 3.0, "game_state": 2.0, "reward_value": 1.0}
 GAIN_WEIGHTS = {"format": 4.0, "fen_gain": 3.0, "game_state": 2.0, "reward_value": 1.0}
 SPARSE_WEIGHTS = {"exact": 1.0}
+_FIELDS = {"fen_match": (0, 1), "fen_gain": (0, 1), "reward_value": (1, 2), "game_state": (2, 4)}
+"""The fields that components judge, from the first to before the last; the others judge all."""
 
 
 # ------------------------------------------------------------------------------------------ reward
@@ -134,6 +136,9 @@ class EnvironmentReward(WeightedReward):
         "reward_value": reward_value,
         "exact": exact,
     }
+
+    def field_of(self, component: str, completion: str) -> tuple[int, int]:
+        return environment_field(completion, *_FIELDS.get(component, (0, 4)))
 
     def _score(
         self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]

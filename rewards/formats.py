@@ -178,6 +178,24 @@ def parse_policy_completion(text: str) -> PolicyCompletion:
     )
 
 
+def policy_field(text: str, label: str) -> tuple[int, int]:
+    """The letters from `M:`, `E:` or `B:` on, up to the next label; all where there is no such label."""
+    labels = list(_LABEL.finditer(text))
+    for place, match in enumerate(labels):
+        if match.group() == label:
+            following = labels[place + 1 : place + 2]
+            return match.start(), following[0].start() if following else len(text)
+    return 0, len(text)
+
+
+def environment_field(text: str, first: int, last: int) -> tuple[int, int]:
+    """The letters of fields `first` to before `last`, with the `+` behind; all where the text has too few."""
+    borders = [0, *(match.end() for match in re.finditer(r"\+", text)), len(text)]
+    if len(borders) <= first + 1:
+        return 0, len(text)
+    return borders[first], borders[min(last, len(borders) - 1)]
+
+
 def parse_environment_completion(text: str) -> EnvironmentCompletion:
     """Never raises. Fields beyond the fourth are only counted."""
     fields = [field.strip() for field in text.split("+")]

@@ -17,7 +17,7 @@ import chess
 
 from rewards.analysis import Analysis
 from rewards.engine import EnginePool
-from rewards.formats import PolicyCompletion, parse_policy_completion
+from rewards.formats import PolicyCompletion, parse_policy_completion, policy_field
 from rewards.weighted import Text, WeightedReward
 
 TOP = 5
@@ -112,6 +112,8 @@ def is_best(written: PolicyCompletion, truth: Truth) -> float:
 WEIGHTS = {"best_move": 4.0, "format": 2.0, "move_candidates": 1.5, "evaluations": 1.0}
 LEGAL_WEIGHTS = {**WEIGHTS, "legal": 4.0}
 """For a model that still breaks the rules: the default pays 0.1 of best_move for keeping them."""
+_LABELS = {"move_candidates": "M:", "evaluations": "E:", "best_move": "B:", "is_best": "B:", "legal": "B:"}
+"""Of the fields that components judge; the others judge all."""
 
 
 # ------------------------------------------------------------------------------------------ reward
@@ -143,6 +145,9 @@ class PolicyReward(WeightedReward):
         super().__post_init__()
         if self.engine is not None and self.engine.multipv < TOP:
             raise ValueError(f"multipv={self.engine.multipv}: the policy reward needs the best {TOP} moves")
+
+    def field_of(self, component: str, completion: str) -> tuple[int, int]:
+        return policy_field(completion, _LABELS[component]) if component in _LABELS else (0, len(completion))
 
     def with_engine(self, engine: EnginePool | None) -> Self:
         """A copy that asks `engine` for the truth. Closing it is the caller's."""

@@ -91,6 +91,15 @@ class WeightedReward(abc.ABC):
             rows[i] = row
         return rows
 
+    def field_of(self, component: str, completion: str) -> tuple[int, int]:
+        """The letters of a completion that a component judges; all of them where it is not told."""
+        return 0, len(completion)
+
+    def shares(self, row: Mapping[str, float]) -> dict[str, float]:
+        """What each component of one row adds to `mean`."""
+        total = sum(self.weights[name] for name in row)
+        return {name: self.weights[name] * value / total for name, value in row.items()} if total else {}
+
     def mean(self, row: Mapping[str, float]) -> float | None:
         """The weighted mean of one row of `components`; None where nothing weighted was scored."""
         total = sum(self.weights[name] for name in row)

@@ -11,24 +11,23 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import tyro
-from benchmarks.learning import (
-    Quality,
-    demo_config,
-    heldout_prompts,
-    measure,
-    train_grpo,
-    train_supervised,
-)
+import yaml
+from benchmarks.learning import demo_config, heldout_prompts, train_grpo, train_supervised
 from benchmarks.learning_report import draw, report
 from loguru import logger
 
 from grpo.commands.screen import screen
-from grpo.config import Config
+from grpo.config import Config, from_flat
+from grpo.evaluate.quality import Quality, measure
 from grpo.model.load import load_policy
 from grpo.model.target import choose_device
 from grpo.run.tracking import configure_logging
+
+SAMPLES = 4
+"""Of each held-out prompt."""
 
 
 def main(
@@ -39,6 +38,7 @@ def main(
     heldout: int = 1000,
     controls: bool = True,
     minutes: float | None = None,
+    change: tuple[str, ...] = (),
 ) -> None:
     """Run what is missing, then print the table and draw learning.png.
 
@@ -50,12 +50,14 @@ def main(
         heldout: Held-out prompts of each task.
         controls: Learning rate 0, and supervised training for as long as GRPO took with seed 0.
         minutes: Limit of each run in place of the demo's, for a machine that is busy with other work.
+        change: Other settings than the demo's, such as "credit=whole" "kl_coef=0.02"; give another output.
     """
     console = screen(width=130)  # the table is for results/README.md, whatever the terminal
     configure_logging("WARNING", console)
     config = demo_config(
         runs_dir=output, eval_interval=0, steps=steps, batch_size=batch_size, minutes=minutes
     )
+    config = from_flat(dict(map(_setting, change)), config)
     prompts = heldout_prompts(config, heldout)
     output.mkdir(parents=True, exist_ok=True)
 
@@ -76,7 +78,7 @@ def main(
                 sys.exit(130)
         minutes = (time.monotonic() - start) / 60
         (output / f"{name}.minutes").write_text(f"{minutes:.3f}")
-        measure(policy, settings, prompts).save(output, name)
+        measure(policy, settings, prompts, samples=SAMPLES).save(output, name)
         logger.warning("{}: trained for {:.1f} minutes", name, minutes)
 
     names = [f"seed-{seed}" for seed in range(seeds)]
@@ -95,6 +97,11 @@ def main(
     console.print(report(results, {name: _minutes(output / f"{name}.minutes") for name in shown}))
     draw(output, results, names, output / "learning.png")
     console.print(f"picture: {output / 'learning.png'}")
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    return name, yaml.safe_load(value)
 
 
 def _minutes(file: Path) -> float:

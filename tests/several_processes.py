@@ -167,9 +167,9 @@ def train(
         trainer = Trainer(run, Console(quiet=True), after_step=ask_to_stop)
         accumulate = trainer.phases.accumulate
 
-        def accumulate_and_count(batch: Any, settings: Any) -> Any:
+        def accumulate_and_count(batch: Any, settings: Any, **options: Any) -> Any:
             rows.append(len(batch.advantages))
-            return accumulate(batch, settings)
+            return accumulate(batch, settings, **options)
 
         trainer.phases.accumulate = accumulate_and_count  # type: ignore[method-assign]
         due = {(step, phase) for step, phase, of in faults if of == rank}

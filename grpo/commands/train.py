@@ -70,7 +70,8 @@ def main() -> int:
             if trainer.interrupted:
                 logger.warning("stopped after step {}; {}", trainer.finished, go_on)
                 return INTERRUPTED
-            logger.info("done after {} steps; model and metrics are in {}", trainer.finished, run.folder)
+            ended = trainer.progress.ended(trainer.finished, run.optimizer.param_groups[0]["lr"])
+            logger.info("{}; model and metrics are in {}", ended, run.folder)
     except KeyboardInterrupt:
         complain("stopped at once; {}", go_on)
         return INTERRUPTED

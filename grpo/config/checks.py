@@ -20,7 +20,7 @@ def check(config: "Config") -> None:
     check_limits(config)
     for part in (config, config.loss, config.optimizer, config.sampling, config.lora):
         _check_size(part)
-    for each in (_check_batch, _check_memory, _check_rewards, _check_reference, _check_name):
+    for each in (_check_batch, _check_memory, _check_rewards, _check_credit, _check_reference, _check_name):
         each(config)
 
 
@@ -100,6 +100,14 @@ def _check_rewards(config: "Config") -> None:
     _need(
         not config.reward_weights or any(config.reward_weights),
         f"reward_weights is {list(config.reward_weights)}: nothing would count; give one that is not 0.",
+    )
+
+
+def _check_credit(config: "Config") -> None:
+    _need(
+        config.credit == "whole" or config.loss.importance_level == "token",
+        "credit is field, but importance_level is sequence, where a completion's tokens share one ratio: "
+        "give token, or credit whole.",
     )
 
 

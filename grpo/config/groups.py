@@ -13,6 +13,7 @@ Precision = Literal["auto", "fp32", "bf16", "fp64"]
 Checkpointing = Literal["none", "selective", "full"]
 CheckpointingSetting = Literal["auto", "none", "selective", "full"]
 Scale = Literal["group", "batch", "none"]
+Credit = Literal["whole", "field"]
 Schedule = Literal["constant", "cosine", "linear"]
 OptimizerKind = Literal["adamw", "adamw8bit"]
 LossType = Literal["grpo", "dapo", "dr_grpo", "cispo"]
@@ -115,7 +116,7 @@ class OptimizerSettings:
     lr_schedule: Schedule = "constant"
     """After the warm-up: constant, or down to the floor along a cosine or a line."""
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps of linear warm-up from zero."""
+    """Steps of linear warm-up from zero; as large a share of the run where its minutes end it."""
     min_lr_ratio: Annotated[float, SHARE] = 0.1
     """Floor of the schedule, as a share of the peak."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0

@@ -27,7 +27,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "The rewards": ("reward_weights", "engine", "stockfish_path", "engine_depth", "num_engines"),
     "Sampling": tuple(each.name for each in fields(SamplingSettings)),
     "The algorithm": (
-        "advantage_scale", "num_iterations", "mask_truncated", "refill_groups", "importance_cap",
+        "advantage_scale", "credit", "num_iterations", "mask_truncated", "refill_groups", "importance_cap",
         "kl_in_reward", "kl_target",
     ),
     "The loss": tuple(each.name for each in fields(LossSettings)),

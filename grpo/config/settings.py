@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from grpo.config.checks import check
 from grpo.config.groups import (
     CheckpointingSetting,
+    Credit,
     LoraSettings,
     LossSettings,
     OptimizerSettings,
@@ -44,7 +45,8 @@ class Config:
     seed: int = 0
     """Of the order of prompts and of every sampled token."""
     minutes: Annotated[float | None, POSITIVE] = None
-    """Stop after this many minutes of training, if the steps are not done before."""
+    """Stop after this many minutes of training, if the steps are not done before. Schedules go by whichever
+    of both is further."""
 
     wait_minutes: Annotated[float, POSITIVE] = 30.0
     """Of several processes, started by accelerate launch or torchrun: how long they wait for one another."""
@@ -97,6 +99,9 @@ class Config:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     advantage_scale: Scale = "group"
     """Divide advantages by the deviation of their group, of the batch, or by none (Dr. GRPO)."""
+    credit: Credit = "whole"
+    """Which tokens a completion's advantage goes to: all (whole), or of our own rewards each component's to
+    the field that it judges (field), which is less noise where few tokens decide."""
     num_iterations: Annotated[int, at_least(1)] = 1
     """Optimizer steps on each rollout."""
     mask_truncated: bool = False

@@ -4,7 +4,7 @@ import copy
 import importlib.util
 import inspect
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,14 @@ class Scores:
         for row, component in zip(rows, others.components, strict=True):
             components[row] = component
         return replace(self, table=table, components=components)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What one component adds to the rewards of N completions (N,), and the letters that it looks at."""
+
+    values: Tensor
+    letters: list[tuple[int, int]]
 
 
 def load_reward(spec: str) -> tuple[str, RewardFunction]:
@@ -207,6 +215,21 @@ class RewardFunctions:
             columns.append([torch.nan if score is None else score for score in scores])
         table = torch.tensor(columns, dtype=torch.float64).T  # (N, F)
         return Scores(tuple(self._functions), table, self._weights, components)
+
+    def judged(self, scores: Scores, completions: Sequence[str]) -> Iterator[Judged]:
+        """By component of our own rewards, what it adds to `scores.rewards`, and what it judges."""
+        for (name, function), weight in zip(self._functions.items(), self._weights.tolist(), strict=True):
+            if not isinstance(function, WeightedReward):
+                continue
+            rows = [
+                function.shares(
+                    {key: row[f"{name}/{key}"] for key in function.weights if f"{name}/{key}" in row}
+                )
+                for row in scores.components
+            ]
+            for component in dict.fromkeys(key for row in rows for key in row):
+                values = torch.tensor([weight * row.get(component, 0.0) for row in rows], dtype=torch.float64)
+                yield Judged(values, [function.field_of(component, text) for text in completions])
 
 
 def combine_rewards(rewards_per_function: Tensor, weights: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from grpo.evaluate.scores import Column, score_completions
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.types import TASKS, Prompt, Rollout
+from grpo.waiting import waiting
 from rewards.engine import EnginePool
 
 EVALUATION_STEP = -1
@@ -64,7 +65,10 @@ def score_heldout(
     order = sorted(range(len(prompts)), key=lambda i: (TASKS.index(prompts[i].task), -len(prompts[i].text)))
     uniforms = step_uniforms(len(prompts) * samples, settings.max_new_tokens, seed=seed, step=EVALUATION_STEP)
     uniforms = uniforms.view(len(prompts), samples, -1)[order].flatten(0, 1)  # (N, max_new_tokens)
-    sampled = rollout(model, tokenizer, [prompts[i] for i in order], uniforms, settings, rows=rows)
+    with waiting("held-out prompts") as done:
+        sampled = rollout(
+            model, tokenizer, [prompts[i] for i in order], uniforms, settings, rows=rows, watch_rows=done
+        )
     scores = score_completions(sampled.row_prompts, sampled.completions, engine=engine)  # each (N,)
     if reward is not None:
         scores["reward"] = reward(sampled).double().cpu().numpy()

@@ -1,8 +1,12 @@
 """Evaluations as tables for people."""
 
+from collections.abc import Sequence
+
 from rich.table import Table
+from rich.text import Text
 
 from grpo.evaluate.evaluation import Evaluation, paired_difference
+from grpo.evaluate.quality import Change
 from grpo.evaluate.scores import NO_SHARES
 
 
@@ -28,9 +32,9 @@ def comparison_table(before: Evaluation, after: Evaluation, *, title: str = "") 
             for each in (before, after)
         )
         change, low, high = paired_difference(before, after, column)
-        color = "green" if low > 0 else "red" if high < 0 else "default"
+        color = "green" if low > 0 else "red" if high < 0 else ""
         moved = "{} ({} to {})".format(*_printed(column, change, low, high, sign="+"))
-        table.add_row(column, was, now, f"[{color}]{moved}[/]", str(len(after.scores[column])))
+        table.add_row(column, was, now, Text(moved, color), str(len(after.scores[column])))
     return _to_the_right(table)
 
 
@@ -49,3 +53,19 @@ def _to_the_right(table: Table) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     return table
+
+
+def change_table(found: Sequence[Change], *, num_prompts: int) -> Table:
+    """Before and after, sampled and greedy, in hundredths; narrow enough for 80 columns."""
+    title = f"Held out, {num_prompts:,} prompts; percent, the reward in hundredths"
+    table = Table("", "before", "after", "change", "95 %", title=title, title_justify="left")
+    for mode in dict.fromkeys(each.mode for each in found):
+        table.add_section()
+        table.add_row(Text(mode, "bold"))
+        for each in (each for each in found if each.mode == mode):
+            color = {"better": "green", "worse": "red", "open": ""}[each.verdict]
+            table.add_row(
+                f"  {each.name}", f"{each.before:.1f}", f"{each.after:.1f}",
+                Text(f"{each.change:+.1f}", color), f"{each.low:+.1f} to {each.high:+.1f}",
+            )  # fmt: skip
+    return _to_the_right(table)

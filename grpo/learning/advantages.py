@@ -24,15 +24,26 @@ def group_advantages(rewards: Tensor, group_size: int, *, scale: Scale = "group"
     the group size or a reward is not finite.
     """
     groups = _in_groups(rewards, group_size)  # (B, G)
-    centred = groups - groups.mean(dim=1, keepdim=True)
-    if scale == "group":
-        centred = centred / (groups.std(dim=1, keepdim=True) + _EPSILON)
-    elif scale == "batch":
-        centred = centred / (groups.std() + _EPSILON)
-    elif scale != "none":
-        raise ValueError(f"scale is {scale!r}; choose 'group', 'batch' or 'none'.")
+    centred = (groups - groups.mean(dim=1, keepdim=True)) / _deviation(groups, scale)
     # The mean of equal numbers is often one rounding off them, and 1e-4 below magnifies that.
     return torch.where(_all_equal(groups).unsqueeze(1), 0.0, centred).reshape(-1)
+
+
+def part_advantages(values: Tensor, rewards: Tensor, group_size: int, *, scale: Scale = "group") -> Tensor:
+    """The part of `group_advantages(rewards)` that comes from `values` (N,), a summand of them: (N,)."""
+    groups, parts = _in_groups(rewards, group_size), _in_groups(values, group_size)
+    return ((parts - parts.mean(dim=1, keepdim=True)) / _deviation(groups, scale)).reshape(-1)
+
+
+def _deviation(groups: Tensor, scale: Scale) -> Tensor | float:
+    """What advantages are divided by."""
+    if scale == "group":
+        return groups.std(dim=1, keepdim=True) + _EPSILON
+    if scale == "batch":
+        return groups.std() + _EPSILON
+    if scale == "none":
+        return 1.0
+    raise ValueError(f"scale is {scale!r}; choose 'group', 'batch' or 'none'.")
 
 
 def zero_variance_groups(rewards: Tensor, group_size: int) -> Tensor:

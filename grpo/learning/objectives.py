@@ -16,6 +16,7 @@ from grpo.learning.loss import (
     merge_metrics,
     truncated_importance_weights,
 )
+from grpo.learning.noise import part_of
 from grpo.learning.step import begin_gradients
 from grpo.scoring.micro_batches import micro_batch_logprobs, micro_batches
 from grpo.types import Rollout
@@ -28,7 +29,7 @@ Sums = dict[str, Tensor]
 class GRPOBatch:
     """Everything the loss of one step depends on, frozen before the first backward pass.
 
-    Of the rows that this process learns from; `counts` are of the whole step. advantages: (N,).
+    Of the rows that this process learns from; `counts` are of the whole step. advantages: (N,) or (N, C).
     old_logp, ref_logp: (N, C) or None. mask: (N, C) tokens that are learned from.
     """
 
@@ -38,6 +39,37 @@ class GRPOBatch:
     counts: StepCounts
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
+
+    def without_dull_groups(self) -> "GRPOBatch":
+        """Only groups in which something has an advantage: without a KL the others have no gradient.
+
+        `counts` stay those of the whole step, and so does the gradient. Of groups of which none has any, the
+        first is kept: something has to be measured.
+        """
+        taught = (self.advantages != 0).view(len(self.rollout.prompts), -1).any(1)  # (B,)
+        if taught.all() or not self.rollout.prompts:
+            return self
+        kept = taught.nonzero().flatten() if taught.any() else torch.zeros(1, dtype=torch.long)
+        size = self.rollout.group_size
+        rows = (kept.unsqueeze(1) * size + torch.arange(size)).flatten()
+
+        def part(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[rows]
+
+        joined = Rollout.join([self.rollout.one_group(group) for group in kept.tolist()])
+        return GRPOBatch(
+            joined,
+            self.advantages[rows],
+            self.mask[rows],
+            self.counts,
+            part(self.old_logp),
+            part(self.ref_logp),
+        )  # fmt: skip
+
+    def row_advantages(self, rows: Tensor, width: int) -> Tensor:
+        """(R,) or (R, width) of these rows."""
+        own = self.advantages[rows]
+        return own if own.ndim == 1 else own[:, :width]
 
 
 def accumulate_grpo(
@@ -51,21 +83,28 @@ def accumulate_grpo(
     pass_tokens: int | None = None,
     importance_cap: float | None = None,
     checkpointing: Checkpointing = "none",
+    noise_share: float | None = None,
 ) -> Sums:
     """Add the step's gradient to the parameters' `.grad`, in the parts that `micro_batches` makes.
 
     The split changes nothing (invariance I1), nor does `checkpointing`: what the backward pass
     computes again to save memory. Returns what `finish_grpo` makes metrics of.
+
+    noise_share: of the step's groups that are here. Then the noise of the gradient can be told: of a step
+    that is all here from its first half, else from what each process has. None: it is not asked for.
     """
     device = model.device
     exact = torch.float32 if device.type == "mps" else torch.float64  # which MPS does not have
     sums: Sums = {}
+    noise: Sums = {}
     begin_gradients(model)
 
     def part(values: Tensor | None, of: Tensor, width: int) -> Tensor | None:
         return None if values is None else values[of, :width].to(device)
 
-    for micro in micro_batches(batch.rollout, rows, pass_tokens=pass_tokens):
+    halves, num_groups, done = noise_share == 1, len(batch.rollout.prompts), 0
+    half = -(-num_groups // 2) * batch.rollout.group_size  # rows of every other group
+    for micro in micro_batches(batch.rollout, rows, pass_tokens=pass_tokens, halves=halves):
         width = micro.completion_ids.shape[1]
         logp, entropy = micro_batch_logprobs(
             model, micro, temperature=temperature, dtype=dtype, entropy=True, checkpointing=checkpointing
@@ -79,34 +118,49 @@ def accumulate_grpo(
             weights = truncated_importance_weights(scored, sampler_logp, mask, cap=importance_cap)
         loss, metrics = grpo_loss(
             logp, old_logp, part(batch.ref_logp, micro.rows, width),
-            batch.advantages[micro.rows].to(device=device, dtype=logp.dtype), mask,
+            batch.row_advantages(micro.rows, width).to(device=device, dtype=logp.dtype), mask,
             counts=batch.counts, settings=settings, importance_weights=weights,
         )  # fmt: skip
         loss.backward()  # type: ignore[no-untyped-call]
 
         gap = (logp.detach() - sampler_logp).abs() * batch.rollout.mask[micro.rows, :width].to(device)
-        metrics |= {"loss": loss.detach(), "gap": gap.sum(), "gap_max": gap.max()}
+        sampled_tokens = batch.rollout.lengths[micro.rows].sum().to(device)
+        metrics |= {
+            "loss": loss.detach(),
+            "gap": gap.sum(),
+            "gap_max": gap.max(),
+            "gap_tokens": sampled_tokens,
+        }
         if entropy is not None:
             metrics["entropy"] = (entropy * mask).sum()
+        done += len(micro.rows)
+        if halves and done == half < len(batch.mask):
+            noise = part_of(model, half / len(batch.mask))
         sums = merge_metrics(sums, {name: value.to(exact) for name, value in metrics.items()})
+    if noise_share is not None and not halves:
+        noise = part_of(model, noise_share)
+    sums |= {name: value.to(exact) for name, value in noise.items()}
     return dict(zip(sums, torch.stack(list(sums.values())).cpu(), strict=True))
 
 
-def finish_grpo(parts: Sequence[Sums], counts: StepCounts, sampled_tokens: int) -> dict[str, float]:
+def finish_grpo(parts: Sequence[Sums], counts: StepCounts) -> dict[str, float]:
     """A step's metrics from what `accumulate_grpo` returned, in each process or in one.
 
-    The loss, the entropy in nats a token, the difference between sampler and scorer in log-prob (over all
-    `sampled_tokens`, masked or not), and the metrics of `grpo_loss`.
+    The loss, and of the rows that were learned from: the entropy in nats a token, the difference between
+    sampler and scorer in log-prob over all their tokens, masked or not, and the metrics of `grpo_loss`. Those
+    under `part/` are for `NoiseScale`.
     """
     sums: Sums = {}
     for part in parts:
         sums = merge_metrics(sums, part)
-    loss, entropy = sums.pop("loss").item(), sums.pop("entropy").item()
-    gap, gap_max = sums.pop("gap").item(), sums.pop("gap_max").item()
+    loss, entropy, tokens = sums.pop("loss").item(), sums.pop("entropy").item(), sums["tokens"].item()
+    gap, gap_max, gap_tokens = (sums.pop(name).item() for name in ("gap", "gap_max", "gap_tokens"))
+    noise = {name: sums.pop(name).item() for name in [*sums] if name.startswith("part/")}
     return {
+        **noise,
         "loss": loss,
-        "entropy": entropy / max(counts.tokens, 1),
-        "sampling/sampling_logp_difference/mean": gap / max(sampled_tokens, 1),
+        "entropy": entropy / max(tokens, 1),
+        "sampling/sampling_logp_difference/mean": gap / max(gap_tokens, 1),
         "sampling/sampling_logp_difference/max": gap_max,
         **(finish_metrics(sums) if counts.tokens else {}),
     }

@@ -18,13 +18,16 @@ _SCRATCH_8BIT = 5
 """Tensors of a parameter's size in fp32 that its step on a CPU holds."""
 
 
-def learning_rate(step: int, num_steps: int, settings: OptimizerSettings) -> float:
-    """The rate of step 0, 1, … of a run of `num_steps`."""
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
+def learning_rate(done: float, num_steps: int, settings: OptimizerSettings) -> float:
+    """The rate of the step after `done` of `num_steps`; a run that its minutes end has done parts of steps.
+
+    See `grpo.run.progress`.
+    """
+    if done < settings.warmup_steps:
+        return settings.learning_rate * min(done + 1, settings.warmup_steps) / settings.warmup_steps
     if settings.lr_schedule == "constant":
         return settings.learning_rate
-    progress = (step - settings.warmup_steps) / max(1, num_steps - settings.warmup_steps)
+    progress = (done - settings.warmup_steps) / max(1, num_steps - settings.warmup_steps)
     progress = min(progress, 1.0)
     linear, cosine = 1 - progress, (1 + math.cos(math.pi * progress)) / 2
     share = linear if settings.lr_schedule == "linear" else cosine

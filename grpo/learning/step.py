@@ -1,8 +1,9 @@
 """One optimizer step as a transaction: it happens whole, or the weights stay as they were."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from loguru import logger
@@ -10,6 +11,7 @@ from torch import nn
 
 from grpo.distributed import World, sum_of_bits
 from grpo.distributed.shard import is_sharded, whole
+from grpo.learning.noise import NoiseScale
 
 
 class Diverged(RuntimeError):
@@ -32,6 +34,7 @@ class Stepper:
         optimizer: torch.optim.Optimizer,
         max_grad_norm: float,
         *,
+        num_rows: int = 1,
         updating: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -39,6 +42,7 @@ class Stepper:
         self._optimizer = optimizer
         self._max_grad_norm = max_grad_norm or math.inf
         self._updating = updating
+        self.noise = NoiseScale(num_rows)
         self.moved = False
         """Whether the weights have moved since the caller last set this."""
         self.num_skipped = 0
@@ -47,10 +51,12 @@ class Stepper:
     def step(self, accumulate: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Run `accumulate` (backward passes; returns metrics, `loss` among them) and apply it.
 
-        Returns its metrics with `grad_norm`, before clipping, and `skipped`, 0 or 1.
+        Returns its metrics with `grad_norm`, before clipping, `skipped`, 0 or 1, and the noise scale, where
+        it is known.
         """
         self._optimizer.zero_grad(set_to_none=True)
         metrics = accumulate()
+        part = {name: metrics.pop(name) for name in [*metrics] if name.startswith("part/")}
         with self._updating():
             norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self._max_grad_norm)).item()
             watched = {"loss": metrics["loss"], "kl": metrics.get("kl", 0.0), "grad_norm": norm}
@@ -59,10 +65,15 @@ class Stepper:
                 self._skip(broken)
             else:
                 self.moved = True
+                if part:
+                    self.noise.observe(norm, part)
                 self._optimizer.step()
                 self.skipped_in_a_row = 0
         self._optimizer.zero_grad(set_to_none=True)
-        return {**metrics, "grad_norm": norm, "skipped": float(self.skipped_in_a_row > 0)}
+        if advice := self.noise.advice():
+            logger.info("{}", advice)
+        noise = {} if self.noise.rows is None else {"gradient/noise_scale": self.noise.rows}
+        return {**metrics, "grad_norm": norm, "skipped": float(self.skipped_in_a_row > 0), **noise}
 
     @torch.no_grad()
     def keep_together(self, world: World) -> None:
@@ -78,6 +89,16 @@ class Stepper:
             logger.info("the processes' weights have drifted apart by rounding: all take the first one's")
             states = [value for p in self.parameters for value in self._optimizer.state[p].values()]
             world.copy_from_main([*self.parameters, *filter(torch.is_tensor, states)])
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        counts = {"num_skipped": self.num_skipped, "skipped_in_a_row": self.skipped_in_a_row}
+        return {**counts, "noise": self.noise.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.num_skipped, self.skipped_in_a_row = state["num_skipped"], state["skipped_in_a_row"]
+        if "noise" in state:  # which older checkpoints lack
+            self.noise.restore(state["noise"])
 
     def _skip(self, broken: dict[str, float]) -> None:
         self.num_skipped += 1

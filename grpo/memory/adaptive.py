@@ -64,7 +64,8 @@ class AdaptiveMemory:
         self._group_size = group_size
         self._advice = advice
         self._replays = replays
-        self._worst: Mapping[str, Footprint] = {}
+        self.promised: Mapping[str, Footprint] = {}
+        """The worst case by phase, as it was told before the first step."""
         self._highest = Footprint({})
         self.expected_bytes = 0.0
         """Of the largest phase, as `expected` last said; 0: unknown."""
@@ -164,13 +165,12 @@ class AdaptiveMemory:
         self.process.reserve(most, bound)
 
     def worst(self) -> dict[str, Footprint]:
-        """What the process holds in each phase once all have run, were all texts as long as they can be.
+        """What the process holds in each phase once all have run, were all texts as long as they can be."""
+        return self.process.lasting({phase: plan.footprint for phase, plan in self.plan.items()})
 
-        Records hold what is measured against the first one that was asked for.
-        """
-        worst = self.process.lasting({phase: plan.footprint for phase, plan in self.plan.items()})
-        self._worst = self._worst or worst
-        return worst
+    def promise(self) -> None:
+        """Hold what is measured from here on against the worst case as it is now."""
+        self.promised = self.worst()
 
     def expected(self, shapes: Mapping[str, Sequence[Shape]]) -> dict[str, Footprint]:
         """The same for texts of these shapes, by what is known before the first step."""
@@ -257,7 +257,7 @@ class AdaptiveMemory:
             phase, shape, added_bytes=reading.added_bytes, process_bytes=reading.process_bytes
         )
         now = self._monitor.read()
-        worst = self._worst.get(phase, footprint)
+        worst = self.promised.get(phase, footprint)
         self._records.append(
             PhaseRecord(
                 phase, shape.rows, shape.prompt_tokens, shape.new_tokens,

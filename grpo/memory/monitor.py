@@ -157,6 +157,10 @@ class MemoryMonitor:
             return self.memory().ours_bytes - malloc.free_bytes()
         return self.memory().ours_bytes
 
+    def gap_bytes(self) -> int:
+        """What the host's allocator has free: the process holds it, whatever a phase adds."""
+        return malloc.free_bytes() if self.device.type == "cpu" else 0
+
     def _host_process_bytes(self) -> tuple[int, int]:
         """What the process holds, now and at its peak."""
         resident, peak = _host_bytes()

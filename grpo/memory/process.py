@@ -19,8 +19,8 @@ class ProcessMemory:
     """The footprint of each phase in a process.
 
     resident: bytes by component of what exists between phases. batch_size: rows of a step.
-    overhead_bytes: what the process holds besides tensors; None: measured. slack: what allocators hold
-    besides, as far as it is known beforehand.
+    overhead_bytes: what the process holds besides tensors; None: measured. gap_bytes: what its allocator has
+    free by now. slack: what allocators hold besides, as far as it is known beforehand.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class ProcessMemory:
         resident: Callable[[], Parts],
         batch_size: int,
         overhead_bytes: int | None = None,
+        gap_bytes: int = 0,
         slack: Slack = NO_SLACK,
     ) -> None:
         self.phases = dict(phases)
@@ -43,6 +44,7 @@ class ProcessMemory:
             overhead_bytes = max(0, monitor.in_use_bytes() - sum(resident().values()))
         self.overhead_bytes = float(overhead_bytes)
         self._slack = slack
+        self._gaps = gap_bytes
         self._slack_seen: Slack | None = None
         self._held: list[tuple[float, float]] = []
         self._reserved = 0.0
@@ -71,7 +73,7 @@ class ProcessMemory:
                 **self._resident(),
                 **parts,
                 "activations": max(0.0, rest),
-                KEPT: slack.share * added.peak_bytes,
+                KEPT: max(slack.share * added.peak_bytes, self._gaps),
                 OUTSIDE: self.overhead_bytes,
             },
             math.hypot(added.error_bytes, slack.error_share * added.peak_bytes, slack.error_bytes),

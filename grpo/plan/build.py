@@ -80,7 +80,9 @@ def process_memory(
     traced = {phase: TracedFit(tracer, phase, longest, config.group_size) for phase in PHASES}
     sizes = work.sizes_here(tracer.trained_sizes)
     resident = resident_parts(work, tracer.num_parameters, sizes)
+    gaps = 0
     if overhead_bytes is None:
+        gaps = monitor.gap_bytes()
         overhead_bytes = max(0, monitor.in_use_bytes() - sum(resident.values()))
         later = LATER_PRIVATE_BYTES if monitor.counts_private else LATER_BYTES
         overhead_bytes += later if work.target.on_cpu else 0
@@ -106,7 +108,7 @@ def process_memory(
     return ProcessMemory(
         specs, Predictor(fits, scratch_bytes=scratch, first_error=first_error, bias=bias), monitor,
         resident=lambda: resident, batch_size=work.rows_here, overhead_bytes=overhead_bytes,
-        slack=usual_slack(work.target),
+        gap_bytes=gaps, slack=usual_slack(work.target),
     )  # fmt: skip
 
 

@@ -22,8 +22,8 @@ SCRATCH_BYTES = 2 * 2**20
 """Workspace of CUDA's libraries, and of oneDNN in bf16, for models so small that it counts."""
 
 SLACK_ON_CUDA = Slack(0.05, 0.05)
-_SLACK_EXACT = Slack(0.17, 0.06, 12 * 2**20)
-_SLACK_LOWER = Slack(0.23, 0.08, 12 * 2**20)
+_SLACK_EXACT = Slack(0.17, 0.06, 15 * 2**20)
+_SLACK_LOWER = Slack(0.23, 0.08, 15 * 2**20)
 """On CPUs as measured by `scripts/benchmark_memory.py runs`, on CUDA an estimate. In bf16 small tensors (cast
 weights, a prompt's activations) come between large ones, and tear the heap into more pieces."""
 LATER_BYTES, LATER_PRIVATE_BYTES = 10 * 2**20, 40 * 2**20

@@ -49,12 +49,14 @@ def rollout(
     *,
     rows: int,
     watch_cache: Callable[[int, CacheBytes], None] | None = None,
+    watch_rows: Callable[[float], None] | None = None,
 ) -> Rollout:
     """Sample N = len(uniforms) completions, N / B of each prompt, at most `rows` at once.
 
     uniforms: (N, max_new_tokens), see `step_uniforms`. Whole groups are sampled together where
     `rows` allows, and a group is split where it does not; neither changes what is sampled.
     watch_cache: told, every few steps, how many the first rows have done and what the cache takes up.
+    watch_rows: told, as often, what share of all is done.
     """
     room = context_length(model.config) - settings.max_new_tokens
     prompt_ids = tokenize_prompts(prompts, tokenizer, longest=room)
@@ -69,7 +71,7 @@ def rollout(
             rows_of = torch.arange(num_rows).view(-1, group_size)[:, columns].to(model.device)  # (B, width)
             _sample(
                 model, prompt_ids, rows_of, made, settings,
-                groups_at_once=max(1, rows // width), watch_cache=watch,
+                groups_at_once=max(1, rows // width), watch_cache=watch, watch_rows=watch_rows,
             )  # fmt: skip
             watch = None
 
@@ -116,6 +118,12 @@ class _Completions:
         self.lengths[rows] = lengths + running
         self.terminated[rows] = terminated | (running & (tokens == self._end))
 
+    def share_done(self) -> float:
+        """Of all tokens that there may be; a row that has ended has no more to come."""
+        return (
+            torch.where(self.terminated, self._longest, self.lengths).double().mean().item() / self._longest
+        )
+
     def ended(self, rows: Tensor) -> Tensor:
         return self.terminated[rows] | (self.lengths[rows] == self._longest)
 
@@ -129,6 +137,7 @@ def _sample(
     *,
     groups_at_once: int,
     watch_cache: Callable[[int, CacheBytes], None] | None,
+    watch_rows: Callable[[float], None] | None,
 ) -> None:
     """Sample rows_of (B, width), the rows of each prompt, so many groups at once."""
     width = rows_of.shape[1]
@@ -152,6 +161,8 @@ def _sample(
             looks = steps < settings.max_new_tokens and steps % _CHECK_EVERY == 1
             if watch_cache is not None and (looks or longest):
                 watch_cache(steps, decoder.cache_bytes)
+            if watch_rows is not None and looks:
+                watch_rows(made.share_done())
 
             ended: list[int] = []
             if steps % check_every == 0 or longest:

@@ -1,7 +1,9 @@
 """How long a step takes with few rows at once, beside all at once: said before the first.
 
-A pass takes a fixed time and one for each row, in a line (docs/measurements.md, "How a step's seconds grow").
-Two small passes show both. Left out: what is the same whatever the plan, such as rewards and the update.
+A pass takes a fixed time and one for each row, in a line (docs/measurements.md, "How a step's seconds grow"):
+two small passes show what all rows at once would take. What the plan takes instead is seen from one pass of
+each phase as it is planned, with the heap as bounded as it will be, and kernels not compiled yet for its
+shape. Left out: what is the same whatever the plan, such as rewards and the update.
 """
 
 import math
@@ -12,14 +14,14 @@ from dataclasses import dataclass, replace
 import torch
 from loguru import logger
 
-from grpo.memory import AdaptiveMemory, Budget
+from grpo.memory import AdaptiveMemory, Budget, is_out_of_memory
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.load import Policy, RolloutModel
 from grpo.plan.workload import Workload
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.rehearsal import Rehearsal
-from grpo.scoring.micro_batches import micro_batch_logprobs, micro_batches
+from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs, micro_batches
 
 TOKENS = 16
 """New ones of the passes that show how fast sampling is."""
@@ -45,77 +47,103 @@ def pace(work: Callable[[int], object], few: int, many: int) -> Pace:
     return Pace(max(0.0, seconds[0] - few * row_s), row_s)
 
 
-def say_how_slow(
-    work: Workload,
-    memory: AdaptiveMemory,
-    policy: Policy,
-    sampler: RolloutModel,
-    rehearsal: Rehearsal,
-    budget: Budget,
-) -> None:
-    """One line, where doing rows in parts makes a step longer. Nothing of sharded models."""
-    rows = {phase: plan.rows for phase, plan in memory.plan.items() if phase != "update"}
-    group_size, all_rows = work.config.group_size, work.rows_here
-    fewest = min(rows.values())
-    if work.config.shard or group_size == 1 or fewest >= all_rows:
-        return
-    if work.target.on_cpu and work.target.is_lower and fewest < group_size:
-        logger.warning(
-            "only {} rows fit at once, and in bf16 each shape has its kernels compiled: steps will take many "
-            "times as long as with more memory; --precision fp32 is faster here", fewest,
+@dataclass
+class StepPace:
+    """Of one run's steps. The models take small passes for it, and are left as they were."""
+
+    work: Workload
+    memory: AdaptiveMemory
+    policy: Policy
+    sampler: RolloutModel
+    rehearsal: Rehearsal
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """At once, by phase that has passes."""
+        return {phase: plan.rows for phase, plan in self.memory.plan.items() if phase != "update"}
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether there is anything to say. Not of sharded models, of which nobody may do a pass alone."""
+        return not self.work.config.shard and min(self.rows.values()) < self.work.rows_here
+
+    def all_at_once(self) -> float:
+        """Seconds of a step, were there room for all its rows; from passes that need less than planned."""
+        many = max(2, min(2 * min(self.rows.values()), self.work.config.group_size))
+        all_rows = self.work.rows_here
+        total = self._lengths * pace(self._sample, 1, many).seconds(all_rows, all_rows)
+        for phase in ("score", "learn"):
+            if phase in self.rows:  # half the length: a token costs what it does in longer texts
+                half = pace(lambda rows, phase=phase: self._pass(phase, self._part(rows, 0.5)), 1, many)  # type: ignore[misc]
+                total += Pace(half.pass_s, 2 * half.row_s).seconds(all_rows, all_rows)
+        return total
+
+    def as_planned(self) -> float:
+        """Seconds of a step by the plan: one pass of each phase, as often as it is needed."""
+        total, all_rows = 0.0, self.work.rows_here
+        for phase, rows in self.rows.items():
+            passes = math.ceil(all_rows / rows)
+            if phase == "sample":
+                total += passes * self._lengths * _seconds(self._sample, min(rows, all_rows))
+            else:
+                part = self._part(rows, 1.0)
+                total += passes * _seconds(lambda _, phase=phase, part=part: self._pass(phase, part), rows)  # type: ignore[misc]
+        return total
+
+    def say(self, budget: Budget, all_at_once: float) -> None:
+        """One line, where doing rows in parts makes a step longer."""
+        try:
+            seconds = self.as_planned()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return  # the plan will see to it
+        few = ", ".join(f"{phase} {rows}" for phase, rows in self.rows.items() if rows < self.work.rows_here)
+        if seconds > WORTH_SAYING * all_at_once:
+            lower = self.work.target.on_cpu and self.work.target.is_lower
+            remedy = "; --precision fp32 may be faster here, as kernels are compiled for each shape in bf16"
+            logger.info(
+                "{} of {} rows at once ({}): about {:.3g} samples/s, and {:.1f} times as long a step as with "
+                "all{}",
+                few, self.work.rows_here, budget, self.work.rows_here / seconds, seconds / all_at_once,
+                remedy if lower and min(self.rows.values()) < self.work.config.group_size else "",
+            )  # fmt: skip
+
+    @property
+    def _lengths(self) -> float:
+        """Tokens of a completion, in those that a pass samples here."""
+        tokens = min(TOKENS, self.work.config.sampling.max_new_tokens)
+        return float(self.rehearsal.answers.lengths.double().mean()) / tokens
+
+    def _sample(self, rows: int) -> None:
+        config = self.work.config
+        tokens = min(TOKENS, config.sampling.max_new_tokens)
+        groups = max(1, rows // config.group_size)
+        prompts = [self.rehearsal.prompts[group % len(self.rehearsal.prompts)] for group in range(groups)]
+        rollout(
+            self.sampler.model, self.policy.tokenizer, prompts,
+            step_uniforms(rows, tokens, seed=config.seed, step=0),
+            replace(config.sampling, max_new_tokens=tokens), rows=rows,
         )  # fmt: skip
-        return
-    at_once = min(2 * fewest, group_size)  # of half the length: no more than is planned for
-    paces = {
-        "sample": _sampling_pace(work, policy, sampler, rehearsal, at_once),
-        "score": _pass_pace(work, policy, rehearsal, at_once, learns=False),
-        "learn": _pass_pace(work, policy, rehearsal, at_once, learns=True),
-    }
-    seconds, least = (
-        sum(paces[phase].seconds(all_rows, at) for phase, at in plan.items())
-        for plan in (rows, dict.fromkeys(rows, all_rows))
-    )
-    if seconds > WORTH_SAYING * least:
-        logger.info(
-            "{} of {} rows at once ({}): about {:.3g} samples/s, and {:.1f} times as long a step as with all",
-            ", ".join(f"{phase} {count}" for phase, count in rows.items() if count < all_rows), all_rows,
-            budget, all_rows / seconds, seconds / least,
-        )  # fmt: skip
 
+    def _part(self, rows: int, share: float) -> MicroBatch:
+        """So many rows of a step, of middling length, or a share of it."""
+        config = self.work.config
+        step = self.rehearsal.step(max(rows, self.work.rows_here), config.group_size, share=share)
+        parts = list(micro_batches(step, rows))
+        return parts[len(parts) // 2]
 
-def _sampling_pace(
-    work: Workload, policy: Policy, sampler: RolloutModel, rehearsal: Rehearsal, many: int
-) -> Pace:
-    config = work.config
-    tokens = min(TOKENS, config.sampling.max_new_tokens)
-    uniforms = step_uniforms(many, tokens, seed=config.seed, step=0)
-    settings = replace(config.sampling, max_new_tokens=tokens)
-
-    def sample(rows: int) -> None:
-        rollout(sampler.model, policy.tokenizer, rehearsal.prompts[:1], uniforms[:rows], settings, rows=rows)
-
-    few = pace(sample, 1, many)
-    steps = float(rehearsal.answers.lengths.double().mean()) / tokens
-    return Pace(steps * few.pass_s, steps * few.row_s)
-
-
-def _pass_pace(work: Workload, policy: Policy, rehearsal: Rehearsal, many: int, *, learns: bool) -> Pace:
-    """Of scoring or learning a group, of half the length: a token costs what it does in longer texts."""
-    group = rehearsal.step(work.config.group_size, work.config.group_size, share=0.5)
-
-    def run(rows: int) -> None:
+    def _pass(self, phase: str, part: MicroBatch) -> None:
+        config, learns = self.work.config, phase == "learn"
+        checkpointing = choose_checkpointing(config.gradient_checkpointing) if learns else "none"
         with torch.set_grad_enabled(learns):
             logp, _ = micro_batch_logprobs(
-                policy.model, next(iter(micro_batches(group, rows))),
-                temperature=work.config.sampling.temperature, dtype=work.target.dtype, entropy=learns,
-                checkpointing=choose_checkpointing(work.config.gradient_checkpointing) if learns else "none",
+                self.policy.model, part, dtype=self.work.target.dtype, entropy=learns,
+                temperature=config.sampling.temperature, checkpointing=checkpointing,
             )  # fmt: skip
             if learns:
                 logp.sum().backward()  # type: ignore[no-untyped-call]
-        policy.model.zero_grad(set_to_none=True)
-
-    half = pace(run, 1, many)
-    return Pace(half.pass_s, 2 * half.row_s)
+        self.policy.model.zero_grad(set_to_none=True)
 
 
 def _seconds(work: Callable[[int], object], rows: int) -> float:

@@ -17,6 +17,7 @@ from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.scoring.micro_batches import micro_batch_logprobs, micro_batch_shapes, micro_batches
 from grpo.types import Prompt, Rollout
+from grpo.waiting import waiting
 
 ROWS = 8
 """Prompts that are answered, once each; one of the answers is learned from."""
@@ -87,9 +88,11 @@ def rehearse(
     before = monitor.in_use_bytes()
 
     def work(rows: int) -> Rollout:
-        made = rollout(
-            sampler.model, policy.tokenizer, some, uniforms[: len(some)], config.sampling, rows=rows
-        )
+        with waiting("a small try") as done:
+            made = rollout(
+                sampler.model, policy.tokenizer, some, uniforms[: len(some)], config.sampling, rows=rows,
+                watch_rows=done,
+            )  # fmt: skip
         batch = next(iter(micro_batches(made, 1)))
         logp, _ = micro_batch_logprobs(
             policy.model, batch, temperature=config.sampling.temperature, dtype=policy.target.dtype

@@ -1,7 +1,6 @@
 """Everything a run needs, made in the order in which it can fail: cheap checks first."""
 
 import gc
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -37,7 +36,7 @@ from grpo.run.clock import Clock
 from grpo.run.disk import check_room, checkpoint_bytes
 from grpo.run.folder import hold_folder, open_checkpoints, write_settings
 from grpo.run.loading import check_shard, load_models, load_source, shard_models
-from grpo.run.pace import say_how_slow
+from grpo.run.pace import StepPace
 from grpo.run.planning import budget_of, choose_target, enforce, plan_together
 from grpo.run.rehearsal import rehearse
 from grpo.run.same_everywhere import check_same
@@ -45,6 +44,9 @@ from grpo.run.tracking import check_trackers
 from grpo.scoring.model_checks import check_recomputation
 from grpo.types import Prompt, Rollout
 from rewards.engine import EnginePool, find_stockfish
+
+NOISE_INTERVAL = 4
+"""Steps; one that is parted in halves, to tell its noise, has more padding."""
 
 
 @dataclass
@@ -73,7 +75,6 @@ class Run:
     expected: Mapping[str, Footprint]
     """Of each phase, were all steps as the first one looks."""
     world: World = field(default_factory=World)
-    started: float = field(default_factory=time.monotonic)
 
     def held_out_reward(self, rollout: Rollout) -> Tensor:
         """(N,) rewards, NaN for rows that no reward function scores."""
@@ -85,10 +86,11 @@ class Run:
         idle = self.world.largest_share(num_groups) - len(groups) if self.config.shard else 0
         return Share(groups, self.config.group_size, idle)
 
-    def time_is_up(self) -> bool:
-        """Whether the run has had the minutes it was given."""
-        minutes = self.config.minutes
-        return minutes is not None and time.monotonic() - self.started > 60 * minutes
+    def noise_share(self, step: int, share: Share) -> float | None:
+        """Of the step's groups that are here, where the gradient's noise is to be measured."""
+        if self.config.shard or (self.world.size == 1 and step % NOISE_INTERVAL):
+            return None
+        return len(share.groups) / self.config.num_prompts
 
 
 @contextmanager
@@ -145,10 +147,13 @@ def _make_run(
     if world.is_main:
         check_room(config, folder, checkpoint_bytes(policy.model, optimizer), len(checkpoints.all()))
         write_settings(folder, config)
-    memory.worst()
-    say_how_slow(work, memory, policy, sampler, rehearsal, budget())
+    pace = StepPace(work, memory, policy, sampler, rehearsal)
+    at_best = pace.all_at_once() if pace.in_parts else 0.0  # before anything is limited
     expected = rehearsal.expected_shapes(memory.plan, config, rows_here=work.rows_here, policy=policy)
     enforce(config, monitor, memory, budget())
+    memory.promise()
+    if pace.in_parts:
+        pace.say(budget(), at_best)
     return Run(
         config=config, folder=folder, source=source,
         eval_prompts=_choose_eval_prompts(config, source.heldout),
@@ -183,7 +188,7 @@ def _check_installed(config: Config, device: torch.device) -> None:
 
 def show_plans(run: Run, console: Console) -> None:
     """The table of the first process's plan; of the others, how many rows they do at once."""
-    console.print(plan_table(run.memory.plan, run.budget, run.memory.worst(), run.expected))
+    console.print(plan_table(run.memory.plan, run.budget, run.memory.promised, run.expected))
     rows = ", ".join(f"{phase} {plan.rows}" for phase, plan in run.memory.plan.items())
     for process, plan in enumerate(run.world.exchange("the plans", f"{rows}; budget {run.budget}")):
         if process:

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from loguru import logger
+from rich import progress as progress_bar
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from grpo import waiting
+from grpo.run.progress import Progress
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
@@ -25,9 +28,11 @@ MEMORY_FILE = "memory.jsonl"
 def configure_logging(level: str, console: Console, *, process: int = 0) -> None:
     """Send log lines through `console`, above a progress bar if one is shown. For entry points.
 
-    Of several processes the first one tells what happens, the others only what goes wrong.
+    Of several processes the first one tells what happens, the others only what goes wrong. Bars of what
+    takes its time are shown there as well.
     """
     logger.remove()
+    waiting.show_on(None if process else console)
     line = "<green>{time:HH:mm:ss}</green> <level>{level: <7}</level> {message}"
     if process:
         line = line.replace("{message}", f"process {process}: {{message}}")
@@ -211,21 +216,26 @@ def _start_wandb(folder: Path, settings: Mapping[str, Any]) -> Any:
 
 
 class StepProgress:
-    """A progress bar on a terminal, a plain line every so often elsewhere."""
+    """A live line on a terminal, with the time that remains; elsewhere a plain line a step."""
 
-    def __init__(self, console: Console, *, total: int, done: int) -> None:
-        self._bar: Progress | None = None
+    def __init__(self, console: Console, progress: Progress, *, finished: int) -> None:
+        self._progress = progress
+        self._bar: progress_bar.Progress | None = None
         if console.is_terminal:
-            self._bar = Progress(
-                TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-                TextColumn("{task.fields[summary]}"), console=console,
+            self._bar = progress_bar.Progress(
+                progress_bar.TextColumn("step {task.fields[step]} of {task.fields[steps]}"),
+                progress_bar.BarColumn(20), progress_bar.TimeRemainingColumn(),
+                progress_bar.TextColumn("{task.fields[summary]}"), console=console,
             )  # fmt: skip
-            self._task = self._bar.add_task("", total=total, completed=done, summary="")
+            self._task = self._bar.add_task("", total=1.0, step=finished, steps=progress.steps, summary="")
+            self._bar.update(self._task, completed=progress.share(finished))
             self._bar.start()
 
     def update(self, step: int, summary: str) -> None:
+        if forecast := self._progress.forecast(step):
+            logger.info("{}", forecast)
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, summary=summary)
+            self._bar.update(self._task, completed=self._progress.share(step), step=step, summary=summary)
         else:
             logger.info("step {} - {}", step, summary)
 

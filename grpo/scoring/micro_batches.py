@@ -30,15 +30,40 @@ class MicroBatch:
     mask: Tensor | None = None  # (R, C)
 
 
-def micro_batches(rollout: Rollout, rows: int, *, pass_tokens: int | None = None) -> Iterator[MicroBatch]:
+def micro_batches(
+    rollout: Rollout, rows: int, *, pass_tokens: int | None = None, halves: bool = False
+) -> Iterator[MicroBatch]:
     """All N rows, at most `rows` at a time: groups of like length together, whole where they fit.
 
     pass_tokens: tokens that take as long as another pass does; rows are parted further where that saves
-    more of padding. None: no more passes than needed.
+    more of padding. None: no more passes than needed. halves: where there are several, every other group
+    first, then the rest: each half is as good a sample of the step.
     """
-    group_size = rollout.group_size
-    longest = rollout.lengths.view(-1, group_size).amax(1)  # (B,)
-    groups = torch.argsort(longest, stable=True)
+    groups = torch.argsort(_longest(rollout), stable=True)
+    chunks = _chunks(rollout, groups, rows, pass_tokens)
+    if halves and len(chunks) > 1 and rows >= rollout.group_size:
+        first, second = (_chunks(rollout, groups[groups % 2 == odd], rows, pass_tokens) for odd in (0, 1))
+        chunks = second + first  # from the last on
+    for chunk in reversed(chunks):  # what the largest has freed, the others fit into
+        prompts, row_to_prompt = torch.unique(chunk // rollout.group_size, return_inverse=True)
+        width = max(1, int(rollout.lengths[chunk].max()))
+        yield MicroBatch(
+            rows=chunk,
+            prompt_ids=[rollout.prompt_ids[prompt] for prompt in prompts],
+            row_to_prompt=row_to_prompt,
+            completion_ids=rollout.completion_ids[chunk, :width],
+            mask=rollout.mask[chunk, :width],
+        )
+
+
+def _longest(rollout: Rollout) -> Tensor:
+    """Tokens of the longest completion of each group: (B,)."""
+    return rollout.lengths.view(-1, rollout.group_size).amax(1)
+
+
+def _chunks(rollout: Rollout, groups: Tensor, rows: int, pass_tokens: int | None) -> list[Tensor]:
+    """Of groups in order of length, the rows of each pass."""
+    group_size, longest = rollout.group_size, _longest(rollout)
     order = (groups.unsqueeze(1) * group_size + torch.arange(group_size)).flatten()  # (N,)
     if rows >= group_size:
         rows -= rows % group_size
@@ -51,16 +76,7 @@ def micro_batches(rollout: Rollout, rows: int, *, pass_tokens: int | None = None
                 longest[chunk[::group_size] // group_size].tolist(), pass_tokens // group_size
             )
             chunks += chunk.split([group_size * size for size in sizes])
-    for chunk in reversed(chunks):  # what the largest has freed, the others fit into
-        prompts, row_to_prompt = torch.unique(chunk // group_size, return_inverse=True)
-        width = max(1, int(rollout.lengths[chunk].max()))
-        yield MicroBatch(
-            rows=chunk,
-            prompt_ids=[rollout.prompt_ids[prompt] for prompt in prompts],
-            row_to_prompt=row_to_prompt,
-            completion_ids=rollout.completion_ids[chunk, :width],
-            mask=rollout.mask[chunk, :width],
-        )
+    return chunks
 
 
 def _lengths_apart(longest: list[int], worth: int) -> list[int]:
@@ -75,7 +91,9 @@ def _lengths_apart(longest: list[int], worth: int) -> list[int]:
     return _lengths_apart(longest[:place], worth) + _lengths_apart(longest[place:], worth)
 
 
-def micro_batch_shapes(rollout: Rollout, rows: int, *, pass_tokens: int | None = None) -> list[Shape]:
+def micro_batch_shapes(
+    rollout: Rollout, rows: int, *, pass_tokens: int | None = None, halves: bool = False
+) -> list[Shape]:
     """What the memory of each of `micro_batches` depends on."""
     return [
         Shape(
@@ -84,7 +102,7 @@ def micro_batch_shapes(rollout: Rollout, rows: int, *, pass_tokens: int | None =
             new_tokens=batch.completion_ids.shape[1],
             scored_tokens=int(rollout.lengths[batch.rows].sum()),
         )
-        for batch in micro_batches(rollout, rows, pass_tokens=pass_tokens)
+        for batch in micro_batches(rollout, rows, pass_tokens=pass_tokens, halves=halves)
     ]
 
 

@@ -141,7 +141,7 @@ class Trials:
         checkpoint = run / "checkpoints" / f"step-{STEPS:06d}"
         files = [checkpoint / name for name in ("model.safetensors", "trainer.safetensors")]
         tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        passing = ("timing/", "memory/", "step_time")
+        passing = ("timing/", "memory/", "step_time", "progress")  # of as many steps as were asked for
         lines = [
             {key: value for key, value in line.items() if not key.startswith(passing)}
             for file in (METRICS_FILE, COMPLETIONS_FILE)

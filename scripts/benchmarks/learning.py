@@ -3,7 +3,7 @@
 import itertools
 import random
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,10 @@ from rich.console import Console
 
 from benchmarks.pretrain import completion_logits, token_batches
 from grpo.config import Config, read_config
-from grpo.config.groups import SamplingSettings
 from grpo.data import load_prompts
 from grpo.data.load import POSITIONS
-from grpo.data.reward_functions import RewardFunctions
-from grpo.evaluate import Evaluation, evaluate
 from grpo.learning.optimizer import make_optimizer
-from grpo.model.load import Policy, RolloutModel, load_policy
+from grpo.model.load import Policy, load_policy
 from grpo.model.target import choose_device
 from grpo.run.interrupt import stop_on_signal
 from grpo.run.setup import open_run
@@ -28,42 +25,6 @@ from grpo.trainer import Trainer
 from grpo.types import Prompt
 
 DEMO_SETTINGS = Path(__file__).parents[2] / "grpo" / "assets" / "demo.yaml"
-EVAL_SAMPLES = 4
-EVAL_SEED = 1234
-EVAL_ROWS = 256
-
-
-@dataclass(frozen=True)
-class Quality:
-    """Held-out scores of one model: sampled at the training temperature, and greedy."""
-
-    sampled: Evaluation
-    greedy: Evaluation
-
-    def save(self, folder: Path, name: str) -> None:
-        self.sampled.save(folder / f"{name}-sampled.json")
-        self.greedy.save(folder / f"{name}-greedy.json")
-
-    @staticmethod
-    def load(folder: Path, name: str) -> "Quality":
-        return Quality(
-            Evaluation.load(folder / f"{name}-sampled.json"), Evaluation.load(folder / f"{name}-greedy.json")
-        )
-
-
-def measure(policy: Policy, config: Config, prompts: list[Prompt]) -> Quality:
-    """Quality on `prompts`, judged by their labels; `reward` is the one that `config` trains on."""
-    model = RolloutModel(policy.model, policy.target.dtype).model
-    rewards = RewardFunctions(config.reward, config.reward_weights)
-
-    def run(temperature: float, samples: int) -> Evaluation:
-        settings = SamplingSettings(config.sampling.max_new_tokens, temperature)
-        return evaluate(
-            model, policy.tokenizer, prompts, settings=settings, rows=EVAL_ROWS, seed=EVAL_SEED,
-            samples=samples, reward=lambda sampled: rewards(sampled).rewards_where_scored,
-        )  # fmt: skip
-
-    return Quality(run(config.sampling.temperature, EVAL_SAMPLES), run(0.0, 1))
 
 
 def demo_config(**changes: Any) -> Config:

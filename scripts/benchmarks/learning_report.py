@@ -8,8 +8,8 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from benchmarks.learning import Quality
 from grpo.evaluate import Evaluation
+from grpo.evaluate.quality import Quality
 from grpo.run.tracking import METRICS_FILE, read_lines
 from grpo.workbench.pictures import picture
 

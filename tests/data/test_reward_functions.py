@@ -251,3 +251,22 @@ def test_replacing_groups_of_a_rollout_keeps_rows_together():
     texts = ["".join(chr(c) for c in row[row > 0].tolist()) for row in merged.completion_ids]
     assert texts == merged.completions
     assert merged.row_prompts == [OWN[0], OWN[0], PLAY, PLAY]
+
+
+# -------------------------------------------------------------------------- what its components judge
+
+
+def test_judged_parts_of_our_own_rewards_add_up_to_the_reward(tmp_path):
+    """A user's reward judges no field, and is no part of them."""
+    made = rollout_of([MOVE, MOVE, PLAY, PLAY], [
+        f"{NEXT}+0.001+0+0", "8/8+1.0", " M: e2e4 e1d2 E: 0.5 0.1 B: e2e4", " M: e1d2",
+    ])  # fmt: skip
+    own = RewardFunctions(["environment", "policy"], [1.0, 2.0])
+    scores = own(made)
+    parts = list(own.judged(scores, made.completions))
+    assert torch.allclose(sum(part.values for part in parts), scores.rewards)
+    best = next(part for part in parts if part.letters[2] == (made.completions[2].index("B:"), 32))
+    assert best.values.tolist() == pytest.approx([0, 0, 2 * 4 / 8.5, 0])
+    assert best.letters[3] == (0, len(" M: e1d2"))  # without that field, all of it
+    mine = functions(tmp_path, "def f(completions, **columns):\n    return [1.0] * len(completions)", "f")
+    assert list(mine.judged(mine(made), made.completions)) == []

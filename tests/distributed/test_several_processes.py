@@ -58,7 +58,8 @@ def trained(size: int, config: Config, **options) -> list[Trained]:
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
     """All but times and memory."""
-    passing = ("timing/", "memory/", "step_time", "processes/")
+    # The noise is told from what each process has, or from halves: the same only in expectation.
+    passing = ("timing/", "memory/", "step_time", "processes/", "gradient/noise_scale")
     return [
         {name: value for name, value in record.items() if not name.startswith(passing)}
         for record in read_lines(folder / METRICS_FILE)
@@ -92,7 +93,10 @@ def test_i3_a_step_does_not_depend_on_how_many_processes_share_it(fp64, variant)
             assert torch.equal(run.weights, together[0].weights)
         steps = STEPS * config.num_iterations
         groups = {2: [2, 3], 3: [1, 2, 2]}[size]
-        assert sorted(run.rows_learned for run in together) == [4 * steps * count for count in groups]
+        learned = sorted(run.rows_learned for run in together)
+        dealt = [4 * steps * count for count in groups]
+        # With the KL in the reward, groups without an advantage are left out.
+        assert learned == dealt or (config.kl_in_reward and all(map(int.__le__, learned, dealt)))
 
 
 def test_i3_holds_with_a_process_that_has_nothing_to_do(fp64):

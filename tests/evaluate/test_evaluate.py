@@ -262,7 +262,7 @@ def answered(answer, monkeypatch, module):
     """Make `answer(prompt)` the model of a module. Returns the prompts and uniforms it is asked with."""
     asked = []
 
-    def rollout(model, tokenizer, prompts, uniforms, settings, *, rows):
+    def rollout(model, tokenizer, prompts, uniforms, settings, *, rows, watch_rows=None):
         assert uniforms.shape[1] == settings.max_new_tokens
         asked.append((list(prompts), uniforms))
         completions = [answer(prompt) for prompt in prompts for _ in range(len(uniforms) // len(prompts))]

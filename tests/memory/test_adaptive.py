@@ -196,7 +196,7 @@ def test_a_record_has_what_was_said_beforehand_whatever_was_measured_since():
     """640 and a quarter at most; of the 16 rows that came 180 and 45. Fewer later are expected no less."""
     run = Run(slack=Slack(0.25, 0.1, 7))
     run.replan()
-    run.memory.worst()
+    run.memory.promise()
     for rows, measured in ((16, 900), (4, 905)):
         run.monitor.next = PhaseReading(process_bytes=measured, added_bytes=400)
         run.replan()

@@ -205,6 +205,7 @@ def fixed_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process holds 1 GB and no more, so that plans follow from predictions alone."""
     monkeypatch.setattr(MemoryMonitor, "memory", lambda self: DeviceMemory(1000 * GB, 900 * GB, GB))
     monkeypatch.setattr(MemoryMonitor, "in_use_bytes", lambda self: GB)
+    monkeypatch.setattr(MemoryMonitor, "gap_bytes", lambda self: 0)
     monkeypatch.setattr(MemoryMonitor, "read_peaks", lambda self: (GB, GB, 0))
 
 

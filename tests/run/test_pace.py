@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from grpo.run import pace
-from grpo.run.pace import Pace
+from grpo.run.pace import Pace, StepPace
 from grpo.run.setup import open_run
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
@@ -33,14 +33,21 @@ def test_noise_makes_no_negative_time(monkeypatch):
 
 @pytest.mark.parametrize(("rows", "times"), [(4, "1.1"), (1, "1.8")])
 def test_a_run_says_how_slow_its_plan_is(config, logged, monkeypatch, rows, times):
-    """Learning takes 2 s and as many as it has passes, all at once 3 s; sampling and scoring take 6 s."""
-    monkeypatch.setattr(pace, "_sampling_pace", lambda *_: Pace(1.0, 0.25))
-    monkeypatch.setattr(pace, "_pass_pace", lambda *_, learns: Pace(1.0, 0.25))
+    """7 s of sampling, 1 of scoring, learning 1 a pass: 10 with 2, 16 with 8, and 9 with all at once."""
+    monkeypatch.setattr(pace, "pace", lambda *_: Pace(1.0, 0.0))
+    monkeypatch.setattr(pace, "_seconds", lambda work, rows: 1.0)
+    monkeypatch.setattr(StepPace, "_lengths", 7.0)
     rest = dict.fromkeys(("rollout_rows", "score_rows"), 8)
     with open_run(dataclasses.replace(config, batch_size=8, group_size=4, train_rows=rows, **rest)):
         said = [line for line in logged if "times as long" in line]
     assert len(said) == 1 and f"learn {rows} of 8 rows at once" in said[0]
     assert f"{times} times as long" in said[0]
+
+
+def test_passes_are_as_planned_and_leave_nothing_behind(config):
+    with open_run(dataclasses.replace(config, train_rows=1)) as run:
+        assert all(parameter.grad is None for parameter in run.policy.model.parameters())
+        assert run.memory.plan["learn"].rows == 1
 
 
 def test_a_run_of_all_rows_at_once_says_nothing(config, logged, monkeypatch):

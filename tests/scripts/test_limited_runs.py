@@ -35,10 +35,12 @@ def test_a_limit_that_is_too_tight_is_a_refusal_however_it_is_set():
 
 def test_verdicts():
     off, wide = replace(GOOD, measured_bytes=650 * MB), replace(GOOD, error_bytes=60 * MB)
-    assert list(grid_verdicts([GOOD] * 20).values()) == [True, True, True, False]  # 20 of 16 MB
-    assert list(grid_verdicts([replace(GOOD, error_bytes=15 * MB)] * 20).values()) == [True] * 4
+    assert list(grid_verdicts([GOOD] * 20).values()) == [True] * 4 + [False]  # 20 of 16 MB
+    assert list(grid_verdicts([replace(GOOD, error_bytes=15 * MB)] * 20).values()) == [True] * 5
     assert list(grid_verdicts([GOOD, off, wide]).values())[2] is False
     assert list(grid_verdicts([replace(GOOD, measured_bytes=901 * MB), wide]).values())[1] is False
+    assert list(grid_verdicts([replace(GOOD, phases_beyond=("learn",))]).values())[1] is False
+    assert list(grid_verdicts([replace(GOOD, phases_inside=(True, False))]).values())[3] is False
     assert not all(grid_verdicts([GOOD, replace(GOOD, status=1)]).values())
     free = ("tiny", None, GOOD)
     assert all(ladder_verdicts([free, ("tiny", 700 * MB, GOOD)]).values())

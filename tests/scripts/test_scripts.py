@@ -16,11 +16,12 @@ def shown(done: Ended) -> str:
 def test_the_demo_shows_before_and_after(tmp_path):
     arguments = ("--steps", 1, "--batch-size", 16, "--heldout", 8)
     text = shown(fresh("scripts/demo.py", *arguments, cwd=tmp_path))
-    assert "Held out, sampled at temperature 1" in text and "Held out, greedy" in text
-    assert "environment/next_state" in text
+    assert "Held out, 16 prompts" in text and "the next state, exactly" in text
+    assert "Sampled, " in text and "Greedy, " in text and "\x1b" not in text  # no control codes in a file
     (run_folder,) = (tmp_path / "runs").iterdir()
     assert str(run_folder.relative_to(tmp_path)) in text
     assert (run_folder / "checkpoints" / "step-000001" / "model.safetensors").exists()
+    assert "Before and after" in (run_folder / "report.html").read_text()
 
 
 def test_the_learning_curve_has_its_controls_and_keeps_what_is_done(tmp_path):

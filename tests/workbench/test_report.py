@@ -46,8 +46,8 @@ def section(page: Page, title: str) -> Section:
 def test_the_page_of_a_sweep(tmp_path):
     page = make_page([write_sweep(tmp_path / "sweep", notes="- mine")])
     assert titles(page) == [
-        "What it says", "Notes", "Results", "Learning curves", "Quality against batch size", "Time", "Memory",
-        "What the sizes had in common",
+        "What it says", "Notes", "Results", "Learning curves", "Quality against batch size", "Time",
+        "Worth it", "Memory", "What the sizes had in common",
     ]  # fmt: skip
     said = " ".join(section(page, "What it says").sentences)
     assert "size 64 is best: 2.300" in said and "Sizes 32 and 128 are within the noise" in said

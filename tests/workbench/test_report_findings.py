@@ -20,6 +20,7 @@ from grpo.workbench.report.findings import (
 from grpo.workbench.report.read import Size, Sweep, read_folder
 from grpo.workbench.report.trend import Line, causes, fit_line, off_trend, trend_sentences
 from grpo.workbench.report.wording import duration, listed, number, rounded
+from grpo.workbench.report.worth import worth_section
 
 
 def sweep_of(*sizes: Size, **settings: object) -> Sweep:
@@ -191,3 +192,17 @@ def test_what_ran_out_of_memory_has_its_budget(tmp_path):
     (said,) = failure_sentences(sweep)
     assert said.startswith("Size 512: out of memory (DefaultCPUAllocator: can't allocate memory).")
     assert "4.80 GB of 4.00 GB usable, most of it for activations (3.50 GB, 73 %)" in said
+
+
+def test_which_batch_gets_on_fastest_is_predicted_and_measured(tmp_path):
+    """Noise 96, their median; size 16 has 16 / 112 of signal in (1,024 * 0.084 + 2) / 1,024 s, and so on."""
+    sweep = read_folder(write_sweep(tmp_path / "sweep"))
+    section = worth_section(sweep)
+    (sentence,), (table,) = section.sentences, section.tables
+    assert "about 96 rows" in sentence
+    assert "in the order 16, 32, 64, 256 and 128; measured it is 64, 32, 16, 256 and 128" in sentence
+    by_size = {row[0]: row for row in table.rows}
+    assert by_size["16"][1:4] == ("14 %", "100 %", "1") and by_size["64"][5] == "1"
+    assert "512" not in by_size  # it ran out of memory
+    silent = replace(sweep, sizes=[replace(size, noise_scale=None) for size in sweep.sizes])
+    assert worth_section(silent).empty

@@ -42,7 +42,8 @@ def grpo_loss(
 
     logp: (R, C) log-probs with gradient. old_logp: (R, C) of the policy that is corrected for, or
     None for `logp` itself (one update per rollout). ref_logp: (R, C) or None; needed unless
-    kl_coef is 0, and only measured if it is. advantages: (R,). mask: (R, C) bool or 0/1.
+    kl_coef is 0, and only measured if it is. advantages: (R,), or (R, C) where tokens have credit of their
+    own. mask: (R, C) bool or 0/1.
     importance_weights: (R, C) or (R, 1), multiply the policy's loss, not the KL.
 
     Losses: PPO's clip (1707.06347, eq. 7) with dual clip (1912.09729), averaged as GRPO
@@ -53,9 +54,10 @@ def grpo_loss(
     Zero rows give a loss of 0 and metrics that change nothing.
     """
     shapes = [tuple(t.shape) for t in (logp, old_logp, ref_logp, mask) if t is not None]
-    if logp.ndim != 2 or len(set(shapes)) > 1 or advantages.shape != logp.shape[:1]:
+    if logp.ndim != 2 or len(set(shapes)) > 1 or advantages.shape not in (logp.shape, logp.shape[:1]):
         raise ValueError(
-            f"Need log-probs and mask (R, C), advantages (R,); got {shapes}, {tuple(advantages.shape)}."
+            f"Need log-probs and mask (R, C), advantages (R,) or (R, C); got {shapes}, "
+            f"{tuple(advantages.shape)}."
         )
     if settings.kl_coef != 0 and ref_logp is None:
         raise ValueError(
@@ -69,7 +71,9 @@ def grpo_loss(
 
     logp = inside(logp)
     old_logp = logp.detach() if old_logp is None else inside(old_logp.detach())
-    advantages = advantages.to(dtype).unsqueeze(1)  # (R, 1)
+    advantages = advantages.to(dtype)
+    if advantages.ndim == 1:
+        advantages = advantages.unsqueeze(1)  # (R, 1)
     row_tokens = mask.sum(dim=1).clamp(min=1)  # (R,)
 
     log_ratio = logp - old_logp

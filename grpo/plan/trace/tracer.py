@@ -24,6 +24,7 @@ from grpo.plan.trace.depth import SHALLOW, Log, extend, num_layers, with_layers
 from grpo.plan.trace.fake import FakePhases, PhaseSettings
 from grpo.plan.trace.quick import QuickFakeMode
 from grpo.rollout.decoder import cache_tokens, joining_groups
+from grpo.waiting import one_by_one
 
 CHUNK_TOKENS = 1024
 """Tokens whose logits exist at once, see `completion_logprobs`."""
@@ -121,7 +122,9 @@ class PhaseTracer:
         if not self._announced and any(_key(phase, shape) not in self._known for shape in shapes):
             logger.info("tracing memory for this shape, once: some seconds")
             self._announced = True
-        moments = align([self.trace(phase, shape) for shape in shapes])
+        moments = align(
+            [self.trace(phase, shape) for shape in one_by_one(shapes, f"tracing memory: {phase}")]
+        )
         self._save()
         return PhaseFit(list(zip(shapes, moments, strict=True)), features)
 

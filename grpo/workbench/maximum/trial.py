@@ -134,7 +134,7 @@ def _grpo_step(task: TrialTask, model: PreTrainedModel, dtype: torch.dtype) -> S
                 rows=rows,
                 checkpointing=task.checkpointing,
             )
-            return finish_grpo([sums], counts, int(made.lengths.sum()))
+            return finish_grpo([sums], counts)
 
         metrics = stepper.step(learn)
         sampler.refresh()

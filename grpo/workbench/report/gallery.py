@@ -81,6 +81,12 @@ def card(record: Record, name: str, weights: Mapping[str, float], *, run: str = 
     return Card(", ".join(title), drawn.boards, prompt, completion, scores, " ".join(remarks))
 
 
+def example_card(prompt: str, completion: str, name: str, title: str) -> Card:
+    """Of a completion that was not scored."""
+    drawn = draw_boards(prompt, completion, name)
+    return Card(title, drawn.boards, prompt, completion, (), drawn.remark)
+
+
 def cards(run: Run) -> list[Card]:
     weights = reward_weights(run)
     return [card(record, f"card-{index}", weights) for index, record in enumerate(chosen(run))]

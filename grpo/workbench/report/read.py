@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config import CONFIG_FILE, SettingsError, read_yaml
+from grpo.evaluate import quality
+from grpo.evaluate.quality import Change, Example
 from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, read_lines
 
 SWEEP_FILE, NOTES_FILE, LEAK_FILE = "sweep.json", "notes.md", "leak.json"
@@ -46,6 +48,8 @@ class Size:
     predicted_bytes: float | None = None
     predicted_error_bytes: float | None = None
     page_faults_major: float | None = None
+    noise_scale: float | None = None
+    """In rows, of its last steps."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Predicted bytes by component."""
     tuned: Sequence[tuple[float, float]] = ()
@@ -108,6 +112,9 @@ class Run:
     memory: Sequence[Record]
     leak: Record
     missing: Sequence[str]
+    changes: Sequence[Change] = ()
+    """Of held-out quality from before training to after it, where that was measured."""
+    examples: Sequence[Example] = ()
 
 
 def figure(record: Record, name: str) -> float | None:
@@ -192,7 +199,14 @@ def read_run(folder: Path) -> Run:
     memory = _read_lines(folder / MEMORY_FILE, missing, "memory by phase is not shown")
     evaluations = [line for line in lines if any(name.startswith("eval_") for name in line)]
     steps = [line for line in lines if any(not name.startswith(("eval_", "step")) for name in line)]
-    return Run(_name(folder), settings, steps, evaluations, completions, memory, leak, missing)
+    try:
+        changes, examples = quality.load(folder)
+    except ValueError as error:
+        changes, examples = [], []
+        missing.append(f"Before and after training is not shown: {error}.")
+    return Run(
+        _name(folder), settings, steps, evaluations, completions, memory, leak, missing, changes, examples
+    )
 
 
 def _name(folder: Path) -> str:

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from statistics import mean
 
+from grpo.evaluate.quality import in_words
 from grpo.workbench.report.figures import Curve, draw
-from grpo.workbench.report.gallery import cards
+from grpo.workbench.report.gallery import cards, example_card
 from grpo.workbench.report.read import Record, Run, figure, points
 from grpo.workbench.report.sections import Figure, Page, Section, Table
 from grpo.workbench.report.steps import (
@@ -33,6 +34,7 @@ def run_page(run: Run) -> Page:
     """All sections of one run."""
     sections = [
         Section("What it says", summary(run)),
+        before_after_section(run),
         heldout_section(run),
         reward_section(run),
         policy_section(run),
@@ -170,6 +172,24 @@ def _heldout_figures(run: Run, names: Sequence[str]) -> list[Figure]:
         ]  # fmt: skip
         figures += draw(f"heldout-{slug(task)}", f"Held-out columns of {task}", curves, x="step", y="mean")
     return figures
+
+
+def before_after_section(run: Run) -> Section:
+    """What was measured before training and after it, and some answers, as `make demo` does."""
+    if not run.changes:
+        return Section("Before and after")
+    rows = [
+        (f"{each.name}, {each.mode}", f"{each.before:.1f}", f"{each.after:.1f}", f"{each.change:+.1f}",
+         f"{each.low:+.1f} to {each.high:+.1f}")
+        for each in run.changes
+    ]  # fmt: skip
+    columns = ("percent; the reward in hundredths", "before", "after", "change", "95 %")
+    cards = [
+        example_card(example.prompt, text, f"example-{number}-{when}", f"position {number}, {when}")
+        for number, example in enumerate(run.examples, start=1)
+        for when, text in (("before", example.before), ("after", example.after))
+    ]
+    return Section("Before and after", in_words(run.changes), [Table(columns, rows)], cards=cards, row=2)
 
 
 # ---------------------------------------------------------------------------------------------- others

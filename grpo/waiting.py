@@ -1,0 +1,43 @@
+"""A progress bar for what takes longer than some seconds, where somebody watches; elsewhere nothing.
+
+Only entry points say where (`show_on`), as with logging. A bar goes away when it is full.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+T = TypeVar("T")
+Done = Callable[[float], None]
+"""Told what share of the work is done."""
+
+_console: Console | None = None
+
+
+def show_on(console: Console | None) -> None:
+    """Where bars appear, if that is a terminal; None: nowhere."""
+    global _console
+    _console = console if console is not None and console.is_terminal else None
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[Done]:
+    """For the time of a task that says how far it is, from 0 to 1."""
+    if _console is None:
+        yield lambda share: None
+        return
+    columns = TextColumn(what), BarColumn(20), TimeRemainingColumn()
+    with Progress(*columns, console=_console, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda share: bar.update(task, completed=min(1, share))
+
+
+def one_by_one(items: Sequence[T], what: str) -> Iterable[T]:
+    """The items, with a bar of how many are done."""
+    with waiting(what) as done:
+        for place, item in enumerate(items):
+            yield item
+            done((place + 1) / len(items))
