@@ -51,6 +51,11 @@ class Progress:
         """Of the run that is done now, 1 at most."""
         return min(1.0, max(finished / self.steps, self._share_of_time()))
 
+    @property
+    def of_steps(self) -> str:
+        """What stands behind a step's number: nothing where it may be the minutes that end the run."""
+        return f" of {self.steps}" if self._limit_s is None else ""
+
     def forecast(self, finished: int) -> str | None:
         """Once, some steps after the first that was seen: what will end the run. None without minutes."""
         if self._limit_s is None:

@@ -223,11 +223,11 @@ class StepProgress:
         self._bar: progress_bar.Progress | None = None
         if console.is_terminal:
             self._bar = progress_bar.Progress(
-                progress_bar.TextColumn("step {task.fields[step]} of {task.fields[steps]}"),
+                progress_bar.TextColumn(f"step {{task.fields[step]}}{progress.of_steps}"),
                 progress_bar.BarColumn(20), progress_bar.TimeRemainingColumn(),
                 progress_bar.TextColumn("{task.fields[summary]}"), console=console,
             )  # fmt: skip
-            self._task = self._bar.add_task("", total=1.0, step=finished, steps=progress.steps, summary="")
+            self._task = self._bar.add_task("", total=1.0, step=finished, summary="")
             self._bar.update(self._task, completed=progress.share(finished))
             self._bar.start()
 

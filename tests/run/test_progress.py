@@ -106,6 +106,7 @@ def test_what_has_ended_a_run():
     assert progress.ended(38, 0.0) == "ended by minutes after 38 of 110 steps, learning rate 0"
     assert progress.ended(110, 1e-6) == "ended by steps after 110 of 110 steps, learning rate 1e-06"
     assert Progress(5, None).ended(5, 1e-6) == "done after 5 steps"
+    assert (progress.of_steps, Progress(5, None).of_steps) == ("", " of 5")
 
 
 def test_a_run_of_minutes_anneals_in_metrics_and_checkpoints_and_ends_once(config, made_up_plans):
