@@ -142,6 +142,14 @@ def is_move(text: str) -> bool:
     return _MOVE.fullmatch(text) is not None
 
 
+def as_move(text: str) -> chess.Move | None:
+    """The move, or None: what has a move's shape may lead from a square to itself."""
+    try:
+        return chess.Move.from_uci(text) if is_move(text) else None
+    except ValueError:
+        return None
+
+
 def is_fen(text: str) -> bool:
     """Whether `text` is a FEN of six fields that python-chess can set up (legal or not)."""
     if len(text) > 100 or not text.isascii():

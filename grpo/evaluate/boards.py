@@ -9,7 +9,7 @@ from rich.table import Table
 
 from grpo.evaluate.quality import Example
 from rewards.environment import referee
-from rewards.formats import is_fen, is_move, parse_environment_completion, parse_policy_completion
+from rewards.formats import as_move, is_fen, is_move, parse_environment_completion, parse_policy_completion
 
 
 def example_boards(example: Example) -> RenderableType:
@@ -39,16 +39,16 @@ def _side(board: chess.Board) -> str:
 
 def _in_san(board: chess.Board, move: str) -> str:
     """Ka1, or a1a9 where that is illegal."""
-    if is_move(move) and chess.Move.from_uci(move) in board.legal_moves:
-        return board.san(chess.Move.from_uci(move))
-    return move
+    played = as_move(move)
+    return board.san(played) if played and played in board.legal_moves else move
 
 
 def _judged_move(board: chess.Board, text: str) -> str:
     best = parse_policy_completion(text).best
     if not is_move(best):
         return "no move can be read"
-    legal = chess.Move.from_uci(best) in board.legal_moves
+    move = as_move(best)
+    legal = move is not None and move in board.legal_moves
     return f"{_in_san(board, best)}{'' if legal else ', which is illegal'}"
 
 

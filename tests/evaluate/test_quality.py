@@ -91,6 +91,7 @@ def test_examples_are_the_first_that_differ_of_either_task():
     [
         (f"P: {KINGS}", " M: h1h5 E: 5.0 B: d3d5", " M: h1h5 E: 5.0 B: h1h5",
          ["White to move", "before: d3d5, which is illegal", "after:  Rh5+"]),
+        (f"P: {KINGS}", " B: h1h1", " B: h1h8", ["before: h1h1, which is illegal", "after:  Rh8"]),
         (f"P: {KINGS}", "", " nonsense", ["before: no move can be read", "after:  no move can be read"]),
         (f"A: {KINGS}+h1h5+h1h5+", "8/8/8/3k4/8/3K4/8/7R b - - 1 1+0.001+0+0",
          "8/8/8/3k3R/8/3K4/8/8 b - - 1 1+0.001+0+0",
@@ -99,7 +100,7 @@ def test_examples_are_the_first_that_differ_of_either_task():
          ["before: the pieces right, not whose turn", "after:  no position: '?'"]),
         ("Say hello.", "hallo", "hello", ["Say hello.", "before: hallo", "after:  hello"]),
     ],
-    ids=["move", "no move", "position", "details", "another task"],
+    ids=["move", "to itself", "no move", "position", "details", "another task"],
 )  # fmt: skip
 def test_boards_stand_beside_what_the_model_said(prompt, before, after, said):
     text = shown(example_boards(Example(prompt, before, after)), width=110)

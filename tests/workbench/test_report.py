@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from commands import fresh, run
 from report_folders import (
+    FEN,
     completion,
     evaluation,
     size_row,
@@ -18,7 +19,8 @@ from report_folders import (
     write_sweep,
 )
 
-from grpo.evaluate import Evaluation
+from grpo.evaluate import Evaluation, quality
+from grpo.evaluate.quality import Example, Quality
 from grpo.types import Prompt
 from grpo.workbench.report import make_page, write_report
 from grpo.workbench.report.compare import lacking, verdict
@@ -351,3 +353,21 @@ def test_a_wrong_folder_is_exit_status_2_without_a_traceback(tmp_path):
     done = run(REPORT, "nowhere", cwd=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "error nowhere is no folder" in " ".join(done.stderr.split())
+
+
+def test_what_was_measured_before_and_after_is_a_section(tmp_path):
+    before = Evaluation({"policy/legal": np.array([0.0, 1.0] * 50)}, {"policy/legal": "same"})
+    after = Evaluation({"policy/legal": np.ones(100)}, {"policy/legal": "same"})
+    folder = write_run(tmp_path / "run")
+    quality.save(folder, Quality(before, before), Quality(after, before), [
+        Example(f"P: {FEN}", " M: a6a8 E: 0.0 B: a6a8", " M: a6a8 E: 0.0 B: a1a1")
+    ])  # fmt: skip
+    (section,) = (each for each in make_page([folder]).sections if each.title == "Before and after")
+    assert [table.columns[0] for table in section.tables] == ["sampled", "greedy"]
+    assert section.tables[0].rows[0][:4] == ("a legal move", "50.0", "100.0", "+50.0")
+    assert [card.title for card in section.cards] == ["position 1, before", "position 1, after"]
+    assert "illegal" in section.cards[1].remark and section.cards[0].boards
+    (folder / quality.FOLDER / "examples.json").write_text("{")
+    page = make_page([folder])
+    assert "Before and after" not in titles(page)
+    assert any("Before and after training is not shown" in line for line in page.sections[-1].sentences)

@@ -13,7 +13,7 @@ import chess.svg
 from grpo.workbench.report.figures import own_names
 from grpo.workbench.report.sections import Board
 from rewards.environment import referee
-from rewards.formats import is_fen, is_move, parse_environment_completion, parse_policy_completion
+from rewards.formats import as_move, is_fen, is_move, parse_environment_completion, parse_policy_completion
 
 GOOD, BAD = "#1f6fb5c8", "#c0392bd0"
 _WRONG_SQUARE = "#e8a39b"
@@ -47,17 +47,18 @@ def _policy(fen: str, completion: str, name: str) -> Drawn:
     best = parse_policy_completion(completion).best
     if not best:
         return Drawn((_board(chess.Board(fen), "", name, "the position"),), "No best move can be read.")
-    board = chess.Board(fen)
-    legal = chess.Move.from_uci(best) in board.legal_moves
+    board, move = chess.Board(fen), as_move(best)
+    legal = move is not None and move in board.legal_moves
     side = "White" if board.turn else "Black"
-    caption = f"{side} to move: {board.san(chess.Move.from_uci(best)) if legal else best}"
+    caption = f"{side} to move: {board.san(move) if move and legal else best}"
     remark = "" if legal else f"{best} is illegal here."
     return Drawn((_board(board, best, name, caption, legal=legal),), remark)
 
 
 def _environment(fen: str, action: str, completion: str, name: str) -> Drawn:
     board = chess.Board(fen)
-    legal = chess.Move.from_uci(action) in board.legal_moves
+    move = as_move(action)
+    legal = move is not None and move in board.legal_moves
     caption = f"before, and {action}{'' if legal else ', which is illegal'}"
     predicted, truth = parse_environment_completion(completion).next_fen, referee(fen, action).next_fen
     if not is_fen(predicted):
@@ -84,8 +85,7 @@ def _board(
 ) -> Board:
     """coordinates: letters and digits at the edges, which two boards side by side have no room for."""
     arrows = []
-    if move:
-        played = chess.Move.from_uci(move)
+    if played := as_move(move):
         arrows = [chess.svg.Arrow(played.from_square, played.to_square, color=GOOD if legal else BAD)]
     svg = chess.svg.board(
         board, arrows=arrows, colors=_COLORS, fill=dict.fromkeys(wrong, _WRONG_SQUARE),

@@ -178,18 +178,20 @@ def before_after_section(run: Run) -> Section:
     """What was measured before training and after it, and some answers, as `make demo` does."""
     if not run.changes:
         return Section("Before and after")
-    rows = [
-        (f"{each.name}, {each.mode}", f"{each.before:.1f}", f"{each.after:.1f}", f"{each.change:+.1f}",
-         f"{each.low:+.1f} to {each.high:+.1f}")
-        for each in run.changes
+    tables = [
+        Table((mode, "before", "after", "change", "95 %"), [
+            (each.name, f"{each.before:.1f}", f"{each.after:.1f}", f"{each.change:+.1f}",
+             f"{each.low:+.1f} to {each.high:+.1f}")
+            for each in run.changes if each.mode == mode
+        ], "Percent; the reward in hundredths.")
+        for mode in dict.fromkeys(each.mode for each in run.changes)
     ]  # fmt: skip
-    columns = ("percent; the reward in hundredths", "before", "after", "change", "95 %")
     cards = [
         example_card(example.prompt, text, f"example-{number}-{when}", f"position {number}, {when}")
         for number, example in enumerate(run.examples, start=1)
         for when, text in (("before", example.before), ("after", example.after))
     ]
-    return Section("Before and after", in_words(run.changes), [Table(columns, rows)], cards=cards, row=2)
+    return Section("Before and after", in_words(run.changes), tables, cards=cards, row=2)
 
 
 # ---------------------------------------------------------------------------------------------- others
