@@ -167,7 +167,8 @@ def test_a_stopped_first_process_is_named_by_the_others(fp64):
 
 def test_what_a_stranger_writes_to_the_port_is_refused_unread(fp64, tmp_path):
     told = tmp_path / "executed"
-    first, second = in_processes(2, train, fp64, None, (), partial(attacked_at_step_two, told=told))
+    longer = dataclasses.replace(fp64, steps=6)  # what is written is read by whoever comes to it first
+    first, second = in_processes(2, train, longer, None, (), partial(attacked_at_step_two, told=told))
     assert not told.exists()
     for ended in (first, second):
         assert ended.error is not None and ended.error.startswith("ProcessLost: ")
