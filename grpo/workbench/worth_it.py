@@ -107,6 +107,8 @@ def measure(config: Config, console: Console, *, batches: int, rows: int) -> Wor
             probe, small = _Probe(run, rows), _Probe(run, config.group_size)
             seconds: list[float] = []
             small_seconds: list[float] = []
+            for size in (rows, config.group_size):  # the first time is spent on other things
+                _gradient(trainer, _Probe(run, size), 2 * batches, size)
             with waiting("gradients") as done:
                 for number in range(batches):
                     seconds.append(_gradient(trainer, probe, number, rows))
@@ -164,8 +166,10 @@ def worth_table(worth: Worth) -> Table:
     for column in table.columns[:-1]:
         column.justify = "right"
     best = worth.progress(worth.best) or 1.0
+    marks = {"yours": worth.batch_size, "the largest at once": worth.whole_rows}
+    if worth.noise_rows is not None:
+        marks = {"best": worth.best, **marks}
     for size in worth.sizes:
-        marks = {"best": worth.best, "yours": worth.batch_size, "the largest at once": worth.whole_rows}
         table.add_row(
             str(size), f"{worth.seconds(size):.3g}", f"{size / worth.seconds(size):.3g}",
             f"{worth.signal(size):.0%}", f"{worth.progress(size) / best:.0%}",
