@@ -230,4 +230,4 @@ def _draw(axes: Any, worth: Worth, sizes: Sequence[int]) -> None:
     axes.set(xscale="log", xlabel="batch size", ylabel="percent (of the most)", ylim=(0, 105))
     axes.set_xticks(sizes, [str(size) for size in sizes], rotation=45)
     axes.minorticks_off()
-    axes.legend(loc="lower right")
+    axes.legend(loc="upper left")
