@@ -41,7 +41,7 @@ class Trainer:
             run.policy.model, run.optimizer, self.config.optimizer.max_grad_norm,
             num_rows=self.config.num_rows, updating=self._updating,
         )  # fmt: skip
-        self.credit = FieldCredit(run.rewards, run.policy.tokenizer, self.config.advantage_scale)
+        self.field_credit = FieldCredit(run.rewards, run.policy.tokenizer, self.config.advantage_scale)
         self.kl_coef = self.config.loss.kl_coef
         self.best_reward: float | None = None
         self.num_tokens = 0
@@ -85,7 +85,9 @@ class Trainer:
                 sampled, scores = self.sample_and_reward(step, prompts)
                 rewards, old_logp, ref_logp = self.score(sampled, scores)
                 advantages = group_advantages(rewards, config.group_size, scale=config.advantage_scale)
-                credit = advantages if config.credit == "whole" else self.credit(sampled, scores, rewards)
+                credit = advantages
+                if config.credit == "field":
+                    credit = self.field_credit(advantages, rewards, sampled, scores)
                 learned = self.learn(step, sampled, credit, old_logp, ref_logp)
                 if run.reference is not None and self._due(step, config.reference_sync):
                     run.reference.sync(run.policy.model)

@@ -150,6 +150,12 @@ def as_move(text: str) -> chess.Move | None:
         return None
 
 
+def legal_move(board: chess.Board, text: str) -> chess.Move | None:
+    """The move, where it is one in this position."""
+    move = as_move(text)
+    return move if move is not None and move in board.legal_moves else None
+
+
 def is_fen(text: str) -> bool:
     """Whether `text` is a FEN of six fields that python-chess can set up (legal or not)."""
     if len(text) > 100 or not text.isascii():

@@ -4,7 +4,7 @@ import copy
 import importlib.util
 import inspect
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -219,17 +219,26 @@ class RewardFunctions:
     def judged(self, scores: Scores, completions: Sequence[str]) -> Iterator[Judged]:
         """By component of our own rewards, what it adds to `scores.rewards`, and what it judges."""
         for (name, function), weight in zip(self._functions.items(), self._weights.tolist(), strict=True):
-            if not isinstance(function, WeightedReward):
-                continue
-            rows = [
-                function.shares(
-                    {key: row[f"{name}/{key}"] for key in function.weights if f"{name}/{key}" in row}
-                )
-                for row in scores.components
-            ]
-            for component in dict.fromkeys(key for row in rows for key in row):
-                values = torch.tensor([weight * row.get(component, 0.0) for row in rows], dtype=torch.float64)
-                yield Judged(values, [function.field_of(component, text) for text in completions])
+            if isinstance(function, WeightedReward):
+                names = {f"{name}/{key}": key for key in function.weights}
+                rows = [
+                    {names[each]: value for each, value in row.items() if each in names}
+                    for row in scores.components
+                ]
+                yield from judged_by(function, rows, completions, weight)
+
+
+def judged_by(
+    function: WeightedReward,
+    rows: Sequence[Mapping[str, float]],
+    completions: Sequence[str],
+    weight: float = 1.0,
+) -> Iterator[Judged]:
+    """By component of one reward. rows: the components of each completion, none where it is another's."""
+    shares = [function.shares(row) for row in rows]
+    for component in dict.fromkeys(key for row in shares for key in row):
+        values = torch.tensor([weight * row.get(component, 0.0) for row in shares], dtype=torch.float64)
+        yield Judged(values, [function.field_of(component, text) for text in completions])
 
 
 def combine_rewards(rewards_per_function: Tensor, weights: Tensor) -> Tensor:

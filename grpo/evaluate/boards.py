@@ -9,7 +9,7 @@ from rich.table import Table
 
 from grpo.evaluate.quality import Example
 from rewards.environment import referee
-from rewards.formats import as_move, is_fen, is_move, parse_environment_completion, parse_policy_completion
+from rewards.formats import is_fen, is_move, legal_move, parse_environment_completion, parse_policy_completion
 
 
 def example_boards(example: Example) -> RenderableType:
@@ -22,7 +22,7 @@ def example_boards(example: Example) -> RenderableType:
     judge: Callable[[str], str]
     if task == "A":
         action = fields[0] if fields else ""
-        question = f"{_side(board)} plays {_in_san(board, action)}. What is the position then?"
+        question = f"{_side(board)} plays {_in_san(board, action) or action}. What is the position then?"
         judge = partial(_judged_position, fen, action)
     else:
         question = f"{_side(board)} to move. What is best?"
@@ -37,19 +37,23 @@ def _side(board: chess.Board) -> str:
     return "White" if board.turn else "Black"
 
 
-def _in_san(board: chess.Board, move: str) -> str:
-    """Ka1, or a1a9 where that is illegal."""
-    played = as_move(move)
-    return board.san(played) if played and played in board.legal_moves else move
+def _in_san(board: chess.Board, text: str) -> str | None:
+    """Ka1; None where that is illegal."""
+    move = legal_move(board, text)
+    return board.san(move) if move else None
 
 
 def _judged_move(board: chess.Board, text: str) -> str:
     best = parse_policy_completion(text).best
     if not is_move(best):
         return "no move can be read"
-    move = as_move(best)
-    legal = move is not None and move in board.legal_moves
-    return f"{_in_san(board, best)}{'' if legal else ', which is illegal'}"
+    return _in_san(board, best) or f"{best}, which is illegal"
+
+
+def wrong_squares(fen: str, true_fen: str) -> list[chess.Square]:
+    """Where the pieces of two positions differ."""
+    pieces, true_pieces = chess.Board(fen).piece_map(), chess.Board(true_fen).piece_map()
+    return [square for square in chess.SQUARES if pieces.get(square) != true_pieces.get(square)]
 
 
 def _judged_position(fen: str, action: str, text: str) -> str:
@@ -58,10 +62,6 @@ def _judged_position(fen: str, action: str, text: str) -> str:
         return "right"
     if not is_fen(written):
         return f"no position: {written[:40]!r}"
-    is_there, should_be = chess.Board(written).piece_map(), chess.Board(truth).piece_map()
-    wrong = [chess.square_name(each) for each in chess.SQUARES if is_there.get(each) != should_be.get(each)]
-    return (
-        f"wrong on {', '.join(wrong)}"
-        if wrong
-        else "the pieces right, not whose turn it is or how many moves"
-    )
+    if wrong := wrong_squares(written, truth):
+        return f"wrong on {', '.join(map(chess.square_name, wrong))}"
+    return "the pieces right, not whose turn it is or how many moves"

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.config.groups import Scale
 from grpo.data.reward_functions import Judged, RewardFunctions, Scores
-from grpo.learning.advantages import group_advantages, part_advantages
+from grpo.learning.advantages import part_advantages
 from grpo.types import Rollout
 
 
@@ -25,9 +25,8 @@ class FieldCredit:
     tokenizer: PreTrainedTokenizerBase
     scale: Scale
 
-    def __call__(self, rollout: Rollout, scores: Scores, rewards: Tensor) -> Tensor:
-        """Advantages (N, C) of a step's `rewards` (N,)."""
-        advantages = group_advantages(rewards, rollout.group_size, scale=self.scale)
+    def __call__(self, advantages: Tensor, rewards: Tensor, rollout: Rollout, scores: Scores) -> Tensor:
+        """A step's advantages (N,), which come from its `rewards` (N,), token by token (N, C)."""
         judged = self.rewards.judged(scores, rollout.completions)
         return field_credit(advantages, rewards, judged, rollout, self.tokenizer, scale=self.scale)
 

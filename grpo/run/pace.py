@@ -8,7 +8,7 @@ shape. Left out: what is the same whatever the plan, such as rewards and the upd
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -74,7 +74,7 @@ class StepPace:
         total = self._lengths * pace(self._sample, 1, many).seconds(all_rows, all_rows)
         for phase in ("score", "learn"):
             if phase in self.rows:  # half the length: a token costs what it does in longer texts
-                half = pace(lambda rows, phase=phase: self._pass(phase, self._part(rows, 0.5)), 1, many)  # type: ignore[misc]
+                half = pace(self._passes(phase, (1, many), 0.5), 1, many)
                 total += Pace(half.pass_s, 2 * half.row_s).seconds(all_rows, all_rows)
         return total
 
@@ -86,8 +86,7 @@ class StepPace:
             if phase == "sample":
                 total += passes * self._lengths * _seconds(self._sample, min(rows, all_rows))
             else:
-                part = self._part(rows, 1.0)
-                total += passes * _seconds(lambda _, phase=phase, part=part: self._pass(phase, part), rows)  # type: ignore[misc]
+                total += passes * _seconds(self._passes(phase, (rows,), 1.0), rows)
         return total
 
     def say(self, budget: Budget, all_at_once: float) -> None:
@@ -126,12 +125,12 @@ class StepPace:
             replace(config.sampling, max_new_tokens=tokens), rows=rows,
         )  # fmt: skip
 
-    def _part(self, rows: int, share: float) -> MicroBatch:
-        """So many rows of a step, of middling length, or a share of it."""
+    def _passes(self, phase: str, sizes: Sequence[int], share: float) -> Callable[[int], None]:
+        """A pass of each of these sizes, ready made: rows of middling length, or a share of it."""
         config = self.work.config
-        step = self.rehearsal.step(max(rows, self.work.rows_here), config.group_size, share=share)
-        parts = list(micro_batches(step, rows))
-        return parts[len(parts) // 2]
+        step = self.rehearsal.step(self.work.rows_here, config.group_size, share=share)
+        every = {rows: list(micro_batches(step, rows)) for rows in sizes}
+        return lambda rows: self._pass(phase, every[rows][len(every[rows]) // 2])
 
     def _pass(self, phase: str, part: MicroBatch) -> None:
         config, learns = self.work.config, phase == "learn"

@@ -16,7 +16,7 @@ from benchmarks.learning import demo_config
 from grpo.config import Config
 from grpo.config.groups import Credit
 from grpo.data import collate, load_prompts
-from grpo.data.reward_functions import Judged
+from grpo.data.reward_functions import judged_by
 from grpo.learning.advantages import group_advantages
 from grpo.learning.credit import field_credit
 from grpo.learning.loss import loss_counts
@@ -92,14 +92,7 @@ def _gradient(
     scores = torch.tensor([reward.mean(row) or 0.0 for row in rows], dtype=torch.float64)
     given = advantages = group_advantages(scores, config.group_size, scale="batch")
     if credit == "field":
-        shares = [reward.shares(row) for row in rows]
-        judged = [
-            Judged(
-                torch.tensor([each.get(name, 0.0) for each in shares], dtype=torch.float64),
-                [reward.field_of(name, text) for text in sampled.completions],
-            )
-            for name in reward.weights
-        ]
+        judged = judged_by(reward, rows, sampled.completions)
         given = field_credit(advantages, scores, judged, sampled, policy.tokenizer, scale="batch")
     counts = loss_counts(sampled.mask, config.sampling.max_new_tokens)
     batch = GRPOBatch(sampled, given, sampled.mask, counts).without_dull_groups()

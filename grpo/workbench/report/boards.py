@@ -10,10 +10,18 @@ from dataclasses import dataclass
 import chess
 import chess.svg
 
+from grpo.evaluate.boards import wrong_squares
 from grpo.workbench.report.figures import own_names
 from grpo.workbench.report.sections import Board
 from rewards.environment import referee
-from rewards.formats import as_move, is_fen, is_move, parse_environment_completion, parse_policy_completion
+from rewards.formats import (
+    as_move,
+    is_fen,
+    is_move,
+    legal_move,
+    parse_environment_completion,
+    parse_policy_completion,
+)
 
 GOOD, BAD = "#1f6fb5c8", "#c0392bd0"
 _WRONG_SQUARE = "#e8a39b"
@@ -47,26 +55,24 @@ def _policy(fen: str, completion: str, name: str) -> Drawn:
     best = parse_policy_completion(completion).best
     if not best:
         return Drawn((_board(chess.Board(fen), "", name, "the position"),), "No best move can be read.")
-    board, move = chess.Board(fen), as_move(best)
-    legal = move is not None and move in board.legal_moves
+    board = chess.Board(fen)
+    move = legal_move(board, best)
     side = "White" if board.turn else "Black"
-    caption = f"{side} to move: {board.san(move) if move and legal else best}"
-    remark = "" if legal else f"{best} is illegal here."
-    return Drawn((_board(board, best, name, caption, legal=legal),), remark)
+    caption = f"{side} to move: {board.san(move) if move else best}"
+    remark = "" if move else f"{best} is illegal here."
+    return Drawn((_board(board, best, name, caption, legal=move is not None),), remark)
 
 
 def _environment(fen: str, action: str, completion: str, name: str) -> Drawn:
     board = chess.Board(fen)
-    move = as_move(action)
-    legal = move is not None and move in board.legal_moves
+    legal = legal_move(board, action) is not None
     caption = f"before, and {action}{'' if legal else ', which is illegal'}"
     predicted, truth = parse_environment_completion(completion).next_fen, referee(fen, action).next_fen
     if not is_fen(predicted):
         before = _board(board, action, name, caption, legal=legal)
         return Drawn((before,), "No next position can be read.")
     before = _board(board, action, name, caption, legal=legal, coordinates=False)
-    pieces, predicted_pieces = chess.Board(truth).piece_map(), chess.Board(predicted).piece_map()
-    wrong = [square for square in chess.SQUARES if pieces.get(square) != predicted_pieces.get(square)]
+    wrong = wrong_squares(predicted, truth)
     fault = "wrong on the red squares" if wrong else "wrong in a field beside the pieces"
     caption = f"predicted, {'right' if predicted == truth else fault}"
     after = _board(chess.Board(predicted), "", f"{name}-after", caption, wrong=wrong, coordinates=False)
