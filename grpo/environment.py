@@ -30,8 +30,13 @@ def typed(command: str) -> str:
 _FILES = {"train": "train_lean.py", "sweep": "scripts/sweep_batch_sizes.py", "report": "scripts/report.py"}
 
 
-def check_address_space() -> str | None:
-    """What to say where `ulimit -v` leaves libraries too little: beyond it they abort instead of raising."""
+def unsupported() -> str | None:
+    """What to say where nothing would work: on another system, or with too few addresses (`ulimit -v`).
+
+    Where libraries run out of addresses they abort instead of raising.
+    """
+    if sys.platform == "win32":
+        return "Windows by itself is not supported: run this in WSL2 there, or on Linux or macOS."
     if sys.platform != "linux":
         return None
     import resource
@@ -49,15 +54,27 @@ _LEAST_ADDRESSES = 1.4 * 2**30
 """Measured with two threads: 1.3 GB were not enough to come to a first step, in words of our own or any."""
 
 
+KERNEL_RELEASE = Path("/proc/sys/kernel/osrelease")
+
+
+def is_windows_subsystem() -> bool:
+    """Whether this is Linux inside Windows (WSL), whose CUDA driver is Windows' own."""
+    try:
+        return "microsoft" in KERNEL_RELEASE.read_text().lower()
+    except OSError:
+        return False
+
+
 KEPT_KERNELS = 32
 """Compiled for products in bf16 on a CPU, and kept."""
 
 
 def set_library_defaults() -> None:
     """Settings that keep memory small, and threads from waiting, where the user has not chosen otherwise."""
-    # CUDA: segments that grow, instead of many of fixed sizes; lengths that vary then fragment less.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # CUDA: segments that grow, instead of many of fixed sizes; lengths that vary then fragment less. In WSL
+    # a process can die of the first one (pytorch#192330).
+    if not is_windows_subsystem() and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", _GROWING)
     # CPU in bf16: a kernel is compiled for every shape of a product. oneDNN keeps 1024 of them, and so does
     # torch beside it, about a megabyte each: lengths that vary from step to step came to hundreds of
     # megabytes. Steps were no slower with 16 of each, and a quarter slower with 8.
@@ -72,6 +89,15 @@ def set_library_defaults() -> None:
     threading.stack_size(2**20)
     if not user_tunes_malloc(NO_THREAD_CACHE):
         keep_freed()
+
+
+_GROWING = "expandable_segments:True"
+
+
+def grows_segments() -> bool:
+    """Whether torch's allocator on CUDA has segments that grow, as `set_library_defaults` wants it."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    return _GROWING in settings.replace(" ", "")
 
 
 def restart_without_thread_cache() -> None:

@@ -251,7 +251,7 @@ class Trainer:
             "memory/allocated_gb": memory.allocated_bytes / 2**30,
             "memory/peak_gb": memory.peak_bytes / 2**30,
         }
-        self.doubt(step, metrics)
+        self.doubt(step, metrics, run.monitor.memory())
         self.tracker.log(step, metrics)
         self.tracker.log_memory(step, records)
         self.tracker.log_completions(

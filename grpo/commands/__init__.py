@@ -4,7 +4,7 @@ import sys
 from importlib import import_module
 from typing import NamedTuple
 
-from grpo.environment import check_address_space, restart_without_thread_cache, set_library_defaults
+from grpo.environment import restart_without_thread_cache, set_library_defaults, unsupported
 
 WRONG_USAGE, INTERRUPTED = 2, 130
 """Exit statuses."""
@@ -47,12 +47,12 @@ def main() -> int:
 
 def run(name: str) -> int:
     """One command with the words of `sys.argv`; its exit status."""
+    if trouble := unsupported():
+        print(f"error {trouble}", file=sys.stderr)
+        return WRONG_USAGE
     if COMMANDS[name].trains:
         restart_without_thread_cache()
     set_library_defaults()
-    if trouble := check_address_space():
-        print(f"error {trouble}", file=sys.stderr)
-        return WRONG_USAGE
     try:
         status: int = import_module(f"grpo.commands.{name.replace('-', '_')}").main()
     except KeyboardInterrupt:

@@ -20,11 +20,17 @@ _ARITHMETIC = (aten.add, aten.add_, aten.sub, aten.sub_, aten.mul, aten.mul_, at
 class LiveBytes(TorchDispatchMode):
     """Inside it, `live_bytes` are those of the storages made so far and not yet freed.
 
-    A storage counts once however many tensors view it; sizes are rounded up to `block_bytes`
-    (CUDA's allocator: 512). Storages on other devices than `device_type` do not count.
+    A storage counts once however many tensors view it, with what the allocator takes for its size
+    (`block_bytes`). Storages on other devices than `device_type` do not count.
     """
 
-    def __init__(self, device_type: str = "cpu", block_bytes: int = 1, *, keep_log: bool = False) -> None:
+    def __init__(
+        self,
+        device_type: str = "cpu",
+        block_bytes: Callable[[int], int] = lambda size: size,
+        *,
+        keep_log: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -82,7 +88,7 @@ class LiveBytes(TorchDispatchMode):
         self._measure(key, storage)
 
     def _measure(self, key: int, storage: torch.UntypedStorage) -> None:
-        size = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
+        size = self._block_bytes(storage.nbytes())
         self.live_bytes += size - self._sizes[key]
         self._sizes[key] = size
 

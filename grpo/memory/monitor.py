@@ -5,20 +5,18 @@ on the host the resident set and its high-water mark, which Linux lets a process
 the host are counted exactly, by `LiveBytes`, in the phases for which that is asked, as it costs time.
 """
 
-import os
 import resource
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from xml.etree import ElementTree
 
 import torch
 
 from grpo import malloc
-from grpo.memory.budget import CONTEXT_BYTES, GB, DeviceMemory, data_limit, host_total_and_available
+from grpo.memory import card
+from grpo.memory.budget import GB, MOST_OUTSIDE_BYTES, DeviceMemory, data_limit, host_total_and_available
 from grpo.memory.live import LiveBytes
 
 
@@ -126,14 +124,17 @@ class MemoryMonitor:
         return allocated, reserved, reserved + self.outside_allocator_bytes()
 
     def outside_allocator_bytes(self) -> int:
-        """What this process holds besides torch's allocator, at most a CUDA context's usual size.
+        """What this process holds besides torch's allocator: context, kernels, NCCL.
 
-        The driver tells only what all processes hold together.
+        Where only that is known which all processes hold together, no more than is usual.
         """
         if self.device.type != "cuda":
             return 0
         free, total = torch.accelerator.get_memory_info(self.device)
-        return min(CONTEXT_BYTES, max(0, total - free - torch.accelerator.memory_reserved(self.device)))
+        reserved = torch.accelerator.memory_reserved(self.device)
+        held = card.held_bytes(self.device)
+        most = MOST_OUTSIDE_BYTES if held is None else held - reserved
+        return max(0, min(most, total - free - reserved))
 
     def memory(self) -> DeviceMemory:
         """All of the device's memory, the free part, and this process's."""
@@ -172,10 +173,7 @@ class MemoryMonitor:
         """Who else holds memory on the card, for an error message; empty if nobody is known to."""
         if self.device.type != "cuda":
             return ""
-        try:
-            return ", ".join(_card_processes(str(torch.cuda.get_device_properties(self.device).uuid)))
-        except (OSError, subprocess.SubprocessError, ElementTree.ParseError):  # it is only a courtesy
-            return ""
+        return card.neighbours(self.device)
 
     def _reset_device_peak(self) -> None:
         if self.device.type == "mps":
@@ -187,16 +185,6 @@ class MemoryMonitor:
                 Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
             except OSError:
                 pass  # not permitted in some sandboxes: the peak is then the process's whole life's
-
-
-def _card_processes(uuid: str) -> list[str]:
-    """The other processes on a card, displays among them, with what they hold by the driver's own tool."""
-    command = ["nvidia-smi", "-q", "-x", "-i", f"GPU-{uuid}"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
-    fields = ("pid", "process_name", "used_memory")
-    processes = ElementTree.fromstring(told).iter("process_info")
-    known = (map(process.findtext, fields) for process in processes)
-    return [f"{name} (process {pid}): {used}" for pid, name, used in known if pid != str(os.getpid())]
 
 
 def _host_bytes() -> tuple[int, int]:

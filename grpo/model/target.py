@@ -8,10 +8,12 @@ from loguru import logger
 from transformers import PretrainedConfig
 
 from grpo.config.groups import BUNDLED, Precision
+from grpo.environment import grows_segments
 from grpo.model import cpu
 from grpo.model.cpu import attention, slices
 
 AUTO = "auto"
+MIB = 2**20
 HUB_DEFAULT = "jrahn/RookWorld-LM-124M"
 
 _CPU_FLAGS_OF_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -27,6 +29,8 @@ class Target:
     """Of matrix products."""
     attention: str
     """The name transformers knows it by."""
+    grows_segments: bool = True
+    """Whether the allocator has segments that grow, on CUDA."""
 
     @property
     def on_cpu(self) -> bool:
@@ -42,10 +46,19 @@ class Target:
         """Whether products are less exact than the weights they are taken with."""
         return self.dtype != self.exact_dtype
 
-    @property
-    def block_bytes(self) -> int:
-        """What the allocator rounds a tensor's bytes up to."""
-        return 1 if self.on_cpu else 512
+    def block_bytes(self, size: int) -> int:
+        """What the allocator takes for a tensor of so many bytes.
+
+        torch's on CUDA (c10/cuda/CUDACachingAllocator.cpp): multiples of 512. Segments that do not grow are
+        multiples of 2 MiB for more than 10, and what remains of one is cut off from 1 MiB on.
+        """
+        if self.on_cpu:
+            return size
+        rounded = -(-size // 512) * 512
+        if self.device.type != "cuda" or rounded < 10 * MIB or self.grows_segments:
+            return rounded
+        segment = -(-rounded // (2 * MIB)) * 2 * MIB
+        return segment if segment - rounded <= MIB else rounded
 
     @property
     def gradients_first(self) -> bool:
@@ -76,7 +89,7 @@ def make_target(
 ) -> Target:
     """precision: a setting, which may be auto, or the dtype that it has come to."""
     dtype = precision if isinstance(precision, torch.dtype) else compute_dtype(precision, device)
-    return Target(model_config, device, dtype, choose_attention(device, dtype))
+    return Target(model_config, device, dtype, choose_attention(device, dtype), grows_segments())
 
 
 def choose_device(name: str = AUTO) -> torch.device:

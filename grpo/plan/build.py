@@ -22,6 +22,7 @@ from grpo.plan.workload import (
     LATER_BYTES,
     LATER_PRIVATE_BYTES,
     Workload,
+    attention_workspace,
     bytes_at_start,
     kernel_parts,
     logits_parts,
@@ -96,11 +97,13 @@ def process_memory(
         "score": PhaseSpec("score", "score", config.score_rows, partial(logits_parts, work)),
         "learn": PhaseSpec(
             split_name("learn") if work.gradients_first else "learn", split_name("learn"), config.train_rows,
-            lambda shape: {**gradients, **logits_parts(work, shape)},
+            lambda shape: {**gradients, **logits_parts(work, shape), **attention_workspace(work, shape)},
         ),
         "update": PhaseSpec("update", "update", None, lambda shape: gradients),
     }  # fmt: skip
     fits: dict[str, Callable[[Shape], float]] = {**traced, "update": lambda shape: update}
+    for name in ("learn", split_name("learn")):
+        fits[name] = partial(_with_workspace, work, traced[name])
     scratch = {phase: scratch_bytes(phase, work.target) for phase in fits}
     if not (config.uses_reference or config.num_iterations > 1 or config.kl_in_reward):
         del specs["score"]
@@ -110,6 +113,10 @@ def process_memory(
         resident=lambda: resident, batch_size=work.rows_here, overhead_bytes=overhead_bytes,
         gap_bytes=gaps, slack=usual_slack(work.target),
     )  # fmt: skip
+
+
+def _with_workspace(work: Workload, traced: Callable[[Shape], float], shape: Shape) -> float:
+    return traced(shape) + sum(attention_workspace(work, shape).values())
 
 
 def make_memory(

@@ -22,6 +22,7 @@ SCRATCH_BYTES = 2 * 2**20
 """Workspace of CUDA's libraries, and of oneDNN in bf16, for models so small that it counts."""
 
 SLACK_ON_CUDA = Slack(0.05, 0.05)
+_SLACK_OF_FIXED_SEGMENTS = Slack(0.10, 0.10)
 _SLACK_EXACT = Slack(0.17, 0.06, 15 * 2**20)
 _SLACK_LOWER = Slack(0.23, 0.08, 15 * 2**20)
 """On CPUs as measured by `scripts/benchmark_memory.py runs`, on CUDA an estimate. In bf16 small tensors (cast
@@ -35,7 +36,7 @@ STARTED_BYTES = 64 * 2**20
 def usual_slack(target: Target) -> Slack:
     """What the allocator holds besides tensors where there is room."""
     if not target.on_cpu:
-        return SLACK_ON_CUDA
+        return SLACK_ON_CUDA if target.grows_segments else _SLACK_OF_FIXED_SEGMENTS
     return _SLACK_LOWER if target.is_lower else _SLACK_EXACT
 
 
@@ -185,3 +186,17 @@ def logits_parts(work: Workload, shape: Shape) -> Mapping[str, int]:
     numbers = min(shape.scored_tokens or shape.rows * shape.new_tokens, CHUNK_TOKENS) * target.vocab_size
     in_slices = min(numbers, target.slice_numbers) * work.exact_bytes
     return {"logits": numbers * target.dtype.itemsize + in_slices * (2 if target.is_lower else 1)}
+
+
+def attention_workspace(work: Workload, shape: Shape) -> Mapping[str, int]:
+    """What CUDA's memory-efficient attention, which takes a mask, holds unseen in its backward pass.
+
+    Where products are in 16 bits it adds up the queries' gradients in fp32: blocks of 64 queries, as wide as
+    a head, for each row and head (torch's mem_eff_attention/kernel_backward.h, GradQTempStorage).
+    """
+    target, text = work.target, work.target.model_config.get_text_config(decoder=True)
+    if target.device.type != "cuda" or not target.is_lower:
+        return {}
+    width = max(64, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    blocks = -(-max(0, shape.new_tokens - 1) // 64)
+    return {"attention's workspace": shape.rows * text.num_attention_heads * blocks * 4 * 64 * width}

@@ -140,6 +140,7 @@ def _make_run(
     longest = longest_prompt(source, policy.tokenizer, config)
     work = Workload(config, target, longest, reference_device == device, world.size)
     rehearsal = rehearse(config, policy, sampler, source, monitor)
+    _tidy_up(device)
     work, memory = plan_together(world, work, monitor, budget, rehearsal, prediction_bias)
     if config.gradient_checkpointing == "auto":  # and the plan has settled it
         check_recomputation(policy.model, choose_checkpointing(work.config.gradient_checkpointing))
@@ -196,7 +197,7 @@ def show_plans(run: Run, console: Console) -> None:
 
 
 def _tidy_up(device: torch.device) -> None:
-    """Leave nothing of set-up, or of a run before, on an accelerator: the plan takes it for always held."""
+    """Leave nothing of what came before on an accelerator: the plan takes it for always held."""
     if device.type != "cpu":
         gc.collect()
         release_cache()

@@ -5,8 +5,10 @@ and credit. The mean cosine of two of them is held against what the noise scale 
 1 / (1 + scale / batch).
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 from rich import box
@@ -26,11 +28,14 @@ from grpo.model.load import Policy, RolloutModel, load_policy
 from grpo.model.target import choose_device
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
+from grpo.run.setup import NOISE_INTERVAL
 from grpo.types import Prompt, Rollout
 from rewards import REWARDS
 from rewards.policy import PolicyReward
 from rewards.weighted import WeightedReward
 
+LEAST_BATCHES = 6
+"""Of which each half has a noise scale."""
 CREDITS: tuple[Credit, ...] = ("whole", "field")
 KINDS = {
     "environment": ("environment", "environment-gain", "environment-sparse"),
@@ -85,6 +90,14 @@ def _sampled(
 def _gradient(
     policy: Policy, config: Config, sampled: Rollout, reward: WeightedReward, credit: Credit
 ) -> torch.Tensor:
+    policy.model.zero_grad(set_to_none=True)
+    _learn(policy, config, _batch(policy, config, sampled, reward, credit), rows=64)
+    return torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
+
+
+def _batch(
+    policy: Policy, config: Config, sampled: Rollout, reward: WeightedReward, credit: Credit
+) -> GRPOBatch:
     texts = [prompt.text for prompt in sampled.row_prompts]
     rows = [
         row or {} for row in reward.components(texts, sampled.completions, **collate(sampled.row_prompts))
@@ -95,13 +108,16 @@ def _gradient(
         judged = judged_by(reward, rows, sampled.completions)
         given = field_credit(advantages, scores, judged, sampled, policy.tokenizer, scale="batch")
     counts = loss_counts(sampled.mask, config.sampling.max_new_tokens)
-    batch = GRPOBatch(sampled, given, sampled.mask, counts).without_dull_groups()
-    policy.model.zero_grad(set_to_none=True)
+    return GRPOBatch(sampled, given, sampled.mask, counts).without_dull_groups()
+
+
+def _learn(
+    policy: Policy, config: Config, batch: GRPOBatch, *, rows: int, noise_share: float | None = None
+) -> None:
     accumulate_grpo(
         policy.model, batch, settings=replace(config.loss, kl_coef=0.0), temperature=1.0,
-        dtype=policy.target.dtype, rows=64,
+        dtype=policy.target.dtype, rows=rows, pass_tokens=policy.target.pass_tokens, noise_share=noise_share,
     )  # fmt: skip
-    return torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
 
 
 def _signal(name: str, credit: str, rows: int, gradients: Sequence[torch.Tensor]) -> Signal:
@@ -134,5 +150,39 @@ def signal_table(found: Sequence[Signal]) -> Table:
             each.reward, each.credit, f"{each.cosine:.3f} ± {2 * each.error:.3f}",
             "" if each.predicted is None else f"{each.predicted:.3f}",
             "" if scale is None else f"{scale:,.0f}",
+        )  # fmt: skip
+    return table
+
+
+def overheads(rows: int, repeats: int) -> Iterator[tuple[int, list[tuple[float, float]]]]:
+    """(rows a micro-batch, seconds of learning from a step without and with its noise, in turns)."""
+    config = demo_config()
+    policy = load_policy(config.model, choose_device("cpu"), config.precision)
+    sampler = RolloutModel(policy.model, policy.target.dtype)
+    prompts = load_prompts(config.prompts, seed=config.seed, heldout_count=1).draw(rows // config.group_size)
+    (sampled,) = _sampled(prompts, config, policy, sampler, 1, rows)
+    batch = _batch(policy, config, sampled, REWARDS["policy"], "whole")
+    for size in (rows, rows // 4):
+        seconds: list[tuple[float, float]] = []
+        for number in range(repeats + 1):
+            pair = {}
+            for noise_share in (None, 1.0) if number % 2 else (1.0, None):
+                policy.model.zero_grad(set_to_none=True)
+                start = time.perf_counter()
+                _learn(policy, config, batch, rows=size, noise_share=noise_share)
+                pair[noise_share] = time.perf_counter() - start
+            seconds.append((pair[None], pair[1.0]))
+        yield size, seconds[1:]  # the first is to warm up
+
+
+def overhead_table(found: Sequence[tuple[int, list[tuple[float, float]]]], rows: int) -> Table:
+    table = Table(title=f"Noise of a step of {rows} rows", title_justify="left", box=box.MARKDOWN)
+    for column in ("rows a micro-batch", "learning, s", "with its noise", "times", "more, of all steps"):
+        table.add_column(column, justify="right")
+    for size, seconds in found:
+        times = median(after / before for before, after in seconds)
+        table.add_row(
+            str(size), *(f"{median(each):.2f}" for each in zip(*seconds, strict=True)), f"{times:.3f}",
+            f"{(times - 1) / NOISE_INTERVAL:+.1%}",
         )  # fmt: skip
     return table

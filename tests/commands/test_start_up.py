@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 from commands import ENVIRONMENT, ROOT
 
+from grpo import environment
 from grpo.environment import NO_THREAD_CACHE, _glibc_version
 
 LARGE = {"torch", "transformers", "accelerate", "scipy", "matplotlib"}
@@ -86,3 +88,44 @@ def test_a_program_starts_again_as_it_was_unless_the_user_tunes_malloc(of_user, 
     )  # fmt: skip
     said, _ = process.communicate(timeout=60)
     assert said.split() == [str(process.pid), tunables, "1", "--name", "two", "words"]
+
+
+ON_WINDOWS = """
+import sys
+sys.platform = "win32"
+sys.modules["resource"] = sys.modules["fcntl"] = None  # which are not there
+sys.argv = ["train_lean.py", "--steps", "1"]
+from grpo.commands import run
+raise SystemExit(run("train"))
+"""
+
+
+def test_windows_by_itself_is_refused_in_one_sentence():
+    done = subprocess.run([sys.executable, "-c", ON_WINDOWS], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error Windows by itself is not supported: run this in WSL2 there, or on Linux or macOS."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "of_user", "grows"),
+    [
+        ("6.1.0-18-amd64", {}, True), ("5.15.167.4-microsoft-standard-WSL2", {}, False),
+        ("5.15.167.4-microsoft-standard-WSL2", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
+        ("6.1.0-18-amd64", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, False),
+    ],
+)  # fmt: skip
+def test_segments_grow_except_in_windows_subsystem(kernel, of_user, grows, tmp_path, monkeypatch):
+    release = tmp_path / "osrelease"
+    release.write_text(kernel)
+    monkeypatch.setattr(environment, "KERNEL_RELEASE", release)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in of_user.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(environment, "keep_freed", lambda: None)
+    stack = threading.stack_size()
+    environment.set_library_defaults()
+    threading.stack_size(stack)
+    assert environment.grows_segments() is grows

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from grpo.memory import MemoryMonitor, monitor
-from grpo.memory.budget import CONTEXT_BYTES, GB
+from grpo.memory import card as cards
+from grpo.memory.budget import GB, MOST_OUTSIDE_BYTES
 from grpo.memory.monitor import MemoryReading
 
 MB = 2**20
@@ -181,15 +182,45 @@ def test_on_cuda_every_phase_is_exact_and_costs_nothing(card: Card):
 
 def test_on_cuda_what_is_not_torchs_is_the_context_up_to_its_usual_size(card: Card):
     made = MemoryMonitor(CUDA)
-    assert made.outside_allocator_bytes() == CONTEXT_BYTES  # the other 1.5 GB are another process's
+    assert made.outside_allocator_bytes() == MOST_OUTSIDE_BYTES  # the rest is another process's
     memory = made.memory()
     assert (memory.total_bytes, memory.free_bytes) == (24 * GB, 20 * GB)
-    assert memory.ours_bytes == 2 * GB + CONTEXT_BYTES
-    assert memory.others_bytes == 2 * GB - CONTEXT_BYTES
+    assert memory.ours_bytes == 2 * GB + MOST_OUTSIDE_BYTES
+    assert memory.others_bytes == 2 * GB - MOST_OUTSIDE_BYTES
     card.free = 24 * GB - 2 * GB - 100 * MB
     assert made.outside_allocator_bytes() == 100 * MB
     card.free = 23 * GB
     assert made.memory().ours_bytes == 1 * GB  # never more than is taken in all
+
+
+@pytest.mark.parametrize(
+    ("processes", "outside"),
+    [
+        ([(17, 5 * GB), (os.getpid(), 2 * GB + 700 * MB)], 700 * MB),  # by NVML, to the byte
+        ([(os.getpid(), 2 * GB - 1)], 0), ([(os.getpid(), None)], MOST_OUTSIDE_BYTES),  # WSL does not say
+        ([(17, 5 * GB)], MOST_OUTSIDE_BYTES), (None, MOST_OUTSIDE_BYTES),
+    ],
+)  # fmt: skip
+def test_on_cuda_nvml_tells_what_is_ours(card: Card, monkeypatch: pytest.MonkeyPatch, processes, outside):
+    class Error(Exception):
+        pass
+
+    def running(handle: str) -> list[SimpleNamespace]:
+        assert handle == "GPU-1234-abcd"
+        if processes is None:
+            raise Error("not supported")
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in processes]
+
+    binding = SimpleNamespace(
+        nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetComputeRunningProcesses=running, NVMLError=Error,
+    )  # fmt: skip
+    properties = SimpleNamespace(uuid="1234-abcd")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setitem(sys.modules, "pynvml", binding)
+    cards._handle.cache_clear()
+    assert MemoryMonitor(CUDA).outside_allocator_bytes() == outside
+    cards._handle.cache_clear()
 
 
 TOLD = """<?xml version="1.0" ?>

@@ -230,6 +230,26 @@ def test_a_head_that_is_more_than_linear_is_refused():
     check_scorer(model, context_length(model.config))
 
 
+def test_products_are_exact_while_the_head_is_checked_and_as_before_afterwards(load, monkeypatch):
+    """TF32 rounds to three digits: a sound model would pass for one with another head."""
+    model = load("llama").model
+    seen = []
+    forward = type(model).forward
+    monkeypatch.setattr(
+        type(model), "forward",
+        lambda self, **words: seen.append(torch.get_float32_matmul_precision()) or forward(self, **words),
+    )  # fmt: skip
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        check_scorer(model, 192)
+        with pytest.raises(ValueError):
+            check_scorer(GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=4.0)).eval(), 24)
+        assert set(seen) == {"highest"} and torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_a_model_without_keys_and_values_is_refused():
     model = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, state_size=4))
     with pytest.raises(ValueError, match="MambaForCausalLM cannot be trained here"):

@@ -35,7 +35,14 @@ from grpo.plan.build import (
 )
 from grpo.plan.tables import measured_table, plan_table
 from grpo.plan.trace import PHASES, PhaseSettings
-from grpo.plan.workload import SCRATCH_BYTES, Workload, kv_bytes_per_token, resident_parts, scratch_bytes
+from grpo.plan.workload import (
+    SCRATCH_BYTES,
+    Workload,
+    attention_workspace,
+    kv_bytes_per_token,
+    resident_parts,
+    scratch_bytes,
+)
 from grpo.types import Prompt
 
 VOCABULARY, G, PARAMETERS = 100, 8, 10_000_000
@@ -177,6 +184,39 @@ def test_scratch_space_is_for_bf16_and_for_cards(monkeypatch):
     assert 97_000 < scratch("sample split", torch.bfloat16, cpu) < 300_000  # measured; a group has 314,000
     assert 765_000 < scratch("learn split", torch.bfloat16, cpu) < 1_000_000
     assert scratch("learn", torch.bfloat16, cpu, width=768) == SCRATCH_BYTES
+
+
+def on_card(dtype: torch.dtype, *, grows_segments: bool = True, **shape: int) -> Target:
+    return Target(GPT2Config(**shape), torch.device("cuda"), dtype, "sdpa", grows_segments)
+
+
+def test_attention_with_a_mask_has_a_workspace_on_cards_in_bf16():
+    """A block of 64 x 64 in fp32 for each 64 queries of each row and head: 16 KB; wider heads have more."""
+
+    def held(target: Target, shape: Shape) -> dict[str, int]:
+        return dict(attention_workspace(dataclasses.replace(workload(), target=target), shape))
+
+    shape = Shape(64, 60, 144)  # 143 queries
+    assert held(on_card(torch.bfloat16, n_head=12, n_embd=768), shape) == {
+        "attention's workspace": 64 * 12 * 3 * 16 * 2**10
+    }
+    wide = held(on_card(torch.bfloat16, n_head=6, n_embd=768), shape)
+    assert wide == {"attention's workspace": 64 * 6 * 3 * 32 * 2**10}
+    assert held(on_card(torch.float32), shape) == held(workload(torch.bfloat16).target, shape) == {}
+    target = on_card(torch.bfloat16)
+    work = dataclasses.replace(workload(), target=target)
+    memory = make_memory(work, MONITOR, lambda: Budget(GB, ""), overhead_bytes=0)
+    assert memory.footprint("learn", shape).parts["attention's workspace"] == 64 * 12 * 3 * 16 * 2**10
+
+
+def test_what_cudas_allocator_takes_for_a_tensor():
+    mib = 2**20
+    growing, fixed = (on_card(torch.float32, grows_segments=grows) for grows in (True, False))
+    assert [growing.block_bytes(size) for size in (1, 513, 11 * mib + 1)] == [512, 1024, 11 * mib + 512]
+    assert [fixed.block_bytes(size) for size in (1, 513, 9 * mib + 1)] == [512, 1024, 9 * mib + 512]
+    assert fixed.block_bytes(11 * mib) == 12 * mib  # the MiB that is left is not cut off
+    assert fixed.block_bytes(11 * mib - 512) == 11 * mib - 512
+    assert workload().target.block_bytes(513) == 513
 
 
 def test_what_a_phase_consists_of():
