@@ -66,7 +66,8 @@ class AdaptiveMemory:
         self._replays = replays
         self.promised: Mapping[str, Footprint] = {}
         """The worst case by phase, as it was told before the first step."""
-        self._highest = Footprint({})
+        self._highest: dict[str, Footprint] = {}
+        """Of each phase, what was expected for the shapes that came."""
         self.expected_bytes = 0.0
         """Of the largest phase, as `expected` last said; 0: unknown."""
         self._ceilings: dict[str, _Ceiling] = {}
@@ -251,8 +252,9 @@ class AdaptiveMemory:
     ) -> None:
         footprint = self.footprint(phase, shape)
         beforehand = self.process.footprint(phase, shape, refined=False)
-        self._highest = max(self._highest, beforehand, key=lambda each: each.upper_bytes)
-        expected = self.process.lasting({phase: beforehand, "the largest so far": self._highest})[phase]
+        highest = max(beforehand, self._highest.get(phase, beforehand), key=lambda each: each.upper_bytes)
+        self._highest[phase] = highest
+        expected = self.process.lasting(self._highest)[phase]
         self.process.observe(
             phase, shape, added_bytes=reading.added_bytes, process_bytes=reading.process_bytes
         )

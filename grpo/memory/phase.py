@@ -39,11 +39,15 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Slack:
-    """What a process holds besides a phase's tensors and what it held before: in shares of what is added."""
+    """What a process holds besides a phase's tensors and what it held before: in shares of what is added.
+
+    share_of_others: of what the largest of the other phases adds, between whose tensors this one's come.
+    """
 
     share: float
     error_share: float
     error_bytes: float = 0.0
+    share_of_others: float = 0.0
 
 
 @dataclass(frozen=True)

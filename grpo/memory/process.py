@@ -20,7 +20,7 @@ class ProcessMemory:
 
     resident: bytes by component of what exists between phases. batch_size: rows of a step.
     overhead_bytes: what the process holds besides tensors; None: measured. gap_bytes: what its allocator has
-    free by now. slack: what allocators hold besides, as far as it is known beforehand.
+    free by now. slack: what allocators hold besides in a phase, as far as it is known beforehand.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class ProcessMemory:
         batch_size: int,
         overhead_bytes: int | None = None,
         gap_bytes: int = 0,
-        slack: Slack = NO_SLACK,
+        slack: Callable[[str], Slack] = lambda phase: NO_SLACK,
     ) -> None:
         self.phases = dict(phases)
         self.predictor = predictor
@@ -45,7 +45,7 @@ class ProcessMemory:
         self.overhead_bytes = float(overhead_bytes)
         self._slack = slack
         self._gaps = gap_bytes
-        self._slack_seen: Slack | None = None
+        self._share_seen: float | None = None
         self._held: list[tuple[float, float]] = []
         self._reserved = 0.0
 
@@ -67,13 +67,15 @@ class ProcessMemory:
         rest = added.peak_bytes - sum(parts.values())
         if rest < 0:  # the closed forms are upper bounds, the trace is not
             parts = {name: size * added.peak_bytes / sum(parts.values()) for name, size in parts.items()}
-        slack = (refined and self._slack_seen) or self._slack
+        slack = self._slack(phase)
+        if refined and self._share_seen is not None:
+            slack = replace(slack, share=self._share_seen, error_share=slack.error_share / 2)
         return Footprint(
             {
                 **self._resident(),
                 **parts,
                 "activations": max(0.0, rest),
-                KEPT: max(slack.share * added.peak_bytes, self._gaps),
+                KEPT: max(slack.share * added.peak_bytes, self._gaps - added.peak_bytes),
                 OUTSIDE: self.overhead_bytes,
             },
             math.hypot(added.error_bytes, slack.error_share * added.peak_bytes, slack.error_bytes),
@@ -84,10 +86,16 @@ class ProcessMemory:
 
         Of a heap that is bounded (`reserve`) it does: what did not fit into it.
         """
+        resident = sum(self._resident().values())
         held = {**self._resident(), OUTSIDE: self.overhead_bytes, KEPT: self._reserved}
-        floor = Footprint({name: float(size) for name, size in held.items()}, self._slack.error_bytes)
-        kept = [floor] if self._reserved else [floor, *footprints.values()]
-
+        unsure = max(self._slack(phase).error_bytes for phase in self.phases)
+        kept = [Footprint({name: float(size) for name, size in held.items()}, unsure)]
+        if not self._reserved:
+            added = {phase: own.tensor_bytes - resident for phase, own in footprints.items()}
+            for phase, own in footprints.items():
+                others = max((size for other, size in added.items() if other != phase), default=0.0)
+                between = self._slack(phase).share_of_others * others
+                kept.append(replace(own, parts={**own.parts, KEPT: own.parts.get(KEPT, 0.0) + between}))
         return {phase: _raised(own, [own, *kept]) for phase, own in footprints.items()}
 
     def reserve(self, most: Footprint, bound: Callable[[int], None]) -> None:
@@ -114,11 +122,8 @@ class ProcessMemory:
         self._held.clear()
         if self._reserved:  # holds more than what it needs
             return
-        before = self._slack_seen.share if self._slack_seen else 0.0
         share = max(0.0, held - added) / added if added else 0.0
-        self._slack_seen = replace(
-            self._slack, share=max(before, share), error_share=self._slack.error_share / 2
-        )
+        self._share_seen = max(self._share_seen or 0.0, share)
 
     def _name(self, phase: str, rows: int, batch_size: int | None = None) -> str:
         spec = self.phases[phase]

@@ -111,7 +111,7 @@ def process_memory(
     return ProcessMemory(
         specs, Predictor(fits, scratch_bytes=scratch, first_error=first_error, bias=bias), monitor,
         resident=lambda: resident, batch_size=work.rows_here, overhead_bytes=overhead_bytes,
-        gap_bytes=gaps, slack=usual_slack(work.target),
+        gap_bytes=gaps, slack=partial(usual_slack, work),
     )  # fmt: skip
 
 

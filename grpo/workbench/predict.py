@@ -6,6 +6,7 @@ no weights are made. GRPO's phases are those of a run; plain language modelling 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from transformers import PretrainedConfig
@@ -164,7 +165,7 @@ def _language_memory(work: Workload, settings: StepSettings, overhead_bytes: int
     scratch = {name: scratch_bytes(name, work.target) for name in fits}
     return ProcessMemory(
         specs, Predictor(fits, scratch_bytes=scratch), _monitor(settings), resident=lambda: resident,
-        batch_size=1, overhead_bytes=overhead_bytes, slack=usual_slack(work.target),
+        batch_size=1, overhead_bytes=overhead_bytes, slack=partial(usual_slack, work),
     )  # fmt: skip
 
 

@@ -88,7 +88,7 @@ class Run:
         self.predictor = Predictor(fits, bias=bias)
         process = ProcessMemory(
             {"learn": PhaseSpec("learn", "learn split", rows)}, self.predictor, self.monitor,
-            resident=lambda: {"weights": 100}, batch_size=BATCH, overhead_bytes=50, slack=slack,
+            resident=lambda: {"weights": 100}, batch_size=BATCH, overhead_bytes=50, slack=lambda phase: slack,
         )  # fmt: skip
         self.memory = AdaptiveMemory(
             process, self.monitor, budget=lambda: Budget(self.usable, "test"), group_size=G, advice=shrink
@@ -173,6 +173,27 @@ def test_what_the_largest_phase_needed_stays_with_the_process():
     lasting = run.memory.process.lasting({"small": small, "large": large})
     assert lasting["small"] == Footprint({"weights": 100.0, OUTSIDE: 50.0, KEPT: 150.0}, 1)
     assert lasting["large"] == large
+
+
+def test_between_what_others_added_some_is_kept():
+    """A tenth of the 40 bytes that the smaller one adds comes to the larger, and lasts."""
+    run = Run(slack=Slack(0.0, 0.0, 2, share_of_others=0.1))
+    footprints = {
+        "small": Footprint({"weights": 100.0, "cache": 40.0}),
+        "learn": Footprint({"weights": 300.0}),
+    }
+    lasting = run.memory.process.lasting(footprints)
+    assert [lasting[phase].peak_bytes for phase in ("small", "learn")] == [304, 304]
+
+
+def test_gaps_that_were_there_are_held_unless_the_phase_fills_them():
+    run = Run()
+    process = ProcessMemory(
+        run.memory.phases, run.predictor, run.monitor, resident=lambda: {"weights": 100}, batch_size=BATCH,
+        overhead_bytes=50, gap_bytes=300, slack=lambda phase: Slack(0.25, 0.0),
+    )  # fmt: skip
+    assert process.footprint("learn", Shape(8, 30, 20)).parts[KEPT] == 300 - 100  # 80, and 20 in parts
+    assert process.footprint("learn", Shape(64, 30, 20)).parts[KEPT] == 160
 
 
 def test_a_heap_of_fixed_size_counts_from_the_start_under_a_limit():

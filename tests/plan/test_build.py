@@ -97,7 +97,7 @@ class Tracer:
 def no_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo.plan.build.PhaseTracer", Tracer)
     monkeypatch.setattr("grpo.plan.advice.PhaseTracer", Tracer)
-    monkeypatch.setattr("grpo.plan.build.usual_slack", lambda target: NO_SLACK)
+    monkeypatch.setattr("grpo.plan.build.usual_slack", lambda work, phase: NO_SLACK)
 
 
 # ---------------------------------------------------------------------------- bytes in closed form

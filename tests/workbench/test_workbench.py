@@ -183,7 +183,7 @@ def test_the_largest_batch_is_the_largest_whose_footprint_fits():
 def test_a_grpo_step_has_the_phases_and_parts_of_a_run(monkeypatch):
     """What a trace would find is made up: a kB a row; traces of GRPO are tested elsewhere."""
     monkeypatch.setattr("grpo.plan.trace.PhaseTracer.fit", lambda *_: lambda shape: 1000.0 * shape.rows)
-    monkeypatch.setattr("grpo.plan.build.usual_slack", lambda target: Slack(0.0, 0.0))
+    monkeypatch.setattr("grpo.plan.build.usual_slack", lambda work, phase: Slack(0.0, 0.0))
     config = ModelSpec(arch="gpt2", **TINY | {"context": 64}).config()
     settings = StepSettings("grpo", config, torch.float32, prompt_tokens=8, new_tokens=16, group_size=4)
     memory = StepMemory(settings, overhead_bytes=7)
