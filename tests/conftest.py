@@ -113,6 +113,11 @@ def model_folders(
     return folders
 
 
+def places(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Where a mask (R, C) is True, among its R·C places."""
+    return None if mask is None else mask.flatten().nonzero().squeeze(1)
+
+
 @pytest.fixture
 def load(model_folders: dict[str, Path]) -> Callable[..., Policy]:
     """load("llama", "fp64"): the trainer's own way to a model, on the CPU."""

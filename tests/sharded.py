@@ -18,6 +18,7 @@ from grpo.config.groups import SamplingSettings
 from grpo.distributed.shard import part_like, shard_model, whole
 from grpo.memory import Shape
 from grpo.model.load import Policy, frozen_copy, load_policy
+from grpo.model.prefill import pad_prompts
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.interrupt import StopRequest
@@ -56,7 +57,7 @@ def _batches(rank: int) -> list[MicroBatch]:
     def batch(width: int) -> MicroBatch:
         prompts = [torch.randint(1, 60, (length,), generator=generator).tolist() for length in (5, 9)]
         tokens = torch.randint(1, 60, (4, width), generator=generator)
-        return MicroBatch(torch.arange(4), prompts, torch.tensor([0, 0, 1, 1]), tokens)
+        return MicroBatch(torch.arange(4), pad_prompts(prompts), torch.tensor([0, 0, 1, 1]), tokens)
 
     return [batch(7), batch(1 if rank else 5)]
 

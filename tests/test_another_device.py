@@ -58,6 +58,13 @@ def test_out_of_memory_costs_a_retry_and_changes_nothing(found):
     assert any("out of memory, replayed (OutOfMemoryError: pretend" in line for line in found["said"])
 
 
+def test_a_micro_batch_is_one_copy(found):
+    """Of everything it is learned from; and one back, of a step's sums."""
+    copies = found["copies"]
+    assert copies["steps"] == 3 and copies["micro batches"] >= 12
+    assert copies["to device"] == copies["micro batches"] and copies["to host"] == copies["steps"]
+
+
 def test_nothing_is_left_on_the_device(found):
     assert found["left behind"] == 0
 

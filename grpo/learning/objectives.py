@@ -66,10 +66,20 @@ class GRPOBatch:
             part(self.ref_logp),
         )  # fmt: skip
 
-    def row_advantages(self, rows: Tensor, width: int) -> Tensor:
-        """(R,) or (R, width) of these rows."""
-        own = self.advantages[rows]
-        return own if own.ndim == 1 else own[:, :width]
+    def of_rows(self, rows: Tensor, width: int) -> dict[str, Tensor | None]:
+        """What is known of these rows' first `width` tokens: (R, width), or advantages of whole rows (R,).
+
+        own: the tokens that are theirs; mask: those of them that are learned from.
+        """
+        rollout, advantages = self.rollout, self.advantages[rows]
+        known = {
+            "sampler_logp": rollout.sampler_logp, "own": rollout.mask, "mask": self.mask,
+            "old_logp": self.old_logp, "ref_logp": self.ref_logp,
+        }  # fmt: skip
+        return {
+            "advantages": advantages if advantages.ndim == 1 else advantages[:, :width],
+            **{name: None if each is None else each[rows, :width] for name, each in known.items()},
+        }
 
 
 def accumulate_grpo(
@@ -99,38 +109,27 @@ def accumulate_grpo(
     noise: Sums = {}
     begin_gradients(model)
 
-    def part(values: Tensor | None, of: Tensor, width: int) -> Tensor | None:
-        return None if values is None else values[of, :width].to(device)
-
     halves, num_groups, done = noise_share == 1, len(batch.rollout.prompts), 0
     half = -(-num_groups // 2) * batch.rollout.group_size  # rows of every other group
     for micro in micro_batches(batch.rollout, rows, pass_tokens=pass_tokens, halves=halves):
-        width = micro.completion_ids.shape[1]
+        micro, given = micro.to(device, batch.of_rows(micro.rows, micro.completion_ids.shape[1]))
         logp, entropy = micro_batch_logprobs(
             model, micro, temperature=temperature, dtype=dtype, entropy=True, checkpointing=checkpointing
         )  # (R, C)
-        sampler_logp = batch.rollout.sampler_logp[micro.rows, :width].to(device)
-        old_logp = part(batch.old_logp, micro.rows, width)
-        mask = batch.mask[micro.rows, :width].to(device)
+        sampler_logp, own, mask = given["sampler_logp"], given["own"], given["mask"]
+        old_logp, ref_logp = given.get("old_logp"), given.get("ref_logp")
         weights = None
         if importance_cap is not None:
             scored = logp.detach() if old_logp is None else old_logp
             weights = truncated_importance_weights(scored, sampler_logp, mask, cap=importance_cap)
         loss, metrics = grpo_loss(
-            logp, old_logp, part(batch.ref_logp, micro.rows, width),
-            batch.row_advantages(micro.rows, width).to(device=device, dtype=logp.dtype), mask,
+            logp, old_logp, ref_logp, given["advantages"].to(logp.dtype), mask,
             counts=batch.counts, settings=settings, importance_weights=weights,
         )  # fmt: skip
         loss.backward()  # type: ignore[no-untyped-call]
 
-        gap = (logp.detach() - sampler_logp).abs() * batch.rollout.mask[micro.rows, :width].to(device)
-        sampled_tokens = batch.rollout.lengths[micro.rows].sum().to(device)
-        metrics |= {
-            "loss": loss.detach(),
-            "gap": gap.sum(),
-            "gap_max": gap.max(),
-            "gap_tokens": sampled_tokens,
-        }
+        gap = (logp.detach() - sampler_logp).abs() * own
+        metrics |= {"loss": loss.detach(), "gap": gap.sum(), "gap_max": gap.max(), "gap_tokens": own.sum()}
         if entropy is not None:
             metrics["entropy"] = (entropy * mask).sum()
         done += len(micro.rows)

@@ -23,7 +23,7 @@ class GenericDecoder:
     def prefill(
         self, prompt_ids: Sequence[Sequence[int]], rows_per_prompt: int, *, longest_prompt: int = 0
     ) -> Tensor:
-        prompts = pad_prompts(prompt_ids, self._model.device)
+        prompts = pad_prompts(prompt_ids).to(self._model.device)
         hidden, self._cache = encode_prompts(self._model, prompts)  # (b, D)
         self._cache.batch_repeat_interleave(rows_per_prompt)
         self._rows_per_prompt = rows_per_prompt

@@ -100,7 +100,7 @@ class GPT2Decoder:
         return prompts.logits.repeat_interleave(self._rows_per_prompt, 0)
 
     def _encode(self, prompt_ids: Sequence[Sequence[int]], width: int) -> _EncodedPrompts:
-        prompts = pad_prompts(prompt_ids, self._model.device, width=width)
+        prompts = pad_prompts(prompt_ids, width=width).to(self._model.device)
         hidden, cache = encode_prompts(self._model, prompts)  # (b, D)
         bias = torch.zeros_like(prompts.mask, dtype=hidden.dtype).masked_fill_(~prompts.mask, -torch.inf)
         return _EncodedPrompts(

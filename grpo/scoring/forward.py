@@ -9,7 +9,6 @@ The caches here may be written to any number of times, as they are where layers 
 whatever is written, they stay as they are.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,12 +21,12 @@ from grpo.config.groups import Checkpointing
 from grpo.distributed.shard import is_sharded
 from grpo.model.activation_checkpointing import recomputed_layers
 from grpo.model.cpu.embedding_gradients import gradients_in_place
-from grpo.model.prefill import encode_prompts, pad_prompts
+from grpo.model.prefill import PromptBatch, encode_prompts
 
 
 def completion_hidden(
     model: PreTrainedModel,
-    prompt_ids: Sequence[Sequence[int]],
+    prompts: PromptBatch,
     row_to_prompt: Tensor,
     completion_ids: Tensor,
     *,
@@ -35,13 +34,10 @@ def completion_hidden(
 ) -> Tensor:
     """The states (R, C, D) from which the tokens `completion_ids` (R, C) are predicted.
 
-    row_to_prompt: (R,) index of each row's prompt. Completions are padded on the right, where
-    causal attention never looks; the states there mean nothing. checkpointing: see `recomputed_layers`.
-    ValueError for a model whose layers cannot be run so.
+    All on the model's device; row_to_prompt: (R,) index of each row's prompt. Completions are padded on the
+    right, where causal attention never looks; the states there mean nothing. checkpointing: see
+    `recomputed_layers`. ValueError for a model whose layers cannot be run so.
     """
-    device = model.device
-    prompts = pad_prompts(prompt_ids, device)
-    row_to_prompt, completion_ids = row_to_prompt.to(device), completion_ids.to(device)
     width = completion_ids.shape[1]
     if width == 1 and is_sharded(model):  # a second pass is needed as others may have one
         completion_ids = F.pad(completion_ids, (0, 1))

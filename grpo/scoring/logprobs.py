@@ -26,7 +26,7 @@ def completion_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    mask: Tensor | None = None,
+    scored: Tensor | None = None,
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
@@ -35,9 +35,9 @@ def completion_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax((hidden @ weightᵀ + bias) / temperature) at `targets`, and the entropy, in nats.
 
-    hidden: (R, C, D), the states that predict `targets` (R, C). weight: (V, D), bias: (V,). Where
-    `mask` (R, C) is false nothing is computed or read and the results are 0; without a mask the
-    shapes are known beforehand, so that fake tensors can trace it. Returns (R, C) log-probs with
+    hidden: (R, C, D), the states that predict `targets` (R, C). weight: (V, D), bias: (V,). scored: (K,)
+    places among the R·C tokens, None: all, so that shapes are known beforehand and fake tensors can trace
+    it; elsewhere nothing is computed or read, and the results are 0. Returns (R, C) log-probs with
     gradients to hidden, weight and bias, and (R, C) detached entropies or None.
 
     The matrix product is taken in autocast's dtype where autocast is on, else in hidden's; from
@@ -45,17 +45,16 @@ def completion_logprobs(
     where the weight has one already (`.grad`), in that, and autograd is given none.
     A head in lower precision is centred, see `centred_head`.
     """
-    if hidden.shape[:-1] != targets.shape or (mask is not None and mask.shape != targets.shape):
-        shapes = [tuple(t.shape) for t in (hidden, targets, mask) if t is not None]
-        raise ValueError(f"hidden (R, C, D), targets (R, C) and mask (R, C) do not go together: {shapes}.")
+    if hidden.shape[:-1] != targets.shape or (scored is not None and scored.ndim != 1):
+        shapes = [tuple(t.shape) for t in (hidden, targets, scored) if t is not None]
+        raise ValueError(f"hidden (R, C, D), targets (R, C) and scored (K,) do not go together: {shapes}.")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; log-probs need one above 0 (usual: 1.0).")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be 1 or more (usual: 256 to 4096).")
     flat = hidden.reshape(-1, hidden.shape[-1])  # (R·C, D)
-    rows = None if mask is None else mask.reshape(-1).nonzero().squeeze(1)  # (K,)
     options = (temperature, chunk_tokens, entropy, _matmul_dtype(hidden))
-    inputs = (flat, weight, bias, targets.reshape(-1), rows)
+    inputs = (flat, weight, bias, targets.reshape(-1), scored)
     apply: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLogprobs.apply
     logp, entropies = apply(*inputs, *options)  # keeps nothing where nothing needs a gradient
     return logp.reshape(targets.shape), entropies.reshape(targets.shape) if entropy else None

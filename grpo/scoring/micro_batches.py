@@ -1,7 +1,7 @@
 """Log-probs of given completions, under policy (with gradients) or reference (without)."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 from grpo.config.groups import Checkpointing
 from grpo.distributed.shard import inside
 from grpo.memory import Shape
+from grpo.model.prefill import PromptBatch, pad_prompts
+from grpo.model.transfer import to_device
 from grpo.scoring.forward import completion_hidden
 from grpo.scoring.logprobs import completion_logprobs
 from grpo.types import Rollout
@@ -19,15 +21,28 @@ from grpo.types import Rollout
 class MicroBatch:
     """Some rows of a rollout, trimmed to their own longest prompt and completion.
 
-    Without a mask every token counts: shapes are then known beforehand, so that fake tensors can
-    trace what is done with a micro-batch.
+    Where it is not said which tokens are scored, all are: shapes are then known beforehand, so that fake
+    tensors can trace what is done with a micro-batch.
     """
 
-    rows: Tensor  # (R,) their places in the rollout
-    prompt_ids: list[list[int]]
+    rows: Tensor  # (R,) their places in the rollout, on the host
+    prompts: PromptBatch
     row_to_prompt: Tensor  # (R,)
     completion_ids: Tensor  # (R, C)
-    mask: Tensor | None = None  # (R, C)
+    scored: Tensor | None = None  # (K,) places among the R·C tokens
+
+    def to(
+        self, device: torch.device, others: Mapping[str, Tensor | None] | None = None
+    ) -> tuple["MicroBatch", dict[str, Tensor]]:
+        """On a device, in one copy with others that belong to it; those that are None are left out."""
+        fields = ("row_to_prompt", "completion_ids", "scored")
+        named = {name: getattr(self, name) for name in fields} | dict(others or {})
+        given = {name: each for name, each in named.items() if each is not None}
+        ids, lengths, *there = to_device([self.prompts.ids, self.prompts.lengths, *given.values()], device)
+        moved = dict(zip(given, there, strict=True))
+        own = {name: moved.pop(name) for name in fields if name in moved}
+        prompts = PromptBatch(ids, lengths, self.prompts.is_padded)
+        return replace(self, prompts=prompts, **own), moved
 
 
 def micro_batches(
@@ -49,10 +64,10 @@ def micro_batches(
         width = max(1, int(rollout.lengths[chunk].max()))
         yield MicroBatch(
             rows=chunk,
-            prompt_ids=[rollout.prompt_ids[prompt] for prompt in prompts],
+            prompts=pad_prompts([rollout.prompt_ids[prompt] for prompt in prompts]),
             row_to_prompt=row_to_prompt,
             completion_ids=rollout.completion_ids[chunk, :width],
-            mask=rollout.mask[chunk, :width],
+            scored=rollout.mask[chunk, :width].flatten().nonzero().squeeze(1),
         )
 
 
@@ -98,7 +113,7 @@ def micro_batch_shapes(
     return [
         Shape(
             rows=len(batch.rows),
-            prompt_tokens=max(map(len, batch.prompt_ids)),
+            prompt_tokens=batch.prompts.ids.shape[1],
             new_tokens=batch.completion_ids.shape[1],
             scored_tokens=int(rollout.lengths[batch.rows].sum()),
         )
@@ -121,20 +136,16 @@ def micro_batch_logprobs(
     what matrix products are computed in. `checkpointing`: see `recomputed_layers`.
     """
     device = model.device
+    batch, _ = batch.to(device)
 
     def work() -> tuple[Tensor, Tensor | None]:
         with computing_in(dtype, device, cached=checkpointing != "selective"):
             hidden = completion_hidden(
-                model,
-                batch.prompt_ids,
-                batch.row_to_prompt,
-                batch.completion_ids,
-                checkpointing=checkpointing,
+                model, batch.prompts, batch.row_to_prompt, batch.completion_ids, checkpointing=checkpointing
             )
             head = model.get_output_embeddings()
             return completion_logprobs(
-                hidden, head.weight, batch.completion_ids.to(device),
-                None if batch.mask is None else batch.mask.to(device),
+                hidden, head.weight, batch.completion_ids, batch.scored,
                 bias=head.bias, temperature=temperature, entropy=entropy,
             )  # fmt: skip
 
@@ -164,8 +175,10 @@ def score(
     pass_tokens: int | None = None,
 ) -> Tensor:
     """Log-probs (N, C) of a whole rollout without gradients, on the CPU; in parts: see `micro_batches`."""
-    logp = torch.zeros(rollout.completion_ids.shape, dtype=torch.promote_types(model.dtype, torch.float32))
-    for batch in micro_batches(rollout, rows, pass_tokens=pass_tokens):
+    exact = torch.promote_types(model.dtype, torch.float32)
+    logp = torch.zeros(rollout.completion_ids.shape, dtype=exact, device=model.device)
+    for micro in micro_batches(rollout, rows, pass_tokens=pass_tokens):
+        batch, there = micro.to(model.device, {"rows": micro.rows})
         part, _ = micro_batch_logprobs(model, batch, temperature=temperature, dtype=dtype)
-        logp[batch.rows, : part.shape[1]] = part.cpu().to(logp.dtype)
-    return logp
+        logp[there["rows"], : part.shape[1]] = part.to(exact)
+    return logp.cpu()

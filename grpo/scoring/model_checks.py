@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from grpo.config.groups import Checkpointing
 from grpo.distributed.shard import decoder_layers, is_sharded, whole
 from grpo.memory import is_out_of_memory
+from grpo.model.prefill import pad_prompts
 from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs
 
 
@@ -38,8 +39,8 @@ def check_scorer(model: PreTrainedModel, context: int) -> None:
         ours, _ = micro_batch_logprobs(model, batch, temperature=1.0, dtype=model.dtype)
     except (TypeError, AttributeError, ValueError, NotImplementedError) as error:
         raise ValueError(f"{type(model).__name__} cannot be trained here: {error}") from error
-    for row, prompt in enumerate(batch.prompt_ids):
-        ids = torch.cat([torch.tensor(prompt), batch.completion_ids[row]]).to(model.device)
+    for row, (prompt, length) in enumerate(zip(batch.prompts.ids, batch.prompts.lengths, strict=True)):
+        ids = torch.cat([prompt[:length], batch.completion_ids[row]]).to(model.device)
         logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, -5:-1]
         theirs = logits.log_softmax(-1).gather(1, ids[-4:].unsqueeze(1)).squeeze(1)
         difference = (ours[row] - theirs).abs().max().item()
@@ -56,7 +57,7 @@ def made_up_batch(model: PreTrainedModel, length: int) -> MicroBatch:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.get_input_embeddings().num_embeddings, (2, length), generator=generator)
     prompts, completions = [tokens[0, : length - 4].tolist(), tokens[1, :5].tolist()], tokens[:, -4:]
-    return MicroBatch(torch.arange(2), prompts, torch.arange(2), completions)
+    return MicroBatch(torch.arange(2), pad_prompts(prompts), torch.arange(2), completions)
 
 
 @torch.enable_grad()

@@ -16,13 +16,17 @@ import torch
 from conftest import untraced
 from loguru import logger
 from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from another_device import NAME, AnotherDevice
+from grpo import phases
 from grpo.config import Config
 from grpo.config.groups import LoraSettings, OptimizerSettings, SamplingSettings
+from grpo.learning.objectives import accumulate_grpo
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import Run, open_run
 from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, read_lines
+from grpo.scoring.micro_batches import micro_batches
 from grpo.trainer import Trainer
 
 RICH = {
@@ -50,6 +54,40 @@ def train(
         "retries": sum(line["retries"] for line in lines),
         "phases": {line["phase"]: line for line in lines},
     }
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies between host and device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_device = self.to_host = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
+            target, source = (args[0], args[1]) if len(args) > 1 else (made, args[0])
+            self.to_device += source.device.type == "cpu" and target.device.type == NAME
+            self.to_host += source.device.type == NAME and target.device.type == "cpu"
+        return made
+
+
+def copies_of_learning(config: Config) -> dict[str, int]:
+    """Between host and device, in all steps of a run, and how many micro-batches there were."""
+    count = {"micro batches": 0, "steps": 0}
+    copies = Copies()
+
+    def accumulate(model: Any, batch: Any, **settings: Any) -> Any:
+        rows = {name: settings[name] for name in ("rows", "pass_tokens")}
+        count["micro batches"] += len(list(micro_batches(batch.rollout, **rows)))
+        count["steps"] += 1
+        with copies:
+            return accumulate_grpo(model, batch, **{**settings, "noise_share": None})
+
+    phases.accumulate_grpo = accumulate
+    train(config)
+    phases.accumulate_grpo = accumulate_grpo
+    return {**count, "to device": copies.to_device, "to host": copies.to_host}
 
 
 def compared(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -80,6 +118,7 @@ def main(library: str, model: str, prompts: str, folder: str) -> None:
     found: dict[str, Any] = {}
     plain = train(on("cpu"))
     found["plain"] = here = compared(train(on(NAME), traced=True), plain)
+    found["copies"] = copies_of_learning(on(NAME, train_rows=4))
     found["rich"] = compared(train(on(NAME, **RICH)), train(on("cpu", **RICH)))
     adapters = {"lora": LoraSettings(lora_rank=2)}
     found["lora"] = compared(train(on(NAME, **adapters)), train(on("cpu", **adapters)))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import trl
 from accelerate.state import AcceleratorState, GradientState
+from conftest import places
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -188,7 +189,7 @@ def test_parameter_gradients_through_the_model_and_the_chunked_head(trainer):
 
     with torch.no_grad():
         logp, entropy = completion_logprobs(
-            completion_hidden(), model.lm_head.weight, ids[:, 2:], mask, chunk_tokens=4, entropy=True
+            completion_hidden(), model.lm_head.weight, ids[:, 2:], places(mask), chunk_tokens=4, entropy=True
         )
     old = logp + 0.3 * torch.randn(R, C, generator=generator)
     ref = logp + 0.3 * torch.randn(R, C, generator=generator)
@@ -210,7 +211,9 @@ def test_parameter_gradients_through_the_model_and_the_chunked_head(trainer):
 
     their_loss, their_metrics = trl_loss(trainer, settings, inputs)
     theirs = gradients(their_loss)
-    logp, _ = completion_logprobs(completion_hidden(), model.lm_head.weight, ids[:, 2:], mask, chunk_tokens=4)
+    logp, _ = completion_logprobs(
+        completion_hidden(), model.lm_head.weight, ids[:, 2:], places(mask), chunk_tokens=4
+    )
     loss, _ = grpo_loss(
         logp, old, ref, advantages, mask, counts=loss_counts(mask, MAX_LENGTH), settings=settings
     )

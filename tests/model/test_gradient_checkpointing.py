@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
-from conftest import ARCHITECTURES
+from conftest import ARCHITECTURES, places
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -36,6 +36,7 @@ from grpo.config import Config
 from grpo.config.groups import Checkpointing
 from grpo.learning.loss import LossSettings, StepCounts, grpo_loss
 from grpo.model.cpu.feed_forward import slice_feed_forward
+from grpo.model.prefill import pad_prompts
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import open_run
 from grpo.scoring.forward import completion_hidden
@@ -64,10 +65,12 @@ def made_up(groups: list[tuple[int, int]], width: int, seed: int = 0) -> MicroBa
     lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
     return MicroBatch(
         rows=torch.arange(rows),
-        prompt_ids=[torch.randint(50, (tokens,), generator=generator).tolist() for tokens, _ in groups],
+        prompts=pad_prompts(
+            [torch.randint(50, (tokens,), generator=generator).tolist() for tokens, _ in groups]
+        ),
         row_to_prompt=row_to_prompt[torch.randperm(rows, generator=generator)],
         completion_ids=torch.randint(50, (rows, width), generator=generator),
-        mask=torch.arange(width) < lengths,
+        scored=places(torch.arange(width) < lengths),
     )
 
 
@@ -130,11 +133,10 @@ def test_gradients_are_the_same_in_training_precisions(load, architecture, preci
 def test_gradients_flow_through_the_keys_and_values_of_shared_prompts(load, checkpointing):
     """Token 7 stands in prompts only, and a completion's second token sees those in no other way."""
     model, batch = load("llama", "fp64").model, made_up(COMPLETIONS_OF_PROMPTS, 9)
-    for ids in batch.prompt_ids:
-        ids[:] = [7] * len(ids)
+    batch.prompts.ids[batch.prompts.mask] = 7
     batch.completion_ids[batch.completion_ids == 7] = 9
     hidden = completion_hidden(
-        model, batch.prompt_ids, batch.row_to_prompt, batch.completion_ids, checkpointing=checkpointing
+        model, batch.prompts, batch.row_to_prompt, batch.completion_ids, checkpointing=checkpointing
     )
     hidden[:, 1:, 0].sum().backward()
     assert model.model.embed_tokens.weight.grad[7].norm() > 1e-3
@@ -202,7 +204,7 @@ def stored_bytes(num_layers: int, *, checkpointing: Checkpointing, sliced: bool 
     before = storages()
     with kept_for_backward(weakref.WeakSet()):
         hidden = completion_hidden(
-            model, batch.prompt_ids, batch.row_to_prompt, batch.completion_ids, checkpointing=checkpointing
+            model, batch.prompts, batch.row_to_prompt, batch.completion_ids, checkpointing=checkpointing
         )
     assert hidden.requires_grad
     return sum(size for address, size in storages().items() if address not in before)
@@ -253,7 +255,7 @@ def test_a_graph_without_its_backward_pass_is_freed(checkpointing, ends):
         with kept_for_backward(kept):
             hidden = completion_hidden(
                 model,
-                batch.prompt_ids,
+                batch.prompts,
                 batch.row_to_prompt,
                 batch.completion_ids,
                 checkpointing=checkpointing,
@@ -297,7 +299,7 @@ def test_learning_can_be_traced_with_fake_tensors(load, architecture, checkpoint
     with FakeTensorMode():
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
         batch = MicroBatch(
-            torch.arange(rows), [[0] * 9, [0] * 4], torch.arange(rows) // 3,
+            torch.arange(rows), pad_prompts([[0] * 9, [0] * 4]), torch.arange(rows) // 3,
             torch.zeros(rows, tokens, dtype=torch.long),
         )  # fmt: skip
         logp, entropy = micro_batch_logprobs(

@@ -160,13 +160,19 @@ def test_micro_batches_hold_every_row_once_and_groups_whole_where_they_fit(load,
     assert sorted(torch.cat([batch.rows for batch in batches]).tolist()) == [*range(len(prompts) * G)]
     for batch in batches:
         assert len(batch.rows) <= rows
+        prompts_of = [
+            ids[:length].tolist()
+            for ids, length in zip(batch.prompts.ids, batch.prompts.lengths, strict=True)
+        ]
+        scored = torch.zeros(batch.completion_ids.shape, dtype=torch.bool)
+        scored.view(-1)[batch.scored] = True
         for place, row in enumerate(batch.rows.tolist()):
-            assert batch.prompt_ids[batch.row_to_prompt[place]] == sampled.prompt_ids[row // G]
+            assert prompts_of[batch.row_to_prompt[place]] == sampled.prompt_ids[row // G]
             length = sampled.lengths[row]
             assert torch.equal(batch.completion_ids[place, :length], sampled.completion_ids[row, :length])
-            assert batch.mask[place].sum() == length
+            assert scored[place].tolist() == [*[True] * length, *[False] * (scored.shape[1] - length)]
         if rows >= G:
-            assert len(batch.prompt_ids) * G == len(batch.rows)  # no group is cut, no prompt computed twice
+            assert len(prompts_of) * G == len(batch.rows)  # no group is cut, no prompt computed twice
 
 
 # ------------------------------------------------------------------------------------------ greedy
@@ -340,9 +346,9 @@ def test_the_shapes_of_micro_batches_are_theirs(load, prompts, rows, pass_tokens
     shapes = micro_batch_shapes(sampled, rows, pass_tokens=pass_tokens)
     batches = list(micro_batches(sampled, rows, pass_tokens=pass_tokens))
     assert [shape[:3] for shape in shapes] == [
-        (len(b.rows), max(len(ids) for ids in b.prompt_ids), b.completion_ids.shape[1]) for b in batches
+        (len(b.rows), int(b.prompts.lengths.max()), b.completion_ids.shape[1]) for b in batches
     ]
-    assert [shape.scored_tokens for shape in shapes] == [int(b.mask.sum()) for b in batches]
+    assert [shape.scored_tokens for shape in shapes] == [len(b.scored) for b in batches]
     assert isinstance(shapes[0], Shape)
 
 

@@ -3,6 +3,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import places
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -69,7 +70,14 @@ def check_against_log_softmax(seed, chunk, temperature, bias, masked):
     if masked:
         expected, expected_entropy = expected * mask, expected_entropy * mask
     logp, entropy = completion_logprobs(
-        hidden, weight, targets, mask, bias=offset, temperature=temperature, chunk_tokens=chunk, entropy=True
+        hidden,
+        weight,
+        targets,
+        places(mask),
+        bias=offset,
+        temperature=temperature,
+        chunk_tokens=chunk,
+        entropy=True,
     )
     torch.testing.assert_close(logp, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(entropy, expected_entropy.detach(), rtol=1e-12, atol=1e-12)
@@ -88,7 +96,13 @@ def test_gradcheck(masked):
 
     def logp(hidden, weight, bias):
         return completion_logprobs(
-            hidden, weight, targets, mask if masked else None, bias=bias, temperature=0.7, chunk_tokens=4
+            hidden,
+            weight,
+            targets,
+            places(mask) if masked else None,
+            bias=bias,
+            temperature=0.7,
+            chunk_tokens=4,
         )[0]
 
     assert torch.autograd.gradcheck(logp, (hidden, weight, bias))
@@ -105,10 +119,16 @@ def test_gradients_only_where_asked(wanted):
 
 def test_masked_tokens_are_never_read():
     hidden, weight, bias, targets, mask = example()
-    clean, _ = completion_logprobs(hidden, weight, targets, mask, bias=bias, chunk_tokens=3)
+    clean, _ = completion_logprobs(hidden, weight, targets, places(mask), bias=bias, chunk_tokens=3)
     spoiled = torch.where(mask.unsqueeze(-1), hidden, torch.nan).detach().requires_grad_()
     logp, entropy = completion_logprobs(
-        spoiled, weight, torch.where(mask, targets, -100), mask, bias=bias, chunk_tokens=3, entropy=True
+        spoiled,
+        weight,
+        torch.where(mask, targets, -100),
+        places(mask),
+        bias=bias,
+        chunk_tokens=3,
+        entropy=True,
     )
     assert torch.equal(logp, clean)
     assert (logp[~mask] == 0).all() and (entropy[~mask] == 0).all()
@@ -147,7 +167,9 @@ def test_the_logits_of_all_tokens_never_exist_and_masked_tokens_cost_nothing(aut
     mask = torch.arange(16).expand(8, 16) < 4  # 32 of 128 tokens
     with _Meter() as seen:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            logp, _ = completion_logprobs(hidden, weight, targets, mask, chunk_tokens=10, entropy=True)
+            logp, _ = completion_logprobs(
+                hidden, weight, targets, places(mask), chunk_tokens=10, entropy=True
+            )
         assert seen.rows == 32
         logp.sum().backward()
     assert seen.rows == 64  # once more in the backward pass
@@ -180,7 +202,7 @@ def test_no_tokens_is_fine(shape):
 
 def test_a_mask_without_tokens_is_fine():
     hidden, weight, _, targets, mask = example(torch.float32)
-    logp, _ = completion_logprobs(hidden, weight, targets, torch.zeros_like(mask))
+    logp, _ = completion_logprobs(hidden, weight, targets, places(torch.zeros_like(mask)))
     logp.sum().backward()
     assert (logp == 0).all() and (hidden.grad == 0).all() and (weight.grad == 0).all()
 
@@ -280,7 +302,7 @@ def test_inputs_that_do_not_fit_are_explained():
     with pytest.raises(ValueError, match="do not go together"):
         completion_logprobs(hidden, weight, targets[:, 1:])
     with pytest.raises(ValueError, match="do not go together"):
-        completion_logprobs(hidden, weight, targets, mask[:, 1:])
+        completion_logprobs(hidden, weight, targets, mask)
     with pytest.raises(ValueError, match="temperature is 0"):
         completion_logprobs(hidden, weight, targets, temperature=0.0)
     with pytest.raises(ValueError, match="chunk_tokens is 0"):

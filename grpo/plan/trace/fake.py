@@ -25,6 +25,7 @@ from grpo.memory.live import LiveBytes
 from grpo.model.adapters import adapters_off, add_adapters, has_adapters, store_base
 from grpo.model.cpu import slices
 from grpo.model.cpu.feed_forward import slice_feed_forward
+from grpo.model.prefill import pad_prompts
 from grpo.model.target import Target
 from grpo.plan.trace.depth import has_equal_layers
 from grpo.plan.trace.fsdp_footprint import Gathering
@@ -187,7 +188,7 @@ class FakePhases:
         rows = len(prompts) * per_prompt
         batch = MicroBatch(
             rows=torch.arange(rows),
-            prompt_ids=prompts,
+            prompts=pad_prompts(prompts),
             row_to_prompt=torch.arange(rows) // per_prompt,
             completion_ids=torch.zeros(rows, shape.new_tokens, dtype=torch.long),
         )
