@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from grpo.config.groups import BUNDLED, Precision
 from grpo.environment import grows_segments
-from grpo.model import cpu
+from grpo.model import cpu, lower_right
 from grpo.model.cpu import attention, slices
 
 AUTO = "auto"
@@ -146,12 +146,14 @@ def _cpu_flags() -> set[str]:
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
-    """The name transformers knows it by: torch's fused attention, or our own in bf16 on a CPU.
+    """The name transformers knows it by: torch's fused attention, or our own in bf16 on a CPU and on CUDA.
 
     On CUDA not cuDNN's, which plans anew for every shape: micro-batches seldom have the same.
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
+        lower_right.register()
+        return lower_right.NAME
     if device.type == "cpu" and dtype == torch.bfloat16 and cpu.is_on("attention"):
         attention.register()
         return attention.NAME

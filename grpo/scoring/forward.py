@@ -21,6 +21,7 @@ from grpo.config.groups import Checkpointing
 from grpo.distributed.shard import is_sharded
 from grpo.model.activation_checkpointing import recomputed_layers
 from grpo.model.cpu.embedding_gradients import gradients_in_place
+from grpo.model.lower_right import needs_no_mask
 from grpo.model.prefill import PromptBatch, encode_prompts
 
 
@@ -56,9 +57,12 @@ def completion_hidden(
             return first
         inputs = completion_ids[:, :-1]  # (R, C - 1)
         own = torch.ones_like(inputs)
+        mask = None
+        if prompts.is_padded or not needs_no_mask(model.config._attn_implementation):
+            mask = torch.cat([prompts.mask[row_to_prompt].to(own), own], 1)
         hidden = model.base_model(
             input_ids=inputs,
-            attention_mask=torch.cat([prompts.mask[row_to_prompt].to(own), own], 1),
+            attention_mask=mask,
             position_ids=prompts.lengths[row_to_prompt].unsqueeze(1) + own.cumsum(1) - 1,
             past_key_values=Cache(layers),
             use_cache=True,

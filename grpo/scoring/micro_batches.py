@@ -54,7 +54,10 @@ def micro_batches(
     more of padding. None: no more passes than needed. halves: where there are several, every other group
     first, then the rest: each half is as good a sample of the step.
     """
-    groups = torch.argsort(_longest(rollout), stable=True)
+    longest_prompt = max(map(len, rollout.prompt_ids))
+    by_prompt = torch.tensor([len(ids) for ids in rollout.prompt_ids])
+    # Of one length, prompts of one length are together: see `lower_right`.
+    groups = torch.argsort(_longest(rollout) * (longest_prompt + 1) + by_prompt, stable=True)
     chunks = _chunks(rollout, groups, rows, pass_tokens)
     if halves and len(chunks) > 1 and rows >= rollout.group_size:
         first, second = (_chunks(rollout, groups[groups % 2 == odd], rows, pass_tokens) for odd in (0, 1))

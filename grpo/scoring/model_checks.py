@@ -34,7 +34,11 @@ def check_scorer(model: PreTrainedModel, context: int) -> None:
     They are not for a model that does more to its logits than a linear layer does (Gemma 2, Cohere,
     Granite), or whose attention minds what stands between prompt and completion (GPT-Neo).
     """
-    batch = made_up_batch(model, min(280, context))
+    for equal in (False, True):
+        _check_scorer(model, made_up_batch(model, min(280, context), equal=equal))
+
+
+def _check_scorer(model: PreTrainedModel, batch: MicroBatch) -> None:
     try:
         ours, _ = micro_batch_logprobs(model, batch, temperature=1.0, dtype=model.dtype)
     except (TypeError, AttributeError, ValueError, NotImplementedError) as error:
@@ -52,11 +56,15 @@ def check_scorer(model: PreTrainedModel, context: int) -> None:
             )
 
 
-def made_up_batch(model: PreTrainedModel, length: int) -> MicroBatch:
-    """Two rows of `length` tokens at most, 4 of them the completion, with prompts of their own."""
+def made_up_batch(model: PreTrainedModel, length: int, *, equal: bool = False) -> MicroBatch:
+    """Two rows of `length` tokens at most, 4 of them the completion, with prompts of their own.
+
+    equal: their prompts are of one length.
+    """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.get_input_embeddings().num_embeddings, (2, length), generator=generator)
-    prompts, completions = [tokens[0, : length - 4].tolist(), tokens[1, :5].tolist()], tokens[:, -4:]
+    other = length - 4 if equal else 5
+    prompts, completions = [tokens[0, : length - 4].tolist(), tokens[1, :other].tolist()], tokens[:, -4:]
     return MicroBatch(torch.arange(2), pad_prompts(prompts), torch.arange(2), completions)
 
 

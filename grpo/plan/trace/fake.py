@@ -188,7 +188,7 @@ class FakePhases:
         rows = len(prompts) * per_prompt
         batch = MicroBatch(
             rows=torch.arange(rows),
-            prompts=pad_prompts(prompts),
+            prompts=pad_prompts(prompts)._replace(is_padded=True),  # which takes more
             row_to_prompt=torch.arange(rows) // per_prompt,
             completion_ids=torch.zeros(rows, shape.new_tokens, dtype=torch.long),
         )

@@ -1,0 +1,58 @@
+"""Attention of completions to prompts of one length, on CUDA: causal from the lower right, without a mask.
+
+With a mask, torch's fused attention takes a slower kernel there, which reads it and holds a workspace. Where
+all prompts of a micro-batch are of one length none is needed, but queries stand at the keys' end, while
+`is_causal` alone would put them at the beginning. All else is as Hugging Face's "sdpa" does it.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "sdpa_lower_right"
+"""What models know this attention by (`attn_implementation`)."""
+
+
+def register() -> None:
+    """Make it known to transformers by its name; again does no harm."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, _mask)
+
+
+def needs_no_mask(attention: str) -> bool:
+    """Whether a model that has this attention may be given no mask with a cache that is not empty."""
+    return attention == NAME
+
+
+def _mask(*args: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
+    return None if attention_mask is None else sdpa_mask(*args, attention_mask=attention_mask, **options)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it: query (R, H, Q, d), key and value (R, H / n, K, d), to (R, Q, H, d)."""
+    queries, keys = query.shape[2], key.shape[2]
+    if attention_mask is not None or not 1 < queries < keys:
+        mixed, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return mixed, None
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    sharing = query.shape[1] // key.shape[1]
+    key, value = (repeat_kv(each.to(dtype), sharing) for each in (key, value))
+    mixed = F.scaled_dot_product_attention(
+        query.to(dtype), key, value, attn_mask=causal_lower_right(queries, keys),
+        dropout_p=options.get("dropout", 0.0), scale=options.get("scaling"),
+    )  # fmt: skip
+    return mixed.transpose(1, 2).contiguous(), None
