@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from loguru import logger
@@ -19,6 +19,7 @@ from grpo.memory.recovery import release_cache
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.rollout.decoder import has_static_cache
 from grpo.rollout.sample import rollout
+from grpo.rollout.slots import KeptSlots
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.checkpoint import take_snapshot
 from grpo.run.setup import Run
@@ -69,11 +70,13 @@ class PlannedPhases:
         config, run = self._run.config, self._run
         num_rows, longest = uniforms.shape
         kv_growth: list[tuple[int, int]] = []
+        kept = cast(KeptSlots | None, run.memory.kept) if run.memory.process.left_bytes else None
 
         def work(rows: int) -> Rollout:
             kv_growth.clear()
             return rollout(
-                run.sampler.model, run.policy.tokenizer, prompts, uniforms, config.sampling, rows=rows,
+                run.sampler.model, run.policy.tokenizer, prompts, uniforms, config.sampling,
+                rows=rows, kept=kept,
                 watch_cache=lambda tokens, size: kv_growth.append((tokens, size.held + size.growing)),
             )  # fmt: skip
 

@@ -32,6 +32,7 @@ from grpo.config.groups import Precision, SamplingSettings
 from grpo.learning.loss import LossSettings
 from grpo.model.load import Policy, load_policy
 from grpo.plan.build import TracedFit
+from grpo.rollout.decoder import Decoder
 from grpo.types import Prompt
 from rewards.formats import EnvironmentSample, PolicySample, environment_line, policy_line, policy_prompt
 
@@ -116,6 +117,12 @@ def model_folders(
 def places(mask: torch.Tensor | None) -> torch.Tensor | None:
     """Where a mask (R, C) is True, among its R·C places."""
     return None if mask is None else mask.flatten().nonzero().squeeze(1)
+
+
+def decode(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits (R, V) after each row's newest token (R,)."""
+    _, work = decoder.next_step()
+    return work(tokens)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from loguru import logger
 
 from grpo.memory.budget import Budget, larger_budget
 from grpo.memory.monitor import MemoryMonitor, PhaseReading
-from grpo.memory.phase import Footprint, PhaseRecord
+from grpo.memory.phase import Footprint, Kept, PhaseRecord
 from grpo.memory.planner import DoesNotFit, PhasePlan, largest_multiple, plan_phase, smaller_rows
 from grpo.memory.process import ProcessMemory
 from grpo.memory.recovery import Retry, survive
@@ -44,7 +44,8 @@ class AdaptiveMemory:
 
     process: what it holds in each phase. budget: asked before every plan, as what others hold changes.
     advice: settings that would save a phase the bytes that not one row of it fits for want of.
-    replays: whether a phase that ran out of memory may be done again, see `survive`.
+    replays: whether a phase that ran out of memory may be done again, see `survive`. kept: what one has left
+    for its next time.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class AdaptiveMemory:
         group_size: int,
         advice: Callable[[str, float], str] = lambda phase, missing_bytes: "",
         replays: bool = True,
+        kept: Kept | None = None,
     ) -> None:
         self.process = process
         self.phases = process.phases
@@ -64,6 +66,7 @@ class AdaptiveMemory:
         self._group_size = group_size
         self._advice = advice
         self._replays = replays
+        self.kept = kept
         self.promised: Mapping[str, Footprint] = {}
         """The worst case by phase, as it was told before the first step."""
         self._highest: dict[str, Footprint] = {}
@@ -88,6 +91,7 @@ class AdaptiveMemory:
         self._step += 1
         self._longest = prompt_tokens, new_tokens
         self.process.learn_slack()
+        self.process.left_bytes = 0.0
         budget = self._budget()
         for phase in self.phases:
             new = self.plan_one(phase, budget, self.process.batch_size, prompt_tokens, new_tokens)
@@ -96,7 +100,22 @@ class AdaptiveMemory:
                 what = "room for more" if new.rows > old.rows else "predictions with their error exceed"
                 self._change(phase, old.rows, new.rows, f"{what}: {budget}")
             self.plan[phase] = new
+        self._leave_something(budget)
         return self.plan
+
+    def _leave_something(self, budget: Budget) -> None:
+        """What a phase leaves for its next time may stay where all others have room beside it."""
+        if self.kept is None:
+            return
+        shapes = {phase: Shape(plan.rows, *self._longest) for phase, plan in self.plan.items()}
+        left = sum(spec.keeps(shapes[phase]) for phase, spec in self.phases.items() if spec.keeps)
+        others = (plan.footprint for phase, plan in self.plan.items() if not self.phases[phase].keeps)
+        if left + max(footprint.upper_bytes for footprint in others) > budget.usable_bytes:
+            self.kept.release()
+            return
+        self.process.left_bytes = left
+        for phase, plan in self.plan.items():
+            self.plan[phase] = PhasePlan(plan.rows, self.footprint(phase, shapes[phase]))
 
     def lower(self, rows: Mapping[str, int]) -> None:
         """Plan with no more than so many rows a phase: those of the process that holds least."""
@@ -213,19 +232,30 @@ class AdaptiveMemory:
         """
         retries: list[Retry] = []
         exact = self._runs[phase] < EXACT_STEPS
+        keeps = self.kept if self.phases[phase].keeps else None
 
         def measured(rows: int) -> tuple[T, PhaseReading]:
+            held = keeps.nbytes if keeps else 0
             with self._monitor.phase(exact=exact) as reading:
                 result = work(rows)
+            if reading.added_bytes is not None:
+                reading.added_bytes += held
             return result, reading
+
+        def discard() -> None:
+            undo()
+            if self.kept is not None:
+                self.kept.release()
 
         try:
             (result, reading), rows = survive(
                 measured, self.plan[phase].rows, phase=phase, group_size=self._group_size,
-                discard=undo, on_retry=retries.append, replays=self._replays,
+                discard=discard, on_retry=retries.append, replays=self._replays,
             )  # fmt: skip
         except DoesNotFit as error:
             raise DoesNotFit(self._explain(error)) from error  # in few words: nothing is left to work with
+        if keeps:
+            keeps.trim(self.process.left_bytes)
         self._runs[phase] += 1
         if rows < self.plan[phase].rows:
             self._shrink(phase, retries)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from grpo.memory.shape import Shape
 
@@ -12,6 +12,8 @@ OUTSIDE = "not torch"
 """The part of a footprint that no tensor accounts for: interpreter, libraries, context."""
 KEPT = "freed, but kept"
 """The part that an allocator holds for later: gaps between tensors, and what a larger phase needed."""
+LEFT = "kept for the next rollout"
+"""The part that another phase has left for the next time that it runs."""
 ADDED = "added"
 """The only part of a footprint that says what a phase adds, and not yet what it consists of."""
 
@@ -50,19 +52,32 @@ class Slack:
     share_of_others: float = 0.0
 
 
+class Kept(Protocol):
+    """What a phase has left for the next time that it runs."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def trim(self, room: float) -> None:
+        """Hold no more than `room` bytes."""
+
+    def release(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class PhaseSpec:
     """A phase that can be split by rows.
 
     whole, split: what the predictor calls it when all rows go through at once, and when they do not.
     rows: fixed by the user, or None. parts: what its added bytes consist of, in closed form; what is
-    left of the prediction is called activations.
+    left of the prediction is called activations. keeps: bytes that it leaves for the next time, given room.
     """
 
     whole: str
     split: str
     rows: int | None = None
     parts: Callable[[Shape], Parts] = field(default=lambda _: {})
+    keeps: Callable[[Shape], int] | None = None
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from grpo.memory.monitor import MemoryMonitor
-from grpo.memory.phase import KEPT, OUTSIDE, Footprint, Parts, PhaseSpec, Slack
+from grpo.memory.phase import KEPT, LEFT, OUTSIDE, Footprint, Parts, PhaseSpec, Slack
 from grpo.memory.predictor import Predictor
 from grpo.memory.shape import Shape
 
@@ -48,6 +48,8 @@ class ProcessMemory:
         self._share_seen: float | None = None
         self._held: list[tuple[float, float]] = []
         self._reserved = 0.0
+        self.left_bytes = 0.0
+        """What a phase leaves for the next time that it runs, and others have beside them."""
 
     @property
     def base_bytes(self) -> float:
@@ -67,6 +69,8 @@ class ProcessMemory:
         rest = added.peak_bytes - sum(parts.values())
         if rest < 0:  # the closed forms are upper bounds, the trace is not
             parts = {name: size * added.peak_bytes / sum(parts.values()) for name, size in parts.items()}
+        if self.left_bytes and spec.keeps is None:
+            parts[LEFT] = self.left_bytes
         slack = self._slack(phase)
         if refined and self._share_seen is not None:
             slack = replace(slack, share=self._share_seen, error_share=slack.error_share / 2)

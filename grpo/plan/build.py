@@ -29,8 +29,11 @@ from grpo.plan.workload import (
     resident_parts,
     sample_parts,
     scratch_bytes,
+    slots_bytes,
     usual_slack,
 )
+from grpo.rollout.decoder import records_steps
+from grpo.rollout.slots import KeptSlots
 
 CPU_ERROR = 0.02
 """Of a trace, relative: on CPUs the worst was 1.6 % (`scripts/benchmark_memory.py predict`)."""
@@ -92,7 +95,8 @@ def process_memory(
     update = gradients["gradients"] + step_bytes(sizes, config.optimizer, work.target.device.type)
     specs = {
         "sample": PhaseSpec(
-            "sample", split_name("sample"), config.rollout_rows, partial(sample_parts, work)
+            "sample", split_name("sample"), config.rollout_rows, partial(sample_parts, work),
+            partial(slots_bytes, work) if _keeps_slots(work) else None,
         ),
         "score": PhaseSpec("score", "score", config.score_rows, partial(logits_parts, work)),
         "learn": PhaseSpec(
@@ -119,6 +123,11 @@ def _with_workspace(work: Workload, traced: Callable[[Shape], float], shape: Sha
     return traced(shape) + sum(attention_workspace(work, shape).values())
 
 
+def _keeps_slots(work: Workload) -> bool:
+    """Whether what decoding has recorded may stay from one rollout to the next."""
+    return work.shards == 1 and records_steps(work.target.model_config, work.target.device.type)
+
+
 def make_memory(
     work: Workload, monitor: MemoryMonitor, budget: Callable[[], Budget], **process: Any
 ) -> AdaptiveMemory:
@@ -126,7 +135,7 @@ def make_memory(
     tracer = PhaseTracer(work.phase_settings())
     return AdaptiveMemory(
         process_memory(work, tracer, monitor, **process), monitor,
-        budget=budget, group_size=work.config.group_size,
+        budget=budget, group_size=work.config.group_size, kept=KeptSlots() if _keeps_slots(work) else None,
         advice=lambda phase, missing: advice(work, phase, tracer, missing), replays=work.shards == 1,
     )  # fmt: skip
 

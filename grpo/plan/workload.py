@@ -16,7 +16,7 @@ from grpo.memory.phase import Slack
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.target import Target
 from grpo.plan.trace import CHUNK_TOKENS, PhaseSettings
-from grpo.rollout.decoder import cache_tokens
+from grpo.rollout.decoder import cache_tokens, prompt_places
 
 SCRATCH_BYTES = 2 * 2**20
 """Workspace of CUDA's libraries, and of oneDNN in bf16, for models so small that it counts."""
@@ -185,13 +185,18 @@ def scratch_bytes(phase: str, target: Target) -> int:
 
 def sample_parts(work: Workload, shape: Shape) -> Mapping[str, int]:
     prompts = -(-shape.rows // work.config.group_size)
-    tokens = prompts * shape.prompt_tokens + shape.rows * cache_tokens(
-        work.target.model_config, shape.new_tokens
-    )
+    model, device_type = work.target.model_config, work.target.device.type
+    places = prompt_places(model, shape.prompt_tokens, device_type)
+    tokens = prompts * places + shape.rows * cache_tokens(model, shape.new_tokens)
     return {
-        "KV cache": tokens * kv_bytes_per_token(work.target.model_config, work.target.dtype),
+        "KV cache": tokens * kv_bytes_per_token(model, work.target.dtype),
         "logits": shape.rows * work.target.vocab_size * (4 + work.target.dtype.itemsize),
     }
+
+
+def slots_bytes(work: Workload, shape: Shape) -> int:
+    """What decoding keeps for the next rollout: caches of all rows, of half of them, a quarter and so on."""
+    return 2 * sample_parts(work, shape)["KV cache"]
 
 
 def logits_parts(work: Workload, shape: Shape) -> Mapping[str, int]:

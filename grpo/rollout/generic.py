@@ -5,7 +5,7 @@ a static cache, so that a group could take another's place, and sharing the prom
 GPT-2 has all three (`gpt2.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,7 +31,12 @@ class GenericDecoder:
         self._positions = prompts.lengths.repeat_interleave(rows_per_prompt)  # (R,)
         return self._head(hidden).repeat_interleave(rows_per_prompt, 0)
 
-    def step(self, tokens: Tensor) -> Tensor:
+    counters: Sequence[Tensor] = ()
+
+    def next_step(self) -> tuple[Hashable, Callable[[Tensor], Tensor]]:
+        return None, self._step
+
+    def _step(self, tokens: Tensor) -> Tensor:
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
         hidden = self._model.base_model(
             input_ids=tokens.unsqueeze(1),
@@ -51,6 +56,9 @@ class GenericDecoder:
 
     def replace(self, groups: Sequence[int], prompt_ids: Sequence[Sequence[int]]) -> Tensor:
         raise NotImplementedError("a growing cache holds rows that have started together")
+
+    def take_over(self, other: object, groups: Sequence[int], places: int) -> None:
+        raise NotImplementedError("a growing cache has no places for others")
 
     def skip(self, num_tokens: int) -> None:
         for index, layer in enumerate(self._cache.layers):

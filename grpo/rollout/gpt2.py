@@ -4,12 +4,12 @@ Attention runs over two parts, the group's prompt and the row's own tokens, with
 are held transposed, as `model/cpu/sums.py` adds them up. Linear layers and norms are the model's own.
 
 A group may take the place of a finished one: groups then have different numbers of own tokens.
-A recorder, if there is one, takes down steps on the device and replays them (`cuda_graphs.py`).
+Where steps are recorded and replayed (`slots.py`), tensors stay where they are.
 
 Shapes: b groups of g rows, R = b·g rows, H heads of width d, P prompt tokens, K places for own tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from grpo.model.cpu.sums import Bags, bags, weighted_sums
 from grpo.model.prefill import encode_prompts, pad_prompts
 from grpo.rollout.cache import CacheBytes, rows_of_groups
-from grpo.rollout.cuda_graphs import RecordedSteps, Recorder
 
 _BLOCK = 48
 """Own tokens are attended to in multiples of this: a step is recorded for each length anew."""
@@ -29,6 +28,18 @@ _BLOCK = 48
 def static_cache_length(tokens: int) -> int:
     """Places the cache has for so many tokens."""
     return -(-tokens // _BLOCK) * _BLOCK
+
+
+def _transposed(values: Tensor) -> Tensor:
+    """(…, K, d) as (…, d, K): for the CPU's sums in that order, for products on CUDA as a view."""
+    return values.contiguous().mT if values.device.type == "cuda" else values.mT.contiguous()
+
+
+def _transposed_zeros(like: Tensor, rows: int, heads: int, places: int, width: int) -> Tensor:
+    """(rows, heads, width, places), as `_transposed` has them."""
+    if like.device.type == "cuda":
+        return like.new_zeros(rows, heads, places, width).mT
+    return like.new_zeros(rows, heads, width, places)
 
 
 class _EncodedPrompts(NamedTuple):
@@ -53,11 +64,12 @@ class _Places(NamedTuple):
 
 
 class GPT2Decoder:
-    def __init__(
-        self, model: GPT2LMHeadModel, max_new_tokens: int, *, recorder: Recorder | None = None
-    ) -> None:
+    def __init__(self, model: GPT2LMHeadModel, max_new_tokens: int, *, recorded: bool = False) -> None:
+        """recorded: a step does not depend on where tokens go, and tensors stay where they are."""
         self._model = model
-        self._recorded = RecordedSteps(recorder) if recorder is not None else None
+        self._is_recorded = recorded
+        self._prompt_keys: list[Tensor] = []
+        """None until there are places."""
         self._blocks = list(model.transformer.h)
         self._max_new_tokens = max_new_tokens
         config = model.config
@@ -68,20 +80,24 @@ class GPT2Decoder:
     def prefill(
         self, prompt_ids: Sequence[Sequence[int]], rows_per_prompt: int, *, longest_prompt: int = 0
     ) -> Tensor:
-        config = self._model.config
         width = max(longest_prompt, *map(len, prompt_ids))
+        if self._prompt_keys:  # from a batch before
+            return self.replace(range(len(prompt_ids)), prompt_ids)
         prompts = self._encode(prompt_ids, width)
         self._prompt_keys, self._prompt_values, self._prompt_bias = prompts.keys, prompts.values, prompts.bias
-        heads, head_width = config.n_head, config.n_embd // config.n_head
-        self._rows_per_prompt = rows_per_prompt
-        rows, places = len(prompt_ids) * rows_per_prompt, static_cache_length(self._max_new_tokens)
-        new = prompts.logits.new_zeros
-        self._own_keys = [new(rows, heads, head_width, places) for _ in self._blocks]  # transposed
-        self._own_values = [new(rows, heads, places, head_width) for _ in self._blocks]
-        self._num_own = [0] * len(prompt_ids)  # own tokens of each group's rows
+        self._make_places(len(prompt_ids), rows_per_prompt, prompts.logits)
         self._positions = prompts.lengths.repeat_interleave(rows_per_prompt)  # (R,)
-        self._own = torch.zeros_like(self._positions)  # (R,) what num_own says, for the device
         return prompts.logits.repeat_interleave(rows_per_prompt, 0)
+
+    def _make_places(self, groups: int, rows_per_prompt: int, like: Tensor) -> None:
+        """Room for own tokens, in the dtype and on the device of some tensor."""
+        config, self._rows_per_prompt = self._model.config, rows_per_prompt
+        heads, head_width = config.n_head, config.n_embd // config.n_head
+        rows, places = groups * rows_per_prompt, static_cache_length(self._max_new_tokens)
+        self._own_keys = [_transposed_zeros(like, rows, heads, places, head_width) for _ in self._blocks]
+        self._own_values = [like.new_zeros(rows, heads, places, head_width) for _ in self._blocks]
+        self._num_own = [0] * groups  # own tokens of each group's rows
+        self._own = torch.zeros(rows, dtype=torch.long, device=like.device)  # (R,) the same, for the device
 
     def replace(self, groups: Sequence[int], prompt_ids: Sequence[Sequence[int]]) -> Tensor:
         rows = rows_of_groups(groups, self._rows_per_prompt, self._positions.device)
@@ -104,32 +120,35 @@ class GPT2Decoder:
         hidden, cache = encode_prompts(self._model, prompts)  # (b, D)
         bias = torch.zeros_like(prompts.mask, dtype=hidden.dtype).masked_fill_(~prompts.mask, -torch.inf)
         return _EncodedPrompts(
-            keys=[layer.keys.mT.contiguous() for layer in cache.layers],
+            keys=[_transposed(layer.keys) for layer in cache.layers],
             values=[layer.values.contiguous() for layer in cache.layers],
             bias=bias,
             lengths=prompts.lengths,
             logits=self._model.lm_head(hidden),
         )
 
-    def step(self, tokens: Tensor) -> Tensor:
+    def next_step(self) -> tuple[int, Callable[[Tensor], Tensor]]:
         last = self._own_values[0].shape[2] - 1  # a row that has ended overwrites its last
         at = [min(count, last) for count in self._num_own]
         self._num_own = [place + 1 for place in at]
-        self._own.add_(1).clamp_(max=last + 1)
         num_blocks = max(at) // _BLOCK + 1
-        if self._recorded is not None:
-            logits = self._recorded(self._logits, tokens, num_blocks)
-        else:
-            logits = self._logits(tokens, num_blocks, place=at[0] if min(at) == max(at) else None)
-        # A row that has ended runs on until its group has, perhaps beyond the context.
-        self._positions.add_(1).clamp_(max=self._model.config.n_positions - 1)
-        return logits
+        place = at[0] if min(at) == max(at) and not self._is_recorded else None
 
-    def _logits(self, tokens: Tensor, num_blocks: int, place: int | None = None) -> Tensor:
-        """What follows each row's newest token, (R, V). place: where all rows' tokens go, if one is known.
+        def step(tokens: Tensor) -> Tensor:
+            self._own.add_(1).clamp_(max=last + 1)
+            logits = self._logits(tokens, num_blocks, place)
+            # A row that has ended runs on until its group has, perhaps beyond the context.
+            self._positions.add_(1).clamp_(max=self._model.config.n_positions - 1)
+            return logits
 
-        It may be run again: all that it changes are the newest tokens' places.
-        """
+        return num_blocks, step
+
+    @property
+    def counters(self) -> Sequence[Tensor]:
+        return self._own, self._positions
+
+    def _logits(self, tokens: Tensor, num_blocks: int, place: int | None) -> Tensor:
+        """What follows each row's newest token, (R, V). place: where all rows' tokens go, if one is known."""
         transformer = self._model.transformer
         x = transformer.wte(tokens) + transformer.wpe(self._positions)  # (R, D)
         places = self._places(num_blocks, place, x.dtype)
@@ -183,8 +202,34 @@ class GPT2Decoder:
         self._prompt_bias = self._prompt_bias[places]
         self._positions, self._own = self._positions[rows], self._own[rows]
         self._num_own = [self._num_own[group] for group in groups]
-        if self._recorded is not None:
-            self._recorded.forget()
+
+    def take_over(self, other: "GPT2Decoder", groups: Sequence[int], places: int) -> None:
+        """Go on with some groups of one that has more places, in the first of these."""
+        width = self._rows_per_prompt = other._rows_per_prompt
+        if not self._prompt_keys:
+
+            def room(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
+                return [torch.zeros_like(each[:count]) for each in tensors]
+
+            self._prompt_keys = room(other._prompt_keys, places)
+            self._prompt_values = room(other._prompt_values, places)
+            (self._prompt_bias,) = room([other._prompt_bias], places)
+            self._own_keys = room(other._own_keys, places * width)
+            self._own_values = room(other._own_values, places * width)
+            self._own, self._positions = room(other.counters, places * width)
+        rows = rows_of_groups(groups, width, other._own.device)
+        chosen = torch.tensor(groups, device=rows.device)
+        for mine, theirs in zip(self._of_groups(), other._of_groups(), strict=True):
+            mine[: len(groups)] = theirs[chosen]
+        for mine, theirs in zip(self._of_rows(), other._of_rows(), strict=True):
+            mine[: len(rows)] = theirs[rows]
+        self._num_own = [*(other._num_own[group] for group in groups), *[0] * (places - len(groups))]
+
+    def _of_groups(self) -> Iterator[Tensor]:
+        yield from (*self._prompt_keys, *self._prompt_values, self._prompt_bias)
+
+    def _of_rows(self) -> Iterator[Tensor]:
+        yield from (*self._own_keys, *self._own_values, self._positions, self._own)
 
     def skip(self, num_tokens: int) -> None:
         self._num_own = [count + num_tokens for count in self._num_own]

@@ -15,8 +15,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo.config.groups import SamplingSettings
 from grpo.distributed.shard import any_process, inside
 from grpo.model.load import context_length
-from grpo.rollout.decoder import CacheBytes, has_static_cache, leave_at_once, make_decoder, replaced_at_once
-from grpo.rollout.tokens import sample_tokens
+from grpo.rollout.decoder import (
+    CacheBytes,
+    has_static_cache,
+    prompt_places,
+    remaining_places,
+    replaced_at_once,
+)
+from grpo.rollout.slots import KeptSlots, Slots
 from grpo.types import Prompt, Rollout
 
 _CHECK_EVERY = 8
@@ -48,6 +54,7 @@ def rollout(
     settings: SamplingSettings,
     *,
     rows: int,
+    kept: KeptSlots | None = None,
     watch_cache: Callable[[int, CacheBytes], None] | None = None,
     watch_rows: Callable[[float], None] | None = None,
 ) -> Rollout:
@@ -55,6 +62,7 @@ def rollout(
 
     uniforms: (N, max_new_tokens), see `step_uniforms`. Whole groups are sampled together where
     `rows` allows, and a group is split where it does not; neither changes what is sampled.
+    kept: where to find what an earlier rollout of this model has recorded, and to leave it for the next.
     watch_cache: told, every few steps, how many the first rows have done and what the cache takes up.
     watch_rows: told, as often, what share of all is done.
     """
@@ -62,30 +70,27 @@ def rollout(
     prompt_ids = tokenize_prompts(prompts, tokenizer, longest=room)
     num_rows = len(uniforms)
     group_size = num_rows // len(prompts)
-    made = _Completions(uniforms.to(model.device), _exact_dtype(model), end=tokenizer.eos_token_id)
+    sampling = _Sampling(model, tokenizer.eos_token_id, prompt_ids, uniforms.to(model.device), settings, kept)
+    sampling.watch_cache, sampling.watch_rows = watch_cache, watch_rows
     width = min(rows, group_size)  # rows of one group that decode together
 
     def work() -> None:
-        watch = watch_cache
         for columns in torch.arange(group_size).split(width):
             rows_of = torch.arange(num_rows).view(-1, group_size)[:, columns].to(model.device)  # (B, width)
-            _sample(
-                model, prompt_ids, rows_of, made, settings,
-                groups_at_once=max(1, rows // width), watch_cache=watch, watch_rows=watch_rows,
-            )  # fmt: skip
-            watch = None
+            sampling.sample(rows_of, groups_at_once=max(1, rows // width))
+            sampling.watch_cache = None
 
     inside(model, work)
-    lengths = made.lengths.cpu()
+    lengths = sampling.lengths.cpu()
     longest = int(lengths.max())
-    ids = made.ids[:, :longest].cpu()
+    ids = sampling.ids[:, :longest].cpu()
     return Rollout(
         prompts=list(prompts),
         prompt_ids=prompt_ids,
         completion_ids=ids,
         lengths=lengths,
-        terminated=made.terminated.cpu(),
-        sampler_logp=made.logp[:, :longest].cpu(),
+        terminated=sampling.terminated.cpu(),
+        sampler_logp=sampling.logp[:, :longest].cpu(),
         completions=tokenizer.batch_decode(
             [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)],
             skip_special_tokens=True,
@@ -93,97 +98,113 @@ def rollout(
     )
 
 
-class _Completions:
-    """N rows of at most T tokens, written as they are sampled."""
+class _Sampling:
+    """All N rows of a rollout, written as their groups end, and the groups that decode meanwhile."""
 
-    def __init__(self, uniforms: Tensor, dtype: torch.dtype, *, end: int) -> None:
+    watch_cache: Callable[[int, CacheBytes], None] | None = None
+    watch_rows: Callable[[float], None] | None = None
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        end: int,
+        prompt_ids: list[list[int]],
+        uniforms: Tensor,
+        settings: SamplingSettings,
+        kept: KeptSlots | None,
+    ) -> None:
+        self._model, self._end, self._prompt_ids, self._uniforms = model, end, prompt_ids, uniforms
+        self._settings, self._kept = settings, kept
         num_rows, self._longest = uniforms.shape
-        self._uniforms, self._end = uniforms, end
-        # One column more: it takes what a row samples that has ended and runs on with its group.
+        longest_prompt = max(map(len, prompt_ids))
+        self._prompt_places = prompt_places(model.config, longest_prompt, model.device.type)
+        # One column more: slots have it.
         self.ids = uniforms.new_zeros(num_rows, self._longest + 1, dtype=torch.long)
-        self.logp = uniforms.new_zeros(num_rows, self._longest + 1, dtype=dtype)
+        exact = torch.promote_types(model.dtype, torch.float32)
+        self.logp = uniforms.new_zeros(num_rows, self._longest + 1, dtype=exact)
         self.lengths = uniforms.new_zeros(num_rows, dtype=torch.long)
         self.terminated = uniforms.new_zeros(num_rows, dtype=torch.bool)
 
-    def next_uniforms(self, rows: Tensor) -> Tensor:
-        return self._uniforms[rows, self.lengths[rows].clamp(max=self._longest - 1)]
-
-    def add(self, rows: Tensor, tokens: Tensor, logp: Tensor) -> None:
-        """One token more for each of these rows (R,) that has not ended."""
-        lengths, terminated = self.lengths[rows], self.terminated[rows]
-        running = ~terminated & (lengths < self._longest)
-        position = torch.where(running, lengths, self._longest)
-        self.ids[rows, position] = tokens * running
-        self.logp[rows, position] = logp * running
-        self.lengths[rows] = lengths + running
-        self.terminated[rows] = terminated | (running & (tokens == self._end))
-
-    def share_done(self) -> float:
-        """Of all tokens that there may be; a row that has ended has no more to come."""
-        return (
-            torch.where(self.terminated, self._longest, self.lengths).double().mean().item() / self._longest
-        )
-
-    def ended(self, rows: Tensor) -> Tensor:
-        return self.terminated[rows] | (self.lengths[rows] == self._longest)
-
-
-def _sample(
-    model: PreTrainedModel,
-    prompt_ids: list[list[int]],
-    rows_of: Tensor,
-    made: _Completions,
-    settings: SamplingSettings,
-    *,
-    groups_at_once: int,
-    watch_cache: Callable[[int, CacheBytes], None] | None,
-    watch_rows: Callable[[float], None] | None,
-) -> None:
-    """Sample rows_of (B, width), the rows of each prompt, so many groups at once."""
-    width = rows_of.shape[1]
-    longest_prompt = max(map(len, prompt_ids))
-    check_every = 1 if model.device.type == "cpu" else _CHECK_EVERY
-    waiting = deque(range(len(prompt_ids)))
-    while waiting:
-        groups = [waiting.popleft() for _ in range(min(groups_at_once, len(waiting)))]
-        alive = rows_of[groups]  # (groups, width): the rows in the decoder
-        decoder = make_decoder(model, settings.max_new_tokens)
-        logits = decoder.prefill(
-            [prompt_ids[group] for group in groups], width, longest_prompt=longest_prompt
-        )
-        for steps in count(1):
-            tokens, logp = sample_tokens(
-                logits, made.next_uniforms(alive.flatten()),
-                temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p,
+    def sample(self, rows_of: Tensor, *, groups_at_once: int) -> None:
+        """Sample rows_of (B, width), the rows of each prompt, so many groups at once."""
+        check_every = 1 if self._model.device.type == "cpu" else _CHECK_EVERY
+        waiting = deque(range(len(self._prompt_ids)))
+        while waiting:
+            groups = [waiting.popleft() for _ in range(min(groups_at_once, len(waiting)))]
+            slots = self._slots(len(groups), rows_of.shape[1])
+            slots.start(
+                self._prompts(groups), self._uniforms[rows_of[groups].flatten()],
+                longest_prompt=self._prompt_places,
             )  # fmt: skip
-            made.add(alive.flatten(), tokens, logp)
-            longest = steps == settings.max_new_tokens
-            looks = steps < settings.max_new_tokens and steps % _CHECK_EVERY == 1
-            if watch_cache is not None and (looks or longest):
-                watch_cache(steps, decoder.cache_bytes)
-            if watch_rows is not None and looks:
-                watch_rows(made.share_done())
+            running: list[int | None] = [*groups]  # in each place
+            for steps in count(1):
+                longest = steps == self._longest
+                looks = steps < self._longest and steps % _CHECK_EVERY == 1
+                if self.watch_cache is not None and (looks or longest):
+                    self.watch_cache(steps, slots.cache_bytes)
+                if self.watch_rows is not None and looks:
+                    self.watch_rows(self._share_done(slots, running))
+                if steps % check_every == 0 or longest:
+                    self._take_ended(slots, running, rows_of)
+                    if not any_process(self._model, any(group is not None for group in running)):
+                        break
+                slots, running = self._fill(slots, running, waiting, rows_of)
+                slots.advance()
+            self.watch_cache = None  # it has seen the first rows
 
-            ended: list[int] = []
-            if steps % check_every == 0 or longest:
-                ended = made.ended(alive).all(1).nonzero().flatten().tolist()
-                if not any_process(model, len(ended) < len(alive)):
-                    break
-            others_come = waiting and has_static_cache(model)
-            if not others_come and len(ended) >= leave_at_once(model, len(alive)):
-                kept = [place for place in range(len(alive)) if place not in ended] or [0]
-                decoder.keep(kept)
-                alive, tokens = alive[kept], tokens.view(alive.shape)[kept].flatten()
-            logits = decoder.step(tokens)
-            if others_come and len(ended) >= replaced_at_once(len(alive)):
-                places = ended[: min(len(waiting), replaced_at_once(len(alive)))]
+    def _slots(self, groups: int, width: int) -> Slots:
+        def make() -> Slots:
+            return Slots(self._model, groups, width, self._settings, end=self._end)
+
+        if self._kept is None:
+            return make()
+        return self._kept.get((groups, width, self._prompt_places, self._settings), make)
+
+    def _fill(
+        self, slots: Slots, running: list[int | None], waiting: deque[int], rows_of: Tensor
+    ) -> tuple[Slots, list[int | None]]:
+        """Waiting groups take the places of those that have ended, or the places are given up."""
+        free = [place for place, group in enumerate(running) if group is None]
+        if waiting and has_static_cache(self._model):
+            at_once = replaced_at_once(len(running))
+            if len(free) >= at_once:
+                places = free[: min(len(waiting), at_once)]
                 groups = [waiting.popleft() for _ in places]
-                alive[places] = rows_of[groups]
-                first = decoder.replace(places, [prompt_ids[group] for group in groups])
-                logits.view(*alive.shape, -1)[places] = first.view(len(places), width, -1)
-        watch_cache = None  # it has seen the first rows
+                slots.replace(places, self._prompts(groups), self._uniforms[rows_of[groups].flatten()])
+                for place, group in zip(places, groups, strict=True):
+                    running[place] = group
+            return slots, running
+        going_on = [place for place, group in enumerate(running) if group is not None] or [0]
+        if not slots.is_recorded:
+            if len(going_on) < len(running):
+                slots.keep(going_on)
+            return slots, [running[place] for place in going_on]
+        width = rows_of.shape[1]
+        remaining = remaining_places(len(running), len(going_on), width)
+        if remaining == len(running):
+            return slots, running
+        fewer = self._slots(remaining, width)
+        fewer.take_over(slots, going_on)
+        return fewer, [*(running[place] for place in going_on), *[None] * (remaining - len(going_on))]
 
+    def _prompts(self, groups: Sequence[int]) -> list[list[int]]:
+        return [self._prompt_ids[group] for group in groups]
 
-def _exact_dtype(model: PreTrainedModel) -> torch.dtype:
-    """What log-probs are kept in: float32, or float64 for a float64 model."""
-    return torch.promote_types(model.dtype, torch.float32)
+    def _take_ended(self, slots: Slots, running: list[int | None], rows_of: Tensor) -> None:
+        """Write what groups say that have ended since one last looked."""
+        ended = [place for place, over in enumerate(slots.ended()) if over and running[place] is not None]
+        if not ended:
+            return
+        rows = rows_of[[running[place] for place in ended]].flatten()
+        places = slots.rows_of(ended)
+        for name in ("ids", "logp", "lengths", "terminated"):
+            getattr(self, name)[rows] = getattr(slots, name)[places]
+        for place in ended:
+            running[place] = None
+
+    def _share_done(self, slots: Slots, running: list[int | None]) -> float:
+        """Of all tokens that there may be; a row that has ended has no more to come."""
+        places = slots.rows_of([place for place, group in enumerate(running) if group is not None])
+        done = torch.where(slots.terminated, self._longest, slots.lengths)[places].sum().item()
+        ended = int((self.lengths > 0).sum().item())
+        return (ended + done / self._longest) / len(self.lengths)

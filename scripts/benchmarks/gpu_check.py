@@ -28,7 +28,7 @@ from grpo.memory.budget import GB
 from grpo.memory.recovery import release_cache
 from grpo.model.load import RolloutModel, load_policy
 from grpo.model.target import choose_device
-from grpo.rollout import decoder
+from grpo.rollout import slots
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.interrupt import StopRequest
@@ -169,7 +169,7 @@ def _recorded(config: Config, rounds: int = 5) -> dict[str, float]:
     times: dict[str, list[float]] = {"recorded": [], "plain": []}
     for _ in range(1 + rounds):
         recorded = timed("recorded")
-        with replaced(decoder, records_steps=lambda model: False):
+        with replaced(slots, step_recorder=lambda model: None):
             plain = timed("plain")
     equal = sum(map(str.__eq__, recorded, plain)) / len(plain)
     return {"equal": equal, **{name: median(taken[1:]) for name, taken in times.items()}}

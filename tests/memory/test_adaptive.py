@@ -186,6 +186,56 @@ def test_between_what_others_added_some_is_kept():
     assert [lasting[phase].peak_bytes for phase in ("small", "learn")] == [304, 304]
 
 
+class Left:
+    """What a phase leaves, as far as its memory minds it."""
+
+    def __init__(self) -> None:
+        self.nbytes, self.trimmed, self.released = 0, [], 0
+
+    def trim(self, room: float) -> None:
+        self.trimmed.append(room)
+
+    def release(self) -> None:
+        self.nbytes, self.released = 0, self.released + 1
+
+
+@pytest.mark.parametrize(("usable", "left"), [(ROOMY, 64), (900, 0)])
+def test_what_a_phase_leaves_stays_where_others_have_room_beside_it(usable: int, left: int):
+    """A byte a row of sampling. Learning takes 150 + 640 + 5 % of the 640: 64 more are too much for 855."""
+    kept, monitor = Left(), StubMonitor()
+    phases = {
+        "sample": PhaseSpec("sample", "sample", keeps=lambda shape: shape.rows),
+        "learn": PhaseSpec("learn", "learn"),
+    }
+    predictor = Predictor({"sample": lambda shape: 2.0 * shape.rows, "learn": learned})
+    process = ProcessMemory(
+        phases, predictor, monitor, resident=lambda: {"weights": 100}, batch_size=BATCH, overhead_bytes=50
+    )
+    budget = Budget(usable if left else 855, "test")
+    memory = AdaptiveMemory(process, monitor, budget=lambda: budget, group_size=G, advice=shrink, kept=kept)
+    for _ in range(2):  # what is left changes nothing in the next plan
+        plan = memory.replan(30, 20)
+        assert [plan[phase].rows for phase in phases] == [64, 64] and process.left_bytes == left
+        assert plan["learn"].footprint.peak_bytes == 150 + 640 + left
+        assert plan["sample"].footprint.peak_bytes == 150 + 128
+    assert kept.released == (0 if left else 2)
+
+    kept.nbytes = 28
+    for phase in phases:
+        monitor.next = PhaseReading(added_bytes=100)
+        memory.run(phase, lambda rows: None, shapes=lambda rows, _: [Shape(rows, 30, 20)])
+    assert [record.added_bytes for record in memory.take_records()] == [128, 100]
+    assert kept.trimmed == [left]
+
+    def fails(rows: int) -> None:
+        if not kept.released > released:
+            raise MemoryError
+
+    released = kept.released
+    memory.run("learn", fails, shapes=lambda rows, _: [Shape(rows, 30, 20)])
+    assert kept.released == released + 1
+
+
 def test_gaps_that_were_there_are_held_unless_the_phase_fills_them():
     run = Run()
     process = ProcessMemory(

@@ -13,11 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import grpo.rollout.decoder
-import grpo.rollout.sample
+import grpo.rollout.slots
 from grpo.config.groups import SamplingSettings
 from grpo.rollout.cuda_graphs import RecordedSteps, recorder_of
-from grpo.rollout.decoder import leave_at_once, make_decoder
+from grpo.rollout.decoder import prompt_places, remaining_places
 from grpo.rollout.sample import rollout
+from grpo.rollout.slots import KeptSlots, Slots
 from grpo.rollout.tokens import step_uniforms
 from grpo.types import Prompt, Rollout
 
@@ -30,6 +31,8 @@ class OperationRecorder:
     def __init__(self) -> None:
         self.works = True
         self.recorded = self.replayed = 0
+        self.operations = 0
+        """Of the last replay."""
 
     def record(self, work: Callable[[], object]) -> Callable[[], None]:
         with _Noted() as noted:
@@ -38,6 +41,7 @@ class OperationRecorder:
 
         def replay() -> None:
             self.replayed += 1
+            self.operations = len(noted.operations)
             for operation, args, kwargs, made in noted.operations:
                 again = operation(*args, **kwargs)
                 for old, new in zip(_tensors(made), _tensors(again), strict=True):
@@ -66,63 +70,144 @@ def _same_place(old: torch.Tensor, new: torch.Tensor) -> bool:
     return old.untyped_storage()._cdata == new.untyped_storage()._cdata
 
 
-@torch.no_grad()
-def test_replayed_steps_give_what_steps_give(load):
-    """Across blocks, while groups start over and leave; the tokens' places are not the recorded ones."""
-    model, recorder = load("gpt2", "fp64").model, OperationRecorder()
-    plain, replaying = make_decoder(model, 120), make_decoder(model, 120, recorder=recorder)
-    tokens = torch.arange(3 * G)
+T = 120
 
-    def both(work: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        expected, logits = work(plain), work(replaying)
-        assert torch.allclose(logits, expected, atol=1e-12, rtol=0)
-        return logits
 
-    both(lambda decoder: decoder.prefill([[1, 2, 3], [4, 5], [6]], G, longest_prompt=4))
-    for step in range(110):
-        if step in (30, 80):
-            place = 1 if step == 30 else 0
-            both(lambda decoder, place=place: decoder.replace([place], [[7, 8, 9, 10]]))
-        if step == 70:
-            plain.keep([1, 2]), replaying.keep([1, 2])
-            tokens = tokens[G:]
-        newest = tokens + step
-        both(lambda decoder, newest=newest: decoder.step(newest))
+def _slots(load, recorder: OperationRecorder | None, groups: int = 3) -> Slots:
+    policy = load("gpt2", "fp64")
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight[0] = 0  # nothing ends
+    return Slots(policy.model, groups, G, SamplingSettings(max_new_tokens=T), end=0, recorder=recorder)
+
+
+def test_replayed_tokens_are_what_tokens_are(load):
+    """Across blocks, while groups start over and go elsewhere; places are not the recorded ones."""
+    recorder = OperationRecorder()
+    plain, replaying = _slots(load, None), _slots(load, recorder)
+    uniforms = torch.rand(3 * G, T, generator=torch.Generator().manual_seed(0))
+    for slots in (plain, replaying):
+        slots.start([[1, 2, 3], [4, 5], [6]], uniforms, longest_prompt=4)
+    for token in range(110):
+        if token in (30, 80):
+            place = 1 if token == 30 else 0
+            for slots in (plain, replaying):
+                slots.replace([place], [[7, 8, 9, 10]], uniforms[:G].flip(1))
+        if token == 70:
+            plain.keep([1, 2])
+            fewer = _slots(load, recorder, groups=2)
+            fewer.take_over(replaying, [1, 2])
+            replaying = fewer
+        plain.advance(), replaying.advance()
+        for name in ("ids", "lengths", "terminated"):
+            assert torch.equal(getattr(replaying, name), getattr(plain, name))
+        assert torch.allclose(replaying.logp, plain.logp, atol=1e-12, rtol=0)
+    assert plain.lengths.max() == 111 and plain.lengths.min() == 31  # of the one that came at 80
     assert recorder.recorded == 4  # one and two blocks; then of fewer groups: two, and three
-    assert recorder.replayed == 1 + 110 - 4  # the first is compared
+    assert recorder.replayed == 2 + 110 - 4  # the first of each slots are compared
 
 
-def _sample(policy, prompts, *, rows: int) -> Rollout:
+def _sample(policy, prompts, *, rows: int, kept: KeptSlots | None = None, step: int = 1) -> Rollout:
     settings = SamplingSettings(max_new_tokens=60)
-    uniforms = step_uniforms(len(prompts) * G, 60, seed=0, step=1)
-    return rollout(policy.model, policy.tokenizer, prompts, uniforms, settings, rows=rows)
+    uniforms = step_uniforms(len(prompts) * G, 60, seed=0, step=step)
+    return rollout(policy.model, policy.tokenizer, prompts, uniforms, settings, rows=rows, kept=kept)
 
 
-@pytest.mark.parametrize("rows", [100, 4 * G, 2])
-def test_rollouts_of_recorded_steps_are_the_same(load, prompts, rows, monkeypatch):
-    """Groups leave by halves, waiting ones take places, and a group may be split."""
+def _assert_same(one: Rollout, other: Rollout) -> None:
+    assert torch.equal(one.completion_ids, other.completion_ids)
+    assert torch.equal(one.lengths, other.lengths) and torch.equal(one.terminated, other.terminated)
+    assert torch.allclose(one.sampler_logp, other.sampler_logp, atol=1e-12, rtol=0)
+
+
+@pytest.fixture
+def recorder(monkeypatch) -> OperationRecorder:
+    """As if the model were on CUDA, where few rows leave nobody waiting."""
+    made = OperationRecorder()
+    monkeypatch.setattr(grpo.rollout.slots, "step_recorder", lambda model: made)
+    monkeypatch.setattr(grpo.rollout.decoder, "FEW_ROWS", 1)
+    return made
+
+
+@pytest.fixture
+def ending(load):
+    """A model whose texts end, some of them late."""
     policy = load("gpt2", "fp64")
     with torch.no_grad():
         policy.model.get_output_embeddings().weight[policy.tokenizer.eos_token_id] *= 0.3
-    many = [Prompt(f"{n}", prompt.text[: 12 + n], {}) for n in range(2) for prompt in prompts]
-    plain = _sample(policy, many, rows=rows)
-    assert len(plain.lengths.unique()) > 4 and plain.lengths.max() > 48
+    return policy
 
-    recorder = OperationRecorder()
-    monkeypatch.setattr(grpo.rollout.decoder, "records_steps", lambda model: True)
-    monkeypatch.setattr(grpo.rollout.decoder, "recorder_of", lambda device: recorder)
-    recorded = _sample(policy, many, rows=rows)
-    assert torch.equal(recorded.completion_ids, plain.completion_ids)
-    assert torch.equal(recorded.lengths, plain.lengths)
-    assert torch.allclose(recorded.sampler_logp, plain.sampler_logp, atol=1e-12, rtol=0)
+
+@pytest.fixture
+def many(prompts) -> list[Prompt]:
+    return [Prompt(f"{n}", prompt.text[: 12 + n], {}) for n in range(2) for prompt in prompts]
+
+
+@pytest.mark.parametrize("rows", [100, 4 * G, 2])
+def test_rollouts_of_recorded_tokens_are_the_same(ending, many, rows, request):
+    """Groups leave by halves, waiting ones take places, and a group may be split."""
+    plain = _sample(ending, many, rows=rows)
+    assert len(plain.lengths.unique()) > 4 and plain.lengths.max() > 48
+    recorder = request.getfixturevalue("recorder")
+    _assert_same(_sample(ending, many, rows=rows), plain)
     assert recorder.replayed > 3 * recorder.recorded > 0
 
 
-def test_groups_leave_together_where_a_step_would_be_recorded_anew(load, monkeypatch):
-    model = load("gpt2").model
-    assert [leave_at_once(model, groups) for groups in (8, 5, 1)] == [1, 1, 1]
-    monkeypatch.setattr(grpo.rollout.decoder, "records_steps", lambda model: True)
-    assert [leave_at_once(model, groups) for groups in (8, 5, 1)] == [4, 3, 1]
+@pytest.mark.parametrize("rows", [100, 4 * G, 2])
+def test_recordings_serve_the_next_rollout(ending, many, rows, request):
+    """Of other prompts and uniforms; nothing of the rollout before is left in what comes out."""
+    plain = [_sample(ending, some, rows=rows, step=step) for step, some in ((1, many), (2, many[::-1]))]
+    recorder, kept = request.getfixturevalue("recorder"), KeptSlots()
+    _assert_same(_sample(ending, many, rows=rows, kept=kept), plain[0])
+    recorded, held = recorder.recorded, kept.nbytes
+    _assert_same(_sample(ending, many[::-1], rows=rows, kept=kept, step=2), plain[1])
+    _assert_same(_sample(ending, many, rows=rows, kept=kept), plain[0])
+    if rows == 100:  # lengths of the second may need other sizes, or blocks, than the first
+        assert recorder.recorded <= recorded + 3 and held > 0
+    again = recorder.recorded
+    _assert_same(_sample(ending, many, rows=rows, kept=kept), plain[0])
+    assert recorder.recorded == again
+
+
+def test_what_is_kept_is_let_go_of_by_need(ending, many, recorder):
+    kept = KeptSlots()
+    _sample(ending, many, rows=100, kept=kept)
+    held = kept.nbytes
+    kept.trim(held)
+    assert kept.nbytes == held
+    kept.trim(held - 1)
+    assert kept.nbytes < held
+    _sample(ending, many, rows=100, kept=kept)
+    kept.release()
+    assert kept.nbytes == 0
+
+
+def test_a_token_is_one_launch(load):
+    """Of the plain path's operations none is left outside; the sampler's part alone are some dozens."""
+    recorder = OperationRecorder()
+    slots = _slots(load, recorder)
+    slots.start([[1, 2, 3], [4, 5], [6]], torch.rand(3 * G, T), longest_prompt=4)
+    for _ in range(3):
+        slots.advance()
+    replayed = recorder.replayed
+    slots._recorded._replays = {key: lambda: None for key in slots._recorded._replays}  # what is inside
+    with _Noted() as outside:
+        slots.advance()
+    assert outside.operations == [] and replayed == 3 and recorder.operations > 60
+
+
+def test_places_are_given_up_by_halves_where_steps_are_recorded(monkeypatch):
+    assert [remaining_places(64, groups, 8) for groups in (64, 33, 32, 17, 16, 9, 8, 1)] == [
+        64, 64, 32, 32, 16, 16, 8, 8,
+    ]  # fmt: skip
+    assert [remaining_places(8, groups, 8) for groups in (8, 4, 1)] == [8, 8, 8]  # 64 rows are few
+    assert [remaining_places(9, groups, 16) for groups in (6, 5, 1)] == [9, 5, 5]
+
+
+def test_prompts_have_few_widths_on_cuda(load):
+    config = load("gpt2").model.config  # 192 positions
+    places = [prompt_places(config, tokens, "cuda") for tokens in (1, 64, 65, 150, 192)]
+    assert places == [64, 64, 128, 192, 192]
+    assert prompt_places(config, 50, "cpu") == 50
+    assert prompt_places(load("llama").model.config, 50, "cuda") == 50
 
 
 class Recording:
@@ -132,8 +217,16 @@ class Recording:
         self.works, self.record = True, record
 
 
-def _counting(tokens: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    return tokens.double() * num_blocks
+class Counter:
+    """Counts by itself: what it shows is n, 2 n, 3 n…"""
+
+    def __init__(self, recorder: Recording) -> None:
+        self._steps = RecordedSteps(recorder)
+        self.count = torch.tensor([0.0, 0.0])
+
+    def __call__(self, by: float = 1.0) -> list[float]:
+        self._steps(by, lambda: self.count.add_(by), changed=[self.count], shown=[self.count])
+        return self.count.tolist()
 
 
 def test_a_driver_that_refuses_is_asked_once(logged):
@@ -144,28 +237,31 @@ def test_a_driver_that_refuses_is_asked_once(logged):
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     recorder = Recording(refuse)
-    for steps in (RecordedSteps(recorder), RecordedSteps(recorder)):  # of one rollout and of the next
-        for token in range(4):
-            tokens = torch.tensor([token, 1])
-            assert torch.equal(steps(_counting, tokens, 2), 2.0 * tokens)
+    for counter in (Counter(recorder), Counter(recorder)):  # of one rollout and of the next
+        assert [counter() for _ in range(3)] == [[1, 1], [2, 2], [3, 3]]
     assert len(asked) == 1
     assert [line for line in logged if "WARNING decoding goes on without recorded steps" in line] == logged
 
 
-def test_a_replay_that_gives_other_logits_is_not_used(logged):
-    steps = RecordedSteps(Recording(lambda work: lambda: None))  # launches nothing
-    for token in (3, 4, 5):
-        tokens = torch.tensor([token, 1])
-        assert torch.equal(steps(_counting, tokens, 1), 1.0 * tokens)
-    assert len(logged) == 1 and "the first replay gave other logits" in logged[0]
+def test_a_replay_that_shows_something_else_is_not_used(logged):
+    counter = Counter(Recording(lambda work: lambda: None))  # launches nothing
+    assert [counter() for _ in range(3)] == [[1, 1], [2, 2], [3, 3]]
+    assert len(logged) == 1 and "the first replay gave other tokens" in logged[0]
 
 
-def test_logits_that_are_not_numbers_are_no_reason_to_stop_recording(logged):
+def test_numbers_that_are_none_are_no_reason_to_stop_recording(logged):
     recorder = OperationRecorder()
-    steps = RecordedSteps(recorder)
+    counter = Counter(recorder)
     for _ in range(3):
-        assert steps(lambda tokens, _: tokens * torch.nan, torch.tensor([1.0]), 1).isnan().all()
-    assert not logged and recorder.replayed == 3
+        assert counter(by=torch.nan) != counter.count.tolist()  # nan is not itself
+    assert not logged
+
+
+def test_what_has_been_recorded_runs_once_for_each_token(logged):
+    recorder = OperationRecorder()
+    counter = Counter(recorder)
+    assert [counter(by) for by in (1, 1, 5, 5, 1)] == [[1, 1], [2, 2], [7, 7], [12, 12], [13, 13]]
+    assert (recorder.recorded, recorder.replayed) == (2, 1 + 3) and not logged
 
 
 def test_out_of_memory_while_recording_is_for_those_who_replay_the_phase():
@@ -173,7 +269,7 @@ def test_out_of_memory_while_recording_is_for_those_who_replay_the_phase():
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with pytest.raises(torch.OutOfMemoryError):
-        RecordedSteps(Recording(full))(_counting, torch.tensor([1]), 1)
+        Counter(Recording(full))()
 
 
 class Graph:
@@ -223,8 +319,7 @@ def test_a_capture_that_cannot_end_leaves_the_pool(card, logged):
     recorder = recorder_of(CUDA)
     assert recorder is not None and recorder.works and recorder_of(CUDA) is recorder
     card.fails = ["end"]
-    steps = RecordedSteps(recorder)
-    assert torch.equal(steps(_counting, torch.tensor([3]), 1), torch.tensor([3.0]).double())
+    assert Counter(recorder)() == [1, 1]
     assert card.left == [(0, (0, 1))] and not recorder.works and len(logged) == 1
 
 
@@ -246,17 +341,16 @@ def test_memory_kept_for_later_is_freed_for_a_recording(card):
     assert len(tried) == 2 and card.left == ["emptied"]
 
 
-@torch.no_grad()
-def test_a_decoder_goes_with_its_last_user(load):
-    """Its cache is large: nothing that it recorded may hold it until the collector comes."""
-    decoder = make_decoder(load("gpt2").model, 10, recorder=OperationRecorder())
-    decoder.prefill([[1, 2]], G)
+def test_slots_go_with_their_last_user(load):
+    """Their cache is large: nothing that was recorded may hold it until the collector comes."""
+    slots = _slots(load, OperationRecorder())
+    slots.start([[1, 2]] * 3, torch.rand(3 * G, T), longest_prompt=2)
     for _ in range(3):
-        decoder.step(torch.arange(G))
-    gone = weakref.ref(decoder)
+        slots.advance()
+    gone = weakref.ref(slots)
     gc.disable()
     try:
-        del decoder
+        del slots
         assert gone() is None
     finally:
         gc.enable()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, CONTEXT
+from conftest import ARCHITECTURES, CONTEXT, decode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from grpo.config.groups import SamplingSettings
@@ -229,7 +229,7 @@ def test_the_native_gpt2_decoder_equals_the_generic_one(options):
                 native.keep(groups), generic.keep(groups)
                 logits = [values[rows] for values in logits]
             tokens = (torch.arange(len(logits[0])) * 7 + position) % 50  # rows of a group differ
-            logits = [decoder.step(tokens) for decoder in (native, generic)]
+            logits = [decode(decoder, tokens) for decoder in (native, generic)]
     assert torch.allclose(*logits, atol=1e-12, rtol=0)
     assert len(logits[0]) == 2
 
@@ -250,8 +250,8 @@ def test_a_group_that_takes_anothers_place_decodes_as_if_alone(load):
             expected = alone.prefill([prompt], G)
         if step >= 30:
             assert torch.allclose(logits[G:], expected, atol=1e-12, rtol=0)
-            expected = alone.step(tokens[G:] + step)
-        logits = decoder.step(tokens + step)
+            expected = decode(alone, tokens[G:] + step)
+        logits = decode(decoder, tokens + step)
     assert logits.isfinite().all()
 
 
@@ -372,7 +372,7 @@ def test_a_cache_takes_up_what_its_tokens_do(load, architecture):
         growing = 0 if static else used // 2  # one of two layers is there twice while it grows
         assert decoder.cache_bytes == CacheBytes(held, used, growing)
         with LiveBytes() as live:
-            decoder.step(tokens)
+            decode(decoder, tokens)
         assert static or live.peak_bytes > growing
     decoder.keep([1])
     assert decoder.cache_bytes.used == (prompt_tokens // 2 + G * 4) * size
@@ -388,11 +388,11 @@ def test_skipping_tokens_leads_where_decoding_them_does(load, architecture):
     for decoder in (decoded, skipped):
         decoder.prefill([[5] * 20, [6] * 9], G)
     for _ in range(5):
-        decoded.step(tokens)
+        decode(decoded, tokens)
     skipped.skip(5)
     assert skipped.cache_bytes == decoded.cache_bytes
     assert torch.equal(skipped._positions, decoded._positions)  # both kinds of decoder have them
-    assert skipped.step(tokens).shape == decoded.step(tokens).shape
+    assert decode(skipped, tokens).shape == decode(decoded, tokens).shape
     assert skipped.cache_bytes == decoded.cache_bytes
 
 

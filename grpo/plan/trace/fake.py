@@ -7,7 +7,7 @@ say they are the CPU's: fake CUDA tensors need a CUDA build. Left out: what kern
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -30,8 +30,14 @@ from grpo.model.target import Target
 from grpo.plan.trace.depth import has_equal_layers
 from grpo.plan.trace.fsdp_footprint import Gathering
 from grpo.plan.trace.quick import QuickFakeMode
-from grpo.rollout.decoder import Decoder, has_static_cache, make_decoder, replaced_at_once
-from grpo.rollout.tokens import sample_tokens
+from grpo.rollout.decoder import (
+    has_static_cache,
+    prompt_places,
+    records_steps,
+    remaining_places,
+    replaced_at_once,
+)
+from grpo.rollout.slots import Slots
 from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs
 
 PHASES = ("sample", "sample split", "score", "learn", "learn split")
@@ -124,42 +130,43 @@ class FakePhases:
     def _decode(self, shape: Shape, *, split: bool) -> None:
         """Prefill, then the last token, when the cache is full, and groups leaving, or one for another."""
         prompts, per_prompt = self._prompts(shape)
-        rows = len(prompts) * per_prompt
-        uniforms = torch.zeros(rows)
-        made = (rows * 2 if split else rows, shape.new_tokens + 1)  # split: in two parts, if not more
-        kept = torch.zeros(made, dtype=torch.long), torch.zeros(made)
-        decoder = make_decoder(self._sampler, shape.new_tokens)
-        logits = decoder.prefill(prompts, per_prompt)
-        decoder.skip(max(0, shape.new_tokens - 2))
-        tokens = self._sample_tokens(logits, uniforms)
-        if shape.new_tokens > 1:
-            del logits
-            logits, recording = self._recorded_step(decoder, tokens)
-            self._sample_tokens(logits, uniforms)
-            if len(prompts) > 1:
-                if split and has_static_cache(self._sampler):
-                    replaced = range(replaced_at_once(len(prompts)))
-                    decoder.replace(replaced, prompts[: len(replaced)])
-                decoder.keep(range(1, len(prompts)))
-            del recording
-        del kept
+        rows, tokens = len(prompts) * per_prompt, shape.new_tokens
+        device_type = self.settings.target.device.type
+        made = (rows * 2 if split else rows, tokens + 1)  # split: in two parts, if not more
+        written = torch.zeros(made, dtype=torch.long), torch.zeros(made)
+        is_static, sampling = has_static_cache(self._sampler), self.settings.sampling
+        settings = replace(sampling, max_new_tokens=tokens)
 
-    def _recorded_step(self, decoder: Decoder, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Logits, and what a recorded step holds between its runs: input, output, and room for the rest."""
+        def slots_for(groups: int) -> Slots:
+            return Slots(self._sampler, groups, per_prompt, settings, end=0)
+
+        def uniforms(groups: int) -> Tensor:
+            return torch.zeros(1, 1).expand(rows, tokens)[torch.arange(groups * per_prompt)]
+
+        slots = slots_for(len(prompts))
+        width = prompt_places(self._sampler.config, shape.prompt_tokens, device_type)
+        slots.start(prompts, uniforms(len(prompts)), longest_prompt=width)
+        slots.skip(max(0, tokens - 2))
+        if tokens > 1:
+            recorded = is_static and records_steps(self._sampler.config, device_type)
+            recording = self._advance(slots, recorded=recorded)
+            if split and is_static and len(prompts) > 1:
+                replaced = replaced_at_once(len(prompts))
+                slots.replace(range(replaced), prompts[:replaced], uniforms(replaced))
+            if recording is not None:
+                if (fewer := remaining_places(len(prompts), 1, per_prompt)) < len(prompts):
+                    slots_for(fewer).take_over(slots, range(1))
+            elif len(prompts) > 1:
+                slots.keep(range(1, len(prompts)))
+        del written
+
+    def _advance(self, slots: Slots, *, recorded: bool) -> Tensor | None:
+        """One token more; what its recording holds between its runs: room for all but what stays."""
         held, logged = self._live.live_bytes, len(self._live.log)
-        logits = decoder.step(tokens)
-        if self.settings.target.device.type != "cuda" or not has_static_cache(self._sampler):
-            return logits, []
-        pool = max(size for _, size in self._live.log[logged:]) - held
-        return logits, [tokens.clone(), logits.clone(), torch.empty(pool, dtype=torch.uint8)]
-
-    def _sample_tokens(self, logits: Tensor, uniforms: Tensor) -> Tensor:
-        sampling = self.settings.sampling
-        tokens, _ = sample_tokens(
-            logits, uniforms,
-            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
-        )  # fmt: skip
-        return tokens
+        slots.advance()
+        if not recorded:
+            return None
+        return torch.empty(max(size for _, size in self._live.log[logged:]) - held, dtype=torch.uint8)
 
     @torch.no_grad()
     def _score(self, shape: Shape) -> None:

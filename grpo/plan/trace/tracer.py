@@ -23,7 +23,7 @@ from grpo.model import cpu
 from grpo.plan.trace.depth import SHALLOW, Log, extend, num_layers, with_layers
 from grpo.plan.trace.fake import FakePhases, PhaseSettings
 from grpo.plan.trace.quick import QuickFakeMode
-from grpo.rollout.decoder import cache_tokens, joining_groups
+from grpo.rollout.decoder import cache_tokens, joining_groups, prompt_places
 from grpo.waiting import one_by_one
 
 CHUNK_TOKENS = 1024
@@ -84,6 +84,7 @@ class PhaseTracer:
             return shape
         model, groups = self._settings.target.model_config, shape.rows // self._settings.group_size
         return shape._replace(
+            prompt_tokens=prompt_places(model, shape.prompt_tokens, self._settings.target.device.type),
             new_tokens=cache_tokens(model, shape.new_tokens),
             joining_groups=joining_groups(model, groups) if phase == "sample split" else 0,
         )

@@ -1,0 +1,175 @@
+"""The rows that decode together: a place for each, what it has said so far, and one token more for all.
+
+On CUDA a whole token is recorded once and replayed: the decoder's step, sampling, and what is noted of it.
+Places, cache and recording may stay from one rollout to the next (`KeptSlots`).
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grpo.config.groups import SamplingSettings
+from grpo.rollout.cache import CacheBytes, rows_of_groups
+from grpo.rollout.cuda_graphs import RecordedSteps, Recorder
+from grpo.rollout.decoder import make_decoder, step_recorder
+from grpo.rollout.tokens import sample_tokens
+
+
+class Slots:
+    """b groups of g rows: R = b·g places, group by group, for at most T tokens each.
+
+    A row that has ended runs on with the others: what it samples goes to a column that nobody reads.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        groups: int,
+        width: int,
+        settings: SamplingSettings,
+        *,
+        end: int,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """width: rows of a group. end: the token that ends a text. recorder: None: the device's, if any."""
+        recorder = recorder or step_recorder(model)
+        self.groups, self._width, self._settings, self._end = groups, width, settings, end
+        self._longest = settings.max_new_tokens
+        self._decoder = make_decoder(model, self._longest, recorded=recorder is not None)
+        self._recorded = RecordedSteps(recorder) if recorder is not None else None
+        self._device = model.device
+        """Where all of it is."""
+        rows, exact = groups * width, torch.promote_types(model.dtype, torch.float32)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+            return torch.zeros(rows, *shape, dtype=dtype, device=model.device)
+
+        self.ids, self.logp = zeros(self._longest + 1), zeros(self._longest + 1, dtype=exact)
+        self.lengths, self.terminated = zeros(), zeros(dtype=torch.bool)
+        self._uniforms = zeros(self._longest, dtype=torch.float32)
+        self._tokens, self._newest_logp = zeros(), zeros(dtype=exact)
+
+    @property
+    def is_recorded(self) -> bool:
+        return self._recorded is not None
+
+    @torch.no_grad()
+    def start(self, prompt_ids: Sequence[Sequence[int]], uniforms: Tensor, *, longest_prompt: int) -> None:
+        """Each group's prompt, and its rows' first tokens. uniforms: (R, T).
+
+        longest_prompt: tokens of the longest that may take another's place later.
+        """
+        logits = self._decoder.prefill(prompt_ids, self._width, longest_prompt=longest_prompt)
+        self._begin(slice(None), logits, uniforms)
+
+    @torch.no_grad()
+    def replace(self, groups: Sequence[int], prompt_ids: Sequence[Sequence[int]], uniforms: Tensor) -> None:
+        """Others take these groups' places, and have their first tokens."""
+        logits = self._decoder.replace(groups, prompt_ids)
+        self._begin(self.rows_of(groups), logits, uniforms)
+
+    def _begin(self, rows: Tensor | slice, logits: Tensor, uniforms: Tensor) -> None:
+        tokens, logp = self._sample(logits, uniforms[:, 0])
+        self._uniforms[rows] = uniforms
+        for values in (self.ids, self.logp):
+            values[rows] = 0
+        self.ids[rows, 0], self.logp[rows, 0] = tokens, logp
+        self.lengths[rows], self.terminated[rows], self._tokens[rows] = 1, tokens == self._end, tokens
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """One token more for each row that has not ended."""
+        key, step = self._decoder.next_step()
+
+        def work() -> None:
+            logits = step(self._tokens)
+            place = self.lengths.clamp(max=self._longest - 1).unsqueeze(1)
+            tokens, logp = self._sample(logits, self._uniforms.gather(1, place).squeeze(1))
+            running = ~self.terminated & (self.lengths < self._longest)
+            place = torch.where(running, self.lengths, self._longest).unsqueeze(1)
+            self.ids.scatter_(1, place, tokens.unsqueeze(1))
+            self.logp.scatter_(1, place, logp.unsqueeze(1))
+            self.lengths.add_(running)
+            self.terminated.logical_or_(running & (tokens == self._end))
+            self._tokens.copy_(tokens)
+            self._newest_logp.copy_(logp)
+
+        if self._recorded is None:
+            work()
+        else:
+            shown = self._tokens, self._newest_logp
+            changed = *shown, self.ids, self.logp, self.lengths, self.terminated, *self._decoder.counters
+            self._recorded(key, work, changed=changed, shown=shown)
+
+    def _sample(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        settings = self._settings
+        return sample_tokens(
+            logits, uniforms, temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p
+        )
+
+    def skip(self, num_tokens: int) -> None:
+        """Stand where that many more tokens lead, whatever they are: for tracing memory."""
+        self._decoder.skip(num_tokens)
+
+    def keep(self, groups: Sequence[int]) -> None:
+        """The others leave, and with them their places."""
+        rows = self.rows_of(groups)
+        self._decoder.keep(groups)
+        self.groups = len(groups)
+        for name in ("ids", "logp", "lengths", "terminated", "_uniforms", "_tokens", "_newest_logp"):
+            # Not an index, which layers are selected by: traces tell loops over layers by their operations.
+            setattr(self, name, getattr(self, name).index_select(0, rows))
+
+    @torch.no_grad()
+    def take_over(self, other: "Slots", groups: Sequence[int]) -> None:
+        """Go on with some of the other's groups, in the first places; the rest of them are over."""
+        self._decoder.take_over(other._decoder, groups, self.groups)
+        rows = other.rows_of(groups)
+        count = len(rows)
+        self.lengths[count:] = self._longest  # over
+        for mine, theirs in zip(self._by_row(), other._by_row(), strict=True):
+            mine[:count] = theirs[rows]
+
+    def _by_row(self) -> tuple[Tensor, ...]:
+        return self.ids, self.logp, self.lengths, self.terminated, self._uniforms, self._tokens
+
+    def rows_of(self, groups: Sequence[int]) -> Tensor:
+        """Their places, in the groups' order."""
+        return rows_of_groups(groups, self._width, self._device)
+
+    def ended(self) -> list[bool]:
+        """Whether all rows of a group have; it waits for an accelerator."""
+        over: Tensor = (self.terminated | (self.lengths == self._longest)).view(self.groups, -1).all(1)
+        return over.tolist()
+
+    @property
+    def cache_bytes(self) -> CacheBytes:
+        return self._decoder.cache_bytes
+
+
+class KeptSlots:
+    """Slots that stay from one rollout to the next, one for each number of rows, the last used ones last."""
+
+    def __init__(self) -> None:
+        self._slots: dict[Hashable, Slots] = {}
+
+    def get(self, key: Hashable, make: Callable[[], Slots]) -> Slots:
+        """Those that are known by this key, made if there are none."""
+        slots = self._slots.pop(key, None) or make()
+        self._slots[key] = slots
+        return slots
+
+    @property
+    def nbytes(self) -> int:
+        """Of caches; the rest is little."""
+        return sum(slots.cache_bytes.held for slots in self._slots.values())
+
+    def trim(self, room: float) -> None:
+        """Let go of those that were used longest ago, until no more than `room` bytes are held."""
+        while self._slots and self.nbytes > room:
+            del self._slots[next(iter(self._slots))]
+
+    def release(self) -> None:
+        self._slots.clear()
