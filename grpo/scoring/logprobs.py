@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from grpo.model.cpu import slices
 from grpo.model.head import centred_head
+from grpo.scoring import fused
 
 
 def completion_logprobs(
@@ -80,12 +81,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         scores = hidden.new_empty(count, 4, dtype=exact)
         with torch.autocast(hidden.device.type, enabled=False):
             head = _Head(weight, bias, dtype, temperature, min(chunk_tokens, count))
-            room = head.new_slice()
             for chunk in slices.slices(count, chunk_tokens):
                 part = chunk if rows is None else rows[chunk]
-                of_chunk, chunk_targets = scores[chunk], targets[part]
-                for place, logits in head.slices(head.products(hidden[part].to(dtype))):
-                    of_chunk[place] = _score(logits, room[: len(logits)], chunk_targets[place], entropy)
+                head.score(hidden[part].to(dtype), targets[part], scores[chunk], entropy=entropy)
         logp, entropies = hidden.new_zeros(2, len(hidden), dtype=exact)
         everywhere = slice(None) if rows is None else rows
         logp[everywhere], entropies[everywhere] = scores[:, 0], scores[:, 1]
@@ -112,14 +110,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 part = chunk if rows is None else rows[chunk]
                 states = hidden[part].to(dtype)  # (K, D)
                 slope = grad_logp[part].to(exact).unsqueeze(1) / temperature  # (K, 1)
-                known = normalizers[chunk], targets[part], slope
-                grad = head.products(states)  # (K, V), of the logits, which are there first
-                for place, logits in head.slices(grad):
-                    _logits_gradient(logits, *(each[place] for each in known))
-                    if grad_bias is not None:
-                        grad_bias += logits.sum(dim=0)
-                    if dtype != exact:
-                        grad[place] = logits
+                grad = head.gradient(states, normalizers[chunk], targets[part], slope, of_bias=grad_bias)
                 if grad_hidden is not None:
                     grad_hidden[part] = (grad @ head.weight).to(hidden.dtype)
                 if grad_weight is not None:
@@ -147,22 +138,56 @@ class _Head:
         self._bias = None if bias is None else cast(bias, dtype)  # (V,)
         self._temperature = temperature
         self._products = weight.new_empty(tokens, len(weight), dtype=dtype)
+        self._room: Tensor | None = None
+        self._is_fused = fused.is_fused(weight.device, dtype)
         self._slice_tokens = min(tokens, max(1, slices.slice_numbers(weight.device) // len(weight)))
-        self._logits = None if dtype.itemsize >= 4 else self.new_slice()
+        self._logits = None if dtype.itemsize >= 4 or self._is_fused else self._new_slice()
 
-    def new_slice(self) -> Tensor:
+    def score(self, states: Tensor, targets: Tensor, scores: Tensor, *, entropy: bool) -> None:
+        """Write log-prob, entropy (or 0), largest logit and log-sum of states (K, D) to scores (K, 4)."""
+        products = self._multiply(states)
+        if self._is_fused:
+            scores.copy_(fused.scores(products, targets, self._temperature, entropy))
+            return
+        if self._room is None:
+            self._room = self._new_slice()
+        for place, logits in self._slices(products):
+            scores[place] = _score(logits, self._room[: len(logits)], targets[place], entropy)
+
+    def gradient(
+        self, states: Tensor, normalizers: Tensor, targets: Tensor, slope: Tensor, *, of_bias: Tensor | None
+    ) -> Tensor:
+        """slope (K, 1) times the logits' slope, (K, V), until the next; what it comes to is added to of_bias.
+
+        normalizers: largest logits and log-sums (K, 2).
+        """
+        grad = self._multiply(states)  # the logits, which are there first
+        if self._is_fused:
+            fused.to_gradient(grad, normalizers, targets, slope, self._temperature)
+            if of_bias is not None:
+                of_bias += grad.sum(dim=0, dtype=of_bias.dtype)
+            return grad
+        for place, logits in self._slices(grad):
+            _logits_gradient(logits, normalizers[place], targets[place], slope[place])
+            if of_bias is not None:
+                of_bias += logits.sum(dim=0)
+            if logits.dtype != grad.dtype:
+                grad[place] = logits
+        return grad
+
+    def _new_slice(self) -> Tensor:
         """Room for a slice (k, V) in fp32, or float64."""
         exact = torch.promote_types(self._products.dtype, torch.float32)
         return self._products.new_empty(self._slice_tokens, len(self.weight), dtype=exact)
 
-    def products(self, states: Tensor) -> Tensor:
+    def _multiply(self, states: Tensor) -> Tensor:
         """states (K, D) @ weightᵀ + bias: (K, V), until the next ones."""
         products = self._products[: len(states)]
         if self._bias is None:
             return torch.mm(states, self.weight.T, out=products)
         return torch.addmm(self._bias, states, self.weight.T, out=products)
 
-    def slices(self, products: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    def _slices(self, products: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Places in the chunk, and their logits (k, V) in fp32 or float64, to be overwritten.
 
         They are the products themselves where those are as exact.

@@ -39,6 +39,12 @@ def traced_for(device: torch.device, *, parts_too: bool) -> Iterator[None]:
         _trace.reset(token)
 
 
+def traced_device() -> torch.device | None:
+    """Inside a trace of memory, the device that it is for."""
+    traced = _trace.get()
+    return traced.device if traced else None
+
+
 def slice_numbers(device: torch.device) -> int:
     """Numbers that a slice has at most: near a CPU's caches; elsewhere enough to be worth a kernel."""
     traced = _trace.get()

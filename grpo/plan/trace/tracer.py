@@ -24,6 +24,7 @@ from grpo.plan.trace.depth import SHALLOW, Log, extend, num_layers, with_layers
 from grpo.plan.trace.fake import FakePhases, PhaseSettings
 from grpo.plan.trace.quick import QuickFakeMode
 from grpo.rollout.decoder import cache_tokens, joining_groups, prompt_places
+from grpo.scoring.fused import what_is_fused
 from grpo.waiting import one_by_one
 
 CHUNK_TOKENS = 1024
@@ -178,6 +179,7 @@ def _fingerprint(settings: PhaseSettings, kind: type[FakePhases]) -> str:
         repr(_what_memory_minds(settings)),
         importlib.metadata.version("peft") if settings.lora.on else "",
         *cpu.what_is_on(),
+        *what_is_fused(),
         str(torch.cpu._is_amx_tile_supported()),  # what attention in bf16 holds
         *(hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(sources)),
     ]
