@@ -1,6 +1,7 @@
 """One of several processes: what it tells the others, and what it learns when one does not answer."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -16,8 +17,10 @@ from grpo.distributed.one import ProcessLost, World
 from grpo.distributed.store import Forged, Store, StoreLost
 
 T = TypeVar("T")
-BUCKET_BYTES = 32 * 2**20
-"""Gradients that are summed at once; what a step holds beside them. A larger one goes by itself."""
+BUCKET_BYTES, IN_FLIGHT = 16 * 2**20, 2
+"""Gradients that are summed at once, and how many times: some are packed while others are on their way. What
+a step holds beside them; a larger one goes by itself.
+"""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
 """Between looks at whether something has come."""
 _LOOK_EVERY_S = 1.0
@@ -133,14 +136,29 @@ class Processes(World):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
+        on_their_way: deque[Callable[[], None]] = deque()
         for bucket in _buckets(gradients):
-            alone = len(bucket) == 1 and bucket[0].is_contiguous()
-            flat = bucket[0].view(-1) if alone else torch.cat([gradient.reshape(-1) for gradient in bucket])
-            self._traffic["processes/summed_bytes"] += flat.nbytes
-            self._finish(dist.all_reduce(flat, async_op=True), "the sum of gradients")
-            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                if not alone:
+            if len(on_their_way) == IN_FLIGHT:
+                on_their_way.popleft()()
+            on_their_way.append(self._begin_sum(bucket))
+        for finish in on_their_way:
+            finish()
+
+    def _begin_sum(self, gradients: list[Tensor]) -> Callable[[], None]:
+        """Send some gradients, and return what waits for their sums and puts them in place."""
+        alone = len(gradients) == 1 and gradients[0].is_contiguous()
+        flat = gradients[0].view(-1) if alone else torch.cat([gradient.reshape(-1) for gradient in gradients])
+        self._traffic["processes/summed_bytes"] += flat.nbytes
+        sending = dist.all_reduce(flat, async_op=True)
+
+        def finish() -> None:
+            self._finish(sending, "the sum of gradients")
+            if not alone:
+                parts = flat.split([gradient.numel() for gradient in gradients])
+                for gradient, part in zip(gradients, parts, strict=True):
                     gradient.copy_(part.view_as(gradient))
+
+        return finish
 
     def copy_from_main(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:

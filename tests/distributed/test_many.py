@@ -67,6 +67,34 @@ def test_each_process_has_a_card_of_its_own(monkeypatch):
     assert launch._device_of("auto") == "cpu"
 
 
+def test_gradients_are_packed_while_others_are_on_their_way(monkeypatch):
+    """Two lots at once, no more; each sum comes to its own."""
+    processes = many.Processes.__new__(many.Processes)
+    processes._traffic = {"processes/summed_bytes": 0.0}
+    flying: list[torch.Tensor] = []
+    seen = []
+
+    def send(flat: torch.Tensor, async_op: bool) -> torch.Tensor:
+        flying.append(flat)
+        seen.append(len(flying))
+        return flat
+
+    def finish(sent: torch.Tensor, what: str) -> None:
+        assert flying.pop(0) is sent
+        sent.mul_(2)
+
+    monkeypatch.setattr(many.dist, "all_reduce", send)
+    monkeypatch.setattr(many, "BUCKET_BYTES", 100)
+    monkeypatch.setattr(processes, "_finish", finish, raising=False)
+    parameters = [torch.zeros(size, requires_grad=True) for size in (10, 10, 30, 5, 12, 40)]
+    for number, parameter in enumerate(parameters[1:], 1):  # the first has none yet
+        parameter.grad = torch.full_like(parameter, number)
+    processes.sum_gradients(parameters)
+    assert [parameter.grad.unique().tolist() for parameter in parameters] == [[2 * n] for n in range(6)]
+    assert seen == [1, 2, 2, 2] and not flying
+    assert processes._traffic["processes/summed_bytes"] == 4 * 107
+
+
 def test_buckets_hold_every_gradient_once_and_no_more_than_they_may(monkeypatch):
     monkeypatch.setattr(many, "BUCKET_BYTES", 100)
     kinds = [(10, torch.float32), (15, torch.float32), (1, torch.float32), (2, torch.float64)]
