@@ -297,6 +297,7 @@ class AdaptiveMemory:
                 expected_bytes=int(expected.peak_bytes), expected_error_bytes=int(expected.error_bytes),
                 # An allocator does not give back what an earlier phase needed more of.
                 predicted_bytes=max(int(footprint.peak_bytes), reading.process_before_bytes),
+                predicted_added_bytes=int(self.process.added_bytes(footprint)),
                 process_before_bytes=reading.process_before_bytes,
                 allocated_bytes=now.allocated_bytes,
                 reserved_bytes=reading.reserved_bytes, peak_bytes=reading.peak_bytes,

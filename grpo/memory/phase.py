@@ -85,8 +85,8 @@ class PhaseRecord:
     """One phase of one step, a line of memory.jsonl. Bytes, of the process's peak where nothing else is said.
 
     worst: what was planned before the first step, for the longest texts, with its error. expected: by what
-    was known then, for the shapes that came. predicted: by what was measured since, too. device_used:
-    measured.
+    was known then, for the shapes that came. predicted: by what was measured since, too; of it, what tensors
+    add. device_used: measured.
     """
 
     phase: str
@@ -97,6 +97,7 @@ class PhaseRecord:
     expected_bytes: int
     expected_error_bytes: int
     predicted_bytes: int
+    predicted_added_bytes: int
     process_before_bytes: int
     allocated_bytes: int
     reserved_bytes: int

@@ -85,6 +85,10 @@ class ProcessMemory:
             math.hypot(added.error_bytes, slack.error_share * added.peak_bytes, slack.error_bytes),
         )
 
+    def added_bytes(self, footprint: Footprint) -> float:
+        """What a phase's tensors come to beside those that exist between phases."""
+        return footprint.tensor_bytes - sum(self._resident().values()) - footprint.parts.get(LEFT, 0.0)
+
     def lasting(self, footprints: Mapping[str, Footprint]) -> dict[str, Footprint]:
         """The same once all have run: an allocator does not give back what the largest phase needed.
 

@@ -9,7 +9,7 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -27,7 +27,7 @@ from grpo.config import Config
 from grpo.memory.budget import GB
 from grpo.memory.recovery import release_cache
 from grpo.model.load import RolloutModel, load_policy
-from grpo.model.target import choose_device
+from grpo.model.target import choose_device, compute_dtype
 from grpo.rollout import slots
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
@@ -36,14 +36,18 @@ from grpo.run.setup import open_run
 from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
 from grpo.types import Prompt
+from grpo.workbench.performance.measure import matmul_rate
 
 WARM_UP_STEPS = 2
 """First steps, in which kernels are loaded: no part of the speed."""
+PROMPT_TOKENS = 60
+"""Of the bundled prompts, about."""
+TIMED = ("sample", "score", "learn", "update")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One short run: where its memory stood, and how fast it was. Bytes."""
+    """One short run: where its memory stood, and how fast it was. Bytes, seconds."""
 
     batch_size: int
     steps: int
@@ -53,38 +57,61 @@ class Trial:
     reserved_bytes: int
     device_used_bytes: int
     samples_per_minute: float
-    errors: dict[str, float]
-    """By phase: predicted over measured peak of the process, less 1, at the last step."""
+    tokens_per_second: float
+    """Sampled, while sampling."""
+    phases: dict[str, dict[str, float]]
+    """Of each: seconds a step (median), and what its tensors add, predicted and measured (last step)."""
+    logp_difference: float
+    """Between sampler and scorer, mean of the last step."""
 
     @property
     def status(self) -> str:
-        return "split after running out" if self.retries else "fits"
+        if self.retries:
+            return "split after running out"
+        whole = all(rows >= self.batch_size for rows in self.rows.values())
+        return "fits" if whole else "split as planned"
 
 
 def train(
     config: Config, *, prediction_bias: float = 1.0, after_step: Callable[[], None] = lambda: None
 ) -> Trial:
-    """Run the trainer, and read what it wrote."""
+    """Run the trainer, and read what it wrote; no checkpoint, which would take longer than steps."""
     with open_run(config, prediction_bias=prediction_bias) as run:
         trainer = Trainer(run, Console(quiet=True), after_step=lambda step: after_step())
+        trainer.save = lambda *, best=False: None  # type: ignore[method-assign]
         trainer.train(StopRequest())
         rows = {phase: plan.rows for phase, plan in run.memory.plan.items()}
         folder, size = run.folder, run.config.num_rows
-    memory, metrics = read_lines(folder / MEMORY_FILE), read_lines(folder / METRICS_FILE)
+    memory = read_lines(folder / MEMORY_FILE)
+    metrics = [line for line in read_lines(folder / METRICS_FILE) if "step_time" in line]
     shutil.rmtree(folder)
-    times = [line["step_time"] for line in metrics if "step_time" in line]
-    timed = times[WARM_UP_STEPS:] or times
-    last = [line for line in memory if line["step"] == memory[-1]["step"]]
+    timed = metrics[WARM_UP_STEPS:] or metrics
+    last = {line["phase"]: line for line in memory if line["step"] == memory[-1]["step"]}
+    seconds = {
+        phase: median(line.get(f"timing/{phase}_s", 0.0) for line in timed)
+        for phase in TIMED
+        if phase in last
+    }
+    sampled = sum(size * line["completions/mean_length"] for line in timed)
     return Trial(
         batch_size=size,
-        steps=len(times),
+        steps=len(metrics),
         retries=sum(line["retries"] for line in memory),
         rows=rows,
         allocated_bytes=max(line["peak_bytes"] for line in memory),
         reserved_bytes=max(line["reserved_bytes"] for line in memory),
         device_used_bytes=max(line["device_used_bytes"] for line in memory),
-        samples_per_minute=60 * size * len(timed) / sum(timed),
-        errors={line["phase"]: line["predicted_bytes"] / line["device_used_bytes"] - 1 for line in last},
+        samples_per_minute=60 * size * len(timed) / sum(line["step_time"] for line in timed),
+        tokens_per_second=sampled / max(1e-9, sum(line["timing/sample_s"] for line in timed)),
+        phases={
+            phase: {
+                "seconds": seconds[phase],
+                "predicted_bytes": last[phase]["predicted_added_bytes"],
+                "measured_bytes": last[phase]["added_bytes"] or 0,
+            }
+            for phase in seconds
+        },
+        logp_difference=metrics[-1]["sampling/sampling_logp_difference/mean"],
     )
 
 
@@ -97,10 +124,31 @@ def check_card(
     limit: str,
     long_steps: int,
     short_steps: int = 6,
-) -> dict[str, Any]:
-    """All parts, each reported even when another fails. case: what the contenders race at."""
+    quick: bool = False,
+) -> Iterator[tuple[str, Any]]:
+    """(name, result) of each part, also of those that fail. case: what the contenders race at.
 
-    def guarded(name: str, part: Callable[[], Any]) -> Any:
+    quick: the first five figures alone: rates, a step by phase, recorded decoding, and two batches.
+    """
+    short = replace(config, steps=short_steps)
+    yield "device", _device_name()
+    yield "torch", torch.__version__
+    yield "model", config.model
+    yield "max_new_tokens", config.sampling.max_new_tokens
+    parts: dict[str, Callable[[], Any]] = {
+        "rates": lambda: _rates(config),
+        "rows": lambda: [_row(replace(short, batch_size=n)) for n in batch_sizes],
+        "recorded steps": lambda: _recorded(config),
+    }
+    if not quick:
+        parts |= {
+            "race": lambda: _raced(case, contenders),
+            "whole rollout": lambda: _whole(short, limit, max(batch_sizes)),
+            "limit": lambda: _limited(config, limit, long_steps, short_steps),
+            "recovery": lambda: _recovery(short, limit),
+            "emptied cache": lambda: _emptied(short),
+        }
+    for name, part in parts.items():
         start = time.monotonic()
         try:
             result = part()
@@ -109,22 +157,20 @@ def check_card(
             result = {"failed": f"{type(error).__name__}: {error}"}
         _release_card()
         logger.warning("{}: {:.0f} s", name, time.monotonic() - start)
-        return result
+        yield name, result
 
-    short = replace(config, steps=short_steps)
-    return {
-        "device": _device_name(),
-        "torch": torch.__version__,
-        "model": config.model,
-        "max_new_tokens": config.sampling.max_new_tokens,
-        "rows": guarded("row table", lambda: [_row(replace(short, batch_size=n)) for n in batch_sizes]),
-        "race": guarded("race", lambda: _raced(case, contenders)),
-        "recorded steps": guarded("recorded steps", lambda: _recorded(config)),
-        "whole rollout": guarded("whole rollout", lambda: _whole(short, limit, max(batch_sizes))),
-        "limit": guarded("limit", lambda: _limited(config, limit, long_steps, short_steps)),
-        "recovery": guarded("recovery", lambda: _recovery(short, limit)),
-        "emptied cache": guarded("emptied cache", lambda: _emptied(short)),
-    }
+
+def _rates(config: Config) -> dict[str, float]:
+    """What the card reaches at best: operations a second of products, bytes a second of copies."""
+    device = choose_device(config.device)
+    dtype = compute_dtype(config.precision, device)
+    source = torch.empty(2**28 if device.type == "cuda" else 2**22, dtype=torch.uint8, device=device)
+    target, seconds = torch.empty_like(source), []
+    for _ in range(5):
+        start = time.perf_counter()
+        target.copy_(source)[0].item()  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    return {"flops": matmul_rate(device, dtype), "copied_bytes_per_s": 2 * source.nbytes / min(seconds)}
 
 
 def _release_card() -> None:
@@ -139,7 +185,10 @@ def _row(config: Config) -> dict[str, Any]:
     """A batch all at once, as the well-known recipes do it."""
     rows = config.num_rows
     trial = train(replace(config, rollout_rows=rows, score_rows=rows, train_rows=rows))
-    return {**asdict(trial), "status": trial.status}
+    parameters = sum(p.numel() for p in load_policy(config.model, torch.device("cpu")).model.parameters())
+    # Forward and backward, 6 operations a weight and token (Kaplan et al. 2020); prompts count once a group.
+    tokens = rows * (config.sampling.max_new_tokens + PROMPT_TOKENS / config.group_size)
+    return {**asdict(trial), "status": trial.status, "learning_flops": 6 * parameters * tokens}
 
 
 def _raced(case: Case, contenders: Sequence[Contender]) -> dict[str, Any]:
@@ -217,16 +266,33 @@ def _emptied(config: Config) -> dict[str, Any]:
 def summary(results: dict[str, Any]) -> list[str]:
     """Lines for people."""
     lines = [f"{results['device']}, torch {results['torch']}"]
-    if isinstance(results["rows"], list):
-        lines.append("batch  allocated  reserved  used       samples/min  status")
+    rates = results.get("rates", {})
+    if "flops" in rates:
+        products, copies = rates["flops"] / 1e12, rates["copied_bytes_per_s"] / 1e9
+        lines.append(f"products {products:.1f} TFLOP/s, copies {copies:.0f} GB/s")
+    if isinstance(results.get("rows"), list):
+        lines.append("batch  allocated  reserved  used       samples/min  tokens/s  status")
         for row in results["rows"]:
             sizes = (row[f"{name}_bytes"] / GB for name in ("allocated", "reserved", "device_used"))
             shown = "  ".join(f"{size:6.2f} GB" for size in sizes)
-            lines.append(
-                f"{row['batch_size']:5}  {shown}  {row['samples_per_minute']:11,.0f}  {row['status']}"
-            )
-    parts = (name for name, part in results.items() if isinstance(part, dict))
+            speeds = f"{row['samples_per_minute']:11,.0f}  {row['tokens_per_second']:8,.0f}"
+            lines.append(f"{row['batch_size']:5}  {shown}  {speeds}  {row['status']}")
+        lines += _phase_lines(results["rows"][-1], rates)
+    parts = (name for name, part in results.items() if isinstance(part, dict) and name != "rates")
     return lines + [f"{name}: {json.dumps(results[name])}" for name in parts]
+
+
+def _phase_lines(row: dict[str, Any], rates: dict[str, float]) -> list[str]:
+    """Of the largest batch: each phase's seconds and bytes, and what of the card's products learning is."""
+    lines = [f"of {row['batch_size']} rows:  seconds  predicted  measured"]
+    for phase, found in row["phases"].items():
+        predicted, measured = (found[f"{name}_bytes"] / GB for name in ("predicted", "measured"))
+        lines.append(f"  {phase:10} {found['seconds']:9.3f}  {predicted:6.2f} GB  {measured:5.2f} GB")
+    lines.append(f"  sampler and scorer differ by {row['logp_difference']:.2g} nats a token")
+    if "flops" in rates and row.get("learning_flops"):
+        share = row["learning_flops"] / row["phases"]["learn"]["seconds"] / rates["flops"]
+        lines.append(f"  learning reaches {share:.0%} of the products' rate")
+    return lines
 
 
 def _device_name() -> str:

@@ -508,7 +508,7 @@ def test_a_record_holds_what_was_planned_and_what_was_measured():
     assert json.loads(json.dumps(record.as_dict())) == {
         "phase": "learn", "rows": 32, "prompt_tokens": 25, "new_tokens": 18,  # the largest of the parts
         "worst_bytes": 150 + 357, "expected_bytes": 150 + 340, "expected_error_bytes": 17,
-        "predicted_bytes": 150 + 340, "process_before_bytes": 10,
+        "predicted_bytes": 150 + 340, "predicted_added_bytes": 340, "process_before_bytes": 10,
         "added_bytes": 300, "peak_bytes": 500, "reserved_bytes": 520,
         "device_used_bytes": 540, "allocated_bytes": 7, "kv_bytes": 90,
         "kv_growth": [[1, 40], [9, 90], [17, 60]], "retries": 0, "reason": None,

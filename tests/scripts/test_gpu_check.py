@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import gpu_check
 import pytest
 import torch
 from commands import ROOT, run
@@ -24,7 +25,24 @@ def test_every_part_runs_small(tmp_path):
     assert results["recorded steps"]["plain"] > 0 and results["recorded steps"]["equal"] == 1
     assert results["whole rollout"]["whole"]
     assert results["recovery"]["steps"] == 1 and "speed" in results["emptied cache"]
-    assert "batch  allocated" in done.stdout
+    assert "batch  allocated" in done.stdout and "learning reaches" in done.stdout
+    for phase, found in results["rows"][0]["phases"].items():
+        assert found["seconds"] >= 0 and 0 <= found["measured_bytes"] < 2 * found["predicted_bytes"], phase
+    assert results["rates"]["flops"] > 1e9 and results["rates"]["copied_bytes_per_s"] > 1e8
+
+
+def test_what_was_found_is_written_part_by_part(tmp_path, monkeypatch):
+    """Whatever ends it then."""
+
+    def parts(*args, **options):
+        yield "device", "a card"
+        yield "torch", "2"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.gpu_check.check_card", parts)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check.main(output=tmp_path / "card.json", small=True, quick=True)
+    assert json.loads((tmp_path / "card.json").read_text()) == {"device": "a card", "torch": "2"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
