@@ -2,6 +2,7 @@
 
 python scripts/benchmark_signal.py cosines     how alike those of disjoint batches are, by reward and credit
 python scripts/benchmark_signal.py overhead    what measuring a step's noise costs
+python scripts/benchmark_signal.py dull        what leaving out groups of equal rewards saves
 """
 
 import tyro
@@ -10,7 +11,15 @@ from grpo.environment import set_library_defaults
 
 set_library_defaults()
 
-from benchmarks.signal import LEAST_BATCHES, overhead_table, overheads, signal_table, signals  # noqa: E402
+from benchmarks.signal import (  # noqa: E402
+    LEAST_BATCHES,
+    dull_groups,
+    dull_table,
+    overhead_table,
+    overheads,
+    signal_table,
+    signals,
+)
 
 from grpo.commands.screen import screen  # noqa: E402
 
@@ -39,5 +48,15 @@ def overhead(rows: int = 256, repeats: int = 7) -> None:
     screen(width=130).print(overhead_table(list(overheads(rows, repeats)), rows))
 
 
+def dull(rows: int = 256, repeats: int = 5) -> None:
+    """About two minutes on two cores.
+
+    Args:
+        rows: Completions of a step.
+        repeats: Passes of each kind, in turns.
+    """
+    screen(width=130).print(dull_table(dull_groups(rows, repeats), rows))
+
+
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"cosines": cosines, "overhead": overhead})
+    tyro.extras.subcommand_cli_from_dict({"cosines": cosines, "overhead": overhead, "dull": dull})

@@ -154,25 +154,59 @@ def signal_table(found: Sequence[Signal]) -> Table:
     return table
 
 
-def overheads(rows: int, repeats: int) -> Iterator[tuple[int, list[tuple[float, float]]]]:
-    """(rows a micro-batch, seconds of learning from a step without and with its noise, in turns)."""
+def _whole_step(rows: int) -> tuple[Policy, Config, GRPOBatch]:
+    """What a step of the demo learns from, with the reward that differs in nearly every group."""
     config = demo_config()
     policy = load_policy(config.model, choose_device("cpu"), config.precision)
     sampler = RolloutModel(policy.model, policy.target.dtype)
     prompts = load_prompts(config.prompts, seed=config.seed, heldout_count=1).draw(rows // config.group_size)
     (sampled,) = _sampled(prompts, config, policy, sampler, 1, rows)
-    batch = _batch(policy, config, sampled, REWARDS["policy"], "whole")
+    return policy, config, _batch(policy, config, sampled, REWARDS["policy"], "whole")
+
+
+def _seconds(
+    policy: Policy, config: Config, batch: GRPOBatch, rows: int, noise_share: float | None = None
+) -> float:
+    policy.model.zero_grad(set_to_none=True)
+    start = time.perf_counter()
+    _learn(policy, config, batch, rows=rows, noise_share=noise_share)
+    return time.perf_counter() - start
+
+
+def overheads(rows: int, repeats: int) -> Iterator[tuple[int, list[tuple[float, float]]]]:
+    """(rows a micro-batch, seconds of learning from a step without and with its noise, in turns)."""
+    policy, config, batch = _whole_step(rows)
     for size in (rows, rows // 4):
         seconds: list[tuple[float, float]] = []
         for number in range(repeats + 1):
-            pair = {}
-            for noise_share in (None, 1.0) if number % 2 else (1.0, None):
-                policy.model.zero_grad(set_to_none=True)
-                start = time.perf_counter()
-                _learn(policy, config, batch, rows=size, noise_share=noise_share)
-                pair[noise_share] = time.perf_counter() - start
+            kinds = (None, 1.0) if number % 2 else (1.0, None)
+            pair = {share: _seconds(policy, config, batch, size, share) for share in kinds}
             seconds.append((pair[None], pair[1.0]))
         yield size, seconds[1:]  # the first is to warm up
+
+
+def dull_groups(rows: int, repeats: int) -> dict[float, float]:
+    """By share of groups without an advantage: seconds of learning from a step (medians, in turns)."""
+    policy, config, batch = _whole_step(rows)
+    batches = {}
+    for share in (0.0, 0.25, 0.5, 0.75):
+        advantages = batch.advantages.clone()
+        advantages[: int(share * len(advantages))] = 0
+        batches[share] = replace(batch, advantages=advantages).without_dull_groups()
+    seconds: dict[float, list[float]] = {share: [] for share in batches}
+    for _ in range(repeats + 1):
+        for share, part in batches.items():
+            seconds[share].append(_seconds(policy, config, part, 64))
+    return {share: median(times[1:]) for share, times in seconds.items()}
+
+
+def dull_table(found: dict[float, float], rows: int) -> Table:
+    table = Table(title=f"Learning from a step of {rows} rows", title_justify="left", box=box.MARKDOWN)
+    for column in ("dull groups", "seconds", "times"):
+        table.add_column(column, justify="right")
+    for share, seconds in found.items():
+        table.add_row(f"{share:.0%}", f"{seconds:.2f}", f"{seconds / found[0.0]:.2f}")
+    return table
 
 
 def overhead_table(found: Sequence[tuple[int, list[tuple[float, float]]]], rows: int) -> Table:
