@@ -9,6 +9,7 @@ from loguru import logger
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from grpo.data.tokens import tokenize
 from grpo.distributed.share import Share
 from grpo.evaluate import Evaluation, interleave, score_heldout
 from grpo.evaluate.scores import Column
@@ -45,8 +46,8 @@ class PlannedPhases:
         least room.
         """
         run = self._run
-        texts = run.policy.tokenizer([prompt.text for prompt in prompts], add_special_tokens=False)
-        self._longest_prompt = max(self._longest_prompt, *map(len, texts["input_ids"]))
+        ids = tokenize([prompt.text for prompt in prompts], run.policy.tokenizer)
+        self._longest_prompt = max(self._longest_prompt, *map(len, ids))
         run.memory.replan(self._longest_prompt, run.config.sampling.max_new_tokens)
         if run.config.shard:
             rows = {phase: plan.rows for phase, plan in run.memory.plan.items()}

@@ -17,6 +17,7 @@ from grpo.learning.loss import adaptive_kl, loss_counts
 from grpo.learning.objectives import GRPOBatch, finish_grpo
 from grpo.learning.optimizer import learning_rate, set_learning_rate
 from grpo.learning.step import Stepper
+from grpo.model.load import end_names
 from grpo.phases import PlannedPhases
 from grpo.run.checkpoint import Checkpoint, restore_optimizer
 from grpo.run.interrupt import StopRequest
@@ -50,7 +51,8 @@ class Trainer:
         """Whether somebody asked the run to stop before its end."""
         self.progress = Progress(self.config.steps, self.config.minutes)
         self.phases = PlannedPhases(run)
-        self.doubt = Doubts(self.config.num_rows, self.config.sampling.max_new_tokens)
+        ends = end_names(run.policy.model, run.policy.tokenizer)
+        self.doubt = Doubts(self.config.num_rows, self.config.sampling.max_new_tokens, ends)
         self.source_state = run.source.state()
         if run.checkpoint is not None:
             self._restore(run.checkpoint)

@@ -38,9 +38,9 @@ class Room:
         A token is a byte or more: a text of few is not tokenized, which takes a microsecond a byte.
         """
         longest = self.context - self.max_new_tokens
-        if _num_bytes(text) < longest:  # not equal: some tokenizers put a space in front
+        if _num_bytes(text) + 1 < longest:  # some tokenizers put a token in front, and a space
             return
-        num_tokens = len(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        num_tokens = len(self.tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
         if num_tokens > longest:
             raise TooLong(
                 f"a prompt of {num_tokens:,} tokens, but the model's context of {self.context:,} leaves "

@@ -143,6 +143,23 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """All that end a text: the tokenizer's end of text, and those of the model's generation configuration.
+
+    A chat model has several, such as <|im_end|> and <|endoftext|>.
+    """
+    named = getattr(model.generation_config, "eos_token_id", None)
+    more = [] if named is None else [named] if isinstance(named, int) else named
+    return tuple(sorted({tokenizer.eos_token_id, *more}))
+
+
+def end_names(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The same as texts, for people."""
+    ids = end_tokens(model, tokenizer)
+    names = tokenizer.convert_ids_to_tokens(list(ids))
+    return [name or f"token {number}" for number, name in zip(ids, names, strict=True)]
+
+
 def _source(name: str) -> str:
     return str(BUNDLED_FOLDER) if name == BUNDLED else name
 

@@ -14,6 +14,7 @@ from loguru import logger
 
 from grpo.config import Config, SettingsError
 from grpo.data import PromptSource, Tokenizer
+from grpo.data.tokens import tokenize
 from grpo.learning.optimizer import step_bytes
 from grpo.memory import AdaptiveMemory, Budget, MemoryMonitor, PhaseSpec, Predictor, ProcessMemory, Shape
 from grpo.plan.advice import advice
@@ -235,7 +236,7 @@ def longest_prompt(source: PromptSource, tokenizer: Tokenizer, config: Config) -
     texts = [prompt.text for prompt in source.longest(LONGEST_TEXTS)]
     if not texts:
         return config.sampling.max_new_tokens
-    return max(1, *map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))
+    return max(1, *map(len, tokenize(texts, tokenizer)))
 
 
 def find_batch_size(memory: AdaptiveMemory, work: Workload, budget: Budget) -> int:

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.config.groups import SamplingSettings
+from grpo.data.tokens import tokenize
 from grpo.distributed.shard import any_process, inside
-from grpo.model.load import context_length
+from grpo.model.load import context_length, end_tokens
 from grpo.rollout.decoder import (
     CacheBytes,
     has_static_cache,
@@ -32,8 +33,8 @@ _CHECK_EVERY = 8
 def tokenize_prompts(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, *, longest: int
 ) -> list[list[int]]:
-    """Token ids of each prompt, without special tokens. ValueError for an empty or too long one."""
-    prompt_ids = tokenizer([prompt.text for prompt in prompts], add_special_tokens=False)["input_ids"]
+    """Token ids of each prompt. ValueError for an empty or too long one."""
+    prompt_ids = tokenize([prompt.text for prompt in prompts], tokenizer)
     for prompt, ids in zip(prompts, prompt_ids, strict=True):
         if not ids:
             raise ValueError(f"prompt {prompt.id} is empty: a prompt needs at least one token.")
@@ -54,6 +55,7 @@ def rollout(
     settings: SamplingSettings,
     *,
     rows: int,
+    ends: Sequence[int] | None = None,
     kept: KeptSlots | None = None,
     watch_cache: Callable[[int, CacheBytes], None] | None = None,
     watch_rows: Callable[[float], None] | None = None,
@@ -62,6 +64,7 @@ def rollout(
 
     uniforms: (N, max_new_tokens), see `step_uniforms`. Whole groups are sampled together where
     `rows` allows, and a group is split where it does not; neither changes what is sampled.
+    ends: tokens any of which ends a completion; None: all that the model and its tokenizer name.
     kept: where to find what an earlier rollout of this model has recorded, and to leave it for the next.
     watch_cache: told, every few steps, how many the first rows have done and what the cache takes up.
     watch_rows: told, as often, what share of all is done.
@@ -70,7 +73,8 @@ def rollout(
     prompt_ids = tokenize_prompts(prompts, tokenizer, longest=room)
     num_rows = len(uniforms)
     group_size = num_rows // len(prompts)
-    sampling = _Sampling(model, tokenizer.eos_token_id, prompt_ids, uniforms.to(model.device), settings, kept)
+    ends = end_tokens(model, tokenizer) if ends is None else ends
+    sampling = _Sampling(model, ends, prompt_ids, uniforms.to(model.device), settings, kept)
     sampling.watch_cache, sampling.watch_rows = watch_cache, watch_rows
     width = min(rows, group_size)  # rows of one group that decode together
 
@@ -107,13 +111,13 @@ class _Sampling:
     def __init__(
         self,
         model: PreTrainedModel,
-        end: int,
+        ends: Sequence[int],
         prompt_ids: list[list[int]],
         uniforms: Tensor,
         settings: SamplingSettings,
         kept: KeptSlots | None,
     ) -> None:
-        self._model, self._end, self._prompt_ids, self._uniforms = model, end, prompt_ids, uniforms
+        self._model, self._ends, self._prompt_ids, self._uniforms = model, ends, prompt_ids, uniforms
         self._settings, self._kept = settings, kept
         num_rows, self._longest = uniforms.shape
         longest_prompt = max(map(len, prompt_ids))
@@ -154,7 +158,7 @@ class _Sampling:
 
     def _slots(self, groups: int, width: int) -> Slots:
         def make() -> Slots:
-            return Slots(self._model, groups, width, self._settings, end=self._end)
+            return Slots(self._model, groups, width, self._settings, ends=self._ends)
 
         if self._kept is None:
             return make()

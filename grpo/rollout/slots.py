@@ -30,12 +30,13 @@ class Slots:
         width: int,
         settings: SamplingSettings,
         *,
-        end: int,
+        ends: Sequence[int],
         recorder: Recorder | None = None,
     ) -> None:
-        """width: rows of a group. end: the token that ends a text. recorder: None: the device's, if any."""
+        """width: rows of a group. ends: tokens that end a text. recorder: None: the device's, if any."""
         recorder = recorder or step_recorder(model)
-        self.groups, self._width, self._settings, self._end = groups, width, settings, end
+        self.groups, self._width, self._settings = groups, width, settings
+        self._ends = torch.tensor(ends, dtype=torch.long, device=model.device)
         self._longest = settings.max_new_tokens
         self._decoder = make_decoder(model, self._longest, recorded=recorder is not None)
         self._recorded = RecordedSteps(recorder) if recorder is not None else None
@@ -76,7 +77,7 @@ class Slots:
         for values in (self.ids, self.logp):
             values[rows] = 0
         self.ids[rows, 0], self.logp[rows, 0] = tokens, logp
-        self.lengths[rows], self.terminated[rows], self._tokens[rows] = 1, tokens == self._end, tokens
+        self.lengths[rows], self.terminated[rows], self._tokens[rows] = 1, self._is_end(tokens), tokens
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -92,7 +93,7 @@ class Slots:
             self.ids.scatter_(1, place, tokens.unsqueeze(1))
             self.logp.scatter_(1, place, logp.unsqueeze(1))
             self.lengths.add_(running)
-            self.terminated.logical_or_(running & (tokens == self._end))
+            self.terminated.logical_or_(running & self._is_end(tokens))
             self._tokens.copy_(tokens)
             self._newest_logp.copy_(logp)
 
@@ -102,6 +103,9 @@ class Slots:
             shown = self._tokens, self._newest_logp
             changed = *shown, self.ids, self.logp, self.lengths, self.terminated, *self._decoder.counters
             self._recorded(key, work, changed=changed, shown=shown)
+
+    def _is_end(self, tokens: Tensor) -> Tensor:
+        return (tokens.unsqueeze(1) == self._ends).any(1)
 
     def _sample(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         settings = self._settings

@@ -1,7 +1,7 @@
 """A step's numbers by TRL's names."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -60,8 +60,9 @@ class Doubts:
     that one took far longer than others while the device was full.
     """
 
-    def __init__(self, num_rows: int, max_new_tokens: int) -> None:
-        self._num_rows, self._max_new_tokens = num_rows, max_new_tokens
+    def __init__(self, num_rows: int, max_new_tokens: int, ends: Sequence[str]) -> None:
+        """ends: what ends a completion."""
+        self._num_rows, self._max_new_tokens, self._ends = num_rows, max_new_tokens, ends
         self._said: set[str] = set()
         self._step_times: deque[float] = deque(maxlen=20)
 
@@ -77,7 +78,7 @@ class Doubts:
         if cut >= MANY_CUT * self._num_rows:
             self._warn(
                 f"{cut} of {self._num_rows} completions of step {step} were cut at max_new_tokens "
-                f"{self._max_new_tokens}: raise it, or nothing ends",
+                f"{self._max_new_tokens}: raise it, or nothing ends; what would: {', '.join(self._ends)}",
                 about="lengths",
             )
 

@@ -9,6 +9,7 @@ import torch
 
 from grpo.config import Config
 from grpo.data import PromptSource
+from grpo.data.tokens import tokenize
 from grpo.memory import MemoryMonitor, Shape, survive
 from grpo.memory.planner import PhasePlan
 from grpo.model.load import Policy, RolloutModel
@@ -105,5 +106,5 @@ def rehearse(
 
     answers, _ = survive(work, len(some), phase="rehearsal", discard=undo, replays=not config.shard)
     undo()
-    texts = policy.tokenizer([prompt.text for prompt in prompts], add_special_tokens=False)["input_ids"]
-    return Rehearsal(answers, prompts, [len(ids) for ids in texts], monitor.in_use_bytes() - before)
+    ids = tokenize([prompt.text for prompt in prompts], policy.tokenizer)
+    return Rehearsal(answers, prompts, [*map(len, ids)], monitor.in_use_bytes() - before)

@@ -24,7 +24,7 @@ from grpo.memory.phase import Footprint
 from grpo.memory.recovery import release_cache
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import check_peft
-from grpo.model.load import Policy, RolloutModel
+from grpo.model.load import Policy, RolloutModel, end_names
 from grpo.model.reference import Reference
 from grpo.model.target import choose_device, choose_model, compute_dtype
 from grpo.plan.advice import does_not_stay
@@ -137,6 +137,8 @@ def _make_run(
         sampler = RolloutModel(policy.model, target.exact_dtype if config.shard else target.dtype)
         optimizer = make_optimizer(policy.model, config.optimizer)
     _tidy_up(device)
+    ends = " or ".join(end_names(policy.model, policy.tokenizer))
+    logger.info("completions end at {}, or after {} tokens", ends, config.sampling.max_new_tokens)
     longest = longest_prompt(source, policy.tokenizer, config)
     work = Workload(config, target, longest, reference_device == device, world.size)
     rehearsal = rehearse(config, policy, sampler, source, monitor)

@@ -8,13 +8,9 @@ from grpo.types import Prompt
 
 @dataclass(frozen=True)
 class FullLengthTokenizer:
-    """As much of a tokenizer as sampling needs: every text has `prompt_tokens` tokens.
-
-    eos_token_id: ends a completion; -1, which no model samples: all run to their full length.
-    """
+    """As much of a tokenizer as sampling needs: every text has `prompt_tokens` tokens."""
 
     prompt_tokens: int
-    eos_token_id: int = -1
 
     def __call__(self, texts: Sequence[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
         return {"input_ids": [[1] * self.prompt_tokens for _ in texts]}

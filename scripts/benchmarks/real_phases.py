@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -105,8 +106,10 @@ class RealPhases:
             if waiting:  # the last to come leaves at once, and what stays is copied
                 uniforms[-group_size:, 0] = 0.0
         settings = SamplingSettings(max_new_tokens=new_tokens)
-        tokenizer = FullLengthTokenizer(shape.prompt_tokens, eos_token_id=0)
-        return lambda: rollout(self._sampler, tokenizer, prompts, uniforms, settings, rows=shape.rows)  # type: ignore[arg-type]
+        tokenizer: Any = FullLengthTokenizer(shape.prompt_tokens)
+        return lambda: rollout(
+            self._sampler, tokenizer, prompts, uniforms, settings, rows=shape.rows, ends=(0,)
+        )
 
     def _scoring(self, made: Rollout, shape: Shape) -> Callable[[], object]:
         setting = self._setting

@@ -77,7 +77,7 @@ def _slots(load, recorder: OperationRecorder | None, groups: int = 3) -> Slots:
     policy = load("gpt2", "fp64")
     with torch.no_grad():
         policy.model.get_output_embeddings().weight[0] = 0  # nothing ends
-    return Slots(policy.model, groups, G, SamplingSettings(max_new_tokens=T), end=0, recorder=recorder)
+    return Slots(policy.model, groups, G, SamplingSettings(max_new_tokens=T), ends=(0,), recorder=recorder)
 
 
 def test_replayed_tokens_are_what_tokens_are(load):

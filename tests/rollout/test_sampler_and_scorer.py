@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from grpo.config.groups import SamplingSettings
 from grpo.memory import Shape
 from grpo.memory.live import LiveBytes
-from grpo.model.load import RolloutModel, context_length
+from grpo.model.load import RolloutModel, context_length, end_names, end_tokens
 from grpo.rollout.decoder import CacheBytes, make_decoder
 from grpo.rollout.generic import GenericDecoder
 from grpo.rollout.gpt2 import GPT2Decoder
@@ -411,3 +411,30 @@ def test_the_cache_is_watched_during_the_first_rows_and_changes_nothing(load, pr
     longest = max(len(ids) for ids in watched.prompt_ids[:2])
     full = (2 * longest + 2 * G * PLACES) * PER_TOKEN["gpt2"]
     assert seen[0][1] == CacheBytes(full, 2 * longest * PER_TOKEN["gpt2"])
+
+
+# -------------------------------------------------------------------------------------------- ends
+
+
+def test_every_end_that_the_model_names_ends_a_text(load, prompts, monkeypatch):
+    """Chat models have several; texts are those of one end alone, up to the first of any."""
+    policy = load("gpt2", "fp64")
+    settings = SamplingSettings(max_new_tokens=40)
+    uniforms = step_uniforms(len(prompts) * 4, 40, seed=0, step=0)
+
+    def sampled(ends: int | list[int] | None) -> Rollout:
+        monkeypatch.setattr(policy.model.generation_config, "eos_token_id", ends)
+        return rollout(policy.model, policy.tokenizer, prompts, uniforms, settings, rows=8)
+
+    one, alone = sampled(0), sampled(None)
+    assert torch.equal(one.completion_ids, alone.completion_ids)  # the tokenizer's counts in any case
+    many = one.completion_ids[:, 1].unique()[1:5].tolist()  # none of them the tokenizer's
+    several = sampled(many)
+    assert (several.lengths < one.lengths).any()
+    for row in range(len(uniforms)):
+        text = one.completion_ids[row, : one.lengths[row]].tolist()
+        first = next((place for place, token in enumerate(text) if token in many), len(text) - 1)
+        assert several.completion_ids[row, : several.lengths[row]].tolist() == text[: first + 1]
+        assert several.terminated[row] == (text[first] in {0, *many})
+    assert end_tokens(policy.model, policy.tokenizer) == (0, *many)
+    assert end_names(policy.model, policy.tokenizer)[0] == policy.tokenizer.eos_token

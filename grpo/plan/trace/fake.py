@@ -138,7 +138,7 @@ class FakePhases:
         settings = replace(sampling, max_new_tokens=tokens)
 
         def slots_for(groups: int) -> Slots:
-            return Slots(self._sampler, groups, per_prompt, settings, end=0)
+            return Slots(self._sampler, groups, per_prompt, settings, ends=(0,))
 
         def uniforms(groups: int) -> Tensor:
             return torch.zeros(1, 1).expand(rows, tokens)[torch.arange(groups * per_prompt)]

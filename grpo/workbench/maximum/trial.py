@@ -115,7 +115,7 @@ def _grpo_step(task: TrialTask, model: PreTrainedModel, dtype: torch.dtype) -> S
 
     def step(rows: int) -> float:
         prompts, uniforms = nameless_prompts(rows // task.group_size), torch.rand(rows, task.new_tokens)
-        made = rollout(sampler.model, tokenizer, prompts, uniforms, sampling, rows=rows)
+        made = rollout(sampler.model, tokenizer, prompts, uniforms, sampling, rows=rows, ends=())
         ref_logp = None
         if reference is not None:
             with reference.model() as frozen:
