@@ -77,7 +77,7 @@ class PlannedPhases:
             kv_growth.clear()
             return rollout(
                 run.sampler.model, run.policy.tokenizer, prompts, uniforms, config.sampling,
-                rows=rows, kept=kept,
+                rows=rows, kept=kept, stay_gathered=run.stays_gathered,
                 watch_cache=lambda tokens, size: kv_growth.append((tokens, size.held + size.growing)),
             )  # fmt: skip
 

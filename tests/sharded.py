@@ -11,6 +11,7 @@ from benchmarks.real_phases import RealPhases, Setting, own_meter
 from conftest import CPU, let_norms_be_exact, untraced
 from rich.console import Console
 from torch import distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from grpo.config import Config
@@ -84,19 +85,42 @@ def gradient_errors(rank: int, folder: Path) -> list[float]:
         return errors
 
 
-def rollouts(rank: int, folder: Path, prompts: list[Prompt]) -> tuple[Any, Any]:
-    """Tokens and log-probs of this process's prompts by a sharded model, and by one that is whole."""
+def rollouts(rank: int, folder: Path, prompts: list[Prompt]) -> tuple[Any, list[int]]:
+    """Tokens and log-probs of this process's prompts, and how often weights were gathered.
+
+    By a sharded model, by it with weights that stay, and by one that is whole.
+    """
     with process_group():
         policy, one = _twins(folder)
         settings = SamplingSettings(max_new_tokens=NEW_TOKENS)
         uniforms = step_uniforms(GROUP * len(prompts), NEW_TOKENS, seed=3, step=0)
         half = len(prompts) // 2
         own, own_uniforms = prompts[rank * half :][:half], uniforms[rank * half * GROUP :][: half * GROUP]
-        made = [
-            rollout(model, policy.tokenizer, own, own_uniforms, settings, rows=2 * GROUP)
-            for model in (policy.model, one)
-        ]
-        return tuple((each.completion_ids.numpy(), each.sampler_logp.numpy()) for each in made)
+        made, gathers = [], []
+        for model, stay_gathered in ((policy.model, False), (policy.model, True), (one, False)):
+            with Gathers() as counted:
+                made.append(
+                    rollout(
+                        model, policy.tokenizer, own, own_uniforms, settings, rows=2 * GROUP,
+                        stay_gathered=stay_gathered,
+                    )
+                )  # fmt: skip
+            gathers.append(counted.count)
+        held = sum(p.to_local().numel() for p in policy.model.parameters())  # ValueError: not parted again
+        assert held < sum(p.numel() for p in one.parameters())
+        return tuple((each.completion_ids.numpy(), each.sampler_logp.numpy()) for each in made), gathers
+
+
+class Gathers(TorchDispatchMode):
+    """Counts how often weights are put together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "all_gather_copy_in" in str(func)
+        return func(*args, **(kwargs or {}))
 
 
 def added_bytes(rank: int, setting: Setting, shape: Shape, phases: tuple[str, ...]) -> dict[str, int]:

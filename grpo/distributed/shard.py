@@ -79,14 +79,23 @@ def is_sharded(model: nn.Module) -> bool:
     return model in _GATHERED
 
 
-def inside(model: PreTrainedModel, work: Callable[[], T]) -> T:
+def inside(model: PreTrainedModel, work: Callable[[], T], *, stay_gathered: bool = False) -> T:
     """`work()` as a forward pass of the model, so that what is outside of layers is gathered.
 
-    A collective where the model is sharded; the same as `work()` where it is not.
+    A collective where the model is sharded; the same as `work()` where it is not. stay_gathered: each weight
+    is gathered once for all passes of `work`, and let go of at its end.
     """
     if not is_sharded(model):
         return work()
-    result: T = model.run_inside(work)
+    parts = [part for part in model.modules() if isinstance(part, FSDPModule)] if stay_gathered else []
+    try:
+        for part in parts:
+            part.set_reshard_after_forward(False, recurse=False)
+        result: T = model.run_inside(work)
+    finally:
+        for part in parts:
+            part.set_reshard_after_forward(True, recurse=False)
+            part.reshard()
     if isinstance(model, FSDPModule) and not torch.is_grad_enabled():
         # There is no backward pass to let go of what this one remembers. Before torch 2.13: of weights.
         getattr(model, "reset_iter_state", model.reshard)()

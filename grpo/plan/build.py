@@ -4,7 +4,7 @@ Closed forms and traces come together here, for a run that is about to start (`m
 batch size where that is left to us (`find_batch_size`), and for the tables before and after.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -92,11 +92,15 @@ def process_memory(
         later = LATER_PRIVATE_BYTES if monitor.counts_private else LATER_BYTES
         overhead_bytes += later if work.target.on_cpu else 0
     resident |= kernel_parts(work.target, compiled_bytes, private=monitor.counts_private)
+    gathered: dict[str, int] = {}
+    if work.stays_gathered:  # a layer of it is traced, too
+        gathered = {"gathered weights": work.target.dtype.itemsize * tracer.num_parameters}
     gradients = {"gradients": work.exact_bytes * sum(sizes)}
     update = gradients["gradients"] + step_bytes(sizes, config.optimizer, work.target.device.type)
     specs = {
         "sample": PhaseSpec(
-            "sample", split_name("sample"), config.rollout_rows, partial(sample_parts, work),
+            "sample", split_name("sample"), config.rollout_rows,
+            lambda shape: {**gathered, **sample_parts(work, shape)},
             partial(slots_bytes, work) if _keeps_slots(work) else None,
         ),
         "score": PhaseSpec("score", "score", config.score_rows, partial(logits_parts, work)),
@@ -107,8 +111,12 @@ def process_memory(
         "update": PhaseSpec("update", "update", None, lambda shape: gradients),
     }  # fmt: skip
     fits: dict[str, Callable[[Shape], float]] = {**traced, "update": lambda shape: update}
-    for name in ("learn", split_name("learn")):
-        fits[name] = partial(_with_workspace, work, traced[name])
+    unseen: dict[str, Callable[[Shape], Mapping[str, int]]] = {  # by traces
+        "learn": partial(attention_workspace, work), "sample": lambda _: gathered,
+    }  # fmt: skip
+    for phase, parts in unseen.items():
+        for name in (phase, split_name(phase)):
+            fits[name] = partial(_with_parts, parts, traced[name])
     scratch = {phase: scratch_bytes(phase, work.target) for phase in fits}
     if not (config.uses_reference or config.num_iterations > 1 or config.kl_in_reward):
         del specs["score"]
@@ -120,8 +128,10 @@ def process_memory(
     )  # fmt: skip
 
 
-def _with_workspace(work: Workload, traced: Callable[[Shape], float], shape: Shape) -> float:
-    return traced(shape) + sum(attention_workspace(work, shape).values())
+def _with_parts(
+    parts: Callable[[Shape], Mapping[str, int]], traced: Callable[[Shape], float], shape: Shape
+) -> float:
+    return traced(shape) + sum(parts(shape).values())
 
 
 def _keeps_slots(work: Workload) -> bool:

@@ -55,6 +55,8 @@ class Workload:
     reference_here: bool
     """Whether the reference lives on the policy's device."""
     processes: int = 1
+    stays_gathered: bool = False
+    """Whether a sharded model's weights are all gathered while it samples."""
 
     @property
     def shards(self) -> int:

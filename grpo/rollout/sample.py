@@ -57,6 +57,7 @@ def rollout(
     rows: int,
     ends: Sequence[int] | None = None,
     kept: KeptSlots | None = None,
+    stay_gathered: bool = False,
     watch_cache: Callable[[int, CacheBytes], None] | None = None,
     watch_rows: Callable[[float], None] | None = None,
 ) -> Rollout:
@@ -66,6 +67,7 @@ def rollout(
     `rows` allows, and a group is split where it does not; neither changes what is sampled.
     ends: tokens any of which ends a completion; None: all that the model and its tokenizer name.
     kept: where to find what an earlier rollout of this model has recorded, and to leave it for the next.
+    stay_gathered: of a sharded model all weights at once, instead of a layer's for each token anew.
     watch_cache: told, every few steps, how many the first rows have done and what the cache takes up.
     watch_rows: told, as often, what share of all is done.
     """
@@ -84,7 +86,7 @@ def rollout(
             sampling.sample(rows_of, groups_at_once=max(1, rows // width))
             sampling.watch_cache = None
 
-    inside(model, work)
+    inside(model, work, stay_gathered=stay_gathered)
     lengths = sampling.lengths.cpu()
     longest = int(lengths.max())
     ids = sampling.ids[:, :longest].cpu()

@@ -14,7 +14,7 @@ from grpo.config import Config
 from grpo.config.sizes import parse_size
 from grpo.data import PromptSource
 from grpo.distributed import World
-from grpo.memory import AdaptiveMemory, Budget, MemoryMonitor, make_budget
+from grpo.memory import AdaptiveMemory, Budget, DoesNotFit, MemoryMonitor, make_budget
 from grpo.memory.budget import DeviceMemory
 from grpo.memory.enforce import is_near, limit_memory
 from grpo.model.load import load_config, load_tokenizer
@@ -73,8 +73,28 @@ def plan_together(
         work, monitor, budget, compiled_bytes=rehearsal.grown_bytes, bias=bias,
         agree=lambda rows: min(world.exchange("the batch size", rows)),
     )  # fmt: skip
+    if work.config.shard:
+        work, memory = _stay_gathered(world, work, memory, lambda work: plan_memory(
+            work, monitor, budget, compiled_bytes=rehearsal.grown_bytes, bias=bias
+        )[1])  # fmt: skip
     trace_parts(work, memory)
     return work, memory
+
+
+def _stay_gathered(
+    world: World, work: Workload, memory: AdaptiveMemory, plan: Callable[[Workload], AdaptiveMemory]
+) -> tuple[Workload, AdaptiveMemory]:
+    """Sample with all weights of a sharded model gathered, where every process has room for as many rows."""
+    gathered = replace(work, stays_gathered=True)
+    try:
+        other: AdaptiveMemory | None = plan(gathered)
+    except DoesNotFit:
+        other = None
+    fits = other is not None and other.plan["sample"].rows == memory.plan["sample"].rows
+    if not all(world.exchange("the room for gathered weights", fits)) or other is None:
+        return work, memory
+    logger.info("all weights stay gathered while sampling, as there is room for them")
+    return gathered, other
 
 
 def enforce(config: Config, monitor: MemoryMonitor, memory: AdaptiveMemory, budget: Budget) -> None:

@@ -70,6 +70,8 @@ class Run:
     memory: AdaptiveMemory
     budget: Budget
     """At the start; what others hold may change it."""
+    stays_gathered: bool
+    """Whether a sharded model's weights are all gathered while it samples."""
     longest_prompt: int
     """Tokens, of the prompts that are known beforehand."""
     expected: Mapping[str, Footprint]
@@ -164,7 +166,8 @@ def _make_run(
         policy=policy, reference=reference, sampler=sampler, optimizer=optimizer,
         checkpoints=checkpoints, checkpoint=checkpoint,
         clock=Clock(device), monitor=monitor, memory=memory, budget=budget(),
-        longest_prompt=work.longest_prompt, expected=memory.expected(expected), world=world,
+        stays_gathered=work.stays_gathered, longest_prompt=work.longest_prompt,
+        expected=memory.expected(expected), world=world,
     )  # fmt: skip
 
 

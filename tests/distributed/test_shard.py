@@ -47,10 +47,12 @@ def test_gradients_are_the_sums_of_a_whole_model_s(model_folders, name):
 def test_processes_whose_rows_end_at_other_times_sample_what_one_would(model_folders, prompts):
     many = [dataclasses.replace(prompt, id=f"{i}") for i, prompt in enumerate([*prompts, *prompts[::-1]])]
     lengths = []
-    for sharded, alone in values(rollouts, model_folders["llama"], many):
-        assert np.array_equal(sharded[0], alone[0])
-        assert np.abs(sharded[1] - alone[1]).max() < 1e-12
-        lengths.append(sharded[0].shape[1])
+    for (*sharded, alone), gathers in values(rollouts, model_folders["llama"], many):
+        for ids, logp in sharded:
+            assert np.array_equal(ids, alone[0])
+            assert np.abs(logp - alone[1]).max() < 1e-12
+        assert gathers[0] > 2 * gathers[1] and gathers[1:] == [3, 0]  # two layers, and what is outside
+        lengths.append(alone[0].shape[1])
     assert max(lengths) > 1
 
 

@@ -209,6 +209,16 @@ def test_attention_with_a_mask_has_a_workspace_on_cards_in_bf16():
     assert memory.footprint("learn", shape).parts["attention's workspace"] == 64 * 12 * 3 * 16 * 2**10
 
 
+def test_weights_that_stay_gathered_are_part_of_sampling():
+    shape = Shape(16, 50, 20)
+    layer_by_layer, at_once = (
+        make_memory(work, MONITOR, lambda: Budget(GB, ""), overhead_bytes=0).footprint("sample", shape)
+        for work in (workload(), dataclasses.replace(workload(), stays_gathered=True))
+    )
+    assert at_once.parts["gathered weights"] == 4 * PARAMETERS
+    assert at_once.peak_bytes == layer_by_layer.peak_bytes + 4 * PARAMETERS
+
+
 def test_what_cudas_allocator_takes_for_a_tensor():
     mib = 2**20
     growing, fixed = (on_card(torch.float32, grows_segments=grows) for grows in (True, False))
