@@ -39,9 +39,19 @@ class SamplingSettings:
         float, Limit(lambda share: 0 < share <= 1, "give more than 0, at most 1 (all tokens)")
     ] = 1.0
     """Sample among the fewest tokens that hold this much probability; 1 for all."""
+    stop: tuple[str, ...] = ()
+    """Texts any of which ends a completion, which is learned from up to the token that completes it;
+    "\\n" is a line's end."""
 
     def __post_init__(self) -> None:
         check_limits(self)
+        if "" in self.stop:
+            raise ValueError("stop has an empty text, which every completion begins with: leave it out.")
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """As they stand in a completion; a shell has no line's ends."""
+        return tuple(text.replace("\\n", "\n").replace("\\t", "\t") for text in self.stop)
 
 
 @dataclass(frozen=True)

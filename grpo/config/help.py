@@ -15,7 +15,7 @@ from grpo.config.settings import Config
 
 FIRST = (
     "model", "prompts", "reward", "steps", "batch_size", "group_size", "learning_rate", "kl_coef",
-    "max_new_tokens", "memory_limit", "minutes", "name", "resume", "dry_run",
+    "max_new_tokens", "stop", "memory_limit", "minutes", "name", "resume", "dry_run",
 )  # fmt: skip
 """What people need first."""
 

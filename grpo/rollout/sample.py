@@ -4,6 +4,7 @@ A group that has finished leaves, or a waiting one takes its place. Rows do not 
 of a group share their prompt's keys, and end within a few tokens of each other.
 """
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -46,6 +47,18 @@ def tokenize_prompts(
     return prompt_ids
 
 
+def stop_length(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> int | None:
+    """Of a text's tokens, how many there are when the first stop text is complete; None where none is."""
+
+    def has_stopped(count: int) -> bool:
+        text = tokenizer.decode(ids[:count])
+        return any(stop in text for stop in stops)
+
+    if not has_stopped(len(ids)):
+        return None
+    return 1 + bisect_left(range(1, len(ids)), True, key=has_stopped)
+
+
 @torch.no_grad()
 def rollout(
     model: PreTrainedModel,
@@ -76,7 +89,7 @@ def rollout(
     num_rows = len(uniforms)
     group_size = num_rows // len(prompts)
     ends = end_tokens(model, tokenizer) if ends is None else ends
-    sampling = _Sampling(model, ends, prompt_ids, uniforms.to(model.device), settings, kept)
+    sampling = _Sampling(model, tokenizer, ends, prompt_ids, uniforms.to(model.device), settings, kept)
     sampling.watch_cache, sampling.watch_rows = watch_cache, watch_rows
     width = min(rows, group_size)  # rows of one group that decode together
 
@@ -113,6 +126,7 @@ class _Sampling:
     def __init__(
         self,
         model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         ends: Sequence[int],
         prompt_ids: list[list[int]],
         uniforms: Tensor,
@@ -120,7 +134,7 @@ class _Sampling:
         kept: KeptSlots | None,
     ) -> None:
         self._model, self._ends, self._prompt_ids, self._uniforms = model, ends, prompt_ids, uniforms
-        self._settings, self._kept = settings, kept
+        self._tokenizer, self._settings, self._kept = tokenizer, settings, kept
         num_rows, self._longest = uniforms.shape
         longest_prompt = max(map(len, prompt_ids))
         self._prompt_places = prompt_places(model.config, longest_prompt, model.device.type)
@@ -151,6 +165,8 @@ class _Sampling:
                 if self.watch_rows is not None and looks:
                     self.watch_rows(self._share_done(slots, running))
                 if steps % check_every == 0 or longest:
+                    if steps % _CHECK_EVERY == 0 or longest:
+                        self._stop(slots, [place for place, group in enumerate(running) if group is not None])
                     self._take_ended(slots, running, rows_of)
                     if not any_process(self._model, any(group is not None for group in running)):
                         break
@@ -201,12 +217,27 @@ class _Sampling:
         ended = [place for place, over in enumerate(slots.ended()) if over and running[place] is not None]
         if not ended:
             return
+        self._stop(slots, ended)
         rows = rows_of[[running[place] for place in ended]].flatten()
         places = slots.rows_of(ended)
         for name in ("ids", "logp", "lengths", "terminated"):
             getattr(self, name)[rows] = getattr(slots, name)[places]
         for place in ended:
             running[place] = None
+
+    def _stop(self, slots: Slots, groups: Sequence[int]) -> None:
+        """End rows in which a stop text stands, after the token that completes the first."""
+        if not self._settings.stop or not groups:
+            return
+        rows = slots.rows_of(groups)
+        said = zip(rows.tolist(), slots.ids[rows].tolist(), slots.lengths[rows].tolist(), strict=True)
+        cut: dict[int, int] = {}
+        for row, ids, length in said:
+            kept = stop_length(ids[:length], self._tokenizer, self._settings.stop_texts)
+            if kept is not None:
+                cut[row] = kept
+        if cut:
+            slots.cut([*cut], [*cut.values()])
 
     def _share_done(self, slots: Slots, running: list[int | None]) -> float:
         """Of all tokens that there may be; a row that has ended has no more to come."""

@@ -104,6 +104,15 @@ class Slots:
             changed = *shown, self.ids, self.logp, self.lengths, self.terminated, *self._decoder.counters
             self._recorded(key, work, changed=changed, shown=shown)
 
+    def cut(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """These rows (places) have ended after so many tokens: what they said beyond is dropped."""
+        places = torch.tensor(rows, device=self._device)
+        kept = torch.tensor(lengths, device=self._device)
+        beyond = torch.arange(self._longest + 1, device=self._device) >= kept.unsqueeze(1)
+        for values in (self.ids, self.logp):
+            values[places] = values[places].masked_fill(beyond, 0)
+        self.lengths[places], self.terminated[places] = kept, True
+
     def _is_end(self, tokens: Tensor) -> Tensor:
         return (tokens.unsqueeze(1) == self._ends).any(1)
 

@@ -438,3 +438,36 @@ def test_every_end_that_the_model_names_ends_a_text(load, prompts, monkeypatch):
         assert several.terminated[row] == (text[first] in {0, *many})
     assert end_tokens(policy.model, policy.tokenizer) == (0, *many)
     assert end_names(policy.model, policy.tokenizer)[0] == policy.tokenizer.eos_token
+
+
+@pytest.mark.parametrize("rows", [2, 8, 100])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it(load, prompts, architecture, rows):
+    """Over token boundaries, whichever rows are beside it; what follows is as if it had never been."""
+    policy = load(architecture, "fp64")
+    uniforms = step_uniforms(len(prompts) * 4, 40, seed=0, step=0)
+
+    def sampled(**stop: tuple[str, ...]) -> Rollout:
+        settings = SamplingSettings(max_new_tokens=40, **stop)
+        return rollout(policy.model, policy.tokenizer, prompts, uniforms, settings, rows=rows)
+
+    plain = sampled()
+    longest = max(plain.completions, key=len)
+    stops = longest[3:6], longest[1:3]
+    stopped = sampled(stop=stops)
+    assert (stopped.lengths < plain.lengths).any()
+    for row in range(len(uniforms)):
+        ids = plain.completion_ids[row, : plain.lengths[row]].tolist()
+        texts = [policy.tokenizer.decode(ids[:count]) for count in range(1, len(ids) + 1)]
+        first = next((n for n, text in enumerate(texts, 1) if any(stop in text for stop in stops)), None)
+        count = first or len(ids)
+        assert stopped.completion_ids[row].tolist()[:count] == ids[:count]
+        assert not stopped.completion_ids[row, count:].any() and not stopped.sampler_logp[row, count:].any()
+        assert stopped.lengths[row] == count
+        assert bool(stopped.terminated[row]) == (first is not None or bool(plain.terminated[row]))
+
+
+def test_a_line_s_end_can_be_typed():
+    assert SamplingSettings(stop=("\\n\\n", "a\tb", "###")).stop_texts == ("\n\n", "a\tb", "###")
+    with pytest.raises(ValueError, match="stop has an empty text"):
+        SamplingSettings(stop=("x", ""))
