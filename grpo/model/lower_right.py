@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -47,6 +46,8 @@ def attend(
     if attention_mask is not None or not 1 < queries < keys:
         mixed, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return mixed, None
+    from torch.nn.attention.bias import causal_lower_right  # of no use to any other run
+
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     sharing = query.shape[1] // key.shape[1]
