@@ -144,8 +144,9 @@ def many(prompts) -> list[Prompt]:
 @pytest.mark.parametrize("rows", [100, 4 * G, 2])
 def test_rollouts_of_recorded_tokens_are_the_same(ending, many, rows, request):
     """Groups leave by halves, waiting ones take places, and a group may be split."""
+    many = many[:2] if rows < G else many  # a step at a time, in Python
     plain = _sample(ending, many, rows=rows)
-    assert len(plain.lengths.unique()) > 4 and plain.lengths.max() > 48
+    assert rows < G or (len(plain.lengths.unique()) > 4 and plain.lengths.max() > 48)
     recorder = request.getfixturevalue("recorder")
     _assert_same(_sample(ending, many, rows=rows), plain)
     assert recorder.replayed > 3 * recorder.recorded > 0
