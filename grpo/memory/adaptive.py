@@ -104,13 +104,12 @@ class AdaptiveMemory:
         return self.plan
 
     def _leave_something(self, budget: Budget) -> None:
-        """What a phase leaves for its next time may stay where all others have room beside it."""
+        """What a phase leaves for its next time may stay where all have room beside it."""
         if self.kept is None:
             return
         shapes = {phase: Shape(plan.rows, *self._longest) for phase, plan in self.plan.items()}
         left = sum(spec.keeps(shapes[phase]) for phase, spec in self.phases.items() if spec.keeps)
-        others = (plan.footprint for phase, plan in self.plan.items() if not self.phases[phase].keeps)
-        if left + max(footprint.upper_bytes for footprint in others) > budget.usable_bytes:
+        if left + max(plan.footprint.upper_bytes for plan in self.plan.values()) > budget.usable_bytes:
             self.kept.release()
             return
         self.process.left_bytes = left
@@ -235,7 +234,7 @@ class AdaptiveMemory:
         keeps = self.kept if self.phases[phase].keeps else None
 
         def measured(rows: int) -> tuple[T, PhaseReading]:
-            held = keeps.nbytes if keeps else 0
+            held = keeps.largest_nbytes if keeps else 0
             with self._monitor.phase(exact=exact) as reading:
                 result = work(rows)
             if reading.added_bytes is not None:

@@ -58,6 +58,10 @@ class Kept(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def largest_nbytes(self) -> int:
+        """Of what is used first."""
+
     def trim(self, room: float) -> None:
         """Hold no more than `room` bytes."""
 

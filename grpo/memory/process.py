@@ -49,7 +49,7 @@ class ProcessMemory:
         self._held: list[tuple[float, float]] = []
         self._reserved = 0.0
         self.left_bytes = 0.0
-        """What a phase leaves for the next time that it runs, and others have beside them."""
+        """What a phase leaves for the next time that it runs, and all have beside what they add."""
 
     @property
     def base_bytes(self) -> float:
@@ -69,7 +69,7 @@ class ProcessMemory:
         rest = added.peak_bytes - sum(parts.values())
         if rest < 0:  # the closed forms are upper bounds, the trace is not
             parts = {name: size * added.peak_bytes / sum(parts.values()) for name, size in parts.items()}
-        if self.left_bytes and spec.keeps is None:
+        if self.left_bytes:
             parts[LEFT] = self.left_bytes
         slack = self._slack(phase)
         if refined and self._share_seen is not None:

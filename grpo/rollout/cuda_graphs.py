@@ -38,6 +38,12 @@ class RecordedSteps:
         self._checked = False
         self._replays: dict[Hashable, Replay] = {}
 
+    def anew(self) -> "RecordedSteps":
+        """For the same work on other tensors."""
+        other = RecordedSteps(self._recorder)
+        other._checked = self._checked
+        return other
+
     def __call__(
         self, key: Hashable, work: Callable[[], None], *, changed: Sequence[Tensor], shown: Sequence[Tensor]
     ) -> None:

@@ -205,6 +205,11 @@ class _Sampling:
         remaining = remaining_places(len(running), len(going_on), width)
         if remaining == len(running):
             return slots, running
+        if self._kept is None:  # without a second cache beside the first
+            over = [place for place in free if place not in going_on]
+            places = [*going_on, *over[: remaining - len(going_on)]]
+            slots.keep(places)
+            return slots, [running[place] for place in places]
         fewer = self._slots(remaining, width)
         fewer.take_over(slots, going_on)
         return fewer, [*(running[place] for place in going_on), *[None] * (remaining - len(going_on))]

@@ -127,8 +127,10 @@ class Slots:
         self._decoder.skip(num_tokens)
 
     def keep(self, groups: Sequence[int]) -> None:
-        """The others leave, and with them their places."""
+        """The others leave, and with them their places, and what was recorded for so many."""
         rows = self.rows_of(groups)
+        if self._recorded is not None:
+            self._recorded = self._recorded.anew()
         self._decoder.keep(groups)
         self.groups = len(groups)
         for name in ("ids", "logp", "lengths", "terminated", "_uniforms", "_tokens", "_newest_logp"):
@@ -178,6 +180,10 @@ class KeptSlots:
     def nbytes(self) -> int:
         """Of caches; the rest is little."""
         return sum(slots.cache_bytes.held for slots in self._slots.values())
+
+    @property
+    def largest_nbytes(self) -> int:
+        return max((slots.cache_bytes.held for slots in self._slots.values()), default=0)
 
     def trim(self, room: float) -> None:
         """Let go of those that were used longest ago, until no more than `room` bytes are held."""

@@ -34,7 +34,6 @@ from grpo.rollout.decoder import (
     has_static_cache,
     prompt_places,
     records_steps,
-    remaining_places,
     replaced_at_once,
 )
 from grpo.rollout.slots import Slots
@@ -153,10 +152,8 @@ class FakePhases:
             if split and is_static and len(prompts) > 1:
                 replaced = replaced_at_once(len(prompts))
                 slots.replace(range(replaced), prompts[:replaced], uniforms(replaced))
-            if recording is not None:
-                if (fewer := remaining_places(len(prompts), 1, per_prompt)) < len(prompts):
-                    slots_for(fewer).take_over(slots, range(1))
-            elif len(prompts) > 1:
+            del recording
+            if len(prompts) > 1:
                 slots.keep(range(1, len(prompts)))
         del written
 
