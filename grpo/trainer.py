@@ -51,8 +51,7 @@ class Trainer:
         """Whether somebody asked the run to stop before its end."""
         self.progress = Progress(self.config.steps, self.config.minutes)
         self.phases = PlannedPhases(run)
-        stops = map(repr, self.config.sampling.stop_texts)
-        ends = [*end_names(run.policy.model, run.policy.tokenizer), *stops]
+        ends = end_names(run.policy.model, run.policy.tokenizer, self.config.sampling.stop_texts)
         self.doubt = Doubts(self.config.num_rows, self.config.sampling.max_new_tokens, ends)
         self.source_state = run.source.state()
         if run.checkpoint is not None:

@@ -87,19 +87,21 @@ class ProcessMemory:
 
     def added_bytes(self, footprint: Footprint) -> float:
         """What a phase's tensors come to beside those that exist between phases."""
-        return footprint.tensor_bytes - sum(self._resident().values()) - footprint.parts.get(LEFT, 0.0)
+        return self._beside_resident(footprint) - footprint.parts.get(LEFT, 0.0)
+
+    def _beside_resident(self, footprint: Footprint) -> float:
+        return footprint.tensor_bytes - sum(self._resident().values())
 
     def lasting(self, footprints: Mapping[str, Footprint]) -> dict[str, Footprint]:
         """The same once all have run: an allocator does not give back what the largest phase needed.
 
         Of a heap that is bounded (`reserve`) it does: what did not fit into it.
         """
-        resident = sum(self._resident().values())
         held = {**self._resident(), OUTSIDE: self.overhead_bytes, KEPT: self._reserved}
         unsure = max(self._slack(phase).error_bytes for phase in self.phases)
         kept = [Footprint({name: float(size) for name, size in held.items()}, unsure)]
         if not self._reserved:
-            added = {phase: own.tensor_bytes - resident for phase, own in footprints.items()}
+            added = {phase: self._beside_resident(own) for phase, own in footprints.items()}
             for phase, own in footprints.items():
                 others = max((size for other, size in added.items() if other != phase), default=0.0)
                 between = self._slack(phase).share_of_others * others
@@ -108,8 +110,7 @@ class ProcessMemory:
 
     def reserve(self, most: Footprint, bound: Callable[[int], None]) -> None:
         """Bound a heap to what the largest phase adds; what it then holds is part of the plan."""
-        kept = sum(self._resident().values())
-        added = most.tensor_bytes - kept
+        added = self._beside_resident(most)
         bound(int(max(0.0, added)))
         if self._monitor.counts_private:  # which counts all of it, and gaps that were there before
             held = self._monitor.memory().ours_bytes - self.base_bytes
@@ -117,7 +118,7 @@ class ProcessMemory:
 
     def observe(self, phase: str, shape: Shape, *, added_bytes: int | None, process_bytes: int) -> None:
         """What was measured: tensors where they were counted, and the process."""
-        predicted = self.footprint(phase, shape).tensor_bytes - sum(self._resident().values())
+        predicted = self._beside_resident(self.footprint(phase, shape))
         if added_bytes is not None:
             self.predictor.observe(self._name(phase, shape.rows), shape, added_bytes)
         self._held.append((predicted, process_bytes - self.base_bytes))

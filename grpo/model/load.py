@@ -5,6 +5,7 @@ in bf16. Dropout is off in every phase. No code from the hub is ever run, no pic
 """
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -153,11 +154,14 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tu
     return tuple(sorted({tokenizer.eos_token_id, *more}))
 
 
-def end_names(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The same as texts, for people."""
+def end_names(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Iterable[str] = ()
+) -> list[str]:
+    """The same as texts, for people, with the stop texts that end one, too."""
     ids = end_tokens(model, tokenizer)
     names = tokenizer.convert_ids_to_tokens(list(ids))
-    return [name or f"token {number}" for number, name in zip(ids, names, strict=True)]
+    ends = [name or f"token {number}" for number, name in zip(ids, names, strict=True)]
+    return [*ends, *map(repr, stops)]
 
 
 def _source(name: str) -> str:

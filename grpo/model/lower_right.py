@@ -7,12 +7,13 @@ all prompts of a micro-batch are of one length none is needed, but queries stand
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from grpo.model.autocast import product_dtype
 
 NAME = "sdpa_lower_right"
 """What models know this attention by (`attn_implementation`)."""
@@ -48,8 +49,7 @@ def attend(
         return mixed, None
     from torch.nn.attention.bias import causal_lower_right  # of no use to any other run
 
-    device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    dtype = product_dtype(query)
     sharing = query.shape[1] // key.shape[1]
     key, value = (repeat_kv(each.to(dtype), sharing) for each in (key, value))
     mixed = F.scaled_dot_product_attention(

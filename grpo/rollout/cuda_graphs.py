@@ -38,11 +38,9 @@ class RecordedSteps:
         self._checked = False
         self._replays: dict[Hashable, Replay] = {}
 
-    def anew(self) -> "RecordedSteps":
-        """For the same work on other tensors."""
-        other = RecordedSteps(self._recorder)
-        other._checked = self._checked
-        return other
+    def forget(self) -> None:
+        """Tensors have moved, or their shapes have changed."""
+        self._replays.clear()
 
     def __call__(
         self, key: Hashable, work: Callable[[], None], *, changed: Sequence[Tensor], shown: Sequence[Tensor]

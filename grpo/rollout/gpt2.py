@@ -80,10 +80,9 @@ class GPT2Decoder:
     def prefill(
         self, prompt_ids: Sequence[Sequence[int]], rows_per_prompt: int, *, longest_prompt: int = 0
     ) -> Tensor:
-        width = max(longest_prompt, *map(len, prompt_ids))
         if self._prompt_keys:  # from a batch before
             return self.replace(range(len(prompt_ids)), prompt_ids)
-        prompts = self._encode(prompt_ids, width)
+        prompts = self._encode(prompt_ids, max(longest_prompt, *map(len, prompt_ids)))
         self._prompt_keys, self._prompt_values, self._prompt_bias = prompts.keys, prompts.values, prompts.bias
         self._make_places(len(prompt_ids), rows_per_prompt, prompts.logits)
         self._positions = prompts.lengths.repeat_interleave(rows_per_prompt)  # (R,)

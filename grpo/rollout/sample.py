@@ -235,10 +235,11 @@ class _Sampling:
         if not self._settings.stop or not groups:
             return
         rows = slots.rows_of(groups)
+        stops = self._settings.stop_texts
         said = zip(rows.tolist(), slots.ids[rows].tolist(), slots.lengths[rows].tolist(), strict=True)
         cut: dict[int, int] = {}
         for row, ids, length in said:
-            kept = stop_length(ids[:length], self._tokenizer, self._settings.stop_texts)
+            kept = stop_length(ids[:length], self._tokenizer, stops)
             if kept is not None:
                 cut[row] = kept
         if cut:

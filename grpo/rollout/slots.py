@@ -16,6 +16,9 @@ from grpo.rollout.cuda_graphs import RecordedSteps, Recorder
 from grpo.rollout.decoder import make_decoder, step_recorder
 from grpo.rollout.tokens import sample_tokens
 
+_BY_ROW = ("ids", "logp", "lengths", "terminated", "_uniforms", "_tokens", "_newest_logp")
+"""What slots hold of each row, beside the decoder."""
+
 
 class Slots:
     """b groups of g rows: R = b·g places, group by group, for at most T tokens each.
@@ -130,10 +133,10 @@ class Slots:
         """The others leave, and with them their places, and what was recorded for so many."""
         rows = self.rows_of(groups)
         if self._recorded is not None:
-            self._recorded = self._recorded.anew()
+            self._recorded.forget()
         self._decoder.keep(groups)
         self.groups = len(groups)
-        for name in ("ids", "logp", "lengths", "terminated", "_uniforms", "_tokens", "_newest_logp"):
+        for name in _BY_ROW:
             # Not an index, which layers are selected by: traces tell loops over layers by their operations.
             setattr(self, name, getattr(self, name).index_select(0, rows))
 
@@ -144,11 +147,8 @@ class Slots:
         rows = other.rows_of(groups)
         count = len(rows)
         self.lengths[count:] = self._longest  # over
-        for mine, theirs in zip(self._by_row(), other._by_row(), strict=True):
-            mine[:count] = theirs[rows]
-
-    def _by_row(self) -> tuple[Tensor, ...]:
-        return self.ids, self.logp, self.lengths, self.terminated, self._uniforms, self._tokens
+        for name in _BY_ROW:
+            getattr(self, name)[:count] = getattr(other, name)[rows]
 
     def rows_of(self, groups: Sequence[int]) -> Tensor:
         """Their places, in the groups' order."""

@@ -4,7 +4,9 @@ The plan itself is made in `grpo.plan`; here it meets the process that will run 
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 from loguru import logger
@@ -69,32 +71,31 @@ def plan_together(
     if world.size > 1:
         with world.main_first("the first plan"):
             trace_phases(work)
-    work, memory = plan_memory(
-        work, monitor, budget, compiled_bytes=rehearsal.grown_bytes, bias=bias,
-        agree=lambda rows: min(world.exchange("the batch size", rows)),
-    )  # fmt: skip
+    plan = partial(
+        plan_memory, monitor=monitor, budget=budget, compiled_bytes=rehearsal.grown_bytes, bias=bias
+    )
+    work, memory = plan(work, agree=lambda rows: min(world.exchange("the batch size", rows)))
     if work.config.shard:
-        work, memory = _stay_gathered(world, work, memory, lambda work: plan_memory(
-            work, monitor, budget, compiled_bytes=rehearsal.grown_bytes, bias=bias
-        )[1])  # fmt: skip
+        work, memory = _stay_gathered(world, work, memory, plan)
     trace_parts(work, memory)
     return work, memory
 
 
 def _stay_gathered(
-    world: World, work: Workload, memory: AdaptiveMemory, plan: Callable[[Workload], AdaptiveMemory]
+    world: World,
+    work: Workload,
+    memory: AdaptiveMemory,
+    plan: Callable[[Workload], tuple[Workload, AdaptiveMemory]],
 ) -> tuple[Workload, AdaptiveMemory]:
     """Sample with all weights of a sharded model gathered, where every process has room for as many rows."""
-    gathered = replace(work, stays_gathered=True)
-    try:
-        other: AdaptiveMemory | None = plan(gathered)
-    except DoesNotFit:
-        other = None
-    fits = other is not None and other.plan["sample"].rows == memory.plan["sample"].rows
+    other: tuple[Workload, AdaptiveMemory] | None = None
+    with suppress(DoesNotFit):
+        other = plan(replace(work, stays_gathered=True))
+    fits = other is not None and other[1].plan["sample"].rows == memory.plan["sample"].rows
     if not all(world.exchange("the room for gathered weights", fits)) or other is None:
         return work, memory
     logger.info("all weights stay gathered while sampling, as there is room for them")
-    return gathered, other
+    return other
 
 
 def enforce(config: Config, monitor: MemoryMonitor, memory: AdaptiveMemory, budget: Budget) -> None:

@@ -139,7 +139,7 @@ def _make_run(
         sampler = RolloutModel(policy.model, target.exact_dtype if config.shard else target.dtype)
         optimizer = make_optimizer(policy.model, config.optimizer)
     _tidy_up(device)
-    ends = " or ".join([*end_names(policy.model, policy.tokenizer), *map(repr, config.sampling.stop_texts)])
+    ends = " or ".join(end_names(policy.model, policy.tokenizer, config.sampling.stop_texts))
     logger.info("completions end at {}, or after {} tokens", ends, config.sampling.max_new_tokens)
     longest = longest_prompt(source, policy.tokenizer, config)
     work = Workload(config, target, longest, reference_device == device, world.size)

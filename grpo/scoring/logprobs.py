@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from grpo.model.autocast import product_dtype
 from grpo.model.cpu import slices
 from grpo.model.head import centred_head
 from grpo.scoring import fused
@@ -54,7 +55,7 @@ def completion_logprobs(
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be 1 or more (usual: 256 to 4096).")
     flat = hidden.reshape(-1, hidden.shape[-1])  # (R·C, D)
-    options = (temperature, chunk_tokens, entropy, _matmul_dtype(hidden))
+    options = (temperature, chunk_tokens, entropy, product_dtype(hidden))
     inputs = (flat, weight, bias, targets.reshape(-1), scored)
     apply: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLogprobs.apply
     logp, entropies = apply(*inputs, *options)  # keeps nothing where nothing needs a gradient
@@ -222,11 +223,3 @@ def _logits_gradient(logits: Tensor, normalizers: Tensor, targets: Tensor, slope
     largest, log_total = normalizers[:, :1], normalizers[:, 1:]
     probs = logits.sub_(largest).sub_(log_total).exp_()
     probs.mul_(-slope).scatter_add_(1, targets.unsqueeze(1), slope)
-
-
-def _matmul_dtype(hidden: Tensor) -> torch.dtype:
-    device = hidden.device.type
-    # autocast leaves float64 alone
-    if hidden.dtype != torch.float64 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return hidden.dtype

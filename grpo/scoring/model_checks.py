@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from grpo.config.groups import Checkpointing
 from grpo.distributed.shard import decoder_layers, is_sharded, whole
 from grpo.memory import is_out_of_memory
+from grpo.model.lower_right import needs_no_mask
 from grpo.model.prefill import pad_prompts
 from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs
 
@@ -34,7 +35,8 @@ def check_scorer(model: PreTrainedModel, context: int) -> None:
     They are not for a model that does more to its logits than a linear layer does (Gemma 2, Cohere,
     Granite), or whose attention minds what stands between prompt and completion (GPT-Neo).
     """
-    for equal in (False, True):
+    masks = (False, True) if needs_no_mask(model.config._attn_implementation) else (False,)
+    for equal in masks:  # prompts of one length go another way there
         _check_scorer(model, made_up_batch(model, min(280, context), equal=equal))
 
 

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
+from grpo.model.autocast import product_dtype
 from grpo.model.cpu import slices
 
 NAME = "bf16_on_cpu"
@@ -58,7 +59,7 @@ def attend(
     """
     if wanted := [name for name in _NOT_DONE if others.get(name) is not None]:
         raise ValueError(f"its attention takes {', '.join(wanted)}, which is not supported in bf16 on a CPU.")
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    dtype = product_dtype(query)
     # What is kept for the backward pass is not to be a view of queries, keys and values in one.
     query, key, value = query.to(dtype).contiguous(), key.to(dtype), value.to(dtype)
     sharing = query.shape[1] // key.shape[1]
