@@ -46,7 +46,7 @@ class PlannedPhases:
         least room.
         """
         run = self._run
-        ids = tokenize([prompt.text for prompt in prompts], run.policy.tokenizer)
+        ids = tokenize(prompts, run.policy.tokenizer)
         self._longest_prompt = max(self._longest_prompt, *map(len, ids))
         run.memory.replan(self._longest_prompt, run.config.sampling.max_new_tokens)
         if run.config.shard:
@@ -154,7 +154,7 @@ class PlannedPhases:
             return score_heldout(
                 run.sampler.model, run.policy.tokenizer, own + idle,
                 settings=replace(config.sampling, temperature=0.0), rows=rows,
-                seed=config.seed, engine=run.engine, reward=run.held_out_reward,
+                seed=config.seed, engine=run.engine, judge=run.rewards,
             )  # fmt: skip
 
         scores: dict[str, Column] = {}

@@ -70,6 +70,7 @@ class Trainer:
         """plan, rollout, reward, advantage, score, learn, log; checkpoint and evaluate in between."""
         config, run = self.config, self.run
         self.progress.begin()
+        stop.begun = True
         bar = StepProgress(self.console, self.progress, finished=self.finished)
         try:
             if self.finished == 0 and not self._anyone(stop):

@@ -6,14 +6,17 @@ C completion tokens; V vocabulary, D hidden width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from grpo.prompt import TASKS, Prompt
+
+__all__ = ["EXCHANGED", "TASKS", "Prompt", "Rollout", "exchanged"]
+
 T = TypeVar("T")
-TASKS = ("policy", "environment", "custom")
 EXCHANGED: dict[str, type] = {}
 """By name, the classes whose objects the processes of a run give each other."""
 
@@ -22,24 +25,6 @@ def exchanged(cls: type[T]) -> type[T]:
     """Let processes give each other objects of this dataclass."""
     EXCHANGED[cls.__name__] = cls
     return cls
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One question to the model. `columns` is what rewards read about it, one value each.
-
-    `id` names the row it came from ("train.txt:17") and stays the same from run to run.
-    """
-
-    id: str
-    text: str
-    columns: dict[str, Any]
-
-    @property
-    def task(self) -> str:
-        """ "policy", "environment", or "custom" for a prompt of the user's own."""
-        task = self.columns.get("task")
-        return task if task in TASKS else "custom"
 
 
 @exchanged

@@ -1,17 +1,20 @@
 """Held-out quality of a model, in the RookWorld README's columns with 95 % intervals."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import chess
 import tyro
 from loguru import logger
 
 from grpo.commands.screen import print_error, screen
-from grpo.config import Config
-from grpo.config.groups import Precision, SamplingSettings
+from grpo.config import CONFIG_FILE, Config, from_flat
+from grpo.config.groups import Precision, PromptSettings, SamplingSettings
+from grpo.config.reading import read_run_settings
+from grpo.data.beforehand import check_beforehand
 from grpo.run.tracking import configure_logging
 from rewards.engine import EngineError, EnginePool
 
@@ -25,14 +28,21 @@ DONE, WRONG_SETTING = 0, 2
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Evaluate a model on held-out prompts: greedily, unless a temperature is given."""
+    """Evaluate models or runs on held-out prompts, greedily and sampled; several stand side by side."""
 
-    model: Annotated[str, tyro.conf.Positional]
-    """auto, rook-tiny, a hub id, a model's folder, or a run's: its best checkpoint, else its newest."""
-    prompts: str = "bundled"
-    """bundled, a file, or a dataset on the hub: its held-out part is used."""
-    heldout_share: float = Config.heldout_share
-    """Share of positions that is held out; the bundled ones are split already."""
+    models: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Each auto, rook-tiny, a hub id, a model's folder, or a run's: its best checkpoint, else its newest."""
+    prompts: str | None = None
+    """bundled, a file, or a dataset on the hub, of which the held-out part is used; None: those of the first
+    run that is named, or bundled."""
+    reward: tuple[str, ...] = ()
+    """What to judge by: names, or functions as file.py:name; none given: those of the first run named."""
+    reward_weights: tuple[float, ...] = ()
+    """One weight a reward; none given: 1 each."""
+    asking: tyro.conf.OmitArgPrefixes[PromptSettings] = field(default_factory=PromptSettings)
+    heldout_share: float | None = None
+    """Share of positions that is held out, 1 for a file of its own (bundled: is split already); None: the
+    run's."""
     max_bad_share: float = 0.01
     """More rows than this that cannot be read, or whose prompt is too long for the model, are an error."""
     limit: int = 1000
@@ -43,14 +53,12 @@ class EvaluateConfig:
     """Start them after four random half-moves, or at held-out positions (for a model of endgames)."""
     mate_in_one: Path | None = None
     """BIG-bench's checkmate_in_one task.json."""
-    temperature: float = 0.0
-    """Of sampling; 0 is greedy."""
+    temperature: float | None = None
+    """Of sampling, 0 is greedy; None: both, greedy and at the run's temperature (1 without a run)."""
     samples: int = 1
     """Completions a prompt where the temperature is above 0."""
-    max_new_tokens: int = 144
-    """Longest completion in tokens."""
-    trailing_space: bool = False
-    """End policy prompts in a space."""
+    max_new_tokens: int | None = None
+    """Longest completion in tokens; None: the run's, or 144."""
     stockfish: bool = False
     """Rank moves with Stockfish instead of by the prompts' labels."""
     stockfish_path: str | None = None
@@ -66,9 +74,9 @@ class EvaluateConfig:
     precision: Precision = "auto"
     """Of matrix products; auto is bf16 where the device has it."""
     json: Path | None = None
-    """Save the scores here."""
+    """Save the scores of one model here."""
     before: Path | None = None
-    """Compare with scores that --json saved here."""
+    """Compare one model with scores that --json saved here."""
 
     def __post_init__(self) -> None:
         at_least = {"limit": 1, "self_play": 0, "samples": 1, "engine_depth": 1, "rows": 1}
@@ -76,15 +84,48 @@ class EvaluateConfig:
             if (number := getattr(self, name)) < least:
                 raise ValueError(f"--{name.replace('_', '-')} is {number}: give at least {least}")
         for name in ("heldout_share", "max_bad_share"):
-            if not 0 <= (share := getattr(self, name)) <= 1:
+            share = getattr(self, name)
+            if share is not None and not 0 <= share <= 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {share}: give a share between 0 and 1")
-        _ = self.sampling  # which checks its own
+        if not self.models:
+            raise ValueError("no model is named: give one or more, such as rook-tiny or runs/NAME")
+        for name in ("json", "before"):
+            if getattr(self, name) is not None and len(self.models) > 1:
+                raise ValueError(f"--{name} is for one model, and {len(self.models)} are named: name one")
         if self.json is not None and not self.json.parent.is_dir():
             raise ValueError(f"--json {self.json}: there is no folder {self.json.parent}, make it first")
+        _ = self.modes  # whose settings check themselves
+
+    @cached_property
+    def task(self) -> Config:
+        """What is asked, and how it is judged: as the first run that is named has it, and as flags say."""
+        runs = [Path(model) for model in self.models if (Path(model) / CONFIG_FILE).is_file()]
+        base = from_flat(read_run_settings(runs[0])) if runs else Config()
+        given = {
+            name: value
+            for name in ("prompts", "heldout_share", "max_bad_share")
+            if (value := getattr(self, name)) is not None
+        }
+        sampling = base.sampling
+        if self.max_new_tokens is not None:
+            sampling = replace(sampling, max_new_tokens=self.max_new_tokens)
+        asking = base.asking if self.asking == PromptSettings() else self.asking
+        if self.reward:
+            given |= {"reward": self.reward, "reward_weights": self.reward_weights}
+        return replace(base, sampling=sampling, asking=asking, **given)
 
     @property
-    def sampling(self) -> SamplingSettings:
-        return SamplingSettings(max_new_tokens=self.max_new_tokens, temperature=self.temperature)
+    def modes(self) -> dict[str, SamplingSettings]:
+        """By name, how answers are sampled."""
+        if self.temperature is None:
+            return {"greedy": replace(self.task.sampling, temperature=0.0), "sampled": self.task.sampling}
+        name = f"temperature {self.temperature:g}" if self.temperature else "greedy"
+        return {name: replace(self.task.sampling, temperature=self.temperature)}
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether there are rewards to judge by: those of a run, or of the command line."""
+        return bool(self.reward) or any((Path(model) / CONFIG_FILE).is_file() for model in self.models)
 
 
 def checkpoint_of(model: str) -> str:
@@ -106,7 +147,11 @@ def checkpoint_of(model: str) -> str:
 def main() -> int:
     """Run the command line."""
     try:
-        show(tyro.cli(EvaluateConfig))
+        config = tyro.cli(EvaluateConfig)
+        configure_logging("INFO", screen())
+        check_beforehand(config.task)
+        logger.info("loading torch and {}", ", ".join(config.models))
+        show(config)
     except (ValueError, EngineError) as error:
         print_error(screen(stderr=True), error)
         return WRONG_SETTING
@@ -117,59 +162,78 @@ def show(config: EvaluateConfig) -> None:
     """Measure, print, and save what is to be saved."""
     # Imported here and below: a wrong flag need not wait for the large libraries.
     from grpo.evaluate import Evaluation, comparison_table, read_mates, results_table
+    from grpo.evaluate.scores import SAMPLED
 
-    console = screen()
-    configure_logging("INFO", console)
     before = Evaluation.load(config.before) if config.before else None
     mates = read_mates(config.mate_in_one)[: config.limit] if config.mate_in_one else []
-    results = measure(config, mates)
+    found = {model: measure(config, model, mates) for model in config.models}
+    console = screen()
+    first, *others = found.values()
+    if others:
+        for mode in first:
+            by_model = {model: results[mode] for model, results in found.items()}
+            console.print(results_table(by_model, title=mode, compared=True))
+        return
+    console.print(results_table(first, title=config.models[0]))
+    results, *more = first.values()
+    for each in more:
+        results |= each.prefixed(SAMPLED)
     if config.json:
         results.save(config.json)
-    console.print(results_table(results, title=config.model))
     if before:
         console.print(comparison_table(before, results, title=f"before: {config.before}"))
 
 
-def measure(config: EvaluateConfig, mates: list[chess.Board]) -> "Evaluation":
-    """The held-out prompts' columns, and those of games and mates where these are asked for."""
-    from grpo.data import check_spec, load_prompts
+def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "dict[str, Evaluation]":
+    """By mode, a model's columns, with those of games and mates where these are asked for."""
+    from grpo.data import load_prompts
+    from grpo.data.reward_functions import PROMPTS_LOOKED_AT, RewardFunctions
     from grpo.evaluate import evaluate, mate_in_one, self_play
     from grpo.model.load import RolloutModel, load_policy
     from grpo.model.target import choose_device, choose_model
     from grpo.run.loading import prompt_room
 
-    settings = config.sampling
+    task = config.task
     device = choose_device(config.device)
+    modes = config.modes
+    rest: dict[str, Any] = {"rows": config.rows, "seed": config.seed}
     with ExitStack() as stack:
-        engine = None
+        engine, judge = None, None
         if config.stockfish or config.stockfish_path:
             engine = stack.enter_context(EnginePool(config.stockfish_path, depth=config.engine_depth))
-        check_spec(config.prompts)
-        name = choose_model(checkpoint_of(config.model), device)
+        name = choose_model(checkpoint_of(model), device)
         heldout = load_prompts(
-            config.prompts, seed=config.seed, heldout_share=config.heldout_share, heldout_count=config.limit,
-            max_bad_share=config.max_bad_share, trailing_space=config.trailing_space,
-            room=prompt_room(name, config.max_new_tokens),
+            task.prompts, seed=config.seed, heldout_share=task.heldout_share, heldout_count=config.limit,
+            max_bad_share=config.max_bad_share, settings=task.asking, to_train=False,
+            room=prompt_room(name, task.sampling.max_new_tokens),
         ).heldout  # fmt: skip
+        if config.is_judged:
+            judge = RewardFunctions(task.reward, task.reward_weights).with_engine(engine)
+            judge.check({prompt.task for prompt in heldout}, heldout[:PROMPTS_LOOKED_AT])
         policy = load_policy(name, device, config.precision)
-        model, tokenizer = RolloutModel(policy.model, policy.target.dtype).model, policy.tokenizer
-        results = evaluate(
-            model, tokenizer, heldout, settings=settings, rows=config.rows, seed=config.seed,
-            samples=config.samples, engine=engine,
-        )  # fmt: skip
-    if not results.scores:
-        raise ValueError(f"{config.prompts} holds prompts of your own, which only rewards can score")
-    if "policy/legal" in results.scores and "policy/best_move" not in results.scores:
+        sampler, tokenizer = RolloutModel(policy.model, policy.target.dtype).model, policy.tokenizer
+        results = {
+            mode: evaluate(
+                sampler, tokenizer, heldout, settings=settings, samples=config.samples, engine=engine,
+                judge=judge, **rest,
+            )
+            for mode, settings in modes.items()
+        }  # fmt: skip
+    mode = next(iter(results))
+    if not results[mode].scores:
+        raise ValueError(
+            f"{task.prompts} holds prompts of your own, which only rewards can score: give --reward "
+            "file.py:name, or name the run that was trained on them"
+        )
+    if "policy/legal" in results[mode].scores and "policy/best_move" not in results[mode].scores:
         logger.info("the prompts have no labels: --stockfish ranks the moves for best_move and top5")
+    chess_settings: dict[str, Any] = {
+        "settings": modes[mode], "trailing_space": task.asking.trailing_space, **rest
+    }  # fmt: skip
     if config.self_play:
         fens = [prompt.columns["fen"] for prompt in heldout if prompt.task == "policy"]
-        results |= self_play(
-            model, tokenizer, config.self_play, settings=settings, rows=config.rows, seed=config.seed,
-            fens=fens if config.self_play_from == "prompts" else None, trailing_space=config.trailing_space,
-        )  # fmt: skip
+        chosen = fens if config.self_play_from == "prompts" else None
+        results[mode] |= self_play(sampler, tokenizer, config.self_play, fens=chosen, **chess_settings)
     if mates:
-        results |= mate_in_one(
-            model, tokenizer, mates, settings=settings, rows=config.rows, seed=config.seed,
-            trailing_space=config.trailing_space,
-        )  # fmt: skip
+        results[mode] |= mate_in_one(sampler, tokenizer, mates, **chess_settings)
     return results

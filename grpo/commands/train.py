@@ -24,19 +24,22 @@ def main() -> int:
     from loguru import logger
 
     from grpo.commands.screen import print_error, screen, shortened
-    from grpo.config import SettingsError, parse_command_line
+    from grpo.config import parse_command_line
+    from grpo.data.beforehand import check_beforehand
     from grpo.run.tracking import MEMORY_FILE, configure_logging, read_lines
 
     console = screen(stderr=True, quiet=process > 0)  # one of several processes speaks for all
     try:
         with redirect_stderr(io.StringIO()) if process else nullcontext():
             config = parse_command_line()
-    except SettingsError as error:
+        check_beforehand(config)
+    except ValueError as error:
         print_error(console, error)
         return WRONG_SETTING
     configure_logging(config.log_level, console, process=process)
     complain = logger.debug if process else logger.error
-    go_on, began = "nothing was learned yet", False
+    go_on, began = "nothing was begun", False
+    logger.info("loading torch and {}", "the model" if config.model == "auto" else config.model)
 
     from grpo.data.reward_calls import RewardFailed
     from grpo.distributed import ProcessLost
@@ -60,6 +63,7 @@ def main() -> int:
             gc.freeze()  # what set-up made stays: no need to look through it at every collection
             trainer = Trainer(run, console)
             began = True
+            go_on = "nothing was learned yet"
             try:
                 trainer.train(stop)
             finally:

@@ -18,7 +18,7 @@ LARGEST, LARGEST_COUNT, LONGEST_NAME = 1e30, 2**31, 255
 def check(config: "Config") -> None:
     """SettingsError for the first setting that cannot be."""
     check_limits(config)
-    for part in (config, config.loss, config.optimizer, config.sampling, config.lora):
+    for part in (config, config.asking, config.loss, config.optimizer, config.sampling, config.lora):
         _check_size(part)
     for each in (_check_batch, _check_memory, _check_rewards, _check_credit, _check_reference, _check_name):
         each(config)

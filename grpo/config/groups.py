@@ -5,6 +5,7 @@ Nothing large is imported here: a wrong flag need not wait for torch, which take
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from grpo.config.limits import DECAY, NOT_NEGATIVE, SHARE, Limit, at_least, check_limits
@@ -19,6 +20,7 @@ OptimizerKind = Literal["adamw", "adamw8bit"]
 LossType = Literal["grpo", "dapo", "dr_grpo", "cispo"]
 ImportanceLevel = Literal["token", "sequence"]
 KLEstimator = Literal["k3", "k2"]
+Chat = Literal["auto", "on", "off"]
 
 BUNDLED = "rook-tiny"
 """The model that comes with the package."""
@@ -52,6 +54,42 @@ class SamplingSettings:
     def stop_texts(self) -> tuple[str, ...]:
         """As they stand in a completion; a shell has no line's ends."""
         return tuple(text.replace("\\n", "\n").replace("\\t", "\t") for text in self.stop)
+
+
+@dataclass(frozen=True)
+class PromptSettings:
+    """How a row of data becomes what the model is asked."""
+
+    prompt_column: str | None = None
+    """The column that is asked, text or messages; None: prompt (for chess: text, or fen)."""
+    prompt_template: Path | None = None
+    """A file with what is asked instead, in Jinja: {{ question }} stands for a row's column of that name."""
+    system_prompt: str | None = None
+    """A system message before what is asked, which makes text a conversation."""
+    chat: Chat = "auto"
+    """Whether text is a user's message, which the chat template renders; auto: with system_prompt or
+    chat_template, and with prompt_template if the tokenizer has a chat template. Messages always are."""
+    chat_template: Path | None = None
+    """A file with a chat template (Jinja) instead of the tokenizer's own."""
+    trailing_space: bool = False
+    """End policy prompts with a space, as some of RookWorld's own scripts do."""
+
+    def __post_init__(self) -> None:
+        if self.system_prompt is not None and not self.system_prompt.strip():
+            raise ValueError("system_prompt is empty: say something in it, or leave it out.")
+        if self.chat == "off" and (self.system_prompt is not None or self.chat_template is not None):
+            given = "chat_template" if self.system_prompt is None else "system_prompt"
+            raise ValueError(f"chat is off, but {given} is given: leave one of the two out.")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether they say anything about prompts of the user's own."""
+        return self.chats or self.prompt_column is not None or self.prompt_template is not None
+
+    @property
+    def chats(self) -> bool:
+        """Whether text is a user's message, whatever the tokenizer has."""
+        return self.chat == "on" or self.system_prompt is not None or self.chat_template is not None
 
 
 @dataclass(frozen=True)

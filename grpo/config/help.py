@@ -9,7 +9,7 @@ import textwrap
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from grpo.config.groups import LoraSettings, LossSettings, OptimizerSettings, SamplingSettings
+from grpo.config.groups import LoraSettings, LossSettings, OptimizerSettings, PromptSettings, SamplingSettings
 from grpo.config.reading import to_flat
 from grpo.config.settings import Config
 
@@ -23,7 +23,9 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "The run": ("max_batch_size", "seed", "wait_minutes"),
     "The model": ("device", "reference_device", "reference_sync", "precision", "shard"),
     "Adapters (LoRA)": tuple(each.name for each in fields(LoraSettings)),
-    "The data": ("policy_share", "heldout_share", "max_bad_share", "trailing_space"),
+    "The data": (
+        *(each.name for each in fields(PromptSettings)), "policy_share", "heldout_share", "max_bad_share",
+    ),
     "The rewards": ("reward_weights", "engine", "stockfish_path", "engine_depth", "num_engines"),
     "Sampling": tuple(each.name for each in fields(SamplingSettings)),
     "The algorithm": (

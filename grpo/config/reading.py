@@ -74,8 +74,8 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
             _convert(name, item, options[0]) for item in (value if isinstance(value, list) else [value])
         )
     if get_origin(hint) is Literal:
-        if value is False and "off" in options:  # YAML reads a bare off as false
-            return "off"
+        if isinstance(value, bool) and "off" in options:  # YAML reads a bare off as false
+            value = "on" if value else "off"
         if value in options:
             return value
         raise SettingsError(f"{name} is {value!r}: give one of {', '.join(map(str, options))}.")

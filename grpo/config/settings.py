@@ -16,6 +16,7 @@ from grpo.config.groups import (
     LossSettings,
     OptimizerSettings,
     Precision,
+    PromptSettings,
     SamplingSettings,
     Scale,
 )
@@ -69,15 +70,15 @@ class Config:
 
     # The data
     prompts: str = "bundled"
-    """bundled, a file (.txt .jsonl .parquet .fen .epd .pgn), or a hub dataset with a text column."""
+    """bundled, a file (.txt .jsonl .csv .tsv .parquet .fen .epd .pgn), or a dataset on the hub:
+    OWNER/NAME, OWNER/NAME:SPLIT, OWNER/NAME:CONFIG:SPLIT."""
+    asking: PromptSettings = field(default_factory=PromptSettings)
     policy_share: Annotated[float, SHARE] = 0.5
     """Share of policy prompts among the prompts of a step; the others are environment prompts."""
     heldout_share: Annotated[float, SHARE] = 0.05
     """Share of positions kept for evaluation, chosen by a hash of the position."""
     max_bad_share: Annotated[float, SHARE] = 0.01
     """More rows than this that cannot be read, or whose prompt is too long for the model, are an error."""
-    trailing_space: bool = False
-    """End policy prompts with a space, as some of RookWorld's own scripts do."""
 
     # The rewards
     reward: tuple[str, ...] = ("policy", "environment")

@@ -4,11 +4,14 @@ A row's id is the file's name and the row's number from one ("train.txt:17"), so
 to another folder changes nothing. Left out on purpose: compressed files and folders of files.
 """
 
+import csv
 import difflib
 import importlib
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -17,7 +20,7 @@ import chess.pgn
 
 from grpo.data.intake import Convert, Intake
 from grpo.data.rows import from_game, from_json, from_line, from_position, from_record
-from grpo.types import Prompt
+from grpo.prompt import Prompt
 
 File = Path | Traversable
 Rows = Iterator[tuple[int, Any]]
@@ -25,13 +28,18 @@ Rows = Iterator[tuple[int, Any]]
 
 def read_prompts(file: File, intake: Intake) -> list[Prompt]:
     """All prompts of a file, in its order. `intake` counts the rows it cannot use."""
-    read, convert = FORMATS[Path(file.name).suffix.lower()]
     prompts: list[Prompt] = []
-    for number, content in read(file):
-        prompts += intake.prompts(f"{file.name}:{number}", content, convert)
-    if convert is from_game:  # games share their openings
+    for row_id, content, convert in file_rows(file):
+        prompts += intake.prompts(row_id, content, convert)
+    if file.name.lower().endswith(".pgn"):  # games share their openings
         prompts = list({prompt.text: prompt for prompt in reversed(prompts)}.values())[::-1]
-    return _fill(prompts)
+    return fill_columns(prompts)
+
+
+def file_rows(file: File) -> Iterator[tuple[str, Any, Convert]]:
+    """The rows of a file, each with its id and what makes prompts of it."""
+    read, convert = FORMATS[Path(file.name).suffix.lower()]
+    return ((f"{file.name}:{number}", content, convert) for number, content in read(file))
 
 
 def is_local(path: Path) -> bool:
@@ -61,7 +69,7 @@ def _near(path: Path) -> str:
     return f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
 
 
-def _fill(prompts: list[Prompt]) -> list[Prompt]:
+def fill_columns(prompts: list[Prompt]) -> list[Prompt]:
     """Give every prompt of the user's own the same columns, None where a row left one out."""
     names = dict.fromkeys(name for prompt in prompts if prompt.task == "custom" for name in prompt.columns)
     return [
@@ -99,6 +107,41 @@ def _records(file: File) -> Rows:
         raise ValueError(f"{file} is not a parquet file, or a damaged one: {error}") from error
 
 
+def _table(file: File, *, delimiter: str) -> Rows:
+    """Rows by the names in the first line. A column of numbers alone is numbers, and nothing is None."""
+    csv.field_size_limit(sys.maxsize)  # a prompt may be long
+    with file.open("r", encoding="utf-8-sig", errors="surrogateescape") as text:
+        rows = csv.reader(text, delimiter=delimiter)
+        try:
+            header, *content = [row for row in rows if row] or [[]]
+        except csv.Error as error:
+            raise ValueError(f"{file}, line {rows.line_num}: {error}") from error
+    if len(set(header)) < len(header):
+        raise ValueError(f"{file} names a column twice in its first line: {', '.join(header)}")
+    whole = [row for row in content if len(row) == len(header)]
+    numbers = {name for place, name in enumerate(header) if _are_numbers([row[place] for row in whole])}
+    for number, row in enumerate(content, start=1):
+        if len(row) != len(header):
+            yield number, ValueError(f"{len(row)} fields, and {len(header)} names in the first line")
+            continue
+        yield (
+            number,
+            {
+                name: (_number(field) if name in numbers else field) if field else None
+                for name, field in zip(header, row, strict=True)
+            },
+        )
+
+
+def _are_numbers(fields: list[str]) -> bool:
+    """Whether they are, and not codes of digits such as 007."""
+    return all(re.fullmatch(r"-?(0|[1-9]\d*)(\.\d+)?(e[+-]?\d+)?", field, re.I) for field in fields if field)
+
+
+def _number(text: str) -> int | float:
+    return int(text) if re.fullmatch(r"-?\d+", text) else float(text)
+
+
 def _games(file: File) -> Rows:
     with file.open("r", encoding="utf-8-sig", errors="replace") as text:
         games = iter(lambda: chess.pgn.read_game(cast(TextIO, text), Visitor=_MainLine), None)
@@ -124,6 +167,8 @@ class _MainLine(chess.pgn.GameBuilder[chess.pgn.Game]):
 FORMATS: dict[str, tuple[Callable[[File], Rows], Convert]] = {
     ".txt": (_lines, from_line),
     ".jsonl": (_lines, from_json),
+    ".csv": (partial(_table, delimiter=","), from_record),
+    ".tsv": (partial(_table, delimiter="\t"), from_record),
     ".parquet": (_records, from_record),
     ".fen": (_positions, from_position),
     ".epd": (_positions, from_position),

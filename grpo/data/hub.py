@@ -17,7 +17,7 @@ from grpo.data.intake import Intake
 from grpo.data.rows import from_record
 from grpo.data.source import digest, shuffled
 from grpo.data.split import heldout_fraction, split
-from grpo.types import Prompt
+from grpo.prompt import Prompt
 
 BLOCK_ROWS = 5_000
 """Rows shuffled together: the most a task holds in memory, and reads again when it is resumed."""
@@ -29,7 +29,7 @@ WAYS_OUT = "give a local file (--prompts FILE) or take the bundled positions (--
 
 
 class HubStream:
-    """The rows of `owner/name[:split]`, from any row on."""
+    """The rows of `owner/name[:[config:]split]`, from any row on."""
 
     def __init__(self, spec: str, intake: Intake) -> None:
         try:
@@ -41,9 +41,11 @@ class HubStream:
         self.spec = spec
         self._intake = intake
         self._num_seen = 0
-        name, _, part = spec.partition(":")
+        path, *parts = spec.split(":")  # OWNER/NAME, perhaps a configuration, perhaps a split
+        name = parts[0] if len(parts) == 2 else None
+        part = parts[-1] if parts else "train"
         self._dataset: Any = self._reach(
-            lambda: datasets.load_dataset(name, split=part or "train", streaming=True)
+            lambda: datasets.load_dataset(path, name, split=part, streaming=True)
         )
 
     def rows(self, start: int) -> Iterator[list[Prompt]]:

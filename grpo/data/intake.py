@@ -5,19 +5,21 @@ Left out on purpose: cutting prompts to the room there is, which would change wh
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unicodedata import normalize
 
 from loguru import logger
 
-from grpo.types import Prompt
+from grpo.config.groups import PromptSettings
+from grpo.config.limits import SettingsError
+from grpo.data.asking import Asking
+from grpo.data.tokens import Tokenizer, tokenize
+from grpo.prompt import Prompt
 
 _NOT_UTF8 = {chr(0xDC00 + byte) for byte in range(0x80, 0x100)}
 """What Python reads such bytes as, with errors="surrogateescape"."""
-Tokenizer = Callable[..., Mapping[str, Any]]
-"""A Hugging Face tokenizer, or what gives `input_ids` of a text, or of several, as one does."""
 
 
 class TooLong(ValueError):
@@ -32,15 +34,15 @@ class Room:
     context: int
     max_new_tokens: int
 
-    def check(self, text: str) -> None:
-        """TooLong for a text of more tokens than that; ValueError for one that is no text in Unicode.
+    def check(self, prompt: Prompt) -> None:
+        """TooLong for one of more tokens than that; ValueError for a text that is none in Unicode.
 
         A token is a byte or more: a text of few is not tokenized, which takes a microsecond a byte.
         """
         longest = self.context - self.max_new_tokens
-        if _num_bytes(text) + 1 < longest:  # some tokenizers put a token in front, and a space
+        if _num_bytes(prompt.text) + 1 < longest:  # some tokenizers put a token in front, and a space
             return
-        num_tokens = len(self.tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
+        num_tokens = len(tokenize([prompt], self.tokenizer)[0])
         if num_tokens > longest:
             raise TooLong(
                 f"a prompt of {num_tokens:,} tokens, but the model's context of {self.context:,} leaves "
@@ -58,11 +60,18 @@ class Intake:
     """Turns rows of one source into prompts and keeps count of those it cannot use."""
 
     def __init__(
-        self, name: str, *, max_bad_share: float, trailing_space: bool, room: Room | None = None
+        self,
+        name: str,
+        *,
+        max_bad_share: float,
+        settings: PromptSettings | None = None,
+        room: Room | None = None,
     ) -> None:
+        settings = settings or PromptSettings()
         self.name = name
         self.max_bad_share = max_bad_share
-        self.trailing_space = trailing_space
+        self.trailing_space = settings.trailing_space
+        self.asking = Asking(settings, room.tokenizer if room else None)
         self.num_rows = 0
         self.num_bad = 0
         self.num_labelled = 0
@@ -80,8 +89,10 @@ class Intake:
             prompts = convert(content, row_id, self)
             if self._room is not None:
                 for prompt in prompts:
-                    self._room.check(prompt.text)
+                    self._room.check(prompt)
             return prompts
+        except SettingsError:  # which no other row would mend
+            raise
         except ValueError as error:
             self.num_bad += counted
             self._keep_example(f"{row_id}: {error}", too_long=isinstance(error, TooLong))

@@ -2,52 +2,61 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import Any
 
 from loguru import logger
 
-from grpo.data.files import check_file, is_local, read_prompts
+from grpo.config.groups import PromptSettings
+from grpo.data.files import check_file, fill_columns, is_local, read_prompts
 from grpo.data.hub import HubStream, StreamLane
 from grpo.data.intake import Intake, Room
+from grpo.data.rows import from_record
 from grpo.data.source import Lane, MemoryLane, PromptSource, digest
 from grpo.data.split import HELDOUT_SHARE, position, split
-from grpo.types import Prompt
+from grpo.prompt import Prompt
 
 POSITIONS: Traversable = resources.files("grpo").joinpath("assets", "positions")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+Rows = Iterable[Mapping[str, Any]]
+"""Rows of columns in memory, such as a list of dictionaries or a `datasets.Dataset`."""
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 
 
 def load_prompts(
-    spec: str,
+    spec: str | Rows,
     *,
     seed: int,
     policy_share: float | None = None,
     heldout_share: float = HELDOUT_SHARE,
     heldout_count: int = 1_000,
     max_bad_share: float = 0.01,
-    trailing_space: bool = False,
+    settings: PromptSettings | None = None,
     room: Room | None = None,
+    to_train: bool = True,
 ) -> PromptSource:
-    """The prompts that `spec` names: "bundled", a local file, or a hub dataset "owner/name[:split]".
+    """The prompts that `spec` names: "bundled", a local file, or a hub dataset "owner/name[:[config:]split]".
 
-    A `.txt` file and a column `text` hold RookWorld lines; a column `prompt` (of `.jsonl`,
-    `.parquet` or the hub) holds prompts of the user's own, the other columns going to the rewards;
-    a column `fen` (with `moves` and `evals`, or `action` and `history`), `.fen`, `.epd` and `.pgn`
-    hold positions.
+    A `.txt` file and a column `text` hold RookWorld lines; a column `prompt` (of rows in memory, `.jsonl`,
+    `.csv`, `.tsv`, `.parquet` or the hub) holds prompts of the user's own, the other columns going to the
+    rewards; a column `fen` (with `moves` and `evals`, or `action` and `history`), `.fen`, `.epd` and `.pgn`
+    hold positions. settings: which column is asked, and how.
 
     policy_share: of the prompts drawn; None is the share in the data. heldout_share: of positions;
     the bundled ones are split already. heldout_count: most held-out prompts of each task. room: rows
-    whose prompts do not fit are skipped, as those are that cannot be read.
+    whose prompts do not fit are skipped, as those are that cannot be read. to_train: whether there have to
+    be some that are not held out.
     Shares are between 0 and 1, which those check who ask a person for them. ValueError, with the remedy,
     for every file and row that cannot be used, and for shares that this data cannot have.
     """
+    name = spec if isinstance(spec, str) else "the prompts given"
     check_spec(spec)
-    intake = Intake(spec, max_bad_share=max_bad_share, trailing_space=trailing_space, room=room)
+    intake = Intake(name, max_bad_share=max_bad_share, settings=settings, room=room)
     lanes: dict[str, Lane] = {}
     if is_stream := _is_hub_id(spec):
-        stream = HubStream(spec, intake)
+        stream = HubStream(name, intake)
         heldout, counts, rows_digest = stream.head(heldout_share, heldout_count)
         for task in counts:
             lanes[task] = StreamLane(stream, seed=seed, task=task, heldout_share=heldout_share)
@@ -59,30 +68,39 @@ def load_prompts(
             mine = [prompt for prompt in train if prompt.task == task]
             lanes[task] = MemoryLane(mine, seed=seed, task=task)
     intake.report()
-    if not counts:
+    if not counts and (to_train or not heldout):
         reason = "give other --prompts"
         if heldout:
             reason = "all of them are held out: lower --heldout-share"
         elif intake.num_rows > intake.num_bad:
             reason = f"none of its rows has a position to play from: {reason}"
-        raise ValueError(f"no prompts to train on in {spec}: {reason}")
-    share = _mixing_share(spec, counts, policy_share)
-    _announce(spec, counts, heldout, partial=is_stream)
+        raise ValueError(f"no prompts to train on in {name}: {reason}")
+    if "custom" not in counts and counts and settings is not None and settings.is_own:
+        raise ValueError(f"{name} holds chess positions: leave the settings of chats and templates out")
+    share = _mixing_share(name, counts, policy_share) if counts else 0.0
+    _announce(name, counts, heldout, partial=is_stream)
     return PromptSource(lanes, heldout, seed=seed, policy_share=share, rows_digest=rows_digest)
 
 
-def check_spec(spec: str) -> None:
+def check_spec(spec: str | Rows) -> None:
     """ValueError for what is neither "bundled", a file that is there, nor the name of a hub dataset."""
-    if spec != "bundled" and not _is_hub_id(spec):
+    if isinstance(spec, str) and is_file(spec):
         check_file(Path(spec).expanduser())
 
 
-def _is_hub_id(spec: str) -> bool:
+def is_file(spec: str) -> bool:
+    """Whether a file is meant, there or not."""
+    return spec != "bundled" and not _is_hub_id(spec)
+
+
+def _is_hub_id(spec: str | Rows) -> bool:
+    if not isinstance(spec, str):
+        return False
     return _HUB_ID.fullmatch(spec) is not None and not is_local(Path(spec).expanduser())
 
 
 def _read(
-    spec: str, intake: Intake, heldout_share: float, heldout_count: int
+    spec: str | Rows, intake: Intake, heldout_share: float, heldout_count: int
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Training and held-out prompts of the bundle or of a local file."""
     if spec == "bundled":
@@ -90,7 +108,11 @@ def _read(
         assert not set(map(position, train)) & set(map(position, heldout)), "bundled files overlap"
         _, heldout = split(heldout, 1.0, heldout_count)
     else:
-        prompts = read_prompts(Path(spec).expanduser(), intake)
+        if isinstance(spec, str):
+            prompts = read_prompts(Path(spec).expanduser(), intake)
+        else:
+            rows = (intake.prompts(f"row {n}", row, from_record) for n, row in enumerate(spec, start=1))
+            prompts = fill_columns([prompt for row in rows for prompt in row])
         train, heldout = split(prompts, heldout_share, heldout_count)
     intake.check()
     return train, heldout

@@ -1,19 +1,22 @@
 """One call of a reward function of the user's, who may do anything in it."""
 
+import asyncio
 import copy
 import hashlib
 import itertools
 import math
 import random
+import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
-RewardFunction = Callable[..., list[float | None]]
+from grpo.data.reward_files import RewardFunction, taken
 
 
 class RewardFailed(RuntimeError):
@@ -23,33 +26,76 @@ class RewardFailed(RuntimeError):
 def call(name: str, function: RewardFunction, arguments: dict[str, Any]) -> list[float | None]:
     """What it says of each of the completions.
 
-    RewardFailed for an error in it; ValueError for an answer that is not one score a completion.
+    It gets copies, which it may change. RewardFailed for an error in it, but for Ctrl-C; ValueError for an
+    answer that is not one score a completion.
     """
     count = len(arguments["completions"])
-    return _numbers(name, _answer(name, function, arguments, count), count)
+    with _errors_of(name), _as_it_was(arguments):
+        answer = _as_list(function(**_own(function, arguments)), count)
+    return _numbers(name, answer, count)
 
 
-def _answer(name: str, function: RewardFunction, arguments: dict[str, Any], count: int) -> Any:
-    """What a function of the user's returned, as a list if it is a sequence of any kind, `count` + 1 at most.
+def call_together(
+    functions: Mapping[str, RewardFunction], arguments: dict[str, Any]
+) -> dict[str, list[float | None]]:
+    """The same of coroutine functions, which are awaited together."""
+    count = len(arguments["completions"])
 
-    It gets copies, which it may change. RewardFailed for whatever it raises, but for Ctrl-C.
-    """
+    async def one(name: str, function: RewardFunction) -> Any:
+        with _errors_of(name):
+            return _as_list(await function(**_own(function, arguments)), count)
+
+    async def together() -> Sequence[Any]:
+        return await asyncio.gather(*(one(name, function) for name, function in functions.items()))
+
+    with _as_it_was(arguments):
+        asked = asyncio.run_coroutine_threadsafe(together(), _loop())
+        try:
+            answers = asked.result()
+        except BaseException:  # of one, or Ctrl-C: nobody waits for the others
+            asked.cancel()
+            raise
+    return {name: _numbers(name, answer, count) for name, answer in zip(functions, answers, strict=True)}
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One for all calls, so that a client that a reward keeps open stays of use; in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+    return loop
+
+
+@contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    """RewardFailed for whatever a function of the user's raises, but for Ctrl-C."""
     try:
-        with _as_it_was(arguments):
-            answer = function(**{key: _copied(value) for key, value in arguments.items()})
-            if isinstance(answer, str | bytes | Mapping) or not isinstance(answer, Iterable):
-                return answer
-            return list(itertools.islice(answer, count + 1))  # it may have no end
-    except KeyboardInterrupt:
+        yield
+    except (KeyboardInterrupt, asyncio.CancelledError):
         raise
     except BaseException as error:  # sys.exit() as well, or training would end as if all were done
-        inside = traceback.extract_tb(error.__traceback__)[1:]
+        frames = traceback.extract_tb(error.__traceback__)
+        inside = [frame for frame in frames if frame.filename != __file__]
         where = f" in {inside[-1].filename}, line {inside[-1].lineno}" if inside else ""
         raise RewardFailed(f"reward {name!r} failed with {type(error).__name__}{where}: {error}") from error
 
 
+def _own(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of the arguments that a function takes."""
+    return {name: _copied(value) for name, value in taken(function, arguments).items()}
+
+
 def _copied(values: Any) -> Any:
+    if not isinstance(values, list):
+        return values
     return [copy.deepcopy(value) if isinstance(value, list | dict | set) else value for value in values]
+
+
+def _as_list(answer: Any, count: int) -> Any:
+    """A list if it is a sequence of any kind, `count` + 1 at most."""
+    if isinstance(answer, str | bytes | Mapping) or not isinstance(answer, Iterable):
+        return answer
+    return list(itertools.islice(answer, count + 1))  # it may have no end
 
 
 @contextmanager
@@ -86,9 +132,10 @@ def _numbers(name: str, scores: Any, count: int) -> list[float | None]:
         number = len(numbers) if len(numbers) < count else f"more than {count}"
         raise ValueError(f"reward {name!r} returned {number} scores for {count} completions: {wanted}")
     for row, value in enumerate(numbers):
-        if value is not None and math.isinf(value):
+        if value is not None and not math.isfinite(value):
+            kind = "NaN" if math.isnan(value) else value
             raise ValueError(
-                f"reward {name!r} returned {value} for completion {row}: return finite numbers, or None "
+                f"reward {name!r} returned {kind} for completion {row}: return finite numbers, or None "
                 "for what it does not judge."
             )
     return numbers

@@ -1,21 +1,17 @@
 """Calling reward functions, ours and the user's, all in TRL's convention."""
 
 import copy
-import importlib.util
-import inspect
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo.data import collate
-from grpo.data.reward_calls import RewardFunction, call
+from grpo.data.reward_calls import call, call_together
+from grpo.data.reward_files import RewardFunction, check_columns, check_tasks, is_async, load_rewards
 from grpo.types import Prompt, Rollout, exchanged
-from rewards import REWARDS
 from rewards.engine import EnginePool
 from rewards.policy import PolicyReward
 from rewards.weighted import WeightedReward
@@ -37,6 +33,10 @@ class Scores:
     """(F,)."""
     components: list[dict[str, float]]
     """N: the components of our own rewards by name, `policy/best_move` and so on."""
+    extra: list[dict[str, Any]]
+    """N: what rewards had to say of a completion besides (`log_extra`), by column."""
+    metrics: dict[str, list[float]]
+    """What they had to say of all (`log_metric`), by name."""
 
     @property
     def rewards(self) -> Tensor:
@@ -58,16 +58,19 @@ class Scores:
             parts[0],
             table=torch.cat([part.table for part in parts]),
             components=[row for part in parts for row in part.components],
+            extra=[row for part in parts for row in part.extra],
+            metrics=_joined([part.metrics for part in parts]),
         )
 
     def replace_groups(self, groups: Sequence[int], others: "Scores", group_size: int) -> "Scores":
         """With `groups` (indices among the B) taken from `others`, in order."""
         rows = [group * group_size + row for group in groups for row in range(group_size)]
-        table, components = self.table.clone(), list(self.components)
+        table, components, extra = self.table.clone(), list(self.components), list(self.extra)
         table[rows] = others.table
-        for row, component in zip(rows, others.components, strict=True):
-            components[row] = component
-        return replace(self, table=table, components=components)
+        for place, row in enumerate(rows):
+            components[row], extra[row] = others.components[place], others.extra[place]
+        metrics = _joined([self.metrics, others.metrics])
+        return replace(self, table=table, components=components, extra=extra, metrics=metrics)
 
 
 @dataclass(frozen=True)
@@ -78,66 +81,52 @@ class Judged:
     letters: list[tuple[int, int]]
 
 
-def load_reward(spec: str) -> tuple[str, RewardFunction]:
-    """A reward by name, or by `path/to/file.py:function`. ValueError says what can be given."""
-    path, separator, name = spec.rpartition(":")
-    if not separator:
-        if spec in REWARDS:
-            return spec, REWARDS[spec]
-        raise ValueError(
-            f"reward {spec!r} is not known: give one of {', '.join(REWARDS)}, "
-            "or a function of your own as file.py:name."
-        )
-    if not Path(path).is_file():
-        raise ValueError(f"reward {spec!r}: there is no file {path!r}.")
-    # Under a name of its own: a file of the user's may well be called rewards.py.
-    module_spec = importlib.util.spec_from_file_location(f"reward_file_{Path(path).stem}", path)
-    if module_spec is None or module_spec.loader is None:
-        raise ValueError(f"reward {spec!r}: {path!r} is not a Python file.")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module
-    try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[module_spec.name]
-        raise ValueError(f"reward {spec!r}: {path!r} fails on import: {error!r}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        there = [n for n, value in vars(module).items() if inspect.isfunction(value)]
-        raise ValueError(f"reward {spec!r}: {path!r} has no function {name!r}; it has {', '.join(there)}.")
-    return name, function
+@dataclass
+class TrainerState:
+    """What a reward may know of the run it is part of, by the names of transformers' state."""
+
+    global_step: int = 0
+    """Steps that are done."""
+    max_steps: int = 0
 
 
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_ALWAYS_GIVEN = ("prompts", "completions", "completion_ids")
+@dataclass
+class _Said:
+    """What rewards log about N completions."""
+
+    count: int
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """A column of the completions' table, one value a completion. ValueError for another number."""
+        if len(values) != self.count:
+            raise ValueError(f"log_extra({column!r}) got {len(values)} values for {self.count} completions")
+        self.extra[column] = [_plain(value) for value in values]
+
+    def log_metric(self, name: str, value: float) -> None:
+        """One number for the step; of several the mean is logged."""
+        self.metrics.setdefault(name, []).append(float(value))
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [{name: values[row] for name, values in self.extra.items()} for row in range(self.count)]
 
 
-def _parameters(function: RewardFunction) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # not written in Python: it may take anything
-        return [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def _needed_columns(function: RewardFunction) -> list[str]:
-    """What it wants by name besides what is always given."""
-    needed = [p.name for p in _parameters(function) if p.kind in _BY_NAME and p.default is p.empty]
-    return [name for name in needed if name not in _ALWAYS_GIVEN]
-
-
-def _not_taken(function: RewardFunction, given: Sequence[str]) -> list[str]:
-    """What it is given by name and has no parameter for."""
-    parameters = _parameters(function)
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return []
-    return sorted({*given} - {p.name for p in parameters if p.kind in _BY_NAME})
+def _joined(parts: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: [value for part in parts for value in part.get(name, ())] for name in names}
 
 
 class RewardFunctions:
     """The run's reward functions and their weights."""
 
-    def __init__(self, specs: Sequence[str], weights: Sequence[float] = ()) -> None:
-        self._functions = dict(load_reward(spec) for spec in specs)
+    def __init__(self, specs: Sequence[str | RewardFunction], weights: Sequence[float] = ()) -> None:
+        self._functions = load_rewards(specs)
+        self.state = TrainerState()
         self._weights = torch.tensor(weights or [1.0] * len(specs), dtype=torch.float64)
 
     def with_engine(self, engine: EnginePool | None) -> "RewardFunctions":
@@ -150,38 +139,10 @@ class RewardFunctions:
             }
         return judged
 
-    def check_tasks(self, tasks: Collection[str]) -> None:
-        """ValueError if there are prompts that no reward will score. A user's own scores any."""
-        known = {"policy": "P:", "environment": "A:"}
-        if not all(isinstance(function, WeightedReward) for function in self._functions.values()):
-            return
-        scored = {f.prefix for f in self._functions.values() if isinstance(f, WeightedReward)}
-        for task in sorted(tasks):
-            if known.get(task) not in scored:
-                other = {"policy": "--policy-share 0", "environment": "--policy-share 1"}.get(task)
-                remedy = f"add --reward {task}, or give {other}" if other else "give --reward file.py:name"
-                raise ValueError(
-                    f"no reward in {', '.join(self._functions)} scores {task} prompts: {remedy}."
-                )
-
-    def check_columns(self, prompts: Sequence[Prompt]) -> None:
-        """ValueError if a user's reward needs what no prompt has, or does not take what it is given."""
-        there = list(collate(prompts))
-        for name, function in self._functions.items():
-            if isinstance(function, WeightedReward):
-                continue
-            missing = [column for column in _needed_columns(function) if column not in there]
-            if missing and prompts:
-                columns = f"column{'s' * (len(missing) > 1)} {', '.join(missing)}"
-                raise ValueError(
-                    f"reward {name!r} needs the {columns}; the prompts have {', '.join(there) or 'none'}: "
-                    "give --prompts with it, or the function a default."
-                )
-            if too_many := _not_taken(function, [*_ALWAYS_GIVEN, *there]):
-                raise ValueError(
-                    f"reward {name!r} does not take {', '.join(too_many)}, which every reward is given: "
-                    "add **columns to its parameters."
-                )
+    def check(self, tasks: Collection[str], prompts: Sequence[Prompt]) -> None:
+        """ValueError for prompts that no reward scores, and for rewards that these prompts are not for."""
+        check_tasks(self._functions, tasks)
+        check_columns(self._functions, prompts)
 
     def prepare(self, prompts: Sequence[Prompt]) -> None:
         """Let rewards start on the prompts in the background, while completions are sampled."""
@@ -192,29 +153,38 @@ class RewardFunctions:
 
     def __call__(self, rollout: Rollout) -> Scores:
         """Score a rollout. RewardFailed, or ValueError for an answer that is not one score a completion."""
-        prompts = rollout.row_prompts
+        prompts, said = rollout.row_prompts, _Said(len(rollout.completions))
         arguments: dict[str, Any] = {
-            "prompts": [prompt.text for prompt in prompts],
-            "completions": rollout.completions,
+            "prompts": [prompt.asked for prompt in prompts],
+            "completions": [
+                prompt.said(text) for prompt, text in zip(prompts, rollout.completions, strict=True)
+            ],
             "completion_ids": [
                 row[:length]
                 for row, length in zip(rollout.completion_ids.tolist(), rollout.lengths.tolist(), strict=True)
             ],
             **collate(prompts),
+            "trainer_state": self.state,
+            "log_extra": said.log_extra,
+            "log_metric": said.log_metric,
         }
-        columns: list[list[float]] = []
         components: list[dict[str, float]] = [{} for _ in prompts]
+        scores: dict[str, list[float | None]] = {}
         for name, function in self._functions.items():
             if isinstance(function, WeightedReward):
                 parts = function.components(**arguments)
-                scores = [None if row is None else function.mean(row) for row in parts]
+                scores[name] = [None if row is None else function.mean(row) for row in parts]
                 for row, part in enumerate(parts):
                     components[row].update({f"{name}/{key}": value for key, value in (part or {}).items()})
-            else:
-                scores = call(name, function, arguments)
-            columns.append([torch.nan if score is None else score for score in scores])
+            elif not is_async(function):
+                scores[name] = call(name, function, arguments)
+        if waiting := {name: each for name, each in self._functions.items() if is_async(each)}:
+            scores |= call_together(waiting, arguments)
+        columns = [
+            [torch.nan if score is None else score for score in scores[name]] for name in self._functions
+        ]
         table = torch.tensor(columns, dtype=torch.float64).T  # (N, F)
-        return Scores(tuple(self._functions), table, self._weights, components)
+        return Scores(tuple(self._functions), table, self._weights, components, said.rows(), said.metrics)
 
     def judged(self, scores: Scores, completions: Sequence[str]) -> Iterator[Judged]:
         """By component of our own rewards, what it adds to `scores.rewards`, and what it judges."""

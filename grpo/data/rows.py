@@ -8,14 +8,15 @@ of an environment line is ignored, and of a policy line's labels the best one mu
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import chess
 import chess.pgn
 
+from grpo.data.asking import Columns, other_columns
 from grpo.data.intake import Intake
-from grpo.types import Prompt
+from grpo.prompt import Prompt
 from rewards.formats import (
     MAX_HISTORY,
     environment_prompt,
@@ -23,11 +24,6 @@ from rewards.formats import (
     parse_policy_completion,
     policy_prompt,
 )
-
-RESERVED_COLUMNS = frozenset({"prompts", "completions", "completion_ids", "trainer_state"})
-"""Arguments every reward function gets besides the columns (TRL's names)."""
-
-Columns = Mapping[str, Any]
 
 _NO_COLUMNS: Columns = {}
 
@@ -37,12 +33,16 @@ def from_line(line: str, row_id: str, intake: Intake) -> list[Prompt]:
     return [_line_prompt(line, row_id, intake, {})]
 
 
-def from_record(record: Columns, row_id: str, intake: Intake) -> list[Prompt]:
-    """A row of columns. The first of `prompt`, `text` and `fen` that has a value says what it is.
+def from_record(record: Columns | ValueError, row_id: str, intake: Intake) -> list[Prompt]:
+    """A row of columns, or why there is none. The others are kept for the rewards.
 
-    The other columns are kept for the rewards.
+    The first of `prompt`, `text` and `fen` that has a value says what it is, if the settings do not.
     """
-    for name, build in (("prompt", _custom), ("text", _text), ("fen", _position)):
+    if isinstance(record, ValueError):
+        raise record
+    if intake.asking.is_chosen or record.get("prompt") is not None:
+        return [intake.asking.prompt(row_id, record)]
+    for name, build in (("text", _text), ("fen", _position)):
         if record.get(name) is not None:
             return [build(record, row_id, intake)]
     raise ValueError(f"none of the columns `prompt`, `text`, `fen` has a value; there are {list(record)}")
@@ -108,28 +108,17 @@ def from_game(game: chess.pgn.Game, row_id: str, intake: Intake) -> list[Prompt]
 # ------------------------------------------------------------------------------------------ records
 
 
-def _custom(record: Columns, row_id: str, intake: Intake) -> Prompt:
-    text = record["prompt"]
-    if not isinstance(text, str):
-        raise ValueError(f"`prompt` is {type(text).__name__}, not text")
-    if not text.strip():
-        raise ValueError("`prompt` is empty")
-    if (task := record.get("task")) in ("policy", "environment"):
-        raise ValueError(f"rename column `task`: {task!r} in it means a chess prompt, which this is not")
-    return Prompt(row_id, text, {"task": "custom", **_others(record, "prompt")})
-
-
 def _text(record: Columns, row_id: str, intake: Intake) -> Prompt:
     if not isinstance(record["text"], str):
         raise ValueError(f"`text` is {type(record['text']).__name__}, not text")
-    return _line_prompt(record["text"], row_id, intake, _others(record, "text"))
+    return _line_prompt(record["text"], row_id, intake, other_columns(record, "text"))
 
 
 def _position(record: Columns, row_id: str, intake: Intake) -> Prompt:
     if not isinstance(record["fen"], str):
         raise ValueError(f"`fen` is {type(record['fen']).__name__}, not text")
     board = chess.Board(record["fen"])
-    others = _others(record, "fen")
+    others = other_columns(record, "fen")
     if (action := record.get("action")) is None:
         moves, evals = _entries(record.get("moves")), _entries(record.get("evals"))
         labels = None if moves is None and evals is None else (moves or [], evals or [])
@@ -138,12 +127,6 @@ def _position(record: Columns, row_id: str, intake: Intake) -> Prompt:
     if history[-1] != action:
         raise ValueError(f"`history` ends with the action: {history[-1]!r} is not {action!r}")
     return _environment(board.fen(), action, history, row_id, others)
-
-
-def _others(record: Columns, used: str) -> dict[str, Any]:
-    if taken := RESERVED_COLUMNS & record.keys():
-        raise ValueError(f"rename column `{min(taken)}`: every reward function already gets that argument")
-    return {name: value for name, value in record.items() if name != used}
 
 
 def _entries(value: Any) -> list[Any] | None:

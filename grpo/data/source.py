@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from grpo.types import Prompt
+from grpo.prompt import Prompt
 
 CHESS_COLUMNS = ("task", "fen", "moves", "evals", "action", "history")
 

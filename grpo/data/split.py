@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import chess
 
-from grpo.types import Prompt
+from grpo.prompt import Prompt
 
 HELDOUT_SHARE = 0.05
 

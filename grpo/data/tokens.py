@@ -1,15 +1,29 @@
 """From prompts to token ids, in one place: all who count tokens count the same."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from grpo.data.intake import Tokenizer
+from grpo.prompt import Prompt
+
+Tokenizer = Callable[..., Mapping[str, Any]]
+"""A Hugging Face tokenizer, or what gives `input_ids` of a text, or of several, as one does."""
 
 
-def tokenize(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of each text, with what the tokenizer adds to plain text, such as a token in front.
+def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of each prompt: of text with what the tokenizer adds to it, such as a token in front.
 
-    A text that begins with that token already, as a chat template's do, has it once.
+    A text that begins with that token already has it once. A chat template has written all there is to be.
     """
     first = getattr(tokenizer, "bos_token_id", None)
-    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=True)["input_ids"]
-    return [each[1:] if first is not None and each[:2] == [first, first] else each for each in ids]
+    ids: list[list[int]] = [[] for _ in prompts]
+    for is_text in (True, False):
+        where = [place for place, prompt in enumerate(prompts) if (prompt.messages is None) is is_text]
+        if not where:
+            continue
+        texts = [prompts[place].text for place in where]
+        # Not a warning for each that is longer than the model: those are said otherwise.
+        made = tokenizer(texts, add_special_tokens=is_text, verbose=False)["input_ids"]
+        for place, each in zip(where, made, strict=True):
+            twice = is_text and first is not None and each[:2] == [first, first]
+            ids[place] = each[1:] if twice else each
+    return ids

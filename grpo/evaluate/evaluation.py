@@ -10,7 +10,7 @@ from statistics import NormalDist
 import numpy as np
 
 from grpo.data.source import digest
-from grpo.evaluate.scores import NO_SHARES, Column
+from grpo.evaluate.scores import Column, decimals
 from grpo.types import Prompt
 
 LEVEL = 0.95
@@ -45,7 +45,7 @@ class Evaluation:
         otherwise a percentile bootstrap, infinite for a single prompt.
         """
         scores = self.scores[column]
-        if column not in NO_SHARES and np.isin(scores, (0.0, 1.0)).all():
+        if decimals(column) is None and np.isin(scores, (0.0, 1.0)).all():
             return wilson_interval(int(scores.sum()), len(scores))
         return bootstrap_interval(scores) if len(scores) > 1 else (-math.inf, math.inf)
 
@@ -61,6 +61,13 @@ class Evaluation:
     def __or__(self, other: "Evaluation") -> "Evaluation":
         """The columns of both."""
         return Evaluation({**self.scores, **other.scores}, {**self.prompts, **other.prompts})
+
+    def prefixed(self, prefix: str) -> "Evaluation":
+        """Its columns under other names."""
+        return Evaluation(
+            {prefix + name: column for name, column in self.scores.items()},
+            {prefix + name: each for name, each in self.prompts.items()},
+        )
 
     def save(self, file: Path) -> None:
         """Write JSON: the scores, and for whoever reads it each column's mean and interval."""

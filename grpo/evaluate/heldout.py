@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.config.groups import SamplingSettings
+from grpo.data.reward_functions import Scores
 from grpo.evaluate.evaluation import Evaluation
 from grpo.evaluate.scores import Column, score_completions
 from grpo.rollout.sample import rollout
@@ -40,15 +40,15 @@ def score_heldout(
     seed: int,
     samples: int = 1,
     engine: EnginePool | None = None,
-    reward: Callable[[Rollout], Tensor] | None = None,
+    judge: Callable[[Rollout], Scores] | None = None,
 ) -> dict[str, Column]:
     """Complete the prompts, about `rows` rows at once, and score what the model wrote.
 
     Returns scores (B, samples) by column, NaN where there is none, which `Evaluation.of` takes.
 
     samples: completions a prompt, from the same uniforms every time for a seed; a single one, greedy,
-    where the temperature is 0. engine: ranks moves instead of labels, while the model writes. reward:
-    gives (N,) for the rollout, NaN where a row has none, and becomes the column `reward`.
+    where the temperature is 0. engine: ranks moves instead of labels, while the model writes. judge: what
+    rewards say of the rollout, which becomes the column `reward`, and one for each of them by TRL's name.
     """
     if not prompts:
         raise ValueError("no prompts to evaluate: hold some out, or give more positions")
@@ -70,8 +70,11 @@ def score_heldout(
             model, tokenizer, [prompts[i] for i in order], uniforms, settings, rows=rows, watch_rows=done
         )
     scores = score_completions(sampled.row_prompts, sampled.completions, engine=engine)  # each (N,)
-    if reward is not None:
-        scores["reward"] = reward(sampled).double().cpu().numpy()
+    if judge is not None:
+        said = judge(sampled)
+        names = ["reward", *(f"rewards/{name}/mean" for name in said.names)]
+        columns = [said.rewards_where_scored, *said.table.T]
+        scores |= {name: column.numpy() for name, column in zip(names, columns, strict=True)}
     back = np.argsort(order)
     return {name: row.reshape(-1, samples)[back] for name, row in scores.items()}
 

@@ -81,7 +81,7 @@ def measure(policy: Policy, config: Config, prompts: Sequence[Prompt], *, sample
         settings = SamplingSettings(config.sampling.max_new_tokens, temperature)
         return evaluate(
             model, policy.tokenizer, prompts, settings=settings, rows=ROWS, seed=SEED,
-            samples=samples, reward=lambda sampled: rewards(sampled).rewards_where_scored,
+            samples=samples, judge=rewards,
         )  # fmt: skip
 
     return Quality(run(config.sampling.temperature, samples), run(0.0, 1))

@@ -19,8 +19,14 @@ Column = npt.NDArray[np.float64]
 
 HALF_MOVES = "self_play/legal_half_moves"
 MATES = "mate_in_one"
-NO_SHARES = {"reward": 3, HALF_MOVES: 1}
-"""Columns that are not shares in [0, 1], with the decimals they are printed with."""
+SAMPLED = "sampled/"
+"""Before the columns of sampled answers, where greedy ones stand beside them."""
+
+
+def decimals(column: str) -> int | None:
+    """With which a column is printed that is not a share in [0, 1]; None for one that is."""
+    column = column.removeprefix(SAMPLED)
+    return 3 if column == "reward" or column.startswith("rewards/") else {HALF_MOVES: 1}.get(column)
 
 
 def score_completions(

@@ -1,22 +1,43 @@
 """Evaluations as tables for people."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
 
 from grpo.evaluate.evaluation import Evaluation, paired_difference
 from grpo.evaluate.quality import Change
-from grpo.evaluate.scores import NO_SHARES
+from grpo.evaluate.scores import decimals
 
 
-def results_table(evaluation: Evaluation, *, title: str = "") -> Table:
-    """Each column's mean and interval."""
-    table = Table("", "mean", "interval", "n", title=title, caption=_caption(evaluation))
-    for column, scores in evaluation.scores.items():
-        mean, low, high = _printed(column, evaluation.mean(column), *evaluation.interval(column))
-        table.add_row(column, mean, f"{low} to {high}", str(len(scores)))
+def results_table(evaluations: Mapping[str, Evaluation], *, title: str = "", compared: bool = False) -> Table:
+    """Each column's mean and interval in each evaluation, by its name.
+
+    compared: with the first, on the same prompts: green or red where the paired difference leaves out zero.
+    """
+    names = dict.fromkeys(name for each in evaluations.values() for name in each.scores)
+    first, *_ = evaluations.values()
+    table = Table("", *evaluations, "n", title=title, caption=_caption(*evaluations.values()))
+    for column in names:
+        cells = [_cell(each, column, first if compared else each) for each in evaluations.values()]
+        counts = dict.fromkeys(str(len(each.scores.get(column, ()))) for each in evaluations.values())
+        table.add_row(column, *cells, " ".join(counts))
     return _to_the_right(table)
+
+
+def _cell(evaluation: Evaluation, column: str, other: Evaluation) -> Text:
+    """A mean with its interval, in the color of its difference to another evaluation's."""
+    if column not in evaluation.scores:
+        return Text("")
+    text = "{} ({} to {})".format(*_printed(column, evaluation.mean(column), *evaluation.interval(column)))
+    if evaluation is other or evaluation.prompts[column] != other.prompts.get(column):
+        return Text(text)
+    _, low, high = paired_difference(other, evaluation, column)
+    return Text(text, _color(low, high))
+
+
+def _color(low: float, high: float) -> str:
+    return "green" if low > 0 else "red" if high < 0 else ""
 
 
 def comparison_table(before: Evaluation, after: Evaluation, *, title: str = "") -> Table:
@@ -32,20 +53,25 @@ def comparison_table(before: Evaluation, after: Evaluation, *, title: str = "") 
             for each in (before, after)
         )
         change, low, high = paired_difference(before, after, column)
-        color = "green" if low > 0 else "red" if high < 0 else ""
         moved = "{} ({} to {})".format(*_printed(column, change, low, high, sign="+"))
-        table.add_row(column, was, now, Text(moved, color), str(len(after.scores[column])))
+        table.add_row(column, was, now, Text(moved, _color(low, high)), str(len(after.scores[column])))
     return _to_the_right(table)
 
 
-def _caption(evaluation: Evaluation) -> str:
-    others = [column for column in NO_SHARES if column in evaluation.scores]
-    return f"percent{', but for ' if others else ''}{' and '.join(others)}; 95 % intervals"
+def _caption(*evaluations: Evaluation) -> str:
+    names = dict.fromkeys(name for each in evaluations for name in each.scores)
+    kinds = dict.fromkeys(_kind(name) for name in names if decimals(name) is not None)
+    return f"percent{', but for ' if kinds else ''}{' and '.join(kinds)}; 95 % intervals"
+
+
+def _kind(column: str) -> str:
+    return "rewards" if "reward" in column else column
 
 
 def _printed(column: str, *values: float, sign: str = "") -> list[str]:
-    factor, decimals = (1, NO_SHARES[column]) if column in NO_SHARES else (100, 1)
-    return [f"{factor * value:{sign}.{decimals}f}" for value in values]
+    places = decimals(column)
+    factor = 100 if places is None else 1
+    return [f"{factor * value:{sign}.{1 if places is None else places}f}" for value in values]
 
 
 def _to_the_right(table: Table) -> Table:

@@ -243,10 +243,10 @@ def trace_phases(work: Workload) -> None:
 
 def longest_prompt(source: PromptSource, tokenizer: Tokenizer, config: Config) -> int:
     """Tokens of the longest prompt that is known beforehand: among the longest texts."""
-    texts = [prompt.text for prompt in source.longest(LONGEST_TEXTS)]
-    if not texts:
+    prompts = source.longest(LONGEST_TEXTS)
+    if not prompts:
         return config.sampling.max_new_tokens
-    return max(1, *map(len, tokenize(texts, tokenizer)))
+    return max(1, *map(len, tokenize(prompts, tokenizer)))
 
 
 def find_batch_size(memory: AdaptiveMemory, work: Workload, budget: Budget) -> int:

@@ -35,7 +35,7 @@ def tokenize_prompts(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, *, longest: int
 ) -> list[list[int]]:
     """Token ids of each prompt. ValueError for an empty or too long one."""
-    prompt_ids = tokenize([prompt.text for prompt in prompts], tokenizer)
+    prompt_ids = tokenize(prompts, tokenizer)
     for prompt, ids in zip(prompts, prompt_ids, strict=True):
         if not ids:
             raise ValueError(f"prompt {prompt.id} is empty: a prompt needs at least one token.")

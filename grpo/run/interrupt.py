@@ -17,11 +17,15 @@ class StopRequest:
     """Whether the user has asked to stop."""
 
     requested = False
+    begun = False
+    """Whether there is a step that could be finished: before, one Ctrl-C ends all at once."""
 
 
 @contextmanager
 def stop_on_signal() -> Iterator[StopRequest]:
     """While inside, the first SIGINT or SIGTERM only sets the flag; the second raises KeyboardInterrupt.
+
+    The first does where nothing has begun.
 
     Of several processes, what comes within a second of the first is the first again: a launcher passes on
     to its processes the Ctrl-C that the terminal has sent them already.
@@ -33,7 +37,7 @@ def stop_on_signal() -> Iterator[StopRequest]:
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
         nonlocal since
-        if stop.requested and time.monotonic() - since >= same_s:
+        if not stop.begun or (stop.requested and time.monotonic() - since >= same_s):
             raise KeyboardInterrupt
         if stop.requested:
             return

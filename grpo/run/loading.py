@@ -56,8 +56,7 @@ def load_source(config: Config, room: Room | None = None) -> PromptSource:
     return load_prompts(
         config.prompts, seed=config.seed, policy_share=config.policy_share,
         heldout_share=config.heldout_share, heldout_count=max(num_evaluated, LEAST_HELDOUT),
-        max_bad_share=config.max_bad_share, trailing_space=config.trailing_space,
-        room=room,
+        max_bad_share=config.max_bad_share, settings=config.asking, room=room,
     )  # fmt: skip
 
 

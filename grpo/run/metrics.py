@@ -37,9 +37,13 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
 
 
 def reward_metrics(scores: Scores, group_size: int) -> dict[str, float]:
-    """Means and deviations by function and component; `reward_std` is the mean over groups."""
+    """Means and deviations by function and component; `reward_std` is the mean over groups.
+
+    And the means of what the functions have logged themselves.
+    """
     rewards = scores.rewards
     metrics = {
+        **{name: sum(values) / len(values) for name, values in scores.metrics.items()},
         "reward": rewards.mean().item(),
         "reward_std": rewards.view(-1, group_size).std(1).mean().item(),
         "frac_reward_zero_std": zero_variance_groups(rewards, group_size).double().mean().item(),
@@ -113,10 +117,12 @@ def completion_records(
             "row": row,
             "prompt_id": prompts[row].id,
             "prompt": prompts[row].text,
+            **({"messages": prompts[row].messages} if prompts[row].messages else {}),
             "completion": rollout.completions[row],
             "num_tokens": int(rollout.lengths[row]),
             "terminated": bool(rollout.terminated[row]),
             "rewards": {name: value for name, value in given if value == value},
             "components": scores.components[row],
+            **({"extra": scores.extra[row]} if scores.extra[row] else {}),
             "advantage": advantages[row].item(),
         }

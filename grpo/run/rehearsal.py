@@ -106,5 +106,5 @@ def rehearse(
 
     answers, _ = survive(work, len(some), phase="rehearsal", discard=undo, replays=not config.shard)
     undo()
-    ids = tokenize([prompt.text for prompt in prompts], policy.tokenizer)
+    ids = tokenize(prompts, policy.tokenizer)
     return Rehearsal(answers, prompts, [*map(len, ids)], monitor.in_use_bytes() - before)

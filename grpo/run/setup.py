@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from loguru import logger
 from rich.console import Console
-from torch import Tensor
 
 from grpo.config import Config
 from grpo.data import PromptSource
@@ -42,7 +41,7 @@ from grpo.run.rehearsal import rehearse
 from grpo.run.same_everywhere import check_same
 from grpo.run.tracking import check_trackers
 from grpo.scoring.model_checks import check_recomputation
-from grpo.types import Prompt, Rollout
+from grpo.types import Prompt
 from rewards.engine import EnginePool, find_stockfish
 
 NOISE_INTERVAL = 4
@@ -77,10 +76,6 @@ class Run:
     expected: Mapping[str, Footprint]
     """Of each phase, were all steps as the first one looks."""
     world: World = field(default_factory=World)
-
-    def held_out_reward(self, rollout: Rollout) -> Tensor:
-        """(N,) rewards, NaN for rows that no reward function scores."""
-        return self.rewards(rollout).rewards_where_scored
 
     def share(self, num_groups: int) -> Share:
         """This process's of a step's groups."""
@@ -125,8 +120,7 @@ def _make_run(
     folder = world.from_main("the choice of a folder", folder)
     checkpoints, checkpoint = open_checkpoints(config, folder)
     source = load_source(config)
-    rewards.check_tasks(source.tasks)
-    rewards.check_columns(source.longest(PROMPTS_LOOKED_AT))
+    rewards.check(source.tasks, source.longest(PROMPTS_LOOKED_AT))
     engine = _start_engine(config, stack) if "policy" in source.tasks else None
     monitor = MemoryMonitor(device, limited=config.memory_limit is not None)
     budget = budget_of(config, monitor, world.sharing)

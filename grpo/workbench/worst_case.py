@@ -12,7 +12,7 @@ class FullLengthTokenizer:
 
     prompt_tokens: int
 
-    def __call__(self, texts: Sequence[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+    def __call__(self, texts: Sequence[str], **options: bool) -> dict[str, list[list[int]]]:
         return {"input_ids": [[1] * self.prompt_tokens for _ in texts]}
 
     def batch_decode(self, rows: Sequence[object], skip_special_tokens: bool) -> list[str]:

@@ -24,7 +24,7 @@ class Hub:
         self.rows = rows
         self.asked: list[tuple[str, str]] = []
 
-    def load_dataset(self, name: str, *, split: str, streaming: bool) -> Any:
+    def load_dataset(self, name: str, config: str | None = None, *, split: str, streaming: bool) -> Any:
         datasets: Any = importlib.import_module("datasets")
 
         assert streaming

@@ -36,13 +36,13 @@ def test_prompts_of_ones_own_and_positions_do_not_mix(tmp_path: Path) -> None:
 
 def test_what_is_not_there_or_not_read_is_an_error_with_the_way_out(tmp_path: Path) -> None:
     write(tmp_path / "train.txt", [ENVIRONMENT_LINE])
-    write(tmp_path / "train.csv", [ENVIRONMENT_LINE])
+    write(tmp_path / "train.xls", [ENVIRONMENT_LINE])
     write(tmp_path / "empty.txt", [""])
     for spec, reason in {
         f"{tmp_path}/tran.txt": rf"no file {tmp_path}/tran.txt; did you mean {tmp_path}/train.txt",
-        f"{tmp_path}/train.jsonl": rf"did you mean {tmp_path}/train.txt\?",  # and not train.csv
+        f"{tmp_path}/train.jsonl": rf"did you mean {tmp_path}/train.txt\?",  # and not train.xls
         f"{tmp_path}/nowhere/train.txt": "there is no folder",
-        f"{tmp_path}/train.csv": r"\.txt, \.jsonl, \.parquet, \.fen, \.epd, \.pgn, not from \.csv files",
+        f"{tmp_path}/train.xls": r"\.txt, \.jsonl, .*\.epd, \.pgn, not from \.xls files",
         f"{tmp_path}": "is a folder: name one file",
         f"{tmp_path}/empty.txt": "no prompts to train on .*give other --prompts",
         "bundle": "no file bundle.*OWNER/NAME on the hub",

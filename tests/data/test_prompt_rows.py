@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompt_lines import BLACK_LINE, ENVIRONMENT_LINE, START, boards, write, write_records
 
+from grpo.config.groups import PromptSettings
 from grpo.data import Prompt, collate, load_prompts
 from grpo.data.files import FORMATS
 from grpo.data.intake import Intake
@@ -39,7 +40,7 @@ def test_lines_become_prompts_with_the_columns_rewards_read(tmp_path: Path, logg
 
 
 def test_best_moves_that_tie_for_the_highest_eval_are_not_upside_down() -> None:
-    intake = Intake("data", max_bad_share=0, trailing_space=False)
+    intake = Intake("data", max_bad_share=0)
     line = policy_line(PolicySample(START, ("e2e4", "d2d4", "a2a3"), (0.3, 0.3, -0.1), "d2d4"))
     FORMATS[".txt"][1](line, "id", intake)
     assert (intake.num_labelled, intake.num_upside_down) == (1, 0)
@@ -60,7 +61,7 @@ def test_padded_and_plain_lines_give_the_same_prompt(tmp_path: Path) -> None:
 def test_the_trailing_space_is_a_setting_of_policy_prompts(tmp_path: Path) -> None:
     spec = write(tmp_path / "l.txt", [BLACK_LINE, ENVIRONMENT_LINE])
     environment, policy = load_prompts(
-        spec, seed=0, policy_share=0.5, heldout_share=0, trailing_space=True
+        spec, seed=0, policy_share=0.5, heldout_share=0, settings=PromptSettings(trailing_space=True)
     ).draw(2)
     assert policy.text.endswith("1 30 ") and environment.text.endswith("e2e4+")
 
@@ -107,7 +108,7 @@ def test_no_line_however_broken_raises(kind: str, data: st.DataObject) -> None:
     )
     line = "".join(data.draw(st.lists(st.one_of(texts, pieces), max_size=4)))
     cut = data.draw(st.integers(0, len(line)))
-    intake = Intake("data", max_bad_share=0, trailing_space=False)
+    intake = Intake("data", max_bad_share=0)
     for text in (line, line[:cut]):
         prompts = intake.prompts("data:1", text, FORMATS[kind][1])
         assert all(isinstance(prompt.text, str) for prompt in prompts)
@@ -135,7 +136,7 @@ def test_no_line_however_broken_raises(kind: str, data: st.DataObject) -> None:
 )
 @pytest.mark.parametrize("name", ["prompt", "text", "fen", "moves", "evals", "action", "history"])
 def test_no_record_however_broken_raises(name: str, value: Any) -> None:
-    intake = Intake("data", max_bad_share=0, trailing_space=False)
+    intake = Intake("data", max_bad_share=0)
     record = {"fen": START, "moves": ["e2e4"], "evals": [0.1], name: value}
     for row in (record, record | {"action": "e2e4"}, {name: value}):
         for prompt in intake.prompts("data:1", row, FORMATS[".parquet"][1]):
@@ -172,7 +173,7 @@ def test_a_fen_column_with_labels_or_an_action(tmp_path: Path) -> None:
     ("record", "reason"),
     [
         ({"question": "?"}, "none of the columns `prompt`, `text`, `fen`.*question"),
-        ({"prompt": [{"role": "user", "content": "hi"}]}, "`prompt` is list, not text"),
+        ({"prompt": {"role": "user", "content": "hi"}}, "`prompt` is dict, and neither text nor a list"),
         ({"prompt": " "}, "`prompt` is empty"),
         ({"prompt": "hi", "completions": "x"}, "rename column `completions`"),
         ({"prompt": "hi", "task": "policy"}, "rename column `task`: 'policy' in it means a chess prompt"),

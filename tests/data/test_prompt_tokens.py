@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from grpo.data import Room
 from grpo.data.intake import TooLong
 from grpo.data.tokens import tokenize
+from grpo.types import Prompt
 
 
 @pytest.fixture
@@ -23,20 +24,27 @@ def beginning(tokenizer) -> PreTrainedTokenizerFast:
     tokenizer.backend_tokenizer.post_processor = None
 
 
+def asks(text: str) -> Prompt:
+    return Prompt("row:1", text, {})
+
+
 def test_a_tokenizer_that_adds_nothing_adds_nothing(tokenizer):
     texts = ["P: 8/8/8/8/8/8/8/8 w - - 0 1", "A: 8"]
-    assert tokenize(texts, tokenizer) == tokenizer(texts, add_special_tokens=False)["input_ids"]
+    assert (
+        tokenize([asks(text) for text in texts], tokenizer)
+        == tokenizer(texts, add_special_tokens=False)["input_ids"]
+    )
 
 
 def test_what_a_tokenizer_puts_in_front_is_there_once(beginning):
     plain = beginning("P: 8", add_special_tokens=False)["input_ids"]
     begin = beginning.bos_token_id
-    assert tokenize(["P: 8", "<begin>P: 8"], beginning) == [[begin, *plain], [begin, *plain]]
+    assert tokenize([asks("P: 8"), asks("<begin>P: 8")], beginning) == [[begin, *plain], [begin, *plain]]
 
 
 def test_room_is_counted_with_it(beginning):
-    text = "P: 8/8/8/8/8/8/8/8 w - - 0 1"
-    tokens = len(tokenize([text], beginning)[0])
-    Room(beginning, tokens + 5, 5).check(text)
+    prompt = asks("P: 8/8/8/8/8/8/8/8 w - - 0 1")
+    tokens = len(tokenize([prompt], beginning)[0])
+    Room(beginning, tokens + 5, 5).check(prompt)
     with pytest.raises(TooLong):
-        Room(beginning, tokens + 4, 5).check(text)
+        Room(beginning, tokens + 4, 5).check(prompt)

@@ -6,7 +6,9 @@ import torch
 
 import rewards as rewards_package
 from grpo.data.reward_calls import RewardFailed
-from grpo.data.reward_functions import RewardFunctions, load_reward
+from grpo.data.reward_files import load_reward
+from grpo.data.reward_functions import RewardFunctions
+from grpo.run.metrics import reward_metrics
 from grpo.types import Prompt, Rollout
 from rewards.formats import environment_prompt, policy_prompt
 
@@ -75,24 +77,24 @@ def test_a_reward_that_does_not_take_what_it_is_given_is_refused_beforehand(tmp_
     with pytest.raises(
         ValueError, match=r"'closed' does not take answer, completion_ids, task, .* add \*\*col"
     ):
-        functions(tmp_path, CLOSED, "closed").check_columns(OWN)
+        functions(tmp_path, CLOSED, "closed").check((), OWN)
     with pytest.raises(ValueError, match="'without_ids' does not take completion_ids, which"):
-        functions(tmp_path, CLOSED, "all_by_name", "without_ids").check_columns([])
-    functions(tmp_path, CLOSED, "all_by_name").check_columns(OWN)
+        functions(tmp_path, CLOSED, "all_by_name", "without_ids").check((), [])
+    functions(tmp_path, CLOSED, "all_by_name").check((), OWN)
 
 
 def test_a_column_that_no_prompt_has_is_missed_beforehand(tmp_path):
     with pytest.raises(ValueError, match="'brevity' needs the column limit; the prompts have task, answer:"):
-        functions(tmp_path, NEEDY, "brevity").check_columns(OWN)
+        functions(tmp_path, NEEDY, "brevity").check((), OWN)
     with pytest.raises(ValueError, match=r"'two' needs the columns limit, colour; .* give --prompts with it"):
-        functions(tmp_path, NEEDY, "content", "two").check_columns(OWN)
+        functions(tmp_path, NEEDY, "content", "two").check((), OWN)
     with pytest.raises(ValueError, match="'callable_one' needs the column limit"):
-        functions(tmp_path, NEEDY, "callable_one").check_columns(OWN)
-    functions(tmp_path, NEEDY, "content").check_columns(OWN)
-    functions(tmp_path, NEEDY, "brevity", "two").check_columns([])  # a stream: nothing is known of it
+        functions(tmp_path, NEEDY, "callable_one").check((), OWN)
+    functions(tmp_path, NEEDY, "content").check((), OWN)
+    functions(tmp_path, NEEDY, "brevity", "two").check((), [])  # a stream: nothing is known of it
     some = [*OWN, Prompt("o:3", "question", {"limit": 3, "colour": "red"})]  # None for the others
-    functions(tmp_path, NEEDY, "brevity", "two").check_columns(some)
-    RewardFunctions(["policy", "environment"]).check_columns(OWN)
+    functions(tmp_path, NEEDY, "brevity", "two").check((), some)
+    RewardFunctions(["policy", "environment"]).check((), OWN)
 
 
 def test_a_users_file_scores_with_weights_and_none_means_not_mine(tmp_path):
@@ -159,6 +161,7 @@ def test_an_error_in_a_users_function_is_named_with_its_place(tmp_path):
         ("None", r"reward 'f' returned 'None' .*: it must return a list of 4"),
         ("0.5", r"reward 'f' returned '0.5' .*: it must return a list of 4"),
         ("['good'] * 4", r"reward 'f' returned .*good.*: it must return a list of 4, one number, or None"),
+        ("[1.0, float('nan')] * 2", r"reward 'f' returned NaN for completion 1: .* or None for what it does"),
         ("[[1.0]] * 4", r"reward 'f' returned .*: it must return a list of 4"),
     ],
 )
@@ -170,12 +173,92 @@ def test_what_is_no_list_of_numbers_is_explained(tmp_path, returned, message):
 
 @pytest.mark.parametrize(
     "returned",
-    ["(1, 0, True, None)", "numpy.array([1.0, 0, 1, numpy.nan])", "torch.tensor([1.0, 0, 1, numpy.nan])"],
+    ["(1, 0, True, None)", "numpy.array([1.0, 0, 1, 9])", "torch.tensor([1.0, 0, 1, 9])"],
 )
 def test_other_sequences_of_numbers_will_do(tmp_path, returned):
     score = functions(tmp_path, f"import numpy, torch\ndef f(**kwargs):\n    return {returned}\n", "f")
     table = score(rollout_of(OWN, ["a"] * 4)).table
     assert table.nan_to_num(9).flatten().tolist() == [1.0, 0.0, 1.0, 9.0]
+
+
+TOLD = """
+import asyncio, functools
+
+def told(completions, trainer_state, log_metric, log_extra, **columns):
+    log_extra("letters", [len(text) for text in completions])
+    log_metric("asked", trainer_state.global_step)
+    log_metric("asked", trainer_state.max_steps)
+    return [1.0] * len(completions)
+
+def plain(prompts, completions, completion_ids, task, answer):
+    return [1.0] * len(completions)
+
+def wrong(completions, log_extra, **columns):
+    log_extra("letters", [1])
+"""
+
+
+def test_what_a_reward_logs_and_what_it_is_told_of_the_run(tmp_path):
+    score = functions(tmp_path, TOLD, "told", "plain")  # which takes none of it
+    score.check((), OWN)
+    score.state.global_step, score.state.max_steps = 3, 5
+    scores = score(rollout_of(OWN, ["a", "bcd", "", "e"]))
+    assert scores.extra == [{"letters": 1}, {"letters": 3}, {"letters": 0}, {"letters": 1}]
+    assert scores.metrics == {"asked": [3.0, 5.0]} and reward_metrics(scores, 2)["asked"] == 4
+    joined = type(scores).join([scores, scores])
+    assert len(joined.extra) == 8 and joined.metrics == {"asked": [3.0, 5.0, 3.0, 5.0]}
+    other = score(rollout_of(OWN[:1], ["xyz", ""]))
+    assert scores.replace_groups([1], other, 2).extra == [*scores.extra[:2], {"letters": 3}, {"letters": 0}]
+    with pytest.raises(RewardFailed, match=r"log_extra\('letters'\) got 1 values for 4 completions"):
+        functions(tmp_path, TOLD, "wrong")(rollout_of(OWN, ["a"] * 4))
+
+
+ASYNC = """
+import asyncio, functools
+met, loops = asyncio.Event(), set()
+
+async def first(completions, **columns):
+    await asyncio.wait_for(met.wait(), 20)  # which the second sets: they are awaited together
+    loops.add(asyncio.get_running_loop())
+    return [1.0] * len(completions)
+
+class Second:
+    async def __call__(self, completions, log_metric, **columns):
+        met.set()
+        log_metric("second", 7)
+        return (None if text == "no" else 2.0 for text in completions)
+
+second = Second()
+half = functools.partial(first, half=True)
+
+async def broken(completions, **columns):
+    raise KeyError("gone")
+"""
+
+
+def test_coroutine_functions_are_awaited_together(tmp_path):
+    score = functions(tmp_path, ASYNC, "first", "second", "half")
+    for _ in range(2):  # in one loop, which clients that are kept open want
+        scores = score(rollout_of(OWN, ["a", "no", "b", "c"]))
+    assert scores.rewards.tolist() == [4.0, 2.0, 4.0, 4.0] and scores.metrics == {"second": [7.0]}
+    assert len(sys.modules["reward_file_mine"].loops) == 1
+    with pytest.raises(RewardFailed, match=r"'broken' failed with KeyError in .*mine\.py, line 20: 'gone'"):
+        functions(tmp_path, ASYNC, "first", "broken")(rollout_of(OWN, ["a"] * 4))
+
+
+def test_a_conversation_reaches_rewards_as_messages(tmp_path):
+    asked = [{"role": "user", "content": "2 + 2?"}]
+    talk = Prompt("t:1", "<user>2 + 2?<assistant>", {"task": "custom"}, asked)
+    source = """
+seen = []
+def spy(prompts, completions, **columns):
+    seen.extend(zip(prompts, completions))
+    return [0.0] * len(prompts)
+"""
+    functions(tmp_path, source, "spy")(rollout_of([talk, OWN[0]], ["4", "5"]))
+    assert sys.modules["reward_file_mine"].seen == [
+        (asked, [{"role": "assistant", "content": "4"}]), ("question 0", "5"),
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------- loading

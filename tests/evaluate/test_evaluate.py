@@ -20,6 +20,8 @@ import grpo.evaluate.heldout
 from grpo.commands.evaluate import EvaluateConfig, checkpoint_of, show
 from grpo.config.groups import SamplingSettings
 from grpo.data import is_heldout
+from grpo.data.beforehand import check_beforehand
+from grpo.data.reward_functions import Scores
 from grpo.evaluate import (
     Evaluation,
     comparison_table,
@@ -248,7 +250,7 @@ def test_tables():
     before, after = evaluation([0] * 60 + [1] * 40), evaluation([1] * 20 + [0] * 45 + [1] * 35)
     before |= evaluation([0.5, 0.7], "reward")
     after |= evaluation([0.25, 0.5], "reward")
-    assert "policy/legal │ 40.0 │ 30.9 to 49.8 │ 100" in printed(results_table(before))
+    assert "policy/legal │ 40.0 (30.9 to 49.8) │ 100" in printed(results_table({"greedy": before}))
     comparison = printed(comparison_table(before, after))
     assert "40.0 (30.9 to 49.8) │ 55.0 (45.2 to 64.4) │ +15.0 (+" in comparison
     assert "-0.225 (-0.250 to -0.200)" in comparison
@@ -309,15 +311,20 @@ def test_samples_are_averaged_and_uniforms_stay_with_their_prompt(monkeypatch):
     assert not torch.equal(uniforms[12:], fewer[4:])  # of e:2, third and second
 
 
-def test_reward_is_a_column(monkeypatch):
-    def reward(rollout):
+def test_rewards_are_columns(monkeypatch):
+    """Their sum, and each by TRL's name; a prompt that none scores has none."""
+
+    def judge(rollout):
         numbers = {"c:1": math.nan, "c:2": 2.0, "c:3": 3.0}
-        return torch.tensor([numbers[prompt.id] for prompt in rollout.row_prompts])
+        table = torch.tensor([[numbers[prompt.id], math.nan] for prompt in rollout.row_prompts])
+        return Scores(("size", "other"), table.double(), torch.tensor([2.0, 1.0]).double(), [], [], {})
 
     answered(lambda prompt: prompt.text, monkeypatch, grpo.evaluate.heldout)
     prompts = [Prompt(f"c:{length}", "x" * length, {}) for length in (1, 2, 3)]
-    result = evaluate(None, None, prompts, settings=GREEDY, rows=8, seed=0, reward=reward)
-    assert {name: scores.tolist() for name, scores in result.scores.items()} == {"reward": [2, 3]}
+    result = evaluate(None, None, prompts, settings=GREEDY, rows=8, seed=0, judge=judge)
+    columns = {name: scores.tolist() for name, scores in result.scores.items()}
+    assert columns == {"reward": [4, 6], "rewards/size/mean": [2, 3]}
+    assert result.as_metrics() == {"eval_reward": 5, "eval_rewards/size/mean": 2.5}
 
 
 def test_nothing_to_evaluate_is_an_error():
@@ -462,20 +469,20 @@ def test_command(model_folders, tmp_path):
 
 def test_command_finds_what_is_wrong_before_it_loads_a_model(tmp_path):
     with pytest.raises(ValueError, match="--samples is 0: give at least 1"):
-        EvaluateConfig("nowhere", samples=0)
+        EvaluateConfig(("nowhere",), samples=0)
     with pytest.raises(ValueError, match=r"--heldout-share is 1\.1: give a share between"):
-        EvaluateConfig("nowhere", heldout_share=1.1)
+        EvaluateConfig(("nowhere",), heldout_share=1.1)
     with pytest.raises(ValueError, match="--max-bad-share is nan"):
-        EvaluateConfig("nowhere", max_bad_share=math.nan)
+        EvaluateConfig(("nowhere",), max_bad_share=math.nan)
     with pytest.raises(ValueError, match="there is no folder"):
-        EvaluateConfig("nowhere", json=tmp_path / "no" / "scores.json")
+        EvaluateConfig(("nowhere",), json=tmp_path / "no" / "scores.json")
     for wrong in ({"mate_in_one": tmp_path / "none.json"}, {"before": tmp_path / "none.json"}):
         with pytest.raises(ValueError, match=r"none\.json is no"):
-            show(EvaluateConfig("nowhere", **wrong))
+            show(EvaluateConfig(("nowhere",), **wrong))
     with pytest.raises(ValueError, match=r"no file nothing\.txt"):
-        show(EvaluateConfig("nowhere", prompts="nothing.txt"))
+        check_beforehand(EvaluateConfig(("nowhere",), prompts="nothing.txt").task)
     with pytest.raises(ValueError, match=r"leaves 12 beside --max-new-tokens 500: lower"):
-        show(EvaluateConfig("rook-tiny", max_new_tokens=500))
+        show(EvaluateConfig(("rook-tiny",), max_new_tokens=500))
 
 
 def test_of_a_run_the_best_checkpoint_is_evaluated(tmp_path):

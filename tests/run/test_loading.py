@@ -25,23 +25,27 @@ def one_too_long(folder, *, rows=100):
     return write_records(folder / "mine.jsonl", records)
 
 
+def asks(text: str) -> Prompt:
+    return Prompt("row:1", text, {})
+
+
 def test_a_prompt_that_just_fits_is_let_in(model_folders):
     room = prompt_room(str(model_folders["gpt2"]), NEW)
-    room.check(LONG[1:])
+    room.check(asks(LONG[1:]))
     with pytest.raises(TooLong, match=r"183 tokens, .* context of 192 leaves 182 beside --max-new-tokens 10"):
-        room.check(LONG)
+        room.check(asks(LONG))
 
 
 def test_a_text_of_few_bytes_is_not_tokenized():
-    def tokenizer(text, **_):
-        asked.append(text)
-        return {"input_ids": [0] * 10}
+    def tokenizer(texts, **_):
+        asked.extend(texts)
+        return {"input_ids": [[0] * 10 for _ in texts]}
 
     asked = []
     room = prompt_room("rook-tiny", 500)  # 12 tokens are left
     object.__setattr__(room, "tokenizer", tokenizer)
     for text in ("a" * 10, "é" * 5, "a" * 11, "é" * 6, "\N{ARABIC LIGATURE SALLALLAHOU ALAYHE WASALLAM}"):
-        room.check(text)
+        room.check(asks(text))
     assert asked[:2] == ["a" * 11, "é" * 6]  # of eleven bytes: a token and a space may come in front
     assert len(asked) == 3  # the last is of three, but many tokenizers make eighteen letters of it
 

@@ -75,8 +75,7 @@ def _check_grpo(settings: SweepSettings) -> None:
     config = run_config(settings, settings.batch_sizes[0])
     source = load_source(config)
     rewards = RewardFunctions(config.reward, config.reward_weights)
-    rewards.check_tasks(source.tasks)
-    rewards.check_columns(source.longest(PROMPTS_LOOKED_AT))
+    rewards.check(source.tasks, source.longest(PROMPTS_LOOKED_AT))
 
 
 def _header(settings: SweepSettings, machine: Machine, parameters: int) -> dict[str, Any]:

@@ -1,0 +1,140 @@
+"""From a row of a user's own columns to what the model is asked: text, or a conversation in its template."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from grpo.config.groups import PromptSettings
+from grpo.config.limits import SettingsError
+from grpo.data.tokens import Tokenizer
+from grpo.prompt import Messages, Prompt, checked_messages
+
+RESERVED_COLUMNS = frozenset(
+    {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+)
+"""Arguments every reward function gets besides the columns (TRL's names)."""
+
+_TEMPLATES = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
+
+Columns = Mapping[str, Any]
+
+
+class Asking:
+    """Makes prompts of rows, by the settings and the model's tokenizer.
+
+    tokenizer: None for checks beforehand, where a conversation's text is that of its messages. SettingsError
+    for files and templates that are not there.
+    """
+
+    def __init__(self, settings: PromptSettings, tokenizer: Tokenizer | None = None) -> None:
+        self._settings, self._tokenizer = settings, tokenizer
+        self._template = None
+        if settings.prompt_template is not None:
+            text = _text_of(settings.prompt_template, "prompt_template")
+            try:
+                self._template = _TEMPLATES.from_string(text)
+            except jinja2.TemplateSyntaxError as error:
+                raise SettingsError(
+                    f"prompt_template is {str(settings.prompt_template)!r}, which is no Jinja template: line "
+                    f"{error.lineno}: {error.message}."
+                ) from error
+        self._chat_template = getattr(tokenizer, "chat_template", None)
+        if settings.chat_template is not None:
+            self._chat_template = _text_of(settings.chat_template, "chat_template")
+        if settings.chats and tokenizer is not None and self._chat_template is None:
+            raise SettingsError(_no_chat_template("prompts are to be conversations"))
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the settings say what is asked, so that rows are the user's own whatever else they have."""
+        return self._settings.prompt_column is not None or self._template is not None
+
+    def prompt(self, row_id: str, record: Columns) -> Prompt:
+        """ValueError for a row that cannot be asked, SettingsError for what is wrong with them all."""
+        column = self._settings.prompt_column or "prompt"
+        if (task := record.get("task")) in ("policy", "environment"):
+            raise ValueError(f"rename column `task`: {task!r} in it means a chess prompt, which this is not")
+        asked = self._asked(record, column)
+        columns = {"task": "custom", **other_columns(record, "prompt")}
+        if isinstance(asked, str):
+            return Prompt(row_id, asked, columns)
+        return Prompt(row_id, self._rendered(asked, record), columns, asked)
+
+    def _asked(self, record: Columns, column: str) -> str | Messages:
+        """What a row asks, as text or messages."""
+        if self._template is not None:
+            try:
+                asked: Any = self._template.render(record)
+            except jinja2.UndefinedError as error:
+                raise ValueError(f"prompt_template: {error.message}; there are {', '.join(record)}") from None
+        elif (asked := record.get(column)) is None:
+            raise ValueError(f"there is no `{column}`; there are {', '.join(record)}")
+        if isinstance(asked, str):
+            if not asked.strip():
+                raise ValueError(f"`{column}` is empty")
+            if not self._chats():
+                return asked
+            asked = [{"role": "user", "content": asked}]
+        messages = checked_messages(asked, column)
+        if self._settings.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self._settings.system_prompt}, *messages]
+        return messages
+
+    def _chats(self) -> bool:
+        """Whether text is a user's message."""
+        from_template = self._template is not None and self._settings.chat == "auto"
+        return self._settings.chats or (from_template and self._chat_template is not None)
+
+    def _rendered(self, messages: Messages, record: Columns) -> str:
+        if self._tokenizer is None:
+            return "\n".join(str(message.get("content", "")) for message in messages)
+        if self._chat_template is None:
+            raise SettingsError(_no_chat_template("prompts are conversations"))
+        tools, options = record.get("tools"), record.get("chat_template_kwargs")
+        if isinstance(tools, str):  # as some datasets store them
+            tools = json.loads(tools)
+        render: Any = getattr(self._tokenizer, "apply_chat_template", None)
+        try:
+            text: str = render(
+                messages, tools=tools or None, chat_template=self._chat_template,
+                add_generation_prompt=True, tokenize=False, **(options or {}),
+            )  # fmt: skip
+        except jinja2.TemplateSyntaxError as error:
+            raise SettingsError(
+                f"the chat template is no Jinja template: line {error.lineno}: {error.message}; give another "
+                "--chat-template."
+            ) from error
+        except (jinja2.TemplateError, TypeError) as error:  # which it raises for what it does not take
+            raise ValueError(f"the chat template does not take it: {error}") from error
+        return text
+
+
+def other_columns(record: Columns, used: str) -> dict[str, Any]:
+    """Those besides the `used` one, which the rewards get. ValueError for a name that is taken."""
+    if taken := RESERVED_COLUMNS & record.keys():
+        raise ValueError(f"rename column `{min(taken)}`: every reward function already gets that argument")
+    return {name: value for name, value in record.items() if name != used}
+
+
+def _text_of(file: Path, setting: str) -> str:
+    try:
+        text = file.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SettingsError(
+            f"{setting} is {str(file)!r}, which cannot be read ({reason}): give a file."
+        ) from None
+    if not text.strip():
+        raise SettingsError(f"{setting} is {str(file)!r}, which is empty: write a Jinja template into it.")
+    return text
+
+
+def _no_chat_template(why: str) -> str:
+    return (
+        f"{why}, but the model's tokenizer has no chat template: give --chat-template FILE, a model that has "
+        "been tuned to chat, or prompts that are text with --chat off."
+    )

@@ -1,0 +1,31 @@
+"""What can be known of prompts and rewards before anything large is loaded, which takes seconds."""
+
+from itertools import islice
+from pathlib import Path
+
+from grpo.config import Config
+from grpo.data.asking import Asking
+from grpo.data.files import file_rows
+from grpo.data.intake import Intake
+from grpo.data.load import check_spec, is_file
+from grpo.data.reward_files import check_columns, load_rewards
+from grpo.prompt import Prompt
+
+LOOKED_AT = 1000
+"""Rows of a file: a short one is read as a whole."""
+
+
+def check_beforehand(config: Config) -> None:
+    """ValueError for prompts, templates and rewards that are not there, or not for each other."""
+    functions = load_rewards(config.reward)
+    check_spec(config.prompts)
+    Asking(config.asking)
+    prompts: list[Prompt] = []
+    if is_file(config.prompts):
+        intake = Intake(config.prompts, max_bad_share=config.max_bad_share, settings=config.asking)
+        rows = file_rows(Path(config.prompts).expanduser())
+        for row_id, content, convert in islice(rows, LOOKED_AT):
+            prompts += intake.prompts(row_id, content, convert)
+        if intake.num_rows < LOOKED_AT or not prompts:  # of a longer one the others may be good
+            intake.check()
+    check_columns(functions, prompts)

@@ -1,0 +1,70 @@
+"""One question to the model. Nothing large is loaded here, so that data can be checked first."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+TASKS = ("policy", "environment", "custom")
+
+Messages = list[dict[str, Any]]
+"""TRL's conversational form: `[{"role": "user", "content": "…"}]`."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question to the model. `columns` is what rewards read about it, one value each.
+
+    `id` names the row it came from ("train.txt:17") and stays the same from run to run.
+    """
+
+    id: str
+    text: str
+    """What goes into the model; of a conversation as the chat template renders it."""
+    columns: dict[str, Any]
+    messages: Messages | None = None
+    """The conversation that `text` was, if it was one."""
+
+    @property
+    def task(self) -> str:
+        """ "policy", "environment", or "custom" for a prompt of the user's own."""
+        task = self.columns.get("task")
+        return task if task in TASKS else "custom"
+
+    @property
+    def asked(self) -> str | Messages:
+        """As rewards get it: text, or messages."""
+        return self.text if self.messages is None else self.messages
+
+    def said(self, completion: str) -> str | Messages:
+        """A completion of it in the same form."""
+        return completion if self.messages is None else [{"role": "assistant", "content": completion}]
+
+
+def checked_messages(value: Any, name: str) -> Messages:
+    """A conversation as it is given in a row. ValueError for one that no chat template takes."""
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"`{name}` is {_kind(value)}, and neither text nor a list of messages")
+    messages: Messages = []
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, Mapping):
+            raise ValueError(f"message {number} of `{name}` is {_kind(message)}: give role and content")
+        given = {key: each for key, each in message.items() if each is not None}
+        if not isinstance(given.get("role"), str):
+            raise ValueError(f"message {number} of `{name}` has no role: give system, user or assistant")
+        content = _joined(given.get("content"))
+        if not isinstance(content, str) and "tool_calls" not in given:
+            raise ValueError(f"message {number} of `{name}` has {_kind(content)} as its content: give text")
+        messages.append(given if content is None else {**given, "content": content})
+    return messages
+
+
+def _joined(content: Any) -> Any:
+    """Parts that are text, as some datasets have them, as one."""
+    parts = content if isinstance(content, list) else []
+    if parts and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
+        return "".join(part["text"] for part in parts)
+    return content
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else "empty" if value == [] else type(value).__name__

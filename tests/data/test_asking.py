@@ -1,0 +1,198 @@
+"""Rows of one's own columns, and conversations: what is asked is what TRL and chat templates make of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from grpo.config.groups import PromptSettings
+from grpo.data import Room, load_prompts
+from grpo.data.tokens import tokenize
+from grpo.prompt import Prompt
+
+CHATML = (  # as Qwen 2's: a system message of its own where there is none, tools in it
+    "{%- if messages[0].role != 'system' and not tools %}<|start|>system\nBe kind.<|end|>\n{% endif -%}"
+    "{%- if tools %}<|start|>system\n{{ tools | tojson }}<|end|>\n{% endif -%}"
+    "{%- for message in messages -%}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|start|>assistant\n{% if no_think %}<|quiet|>{% endif %}{%- endif -%}"
+)
+HEADERS = (  # as Llama 3's: the token that begins a text, and a header before each message
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'tool' %}"
+    "{{ raise_exception('no tools here') }}{% endif %}<|header|>{{ message.role }}<|headed|>\n\n"
+    "{{ message.content | trim }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|header|>assistant<|headed|>\n\n{% endif %}"
+)
+TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+PLAIN = PromptSettings()
+
+
+def words(*, first: bool = False, last: bool = False, template: str | None = None) -> PreTrainedTokenizerFast:
+    """A tokenizer of letters that adds a token in front or at the end, as its kin do."""
+    special = ["<first>", "<last>", "<|start|>", "<|end|>", "<|header|>", "<|headed|>", "<|quiet|>"]
+    vocabulary = {token: i for i, token in enumerate([*special, "?", *map(chr, range(10, 127))])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.add_special_tokens(special)
+    if first or last:
+        made.post_processor = TemplateProcessing(
+            single=" ".join(["<first>"] * first + ["$A"] + ["<last>"] * last),
+            special_tokens=[("<first>", 0), ("<last>", 1)],
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<first>", eos_token="<last>", chat_template=template
+    )
+
+
+def load(
+    rows: list[dict[str, Any]], settings: PromptSettings = PLAIN, **kind: Any
+) -> tuple[list[Prompt], Any]:
+    """The prompts of rows, in their order, and the tokenizer."""
+    tokenizer = words(**kind)
+    source = load_prompts(rows, seed=0, heldout_share=0, settings=settings, room=Room(tokenizer, 4096, 16))
+    return sorted(source.draw(len(rows)), key=lambda prompt: prompt.id), tokenizer
+
+
+def refused(match: str, rows: list[dict[str, Any]], settings: PromptSettings = PLAIN, **kind: Any) -> None:
+    with pytest.raises(ValueError, match=match):
+        load(rows, settings, **kind)
+
+
+@pytest.mark.parametrize("kind", [{}, {"first": True}, {"last": True}, {"first": True, "last": True}])
+def test_text_is_tokenized_as_trl_does(kind):
+    prompts, tokenizer = load([{"prompt": "a b"}, {"prompt": "c"}], **kind)
+    assert tokenize(prompts, tokenizer) == tokenizer(text=["a b", "c"])["input_ids"]  # TRL: _tokenize_prompts
+
+
+@pytest.mark.parametrize("kind", [{"template": CHATML}, {"template": HEADERS, "first": True}])
+@pytest.mark.parametrize("talk", [TALK, TALK[1:], [*TALK, {"role": "assistant", "content": "4"}, TALK[1]]])
+def test_a_conversation_is_what_its_template_makes_of_it(kind, talk):
+    (prompt,), tokenizer = load([{"prompt": talk, "answer": 4}], **kind)
+    ids = tokenizer.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
+    assert tokenize([prompt], tokenizer) == [ids]
+    assert (prompt.messages, prompt.asked, prompt.columns["answer"]) == (talk, talk, 4)
+    assert prompt.said("4") == [{"role": "assistant", "content": "4"}]
+
+
+def test_tools_and_options_of_a_row_reach_the_template():
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    rows: list[dict[str, Any]] = [
+        {"prompt": TALK[1:], "tools": tools, "chat_template_kwargs": {"no_think": True}},
+        {"prompt": TALK[1:], "tools": json.dumps(tools), "chat_template_kwargs": None},
+        {"prompt": TALK[1:], "tools": []},
+    ]
+    prompts, tokenizer = load(rows, template=CHATML)
+    for prompt, given, options in zip(
+        prompts, (tools, tools, None), ({"no_think": True}, {}, {}), strict=True
+    ):
+        assert prompt.text == tokenizer.apply_chat_template(
+            TALK[1:], tools=given, add_generation_prompt=True, tokenize=False, **options
+        )
+    assert prompts[0].text.endswith("<|quiet|>") and '"add"' in prompts[1].text
+
+
+def test_plain_columns_become_a_conversation(tmp_path: Path):
+    template = tmp_path / "ask.jinja"
+    template.write_text("Solve {{ question }}. Write \\boxed{answer}.")
+    rows = [{"question": "2 + 2", "prompt": "not this"}]
+    asked = [{"role": "user", "content": "Solve 2 + 2. Write \\boxed{answer}."}]
+    by_template = PromptSettings(prompt_template=template)
+    (prompt,), _ = load(
+        rows, PromptSettings(prompt_template=template, system_prompt="Be brief."), template=CHATML
+    )
+    assert prompt.messages == [TALK[0], *asked]
+    (prompt,), _ = load(rows, by_template, template=CHATML)
+    assert prompt.messages == asked and prompt.columns["question"] == "2 + 2"
+    (prompt,), _ = load(rows, by_template)  # of a tokenizer without a chat template it is text
+    assert prompt.asked == "Solve 2 + 2. Write \\boxed{answer}."
+    (prompt,), _ = load(rows, PromptSettings(prompt_template=template, chat="off"), template=CHATML)
+    assert prompt.messages is None
+    (prompt,), _ = load(rows, PromptSettings(prompt_column="question", chat="on"), template=CHATML)
+    assert prompt.messages == [{"role": "user", "content": "2 + 2"}]
+    (prompt,), _ = load([{"prompt": TALK}], PromptSettings(system_prompt="Another."), template=CHATML)
+    assert prompt.messages == TALK  # which has a system message
+    (prompt,), _ = load([{"prompt": "2 + 2?"}], template=CHATML)
+    assert prompt.asked == "2 + 2?"  # as TRL has it: text is text
+
+
+def test_another_chat_template_overrides_the_tokenizers(tmp_path: Path):
+    (tmp_path / "chat.jinja").write_text(HEADERS)
+    settings = PromptSettings(chat_template=tmp_path / "chat.jinja")
+    (prompt,), _ = load([{"prompt": "2 + 2?"}], settings, template=CHATML)
+    assert prompt.text.startswith("<first><|header|>user<|headed|>")
+
+
+def test_what_cannot_be_asked_is_said_with_the_remedy(tmp_path: Path):
+    broken, empty = tmp_path / "broken.jinja", tmp_path / "empty.jinja"
+    broken.write_text("{{ question")
+    empty.write_text(" \n")
+    refused("message 2 of `prompt` has no role", [{"prompt": [TALK[0], {"content": "?"}]}], template=CHATML)
+    refused("message 1 of `prompt` has empty as its content", [{"prompt": [{"role": "user", "content": []}]}])
+    refused("message 1 of `prompt` is str", [{"prompt": ["hello"]}])
+    refused("`prompt` is empty, and neither text nor a list", [{"prompt": []}])
+    refused("conversations, but the model's tokenizer has no chat template: give --chat", [{"prompt": TALK}])
+    refused(
+        "no chat template: give --chat-template FILE", [{"prompt": "a"}], PromptSettings(system_prompt="b")
+    )
+    tool = [{"role": "tool", "content": "4"}]
+    refused("the chat template does not take it: no tools here", [{"prompt": tool}], template=HEADERS)
+    refused(
+        "no `question`; there are prompt, n",
+        [{"prompt": "a", "n": 1}],
+        PromptSettings(prompt_column="question"),
+    )
+    for file, reason in (
+        (broken, "no Jinja template: line 1"),
+        (empty, "is empty"),
+        (tmp_path / "no", "No such file"),
+    ):
+        refused(f"prompt_template is .*{reason}", [{"prompt": "a"}], PromptSettings(prompt_template=file))
+    refused(
+        "chat template is no Jinja template",
+        [{"prompt": TALK}],
+        PromptSettings(chat_template=broken),
+        template=CHATML,
+    )
+    template = tmp_path / "ask.jinja"
+    template.write_text("{{ question }}")
+    refused("prompt_template: 'question' is undefined; there are prompt", [{"prompt": "a"}],
+            PromptSettings(prompt_template=template))  # fmt: skip
+    chess = [{"text": "P: 8/8/8/4k3/8/8/4P3/4K3 w - - 0 1"}]
+    refused("holds chess positions: leave", chess, PromptSettings(chat="on"), template=CHATML)
+
+
+def test_settings_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="system_prompt is empty"):
+        PromptSettings(system_prompt=" ")
+    with pytest.raises(ValueError, match="chat is off, but system_prompt is given"):
+        PromptSettings(system_prompt="a", chat="off")
+
+
+@pytest.mark.parametrize(("name", "mark"), [("sums.csv", ","), ("sums.tsv", "\t")])
+def test_tables_are_read_by_the_names_in_their_first_line(tmp_path: Path, name: str, mark: str):
+    lines = [
+        ("question", "answer", "code", "share"),
+        ('"say ""a"",', "4", "007", "0.5"),
+        ("b", "", "010", "1e-2"),
+    ]
+    lines[1] = (f'"say ""a""{mark}\nand b"', *lines[1][1:])
+    (tmp_path / name).write_text("\n".join(mark.join(line) for line in lines) + "\n")
+    settings = PromptSettings(prompt_column="question")
+    source = load_prompts(str(tmp_path / name), seed=0, heldout_share=0, settings=settings)
+    first, second = sorted(source.draw(2), key=lambda prompt: prompt.id)
+    assert (first.id, first.text) == (f"{name}:1", f'say "a"{mark}\nand b')
+    assert [first.columns[key] for key in ("answer", "code", "share")] == [4, "007", 0.5]
+    assert [second.columns[key] for key in ("answer", "code", "share")] == [None, "010", 0.01]
+
+
+def test_a_table_that_is_none_is_an_error_with_its_place(tmp_path: Path):
+    file = tmp_path / "sums.csv"
+    file.write_text("prompt,answer\na,1,2\n")
+    with pytest.raises(ValueError, match=r"sums.csv:1: 3 fields, and 2 names in the first line"):
+        load_prompts(str(file), seed=0)
+    file.write_text("prompt,prompt\na,b\n")
+    with pytest.raises(ValueError, match="names a column twice in its first line"):
+        load_prompts(str(file), seed=0)
