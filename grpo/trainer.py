@@ -1,15 +1,18 @@
-"""The loop. `Trainer.train` is the whole program; what it calls does one thing each."""
+"""The loop. `Trainer.__iter__` is the whole program; what it calls does one thing each."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 from loguru import logger
 from rich.console import Console
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.config import to_flat
+from grpo.config import Config, to_flat
+from grpo.data.load import Rows
+from grpo.data.reward_files import RewardFunction
 from grpo.data.reward_functions import Scores
 from grpo.learning.advantages import group_advantages, zero_variance_groups
 from grpo.learning.credit import FieldCredit
@@ -20,24 +23,42 @@ from grpo.learning.step import Stepper
 from grpo.model.load import end_names
 from grpo.phases import PlannedPhases
 from grpo.run.checkpoint import Checkpoint, restore_optimizer
-from grpo.run.interrupt import StopRequest
+from grpo.run.given import Given
+from grpo.run.interrupt import StopRequest, stop_on_signal
 from grpo.run.metrics import Doubts, completion_records, reward_metrics, rollout_metrics
 from grpo.run.progress import Progress
-from grpo.run.setup import Run
-from grpo.run.tracking import NoTracker, RunTracker, StepProgress
-from grpo.types import Prompt, Rollout
+from grpo.run.screen import StepProgress, held_out_line, in_one_line
+from grpo.run.setup import Run, open_run
+from grpo.run.tracking import NoTracker, RunTracker
+from grpo.types import Prompt, Rollout, Step
 
 
 class Trainer:
-    """One run: made from a `Run`, goes on from its checkpoint if there is one."""
+    """One run: `for step in Trainer(config)`, or `Trainer(config).train()`.
+
+    model: a name, or a model of transformers', which is trained itself. prompts: a path, or rows of columns.
+    rewards: functions in TRL's signature. What is left out the settings name. A `Run` that is open already
+    goes on from its checkpoint, if it has one.
+    """
 
     def __init__(
-        self, run: Run, console: Console, *, after_step: Callable[[int], None] = lambda step: None
+        self,
+        run: Config | Run,
+        console: Console | None = None,
+        *,
+        model: str | PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        prompts: str | Rows | None = None,
+        rewards: Sequence[str | RewardFunction] = (),
+        stop: StopRequest | None = None,
     ) -> None:
+        self._opened = ExitStack()
+        if isinstance(run, Config):
+            run = self._opened.enter_context(open_run(run, Given(model, tokenizer, prompts, rewards)))
         self.config = run.config
-        self.after_step = after_step
         self.run = run
-        self.console = console
+        self.console = console or Console(quiet=True)
+        self.stop = stop or StopRequest()
         self.stepper = Stepper(
             run.policy.model, run.optimizer, self.config.optimizer.max_grad_norm,
             num_rows=self.config.num_rows, updating=self._updating,
@@ -54,28 +75,37 @@ class Trainer:
         ends = end_names(run.policy.model, run.policy.tokenizer, self.config.sampling.stop_texts)
         self.doubt = Doubts(self.config.num_rows, self.config.sampling.max_new_tokens, ends)
         self.source_state = run.source.state()
+        run.rewards.state.max_steps = self.config.steps
         if run.checkpoint is not None:
             self._restore(run.checkpoint)
         self.tracker = NoTracker()
-        if run.world.is_main:
-            self.tracker = RunTracker(
-                run.folder,
-                trackers=self.config.trackers,
-                settings=to_flat(self.config),
-                before_step=self.finished or -1,  # evaluation 0 is done again
-            )
         self.saved = self.finished
 
-    def train(self, stop: StopRequest) -> None:
-        """plan, rollout, reward, advantage, score, learn, log; checkpoint and evaluate in between."""
+    @property
+    def model(self) -> PreTrainedModel:
+        """The policy, as the last step left it."""
+        return self.run.policy.model
+
+    def train(self, stop: StopRequest | None = None) -> None:
+        """All steps. Without a `stop` of the caller's, Ctrl-C ends them after the one in progress."""
+        with nullcontext(stop) if stop else stop_on_signal() as self.stop:
+            for _ in self:
+                pass
+
+    def __iter__(self) -> Iterator[Step]:
+        """plan, rollout, reward, advantage, score, learn, log; checkpoint and evaluate in between.
+
+        Whoever stops asking for steps ends the run after the last one, which is saved.
+        """
         config, run = self.config, self.run
         self.progress.begin()
-        stop.begun = True
+        self.stop.begun = True
+        self.tracker = self._open_tracker()
         bar = StepProgress(self.console, self.progress, finished=self.finished)
         try:
-            if self.finished == 0 and not self._anyone(stop):
+            if self.finished == 0 and not self._anyone_stops():
                 self.evaluate(0)
-            self.interrupted = self._anyone(stop)
+            self.interrupted = self._anyone_stops()
             if self.interrupted and self.finished == 0:
                 self.save()  # or there would be nothing to go on from
             done = self.finished > 0 and self.progress.is_over(self.finished, run.world)
@@ -95,16 +125,16 @@ class Trainer:
                 if run.reference is not None and self._due(step, config.reference_sync):
                     run.reference.sync(run.policy.model)
                 self._finish(step, sampled)
-                self.log(step, sampled, scores, advantages, learned, bar)
-                self.after_step(step)
+                metrics = self.log(step, sampled, scores, advantages, learned, bar)
+                yield Step(step, metrics, sampled, rewards, advantages)
 
                 done = self.progress.is_over(step, run.world)
                 better = self.evaluate(step) if done or self._due(step, config.eval_interval) else False
-                self.interrupted = not done and self._anyone(stop)
+                self.interrupted = not done and self._anyone_stops()
                 if better or done or self.interrupted or self._due(step, config.checkpoint_interval):
                     self.stepper.keep_together(run.world)
                     self.save(best=better)
-        except Exception:
+        except (Exception, GeneratorExit):
             alone = not self.config.shard  # else the others, who have their parts, may not come to it
             if alone and self.finished > self.saved and not self.stepper.moved:
                 self.stepper.skipped_in_a_row = 0
@@ -113,6 +143,7 @@ class Trainer:
         finally:
             bar.close()
             self.tracker.close()
+            self._opened.close()
 
     # ------------------------------------------------------------------------------- the phases
 
@@ -217,8 +248,7 @@ class Trainer:
         result = self.phases.evaluate(step)
         metrics = result.as_metrics()
         self.tracker.log(step, {**metrics, **result.interval_metrics()})
-        shown = ", ".join(f"{name.removeprefix('eval_')} {value:.3f}" for name, value in metrics.items())
-        logger.info("held-out at step {}: {}", step, shown)
+        logger.info("held-out at step {}: {}", step, held_out_line(metrics))
         reward = metrics.get("eval_reward")
         if reward is None or (self.best_reward is not None and reward <= self.best_reward):
             return False
@@ -235,40 +265,39 @@ class Trainer:
         advantages: Tensor,
         learned: dict[str, float],
         bar: StepProgress,
-    ) -> None:
+    ) -> dict[str, float]:
+        """The step's metrics by TRL's names, which the first process writes."""
         config, run = self.config, self.run
         memory = run.monitor.read()
         measured = [record.as_dict() for record in run.memory.take_records()]
         records = run.world.exchange(f"the log of step {step}", measured)
-        if not run.world.is_main:
-            return
-        logger.info("{}", memory)
         metrics = {
             **rollout_metrics(sampled),
             **reward_metrics(scores, config.group_size),
             **learned,
             **run.clock.lap(),
             **run.world.take_traffic(),
+            **memory.as_metrics(),
             "num_tokens": float(self.num_tokens),
             "progress": self.progress.share(step),
-            "memory/allocated_gb": memory.allocated_bytes / 2**30,
-            "memory/peak_gb": memory.peak_bytes / 2**30,
         }
+        if not run.world.is_main:
+            return metrics
+        logger.bind(piped=True).info("{}", memory)
         self.doubt(step, metrics, run.monitor.memory())
         self.tracker.log(step, metrics)
         self.tracker.log_memory(step, records)
-        self.tracker.log_completions(
-            step, completion_records(sampled, scores, advantages, config.logged_completions)
-        )
-        bar.update(
-            step,
-            f"reward {metrics['reward']:.3f}, kl {metrics.get('kl', 0.0):.4f}, "
-            f"{config.num_rows / metrics['step_time']:.0f} samples/s, {memory.peak_bytes / 2**30:.2f} GB",
-        )
+        said = completion_records(sampled, scores, advantages, config.logged_completions)
+        self.tracker.log_completions(step, said)
+        bar.update(step, in_one_line(metrics, config.num_rows))
+        if self._due(step, config.show_completions):
+            bar.show(next(completion_records(sampled, scores, advantages, 1, first=step)))
+        return metrics
 
     def _finish(self, step: int, sampled: Rollout) -> None:
         """From here on the step is part of the run, whatever happens."""
         self.finished, self.source_state, self.stepper.moved = step, self.run.source.state(), False
+        self.run.rewards.state.global_step = step
         prompt_tokens = sum(map(len, sampled.prompt_ids)) * self.config.group_size
         self.num_tokens += prompt_tokens + int(sampled.lengths.sum())
 
@@ -298,6 +327,7 @@ class Trainer:
         self.stepper.restore(state)
         self.run.memory.restore(state["memory"])
         self.finished, self.source_state = state["step"], state["source"]
+        self.run.rewards.state.global_step = self.finished
         self.progress.restore(state)
 
     @contextmanager
@@ -305,9 +335,19 @@ class Trainer:
         with self.run.clock("update"), self.run.memory.watch("update"):
             yield
 
-    def _anyone(self, stop: StopRequest) -> bool:
+    def _open_tracker(self) -> NoTracker:
+        if not self.run.world.is_main:
+            return NoTracker()
+        return RunTracker(
+            self.run.folder,
+            trackers=self.config.trackers,
+            settings=to_flat(self.config),
+            before_step=self.finished or -1,  # evaluation 0 is done again
+        )
+
+    def _anyone_stops(self) -> bool:
         """Whether any process has been asked to stop: all stop after the same step."""
-        return any(self.run.world.exchange("the next step", stop.requested))
+        return any(self.run.world.exchange("the next step", self.stop.requested))
 
     def _due(self, step: int, interval: int) -> bool:
         return bool(interval) and step % interval == 0

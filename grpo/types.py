@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo.prompt import TASKS, Prompt
 
-__all__ = ["EXCHANGED", "TASKS", "Prompt", "Rollout", "exchanged"]
+__all__ = ["EXCHANGED", "TASKS", "Prompt", "Rollout", "Step", "exchanged"]
 
 T = TypeVar("T")
 EXCHANGED: dict[str, type] = {}
@@ -106,3 +106,22 @@ class Rollout:
             return others.one_group(new[index]) if index in new else self.one_group(index)
 
         return Rollout.join([group(index) for index in range(len(self.prompts))])
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step of a run came to."""
+
+    number: int
+    metrics: dict[str, float]
+    """By TRL's names."""
+    rollout: Rollout
+    rewards: Tensor
+    """(N,)."""
+    advantages: Tensor
+    """(N,)."""
+
+    @property
+    def completions(self) -> list[str]:
+        """N texts, group by group."""
+        return self.rollout.completions

@@ -29,7 +29,7 @@ from transformers import GPT2Config
 from grpo.commands.screen import screen
 from grpo.model.load import BUNDLED_FOLDER
 from grpo.model.target import compute_dtype
-from grpo.run.tracking import configure_logging
+from grpo.run.screen import configure_logging
 
 
 def main(

@@ -56,7 +56,7 @@ from rich.table import Table
 from grpo.commands.screen import screen
 from grpo.config import Config
 from grpo.environment import restart_without_thread_cache, set_library_defaults
-from grpo.run.tracking import configure_logging
+from grpo.run.screen import configure_logging
 
 T = TypeVar("T")
 CONSOLE = screen(width=160)  # the tables are for results/README.md, whatever the terminal

@@ -36,7 +36,7 @@ def main(
     from grpo.evaluate.tables import change_table
     from grpo.model.load import Policy, load_policy
     from grpo.model.target import choose_device
-    from grpo.run.tracking import configure_logging
+    from grpo.run.screen import configure_logging
     from grpo.workbench.report import write_report
 
     console = screen()

@@ -24,7 +24,7 @@ from grpo.config import Config, from_flat
 from grpo.evaluate.quality import Quality, measure
 from grpo.model.load import load_policy
 from grpo.model.target import choose_device
-from grpo.run.tracking import configure_logging
+from grpo.run.screen import configure_logging
 
 SAMPLES = 4
 """Of each held-out prompt."""

@@ -24,7 +24,6 @@ from unittest import mock
 
 import torch
 from conftest import untraced
-from rich.console import Console
 from torch._C._distributed_c10d import TCPStore
 
 import grpo.distributed.heartbeat
@@ -35,7 +34,6 @@ from grpo.distributed import open_world
 from grpo.distributed.store import Store
 from grpo.learning.optimizer import make_optimizer
 from grpo.learning.step import Stepper
-from grpo.run.interrupt import StopRequest
 from grpo.run.setup import open_run
 from grpo.trainer import Trainer
 
@@ -152,7 +150,6 @@ def train(
     config = dataclasses.replace(config, **(changes or {}).get(rank, {}))
     gradients: list[torch.Tensor] = []
     fired: list[tuple[int, str]] = []
-    stop = StopRequest()
     with (
         untraced(),
         mock.patch.object(grpo.distributed.heartbeat, "PATIENCE_S", patience_s),
@@ -161,10 +158,7 @@ def train(
         run.optimizer.register_step_pre_hook(lambda *_: gradients.append(_flat(run, "grad")))
         rows = []
 
-        def ask_to_stop(step: int) -> None:
-            stop.requested |= stop_after == (rank, step)
-
-        trainer = Trainer(run, Console(quiet=True), after_step=ask_to_stop)
+        trainer = Trainer(run)
         accumulate = trainer.phases.accumulate
 
         def accumulate_and_count(batch: Any, settings: Any, **options: Any) -> Any:
@@ -185,7 +179,8 @@ def train(
                 run.rewards.__class__, "__call__",
                 lambda self, made: (during(rank, trainer.finished + 1), reward(self, made))[1],
             ).start()  # fmt: skip
-        trainer.train(stop)
+        for step in trainer:
+            trainer.stop.requested |= stop_after == (rank, step.number)
         weights = _flat(run, "data")
     return Trained(run.folder, gradients, weights, trainer.finished, fired, sum(rows))
 

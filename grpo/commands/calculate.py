@@ -11,7 +11,7 @@ def main() -> int:
     import tyro
 
     from grpo.commands.screen import print_error, screen
-    from grpo.run.tracking import configure_logging
+    from grpo.run.screen import configure_logging
     from grpo.workbench.calculator.cards import cards_table
     from grpo.workbench.calculator.settings import CalculatorSettings
 

@@ -17,7 +17,7 @@ DONE, WRONG_SETTING = 0, 2
 
 def main() -> int:
     """Run the command line."""
-    from grpo.run.tracking import configure_logging
+    from grpo.run.screen import configure_logging
     from grpo.workbench.performance.settings import PerformanceSettings
 
     errors = screen(stderr=True)

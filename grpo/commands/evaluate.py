@@ -15,7 +15,7 @@ from grpo.config import CONFIG_FILE, Config, from_flat
 from grpo.config.groups import Precision, PromptSettings, SamplingSettings
 from grpo.config.reading import read_run_settings
 from grpo.data.beforehand import check_beforehand
-from grpo.run.tracking import configure_logging
+from grpo.run.screen import configure_logging
 from rewards.engine import EngineError, EnginePool
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ def main() -> int:
     import tyro
 
     from grpo.commands.screen import print_error, screen
-    from grpo.run.tracking import configure_logging
+    from grpo.run.screen import configure_logging
     from grpo.workbench.maximum.settings import FindSettings
 
     console = screen(width=None if sys.stdout.isatty() else 120)

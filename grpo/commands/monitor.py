@@ -35,7 +35,7 @@ def main() -> int:
 
     from grpo.commands.screen import print_error, screen
     from grpo.config import SettingsError, parse_command_line
-    from grpo.run.tracking import configure_logging
+    from grpo.run.screen import configure_logging
 
     console = screen()
     if not console.is_terminal:

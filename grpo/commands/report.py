@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from grpo.commands.screen import print_error, screen
-from grpo.run.tracking import configure_logging
+from grpo.run.screen import configure_logging
 
 DONE, WRONG_SETTING = 0, 2
 """Exit statuses."""

@@ -21,7 +21,7 @@ DONE, FAILED, WRONG_SETTING, INTERRUPTED = 0, 1, 2, 130
 
 def main() -> int:
     """Run the command line."""
-    from grpo.run.tracking import configure_logging
+    from grpo.run.screen import configure_logging
     from grpo.workbench.sweep.command_line import parse_sweep
 
     console = screen(stderr=True)

@@ -26,7 +26,8 @@ def main() -> int:
     from grpo.commands.screen import print_error, screen, shortened
     from grpo.config import parse_command_line
     from grpo.data.beforehand import check_beforehand
-    from grpo.run.tracking import MEMORY_FILE, configure_logging, read_lines
+    from grpo.run.screen import configure_logging
+    from grpo.run.tracking import MEMORY_FILE, read_lines
 
     console = screen(stderr=True, quiet=process > 0)  # one of several processes speaks for all
     try:
@@ -76,6 +77,8 @@ def main() -> int:
                 return INTERRUPTED
             ended = trainer.progress.ended(trainer.finished, run.optimizer.param_groups[0]["lr"])
             logger.info("{}; model and metrics are in {}", ended, run.folder)
+            if run.world.is_main:
+                console.print(how_to_load(run), highlight=False)
     except KeyboardInterrupt:
         complain("stopped at once; {}", go_on)
         return INTERRUPTED
@@ -101,6 +104,17 @@ def main() -> int:
         complain("memory ran out, and not for the rows of a phase: give more, or a smaller model ({})", go_on)
         return FAILED
     return DONE
+
+
+def how_to_load(run: "Run") -> str:
+    """For whoever wants to use the model."""
+    where = str(run.checkpoints.model)
+    needs = " (needs peft)" if run.config.lora.on else ""
+    return (
+        f"To use it in transformers{needs}:\n"
+        f"    model = AutoModelForCausalLM.from_pretrained({where!r})\n"
+        f"    tokenizer = AutoTokenizer.from_pretrained({where!r})"
+    )
 
 
 def _is_lost(run: "Run", trainer: "Trainer", go_on: str) -> bool:

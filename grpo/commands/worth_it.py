@@ -29,7 +29,7 @@ def main() -> int:
 
     from grpo.commands.screen import print_error, screen
     from grpo.config import SettingsError, parse_command_line
-    from grpo.run.tracking import configure_logging
+    from grpo.run.screen import configure_logging
 
     console = screen(width=None if sys.stdout.isatty() else 110)
     configure_logging("INFO", console)

@@ -89,11 +89,6 @@ def _check_rewards(config: "Config") -> None:
     names = [spec.rpartition(":")[2] for spec in config.reward]
     _need(len(set(names)) == len(names), f"reward names {', '.join(names)} are not distinct: rename one.")
     _need(
-        len(config.reward_weights) in (0, len(config.reward)),
-        f"reward_weights has {len(config.reward_weights)} numbers for {len(config.reward)} rewards: "
-        "give one each.",
-    )
-    _need(
         all(map(math.isfinite, config.reward_weights)),
         f"reward_weights is {list(config.reward_weights)}: give finite numbers.",
     )

@@ -40,7 +40,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Evaluation": ("eval_interval", "eval_prompts"),
     "The run folder": (
-        "runs_dir", "checkpoint_interval", "keep_checkpoints", "trackers", "logged_completions", "log_level",
+        "runs_dir", "checkpoint_interval", "keep_checkpoints", "trackers", "logged_completions",
+        "show_completions", "log_level",
     ),
 }  # fmt: skip
 """All others, and those of FIRST where they belong to a group."""

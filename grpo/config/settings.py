@@ -156,6 +156,8 @@ class Config:
     """Where metrics go besides metrics.jsonl."""
     logged_completions: Annotated[int, NOT_NEGATIVE] = 16
     """Completions of each step written to completions.jsonl."""
+    show_completions: Annotated[int, NOT_NEGATIVE] = 25
+    """Steps after which a completion is shown with its scores, each time; 0: never."""
     log_level: LogLevel = "INFO"
     """Least severity that is shown."""
 

@@ -17,7 +17,7 @@ LOOKED_AT = 1000
 
 def check_beforehand(config: Config) -> None:
     """ValueError for prompts, templates and rewards that are not there, or not for each other."""
-    functions = load_rewards(config.reward)
+    functions = load_rewards(config.reward, config.reward_weights)
     check_spec(config.prompts)
     Asking(config.asking)
     prompts: list[Prompt] = []

@@ -23,8 +23,17 @@ ON_REQUEST = ("trainer_state", "log_extra", "log_metric")
 """What a reward gets that has a parameter for it."""
 
 
-def load_rewards(specs: Sequence[str | RewardFunction]) -> dict[str, RewardFunction]:
-    """By name: functions as they are, others as of `load_reward`. ValueError for two of one name."""
+def load_rewards(
+    specs: Sequence[str | RewardFunction], weights: Sequence[float] = ()
+) -> dict[str, RewardFunction]:
+    """By name: functions as they are, others as of `load_reward`.
+
+    ValueError for two of one name, and for weights of another number.
+    """
+    if len(weights) not in (0, len(specs)):
+        raise ValueError(
+            f"reward_weights has {len(weights)} numbers for {len(specs)} rewards: give one each."
+        )
     loaded = [load_reward(spec) if isinstance(spec, str) else (_name(spec), spec) for spec in specs]
     names = [name for name, _ in loaded]
     if twice := {name for name in names if names.count(name) > 1}:

@@ -125,7 +125,7 @@ class RewardFunctions:
     """The run's reward functions and their weights."""
 
     def __init__(self, specs: Sequence[str | RewardFunction], weights: Sequence[float] = ()) -> None:
-        self._functions = load_rewards(specs)
+        self._functions = load_rewards(specs, weights)
         self.state = TrainerState()
         self._weights = torch.tensor(weights or [1.0] * len(specs), dtype=torch.float64)
 

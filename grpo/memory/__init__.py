@@ -3,6 +3,7 @@
 from grpo.memory.adaptive import AdaptiveMemory
 from grpo.memory.budget import Budget, make_budget
 from grpo.memory.live import peak_live_bytes
+from grpo.memory.loop import Fit
 from grpo.memory.monitor import MemoryMonitor
 from grpo.memory.phase import PhaseSpec
 from grpo.memory.planner import DoesNotFit, largest_rows
@@ -15,6 +16,7 @@ __all__ = [
     "AdaptiveMemory",
     "Budget",
     "DoesNotFit",
+    "Fit",
     "MemoryMonitor",
     "PhaseSpec",
     "Predictor",

@@ -29,6 +29,12 @@ class MemoryReading:
     reserved_bytes: int
     peak_bytes: int
 
+    def as_metrics(self) -> dict[str, float]:
+        return {
+            "memory/allocated_gb": self.allocated_bytes / GB,
+            "memory/peak_gb": self.peak_bytes / GB,
+        }
+
     def __str__(self) -> str:
         allocated, peak = self.allocated_bytes / GB, self.peak_bytes / GB
         if self.device == "CPU":

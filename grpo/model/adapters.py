@@ -45,7 +45,7 @@ def add_adapters(
 ) -> None:
     """Freeze `model` and give it adapters that change nothing yet, in its own dtype.
 
-    base: the model's name, for those who load the adapters. empty: on the meta device, without values.
+    base: the model's name, as those find it who load the adapters. empty: on the meta device, without values.
     ValueError for targets that it does not have.
     """
     check_peft(lora)
@@ -62,7 +62,7 @@ def add_adapters(
     config = LoraConfig(
         r=lora.lora_rank, lora_alpha=_whole(lora.alpha), lora_dropout=0.0, fan_in_fan_out=conv1d,
         target_modules=ALL_LINEAR if ALL_LINEAR in targets else sorted(targets),
-        task_type="CAUSAL_LM", base_model_name_or_path=_findable(base),
+        task_type="CAUSAL_LM", base_model_name_or_path=base,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -166,7 +166,7 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
     set_peft_model_state_dict(model, tensors, adapter_name=_NAME)
 
 
-def base_of(name: str) -> str | None:
+def base_named_in(name: str) -> str | None:
     """The base model's name where `name` is a folder of adapters. ValueError if it does not say."""
     file = Path(name) / CONFIG
     if not file.is_file() or (Path(name) / "config.json").is_file():
@@ -183,7 +183,8 @@ def with_merged(model: Model, folder: Path) -> Model:
     from peft import PeftModel
 
     merged: Any = PeftModel.from_pretrained(model, str(folder))
-    return merged.merge_and_unload()
+    model = merged.merge_and_unload()
+    return model.requires_grad_(True)  # peft leaves the base as it trained: not at all
 
 
 @torch.no_grad()
@@ -240,8 +241,3 @@ def _no_such_target(what: str, layers: Mapping[str, nn.Module]) -> str:
 
 def _whole(number: float) -> Any:
     return int(number) if number == int(number) else number
-
-
-def _findable(name: str | None) -> str | None:
-    """A folder's name from wherever it is read."""
-    return str(Path(name).resolve()) if name is not None and Path(name).is_dir() else name

@@ -6,6 +6,7 @@ in bf16. Dropout is off in every phase. No code from the hub is ever run, no pic
 
 import copy
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,13 +25,16 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from grpo.config.groups import BUNDLED, Precision
-from grpo.model.adapters import base_of, merged_weights, with_merged
+from grpo.model.adapters import CONFIG as ADAPTER_CONFIG
+from grpo.model.adapters import base_named_in, merged_weights, with_merged
 from grpo.model.cpu.feed_forward import slice_feed_forward
 from grpo.model.head import centred_head
 from grpo.model.hub import may_be_hub_id, out_of_reach
 from grpo.model.target import Target, make_target
 
 BUNDLED_FOLDER = Path(__file__).parents[1] / "assets" / BUNDLED
+MODEL_FOLDER = "model"
+"""In a run's folder: the model that it has come to."""
 
 _LOADING_ERRORS = (OSError, ValueError, KeyError, SafetensorError)
 
@@ -61,11 +65,49 @@ def load_for(target: Target, name: str, *, on_host: bool = False) -> Policy:
     return Policy(model if on_host else model.to(target.device), load_tokenizer(name), target)
 
 
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a run's model comes from: its name, or what has been loaded already."""
+
+    name: str
+    model: PreTrainedModel | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+    def load_config(self) -> PretrainedConfig:
+        """The model's shape, dropout off. ValueError says what to do when it cannot be had."""
+        if self.model is None:
+            return load_config(self.name)
+        return _without_dropout(copy.deepcopy(self.model.config))
+
+    def load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """With a token to pad with. ValueError where it cannot end a text."""
+        if self.tokenizer is not None:
+            return _that_ends(self.tokenizer, self.name)
+        return load_tokenizer(self.name)
+
+    def load(self, target: Target, *, on_host: bool = False) -> Policy:
+        """What `load_for` does; a model that is given is trained itself, in the dtype that training wants."""
+        if self.model is None:
+            return load_for(target, self.name, on_host=on_host)._replace(tokenizer=self.load_tokenizer())
+        model = self.model.eval().to(target.exact_dtype).requires_grad_(True)
+        model.set_attn_implementation(target.attention)
+        placed = model if on_host else model.to(target.device)  # type: ignore[arg-type]
+        return Policy(placed, self.load_tokenizer(), target)
+
+    def load_weights(self, policy: Policy, folder: str, *, on_host: bool = False) -> Policy:
+        """A policy with the weights in a checkpoint's folder: the model that is given, or one of its own."""
+        stored = load_for(policy.target, folder, on_host=on_host)
+        if self.model is None:
+            return stored
+        policy.model.load_state_dict(stored.model.state_dict())
+        return policy
+
+
 def _load_model(name: str, target: Target) -> PreTrainedModel:
     if (base := base_of(name)) is not None:
         model = _load_model(base, target)
         try:
-            return with_merged(model, Path(name)).eval()
+            return with_merged(model, Path(_source(name))).eval()
         except (*_LOADING_ERRORS, RuntimeError) as error:  # shapes of another model
             raise ValueError(f"the adapters in {name!r} do not fit their base {base!r}: {error}") from error
     try:
@@ -109,11 +151,16 @@ def default_shape() -> PretrainedConfig:
 
 
 def _as_trained(config: PretrainedConfig) -> PretrainedConfig:
+    _without_dropout(config)
+    if getattr(config, "activation_function", None) == "gelu_new":
+        config.activation_function = "gelu_pytorch_tanh"  # the same formula in one kernel
+    return config
+
+
+def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     for key in vars(config):
         if key.endswith(("_pdrop", "dropout")):
             setattr(config, key, 0.0)
-    if getattr(config, "activation_function", None) == "gelu_new":
-        config.activation_function = "gelu_pytorch_tanh"  # the same formula in one kernel
     return config
 
 
@@ -127,7 +174,7 @@ def context_length(config: PretrainedConfig) -> int:
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with a token to pad with. ValueError where it cannot end a text."""
     base = base_of(name)
-    if base is not None and not (Path(name) / "tokenizer_config.json").is_file():
+    if base is not None and not (Path(_source(name)) / "tokenizer_config.json").is_file():
         return load_tokenizer(base)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -137,6 +184,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
             raise ValueError("there is no tokenizer in it")
     except _LOADING_ERRORS as error:
         raise ValueError(_cannot_load(name, error)) from error
+    return _that_ends(tokenizer, name)
+
+
+def _that_ends(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model {name!r} has a tokenizer without an end-of-text token: give it one.")
     if tokenizer.pad_token_id is None:
@@ -165,7 +216,27 @@ def end_names(
 
 
 def _source(name: str) -> str:
-    return str(BUNDLED_FOLDER) if name == BUNDLED else name
+    """The folder, or the id on the hub, that a name means: of a run its model, or its newest checkpoint."""
+    if name == BUNDLED:
+        return str(BUNDLED_FOLDER)
+    folder = Path(name)
+    if any((folder / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
+        return name
+    of_run = [folder / MODEL_FOLDER, *sorted(folder.glob("checkpoints/step-*"), reverse=True)]
+    return next((str(each) for each in of_run if each.is_dir()), name)
+
+
+def base_of(name: str) -> str | None:
+    """The base model's name where `name` means a folder of adapters. ValueError if it does not say."""
+    base = base_named_in(_source(name))
+    is_bundled = base is not None and base.endswith(f"assets/{BUNDLED}") and not Path(base).is_dir()
+    return BUNDLED if is_bundled else base  # which was elsewhere where it was written
+
+
+def findable(name: str) -> str:
+    """A model's name as plain transformers finds it, from wherever."""
+    source = _source(name)
+    return str(Path(source).resolve()) if Path(source).is_dir() else source
 
 
 def _cannot_load(name: str, error: Exception) -> str:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo.distributed.shard import is_sharded, part_like, whole
 from grpo.environment import typed
 from grpo.model.adapters import MERGED, has_adapters, save_adapters
-from grpo.model.load import save_merged
+from grpo.model.load import MODEL_FOLDER, save_merged
 
 _MANIFEST = "manifest.json"
 _STATE = "trainer.json"
@@ -117,12 +117,15 @@ class CheckpointFolder:
             (temporary / _MANIFEST).write_text(json.dumps(_manifest(temporary), indent=1))
             for path in (*temporary.rglob("*"), temporary):
                 _flush(path)
+                if path.is_file():  # which safetensors makes for its owner alone
+                    path.chmod((temporary / _STATE).stat().st_mode)
             if final.exists():  # the same step again, after a resume
                 shutil.rmtree(final)
             os.rename(temporary, final)
             _flush(self.folder)
             if best:
                 self._mark_best(final)
+            self._publish(final)
         except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
             shutil.rmtree(temporary, ignore_errors=True)
             logger.warning("checkpoint of step {} could not be written ({}); training goes on", step, error)
@@ -146,6 +149,26 @@ class CheckpointFolder:
         if self._merge and has_adapters(model):
             save_merged(model, folder / MERGED)
             tokenizer.save_pretrained(folder / MERGED)
+
+    @property
+    def model(self) -> Path:
+        """The model to use, of the newest checkpoint: without what only training needs."""
+        return self.folder.parent / MODEL_FOLDER
+
+    def _publish(self, checkpoint: Path) -> None:
+        """Make that folder: of the same files, which take no room on the disk twice, or of copies."""
+        made = self.model.with_name(f".{MODEL_FOLDER}.tmp")
+        shutil.rmtree(made, ignore_errors=True)
+        for path in checkpoint.rglob("*"):
+            if path.is_file() and path.name not in (_MANIFEST, _STATE, _TENSORS, _REFERENCE):
+                target = made / path.relative_to(checkpoint)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    os.link(path, target)
+                except OSError:  # a disk that has no links
+                    shutil.copy(path, target)
+        shutil.rmtree(self.model, ignore_errors=True)
+        os.rename(made, self.model)
 
     def how_to_go_on(self) -> str:
         """For somebody whose run has just ended before its end."""

@@ -3,6 +3,7 @@
 import fcntl
 import itertools
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,9 +15,11 @@ from typing import Any, TextIO
 from loguru import logger
 
 from grpo.config import CONFIG_FILE, Config, SettingsError, read_yaml, to_flat, write_yaml
+from grpo.data.reward_files import reward_file
 from grpo.model.adapters import check_resumed
 from grpo.run.checkpoint import Checkpoint, CheckpointFolder
 
+REWARDS_FOLDER = "rewards"
 LOCK_FILE = "in-use"
 """In a run's folder while it is trained: by which process, on which machine."""
 
@@ -146,6 +149,20 @@ def _changes(config: Config, folder: Path, saved: dict[str, Any] | None) -> list
         for name, value in now.items()
         if name in before and before[name] != value
     ]
+
+
+def keep_rewards(folder: Path, config: Config) -> None:
+    """Copies of the user's files that judge, by the rewards' names; one that has changed since is told."""
+    for spec in config.reward:
+        path, name = reward_file(spec)
+        if path is None:
+            continue
+        kept = folder / REWARDS_FOLDER / f"{name}.py"
+        if kept.is_file() and kept.read_bytes() != path.read_bytes():
+            logger.warning("reward {!r} is not what it was: {} differs from its copy, {}", name, path, kept)
+        elif not kept.is_file():
+            kept.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, kept)
 
 
 def write_settings(folder: Path, config: Config) -> None:

@@ -1,21 +1,34 @@
 """The prompts and the models of a run: loaded whole, checked, and models sharded if they are to be."""
 
+from pathlib import Path
+
 import torch
 from loguru import logger
 from transformers import PretrainedConfig
 
 from grpo.config import Config, SettingsError
 from grpo.data import PromptSource, Room, Tokenizer, check_spec, load_prompts
+from grpo.data.load import Rows
 from grpo.distributed import World
 from grpo.distributed.shard import shard_model
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import add_adapters, load_adapters, store_base
-from grpo.model.load import Policy, context_length, load_config, load_for, load_tokenizer
+from grpo.model.load import (
+    ModelSource,
+    Policy,
+    base_of,
+    context_length,
+    findable,
+    frozen_copy,
+    load_config,
+    load_tokenizer,
+)
 from grpo.model.reference import FrozenCopy, Reference, make_reference
 from grpo.model.target import Target
 from grpo.run.checkpoint import Checkpoint
 from grpo.scoring.model_checks import check_recomputation, check_scorer
 
+BASE_FOLDER = "base"
 LEAST_HELDOUT = 64
 """Held-out prompts of a task, if there are any: by them a stream's longest prompts are known beforehand."""
 
@@ -44,17 +57,18 @@ def check_shard(config: Config, world: World) -> None:
         )
 
 
-def load_source(config: Config, room: Room | None = None) -> PromptSource:
+def load_source(config: Config, room: Room | None = None, prompts: str | Rows | None = None) -> PromptSource:
     """The prompts that a run draws from and evaluates: those that its model has room for. Without weights.
 
-    room: for a prompt; None: of config.model, which is a name then, not auto. ValueError for what cannot
-    be read.
+    room: for a prompt; None: of config.model, which is a name then, not auto. prompts: None: those that the
+    settings name. ValueError for what cannot be read.
     """
-    check_spec(config.prompts)
+    prompts = config.prompts if prompts is None else prompts
+    check_spec(prompts)
     room = room or prompt_room(config.model, config.sampling.max_new_tokens)
     num_evaluated = config.eval_prompts if config.eval_interval else 0
     return load_prompts(
-        config.prompts, seed=config.seed, policy_share=config.policy_share,
+        prompts, seed=config.seed, policy_share=config.policy_share,
         heldout_share=config.heldout_share, heldout_count=max(num_evaluated, LEAST_HELDOUT),
         max_bad_share=config.max_bad_share, settings=config.asking, room=room,
     )  # fmt: skip
@@ -77,14 +91,27 @@ def room_in(model: PretrainedConfig, tokenizer: Tokenizer, max_new_tokens: int) 
 
 
 def load_models(
-    config: Config, checkpoint: Checkpoint | None, target: Target, reference_device: torch.device
+    config: Config,
+    source: ModelSource,
+    checkpoint: Checkpoint | None,
+    target: Target,
+    reference_device: torch.device,
+    folder: Path | None = None,
 ) -> tuple[Policy, Reference | None]:
-    """The policy, as the run began or as the checkpoint has it, and the reference, if the loss needs it."""
+    """The policy, as the run began or as the checkpoint has it, and the reference, if the loss needs it.
+
+    folder: the run's, where a base goes that is nowhere as a whole: one that had adapters of its own.
+    """
     on_host = config.lora.on or config.shard  # whole, in fp32, it may not fit the device
     reference_device = torch.device("cpu") if config.shard else reference_device
-    policy = load_for(target, config.model, on_host=on_host)
+    policy = source.load(target, on_host=on_host)
     if config.lora.on:
-        add_adapters(policy.model, config.lora, seed=config.seed, base=config.model)
+        base = findable(config.model)
+        if folder is not None and (source.model is not None or base_of(config.model) is not None):
+            base = str((folder / BASE_FOLDER).resolve())
+            policy.model.save_pretrained(base)
+            policy.tokenizer.save_pretrained(base)
+        add_adapters(policy.model, config.lora, seed=config.seed, base=base)
     check_scorer(policy.model, context_length(policy.model.config))
     if not config.shard:
         check_recomputation(policy.model, choose_checkpointing(config.gradient_checkpointing))
@@ -98,8 +125,12 @@ def load_models(
         reference = make_reference(policy.model, reference_device)
         load_adapters(policy.model, checkpoint.folder)
     else:
-        reference = FrozenCopy(policy.model.to(reference_device))
-        policy = load_for(target, str(checkpoint.folder), on_host=config.shard)
+        reference = FrozenCopy(
+            policy.model.to(reference_device)
+            if source.model is None
+            else frozen_copy(policy.model, reference_device)
+        )
+        policy = source.load_weights(policy, str(checkpoint.folder), on_host=config.shard)
     reference.restore(checkpoint.reference())
     return policy, reference if config.uses_reference else None
 

@@ -105,13 +105,13 @@ class Doubts:
 
 
 def completion_records(
-    rollout: Rollout, scores: Scores, advantages: Tensor, count: int
+    rollout: Rollout, scores: Scores, advantages: Tensor, count: int, *, first: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """About `count` completions of a step, evenly over its groups, with what was said of them."""
+    """About `count` completions of a step, evenly over its groups from row `first` on, and what was said."""
     prompts = rollout.row_prompts
     num_rows = len(prompts)
     for index in range(min(count, num_rows)):
-        row = index * num_rows // min(count, num_rows)
+        row = (first + index * num_rows // min(count, num_rows)) % num_rows
         given = zip(scores.names, scores.table[row].tolist(), strict=True)
         yield {
             "row": row,

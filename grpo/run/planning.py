@@ -19,7 +19,7 @@ from grpo.distributed import World
 from grpo.memory import AdaptiveMemory, Budget, DoesNotFit, MemoryMonitor, make_budget
 from grpo.memory.budget import DeviceMemory
 from grpo.memory.enforce import is_near, limit_memory
-from grpo.model.load import load_config, load_tokenizer
+from grpo.model.load import ModelSource
 from grpo.model.target import Target, make_target
 from grpo.plan.build import fits_better, longest_prompt, plan_memory, trace_parts, trace_phases
 from grpo.plan.workload import Workload
@@ -41,14 +41,19 @@ def budget_within(config: Config, memory: DeviceMemory) -> Budget:
 
 
 def choose_target(
-    config: Config, device: torch.device, source: PromptSource, monitor: MemoryMonitor, budget: Budget
+    config: Config,
+    model: ModelSource,
+    device: torch.device,
+    source: PromptSource,
+    monitor: MemoryMonitor,
+    budget: Budget,
 ) -> Target:
     """The model's, in fp32 where the precision is auto and there is no room for the kernels of bf16."""
-    target = make_target(load_config(config.model), device, config.precision)
+    target = make_target(model.load_config(), device, config.precision)
     if config.precision != "auto" or not (target.on_cpu and target.is_lower and budget.usable_bytes < NARROW):
         return target
     exact = make_target(target.model_config, device, torch.float32)
-    longest = longest_prompt(source, load_tokenizer(config.model), config)
+    longest = longest_prompt(source, model.load_tokenizer(), config)
     settled = config
     if config.batch_size == "auto":
         settled = replace(config, batch_size=config.group_size)

@@ -12,7 +12,7 @@ from loguru import logger
 from rich.console import Console
 
 from grpo.config import Config
-from grpo.data import PromptSource
+from grpo.data import PromptSource, check_spec
 from grpo.data.reward_functions import PROMPTS_LOOKED_AT, RewardFunctions
 from grpo.data.split import split
 from grpo.distributed import World, open_world
@@ -33,17 +33,21 @@ from grpo.plan.workload import Workload
 from grpo.run.checkpoint import Checkpoint, CheckpointFolder
 from grpo.run.clock import Clock
 from grpo.run.disk import check_room, checkpoint_bytes
-from grpo.run.folder import hold_folder, open_checkpoints, write_settings
-from grpo.run.loading import check_shard, load_models, load_source, shard_models
+from grpo.run.folder import hold_folder, keep_rewards, open_checkpoints, write_settings
+from grpo.run.given import Given, from_anywhere
+from grpo.run.loading import check_shard, load_models, load_source, room_in, shard_models
 from grpo.run.pace import StepPace
 from grpo.run.planning import budget_of, choose_target, enforce, plan_together
 from grpo.run.rehearsal import rehearse
 from grpo.run.same_everywhere import check_same
+from grpo.run.screen import keep_log
 from grpo.run.tracking import check_trackers
 from grpo.scoring.model_checks import check_recomputation
 from grpo.types import Prompt
 from rewards.engine import EnginePool, find_stockfish
 
+NOTHING = Given()
+"""Not given: the settings name it."""
 NOISE_INTERVAL = 4
 """Steps; one that is parted in halves, to tell its noise, has more padding."""
 
@@ -91,19 +95,25 @@ class Run:
 
 
 @contextmanager
-def open_run(config: Config, *, prediction_bias: float = 1.0) -> Iterator[Run]:
+def open_run(config: Config, given: Given = NOTHING, *, prediction_bias: float = 1.0) -> Iterator[Run]:
     """Build a run, and end its engine processes afterwards. ValueError for what a user can mend.
 
     Under a launcher of several processes each builds its own, and they find each other first; ProcessLost
-    where one of the others fails. prediction_bias: multiplies what the memory plan expects; for
-    experiments that want it wrong.
+    where one of the others fails. given: instead of what the settings name. prediction_bias: multiplies what
+    the memory plan expects; for experiments that want it wrong.
     """
+    config = from_anywhere(given.named_in(config))
     with open_world(config.device, wait_minutes=config.wait_minutes) as (world, device), ExitStack() as stack:
-        yield _make_run(config, world, choose_device(device), stack, prediction_bias)
+        yield _make_run(config, given, world, choose_device(device), stack, prediction_bias)
 
 
 def _make_run(
-    config: Config, world: World, device: torch.device, stack: ExitStack, prediction_bias: float
+    config: Config,
+    given: Given,
+    world: World,
+    device: torch.device,
+    stack: ExitStack,
+    prediction_bias: float,
 ) -> Run:
     config = replace(config, model=choose_model(config.model, device))
     if config.shard:
@@ -115,18 +125,25 @@ def _make_run(
             "kl_in_reward is on, and advantage_scale is group: where a group's rewards are equal, the KL is "
             "all that differs, and is scaled up to any reward's size; give --advantage-scale batch or none."
         )
-    rewards = RewardFunctions(config.reward, config.reward_weights)
+    rewards = RewardFunctions(given.rewards or config.reward, config.reward_weights)
     folder = stack.enter_context(hold_folder(config)) if world.is_main else Path()
     folder = world.from_main("the choice of a folder", folder)
     checkpoints, checkpoint = open_checkpoints(config, folder)
-    source = load_source(config)
+    check_spec(config.prompts if given.prompts is None else given.prompts)
+    model_source = given.model_source(config)
+    room = room_in(model_source.load_config(), model_source.load_tokenizer(), config.sampling.max_new_tokens)
+    source = load_source(config, room, given.prompts)
     rewards.check(source.tasks, source.longest(PROMPTS_LOOKED_AT))
     engine = _start_engine(config, stack) if "policy" in source.tasks else None
     monitor = MemoryMonitor(device, limited=config.memory_limit is not None)
     budget = budget_of(config, monitor, world.sharing)
-    target = choose_target(config, device, source, monitor, budget())
+    target = choose_target(config, model_source, device, source, monitor, budget())
     with _explaining_what_stays(Workload(config, target, 1, reference_device == device, world.size)):
-        policy, reference = load_models(config, checkpoint, target, reference_device)
+        policy, reference = load_models(
+            config, model_source, checkpoint, target, reference_device, folder if world.is_main else None
+        )
+        if config.asking.chat_template is not None:  # which is saved with the model
+            policy.tokenizer.chat_template = config.asking.chat_template.read_text(encoding="utf-8")
         check_same(world, config, checkpoint, source, policy.model)
         if config.shard:
             shard_models(config, policy, reference)
@@ -146,6 +163,8 @@ def _make_run(
     if world.is_main:
         check_room(config, folder, checkpoint_bytes(policy.model, optimizer), len(checkpoints.all()))
         write_settings(folder, config)
+        stack.callback(logger.remove, keep_log(folder))
+        keep_rewards(folder, config)
     pace = StepPace(work, memory, policy, sampler, rehearsal)
     at_best = pace.all_at_once() if pace.in_parts else 0.0  # before anything is limited
     expected = rehearsal.expected_shapes(memory.plan, config, rows_here=work.rows_here, policy=policy)

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: JSON lines always, TensorBoard and W&B on request, a progress bar.
+"""Where a run's numbers go: JSON lines always, TensorBoard and W&B on request.
 
 Metric names are TRL's, so that dashboards carry over.
 """
@@ -7,43 +7,16 @@ import importlib.util
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from loguru import logger
-from rich import progress as progress_bar
-from rich.console import Console
-
-from grpo import waiting
-from grpo.run.progress import Progress
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
 MEMORY_FILE = "memory.jsonl"
-
-
-def configure_logging(level: str, console: Console, *, process: int = 0) -> None:
-    """Send log lines through `console`, above a progress bar if one is shown. For entry points.
-
-    Of several processes the first one tells what happens, the others only what goes wrong. Bars of what
-    takes its time are shown there as well.
-    """
-    logger.remove()
-    waiting.show_on(None if process else console)
-    line = "<green>{time:HH:mm:ss}</green> <level>{level: <7}</level> {message}"
-    if process:
-        line = line.replace("{message}", f"process {process}: {{message}}")
-        level = level if level in ("DEBUG", "ERROR") else "WARNING"
-    if console.is_terminal:
-        logger.add(
-            lambda message: console.out(message, end="", highlight=False),
-            level=level, format=line, colorize=True,
-        )  # fmt: skip
-    else:
-        logger.add(sys.stderr, level=level, format=line)
 
 
 class _Lines:
@@ -213,32 +186,3 @@ def _start_wandb(folder: Path, settings: Mapping[str, Any]) -> Any:
     import wandb
 
     return wandb.init(project="grpo-lean", name=folder.name, dir=str(folder), config=dict(settings))
-
-
-class StepProgress:
-    """A live line on a terminal, with the time that remains; elsewhere a plain line a step."""
-
-    def __init__(self, console: Console, progress: Progress, *, finished: int) -> None:
-        self._progress = progress
-        self._bar: progress_bar.Progress | None = None
-        if console.is_terminal:
-            self._bar = progress_bar.Progress(
-                progress_bar.TextColumn(f"step {{task.fields[step]}}{progress.of_steps}"),
-                progress_bar.BarColumn(20), progress_bar.TimeRemainingColumn(),
-                progress_bar.TextColumn("{task.fields[summary]}"), console=console,
-            )  # fmt: skip
-            self._task = self._bar.add_task("", total=1.0, step=finished, summary="")
-            self._bar.update(self._task, completed=progress.share(finished))
-            self._bar.start()
-
-    def update(self, step: int, summary: str) -> None:
-        if forecast := self._progress.forecast(step):
-            logger.info("{}", forecast)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._progress.share(step), step=step, summary=summary)
-        else:
-            logger.info("step {} - {}", step, summary)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()

@@ -45,15 +45,11 @@ def watch_training(config: Config, console: Console, stop: StopRequest) -> tuple
         logger.info("run folder: {}", run.folder)
         new_lines = NewLines(run.folder / MEMORY_FILE)  # all lines again and again would grow themselves
         tokens_before = 0
-
-        def after_step(step: int) -> None:
-            nonlocal tokens_before
-            watch.sample(step, tokens=trainer.num_tokens - tokens_before)
+        trainer = Trainer(run, stop=stop)
+        for step in trainer:
+            watch.sample(step.number, tokens=trainer.num_tokens - tokens_before)
             tokens_before = trainer.num_tokens
-            show(step, config.steps, new_lines())
-
-        trainer = Trainer(run, Console(quiet=True), after_step=after_step)
-        trainer.train(stop)
+            show(step.number, config.steps, new_lines())
         verdict = watch.verdict()
         report(verdict, watch.samples, run.folder)
         return verdict, run.folder

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from loguru import logger
-from rich.console import Console
 
 from benchmarks.out_of_memory import replaced
 from benchmarks.speed import Case, race
@@ -31,7 +30,6 @@ from grpo.model.target import choose_device, compute_dtype
 from grpo.rollout import slots
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
-from grpo.run.interrupt import StopRequest
 from grpo.run.setup import open_run
 from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
@@ -77,9 +75,10 @@ def train(
 ) -> Trial:
     """Run the trainer, and read what it wrote; no checkpoint, which would take longer than steps."""
     with open_run(config, prediction_bias=prediction_bias) as run:
-        trainer = Trainer(run, Console(quiet=True), after_step=lambda step: after_step())
+        trainer = Trainer(run)
         trainer.save = lambda *, best=False: None  # type: ignore[method-assign]
-        trainer.train(StopRequest())
+        for _ in trainer:
+            after_step()
         rows = {phase: plan.rows for phase, plan in run.memory.plan.items()}
         folder, size = run.folder, run.config.num_rows
     memory = read_lines(folder / MEMORY_FILE)

@@ -90,12 +90,10 @@ def peak_bytes() -> int:
 
 def run_ours(work: Work, gate: Gate) -> None:
     """Our trainer as train_lean.py runs it, less evaluation and checkpoints."""
-    from rich.console import Console
 
     from grpo.config import Config
     from grpo.config.groups import OptimizerSettings, SamplingSettings
     from grpo.learning.loss import LossSettings
-    from grpo.run.interrupt import StopRequest
     from grpo.run.setup import open_run
     from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, NewLines
     from grpo.trainer import Trainer
@@ -114,7 +112,7 @@ def run_ours(work: Work, gate: Gate) -> None:
         new_lines, seen = NewLines(run.folder / METRICS_FILE), [0.0]
         new_records, peak = NewLines(run.folder / MEMORY_FILE), peak_bytes()
 
-        def after_step(step: int) -> None:
+        def after_step() -> None:
             nonlocal peak  # the trainer resets peaks at each phase, those of the system too
             reserved = (record["reserved_bytes"] for record in new_records())
             peak = max(peak, run.monitor.read().peak_bytes, *reserved)
@@ -127,7 +125,8 @@ def run_ours(work: Work, gate: Gate) -> None:
             gate.wait()
 
         gate.wait()
-        Trainer(run, Console(quiet=True), after_step=after_step).train(StopRequest())
+        for _ in Trainer(run):
+            after_step()
 
 
 def run_trl(work: Work, gate: Gate, *, best: bool) -> None:

@@ -108,6 +108,9 @@ def test_the_run_folder_holds_what_it_should(own_run, folder):
         "completions.jsonl",
         "memory.jsonl",
         "checkpoints",
+        "model",
+        "rewards",
+        "log.txt",
         "tensorboard",
     }
     assert {path.name for path in run_folder.iterdir()} == names

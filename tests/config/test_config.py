@@ -111,7 +111,6 @@ def test_a_wrong_setting_is_named_with_its_value_and_a_remedy(capsys, name, valu
         ({"name": "a/b"}, "name is 'a/b', which is no name"),
         ({"name": ".."}, r"name is '\.\.', which is no name"),
         ({"reward": ["a.py:f", "b.py:f"]}, "reward names f, f are not distinct: rename one"),
-        ({"reward_weights": [1.0]}, "reward_weights has 1 numbers for 2 rewards: give one each"),
         ({"reward_weights": [1.0, math.nan]}, r"reward_weights is \[1.0, nan\]: give finite numbers"),
         ({"kl_target": 0.1, "kl_coef": 0.0}, "kl_target needs .*: give kl_coef more than 0"),
         ({"loss_type": "cispo", "dual_clip": 3.0}, "dual_clip has no meaning for cispo.*leave it out"),

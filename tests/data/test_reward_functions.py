@@ -107,6 +107,11 @@ def test_a_users_file_scores_with_weights_and_none_means_not_mine(tmp_path):
     assert scores.rewards.tolist() == [-0.5 + 3, -1.0, -0.5 + 3, 0.0]
 
 
+def test_weights_are_as_many_as_rewards(tmp_path):
+    with pytest.raises(ValueError, match="reward_weights has 1 numbers for 2 rewards: give one each"):
+        functions(tmp_path, LENGTHS, "brevity", "right", weights=(1.0,))
+
+
 def test_without_weights_each_counts_once(tmp_path):
     scores = functions(tmp_path, LENGTHS, "brevity", "right")(rollout_of(OWN, ["0", "12", "1", ""]))
     assert scores.rewards.tolist() == [0.0, -2.0, 0.0, 0.0]

@@ -18,7 +18,7 @@ from grpo.model.adapters import (
     adapter_parameters,
     adapters_off,
     add_adapters,
-    base_of,
+    base_named_in,
     other_adapters,
     save_adapters,
     store_base,
@@ -187,7 +187,7 @@ def test_adapters_that_do_not_say_of_which_model_are_an_error(tmp_path):
     with pytest.raises(ValueError, match="does not say of which model"):
         load_policy(str(tmp_path), CPU)
     (tmp_path / "config.json").write_text("{}")
-    assert base_of(str(tmp_path)) is None  # a model with an adapter beside it
+    assert base_named_in(str(tmp_path)) is None  # a model with an adapter beside it
 
 
 # --------------------------------------------------------------------------------------------- runs

@@ -4,11 +4,8 @@ import shutil
 from math import fsum
 from typing import Any
 
-from rich.console import Console
-
 from grpo.memory import Shape
 from grpo.memory.adaptive import EXACT_STEPS
-from grpo.run.interrupt import StopRequest
 from grpo.run.setup import Run, open_run
 from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, NewLines
 from grpo.trainer import Trainer
@@ -30,7 +27,8 @@ def train_grpo(task: SizeTask, say: Say) -> None:
             say({"row": _predicted(run)})
             _count_no_tensors(run)
             reader = _Reader(task, run, say)
-            Trainer(run, Console(quiet=True), after_step=reader.read).train(StopRequest())
+            for step in Trainer(run):
+                reader.read(step.number)
             reader.read(config.steps)
     finally:
         shutil.rmtree(task.folder / "checkpoints", ignore_errors=True)

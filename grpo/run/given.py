@@ -1,0 +1,78 @@
+"""What a run is handed in Python instead of names: a loaded model, rows of prompts, reward functions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo.config import Config, SettingsError
+from grpo.config.groups import BUNDLED
+from grpo.data.load import Rows, is_file
+from grpo.data.reward_files import RewardFunction, load_rewards, reward_file
+from grpo.model.load import ModelSource
+from grpo.model.target import AUTO
+
+IN_MEMORY = "in-memory"
+"""What stands in a run's settings for what has no name."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """Names as they stand in the settings, or the things themselves; what is left out the settings name."""
+
+    model: str | PreTrainedModel | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    prompts: str | Rows | None = None
+    rewards: Sequence[str | RewardFunction] = ()
+
+    def named_in(self, config: Config) -> Config:
+        """The settings, with the names of what is given."""
+        if self.model is not None:
+            config = replace(config, model=self.model if isinstance(self.model, str) else _name(self.model))
+        if self.prompts is not None:
+            config = replace(config, prompts=self.prompts if isinstance(self.prompts, str) else IN_MEMORY)
+        if self.rewards:
+            config = replace(config, reward=tuple(load_rewards(self.rewards)))
+        return config
+
+    def model_source(self, config: Config) -> ModelSource:
+        """SettingsError for a model that is none of transformers', or has adapters already."""
+        if self.model is None or isinstance(self.model, str):
+            return ModelSource(config.model, tokenizer=self.tokenizer)
+        if not isinstance(self.model, PreTrainedModel):
+            raise SettingsError(
+                f"model is a {type(self.model).__name__}: give a name, or a model of transformers' without "
+                "adapters (lora_rank makes them)."
+            )
+        return ModelSource(config.model, self.model, self.tokenizer)
+
+
+def _name(model: PreTrainedModel) -> str:
+    return getattr(getattr(model, "config", None), "_name_or_path", "") or IN_MEMORY
+
+
+def from_anywhere(config: Config) -> Config:
+    """The settings, with files and folders that are there named so that they are found from any folder."""
+    asking = {
+        name: path.resolve()
+        for name in ("prompt_template", "chat_template")
+        if (path := getattr(config.asking, name)) is not None
+    }
+    return replace(
+        config,
+        model=config.model if config.model in (AUTO, BUNDLED) else _absolute(config.model),
+        prompts=_absolute(config.prompts) if is_file(config.prompts) else config.prompts,
+        reward=tuple(_absolute_reward(spec) for spec in config.reward),
+        asking=replace(config.asking, **asking),
+    )
+
+
+def _absolute(name: str) -> str:
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else name
+
+
+def _absolute_reward(spec: str) -> str:
+    path, name = reward_file(spec)
+    return f"{path.resolve()}:{name}" if path is not None and path.is_file() else spec

@@ -1,0 +1,111 @@
+"""What a person sees of a run: log lines, a line a step, a completion now and then, the time that remains."""
+
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+from rich import progress as progress_bar
+from rich.console import Console
+
+from grpo import waiting
+from grpo.run.progress import Progress
+
+LOG_FILE = "log.txt"
+"""In a run's folder: all log lines of the first process, those of each step among them."""
+_WIDTH = 80
+_BEFORE = len("12:00:00 WARNING ")
+_LETTERS = 300
+"""Of a prompt and of a completion, shown."""
+
+
+def configure_logging(level: str, console: Console, *, process: int = 0) -> None:
+    """Send log lines through `console`, above a progress bar if one is shown. For entry points.
+
+    Of several processes the first one tells what happens, the others only what goes wrong. Bars of what
+    takes its time are shown there as well. What is for programs that read along is left out on a terminal.
+    """
+    logger.remove()
+    waiting.show_on(None if process else console)
+    line = "<green>{time:HH:mm:ss}</green> <level>{level: <7}</level> {message}"
+    if process:
+        line = line.replace("{message}", f"process {process}: {{message}}")
+        level = level if level in ("DEBUG", "ERROR") else "WARNING"
+    if console.is_terminal:
+        logger.add(
+            lambda message: console.out(message, end="", highlight=False),
+            level=level, format=line, colorize=True,
+            filter=lambda record: not record["extra"].get("piped"),
+        )  # fmt: skip
+    else:
+        logger.add(sys.stderr, level=level, format=line)
+
+
+def keep_log(folder: Path) -> int:
+    """From here on log lines go to a run's folder, too. What to end it by (`logger.remove`)."""
+    line = "{time:YYYY-MM-DD HH:mm:ss} {level: <7} {message}"
+    return logger.add(folder / LOG_FILE, level="INFO", format=line)
+
+
+def in_one_line(metrics: Mapping[str, float], num_rows: int) -> str:
+    """What a step came to: reward and how it differs in a group, tokens, KL, learning rate, speed, memory."""
+    return (
+        f"reward {metrics['reward']:.3f} ± {metrics['reward_std']:.2f}, "
+        f"{metrics['completions/mean_length']:.0f} tokens, kl {metrics.get('kl', 0.0):.4f}, "
+        f"lr {metrics['learning_rate']:.0e}, {num_rows / metrics['step_time']:.0f} samples/s, "
+        f"{metrics['memory/peak_gb']:.2f} GB"
+    )
+
+
+def held_out_line(metrics: Mapping[str, float]) -> str:
+    """An evaluation's means, the reward first, in as many lines as 80 columns take."""
+    names = sorted(metrics, key=lambda name: name != "eval_reward")
+    means = [f"{name.removeprefix('eval_').removesuffix('/mean')} {metrics[name]:.3f}" for name in names]
+    first = " " * len("held-out at step 1000: ")
+    lines = textwrap.wrap(
+        ", ".join(mean.replace(" ", "\N{NO-BREAK SPACE}") for mean in means),
+        _WIDTH - _BEFORE, initial_indent=first, subsequent_indent=" " * 2, break_long_words=False,
+    )  # fmt: skip
+    text = f"\n{' ' * _BEFORE}".join(lines).removeprefix(first)
+    return text.replace("\N{NO-BREAK SPACE}", " ")
+
+
+class StepProgress:
+    """On a terminal a line a step that stays, and below a bar with the time that remains; else log lines."""
+
+    def __init__(self, console: Console, progress: Progress, *, finished: int) -> None:
+        self._console, self._progress = console, progress
+        self._bar: progress_bar.Progress | None = None
+        if console.is_terminal:
+            self._bar = progress_bar.Progress(
+                progress_bar.TextColumn(f"step {{task.fields[step]}}{progress.of_steps}"),
+                progress_bar.BarColumn(40), progress_bar.TimeRemainingColumn(), console=console,
+            )  # fmt: skip
+            self._task = self._bar.add_task("", total=1.0, step=finished)
+            self._bar.update(self._task, completed=progress.share(finished))
+            self._bar.start()
+
+    def update(self, step: int, summary: str) -> None:
+        if forecast := self._progress.forecast(step):
+            logger.info("{}", forecast)
+        logger.bind(piped=True).info("step {} - {}", step, summary)
+        if self._bar is not None:
+            self._console.print(f"step {step}: {summary.replace(' samples/s', '/s')}", highlight=False)
+            self._bar.update(self._task, completed=self._progress.share(step), step=step)
+
+    def show(self, said: Mapping[str, Any]) -> None:
+        """A completion, one of `completion_records`."""
+        scores = {**said["rewards"], **said["components"]}
+        shown = ", ".join(f"{name} {value:.2f}" for name, value in scores.items())
+        asked = said["messages"][-1].get("content", "") if "messages" in said else said["prompt"]
+        logger.info("{}\n→ {}\n({})", _shortened(asked), _shortened(said["completion"]), shown)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LETTERS else f"{text[: _LETTERS // 2]} … {text[-_LETTERS // 2 :]}"
