@@ -15,7 +15,6 @@ from grpo.run.progress import Progress
 
 LOG_FILE = "log.txt"
 """In a run's folder: all log lines of the first process, those of each step among them."""
-_WIDTH = 80
 _BEFORE = len("12:00:00 WARNING ")
 _LETTERS = 300
 """Of a prompt and of a completion, shown."""
@@ -34,13 +33,27 @@ def configure_logging(level: str, console: Console, *, process: int = 0) -> None
         line = line.replace("{message}", f"process {process}: {{message}}")
         level = level if level in ("DEBUG", "ERROR") else "WARNING"
     if console.is_terminal:
+
+        def wrapped(record: Any) -> str:
+            paragraphs = record["message"].split("\n")
+            lines = [each for text in paragraphs for each in _lines(text, console.width)]
+            record["extra"]["shown"] = f"\n{' ' * _BEFORE}".join(lines)
+            return line.replace("{message}", "{extra[shown]}\n{exception}")
+
         logger.add(
             lambda message: console.out(message, end="", highlight=False),
-            level=level, format=line, colorize=True,
+            level=level, format=wrapped, colorize=True,
             filter=lambda record: not record["extra"].get("piped"),
         )  # fmt: skip
     else:
         logger.add(sys.stderr, level=level, format=line)
+
+
+def _lines(text: str, width: int) -> list[str]:
+    """At words; what has to be copied as a whole stays so."""
+    return textwrap.wrap(text, max(40, width - _BEFORE), break_long_words=False, break_on_hyphens=False) or [
+        ""
+    ]
 
 
 def keep_log(folder: Path) -> int:
@@ -60,16 +73,11 @@ def in_one_line(metrics: Mapping[str, float], num_rows: int) -> str:
 
 
 def held_out_line(metrics: Mapping[str, float]) -> str:
-    """An evaluation's means, the reward first, in as many lines as 80 columns take."""
+    """An evaluation's means, the reward first."""
     names = sorted(metrics, key=lambda name: name != "eval_reward")
-    means = [f"{name.removeprefix('eval_').removesuffix('/mean')} {metrics[name]:.3f}" for name in names]
-    first = " " * len("held-out at step 1000: ")
-    lines = textwrap.wrap(
-        ", ".join(mean.replace(" ", "\N{NO-BREAK SPACE}") for mean in means),
-        _WIDTH - _BEFORE, initial_indent=first, subsequent_indent=" " * 2, break_long_words=False,
-    )  # fmt: skip
-    text = f"\n{' ' * _BEFORE}".join(lines).removeprefix(first)
-    return text.replace("\N{NO-BREAK SPACE}", " ")
+    return ", ".join(
+        f"{name.removeprefix('eval_').removesuffix('/mean')} {metrics[name]:.3f}" for name in names
+    )
 
 
 class StepProgress:

@@ -24,9 +24,10 @@ from grpo.evaluate.quality import Example, Quality
 from grpo.types import Prompt
 from grpo.workbench.report import make_page, write_report
 from grpo.workbench.report.compare import lacking, verdict
-from grpo.workbench.report.figures import Curve, draw
+from grpo.workbench.report.figures import Curve, draw, phase_color
+from grpo.workbench.report.gallery import cards
 from grpo.workbench.report.page import save_pictures, to_html, to_markdown
-from grpo.workbench.report.read import Run, read_folder
+from grpo.workbench.report.read import Run, read_folder, read_run
 from grpo.workbench.report.run import summary
 from grpo.workbench.report.sections import Card, Page, Section, Table
 from grpo.workbench.report.steps import memory_tables
@@ -371,3 +372,25 @@ def test_what_was_measured_before_and_after_is_a_section(tmp_path):
     page = make_page([folder])
     assert "Before and after" not in titles(page)
     assert any("Before and after training is not shown" in line for line in page.sections[-1].sentences)
+
+
+def test_a_run_without_steps_does_not_stand_in_the_way_of_others(tmp_path, logged):
+    runs = [write_run(tmp_path / name) for name in ("one", "two")]
+    (waiting,) = empty_run(tmp_path / "three")
+    page = make_page([runs[0], waiting, runs[1]])
+    assert page.title == "Runs compared: one and two"
+    assert any("left out" in line and "three" in line for line in logged)
+
+
+def test_a_conversation_is_shown_as_it_was_said(tmp_path):
+    run = write_run(tmp_path / "talk")
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    record = {"step": 1, "prompt": "<|start|>", "messages": asked, "completion": "4", "rewards": {"f": 1.0}}
+    (run / "completions.jsonl").write_text(json.dumps(record) + "\n")
+    (card,) = cards(read_run(run))
+    assert card.prompt == "system: Be brief.\nuser: 2 + 2?" and card.completion == "4"
+
+
+def test_a_series_has_one_colour_in_all_pictures(tmp_path):
+    phases = ("sample", "reward", "score", "learn", "update", "wait", "reduce", "other")
+    assert len({phase_color(phase) for phase in phases}) == len(phases)

@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from loguru import logger
+
 from grpo.workbench.report.compare import runs_page, sweeps_page
 from grpo.workbench.report.page import save_pictures, to_html, to_markdown
-from grpo.workbench.report.read import Run, Sweep, read_folder
+from grpo.workbench.report.read import NoSteps, Run, Sweep, read_folder
 from grpo.workbench.report.run import run_page
 from grpo.workbench.report.sections import Page
 from grpo.workbench.report.sweep import sweep_page
@@ -30,7 +32,7 @@ def make_page(folders: Sequence[Path]) -> Page:
         raise ValueError("no folder is given: give that of a run or of a sweep, or several of a kind.")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ValueError("a folder is given twice: give each once.")
-    read = [read_folder(folder) for folder in folders]
+    folders, read = _read(folders)
     kinds = {type(each) for each in read}
     if len(kinds) > 1:
         raise ValueError(
@@ -62,6 +64,22 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> list[Pa
             f"the report cannot be written to {target} ({error.strerror}): give another --output."
         ) from error
     return [target / HTML, target / MARKDOWN]
+
+
+def _read(folders: Sequence[Path]) -> tuple[list[Path], list[Sweep | Run]]:
+    """What the folders hold; a run among others that has no step yet is left out, with a word."""
+    found: dict[Path, Sweep | Run] = {}
+    empty: list[NoSteps] = []
+    for folder in folders:
+        try:
+            found[folder] = read_folder(folder)
+        except NoSteps as error:
+            empty.append(error)
+    if not found:
+        raise empty[0]
+    for reason in empty:
+        logger.warning("left out: {}", reason)
+    return [*found], [*found.values()]
 
 
 def _told_apart(folders: Sequence[Path], read: Sequence[Sweep | Run]) -> list[Sweep | Run]:

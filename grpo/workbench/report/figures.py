@@ -20,7 +20,9 @@ WIDTH, HEIGHT = 400, 280
 """In units of which a letter is 13 high."""
 PALETTE = ("#1f5fa8", "#c2571a", "#2f7d4f", "#8a4a9e", "#9a7516", "#4b5b6b", "#b23a57", "#2a8c8c")
 """Told apart with any kind of sight, and dark enough for thin lines on white."""
-PHASE_COLORS = {"sample": 0, "reward": 4, "score": 1, "learn": 2, "update": 3, "other": 5}
+PHASE_COLORS = {
+    "sample": 0, "score": 1, "learn": 2, "update": 3, "reward": 4, "wait": 6, "reduce": 7,
+}  # fmt: skip
 INK, SOFT, GRID = "#1c2430", "#5a6675", "#e3e7ec"
 _STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 13, "font.family": "sans-serif",
@@ -100,7 +102,7 @@ def draw(
         axes.set(xlabel=x, ylabel=y)
         _set_axes(axes, curves, sizes, zoom=zoom, from_zero=from_zero)
         handles, labels = axes.get_legend_handles_labels()
-        if len(labels) > 1:
+        if labels:
             _legend(canvas, handles, labels)
         return [Figure(name, title, _svg(canvas, name), caption)]
 
@@ -124,9 +126,14 @@ def stack(
         return [Figure(name, title, _svg(canvas, name))]
 
 
+def colored(names: Sequence[str]) -> dict[str, str]:
+    """By name, the same colour in every picture that is drawn of these names."""
+    return {name: PALETTE[place % len(PALETTE)] for place, name in enumerate(names)}
+
+
 def phase_color(phase: str) -> str:
     """A phase has the same colour in every picture."""
-    return PALETTE[PHASE_COLORS.get(phase, 6)]
+    return PALETTE[PHASE_COLORS.get(phase, 5)]
 
 
 def _draw_curve(axes: Any, curve: Curve, index: int) -> None:
@@ -175,7 +182,8 @@ def _set_axes(
         axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.margins(x=0.15 if any(curve.tags for curve in curves) else 0.04, y=0.1)
     if from_zero:
-        axes.set_ylim(bottom=0)
+        highest = max(value for curve in curves for value in (*curve.y, *curve.high))
+        axes.set_ylim(0, 1.1 * highest if highest > 0 else 1)
     elif zoom:
         _zoom(axes, curves)
 

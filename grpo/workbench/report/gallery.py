@@ -66,7 +66,7 @@ def _task(prompt: str) -> str:
 
 def card(record: Record, name: str, weights: Mapping[str, float], *, run: str = "") -> Card:
     """name: unique within the page. run: named where a page holds several."""
-    prompt, completion = str(record.get("prompt") or ""), str(record.get("completion") or "")
+    prompt, completion = _asked(record), str(record.get("completion") or "")
     drawn = draw_boards(prompt, completion, name)
     title = [run] if run else []
     title += [f"step {record.get('step', '?')}", _task(prompt), f"reward {reward_of(record, weights):.3f}"]
@@ -79,6 +79,15 @@ def card(record: Record, name: str, weights: Mapping[str, float], *, run: str = 
     given = parts if isinstance(parts, dict) else {}
     scores = [(part, value) for part in given if (value := figure(given, part)) is not None]
     return Card(", ".join(title), drawn.boards, prompt, completion, scores, " ".join(remarks))
+
+
+def _asked(record: Record) -> str:
+    """The prompt, of a conversation what was said in it."""
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return str(record.get("prompt") or "")
+    said = [message for message in messages if isinstance(message, dict)]
+    return "\n".join(f"{message.get('role')}: {message.get('content', '')}" for message in said)
 
 
 def example_card(prompt: str, completion: str, name: str, title: str) -> Card:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 from markdown_it import MarkdownIt
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from grpo.workbench.report.sections import Card, Page, Section, Table
 from grpo.workbench.report.wording import NOTHING
@@ -25,7 +25,9 @@ def to_html(page: Page) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(drawing=Markup, notes=notes_html, anchor=anchor, numeric=_numeric_columns)
+    environment.filters.update(
+        breakable=_breakable, drawing=Markup, notes=notes_html, anchor=anchor, numeric=_numeric_columns
+    )
     template = environment.from_string(files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8"))
     return template.render(page=page)
 
@@ -43,6 +45,11 @@ def notes_html(text: str) -> Markup:
         if token.type in ("heading_open", "heading_close"):
             token.tag = "h3"
     return Markup(reader.renderer.render(tokens, reader.options, {}))
+
+
+def _breakable(name: str) -> Markup:
+    """A name that may go on in a new line after its / and _, and nowhere else."""
+    return Markup(re.sub(r"([/_])", r"\1<wbr>", str(escape(name))))
 
 
 def _numeric_columns(table: Table) -> list[bool]:

@@ -132,6 +132,10 @@ def points(records: Sequence[Record], x: str, y: str) -> tuple[list[float], list
     return [a for a, _ in whole], [b for _, b in whole]
 
 
+class NoSteps(ValueError):
+    """A run that has logged nothing yet."""
+
+
 def read_folder(folder: Path) -> Sweep | Run:
     """What a folder holds. ValueError where that is nothing to report on."""
     if not folder.is_dir():
@@ -188,7 +192,7 @@ def read_run(folder: Path) -> Run:
     missing: list[str] = []
     lines = _read_lines(folder / METRICS_FILE, missing)
     if not lines:
-        raise ValueError(f"{folder} is a run that has logged no step yet: wait for its first one.")
+        raise NoSteps(f"{folder} is a run that has logged no step yet: wait for its first one.")
     try:
         settings = read_yaml(folder / CONFIG_FILE)
     except SettingsError as error:

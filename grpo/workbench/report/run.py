@@ -1,10 +1,11 @@
 """The page of a training run: what it learned, what it cost, and what it wrote."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import mean
 
 from grpo.evaluate.quality import in_words
-from grpo.workbench.report.figures import Curve, draw
+from grpo.workbench.report.figures import Curve, colored, draw
 from grpo.workbench.report.gallery import cards, example_card
 from grpo.workbench.report.read import Record, Run, figure, points
 from grpo.workbench.report.sections import Figure, Page, Section, Table
@@ -13,6 +14,7 @@ from grpo.workbench.report.steps import (
     memory_section,
     metric_names,
     policy_section,
+    reward_names,
     reward_section,
     slug,
     time_section,
@@ -90,7 +92,8 @@ def _reward_sentences(run: Run) -> list[str]:
         return []
     first, last, count = ends(rewards)
     over = "step" if count == 1 else f"{count} steps"
-    return [f"The training reward went from {fixed(first)} (first {over}) to {fixed(last)} (last {over})."]
+    text = f"The training reward went from {fixed(first)} (first {over}) to {fixed(last)} (last {over})"
+    return [f"{text}; single steps differ by chance, by their prompts for one." if count == 1 else f"{text}."]
 
 
 def _heldout_sentences(run: Run) -> list[str]:
@@ -163,14 +166,17 @@ def heldout_curve(run: Run, name: str, label: str = "") -> Curve:
 
 
 def _heldout_figures(run: Run, names: Sequence[str]) -> list[Figure]:
+    colors = colored(reward_names(run))
     figures = draw("heldout-reward", "Held-out reward", [heldout_curve(run, EVAL_REWARD)], x="step", y="mean")
     parts = [name.removeprefix(EVAL) for name in names if "/" in name]
     for task in dict.fromkeys(part.partition("/")[0] for part in parts):
-        curves = [
-            heldout_curve(run, f"{EVAL}{part}", part.partition("/")[2].replace("_", " "))
-            for part in parts if part.partition("/")[0] == task
-        ]  # fmt: skip
-        figures += draw(f"heldout-{slug(task)}", f"Held-out columns of {task}", curves, x="step", y="mean")
+        curves = []
+        for part in (part for part in parts if part.partition("/")[0] == task):
+            label = part.partition("/")[2].removesuffix("/mean").replace("_", " ")
+            color = colors.get(label) if task == "rewards" else None
+            curves.append(replace(heldout_curve(run, f"{EVAL}{part}", label), color=color))
+        title = "Held-out rewards" if task == "rewards" else f"Held-out columns of {task}"
+        figures += draw(f"heldout-{slug(task)}", title, curves, x="step", y="mean")
     return figures
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from statistics import median
 
 from grpo.memory.budget import GB
-from grpo.workbench.report.figures import Curve, Look, draw, phase_color, stack
+from grpo.workbench.report.figures import Curve, Look, colored, draw, phase_color, stack
 from grpo.workbench.report.read import Record, Run, figure, points
 from grpo.workbench.report.sections import Figure, Section, Table
 from grpo.workbench.report.wording import cell, duration, listed, number, plural, share, size_cell
@@ -31,8 +31,19 @@ def metric_names(records: Iterable[Record], prefix: str) -> list[str]:
 
 
 def curves_of(run: Run, names: Mapping[str, str]) -> list[Curve]:
-    """By label, metrics over steps."""
-    return [Curve(label, *points(run.steps, "step", name)) for label, name in names.items()]
+    """By label, metrics over steps. A lone one needs no name beside the picture's."""
+    if len(names) == 1:
+        return [Curve("", *points(run.steps, "step", name)) for name in names.values()]
+    colors = colored(list(names))
+    return [
+        Curve(label, *points(run.steps, "step", name), color=colors[label]) for label, name in names.items()
+    ]
+
+
+def reward_names(run: Run) -> list[str]:
+    """Of the reward functions, after `all`, which is their sum: as their curves are called."""
+    names = [name for name in metric_names(run.steps, "rewards/") if name.endswith("/mean")]
+    return ["all", *(_part(name) for name in names if name.count("/") == 2)]
 
 
 def slug(text: str) -> str:
