@@ -1,5 +1,6 @@
 """What torch and its libraries read from the environment when they are loaded; call it before they are."""
 
+import logging
 import os
 import sys
 import threading
@@ -85,6 +86,8 @@ def set_library_defaults() -> None:
     # it made no difference (of 5,000 turns; with 1,000 it was a quarter slower).
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    # bitsandbytes warns of 4-bit products that it will not have to compute.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     # Python's threads (a progress bar, a tracker): 8 MB of stack each would count towards a limit.
     threading.stack_size(2**20)
     if not user_tunes_malloc(NO_THREAD_CACHE):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from loguru import logger
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -30,7 +31,7 @@ from grpo.model.adapters import base_named_in, merged_weights, with_merged
 from grpo.model.cpu.feed_forward import slice_feed_forward
 from grpo.model.head import centred_head
 from grpo.model.hub import may_be_hub_id, out_of_reach
-from grpo.model.target import Target, make_target
+from grpo.model.target import HUB_DEFAULT, Target, make_target
 
 BUNDLED_FOLDER = Path(__file__).parents[1] / "assets" / BUNDLED
 MODEL_FOLDER = "model"
@@ -145,8 +146,24 @@ def load_config(name: str) -> PretrainedConfig:
     return _as_trained(config)
 
 
+def shape_of(name: str) -> PretrainedConfig:
+    """What `load_config` gives; of HUB_DEFAULT also where the hub is out of reach, which is said."""
+    try:
+        return load_config(name)
+    except ValueError:
+        if not is_default_out_of_reach(name):
+            raise
+    logger.info("the hub was not reached: this is for the built-in shape of {} (GPT-2 124 M)", name)
+    return default_shape()
+
+
+def is_default_out_of_reach(name: str) -> bool:
+    """Whether there have to be stand-ins for what a plan wants of HUB_DEFAULT."""
+    return name == HUB_DEFAULT and out_of_reach(name)
+
+
 def default_shape() -> PretrainedConfig:
-    """That of HUB_DEFAULT, GPT-2 with 124 M parameters, for where the hub is out of reach."""
+    """That of HUB_DEFAULT, GPT-2 with 124 M parameters."""
     return _as_trained(GPT2Config(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12))
 
 

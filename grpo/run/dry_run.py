@@ -16,9 +16,8 @@ from grpo.environment import launched_processes
 from grpo.memory import MemoryMonitor
 from grpo.memory.budget import card_memory
 from grpo.model.adapters import check_peft
-from grpo.model.hub import out_of_reach
-from grpo.model.load import default_shape, load_config, load_tokenizer
-from grpo.model.target import HUB_DEFAULT, choose_device, choose_model, make_target
+from grpo.model.load import is_default_out_of_reach, load_tokenizer, shape_of
+from grpo.model.target import choose_device, choose_model, make_target
 from grpo.plan.build import longest_prompt, plan_memory
 from grpo.plan.tables import plan_table
 from grpo.plan.workload import Workload, bytes_at_start
@@ -57,16 +56,14 @@ def dry_run(config: Config, console: Console) -> None:
 
 def _shape_and_tokenizer(name: str) -> tuple[PretrainedConfig, Tokenizer]:
     """The model's; of the default model there are stand-ins, as a plan wants neither weights nor tokens."""
+    shape = shape_of(name)
     try:
-        return load_config(name), load_tokenizer(name)
+        return shape, load_tokenizer(name)
     except ValueError:
-        if name != HUB_DEFAULT or not out_of_reach(name):
+        if not is_default_out_of_reach(name):
             raise
-    logger.info(
-        "the hub was not reached: planning with the built-in shape of {} (GPT-2 124 M), and with prompts of "
-        "a token a byte, the most there can be", name,
-    )  # fmt: skip
-    return default_shape(), _token_a_byte
+    logger.info("prompts are counted as a token a byte, the most there can be")
+    return shape, _token_a_byte
 
 
 def _token_a_byte(text: str | list[str], **options: bool) -> Mapping[str, Any]:

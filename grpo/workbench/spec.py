@@ -69,9 +69,9 @@ class ModelSpec:
     def config(self) -> "PretrainedConfig":
         """Its shape, dropout off. ValueError where a named model cannot be had."""
         if self.arch is None:
-            from grpo.model.load import load_config
+            from grpo.model.load import shape_of
 
-            return load_config(self.model or BUNDLED)
+            return shape_of(self.model or BUNDLED)
         return self._gpt2() if self.arch == "gpt2" else self._llama()
 
     def _gpt2(self) -> "PretrainedConfig":

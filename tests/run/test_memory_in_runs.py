@@ -364,7 +364,8 @@ def test_a_card_is_planned_for_without_the_hub(config: Config, monkeypatch, logg
     config = dataclasses.replace(config, model="auto", dry_run=True, device_memory="24GB")
     assert cells(dry(config, monkeypatch), "rows at once") == ["8"] * 4
     (line,) = (line for line in logged if "the hub was not reached" in line)
-    assert line.startswith("INFO") and "built-in shape" in line and "a token a byte" in line
+    assert line.startswith("INFO") and "built-in shape" in line
+    assert any("a token a byte" in line for line in logged)
     with pytest.raises(ValueError, match="could not be fetched"):
         dry(dataclasses.replace(config, model="nobody/other-model"), monkeypatch)
 

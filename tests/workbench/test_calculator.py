@@ -40,6 +40,17 @@ def shown(found: Calculation) -> str:
 # -------------------------------------------------------------------------------------------- cards
 
 
+def test_the_default_model_needs_no_hub_and_without_one_it_is_said_which(monkeypatch, logged):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("grpo.model.hub._answers", lambda name: False)
+    assert num_parameters(ModelSpec(model="jrahn/RookWorld-LM-124M").config()) == 124_439_808
+    assert any("built-in shape of jrahn/RookWorld-LM-124M" in line for line in logged)
+    named = calculated(gpu="rtx4090", model=TINY, max_batch_size=8)
+    nameless = dataclasses.replace(named, settings=dataclasses.replace(named.settings, model=ModelSpec()))
+    assert "no model is named: --model or --arch" in shown(nameless)
+    assert "no model is named" not in shown(named)
+
+
 def test_a_card_is_found_however_it_is_written():
     assert find_card("H100") is find_card("h100") is CARDS["h100"]
     assert find_card("RTX 4090").sold_gb == find_card("rtx-4090").sold_gb == 24

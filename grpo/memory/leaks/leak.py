@@ -59,12 +59,15 @@ class Growth:
     low: float
     high: float
     p_value: float
+    why_none: str = ""
+    """Why growth that is hardly chance is no leak of this kind."""
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"{self.kind}: {self.bytes_per_step / MB:+.3f} MB a step "
             f"(95 % interval {self.low / MB:+.3f} to {self.high / MB:+.3f}, p = {self.p_value:.1g})"
         )
+        return f"{text}: {self.why_none}" if self.why_none else text
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,9 @@ def detect_leak(samples: Sequence[MemorySample], *, min_growth_bytes: int = MIN_
     if len(tokens) == len(samples):
         levels = without_covariate(levels, np.array(tokens, float))
         found = find_trends(levels, steps, min_growth=min_growth_bytes)
-    least = _least_growth(samples, levels, min_growth_bytes) / np.ptp(settled(steps))  # a step
-    rising = found.rising & (found.slope >= least)
+    span = np.ptp(settled(steps))
+    least = _least_growth(samples, levels, min_growth_bytes)
+    rising = found.rising & (found.slope >= least / span)
     growth = tuple(
         Growth(
             kind,
@@ -125,11 +129,29 @@ def detect_leak(samples: Sequence[MemorySample], *, min_growth_bytes: int = MIN_
             float(found.low[row]),
             float(found.high[row]),
             float(found.p_value[row]),
+            _why_none(
+                float(found.p_value[row]),
+                float(found.slope[row] * span),
+                float(least[row]),
+                leak=bool(rising[row] and not rising[:row].any()),
+                in_another=bool(rising[:row].any()),
+            ),
         )
         for row, kind in enumerate(kinds)
     )
-    follows_tokens = bool((raw.rising & (raw.slope >= least)).any() and not rising.any())
+    follows_tokens = bool((raw.rising & (raw.slope >= least / span)).any() and not rising.any())
     return LeakVerdict(len(samples), growth, follows_tokens)
+
+
+def _why_none(p_value: float, gained: float, least: float, *, leak: bool, in_another: bool) -> str:
+    """Of a kind that grew by `gained` bytes, hardly by chance; in_another: that grows, and is held in it."""
+    if leak or p_value >= _SUSPICION or gained <= 0:
+        return ""
+    if in_another:
+        return "it holds what grows above"
+    if gained < least:
+        return f"{gained / MB:.1f} MB in all, and up to {least / MB:.0f} MB a run may settle by"
+    return "not all the way to the end, or in one jump"
 
 
 def _levels(samples: Sequence[MemorySample]) -> tuple[list[Kind], Array]:

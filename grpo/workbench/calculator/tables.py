@@ -117,6 +117,8 @@ def show(found: Calculation, console: Console) -> None:
         recomputed = settings.gradient_checkpointing
         parts += [] if recomputed == "auto" else [f"{recomputed} gradient checkpointing"]
         console.print(", ".join(parts), highlight=False)
+        if settings.model.model is None and settings.model.arch is None:
+            console.print("(no model is named: --model or --arch is for another)", highlight=False)
     console.print(budget_table(found))
     console.print(batches_table(found))
     for sentence in [*idle_sentences(found), *notes(found)]:
