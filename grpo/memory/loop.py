@@ -8,7 +8,6 @@ from typing import TypeVar
 
 import torch
 
-from grpo.config.sizes import parse_size
 from grpo.memory.budget import make_budget
 from grpo.memory.monitor import MemoryMonitor
 from grpo.memory.planner import even_rows, largest_rows, smaller_rows
@@ -46,12 +45,12 @@ class Fit:
         *,
         group_size: int = 1,
         utilization: float = 0.85,
-        memory_limit: str | None = None,
+        limit_bytes: int | None = None,
     ) -> None:
-        """utilization: share of the device that may be held. memory_limit: such as 8GB, is not enforced."""
+        """utilization: share of the device that may be held. limit_bytes: the most, which is not enforced."""
         self._monitor = MemoryMonitor(torch.device(device))
         self._group_size, self._utilization = group_size, utilization
-        self._limit_bytes = None if memory_limit is None else parse_size(memory_limit)
+        self._limit_bytes = limit_bytes
         self._phases: dict[str, _Phase] = {}
 
     @contextmanager

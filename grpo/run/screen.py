@@ -2,7 +2,8 @@
 
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,28 @@ def _lines(text: str, width: int) -> list[str]:
     ]
 
 
-def keep_log(folder: Path) -> int:
-    """From here on log lines go to a run's folder, too. What to end it by (`logger.remove`)."""
-    line = "{time:YYYY-MM-DD HH:mm:ss} {level: <7} {message}"
-    return logger.add(folder / LOG_FILE, level="INFO", format=line)
+@contextmanager
+def keep_log(folder: Path) -> Iterator[None]:
+    """Inside, log lines go to a run's folder, too, as long as they can be written there."""
+    try:
+        file = (folder / LOG_FILE).open("a", encoding="utf-8", buffering=1)
+    except OSError as error:
+        logger.warning("{} cannot be written ({})", folder / LOG_FILE, error.strerror)
+        yield
+        return
+
+    def write(message: str) -> None:
+        with suppress(OSError, ValueError):  # a full disk: the console has it
+            file.write(message)
+
+    added = logger.add(write, level="INFO", format="{time:YYYY-MM-DD HH:mm:ss} {level: <7} {message}")
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # somebody has removed all
+            logger.remove(added)
+        with suppress(OSError):
+            file.close()
 
 
 def in_one_line(metrics: Mapping[str, float], num_rows: int) -> str:

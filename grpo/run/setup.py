@@ -163,7 +163,7 @@ def _make_run(
     if world.is_main:
         check_room(config, folder, checkpoint_bytes(policy.model, optimizer), len(checkpoints.all()))
         write_settings(folder, config)
-        stack.callback(logger.remove, keep_log(folder))
+        stack.enter_context(keep_log(folder))
         keep_rewards(folder, config)
     pace = StepPace(work, memory, policy, sampler, rehearsal)
     at_best = pace.all_at_once() if pace.in_parts else 0.0  # before anything is limited

@@ -266,16 +266,18 @@ def overhead_steps(config: Config, console: Console, *, skip: int) -> list[Overh
         run.monitor = _Timed(run.monitor, ("read", "reset_peak"), seconds)  # type: ignore[assignment]
         trainer = Trainer(run, console)
         trainer.phases.plan = _Timed(trainer.phases, ("plan",), seconds).plan  # type: ignore[method-assign]
-        trainer.tracker = _Timed(trainer.tracker, ("log_memory",), seconds)  # type: ignore[assignment]
         log, start = trainer.log, time.perf_counter()
 
-        def logged(step: int, *rest: Any) -> None:
+        def logged(step: int, *rest: Any) -> dict[str, float]:
             nonlocal start
-            log(step, *rest)
+            if not isinstance(trainer.tracker, _Timed):
+                trainer.tracker = _Timed(trainer.tracker, ("log_memory",), seconds)  # type: ignore[assignment]
+            metrics = log(step, *rest)
             now = time.perf_counter()
             steps.append(OverheadStep(step, now - start, dict(seconds)))
             seconds.clear()
             start = now
+            return metrics
 
         trainer.log = logged  # type: ignore[assignment,method-assign]
         trainer.train(StopRequest())

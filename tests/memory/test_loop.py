@@ -106,4 +106,4 @@ def test_a_group_that_does_not_fit_is_parted(fit_on):
     fit = fit_on(device)
     assert fit.run("learn", device.take, 8) == 2  # of the four that are first tried
     assert fit.plan("learn", 8) == 2
-    assert fit_on(device, memory_limit="15MB").usable_bytes() == 15 * MB
+    assert fit_on(device, limit_bytes=15 * MB).usable_bytes() == 15 * MB

@@ -45,7 +45,7 @@ def test_the_default_model_needs_no_hub_and_without_one_it_is_said_which(monkeyp
     monkeypatch.setattr("grpo.model.hub._answers", lambda name: False)
     assert num_parameters(ModelSpec(model="jrahn/RookWorld-LM-124M").config()) == 124_439_808
     assert any("built-in shape of jrahn/RookWorld-LM-124M" in line for line in logged)
-    named = calculated(gpu="rtx4090", model=TINY, max_batch_size=8)
+    named = calculated(gpu="rtx4090", model=TINY, max_batch_size=8, prompt_tokens=20, max_new_tokens=20)
     nameless = dataclasses.replace(named, settings=dataclasses.replace(named.settings, model=ModelSpec()))
     assert "no model is named: --model or --arch" in shown(nameless)
     assert "no model is named" not in shown(named)
