@@ -26,6 +26,7 @@ LAST_LINES = {
 }
 
 
+@pytest.mark.usefixtures("made_up_plans")
 @pytest.mark.parametrize(("name", "code"), EXAMPLES, ids=[name for name, _ in EXAMPLES])
 def test_examples_run_as_they_stand(name, code, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -54,6 +55,7 @@ def weights(model) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
 
 
+@pytest.mark.usefixtures("made_up_plans")
 def test_a_loaded_model_is_trained_itself_as_one_by_name_is(config, model_folders):
     """The rest of the arguments in both ways: rows and a `Dataset`, the tokenizer given or found."""
     folder = str(model_folders["llama"])
@@ -75,6 +77,7 @@ def test_a_loaded_model_is_trained_itself_as_one_by_name_is(config, model_folder
     assert before.dtype == torch.float32
 
 
+@pytest.mark.usefixtures("made_up_plans")
 def test_steps_are_given_one_by_one_and_whoever_stops_keeps_them(config):
     trainer = Trainer(replace(config, checkpoint_interval=0), prompts=ROWS, rewards=[short])
     for step in trainer:
@@ -91,6 +94,7 @@ def test_steps_are_given_one_by_one_and_whoever_stops_keeps_them(config):
     assert [step.number for step in on] == [3, 4]
 
 
+@pytest.mark.usefixtures("made_up_plans")
 def test_a_loaded_model_goes_on_from_a_checkpoint(config, model_folders):
     folder = str(model_folders["gpt2"])
     config = replace(config, steps=2)
@@ -121,6 +125,7 @@ def test_what_cannot_be_is_said(config, given, message):
         Trainer(config, **{"prompts": ROWS, "rewards": [short], **given})
 
 
+@pytest.mark.usefixtures("made_up_plans")
 def test_the_command_uses_the_same(config):
     with open_run(config) as run:
         trainer = Trainer(run, Console(quiet=True))

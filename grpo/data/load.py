@@ -22,6 +22,8 @@ from grpo.prompt import Prompt
 POSITIONS: Traversable = resources.files("grpo").joinpath("assets", "positions")
 Rows = Iterable[Mapping[str, Any]]
 """Rows of columns in memory, such as a list of dictionaries or a `datasets.Dataset`."""
+IN_MEMORY = "in-memory"
+"""What stands in a run's settings for what has no name."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 
 
@@ -84,6 +86,10 @@ def load_prompts(
 
 def check_spec(spec: str | Rows) -> None:
     """ValueError for what is neither "bundled", a file that is there, nor the name of a hub dataset."""
+    if spec == IN_MEMORY:
+        raise ValueError(
+            "the prompts of that run were rows in memory: give them again, here as --prompts FILE"
+        )
     if isinstance(spec, str) and is_file(spec):
         check_file(Path(spec).expanduser())
 

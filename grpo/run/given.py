@@ -8,13 +8,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.config import Config, SettingsError
 from grpo.config.groups import BUNDLED
-from grpo.data.load import Rows, is_file
+from grpo.data.load import IN_MEMORY, Rows, is_file
 from grpo.data.reward_files import RewardFunction, load_rewards, reward_file
 from grpo.model.load import ModelSource
 from grpo.model.target import AUTO
-
-IN_MEMORY = "in-memory"
-"""What stands in a run's settings for what has no name."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def short(prompts, completions, limit, **columns):
 
 
 @pytest.fixture
-def run_of_ones_own(config, tmp_path) -> Path:
+def run_of_ones_own(config, tmp_path, made_up_plans) -> Path:
     """A short run on prompts and a reward of one's own."""
     (tmp_path / "mine.py").write_text(OWN_REWARD)
     rows = [json.dumps({"prompt": f"P: {letter}", "limit": 40}) for letter in "abcdefghijklmnopqrst"]

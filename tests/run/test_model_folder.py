@@ -30,6 +30,7 @@ def short(config, name: str, **changes) -> Trainer:
     return trainer
 
 
+@pytest.mark.usefixtures("made_up_plans")
 @pytest.mark.parametrize("lora", [LoraSettings(), LORA], ids=["whole", "adapters"])
 def test_the_model_to_use_is_what_the_last_step_left(config, lora):
     config = replace(config, model="rook-tiny", lora=lora)
@@ -53,6 +54,7 @@ def test_the_model_to_use_is_what_the_last_step_left(config, lora):
         assert all(parameter.requires_grad for parameter in loaded.parameters())
 
 
+@pytest.mark.usefixtures("made_up_plans")
 def test_adapters_on_a_model_that_had_some_have_a_base_that_is_found(config):
     first = short(config, "a", lora=LORA)
     again = short(config, "b", lora=LORA, model=str(first.run.folder))
@@ -69,6 +71,7 @@ def test_adapters_on_a_model_that_had_some_have_a_base_that_is_found(config):
     assert not torch.equal(logits(on.model), logits(merged))
 
 
+@pytest.mark.usefixtures("made_up_plans")
 def test_the_bundled_base_of_adapters_is_found_where_it_is_now(config, tmp_path):
     adapters = short(config, "a", lora=LORA, model="rook-tiny").run.checkpoints.model
     file = adapters / "adapter_config.json"
