@@ -51,6 +51,8 @@ def main() -> int:
         print_error(console, error)
         return WRONG_SETTING
 
+    if not given.attach:
+        screen(stderr=True).print("loading torch and the model", highlight=False)
     from grpo.run.interrupt import stop_on_signal
     from grpo.workbench.memory_watch import PLOT, VERDICT, follow_run, watch_training
 

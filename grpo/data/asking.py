@@ -18,6 +18,10 @@ RESERVED_COLUMNS = frozenset(
 )
 """Arguments every reward function gets besides the columns (TRL's names)."""
 
+NO_CHAT_TEMPLATE = (
+    "prompts are conversations, but the model's tokenizer has no chat template: give --chat-template FILE, a "
+    "model that has been tuned to chat, or prompts that are text, with --chat off."
+)
 _TEMPLATES = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
 
 Columns = Mapping[str, Any]
@@ -46,7 +50,7 @@ class Asking:
         if settings.chat_template is not None:
             self._chat_template = _text_of(settings.chat_template, "chat_template")
         if settings.chats and tokenizer is not None and self._chat_template is None:
-            raise SettingsError(_no_chat_template("prompts are to be conversations"))
+            raise SettingsError(NO_CHAT_TEMPLATE)
 
     @property
     def is_chosen(self) -> bool:
@@ -93,7 +97,7 @@ class Asking:
         if self._tokenizer is None:
             return "\n".join(str(message.get("content", "")) for message in messages)
         if self._chat_template is None:
-            raise SettingsError(_no_chat_template("prompts are conversations"))
+            raise SettingsError(NO_CHAT_TEMPLATE)
         tools, options = record.get("tools"), record.get("chat_template_kwargs")
         if isinstance(tools, str):  # as some datasets store them
             tools = json.loads(tools)
@@ -131,10 +135,3 @@ def _text_of(file: Path, setting: str) -> str:
     if not text.strip():
         raise SettingsError(f"{setting} is {str(file)!r}, which is empty: write a Jinja template into it.")
     return text
-
-
-def _no_chat_template(why: str) -> str:
-    return (
-        f"{why}, but the model's tokenizer has no chat template: give --chat-template FILE, a model that has "
-        "been tuned to chat, or prompts that are text with --chat off."
-    )

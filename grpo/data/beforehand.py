@@ -1,10 +1,13 @@
 """What can be known of prompts and rewards before anything large is loaded, which takes seconds."""
 
+import json
+from importlib import resources
 from itertools import islice
 from pathlib import Path
 
-from grpo.config import Config
-from grpo.data.asking import Asking
+from grpo.config import Config, SettingsError
+from grpo.config.groups import BUNDLED
+from grpo.data.asking import NO_CHAT_TEMPLATE, Asking
 from grpo.data.files import file_rows
 from grpo.data.intake import Intake
 from grpo.data.load import check_spec, is_file
@@ -29,3 +32,18 @@ def check_beforehand(config: Config) -> None:
         if intake.num_rows < LOOKED_AT or not prompts:  # of a longer one the others may be good
             intake.check()
     check_columns(functions, prompts)
+    if config.asking.chats or any(prompt.messages for prompt in prompts):
+        _check_chat_template(config)
+
+
+def _check_chat_template(config: Config) -> None:
+    """SettingsError where a model in a folder, or the bundled one, is known to have none."""
+    if config.asking.chat_template is not None:
+        return
+    bundled = Path(str(resources.files("grpo"))) / "assets" / BUNDLED
+    folder = bundled if config.model == BUNDLED else Path(config.model)
+    settings = folder / "tokenizer_config.json"
+    if not settings.is_file() or (folder / "chat_template.jinja").is_file():
+        return
+    if not json.loads(settings.read_text(encoding="utf-8")).get("chat_template"):
+        raise SettingsError(NO_CHAT_TEMPLATE)

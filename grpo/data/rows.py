@@ -45,7 +45,10 @@ def from_record(record: Columns | ValueError, row_id: str, intake: Intake) -> li
     for name, build in (("text", _text), ("fen", _position)):
         if record.get(name) is not None:
             return [build(record, row_id, intake)]
-    raise ValueError(f"none of the columns `prompt`, `text`, `fen` has a value; there are {list(record)}")
+    raise ValueError(
+        f"none of the columns `prompt`, `text`, `fen` has a value: name one of {', '.join(record)} with "
+        "--prompt-column"
+    )
 
 
 def from_json(line: str, row_id: str, intake: Intake) -> list[Prompt]:

@@ -1,6 +1,7 @@
 """Rows of one's own columns, and conversations: what is asked is what TRL and chat templates make of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from grpo.config import Config, SettingsError
 from grpo.config.groups import PromptSettings
 from grpo.data import Room, load_prompts
+from grpo.data.beforehand import check_beforehand
 from grpo.data.tokens import tokenize
 from grpo.prompt import Prompt
 
@@ -133,7 +136,7 @@ def test_what_cannot_be_asked_is_said_with_the_remedy(tmp_path: Path):
     refused("message 1 of `prompt` has empty as its content", [{"prompt": [{"role": "user", "content": []}]}])
     refused("message 1 of `prompt` is str", [{"prompt": ["hello"]}])
     refused("`prompt` is empty, and neither text nor a list", [{"prompt": []}])
-    refused("conversations, but the model's tokenizer has no chat template: give --chat", [{"prompt": TALK}])
+    refused("prompts are conversations, but .* has no chat template: give --chat", [{"prompt": TALK}])
     refused(
         "no chat template: give --chat-template FILE", [{"prompt": "a"}], PromptSettings(system_prompt="b")
     )
@@ -162,6 +165,20 @@ def test_what_cannot_be_asked_is_said_with_the_remedy(tmp_path: Path):
             PromptSettings(prompt_template=template))  # fmt: skip
     chess = [{"text": "P: 8/8/8/4k3/8/8/4P3/4K3 w - - 0 1"}]
     refused("holds chess positions: leave", chess, PromptSettings(chat="on"), template=CHATML)
+
+
+def test_a_missing_chat_template_is_known_before_anything_is_loaded(tmp_path: Path, model_folders):
+    file = tmp_path / "talk.jsonl"
+    file.write_text(json.dumps({"prompt": TALK}))
+    config = Config(model=str(model_folders["gpt2"]), prompts=str(file), reward=("policy",))
+    for each in (config, replace(config, model="rook-tiny"),
+                 replace(config, prompts="bundled", asking=PromptSettings(chat="on"))):  # fmt: skip
+        with pytest.raises(SettingsError, match="no chat template: give --chat-template"):
+            check_beforehand(each)
+    template = tmp_path / "chat.jinja"
+    template.write_text(CHATML)
+    check_beforehand(replace(config, asking=PromptSettings(chat_template=template)))
+    check_beforehand(replace(config, model="owner/name"))  # of which nothing is known
 
 
 def test_settings_that_cannot_be_are_refused():

@@ -172,7 +172,7 @@ def test_a_fen_column_with_labels_or_an_action(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"question": "?"}, "none of the columns `prompt`, `text`, `fen`.*question"),
+        ({"question": "?"}, "none of the columns .*: name one of question with --prompt-column"),
         ({"prompt": {"role": "user", "content": "hi"}}, "`prompt` is dict, and neither text nor a list"),
         ({"prompt": " "}, "`prompt` is empty"),
         ({"prompt": "hi", "completions": "x"}, "rename column `completions`"),
