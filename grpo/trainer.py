@@ -52,13 +52,18 @@ class Trainer:
         rewards: Sequence[str | RewardFunction] = (),
         stop: StopRequest | None = None,
     ) -> None:
-        self._opened = ExitStack()
-        if isinstance(run, Config):
-            run = self._opened.enter_context(open_run(run, Given(model, tokenizer, prompts, rewards)))
-        self.config = run.config
-        self.run = run
         self.console = console or Console(quiet=True)
         self.stop = stop or StopRequest()
+        with ExitStack() as opened:
+            if isinstance(run, Config):
+                run = opened.enter_context(open_run(run, Given(model, tokenizer, prompts, rewards)))
+            self._take_up(run)
+            self._opened = opened.pop_all()  # and they are closed after the last step
+
+    def _take_up(self, run: Run) -> None:
+        """At the beginning, or where its checkpoint has it."""
+        self.config = run.config
+        self.run = run
         self.stepper = Stepper(
             run.policy.model, run.optimizer, self.config.optimizer.max_grad_norm,
             num_rows=self.config.num_rows, updating=self._updating,
