@@ -15,7 +15,9 @@ from grpo.config import CONFIG_FILE, Config, from_flat
 from grpo.config.groups import Precision, PromptSettings, SamplingSettings
 from grpo.config.reading import read_run_settings
 from grpo.data.beforehand import check_beforehand
+from grpo.data.load import IN_MEMORY
 from grpo.run.screen import configure_logging
+from rewards import REWARDS
 from rewards.engine import EngineError, EnginePool
 
 if TYPE_CHECKING:
@@ -110,6 +112,13 @@ class EvaluateConfig:
         if self.max_new_tokens is not None:
             sampling = replace(sampling, max_new_tokens=self.max_new_tokens)
         asking = base.asking if self.asking == PromptSettings() else self.asking
+        in_python = [name for name in base.reward if ":" not in name and name not in REWARDS]
+        without_rows = self.prompts is None and base.prompts == IN_MEMORY
+        if in_python and (not self.reward or without_rows):
+            raise ValueError(
+                f"{runs[0]} was trained in Python, with reward {', '.join(in_python)}: give --reward "
+                "file.py:name, and --prompts FILE if those were rows in memory"
+            )
         if self.reward:
             given |= {"reward": self.reward, "reward_weights": self.reward_weights}
         return replace(base, sampling=sampling, asking=asking, **given)

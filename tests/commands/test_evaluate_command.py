@@ -54,6 +54,22 @@ def test_runs_of_ones_own_task_are_evaluated_by_their_own_rewards(run_of_ones_ow
         show(EvaluateConfig((str(model_folders["gpt2"]),), prompts=mine, heldout_share=1.0))
 
 
+def test_a_run_that_was_made_in_python_says_what_it_lacks(config, made_up_plans, tmp_path):
+    def short(completions, **columns):
+        return [0.0] * len(completions)
+
+    rows = [{"prompt": f"P: {letter}"} for letter in "abcdefgh"]
+    trainer = Trainer(replace(config, steps=1, eval_interval=0), prompts=rows, rewards=[short])
+    trainer.train()
+    with pytest.raises(ValueError, match="was trained in Python, with reward short: give --reward"):
+        EvaluateConfig((str(trainer.run.folder),))
+    (tmp_path / "mine.py").write_text(OWN_REWARD)
+    file = tmp_path / "mine.jsonl"
+    file.write_text("\n".join(json.dumps({**row, "limit": 9}) for row in rows))
+    given = {"prompts": str(file), "reward": (f"{tmp_path}/mine.py:short",), "heldout_share": 1.0}
+    show(EvaluateConfig((str(trainer.run.folder),), **given))
+
+
 def test_in_training_each_reward_is_told_of_the_held_out_prompts(run_of_ones_own):
     evaluated = [line for line in read_lines(run_of_ones_own / "metrics.jsonl") if "eval_reward" in line]
     assert evaluated and all(line["eval_rewards/short/mean"] == line["eval_reward"] for line in evaluated)
