@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
-from loguru import logger
 from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,16 +19,14 @@ from grpo.learning.loss import adaptive_kl, loss_counts
 from grpo.learning.objectives import GRPOBatch, finish_grpo
 from grpo.learning.optimizer import learning_rate, set_learning_rate
 from grpo.learning.step import Stepper
-from grpo.model.load import end_names
 from grpo.phases import PlannedPhases
 from grpo.run.checkpoint import Checkpoint, restore_optimizer
 from grpo.run.given import Given
 from grpo.run.interrupt import StopRequest, stop_on_signal
-from grpo.run.metrics import Doubts, completion_records, reward_metrics, rollout_metrics
+from grpo.run.journal import Journal
+from grpo.run.metrics import reward_metrics, rollout_metrics
 from grpo.run.progress import Progress
-from grpo.run.screen import StepProgress, held_out_line, in_one_line
 from grpo.run.setup import Run, open_run
-from grpo.run.tracking import NoTracker, RunTracker
 from grpo.types import Prompt, Rollout, Step
 
 
@@ -77,13 +74,10 @@ class Trainer:
         """Whether somebody asked the run to stop before its end."""
         self.progress = Progress(self.config.steps, self.config.minutes)
         self.phases = PlannedPhases(run)
-        ends = end_names(run.policy.model, run.policy.tokenizer, self.config.sampling.stop_texts)
-        self.doubt = Doubts(self.config.num_rows, self.config.sampling.max_new_tokens, ends)
         self.source_state = run.source.state()
         run.rewards.state.max_steps = self.config.steps
         if run.checkpoint is not None:
             self._restore(run.checkpoint)
-        self.tracker = NoTracker()
         self.saved = self.finished
 
     @property
@@ -105,8 +99,7 @@ class Trainer:
         config, run = self.config, self.run
         self.progress.begin()
         self.stop.begun = True
-        self.tracker = self._open_tracker()
-        bar = StepProgress(self.console, self.progress, finished=self.finished)
+        self.journal = Journal(run, self.console, self.progress, finished=self.finished)
         try:
             if self.finished == 0 and not self._anyone_stops():
                 self.evaluate(0)
@@ -130,7 +123,7 @@ class Trainer:
                 if run.reference is not None and self._due(step, config.reference_sync):
                     run.reference.sync(run.policy.model)
                 self._finish(step, sampled)
-                metrics = self.log(step, sampled, scores, advantages, learned, bar)
+                metrics = self.log(step, sampled, scores, advantages, learned)
                 yield Step(step, metrics, sampled, rewards, advantages)
 
                 done = self.progress.is_over(step, run.world)
@@ -146,8 +139,7 @@ class Trainer:
                 self.save()  # nothing already learned is lost
             raise
         finally:
-            bar.close()
-            self.tracker.close()
+            self.journal.close()
             self._opened.close()
 
     # ------------------------------------------------------------------------------- the phases
@@ -251,10 +243,8 @@ class Trainer:
         if not config.eval_interval or not run.eval_prompts:
             return False
         result = self.phases.evaluate(step)
-        metrics = result.as_metrics()
-        self.tracker.log(step, {**metrics, **result.interval_metrics()})
-        logger.info("held-out at step {}: {}", step, held_out_line(metrics))
-        reward = metrics.get("eval_reward")
+        self.journal.evaluation(step, result)
+        reward = result.as_metrics().get("eval_reward")
         if reward is None or (self.best_reward is not None and reward <= self.best_reward):
             return False
         self.best_reward = reward
@@ -263,13 +253,7 @@ class Trainer:
     # ----------------------------------------------------------------------------- what remains
 
     def log(
-        self,
-        step: int,
-        sampled: Rollout,
-        scores: Scores,
-        advantages: Tensor,
-        learned: dict[str, float],
-        bar: StepProgress,
+        self, step: int, sampled: Rollout, scores: Scores, advantages: Tensor, learned: dict[str, float]
     ) -> dict[str, float]:
         """The step's metrics by TRL's names, which the first process writes."""
         config, run = self.config, self.run
@@ -286,17 +270,7 @@ class Trainer:
             "num_tokens": float(self.num_tokens),
             "progress": self.progress.share(step),
         }
-        if not run.world.is_main:
-            return metrics
-        logger.bind(piped=True).info("{}", memory)
-        self.doubt(step, metrics, run.monitor.memory())
-        self.tracker.log(step, metrics)
-        self.tracker.log_memory(step, records)
-        said = completion_records(sampled, scores, advantages, config.logged_completions)
-        self.tracker.log_completions(step, said)
-        bar.update(step, in_one_line(metrics, config.num_rows))
-        if self._due(step, config.show_completions):
-            bar.show(next(completion_records(sampled, scores, advantages, 1, first=step)))
+        self.journal.step(step, metrics, memory, records, sampled, scores, advantages)
         return metrics
 
     def _finish(self, step: int, sampled: Rollout) -> None:
@@ -339,16 +313,6 @@ class Trainer:
     def _updating(self) -> Iterator[None]:
         with self.run.clock("update"), self.run.memory.watch("update"):
             yield
-
-    def _open_tracker(self) -> NoTracker:
-        if not self.run.world.is_main:
-            return NoTracker()
-        return RunTracker(
-            self.run.folder,
-            trackers=self.config.trackers,
-            settings=to_flat(self.config),
-            before_step=self.finished or -1,  # evaluation 0 is done again
-        )
 
     def _anyone_stops(self) -> bool:
         """Whether any process has been asked to stop: all stop after the same step."""

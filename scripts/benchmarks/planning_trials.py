@@ -270,8 +270,9 @@ def overhead_steps(config: Config, console: Console, *, skip: int) -> list[Overh
 
         def logged(step: int, *rest: Any) -> dict[str, float]:
             nonlocal start
-            if not isinstance(trainer.tracker, _Timed):
-                trainer.tracker = _Timed(trainer.tracker, ("log_memory",), seconds)  # type: ignore[assignment]
+            journal = trainer.journal
+            if not isinstance(journal.tracker, _Timed):
+                journal.tracker = _Timed(journal.tracker, ("log_memory",), seconds)  # type: ignore[assignment]
             metrics = log(step, *rest)
             now = time.perf_counter()
             steps.append(OverheadStep(step, now - start, dict(seconds)))
