@@ -140,13 +140,20 @@ def limits(
         large: A GPT-2 of 30 M as well, at an eighth of the batch.
         output: A JSON file for every run.
     """
+    import torch
+
+    from grpo.model.target import compute_dtype
+
+    # Where bf16 is not native, a step in it takes minutes.
+    native = compute_dtype("auto", torch.device("cpu")) == torch.bfloat16
+    precisions = ["bf16", "fp32"] if native else ["fp32"]
     with TemporaryDirectory() as folder:
-        steps = ladder(["rook-tiny"], ["bf16", "fp32"], batch_size=batch_size, how=how, rungs=rungs)
+        steps = ladder(["rook-tiny"], precisions, batch_size=batch_size, how=how, rungs=rungs)
         rows = _until_stopped(steps)
         if large:
             model = str(make_random_gpt2(Path(folder) / "30m", **SHAPE_OF_30M))
             rows += _until_stopped(
-                ladder([model], ["bf16", "fp32"], batch_size=batch_size // 8, how=how, rungs=rungs)
+                ladder([model], precisions, batch_size=batch_size // 8, how=how, rungs=rungs)
             )
     _conclude(ladder_table(rows, how), ladder_verdicts(rows), [outcome for _, _, outcome in rows], output)
 
