@@ -135,4 +135,6 @@ class StepProgress:
 
 
 def _shortened(text: str) -> str:
+    """Of somebody's text the beginning and the end, without what a terminal would obey."""
+    text = "".join(each if each.isprintable() or each == "\n" else "�" for each in text)
     return text if len(text) <= _LETTERS else f"{text[: _LETTERS // 2]} … {text[-_LETTERS // 2 :]}"
