@@ -27,7 +27,7 @@ from rich.console import Console
 from transformers import GPT2Config
 
 from grpo.commands.screen import screen
-from grpo.model.load import BUNDLED_FOLDER
+from grpo.model.names import BUNDLED_FOLDER
 from grpo.model.target import compute_dtype
 from grpo.run.screen import configure_logging
 

@@ -26,16 +26,12 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from grpo.config.groups import BUNDLED, Precision
-from grpo.model.adapters import CONFIG as ADAPTER_CONFIG
-from grpo.model.adapters import base_named_in, merged_weights, with_merged
+from grpo.model.adapters import merged_weights, with_merged
 from grpo.model.cpu.feed_forward import slice_feed_forward
 from grpo.model.head import centred_head
 from grpo.model.hub import may_be_hub_id, out_of_reach
+from grpo.model.names import base_of, source_of
 from grpo.model.target import HUB_DEFAULT, Target, make_target
-
-BUNDLED_FOLDER = Path(__file__).parents[1] / "assets" / BUNDLED
-MODEL_FOLDER = "model"
-"""In a run's folder: the model that it has come to."""
 
 _LOADING_ERRORS = (OSError, ValueError, KeyError, SafetensorError)
 
@@ -108,17 +104,17 @@ def _load_model(name: str, target: Target) -> PreTrainedModel:
     if (base := base_of(name)) is not None:
         model = _load_model(base, target)
         try:
-            return with_merged(model, Path(_source(name))).eval()
+            return with_merged(model, Path(source_of(name))).eval()
         except (*_LOADING_ERRORS, RuntimeError) as error:  # shapes of another model
             raise ValueError(f"the adapters in {name!r} do not fit their base {base!r}: {error}") from error
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            _source(name),
+            source_of(name),
             config=target.model_config,
             dtype=target.exact_dtype,
             use_safetensors=True,
             trust_remote_code=False,
-            local_files_only=out_of_reach(_source(name)),
+            local_files_only=out_of_reach(source_of(name)),
             attn_implementation=target.attention,
         )
     except _LOADING_ERRORS as error:
@@ -139,7 +135,7 @@ def load_config(name: str) -> PretrainedConfig:
         return load_config(base)
     try:
         config = AutoConfig.from_pretrained(
-            _source(name), trust_remote_code=False, local_files_only=out_of_reach(_source(name))
+            source_of(name), trust_remote_code=False, local_files_only=out_of_reach(source_of(name))
         )
     except _LOADING_ERRORS as error:
         raise ValueError(_cannot_load(name, error)) from error
@@ -191,11 +187,11 @@ def context_length(config: PretrainedConfig) -> int:
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with a token to pad with. ValueError where it cannot end a text."""
     base = base_of(name)
-    if base is not None and not (Path(_source(name)) / "tokenizer_config.json").is_file():
+    if base is not None and not (Path(source_of(name)) / "tokenizer_config.json").is_file():
         return load_tokenizer(base)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            _source(name), trust_remote_code=False, local_files_only=out_of_reach(_source(name))
+            source_of(name), trust_remote_code=False, local_files_only=out_of_reach(source_of(name))
         )
         if not tokenizer("text")["input_ids"]:  # transformers makes an empty one where there are no files
             raise ValueError("there is no tokenizer in it")
@@ -230,30 +226,6 @@ def end_names(
     names = tokenizer.convert_ids_to_tokens(list(ids))
     ends = [name or f"token {number}" for number, name in zip(ids, names, strict=True)]
     return [*ends, *map(repr, stops)]
-
-
-def _source(name: str) -> str:
-    """The folder, or the id on the hub, that a name means: of a run its model, or its newest checkpoint."""
-    if name == BUNDLED:
-        return str(BUNDLED_FOLDER)
-    folder = Path(name)
-    if any((folder / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
-        return name
-    of_run = [folder / MODEL_FOLDER, *sorted(folder.glob("checkpoints/step-*"), reverse=True)]
-    return next((str(each) for each in of_run if each.is_dir()), name)
-
-
-def base_of(name: str) -> str | None:
-    """The base model's name where `name` means a folder of adapters. ValueError if it does not say."""
-    base = base_named_in(_source(name))
-    is_bundled = base is not None and base.endswith(f"assets/{BUNDLED}") and not Path(base).is_dir()
-    return BUNDLED if is_bundled else base  # which was elsewhere where it was written
-
-
-def findable(name: str) -> str:
-    """A model's name as plain transformers finds it, from wherever."""
-    source = _source(name)
-    return str(Path(source).resolve()) if Path(source).is_dir() else source
 
 
 def _cannot_load(name: str, error: Exception) -> str:

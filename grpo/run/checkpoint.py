@@ -26,7 +26,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo.distributed.shard import is_sharded, part_like, whole
 from grpo.environment import typed
 from grpo.model.adapters import MERGED, has_adapters, save_adapters
-from grpo.model.load import MODEL_FOLDER, save_merged
+from grpo.model.load import save_merged
+from grpo.model.names import MODEL_FOLDER
 
 _MANIFEST = "manifest.json"
 _STATE = "trainer.json"

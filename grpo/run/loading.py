@@ -16,13 +16,12 @@ from grpo.model.adapters import add_adapters, load_adapters, store_base
 from grpo.model.load import (
     ModelSource,
     Policy,
-    base_of,
     context_length,
-    findable,
     frozen_copy,
     load_config,
     load_tokenizer,
 )
+from grpo.model.names import base_of, findable
 from grpo.model.reference import FrozenCopy, Reference, make_reference
 from grpo.model.target import Target
 from grpo.run.checkpoint import Checkpoint

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from grpo.model.load import BUNDLED_FOLDER
+from grpo.model.names import BUNDLED_FOLDER
 
 GPT2_124M = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024, "vocab_size": 50257}
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from grpo.data import load_prompts
-from grpo.model.load import BUNDLED_FOLDER
+from grpo.model.names import BUNDLED_FOLDER
 from grpo.types import Prompt
 from rewards.formats import environment_prompt, policy_prompt
 

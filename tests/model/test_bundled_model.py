@@ -8,7 +8,8 @@ from safetensors import safe_open
 from grpo.config.groups import BUNDLED, SamplingSettings
 from grpo.data import load_prompts
 from grpo.evaluate import evaluate
-from grpo.model.load import BUNDLED_FOLDER, RolloutModel, load_policy
+from grpo.model.load import RolloutModel, load_policy
+from grpo.model.names import BUNDLED_FOLDER
 
 
 def test_it_is_a_small_folder_with_bf16_weights_and_a_tokenizer():

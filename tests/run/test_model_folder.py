@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo import Trainer
 from grpo.config.groups import LoraSettings
-from grpo.model.load import base_of, load_policy
+from grpo.model.load import load_policy
+from grpo.model.names import base_of
 
 CPU, TRAIN = torch.device("cpu"), "train_lean.py"
 LORA = LoraSettings(lora_rank=2)

@@ -11,7 +11,7 @@ from benchmarks.speed_work import prepare, without_end
 from benchmarks.speed_worker import StepTime
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
-from grpo.model.load import BUNDLED_FOLDER
+from grpo.model.names import BUNDLED_FOLDER
 from grpo.run.tracking import MEMORY_FILE, read_lines
 
 
