@@ -196,7 +196,8 @@ def show(config: EvaluateConfig) -> None:
 def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "dict[str, Evaluation]":
     """By mode, a model's columns, with those of games and mates where these are asked for."""
     from grpo.data import load_prompts
-    from grpo.data.reward_functions import PROMPTS_LOOKED_AT, RewardFunctions
+    from grpo.data.reward_files import PROMPTS_LOOKED_AT
+    from grpo.data.reward_functions import RewardFunctions
     from grpo.evaluate import evaluate, mate_in_one, self_play
     from grpo.model.load import RolloutModel, load_policy
     from grpo.model.target import choose_device, choose_model

@@ -11,11 +11,8 @@ from grpo.data.asking import NO_CHAT_TEMPLATE, Asking
 from grpo.data.files import file_rows
 from grpo.data.intake import Intake
 from grpo.data.load import check_spec, is_file
-from grpo.data.reward_files import check_columns, load_rewards
+from grpo.data.reward_files import PROMPTS_LOOKED_AT, check_columns, load_rewards
 from grpo.prompt import Prompt
-
-LOOKED_AT = 1000
-"""Rows of a file: a short one is read as a whole."""
 
 
 def check_beforehand(config: Config) -> None:
@@ -27,9 +24,9 @@ def check_beforehand(config: Config) -> None:
     if is_file(config.prompts):
         intake = Intake(config.prompts, max_bad_share=config.max_bad_share, settings=config.asking)
         rows = file_rows(Path(config.prompts).expanduser())
-        for row_id, content, convert in islice(rows, LOOKED_AT):
+        for row_id, content, convert in islice(rows, PROMPTS_LOOKED_AT):
             prompts += intake.prompts(row_id, content, convert)
-        if intake.num_rows < LOOKED_AT or not prompts:  # of a longer one the others may be good
+        if intake.num_rows < PROMPTS_LOOKED_AT or not prompts:  # of a longer one the others may be good
             intake.check()
     check_columns(functions, prompts)
     if config.asking.chats or any(prompt.messages for prompt in prompts):

@@ -17,6 +17,8 @@ from rewards.weighted import WeightedReward
 RewardFunction = Callable[..., Any]
 """In TRL's convention, perhaps a coroutine function."""
 
+PROMPTS_LOOKED_AT = 1000
+"""Of each task, or of a file's rows, for whether there are the columns that rewards need."""
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _ALWAYS_GIVEN = ("prompts", "completions", "completion_ids")
 ON_REQUEST = ("trainer_state", "log_extra", "log_metric")

@@ -16,9 +16,6 @@ from rewards.engine import EnginePool
 from rewards.policy import PolicyReward
 from rewards.weighted import WeightedReward
 
-PROMPTS_LOOKED_AT = 1000
-"""Of each task, for whether there are the columns that rewards need."""
-
 
 @exchanged
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Rows that fit, in a loop that nothing is known about: no trace, only what its passes have held."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class Fit:
         self._monitor = MemoryMonitor(torch.device(device))
         self._group_size, self._utilization = group_size, utilization
         self._limit_bytes = limit_bytes
-        self._phases: dict[str, _Phase] = {}
+        self._phases: defaultdict[str, _Phase] = defaultdict(_Phase)
 
     @contextmanager
     def rows(self, phase: str, batch_size: int) -> Iterator[int]:
@@ -84,7 +84,7 @@ class Fit:
 
     def plan(self, phase: str, batch_size: int) -> int:
         """The rows that the next pass of a phase takes at once."""
-        state = self._phases.setdefault(phase, _Phase())
+        state = self._phases[phase]
         most = min(batch_size, batch_size if state.most is None else state.most)
         if not state.seen:
             return min(most, self._group_size)
@@ -106,7 +106,7 @@ class Fit:
 
     @contextmanager
     def _measured(self, phase: str, rows: int) -> Iterator[None]:
-        state = self._phases.setdefault(phase, _Phase())
+        state = self._phases[phase]
         before = self._monitor.in_use_bytes()
         try:
             with self._monitor.phase() as reading:

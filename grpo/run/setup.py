@@ -13,7 +13,8 @@ from rich.console import Console
 
 from grpo.config import Config
 from grpo.data import PromptSource, check_spec
-from grpo.data.reward_functions import PROMPTS_LOOKED_AT, RewardFunctions
+from grpo.data.reward_files import PROMPTS_LOOKED_AT
+from grpo.data.reward_functions import RewardFunctions
 from grpo.data.split import split
 from grpo.distributed import World, open_world
 from grpo.distributed.share import Share

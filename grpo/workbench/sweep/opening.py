@@ -11,7 +11,8 @@ import transformers
 from loguru import logger
 
 from grpo.config import SettingsError
-from grpo.data.reward_functions import PROMPTS_LOOKED_AT, RewardFunctions
+from grpo.data.reward_files import PROMPTS_LOOKED_AT
+from grpo.data.reward_functions import RewardFunctions
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.target import compute_dtype
 from grpo.run.loading import load_source
