@@ -40,7 +40,7 @@ def main(
     output: Path | None = None,
     growth: Path | None = None,
 ) -> None:
-    """Race, and print what was found. Needs trl (pip install -e '.[peer]').
+    """Race, and print what was found. Needs trl (pip install -e '.[trl]').
 
     Args:
         only: Rows of the table whose name holds these words, such as "124 M".

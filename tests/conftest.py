@@ -228,3 +228,13 @@ def logged() -> Iterator[list[str]]:
     sink = logger.add(lambda message: messages.append(str(message).rstrip()), format="{level} {message}")
     yield messages
     logger.remove(sink)
+
+
+@pytest.fixture
+def own_accelerator():
+    """TRL's trainers share accelerate's state: what one leaves is no other module's."""
+    yield
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()

@@ -15,7 +15,7 @@ LAYERS = (
     ("grpo.plan",),
     ("grpo.evaluate", "grpo.learning"),
     ("grpo.rollout", "grpo.scoring"),
-    ("grpo.model",),
+    ("grpo.model", "grpo.trl"),
     ("grpo.data", "grpo.distributed"),
     ("rewards", "grpo.memory", "grpo.config", "grpo.types", "grpo.environment"),
     ("grpo.malloc", "grpo.prompt", "grpo.waiting"),

@@ -21,7 +21,7 @@ EXAMPLES = re.findall(r"<!-- (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL)
 LAST_LINES = {
     "run": r"2 0\.\d+ '.*'\nthe model is in runs/[\d-]+/model\n",
     "loss": r"gradient of \(4, 6\)\n",
-    "fit": r"512 rows at once\n",
+    "fit": r"1024 rows at once\n",
     "leaks": r"LEAK in 40 steps\n(.*\n)+  held: 20 tensors .*\n",
 }
 

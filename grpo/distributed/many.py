@@ -137,7 +137,7 @@ class Processes(World):
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
         on_their_way: deque[Callable[[], None]] = deque()
-        for bucket in _buckets(gradients):
+        for bucket in buckets(gradients):
             if len(on_their_way) == IN_FLIGHT:
                 on_their_way.popleft()()
             on_their_way.append(self._begin_sum(bucket))
@@ -205,7 +205,7 @@ class Processes(World):
             time.sleep(_LONGEST_PAUSE_S)
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Neighbours of one dtype and device, together no more than BUCKET_BYTES unless one alone is."""
     bucket: list[Tensor] = []
     for tensor in tensors:

@@ -164,6 +164,14 @@ class MemoryMonitor:
             return self.memory().ours_bytes - malloc.free_bytes()
         return self.memory().ours_bytes
 
+    def used_bytes(self) -> int:
+        """What is not free to whatever this process does next: without what any allocator keeps."""
+        if self.device.type == "cpu":
+            return self.in_use_bytes()
+        if self.device.type == "mps":
+            return torch.mps.current_allocated_memory()
+        return torch.accelerator.memory_allocated(self.device) + self.outside_allocator_bytes()
+
     def gap_bytes(self) -> int:
         """What the host's allocator has free: the process holds it, whatever a phase adds."""
         return malloc.free_bytes() if self.device.type == "cpu" else 0

@@ -100,10 +100,10 @@ def test_buckets_hold_every_gradient_once_and_no_more_than_they_may(monkeypatch)
     kinds = [(10, torch.float32), (15, torch.float32), (1, torch.float32), (2, torch.float64)]
     tensors = [torch.full((size,), float(i), dtype=dtype) for i, (size, dtype) in enumerate(kinds)]
     tensors.append(torch.zeros(99, dtype=torch.float64))  # by itself
-    buckets = list(many._buckets(tensors))
+    buckets = list(many.buckets(tensors))
     assert [tensor for bucket in buckets for tensor in bucket] == tensors
     assert [len(bucket) for bucket in buckets] == [2, 1, 1, 1]
-    assert not list(many._buckets([]))
+    assert not list(many.buckets([]))
 
 
 class FakeStore(dict):

@@ -1,0 +1,20 @@
+"""TRL's GRPO trainer, with as many rows on the device at once as fit: `from grpo.trl import GRPOTrainer`."""
+
+try:
+    import trl as _trl
+except ImportError as error:
+    raise ImportError(
+        "grpo.trl stands on TRL, which is not installed: pip install 'grpo-lean[trl]'"
+    ) from error
+
+OLDEST = 1, 9
+"""TRL's version from which on its metrics are means over tokens, so that parts of a batch add up to them."""
+if tuple(map(int, _trl.__version__.split(".")[:2])) < OLDEST:
+    raise ImportError(
+        f"grpo.trl needs TRL {OLDEST[0]}.{OLDEST[1]} or newer, and {_trl.__version__} is installed: "
+        "pip install -U trl"
+    )
+
+from grpo.trl.trainer import GRPOTrainer  # noqa: E402
+
+__all__ = ["GRPOTrainer"]

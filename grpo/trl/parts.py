@@ -1,0 +1,143 @@
+"""A batch of TRL's in parts that add up to it: rows and columns, weights, metrics.
+
+B rows, P prompt and C completion tokens, padded.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
+
+OF_COMPLETIONS = (
+    "completion_ids", "completion_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps",
+    "sampling_per_token_logps", "importance_sampling_ratio",
+)  # fmt: skip
+"""What has a column for each completion token: (B, C)."""
+OF_TEXTS = "token_type_ids", "mm_token_type_ids"
+"""(B, P + C)."""
+MEANS_OVER_ROWS, MEANS_OVER_TOKENS = ("grpo", "sapo", "dr_grpo", "luspo"), ("bnpo",)
+SUMS = "dapo", "cispo", "vespo"
+"""Losses by what TRL divides them by: the batch's rows or tokens, or a count of the whole step's."""
+
+
+class Part(dict[str, Any]):
+    """Some rows of a batch as TRL wants them, and which share of the batch they are."""
+
+    def __init__(self, inputs: Mapping[str, Any], *, rows: int, tokens: int, of_rows: int, of_tokens: int):
+        super().__init__(inputs)
+        self.rows, self.tokens = rows, tokens
+        self.row_share, self.token_share = rows / of_rows, tokens / max(1, of_tokens)
+        self.is_last = False
+        self.has_one_column = self["completion_ids"].size(1) == 1
+        """Then TRL takes what is a number a token for a number a row."""
+        self.loss: Tensor
+        self.metrics: defaultdict[str, list[float]] = defaultdict(list)
+        """What TRL has logged of it."""
+
+    def weight(self, loss_type: str) -> float:
+        """What its loss counts for in the batch's."""
+        if loss_type in SUMS:
+            return 1.0
+        return self.token_share if loss_type in MEANS_OVER_TOKENS else self.row_share
+
+
+def parts(inputs: Mapping[str, Any], rows: int, *, multiple: int = 1) -> Iterator[Part]:
+    """The batch, so many rows at a time, longest completions first; without columns that only pad.
+
+    multiple: of tokens that the batch was padded to.
+    """
+    lengths = completion_lengths(inputs)
+    order = lengths.argsort(descending=True, stable=True).tolist()
+    counted = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+    of_rows, tokens = len(order), counted.sum(1).tolist()
+    samples = split_pixel_values_by_grid(dict(inputs))
+    for start in range(0, of_rows, rows):
+        chosen = order[start : start + rows]
+        some = {name: _take(value, chosen) for name, value in samples.items()}
+        columns = max(2, int(lengths[chosen[0]]))
+        part = Part(
+            _without_padding(unsplit_pixel_values_by_grid(some), -(-columns // multiple) * multiple),
+            rows=len(chosen), tokens=int(sum(tokens[row] for row in chosen)),
+            of_rows=of_rows, of_tokens=int(sum(tokens)),
+        )  # fmt: skip
+        part.is_last = start + rows >= of_rows
+        yield part
+
+
+def completion_lengths(inputs: Mapping[str, Any]) -> Tensor:
+    """Tokens up to the last that is none of padding, (B,); 0 for a completion that is masked as a whole."""
+    mask = inputs["completion_mask"]
+    return (mask * torch.arange(1, mask.size(1) + 1, device=mask.device)).amax(1)
+
+
+def _take(value: Any, rows: list[int]) -> Any:
+    if isinstance(value, Tensor):
+        return value[rows] if value.ndim else value
+    return value if value is None else [value[row] for row in rows]
+
+
+def _without_padding(inputs: dict[str, Any], columns: int) -> dict[str, Any]:
+    """On the right. What pads prompts, on the left, stays: positions are counted from there."""
+    padding = max(0, inputs["completion_ids"].size(1) - columns)
+    if not padding:
+        return inputs
+    width = inputs["completion_ids"].size(1)
+    own = dict.fromkeys(OF_COMPLETIONS, width) | {
+        name: inputs["prompt_ids"].size(1) + width for name in OF_TEXTS
+    }
+    return {
+        name: value[:, :-padding]
+        if name in own and value is not None and value.size(1) == own[name]
+        else value
+        for name, value in inputs.items()
+    }
+
+
+def merged(done: Sequence[Part], *, loss_type: str, by_sequence: bool) -> dict[str, tuple[float, float]]:
+    """Of each metric what to sum, over parts and processes, and what to divide the sum by.
+
+    An extreme, `*_min` or `*_max`, comes with 0: it is none of a sum. by_sequence: ratios are a row's.
+    """
+    together: dict[str, tuple[float, float]] = {}
+    for name in sorted({name for part in done for name in part.metrics}):
+        values = [part.metrics[name][-1] for part in done]
+        if name.endswith(("_min", "_max")):
+            known = [value for value in values if not math.isnan(value)] or [math.nan]
+            together[name] = (min(known) if name.endswith("_min") else max(known)), 0.0
+            continue
+        if name == "policy_loss":
+            counts, total = [part.weight(loss_type) for part in done], 1.0
+        else:
+            of_rows = name.startswith("vespo/") or (by_sequence and name not in ("kl", "entropy"))
+            of_rows = of_rows or done[0].has_one_column
+            counts = [float(part.rows if of_rows else part.tokens) for part in done]
+            total = sum(counts)
+        together[name] = sum(v * n for v, n in zip(values, counts, strict=True)), total
+    return together
+
+
+def fields_by_row(
+    fields: Mapping[str, Any], images: Any, rows: int
+) -> Callable[[slice], dict[str, Any]] | None:
+    """What a processor gives beside tokens, for any rows of so many; None where it is not known to divide."""
+    if not fields:
+        return lambda part: {}
+    batch = {name: value if isinstance(value, Tensor) else list(value) for name, value in fields.items()}
+    if images is not None:
+        batch["num_images"] = [len(each) if each else 0 for each in images]
+    try:
+        samples = split_pixel_values_by_grid(batch)
+    except (KeyError, ValueError, RuntimeError, TypeError, AttributeError):
+        return None
+    if any(len(value) != rows for value in samples.values()):
+        return None
+
+    def some(part: slice) -> dict[str, Any]:
+        chosen = unsplit_pixel_values_by_grid({name: value[part] for name, value in samples.items()})
+        return {name: value for name, value in chosen.items() if name != "num_images"}
+
+    return some

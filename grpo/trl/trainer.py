@@ -1,0 +1,282 @@
+"""TRL's GRPO trainer, where memory says how many rows are on the device at once.
+
+A step sees the completions that TRL's settings say. They are sampled, scored and learned from in parts that
+fit (`grpo.memory.Fit`): measured, planned, and after running out of memory done again with fewer rows, to
+the same gradient. TRL's code does all of it: its methods are called once a part, and what they give is
+weighted so that it does not depend on the parts.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+import trl
+from accelerate.utils import DistributedType
+from loguru import logger
+from torch import Tensor, nn
+
+from grpo import malloc
+from grpo.config.sizes import parse_size
+from grpo.memory import Fit
+from grpo.memory.budget import data_limit
+from grpo.trl.parts import (
+    MEANS_OVER_ROWS,
+    MEANS_OVER_TOKENS,
+    SUMS,
+    Part,
+    completion_lengths,
+    fields_by_row,
+    merged,
+    parts,
+)
+from grpo.trl.processes import Alone, aside, average_gradients, drop, extremes_and_means, least, unwrapped
+from grpo.trl.random_state import RandomState
+from grpo.trl.record import MemoryRecord
+
+SHARDED = DistributedType.DEEPSPEED, DistributedType.FSDP
+"""Where processes have to do as many passes, and cannot do one again by themselves."""
+
+
+class _StepInParts(transformers.Trainer):
+    """Between TRL's class and transformers': a step of the former is a step of the latter for each part."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        if hasattr(self.optimizer, "train"):  # one that evaluates with other weights than it trains
+            self.optimizer.train()
+        inputs = self._prepare_inputs(inputs)
+        step = super().training_step
+        if self.is_sharded:
+            return self._in_parts(
+                "learn", inputs, lambda part: step(model, self._at_its_end(part), num_items_in_batch)
+            )
+
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        begin = RandomState(self.accelerator.device)
+        entropy_so_far = getattr(self, "_entropy_window_stats", None)
+
+        def discard() -> None:
+            drop(parameters)
+            begin.restore()
+            self._entropy_window_stats = entropy_so_far
+
+        with aside(parameters):
+            loss = self._in_parts(
+                "learn", inputs, lambda part: step(unwrapped(model), part, num_items_in_batch), discard
+            )
+        if self.accelerator.sync_gradients and self.accelerator.num_processes > 1:
+            average_gradients(parameters)
+        return loss
+
+
+class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
+    """`trl.GRPOTrainer`, and its batch fits.
+
+    memory_utilization: share of the device that may be held. memory_limit: the most, such as "20GB", which
+    is planned for and not enforced. All other arguments are TRL's.
+
+    ValueError for settings that a batch in parts cannot have; `DoesNotFit` when one row is too much.
+    """
+
+    accelerator: Any
+    entropy_coef: float
+
+    def __init__(
+        self,
+        *args: Any,
+        memory_utilization: float = 0.85,
+        memory_limit: str | int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not 0 < memory_utilization <= 1:
+            raise ValueError(f"memory_utilization={memory_utilization}: a share of the device, up to 1.")
+        limit = parse_size(memory_limit) if isinstance(memory_limit, str) else memory_limit
+        given = inspect.signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
+        _refuse(given.get("args"))
+        super().__init__(*args, **kwargs)
+        if getattr(self, "aux_loss_enabled", False):
+            raise ValueError(
+                "the router's auxiliary loss is a product of means over all tokens on the device, so it "
+                "depends on how a batch is split: set GRPOConfig(router_aux_loss_coef=0.0)."
+            )
+        device = self.accelerator.device
+        if device.type == "cpu" and data_limit() is None and not malloc.user_tunes_malloc(""):
+            malloc.keep_freed()  # fresh pages would cost more than what is done with them
+        self.is_sharded = self.accelerator.distributed_type in SHARDED
+        self.fit = Fit(
+            device, group_size=self.num_generations, utilization=memory_utilization, limit_bytes=limit,
+            replays=not self.is_sharded,
+            agree=(lambda rows: least(rows, device)) if self.is_sharded else (lambda rows: rows),
+        )  # fmt: skip
+        self.memory = MemoryRecord(self.fit)
+        if any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.model.modules()):
+            logger.warning(
+                "the model has dropout, which differs with the rows that are done at once: for steps that do "
+                "not depend on them set GRPOConfig(disable_dropout=True)"
+            )
+
+    # ------------------------------------------------------------------------------------ a run
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().train(*args, **kwargs)
+        if self.accelerator.is_main_process:
+            self.memory.show("Memory, most of all steps")
+        return result
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.memory.steps == self.current_gradient_accumulation_steps and self.accelerator.is_main_process:
+            self.memory.show("Memory planned after the first step", planned=True)
+        loss = super().training_step(*args, **kwargs)
+        for name, value in self.memory.note(self.fit.take_passes()).items():
+            self._metrics["train"][name].append(value)
+        return loss
+
+    # ------------------------------------------------------------------------------------ sample
+
+    def _generate_single_turn(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        images: Any,
+        multimodal_fields: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[list[list[int]], Any]:
+        """Whole groups at a time; a part that ran out of memory begins again from the same random state."""
+        generate = super()._generate_single_turn
+        fields = fields_by_row(multimodal_fields, images, len(prompt_ids))
+        if self.use_vllm or self._samples_continuously or fields is None:
+            return generate(prompt_ids, images, multimodal_fields, *args, **kwargs)
+        done: list[list[int]] = []
+        longest = max(map(len, prompt_ids))
+
+        def some(rows: int) -> list[list[int]]:
+            part = slice(len(done), len(done) + rows)
+            of_part = images and images[part]
+            return generate(prompt_ids[part], of_part, fields(part), *args, **kwargs)[0]
+
+        while len(done) < len(prompt_ids):
+            done += self.fit.run(
+                "sample", some, len(prompt_ids) - len(done), tokens=longest + self.max_completion_length,
+                took=lambda ids: longest + max(map(len, ids)),
+                discard=RandomState(self.accelerator.device).restore,
+            )  # fmt: skip
+        return done, None
+
+    @property
+    def _samples_continuously(self) -> bool:
+        """By transformers' own batching, which minds memory itself."""
+        names = "use_transformers_continuous_batching", "use_transformers_paged"
+        return any(getattr(self, name, False) for name in names)
+
+    # ------------------------------------------------------------------------------------- score
+
+    def _get_per_token_logps_and_entropies(
+        self, model: nn.Module, input_ids: Tensor, *args: Any, batch_size: int | None = None, **kwargs: Any
+    ) -> Any:
+        """With a `batch_size` nothing is learned: then it is as many rows as fit."""
+        score = super()._get_per_token_logps_and_entropies
+        if batch_size is None:
+            return score(model, input_ids, *args, **kwargs)
+        return self.fit.run(
+            "score", lambda rows: score(model, input_ids, *args, batch_size=rows, **kwargs),
+            len(input_ids), tokens=input_ids.size(1),
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------- learn
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        return (
+            generation_batch
+            if isinstance(generation_batch, Part)
+            else super()._prepare_inputs(generation_batch)
+        )
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Of a part, what it counts in its batch's. Of a batch, in an evaluation, in parts."""
+        if not isinstance(inputs, Part):
+            if return_outputs or torch.is_grad_enabled():
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return self._in_parts("evaluate", inputs, lambda part: self.compute_loss(model, part))
+        mode, weight = self._mode, inputs.weight(self.loss_type)
+        before = self.accelerator, self._metrics[mode], self.entropy_coef
+        self.accelerator, self._metrics[mode] = Alone(self.accelerator), inputs.metrics
+        if weight:  # the entropy's bonus is a mean over tokens, whatever the loss is
+            self.entropy_coef *= inputs.token_share / weight
+        try:
+            return weight * super().compute_loss(model, inputs)
+        finally:
+            self.accelerator, self._metrics[mode], self.entropy_coef = before
+
+    def _in_parts(
+        self,
+        phase: str,
+        inputs: Mapping[str, Any],
+        one_part: Callable[[Part], Tensor],
+        discard: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """The batch's loss and metrics, from those of parts that fit."""
+
+        def work(rows: int) -> list[Part]:
+            done = []
+            for part in parts(inputs, rows, multiple=getattr(self, "pad_to_multiple_of", None) or 1):
+                part.loss = one_part(part)
+                part.clear()  # of tensors
+                done.append(part)
+            return done
+
+        tokens = inputs["prompt_ids"].size(1) + int(completion_lengths(inputs).max())
+        found = self.fit.run(phase, work, len(inputs["prompt_ids"]), tokens=tokens, discard=discard)
+        by_sequence = self.importance_sampling_level == "sequence"
+        metrics = merged(found, loss_type=self.loss_type, by_sequence=by_sequence)
+        for name, value in extremes_and_means(metrics, self.accelerator).items():
+            self._metrics[self._mode][name].append(value)
+        if self._mode == "train" and self.accelerator.sync_gradients and self._entropy_bonus_enabled:
+            self._control_entropy()
+        return torch.stack([part.loss for part in found]).sum()
+
+    def _control_entropy(self) -> None:
+        """The end of a step to TRL's control of the entropy, which its parts are not."""
+        if self.use_adaptive_entropy:
+            total, count = self.accelerator.reduce(self._entropy_window_stats, reduction="sum")
+            self._last_world_entropy = (total / count.clamp(min=1.0)).item()
+            self._entropy_window_stats = None
+            too_low = self._last_world_entropy <= self.args.entropy_target
+            coefficient = self.entropy_coef + (1 if too_low else -1) * self.args.entropy_coef_delta
+            self.entropy_coef = min(max(coefficient, self.args.entropy_coef_min), self.args.entropy_coef_max)
+        self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
+
+    def _at_its_end(self, part: Part) -> Part:
+        """Let DeepSpeed take its step with the last part."""
+        ends = self.accelerator.sync_gradients
+        self.accelerator.gradient_state._set_sync_gradients(ends and part.is_last)
+        return part
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+
+def _refuse(settings: Any) -> None:
+    """ValueError for what cannot be had of a batch in parts, before a model is loaded."""
+    if settings is None:
+        return
+    known = *MEANS_OVER_ROWS, *MEANS_OVER_TOKENS, *SUMS
+    if settings.top_entropy_quantile < 1.0:
+        raise ValueError(
+            f"top_entropy_quantile={settings.top_entropy_quantile} is a quantile over the rows on the device "
+            "at once: set it to 1.0, or use entropy_coef to keep entropy up."
+        )
+    if settings.loss_type not in known:
+        raise ValueError(
+            f"how the loss {settings.loss_type!r} adds up over parts is not known: set loss_type to one of "
+            f"{', '.join(known)}."
+        )
+    if settings.use_liger_kernel and hasattr(trl.GRPOTrainer, "compute_liger_loss"):
+        raise ValueError(
+            "Liger's fused loss divides by the rows that are on the device at once: set "
+            "use_liger_kernel=False, or install TRL 1.15 or newer, which takes only its layers."
+        )
