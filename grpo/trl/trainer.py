@@ -19,8 +19,11 @@ from torch import Tensor, nn
 
 from grpo import malloc
 from grpo.config.sizes import parse_size
+from grpo.distributed.gradients import aside, average_gradients, drop
 from grpo.memory import Fit
 from grpo.memory.budget import data_limit
+from grpo.memory.random_state import RandomState
+from grpo.memory.record import MemoryRecord
 from grpo.trl.parts import (
     MEANS_OVER_ROWS,
     MEANS_OVER_TOKENS,
@@ -31,9 +34,7 @@ from grpo.trl.parts import (
     merged,
     parts,
 )
-from grpo.trl.processes import Alone, aside, average_gradients, drop, extremes_and_means, least, unwrapped
-from grpo.trl.random_state import RandomState
-from grpo.trl.record import MemoryRecord
+from grpo.trl.processes import Alone, extremes_and_means, least, unwrapped
 
 SHARDED = DistributedType.DEEPSPEED, DistributedType.FSDP
 """Where processes have to do as many passes, and cannot do one again by themselves."""
@@ -48,10 +49,16 @@ class _StepInParts(transformers.Trainer):
             self.optimizer.train()
         inputs = self._prepare_inputs(inputs)
         step = super().training_step
+        ends = self.accelerator.sync_gradients
         if self.is_sharded:
-            return self._in_parts(
-                "learn", inputs, lambda part: step(model, self._at_its_end(part), num_items_in_batch)
-            )
+
+            def shards_part(part: Part) -> Tensor:
+                self.accelerator.gradient_state._set_sync_gradients(
+                    ends and part.is_last
+                )  # DeepSpeed steps then
+                return step(model, part, num_items_in_batch)
+
+            return self._in_parts("learn", inputs, shards_part)
 
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         begin = RandomState(self.accelerator.device)
@@ -66,7 +73,7 @@ class _StepInParts(transformers.Trainer):
             loss = self._in_parts(
                 "learn", inputs, lambda part: step(unwrapped(model), part, num_items_in_batch), discard
             )
-        if self.accelerator.sync_gradients and self.accelerator.num_processes > 1:
+        if ends and self.accelerator.num_processes > 1:
             average_gradients(parameters)
         return loss
 
@@ -187,20 +194,18 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
     # ------------------------------------------------------------------------------------- learn
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        return (
-            generation_batch
-            if isinstance(generation_batch, Part)
-            else super()._prepare_inputs(generation_batch)
-        )
+        if isinstance(generation_batch, Part):
+            return generation_batch
+        return super()._prepare_inputs(generation_batch)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Tensor:
+    ) -> Any:
         """Of a part, what it counts in its batch's. Of a batch, in an evaluation, in parts."""
         if not isinstance(inputs, Part):
             if return_outputs or torch.is_grad_enabled():
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            return self._in_parts("evaluate", inputs, lambda part: self.compute_loss(model, part))
+            return self._in_parts("evaluate", inputs, lambda part: self.compute_loss(unwrapped(model), part))
         mode, weight = self._mode, inputs.weight(self.loss_type)
         before = self.accelerator, self._metrics[mode], self.entropy_coef
         self.accelerator, self._metrics[mode] = Alone(self.accelerator), inputs.metrics
@@ -248,12 +253,6 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
             coefficient = self.entropy_coef + (1 if too_low else -1) * self.args.entropy_coef_delta
             self.entropy_coef = min(max(coefficient, self.args.entropy_coef_min), self.args.entropy_coef_max)
         self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
-
-    def _at_its_end(self, part: Part) -> Part:
-        """Let DeepSpeed take its step with the last part."""
-        ends = self.accelerator.sync_gradients
-        self.accelerator.gradient_state._set_sync_gradients(ends and part.is_last)
-        return part
 
     @property
     def _mode(self) -> str:

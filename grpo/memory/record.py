@@ -1,4 +1,4 @@
-"""What a run under TRL says of memory: metrics of each step, a line for each change, tables."""
+"""What a loop that takes the rows that fit says of memory: metrics of each step, changes, tables."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,8 @@ from loguru import logger
 from rich.console import Console
 from rich.table import Table
 
-from grpo.memory import Fit
 from grpo.memory.budget import GB
-from grpo.memory.loop import Pass
+from grpo.memory.loop import Fit, Pass
 
 
 class MemoryRecord:
