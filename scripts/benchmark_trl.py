@@ -15,16 +15,11 @@ from statistics import median
 
 import trl
 import tyro
+from benchmarks.trl_runs import Outcome, Run, outcome, perform
 from rich import box
 from rich.table import Table
 
-from grpo.environment import set_library_defaults
-
-set_library_defaults()
-
-from benchmarks.trl_runs import Outcome, Run, outcome, perform  # noqa: E402
-
-from grpo.commands.screen import screen  # noqa: E402
+from grpo.commands.screen import screen
 
 
 def equal() -> None:

@@ -19,9 +19,14 @@ OF_COMPLETIONS = (
 """What has a column for each completion token: (B, C)."""
 OF_TEXTS = "token_type_ids", "mm_token_type_ids"
 """(B, P + C)."""
+OF_IMAGES = (
+    "pixel_values", "image_grid_thw", "image_position_ids", "pixel_attention_mask", "spatial_shapes",
+    "image_sizes", "num_images", "num_tiles",
+)  # fmt: skip
 MEANS_OVER_ROWS, MEANS_OVER_TOKENS = ("grpo", "sapo", "dr_grpo", "luspo"), ("bnpo",)
 SUMS = "dapo", "cispo", "vespo"
 """Losses by what TRL divides them by: the batch's rows or tokens, or a count of the whole step's."""
+LOSSES = *MEANS_OVER_ROWS, *MEANS_OVER_TOKENS, *SUMS
 
 
 class Part(dict[str, Any]):
@@ -60,7 +65,7 @@ def parts(inputs: Mapping[str, Any], rows: int, *, multiple: int = 1) -> Iterato
         some = {name: _take(value, chosen) for name, value in samples.items()}
         columns = max(2, int(lengths[chosen[0]]))
         part = Part(
-            _without_padding(unsplit_pixel_values_by_grid(some), -(-columns // multiple) * multiple),
+            _without_padding(_together(some), -(-columns // multiple) * multiple),
             rows=len(chosen), tokens=int(sum(tokens[row] for row in chosen)),
             of_rows=of_rows, of_tokens=int(sum(tokens)),
         )  # fmt: skip
@@ -78,6 +83,13 @@ def _take(value: Any, rows: list[int]) -> Any:
     if isinstance(value, Tensor):
         return value[rows] if value.ndim else value
     return value if value is None else [value[row] for row in rows]
+
+
+def _together(samples: dict[str, Any]) -> dict[str, Any]:
+    """Some rows as a model takes them: without images where none has any."""
+    if isinstance(samples.get("pixel_values"), list) and not any(samples["num_images"]):
+        return {name: value for name, value in samples.items() if name not in OF_IMAGES}
+    return unsplit_pixel_values_by_grid(samples)
 
 
 def _without_padding(inputs: dict[str, Any], columns: int) -> dict[str, Any]:
@@ -137,7 +149,7 @@ def fields_by_row(
         return None
 
     def some(part: slice) -> dict[str, Any]:
-        chosen = unsplit_pixel_values_by_grid({name: value[part] for name, value in samples.items()})
+        chosen = _together({name: value[part] for name, value in samples.items()})
         return {name: value for name, value in chosen.items() if name != "num_images"}
 
     return some

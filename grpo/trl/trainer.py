@@ -24,16 +24,7 @@ from grpo.memory import Fit
 from grpo.memory.budget import data_limit
 from grpo.memory.random_state import RandomState
 from grpo.memory.record import MemoryRecord
-from grpo.trl.parts import (
-    MEANS_OVER_ROWS,
-    MEANS_OVER_TOKENS,
-    SUMS,
-    Part,
-    completion_lengths,
-    fields_by_row,
-    merged,
-    parts,
-)
+from grpo.trl.parts import LOSSES, Part, completion_lengths, fields_by_row, merged, parts
 from grpo.trl.processes import Alone, extremes_and_means, least, unwrapped
 
 SHARDED = DistributedType.DEEPSPEED, DistributedType.FSDP
@@ -263,16 +254,15 @@ def _refuse(settings: Any) -> None:
     """ValueError for what cannot be had of a batch in parts, before a model is loaded."""
     if settings is None:
         return
-    known = *MEANS_OVER_ROWS, *MEANS_OVER_TOKENS, *SUMS
     if settings.top_entropy_quantile < 1.0:
         raise ValueError(
             f"top_entropy_quantile={settings.top_entropy_quantile} is a quantile over the rows on the device "
             "at once: set it to 1.0, or use entropy_coef to keep entropy up."
         )
-    if settings.loss_type not in known:
+    if settings.loss_type not in LOSSES:
         raise ValueError(
             f"how the loss {settings.loss_type!r} adds up over parts is not known: set loss_type to one of "
-            f"{', '.join(known)}."
+            f"{', '.join(LOSSES)}."
         )
     if settings.use_liger_kernel and hasattr(trl.GRPOTrainer, "compute_liger_loss"):
         raise ValueError(

@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from grpo.trl import GRPOTrainer
+from grpo.trl.parts import LOSSES
 
 GROUP, GROUPS, LENGTH, STEPS = 4, 6, 7, 4
-LOSSES = "grpo", "sapo", "dr_grpo", "luspo", "bnpo", "dapo", "cispo", "vespo"
 IN_FP32 = "clip_ratio/", "cispo_clip_ratio"
 """Metrics that TRL computes in fp32 itself."""
 NOT_COMPARED = "memory/", "step_time", "train_runtime", "per_second", "total_flos"

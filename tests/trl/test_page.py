@@ -13,6 +13,5 @@ def test_the_example(tmp_path, monkeypatch, capsys):
     (code,) = re.findall(r"<!-- example -->\n```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "example.py", "exec"), {"__name__": "__main__"})
-    printed = capsys.readouterr().out
-    assert "Memory planned after the first step" in printed and "'memory/learn_rows': '32'" in printed or True
+    assert "Memory planned after the first step" in capsys.readouterr().out
     assert (tmp_path / "brief" / "checkpoint-3").is_dir()
