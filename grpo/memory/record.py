@@ -71,4 +71,4 @@ class MemoryRecord:
                 "" if expected is None else f"{error / GB:.2f}",
                 measured, str(self._retries[phase]),
             )  # fmt: skip
-        Console().print(table)
+        Console().print("\n", table, sep="")  # below what may stand there, such as a progress bar

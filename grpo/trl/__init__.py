@@ -7,8 +7,8 @@ except ImportError as error:
         "grpo.trl stands on TRL, which is not installed: pip install 'grpo-lean[trl]'"
     ) from error
 
-OLDEST = 1, 9
-"""TRL's version from which on its metrics are means over tokens, so that parts of a batch add up to them."""
+OLDEST = 1, 10
+"""TRL's version from which on its metrics are means over tokens, and no loss over padding: then parts add up."""
 if tuple(map(int, _trl.__version__.split(".")[:2])) < OLDEST:
     raise ImportError(
         f"grpo.trl needs TRL {OLDEST[0]}.{OLDEST[1]} or newer, and {_trl.__version__} is installed: "
