@@ -8,7 +8,7 @@ except ImportError as error:
     ) from error
 
 OLDEST = 1, 10
-"""TRL's version from which on its metrics are means over tokens, and no loss over padding: then parts add up."""
+"""TRL's version from which on metrics are means over tokens, and no loss one over padding: parts add up."""
 if tuple(map(int, _trl.__version__.split(".")[:2])) < OLDEST:
     raise ImportError(
         f"grpo.trl needs TRL {OLDEST[0]}.{OLDEST[1]} or newer, and {_trl.__version__} is installed: "
