@@ -17,7 +17,7 @@ def batch() -> dict:
     return {
         "prompt_ids": torch.arange(6)[:, None].expand(6, P), "prompt_mask": torch.ones(6, P).int(),
         "completion_ids": ids, "completion_mask": mask, "advantages": torch.arange(6.0),
-        "num_items_in_batch": torch.tensor(mask.sum()), "old_per_token_logps": ids.double(),
+        "num_items_in_batch": mask.sum(), "old_per_token_logps": ids.double(),
         "importance_sampling_ratio": torch.arange(6.0)[:, None], "token_type_ids": torch.zeros(6, P + C),
         "ref_per_token_logps": None,
     }  # fmt: skip
