@@ -33,8 +33,8 @@ def drop(parameters: Sequence[nn.Parameter]) -> None:
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Over the processes, as DDP would; one that a process has not counts as zeros."""
-    has = torch.tensor([parameter.grad is not None for parameter in parameters], device=parameters[0].device)
-    anywhere = has.int()
+    has = [int(parameter.grad is not None) for parameter in parameters]
+    anywhere = torch.tensor(has, device=parameters[0].device)
     dist.all_reduce(anywhere)
     gradients = []
     for parameter, somebody_has in zip(parameters, anywhere.tolist(), strict=True):

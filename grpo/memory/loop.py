@@ -24,7 +24,7 @@ EXACT_PASSES, LONGER = 3, 1.1
 """Passes whose tensors are counted one by one where the allocator keeps no statistics: the first, and those
 so many times the largest that was counted.
 """
-GROWTH = {0: 1, 1: 2, 2: 4}
+GROWTH = {1: 2, 2: 4}
 """Times the most rows that were seen, by how many numbers of rows were: what is tried at once."""
 AGAIN_AFTER = 50
 """Passes in a row that went well, after which more rows than once ran out of memory are tried."""

@@ -31,7 +31,7 @@ CAUSAL = {
 """By name: the chat template among TRL's."""
 CLASSIFIERS = "Qwen2ForSequenceClassification-2.5", "Qwen3ForSequenceClassification"
 CLASSIFIERS_OF_LLAMA = ("LlamaForSequenceClassification-3.2",)
-EXPERTS = {
+OF_SOME = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_local_experts": 4,
     "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 8,
 }  # fmt: skip
@@ -62,9 +62,7 @@ def make_model(folder: Path, name: str, template: str) -> None:
     family = re.sub(r"For(CausalLM|SequenceClassification)$", "", architecture)
     config_class = getattr(transformers, f"{family}Config")
     known = config_class().to_dict()
-    sizes = TINY | {key: value for key, value in EXPERTS.items() if key in known and key != "head_dim"}
-    if "head_dim" in known:
-        sizes["head_dim"] = EXPERTS["head_dim"]
+    sizes = TINY | {key: value for key, value in OF_SOME.items() if key in known}
     if "Classification" in architecture:
         sizes["num_labels"] = 1
     config = config_class(

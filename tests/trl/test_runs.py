@@ -2,15 +2,14 @@
 
 import json
 import re
-from importlib.resources import files
 
 import pytest
 import torch
 import trl
 from benchmarks.trl_cases import GROUP, Case, make, rows_at_once
+from benchmarks.trl_own_tests import tokenizer
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from grpo.trl import GRPOTrainer
 
@@ -20,18 +19,7 @@ pytestmark = pytest.mark.usefixtures("own_accelerator")
 @pytest.fixture(scope="module")
 def chat_tokenizer():
     """Bytes, and Qwen 3's chat template."""
-    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({token: i for i, token in enumerate([*specials, *letters])}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    tokenizer.add_special_tokens({"additional_special_tokens": specials[1:2]})
-    tokenizer.add_tokens(specials[3:])
-    tokenizer.chat_template = files("trl").joinpath("chat_templates/qwen3.jinja").read_text()
-    return tokenizer
+    return tokenizer("qwen3")
 
 
 def chat_model(tokenizer):
