@@ -178,9 +178,9 @@ def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def context_length(config: PretrainedConfig) -> int:
-    """Tokens the model's positions reach, or its attention, where layers see a window only."""
+    """Tokens the model's positions reach, or its attention, where it goes by chunks."""
     config = config.get_text_config(decoder=True)
-    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "sliding_window"))
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "attention_chunk_size"))
     return min((limit for limit in limits if limit), default=2**20)
 
 

@@ -5,27 +5,46 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from grpo.model.transfer import to_device
 
 
 class PromptBatch(NamedTuple):
-    """b prompts padded on the right to P tokens: causal attention never looks at what follows."""
+    """b prompts padded to P tokens: on the right, as causal attention never looks at what follows."""
 
     ids: Tensor  # (b, P)
     lengths: Tensor  # (b,)
     is_padded: bool = True
     """Whether any is shorter than P, as far as is known."""
+    on_left: bool = False
+    """Whether padding stands there, and with it all prompts' ends beside each other."""
 
     @property
     def mask(self) -> Tensor:
         """(b, P), True where a token is the prompt's."""
-        return torch.arange(self.ids.shape[1], device=self.ids.device) < self.lengths.unsqueeze(1)
+        places = torch.arange(self.ids.shape[1], device=self.ids.device)
+        lengths = self.lengths.unsqueeze(1)
+        return places >= len(places) - lengths if self.on_left else places < lengths
 
     def to(self, device: torch.device) -> "PromptBatch":
         ids, lengths = to_device([self.ids, self.lengths], device)
-        return PromptBatch(ids, lengths, self.is_padded)
+        return self._replace(ids=ids, lengths=lengths)
+
+    def padded_for(self, model: PreTrainedModel) -> "PromptBatch":
+        """On the left where attention has a sliding window, which counts places between tokens."""
+        if not self.is_padded or self.on_left or sliding_window(model.config) is None:
+            return self
+        width = self.ids.shape[1]
+        places = torch.arange(width, device=self.ids.device) - (width - self.lengths).unsqueeze(1)
+        return self._replace(ids=self.ids.gather(1, places.clamp(min=0)), on_left=True)
+
+
+def sliding_window(config: PretrainedConfig) -> int | None:
+    """Tokens that some layers attend to at most, the newest among them; None where all see all."""
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None) or ("sliding_attention",)
+    return getattr(text, "sliding_window", None) if "sliding_attention" in kinds else None
 
 
 def pad_prompts(prompt_ids: Sequence[Sequence[int]], *, width: int | None = None) -> PromptBatch:
@@ -42,15 +61,26 @@ def encode_prompts(
 ) -> tuple[Tensor, Cache]:
     """Hidden states (b, D) of each prompt's last token, and the cache of all layers (None: a new one).
 
-    Positions are explicit. The mask is all ones on purpose: the padding lies to the right, where
-    causal attention does not look, and without a padding mask the fast attention kernels serve.
+    Positions are explicit. The mask is all ones where the padding lies to the right, on purpose: causal
+    attention does not look there, and without a padding mask the fast attention kernels serve.
     """
+    mask = prompts.mask.long() if prompts.on_left else torch.ones_like(prompts.ids)
     output = model.base_model(
         input_ids=prompts.ids,
-        attention_mask=torch.ones_like(prompts.ids),
-        position_ids=torch.arange(prompts.ids.shape[1], device=prompts.ids.device).expand_as(prompts.ids),
+        attention_mask=mask,
+        position_ids=_positions(prompts),
         past_key_values=DynamicCache(config=model.config) if cache is None else cache,
         use_cache=True,
     )
+    if prompts.on_left:
+        return output.last_hidden_state[:, -1], output.past_key_values
     rows = torch.arange(len(prompts.lengths), device=prompts.ids.device)
     return output.last_hidden_state[rows, prompts.lengths - 1], output.past_key_values
+
+
+def _positions(prompts: PromptBatch) -> Tensor:
+    """(b, P)"""
+    places = torch.arange(prompts.ids.shape[1], device=prompts.ids.device).expand_as(prompts.ids)
+    if not prompts.on_left:
+        return places
+    return (places - (places.shape[1] - prompts.lengths).unsqueeze(1)).clamp(min=0)

@@ -13,16 +13,21 @@ Rows stand group by group: row r belongs to prompt r // rows_per_prompt.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
+import torch
+from loguru import logger
 from torch import Tensor
-from transformers import GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo.distributed.shard import is_sharded
+from grpo.memory import is_out_of_memory
+from grpo.model.load import context_length
 from grpo.rollout.cache import CacheBytes
 from grpo.rollout.cuda_graphs import Recorder, recorder_of
 from grpo.rollout.generic import GenericDecoder
-from grpo.rollout.gpt2 import GPT2Decoder, static_cache_length
+from grpo.rollout.native import NativeDecoder, static_cache_length
 
 __all__ = [
     "CacheBytes",
@@ -68,13 +73,13 @@ class Decoder(Protocol):
 
 
 def make_decoder(model: PreTrainedModel, max_new_tokens: int, *, recorded: bool = False) -> Decoder:
-    """The native path for GPT-2, Hugging Face's own cache for every other causal model.
+    """Over a static cache where the model's attention can be ours, else over Hugging Face's own.
 
     recorded: steps of one key are the same work on the same tensors.
     """
     if not has_static_cache(model):
         return GenericDecoder(model)
-    return GPT2Decoder(cast(GPT2LMHeadModel, model), max_new_tokens, recorded=recorded)
+    return NativeDecoder(model, max_new_tokens, recorded=recorded)
 
 
 def step_recorder(model: PreTrainedModel) -> Recorder | None:
@@ -91,11 +96,76 @@ def records_steps(model: PretrainedConfig, device_type: str) -> bool:
 
 def has_static_cache(model: PreTrainedModel) -> bool:
     """Whether a decoder of this model holds `max_new_tokens` from the start, or grows."""
-    return type(model) is GPT2LMHeadModel and not is_sharded(model) and _is_native(model.config)
+    return not is_sharded(model) and _is_native(model.config)
 
 
 def _is_native(model: PretrainedConfig) -> bool:
-    return model.model_type == "gpt2" and not model.reorder_and_upcast_attn
+    """Whether a model of this kind hands keys and values to a cache, and calls attention by its name."""
+    if model.model_type in _refused or not _calls_attention_by_name(type(model)):
+        return False
+    layers = DynamicCache(config=model).layers
+    return bool(layers) and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+
+
+_refused: set[str] = set()
+"""Kinds of models, for as long as the process lives, that turned out to compute something else."""
+
+
+@torch.no_grad()
+def check_decoder(model: PreTrainedModel) -> None:
+    """Find out on made-up tokens whether a model decodes over a static cache as it does without any.
+
+    Where it does not, and where its kind cannot, a line says that it is over Hugging Face's own cache.
+    """
+    if is_sharded(model):
+        return
+    reason = "its attention cannot be called by name"
+    if _is_native(model.config):
+        try:
+            difference = _difference(model)
+            if difference < 1e-3:
+                return
+            reason = f"with a static one its log-probs come out {difference:.3g} nats wrong"
+        except (TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
+            reason = str(error).splitlines()[0].rstrip(".")
+        _refused.add(model.config.model_type)
+    logger.info(
+        "{} decodes over Hugging Face's growing cache, which is slower: {}", type(model).__name__, reason
+    )
+
+
+def _difference(model: PreTrainedModel) -> float:
+    """The largest between log-probs of the decoder and of whole texts, in nats."""
+    config = model.config.get_text_config(decoder=True)
+    generator = torch.Generator().manual_seed(0)
+    longest = min(280, context_length(model.config) - 3)
+    texts = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in (longest, 5, 9)]
+    decoder = NativeDecoder(model, 3)
+    logits = decoder.prefill(texts[:2], 1)
+    differences = []
+    for turn in range(3):
+        if turn == 1:  # another takes the second's place
+            texts[1] = texts.pop()
+            logits[1:] = decoder.replace([1], texts[1:])
+        for text, ours in zip(texts, logits, strict=False):
+            ids = torch.tensor([text], device=model.device)
+            theirs = model(input_ids=ids, use_cache=False).logits[0, -1]
+            differences.append((ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max())
+        tokens = torch.tensor([7 + turn, 11 - turn], device=model.device)
+        for text, token in zip(texts, tokens.tolist(), strict=False):
+            text.append(token)
+        logits = decoder.next_step()[1](tokens)
+    return torch.stack(differences).max().item()
+
+
+def _calls_attention_by_name(kind: type[PretrainedConfig]) -> bool:
+    try:
+        model = AutoModelForCausalLM._model_mapping[kind]
+    except KeyError:  # not known to transformers
+        return False
+    return bool(model._supports_attention_backend)
 
 
 FEW_ROWS = 64
@@ -115,7 +185,7 @@ def prompt_places(model: PretrainedConfig, tokens: int, device_type: str) -> int
     """Tokens that prompts are padded to while they decode: on CUDA, where steps are recorded, few sizes."""
     if not records_steps(model, device_type):
         return tokens
-    return max(tokens, min(-(-tokens // 64) * 64, int(model.n_positions)))
+    return max(tokens, min(-(-tokens // 64) * 64, context_length(model)))
 
 
 def replaced_at_once(groups: int) -> int:

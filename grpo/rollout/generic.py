@@ -1,8 +1,7 @@
 """Decoding for any Hugging Face causal model, over its own growing cache.
 
-The prompt is computed once a group and its keys and values are then copied to each row. Left out:
-a static cache, so that a group could take another's place, and sharing the prompt's keys in memory;
-GPT-2 has all three (`gpt2.py`).
+The prompt is computed once a group and its keys and values are then copied to each row. Left out, as
+`native.py` has them: a static cache, a group that takes another's place, a prompt's keys held once.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from grpo.model.cpu.head import head_logits
 from grpo.model.prefill import encode_prompts, pad_prompts
 from grpo.rollout.cache import CacheBytes, rows_of_groups
 
@@ -23,13 +23,13 @@ class GenericDecoder:
     def prefill(
         self, prompt_ids: Sequence[Sequence[int]], rows_per_prompt: int, *, longest_prompt: int = 0
     ) -> Tensor:
-        prompts = pad_prompts(prompt_ids).to(self._model.device)
+        prompts = pad_prompts(prompt_ids).to(self._model.device).padded_for(self._model)
         hidden, self._cache = encode_prompts(self._model, prompts)  # (b, D)
         self._cache.batch_repeat_interleave(rows_per_prompt)
         self._rows_per_prompt = rows_per_prompt
         self._mask = prompts.mask.long().repeat_interleave(rows_per_prompt, 0)  # (R, P + t)
         self._positions = prompts.lengths.repeat_interleave(rows_per_prompt)  # (R,)
-        return self._head(hidden).repeat_interleave(rows_per_prompt, 0)
+        return head_logits(self._head, hidden).repeat_interleave(rows_per_prompt, 0)
 
     counters: Sequence[Tensor] = ()
 
@@ -46,7 +46,7 @@ class GenericDecoder:
             use_cache=True,
         ).last_hidden_state[:, -1]  # (R, D)
         self._positions = self._positions + 1
-        return self._head(hidden)
+        return head_logits(self._head, hidden)
 
     def keep(self, groups: Sequence[int]) -> None:
         rows = rows_of_groups(groups, self._rows_per_prompt, self._positions.device)

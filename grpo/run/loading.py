@@ -24,6 +24,7 @@ from grpo.model.load import (
 from grpo.model.names import base_of, findable
 from grpo.model.reference import FrozenCopy, Reference, make_reference
 from grpo.model.target import Target
+from grpo.rollout.decoder import check_decoder
 from grpo.run.checkpoint import Checkpoint
 from grpo.scoring.model_checks import check_recomputation, check_scorer
 
@@ -112,6 +113,7 @@ def load_models(
             policy.tokenizer.save_pretrained(base)
         add_adapters(policy.model, config.lora, seed=config.seed, base=base)
     check_scorer(policy.model, context_length(policy.model.config))
+    check_decoder(policy.model)
     if not config.shard:
         check_recomputation(policy.model, choose_checkpointing(config.gradient_checkpointing))
     if config.lora.on:  # after the check, which wants to be exact, and not on the device before

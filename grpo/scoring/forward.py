@@ -39,7 +39,7 @@ def completion_hidden(
     right, where causal attention never looks; the states there mean nothing. checkpointing: see
     `recomputed_layers`. ValueError for a model whose layers cannot be run so.
     """
-    width = completion_ids.shape[1]
+    width, prompts = completion_ids.shape[1], prompts.padded_for(model)
     if width == 1 and is_sharded(model):  # a second pass is needed as others may have one
         completion_ids = F.pad(completion_ids, (0, 1))
     with recomputed_layers(model, checkpointing), gradients_in_place(model):

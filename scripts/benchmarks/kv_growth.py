@@ -14,7 +14,7 @@ from grpo.model.load import RolloutModel, load_policy
 from grpo.model.target import choose_device
 from grpo.rollout.decoder import Decoder
 from grpo.rollout.generic import GenericDecoder
-from grpo.rollout.gpt2 import GPT2Decoder
+from grpo.rollout.native import NativeDecoder
 from grpo.workbench.pictures import picture
 
 MB = 2**20
@@ -39,7 +39,7 @@ def measure_growth(
     if model.config.model_type != "gpt2":
         raise ValueError(f"model {model_name!r} has no static cache to compare with: give a GPT-2.")
     decoders: dict[str, Decoder] = {
-        "static, prompt shared": GPT2Decoder(model, new_tokens),
+        "static, prompt shared": NativeDecoder(model, new_tokens),
         "growing (Hugging Face)": GenericDecoder(model),
     }
     prompts = [[1] * prompt_tokens] * num_prompts

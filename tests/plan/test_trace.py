@@ -130,7 +130,7 @@ def test_the_formula_of_sampling_in_parts_is_the_trace(tracer, name: str):
     fit = traces.fit("sample split", Shape(G, 60, 120))
     for groups, prompt, new in ((2, 30, 20), (7, 40, 100), (20, 17, 40), (64, 100, 150)):
         shape = traces.rounded("sample split", Shape(groups * G, prompt, new))
-        assert shape.joining_groups == (max(1, groups // 8) if name == "gpt2" else 0)
+        assert shape.joining_groups == max(1, groups // 8)
         assert fit(shape) == pytest.approx(traces.peak_bytes("sample split", shape), rel=0.002), shape
 
 

@@ -11,7 +11,7 @@ from grpo.memory.live import LiveBytes
 from grpo.model.load import RolloutModel, context_length, end_names, end_tokens
 from grpo.rollout.decoder import CacheBytes, make_decoder
 from grpo.rollout.generic import GenericDecoder
-from grpo.rollout.gpt2 import GPT2Decoder
+from grpo.rollout.native import NativeDecoder
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.scoring.micro_batches import micro_batch_logprobs, micro_batch_shapes, micro_batches, score
@@ -218,7 +218,7 @@ def test_the_native_gpt2_decoder_equals_the_generic_one(options):
     )
     model = GPT2LMHeadModel(config).double().eval()
     prompt_ids = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12]]
-    native, generic = GPT2Decoder(model, 10), GenericDecoder(model)
+    native, generic = NativeDecoder(model, 10), GenericDecoder(model)
     with torch.no_grad():
         logits = [decoder.prefill(prompt_ids, 2) for decoder in (native, generic)]
         for position in range(9):
@@ -244,7 +244,8 @@ def test_a_group_that_takes_anothers_place_decodes_as_if_alone(load):
     for step in range(110):  # group 1 starts over at 30 and 80, group 0 runs into the cache's end
         if step in (30, 80):
             for layer in range(2):
-                decoder._own_keys[layer][:, G:] = decoder._own_values[layer][:, G:] = torch.nan
+                cache = decoder._layers[layer]
+                cache.own_keys[G:] = cache.own_values[G:] = torch.nan
             prompt = [7, 8, 9, 10] if step == 30 else [11]
             logits[G:] = decoder.replace([1], [prompt])
             expected = alone.prefill([prompt], G)
@@ -262,15 +263,14 @@ def test_waiting_groups_take_the_place_of_finished_ones(load, prompts, architect
     many = [Prompt(f"again:{n}", prompt.text[: 12 + n], {}) for n in range(3) for prompt in prompts]
     whole = sample(policy, many, rows=100)
     assert len(whole.lengths.unique()) > 4
-    if architecture == "gpt2":
-        replace = GPT2Decoder.replace
-        monkeypatch.setattr(
-            GPT2Decoder, "replace", lambda *arguments: replaced.append(1) or replace(*arguments)
-        )
+    replace = NativeDecoder.replace
+    monkeypatch.setattr(
+        NativeDecoder, "replace", lambda *arguments: replaced.append(1) or replace(*arguments)
+    )
     parts = sample(policy, many, rows=3 * G)
     assert torch.equal(parts.completion_ids, whole.completion_ids)
     assert torch.allclose(parts.sampler_logp, whole.sampler_logp, atol=1e-12, rtol=0)
-    assert len(replaced) > 3 or architecture != "gpt2"
+    assert len(replaced) > 3
 
 
 # ----------------------------------------------------------------------------------------- prompts
@@ -356,13 +356,13 @@ PER_TOKEN = {"gpt2": 2 * 2 * 32 * 4, "llama": 2 * 2 * 2 * 8 * 4, "qwen": 2 * 2 *
 """Bytes: keys and values · layers · heads that have them · width · 4."""
 
 
+@pytest.mark.parametrize("static", [True, False])
 @EVERY_ARCHITECTURE
 @torch.no_grad()
-def test_a_cache_takes_up_what_its_tokens_do(load, architecture):
-    """GPT-2's is there at once, and the prompt once a group; Hugging Face's grows, a prompt for each row."""
+def test_a_cache_takes_up_what_its_tokens_do(load, architecture, static):
+    """A static one is there at once, the prompt once a group; Hugging Face's grows, a prompt for each row."""
     model, size = load(architecture).model, PER_TOKEN[architecture]
-    static = architecture == "gpt2"
-    decoder = make_decoder(model, LENGTH)
+    decoder = make_decoder(model, LENGTH) if static else GenericDecoder(model)
     prompt_ids, tokens = [[5] * 20, [6] * 20], torch.full((2 * G,), 7)
     decoder.prefill(prompt_ids, G)
     prompt_tokens = 2 * 20 if static else 2 * G * 20

@@ -6,7 +6,7 @@ others off. What each is worth: `python scripts/benchmark_kernels.py`.
 
 import os
 
-KERNELS = ("attention", "feed_forward", "embedding_gradients", "slices", "sums")
+KERNELS = ("attention", "feed_forward", "embedding_gradients", "head", "slices", "sums")
 """By the name of the module that has it."""
 SWITCH = "GRPO_CPU_KERNELS"
 

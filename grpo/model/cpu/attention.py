@@ -7,7 +7,7 @@ recomputation of FlashAttention, Dao et al. 2022, without its tiles).
 Shapes: R rows, H heads of width d, Q tokens that attend, K tokens that are attended to.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,13 @@ NAME = "bf16_on_cpu"
 """What models know this attention by (`attn_implementation`)."""
 
 _NOT_DONE = ("softcap", "s_aux", "position_bias")
-"""What some models (Gemma 2, GPT-OSS) would have changed about the scores."""
+
+
+def refuse_unknown(options: Mapping[str, Any]) -> None:
+    """ValueError for what some models (Gemma 2, GPT-OSS) would have changed about the scores."""
+    if wanted := [name for name in _NOT_DONE if options.get(name) is not None]:
+        raise ValueError(f"its attention takes {', '.join(wanted)}, which is not supported here.")
+
 
 _PARTS = 8
 """That rows are taken in. A share, not a size: memory stays in proportion to rows, and so
@@ -57,8 +63,7 @@ def attend(
 
     attention_mask: (R or 1, 1, Q, K), added to the scores. ValueError for a model that wants more done.
     """
-    if wanted := [name for name in _NOT_DONE if others.get(name) is not None]:
-        raise ValueError(f"its attention takes {', '.join(wanted)}, which is not supported in bf16 on a CPU.")
+    refuse_unknown(others)
     dtype = product_dtype(query)
     # What is kept for the backward pass is not to be a view of queries, keys and values in one.
     query, key, value = query.to(dtype).contiguous(), key.to(dtype), value.to(dtype)
