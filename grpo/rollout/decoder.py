@@ -153,7 +153,7 @@ def _difference(model: PreTrainedModel) -> float:
             ids = torch.tensor([text], device=model.device)
             theirs = model(input_ids=ids, use_cache=False).logits[0, -1]
             differences.append((ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max())
-        tokens = torch.tensor([7 + turn, 11 - turn], device=model.device)
+        tokens = torch.tensor([turn, 3 - turn], device=model.device) % config.vocab_size
         for text, token in zip(texts, tokens.tolist(), strict=False):
             text.append(token)
         logits = decoder.next_step()[1](tokens)
