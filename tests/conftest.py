@@ -146,6 +146,8 @@ def let_norms_be_exact(model: PreTrainedModel) -> None:
 
 
 def _rms_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if type(module).__name__ == "Gemma3RMSNorm":
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], 1 + module.weight, module.eps)
     return torch.nn.functional.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
 
 

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from grpo.model.autocast import product_dtype
+from grpo.model.stand_ins import product_dtype
 
 NAME = "sdpa_lower_right"
 """What models know this attention by (`attn_implementation`)."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo.model.transfer import to_device
 
@@ -23,9 +24,13 @@ class PromptBatch(NamedTuple):
     @property
     def mask(self) -> Tensor:
         """(b, P), True where a token is the prompt's."""
-        places = torch.arange(self.ids.shape[1], device=self.ids.device)
-        lengths = self.lengths.unsqueeze(1)
-        return places >= len(places) - lengths if self.on_left else places < lengths
+        return self.positions >= 0 if self.on_left else self.positions < self.lengths.unsqueeze(1)
+
+    @property
+    def positions(self) -> Tensor:
+        """(b, P) of tokens within their prompts: below zero, or from the length on, where there is none."""
+        places = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
+        return places + (self.lengths.unsqueeze(1) - places.shape[1]) if self.on_left else places
 
     def to(self, device: torch.device) -> "PromptBatch":
         ids, lengths = to_device([self.ids, self.lengths], device)
@@ -35,9 +40,8 @@ class PromptBatch(NamedTuple):
         """On the left where attention has a sliding window, which counts places between tokens."""
         if not self.is_padded or self.on_left or sliding_window(model.config) is None:
             return self
-        width = self.ids.shape[1]
-        places = torch.arange(width, device=self.ids.device) - (width - self.lengths).unsqueeze(1)
-        return self._replace(ids=self.ids.gather(1, places.clamp(min=0)), on_left=True)
+        moved = self._replace(on_left=True)
+        return moved._replace(ids=self.ids.gather(1, moved.positions.clamp(min=0)))
 
 
 def sliding_window(config: PretrainedConfig) -> int | None:
@@ -45,6 +49,17 @@ def sliding_window(config: PretrainedConfig) -> int | None:
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None) or ("sliding_attention",)
     return getattr(text, "sliding_window", None) if "sliding_attention" in kinds else None
+
+
+def layers_with_window(config: PretrainedConfig) -> list[bool]:
+    """Which layers have one, for all layers of a model that remembers their keys and values.
+
+    ValueError for one that remembers something else.
+    """
+    layers = DynamicCache(config=config).layers
+    if not layers or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
+        raise ValueError("its layers remember something else than their own keys and values.")
+    return [layer.is_sliding for layer in layers]
 
 
 def pad_prompts(prompt_ids: Sequence[Sequence[int]], *, width: int | None = None) -> PromptBatch:
@@ -68,7 +83,7 @@ def encode_prompts(
     output = model.base_model(
         input_ids=prompts.ids,
         attention_mask=mask,
-        position_ids=_positions(prompts),
+        position_ids=prompts.positions.clamp(min=0),
         past_key_values=DynamicCache(config=model.config) if cache is None else cache,
         use_cache=True,
     )
@@ -76,11 +91,3 @@ def encode_prompts(
         return output.last_hidden_state[:, -1], output.past_key_values
     rows = torch.arange(len(prompts.lengths), device=prompts.ids.device)
     return output.last_hidden_state[rows, prompts.lengths - 1], output.past_key_values
-
-
-def _positions(prompts: PromptBatch) -> Tensor:
-    """(b, P)"""
-    places = torch.arange(prompts.ids.shape[1], device=prompts.ids.device).expand_as(prompts.ids)
-    if not prompts.on_left:
-        return places
-    return (places - (places.shape[1] - prompts.lengths).unsqueeze(1)).clamp(min=0)

@@ -18,16 +18,18 @@ from typing import Any, Protocol
 import torch
 from loguru import logger
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from grpo.distributed.shard import is_sharded
 from grpo.memory import is_out_of_memory
 from grpo.model.load import context_length
+from grpo.model.prefill import layers_with_window
+from grpo.model.stand_ins import exact_products
 from grpo.rollout.cache import CacheBytes
 from grpo.rollout.cuda_graphs import Recorder, recorder_of
 from grpo.rollout.generic import GenericDecoder
-from grpo.rollout.native import NativeDecoder, static_cache_length
+from grpo.rollout.native import NativeDecoder
+from grpo.rollout.static_cache import static_cache_length
 
 __all__ = [
     "CacheBytes",
@@ -103,14 +105,18 @@ def _is_native(model: PretrainedConfig) -> bool:
     """Whether a model of this kind hands keys and values to a cache, and calls attention by its name."""
     if model.model_type in _refused or not _calls_attention_by_name(type(model)):
         return False
-    layers = DynamicCache(config=model).layers
-    return bool(layers) and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+    try:
+        layers_with_window(model)
+    except ValueError:
+        return False
+    return True
 
 
 _refused: set[str] = set()
 """Kinds of models, for as long as the process lives, that turned out to compute something else."""
 
 
+@exact_products()
 @torch.no_grad()
 def check_decoder(model: PreTrainedModel) -> None:
     """Find out on made-up tokens whether a model decodes over a static cache as it does without any.

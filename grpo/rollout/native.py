@@ -2,8 +2,7 @@
 its whole group.
 
 The model's own forward pass runs, and with it all of its modules; what is ours is the cache that it hands
-keys and values to, and the attention that it calls. That runs over two parts, the group's prompt and the
-row's own tokens, with one softmax over both; keys are held transposed, as `model/cpu/sums.py` adds them up.
+keys and values to, and the attention that it calls (`static_cache.py`).
 
 A group may take the place of a finished one: groups then have different numbers of own tokens.
 Where steps are recorded and replayed (`slots.py`), tensors stay where they are.
@@ -13,145 +12,22 @@ tokens, K places for own tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, Cache, DynamicCache, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
 
-from grpo.model.cpu.attention import refuse_unknown
 from grpo.model.cpu.head import head_logits
-from grpo.model.cpu.sums import Bags, bags, weighted_sums
+from grpo.model.cpu.sums import bags
 from grpo.model.load import context_length
-from grpo.model.prefill import encode_prompts, pad_prompts, sliding_window
+from grpo.model.prefill import encode_prompts, layers_with_window, pad_prompts, sliding_window
 from grpo.rollout.cache import CacheBytes, rows_of_groups
-
-_BLOCK = 48
-"""Own tokens are attended to in multiples of this: a step is recorded for each length anew."""
-
-
-def static_cache_length(tokens: int) -> int:
-    """Places the cache has for so many tokens."""
-    return -(-tokens // _BLOCK) * _BLOCK
-
-
-def _transposed(values: Tensor) -> Tensor:
-    """(…, K, d) as (…, d, K): for the CPU's sums in that order, for products on CUDA as a view."""
-    return values.contiguous().mT if values.device.type == "cuda" else values.mT.contiguous()
-
-
-def _transposed_zeros(like: Tensor, rows: int, heads: int, places: int, width: int) -> Tensor:
-    """(rows, heads, width, places), as `_transposed` has them."""
-    if like.device.type == "cuda":
-        return like.new_zeros(rows, heads, places, width).mT
-    return like.new_zeros(rows, heads, width, places)
-
-
-class _Places(NamedTuple):
-    """Where each row's newest token goes, (rows, place): the same place for all, or (R,) tensors."""
-
-    rows: slice | Tensor
-    place: int | Tensor
-    length: int  # so many places are attended to
-    bias: Tensor  # (R, 1, P + length), 0 where a row has a token
-    window_bias: Tensor  # the same for layers with a sliding window
-    prompt_keys: Bags | None
-    prompt_values: Bags | None
-    own_keys: Bags | None
-    own_values: Bags | None
-
-
-class _Layer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
-    """One layer's cache: first given the prompts', then a token of each row at a time.
-
-    The model's attention is handed the layer itself for a token's keys and values.
-    """
-
-    places: _Places
-    prompt_keys: Tensor  # (b, H', d, P)
-    prompt_values: Tensor  # (b, H', P, d)
-    own_keys: Tensor  # (R, H', d, K)
-    own_values: Tensor  # (R, H', K, d)
-
-    def __init__(self, is_sliding: bool) -> None:
-        super().__init__()
-        self.is_sliding, self._has_room = is_sliding, False
-
-    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """key, value: the prompts' (b, H', P, d), or (R, H', 1, d)."""
-        if not self._has_room:
-            self.prompt_keys, self.prompt_values = _transposed(key), value.contiguous()
-            return key, value
-        rows, place = self.places.rows, self.places.place
-        self.own_keys[rows, :, :, place] = key.squeeze(2)
-        self.own_values[rows, :, place] = value.squeeze(2)
-        return self, self
-
-    def make_room(self, rows: int, places: int) -> None:
-        _, heads, width, _ = self.prompt_keys.shape
-        self.own_keys = _transposed_zeros(self.prompt_keys, rows, heads, places, width)
-        self.own_values = self.prompt_values.new_zeros(rows, heads, places, self.prompt_values.shape[-1])
-        self._has_room = True
-
-    def like(self, groups: int, rows: int) -> "_Layer":
-        """An empty one of as many or fewer places."""
-        layer = _Layer(self.is_sliding)
-        layer.prompt_keys, layer.prompt_values = (
-            torch.zeros_like(each[:groups]) for each in (self.prompt_keys, self.prompt_values)
-        )
-        layer.own_keys, layer.own_values = (
-            torch.zeros_like(each[:rows]) for each in (self.own_keys, self.own_values)
-        )
-        layer._has_room = True
-        return layer
-
-    def attend(self, query: Tensor, scale: float) -> Tensor:
-        """What each row's newest token reads; query and result (R, H, d)."""
-        places = self.places
-        of_prompt = weighted_sums(query, self.prompt_keys, places.prompt_keys)  # (R, H, P)
-        of_own = weighted_sums(query, self.own_keys, places.own_keys, width=places.length)  # (R, H, length)
-        scores = torch.cat([of_prompt, of_own], -1)
-        bias = places.window_bias if self.is_sliding else places.bias
-        weights = torch.add(bias, scores, alpha=scale).softmax(-1)
-        of_prompt, of_own = weights.split([of_prompt.shape[-1], places.length], -1)
-        from_prompt = weighted_sums(of_prompt, self.prompt_values, places.prompt_values)  # (R, H, d)
-        return from_prompt + weighted_sums(of_own, self.own_values, places.own_values)
-
-
-_NAME = "decoding"
-"""What models know this attention by (`attn_implementation`)."""
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: _Layer,
-    value: _Layer,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """As transformers calls it, a layer of the cache for keys and values: (R, H, 1, d) to (R, 1, H, d)."""
-    refuse_unknown(others)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return key.attend(query.squeeze(2), scale).unsqueeze(1), None
-
-
-@contextmanager
-def _decoding(config: PretrainedConfig) -> Iterator[None]:
-    """Inside, the model's layers attend as they do here."""
-    before = config._attn_implementation
-    config._attn_implementation = _NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
+from grpo.rollout.static_cache import BLOCK, Places, StaticLayer, decoding, static_cache_length
 
 
 class _EncodedPrompts(NamedTuple):
-    layers: list[_Layer]
+    layers: list[StaticLayer]
     bias: Tensor  # (b, P), 0 where there is a token
     lengths: Tensor  # (b,)
     logits: Tensor  # (b, V) of each prompt's last token
@@ -166,9 +42,8 @@ class NativeDecoder:
         self._window = sliding_window(model.config)
         self._is_recorded = recorded
         self._max_new_tokens = max_new_tokens
-        self._layers: list[_Layer] = []
-        """None until there are places."""
-        AttentionInterface.register(_NAME, _attend)
+        self._layers: list[StaticLayer] = []
+        """Empty until there are places."""
 
     def prefill(
         self, prompt_ids: Sequence[Sequence[int]], rows_per_prompt: int, *, longest_prompt: int = 0
@@ -205,7 +80,7 @@ class NativeDecoder:
 
     def _encode(self, prompt_ids: Sequence[Sequence[int]], width: int) -> _EncodedPrompts:
         prompts = pad_prompts(prompt_ids, width=width).to(self._model.device).padded_for(self._model)
-        layers = [_Layer(layer.is_sliding) for layer in DynamicCache(config=self._model.config).layers]
+        layers = [StaticLayer(is_sliding) for is_sliding in layers_with_window(self._model.config)]
         hidden, _ = encode_prompts(self._model, prompts, Cache(layers))  # (b, D)
         return _EncodedPrompts(
             layers=layers,
@@ -218,7 +93,7 @@ class NativeDecoder:
         last = self._layers[0].own_values.shape[2] - 1  # a row that has ended overwrites its last
         at = [min(count, last) for count in self._num_own]
         self._num_own = [place + 1 for place in at]
-        num_blocks = max(at) // _BLOCK + 1
+        num_blocks = max(at) // BLOCK + 1
         place = at[0] if min(at) == max(at) and not self._is_recorded else None
 
         def step(tokens: Tensor) -> Tensor:
@@ -237,9 +112,7 @@ class NativeDecoder:
     def _logits(self, tokens: Tensor, num_blocks: int, place: int | None) -> Tensor:
         """What follows each row's newest token, (R, V). place: where all rows' tokens go, if one is known."""
         places = self._places(num_blocks, place)
-        for layer in self._layers:
-            layer.places = places
-        with _decoding(self._config):
+        with decoding(self._config, self._layers, places):
             hidden = self._model.base_model(
                 input_ids=tokens.unsqueeze(1),
                 # Handed through as it is; without any, some models look for padding, and wait for the device.
@@ -250,14 +123,14 @@ class NativeDecoder:
             ).last_hidden_state  # (R, 1, D)
         return head_logits(self._head, hidden.squeeze(1))
 
-    def _places(self, num_blocks: int, place: int | None) -> _Places:
-        own, length, g = self._own, num_blocks * _BLOCK, self._rows_per_prompt
+    def _places(self, num_blocks: int, place: int | None) -> Places:
+        own, length, g = self._own, num_blocks * BLOCK, self._rows_per_prompt
         layer = self._layers[0]  # those of all layers are alike
         beyond = torch.arange(length, device=own.device) >= own.unsqueeze(1)  # (R, length)
         own_bias = torch.zeros_like(beyond, dtype=layer.own_keys.dtype).masked_fill_(beyond, -torch.inf)
         bias = torch.cat([self._prompt_bias.repeat_interleave(g, 0), own_bias], 1)
         h = self._config.num_attention_heads // layer.own_keys.shape[1]  # heads that share keys
-        return _Places(
+        return Places(
             rows=torch.arange(len(own), device=own.device) if place is None else slice(None),
             place=own - 1 if place is None else place,
             length=length,

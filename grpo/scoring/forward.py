@@ -14,15 +14,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from grpo.config.groups import Checkpointing
 from grpo.distributed.shard import is_sharded
 from grpo.model.activation_checkpointing import recomputed_layers
 from grpo.model.cpu.embedding_gradients import gradients_in_place
 from grpo.model.lower_right import needs_no_mask
-from grpo.model.prefill import PromptBatch, encode_prompts
+from grpo.model.prefill import PromptBatch, encode_prompts, layers_with_window
 
 
 def completion_hidden(
@@ -153,7 +153,4 @@ class _Cut(torch.autograd.Function):
 
 
 def _prompt_layers(model: PreTrainedModel) -> list[_PromptLayer]:
-    layers = DynamicCache(config=model.config).layers
-    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
-        raise ValueError("its layers remember something else than their own keys and values.")
-    return [_PromptLayer(layer.is_sliding) for layer in layers]
+    return [_PromptLayer(is_sliding) for is_sliding in layers_with_window(model.config)]

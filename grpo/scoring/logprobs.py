@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from grpo.model.autocast import product_dtype
 from grpo.model.cpu import slices
 from grpo.model.head import centred_head
+from grpo.model.stand_ins import product_dtype
 from grpo.scoring import fused
 
 

@@ -1,8 +1,6 @@
 """Whether a model can be trained here, found out on made-up tokens before anything slow begins."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -13,21 +11,11 @@ from grpo.distributed.shard import decoder_layers, is_sharded, whole
 from grpo.memory import is_out_of_memory
 from grpo.model.lower_right import needs_no_mask
 from grpo.model.prefill import pad_prompts
+from grpo.model.stand_ins import exact_products
 from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs
 
 
-@contextmanager
-def _exact_products() -> Iterator[None]:
-    """Without TF32 and its like, whose rounding would pass for a wrong head."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@_exact_products()
+@exact_products()
 @torch.no_grad()
 def check_scorer(model: PreTrainedModel, context: int) -> None:
     """ValueError unless log-probs are those of the model's own forward pass.

@@ -12,7 +12,7 @@ import torch
 from grpo.memory.live import LiveBytes
 from grpo.model.load import RolloutModel, load_policy
 from grpo.model.target import choose_device
-from grpo.rollout.decoder import Decoder
+from grpo.rollout.decoder import Decoder, has_static_cache
 from grpo.rollout.generic import GenericDecoder
 from grpo.rollout.native import NativeDecoder
 from grpo.workbench.pictures import picture
@@ -33,10 +33,10 @@ class Growth:
 def measure_growth(
     model_name: str, *, num_prompts: int, group_size: int, prompt_tokens: int, new_tokens: int
 ) -> list[Growth]:
-    """Both caches on the same model and shape. ValueError for a model that is not GPT-2's kind."""
+    """Both caches on the same model and shape. ValueError for a model that has no static one."""
     policy = load_policy(model_name, choose_device("cpu"))
     model = RolloutModel(policy.model, policy.target.dtype).model
-    if model.config.model_type != "gpt2":
+    if not has_static_cache(model):
         raise ValueError(f"model {model_name!r} has no static cache to compare with: give a GPT-2.")
     decoders: dict[str, Decoder] = {
         "static, prompt shared": NativeDecoder(model, new_tokens),
@@ -55,7 +55,7 @@ def _decode(
         decoder.prefill(prompts, group_size)
         for _ in range(new_tokens - 1):
             live.reset_peak()
-            decoder.step(tokens)
+            decoder.next_step()[1](tokens)
             held.append(decoder.cache_bytes.held)
             peak.append(live.peak_bytes)
     return Growth(name, held, peak)

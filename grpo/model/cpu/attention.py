@@ -7,7 +7,7 @@ recomputation of FlashAttention, Dao et al. 2022, without its tiles).
 Shapes: R rows, H heads of width d, Q tokens that attend, K tokens that are attended to.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,20 +16,11 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from grpo.model.autocast import product_dtype
 from grpo.model.cpu import slices
+from grpo.model.stand_ins import product_dtype, refuse_unknown
 
 NAME = "bf16_on_cpu"
 """What models know this attention by (`attn_implementation`)."""
-
-_NOT_DONE = ("softcap", "s_aux", "position_bias")
-
-
-def refuse_unknown(options: Mapping[str, Any]) -> None:
-    """ValueError for what some models (Gemma 2, GPT-OSS) would have changed about the scores."""
-    if wanted := [name for name in _NOT_DONE if options.get(name) is not None]:
-        raise ValueError(f"its attention takes {', '.join(wanted)}, which is not supported here.")
-
 
 _PARTS = 8
 """That rows are taken in. A share, not a size: memory stays in proportion to rows, and so

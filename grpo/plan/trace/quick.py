@@ -35,7 +35,25 @@ class _Value(NamedTuple):
     value: Any
 
 
-class QuickFakeMode(FakeTensorMode):
+class PlainFakeMode(FakeTensorMode):
+    """Torch's own, put right where it does not know what a CPU's kernel makes."""
+
+    def dispatch(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        made: Any = super().dispatch(func, types, args, kwargs or {})
+        if func is torch.ops.aten._embedding_bag_forward_only.default and args[0].dtype == torch.bfloat16:
+            # These sums go the fast way (aten/src/ATen/native/EmbeddingBag.cpp), which does without a list of
+            # the bag of each index; torch/_meta_registrations.py knows that of fp32 and fp16 only.
+            made = (made[0], made[1].new_empty(0), *made[2:])
+        return made
+
+
+class QuickFakeMode(PlainFakeMode):
     """For tensors that all say they are the CPU's."""
 
     def __init__(self) -> None:

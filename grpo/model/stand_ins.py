@@ -1,0 +1,36 @@
+"""What functions of ours have to mind that stand in for torch's and transformers'."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def product_dtype(values: Tensor) -> torch.dtype:
+    """Of products of these values: autocast's where it is on, which leaves float64 alone, else their own."""
+    device = values.device.type
+    if values.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return values.dtype
+
+
+def refuse_unknown(options: Mapping[str, Any]) -> None:
+    """ValueError for what some models (Gemma 2, GPT-OSS) would have an attention change about its scores."""
+    if wanted := [name for name in _OF_SCORES if options.get(name) is not None]:
+        raise ValueError(f"its attention takes {', '.join(wanted)}, which is not supported here.")
+
+
+_OF_SCORES = ("softcap", "s_aux", "position_bias")
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Without TF32 and its like, whose rounding would pass for an error where the two are compared."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
