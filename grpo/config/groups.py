@@ -192,13 +192,15 @@ class LoraSettings:
     """Linear layers with adapters, by the end of their names, or all-linear; none given: peft's choice."""
     lora_merge: bool = False
     """Write the model with its adapters merged in, too, as merged/ in each checkpoint."""
+    load_in_4bit: bool = False
+    """Hold the model's own weights in 4 bits (QLoRA: NF4 by bitsandbytes), the reference's among them."""
 
     def __post_init__(self) -> None:
         check_limits(self)
         alpha = self.lora_alpha
         if alpha is not None and not (math.isfinite(alpha) and alpha > 0):
             raise ValueError(f"lora_alpha is {alpha}: give more than 0, or leave it out.")
-        for name in ("lora_alpha", "lora_targets", "lora_merge"):
+        for name in ("lora_alpha", "lora_targets", "lora_merge", "load_in_4bit"):
             value = getattr(self, name)
             if value and not self.on:
                 raise ValueError(

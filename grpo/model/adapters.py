@@ -16,8 +16,10 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from grpo.config.groups import LoraSettings
+from grpo.model.four_bits import check_bitsandbytes, compute_in, dequantized, layers_in_4_bits
 
 CONFIG, WEIGHTS, MERGED = "adapter_config.json", "adapter_model.safetensors", "merged"
 """Files of a folder of adapters, and the folder in it where the merged model is."""
@@ -30,7 +32,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def check_peft(lora: LoraSettings) -> None:
-    """ValueError where adapters are wanted and peft is not installed."""
+    """ValueError where adapters are wanted and peft is not installed, or bitsandbytes for their base."""
+    check_bitsandbytes(lora)
     if lora.on and importlib.util.find_spec("peft") is None:
         raise ValueError(
             f"lora_rank is {lora.lora_rank}, which needs the package peft: pip install peft, or leave it out."
@@ -73,8 +76,6 @@ def add_adapters(
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that can have adapters, by name: all linear ones but the output head."""
-    from transformers.pytorch_utils import Conv1D
-
     return {
         name: module
         for name, module in model.named_modules()
@@ -93,10 +94,14 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def store_base(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep frozen weights in `dtype`: no step is ever added to them. Buffers and adapters stay."""
+    """Keep frozen weights in `dtype`, to which no step is ever added, and multiply by those in 4 bits in it.
+
+    Buffers and adapters stay.
+    """
     for parameter in model.parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
+    compute_in(model, dtype)
 
 
 @contextmanager
@@ -194,13 +199,20 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     In the adapters' dtype: what was learned may be too small to show in a base of bf16.
     """
     dtype = next(iter(adapter_parameters(model).values())).dtype
+    quantized = layers_in_4_bits(model)
+    packed = tuple(f"{name}.weight" for name in quantized)
     weights = {
-        name.replace(".base_layer.", "."): tensor.detach().cpu().to(dtype)
+        name: tensor.detach().cpu().to(dtype)
         for name, tensor in model.state_dict().items()
-        if ".lora_" not in name
+        if ".lora_" not in name and not name.startswith(packed)
     }
+    for name, layer in quantized.items():
+        weights[f"{name}.weight"] = dequantized(layer).cpu().to(dtype)
+    weights = {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
     for name, layer in _adapted(model).items():
-        weights[f"{name}.weight"] = weights[f"{name}.weight"] + layer.get_delta_weight(_NAME).cpu()
+        weight, delta = weights[f"{name}.weight"], layer.get_delta_weight(_NAME).cpu()
+        turned = getattr(layer.base_layer, "source_cls", None) is Conv1D  # peft does not know
+        weights[f"{name}.weight"] = weight + (delta.T if turned else delta)
     return weights
 
 

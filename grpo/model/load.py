@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 from grpo.config.groups import BUNDLED, Precision
 from grpo.model.adapters import merged_weights, with_merged
 from grpo.model.cpu.feed_forward import slice_feed_forward
+from grpo.model.four_bits import layers_in_4_bits, quantization
 from grpo.model.head import centred_head
 from grpo.model.hub import may_be_hub_id, out_of_reach
 from grpo.model.names import base_of, source_of
@@ -51,15 +52,16 @@ def load_policy(name: str, device: torch.device, precision: Precision = "auto") 
     return load_for(make_target(load_config(name), device, precision), name)
 
 
-def load_for(target: Target, name: str, *, on_host: bool = False) -> Policy:
+def load_for(target: Target, name: str, *, on_host: bool = False, in_4bit: bool = False) -> Policy:
     """Load a model's weights; a folder of adapters is merged into its base model.
 
-    on_host: leave them on the CPU for now. ValueError says what to do when it cannot.
+    on_host: leave them on the CPU for now. in_4bit: not on the host, and not of a folder of adapters.
+    ValueError says what to do when it cannot.
     """
-    model = _load_model(name, target)
+    model = load_model(name, target, in_4bit=in_4bit)
     if target.on_cpu:
         slice_feed_forward(model)
-    return Policy(model if on_host else model.to(target.device), load_tokenizer(name), target)
+    return Policy(model if on_host or in_4bit else model.to(target.device), load_tokenizer(name), target)
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,11 @@ class ModelSource:
             return _that_ends(self.tokenizer, self.name)
         return load_tokenizer(self.name)
 
-    def load(self, target: Target, *, on_host: bool = False) -> Policy:
+    def load(self, target: Target, *, on_host: bool = False, in_4bit: bool = False) -> Policy:
         """What `load_for` does; a model that is given is trained itself, in the dtype that training wants."""
         if self.model is None:
-            return load_for(target, self.name, on_host=on_host)._replace(tokenizer=self.load_tokenizer())
+            policy = load_for(target, self.name, on_host=on_host, in_4bit=in_4bit)
+            return policy._replace(tokenizer=self.load_tokenizer())
         model = self.model.eval().to(target.exact_dtype).requires_grad_(True)
         model.set_attn_implementation(target.attention)
         placed = model if on_host else model.to(target.device)  # type: ignore[arg-type]
@@ -100,9 +103,10 @@ class ModelSource:
         return policy
 
 
-def _load_model(name: str, target: Target) -> PreTrainedModel:
+def load_model(name: str, target: Target, *, in_4bit: bool = False) -> PreTrainedModel:
+    """The model alone, as `load_for` loads it, on the CPU unless it is in 4 bits."""
     if (base := base_of(name)) is not None:
-        model = _load_model(base, target)
+        model = load_model(base, target)
         try:
             return with_merged(model, Path(source_of(name))).eval()
         except (*_LOADING_ERRORS, RuntimeError) as error:  # shapes of another model
@@ -116,6 +120,7 @@ def _load_model(name: str, target: Target) -> PreTrainedModel:
             trust_remote_code=False,
             local_files_only=out_of_reach(source_of(name)),
             attn_implementation=target.attention,
+            **({"quantization_config": quantization(), "device_map": {"": target.device}} if in_4bit else {}),
         )
     except _LOADING_ERRORS as error:
         raise ValueError(_cannot_load(name, error)) from error
@@ -252,8 +257,11 @@ def frozen_copy(model: PreTrainedModel, device: torch.device | None = None) -> P
 def save_merged(model: PreTrainedModel, folder: Path) -> None:
     """Write a model with its adapters merged in, as `AutoModelForCausalLM.from_pretrained` loads it."""
     weights = merged_weights(model)
+    config = copy.deepcopy(model.config)
+    if layers_in_4_bits(model):
+        del config.quantization_config
     with torch.device("meta"):
-        merged = type(model)(copy.deepcopy(model.config))
+        merged = type(model)(config)
     merged.load_state_dict(weights, strict=False, assign=True)
     merged.tie_weights()
     merged.generation_config = model.generation_config

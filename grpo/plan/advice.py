@@ -34,13 +34,16 @@ def advice(work: Workload, phase: str, tracer: PhaseTracer, missing_bytes: float
         leaner = replace(work.phase_settings(), checkpointing="full")
         with suppress(ValueError):  # a model that does not say what its layers are
             savings["--gradient-checkpointing full"] = now - peak(leaner, row)
-    resident = resident_parts(work, tracer.num_parameters, tracer.trained_sizes)
+    resident = resident_parts(work, tracer.num_parameters, tracer.trained_sizes, tracer.frozen_bytes)
     if "reference" in resident and not config.lora.on:
         elsewhere = "" if work.target.on_cpu else ", or --reference-device cpu"
         savings[f"--kl-coef 0{elsewhere}"] = resident["reference"]
     if not config.lora.on and work.shards == 1:  # adapters themselves are small
         frozen = work.target.dtype.itemsize * tracer.num_parameters
         savings["--lora-rank 16"] = sum(resident.values()) - frozen
+    if config.lora.on and not config.lora.load_in_4bit:
+        in_4bit = replace(work.phase_settings(), lora=replace(config.lora, load_in_4bit=True))
+        savings["--load-in-4bit"] = tracer.frozen_bytes - PhaseTracer(in_4bit).frozen_bytes
     if phase in PHASES and work.target.dtype == torch.float32:
         target = make_target(work.target.model_config, work.target.device, torch.bfloat16)
         lower = replace(work.phase_settings(), target=target)
@@ -56,7 +59,9 @@ def advice(work: Workload, phase: str, tracer: PhaseTracer, missing_bytes: float
 def does_not_stay(work: Workload, monitor: MemoryMonitor) -> str:
     """Why set-up ran out of memory: what exists all along, what there is, and what would save some."""
     tracer = PhaseTracer(work.phase_settings())
-    resident = resident_parts(work, tracer.num_parameters, work.sizes_here(tracer.trained_sizes))
+    resident = resident_parts(
+        work, tracer.num_parameters, work.sizes_here(tracer.trained_sizes), tracer.frozen_bytes
+    )
     parts = ", ".join(f"{name} {readable(size)}" for name, size in resident.items())
     memory, others = monitor.memory(), monitor.neighbours()
     held = f"others hold {readable(memory.others_bytes)}{f' ({others})' if others else ''}"

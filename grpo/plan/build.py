@@ -84,7 +84,7 @@ def process_memory(
     longest = Shape(config.group_size, work.longest_prompt, work.new_tokens)
     traced = {phase: TracedFit(tracer, phase, longest, config.group_size) for phase in PHASES}
     sizes = work.sizes_here(tracer.trained_sizes)
-    resident = resident_parts(work, tracer.num_parameters, sizes)
+    resident = resident_parts(work, tracer.num_parameters, sizes, tracer.frozen_bytes)
     gaps = 0
     if overhead_bytes is None:
         gaps = monitor.gap_bytes()

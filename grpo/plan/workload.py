@@ -118,20 +118,19 @@ def usual_slack(work: Workload, phase: str) -> Slack:
 
 
 def resident_parts(
-    work: Workload, num_parameters: int, trained_sizes: Sequence[int] | None = None
+    work: Workload, num_parameters: int, trained_sizes: Sequence[int] | None = None, frozen_bytes: int = 0
 ) -> dict[str, int]:
     """Bytes that exist between phases: fp32 masters, AdamW's two moments, and copies beside them.
 
     num_parameters: of the model without adapters. trained_sizes: of each trained tensor; None: all weights.
-    With adapters the base is in the compute dtype and serves sampler and reference, too.
+    frozen_bytes: of the base that adapters have, which serves sampler and reference, too.
     """
     num_parameters = -(-num_parameters // work.shards)
     exact, sizes = work.exact_bytes, trained_sizes or [num_parameters]
     moments = moment_bytes(sizes, work.config.optimizer, exact)
     if work.config.lora.on:
         adapters = exact * sum(sizes)
-        base = work.target.dtype.itemsize * num_parameters
-        parts = {"weights": base + adapters, "optimizer": moments}
+        parts = {"weights": frozen_bytes + adapters, "optimizer": moments}
         return {**parts, "reference": adapters} if work.reference_has_adapters else parts
     parts = {"weights": exact * num_parameters, "optimizer": moments}
     if work.config.uses_reference and work.reference_here:

@@ -34,13 +34,18 @@ class Given:
         return config
 
     def model_source(self, config: Config) -> ModelSource:
-        """SettingsError for a model that is none of transformers', or has adapters already."""
+        """SettingsError for a model that is none of transformers', has adapters, or is wanted in 4 bits."""
         if self.model is None or isinstance(self.model, str):
             return ModelSource(config.model, tokenizer=self.tokenizer)
         if not isinstance(self.model, PreTrainedModel):
             raise SettingsError(
                 f"model is a {type(self.model).__name__}: give a name, or a model of transformers' without "
                 "adapters (lora_rank makes them)."
+            )
+        if config.lora.load_in_4bit:
+            raise SettingsError(
+                "load_in_4bit is True, but the model is loaded already: give its name or folder, to be read "
+                "in 4 bits."
             )
         return ModelSource(config.model, self.model, self.tokenizer)
 

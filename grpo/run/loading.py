@@ -19,6 +19,7 @@ from grpo.model.load import (
     context_length,
     frozen_copy,
     load_config,
+    load_for,
     load_tokenizer,
 )
 from grpo.model.names import base_of, findable
@@ -104,13 +105,17 @@ def load_models(
     """
     on_host = config.lora.on or config.shard  # whole, in fp32, it may not fit the device
     reference_device = torch.device("cpu") if config.shard else reference_device
-    policy = source.load(target, on_host=on_host)
+    is_nowhere = source.model is not None or base_of(config.model) is not None
+    in_4bit = config.lora.load_in_4bit
+    policy = source.load(target, on_host=on_host, in_4bit=in_4bit and not is_nowhere)
     if config.lora.on:
         base = findable(config.model)
-        if folder is not None and (source.model is not None or base_of(config.model) is not None):
+        if folder is not None and is_nowhere:
             base = str((folder / BASE_FOLDER).resolve())
             policy.model.save_pretrained(base)
             policy.tokenizer.save_pretrained(base)
+            if in_4bit:
+                policy = load_for(target, base, in_4bit=True)._replace(tokenizer=policy.tokenizer)
         add_adapters(policy.model, config.lora, seed=config.seed, base=base)
     check_scorer(policy.model, context_length(policy.model.config))
     check_decoder(policy.model)

@@ -146,7 +146,7 @@ def _workload(settings: StepSettings) -> Workload:
 def _language_memory(work: Workload, settings: StepSettings, overhead_bytes: int) -> ProcessMemory:
     """Learning from windows, and the update. There is no sampler, so nobody holds a copy for it."""
     tracer = PhaseTracer(work.phase_settings(), kind=language.FakeWindows)
-    resident = resident_parts(work, tracer.num_parameters, tracer.trained_sizes)
+    resident = resident_parts(work, tracer.num_parameters, tracer.trained_sizes, tracer.frozen_bytes)
     resident.pop("sampler's copy", None)
     longest = Shape(1, 1, settings.new_tokens)
     traced = {name: TracedFit(tracer, name, longest, group_size=1) for name in language.PHASES}

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from grpo.learning.objectives import GRPOBatch, accumulate_grpo
 from grpo.memory import MemoryMonitor, Shape
 from grpo.model.adapters import adapters_off, add_adapters, store_base
 from grpo.model.cpu.feed_forward import slice_feed_forward
-from grpo.model.load import RolloutModel
+from grpo.model.load import RolloutModel, load_model
 from grpo.model.target import Target, make_target
 from grpo.plan.workload import Workload
 from grpo.rollout.decoder import joining_groups
@@ -72,6 +73,10 @@ class RealPhases:
         self.model = AutoModelForCausalLM.from_config(
             setting.model, dtype=torch.float32, attn_implementation=setting.target.attention
         ).eval()
+        if setting.lora.load_in_4bit:  # which happens while a model is read
+            with TemporaryDirectory() as folder:
+                self.model.save_pretrained(folder)
+                self.model = load_model(folder, setting.target, in_4bit=True)
         slice_feed_forward(self.model)
         if setting.lora.on:
             add_adapters(self.model, setting.lora)

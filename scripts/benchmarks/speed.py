@@ -22,7 +22,7 @@ from scipy.stats import t as student
 
 from benchmarks import worker_environment
 from benchmarks.speed_limits import Rates
-from benchmarks.speed_work import ModelName, prepare
+from benchmarks.speed_work import OWN_REWARD, ModelName, prepare
 from benchmarks.speed_worker import Contender, StepTime, Work
 
 Key = TypeVar("Key")
@@ -51,6 +51,16 @@ CASES = (
     Case("rook-tiny's shape, 144 tokens each", "rook-tiny without end", 60, 64, 5, (2.0, 5.0)),
     Case("rook-tiny, half policy, natural ends", "rook-tiny", None, 64, 5, (3.0, 6.0)),
     Case("GPT-2 124 M, 144 tokens each", "GPT-2 124 M without end", 60, 16, 2, (3.0, 4.0)),
+    Case(
+        "Qwen's kind, 8 layers of 512, 128 tokens each",
+        "Qwen's kind without end",
+        120,
+        64,
+        3,
+        (6.0, 6.0),
+        memory_bars=(0.45, 0.45),
+        max_new_tokens=128,
+    ),
 )
 
 
@@ -58,10 +68,12 @@ CASES = (
 class Outcome:
     case: Case
     steps: dict[Contender, list[StepTime]] = field(default_factory=dict)
+    base: Contender = "ours"
+    """Whom the others are compared with."""
 
     def ratio(self, other: Contender) -> tuple[float, float, float]:
-        """Seconds of `other` over ours: geometric mean of the rounds, and its 95 % interval."""
-        pairs = zip(self.steps[other], self.steps["ours"], strict=True)
+        """Seconds of `other` over the base's: geometric mean of the rounds, and its 95 % interval."""
+        pairs = zip(self.steps[other], self.steps[self.base], strict=True)
         logs = np.log([theirs.seconds / ours.seconds for theirs, ours in pairs])
         reach = math.inf
         if len(logs) > 1:
@@ -70,7 +82,7 @@ class Outcome:
         return math.exp(mean), math.exp(mean - reach), math.exp(mean + reach)
 
     def memory_ratio(self, other: Contender) -> float:
-        return self.steps["ours"][-1].peak_bytes / self.steps[other][-1].peak_bytes
+        return self.steps[self.base][-1].peak_bytes / self.steps[other][-1].peak_bytes
 
 
 class Worker:
@@ -129,12 +141,13 @@ def race(
     work = Work(
         "ours", str(model), str(ours), str(folder), case.batch_size, case.group_size, case.max_new_tokens,
         train_rows=case.train_rows, steps=WARM_UP_STEPS + case.rounds + 1, device=device,
+        has_own_reward=Path(folder, OWN_REWARD).exists(),
     )  # fmt: skip
     works = {
-        name: replace(work, contender=name, prompts=str(ours if name == "ours" else theirs))
+        name: replace(work, contender=name, prompts=str(theirs if name.startswith("trl") else ours))
         for name in contenders
     }
-    outcome = Outcome(case, {name: [] for name in contenders})
+    outcome = Outcome(case, {name: [] for name in contenders}, contenders[0])
     with working(works) as workers:
         for name, worker in workers.items():
             for _ in range(WARM_UP_STEPS if name == "ours" else 1):
@@ -147,7 +160,7 @@ def race(
     return outcome
 
 
-def _ratio(mean: float, least: float, most: float) -> str:
+def ratio_text(mean: float, least: float, most: float) -> str:
     return f"{mean:.2f}× ({least:.2f} to {most:.2f})" if math.isfinite(most) else f"{mean:.2f}×"
 
 
@@ -161,7 +174,7 @@ def race_table(outcomes: Sequence[Outcome]) -> Table:
         shares: list[str] = []
         for other in CONTENDERS[1:]:
             raced = other in outcome.steps
-            ratios.append(_ratio(*outcome.ratio(other)) if raced else "")
+            ratios.append(ratio_text(*outcome.ratio(other)) if raced else "")
             shares.append(f"{outcome.memory_ratio(other):.2f}" if raced else "")
         ours = outcome.steps["ours"]
         rate = outcome.case.batch_size / float(np.median([step.seconds for step in ours]))

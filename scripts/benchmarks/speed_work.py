@@ -16,6 +16,7 @@ from transformers import (
     GPT2LMHeadModel,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Qwen2Config,
 )
 
 from grpo.data import load_prompts
@@ -23,7 +24,15 @@ from grpo.model.names import BUNDLED_FOLDER
 from grpo.types import Prompt
 from rewards.formats import environment_prompt, policy_prompt
 
-ModelName = Literal["rook-tiny", "rook-tiny without end", "GPT-2 124 M without end"]
+ModelName = Literal[
+    "rook-tiny", "rook-tiny without end", "GPT-2 124 M without end", "Qwen's kind without end"
+]
+QWEN = Qwen2Config(
+    vocab_size=32_000, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
+    num_key_value_heads=2, max_position_embeddings=512, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+)  # fmt: skip
+OWN_REWARD = "reward.py"
+"""In the folder, where prompts are no positions: `variety` of a completion's letters."""
 _NUM_PROMPTS = 128
 _COLUMNS = ("fen", "moves", "evals", "action", "history")
 
@@ -40,6 +49,12 @@ def prepare(name: ModelName, prompt_tokens: int | None, folder: Path) -> tuple[P
         model = folder / "model"
         _model_without_end(name).save_pretrained(model)
         tokenizer.save_pretrained(model)
+    if name == "Qwen's kind without end":
+        (folder / OWN_REWARD).write_text(_VARIETY)
+        rng = random.Random(0)  # letters of pieces, each a token
+        texts = ("".join(rng.choices("pnbrqk", k=prompt_tokens or 1)) for _ in range(_NUM_PROMPTS))
+        prompts = _write(folder / "prompts.jsonl", ({"prompt": text} for text in texts))
+        return model, prompts, prompts
     if prompt_tokens is not None:
         equal = _of_length(_games(), prompt_tokens, tokenizer)
         return (
@@ -56,6 +71,8 @@ def _model_without_end(name: ModelName) -> PreTrainedModel:
     torch.manual_seed(0)
     if name == "GPT-2 124 M without end":
         return without_end(GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0)))
+    if name == "Qwen's kind without end":
+        return qwen_without_end()
     return without_end(AutoModelForCausalLM.from_pretrained(BUNDLED_FOLDER, dtype=torch.float32))
 
 
@@ -67,6 +84,23 @@ def without_end(model: PreTrainedModel) -> PreTrainedModel:
         embeddings[:, 0] = 0.0
         embeddings[model.config.eos_token_id, 0] = -1e4
     return model
+
+
+def qwen_without_end() -> PreTrainedModel:
+    """Random weights, but for one feature, which layers leave as it is, and which says no end."""
+    model = AutoModelForCausalLM.from_config(QWEN, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0.0
+        model.lm_head.weight[QWEN.eos_token_id, 0] = -1e4
+    return model
+
+
+_VARIETY = """
+def variety(completions, **columns):
+    return [len(set(completion)) / 100 for completion in completions]
+"""
 
 
 def _games() -> Iterator[Prompt]:

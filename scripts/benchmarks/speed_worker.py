@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from grpo.environment import restart_without_thread_cache, set_library_defaults
 
-Contender = Literal["ours", "trl", "trl defaults"]
+Contender = Literal["ours", "trl", "trl defaults", "sampling", "generic sampling", "static", "growing"]
+"""The last four sample only: our decoders, and Hugging Face's generate with both of its caches."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,12 @@ class Work:
     learning_rate: float = 1e-5
     threads: int = 2
     device: str = "cpu"
+    has_own_reward: bool = False
+    """`OWN_REWARD` in `folder`, not the two of chess."""
+
+    @property
+    def rewards(self) -> tuple[str, ...]:
+        return (f"{self.folder}/reward.py:variety",) if self.has_own_reward else ("policy", "environment")
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,7 @@ def run_ours(work: Work, gate: Gate) -> None:
     config = Config(
         steps=work.steps, batch_size=work.batch_size, group_size=work.group_size, model=work.model,
         device=work.device, prompts=work.prompts, policy_share=0.5, heldout_share=0.0, engine="off",
+        reward=work.rewards,
         sampling=SamplingSettings(max_new_tokens=work.max_new_tokens),
         loss=LossSettings(kl_coef=work.kl_coef),
         optimizer=OptimizerSettings(learning_rate=work.learning_rate),
@@ -139,8 +147,8 @@ def run_trl(work: Work, gate: Gate, *, best: bool) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]
 
+    from grpo.data.reward_files import load_reward
     from grpo.model.target import compute_dtype
-    from rewards import REWARDS
 
     changes: dict[str, Any] = {}
     if best:
@@ -168,7 +176,7 @@ def run_trl(work: Work, gate: Gate, *, best: bool) -> None:
     trainer = GRPOTrainer(
         model=model,
         processing_class=AutoTokenizer.from_pretrained(work.model),
-        reward_funcs=[REWARDS["policy"], REWARDS["environment"]],
+        reward_funcs=[load_reward(name)[1] for name in work.rewards],
         train_dataset=Dataset.from_list(rows),
         args=GRPOConfig(
             output_dir=f"{work.folder}/trl", per_device_train_batch_size=work.train_rows,
@@ -181,6 +189,47 @@ def run_trl(work: Work, gate: Gate, *, best: bool) -> None:
     )  # fmt: skip
     gate.say({"ready": True})
     trainer.train()
+
+
+def run_sampling(work: Work, gate: Gate) -> None:
+    """Sampling alone, of the whole batch at once, from prompts that all contenders share."""
+    import torch
+    from transformers import AutoTokenizer, GenerationConfig
+
+    import grpo.rollout.decoder as decoders
+    from grpo.config.groups import SamplingSettings
+    from grpo.model.load import RolloutModel, load_policy
+    from grpo.rollout.sample import rollout
+    from grpo.rollout.slots import KeptSlots
+    from grpo.rollout.tokens import step_uniforms
+    from grpo.types import Prompt
+
+    policy = load_policy(work.model, torch.device(work.device))
+    model = RolloutModel(policy.model, policy.target.dtype).model
+    tokenizer = AutoTokenizer.from_pretrained(work.model)
+    lines = Path(work.prompts).read_text().splitlines()[: work.batch_size // work.group_size]
+    texts = [json.loads(line)["prompt"] for line in lines]
+    prompts = [Prompt(text, text, {}) for text in texts]
+    if work.contender == "generic sampling":
+        decoders._refused.add(model.config.model_type)
+    settings, kept = SamplingSettings(max_new_tokens=work.max_new_tokens), KeptSlots()
+    ids = torch.tensor([tokenizer(text)["input_ids"] for text in texts]).repeat_interleave(work.group_size, 0)
+    generation = GenerationConfig(
+        do_sample=True, top_k=0, max_new_tokens=work.max_new_tokens, min_new_tokens=work.max_new_tokens,
+        pad_token_id=0, cache_implementation="static" if work.contender == "static" else None,
+    )  # fmt: skip
+    gate.say({"ready": True})
+    for step in range(work.steps):
+        gate.wait()
+        if work.contender.endswith("sampling"):
+            uniforms = step_uniforms(work.batch_size, work.max_new_tokens, seed=0, step=step)
+            rollout(model, tokenizer, prompts, uniforms, settings, rows=work.batch_size, kept=kept)
+        else:
+            inputs = ids.to(work.device)
+            with torch.no_grad():
+                mask = torch.ones_like(inputs)
+                model.generate(inputs, attention_mask=mask, generation_config=generation)
+        gate.report(ids.shape[1], work.max_new_tokens, {}, peak_bytes())
 
 
 def main() -> None:
@@ -198,7 +247,7 @@ def main() -> None:
         "trl defaults": lambda: run_trl(work, gate, best=False),
     }
     with redirect_stdout(sys.stderr):
-        run[work.contender]()
+        run.get(work.contender, lambda: run_sampling(work, gate))()
 
 
 if __name__ == "__main__":

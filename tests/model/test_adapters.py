@@ -281,6 +281,7 @@ def test_a_checkpoint_is_merged_on_request_and_evaluated_as_it_is(lora_config):
         ({"lora_alpha": 8.0}, "lora_alpha is 8.0, but lora_rank is 0: add --lora-rank 16"),
         ({"lora_targets": ["c_attn"]}, "but lora_rank is 0"),
         ({"lora_merge": True}, "but lora_rank is 0"),
+        ({"load_in_4bit": True}, "load_in_4bit is True, but lora_rank is 0"),
         ({"lora_rank": 4, "reference_device": "cpu"}, "reference_device is cpu, but with lora_rank"),
     ],
 )

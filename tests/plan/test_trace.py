@@ -92,7 +92,9 @@ def test_the_whole_footprint_with_adapters(tracer, name: str):
     moments = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values())
     resident = sum(parameter.nbytes for parameter in real.model.parameters()) + moments
     predicted = sum(
-        resident_parts(setting.workload(SHAPE), traces.num_parameters, traces.trained_sizes).values()
+        resident_parts(
+            setting.workload(SHAPE), traces.num_parameters, traces.trained_sizes, traces.frozen_bytes
+        ).values()
     )
     assert predicted == pytest.approx(resident, rel=0.01)  # steps are counted in numbers of their own
     for phase in PHASES:

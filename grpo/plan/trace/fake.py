@@ -22,9 +22,10 @@ from grpo.distributed.shard import inside
 from grpo.learning.loss import LossSettings, StepCounts, grpo_loss
 from grpo.memory import Shape
 from grpo.memory.live import LiveBytes
-from grpo.model.adapters import adapters_off, add_adapters, has_adapters, store_base
+from grpo.model.adapters import adapters_off, add_adapters, has_adapters, linear_layers, store_base
 from grpo.model.cpu import slices
 from grpo.model.cpu.feed_forward import slice_feed_forward
+from grpo.model.four_bits import outline
 from grpo.model.prefill import pad_prompts
 from grpo.model.target import Target
 from grpo.plan.trace.depth import has_equal_layers
@@ -77,6 +78,7 @@ class FakePhases:
             self.policy = self._make_model(dtype)
             self.has_equal_layers = has_equal_layers(self.policy)
             self.num_parameters = sum(parameter.numel() for parameter in self.policy.parameters())
+        self.frozen_bytes = 0
         if settings.lora.on:
             self._add_adapters(dtype)
         self._trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
@@ -87,7 +89,7 @@ class FakePhases:
             if settings.processes > 1:
                 self.policy = self._sampler = self._in_compute_dtype(self.policy)
                 self._gathering = Gathering(self.policy, settings.processes, dtype, copies=target.on_cpu)
-            elif target.is_lower:
+            elif target.is_lower and not settings.lora.on:
                 self._sampler = self._in_compute_dtype(self._make_model(dtype).requires_grad_(False))
 
     def trace(self, phase: str, shape: Shape) -> list[tuple[str, int]]:
@@ -212,6 +214,8 @@ class FakePhases:
         return model
 
     def _add_adapters(self, dtype: torch.dtype) -> None:
+        if self.settings.lora.load_in_4bit:
+            outline(self.policy, linear_layers(self.policy), self._mode)
         # Not inside the mode, in which peft cannot move them: made without storage, then faked.
         add_adapters(self.policy, self.settings.lora, empty=True)
         with self._mode:
@@ -220,6 +224,7 @@ class FakePhases:
                     if parameter.is_meta:
                         setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
             store_base(self.policy, self.settings.target.dtype)
+        self.frozen_bytes = sum(each.nbytes for each in self.policy.parameters() if not each.requires_grad)
 
     def _make_model(self, dtype: torch.dtype) -> PreTrainedModel:
         target = self.settings.target

@@ -105,6 +105,11 @@ class PhaseTracer:
         """How many numbers each trained tensor has: the adapters', where there are any."""
         return self._fake().trained_sizes
 
+    @property
+    def frozen_bytes(self) -> int:
+        """Of weights that have adapters beside them; 0 without any."""
+        return self._fake().frozen_bytes
+
     def fit(self, phase: str, longest: Shape) -> Callable[[Shape], float]:
         """The phase's peak as a formula of the shape, good for shapes up to about `longest`."""
         if phase != "sample split":

@@ -1,0 +1,112 @@
+"""A frozen base in 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), by bitsandbytes.
+
+The linear layers but the output head: NF4 in blocks of 64 numbers with a scale each, and scales in 8 bits in
+blocks of 256. A layer is dequantized whole for every product.
+"""
+
+import importlib.util
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig
+from transformers.pytorch_utils import Conv1D
+
+from grpo.config.groups import LoraSettings
+
+_BLOCK, _SCALES = 64, 256
+_TABLE_BYTES = 4 * (16 + 256 + 1)
+"""Of a layer: what 4 and 8 bits stand for, and the scales' mean."""
+
+
+def check_bitsandbytes(lora: LoraSettings) -> None:
+    """ValueError where it is wanted and not installed."""
+    if lora.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(
+            "load_in_4bit is True, which needs the package bitsandbytes: pip install bitsandbytes, or leave "
+            "it out."
+        )
+
+
+def quantization() -> BitsAndBytesConfig:
+    """As transformers wants it, to quantize each weight as it is read. Products are exact at first."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
+
+
+def layers_in_4_bits(model: nn.Module) -> dict[str, Any]:
+    """By name; empty where none is."""
+    if not getattr(model, "is_loaded_in_4bit", False):
+        return {}
+    from bitsandbytes.nn import Linear4bit
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+
+
+def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """The dtype of these layers' products."""
+    for layer in layers_in_4_bits(model).values():
+        layer.compute_dtype = dtype
+        # Where a CPU multiplies in bf16, it would order the weights anew at its first look without gradients,
+        # in a way that has no backward pass and that nothing undoes.
+        layer.support_avx512bf16_for_cpu = False
+
+
+def dequantized(layer: Any) -> Tensor:
+    """A layer's weight as the model has it: (out, in), or (in, out) of GPT-2's, in fp32."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight: Tensor = dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
+    return weight.T if issubclass(layer.source_cls, Conv1D) else weight
+
+
+def packed_bytes(numbers: int) -> int:
+    """What a layer's weight of so many numbers takes: half a byte each, and 0.0164 of scales."""
+    blocks = -(-numbers // _BLOCK)
+    return -(-numbers // 2) + blocks + 4 * -(-blocks // _SCALES) + _TABLE_BYTES
+
+
+# ------------------------------------------------------------------------------------------ traces
+
+
+class _Product(torch.autograd.Function):
+    """What a product with a layer in 4 bits makes and keeps; nothing is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, bias: Tensor | None, outer: int) -> Tensor:
+        ctx.shape = outer, values.shape[-1]
+        bias = None if bias is None else bias.to(values.dtype)
+        return F.linear(values, values.new_empty(ctx.shape), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad @ grad.new_empty(ctx.shape), None, None
+
+
+def outline(model: nn.Module, names: Iterable[str], mode: AbstractContextManager[object]) -> None:
+    """Put layers that say they are in 4 bits in the place of these linear ones. mode: what fakes tensors."""
+    from bitsandbytes.nn import Linear4bit
+
+    for name in names:
+        parent, _, own = name.rpartition(".")
+        plain: Any = model.get_submodule(name)
+        outer, inner = reversed(plain.weight.shape) if isinstance(plain, Conv1D) else plain.weight.shape
+        layer = Linear4bit(inner, outer, bias=False, quant_type="nf4", device="meta")
+        with mode:
+            packed = plain.weight.new_empty(packed_bytes(plain.weight.numel()), dtype=torch.uint8)
+            layer.weight = nn.Parameter(packed, requires_grad=False)
+        layer.weight.compress_statistics, layer.weight.quant_type = True, "nf4"  # which peft asks for
+        layer.bias, layer.forward = plain.bias, partial(_forward, layer)
+        setattr(model.get_submodule(parent), own, layer)
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
+
+
+def _forward(layer: Any, values: Tensor) -> Tensor:
+    product: Tensor = _Product.apply(values.to(layer.compute_dtype), layer.bias, layer.out_features)
+    return product.to(values.dtype)
