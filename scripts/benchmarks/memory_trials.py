@@ -18,6 +18,7 @@ from benchmarks.real_phases import (
     own_meter,
     resident_peak,
 )
+from benchmarks.speed_work import QWEN
 from grpo.config.groups import Checkpointing
 from grpo.memory import Predictor, Shape
 from grpo.model.load import load_config
@@ -124,6 +125,10 @@ def full_grid() -> Iterator[Cells]:
         vocab_size=1000, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=6,
         num_key_value_heads=2, max_position_embeddings=1024,
     )  # fmt: skip
+    for name, model, shapes in (("Llama 4 x 192", llama, SMALL_SHAPES), ("Qwen 8 x 512", QWEN, LARGE_SHAPES)):
+        for turn, (setting, phases) in enumerate(_variants(name, model)):
+            if setting.kl:
+                yield Cells("grid", setting, shapes[turn // 2 % 2 :: 2], LARGE_CALIBRATION, phases)
     for name, model in (("6 x 384, 97 words", wide), ("Llama 4 x 192", llama)):
         for setting, phases in _variants(name, model):
             if setting.kl:
