@@ -1,10 +1,10 @@
-"""GPT-2's feed-forward layers on a CPU: theirs to the last digits, and GELU's result is not kept."""
+"""Feed-forward layers on a CPU: theirs to the last digits, and what an activation makes is not kept."""
 
 import copy
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from grpo.config.groups import LoraSettings
 from grpo.model.adapters import add_adapters
@@ -21,16 +21,30 @@ def gpt2(activation: str = "gelu_pytorch_tanh") -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config).eval()
 
 
-def both(dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """A layer as Hugging Face computes it, with weights that reach GELU's bends, and ours."""
-    theirs = gpt2().transformer.h[0].mlp
+def qwen() -> Qwen2ForCausalLM:
+    config = Qwen2Config(
+        vocab_size=50, hidden_size=D, intermediate_size=4 * D, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).eval()
+
+
+MADE = {"gpt2": gpt2, "qwen": qwen}
+LAYER = {"gpt2": "h.0", "qwen": "layers.0"}
+EVERY_KIND = pytest.mark.parametrize("kind", MADE)
+
+
+def both(dtype: torch.dtype = torch.float32, kind: str = "gpt2") -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A layer as Hugging Face computes it, with weights that reach the activation's bends, and ours."""
+    model = MADE[kind]()
+    plain = model.base_model.get_submodule(LAYER[kind])
+    theirs = copy.deepcopy(plain.mlp)
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.normal_(generator=torch.Generator().manual_seed(1))
-    ours = gpt2()
-    slice_feed_forward(ours)
-    ours.transformer.h[0].mlp.load_state_dict(theirs.state_dict())
-    return theirs.to(dtype), ours.transformer.h[0].mlp.to(dtype)
+    slice_feed_forward(model)
+    plain.mlp.load_state_dict(theirs.state_dict())
+    return theirs.to(dtype), plain.mlp.to(dtype)
 
 
 def learned(layer: torch.nn.Module, dtype: torch.dtype = torch.float32, lower: bool = False):
@@ -44,20 +58,22 @@ def learned(layer: torch.nn.Module, dtype: torch.dtype = torch.float32, lower: b
     return [result.detach(), *grads]
 
 
+@EVERY_KIND
 @pytest.mark.parametrize(("part", "size"), [(1, 1), (5, 7), (1024, 2**17)])
-def test_values_and_gradients_are_theirs_in_float64(monkeypatch, part, size):
+def test_values_and_gradients_are_theirs_in_float64(monkeypatch, part, size, kind):
     monkeypatch.setattr(feed_forward, "_PART", part)
     monkeypatch.setattr(feed_forward, "_SLICE", size)
-    theirs, ours = both(torch.float64)
+    theirs, ours = both(torch.float64, kind)
     assert type(ours) is not type(theirs)
     expected = learned(theirs, torch.float64)
     torch.testing.assert_close(learned(ours, torch.float64), expected, rtol=1e-11, atol=1e-12)
 
 
+@EVERY_KIND
 @pytest.mark.parametrize("lower", [False, True], ids=["fp32", "bf16"])
-def test_in_training_precisions_it_is_no_farther_from_the_truth(lower):
-    truth = learned(both(torch.float64)[0], torch.float64)
-    theirs, ours = (learned(layer, lower=lower) for layer in both())
+def test_in_training_precisions_it_is_no_farther_from_the_truth(lower, kind):
+    truth = learned(both(torch.float64, kind)[0], torch.float64)
+    theirs, ours = (learned(layer, lower=lower) for layer in both(kind=kind))
     for one, other, true in zip(ours, theirs, truth, strict=True):
         assert one.dtype == other.dtype
         error, reference = ((each.double() - true).norm() / true.norm() for each in (one, other))
@@ -78,8 +94,9 @@ def test_gelu_and_its_slope_are_right_far_from_zero_too(dtype):
     )
 
 
-def test_gelus_result_is_not_kept():
-    """Kept are the layer's input and what its first product made of it, and no third tensor of their kind."""
+@pytest.mark.parametrize(("kind", "kept", "kept_by_theirs"), [("gpt2", 1, 2), ("qwen", 2, 4)])
+def test_what_an_activation_makes_is_not_kept(kind, kept, kept_by_theirs):
+    """Kept are the layer's input, for each of its first products, and what they made of it."""
 
     def kept_sizes(layer: torch.nn.Module) -> list[int]:
         sizes = []
@@ -94,14 +111,14 @@ def test_gelus_result_is_not_kept():
             layer(torch.randn(3, T, D, requires_grad=True))
         return sorted(sizes)
 
-    theirs, ours = both()
-    assert kept_sizes(theirs) == [3 * T * D, 3 * T * 4 * D, 3 * T * 4 * D]
-    assert kept_sizes(ours) == [3 * T * D, 3 * T * 4 * D]
+    theirs, ours = (kept_sizes(layer).count(3 * T * 4 * D) for layer in both(kind=kind))
+    assert theirs == kept_by_theirs and ours == kept
 
 
-def test_one_token_of_each_row_gives_the_same():
-    theirs, ours = both()
-    x = torch.randn(T, D)
+@EVERY_KIND
+def test_one_token_of_each_row_gives_the_same(kind):
+    theirs, ours = both(kind=kind)
+    x = torch.randn(T, 1, D)
     assert torch.equal(theirs(x), ours(x))
 
 
@@ -125,12 +142,13 @@ def test_copies_are_computed_so_too_and_hold_weights_of_their_own():
     assert set(other.state_dict()) == set(gpt2().state_dict())
 
 
-def test_what_adapters_add_is_added():
-    """They stand in the second product's place."""
-    model = gpt2()
+@EVERY_KIND
+def test_what_adapters_add_is_added(kind):
+    """They stand in the last product's place."""
+    model = MADE[kind]()
     slice_feed_forward(model)
     add_adapters(model, LoraSettings(2, lora_targets=("all-linear",)))
-    layer, x = model.transformer.h[0].mlp, torch.randn(1, T, D)
+    layer, x = model.base_model.get_submodule(LAYER[kind]).mlp, torch.randn(1, T, D)
     before = layer(x)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
@@ -138,7 +156,10 @@ def test_what_adapters_add_is_added():
                 parameter.fill_(0.5)
     adapters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     assert (layer(x) - before).abs().max() > 1e-3
-    expected = layer.c_proj(layer.act(layer.c_fc(x)))
+    if kind == "gpt2":
+        expected = layer.c_proj(layer.act(layer.c_fc(x)))
+    else:
+        expected = layer.down_proj(layer.act_fn(layer.gate_proj(x)) * layer.up_proj(x))
     torch.testing.assert_close(layer(x), expected)
     grads = [torch.autograd.grad(each.square().sum(), adapters) for each in (layer(x), expected)]
     torch.testing.assert_close(*grads)

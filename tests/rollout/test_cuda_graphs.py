@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from conftest import ARCHITECTURES
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -71,19 +72,21 @@ def _same_place(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 
 T = 120
+EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
-def _slots(load, recorder: OperationRecorder | None, groups: int = 3) -> Slots:
-    policy = load("gpt2", "fp64")
+def _slots(load, recorder: OperationRecorder | None, groups: int = 3, name: str = "gpt2") -> Slots:
+    policy = load(name, "fp64")
     with torch.no_grad():
         policy.model.get_output_embeddings().weight[0] = 0  # nothing ends
     return Slots(policy.model, groups, G, SamplingSettings(max_new_tokens=T), ends=(0,), recorder=recorder)
 
 
-def test_replayed_tokens_are_what_tokens_are(load):
+@EVERY_ARCHITECTURE
+def test_replayed_tokens_are_what_tokens_are(load, architecture):
     """Across blocks, while groups start over and go elsewhere; places are not the recorded ones."""
     recorder = OperationRecorder()
-    plain, replaying = _slots(load, None), _slots(load, recorder)
+    plain, replaying = (_slots(load, each, name=architecture) for each in (None, recorder))
     uniforms = torch.rand(3 * G, T, generator=torch.Generator().manual_seed(0))
     for slots in (plain, replaying):
         slots.start([[1, 2, 3], [4, 5], [6]], uniforms, longest_prompt=4)
@@ -94,7 +97,7 @@ def test_replayed_tokens_are_what_tokens_are(load):
                 slots.replace([place], [[7, 8, 9, 10]], uniforms[:G].flip(1))
         if token == 70:
             plain.keep([1, 2])
-            fewer = _slots(load, recorder, groups=2)
+            fewer = _slots(load, recorder, groups=2, name=architecture)
             fewer.take_over(replaying, [1, 2])
             replaying = fewer
         plain.advance(), replaying.advance()
@@ -181,10 +184,11 @@ def test_what_is_kept_is_let_go_of_by_need(ending, many, recorder):
     assert kept.nbytes == 0
 
 
-def test_a_token_is_one_launch(load):
+@EVERY_ARCHITECTURE
+def test_a_token_is_one_launch(load, architecture):
     """Of the plain path's operations none is left outside; the sampler's part alone are some dozens."""
     recorder = OperationRecorder()
-    slots = _slots(load, recorder)
+    slots = _slots(load, recorder, name=architecture)
     slots.start([[1, 2, 3], [4, 5], [6]], torch.rand(3 * G, T), longest_prompt=4)
     for _ in range(3):
         slots.advance()

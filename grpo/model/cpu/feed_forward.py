@@ -1,9 +1,10 @@
-"""GPT-2's feed-forward layers on a CPU: GELU a slice at a time, and once more in the backward pass.
+"""Feed-forward layers on a CPU: GELU and SwiGLU a slice at a time, and once more in the backward pass.
 
 Torch's kernel takes four times as long for GELU's tanh as for the sigmoid that is the same, x/2 (1 + tanh u)
 = x sigmoid(2u). With that, value in the forward and value and slope in the backward pass together take less
 time than torch's two kernels. So the value, the largest tensor that a layer would keep, is not kept: it
-exists for some tokens at a time, near the processor, until it is multiplied.
+exists for some tokens at a time, near the processor, until it is multiplied. Of SwiGLU (Shazeer 2020,
+arXiv:2002.05202), silu(gate) up, the two factors are kept, and neither silu nor the product.
 
 Shapes: T tokens, D numbers of each, I inside the layer.
 """
@@ -16,6 +17,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.mistral.modeling_mistral import MistralMLP
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.pytorch_utils import Conv1D
 
 from grpo.model import cpu
@@ -36,14 +41,17 @@ There is room for as much however few there are, so that memory stays in proport
 
 
 def slice_feed_forward(model: PreTrainedModel) -> None:
-    """Give GPT-2's layers the `FeedForward` of their own weights; other models stay as they are."""
-    if getattr(model.config, "activation_function", None) != "gelu_pytorch_tanh" or not cpu.is_on(
-        "feed_forward"
-    ):
+    """Give layers of GPT-2 and of the kinds in GATED that of their own weights; others stay as they are."""
+    if not cpu.is_on("feed_forward"):
         return
+    has_gelu = getattr(model.config, "activation_function", None) == "gelu_pytorch_tanh"
+    has_silu = getattr(model.config, "hidden_act", None) == "silu"
     for layer in list(model.modules()):
-        if type(getattr(layer, "mlp", None)) is GPT2MLP:
-            layer.mlp = FeedForward(layer.mlp)
+        plain: Any = getattr(layer, "mlp", None)
+        if has_gelu and type(plain) is GPT2MLP:
+            layer.mlp = FeedForward(plain)
+        elif has_silu and type(plain) in GATED and plain.down_proj.bias is None:
+            layer.mlp = GatedFeedForward(plain)
 
 
 class FeedForward(nn.Module):
@@ -57,7 +65,7 @@ class FeedForward(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         inner: Tensor = self.c_fc(hidden_states)  # (..., I)
         outer: Tensor
-        if hidden_states.dim() == 2:  # a token of each row, as in decoding: slices would not pay
+        if hidden_states.shape[-2] == 1:  # a token of each row, as in decoding: slices would not pay
             outer = self.c_proj(self.act(inner))
             return outer
         inner = inner.contiguous()
@@ -69,6 +77,101 @@ class FeedForward(nn.Module):
         flat = inner.view(-1, inner.shape[-1])  # (T, I)
         outer = _ActivatedProduct.apply(flat, self.c_proj.weight, self.c_proj.bias)
         return outer.view(hidden_states.shape)
+
+
+GATED = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP)
+
+
+class GatedFeedForward(nn.Module):
+    """As GATED, whose weights it has by the same names."""
+
+    def __init__(self, plain: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = plain.gate_proj, plain.up_proj, plain.down_proj
+        self.act_fn = plain.act_fn
+        self.train(plain.training)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)  # (..., I)
+        outer: Tensor
+        if hidden_states.shape[-2] == 1:
+            outer = self.down_proj(self.act_fn(gate) * up)
+            return outer
+        if type(self.down_proj) is not nn.Linear:  # but an adapter around it
+            outer = self.down_proj(_Gated.apply(gate, up))
+            return outer
+        gate, up = (each.reshape(-1, each.shape[-1]) for each in (gate, up))
+        outer = _GatedProduct.apply(gate, up, self.down_proj.weight)
+        return outer.view(hidden_states.shape)
+
+
+class _Gated(torch.autograd.Function):
+    """silu(gate) up"""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _gated(gate, up, torch.empty_like(gate))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_gate, grad_up = torch.empty_like(gate), grad.clone(memory_format=torch.contiguous_format)
+        _through_gate(gate, up, torch.empty_like(gate), grad_gate, grad_up)
+        return grad_gate, grad_up
+
+
+class _GatedProduct(torch.autograd.Function):
+    """(silu(gate) up) @ weightᵀ, (T, I) to (T, D), in their dtype, a part of the tokens at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast(gate.device.type, enabled=False):
+            cast = weight.to(gate.dtype)
+            ctx.save_for_backward(gate, up, cast)
+            ctx.exact = weight.dtype
+            result = gate.new_empty(len(gate), len(weight))
+            for part, room in _in_parts(gate):
+                result[part] = torch.mm(_gated(gate[part], up[part], room), cast.T)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, weight = ctx.saved_tensors
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        wants_weight = ctx.needs_input_grad[2]
+        grad_weight = torch.zeros_like(weight, dtype=ctx.exact) if wants_weight else None
+        with torch.autocast(gate.device.type, enabled=False):
+            for part, product in _in_parts(gate):
+                torch.mm(grad[part], weight, out=grad_up[part])  # by the product, as yet
+                _through_gate(gate[part], up[part], product, grad_gate[part], grad_up[part])
+                if grad_weight is not None:
+                    slices.add_product(grad_weight, grad[part], product)
+        return grad_gate, grad_up, grad_weight
+
+
+def _gated(gate: Tensor, up: Tensor, result: Tensor) -> Tensor:
+    """silu(gate) up, into `result`."""
+    for numbers, share, factor, out in _in_slices(gate, 2, up, result):
+        torch.sigmoid(numbers, out=share)
+        out.copy_(share.mul_(numbers).mul_(factor))
+    return result
+
+
+def _through_gate(gate: Tensor, up: Tensor, product: Tensor, grad_gate: Tensor, grad_up: Tensor) -> None:
+    """silu(gate) up into `product`; and `grad_up`, which is by that, becomes those by gate and up.
+
+    With s = sigmoid(x), the slope of x s is s + x s (1 - s).
+    """
+    others = up, product, grad_gate, grad_up
+    for numbers, share, silu, factor, value, by_gate, by_up in _in_slices(gate, 3, *others):
+        torch.mul(torch.sigmoid(numbers, out=share), numbers, out=silu)
+        slope = torch.addcmul(silu, silu, share, value=-1, out=numbers).add_(share)
+        by_gate.copy_(slope.mul_(factor).mul_(by_up))
+        value.copy_(torch.mul(silu, factor, out=share))
+        by_up.copy_(silu.mul_(by_up))
 
 
 class _Gelu(torch.autograd.Function):
