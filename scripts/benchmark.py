@@ -15,7 +15,13 @@ from tempfile import TemporaryDirectory
 import torch
 import transformers
 import tyro
-from benchmarks.decoding import decoding_table, decoding_verdicts, race_decoders
+from benchmarks.decoding import (
+    decoding_table,
+    decoding_verdicts,
+    race_decoders,
+    sampling_memory,
+    sampling_memory_table,
+)
 from benchmarks.speed import (
     CONTENDERS,
     as_json,
@@ -102,6 +108,7 @@ def decodes_faster(rounds: int, console: Console) -> bool:
             outcomes.append(race_decoders(rows, rounds, Path(folder)))
     console.print(f"{torch.get_num_threads()} threads, {compute_dtype('auto', torch.device('cpu'))}")
     console.print(decoding_table(outcomes))
+    console.print(sampling_memory_table(sampling_memory()))
     return all_met(decoding_verdicts(outcomes), console)
 
 

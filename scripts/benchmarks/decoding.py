@@ -1,14 +1,26 @@
 """Sampling alone, of a model of Qwen's kind: our decoders, Hugging Face's generate with both caches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 from rich import box
 from rich.table import Table
 
+from benchmarks.real_phases import RealPhases, Setting, own_meter
 from benchmarks.speed import Case, Outcome, race, ratio_text
+from benchmarks.speed_work import QWEN
 from benchmarks.speed_worker import Contender
+from grpo.config.groups import SamplingSettings
+from grpo.learning.loss import LossSettings
+from grpo.memory import Shape
+from grpo.memory.planner import largest_multiple
+from grpo.plan.trace import PhaseSettings, PhaseTracer
+from grpo.rollout import decoder
+from grpo.workbench.models import num_parameters
 
 _CONTENDERS: tuple[Contender, ...] = ("sampling", "generic sampling", "static", "growing")
 _BAR = 3.0
@@ -41,3 +53,37 @@ def decoding_verdicts(outcomes: Sequence[Outcome]) -> Mapping[str, bool]:
     return {
         f"{name}: {ratio:.2f} times static (bar {_BAR:g})": ratio >= _BAR for name, ratio in ratios.items()
     }
+
+
+class SamplingMemory(NamedTuple):
+    """Bytes of tensors beside the weights at 256 rows, and rows that fit into 8 GB with them."""
+
+    decoder: str
+    counted: int
+    predicted: float
+    rows: int
+
+
+def sampling_memory() -> Iterator[SamplingMemory]:
+    """Of both our decoders, for the same model and lengths. GRPO's other phases are not in it."""
+    setting = Setting("Qwen's kind", QWEN, kl=False)
+    shape, weights = Shape(256, 120, 128), 4 * num_parameters(QWEN)
+    for name, refused in (("native", set()), ("generic", {QWEN.model_type})):
+        with mock.patch.object(decoder, "_refused", refused), TemporaryDirectory() as folder:
+            counted = own_meter(RealPhases(setting).prepare("sample", shape))
+            sampling = SamplingSettings(max_new_tokens=shape.new_tokens)
+            settings = PhaseSettings(setting.target, setting.group_size, sampling, LossSettings())
+            fit = PhaseTracer(settings, cache_folder=Path(folder)).fit("sample", shape)
+            groups = largest_multiple(
+                lambda rows: weights + fit(shape._replace(rows=rows)) <= 8 * 2**30,  # noqa: B023
+                at_most=2**14, multiple=setting.group_size,
+            )  # fmt: skip
+            yield SamplingMemory(name, counted, fit(shape), groups)
+
+
+def sampling_memory_table(found: Iterable[SamplingMemory]) -> Table:
+    table = Table("decoder", "256 rows, MB counted", "predicted", "rows in 8 GB", box=box.MARKDOWN)
+    for each in found:
+        sizes = (f"{size / 2**20:.0f}" for size in (each.counted, each.predicted))
+        table.add_row(each.decoder, *sizes, str(each.rows))
+    return table
