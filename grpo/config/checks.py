@@ -125,6 +125,10 @@ def _check_reference(config: "Config") -> None:
         f"reference_device is {config.reference_device}, but with lora_rank the reference is the policy "
         "itself without its adapters: leave it out.",
     )
+    _need(
+        not config.lora.load_in_4bit or config.precision != "fp64",
+        "precision is fp64, but load_in_4bit is on, which has products in fp32 at most: give bf16 or fp32.",
+    )
 
 
 def _check_name(config: "Config") -> None:

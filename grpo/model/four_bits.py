@@ -33,11 +33,8 @@ def check_bitsandbytes(lora: LoraSettings) -> None:
 
 
 def quantization() -> BitsAndBytesConfig:
-    """As transformers wants it, to quantize each weight as it is read. Products are exact at first."""
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )  # fmt: skip
+    """As transformers wants it, to quantize each weight as it is read."""
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 
 
 def layers_in_4_bits(model: nn.Module) -> dict[str, Any]:
@@ -53,8 +50,8 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """The dtype of these layers' products."""
     for layer in layers_in_4_bits(model).values():
         layer.compute_dtype = dtype
-        # Where a CPU multiplies in bf16, it would order the weights anew at its first look without gradients,
-        # in a way that has no backward pass and that nothing undoes.
+        # A CPU that multiplies in bf16 would order the weights anew at its first pass without gradients, in a
+        # way that has no backward pass and that nothing undoes.
         layer.support_avx512bf16_for_cpu = False
 
 

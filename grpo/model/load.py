@@ -28,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 from grpo.config.groups import BUNDLED, Precision
 from grpo.model.adapters import merged_weights, with_merged
 from grpo.model.cpu.feed_forward import slice_feed_forward
-from grpo.model.four_bits import layers_in_4_bits, quantization
+from grpo.model.four_bits import compute_in, layers_in_4_bits, quantization
 from grpo.model.head import centred_head
 from grpo.model.hub import may_be_hub_id, out_of_reach
 from grpo.model.names import base_of, source_of
@@ -131,6 +131,7 @@ def load_model(name: str, target: Target, *, in_4bit: bool = False) -> PreTraine
             f"the weights in {name!r} are of another shape than the model that the settings name: give the "
             "--model that they were trained as."
         ) from error
+    compute_in(model, target.exact_dtype)
     return model.eval()
 
 

@@ -43,7 +43,8 @@ def advice(work: Workload, phase: str, tracer: PhaseTracer, missing_bytes: float
         savings["--lora-rank 16"] = sum(resident.values()) - frozen
     if config.lora.on and not config.lora.load_in_4bit:
         in_4bit = replace(work.phase_settings(), lora=replace(config.lora, load_in_4bit=True))
-        savings["--load-in-4bit"] = tracer.frozen_bytes - PhaseTracer(in_4bit).frozen_bytes
+        with suppress(ImportError):  # of bitsandbytes, where it is not installed
+            savings["--load-in-4bit"] = tracer.frozen_bytes - PhaseTracer(in_4bit).frozen_bytes
     if phase in PHASES and work.target.dtype == torch.float32:
         target = make_target(work.target.model_config, work.target.device, torch.bfloat16)
         lower = replace(work.phase_settings(), target=target)

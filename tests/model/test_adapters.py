@@ -282,6 +282,7 @@ def test_a_checkpoint_is_merged_on_request_and_evaluated_as_it_is(lora_config):
         ({"lora_targets": ["c_attn"]}, "but lora_rank is 0"),
         ({"lora_merge": True}, "but lora_rank is 0"),
         ({"load_in_4bit": True}, "load_in_4bit is True, but lora_rank is 0"),
+        ({"lora_rank": 4, "load_in_4bit": True, "precision": "fp64"}, "precision is fp64, but load_in_4bit"),
         ({"lora_rank": 4, "reference_device": "cpu"}, "reference_device is cpu, but with lora_rank"),
     ],
 )
