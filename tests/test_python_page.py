@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 from grpo import Trainer
+from grpo.model.cpu import SWITCH
 from grpo.run.checkpoint import find_damage
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import open_run
@@ -56,8 +57,9 @@ def weights(model) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("made_up_plans")
-def test_a_loaded_model_is_trained_itself_as_one_by_name_is(config, model_folders):
+def test_a_loaded_model_is_trained_itself_as_one_by_name_is(config, model_folders, monkeypatch):
     """The rest of the arguments in both ways: rows and a `Dataset`, the tokenizer given or found."""
+    monkeypatch.setenv(SWITCH, "sums,slices")  # others exchange layers, but not a given model's
     folder = str(model_folders["llama"])
     config = replace(config, steps=2, model=folder)
     named = Trainer(replace(config, name="a"), prompts=Dataset.from_list(ROWS), rewards=[short])

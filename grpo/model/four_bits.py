@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from grpo.config.groups import LoraSettings
@@ -32,8 +31,10 @@ def check_bitsandbytes(lora: LoraSettings) -> None:
         )
 
 
-def quantization() -> BitsAndBytesConfig:
+def quantization() -> Any:
     """As transformers wants it, to quantize each weight as it is read."""
+    from transformers import BitsAndBytesConfig
+
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 
 

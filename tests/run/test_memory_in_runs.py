@@ -216,7 +216,11 @@ def upper_bytes(run: Run, phase: str, rows: int, *, batch_size: int | None = Non
 
 
 @pytest.mark.parametrize("rows", [8, 4, 1])
-def test_a_budget_that_forces_splits_changes_nothing(fp64: Config, plain: Path, fixed_process, rows: int):
+def test_a_budget_that_forces_splits_changes_nothing(
+    fp64: Config, plain: Path, fixed_process, monkeypatch, rows: int
+):
+    monkeypatch.setattr(feed_forward, "_SLICE", 2**10)  # rows are what so small a model's memory is of
+
     def prepare(run: Run) -> None:
         budget = Budget(upper_bytes(run, "learn", rows), "test")
         run.memory._budget = lambda: budget

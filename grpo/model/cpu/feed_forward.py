@@ -17,10 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
-from transformers.models.llama.modeling_llama import LlamaMLP
-from transformers.models.mistral.modeling_mistral import MistralMLP
-from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.pytorch_utils import Conv1D
 
 from grpo.model import cpu
@@ -50,7 +46,7 @@ def slice_feed_forward(model: PreTrainedModel) -> None:
         plain: Any = getattr(layer, "mlp", None)
         if has_gelu and type(plain) is GPT2MLP:
             layer.mlp = FeedForward(plain)
-        elif has_silu and type(plain) in GATED and plain.down_proj.bias is None:
+        elif has_silu and type(plain).__name__ in GATED and plain.down_proj.bias is None:
             layer.mlp = GatedFeedForward(plain)
 
 
@@ -79,7 +75,8 @@ class FeedForward(nn.Module):
         return outer.view(hidden_states.shape)
 
 
-GATED = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP)
+GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
+"""By name: each is in a module of its own that takes time to load."""
 
 
 class GatedFeedForward(nn.Module):
