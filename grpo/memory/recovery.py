@@ -194,7 +194,7 @@ def _let_go(error: Exception, discard: Callable[[], None]) -> None:
 
 def release_cache() -> None:
     """Give back what an accelerator's allocator keeps for later, which others, and plans, take for held."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and accelerator.type == "mps":
         torch.mps.empty_cache()
     elif accelerator is not None:

@@ -148,6 +148,6 @@ class StepPace:
 def _seconds(work: Callable[[int], object], rows: int) -> float:
     start = time.perf_counter()
     work(rows)
-    if accelerator := torch.accelerator.current_accelerator():
+    if accelerator := torch.accelerator.current_accelerator(check_available=True):
         torch.accelerator.synchronize(accelerator)
     return time.perf_counter() - start

@@ -18,6 +18,7 @@ from grpo.config.groups import SamplingSettings
 from grpo.learning.loss import LossSettings
 from grpo.memory import Shape
 from grpo.memory.planner import largest_multiple
+from grpo.plan.build import TracedFit
 from grpo.plan.trace import PhaseSettings, PhaseTracer
 from grpo.rollout import decoder
 from grpo.workbench.models import num_parameters
@@ -73,7 +74,8 @@ def sampling_memory() -> Iterator[SamplingMemory]:
             counted = own_meter(RealPhases(setting).prepare("sample", shape))
             sampling = SamplingSettings(max_new_tokens=shape.new_tokens)
             settings = PhaseSettings(setting.target, setting.group_size, sampling, LossSettings())
-            fit = PhaseTracer(settings, cache_folder=Path(folder)).fit("sample", shape)
+            tracer = PhaseTracer(settings, cache_folder=Path(folder))
+            fit = TracedFit(tracer, "sample", shape, setting.group_size)
             groups = largest_multiple(
                 lambda rows: weights + fit(shape._replace(rows=rows)) <= 8 * 2**30,  # noqa: B023
                 at_most=2**14, multiple=setting.group_size,
