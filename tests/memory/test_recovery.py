@@ -359,7 +359,7 @@ def test_a_failed_backward_pass_leaves_no_partial_gradient():
 def test_the_accelerators_cache_is_emptied_before_a_retry(device: str | None, monkeypatch):
     emptied: list[str] = []
     current = None if device is None else torch.device(device)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: current)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: current)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: emptied.append("cuda"))
     monkeypatch.setattr(torch.mps, "empty_cache", lambda: emptied.append("mps"))
     survive(fits(4, []), 8, phase="learn")
