@@ -125,7 +125,7 @@ SIZES = LlamaConfig(
 
 def test_the_plan_counts_a_base_in_4_bits(tmp_path):
     """Its bytes exactly, and what a phase adds, where layers are dequantized in turn."""
-    setting = Setting("llama", SIZES, torch.bfloat16, group_size=4, lora=LORA)
+    setting = Setting("llama", SIZES, torch.float32, group_size=4, lora=LORA)
     real = RealPhases(setting)
     traces = PhaseTracer(
         PhaseSettings(
@@ -141,7 +141,7 @@ def test_the_plan_counts_a_base_in_4_bits(tmp_path):
     assert traces.frozen_bytes == held
     for phase in PHASES:
         allocated = allocator_peak(real.prepare(phase, SHAPE))
-        assert held + traces.peak_bytes(phase, SHAPE) == pytest.approx(held + allocated, rel=0.01), phase
+        assert held + traces.peak_bytes(phase, SHAPE) == pytest.approx(held + allocated, rel=0.02), phase
 
 
 def test_a_model_that_is_loaded_already_is_refused(config, load):
