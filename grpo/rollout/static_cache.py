@@ -131,10 +131,12 @@ def _attend(
     return key.attend(query.squeeze(2), scale).unsqueeze(1), None
 
 
+AttentionInterface.register(_NAME, _attend)
+
+
 @contextmanager
 def decoding(config: PretrainedConfig, layers: Sequence[StaticLayer], places: Places) -> Iterator[None]:
     """Inside, a model's layers attend to these, and each row's newest token goes to its place."""
-    AttentionInterface.register(_NAME, _attend)
     before = config._attn_implementation
     config._attn_implementation = _NAME
     for layer in layers:

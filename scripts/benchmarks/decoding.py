@@ -38,7 +38,7 @@ def race_decoders(rows: int, rounds: int, folder: Path) -> Outcome:
 
 
 def decoding_table(outcomes: Sequence[Outcome]) -> Table:
-    """Ratios are of the contender's seconds, and of its process's peak, to our native decoder's."""
+    """Ratios are of the contender's seconds to our native decoder's."""
     table = Table("rows", "decoder", "ms a token", "against it", "process's peak, GB", box=box.MARKDOWN)
     for outcome in outcomes:
         for name, steps in outcome.steps.items():
@@ -76,11 +76,11 @@ def sampling_memory() -> Iterator[SamplingMemory]:
             settings = PhaseSettings(setting.target, setting.group_size, sampling, LossSettings())
             tracer = PhaseTracer(settings, cache_folder=Path(folder))
             fit = TracedFit(tracer, "sample", shape, setting.group_size)
-            groups = largest_multiple(
+            rows_in_8gb = largest_multiple(
                 lambda rows: weights + fit(shape._replace(rows=rows)) <= 8 * 2**30,  # noqa: B023
                 at_most=2**14, multiple=setting.group_size,
             )  # fmt: skip
-            yield SamplingMemory(name, counted, fit(shape), groups)
+            yield SamplingMemory(name, counted, fit(shape), rows_in_8gb)
 
 
 def sampling_memory_table(found: Iterable[SamplingMemory]) -> Table:
