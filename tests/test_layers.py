@@ -10,7 +10,7 @@ LAYERS = (
     ("grpo.commands",),
     ("grpo.workbench",),
     ("grpo.trainer",),
-    ("grpo.phases",),
+    ("grpo.phases", "grpo.play"),
     ("grpo.run",),
     ("grpo.plan",),
     ("grpo.evaluate", "grpo.learning"),

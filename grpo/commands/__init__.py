@@ -21,6 +21,7 @@ COMMANDS = {
     "train": Command("train a language model with GRPO", "--steps 5 --batch-size 16", trains=True),
     "monitor": Command("train and watch: is memory growing?", "200 64", trains=True),
     "evaluate": Command("held-out quality of a model or a run", "runs/NAME"),
+    "uci": Command("a model as an engine for chess programs", "--model runs/NAME"),
     "find-max": Command("the largest batch that fits, by real steps", "--memory-limit 800MB", trains=True),
     "calculate": Command("the largest batch for a card that is not there", "--gpu rtx4090"),
     "worth-it": Command("the batch from which more is hardly better", "--batch-size 256", trains=True),

@@ -137,22 +137,6 @@ class EvaluateConfig:
         return bool(self.reward) or any((Path(model) / CONFIG_FILE).is_file() for model in self.models)
 
 
-def checkpoint_of(model: str) -> str:
-    """Of a run's folder the best checkpoint, else the newest; any other model as it is."""
-    from grpo.run.checkpoint import CheckpointFolder
-
-    checkpoints = CheckpointFolder(Path(model) / "checkpoints", keep=1)
-    if not checkpoints.folder.is_dir():
-        return model
-    chosen = checkpoints.best
-    if chosen is None and (newest := checkpoints.newest_intact()):  # which reads all of its files
-        chosen = newest.folder
-    if chosen is None:
-        raise ValueError(f"model is {model!r}, a run without a checkpoint: let it train on, or name a model")
-    logger.info("evaluating {}", chosen)
-    return str(chosen)
-
-
 def main() -> int:
     """Run the command line."""
     try:
@@ -201,6 +185,7 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
     from grpo.evaluate import evaluate, mate_in_one, self_play
     from grpo.model.load import RolloutModel, load_policy
     from grpo.model.target import choose_device, choose_model
+    from grpo.run.folder import checkpoint_of
     from grpo.run.loading import prompt_room
 
     task = config.task

@@ -73,6 +73,7 @@ def rollout(
     stay_gathered: bool = False,
     watch_cache: Callable[[int, CacheBytes], None] | None = None,
     watch_rows: Callable[[float], None] | None = None,
+    stopped: Callable[[], bool] | None = None,
 ) -> Rollout:
     """Sample N = len(uniforms) completions, N / B of each prompt, at most `rows` at once.
 
@@ -83,6 +84,7 @@ def rollout(
     stay_gathered: of a sharded model all weights at once, instead of a layer's for each token anew.
     watch_cache: told, every few steps, how many the first rows have done and what the cache takes up.
     watch_rows: told, as often, what share of all is done.
+    stopped: asked after every token; once it says so, rows are left as they are, most of them cut short.
     """
     room = context_length(model.config) - settings.max_new_tokens
     prompt_ids = tokenize_prompts(prompts, tokenizer, longest=room)
@@ -90,7 +92,7 @@ def rollout(
     group_size = num_rows // len(prompts)
     ends = end_tokens(model, tokenizer) if ends is None else ends
     sampling = _Sampling(model, tokenizer, ends, prompt_ids, uniforms.to(model.device), settings, kept)
-    sampling.watch_cache, sampling.watch_rows = watch_cache, watch_rows
+    sampling.watch_cache, sampling.watch_rows, sampling.stopped = watch_cache, watch_rows, stopped
     width = min(rows, group_size)  # rows of one group that decode together
 
     def work() -> None:
@@ -122,6 +124,7 @@ class _Sampling:
 
     watch_cache: Callable[[int, CacheBytes], None] | None = None
     watch_rows: Callable[[float], None] | None = None
+    stopped: Callable[[], bool] | None = None
 
     def __init__(
         self,
@@ -158,6 +161,9 @@ class _Sampling:
             )  # fmt: skip
             running: list[int | None] = [*groups]  # in each place
             for steps in count(1):
+                if self.stopped is not None and self.stopped():
+                    self._take(_in_use(running), slots, running, rows_of)
+                    return
                 longest = steps == self._longest
                 looks = steps < self._longest and steps % _CHECK_EVERY == 1
                 if self.watch_cache is not None and (looks or longest):
@@ -166,7 +172,7 @@ class _Sampling:
                     self.watch_rows(self._share_done(slots, running))
                 if steps % check_every == 0 or longest:
                     if steps % _CHECK_EVERY == 0 or longest:
-                        self._stop(slots, [place for place, group in enumerate(running) if group is not None])
+                        self._stop(slots, _in_use(running))
                     self._take_ended(slots, running, rows_of)
                     if not any_process(self._model, any(group is not None for group in running)):
                         break
@@ -196,7 +202,7 @@ class _Sampling:
                 for place, group in zip(places, groups, strict=True):
                     running[place] = group
             return slots, running
-        going_on = [place for place, group in enumerate(running) if group is not None] or [0]
+        going_on = _in_use(running) or [0]
         if not slots.is_recorded:
             if len(going_on) < len(running):
                 slots.keep(going_on)
@@ -220,14 +226,17 @@ class _Sampling:
     def _take_ended(self, slots: Slots, running: list[int | None], rows_of: Tensor) -> None:
         """Write what groups say that have ended since one last looked."""
         ended = [place for place, over in enumerate(slots.ended()) if over and running[place] is not None]
-        if not ended:
-            return
-        self._stop(slots, ended)
-        rows = rows_of[[running[place] for place in ended]].flatten()
-        places = slots.rows_of(ended)
+        if ended:
+            self._stop(slots, ended)
+            self._take(ended, slots, running, rows_of)
+
+    def _take(self, taken: Sequence[int], slots: Slots, running: list[int | None], rows_of: Tensor) -> None:
+        """Write what groups in these places say, which then are free."""
+        rows = rows_of[[running[place] for place in taken]].flatten()
+        places = slots.rows_of(taken)
         for name in ("ids", "logp", "lengths", "terminated"):
             getattr(self, name)[rows] = getattr(slots, name)[places]
-        for place in ended:
+        for place in taken:
             running[place] = None
 
     def _stop(self, slots: Slots, groups: Sequence[int]) -> None:
@@ -247,7 +256,12 @@ class _Sampling:
 
     def _share_done(self, slots: Slots, running: list[int | None]) -> float:
         """Of all tokens that there may be; a row that has ended has no more to come."""
-        places = slots.rows_of([place for place, group in enumerate(running) if group is not None])
+        places = slots.rows_of(_in_use(running))
         done = torch.where(slots.terminated, self._longest, slots.lengths)[places].sum().item()
         ended = int((self.lengths > 0).sum().item())
         return (ended + done / self._longest) / len(self.lengths)
+
+
+def _in_use(running: Sequence[int | None]) -> list[int]:
+    """Places that have a group."""
+    return [place for place, group in enumerate(running) if group is not None]

@@ -139,6 +139,23 @@ def open_checkpoints(config: Config, folder: Path) -> tuple[CheckpointFolder, Ch
     return checkpoints, checkpoint
 
 
+def checkpoint_of(model: str) -> str:
+    """Of a run's folder the best checkpoint, else the newest; any other model as it is.
+
+    ValueError where a run has none.
+    """
+    checkpoints = CheckpointFolder(Path(model) / "checkpoints", keep=1)
+    if not checkpoints.folder.is_dir():
+        return model
+    chosen = checkpoints.best
+    if chosen is None and (newest := checkpoints.newest_intact()):  # which reads all of its files
+        chosen = newest.folder
+    if chosen is None:
+        raise ValueError(f"model is {model!r}, a run without a checkpoint: let it train on, or name a model")
+    logger.info("{} is taken as {}", model, chosen)
+    return str(chosen)
+
+
 def _changes(config: Config, folder: Path, saved: dict[str, Any] | None) -> list[str]:
     """What of a resumed run's settings is no longer as it was when its checkpoint was `saved`."""
     file = folder / CONFIG_FILE

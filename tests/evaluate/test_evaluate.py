@@ -17,7 +17,7 @@ from scipy import stats
 
 import grpo.evaluate.games
 import grpo.evaluate.heldout
-from grpo.commands.evaluate import EvaluateConfig, checkpoint_of, show
+from grpo.commands.evaluate import EvaluateConfig, show
 from grpo.config.groups import SamplingSettings
 from grpo.data import is_heldout
 from grpo.data.beforehand import check_beforehand
@@ -483,14 +483,3 @@ def test_command_finds_what_is_wrong_before_it_loads_a_model(tmp_path):
         check_beforehand(EvaluateConfig(("nowhere",), prompts="nothing.txt").task)
     with pytest.raises(ValueError, match=r"leaves 12 beside --max-new-tokens 500: lower"):
         show(EvaluateConfig(("rook-tiny",), max_new_tokens=500))
-
-
-def test_of_a_run_the_best_checkpoint_is_evaluated(tmp_path):
-    assert checkpoint_of("rook-tiny") == "rook-tiny" and checkpoint_of(str(tmp_path)) == str(tmp_path)
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    with pytest.raises(ValueError, match="a run without a checkpoint"):
-        checkpoint_of(str(tmp_path))
-    (folder / "step-000002").mkdir()
-    (folder / "best").symlink_to("step-000002")
-    assert checkpoint_of(str(tmp_path)) == str(folder / "step-000002")

@@ -17,6 +17,7 @@ from grpo.learning.optimizer import make_optimizer
 from grpo.model.cpu.feed_forward import slice_feed_forward
 from grpo.run import checkpoint as checkpoint_module
 from grpo.run.checkpoint import CheckpointFolder, find_damage, restore_optimizer
+from grpo.run.folder import checkpoint_of
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import open_run
 from grpo.trainer import Trainer
@@ -344,3 +345,14 @@ def test_step_10_000_000_is_newer_than_step_9_999_999(folder, save):
     save(folder, 10_000_000)
     assert steps(folder) == [9_999_999, 10_000_000]
     assert folder.newest_intact().state["step"] == 10_000_000
+
+
+def test_of_a_run_the_best_checkpoint_is_taken(tmp_path):
+    assert checkpoint_of("rook-tiny") == "rook-tiny" and checkpoint_of(str(tmp_path)) == str(tmp_path)
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    with pytest.raises(ValueError, match="a run without a checkpoint"):
+        checkpoint_of(str(tmp_path))
+    (folder / "step-000002").mkdir()
+    (folder / "best").symlink_to("step-000002")
+    assert checkpoint_of(str(tmp_path)) == str(folder / "step-000002")

@@ -1,0 +1,160 @@
+"""`grpo-lean uci` as a chess program has it: whole games by the clock, the time it takes to start and stop,
+and lines that no program should send."""
+
+import logging
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import Queue
+
+import chess
+import chess.engine
+
+from grpo.data.load import POSITIONS
+
+ENDGAME = "8/8/R7/7p/P2K2k1/7r/8/8 w - - 0 56"
+_WORDS = """
+uci isready ucinewgame position go stop setoption ponderhit debug register startpos fen moves name value
+searchmoves wtime btime winc binc movetime nodes depth mate movestogo infinite ponder Temperature Seed
+IllegalMoves resign replace e2e4 e7e5 0000 a1a1 e7e8q -1 0 1 1e5 99999999999999 nan 8/8/8/8/8/8/8/8 w b - = %s
+\x00 \ufffd ♞ {} <b> \x1b[31m
+"""
+
+
+def nonsense(rng: random.Random) -> str:
+    """A malformed line, or one out of order; never `quit`."""
+    kind = rng.random()
+    if kind < 0.1:
+        text = "".join(chr(rng.randrange(1, 0x3000)) for _ in range(rng.randrange(200)))
+        return " ".join(text.replace("quit", "").splitlines())
+    if kind < 0.12:
+        return "position startpos moves " + "e2e4 " * 20_000
+    if kind < 0.3:
+        return rng.choice(
+            (f"position fen {ENDGAME}", "position startpos", "go movetime 1", "stop", "isready")
+        )
+    return " ".join(rng.choices(_WORDS.split(), k=rng.randrange(1, 12)))
+
+
+def command(model: str) -> list[str]:
+    """That a chess program starts."""
+    return [sys.executable, "scripts/play.py", "--model", model]
+
+
+@dataclass
+class Played:
+    """What became of the games."""
+
+    games: int = 0
+    moves: int = 0
+    """Of the engine."""
+    results: list[str] = field(default_factory=list)
+    late: int = 0
+    """Moves after whose time the clock stood below zero."""
+    errors: list[str] = field(default_factory=list)
+    """Of the protocol, as python-chess logs them."""
+    slowest_s: float = 0.0
+
+
+@contextmanager
+def _protocol_errors() -> Iterator[list[str]]:
+    found: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    handler = Kept(logging.WARNING)
+    logging.getLogger("chess.engine").addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger("chess.engine").removeHandler(handler)
+
+
+def play_games(
+    engine: chess.engine.SimpleEngine, games: int, *, seed: int, clock_s: float, added_s: float
+) -> Played:
+    """Whole games against random moves, in either colour in turn, of the start and of endgames in turn."""
+    rng, played = random.Random(seed), Played()
+    fens = [line.split("M:")[0][3:].strip() for line in (POSITIONS / "heldout.txt").read_text().splitlines()
+            if line.startswith("P:")]  # fmt: skip
+    with _protocol_errors() as errors:
+        for game in range(games):
+            board = chess.Board() if game % 4 < 2 else chess.Board(rng.choice(fens))
+            ours, clocks = game % 2 == 0, [clock_s, clock_s]
+            while board.outcome(claim_draw=False) is None and not board.is_repetition(3):
+                if board.turn != ours:
+                    board.push(rng.choice(list(board.legal_moves)))
+                    continue
+                limit = chess.engine.Limit(
+                    white_clock=max(0.001, clocks[chess.WHITE]), black_clock=max(0.001, clocks[chess.BLACK]),
+                    white_inc=added_s, black_inc=added_s,
+                )  # fmt: skip
+                begun = time.monotonic()
+                result = engine.play(board, limit, game=game, info=chess.engine.INFO_ALL)
+                took = time.monotonic() - begun
+                played.slowest_s = max(played.slowest_s, took)
+                clocks[ours] -= took
+                played.late += clocks[ours] < 0
+                clocks[ours] += added_s
+                assert result.move in board.legal_moves, f"{result.move} in {board.fen()}"
+                board.push(result.move)
+                played.moves += 1
+            played.games += 1
+            played.results.append(board.result(claim_draw=True))
+    played.errors = errors
+    return played
+
+
+def stop_times(engine: chess.engine.SimpleEngine, times: int) -> list[float]:
+    """Seconds from `stop` to `bestmove`, sent at any moment of an answer."""
+    rng, found = random.Random(0), []
+    for _ in range(times):
+        with engine.analysis(chess.Board(ENDGAME)) as analysis:
+            time.sleep(rng.random() / 2)
+            begun = time.monotonic()
+            analysis.stop()
+            analysis.wait()
+            found.append(time.monotonic() - begun)
+    return found
+
+
+def survives(model: str, lines: Sequence[str], *, patience_s: float = 60) -> str:
+    """ "" where the engine obeys after all these lines, else what is wrong."""
+    process = subprocess.Popen(
+        command(model), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert process.stdin is not None and process.stdout is not None
+    said: Queue[str] = Queue()
+
+    def read() -> None:
+        for line in process.stdout:
+            said.put(line.decode().rstrip("\n"))
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        for line in [*lines, "stop", "ucinewgame", f"position fen {ENDGAME}", "go searchmoves a6a5"]:
+            process.stdin.write(line.encode(errors="replace") + b"\n")
+            process.stdin.flush()
+        end = time.monotonic() + patience_s
+        while (answer := said.get(timeout=max(0.01, end - time.monotonic()))) != "bestmove a6a5":
+            if answer.split(" ")[0] not in ("id", "option", "uciok", "readyok", "info", "bestmove"):
+                return f"it said {answer!r}, which is not UCI"
+        process.stdin.write(b"quit\n")
+        process.stdin.flush()
+        return "" if process.wait(5) == 0 else f"it ended with {process.returncode}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        process.kill()
+
+
+def median_ms(seconds: Sequence[float]) -> str:
+    return f"{1000 * statistics.median(seconds):.0f} ms, at most {1000 * max(seconds):.0f}"
