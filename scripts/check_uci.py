@@ -30,10 +30,9 @@ def main(
         print(f"uciok after {introduced:.1f} s, readyok after {time.monotonic() - begun:.1f} s")
         print(f"stop to bestmove: {median_ms(stop_times(engine, 20))}")
         played = play_games(engine, games, seed=seed, clock_s=clock_s, added_s=added_s)
-    print(
-        f"{played.games} games, {played.moves} engine moves, slowest {played.slowest_s:.2f} s; late: "
-        f"{played.late}, protocol errors: {len(played.errors)} {played.errors[:3]}\n{' '.join(played.results)}"
-    )
+    print(f"{played.games} games, {played.moves} of its moves, the slowest took {played.slowest_s:.2f} s")
+    print(f"late: {played.late}, protocol errors: {len(played.errors)} {played.errors[:3]}")
+    print(*played.results)
     rng = random.Random(seed)
     wrong = survives(model, [nonsense(rng) for _ in range(lines)])
     print(f"{lines} bad lines: {wrong or 'it obeys after them'}")

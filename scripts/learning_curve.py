@@ -15,7 +15,7 @@ from typing import Any
 
 import tyro
 import yaml
-from benchmarks.learning import demo_config, heldout_prompts, train_grpo, train_supervised
+from benchmarks.learning import demo_config, heldout_prompts, play_untrained, train_grpo, train_supervised
 from benchmarks.learning_report import draw, report
 from loguru import logger
 
@@ -36,6 +36,7 @@ def main(
     steps: int | None = None,
     batch_size: int | None = None,
     heldout: int = 1000,
+    games: int = 200,
     controls: bool = True,
     minutes: float | None = None,
     change: tuple[str, ...] = (),
@@ -48,6 +49,7 @@ def main(
         steps: Fewer steps than the demo's, for a quick look.
         batch_size: Completions a step in place of the demo's, likewise.
         heldout: Held-out prompts of each task.
+        games: Games in each mode against the untrained model, two from each of so many held-out positions.
         controls: Learning rate 0, and supervised training for as long as GRPO took with seed 0.
         minutes: Limit of each run in place of the demo's, for a machine that is busy with other work.
         change: Other settings than the demo's, such as "credit=whole" "kl_coef=0.02"; give another output.
@@ -59,6 +61,8 @@ def main(
     )
     config = from_flat(dict(map(_setting, change)), config)
     prompts = heldout_prompts(config, heldout)
+    fens = [prompt.columns["fen"] for prompt in prompts if prompt.task == "policy"][: games // 2]
+    untrained = load_policy(config.model, choose_device(config.device), config.precision)
     output.mkdir(parents=True, exist_ok=True)
 
     def run(name: str, settings: Config) -> None:
@@ -71,14 +75,17 @@ def main(
             limit = settings.minutes or math.inf
             policy = train_supervised(settings, minutes=min(limit, _minutes(output / "seed-0.minutes")))
         elif name == "before":
-            policy = load_policy(settings.model, choose_device(settings.device), settings.precision)
+            policy = untrained
         else:
             _, policy, stopped = train_grpo(replace(settings, name=name), console)
             if stopped:
                 sys.exit(130)
         minutes = (time.monotonic() - start) / 60
         (output / f"{name}.minutes").write_text(f"{minutes:.3f}")
-        measure(policy, settings, prompts, samples=SAMPLES).save(output, name)
+        quality = measure(policy, settings, prompts, samples=SAMPLES)
+        if fens:
+            quality |= play_untrained(None if name == "before" else policy, untrained, settings, fens)
+        quality.save(output, name)
         logger.warning("{}: trained for {:.1f} minutes", name, minutes)
 
     names = [f"seed-{seed}" for seed in range(seeds)]

@@ -22,6 +22,7 @@ COMMANDS = {
     "monitor": Command("train and watch: is memory growing?", "200 64", trains=True),
     "evaluate": Command("held-out quality of a model or a run", "runs/NAME"),
     "uci": Command("a model as an engine for chess programs", "--model runs/NAME"),
+    "match": Command("games of a model against an engine or a model", "runs/NAME --against rook-tiny"),
     "find-max": Command("the largest batch that fits, by real steps", "--memory-limit 800MB", trains=True),
     "calculate": Command("the largest batch for a card that is not there", "--gpu rtx4090"),
     "worth-it": Command("the batch from which more is hardly better", "--batch-size 256", trains=True),

@@ -18,6 +18,7 @@ from grpo.run.screen import configure_logging
 
 DONE, WRONG_SETTING = 0, 2
 """Exit statuses."""
+_A_POSITION = "8/8/8/4k3/8/4K3/8/4R3 w - - 0 1"
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,9 @@ def main() -> int:
 
 def _serve(config: UciConfig) -> int:
     """stdout is UCI's alone: what anything else writes there goes to stderr."""
+    import chess
+
+    from grpo.play.thought import Position
     from grpo.play.uci import Engine, Thinker
 
     lines = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
@@ -76,7 +80,9 @@ def _serve(config: UciConfig) -> int:
     def load(device: str) -> Thinker:
         from grpo.play.load import load_player  # takes seconds, which `uci` need not wait for
 
-        return load_player(config.model, device, rows=1)
+        player = load_player(config.model, device, rows=1)
+        player.think([Position(chess.Board(_A_POSITION), seed=0)], most_answers=1)  # the first takes longest
+        return player
 
     def fail(error: Exception) -> None:
         logger.error("{}", error)

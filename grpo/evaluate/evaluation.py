@@ -14,6 +14,8 @@ from grpo.evaluate.scores import Column, decimals
 from grpo.types import Prompt
 
 LEVEL = 0.95
+LEVEL_Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+"""Deviations of a normal distribution within which so much lies."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +116,7 @@ def paired_difference(
 
 def wilson_interval(hits: int, num: int) -> tuple[float, float]:
     """95 % score interval of a share (Wilson, 1927). By hand: loading scipy.stats takes 23 MB for good."""
-    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    z = LEVEL_Z
     middle = (hits + z**2 / 2) / (num + z**2)
     reach = z * math.sqrt(hits * (num - hits) / num + z**2 / 4) / (num + z**2)
     return max(0.0, middle - reach), min(1.0, middle + reach)

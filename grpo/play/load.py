@@ -3,15 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-import chess
-
 from grpo.config import CONFIG_FILE, Config, from_flat
 from grpo.config.groups import Precision
 from grpo.config.reading import read_run_settings
 from grpo.model.load import RolloutModel, load_policy
 from grpo.model.target import choose_device, choose_model
 from grpo.play.player import Player
-from grpo.play.thought import Position
 from grpo.run.folder import checkpoint_of
 
 
@@ -19,6 +16,12 @@ def settings_of(model: str) -> Config:
     """Those that a run was trained with; of another model the defaults."""
     is_run = (Path(model) / CONFIG_FILE).is_file()
     return from_flat(read_run_settings(Path(model))) if is_run else Config()
+
+
+def known_as(model: str) -> str:
+    """Its name, of a run with the checkpoint that is taken."""
+    folder = Path(checkpoint_of(model))
+    return model if str(folder) == model else f"{Path(model).name} {folder.resolve().name}"
 
 
 def load_player(
@@ -30,10 +33,8 @@ def load_player(
     """
     settings, device = settings_of(model), choose_device(device_name)
     policy = load_policy(choose_model(checkpoint_of(model), device), device, precision)
-    player = Player(
+    return Player(
         RolloutModel(policy.model, policy.target.dtype).model, policy.tokenizer,
         replace(settings.sampling, temperature=temperature),
         trailing_space=settings.asking.trailing_space, rows=rows,
     )  # fmt: skip
-    player.think([Position(chess.Board(), seed=0)], most_answers=1)  # the first answer takes longest
-    return player

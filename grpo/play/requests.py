@@ -103,14 +103,14 @@ class Go:
         """For a move, at most; None: as long as it takes.
 
         An answer is no better for more time: the clock only cuts short one that would be late. It has a
-        tenth of what is left, or most of what the move adds.
+        tenth of what is left, or half of what the move adds.
         """
         if self.movetime is not None:
             return max(0.0, self.movetime / 1000 - _OVERHEAD_S)
         left, added = (self.wtime, self.winc) if turn else (self.btime, self.binc)
         if left is None:
             return None
-        return max(0.0, min(left / 1000 - _RESERVE_S, max(left / 10, 0.7 * added) / 1000))
+        return max(0.0, min(left / 1000 - _RESERVE_S, max(left / 10, added / 2) / 1000))
 
 
 _NUMBERS = {each.name for each in fields(Go)} - {"infinite", "searchmoves"}

@@ -3,10 +3,12 @@
 import itertools
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from loguru import logger
@@ -16,9 +18,13 @@ from benchmarks.pretrain import completion_logits, token_batches
 from grpo.config import Config, read_config
 from grpo.data import load_prompts
 from grpo.data.load import POSITIONS
+from grpo.evaluate import Evaluation
+from grpo.evaluate.quality import ROWS, Quality
 from grpo.learning.optimizer import make_optimizer
-from grpo.model.load import Policy, load_policy
+from grpo.model.load import Policy, RolloutModel, load_policy
 from grpo.model.target import choose_device
+from grpo.play.match import GAMES, score_against
+from grpo.play.player import Player
 from grpo.run.interrupt import stop_on_signal
 from grpo.run.setup import open_run
 from grpo.trainer import Trainer
@@ -68,3 +74,24 @@ def train_supervised(config: Config, *, minutes: float, learning_rate: float = 1
         optimizer.step()
         optimizer.zero_grad()
     return policy
+
+
+def play_untrained(policy: Policy | None, untrained: Policy, config: Config, fens: Sequence[str]) -> Quality:
+    """Column `GAMES`, in both modes: what a model scores against the untrained one from these positions.
+
+    None: the untrained model itself, which scores a half by definition.
+    """
+    if policy is None:
+        prompts = [Prompt(fen, fen, {}) for fen in fens]
+        half = Evaluation.of(prompts, {GAMES: np.full((len(fens), 1), 0.5)})
+        return Quality(half, half)
+
+    def scored(temperature: float) -> Evaluation:
+        settings = replace(config.sampling, temperature=temperature)
+        players = [
+            Player(RolloutModel(each.model, each.target.dtype).model, each.tokenizer, settings, rows=ROWS)
+            for each in (policy, untrained)
+        ]
+        return score_against(*players, fens, seed=config.seed, at_once=ROWS)
+
+    return Quality(scored(config.sampling.temperature), scored(0.0))

@@ -17,7 +17,7 @@ FILES = {
     "find-max": "scripts/find_max_batch_size.py", "calculate": "scripts/calculate_batch_size.py",
     "sweep": "scripts/sweep_batch_sizes.py", "report": "scripts/report.py",
     "check": "scripts/check_performance.py", "worth-it": "scripts/worth_it.py",
-    "uci": "scripts/play.py",
+    "uci": "scripts/play.py", "match": "scripts/match.py",
 }  # fmt: skip
 
 

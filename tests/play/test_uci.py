@@ -254,7 +254,7 @@ def test_a_game_that_is_over_has_no_move():
         ("", True, None), ("infinite", True, None), ("depth 3", True, None),
         ("movetime 1030", True, 1.0), ("movetime -5", False, 0.0),
         ("wtime 60000 btime 30000", True, 6.0), ("wtime 60000 btime 30000", False, 3.0),
-        ("wtime 1000 winc 500 btime 1", True, 0.35), ("wtime 1000 winc 500 btime 1", False, 0.0),
+        ("wtime 1000 winc 500 btime 1", True, 0.25), ("wtime 1000 winc 500 btime 1", False, 0.0),
         ("wtime 130 winc 5000", True, 0.03),  # the increment comes after the move
         ("movetime soon wtime", True, None),
     ],

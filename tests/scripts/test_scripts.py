@@ -25,7 +25,7 @@ def test_the_demo_shows_before_and_after(tmp_path):
 
 
 def test_the_learning_curve_has_its_controls_and_keeps_what_is_done(tmp_path):
-    little = ("--steps", 1, "--batch-size", 16, "--seeds", 1, "--heldout", 8, "--minutes", 0.1)
+    little = ("--steps", 1, "--batch-size", 16, "--seeds", 1, "--heldout", 8, "--minutes", 0.1, "--games", 0)
     arguments = ("--output", tmp_path / "out", *little)
     text = shown(run("scripts/learning_curve.py", *arguments, cwd=tmp_path))
     assert "rate-0" in text and "supervised" in text and "Significantly below -2 points (greedy)" in text

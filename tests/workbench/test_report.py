@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from report_folders import (
 
 from grpo.evaluate import Evaluation, quality
 from grpo.evaluate.quality import Example, Quality
+from grpo.play.record import Game, Match
 from grpo.types import Prompt
 from grpo.workbench.report import make_page, write_report
 from grpo.workbench.report.compare import lacking, verdict
@@ -394,3 +396,60 @@ def test_a_conversation_is_shown_as_it_was_said(tmp_path):
 def test_a_series_has_one_colour_in_all_pictures(tmp_path):
     phases = ("sample", "reward", "score", "learn", "update", "wait", "reduce", "other")
     assert len({phase_color(phase) for phase in phases}) == len(phases)
+
+
+# ------------------------------------------------------------------------------------------------- games
+
+
+def matches_in(folder: Path, results: Sequence[str], name: str = "a-match") -> Match:
+    """Played by this run as White and Black in turn, three half-moves each."""
+    games = [
+        Game(
+            FEN,
+            number % 2 == 0,
+            ["a6a5", "h5h4", "d4e4"],
+            {2: "candidate"},
+            result,
+            "stalemate" * bool(result),
+        )
+        for number, result in enumerate(results)
+    ]
+    match = Match(("run step-000009", "rook-tiny"), {}, games)
+    (folder / "matches" / name).mkdir(parents=True)
+    match.save(folder / "matches" / name)
+    return match
+
+
+def test_matches_stand_with_their_score_and_three_games_as_boards(tmp_path):
+    folder = write_run(tmp_path / "run")
+    # White, Black, White, …: won, drawn, lost, lost, drawn.
+    match = matches_in(folder, ("1-0", "1/2-1/2", "0-1", "1-0", "1/2-1/2", "*"))
+    assert tuple(match.score) == (1, 2, 2)
+    page = make_page([folder])
+    (section,) = (each for each in page.sections if each.title == "Games")
+    assert section.sentences == [
+        "run step-000009 scored 40.0 % against rook-tiny in 5 games: too close to tell."
+    ]
+    (row,) = section.tables[0].rows
+    assert (
+        row[:5] == ("rook-tiny", "5", "1", "2", "2")
+        and row[5].startswith("40.0 % (")
+        and row[7:] == ("0.60", "3")
+    )
+    assert [card.title[:6] for card in section.cards] == ["game 1", "game 2", "game 3"]
+    first = section.cards[0]
+    assert len(first.boards) == 2 and first.prompt == FEN and first.completion == "56. Ra5 h4 57. Ke4"
+    assert first.remark == "Illegal answers at half-moves 3." and section.cards[1].remark == ""
+    html, markdown = to_html(page), to_markdown(page, "report-files")
+    assert html.count("<svg") > 6 and "game 3: run step-000009 against rook-tiny, 0-1" in html
+    assert "56. Ra5 h4 57. Ke4" in markdown and "| rook-tiny |" in markdown
+
+
+def test_a_match_that_cannot_be_read_is_told_of_and_one_without_a_game_is_not(tmp_path):
+    folder = write_run(tmp_path / "run")
+    matches_in(folder, ("*",), "begun")
+    matches_in(folder, ("1-0",), "broken")
+    (folder / "matches" / "broken" / "match.json").write_text("{")
+    page = make_page([folder])
+    assert "Games" not in titles(page)
+    assert any("A match is not shown" in line for line in page.sections[-1].sentences)

@@ -54,13 +54,15 @@ def draw_boards(prompt: str, completion: str, name: str) -> Drawn:
 def _policy(fen: str, completion: str, name: str) -> Drawn:
     best = parse_policy_completion(completion).best
     if not best:
-        return Drawn((_board(chess.Board(fen), "", name, "the position"),), "No best move can be read.")
+        return Drawn(
+            (draw_position(chess.Board(fen), "", name, "the position"),), "No best move can be read."
+        )
     board = chess.Board(fen)
     move = legal_move(board, best)
     side = "White" if board.turn else "Black"
     caption = f"{side} to move: {board.san(move) if move else best}"
     remark = "" if move else f"{best} is illegal here."
-    return Drawn((_board(board, best, name, caption, legal=move is not None),), remark)
+    return Drawn((draw_position(board, best, name, caption, legal=move is not None),), remark)
 
 
 def _environment(fen: str, action: str, completion: str, name: str) -> Drawn:
@@ -69,17 +71,19 @@ def _environment(fen: str, action: str, completion: str, name: str) -> Drawn:
     caption = f"before, and {action}{'' if legal else ', which is illegal'}"
     predicted, truth = parse_environment_completion(completion).next_fen, referee(fen, action).next_fen
     if not is_fen(predicted):
-        before = _board(board, action, name, caption, legal=legal)
+        before = draw_position(board, action, name, caption, legal=legal)
         return Drawn((before,), "No next position can be read.")
-    before = _board(board, action, name, caption, legal=legal, coordinates=False)
+    before = draw_position(board, action, name, caption, legal=legal, coordinates=False)
     wrong = wrong_squares(predicted, truth)
     fault = "wrong on the red squares" if wrong else "wrong in a field beside the pieces"
     caption = f"predicted, {'right' if predicted == truth else fault}"
-    after = _board(chess.Board(predicted), "", f"{name}-after", caption, wrong=wrong, coordinates=False)
+    after = draw_position(
+        chess.Board(predicted), "", f"{name}-after", caption, wrong=wrong, coordinates=False
+    )
     return Drawn((before, after))
 
 
-def _board(
+def draw_position(
     board: chess.Board,
     move: str,
     name: str,
@@ -89,7 +93,10 @@ def _board(
     wrong: Sequence[chess.Square] = (),
     coordinates: bool = True,
 ) -> Board:
-    """coordinates: letters and digits at the edges, which two boards side by side have no room for."""
+    """A position with a move as an arrow.
+
+    coordinates: letters and digits at the edges, which two boards side by side have no room for.
+    """
     arrows = []
     if played := as_move(move):
         arrows = [chess.svg.Arrow(played.from_square, played.to_square, color=GOOD if legal else BAD)]

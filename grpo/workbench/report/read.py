@@ -16,6 +16,9 @@ from typing import Any
 from grpo.config import CONFIG_FILE, SettingsError, read_yaml
 from grpo.evaluate import quality
 from grpo.evaluate.quality import Change, Example
+from grpo.play.record import FILE as MATCH_FILE
+from grpo.play.record import FOLDER as MATCHES
+from grpo.play.record import Match
 from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, read_lines
 
 SWEEP_FILE, NOTES_FILE, LEAK_FILE = "sweep.json", "notes.md", "leak.json"
@@ -115,6 +118,8 @@ class Run:
     changes: Sequence[Change] = ()
     """Of held-out quality from before training to after it, where that was measured."""
     examples: Sequence[Example] = ()
+    matches: Sequence[Match] = ()
+    """The last played comes last."""
 
 
 def figure(record: Record, name: str) -> float | None:
@@ -209,8 +214,19 @@ def read_run(folder: Path) -> Run:
         changes, examples = [], []
         missing.append(f"Before and after training is not shown: {error}.")
     return Run(
-        _name(folder), settings, steps, evaluations, completions, memory, leak, missing, changes, examples
-    )
+        _name(folder), settings, steps, evaluations, completions, memory, leak, missing, changes, examples,
+        _read_matches(folder / MATCHES, missing),
+    )  # fmt: skip
+
+
+def _read_matches(folder: Path, missing: list[str]) -> list[Match]:
+    found = []
+    for file in sorted(folder.glob(f"*/{MATCH_FILE}"), key=lambda file: file.stat().st_mtime):
+        try:
+            found.append(Match.load(file.parent))
+        except ValueError as error:
+            missing.append(f"A match is not shown: {error}.")
+    return found
 
 
 def _name(folder: Path) -> str:

@@ -7,6 +7,7 @@ from statistics import mean
 from grpo.evaluate.quality import in_words
 from grpo.workbench.report.figures import Curve, colored, draw
 from grpo.workbench.report.gallery import cards, example_card
+from grpo.workbench.report.games import games_section
 from grpo.workbench.report.read import Record, Run, figure, points
 from grpo.workbench.report.sections import Figure, Page, Section, Table
 from grpo.workbench.report.steps import (
@@ -37,6 +38,7 @@ def run_page(run: Run) -> Page:
     sections = [
         Section("What it says", summary(run)),
         before_after_section(run),
+        games_section(run.matches),
         heldout_section(run),
         reward_section(run),
         policy_section(run),
