@@ -1,4 +1,4 @@
-"""The only place that speaks UCI: a pool of Stockfish processes behind a persistent cache.
+"""Positions analysed by a pool of Stockfish processes, behind a persistent cache.
 
 An analysis depends on the position, the moves asked for and the limit alone: one thread an engine,
 a new game for every position (hash tables carry over otherwise, and the same position gets another

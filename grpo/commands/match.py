@@ -103,21 +103,17 @@ def main() -> int:
     except (ValueError, EngineError) as error:
         print_error(screen(stderr=True), error)
         return WRONG_SETTING
+    from grpo.play.record import PGN_FILE
+
     if match.finished:
         console.print(score_table(match))
     left = len(match.games) - len(match.finished)
-    console.print(f"{folder / _pgn()}: {len(match.finished)} games", highlight=False)
+    console.print(f"{folder / PGN_FILE}: {len(match.finished)} games", highlight=False)
     if left:
         console.print(
             f"stopped with {left} games to play: the same command goes on with them", highlight=False
         )
     return STOPPED if left else DONE
-
-
-def _pgn() -> str:
-    from grpo.play.record import PGN_FILE
-
-    return PGN_FILE
 
 
 def play(config: MatchConfig) -> "tuple[Match, Path]":

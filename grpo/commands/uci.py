@@ -16,7 +16,7 @@ from grpo.commands.screen import print_error, screen
 from grpo.play.requests import MOST_SEED, IllegalMoves, Options
 from grpo.run.screen import configure_logging
 
-DONE, WRONG_SETTING = 0, 2
+DONE, WRONG_SETTING, INTERRUPTED = 0, 2, 130
 """Exit statuses."""
 _A_POSITION = "8/8/8/4k3/8/4K3/8/4R3 w - - 0 1"
 
@@ -58,12 +58,16 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print_error(screen(stderr=True), error)
         return WRONG_SETTING
-    status = _serve(config)
+    try:
+        _serve(config)
+        status = DONE
+    except KeyboardInterrupt:
+        status = INTERRUPTED
     sys.stderr.flush()
     os._exit(status)
 
 
-def _serve(config: UciConfig) -> int:
+def _serve(config: UciConfig) -> None:
     """stdout is UCI's alone: what anything else writes there goes to stderr."""
     import chess
 
@@ -95,4 +99,3 @@ def _serve(config: UciConfig) -> int:
     engine = Engine(load, send, name=f"grpo-lean {config.model}", options=options, fail=fail)
     sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     engine.run(sys.stdin)
-    return DONE

@@ -1,7 +1,7 @@
 """Held-out quality in the RookWorld README's columns, each with a 95 % interval.
 
 Scoring is pure, what it finds is an `Evaluation`, and whatever a model is asked to do (answer prompts,
-play itself, mate in one) ends as one. Left out on purpose: playing strength, which needs an opponent.
+play itself, mate in one) ends as one. Left out: playing strength, which needs an opponent (`grpo/play`).
 """
 
 from grpo.evaluate.evaluation import Evaluation, paired_difference

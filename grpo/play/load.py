@@ -6,10 +6,13 @@ from pathlib import Path
 from grpo.config import CONFIG_FILE, Config, from_flat
 from grpo.config.groups import Precision
 from grpo.config.reading import read_run_settings
-from grpo.model.load import RolloutModel, load_policy
+from grpo.model.load import RolloutModel, context_length, load_policy
 from grpo.model.target import choose_device, choose_model
 from grpo.play.player import Player
 from grpo.run.folder import checkpoint_of
+
+_LONGEST_PROMPT = 96
+"""Tokens, were each letter of a position one."""
 
 
 def settings_of(model: str) -> Config:
@@ -33,8 +36,14 @@ def load_player(
     """
     settings, device = settings_of(model), choose_device(device_name)
     policy = load_policy(choose_model(checkpoint_of(model), device), device, precision)
+    room = context_length(policy.model.config) - _LONGEST_PROMPT
+    if room < 1:
+        raise ValueError(f"model {model!r} has a context too short for a position: give another one")
     return Player(
         RolloutModel(policy.model, policy.target.dtype).model, policy.tokenizer,
-        replace(settings.sampling, temperature=temperature),
+        replace(
+            settings.sampling, temperature=temperature,
+            max_new_tokens=min(settings.sampling.max_new_tokens, room),
+        ),
         trailing_space=settings.asking.trailing_space, rows=rows,
     )  # fmt: skip

@@ -70,9 +70,12 @@ def _share_played(game: Game) -> float:
 def score_against(
     player: Opponent, other: Opponent, fens: Sequence[str], *, seed: int, at_once: int
 ) -> Evaluation:
-    """Column `GAMES`: what a player scores from each position, the mean over both colours."""
+    """Column `GAMES`: what a player scores from each position, the mean over both colours.
+
+    Illegal answers lose: between weak models whose answers are replaced nearly all games are drawn.
+    """
     boards = [chess.Board(fen) for fen in fens]
     match = Match(("", ""), {}, pair_up(boards, 2 * len(boards)))
-    play_match(match, (player, other), seed=seed, at_once=at_once)
+    play_match(match, (player, other), seed=seed, at_once=at_once, replace=False)
     points = np.array([game.points for game in match.games]).reshape(-1, 2)
     return Evaluation.of([Prompt(fen, fen, {}) for fen in fens], {GAMES: points})

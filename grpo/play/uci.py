@@ -75,7 +75,7 @@ class Engine:
     """A model behind UCI.
 
     load: makes the thinker for a device; called in another thread, at once and when `Device` changes.
-    send: takes a line to the GUI, from either thread. fail: told why there is no model to begin with.
+    send: takes a line to the GUI, one at a time. fail: told why there is no model to begin with.
     """
 
     def __init__(
@@ -87,7 +87,8 @@ class Engine:
         options: Options,
         fail: Callable[[Exception], None],
     ) -> None:
-        self._load, self._send, self._name, self._fail = load, send, name, fail
+        self._load, self._name, self._fail = load, name, fail
+        self._to_gui, self._sending = send, threading.Lock()
         self._first_options = self._options = options
         self._board, self._game = chess.Board(), 0
         self._replaced: Counter[How] = Counter()
@@ -119,6 +120,10 @@ class Engine:
             if search.go.infinite:
                 search.end()
         self._worker.shutdown()
+
+    def _send(self, line: str) -> None:
+        with self._sending:
+            self._to_gui(line)
 
     def _say(self, text: str) -> None:
         """To people, on one line."""
