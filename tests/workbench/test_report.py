@@ -414,7 +414,7 @@ def matches_in(folder: Path, results: Sequence[str], name: str = "a-match") -> M
         )
         for number, result in enumerate(results)
     ]
-    match = Match(("run step-000009", "rook-tiny"), {}, games)
+    match = Match(("run step-000009", "rook-tiny"), {"temperature": 1.0, "illegal_moves": "resign"}, games)
     (folder / "matches" / name).mkdir(parents=True)
     match.save(folder / "matches" / name)
     return match
@@ -428,18 +428,15 @@ def test_matches_stand_with_their_score_and_three_games_as_boards(tmp_path):
     page = make_page([folder])
     (section,) = (each for each in page.sections if each.title == "Games")
     assert section.sentences == [
-        "run step-000009 scored 40.0 % against rook-tiny in 5 games: too close to tell."
+        "run step-000009 scored 40.0 % against rook-tiny in 5 games (temperature 1, illegal answers lose): "
+        "too close to tell."
     ]
     (row,) = section.tables[0].rows
-    assert (
-        row[:5] == ("rook-tiny", "5", "1", "2", "2")
-        and row[5].startswith("40.0 % (")
-        and row[7:] == ("0.60", "3")
-    )
+    assert row[2:6] == ("5", "1", "2", "2") and row[6].startswith("40.0 % (") and row[8:] == ("0.60", "3")
     assert [card.title[:6] for card in section.cards] == ["game 1", "game 2", "game 3"]
     first = section.cards[0]
     assert len(first.boards) == 2 and first.prompt == FEN and first.completion == "56. Ra5 h4 57. Ke4"
-    assert first.remark == "Illegal answers at half-moves 3." and section.cards[1].remark == ""
+    assert first.remark == "Illegal answers at half-move 3." and section.cards[1].remark == ""
     html, markdown = to_html(page), to_markdown(page, "report-files")
     assert html.count("<svg") > 6 and "game 3: run step-000009 against rook-tiny, 0-1" in html
     assert "56. Ra5 h4 57. Ke4" in markdown and "| rook-tiny |" in markdown

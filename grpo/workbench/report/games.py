@@ -18,7 +18,8 @@ def games_section(matches: Sequence[Match]) -> Section:
     if not played:
         return Section("Games")
     columns = (
-        "against", "games", "won", "drawn", "lost", "score", "Elo difference", "illegal a game", "first at",
+        "against", "how", "games", "won", "drawn", "lost", "score", "Elo difference", "illegal a game",
+        "first at",
     )  # fmt: skip
     rows = [_row(match) for match in played]
     caption = (
@@ -33,10 +34,19 @@ def _row(match: Match) -> tuple[str, ...]:
     score, first = match.score, match.first_illegal(0)
     low, high = score.interval
     return (
-        match.players[1], *map(str, (score.games, *score)),
+        match.players[1], _how(match), *map(str, (score.games, *score)),
         f"{100 * score.share:.1f} % ({100 * low:.1f} to {100 * high:.1f})", score.in_words(),
         f"{match.illegal_a_game(0):.2f}", NOTHING if first is None else f"{first:g}",
     )  # fmt: skip
+
+
+def _how(match: Match) -> str:
+    """greedy, illegal answers lose."""
+    temperature, nodes = match.settings.get("temperature"), match.settings.get("nodes")
+    parts = [f"temperature {temperature:g}" if isinstance(temperature, float) and temperature else "greedy"]
+    parts += [f"{nodes} nodes"] if nodes else []
+    parts += ["illegal answers lose"] if match.settings.get("illegal_moves") == "resign" else []
+    return ", ".join(parts)
 
 
 def _in_words(match: Match) -> str:
@@ -44,18 +54,16 @@ def _in_words(match: Match) -> str:
     verdict = "stronger" if low > 0.5 else "weaker" if high < 0.5 else "too close to tell"
     return (
         f"{match.players[0]} scored {100 * match.score.share:.1f} % against {match.players[1]} in "
-        f"{plural(match.score.games, 'game')}: {verdict}."
+        f"{plural(match.score.games, 'game')} ({_how(match)}): {verdict}."
     )
 
 
 def chosen(match: Match) -> list[int]:
-    """Indices of games to show: the first won, lost and drawn one, as far as there are any, then others."""
+    """Indices of games to show: the longest won, lost and drawn ones, if there are any, then others."""
     over = [number for number, game in enumerate(match.games) if game.is_over]
-    first_of = [
-        next((n for n in over if match.games[n].points == points), None) for points in (1.0, 0.0, 0.5)
-    ]
-    picked = [number for number in first_of if number is not None]
-    picked += [number for number in over if number not in picked]
+    longest = sorted(over, key=lambda number: -len(match.games[number].moves))
+    each = {match.games[number].points: number for number in reversed(longest)}
+    picked = [*each.values(), *(number for number in longest if number not in each.values())]
     return sorted(picked[:SHOWN])
 
 
@@ -69,6 +77,6 @@ def _card(match: Match, number: int) -> Card:
         for place, (board, move, caption) in enumerate(ends)
     ]
     illegal = game.illegal(0)
-    remark = f"Illegal answers at half-moves {', '.join(map(str, illegal))}." if illegal else ""
+    remark = f"Illegal answers at half-move {', '.join(map(str, illegal))}." if illegal else ""
     title = f"game {number + 1}: {white} against {black}, {game.result}"
     return Card(title, boards, game.fen, chess.Board(game.fen).variation_san(moves), (), remark)
