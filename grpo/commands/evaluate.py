@@ -197,6 +197,7 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
         if config.stockfish or config.stockfish_path:
             engine = stack.enter_context(EnginePool(config.stockfish_path, depth=config.engine_depth))
         name = choose_model(checkpoint_of(model), device)
+        logger.info("evaluating {}", name)
         heldout = load_prompts(
             task.prompts, seed=config.seed, heldout_share=task.heldout_share, heldout_count=config.limit,
             max_bad_share=config.max_bad_share, settings=task.asking, to_train=False,

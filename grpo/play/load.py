@@ -3,6 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
+from loguru import logger
+
 from grpo.config import CONFIG_FILE, Config, from_flat
 from grpo.config.groups import Precision
 from grpo.config.reading import read_run_settings
@@ -22,9 +24,12 @@ def settings_of(model: str) -> Config:
 
 
 def known_as(model: str) -> str:
-    """Its name, of a run with the checkpoint that is taken."""
-    folder = Path(checkpoint_of(model))
-    return model if str(folder) == model else f"{Path(model).name} {folder.resolve().name}"
+    """Its name, of a folder the last part, of a run with the checkpoint that is taken."""
+    if not Path(model).is_dir():
+        return model
+    taken = checkpoint_of(model)
+    step = "" if taken == model else f" {Path(taken).resolve().name}"
+    return f"{Path(model).resolve().name}{step}"
 
 
 def load_player(
@@ -35,7 +40,9 @@ def load_player(
     ValueError says what to do when it cannot be loaded.
     """
     settings, device = settings_of(model), choose_device(device_name)
-    policy = load_policy(choose_model(checkpoint_of(model), device), device, precision)
+    name = choose_model(checkpoint_of(model), device)
+    logger.info("playing by {}", name)
+    policy = load_policy(name, device, precision)
     room = context_length(policy.model.config) - _LONGEST_PROMPT
     if room < 1:
         raise ValueError(f"model {model!r} has a context too short for a position: give another one")

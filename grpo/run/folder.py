@@ -152,7 +152,6 @@ def checkpoint_of(model: str) -> str:
         chosen = newest.folder
     if chosen is None:
         raise ValueError(f"model is {model!r}, a run without a checkpoint: let it train on, or name a model")
-    logger.info("{} is taken as {}", model, chosen)
     return str(chosen)
 
 
