@@ -65,7 +65,7 @@ def step_settings(
     group_size: int,
     kl: bool,
     checkpointing: CheckpointingSetting,
-    lora_rank: int = 0,
+    lora: LoraSettings,
 ) -> StepSettings:
     """The same from a person's settings. SettingsError for texts beyond what the model reaches."""
     config = spec.config()
@@ -79,7 +79,7 @@ def step_settings(
         )
     return StepSettings(
         objective, config, compute_dtype, prompt_tokens, tokens, group_size, kl,
-        choose_checkpointing(checkpointing), device_type, LoraSettings(lora_rank),
+        choose_checkpointing(checkpointing), device_type, lora,
     )  # fmt: skip
 
 

@@ -177,6 +177,20 @@ def test_with_adapters_the_base_is_frozen_and_the_reference_free():
     assert not held.keys() & {"frozen reference", "sampler's copy"}
 
 
+def test_a_base_in_4_bits_leaves_more_room_and_is_in_the_profiles(tmp_path):
+    small = {"prompt_tokens": 16, "max_new_tokens": 16, "gpu_memory": "4GB", "lora_rank": 4}
+    model = ModelSpec(arch="llama", layers=1, width=128, heads=2, context=64)
+    plain, packed = (calculated(model=model, load_in_4bit=in_4bit, **small) for in_4bit in (False, True))
+    held = {line.name: line.bytes for line in packed.demand.lines}
+    base = {line.name: line.bytes for line in plain.demand.lines}["frozen base and adapters"]
+    assert held["frozen base in 4 bits and adapters"] < base
+    assert packed.demand.fixed_bytes < plain.demand.fixed_bytes
+    write_profiles(packed, tmp_path / "p.yaml")
+    assert "load_in_4bit: true" in (tmp_path / "p.yaml").read_text()
+    with pytest.raises(ValueError, match="load_in_4bit is True, but lora_rank is 0: add --lora-rank 16"):
+        CalculatorSettings(model=model, load_in_4bit=True)
+
+
 def test_a_models_budget_is_the_predictors(tiny):
     step = StepSettings("lm", TINY.config(), torch.bfloat16, new_tokens=64, device_type="cuda")
     memory = StepMemory(step, overhead_bytes=CONTEXT_BYTES)

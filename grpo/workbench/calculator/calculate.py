@@ -100,7 +100,7 @@ def calculate(settings: CalculatorSettings, card: Card) -> Calculation:
             settings.model, compute_dtype(precision, torch.device("cuda")), "cuda",
             objective=settings.objective, prompt_tokens=settings.prompt_tokens,
             max_new_tokens=settings.max_new_tokens, group_size=settings.group_size, kl=settings.kl,
-            checkpointing=settings.gradient_checkpointing, lora_rank=settings.lora_rank,
+            checkpointing=settings.gradient_checkpointing, lora=settings.lora,
         )  # fmt: skip
         demand = demand_of_model(step, frozen, overhead, at_most=settings.max_batch_size)
     _check_fixed(settings, card, demand.lines)

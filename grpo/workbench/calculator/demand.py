@@ -85,7 +85,7 @@ def demand_of_model(step: StepSettings, frozen: tuple[Line, ...], overhead: Line
     num_parameters = parts["gradients"] / (8 if step.compute_dtype.itemsize == 8 else 4)
     names = {"reference": "frozen reference", "weights": "trainable weights"}
     if step.lora.on:
-        names["weights"] = "frozen base and adapters"
+        names["weights"] = f"frozen base{' in 4 bits' * step.lora.load_in_4bit} and adapters"
     lines = [
         Line(names.get(part, part), size, _each(part, size, num_parameters, step.lora.on))
         for part, size in sorted(parts.items(), key=lambda item: item[0] != "reference")

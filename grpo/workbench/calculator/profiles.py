@@ -55,6 +55,7 @@ def _shared(found: Calculation) -> dict[str, Any]:
         **({} if found.precision is None else {"precision": found.precision}),
         **({} if settings.kl else {"kl_coef": 0.0}),
         **({"lora_rank": settings.lora_rank} if settings.lora_rank else {}),
+        **({"load_in_4bit": True} if settings.load_in_4bit else {}),
         "gradient_checkpointing": settings.gradient_checkpointing,
         "memory_utilization": settings.memory_utilization,
     }

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from grpo.config import SettingsError
+from grpo.config.groups import LoraSettings
 from grpo.config.limits import COUNT, Limit
 from grpo.workbench.calculator.cards import Card, card_of_size, find_card
 from grpo.workbench.flags import StepFlags
@@ -20,7 +21,7 @@ FrozenDtype = Literal["fp32", "bf16", "int8", "int4"]
 SOME = Limit(lambda share: 0 < share <= 1, "give a share above 0 and up to 1, such as 0.85")
 LESS_THAN_ALL = Limit(lambda share: 0 <= share < 1, "give a share from 0 to below 1")
 MOST_PARAMETERS = 1e15
-OF_MODELS = ("objective", "prompt_tokens", "precision", "lora_rank")
+OF_MODELS = ("objective", "prompt_tokens", "precision", "lora_rank", "load_in_4bit")
 """Settings that count only where a model is given."""
 
 
@@ -45,6 +46,9 @@ class CalculatorSettings(StepFlags):
     """A card's batch now: what it leaves unused."""
     max_batch_size: Annotated[int, COUNT] = 65536
     """What is not exceeded."""
+
+    load_in_4bit: bool = False
+    """Hold the model's own weights in 4 bits (QLoRA), with lora_rank."""
 
     # Models that only stand beside
     frozen: tyro.conf.UseAppendAction[tuple[float, ...]] = ()
@@ -75,12 +79,18 @@ class CalculatorSettings(StepFlags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _ = self.lora
         for wrong in chain(_wrong_numbers(self), _wrong_together(self), _wrong_for_counts(self)):
             raise SettingsError(wrong)
 
     @property
     def from_counts(self) -> bool:
         return self.trainable is not None
+
+    @property
+    def lora(self) -> LoraSettings:
+        """ValueError for 4 bits without adapters."""
+        return LoraSettings(self.lora_rank, load_in_4bit=self.load_in_4bit)
 
     def card(self) -> Card | None:
         """SettingsError for one that is not known."""

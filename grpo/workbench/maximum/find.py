@@ -13,7 +13,7 @@ from loguru import logger
 from rich.table import Table
 
 from grpo.config import Config, SettingsError, to_flat
-from grpo.config.groups import SamplingSettings
+from grpo.config.groups import LoraSettings, SamplingSettings
 from grpo.config.sizes import parse_size
 from grpo.memory import MemoryMonitor
 from grpo.memory.budget import readable
@@ -84,7 +84,7 @@ def check(settings: FindSettings) -> Checked:
         settings.model, machine.compute_dtype, torch.device(machine.device).type,
         objective=settings.objective, prompt_tokens=settings.prompt_tokens,
         max_new_tokens=settings.max_new_tokens, group_size=settings.group_size, kl=settings.kl,
-        checkpointing=settings.gradient_checkpointing, lora_rank=settings.lora_rank,
+        checkpointing=settings.gradient_checkpointing, lora=LoraSettings(settings.lora_rank),
     )  # fmt: skip
     count = num_parameters(step.model)
     table.add_row("model", f"{settings.model.name}: {count:,} parameters")
