@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from loguru import logger
 from grpo.commands.screen import screen
 from grpo.config import Config, from_flat
 from grpo.evaluate.quality import Quality, measure
-from grpo.model.load import load_policy
+from grpo.model.load import Policy, load_policy
 from grpo.model.target import choose_device
 from grpo.run.screen import configure_logging
 
@@ -62,8 +63,11 @@ def main(
     config = from_flat(dict(map(_setting, change)), config)
     prompts = heldout_prompts(config, heldout)
     fens = [prompt.columns["fen"] for prompt in prompts if prompt.task == "policy"][: games // 2]
-    untrained = load_policy(config.model, choose_device(config.device), config.precision)
     output.mkdir(parents=True, exist_ok=True)
+
+    @cache
+    def untrained() -> Policy:
+        return load_policy(config.model, choose_device(config.device), config.precision)
 
     def run(name: str, settings: Config) -> None:
         if (output / f"{name}-greedy.json").exists():
@@ -75,7 +79,7 @@ def main(
             limit = settings.minutes or math.inf
             policy = train_supervised(settings, minutes=min(limit, _minutes(output / "seed-0.minutes")))
         elif name == "before":
-            policy = untrained
+            policy = untrained()
         else:
             _, policy, stopped = train_grpo(replace(settings, name=name), console)
             if stopped:
@@ -84,7 +88,7 @@ def main(
         (output / f"{name}.minutes").write_text(f"{minutes:.3f}")
         quality = measure(policy, settings, prompts, samples=SAMPLES)
         if fens:
-            quality |= play_untrained(None if name == "before" else policy, untrained, settings, fens)
+            quality |= play_untrained(None if name == "before" else policy, untrained(), settings, fens)
         quality.save(output, name)
         logger.warning("{}: trained for {:.1f} minutes", name, minutes)
 
