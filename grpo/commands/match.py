@@ -169,10 +169,14 @@ def _gone_on_with(before: "Match", now: "Match", folder: Path) -> "Match":
             raise ValueError(
                 f"{folder} is a match with {name} {was}, not {wanted}: give another --output, or remove it"
             )
-    kept = min(len(before.games), len(now.games))
-    if [game.fen for game in before.games[:kept]] != [game.fen for game in now.games[:kept]]:
+    begun = len(before.games)
+    if len(now.games) < begun:
+        raise ValueError(
+            f"{folder} is a match of {begun} games: give --games {begun} or more, or another --output"
+        )
+    if [game.fen for game in before.games] != [game.fen for game in now.games[:begun]]:
         raise ValueError(f"{folder} is a match from other positions: give another --output, or remove it")
-    before.games[kept:] = now.games[kept:]
+    before.games += now.games[begun:]
     return before
 
 
@@ -200,7 +204,8 @@ def _starts(config: MatchConfig) -> "list[chess.Board]":
             f"{config.games} games need {count} positions, and {prompts} has {len(boards)} held "
             f"out: give --games {2 * len(boards)}, or other --prompts"
         )
-    return random.Random(f"starts {config.seed}").sample(boards, count)
+    # All are shuffled: more games then begin with the same ones.
+    return random.Random(f"starts {config.seed}").sample(boards, len(boards))[:count]
 
 
 def score_table(match: "Match") -> "Table":

@@ -115,7 +115,7 @@ class Engine:
                 try:
                     self._commands[words[0]](words[1:])
                 except ValueError as error:
-                    self._say(f"not obeyed, {line}: {error}")
+                    self._say(f"not obeyed, {line.strip()}: {error}")
         for search in self._searches:
             if search.go.infinite:
                 search.end()

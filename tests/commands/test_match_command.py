@@ -46,6 +46,10 @@ def test_a_run_plays_a_model_and_the_games_are_in_its_folder(run_folder, model_f
     ended = run("scripts/match.py", *words[:-1], 6, cwd=tmp_path)  # two more
     assert ended.returncode == 0 and "0, 6, 0" in ended.stdout
     assert json.loads((folder / "match.json").read_text())["games"][:4] == before["games"]
+    ended = run("scripts/match.py", *words, cwd=tmp_path)  # what has been played stays
+    assert ended.returncode == 2 and "a match of 6 games: give --games 6 or more" in " ".join(
+        ended.stderr.split()
+    )
     ended = run("scripts/match.py", *words, "--temperature", 1, cwd=tmp_path)
     assert ended.returncode == 2 and "is a match with temperature 0.0, not 1.0" in " ".join(
         ended.stderr.split()
