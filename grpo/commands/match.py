@@ -4,6 +4,7 @@ python scripts/match.py runs/NAME --against rook-tiny --games 100
 """
 
 import random
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -141,17 +142,20 @@ def play(config: MatchConfig) -> "tuple[Match, Path]":
     limit = chess.engine.Limit(time=None if config.nodes else config.movetime, nodes=config.nodes)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with make_opponent(config.against, limit, config.engines, load) as opponent:
+        with ExitStack() as stack:
+            opponent = stack.enter_context(make_opponent(config.against, limit, config.engines, load))
             first = load(config.model)
             match.save(folder)
-            with stop_on_signal() as stop, waiting(f"{config.games} games") as watch:
-                stop.begun = True
-                logger.info("playing; Ctrl-C keeps what has been played")
-                play_match(
-                    match, (first, opponent), seed=config.seed, at_once=config.rows,
-                    replace=config.illegal_moves == "replace", save=lambda: match.save(folder), watch=watch,
-                    stopped=lambda: stop.requested,
-                )  # fmt: skip
+            stop = stack.enter_context(stop_on_signal())
+            watch = stack.enter_context(waiting(f"{config.games} games"))
+            stack.callback(match.save_pgn, folder)
+            stop.begun = True
+            logger.info("playing; Ctrl-C keeps what has been played")
+            play_match(
+                match, (first, opponent), seed=config.seed, at_once=config.rows,
+                replace=config.illegal_moves == "replace", save=lambda: match.save(folder), watch=watch,
+                stopped=lambda: stop.requested,
+            )  # fmt: skip
     except OSError as error:
         raise ValueError(
             f"the match cannot be written to {folder} ({error}): make room, or give another --output"

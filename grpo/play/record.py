@@ -148,18 +148,18 @@ class Match:
         }  # fmt: skip
 
     def save(self, folder: Path) -> None:
-        """Both files, each whole or as it was. OSError where they cannot be written."""
+        """The games, to go on from. OSError where they cannot be written."""
         content = {
             "players": self.players, "settings": self.settings, "summary": self.summary(),
             "games": [asdict(game) for game in self.games],
         }  # fmt: skip
-        pgn = [
-            str(game.to_pgn(self.players, number)) for number, game in enumerate(self.games, 1) if game.moves
-        ]
-        for name, text in ((FILE, json.dumps(content, indent=1)), (PGN_FILE, "\n\n".join([*pgn, ""]))):
-            temporary = folder / f".{name}.tmp"
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, folder / name)
+        _write(folder / FILE, json.dumps(content, indent=1))
+
+    def save_pgn(self, folder: Path) -> None:
+        """The same for other programs; it takes longer."""
+        begun = [(number, game) for number, game in enumerate(self.games, 1) if game.moves]
+        games = [str(game.to_pgn(self.players, number)) for number, game in begun]
+        _write(folder / PGN_FILE, "\n\n".join([*games, ""]))
 
     @staticmethod
     def load(folder: Path) -> "Match":
@@ -181,3 +181,10 @@ class Match:
 
 def _finite(value: float) -> float | None:
     return value if abs(value) < float("inf") else None
+
+
+def _write(file: Path, text: str) -> None:
+    """Whole, or as it was."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, file)

@@ -156,7 +156,7 @@ def test_illegal_answers_are_counted_of_whoever_gave_them(tmp_path):
 def test_the_pgn_holds_the_games_as_other_programs_read_them(tmp_path):
     match = match_of(3)
     play_match(match, (Unsure(), AtRandom()), seed=5, at_once=6)
-    match.save(tmp_path)
+    match.save_pgn(tmp_path)
     with io.StringIO((tmp_path / PGN_FILE).read_text()) as file:
         read = [chess.pgn.read_game(file) for _ in range(4)]
     assert read.pop() is None
