@@ -219,9 +219,8 @@ def score_table(match: "Match") -> "Table":
     score, (first, second) = match.score, match.players
     table = Table(title=f"{first} against {second}, {score.games} games", show_header=False)
     table.add_row("won, drawn, lost", f"{score.wins}, {score.draws}, {score.losses}")
-    low, high = score.interval
-    table.add_row("score", f"{100 * score.share:.1f} % ({100 * low:.1f} to {100 * high:.1f})")
-    table.add_row("Elo difference", score.in_words())
+    table.add_row("score", score.share_in_words())
+    table.add_row("Elo difference", score.elo_in_words())
     for player, name in enumerate(match.players):
         plies = match.first_illegal(player)
         if plies is not None:

@@ -47,7 +47,12 @@ class Score(NamedTuple):
         low, high = self.interval
         return elo_difference(low), elo_difference(high)
 
-    def in_words(self) -> str:
+    def share_in_words(self) -> str:
+        """64.2 % (57.4 to 70.5)."""
+        low, high = self.interval
+        return f"{100 * self.share:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+
+    def elo_in_words(self) -> str:
         """+12 (-35 to +60), infinite where all games were won or lost."""
         low, high = self.elo_interval
         return f"{self.elo:+.0f} ({low:+.0f} to {high:+.0f})"

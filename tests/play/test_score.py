@@ -26,7 +26,7 @@ def test_score_and_interval_are_those_worked_out_by_hand():
     assert score.interval == pytest.approx((0.467607, 0.628694), abs=2e-5)
     assert score.elo == pytest.approx(34.86, abs=0.01)  # 400 log10(0.55 / 0.45)
     assert score.elo_interval == pytest.approx((-22.54, 91.47), abs=0.05)
-    assert score.in_words() == "+35 (-23 to +91)"
+    assert score.elo_in_words() == "+35 (-23 to +91)"
 
 
 def test_without_draws_it_is_wilsons():
@@ -39,7 +39,7 @@ def test_few_or_equal_games_leave_much_open():
         low, high = score.interval
         assert high - low > 0.2 and 0 <= low <= score.share <= high <= 1
     assert Score(10, 0, 0).elo == math.inf and Score(10, 0, 0).elo_interval[1] == math.inf
-    assert Score(10, 0, 0).in_words().startswith("+inf (+1")
+    assert Score(10, 0, 0).elo_in_words().startswith("+inf (+1")
     assert Score(0, 0, 10).elo == -math.inf
 
 

@@ -32,11 +32,9 @@ def games_section(matches: Sequence[Match]) -> Section:
 
 def _row(match: Match) -> tuple[str, ...]:
     score, first = match.score, match.first_illegal(0)
-    low, high = score.interval
     return (
-        match.players[1], _how(match), *map(str, (score.games, *score)),
-        f"{100 * score.share:.1f} % ({100 * low:.1f} to {100 * high:.1f})", score.in_words(),
-        f"{match.illegal_a_game(0):.2f}", NOTHING if first is None else f"{first:g}",
+        match.players[1], _how(match), *map(str, (score.games, *score)), score.share_in_words(),
+        score.elo_in_words(), f"{match.illegal_a_game(0):.2f}", NOTHING if first is None else f"{first:g}",
     )  # fmt: skip
 
 
