@@ -5,8 +5,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-MOST_LETTERS = 400
-"""Of an error message."""
+MOST_LETTERS = 700
+"""Of an error message: what does not fit, why, and the remedies take some 500."""
 
 
 def screen(**options: Any) -> Console:

@@ -28,10 +28,11 @@ def readable(size: float) -> str:
 
 @dataclass(frozen=True)
 class Budget:
-    """At most `usable_bytes` may be held by this process, for `reason`."""
+    """At most `usable_bytes` may be held by this process, for `reason`; they are `share` of what is there."""
 
     usable_bytes: int
     reason: str
+    share: float = 1.0
 
     def __str__(self) -> str:
         return f"{self.usable_bytes / GB:.2f} GB ({self.reason})"
@@ -62,13 +63,14 @@ def card_memory(sold_bytes: int) -> DeviceMemory:
 
 def make_budget(memory: DeviceMemory, *, utilization: float, limit_bytes: int | None = None) -> Budget:
     """The least of a share of the device, what is free beside the others, and the limit, if any."""
+    total = memory.total_bytes
     choices = [
-        (int(utilization * memory.total_bytes), f"{utilization:.0%} of {memory.total_bytes / GB:.2f} GB"),
-        (memory.free_bytes + memory.ours_bytes, "what others leave free"),
+        Budget(int(utilization * total), f"{utilization:.0%} of {total / GB:.2f} GB", utilization),
+        Budget(memory.free_bytes + memory.ours_bytes, "what others leave free"),
     ]
     if limit_bytes is not None:
-        choices.append((limit_bytes, MEMORY_LIMIT))
-    return Budget(*min(choices))
+        choices.append(Budget(limit_bytes, MEMORY_LIMIT))
+    return min(choices, key=lambda budget: budget.usable_bytes)
 
 
 def larger_budget(budget: Budget, needed_bytes: float, process_bytes: float) -> str:
@@ -76,10 +78,12 @@ def larger_budget(budget: Budget, needed_bytes: float, process_bytes: float) -> 
 
     needed_bytes: of the largest phase. process_bytes: what no setting saves.
     """
-    needed = f"{math.ceil(100 * needed_bytes / GB) / 100:.2f}"
+    needed = f"{math.ceil(100 * needed_bytes / budget.share / GB) / 100:.2f}"
     remedy = f"{needed} GB have to be there"
     if budget.reason == MEMORY_LIMIT:
         remedy = f"{MEMORY_LIMIT} has to be at least {needed}GB"
+    elif budget.share < 1:
+        remedy += f", of which {budget.share:.0%} are used (--memory-utilization)"
     if process_bytes >= budget.usable_bytes:
         return f"This process alone takes {readable(process_bytes)}: {remedy}."
     return f"As it is, {remedy}."

@@ -95,13 +95,17 @@ class ProcessMemory:
     def lasting(self, footprints: Mapping[str, Footprint]) -> dict[str, Footprint]:
         """The same once all have run: an allocator does not give back what the largest phase needed.
 
-        Of a heap that is bounded (`reserve`) it does: what did not fit into it.
+        Of a heap that is bounded (`reserve`) it does: what did not fit into it. The heap itself counts once
+        it is touched, where that is what counts: between what the largest phase needs and all of it.
         """
-        held = {**self._resident(), OUTSIDE: self.overhead_bytes, KEPT: self._reserved}
-        unsure = max(self._slack(phase).error_bytes for phase in self.phases)
+        added = {phase: self._beside_resident(own) for phase, own in footprints.items()}
+        least = most = self._reserved
+        if not self._monitor.counts_private:
+            least = min(most, max(added.values()))
+        held = {**self._resident(), OUTSIDE: self.overhead_bytes, KEPT: (least + most) / 2}
+        unsure = max(self._slack(phase).error_bytes for phase in self.phases) + (most - least) / 2
         kept = [Footprint({name: float(size) for name, size in held.items()}, unsure)]
         if not self._reserved:
-            added = {phase: self._beside_resident(own) for phase, own in footprints.items()}
             for phase, own in footprints.items():
                 others = max((size for other, size in added.items() if other != phase), default=0.0)
                 between = self._slack(phase).share_of_others * others
@@ -110,11 +114,12 @@ class ProcessMemory:
 
     def reserve(self, most: Footprint, bound: Callable[[int], None]) -> None:
         """Bound a heap to what the largest phase adds; what it then holds is part of the plan."""
-        added = self._beside_resident(most)
-        bound(int(max(0.0, added)))
-        if self._monitor.counts_private:  # which counts all of it, and gaps that were there before
-            held = self._monitor.memory().ours_bytes - self.base_bytes
-            self._reserved = max(0.0, added, held)
+        added = max(0.0, self._beside_resident(most))
+        bound(int(added))
+        held = self._monitor.memory().ours_bytes - self.base_bytes  # with gaps that were there before
+        if not self._monitor.counts_private:
+            held += self._monitor.gap_bytes()  # which is not touched yet
+        self._reserved = max(added, held)
 
     def observe(self, phase: str, shape: Shape, *, added_bytes: int | None, process_bytes: int) -> None:
         """What was measured: tensors where they were counted, and the process."""

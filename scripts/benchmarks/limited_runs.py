@@ -178,7 +178,7 @@ def ladder(
         free = run_command(kind, options)
         logger.info("{}: {} s a step without a limit", kind, free.step_s)
         yield kind, None, free
-        least = smallest_limit(options)
+        least = smallest_limit(options, how)
         for rung in range(rungs):
             limit = int(least * (2 * free.measured_bytes / least) ** (rung / (rungs - 1)))
             outcome = run_command(kind, options, limit=limit, how=how)
@@ -188,12 +188,20 @@ def ladder(
             yield kind, limit, outcome
 
 
-def smallest_limit(options: Sequence[str]) -> int:
-    """Bytes that a refusal names: the least --memory-limit."""
-    refused = run_command("", options, limit=2**28)
-    if not (named := re.search(r"at least ([\d.]+)GB", " ".join(refused.said.split()))):
+def smallest_limit(options: Sequence[str], how: How = "--memory-limit") -> int:
+    """Bytes that a refusal names: the least --memory-limit, or the least that has to be there.
+
+    Where a limit comes from outside, what is enough for --memory-limit lets the process live to its refusal.
+    """
+    least = _named(run_command("", options, limit=2**28))
+    return least if how == "--memory-limit" else _named(run_command("", options, limit=least, how=how))
+
+
+def _named(refused: RunOutcome) -> int:
+    said = " ".join(refused.said.split())
+    if not (named := re.search(r"at least ([\d.]+)GB|([\d.]+) GB have to be there", said)):
         raise RuntimeError(f"no limit is named: {refused.said}")
-    return int(float(named[1]) * GB)
+    return int(float(named[1] or named[2]) * GB)
 
 
 def ladder_table(rows: Sequence[tuple[str, int | None, RunOutcome]], how: How) -> Table:

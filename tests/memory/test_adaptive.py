@@ -41,7 +41,7 @@ class StubMonitor(MemoryMonitor):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self.next = PhaseReading()
+        self.next, self.gaps = PhaseReading(), 0
         self.asked_exact: list[bool] = []
 
     @contextmanager
@@ -57,6 +57,9 @@ class StubMonitor(MemoryMonitor):
 
     def in_use_bytes(self) -> int:
         return 160
+
+    def gap_bytes(self) -> int:
+        return self.gaps
 
     def neighbours(self) -> str:
         return "process 17 uses 3.00 GB"
@@ -265,6 +268,19 @@ def test_a_heap_of_fixed_size_counts_from_the_start_under_a_limit():
     run.step()
     run.replan()
     assert run.memory.plan["learn"].footprint.parts[KEPT] == 160
+
+
+def test_a_heap_of_fixed_size_counts_as_it_is_touched_where_only_that_counts():
+    """1000 bytes with the gaps, 640 of them asked for: between what is needed and all, in the end all."""
+    run = Run(slack=Slack(0.25, 0.1, 7))
+    run.monitor.gaps = 1000 - 10  # 10 are held already
+    run.replan()
+    run.memory.reserve(lambda size: None)
+    worst = run.memory.worst()["learn"]
+    assert worst.upper_bytes == 150 + 1000 + 7
+    (expected,) = run.memory.expected({"learn": [Shape(16, 30, 20)]}).values()  # 180 bytes
+    assert expected.peak_bytes - expected.error_bytes == 150 + 180 - 7
+    assert expected.upper_bytes == 150 + 1000 + 7
 
 
 def test_a_record_has_what_was_said_beforehand_whatever_was_measured_since():

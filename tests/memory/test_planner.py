@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.memory import Budget, DoesNotFit, largest_rows
-from grpo.memory.budget import GB, larger_budget
+from grpo.memory import Budget, DoesNotFit, largest_rows, make_budget
+from grpo.memory.budget import GB, DeviceMemory, larger_budget
 from grpo.memory.phase import Footprint
 from grpo.memory.planner import even_rows, plan_phase, smaller_rows
 
@@ -128,3 +128,11 @@ def test_the_limit_that_would_do_is_rounded_up():
         "This process alone takes 0.58 GB: --memory-limit has to be at least 0.66GB."
     )
     assert larger_budget(Budget(GB // 2, "free"), GB, 0.4 * GB) == "As it is, 1.00 GB have to be there."
+
+
+def test_where_only_a_share_may_be_held_what_has_to_be_there_is_more():
+    budget = make_budget(DeviceMemory(GB, GB, 0), utilization=0.8)
+    assert larger_budget(budget, GB, 0.4 * GB) == (
+        "As it is, 1.25 GB have to be there, of which 80% are used (--memory-utilization)."
+    )
+    assert make_budget(DeviceMemory(5 * GB // 4, 2 * GB, 0), utilization=0.8).usable_bytes == GB
