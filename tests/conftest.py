@@ -209,9 +209,9 @@ def frozen() -> Iterator[None]:
 
 
 @contextmanager
-def untraced() -> Iterator[None]:
+def untraced(row_bytes: float = 1e5) -> Iterator[None]:
     """Memory plans from made-up peaks: tracing real ones takes a quarter of a minute."""
-    made_up = mock.patch.object(TracedFit, "__call__", lambda fit, shape: 1e5 * shape.rows)
+    made_up = mock.patch.object(TracedFit, "__call__", lambda fit, shape: row_bytes * shape.rows)
     with made_up, mock.patch("grpo.run.planning.trace_phases"):
         yield
 

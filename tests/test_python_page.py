@@ -27,7 +27,7 @@ LAST_LINES = {
 }
 
 
-@pytest.mark.usefixtures("made_up_plans")
+@pytest.mark.usefixtures("made_up_plans", "frozen")
 @pytest.mark.parametrize(("name", "code"), EXAMPLES, ids=[name for name, _ in EXAMPLES])
 def test_examples_run_as_they_stand(name, code, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -25,11 +25,9 @@ def seed_bootstrap(
     changes = np.stack([each.scores[column] - before.scores[column] for each in after])  # (S, prompts)
     rng = np.random.default_rng(seed)
     num_seeds, num_prompts = changes.shape
-    means = np.empty(RESAMPLES)
-    for index in range(RESAMPLES):
-        counts = np.bincount(rng.integers(num_seeds, size=num_seeds), minlength=num_seeds) / num_seeds
-        means[index] = (counts @ changes)[rng.integers(num_prompts, size=num_prompts)].mean()
-    return means
+    drawn = rng.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), RESAMPLES) / num_seeds
+    prompts = rng.integers(num_prompts, size=(RESAMPLES, num_prompts))
+    return np.take_along_axis(drawn @ changes, prompts, axis=1).mean(1)
 
 
 def fallen(before: Evaluation, after: Sequence[Evaluation], columns: Sequence[str]) -> list[str]:

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from commands import Command, fresh, run
+from commands import Command, run
 from rich.console import Console
 
 from grpo.commands.match import MatchConfig, play
@@ -87,5 +87,5 @@ def test_whoever_is_not_there_is_told_of(tmp_path):
     for model, against in (("no/such/model", "random"), ("rook-tiny", "runs/nothing")):
         with pytest.raises(ValueError, match=r"there is no such folder|could not be fetched"):
             play(MatchConfig(model, against, output=tmp_path / "match"))
-    ended = fresh("scripts/match.py", "rook-tiny", cwd=tmp_path)
+    ended = run("scripts/match.py", "rook-tiny", cwd=tmp_path)
     assert ended.returncode == 2 and "--against" in ended.stderr

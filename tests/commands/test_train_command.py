@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import ROOT, Command, Ended, fresh, run
+from commands import ROOT, Command, Ended, run
 from transformers import AutoModelForCausalLM
 
 from grpo.run.checkpoint import CheckpointFolder, find_damage
@@ -54,7 +54,7 @@ def own_task(folder) -> list[object]:
 
 @pytest.fixture(scope="module")
 def own_run(folder, small, own_task) -> Ended:
-    return fresh(TRAIN, *small, *own_task, "--steps", 2, "--name", "own", cwd=folder)
+    return run(TRAIN, *small, *own_task, "--steps", 2, "--name", "own", cwd=folder)
 
 
 def metrics(run_folder: Path) -> list[dict]:

@@ -7,7 +7,7 @@ import chess
 import chess.engine
 import pytest
 from benchmarks.uci import play_games
-from commands import ROOT, fresh, run
+from commands import ROOT, run
 
 
 def test_a_client_plays_whole_games_by_the_clock_in_either_colour(model_folders):
@@ -37,7 +37,7 @@ def test_only_uci_is_on_stdout_and_where_lines_end_all_they_ask_for_is_answered(
 
 
 def test_a_model_that_is_not_there_ends_it_with_a_word_to_the_program_and_to_people(tmp_path):
-    ended = fresh("scripts/play.py", "--model", "no/such/model/here", cwd=tmp_path)
+    ended = run("scripts/play.py", "--model", "no/such/model/here", cwd=tmp_path)
     assert ended.returncode == 2 and "there is no such folder" in ended.stderr
     assert ended.stdout.startswith("info string error: model is 'no/such/model/here'")
     assert "Traceback" not in ended.stderr

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.positions import random_endgame, transition_lines
-from commands import fresh
+from commands import run
 from rich.console import Console
 from scipy import stats
 
@@ -452,7 +452,7 @@ def test_command(model_folders, tmp_path):
         "--temperature", 1, "--samples", 2, "--self-play", 2, "--self-play-from", "prompts",
         "--mate-in-one", mates_file(tmp_path, SCHOLARS, FOOLS), "--json", scores,
     ]  # fmt: skip
-    done = fresh("scripts/evaluate.py", *arguments, cwd=tmp_path, COLUMNS="160")
+    done = run("scripts/evaluate.py", *arguments, cwd=tmp_path, COLUMNS="160")
     assert done.returncode == 0, done.stderr
     numbers = {name: len(row) for name, row in Evaluation.load(scores).scores.items()}
     policy_columns = ("best_move", "top5", "legal", "format")

@@ -236,11 +236,12 @@ def test_a_heap_may_settle_for_a_few_percent_but_not_for_more():
 
 
 GROWING = """\
-import json, sys
+import gc, json, sys
 import numpy, torch
 from grpo.memory.leaks.leak import LeakWatch
 
 kept = []
+gc.freeze()
 with LeakWatch(torch.device("cpu"), count=sys.argv[1] == "counted") as watch:
     for step in range(80):
         kept.append({made})
@@ -254,7 +255,7 @@ def watched(tmp_path, made, counted):
     script = tmp_path / "growing.py"
     script.write_text(GROWING.replace("{made}", made))
     ended = subprocess.run([sys.executable, script, counted], capture_output=True, text=True, check=True)
-    return json.loads(ended.stdout), f"{script}:8"
+    return json.loads(ended.stdout), f"{script}:9"
 
 
 def test_growth_that_is_not_torchs_is_found_and_named(tmp_path):

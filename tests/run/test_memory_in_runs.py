@@ -5,13 +5,14 @@ memory.jsonl, batch size auto, the dry run, and what is said when it does not fi
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import untraced
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -19,11 +20,10 @@ from grpo import phases as planned
 from grpo.config import CONFIG_FILE, Config, SettingsError, parse_command_line, read_yaml
 from grpo.config.groups import OptimizerSettings, SamplingSettings
 from grpo.learning.loss import LossSettings
-from grpo.memory import Budget, DoesNotFit, MemoryMonitor, Shape
+from grpo.memory import Budget, DoesNotFit, MemoryMonitor, Shape, adaptive
 from grpo.memory.budget import GB, DeviceMemory
 from grpo.memory.planner import smaller_rows
 from grpo.model import load as model_module
-from grpo.model.cpu import feed_forward
 from grpo.run import planning
 from grpo.run.dry_run import dry_run
 from grpo.run.interrupt import StopRequest
@@ -33,6 +33,8 @@ from grpo.trainer import Trainer
 
 STEPS, G, BATCH, NEW = 2, 4, 16, 10
 PHASES = ["sample", "score", "learn", "update"]
+ROW_BYTES = 2e6
+"""What a row is said to add, more than the optimizer's step: plans are made up."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def fp64(model_folders: dict[str, Path], data_file: Path, tmp_path_factory: pyte
 
 
 def train(config: Config, prepare: Callable[[Run], object] = lambda run: None) -> Path:
-    with open_run(config) as run:
+    with untraced(ROW_BYTES), open_run(config) as run:
         prepare(run)
         Trainer(run, Console(quiet=True)).train(StopRequest())
         assert all(parameter.grad is None for parameter in run.policy.model.parameters())
@@ -202,7 +204,8 @@ def test_a_checkpoint_that_never_fits_is_a_warning_and_training_goes_on(fp64: Co
 
 @pytest.fixture
 def fixed_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process holds 1 GB and no more, so that plans follow from predictions alone."""
+    """The process holds 1 GB and no more, no tensor is counted: plans follow from predictions alone."""
+    monkeypatch.setattr(adaptive, "EXACT_STEPS", 0)
     monkeypatch.setattr(MemoryMonitor, "memory", lambda self: DeviceMemory(1000 * GB, 900 * GB, GB))
     monkeypatch.setattr(MemoryMonitor, "in_use_bytes", lambda self: GB)
     monkeypatch.setattr(MemoryMonitor, "gap_bytes", lambda self: 0)
@@ -219,10 +222,8 @@ def upper_bytes(run: Run, phase: str, rows: int, *, batch_size: int | None = Non
 def test_a_budget_that_forces_splits_changes_nothing(
     fp64: Config, plain: Path, fixed_process, monkeypatch, rows: int
 ):
-    monkeypatch.setattr(feed_forward, "_SLICE", 2**10)  # rows are what so small a model's memory is of
-
     def prepare(run: Run) -> None:
-        budget = Budget(upper_bytes(run, "learn", rows), "test")
+        budget = Budget(max(upper_bytes(run, phase, rows) for phase in PHASES), "test")
         run.memory._budget = lambda: budget
 
     folder = train(dataclasses.replace(fp64, name=f"split-{rows}"), prepare)
@@ -231,7 +232,7 @@ def test_a_budget_that_forces_splits_changes_nothing(
     assert_same(folder, plain, exactness=1e-12)
 
 
-def test_an_evaluation_has_the_rows_that_fit(fp64: Config, fixed_process, monkeypatch, tmp_path):
+def test_an_evaluation_has_the_rows_that_fit(fp64: Config, fixed_process, monkeypatch):
     """No two of its prompts are shared, so each row holds all its tokens; what failed once is not tried."""
     seen: list[int] = []
     sampled = planned.score_heldout
@@ -251,9 +252,6 @@ def test_an_evaluation_has_the_rows_that_fit(fp64: Config, fixed_process, monkey
         run.memory.expected_bytes = math.inf
 
     monkeypatch.setattr(planned, "score_heldout", watched)
-    # Slices as small as the model, traced anew: or else learning one row takes more than sampling 24.
-    monkeypatch.setattr(feed_forward, "_SLICE", 2**10)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = train(dataclasses.replace(fp64, name="evaluated", train_rows=1, score_rows=4), prepare)
     assert seen[:3] == [24, 24, 12] and set(seen[3:]) == {12} and len(seen) == 3 + STEPS
     assert len(records(folder, "sample")) == STEPS
@@ -267,8 +265,9 @@ def limit_to(monkeypatch: pytest.MonkeyPatch, usable_bytes: int) -> None:
 
 
 @pytest.fixture
-def auto(fp64: Config, tmp_path: Path) -> Config:
-    return dataclasses.replace(fp64, batch_size="auto", max_batch_size=27, runs_dir=tmp_path, steps=1)
+def auto(fp64: Config, tmp_path: Path) -> Iterator[Config]:
+    with untraced(ROW_BYTES):
+        yield dataclasses.replace(fp64, batch_size="auto", max_batch_size=27, runs_dir=tmp_path, steps=1)
 
 
 def test_batch_size_auto_is_the_largest_that_needs_no_splitting(auto, fixed_process, monkeypatch, logged):

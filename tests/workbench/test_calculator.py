@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import fresh, run
+from commands import run
 from rich.console import Console
 
 from grpo.config import SettingsError, parse_command_line
@@ -290,7 +290,7 @@ def words(text: str) -> str:
 
 def test_the_published_budget_as_it_is_typed_and_profiles_that_do_not_follow(tmp_path):
     arguments = "--gpu h100 --frozen 8e9 --frozen 7e9 --trainable 1e8 --claim 69@85% --claim 64@80%"
-    done = fresh(CALCULATE, *f"{arguments} --yaml p.yaml".split(), cwd=tmp_path)
+    done = run(CALCULATE, *f"{arguments} --yaml p.yaml".split(), cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     printed, error = words(done.stdout), words(done.stderr)
     assert "remains 42.70 42.00" in printed

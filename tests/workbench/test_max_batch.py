@@ -233,7 +233,7 @@ def test_what_train_lean_cannot_do_has_no_command(given, reason):
 
 
 def test_the_command_finds_tabulates_and_draws(tmp_path):
-    done = fresh(
+    done = fresh(  # what the process holds is part of what is predicted
         FIND, "--objective", "lm", "--data", ROOT / "README.md", "--device", "cpu", "--arch", "gpt2",
         "--layers", 1, "--width", 32, "--heads", 2, "--context", 32,
         "--start", 8, "--max-batch-size", 8, "--output", "out", cwd=tmp_path,

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from commands import fresh
+from commands import run
 
 from grpo.config import SettingsError
 from grpo.workbench.machine import look, no_compiler
@@ -73,7 +73,7 @@ def test_wrong_settings_name_themselves():
 
 def test_the_command_says_what_is_reached_and_what_is_off(tmp_path):
     arguments = ["--arch", "gpt2", "--layers", "1", "--width", "32", "--heads", "2", "--context", "32"]
-    done = fresh("scripts/check_performance.py", *arguments, "--steps", 1, cwd=tmp_path)
+    done = run("scripts/check_performance.py", *arguments, "--steps", 1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "tokens/s" in done.stdout and "GFLOP/s" in done.stdout and "fused AdamW" in done.stdout
     assert "off: compile" in done.stdout

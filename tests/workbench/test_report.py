@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import fresh, run
+from commands import run
 from report_folders import (
     FEN,
     completion,
@@ -337,7 +337,7 @@ def test_evaluations_have_the_ends_of_their_intervals():
 
 def test_the_command_writes_both_forms_into_the_folder_and_says_where(tmp_path):
     write_sweep(tmp_path / "sweep")
-    done = fresh(REPORT, "sweep", cwd=tmp_path)
+    done = run(REPORT, "sweep", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["sweep/report.html", "sweep/report.md"]
     assert (tmp_path / "sweep/report.html").read_text().startswith("<!DOCTYPE html>")

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import Command, fresh
+from commands import Command, run
 
 from grpo.config import Config, SettingsError
 from grpo.config.groups import OptimizerSettings, SamplingSettings
@@ -466,7 +466,7 @@ def test_a_sweep_is_stopped_goes_on_and_survives_running_out_of_memory(tmp_path)
     assert row["status"] == "ok" and row["updates"] == 16 and row["final_heldout"] < 5
     assert abs(row["peak_bytes"] / row["predicted_bytes"] - 1) < 0.25
 
-    again = fresh(SWEEP, *arguments, "--batch-sizes", 128, 2048, "--output", folder, cwd=tmp_path)
+    again = run(SWEEP, *arguments, "--batch-sizes", 128, 2048, "--output", folder, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert "size 128: kept from before (ok)" in again.stderr and "scripts/report.py" in again.stderr
     assert "held-out" in again.stdout and "out of memory" in again.stdout
