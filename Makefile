@@ -19,7 +19,7 @@ test: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8
+	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
