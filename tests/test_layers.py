@@ -18,7 +18,7 @@ LAYERS = (
     ("grpo.model", "grpo.trl"),
     ("grpo.data", "grpo.distributed"),
     ("rewards", "grpo.memory", "grpo.config", "grpo.types", "grpo.environment"),
-    ("grpo.malloc", "grpo.prompt", "grpo.waiting"),
+    ("grpo.files", "grpo.malloc", "grpo.prompt", "grpo.waiting"),
 )
 """Rooms from top to bottom; those side by side do not import each other."""
 DEPTH = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}

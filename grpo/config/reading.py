@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from loguru import logger
 
 from grpo.config.limits import SettingsError
 from grpo.config.settings import Config
+from grpo.files import write_whole
 
 T = TypeVar("T")
 CONFIG_FILE = "config.yaml"
@@ -151,16 +151,7 @@ class CutOff(SettingsError):
 
 def write_yaml(config: Config, path: Path) -> None:
     """Whole or not at all, whatever happens on the way: what was there stays until it is replaced."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("w") as file:
-            file.write(f"{_WHOLE}\n{yaml.safe_dump(to_flat(config), sort_keys=False)}{_END}\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_whole(path, f"{_WHOLE}\n{yaml.safe_dump(to_flat(config), sort_keys=False)}{_END}\n")
 
 
 def read_run_settings(folder: Path) -> dict[str, Any]:

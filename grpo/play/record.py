@@ -1,7 +1,6 @@
 """Games of a match as they are kept: JSON to go on from, and PGN to look at."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -13,6 +12,7 @@ from typing import Any
 import chess
 import chess.pgn
 
+from grpo.files import write_whole
 from grpo.play.score import Score
 from grpo.play.thought import How, Thought
 
@@ -153,13 +153,13 @@ class Match:
             "players": self.players, "settings": self.settings, "summary": self.summary(),
             "games": [asdict(game) for game in self.games],
         }  # fmt: skip
-        _write(folder / FILE, json.dumps(content, indent=1))
+        write_whole(folder / FILE, json.dumps(content, indent=1))
 
     def save_pgn(self, folder: Path) -> None:
         """The same for other programs; it takes longer."""
         begun = [(number, game) for number, game in enumerate(self.games, 1) if game.moves]
         games = [str(game.to_pgn(self.players, number)) for number, game in begun]
-        _write(folder / PGN_FILE, "\n\n".join([*games, ""]))
+        write_whole(folder / PGN_FILE, "\n\n".join([*games, ""]))
 
     @staticmethod
     def load(folder: Path) -> "Match":
@@ -181,10 +181,3 @@ class Match:
 
 def _finite(value: float) -> float | None:
     return value if abs(value) < float("inf") else None
-
-
-def _write(file: Path, text: str) -> None:
-    """Whole, or as it was."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, file)

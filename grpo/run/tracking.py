@@ -6,13 +6,14 @@ Metric names are TRL's, so that dashboards carry over.
 import importlib.util
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from loguru import logger
+
+from grpo.files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
@@ -23,16 +24,13 @@ class _Lines:
     """A JSON-lines file, one flushed line at a time; a line cut short by a kill is dropped."""
 
     def __init__(self, path: Path, *, before_step: int) -> None:
-        temporary = path.with_suffix(".tmp")
         try:
             if before_step > 0 and not path.exists():
                 logger.warning("{} is gone: it begins anew after step {}", path, before_step)
             kept = [record for record in read_lines(path) if record.get("step", math.inf) <= before_step]
-            temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-            os.replace(temporary, path)
+            write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
             self._file: TextIO = path.open("a")
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise ValueError(
                 f"{path} cannot be written ({error.strerror}): make room on its disk, or move away what is "
                 "in its place; then start again."

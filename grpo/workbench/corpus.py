@@ -19,6 +19,7 @@ from torch import Tensor
 
 from grpo.config import SettingsError
 from grpo.data.load import POSITIONS
+from grpo.files import replacing, write_whole
 from grpo.model.load import load_tokenizer
 from grpo.workbench.models import context_of
 from grpo.workbench.spec import ModelSpec
@@ -130,11 +131,8 @@ def _cached(key: bytes, suffix: str) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    """All at once, so that half a file is never taken for one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    write_whole(path, text)
 
 
 def byte_corpus(path: Path) -> Corpus:
@@ -155,12 +153,10 @@ def token_corpus(path: Path, tokenizer: Tokenizer) -> Corpus:
     file = _cached(key.encode(), "bin")
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(".tmp")
-        with temporary.open("wb") as out:
+        with replacing(file, "wb") as out:
             for text in _texts(path):
                 ids = tokenizer.encode(text, add_special_tokens=False).ids
                 out.write(np.array(ids, dtype).tobytes())
-        temporary.replace(file)
     if not file.stat().st_size:
         raise SettingsError(f"data is {str(path)!r}, which is empty: give a text file.")
     return Corpus(np.memmap(file, dtype, mode="r"), vocab)

@@ -105,7 +105,7 @@ def test_a_kill_while_the_file_is_cut_loses_nothing(tmp_path, monkeypatch):
     def killed(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tracking.os, "replace", killed)
+    monkeypatch.setattr("os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
         tracker(tmp_path, before_step=2)
     assert steps(tmp_path) == [1, 2, 3]

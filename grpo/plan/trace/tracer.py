@@ -4,7 +4,6 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,6 +15,7 @@ import torch
 import transformers
 from loguru import logger
 
+from grpo.files import write_whole
 from grpo.memory import Shape
 from grpo.memory.fit import PhaseFit, align
 from grpo.memory.shape import decoding_features, decoding_shapes, pass_features, pass_shapes
@@ -143,9 +143,7 @@ class PhaseTracer:
         self._num_saved = len(self._known)
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._file.with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_text(json.dumps(self._known))
-            temporary.replace(self._file)
+            write_whole(self._file, json.dumps(self._known))
         except OSError as error:  # traced again next time, that is all
             logger.debug("traces are not kept: {}", error)
 

@@ -9,7 +9,6 @@ Sizes that ran out of memory or diverged have rows as well, of what they found o
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from loguru import logger
 
 from grpo.config import SettingsError
+from grpo.files import write_whole
 
 SWEEP_FILE = "sweep.json"
 FINAL_SHARE = 0.1
@@ -129,7 +129,4 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:
-    """All at once: a file is there whole, or not at all."""
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, file)
+    write_whole(file, json.dumps(content, indent=1) + "\n")
