@@ -181,7 +181,8 @@ class AdaptiveMemory:
     def reserve(self, bound: Callable[[int], None]) -> None:
         """Bound a heap to what the largest phase adds."""
         most = max((plan.footprint for plan in self.plan.values()), key=lambda each: each.tensor_bytes)
-        self.process.reserve(most, bound)
+        budget = self._budget()
+        self.process.reserve(most, bound, budget.usable_bytes / budget.share)
 
     def worst(self) -> dict[str, Footprint]:
         """What the process holds in each phase once all have run, were all texts as long as they can be."""

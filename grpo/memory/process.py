@@ -47,7 +47,8 @@ class ProcessMemory:
         self._gaps = gap_bytes
         self._share_seen: float | None = None
         self._held: list[tuple[float, float]] = []
-        self._reserved = 0.0
+        self._reserved = self._gaps_of_old = 0.0
+        self._most = math.inf
         self.left_bytes = 0.0
         """What a phase leaves for the next time that it runs, and all have beside what they add."""
 
@@ -96,7 +97,8 @@ class ProcessMemory:
         """The same once all have run: an allocator does not give back what the largest phase needed.
 
         Of a heap that is bounded (`reserve`) it does: what did not fit into it. The heap itself counts once
-        it is touched, where that is what counts: between what the largest phase needs and all of it.
+        it is touched, where that is what counts: between what the largest phase needs and all of it. And
+        nothing may fit into the gaps that it had before.
         """
         added = {phase: self._beside_resident(own) for phase, own in footprints.items()}
         least = most = self._reserved
@@ -105,21 +107,30 @@ class ProcessMemory:
         held = {**self._resident(), OUTSIDE: self.overhead_bytes, KEPT: (least + most) / 2}
         unsure = max(self._slack(phase).error_bytes for phase in self.phases) + (most - least) / 2
         kept = [Footprint({name: float(size) for name, size in held.items()}, unsure)]
-        if not self._reserved:
+        if self._reserved:
+            gaps = self._gaps_of_old
+            kept += [replace(own, error_bytes=own.error_bytes + gaps) for own in footprints.values()]
+        else:
             for phase, own in footprints.items():
                 others = max((size for other, size in added.items() if other != phase), default=0.0)
                 between = self._slack(phase).share_of_others * others
                 kept.append(replace(own, parts={**own.parts, KEPT: own.parts.get(KEPT, 0.0) + between}))
-        return {phase: _raised(own, [own, *kept]) for phase, own in footprints.items()}
+        return {phase: _raised(own, [own, *kept], self._most) for phase, own in footprints.items()}
 
-    def reserve(self, most: Footprint, bound: Callable[[int], None]) -> None:
-        """Bound a heap to what the largest phase adds; what it then holds is part of the plan."""
+    def reserve(self, most: Footprint, bound: Callable[[int], None], limit_bytes: float) -> None:
+        """Bound a heap to what the largest phase adds; what it then holds is part of the plan.
+
+        limit_bytes: more than that the system does not let this process have, where it counts addresses.
+        """
         added = max(0.0, self._beside_resident(most))
         bound(int(added))
         held = self._monitor.memory().ours_bytes - self.base_bytes  # with gaps that were there before
-        if not self._monitor.counts_private:
+        if self._monitor.counts_private:
+            self._most = limit_bytes
+        else:
             held += self._monitor.gap_bytes()  # which is not touched yet
         self._reserved = max(added, held)
+        self._gaps_of_old = self._reserved - added
 
     def observe(self, phase: str, shape: Shape, *, added_bytes: int | None, process_bytes: int) -> None:
         """What was measured: tensors where they were counted, and the process."""
@@ -144,8 +155,9 @@ class ProcessMemory:
         return spec.whole if rows >= (batch_size or self.batch_size) else spec.split
 
 
-def _raised(own: Footprint, every: Sequence[Footprint]) -> Footprint:
-    """To the largest peak of every, which is kept, and the largest upper end."""
-    peak, upper = max(each.peak_bytes for each in every), max(each.upper_bytes for each in every)
+def _raised(own: Footprint, every: Sequence[Footprint], most: float) -> Footprint:
+    """To the largest peak of every, which is kept, and the largest upper end, but for `most` bytes."""
+    peak = min(most, max(each.peak_bytes for each in every))
+    upper = min(most, max(each.upper_bytes for each in every))
     kept = own.parts.get(KEPT, 0.0) + peak - own.peak_bytes
     return Footprint({**own.parts, KEPT: kept}, upper - peak)

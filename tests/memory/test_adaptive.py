@@ -41,7 +41,7 @@ class StubMonitor(MemoryMonitor):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self.next, self.gaps = PhaseReading(), 0
+        self.next, self.ours_bytes, self.gaps = PhaseReading(), 160, 0
         self.asked_exact: list[bool] = []
 
     @contextmanager
@@ -53,7 +53,7 @@ class StubMonitor(MemoryMonitor):
         return MemoryReading("CPU", 7, 8, 9)
 
     def memory(self) -> DeviceMemory:
-        return DeviceMemory(10_000, 9_000, 160)
+        return DeviceMemory(10_000, 9_000, self.ours_bytes)
 
     def in_use_bytes(self) -> int:
         return 160
@@ -271,16 +271,25 @@ def test_a_heap_of_fixed_size_counts_from_the_start_under_a_limit():
 
 
 def test_a_heap_of_fixed_size_counts_as_it_is_touched_where_only_that_counts():
-    """1000 bytes with the gaps, 640 of them asked for: between what is needed and all, in the end all."""
+    """1000 bytes with 360 in gaps: between what is needed and all; at worst nothing fits into the gaps."""
     run = Run(slack=Slack(0.25, 0.1, 7))
     run.monitor.gaps = 1000 - 10  # 10 are held already
     run.replan()
     run.memory.reserve(lambda size: None)
     worst = run.memory.worst()["learn"]
-    assert worst.upper_bytes == 150 + 1000 + 7
+    assert worst.upper_bytes == pytest.approx(150 + 640 + 160 + math.hypot(32, 64, 7) + 360)
     (expected,) = run.memory.expected({"learn": [Shape(16, 30, 20)]}).values()  # 180 bytes
     assert expected.peak_bytes - expected.error_bytes == 150 + 180 - 7
     assert expected.upper_bytes == 150 + 1000 + 7
+
+
+def test_what_the_system_does_not_let_it_have_is_no_worst_case():
+    run = Run(slack=Slack(0.25, 0.1, 7), usable=1030)
+    run.monitor.counts_private, run.monitor.ours_bytes = True, 150 + 640 + 100
+    run.replan()
+    run.memory.reserve(lambda size: None)
+    worst = run.memory.worst()["learn"]
+    assert (worst.peak_bytes, worst.upper_bytes) == (150 + 640 + 160, 1030)
 
 
 def test_a_record_has_what_was_said_beforehand_whatever_was_measured_since():
