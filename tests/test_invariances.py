@@ -308,7 +308,7 @@ def test_i5_an_interrupted_run_ends_as_one_that_was_not(run_config):
     assert first["step"] == 0 and last["step"] == STEPS and "eval_reward" in last
     count = itertools.count()
 
-    @settings(HARD, max_examples=2)
+    @settings(HARD, max_examples=4)
     @given(cut=st.integers(1, STEPS - 1), politely=st.booleans(), interval=st.integers(1, 2))
     @example(cut=2, politely=True, interval=1)
     @example(cut=3, politely=False, interval=2)  # the step after the checkpoint is done twice

@@ -48,7 +48,7 @@ class ProcessMemory:
         self._share_seen: float | None = None
         self._held: list[tuple[float, float]] = []
         self._reserved = self._gaps_of_old = 0.0
-        self._most = math.inf
+        self._limit = math.inf
         self.left_bytes = 0.0
         """What a phase leaves for the next time that it runs, and all have beside what they add."""
 
@@ -115,7 +115,7 @@ class ProcessMemory:
                 others = max((size for other, size in added.items() if other != phase), default=0.0)
                 between = self._slack(phase).share_of_others * others
                 kept.append(replace(own, parts={**own.parts, KEPT: own.parts.get(KEPT, 0.0) + between}))
-        return {phase: _raised(own, [own, *kept], self._most) for phase, own in footprints.items()}
+        return {phase: _raised(own, [own, *kept], self._limit) for phase, own in footprints.items()}
 
     def reserve(self, most: Footprint, bound: Callable[[int], None], limit_bytes: float) -> None:
         """Bound a heap to what the largest phase adds; what it then holds is part of the plan.
@@ -126,7 +126,7 @@ class ProcessMemory:
         bound(int(added))
         held = self._monitor.memory().ours_bytes - self.base_bytes  # with gaps that were there before
         if self._monitor.counts_private:
-            self._most = limit_bytes
+            self._limit = limit_bytes
         else:
             held += self._monitor.gap_bytes()  # which is not touched yet
         self._reserved = max(added, held)

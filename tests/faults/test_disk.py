@@ -10,7 +10,7 @@ from commands import run
 from rich.console import Console
 from safetensors.torch import load_file
 
-from grpo.config import CONFIG_FILE, Config, SettingsError, parse_command_line, read_yaml
+from grpo.config import CONFIG_FILE, Config, SettingsError, parse_command_line, read_yaml, write_yaml
 from grpo.run import disk
 from grpo.run.checkpoint import CheckpointFolder, find_damage
 from grpo.run.interrupt import StopRequest
@@ -122,6 +122,19 @@ def test_room_is_looked_for_before_the_first_step(config, monkeypatch, logged):
 
 
 # ----------------------------------------------------------------------- settings, marks, lines
+
+
+def test_settings_are_replaced_whole_or_not_at_all(tmp_path):
+    file = tmp_path / CONFIG_FILE
+    write_yaml(Config(steps=3), file)
+    before = file.read_text()
+    calls = Calls()
+    with calls_watched(tmp_path, calls):
+        write_yaml(Config(steps=3), file)
+    for at in range(1, calls.made + 1):
+        with pytest.raises(OSError, match="No space"), calls_watched(tmp_path, Calls(at, disk_is_full)):
+            write_yaml(Config(steps=4), file)
+        assert file.read_text() == before and list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])

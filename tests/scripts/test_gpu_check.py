@@ -15,7 +15,6 @@ import torch
 from benchmarks.speed import Outcome
 from benchmarks.speed_worker import StepTime
 from commands import ROOT, run
-from conftest import untraced
 from several_processes import in_processes
 
 
@@ -33,7 +32,7 @@ def raced(case, folder, **options) -> Outcome:
 
 def check(rank: int, file: Path) -> str:
     """All parts in a process that may get limits; the race is test_speed.py's."""
-    with untraced(), patch("benchmarks.gpu_check.race", raced), redirect_stdout(StringIO()) as said:
+    with patch("benchmarks.gpu_check.race", raced), redirect_stdout(StringIO()) as said:
         gpu_check.main(output=file, small=True)
     return said.getvalue()
 
@@ -51,7 +50,7 @@ def test_every_part_runs_small(tmp_path):
     assert results["recovery"]["steps"] == 1 and "speed" in results["emptied cache"]
     assert "batch  allocated" in ended.value and "learning reaches" in ended.value
     for phase, found in results["rows"][0]["phases"].items():
-        assert found["seconds"] >= 0 and found["measured_bytes"] >= 0 and found["predicted_bytes"] > 0, phase
+        assert found["seconds"] >= 0 and 0 <= found["measured_bytes"] < 2 * found["predicted_bytes"], phase
     assert results["rates"]["flops"] > 1e9 and results["rates"]["copied_bytes_per_s"] > 1e8
 
 
