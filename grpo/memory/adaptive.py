@@ -24,8 +24,11 @@ from grpo.memory.recovery import Retry, survive
 from grpo.memory.shape import Shape
 
 T = TypeVar("T")
-EXACT_STEPS = 2
-"""First runs of a phase whose tensors are counted one by one where the allocator keeps no statistics."""
+EXACT_STEPS, EXACT_PASSES = 2, 4
+"""First runs of a phase whose tensors are counted one by one where the allocator keeps no statistics.
+
+Not in more passes than that: counting costs as much in one of a single row as in one of hundreds.
+"""
 COOLDOWN_STEPS = 20
 """Steps after running out of memory before more rows are tried again; twice as many each time."""
 
@@ -231,11 +234,12 @@ class AdaptiveMemory:
         DoesNotFit when one row is too much.
         """
         retries: list[Retry] = []
-        exact = self._runs[phase] < EXACT_STEPS
         keeps = self.kept if self.phases[phase].keeps else None
 
         def measured(rows: int) -> tuple[T, PhaseReading]:
             held = keeps.largest_nbytes if keeps else 0
+            few = self.process.batch_size <= EXACT_PASSES * rows
+            exact = few and self._runs[phase] < EXACT_STEPS
             with self._monitor.phase(exact=exact) as reading:
                 result = work(rows)
             if reading.added_bytes is not None:

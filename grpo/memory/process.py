@@ -96,25 +96,24 @@ class ProcessMemory:
     def lasting(self, footprints: Mapping[str, Footprint]) -> dict[str, Footprint]:
         """The same once all have run: an allocator does not give back what the largest phase needed.
 
-        Of a heap that is bounded (`reserve`) it does: what did not fit into it. The heap itself counts once
-        it is touched, where that is what counts: between what the largest phase needs and all of it. And
-        nothing may fit into the gaps that it had before.
+        Of a heap that is bounded (`reserve`) it does: what did not fit into it. The heap counts as a whole
+        where memory does that is not touched, else as far as it is touched. Whether anything fits into the
+        gaps that it had before is not known.
         """
         added = {phase: self._beside_resident(own) for phase, own in footprints.items()}
-        least = most = self._reserved
-        if not self._monitor.counts_private:
-            least = min(most, max(added.values()))
-        held = {**self._resident(), OUTSIDE: self.overhead_bytes, KEPT: (least + most) / 2}
-        unsure = max(self._slack(phase).error_bytes for phase in self.phases) + (most - least) / 2
-        kept = [Footprint({name: float(size) for name, size in held.items()}, unsure)]
-        if self._reserved:
-            gaps = self._gaps_of_old
-            kept += [replace(own, error_bytes=own.error_bytes + gaps) for own in footprints.values()]
-        else:
-            for phase, own in footprints.items():
-                others = max((size for other, size in added.items() if other != phase), default=0.0)
-                between = self._slack(phase).share_of_others * others
-                kept.append(replace(own, parts={**own.parts, KEPT: own.parts.get(KEPT, 0.0) + between}))
+        held = {**self._resident(), OUTSIDE: self.overhead_bytes, KEPT: self._reserved}
+        unsure = max(self._slack(phase).error_bytes for phase in self.phases)
+        whole = [Footprint({name: float(size) for name, size in held.items()}, unsure)]
+        gaps = self._gaps_of_old
+        if self._reserved and self._monitor.counts_private:
+            whole += [replace(own, error_bytes=own.error_bytes + gaps) for own in footprints.values()]
+            return {phase: _raised(own, [own, *whole], self._limit) for phase, own in footprints.items()}
+        kept = [] if self._reserved else whole
+        for phase, own in footprints.items():
+            others = max((size for other, size in added.items() if other != phase), default=0.0)
+            between = self._slack(phase).share_of_others * others + gaps / 2
+            parts = {**own.parts, KEPT: own.parts.get(KEPT, 0.0) + between}
+            kept.append(Footprint(parts, own.error_bytes + gaps / 2))
         return {phase: _raised(own, [own, *kept], self._limit) for phase, own in footprints.items()}
 
     def reserve(self, most: Footprint, bound: Callable[[int], None], limit_bytes: float) -> None:
