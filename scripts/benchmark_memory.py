@@ -23,16 +23,8 @@ from benchmarks.checkpointing_cost import (
     cost_verdicts,
     cost_works,
 )
-from benchmarks.limited_runs import (
-    SHAPE_OF_30M,
-    How,
-    grid,
-    grid_table,
-    grid_verdicts,
-    ladder,
-    ladder_table,
-    ladder_verdicts,
-)
+from benchmarks.limit_ladder import ladder, ladder_table, ladder_verdicts
+from benchmarks.limited_runs import How
 from benchmarks.memory_trials import (
     full_grid,
     predict_trials,
@@ -50,6 +42,7 @@ from benchmarks.planning_trials import (
     overhead_verdicts,
 )
 from benchmarks.random_gpt2 import make_random_gpt2
+from benchmarks.run_grid import SHAPE_OF_30M, grid, grid_table, grid_verdicts
 from loguru import logger
 from rich.table import Table
 

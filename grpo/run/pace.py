@@ -1,9 +1,9 @@
 """How long a step takes with few rows at once, beside all at once: said before the first.
 
 A pass takes a fixed time and one for each row, in a line (docs/measurements.md, "How a step's seconds grow"):
-two small passes show what all rows at once would take. What the plan takes instead is seen from one pass of
-each phase as it is planned, with the heap as bounded as it will be, and kernels not compiled yet for its
-shape. Left out: what is the same whatever the plan, such as rewards and the update.
+two small passes show what all rows at once would take. What the plan takes instead is seen from some passes
+of each phase as it is planned, with the heap as bounded as it will be, and kernels not compiled yet for their
+shapes. Left out: what is the same whatever the plan, such as rewards and the update.
 """
 
 import math
@@ -27,6 +27,12 @@ TOKENS = 16
 """New ones of the passes that show how fast sampling is."""
 WORTH_SAYING = 1.1
 """Times as long."""
+_ENOUGH_S = 0.2
+"""So long a small pass is done again and again: its time is multiplied by the rows of a step."""
+_GROUPS = 4
+"""Of the largest pass that shows how long all rows take at once."""
+_LOOKED_AT = 4
+"""Passes of a phase, of many, whose mean is that of all."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,8 @@ class Pace:
 
 
 def pace(work: Callable[[int], object], few: int, many: int) -> Pace:
-    """Of a phase whose `work` takes rows; each is done twice, as the first time is spent on other things."""
-    seconds = [min(_seconds(work, rows) for _ in range(2)) for rows in (few, many)]
+    """Of a phase whose `work` takes rows; the first time is spent on other things, and later ones vary."""
+    seconds = [_least_seconds(work, rows) for rows in (few, many)]
     row_s = max(0.0, seconds[1] - seconds[0]) / (many - few)
     return Pace(max(0.0, seconds[0] - few * row_s), row_s)
 
@@ -69,24 +75,32 @@ class StepPace:
 
     def all_at_once(self) -> float:
         """Seconds of a step, were there room for all its rows; from passes that need less than planned."""
-        many = max(2, min(2 * min(self.rows.values()), self.work.config.group_size))
         all_rows = self.work.rows_here
-        total = self._lengths * pace(self._sample, 1, many).seconds(all_rows, all_rows)
+        few, many = self._few_and_many(self.rows["sample"])
+        total = self._lengths * pace(self._sample, few, many).seconds(all_rows, all_rows)
         for phase in ("score", "learn"):
             if phase in self.rows:  # half the length: a token costs what it does in longer texts
-                half = pace(self._passes(phase, (1, many), 0.5), 1, many)
+                few, many = self._few_and_many(2 * self.rows[phase])
+                half = pace(self._passes(phase, (few, many), 0.5), few, many)
                 total += Pace(half.pass_s, 2 * half.row_s).seconds(all_rows, all_rows)
         return total
 
+    def _few_and_many(self, rows: int) -> tuple[int, int]:
+        """Two sizes up to so many rows, and no more than some groups: larger ones take as long a row."""
+        many = max(2, min(rows, self.work.rows_here, _GROUPS * self.work.config.group_size))
+        return many // 2, many
+
     def as_planned(self) -> float:
-        """Seconds of a step by the plan: one pass of each phase, as often as it is needed."""
+        """Seconds of a step by the plan: some passes of each phase, as often as they are needed."""
         total, all_rows = 0.0, self.work.rows_here
         for phase, rows in self.rows.items():
             passes = math.ceil(all_rows / rows)
             if phase == "sample":
                 total += passes * self._lengths * _seconds(self._sample, min(rows, all_rows))
             else:
-                total += passes * _seconds(self._passes(phase, (rows,), 1.0), rows)
+                looked_at = max(1, min(_LOOKED_AT, passes // _LOOKED_AT))
+                work = self._passes(phase, (rows,), 1.0, looked_at)
+                total += passes / looked_at * _seconds(work, rows)
         return total
 
     def say(self, budget: Budget, all_at_once: float) -> None:
@@ -110,9 +124,11 @@ class StepPace:
 
     @property
     def _lengths(self) -> float:
-        """Tokens of a completion, in those that a pass samples here."""
+        """Tokens that a group goes on for, which are its longest row's, in those that a pass samples here."""
+        size = self.work.config.group_size
+        lengths = self.rehearsal.step(self.work.rows_here, size).lengths.view(-1, size)
         tokens = min(TOKENS, self.work.config.sampling.max_new_tokens)
-        return float(self.rehearsal.answers.lengths.double().mean()) / tokens
+        return float(lengths.amax(1).double().mean()) / tokens
 
     def _sample(self, rows: int) -> None:
         config = self.work.config
@@ -125,12 +141,22 @@ class StepPace:
             replace(config.sampling, max_new_tokens=tokens), rows=rows,
         )  # fmt: skip
 
-    def _passes(self, phase: str, sizes: Sequence[int], share: float) -> Callable[[int], None]:
-        """A pass of each of these sizes, ready made: rows of middling length, or a share of it."""
+    def _passes(
+        self, phase: str, sizes: Sequence[int], share: float, looked_at: int = 1
+    ) -> Callable[[int], None]:
+        """Passes of each of these sizes, ready made: rows of middling length, or a share of it.
+
+        looked_at: so many, from among all of a step; one is the middle one.
+        """
         config = self.work.config
         step = self.rehearsal.step(self.work.rows_here, config.group_size, share=share)
         every = {rows: list(micro_batches(step, rows)) for rows in sizes}
-        return lambda rows: self._pass(phase, every[rows][len(every[rows]) // 2])
+
+        def work(rows: int) -> None:
+            for place in range(looked_at):
+                self._pass(phase, every[rows][(2 * place + 1) * len(every[rows]) // (2 * looked_at)])
+
+        return work
 
     def _pass(self, phase: str, part: MicroBatch) -> None:
         config, learns = self.work.config, phase == "learn"
@@ -143,6 +169,13 @@ class StepPace:
             if learns:
                 logp.sum().backward()  # type: ignore[no-untyped-call]
         self.policy.model.zero_grad(set_to_none=True)
+
+
+def _least_seconds(work: Callable[[int], object], rows: int) -> float:
+    taken = [_seconds(work, rows)]
+    while len(taken) < 2 or sum(taken) < _ENOUGH_S:
+        taken.append(_seconds(work, rows))
+    return min(taken)
 
 
 def _seconds(work: Callable[[int], object], rows: int) -> float:

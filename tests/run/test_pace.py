@@ -34,8 +34,11 @@ def test_noise_makes_no_negative_time(monkeypatch):
 @pytest.mark.parametrize(("rows", "times"), [(4, "1.1"), (1, "1.8")])
 def test_a_run_says_how_slow_its_plan_is(config, logged, monkeypatch, rows, times):
     """7 s of sampling, 1 of scoring, learning 1 a pass: 10 with 2, 16 with 8, and 9 with all at once."""
+    done: list[float] = []
     monkeypatch.setattr(pace, "pace", lambda *_: Pace(1.0, 0.0))
-    monkeypatch.setattr(pace, "_seconds", lambda work, rows: 1.0)
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: float(len(done)))
+    for work in ("_sample", "_pass"):
+        monkeypatch.setattr(StepPace, work, lambda *_: done.append(1.0))
     monkeypatch.setattr(StepPace, "_lengths", 7.0)
     rest = dict.fromkeys(("rollout_rows", "score_rows"), 8)
     with open_run(dataclasses.replace(config, batch_size=8, group_size=4, train_rows=rows, **rest)):

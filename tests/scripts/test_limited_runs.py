@@ -2,15 +2,9 @@
 
 from dataclasses import replace
 
-from benchmarks.limited_runs import (
-    RunOutcome,
-    grid,
-    grid_table,
-    grid_verdicts,
-    ladder_table,
-    ladder_verdicts,
-    run_command,
-)
+from benchmarks.limit_ladder import ladder_table, ladder_verdicts
+from benchmarks.limited_runs import RunOutcome, run_command
+from benchmarks.run_grid import grid, grid_table, grid_verdicts
 
 MB = 2**20
 GOOD = RunOutcome(
