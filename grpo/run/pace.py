@@ -29,8 +29,8 @@ WORTH_SAYING = 1.1
 """Times as long."""
 _ENOUGH_S = 0.2
 """So long a small pass is done again and again: its time is multiplied by the rows of a step."""
-_GROUPS = 4
-"""Of the largest pass that shows how long all rows take at once."""
+_GROUPS = 2
+"""Of the largest pass that shows how long all rows take at once; what more leave behind tears the heap."""
 _LOOKED_AT = 4
 """Passes of a phase, of many, whose mean is that of all."""
 
@@ -87,20 +87,24 @@ class StepPace:
 
     def _few_and_many(self, rows: int) -> tuple[int, int]:
         """Two sizes up to so many rows, and no more than some groups: larger ones take as long a row."""
-        many = max(2, min(rows, self.work.rows_here, _GROUPS * self.work.config.group_size))
-        return many // 2, many
+        size = self.work.config.group_size
+        many = max(2, min(rows, self.work.rows_here, _GROUPS * size))
+        few = many // 2
+        return few - few % size if few > size else few, many
 
     def as_planned(self) -> float:
         """Seconds of a step by the plan: some passes of each phase, as often as they are needed."""
         total, all_rows = 0.0, self.work.rows_here
+        target = self.work.target  # in bf16 on a CPU steps have ever new shapes, as the first time has
+        taken = _seconds if target.on_cpu and target.is_lower else _least_seconds
         for phase, rows in self.rows.items():
             passes = math.ceil(all_rows / rows)
             if phase == "sample":
-                total += passes * self._lengths * _seconds(self._sample, min(rows, all_rows))
+                total += passes * self._lengths * taken(self._sample, min(rows, all_rows))
             else:
                 looked_at = max(1, min(_LOOKED_AT, passes // _LOOKED_AT))
                 work = self._passes(phase, (rows,), 1.0, looked_at)
-                total += passes / looked_at * _seconds(work, rows)
+                total += passes / looked_at * taken(work, rows)
         return total
 
     def say(self, budget: Budget, all_at_once: float) -> None:
