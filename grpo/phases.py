@@ -22,8 +22,8 @@ from grpo.rollout.decoder import has_static_cache
 from grpo.rollout.sample import rollout
 from grpo.rollout.slots import KeptSlots
 from grpo.rollout.tokens import step_uniforms
-from grpo.run.checkpoint import take_snapshot
 from grpo.run.setup import Run
+from grpo.run.training_state import take_snapshot
 from grpo.scoring.micro_batches import micro_batch_shapes, score
 from grpo.types import Prompt, Rollout
 

@@ -20,13 +20,14 @@ from grpo.learning.objectives import GRPOBatch, finish_grpo
 from grpo.learning.optimizer import learning_rate, set_learning_rate
 from grpo.learning.step import Stepper
 from grpo.phases import PlannedPhases
-from grpo.run.checkpoint import Checkpoint, restore_optimizer
+from grpo.run.checkpoint import Checkpoint
 from grpo.run.given import Given
 from grpo.run.interrupt import StopRequest, stop_on_signal
 from grpo.run.journal import Journal
 from grpo.run.metrics import reward_metrics, rollout_metrics
 from grpo.run.progress import Progress
 from grpo.run.setup import Run, open_run
+from grpo.run.training_state import restore_optimizer
 from grpo.types import Prompt, Rollout, Step
 
 
@@ -297,7 +298,7 @@ class Trainer:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state
-        restore_optimizer(self.run.policy.model, self.run.optimizer, checkpoint)
+        restore_optimizer(self.run.policy.model, self.run.optimizer, checkpoint.tensors, checkpoint.folder)
         self.run.source.restore(state["source"])
         if self.config.kl_target is not None:
             self.kl_coef = state["kl_coef"]

@@ -52,6 +52,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("user-cache"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are processors: some tests wait, for processes of their own or for time to pass."""
+    return 1 + (os.cpu_count() or 1)
+
+
 LONGEST = [
     "test_memory_in_runs", "test_gpu_check", "test_speed", "test_another_device", "test_scripts",
     "test_evaluate", "test_several_processes", "test_train_command", "test_recovery", "test_shard",
@@ -212,7 +218,8 @@ def frozen() -> Iterator[None]:
 def untraced(row_bytes: float = 1e5) -> Iterator[None]:
     """Memory plans from made-up peaks: tracing real ones takes a quarter of a minute."""
     made_up = mock.patch.object(TracedFit, "__call__", lambda fit, shape: row_bytes * shape.rows)
-    with made_up, mock.patch("grpo.run.planning.trace_phases"):
+    short = mock.patch("grpo.run.pace.ENOUGH_S", 0.0)  # in which each plan's pace is measured
+    with made_up, short, mock.patch("grpo.run.planning.trace_phases"):
         yield
 
 

@@ -27,8 +27,10 @@ TOKENS = 16
 """New ones of the passes that show how fast sampling is."""
 WORTH_SAYING = 1.1
 """Times as long."""
-_ENOUGH_S = 0.2
+ENOUGH_S = 0.1
 """So long a small pass is done again and again: its time is multiplied by the rows of a step."""
+_LONG_S = 1.0
+"""A pass as planned that takes so long is not done twice."""
 _GROUPS = 2
 """Of the largest pass that shows how long all rows take at once; what more leave behind tears the heap."""
 _LOOKED_AT = 4
@@ -48,7 +50,7 @@ class Pace:
 
 def pace(work: Callable[[int], object], few: int, many: int) -> Pace:
     """Of a phase whose `work` takes rows; the first time is spent on other things, and later ones vary."""
-    seconds = [_least_seconds(work, rows) for rows in (few, many)]
+    seconds = [_least_seconds(work, rows, ENOUGH_S) for rows in (few, many)]
     row_s = max(0.0, seconds[1] - seconds[0]) / (many - few)
     return Pace(max(0.0, seconds[0] - few * row_s), row_s)
 
@@ -95,8 +97,9 @@ class StepPace:
     def as_planned(self) -> float:
         """Seconds of a step by the plan: some passes of each phase, as often as they are needed."""
         total, all_rows = 0.0, self.work.rows_here
-        target = self.work.target  # in bf16 on a CPU steps have ever new shapes, as the first time has
-        taken = _seconds if target.on_cpu and target.is_lower else _least_seconds
+        target = self.work.target
+        compiles = target.on_cpu and target.is_lower  # in each step, as in the first time that this is done
+        taken = _seconds if compiles else _second_time
         for phase, rows in self.rows.items():
             passes = math.ceil(all_rows / rows)
             if phase == "sample":
@@ -175,11 +178,16 @@ class StepPace:
         self.policy.model.zero_grad(set_to_none=True)
 
 
-def _least_seconds(work: Callable[[int], object], rows: int) -> float:
+def _least_seconds(work: Callable[[int], object], rows: int, enough_s: float) -> float:
     taken = [_seconds(work, rows)]
-    while len(taken) < 2 or sum(taken) < _ENOUGH_S:
+    while len(taken) < 2 or sum(taken) < enough_s:
         taken.append(_seconds(work, rows))
     return min(taken)
+
+
+def _second_time(work: Callable[[int], object], rows: int) -> float:
+    first = _seconds(work, rows)
+    return first if first > _LONG_S else min(first, _seconds(work, rows))
 
 
 def _seconds(work: Callable[[int], object], rows: int) -> float:

@@ -16,10 +16,11 @@ from grpo.config.groups import OptimizerSettings
 from grpo.learning.optimizer import make_optimizer
 from grpo.model.cpu.feed_forward import slice_feed_forward
 from grpo.run import checkpoint as checkpoint_module
-from grpo.run.checkpoint import CheckpointFolder, find_damage, restore_optimizer
+from grpo.run.checkpoint import CheckpointFolder, find_damage
 from grpo.run.folder import checkpoint_of
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import open_run
+from grpo.run.training_state import restore_optimizer
 from grpo.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
@@ -87,7 +88,7 @@ def test_everything_comes_back_bit_for_bit(folder, save, policy, optimizer):
     for entry in optimizer.state.values():
         for value in entry.values():
             value.fill_(7)
-    restore_optimizer(policy.model, optimizer, checkpoint)
+    restore_optimizer(policy.model, optimizer, checkpoint.tensors, checkpoint.folder)
     for parameter, entry in moments.items():
         assert all(torch.equal(optimizer.state[parameter][name], value) for name, value in entry.items())
     assert torch.equal(torch.rand(4), drawn)  # the random state, too
@@ -106,8 +107,9 @@ def test_another_optimizers_moments_are_refused_with_what_to_do(folder, save, po
     other = torch.optim.Adamax(policy.model.parameters())
     policy.model(input_ids=torch.tensor([[5, 6, 7]])).logits.sum().backward()
     other.step()
+    saved = folder.newest_intact()
     with pytest.raises(ValueError, match=r"has no exp_inf of .*--optimizer-kind .* saved with"):
-        restore_optimizer(policy.model, other, folder.newest_intact())
+        restore_optimizer(policy.model, other, saved.tensors, saved.folder)
 
 
 def test_whoever_is_stopped_is_told_what_there_is_to_go_on_from(folder, save):

@@ -1,0 +1,72 @@
+"""What of training is in tensors beside the model: the optimizer's moments by parameter, and random state."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grpo.distributed.shard import is_sharded, part_like, whole
+
+
+class Snapshot(NamedTuple):
+    """What of a training state is large, on the CPU."""
+
+    weights: dict[str, Tensor] | None
+    """None: as they are in the model."""
+    tensors: dict[str, Tensor]
+    """Moments and random state."""
+
+
+def take_snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer, *, keep: bool = True) -> Snapshot:
+    """Of a sharded model a collective, weight by weight; a process that writes nothing need not `keep` it."""
+    weights: dict[str, Tensor] | None = None
+    if is_sharded(model):
+        weights, known = {}, {}
+        for name, weight in model.state_dict(keep_vars=True).items():
+            if weight not in known:  # tied weights are one
+                all_of_it = whole(weight.detach())
+                known[weight] = all_of_it.cpu() if keep else all_of_it.new_empty(0)
+            weights[name] = known[weight]
+    return Snapshot(weights, _optimizer_tensors(model, optimizer, keep=keep))
+
+
+def restore_optimizer(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], folder: Path
+) -> None:
+    """Copy moments and random state back in place. ValueError if those in this folder are another's."""
+    with torch.no_grad():
+        for parameter, name, entry in _entries(model, optimizer):
+            state, stored = optimizer.state[parameter], tensors.get(f"{name}|{entry}")
+            if stored is None:
+                raise ValueError(
+                    f"the checkpoint in {str(folder)!r} has no {entry} of {name}: go on with the "
+                    "--optimizer-kind and the model that it was saved with."
+                )
+            if isinstance(state[entry], Tensor):
+                state[entry].copy_(part_like(stored, state[entry]))
+            else:
+                state[entry] = stored.item()
+    torch.set_rng_state(tensors["random_state"])
+
+
+def _optimizer_tensors(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, *, keep: bool
+) -> dict[str, Tensor]:
+    tensors = {}
+    for parameter, name, entry in _entries(model, optimizer):
+        tensor = whole(torch.as_tensor(optimizer.state[parameter][entry]).detach())
+        if keep:
+            tensors[f"{name}|{entry}"] = tensor.cpu().contiguous()
+    return {**tensors, "random_state": torch.get_rng_state()}
+
+
+def _entries(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[torch.nn.Parameter, str, str]]:
+    for name, parameter in model.named_parameters():
+        for entry in optimizer.state.get(parameter, {}):
+            if not entry.startswith("qmap"):  # the code books of 8-bit moments, the same for all
+                yield parameter, name, entry
