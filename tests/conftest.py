@@ -52,12 +52,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("user-cache"))
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are processors: some tests wait, for processes of their own or for time to pass."""
-    return 1 + (os.cpu_count() or 1)
-
-
 LONGEST = [
     "test_memory_in_runs", "test_gpu_check", "test_speed", "test_another_device", "test_scripts",
     "test_evaluate", "test_several_processes", "test_train_command", "test_recovery", "test_shard",
