@@ -103,17 +103,17 @@ class ProcessMemory:
         added = {phase: self._beside_resident(own) for phase, own in footprints.items()}
         held = {**self._resident(), OUTSIDE: self.overhead_bytes, KEPT: self._reserved}
         unsure = max(self._slack(phase).error_bytes for phase in self.phases)
-        whole = [Footprint({name: float(size) for name, size in held.items()}, unsure)]
+        whole = Footprint({name: float(size) for name, size in held.items()}, unsure)
         gaps = self._gaps_of_old
         if self._reserved and self._monitor.counts_private:
-            whole += [replace(own, error_bytes=own.error_bytes + gaps) for own in footprints.values()]
-            return {phase: _raised(own, [own, *whole], self._limit) for phase, own in footprints.items()}
-        kept = [] if self._reserved else whole
-        for phase, own in footprints.items():
-            others = max((size for other, size in added.items() if other != phase), default=0.0)
-            between = self._slack(phase).share_of_others * others + gaps / 2
-            parts = {**own.parts, KEPT: own.parts.get(KEPT, 0.0) + between}
-            kept.append(Footprint(parts, own.error_bytes + gaps / 2))
+            kept = [whole, *(replace(own, error_bytes=own.error_bytes + gaps) for own in footprints.values())]
+        else:
+            kept = [] if self._reserved else [whole]
+            for phase, own in footprints.items():
+                others = max((size for other, size in added.items() if other != phase), default=0.0)
+                between = self._slack(phase).share_of_others * others + gaps / 2
+                parts = {**own.parts, KEPT: own.parts.get(KEPT, 0.0) + between}
+                kept.append(Footprint(parts, own.error_bytes + gaps / 2))
         return {phase: _raised(own, [own, *kept], self._limit) for phase, own in footprints.items()}
 
     def reserve(self, most: Footprint, bound: Callable[[int], None], limit_bytes: float) -> None:

@@ -50,7 +50,7 @@ class Pace:
 
 def pace(work: Callable[[int], object], few: int, many: int) -> Pace:
     """Of a phase whose `work` takes rows; the first time is spent on other things, and later ones vary."""
-    seconds = [_least_seconds(work, rows, ENOUGH_S) for rows in (few, many)]
+    seconds = [_least_seconds(work, rows) for rows in (few, many)]
     row_s = max(0.0, seconds[1] - seconds[0]) / (many - few)
     return Pace(max(0.0, seconds[0] - few * row_s), row_s)
 
@@ -178,9 +178,9 @@ class StepPace:
         self.policy.model.zero_grad(set_to_none=True)
 
 
-def _least_seconds(work: Callable[[int], object], rows: int, enough_s: float) -> float:
+def _least_seconds(work: Callable[[int], object], rows: int) -> float:
     taken = [_seconds(work, rows)]
-    while len(taken) < 2 or sum(taken) < enough_s:
+    while len(taken) < 2 or sum(taken) < ENOUGH_S:
         taken.append(_seconds(work, rows))
     return min(taken)
 
