@@ -210,10 +210,14 @@ def frozen() -> Iterator[None]:
 
 @contextmanager
 def untraced(row_bytes: float = 1e5) -> Iterator[None]:
-    """Memory plans from made-up peaks: tracing real ones takes a quarter of a minute."""
+    """Memory plans from made-up peaks: tracing real ones takes a quarter of a minute.
+
+    Nor are tensors counted one by one, or a plan's pace measured for long.
+    """
     made_up = mock.patch.object(TracedFit, "__call__", lambda fit, shape: row_bytes * shape.rows)
-    short = mock.patch("grpo.run.pace.ENOUGH_S", 0.0)  # in which each plan's pace is measured
-    with made_up, short, mock.patch("grpo.run.planning.trace_phases"):
+    uncounted = mock.patch("grpo.memory.adaptive.EXACT_STEPS", 0)
+    short = mock.patch("grpo.run.pace.ENOUGH_S", 0.0)
+    with made_up, uncounted, short, mock.patch("grpo.run.planning.trace_phases"):
         yield
 
 

@@ -72,8 +72,12 @@ class StepPace:
 
     @property
     def in_parts(self) -> bool:
-        """Whether there is anything to say. Not of sharded models, of which nobody may do a pass alone."""
-        return not self.work.config.shard and min(self.rows.values()) < self.work.rows_here
+        """Whether there is anything to say: some rows are few, and not because that was asked for.
+
+        Not of sharded models, of which nobody may do a pass alone.
+        """
+        planned = (rows for phase, rows in self.rows.items() if self.memory.phases[phase].rows is None)
+        return not self.work.config.shard and any(rows < self.work.rows_here for rows in planned)
 
     def all_at_once(self) -> float:
         """Seconds of a step, were there room for all its rows; from passes that need less than planned."""

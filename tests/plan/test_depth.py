@@ -14,7 +14,7 @@ from grpo.plan.trace.depth import extend, has_equal_layers
 from grpo.plan.trace.fake import FakePhases
 
 LAYERS = 6
-SHAPES = Shape(16, 10, 18), Shape(64, 30, 50)
+SHAPES = Shape(16, 10, 7), Shape(64, 30, 20)
 
 
 def config_of(name: str) -> PretrainedConfig:
@@ -36,7 +36,7 @@ def config_of(name: str) -> PretrainedConfig:
 
 def settings_of(name: str, device: str, dtype: torch.dtype, **options: object) -> PhaseSettings:
     target = make_target(config_of(name), torch.device(device), dtype)
-    settings = PhaseSettings(target, 8, SamplingSettings(max_new_tokens=50), LossSettings())
+    settings = PhaseSettings(target, 8, SamplingSettings(max_new_tokens=20), LossSettings())
     return replace(settings, **options)  # type: ignore[arg-type]
 
 

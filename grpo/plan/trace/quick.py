@@ -17,7 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from grpo.memory.live import LiveBytes
 
-_CPU = torch.device("cpu")
+_CPU, _META = torch.device("cpu"), torch._C.DispatchKey.Meta
+_aten = torch.ops.aten
+_OTHERWISE_ON_CPUS = {_aten.native_layer_norm.default, _aten._embedding_bag_forward_only.default}
+"""Their meta kernels make what a card's kernels do."""
 
 
 class _Outline(NamedTuple):
@@ -97,25 +100,33 @@ class QuickFakeMode(PlainFakeMode):
         if kind == "other" or not _all_fake(args):
             return super().dispatch(func, types, args, kwargs)
         if kind == "in place":
-            return args[0]
+            return kwargs["out"] if "out" in kwargs else args[0]
         if kind == "view":
-            return self._view(func, args, kwargs)
+            return self._by_kernel(func, args, kwargs)
         key = (func, torch.get_default_dtype(), _outlines(args), _outlines(tuple(kwargs.items())))
         if key not in self._known:
-            made = super().dispatch(func, types, args, kwargs)
+            made = self._by_its_meta_kernel(func, args, kwargs)
+            if made is None:
+                made = super().dispatch(func, types, args, kwargs)
             if _all_fake(made if isinstance(made, tuple | list) else (made,)):
                 self._known[key] = None if _share_storage(made, args) else _outlines(made)
             return made
         if (known := self._known[key]) is None:  # a view that does not say so
-            return self._view(func, args, kwargs)
+            return self._by_kernel(func, args, kwargs)
         return self._from_outlines(known)
 
-    def _view(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _by_its_meta_kernel(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What torch's own mode comes to in the end, for most operations; None for the others."""
+        if func in _OTHERWISE_ON_CPUS or "device" in kwargs or not any(isinstance(v, Tensor) for v in args):
+            return None
+        return self._by_kernel(func, args, kwargs) if func.has_kernel_for_dispatch_key(_META) else None
+
+    def _by_kernel(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with in_kernel_invocation_manager(self):
             made = func(*args, **kwargs)
         if isinstance(made, Tensor):
             return FakeTensor(self, made, _CPU)
-        return tuple(FakeTensor(self, view, _CPU) for view in made)
+        return tuple(one if one is None else FakeTensor(self, one, _CPU) for one in made)
 
     def _from_outlines(self, known: Any) -> Any:
         if type(known) is _Outline:
@@ -132,8 +143,8 @@ def _kind(func: Any) -> str:
     if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         return "other"  # made of others, which come here by themselves
     if func._schema.is_mutable:
-        in_place = func._schema.name.endswith("_") and len(func._schema.returns) == 1
-        return "in place" if in_place else "other"
+        in_place = func._schema.name.endswith("_") or func._schema.overload_name == "out"
+        return "in place" if in_place and len(func._schema.returns) == 1 else "other"
     return "view" if func.is_view else "fresh"
 
 
