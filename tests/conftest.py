@@ -30,6 +30,7 @@ from transformers import (
 from grpo.config import Config
 from grpo.config.groups import Precision, SamplingSettings
 from grpo.learning.loss import LossSettings
+from grpo.memory.adaptive import EXACT_STEPS
 from grpo.model.load import Policy, load_policy
 from grpo.plan.build import TracedFit
 from grpo.rollout.decoder import Decoder
@@ -209,13 +210,13 @@ def frozen() -> Iterator[None]:
 
 
 @contextmanager
-def untraced(row_bytes: float = 1e5) -> Iterator[None]:
+def untraced(row_bytes: float = 1e5, *, counted: bool = False) -> Iterator[None]:
     """Memory plans from made-up peaks: tracing real ones takes a quarter of a minute.
 
-    Nor are tensors counted one by one, or a plan's pace measured for long.
+    A plan's pace is not measured for long, nor, unless `counted`, tensors one by one.
     """
     made_up = mock.patch.object(TracedFit, "__call__", lambda fit, shape: row_bytes * shape.rows)
-    uncounted = mock.patch("grpo.memory.adaptive.EXACT_STEPS", 0)
+    uncounted = mock.patch("grpo.memory.adaptive.EXACT_STEPS", EXACT_STEPS if counted else 0)
     short = mock.patch("grpo.run.pace.ENOUGH_S", 0.0)
     with made_up, uncounted, short, mock.patch("grpo.run.planning.trace_phases"):
         yield

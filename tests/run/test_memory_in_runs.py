@@ -51,7 +51,7 @@ def fp64(model_folders: dict[str, Path], data_file: Path, tmp_path_factory: pyte
 
 
 def train(config: Config, prepare: Callable[[Run], object] = lambda run: None) -> Path:
-    with untraced(ROW_BYTES), open_run(config) as run:
+    with untraced(ROW_BYTES, counted=True), open_run(config) as run:
         prepare(run)
         Trainer(run, Console(quiet=True)).train(StopRequest())
         assert all(parameter.grad is None for parameter in run.policy.model.parameters())
