@@ -1,16 +1,14 @@
 """What an accelerator changes, on one that is made up: memory of its own, and no mixing of devices."""
 
-import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from another_device import SOURCE, build
-from commands import ROOT
+from another_device import build
+from another_device.rehearse import rehearse
+from several_processes import in_processes
 
 COMPILER = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
 pytestmark = [
@@ -25,15 +23,9 @@ def found(model_folders, data_file, tmp_path_factory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("another-device")
     library = folder / "device.so"
     build(library, COMPILER)
-    arguments = [library, model_folders["gpt2"], data_file, folder / "runs"]
-    places = (".", "scripts", "tests")
-    done = subprocess.run(
-        [sys.executable, str(SOURCE.parent / "rehearse.py"), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in places)},
-        capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    (ended,) = in_processes(1, rehearse, library, model_folders["gpt2"], data_file, folder / "runs")
+    assert ended.error is None
+    return ended.value
 
 
 @pytest.mark.parametrize("run", ["plain", "rich", "lora", "resumed"])

@@ -1,12 +1,7 @@
-"""Runs on the other device and on the CPU, in float64: `rehearse.py LIBRARY MODEL PROMPTS FOLDER`.
-
-Prints what came out as JSON.
-"""
+"""Runs on the other device and on the CPU, in float64."""
 
 import dataclasses
 import gc
-import json
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -100,15 +95,16 @@ def compared(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(library: str, model: str, prompts: str, folder: str) -> None:
-    pretend = AnotherDevice(Path(library))
+def rehearse(rank: int, library: Path, model: Path, prompts: Path, folder: Path) -> dict[str, Any]:
+    """What came out of all of them."""
+    pretend = AnotherDevice(library)
     logger.remove()
     said: list[str] = []
     logger.add(said.append, format="{message}")
     cpu = Config(
-        steps=3, batch_size=16, group_size=4, model=model, device="cpu", precision="fp64", prompts=prompts,
-        heldout_share=0.2, engine="off", sampling=SamplingSettings(max_new_tokens=16), eval_prompts=4,
-        eval_interval=2, optimizer=OptimizerSettings(learning_rate=1e-3), runs_dir=Path(folder), trackers=(),
+        steps=3, batch_size=16, group_size=4, model=str(model), device="cpu", precision="fp64",
+        prompts=str(prompts), heldout_share=0.2, engine="off", sampling=SamplingSettings(max_new_tokens=16), eval_prompts=4,
+        eval_interval=2, optimizer=OptimizerSettings(learning_rate=1e-3), runs_dir=folder, trackers=(),
         checkpoint_interval=0, logged_completions=16,
     )  # fmt: skip
 
@@ -124,7 +120,7 @@ def main(library: str, model: str, prompts: str, folder: str) -> None:
     found["lora"] = compared(train(on(NAME, **adapters)), train(on("cpu", **adapters)))
     stopped = dataclasses.replace(cpu, name="stopped", steps=2)
     train(on(NAME, stopped))
-    found["resumed"] = compared(train(on(NAME, stopped, steps=3, resume=Path(folder) / "stopped")), plain)
+    found["resumed"] = compared(train(on(NAME, stopped, steps=3, resume=folder / "stopped")), plain)
 
     largest, small = (here["phases"][phase]["device_used_bytes"] for phase in ("learn", "update"))
 
@@ -139,8 +135,4 @@ def main(library: str, model: str, prompts: str, folder: str) -> None:
         train(on(NAME))
     except ValueError as error:
         found["too small"] = str(error)
-    print(json.dumps({**found, "said": [str(line).strip() for line in said]}, default=str))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return {**found, "said": [str(line).strip() for line in said]}

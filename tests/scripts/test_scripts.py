@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import ENVIRONMENT, ROOT, Ended, fresh, run
+from commands import ENVIRONMENT, ROOT, Ended, run
 from prompt_lines import parse_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -37,7 +37,7 @@ def test_every_script_finds_what_it_imports():
 
 def test_the_demo_shows_before_and_after(tmp_path):
     arguments = ("--steps", 1, "--batch-size", 16, "--heldout", 8)
-    text = shown(fresh("scripts/demo.py", *arguments, cwd=tmp_path))
+    text = shown(run("scripts/demo.py", *arguments, cwd=tmp_path, traced=True))
     assert "Held out, 16 prompts" in text and "the next state, exactly" in text
     assert "Sampled, " in text and "Greedy, " in text and "\x1b" not in text  # no control codes in a file
     (run_folder,) = (tmp_path / "runs").iterdir()
