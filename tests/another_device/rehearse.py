@@ -103,9 +103,9 @@ def rehearse(rank: int, library: Path, model: Path, prompts: Path, folder: Path)
     logger.add(said.append, format="{message}")
     cpu = Config(
         steps=3, batch_size=16, group_size=4, model=str(model), device="cpu", precision="fp64",
-        prompts=str(prompts), heldout_share=0.2, engine="off", sampling=SamplingSettings(max_new_tokens=16), eval_prompts=4,
-        eval_interval=2, optimizer=OptimizerSettings(learning_rate=1e-3), runs_dir=folder, trackers=(),
-        checkpoint_interval=0, logged_completions=16,
+        prompts=str(prompts), heldout_share=0.2, engine="off", sampling=SamplingSettings(max_new_tokens=16),
+        eval_prompts=4, eval_interval=2, optimizer=OptimizerSettings(learning_rate=1e-3), runs_dir=folder,
+        trackers=(), checkpoint_interval=0, logged_completions=16,
     )  # fmt: skip
 
     def on(device: str, config: Config = cpu, **changes: Any) -> Config:
