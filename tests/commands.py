@@ -1,7 +1,7 @@
 """Scripts as they are typed, in processes of their own that need not load the libraries first.
 
-They are forked, see several_processes.py; all else is as if Python had been started. Those that a newcomer
-types first are started (`fresh`); that each finds what it imports is a test of its own.
+They are forked, see several_processes.py; all else is as if Python had been started. Where even that counts,
+they are started (`fresh`); that each script finds what it imports is a test of its own.
 """
 
 import os

@@ -157,7 +157,7 @@ def _difference(model: PreTrainedModel) -> float:
             logits[1:] = decoder.replace([1], texts[1:])
         for text, ours in zip(texts, logits, strict=False):
             ids = torch.tensor([text], device=model.device)
-            theirs = model(input_ids=ids, use_cache=False).logits[0, -1]
+            theirs = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1]
             differences.append((ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max())
         tokens = torch.tensor([turn, 3 - turn], device=model.device) % config.vocab_size
         for text, token in zip(texts, tokens.tolist(), strict=False):
