@@ -25,9 +25,9 @@ def is_near(limit_bytes: float, needed_bytes: float) -> bool:
 
 def limit_worker(monitor: MemoryMonitor, limit_bytes: int, added_bytes: float) -> None:
     """Enforce a limit on a process that has no plan of its own, and is expected to hold so much more."""
-    held = monitor.in_use_bytes()
-    if monitor.device.type == "cpu" and is_near(limit_bytes, held + added_bytes):
-        malloc.bound_heap(int(HEAP_SHARE * max(0, min(limit_bytes - held, added_bytes))))
+    if monitor.device.type == "cpu" and is_near(limit_bytes, monitor.in_use_bytes() + added_bytes):
+        room = limit_bytes - monitor.memory().ours_bytes  # gaps in the heap are ours, too
+        malloc.bound_heap(int(HEAP_SHARE * max(0, min(room, added_bytes))))
     limit_memory(monitor.device, limit_bytes, monitor.memory().total_bytes)
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from several_processes import in_processes
 
 from grpo.memory import budget, is_out_of_memory, make_budget
 from grpo.memory.budget import GB, DeviceMemory, card_memory, host_total_and_available
-from grpo.memory.enforce import limit_memory
+from grpo.memory.enforce import limit_memory, limit_worker
+from grpo.memory.monitor import MemoryMonitor, private_bytes
 
 MB = 2**20
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -86,6 +88,23 @@ def test_on_linux_the_system_enforces_it():
         said, fits, refused, counted = process.submit(within_a_limit).result(timeout=60)
     assert said == "enforced by the system (RLIMIT_DATA)"
     assert fits and refused and counted
+
+
+def bounded_beside_gaps(rank: int) -> tuple[int, int]:
+    """What a worker holds as soon as it is limited, which may be no more than the limit."""
+    kept = [bytearray(100_000) for _ in range(400)]
+    del kept[::2]
+    monitor = MemoryMonitor(torch.device("cpu"), limited=True)
+    limit = private_bytes() + 30 * MB
+    limit_worker(monitor, limit, added_bytes=60 * MB)
+    return private_bytes(), limit
+
+
+@LINUX
+def test_a_heap_that_is_bounded_within_a_limit_does_not_exceed_it_by_its_gaps():
+    (ended,) = in_processes(1, bounded_beside_gaps)
+    held, limit = ended.value
+    assert held <= limit
 
 
 # ------------------------------------------------------------------------------- the host's memory
