@@ -122,9 +122,9 @@ class QuickFakeMode(PlainFakeMode):
 
     def _by_its_meta_kernel(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What torch's own mode comes to in the end, for most operations; None for the others."""
-        if func in _OTHERWISE_ON_CPUS or "device" in kwargs or not any(isinstance(v, Tensor) for v in args):
+        if "device" in kwargs or not any(isinstance(value, Tensor) for value in args):
             return None
-        return self._by_kernel(func, args, kwargs) if func.has_kernel_for_dispatch_key(_META) else None
+        return self._by_kernel(func, args, kwargs) if _has_meta_kernel(func) else None
 
     def _by_kernel(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with in_kernel_invocation_manager(self):
@@ -151,6 +151,12 @@ def _kind(func: Any) -> str:
         in_place = func._schema.name.endswith("_") or func._schema.overload_name == "out"
         return "in place" if in_place and len(func._schema.returns) == 1 else "other"
     return "view" if func.is_view else "fresh"
+
+
+def _has_meta_kernel(func: Any) -> bool:
+    """Whether it has one that makes tensors, those that a CPU would make."""
+    tensors = all(type(each.type) is torch.TensorType for each in func._schema.returns)
+    return tensors and func not in _OTHERWISE_ON_CPUS and func.has_kernel_for_dispatch_key(_META)
 
 
 def _all_fake(values: Sequence[Any]) -> bool:
