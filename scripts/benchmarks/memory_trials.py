@@ -178,12 +178,20 @@ def _phase_trials(cells: Cells, phase: str, real: RealPhases) -> Iterator[Predic
     work = setting.workload(longest)
     tracer = PhaseTracer(work.phase_settings())
     resident = sum(resident_parts(work, sum(each.numel() for each in real.model.parameters())).values())
-    fit = TracedFit(tracer, phase, longest, setting.group_size)
     scratch = {phase: scratch_bytes(phase, setting.target)}
-    fresh, calibrated = (Predictor({phase: fit}, scratch_bytes=scratch) for _ in range(2))
-    for shape in cells.calibration:
-        calibrated.observe(phase, shape, own_meter(real.prepare(phase, shape)))
+    calibration = [(shape, own_meter(real.prepare(phase, shape))) for shape in cells.calibration]
+
+    def predictors(longest: Shape) -> tuple[Predictor, Predictor]:
+        fit = TracedFit(tracer, phase, longest, setting.group_size)
+        fresh, calibrated = (Predictor({phase: fit}, scratch_bytes=scratch) for _ in range(2))
+        for shape, measured in calibration:
+            calibrated.observe(phase, shape, measured)
+        return fresh, calibrated
+
+    fresh, calibrated = predictors(longest)
     for shape in cells.shapes:
+        if shape.rows < setting.group_size:  # is planned as if it were the longest
+            fresh, calibrated = predictors(shape)
         rss = resident_peak(real.prepare(phase, shape))
         true = allocator_peak(real.prepare(phase, shape))
         before, after = fresh.predict(phase, shape), calibrated.predict(phase, shape)
