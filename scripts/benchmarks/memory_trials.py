@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -181,6 +182,7 @@ def _phase_trials(cells: Cells, phase: str, real: RealPhases) -> Iterator[Predic
     scratch = {phase: scratch_bytes(phase, setting.target)}
     calibration = [(shape, own_meter(real.prepare(phase, shape))) for shape in cells.calibration]
 
+    @cache
     def predictors(longest: Shape) -> tuple[Predictor, Predictor]:
         fit = TracedFit(tracer, phase, longest, setting.group_size)
         fresh, calibrated = (Predictor({phase: fit}, scratch_bytes=scratch) for _ in range(2))
@@ -188,10 +190,9 @@ def _phase_trials(cells: Cells, phase: str, real: RealPhases) -> Iterator[Predic
             calibrated.observe(phase, shape, measured)
         return fresh, calibrated
 
-    fresh, calibrated = predictors(longest)
     for shape in cells.shapes:
-        if shape.rows < setting.group_size:  # is planned as if it were the longest
-            fresh, calibrated = predictors(shape)
+        is_part = shape.rows < setting.group_size  # and planned as if it were the longest
+        fresh, calibrated = predictors(shape if is_part else longest)
         rss = resident_peak(real.prepare(phase, shape))
         true = allocator_peak(real.prepare(phase, shape))
         before, after = fresh.predict(phase, shape), calibrated.predict(phase, shape)

@@ -1,8 +1,9 @@
 """Fake tensors in half the time: what an operation makes is remembered by the sizes it is given.
 
 `FakeTensorMode` looks each time for constants, symbols and decompositions, half a millisecond and more an
-operation. Views and operations in place need none of it, and all others come again in every layer. Left to
-`FakeTensorMode`: operations made of others, and tensors whose value is known.
+operation. Views and operations in place need none of it, and all others come again in every layer: the first
+time their meta kernels are asked. Left to `FakeTensorMode`: operations made of others, those without tensors
+or whose meta kernel is not as a CPU's, and tensors whose value is known.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
