@@ -27,6 +27,8 @@ from grpo.run.interrupt import StopRequest
 from grpo.run.journal import Journal
 from grpo.run.setup import open_run
 from grpo.run.tracking import COMPLETIONS_FILE, METRICS_FILE, read_lines
+from grpo.scoring.head import Head
+from grpo.scoring.logprobs import completion_logprobs
 from grpo.scoring.micro_batches import micro_batches, score
 from grpo.trainer import Trainer
 from grpo.types import Prompt, Rollout
@@ -115,6 +117,22 @@ def test_i1_holds_for_every_loss(load, prompts, loss_type, level, estimator):
     whole = learn(policy, batch, loss, N)
     for rows in (1, 2, 3, 5, 7):
         assert_same_step(whole, learn(policy, batch, loss, rows), exactness=1e-12)
+
+
+@pytest.mark.parametrize(("loss_type", "level"), itertools.product(LOSSES, ("token", "sequence")))
+def test_i1_holds_for_chunks_of_the_head(load, prompts, monkeypatch, loss_type, level):
+    """Whose logits are multiplied once where a token's loss is known from the token, and else twice."""
+    policy = load("gpt2", "fp64")
+    batch = frozen_batch(policy, prompts)
+    loss = LossSettings(loss_type, importance_level=level, kl_coef=0.1)
+    whole = learn(policy, batch, loss, N)
+    multiplied = []
+    multiply = Head.multiply
+    monkeypatch.setattr(Head, "multiply", lambda *args: [multiplied.append(1), multiply(*args)])
+    monkeypatch.setitem(completion_logprobs.__kwdefaults__, "chunk_tokens", 7)
+    assert_same_step(whole, learn(policy, batch, loss, N), exactness=1e-12)
+    chunks = -(-int(batch.rollout.lengths.sum()) // 7)
+    assert len(multiplied) == (chunks if level == "token" else 2 * chunks) > 4
 
 
 def test_i1_a_split_by_hand_with_plain_forward_passes_gives_the_same_gradient(load, prompts):

@@ -1,7 +1,8 @@
 """What is learned, as "accumulate gradients over micro-batches"."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -113,22 +114,17 @@ def accumulate_grpo(
     half = -(-num_groups // 2) * batch.rollout.group_size  # rows of every other group
     for micro in micro_batches(batch.rollout, rows, pass_tokens=pass_tokens, halves=halves):
         micro, given = micro.to(device, batch.of_rows(micro.rows, micro.completion_ids.shape[1]))
+        share = partial(_share, given, batch.counts, settings, importance_cap)
+        by_token = settings.importance_level == "token"
         logp, entropy = micro_batch_logprobs(
-            model, micro, temperature=temperature, dtype=dtype, entropy=True, checkpointing=checkpointing
-        )  # (R, C)
-        sampler_logp, own, mask = given["sampler_logp"], given["own"], given["mask"]
-        old_logp, ref_logp = given.get("old_logp"), given.get("ref_logp")
-        weights = None
-        if importance_cap is not None:
-            scored = logp.detach() if old_logp is None else old_logp
-            weights = truncated_importance_weights(scored, sampler_logp, mask, cap=importance_cap)
-        loss, metrics = grpo_loss(
-            logp, old_logp, ref_logp, given["advantages"].to(logp.dtype), mask,
-            counts=batch.counts, settings=settings, importance_weights=weights,
-        )  # fmt: skip
+            model, micro, temperature=temperature, dtype=dtype, entropy=True, checkpointing=checkpointing,
+            loss=partial(_loss_alone, share) if by_token else None,
+        )  # (R, C)  # fmt: skip
+        loss, metrics = share(logp)
         loss.backward()  # type: ignore[no-untyped-call]
 
-        gap = (logp.detach() - sampler_logp).abs() * own
+        own, mask = given["own"], given["mask"]
+        gap = (logp.detach() - given["sampler_logp"]).abs() * own
         metrics |= {"loss": loss.detach(), "gap": gap.sum(), "gap_max": gap.max(), "gap_tokens": own.sum()}
         if entropy is not None:
             metrics["entropy"] = (entropy * mask).sum()
@@ -140,6 +136,28 @@ def accumulate_grpo(
         noise = part_of(model, noise_share)
     sums |= {name: value.to(exact) for name, value in noise.items()}
     return dict(zip(sums, torch.stack(list(sums.values())).cpu(), strict=True))
+
+
+def _share(
+    given: Mapping[str, Tensor],
+    counts: StepCounts,
+    settings: LossSettings,
+    importance_cap: float | None,
+    logp: Tensor,
+) -> tuple[Tensor, Sums]:
+    """A micro-batch's share of the step's loss and of its metrics. given: see `GRPOBatch.of_rows`."""
+    old_logp, mask, weights = given.get("old_logp"), given["mask"], None
+    if importance_cap is not None:
+        scored = logp.detach() if old_logp is None else old_logp
+        weights = truncated_importance_weights(scored, given["sampler_logp"], mask, cap=importance_cap)
+    return grpo_loss(
+        logp, old_logp, given.get("ref_logp"), given["advantages"].to(logp.dtype), mask,
+        counts=counts, settings=settings, importance_weights=weights,
+    )  # fmt: skip
+
+
+def _loss_alone(share: Callable[[Tensor], tuple[Tensor, Sums]], logp: Tensor) -> Tensor:
+    return share(logp)[0]
 
 
 def finish_grpo(parts: Sequence[Sums], counts: StepCounts) -> dict[str, float]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from loguru import logger
+from torch import Tensor
 
 from grpo.memory import AdaptiveMemory, Budget, is_out_of_memory
 from grpo.model.activation_checkpointing import choose_checkpointing
@@ -175,7 +176,7 @@ class StepPace:
         with torch.set_grad_enabled(learns):
             logp, _ = micro_batch_logprobs(
                 self.policy.model, part, dtype=self.work.target.dtype, entropy=learns,
-                temperature=config.sampling.temperature, checkpointing=checkpointing,
+                temperature=config.sampling.temperature, checkpointing=checkpointing, loss=Tensor.sum,
             )  # fmt: skip
             if learns:
                 logp.sum().backward()  # type: ignore[no-untyped-call]

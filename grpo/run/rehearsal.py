@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from grpo.config import Config
 from grpo.data import PromptSource
@@ -96,8 +97,9 @@ def rehearse(
             )  # fmt: skip
         batch = next(iter(micro_batches(made, 1)))
         logp, _ = micro_batch_logprobs(
-            policy.model, batch, temperature=config.sampling.temperature, dtype=policy.target.dtype
-        )
+            policy.model, batch, temperature=config.sampling.temperature, dtype=policy.target.dtype,
+            loss=Tensor.sum,
+        )  # fmt: skip
         logp.sum().backward()  # type: ignore[no-untyped-call]
         return made
 

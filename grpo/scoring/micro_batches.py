@@ -13,7 +13,7 @@ from grpo.memory import Shape
 from grpo.model.prefill import PromptBatch, pad_prompts
 from grpo.model.transfer import to_device
 from grpo.scoring.forward import completion_hidden
-from grpo.scoring.logprobs import completion_logprobs
+from grpo.scoring.logprobs import TokenLoss, completion_logprobs
 from grpo.types import Rollout
 
 
@@ -131,12 +131,14 @@ def micro_batch_logprobs(
     temperature: float,
     dtype: torch.dtype,
     entropy: bool = False,
+    loss: TokenLoss | None = None,
     checkpointing: Checkpointing = "none",
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (R, C) of a micro-batch's tokens on the model's device, 0 on the padding.
 
     Of the temperature-scaled, untruncated distribution; entropies (R, C) on request. `dtype` is
-    what matrix products are computed in. `checkpointing`: see `recomputed_layers`.
+    what matrix products are computed in. `loss`: what backward is going to be called on, if known, see
+    `completion_logprobs`. `checkpointing`: see `recomputed_layers`.
     """
     device = model.device
     batch, _ = batch.to(device)
@@ -149,7 +151,7 @@ def micro_batch_logprobs(
             head = model.get_output_embeddings()
             return completion_logprobs(
                 hidden, head.weight, batch.completion_ids, batch.scored,
-                bias=head.bias, temperature=temperature, entropy=entropy,
+                bias=head.bias, temperature=temperature, entropy=entropy, loss=loss,
             )  # fmt: skip
 
     return inside(model, work)

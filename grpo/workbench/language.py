@@ -13,15 +13,20 @@ from grpo.model.activation_checkpointing import recomputed_layers
 from grpo.model.cpu.embedding_gradients import gradients_in_place
 from grpo.plan.trace.fake import FakePhases
 from grpo.scoring.forward import empty_cache
-from grpo.scoring.logprobs import completion_logprobs
+from grpo.scoring.logprobs import TokenLoss, completion_logprobs
 from grpo.scoring.micro_batches import computing_in
 
 WHOLE, SPLIT = PHASES = ("window", "window split")
 """What is traced: learning at once and in parts. A shape is rows of 1 + `new_tokens` tokens."""
 
 
-def window_logprobs(model: PreTrainedModel, windows: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Log-probs (R, T) of each token but the first of `windows` (R, T + 1), in nats, with gradients."""
+def window_logprobs(
+    model: PreTrainedModel, windows: Tensor, *, dtype: torch.dtype, loss: TokenLoss | None = None
+) -> Tensor:
+    """Log-probs (R, T) of each token but the first of `windows` (R, T + 1), in nats, with gradients.
+
+    loss: see `completion_logprobs`.
+    """
     windows = windows.to(model.device)
     with computing_in(dtype, model.device):
         with gradients_in_place(model):
@@ -29,7 +34,7 @@ def window_logprobs(model: PreTrainedModel, windows: Tensor, *, dtype: torch.dty
                 input_ids=windows[:, :-1], past_key_values=empty_cache(model), use_cache=True
             ).last_hidden_state  # (R, T, D)
         head = model.get_output_embeddings()
-        logp, _ = completion_logprobs(hidden, head.weight, windows[:, 1:], bias=head.bias)
+        logp, _ = completion_logprobs(hidden, head.weight, windows[:, 1:], bias=head.bias, loss=loss)
     return logp
 
 
@@ -48,11 +53,15 @@ def accumulate_lm(
     """
     num_tokens = windows[:, 1:].numel()
     exact = torch.float32 if model.device.type == "mps" else torch.float64
+
+    def mean_loss(logp: Tensor) -> Tensor:
+        return -logp.sum() / num_tokens
+
     total = torch.zeros((), device=model.device, dtype=exact)
     begin_gradients(model)
     with recomputed_layers(model, checkpointing):
         for part in windows.split(rows):
-            loss = -window_logprobs(model, part, dtype=dtype).sum() / num_tokens
+            loss = mean_loss(window_logprobs(model, part, dtype=dtype, loss=mean_loss))
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
     return {"loss": total.item()}
@@ -77,5 +86,5 @@ class FakeWindows(FakePhases):
     def _learn_windows(self, shape: Shape) -> None:
         windows = torch.zeros(shape.rows, 1 + shape.new_tokens, dtype=torch.long)
         with recomputed_layers(self.policy, self.settings.checkpointing):
-            logp = window_logprobs(self.policy, windows, dtype=self.settings.target.dtype)
-            (-logp.sum() / logp.numel()).backward()
+            logp = window_logprobs(self.policy, windows, dtype=self.settings.target.dtype, loss=Tensor.sum)
+            logp.sum().backward()  # type: ignore[no-untyped-call]

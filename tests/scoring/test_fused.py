@@ -7,17 +7,21 @@ from test_logprobs import C, R, example
 
 from grpo.model.cpu import slices
 from grpo.scoring import fused
-from grpo.scoring.logprobs import completion_logprobs
+from grpo.scoring.logprobs import TokenLoss, completion_logprobs
 
 
-def learned(temperature: float = 0.7) -> list[torch.Tensor]:
-    """Log-probs, entropies, and the gradients of some weighted sum."""
+def weighted_sum(logp: torch.Tensor) -> torch.Tensor:
+    return (logp * torch.arange(R * C).view(R, C)).sum()
+
+
+def learned(temperature: float = 0.7, loss: TokenLoss | None = None) -> list[torch.Tensor]:
+    """Log-probs, entropies, and the gradients of some weighted sum. loss: that sum, if known beforehand."""
     hidden, weight, bias, targets, mask = example()
     logp, entropy = completion_logprobs(
         hidden, weight, targets, places(mask), bias=bias, temperature=temperature, chunk_tokens=3,
-        entropy=True,
+        entropy=True, loss=loss,
     )  # fmt: skip
-    (logp * torch.arange(R * C).view(R, C)).sum().backward()
+    weighted_sum(logp).backward()
     return [logp, entropy, hidden.grad, weight.grad, bias.grad]
 
 
@@ -29,11 +33,12 @@ def untried(monkeypatch) -> None:
     monkeypatch.setattr(fused, "_compiled", lambda function: function)
 
 
+@pytest.mark.parametrize("loss", [None, weighted_sum])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_it_is_what_the_operations_give(temperature, request):
+def test_it_is_what_the_operations_give(temperature, loss, request):
     expected = learned(temperature)
     request.getfixturevalue("untried")
-    for one, other in zip(learned(temperature), expected, strict=True):
+    for one, other in zip(learned(temperature, loss), expected, strict=True):
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
     assert fused.what_is_fused() == ("cpu torch.float64",)
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from conftest import places
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -89,6 +90,20 @@ def check_against_log_softmax(seed, chunk, temperature, bias, masked):
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
+    def loss(logp):
+        return (coefficients * (logp + logp.square())).sum()
+
+    known, known_entropy = completion_logprobs(
+        hidden, weight, targets, places(mask), bias=offset, temperature=temperature, chunk_tokens=chunk,
+        entropy=True, loss=loss,
+    )  # fmt: skip
+    assert torch.equal(known, logp) and torch.equal(known_entropy, entropy)
+    expected = plain(hidden, weight, offset, targets, temperature)[0] * (1 if mask is None else mask)
+    for ours, theirs in zip(
+        torch.autograd.grad(loss(known), leaves), torch.autograd.grad(loss(expected), leaves), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradcheck(masked):
@@ -109,12 +124,33 @@ def test_gradcheck(masked):
 
 
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
-def test_gradients_only_where_asked(wanted):
+@pytest.mark.parametrize("loss", [None, Tensor.sum])
+def test_gradients_only_where_asked(wanted, loss):
     hidden, weight, bias, targets, _ = example()
     leaves = [x.detach().requires_grad_(on) for x, on in zip((hidden, weight, bias), wanted, strict=True)]
-    logp, _ = completion_logprobs(leaves[0], leaves[1], targets, bias=leaves[2], chunk_tokens=4)
+    logp, _ = completion_logprobs(leaves[0], leaves[1], targets, bias=leaves[2], chunk_tokens=4, loss=loss)
     logp.sum().backward()
     assert tuple(x.grad is not None for x in leaves) == wanted
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_loss_that_is_known_beforehand_changes_no_bit(autocast, temperature):
+    hidden, weight, bias, targets, mask = example(torch.float32)
+
+    def loss(logp):
+        return (logp.exp() - logp.square()).sum()
+
+    def gradients(known):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logp, _ = completion_logprobs(
+                hidden, weight, targets, places(mask), bias=bias, temperature=temperature, chunk_tokens=4,
+                entropy=True, loss=known,
+            )  # fmt: skip
+        return torch.autograd.grad(loss(logp), (hidden, weight, bias))
+
+    for known, unknown in zip(gradients(loss), gradients(None), strict=True):
+        assert torch.equal(known, unknown) and known.norm() > 0.1
 
 
 def test_masked_tokens_are_never_read():
@@ -158,8 +194,9 @@ class _Meter(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("loss", [None, Tensor.sum])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_the_logits_of_all_tokens_never_exist_and_masked_tokens_cost_nothing(autocast, monkeypatch):
+def test_the_logits_of_all_tokens_never_exist_and_masked_tokens_cost_nothing(autocast, loss, monkeypatch):
     monkeypatch.setattr("grpo.model.cpu.slices.slice_numbers", lambda device: 5 * 50)
     hidden = torch.randn(8, 16, 3, requires_grad=True)
     weight = torch.randn(50, 3, requires_grad=True)
@@ -168,11 +205,11 @@ def test_the_logits_of_all_tokens_never_exist_and_masked_tokens_cost_nothing(aut
     with _Meter() as seen:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             logp, _ = completion_logprobs(
-                hidden, weight, targets, places(mask), chunk_tokens=10, entropy=True
+                hidden, weight, targets, places(mask), chunk_tokens=10, entropy=True, loss=loss
             )
         assert seen.rows == 32
         logp.sum().backward()
-    assert seen.rows == 64  # once more in the backward pass
+    assert seen.rows == (32 if loss else 64)  # once more in the backward pass, where the loss was not known
     products, slices = (2, 2) if autocast else (4, 1)  # bytes of a number; slices that are no products
     assert seen.chunk_bytes == 10 * 50 * products + slices * 5 * 50 * 4
     assert seen.largest == max(products * 10 * 50, 4 * 8 * 16 * 3)  # all logits would be products * 6400
@@ -309,16 +346,23 @@ def test_inputs_that_do_not_fit_are_explained():
         completion_logprobs(hidden, weight, targets, chunk_tokens=0)
 
 
-def test_a_second_backward_pass_adds_to_the_first_ones_gradient():
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_second_backward_pass_adds_to_the_first_ones_gradient(is_known):
     torch.manual_seed(0)
     hidden, targets = torch.randn(3, 5, 8, dtype=torch.float64), torch.randint(50, (3, 5))
     weight = torch.nn.Parameter(torch.randn(50, 8, dtype=torch.float64))
 
+    def loss(logp):
+        return logp.square().sum()
+
     def backward() -> int:
-        """Most bytes that it holds."""
-        loss = completion_logprobs(hidden, weight, targets, chunk_tokens=4)[0].square().sum()
+        """Most bytes that are held where gradients are made."""
         with LiveBytes() as live:
-            loss.backward()
+            known = loss if is_known else None
+            share = loss(completion_logprobs(hidden, weight, targets, chunk_tokens=4, loss=known)[0])
+            if not is_known:
+                live.reset_peak()
+            share.backward()
         return live.peak_bytes
 
     first = backward()

@@ -38,6 +38,7 @@ from grpo.rollout.decoder import (
     replaced_at_once,
 )
 from grpo.rollout.slots import Slots
+from grpo.scoring.logprobs import TokenLoss
 from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs
 
 PHASES = ("sample", "sample split", "score", "learn", "learn split")
@@ -176,19 +177,27 @@ class FakePhases:
         return adapters_off(self.policy) if has_adapters(self.policy) else _frozen(self.policy)
 
     def _learn(self, shape: Shape) -> None:
-        logp, _ = self._logprobs(shape, entropy=True, checkpointing=self.settings.checkpointing)
-        settings = self.settings.loss
-        ref_logp = torch.zeros_like(logp) if settings.kl_coef else None
-        mask = torch.ones_like(logp, dtype=torch.bool)
-        rows, tokens = logp.shape
+        settings, rows, tokens = self.settings.loss, shape.rows, shape.new_tokens
         counts = StepCounts(rows, rows * tokens, tokens)
-        loss, _ = grpo_loss(
-            logp, None, ref_logp, torch.zeros(rows, dtype=logp.dtype), mask, counts=counts, settings=settings
-        )
-        loss.backward()  # type: ignore[no-untyped-call]
+
+        def loss(logp: Tensor) -> Tensor:
+            ref_logp = torch.zeros_like(logp) if settings.kl_coef else None
+            mask, advantages = torch.ones_like(logp, dtype=torch.bool), torch.zeros(rows, dtype=logp.dtype)
+            return grpo_loss(logp, None, ref_logp, advantages, mask, counts=counts, settings=settings)[0]
+
+        logp, _ = self._logprobs(
+            shape, entropy=True, loss=loss if settings.importance_level == "token" else None,
+            checkpointing=self.settings.checkpointing,
+        )  # fmt: skip
+        loss(logp).backward()  # type: ignore[no-untyped-call]
 
     def _logprobs(
-        self, shape: Shape, *, entropy: bool, checkpointing: Checkpointing = "none"
+        self,
+        shape: Shape,
+        *,
+        entropy: bool,
+        loss: TokenLoss | None = None,
+        checkpointing: Checkpointing = "none",
     ) -> tuple[Tensor, Tensor | None]:
         prompts, per_prompt = self._prompts(shape)
         rows = len(prompts) * per_prompt
@@ -200,7 +209,7 @@ class FakePhases:
         )
         return micro_batch_logprobs(
             self.policy, batch, temperature=self.settings.sampling.temperature,
-            dtype=self.settings.target.dtype, entropy=entropy, checkpointing=checkpointing,
+            dtype=self.settings.target.dtype, entropy=entropy, loss=loss, checkpointing=checkpointing,
         )  # fmt: skip
 
     def _prompts(self, shape: Shape) -> tuple[list[list[int]], int]:

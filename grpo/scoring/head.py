@@ -1,0 +1,123 @@
+"""The vocabulary head of a chunk of tokens: its products, and what is done with them number by number.
+
+That is done in fp32 for a slice of the chunk at a time, which on a CPU stays in its caches. Shared by all
+chunks there are one (chunk_tokens, V) buffer in the dtype of products and two slices; and, where the head is
+computed in another dtype than it is stored in or in lower precision, one (V, D) copy.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from grpo.model.cpu import slices
+from grpo.model.head import centred_head
+from grpo.scoring import fused
+
+
+class Head:
+    """The vocabulary head in the dtype of its products, a chunk's products, and slices of them as logits.
+
+    All chunks share their tensors: on a CPU fresh pages would take longer than what is written on them.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, temperature: float, tokens: int
+    ) -> None:
+        """tokens: of a chunk, at most."""
+        cast = centred_head if dtype.itemsize < 4 else Tensor.to
+        self.weight = cast(weight, dtype)  # (V, D)
+        self._bias = None if bias is None else cast(bias, dtype)  # (V,)
+        self._temperature = temperature
+        self._room_for_products = weight.new_empty(tokens, len(weight), dtype=dtype)
+        self._products = self._room_for_products
+        self._are_shifted = False
+        self._room: Tensor | None = None
+        self._is_fused = fused.is_fused(weight.device, dtype)
+        self._slice_tokens = min(tokens, max(1, slices.slice_numbers(weight.device) // len(weight)))
+        self._logits = None if dtype.itemsize >= 4 or self._is_fused else self._new_slice()
+
+    def multiply(self, states: Tensor) -> None:
+        """states (K, D) @ weightᵀ + bias: the products (K, V) that all else is about."""
+        self._products, self._are_shifted = self._room_for_products[: len(states)], False
+        if self._bias is None:
+            torch.mm(states, self.weight.T, out=self._products)
+        else:
+            torch.addmm(self._bias, states, self.weight.T, out=self._products)
+
+    def score(self, targets: Tensor, scores: Tensor, *, entropy: bool) -> None:
+        """Write log-prob, entropy (or 0), largest logit and log-sum to scores (K, 4)."""
+        if self._is_fused:
+            scores.copy_(fused.scores(self._products, targets, self._temperature, entropy))
+            return
+        if self._room is None:
+            self._room = self._new_slice()
+        for place, logits in self._slices():
+            scores[place] = _score(logits, self._room[: len(logits)], targets[place], entropy)
+        self._are_shifted = self._logits is None
+
+    def gradient(
+        self, normalizers: Tensor, targets: Tensor, slope: Tensor, *, of_bias: Tensor | None
+    ) -> Tensor:
+        """What slope (K, 1) to log-probs is to products, (K, V), in their place; added up in of_bias.
+
+        normalizers: largest logits and log-sums (K, 2).
+        """
+        grad, slope = self._products, slope / self._temperature
+        if self._is_fused:
+            fused.to_gradient(grad, normalizers, targets, slope, self._temperature)
+            if of_bias is not None:
+                of_bias += grad.sum(dim=0, dtype=of_bias.dtype)
+            return grad
+        for place, logits in self._slices():
+            largest = 0 if self._are_shifted else normalizers[place, :1]
+            _logits_gradient(logits, largest, normalizers[place, 1:], targets[place], slope[place])
+            if of_bias is not None:
+                of_bias += logits.sum(dim=0)
+            if logits.dtype != grad.dtype:
+                grad[place] = logits
+        return grad
+
+    def _new_slice(self) -> Tensor:
+        """Room for a slice (k, V) in fp32, or float64."""
+        exact = torch.promote_types(self._products.dtype, torch.float32)
+        return self._products.new_empty(self._slice_tokens, len(self.weight), dtype=exact)
+
+    def _slices(self) -> Iterator[tuple[slice, Tensor]]:
+        """Places in the chunk, and their logits (k, V) in fp32 or float64, to be overwritten.
+
+        They are the products themselves where those are as exact: once scored, less the largest.
+        """
+        for place in slices.slices(len(self._products), self._slice_tokens):
+            logits = self._products[place]
+            if self._logits is not None:
+                logits = self._logits[: len(logits)].copy_(logits)
+            if self._temperature != 1 and not self._are_shifted:
+                logits.div_(self._temperature)
+            yield place, logits
+
+
+def _score(logits: Tensor, room: Tensor, targets: Tensor, entropy: bool) -> Tensor:
+    """Log-prob, entropy (or 0), largest logit and log-sum of each token: (k, 4).
+
+    Overwrites `logits` (k, V) and `room` (k, V).
+    """
+    # Shifted by the largest, as log_softmax does: GPT-2's logits lie near -100, where fp32 is coarse.
+    largest = logits.amax(dim=1, keepdim=True)
+    probs = torch.exp(logits.sub_(largest), out=room)
+    total = probs.sum(dim=1, keepdim=True)
+    log_total = total.log()
+    logp = logits.gather(1, targets.unsqueeze(1)) - log_total
+    entropies = torch.zeros_like(logp)
+    if entropy:  # a token that cannot occur (logit -inf) adds 0, not 0 * -inf
+        lowest = torch.finfo(logits.dtype).min
+        entropies = log_total - probs.mul_(logits.clamp_(min=lowest)).sum(dim=1, keepdim=True) / total
+    return torch.cat([logp, entropies, largest, log_total], dim=1)
+
+
+def _logits_gradient(
+    logits: Tensor, largest: Tensor | float, log_total: Tensor, targets: Tensor, slope: Tensor
+) -> None:
+    """slope * (one-hot(targets) - softmax(logits)), (k, V), in place of `logits`."""
+    probs = logits.sub_(largest).sub_(log_total).exp_()
+    probs.mul_(-slope).scatter_add_(1, targets.unsqueeze(1), slope)
