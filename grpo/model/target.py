@@ -125,13 +125,16 @@ def choose_model(name: str, device: torch.device, *, absent: str | None = None) 
 
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     """The dtype of matrix products; `auto` is bf16 where the device multiplies in it natively."""
-    if precision != "auto":
-        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[precision]
+    if precision == "auto":
+        precision = "bf16" if multiplies_in_bf16(device) else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[precision]
+
+
+def multiplies_in_bf16(device: torch.device) -> bool:
+    """Whether it does so natively; else each product is emulated, many times slower than in fp32."""
     if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        native = device.type == "cpu" and bool(_CPU_FLAGS_OF_BF16 & _cpu_flags())
-    return torch.bfloat16 if native else torch.float32
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and bool(_CPU_FLAGS_OF_BF16 & _cpu_flags())
 
 
 def _cpu_flags() -> set[str]:

@@ -26,7 +26,7 @@ from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import check_peft
 from grpo.model.load import Policy, RolloutModel, end_names
 from grpo.model.reference import Reference
-from grpo.model.target import choose_device, choose_model, compute_dtype
+from grpo.model.target import choose_device, choose_model, compute_dtype, multiplies_in_bf16
 from grpo.plan.advice import does_not_stay
 from grpo.plan.build import longest_prompt
 from grpo.plan.tables import plan_table
@@ -121,11 +121,7 @@ def _make_run(
         check_shard(config, world)
     reference_device = choose_device(config.reference_device) if config.reference_device else device
     _check_installed(config, device)
-    if config.kl_in_reward and config.advantage_scale == "group":
-        logger.warning(
-            "kl_in_reward is on, and advantage_scale is group: where a group's rewards are equal, the KL is "
-            "all that differs, and is scaled up to any reward's size; give --advantage-scale batch or none."
-        )
+    _warn(config, device)
     rewards = RewardFunctions(given.rewards or config.reward, config.reward_weights)
     folder = stack.enter_context(hold_folder(config)) if world.is_main else Path()
     folder = world.from_main("the choice of a folder", folder)
@@ -204,6 +200,21 @@ def _check_installed(config: Config, device: torch.device) -> None:
     check_optimizer(config.optimizer, device, compute_dtype(config.precision, device))
     if config.engine != "off":
         find_stockfish(config.stockfish_path)
+
+
+def _warn(config: Config, device: torch.device) -> None:
+    """Of what can be done, and is hardly wanted."""
+    if config.kl_in_reward and config.advantage_scale == "group":
+        logger.warning(
+            "kl_in_reward is on, and advantage_scale is group: where a group's rewards are equal, the KL is "
+            "all that differs, and is scaled up to any reward's size; give --advantage-scale batch or none."
+        )
+    if config.precision == "bf16" and not multiplies_in_bf16(device):
+        logger.warning(
+            "precision is bf16, in which this {} does not multiply: its products are emulated, and a step "
+            "takes many times as long; give --precision fp32, or leave it auto.",
+            "processor" if device.type == "cpu" else "device",
+        )
 
 
 def show_plans(run: Run, console: Console) -> None:

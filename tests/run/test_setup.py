@@ -56,6 +56,15 @@ def test_the_first_line_of_all_says_which_model(config, logged):
     assert logged[0].startswith("INFO model: rook-tiny")
 
 
+@pytest.mark.parametrize(("flags", "precision", "said"), [
+    (set(), "bf16", True), (set(), "auto", False), (set(), "fp32", False), ({"avx512_bf16"}, "bf16", False),
+])  # fmt: skip
+def test_bf16_that_the_processor_emulates_is_warned_of(config, monkeypatch, logged, flags, precision, said):
+    monkeypatch.setattr("grpo.model.target._cpu_flags", lambda: flags)
+    refused(config, precision=precision, prompts="/no/file.txt")
+    assert any(line.startswith("WARNING precision is bf16") for line in logged) == said
+
+
 def test_a_model_too_large_for_the_device_is_no_traceback(config, monkeypatch):
     """Weights, copies and moments come before any plan: it is said what they need, and what would save."""
 

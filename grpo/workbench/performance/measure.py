@@ -16,7 +16,7 @@ from rich.table import Table
 from grpo.config.groups import OptimizerSettings
 from grpo.learning.optimizer import make_optimizer
 from grpo.learning.step import Stepper
-from grpo.model.target import compute_dtype
+from grpo.model.target import compute_dtype, multiplies_in_bf16
 from grpo.workbench.language import accumulate_lm
 from grpo.workbench.machine import PRECISIONS, no_compiler
 from grpo.workbench.models import random_model
@@ -76,7 +76,7 @@ def training_rates(settings: PerformanceSettings, device: torch.device) -> Itera
     """As it is configured, then with one switch the other way, where that is cheap to try."""
     dtype = compute_dtype(settings.precision, device)
     yield training_rate(f"as it is, in {PRECISIONS[dtype]}", settings, device, dtype)
-    if compute_dtype("auto", device) == torch.bfloat16:
+    if multiplies_in_bf16(device):
         other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
         yield training_rate(f"in {PRECISIONS[other]}", settings, device, other)
     if device.type == "cuda" and dtype == torch.float32:

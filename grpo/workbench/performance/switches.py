@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from grpo.model.target import choose_attention, compute_dtype
+from grpo.model.target import choose_attention, multiplies_in_bf16
 from grpo.workbench.machine import PRECISIONS, no_compiler
 
 State = Literal["on", "off", "not here"]
@@ -40,8 +40,7 @@ def switches(device: torch.device, dtype: torch.dtype) -> list[Switch]:
 
 
 def _bf16(device: torch.device, dtype: torch.dtype) -> Switch:
-    native = compute_dtype("auto", device) == torch.bfloat16
-    if not native:
+    if not multiplies_in_bf16(device):
         return Switch("bf16", "not here", f"{device.type} does not multiply in it natively")
     if dtype != torch.bfloat16:
         return Switch("bf16", "off", f"native, but precision is {PRECISIONS[dtype]}", "--precision bf16")
