@@ -144,6 +144,8 @@ def _share(
     settings: LossSettings,
     importance_cap: float | None,
     logp: Tensor,
+    *,
+    measured: bool = True,
 ) -> tuple[Tensor, Sums]:
     """A micro-batch's share of the step's loss and of its metrics. given: see `GRPOBatch.of_rows`."""
     old_logp, mask, weights = given.get("old_logp"), given["mask"], None
@@ -152,12 +154,12 @@ def _share(
         weights = truncated_importance_weights(scored, given["sampler_logp"], mask, cap=importance_cap)
     return grpo_loss(
         logp, old_logp, given.get("ref_logp"), given["advantages"].to(logp.dtype), mask,
-        counts=counts, settings=settings, importance_weights=weights,
+        counts=counts, settings=settings, importance_weights=weights, measured=measured,
     )  # fmt: skip
 
 
-def _loss_alone(share: Callable[[Tensor], tuple[Tensor, Sums]], logp: Tensor) -> Tensor:
-    return share(logp)[0]
+def _loss_alone(share: Callable[..., tuple[Tensor, Sums]], logp: Tensor) -> Tensor:
+    return share(logp, measured=False)[0]
 
 
 def finish_grpo(parts: Sequence[Sums], counts: StepCounts) -> dict[str, float]:

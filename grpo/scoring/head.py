@@ -32,6 +32,7 @@ class Head:
         self._room_for_products = weight.new_empty(tokens, len(weight), dtype=dtype)
         self._products = self._room_for_products
         self._are_shifted = False
+        """Whether products are logits by now, less the largest of each token."""
         self._room: Tensor | None = None
         self._is_fused = fused.is_fused(weight.device, dtype)
         self._slice_tokens = min(tokens, max(1, slices.slice_numbers(weight.device) // len(weight)))

@@ -65,9 +65,8 @@ def phase_work(
 
     A matrix product of a token with a weight is 2 operations for each of its numbers, and attention
     4 times the width for each token looked at. Weights, of `itemsize` bytes a number, are read once a
-    decoded token, the cache of all rows too; learning is three forward passes, of which the head's
-    second forward pass is no part; AdamW reads four numbers and writes three for each parameter, beside
-    the norm and the copy.
+    decoded token, the cache of all rows too; learning is three forward passes; AdamW reads four numbers
+    and writes three for each parameter, beside the norm and the copy.
     """
     width, layers, vocabulary = config.n_embd, config.n_layer, config.vocab_size
     b, n, p, c = prompts, prompts * group_size, prompt_tokens, new_tokens

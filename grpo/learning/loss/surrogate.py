@@ -37,6 +37,7 @@ def grpo_loss(
     counts: StepCounts,
     settings: LossSettings,
     importance_weights: Tensor | None = None,
+    measured: bool = True,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A micro-batch's share of the step's loss, to call backward on, and of its metrics.
 
@@ -45,6 +46,7 @@ def grpo_loss(
     kl_coef is 0, and only measured if it is. advantages: (R,), or (R, C) where tokens have credit of their
     own. mask: (R, C) bool or 0/1.
     importance_weights: (R, C) or (R, 1), multiply the policy's loss, not the KL.
+    measured: whether metrics are wanted, which take as long as the loss.
 
     Losses: PPO's clip (1707.06347, eq. 7) with dual clip (1912.09729), averaged as GRPO
     (2402.03300, eq. 3), DAPO (2503.14476, eq. 8) or Dr. GRPO (2503.20783) do; CISPO (2506.13585,
@@ -98,7 +100,7 @@ def grpo_loss(
     else:
         loss = token_loss.sum() / max(counts.tokens, 1)
     with torch.no_grad():
-        return loss, loss_metrics(log_ratio.exp(), kl, advantages, mask, settings)
+        return loss, loss_metrics(log_ratio.exp(), kl, advantages, mask, settings) if measured else {}
 
 
 def _policy_loss(logp: Tensor, log_ratio: Tensor, advantages: Tensor, settings: LossSettings) -> Tensor:
