@@ -1,12 +1,4 @@
-"""How well memory is predicted and planned, and what that costs: six benchmarks on the CPU.
-
-python scripts/benchmark_memory.py predict
-python scripts/benchmark_memory.py largest
-python scripts/benchmark_memory.py overhead
-python scripts/benchmark_memory.py checkpointing
-python scripts/benchmark_memory.py runs
-python scripts/benchmark_memory.py limits
-"""
+"""How well memory is predicted and planned, and what that costs: six benchmarks on the CPU."""
 
 import json
 import sys

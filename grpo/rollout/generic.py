@@ -16,6 +16,8 @@ from grpo.rollout.cache import CacheBytes, rows_of_groups
 
 
 class GenericDecoder:
+    """See `decoder.Decoder`, whose way it goes for models that hand their cache to nobody."""
+
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._head = model.get_output_embeddings()
