@@ -34,8 +34,8 @@ _SLACK_OF_EXACT_ADAPTERS = Slack(0.2, 0.2, _UNSURE_BYTES, share_of_others=0.08)
 _SLACK_RECOMPUTED = Slack(0.61, 0.2, _UNSURE_BYTES)
 """On CPUs as measured by `scripts/benchmark_memory.py runs`. In bf16 small tensors (cast weights, a prompt's
 activations) come between large ones, and tear the heap into more pieces; among fewer large ones, as where
-layers are recomputed or most weights have no gradient, more of it. Two runs alike differ by up to 7 % of what is
-added, with adapters in fp32 by 30 %."""
+layers are recomputed or most weights have no gradient, more of it. Two runs alike differ by up to 7 % of what
+is added, with adapters in fp32 by 30 %."""
 LATER_BYTES, LATER_PRIVATE_BYTES = 10 * 2**20, 40 * 2**20
 """What a process on a CPU grows by after its rehearsal: code, trackers, texts; touched, and all of it."""
 STARTED_BYTES = 64 * 2**20
