@@ -141,6 +141,11 @@ class LossSettings:
             raise ValueError(f"kl_coef is {self.kl_coef}; it must be 0 or more (usual: 0 to 0.1).")
 
     @property
+    def is_per_token(self) -> bool:
+        """Whether what a token adds to the loss depends on no other token's log-prob."""
+        return self.importance_level == "token"
+
+    @property
     def ratio_low(self) -> float:
         """The ratio below which a negative advantage no longer pushes."""
         return 1 - self.clip_range

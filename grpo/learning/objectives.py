@@ -115,10 +115,9 @@ def accumulate_grpo(
     for micro in micro_batches(batch.rollout, rows, pass_tokens=pass_tokens, halves=halves):
         micro, given = micro.to(device, batch.of_rows(micro.rows, micro.completion_ids.shape[1]))
         share = partial(_share, given, batch.counts, settings, importance_cap)
-        by_token = settings.importance_level == "token"
         logp, entropy = micro_batch_logprobs(
             model, micro, temperature=temperature, dtype=dtype, entropy=True, checkpointing=checkpointing,
-            loss=partial(_loss_alone, share) if by_token else None,
+            loss=partial(_loss_alone, share) if settings.is_per_token else None,
         )  # (R, C)  # fmt: skip
         loss, metrics = share(logp)
         loss.backward()  # type: ignore[no-untyped-call]

@@ -28,7 +28,7 @@ class Head:
         cast = centred_head if dtype.itemsize < 4 else Tensor.to
         self.weight = cast(weight, dtype)  # (V, D)
         self._bias = None if bias is None else cast(bias, dtype)  # (V,)
-        self._temperature = temperature
+        self._temperature, self._chunk_tokens = temperature, max(1, tokens)
         self._room_for_products = weight.new_empty(tokens, len(weight), dtype=dtype)
         self._products = self._room_for_products
         self._are_shifted = False
@@ -37,6 +37,18 @@ class Head:
         self._is_fused = fused.is_fused(weight.device, dtype)
         self._slice_tokens = min(tokens, max(1, slices.slice_numbers(weight.device) // len(weight)))
         self._logits = None if dtype.itemsize >= 4 or self._is_fused else self._new_slice()
+
+    def chunks(self, hidden: Tensor, rows: Tensor | None) -> Iterator[tuple[slice, slice | Tensor, Tensor]]:
+        """Of hidden (R·C, D), or some of its rows (K,), a chunk after the other, which is multiplied.
+
+        Its place among those rows, its place in hidden, and its states in the dtype of products.
+        """
+        count = len(hidden) if rows is None else len(rows)
+        for chunk in slices.slices(count, self._chunk_tokens):
+            part = chunk if rows is None else rows[chunk]
+            states = hidden[part].to(self.weight.dtype)
+            self.multiply(states)
+            yield chunk, part, states
 
     def multiply(self, states: Tensor) -> None:
         """states (K, D) @ weightᵀ + bias: the products (K, V) that all else is about."""

@@ -94,10 +94,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             made = _Gradients(ctx.needs_input_grad, hidden, weight, bias, exact)
         with torch.autocast(hidden.device.type, enabled=False):
             head = Head(weight, bias, dtype, temperature, min(chunk_tokens, count))
-            for chunk in slices.slices(count, chunk_tokens):
-                part = chunk if rows is None else rows[chunk]
-                states = hidden[part].to(dtype)  # (K, D)
-                head.multiply(states)
+            for chunk, part, states in head.chunks(hidden, rows):
                 head.score(targets[part], scores[chunk], entropy=entropy)
                 logp[part], entropies[part] = scores[chunk, 0], scores[chunk, 1]
                 if made is not None and loss is not None:
@@ -121,10 +118,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         made = _Gradients(ctx.needs_input_grad, hidden, weight, bias, normalizers.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             head = Head(weight, bias, dtype, temperature, min(chunk_tokens, len(normalizers)))
-            for chunk in slices.slices(len(normalizers), chunk_tokens):
-                part = chunk if rows is None else rows[chunk]
-                states = hidden[part].to(dtype)  # (K, D)
-                head.multiply(states)
+            for chunk, part, states in head.chunks(hidden, rows):
                 made.add(head, states, normalizers[chunk], targets[part], grad_logp[part], part)
         return (*made.all, *(None,) * 7)
 

@@ -180,16 +180,18 @@ class FakePhases:
         settings, rows, tokens = self.settings.loss, shape.rows, shape.new_tokens
         counts = StepCounts(rows, rows * tokens, tokens)
 
-        def loss(logp: Tensor) -> Tensor:
+        def loss(logp: Tensor, *, measured: bool = False) -> Tensor:
             ref_logp = torch.zeros_like(logp) if settings.kl_coef else None
             mask, advantages = torch.ones_like(logp, dtype=torch.bool), torch.zeros(rows, dtype=logp.dtype)
-            return grpo_loss(logp, None, ref_logp, advantages, mask, counts=counts, settings=settings)[0]
+            return grpo_loss(
+                logp, None, ref_logp, advantages, mask, counts=counts, settings=settings, measured=measured
+            )[0]
 
         logp, _ = self._logprobs(
-            shape, entropy=True, loss=loss if settings.importance_level == "token" else None,
+            shape, entropy=True, loss=loss if settings.is_per_token else None,
             checkpointing=self.settings.checkpointing,
         )  # fmt: skip
-        loss(logp).backward()  # type: ignore[no-untyped-call]
+        loss(logp, measured=True).backward()  # type: ignore[no-untyped-call]
 
     def _logprobs(
         self,
