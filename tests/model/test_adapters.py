@@ -163,8 +163,9 @@ def test_others_load_what_is_saved(load, model_folders, tmp_path, name):
     peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folders[name]), tmp_path)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     ours = load_policy(str(tmp_path), CPU, "fp32")
-    for each in (peft.eval(), merged.eval(), ours.model):
-        assert (logprobs(each) - expected).abs().max() < 1e-5
+    without = (logprobs(load(name).model) - expected).abs().max()
+    for each in (peft.eval(), merged.eval(), ours.model):  # rounding differs from processor to processor
+        assert (logprobs(each) - expected).abs().max() < 1e-4 < without / 100
     assert merged.dtype == torch.float32 and type(ours.model) is type(model)
     assert ours.tokenizer("P: 8/8")["input_ids"] == load(name).tokenizer("P: 8/8")["input_ids"]
     assert load_config(str(tmp_path)).model_type == model.config.model_type

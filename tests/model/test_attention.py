@@ -1,11 +1,17 @@
 """Attention of our own in bf16 on a CPU."""
 
+import dataclasses
+
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from grpo.model.cpu import attention
 from grpo.model.target import choose_attention
+from grpo.run.interrupt import StopRequest
+from grpo.run.setup import open_run
+from grpo.trainer import Trainer
 
 R, H, Q, K, D = 5, 6, 7, 11, 8
 
@@ -28,6 +34,21 @@ def example(dtype, heads=H):
 def tiles(request, monkeypatch):
     """As on a processor with them, whose forward pass is fused, and as on one without."""
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("made_up_plans")
+@pytest.mark.parametrize("precision", ["auto", "bf16", "fp32"])
+def test_a_step_is_trained_on_either_kind_of_processor(config, tiles, precision, monkeypatch):
+    """The first command: checks of the model, whose products are exact, an evaluation, a step."""
+    monkeypatch.setattr("grpo.model.target._cpu_flags", lambda: {"amx_bf16"} if tiles else {"avx2"})
+    config = dataclasses.replace(config, precision=precision, steps=1, checkpoint_interval=0)
+    with open_run(config) as run:
+        lower = precision == "bf16" or (precision == "auto" and tiles)
+        assert run.policy.target.dtype == (torch.bfloat16 if lower else torch.float32)
+        trainer = Trainer(run, Console(quiet=True))
+        trainer.train(StopRequest())
+    assert trainer.finished == trainer.saved == 1
 
 
 @pytest.mark.usefixtures("tiles")

@@ -82,7 +82,8 @@ def test_kinds_of_checkpointing_are_compared(script, monkeypatch, tmp_path, caps
     monkeypatch.setattr(feed_forward, "_SLICE", 2**10)  # for so small a model
     written = run(script.checkpointing, tmp_path / "out.json", rounds=1)
     peaks = {row["way"]: row["peak_bytes"] for row in written["rows"]}
-    assert peaks["full"] < 0.9 * peaks["selective"] < 0.81 * peaks["none"]
+    assert peaks["full"] < 0.9 * peaks["selective"]
+    assert peaks["selective"] < 0.95 * peaks["none"]  # 0.91 with tiles, whose attention keeps less already
     assert peaks["none, rows in halves"] < 0.7 * peaks["none"]
     assert all(written["verdicts"].values()) and all(row["seconds"] > 0 for row in written["rows"])
     assert "selective" in capsys.readouterr().out

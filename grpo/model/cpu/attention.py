@@ -75,7 +75,7 @@ class _Attention(torch.autograd.Function):
         ctx.scale = scale
         if torch.cpu._is_amx_tile_supported():
             mixed: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, attn_mask=mask, scale=scale
+                query, key, value, attn_mask=mask.to(query.dtype), scale=scale
             )[0]
             return mixed
         mixed = torch.empty_like(query)
