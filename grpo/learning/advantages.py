@@ -29,10 +29,25 @@ def group_advantages(rewards: Tensor, group_size: int, *, scale: Scale = "group"
     return torch.where(_all_equal(groups).unsqueeze(1), 0.0, centred).reshape(-1)
 
 
-def part_advantages(values: Tensor, rewards: Tensor, group_size: int, *, scale: Scale = "group") -> Tensor:
-    """The part of `group_advantages(rewards)` that comes from `values` (N,), a summand of them: (N,)."""
-    groups, parts = _in_groups(rewards, group_size), _in_groups(values, group_size)
-    return ((parts - parts.mean(dim=1, keepdim=True)) / _deviation(groups, scale)).reshape(-1)
+def part_advantages(parts: Tensor, rewards: Tensor, group_size: int, *, scale: Scale = "group") -> Tensor:
+    """How much better each completion is than its siblings in each of F summands of the rewards: (F, N).
+
+    parts: (F, N), which need not add up to rewards (N,). Each is divided by the deviation that rewards would
+    have were their parts independent, the root of the summed variances: where parts trade off, (1, 0) and
+    (0, 1) say, that of their sum may be 0. "group" takes it in each group, where equal rewards get zeros;
+    "batch" takes the mean of the groups' variances, or the batch's deviation where that is more.
+    """
+    groups = _in_groups(rewards, group_size)  # (B, G)
+    cut = parts.to(groups.dtype).reshape(len(parts), *groups.shape)  # (F, B, G)
+    centred = cut - cut.mean(dim=2, keepdim=True)
+    variances = cut.var(dim=2, keepdim=True).sum(dim=0)  # (B, 1)
+    divisor = _deviation(groups, scale)
+    if scale == "group":
+        divisor = variances.sqrt() + _EPSILON
+        centred = torch.where(_all_equal(groups).unsqueeze(1), 0.0, centred)
+    elif scale == "batch":
+        divisor = torch.maximum(torch.as_tensor(divisor), variances.mean().sqrt() + _EPSILON)
+    return (centred / divisor).reshape(parts.shape)
 
 
 def _deviation(groups: Tensor, scale: Scale) -> Tensor | float:

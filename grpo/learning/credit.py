@@ -52,8 +52,10 @@ def field_credit(
     unclear = ends[:, -1] != lengths
     rest = advantages.clone()
     credit = torch.zeros(ends.shape, dtype=advantages.dtype)
-    for each in judged:
-        part = part_advantages(each.values, rewards, rollout.group_size, scale=scale).to(advantages.dtype)
+    fields = list(judged)
+    values = torch.stack([each.values for each in fields]) if fields else rewards.new_empty(0, len(rewards))
+    parts = part_advantages(values, rewards, rollout.group_size, scale=scale).to(advantages.dtype)
+    for each, part in zip(fields, parts, strict=True):
         first, last = torch.tensor(each.letters).unsqueeze(2).unbind(1)  # (N, 1)
         whole = (first == 0) & (last == lengths.unsqueeze(1)) | unclear.unsqueeze(1)
         to_the_end = last == lengths.unsqueeze(1)  # and what ends the text, which has no letters

@@ -8,7 +8,7 @@ import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from loguru import logger
@@ -26,7 +26,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from grpo.config.groups import BUNDLED, Precision
-from grpo.model.adapters import merged_weights, with_merged
+from grpo.model.adapters import has_adapters, merged_weights, output_name, with_merged
 from grpo.model.cpu.feed_forward import slice_feed_forward
 from grpo.model.four_bits import compute_in, layers_in_4_bits, quantization
 from grpo.model.head import centred_head
@@ -272,7 +272,8 @@ def save_merged(model: PreTrainedModel, folder: Path) -> None:
 class RolloutModel:
     """The policy as the sampler runs it: itself, or a copy in the compute dtype, kept in step.
 
-    The copy's head is its own and centred, as the scorer's is (`centred_head`).
+    In lower precision its head is its own and centred, as the scorer's is (`centred_head`). A base with
+    adapters is in that precision already, and its head is frozen: all but the head is the policy's itself.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -285,14 +286,39 @@ class RolloutModel:
             head = self.model.get_output_embeddings()
             head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
             self.refresh()
+        elif dtype.itemsize < 4 and has_adapters(model):
+            self.model = _with_centred_head(model, dtype)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the weights over in place, after the optimizer has moved them."""
-        if self.model is self._source:
+        if self.model is self._source or has_adapters(self._source):
             return
         sources = dict(self._source.named_parameters(remove_duplicate=False))
         head = self.model.get_output_embeddings()
         for name, target in self.model.named_parameters():
             centred = target is head.weight or target is head.bias
             target.copy_(centred_head(sources[name], target.dtype) if centred else sources[name])
+
+
+@torch.no_grad()
+def _with_centred_head(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The same modules but for the head, and for what leads to it."""
+    head = copy.copy(model.get_output_embeddings())
+    head._parameters = {
+        name: weight if weight is None else nn.Parameter(centred_head(weight, dtype), requires_grad=False)
+        for name, weight in head._parameters.items()
+    }
+    *path, own_name = (output_name(model) or "").split(".")
+    twin = parent = _beside(model)
+    for name in path:
+        parent._modules[name] = parent = _beside(getattr(parent, name))
+    parent._modules[own_name] = head
+    return twin
+
+
+def _beside(module: Any) -> Any:
+    """Another module of the same parts, of which some may be exchanged."""
+    other = copy.copy(module)
+    other._modules = dict(module._modules)
+    return other

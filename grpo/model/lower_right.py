@@ -2,7 +2,8 @@
 
 With a mask, torch's fused attention takes a slower kernel there, which reads it and holds a workspace. Where
 all prompts of a micro-batch are of one length none is needed, but queries stand at the keys' end, while
-`is_causal` alone would put them at the beginning. All else is as Hugging Face's "sdpa" does it.
+`is_causal` alone would put them at the beginning. All else is as Hugging Face's "sdpa" does it, and so are
+layers that see a window of the newest tokens or a chunk of them, which only a mask can tell.
 """
 
 from typing import Any
@@ -26,12 +27,20 @@ def register() -> None:
 
 
 def needs_no_mask(attention: str) -> bool:
-    """Whether a model that has this attention may be given no mask with a cache that is not empty."""
+    """Whether a model that has this attention may be given no mask with a cache that is not empty.
+
+    Its layers with a window make one for themselves then.
+    """
     return attention == NAME
 
 
-def _mask(*args: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
-    return None if attention_mask is None else sdpa_mask(*args, attention_mask=attention_mask, **options)
+def _mask(
+    *args: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **options: Any
+) -> Tensor | None:
+    """local_size: the width of the window or chunk that the layer sees; None: all that came before."""
+    if attention_mask is None and local_size is None:
+        return None
+    return sdpa_mask(*args, attention_mask=attention_mask, local_size=local_size, **options)
 
 
 def attend(

@@ -1,6 +1,7 @@
 """Prompts of unequal length as one tensor, and their keys and values."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,22 @@ def sliding_window(config: PretrainedConfig) -> int | None:
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None) or ("sliding_attention",)
     return getattr(text, "sliding_window", None) if "sliding_attention" in kinds else None
+
+
+@contextmanager
+def crossed_window(model: PreTrainedModel, length: int) -> Iterator[None]:
+    """Inside, texts of so many tokens are longer than any sliding window, which is made smaller if need be.
+
+    So checks on made-up tokens look at what is beyond a window of thousands at the price of hundreds.
+    """
+    text, window = model.config.get_text_config(decoder=True), sliding_window(model.config)
+    if window is not None:
+        text.sliding_window = min(window, max(1, length // 2))
+    try:
+        yield
+    finally:
+        if window is not None:
+            text.sliding_window = window
 
 
 def layers_with_window(config: PretrainedConfig) -> list[bool]:

@@ -127,27 +127,32 @@ def resident_parts(
     num_parameters: of the model without adapters. trained_sizes: of each trained tensor; None: all weights.
     frozen_bytes: of the base that adapters have, which serves sampler and reference, too.
     """
-    num_parameters = -(-num_parameters // work.shards)
+    num_parameters, model = -(-num_parameters // work.shards), work.target.model_config
     exact, sizes = work.exact_bytes, trained_sizes or [num_parameters]
     moments = moment_bytes(sizes, work.config.optimizer, exact)
     if work.config.lora.on:
         adapters = exact * sum(sizes)
         parts = {"weights": frozen_bytes + adapters, "optimizer": moments}
-        return {**parts, "reference": adapters} if work.reference_has_adapters else parts
+        if work.reference_has_adapters:
+            parts["reference"] = adapters
+        if work.target.is_lower:  # all but the head is the base's
+            parts["sampler's copy"] = work.target.dtype.itemsize * _head_size(model)
+        return parts
     parts = {"weights": exact * num_parameters, "optimizer": moments}
     if work.config.uses_reference and work.reference_here:
         parts["reference"] = exact * num_parameters
     if work.target.is_lower and work.shards == 1:  # shards sample with what they gather
         parts["sampler's copy"] = work.target.dtype.itemsize * (
-            num_parameters + _shared_head(work.target.model_config)
+            # A head that is the embedding, too, is one of its own there.
+            num_parameters + _head_size(model) * model.get_text_config(decoder=True).tie_word_embeddings
         )
     return parts
 
 
-def _shared_head(model: PretrainedConfig) -> int:
-    """Parameters of a head that is the embedding too: the sampler's copy has one of its own."""
+def _head_size(model: PretrainedConfig) -> int:
+    """Parameters of the vocabulary head."""
     text = model.get_text_config(decoder=True)
-    return int(text.vocab_size * text.hidden_size) if text.tie_word_embeddings else 0
+    return int(text.vocab_size * text.hidden_size)
 
 
 def kv_bytes_per_token(model: PretrainedConfig, dtype: torch.dtype) -> int:

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from grpo.distributed.shard import is_sharded
 from grpo.memory import is_out_of_memory
 from grpo.model.load import context_length
-from grpo.model.prefill import layers_with_window
+from grpo.model.prefill import crossed_window, layers_with_window
 from grpo.model.stand_ins import exact_products
 from grpo.rollout.cache import CacheBytes
 from grpo.rollout.cuda_graphs import Recorder, recorder_of
@@ -144,9 +144,14 @@ def check_decoder(model: PreTrainedModel) -> None:
 
 def _difference(model: PreTrainedModel) -> float:
     """The largest between log-probs of the decoder and of whole texts, in nats."""
+    longest = min(280, context_length(model.config) - 3)
+    with crossed_window(model, longest):
+        return _difference_at(model, longest)
+
+
+def _difference_at(model: PreTrainedModel, longest: int) -> float:
     config = model.config.get_text_config(decoder=True)
     generator = torch.Generator().manual_seed(0)
-    longest = min(280, context_length(model.config) - 3)
     texts = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in (longest, 5, 9)]
     decoder = NativeDecoder(model, 3)
     logits = decoder.prefill(texts[:2], 1)

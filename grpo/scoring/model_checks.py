@@ -10,7 +10,7 @@ from grpo.config.groups import Checkpointing
 from grpo.distributed.shard import decoder_layers, is_sharded, whole
 from grpo.memory import is_out_of_memory
 from grpo.model.lower_right import needs_no_mask
-from grpo.model.prefill import pad_prompts
+from grpo.model.prefill import crossed_window, pad_prompts
 from grpo.model.stand_ins import exact_products
 from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs
 
@@ -23,9 +23,11 @@ def check_scorer(model: PreTrainedModel, context: int) -> None:
     They are not for a model that does more to its logits than a linear layer does (Gemma 2, Cohere,
     Granite), or whose attention minds what stands between prompt and completion (GPT-Neo).
     """
+    length = min(280, context)
     masks = (False, True) if needs_no_mask(model.config._attn_implementation) else (False,)
-    for equal in masks:  # prompts of one length go another way there
-        _check_scorer(model, made_up_batch(model, min(280, context), equal=equal))
+    with crossed_window(model, length):
+        for equal in masks:  # prompts of one length go another way there
+            _check_scorer(model, made_up_batch(model, length, equal=equal))
 
 
 def _check_scorer(model: PreTrainedModel, batch: MicroBatch) -> None:
@@ -34,9 +36,10 @@ def _check_scorer(model: PreTrainedModel, batch: MicroBatch) -> None:
     except (TypeError, AttributeError, ValueError, NotImplementedError) as error:
         raise ValueError(f"{type(model).__name__} cannot be trained here: {error}") from error
     for row, (prompt, length) in enumerate(zip(batch.prompts.ids, batch.prompts.lengths, strict=True)):
-        ids = torch.cat([prompt[:length], batch.completion_ids[row]]).to(model.device)
-        logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, -5:-1]
-        theirs = logits.log_softmax(-1).gather(1, ids[-4:].unsqueeze(1)).squeeze(1)
+        ids = torch.cat([prompt[:length], batch.completion_ids[row]]).to(model.device).unsqueeze(0)
+        # With a mask of its own making the model's pass would share a fault of ours in making none.
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -5:-1]
+        theirs = logits.log_softmax(-1).gather(1, ids[0, -4:].unsqueeze(1)).squeeze(1)
         difference = (ours[row] - theirs).abs().max().item()
         if not difference < 1e-3:
             raise ValueError(

@@ -60,9 +60,11 @@ def test_credit_goes_to_the_field_that_was_judged():
 
 
 def test_parts_are_divided_by_what_the_whole_is():
-    """Where everything is judged by fields that take turns, their sum is the plain advantage."""
+    """Where everything is judged by fields that take turns, their sum is the plain advantage: as it is
+    without a division, with the batch's deviation, and with the group's where the fields' variances add up.
+    """
     made = replace(rollout_of([[2, 3], [1, 4], [2, 3], [2, 3]]), completions=["xxxxx"] * 4)
-    parts = torch.tensor([[1.0, 0.0, 0.5, 0.0], [0.0, 0.0, 0.25, 1.0]], dtype=torch.float64)
+    parts = torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.5, 0.5, 0.0, 0.0]], dtype=torch.float64)
     for scale in ("group", "batch", "none"):
         advantages = group_advantages(parts.sum(0), 4, scale=scale)
         judged = [Judged(parts[0], [(0, 2)] * 4), Judged(parts[1], [(2, 5)] * 4)]
@@ -70,6 +72,28 @@ def test_parts_are_divided_by_what_the_whole_is():
         first, last = credit[0].tolist()  # its tokens are the fields
         assert first + last == pytest.approx(advantages[0].item())
         assert credit[1, 1].item() == pytest.approx(advantages[1].item())  # a token of both
+
+
+def test_fields_that_trade_off_are_no_more_than_a_deviation_apart():
+    """Two fields of a token each: (1, 0) and (0, 1) make equal totals, which teach nothing; where totals
+    differ by a hair, parts are divided by the deviation of both, not by the hair's.
+    """
+    made = replace(rollout_of([[2, 3]] * 4), completions=["xxxxx"] * 4)
+    first = torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=torch.float64)
+
+    def credit(second, scale):
+        rewards = first + second
+        judged = [Judged(first, [(0, 2)] * 4), Judged(second, [(2, 5)] * 4)]
+        advantages = group_advantages(rewards, 4, scale=scale)
+        return field_credit(advantages, rewards, judged, made, Letters(), scale=scale)
+
+    assert credit(1 - first, "group").tolist() == [[0.0, 0.0]] * 4
+    assert credit(1 - first, "batch").abs().max() < 1
+    assert credit(1 - first, "none")[0].tolist() == [0.5, -0.5]
+    hair = torch.tensor([0.0, 1.0, 1e-6, 1.0], dtype=torch.float64)
+    apart = 0.5 / (2 / 3 + 1e-4) ** 0.5  # 0.5 from the mean of both, whose variances are 1/3 each
+    found = credit(hair, "group")
+    assert found[0].tolist() == pytest.approx([apart, -apart], abs=0.02)
 
 
 def test_what_cannot_be_cut_at_its_tokens_is_credited_as_a_whole():

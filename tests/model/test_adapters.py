@@ -135,7 +135,9 @@ def test_alpha_is_twice_the_rank(load):
 def test_a_frozen_base_in_bf16_serves_the_sampler_too(load):
     model = adapted(load, precision="bf16")
     store_base(model, torch.bfloat16)
-    assert RolloutModel(model, torch.bfloat16).model is model
+    sampler = RolloutModel(model, torch.bfloat16).model
+    assert sampler.base_model is model.base_model
+    assert sampler.get_output_embeddings().weight is not model.get_output_embeddings().weight
     assert model.transformer.wte.weight.dtype == torch.bfloat16
     assert {parameter.dtype for parameter in adapter_parameters(model).values()} == {torch.float32}
 

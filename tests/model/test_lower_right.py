@@ -3,9 +3,16 @@
 import pytest
 import torch
 from conftest import ARCHITECTURES
-from test_gradient_checkpointing import made_up
+from test_gradient_checkpointing import SIZES, made_up
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    MistralConfig,
+)
+from transformers.masking_utils import sdpa_mask
 
 from grpo.model import lower_right
+from grpo.model.load import Policy
 from grpo.model.target import choose_attention
 from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs
 from grpo.scoring.model_checks import check_scorer
@@ -53,6 +60,56 @@ def test_log_probs_and_gradients_are_the_same(load, masks, architecture, groups)
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
     assert len(masks) == 2 and all((mask is None) == (groups == EQUAL) for mask in masks)
+
+
+WINDOWS = {
+    "mistral": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=5),
+    "gemma3": Gemma3TextConfig(**SIZES, num_key_value_heads=2, head_dim=8, sliding_window=5),
+}
+WINDOWS["gemma3"].layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def with_window(kind: str, **changes) -> Policy:
+    torch.manual_seed(0)
+    WINDOWS[kind].update(changes)
+    model = AutoModelForCausalLM.from_config(WINDOWS[kind], dtype=torch.float64)
+    return Policy(model.eval(), None, None)
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_layers_with_a_window_see_no_more_than_it(masks, kind):
+    """Prompts of one length, as a single group's always are, and completions that cross the window."""
+    policy, batch = with_window(kind), made_up(EQUAL, 9)
+    expected = learned(policy, batch, "sdpa", torch.float64)
+    found = learned(policy, batch, lower_right.NAME, torch.float64)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)  # norms are in fp32
+    policy.model.config.sliding_window = None if kind == "mistral" else 1000
+    beyond, _ = learned(policy, batch, "sdpa", torch.float64)
+    assert (beyond - expected[0]).abs().max() > 0.01
+    assert [mask is None for mask in masks] == [False, kind == "gemma3", False]  # the second layer sees all
+
+
+@pytest.mark.parametrize("length", [300, 1000])
+def test_the_check_of_the_scorer_crosses_the_window_however_long_it_is(monkeypatch, length):
+    """And is not misled by a pass of the model's own that makes no mask either."""
+    model = with_window("mistral", sliding_window=length, max_position_embeddings=2000).model
+    lower_right.register()
+    model.set_attn_implementation(lower_right.NAME)
+    check_scorer(model, 2000)
+    assert model.config.sliding_window == length
+
+    def blind(*args, attention_mask=None, **options):
+        return None if attention_mask is None else sdpa_mask(*args, attention_mask=attention_mask, **options)
+
+    monkeypatch.setattr(lower_right, "_mask", blind)
+    lower_right.register()
+    try:
+        with pytest.raises(ValueError, match="log-probs come out"):
+            check_scorer(model, 2000)
+    finally:
+        monkeypatch.undo()
+        lower_right.register()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

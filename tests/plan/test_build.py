@@ -132,6 +132,9 @@ def test_what_exists_all_along_in_bytes_a_parameter(dtype, settings, expected):
 def test_with_adapters_the_base_is_there_once(dtype, sync, expected):
     """1000 bytes of it, and 50 numbers of adapters in two tensors."""
     work = workload(dtype, lora=LoraSettings(lora_rank=2), reference_sync=sync)
+    if dtype == torch.bfloat16:  # the sampler has a head of its own
+        size = work.target.vocab_size * work.target.model_config.hidden_size
+        expected = {**expected, "sampler's copy": 2 * size}
     assert resident_parts(work, 7, [20, 30], 1000) == expected
 
 

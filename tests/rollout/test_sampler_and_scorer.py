@@ -5,10 +5,11 @@ import torch
 from conftest import ARCHITECTURES, CONTEXT, decode
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from grpo.config.groups import SamplingSettings
+from grpo.config.groups import LoraSettings, SamplingSettings
 from grpo.memory import Shape
 from grpo.memory.live import LiveBytes
-from grpo.model.load import RolloutModel, context_length, end_names, end_tokens
+from grpo.model.adapters import add_adapters, store_base
+from grpo.model.load import RolloutModel, context_length, end_names, end_tokens, load_for
 from grpo.rollout.decoder import CacheBytes, make_decoder
 from grpo.rollout.generic import GenericDecoder
 from grpo.rollout.native import NativeDecoder
@@ -119,6 +120,28 @@ def test_what_lower_precision_costs(load, prompts, architecture, precision, dtyp
     ours = {name: grad.double() for name, grad in gradients(policy.model).items()}
     policy.model.zero_grad()
     assert relative_difference(ours, expected) < gradient
+
+
+@pytest.mark.parametrize("in_4bit", [False, True])
+def test_with_adapters_in_bf16_logits_are_as_fine_as_without(load, model_folders, prompts, in_4bit):
+    """Where all logits lie near -100, as GPT-2's do, bf16 knows halves only: the sampler centres its head."""
+
+    def difference(lora: bool) -> float:
+        policy = load("gpt2", "bf16")
+        if lora and in_4bit:
+            policy = load_for(policy.target, str(model_folders["gpt2"]), in_4bit=True)
+        with torch.no_grad():  # all states and the whole vocabulary have something in common
+            policy.model.transformer.ln_f.bias[0] += 20
+            policy.model.transformer.wte.weight[:, 0] -= 5
+        if lora:
+            add_adapters(policy.model, LoraSettings(lora_rank=4))
+            store_base(policy.model, torch.bfloat16)
+        sampler = RolloutModel(policy.model, torch.bfloat16).model
+        sampled = sample(policy._replace(model=sampler), prompts)
+        scored = score(policy.model, sampled, rows=100, temperature=1.0, dtype=torch.bfloat16)
+        return (scored - sampled.sampler_logp)[sampled.mask].abs().mean().item()
+
+    assert difference(lora=True) < 3 * difference(lora=False) + 0.01
 
 
 def test_what_stands_on_the_padding_does_not_matter(load, prompts):
