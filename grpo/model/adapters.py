@@ -172,10 +172,18 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
 
 
 def base_named_in(name: str) -> str | None:
-    """The base model's name where `name` is a folder of adapters. ValueError if it does not say."""
+    """The base model's name where `name` is a folder of adapters; the shape of their base may be beside them.
+
+    ValueError if it does not say of which model, or where a whole model is in the same folder.
+    """
     file = Path(name) / CONFIG
-    if not file.is_file() or (Path(name) / "config.json").is_file():
+    if not file.is_file():
         return None
+    if whole := [path.name for path in Path(name).glob("model*.safetensors")]:
+        raise ValueError(
+            f"model {name!r} holds adapters ({CONFIG}) and a whole model ({whole[0]}): move one of the two "
+            "into a folder of its own, and name the one that is meant."
+        )
     base = json.loads(file.read_text()).get("base_model_name_or_path")
     if not base:
         raise ValueError(f"model {name!r} holds adapters, but {CONFIG} does not say of which model: add it.")
@@ -185,20 +193,27 @@ def base_named_in(name: str) -> str | None:
 def with_merged(model: Model, folder: Path) -> Model:
     """`model` with a folder's adapters added to its weights."""
     check_peft(LoraSettings(lora_rank=1))
-    from peft import PeftModel
+    from peft import PeftModel, set_peft_model_state_dict
 
     merged: Any = PeftModel.from_pretrained(model, str(folder))
+    found = set_peft_model_state_dict(merged, load_file(folder / WEIGHTS))  # again, to be told what was there
+    missing = [name for name in found.missing_keys if ".lora_" in name]
+    if missing or found.unexpected_keys:
+        raise ValueError(
+            f"{WEIGHTS} lacks {len(missing)} of their weights and has {len(found.unexpected_keys)} besides, "
+            f"such as {min([*missing, *found.unexpected_keys])}"
+        )
     model = merged.merge_and_unload()
     return model.requires_grad_(True)  # peft leaves the base as it trained: not at all
 
 
 @torch.no_grad()
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights with the adapters added, by the names they have without adapters, on the CPU.
+    """The weights with any adapters added, by the names they have without adapters, on the CPU.
 
     In the adapters' dtype: what was learned may be too small to show in a base of bf16.
     """
-    dtype = next(iter(adapter_parameters(model).values())).dtype
+    dtype = next((each.dtype for each in adapter_parameters(model).values()), torch.float32)
     quantized = layers_in_4_bits(model)
     packed = tuple(f"{name}.weight" for name in quantized)
     weights = {

@@ -5,7 +5,9 @@ in bf16. Dropout is off in every phase. No code from the hub is ever run, no pic
 """
 
 import copy
-from collections.abc import Iterable
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from grpo.config.groups import BUNDLED, Precision
+from grpo.memory import is_out_of_memory
 from grpo.model.adapters import has_adapters, merged_weights, output_name, with_merged
 from grpo.model.cpu.feed_forward import slice_feed_forward
 from grpo.model.four_bits import compute_in, layers_in_4_bits, quantization
@@ -34,7 +37,7 @@ from grpo.model.hub import may_be_hub_id, out_of_reach
 from grpo.model.names import base_of, source_of
 from grpo.model.target import HUB_DEFAULT, Target, make_target
 
-_LOADING_ERRORS = (OSError, ValueError, KeyError, SafetensorError)
+_LOADING_ERRORS = (OSError, ValueError, KeyError, SafetensorError, ImportError)
 
 transformers_logging.disable_progress_bar()
 
@@ -107,32 +110,89 @@ def load_model(name: str, target: Target, *, in_4bit: bool = False) -> PreTraine
     """The model alone, as `load_for` loads it, on the CPU unless it is in 4 bits."""
     if (base := base_of(name)) is not None:
         model = load_model(base, target)
+        if layers_in_4_bits(model):  # which would be quantized again after each layer's merging
+            model = _whole(model)
         try:
             return with_merged(model, Path(source_of(name))).eval()
         except (*_LOADING_ERRORS, RuntimeError) as error:  # shapes of another model
             raise ValueError(f"the adapters in {name!r} do not fit their base {base!r}: {error}") from error
+    options: dict[str, Any] = {"device_map": {"": target.device}} if in_4bit else {}
+    method = quantized_by(target.model_config)
+    if in_4bit and method is None:
+        options["quantization_config"] = quantization()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source_of(name),
-            config=target.model_config,
-            dtype=target.exact_dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=out_of_reach(source_of(name)),
-            attn_implementation=target.attention,
-            **({"quantization_config": quantization(), "device_map": {"": target.device}} if in_4bit else {}),
-        )
+        with _without_report():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                source_of(name),
+                config=target.model_config,
+                dtype=target.exact_dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=out_of_reach(source_of(name)),
+                attn_implementation=target.attention,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # an error of ours
+                **options,
+            )
     except _LOADING_ERRORS as error:
-        raise ValueError(_cannot_load(name, error)) from error
-    except RuntimeError as error:
-        if "mismatched" not in str(error):
+        raise ValueError(_cannot_load(name, error, method)) from error
+    except RuntimeError as error:  # as those raise that quantize, where a card or a package is missing
+        if method is None or is_out_of_memory(error):
             raise
-        raise ValueError(
-            f"the weights in {name!r} are of another shape than the model that the settings name: give the "
-            "--model that they were trained as."
-        ) from error
+        raise ValueError(_cannot_load(name, error, method)) from error
+    _check_whole(name, found)
+    if method is not None:  # what is not comes in the dtype it is stored in, or in that asked for
+        for parameter in model.parameters():
+            if parameter.dtype in (torch.bfloat16, torch.float16, torch.float32):
+                parameter.data = parameter.data.to(target.exact_dtype)
     compute_in(model, target.exact_dtype)
     return model.eval()
+
+
+def quantized_by(model: PretrainedConfig) -> str | None:
+    """By what a model's weights were quantized before they were saved, such as gptq; None: they were not."""
+    settings: Any = getattr(model, "quantization_config", None) or {}
+    settings = settings if isinstance(settings, Mapping) else settings.to_dict()
+    method = settings.get("quant_method")
+    return None if method is None else str(getattr(method, "value", method))
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Without the table that transformers logs of weights that are missing and the like."""
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(is_wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_wanted)
+
+
+def _check_whole(name: str, found: Mapping[str, Collection[Any]]) -> None:
+    """ValueError unless all weights were there and were the model's; those that are tied need not be.
+
+    found: what transformers says of the loading.
+    """
+    faults = {
+        "lacks": found["missing_keys"],
+        "has in another shape": [key for key, *_ in found["mismatched_keys"]],
+        "has besides": found["unexpected_keys"],
+    }
+    said = [
+        f"{what} {', '.join(sorted(keys)[:3])}{f' and {len(keys) - 3} more' if len(keys) > 3 else ''}"
+        for what, keys in faults.items()
+        if keys
+    ]
+    if said:
+        raise ValueError(
+            f"model {name!r} does not hold the weights of the causal language model that its config.json "
+            f"describes: it {'; '.join(said)}. Give the folder of a whole one, saved as such (a classifier "
+            "has no vocabulary head)."
+        )
 
 
 def load_config(name: str) -> PretrainedConfig:
@@ -234,10 +294,19 @@ def end_names(
     return [*ends, *map(repr, stops)]
 
 
-def _cannot_load(name: str, error: Exception) -> str:
+def _cannot_load(name: str, error: Exception, quantized: str | None = None) -> str:
+    """quantized: by what the weights are."""
     if name == BUNDLED:
         return f"the bundled model is incomplete ({error}): install again."
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if quantized is not None:
+        return (
+            f"model {name!r} has weights that are quantized ({quantized}), which cannot be loaded here "
+            f"({reason.rstrip('.')}): install what it names and give --lora-rank 16, without which such "
+            "weights cannot be trained at all, or give the model that they were quantized from."
+        )
+    if isinstance(error, ImportError):
+        return f"model {name!r} needs a package that is not installed: {reason}"
     if Path(name).is_dir():
         return f"model folder {name!r} does not hold a causal language model in safetensors: {reason}"
     if not may_be_hub_id(name):
@@ -257,6 +326,11 @@ def frozen_copy(model: PreTrainedModel, device: torch.device | None = None) -> P
 
 def save_merged(model: PreTrainedModel, folder: Path) -> None:
     """Write a model with its adapters merged in, as `AutoModelForCausalLM.from_pretrained` loads it."""
+    _whole(model).save_pretrained(folder)
+
+
+def _whole(model: PreTrainedModel) -> PreTrainedModel:
+    """The same with its adapters merged in, and no layer in 4 bits."""
     weights = merged_weights(model)
     config = copy.deepcopy(model.config)
     if layers_in_4_bits(model):
@@ -266,7 +340,7 @@ def save_merged(model: PreTrainedModel, folder: Path) -> None:
     merged.load_state_dict(weights, strict=False, assign=True)
     merged.tie_weights()
     merged.generation_config = model.generation_config
-    merged.save_pretrained(folder)
+    return merged
 
 
 class RolloutModel:

@@ -7,6 +7,8 @@ from grpo.model.adapters import CONFIG as ADAPTER_CONFIG
 from grpo.model.adapters import base_named_in
 
 BUNDLED_FOLDER = Path(__file__).parents[1] / "assets" / BUNDLED
+BASE_FOLDER = "base"
+"""In a run's folder: the base of its adapters that is nowhere else as a whole."""
 MODEL_FOLDER = "model"
 """In a run's folder: the model that it has come to."""
 
@@ -23,10 +25,21 @@ def source_of(name: str) -> str:
 
 
 def base_of(name: str) -> str | None:
-    """The base model's name where `name` means a folder of adapters. ValueError if it does not say."""
-    base = base_named_in(source_of(name))
-    is_bundled = base is not None and base.endswith(f"assets/{BUNDLED}") and not Path(base).is_dir()
-    return BUNDLED if is_bundled else base  # which was elsewhere where it was written
+    """The base model's name where `name` means a folder of adapters. ValueError if it does not say.
+
+    Where it was written the base may have been elsewhere: the bundled one, or a run's own, which is beside
+    the adapters wherever the run is now.
+    """
+    source = source_of(name)
+    base = base_named_in(source)
+    if base is None or Path(base).is_dir():
+        return base
+    if base.endswith(f"assets/{BUNDLED}"):
+        return BUNDLED
+    beside = [folder / BASE_FOLDER for folder in list(Path(source).absolute().parents)[:2]]
+    if Path(base).name == BASE_FOLDER:
+        return next((str(folder) for folder in beside if folder.is_dir()), base)
+    return base
 
 
 def findable(name: str) -> str:

@@ -11,6 +11,7 @@ from grpo.config.groups import BUNDLED
 from grpo.data.load import IN_MEMORY, Rows, is_file
 from grpo.data.reward_files import RewardFunction, load_rewards, reward_file
 from grpo.model.load import ModelSource
+from grpo.model.names import BASE_FOLDER
 from grpo.model.target import AUTO
 
 
@@ -34,9 +35,14 @@ class Given:
         return config
 
     def model_source(self, config: Config) -> ModelSource:
-        """SettingsError for a model that is none of transformers', has adapters, or is wanted in 4 bits."""
+        """A resumed run's own base, where it has one, serves wherever the first one has gone.
+
+        SettingsError for a model that is none of transformers', has adapters, or is wanted in 4 bits.
+        """
         if self.model is None or isinstance(self.model, str):
-            return ModelSource(config.model, tokenizer=self.tokenizer)
+            own = config.resume / BASE_FOLDER if config.resume else None
+            name = str(own) if own is not None and own.is_dir() else config.model
+            return ModelSource(name, tokenizer=self.tokenizer)
         if not isinstance(self.model, PreTrainedModel):
             raise SettingsError(
                 f"model is a {type(self.model).__name__}: give a name, or a model of transformers' without "

@@ -1,5 +1,6 @@
 """The prompts and the models of a run: loaded whole, checked, and models sharded if they are to be."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,15 +22,15 @@ from grpo.model.load import (
     load_config,
     load_for,
     load_tokenizer,
+    quantized_by,
 )
-from grpo.model.names import base_of, findable
+from grpo.model.names import BASE_FOLDER, base_of, findable
 from grpo.model.reference import FrozenCopy, Reference, make_reference
 from grpo.model.target import Target
 from grpo.rollout.decoder import check_decoder
 from grpo.run.checkpoint import Checkpoint
 from grpo.scoring.model_checks import check_recomputation, check_scorer
 
-BASE_FOLDER = "base"
 LEAST_HELDOUT = 64
 """Held-out prompts of a task, if there are any: by them a stream's longest prompts are known beforehand."""
 
@@ -56,6 +57,25 @@ def check_shard(config: Config, world: World) -> None:
             f"shard is on, and reference_device is {config.reference_device!r}: the reference is sharded "
             "beside the policy; leave one of the two out."
         )
+
+
+def check_quantized(config: Config, model: PretrainedConfig) -> Config:
+    """The settings for a model that may have been quantized before it was saved.
+
+    SettingsError where its weights themselves are to be trained.
+    """
+    method = quantized_by(model)
+    if method is None:
+        return config
+    if not config.lora.on:
+        raise SettingsError(
+            f"model is {config.model!r}, whose weights are quantized ({method}) and cannot be trained "
+            "themselves: give --lora-rank 16, or the model that they were quantized from."
+        )
+    if method == "bitsandbytes" and not config.lora.load_in_4bit:
+        logger.info("load_in_4bit is on: the weights of {} are quantized already", config.model)
+        return replace(config, lora=replace(config.lora, load_in_4bit=True))
+    return config
 
 
 def load_source(config: Config, room: Room | None = None, prompts: str | Rows | None = None) -> PromptSource:
@@ -105,16 +125,17 @@ def load_models(
     """
     on_host = config.lora.on or config.shard  # whole, in fp32, it may not fit the device
     reference_device = torch.device("cpu") if config.shard else reference_device
-    is_nowhere = source.model is not None or base_of(config.model) is not None
+    is_nowhere = source.model is not None or base_of(source.name) is not None
     in_4bit = config.lora.load_in_4bit
     policy = source.load(target, on_host=on_host, in_4bit=in_4bit and not is_nowhere)
     if config.lora.on:
-        base = findable(config.model)
+        base = findable(source.name)
         if folder is not None and is_nowhere:
             base = str((folder / BASE_FOLDER).resolve())
             policy.model.save_pretrained(base)
             policy.tokenizer.save_pretrained(base)
             if in_4bit:
+                target = replace(target, model_config=policy.model.config)  # not quantized any more
                 policy = load_for(target, base, in_4bit=True)._replace(tokenizer=policy.tokenizer)
         add_adapters(policy.model, config.lora, seed=config.seed, base=base)
     check_scorer(policy.model, context_length(policy.model.config))

@@ -36,7 +36,7 @@ from grpo.run.clock import Clock
 from grpo.run.disk import check_room, checkpoint_bytes
 from grpo.run.folder import hold_folder, keep_rewards, open_checkpoints, write_settings
 from grpo.run.given import Given, from_anywhere
-from grpo.run.loading import check_shard, load_models, load_source, room_in, shard_models
+from grpo.run.loading import check_quantized, check_shard, load_models, load_source, room_in, shard_models
 from grpo.run.pace import StepPace
 from grpo.run.planning import budget_of, choose_target, enforce, plan_together
 from grpo.run.rehearsal import rehearse
@@ -128,7 +128,9 @@ def _make_run(
     checkpoints, checkpoint = open_checkpoints(config, folder)
     check_spec(config.prompts if given.prompts is None else given.prompts)
     model_source = given.model_source(config)
-    room = room_in(model_source.load_config(), model_source.load_tokenizer(), config.sampling.max_new_tokens)
+    shape = model_source.load_config()
+    config = check_quantized(config, shape)
+    room = room_in(shape, model_source.load_tokenizer(), config.sampling.max_new_tokens)
     source = load_source(config, room, given.prompts)
     rewards.check(source.tasks, source.longest(PROMPTS_LOOKED_AT))
     engine = _start_engine(config, stack) if "policy" in source.tasks else None

@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
 from peft import PeftModel
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from grpo.config import SettingsError, from_flat
@@ -18,7 +19,6 @@ from grpo.model.adapters import (
     adapter_parameters,
     adapters_off,
     add_adapters,
-    base_named_in,
     other_adapters,
     save_adapters,
     store_base,
@@ -189,8 +189,45 @@ def test_adapters_that_do_not_say_of_which_model_are_an_error(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     with pytest.raises(ValueError, match="does not say of which model"):
         load_policy(str(tmp_path), CPU)
-    (tmp_path / "config.json").write_text("{}")
-    assert base_named_in(str(tmp_path)) is None  # a model with an adapter beside it
+
+
+def test_adapters_are_adapters_whatever_is_beside_them(load, tmp_path):
+    """The shape of their base, too, as transformers saves it; a whole model may be what is meant."""
+    model = adapted(load)
+    save_adapters(model, tmp_path)
+    model.config.save_pretrained(tmp_path)
+    assert (logprobs(load_policy(str(tmp_path), CPU, "fp32").model) - logprobs(model)).abs().max() < 1e-4
+    load("gpt2").model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"holds adapters .* and a whole model .*: move one of the two"):
+        load_policy(str(tmp_path), CPU)
+
+
+@pytest.mark.parametrize("change", ["missing", "of no layer"])
+def test_adapters_that_are_not_whole_are_an_error(load, tmp_path, change):
+    save_adapters(adapted(load), tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    name = min(tensors)
+    other = tensors.pop(name)
+    if change == "of no layer":
+        tensors |= {name: other, name.replace("h.0", "h.7"): other.clone()}
+    save_file(tensors, tmp_path / "adapter_model.safetensors", metadata={"format": "pt"})
+    missing, besides = (1, 0) if change == "missing" else (0, 1)
+    with pytest.raises(ValueError, match=rf"lacks {missing} of their weights and has {besides} besides"):
+        load_policy(str(tmp_path), CPU)
+
+
+def test_a_run_on_adapters_may_be_moved(lora_config):
+    """Its base is nowhere else as a whole, and where it was is written in the checkpoint."""
+    first = trained(lora_config, steps=1, name="first")
+    second = trained(lora_config, steps=1, name="second", model=str(first.folder))
+    expected = logprobs(load_policy(str(second.folder), CPU, "fp32").model)
+    moved = second.folder.with_name("moved").resolve()
+    second.folder.rename(moved)
+    shutil.rmtree(first.folder)
+    for place in (moved, moved / "checkpoints/step-000001"):
+        assert torch.equal(logprobs(load_policy(str(place), CPU, "fp32").model), expected)
+    config = dataclasses.replace(second.config, model=str(first.folder))
+    assert trained(config, steps=2, name=None, resume=moved).folder == moved
 
 
 # --------------------------------------------------------------------------------------------- runs

@@ -116,6 +116,27 @@ def test_adapters_on_top_of_merged_adapters(config, load):
     assert load_policy(str(run.folder / "checkpoints/step-000001"), CPU, "fp32").model.dtype == torch.float32
 
 
+@pytest.mark.usefixtures("made_up_plans")
+def test_weights_that_come_in_4_bits_train_adapters_or_not_at_all(config, load, model_folders, tmp_path):
+    target, tokenizer = load("gpt2").target, load("gpt2").tokenizer
+    load_for(target, str(model_folders["gpt2"]), in_4bit=True).model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    config = dataclasses.replace(config, model=str(tmp_path), steps=1)
+    with (
+        pytest.raises(SettingsError, match=r"quantized \(bitsandbytes\).* give --lora-rank"),
+        open_run(config),
+    ):
+        pass
+    with open_run(dataclasses.replace(config, lora=LoraSettings(lora_rank=4))) as run:
+        Trainer(run, Console(quiet=True)).train(StopRequest())
+    assert len(layers_in_4_bits(run.policy.model)) == 8
+    merged = load_policy(str(run.folder), CPU, "fp32").model
+    assert not layers_in_4_bits(merged)
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    with torch.no_grad():
+        assert (merged(ids).logits - run.policy.model(ids).logits).abs().max() < 1e-4
+
+
 SHAPE = Shape(16, 40, 24)
 SIZES = LlamaConfig(
     vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,

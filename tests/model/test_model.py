@@ -1,11 +1,14 @@
 import json
+import shutil
 
 import huggingface_hub.constants
 import pytest
 import torch
 from conftest import CPU
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     GraniteConfig,
@@ -117,6 +120,61 @@ def test_a_folder_that_is_not_whole_is_an_error_of_the_users(tmp_path, load, dam
         (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
     with pytest.raises(ValueError, match=r"model folder '.*' does not hold a causal language model"):
         load_policy(str(tmp_path), CPU)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "said"),
+    [
+        ("llama", "classifier", r"lacks lm_head.weight; has besides score.weight"),
+        ("gpt2", "classifier", r"it has besides score.weight\."),  # whose head is the embedding
+        ("llama", "a layer less", r"lacks model.layers.1.\S+, .* and 6 more\."),
+        ("llama", "a wider vocabulary", r"has in another shape lm_head.weight, model.embed_tokens.weight\."),
+    ],
+)
+def test_weights_that_are_not_the_models_are_an_error(
+    tmp_path, model_folders, load, architecture, change, said, capfd
+):
+    """And not a head at random, with a table on the screen; the same way come checkpoints and evaluations."""
+    if change == "classifier":
+        kind = AutoModelForSequenceClassification
+        kind.from_pretrained(model_folders[architecture]).save_pretrained(tmp_path)
+        capfd.readouterr()
+    else:
+        load(architecture).model.save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        if change == "a layer less":
+            weights = load_file(tmp_path / "model.safetensors")
+            kept = {name: each for name, each in weights.items() if ".layers.1." not in name}
+            save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        else:
+            config["vocab_size"] += 8
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    load(architecture).tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=said) as error:
+        load_policy(str(tmp_path), CPU)
+    assert "\n" not in str(error.value) and "LOAD REPORT" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"\(gptq\).*optimum.*--lora-rank 16"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"\(awq\).*gptqmodel.*--lora-rank 16"),
+        ({"tokenizer_class": "GPTSw3Tokenizer"}, r"needs a package that is not installed: .* SentencePiece"),
+    ],
+    ids=["gptq", "awq", "sentencepiece"],
+)
+def test_a_package_that_is_missing_is_named(tmp_path, model_folders, kept, said):
+    shutil.copytree(model_folders["gpt2"], tmp_path, dirs_exist_ok=True)
+    file = tmp_path / ("tokenizer_config.json" if "tokenizer_class" in kept else "config.json")
+    settings = json.loads(file.read_text()) if file.name == "config.json" else {}
+    file.write_text(json.dumps(settings | kept))
+    if settings == {}:
+        (tmp_path / "tokenizer.json").unlink()
+        (tmp_path / "spiece.model").write_bytes(b"")
+    with pytest.raises(ValueError, match=said) as error:
+        load_policy(str(tmp_path), CPU)
+    assert "\n" not in str(error.value)
 
 
 def test_code_from_a_model_is_never_run(tmp_path, model_folders, tokenizer):
