@@ -19,6 +19,7 @@ import chess.engine
 from loguru import logger
 
 from rewards.analysis import Analysis, AnalysisCache
+from rewards.formats import legal_move, usual_move
 
 MATE_SCORE = 100_000
 """Centipawns of a mate on the board; a mate in n is worth ±(1000 - n/100) pawns."""
@@ -113,8 +114,8 @@ class EnginePool:
         board = chess.Board(fen)
         if not board.is_valid():
             raise ValueError(f"not a legal position, {board.status()!r}: {fen!r}")
-        if illegal := set(moves) - {move.uci() for move in board.legal_moves}:
-            raise ValueError(f"not legal in {fen!r}: {sorted(illegal)}")
+        if illegal := sorted(move for move in moves if legal_move(board, move) is None):
+            raise ValueError(f"not legal in {fen!r}: {illegal}")
         if board.is_game_over():
             over: Future[Analysis] = Future()
             over.set_result(Analysis((), ()))
@@ -122,7 +123,9 @@ class EnginePool:
         with self._door:
             if self._closed:
                 raise EngineError("the engine pool is closed")
-            return self._run(self._shared_analysis(fen, tuple(sorted(set(moves)))))
+            return self._run(
+                self._shared_analysis(fen, tuple(sorted({usual_move(board, move) for move in moves})))
+            )
 
     def analyse(self, fens: Sequence[str]) -> list[Analysis]:
         """Analyse positions, all engines at work, in the order given."""

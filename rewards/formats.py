@@ -151,9 +151,20 @@ def as_move(text: str) -> chess.Move | None:
 
 
 def legal_move(board: chess.Board, text: str) -> chess.Move | None:
-    """The move, where it is one in this position."""
-    move = as_move(text)
-    return move if move is not None and move in board.legal_moves else None
+    """The move, where it is one in this position; castling, too, by the rook's square (e1h1), as Lichess does."""
+    try:
+        return board.parse_uci(text) if as_move(text) else None
+    except ValueError:
+        return None
+
+
+def usual_move(board: chess.Board, text: str) -> str:
+    """A legal move as all here write it, castling by the king's step (e1g1); any other text as it is.
+
+    Moves that come in are written so before they are compared as text.
+    """
+    move = legal_move(board, text)
+    return text if move is None else move.uci()
 
 
 def is_fen(text: str) -> bool:

@@ -31,6 +31,20 @@ class Position:
 
     fen: str
     legal: frozenset[str]
+    castling: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
+    """The king's steps (e1g1) by the other way to write them (e1h1)."""
+
+    @staticmethod
+    def of(board: chess.Board) -> "Position":
+        castling = {
+            board.uci(move, chess960=True): board.uci(move) for move in board.generate_castling_moves()
+        }
+        return Position(board.fen(), frozenset(move.uci() for move in board.legal_moves), castling)
+
+    def usual(self, written: PolicyCompletion) -> PolicyCompletion:
+        """The same with moves as `legal` has them, see `usual_move`."""
+        moves = tuple(move and self.castling.get(move, move) for move in written.moves)
+        return dataclasses.replace(written, moves=moves, best=self.castling.get(written.best, written.best))
 
 
 @dataclass(frozen=True)
@@ -50,7 +64,8 @@ class Truth:
     @staticmethod
     def from_labels(position: Position, labels: Analysis) -> "Truth | None":
         """By eval alone: labels come shuffled, so equal evals share the better rank."""
-        evals = dict(zip(reversed(labels.moves), reversed(labels.evals), strict=True))
+        moves = [position.castling.get(move, move) for move in labels.moves]
+        evals = dict(zip(reversed(moves), reversed(labels.evals), strict=True))
         evals = {move: value for move, value in evals.items() if move in position.legal}
         ranks = {move: sum(other > value for other in evals.values()) for move, value in evals.items()}
         return Truth(position.legal, ranks, evals) if evals else None
@@ -167,6 +182,10 @@ class PolicyReward(WeightedReward):
         truths: list[Truth | None] = [None] * len(written)
         if self._needs_truth():
             positions = self._positions(prompts, columns)
+            written = [
+                said if position is None else position.usual(said)
+                for position, said in zip(positions, written, strict=True)
+            ]
             if self.engine is not None:
                 truths = self._from_engine(self.engine, positions, written)
             else:
@@ -223,4 +242,4 @@ def _position(fen: str) -> Position | None:
         return None
     if not board.is_valid() or board.is_game_over():
         return None
-    return Position(board.fen(), frozenset(move.uci() for move in board.legal_moves))
+    return Position.of(board)

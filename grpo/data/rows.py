@@ -23,6 +23,7 @@ from rewards.formats import (
     is_move,
     parse_policy_completion,
     policy_prompt,
+    usual_move,
 )
 
 _NO_COLUMNS: Columns = {}
@@ -77,7 +78,7 @@ def from_position(line: str, row_id: str, intake: Intake) -> list[Prompt]:
     policy = _policy(board, fen, None, f"{row_id}:policy", intake)
     moves = sorted(move.uci() for move in board.legal_moves)
     move = random.Random(f"move {fen}").choice(moves)
-    return [policy, _environment(fen, move, [move], f"{row_id}:environment")]
+    return [policy, _environment(board, fen, move, [move], f"{row_id}:environment")]
 
 
 def from_game(game: chess.pgn.Game, row_id: str, intake: Intake) -> list[Prompt]:
@@ -103,7 +104,7 @@ def from_game(game: chess.pgn.Game, row_id: str, intake: Intake) -> list[Prompt]
             break
         move = moves[ply]
         history = [*history, move.uci()][-MAX_HISTORY:]
-        prompts.append(_environment(fen, move.uci(), history, f"{row}:environment"))
+        prompts.append(_environment(board, fen, move.uci(), history, f"{row}:environment"))
         board.push(move)
     return prompts
 
@@ -127,9 +128,9 @@ def _position(record: Columns, row_id: str, intake: Intake) -> Prompt:
         labels = None if moves is None and evals is None else (moves or [], evals or [])
         return _policy(board, board.fen(), labels, row_id, intake, others)
     history = _entries(record.get("history")) or [action]
-    if history[-1] != action:
+    if usual_move(board, str(history[-1])) != usual_move(board, str(action)):
         raise ValueError(f"`history` ends with the action: {history[-1]!r} is not {action!r}")
-    return _environment(board.fen(), action, history, row_id, others)
+    return _environment(board, board.fen(), action, history, row_id, others)
 
 
 def _entries(value: Any) -> list[Any] | None:
@@ -154,8 +155,8 @@ def _line_prompt(line: str, row_id: str, intake: Intake, others: Columns) -> Pro
     fields = line[2:].split("+")
     if len(fields) != 7 and (len(fields) != 4 or fields[3]):
         raise ValueError(f"an environment line has seven fields joined by '+', this one {len(fields)}")
-    fen, _ = _set_up(fields[0])
-    return _environment(fen, fields[1].strip(), fields[2].split(), row_id, others)
+    fen, board = _set_up(fields[0])
+    return _environment(board, fen, fields[1].strip(), fields[2].split(), row_id, others)
 
 
 def _set_up(text: str) -> tuple[str, chess.Board]:
@@ -176,8 +177,9 @@ def _policy_line(line: str, row_id: str, intake: Intake, others: Columns) -> Pro
         raise ValueError(f"moves, evals or best move missing or malformed: {rest[:60]!r}")
     prompt = _policy(board, fen, (answer.moves, answer.evals), row_id, intake, others)
     intake.num_labelled += 1
-    intake.num_upside_down += (answer.best, max(prompt.columns["evals"])) not in zip(
-        answer.moves, answer.evals, strict=True
+    moves, evals = prompt.columns["moves"], prompt.columns["evals"]
+    intake.num_upside_down += (usual_move(board, answer.best), max(evals)) not in zip(
+        moves, evals, strict=True
     )
     return prompt
 
@@ -213,14 +215,39 @@ def _labels(board: chess.Board, moves: Sequence[Any], evals: Sequence[Any]) -> t
     best = moves[numbers.index(max(numbers))]
     if not board.is_legal(chess.Move.from_uci(best)):
         raise ValueError(f"the best label, {best}, is illegal in {board.fen()}")
-    return list(moves), numbers
+    return [usual_move(board, move) for move in moves], numbers
 
 
 def _environment(
-    fen: str, action: Any, history: Sequence[Any], row_id: str, others: Columns = _NO_COLUMNS
+    board: chess.Board,
+    fen: str,
+    action: Any,
+    history: Sequence[Any],
+    row_id: str,
+    others: Columns = _NO_COLUMNS,
 ) -> Prompt:
     moves = list(history)[-MAX_HISTORY:]
     if not all(isinstance(move, str) and is_move(move) for move in [action, *moves]):
         raise ValueError(f"not all UCI moves: {action!r}, history {moves}")
+    action, moves = usual_move(board, action), _usual_history(board, moves)
     columns = {**others, "task": "environment", "fen": fen, "action": action, "history": moves}
     return Prompt(row_id, environment_prompt(fen, action, moves), columns)
+
+
+_BY_ROOK = {"e1h1": "e1g1", "e1a1": "e1c1", "e8h8": "e8g8", "e8a8": "e8c8"}
+
+
+def _usual_history(board: chess.Board, moves: Sequence[str]) -> list[str]:
+    """Moves up to the one about to be made, as `usual_move` writes them.
+
+    Those before are taken back one by one: after castling the king is there, and the rook's corner is empty.
+    """
+    usual, earlier = [usual_move(board, text) for text in moves[-1:]], board.copy(stack=False)
+    for text in reversed(moves[:-1]):
+        king = chess.Move.from_uci(_BY_ROOK.get(text, text))
+        corner = chess.parse_square(text[2:4])
+        if earlier.piece_at(corner) is None and earlier.piece_type_at(king.to_square) == chess.KING:
+            text = king.uci()
+        earlier.set_piece_at(king.from_square, earlier.remove_piece_at(chess.parse_square(text[2:4])))
+        usual.append(text)
+    return usual[::-1]

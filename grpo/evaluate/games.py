@@ -19,7 +19,7 @@ from grpo.evaluate.scores import HALF_MOVES, MATES
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.types import Prompt
-from rewards.formats import parse_policy_completion, policy_prompt
+from rewards.formats import legal_move, parse_policy_completion, policy_prompt, usual_move
 
 MATES_URL = "https://github.com/google/BIG-bench/raw/main/bigbench/benchmark_tasks/checkmate_in_one/task.json"
 
@@ -81,7 +81,7 @@ def play_games(
         legal = {
             game: move
             for game, move in zip(playing, moves, strict=True)
-            if move in {each.uci() for each in boards[game].legal_moves}
+            if legal_move(boards[game], move) is not None
         }
         for game, move in legal.items():
             boards[game].push_uci(move)
@@ -117,7 +117,9 @@ def mate_in_one(
     prompts = _policy_prompts([board.fen() for board in boards], trailing_space)
     uniforms = step_uniforms(len(boards), settings.max_new_tokens, seed=seed, step=EVALUATION_STEP)
     moves = _best_moves(model, tokenizer, prompts, uniforms, settings, rows=rows)
-    mates = [move in mating_moves(board) for board, move in zip(boards, moves, strict=True)]
+    mates = [
+        usual_move(board, move) in mating_moves(board) for board, move in zip(boards, moves, strict=True)
+    ]
     return Evaluation.of(prompts, {MATES: np.array(mates, np.float64)[:, np.newaxis]})
 
 

@@ -55,7 +55,7 @@ def score_completions(
 def _position_and_truth(prompt: Prompt, ranked: Mapping[str, Analysis]) -> tuple[Position, Truth | None]:
     fen, moves, evals = (prompt.columns.get(name) for name in ("fen", "moves", "evals"))
     assert isinstance(fen, str)
-    position = Position(fen, frozenset(move.uci() for move in chess.Board(fen).legal_moves))
+    position = Position.of(chess.Board(fen))
     truth = None
     if fen in ranked:
         truth = Truth.from_engine(position, ranked[fen], {})
@@ -65,7 +65,7 @@ def _position_and_truth(prompt: Prompt, ranked: Mapping[str, Analysis]) -> tuple
 
 
 def _policy_scores(text: str, position: Position, truth: Truth | None) -> dict[str, float]:
-    written = parse_policy_completion(text)
+    written = position.usual(parse_policy_completion(text))
     scores = {}
     if truth is not None:
         top = {move for move, rank in truth.ranks.items() if rank < TOP}

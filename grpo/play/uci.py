@@ -18,6 +18,7 @@ from loguru import logger
 
 from grpo.play.requests import Go, Options, read_position
 from grpo.play.thought import MOST_ANSWERS, How, Position, Thought, conclude, game_seed
+from rewards.formats import legal_move
 
 _INSTEAD: dict[How, str] = {
     "candidate": "its candidate {} instead", "again": "asked again, it plays {}", "random": "at random {}",
@@ -154,8 +155,7 @@ class Engine:
 
     def _go(self, words: Sequence[str]) -> None:
         go, board = Go.read(words), self._board.copy()
-        moves = {move.uci(): move for move in board.legal_moves}
-        allowed = tuple(moves[word] for word in go.searchmoves if word in moves)
+        allowed = tuple(move for word in go.searchmoves if (move := legal_move(board, word)) is not None)
         position = Position(board, game_seed(self._options.Seed, self._game), allowed)
         search = _Search(position, go, self._options, self._thinker, self._replaced)
         if not go.infinite:

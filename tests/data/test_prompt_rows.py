@@ -169,6 +169,27 @@ def test_a_fen_column_with_labels_or_an_action(tmp_path: Path) -> None:
     assert drawn["p.jsonl:4"].text == environment_prompt(clean, "e7e5", ["e2e4", "e7e5"])
 
 
+def test_castling_is_written_by_the_kings_step_whatever_came_in(tmp_path: Path) -> None:
+    """In labels, actions and what of the history is castling: a rook may go from e8 to h8, too."""
+    both = "r3k2r/pppppppp/8/8/8/8/PPPPPPPP/R3K2R w KQkq - 0 1"
+    later = "4rr1k/pppppppp/8/8/8/8/PPPPPPPP/1K1R3R w - - 6 4"  # e8h8 the king's, then e1a1, a8e8, c1b1
+    rooks = "r3k3/pppppppp/7r/8/8/8/PPPPPPPP/R3K2R w KQq - 6 4"  # a rook from e8 to h8, and on to h6
+    records = [
+        {"fen": both, "moves": "e1h1 e1a1 a2a3", "evals": [0.3, 0.2, 0.1]},
+        {"fen": both, "action": "e1h1", "history": ["e1g1"]},
+        {"fen": later, "action": "b1a1", "history": ["e8h8", "e1a1", "a8e8", "c1b1", "g8h8", "b1a1"]},
+        {"fen": rooks, "action": "e1a1", "history": ["e8h8", "a1b1", "h8h6", "e1a1"]},
+        {"text": f"A: {both}+e1a1+e1a1+"},
+    ]
+    source = load_prompts(write_records(tmp_path / "p.jsonl", records), seed=0, heldout_share=0)
+    columns = {p.id.rpartition(":")[2]: p.columns for p in source.draw(20)}
+    assert columns["1"]["moves"] == ["e1g1", "e1c1", "a2a3"]
+    assert (columns["2"]["action"], columns["2"]["history"]) == ("e1g1", ["e1g1"])
+    assert columns["3"]["history"] == ["e8g8", "e1c1", "a8e8", "c1b1", "g8h8", "b1a1"]
+    assert columns["4"]["history"] == ["e8h8", "a1b1", "h8h6", "e1c1"]
+    assert columns["5"]["action"] == "e1c1"
+
+
 @pytest.mark.parametrize(
     ("record", "reason"),
     [

@@ -399,6 +399,15 @@ def mates_file(folder, *games):
     return file
 
 
+def test_castling_counts_however_it_is_written():
+    fen = "6k1/8/8/8/8/8/8/4K2R w K - 0 1"
+    assert play_games([chess.Board(fen)], lambda games: ["e1h1"], max_plies=1) == [1]
+    prompt = Prompt("a", f"P: {fen}", {"task": "policy", "fen": fen, "moves": ["e1h1"], "evals": [0.5]})
+    scores = score_completions([prompt] * 2, [f"M: {move} E: 0.5 B: {move}" for move in ("e1h1", "e1g1")])
+    for column in ("best_move", "top5", "legal"):
+        assert scores[f"policy/{column}"].tolist() == [1, 1]
+
+
 def test_mate_in_one(monkeypatch, tmp_path):
     boards = read_mates(mates_file(tmp_path, SCHOLARS, FOOLS))
     answered(lambda prompt: "M: h5f7 E: 1000 B: h5f7", monkeypatch, grpo.evaluate.games)

@@ -121,6 +121,15 @@ def test_what_cannot_be_obeyed_is_said_and_nothing_else_changes(line, reason):
     assert said[-1] == "bestmove g1f3"
 
 
+def test_castling_may_be_written_by_the_rooks_square():
+    thinker = Somebody("M: e1h1 E: 0.3 B: e1h1")
+    gui = Gui(thinker)
+    gui.say("position fen r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1", "go searchmoves e1h1 e1e2")
+    assert gui.said[-1] == "bestmove e1g1"
+    said = Gui(thinker).say("position fen r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1 moves e1h1 e8a8", "go")
+    assert said[-1].startswith("bestmove ")
+
+
 def test_unknown_words_are_skipped_as_the_protocol_wants():
     assert Gui(Somebody()).say("joho isready", "", "   ", "debug on", "xyzzy") == ["readyok"]
 

@@ -124,6 +124,8 @@ def test_given_moves_are_analysed_and_no_others(engines: EnginePool):
     with pytest.raises(ValueError, match=r"not legal in .*a6a9.*e2e4"):
         engines.submit(ROOK_ENDING, ["a6a8", "e2e4", "a6a9"])
     assert engines.submit(ROOK_ENDING, ["a6a8"]).result().moves == ("a6a8",)
+    castle = "6k1/8/8/8/8/8/8/4K2R w K - 0 1"
+    assert engines.submit(castle, ["e1h1"]).result().moves == ("e1g1",)
 
 
 @pytest.mark.parametrize("fen", [MATED, STALEMATE, "8/8/4k3/8/8/3K4/8/8 w - - 0 1"])

@@ -260,6 +260,30 @@ def test_weights():
         PolicyReward(weights={"format": 0.0})
 
 
+CASTLE = "r3k2r/pppppppp/8/8/8/8/PPPPPPPP/R3K2R w KQkq - 0 1"
+
+
+@pytest.mark.parametrize("kingside", ["e1g1", "e1h1"])
+@pytest.mark.parametrize("queenside", ["e1c1", "e1a1"])
+@pytest.mark.parametrize("label", ["e1h1", "e1g1"])
+def test_castling_is_castling_however_it_is_written(kingside, queenside, label):
+    """Lichess's data has the rook's square; both count the same, in labels and in what a model writes."""
+    row, total = score(
+        f"M: {kingside} {queenside} E: 0.5 0.2 B: {kingside}",
+        fen=CASTLE, moves=[label, "e1a1", "a2a3"], evals=[0.5, 0.2, 0.1],
+    )  # fmt: skip
+    assert row == {"format": 1.0, "best_move": 1.0, "move_candidates": 1.0, "evaluations": 1.0} and total == 1
+    second, _ = score(
+        f"M: {queenside} E: 0.2 B: {queenside}", fen=CASTLE, moves=[label, "e1c1"], evals=[1, 0]
+    )
+    assert second["best_move"] == 0.7
+
+
+def test_castling_listed_in_both_ways_earns_once():
+    row, _ = score("M: e1g1 e1h1 E: 0.5 0.5 B: e1g1", fen=CASTLE, moves=["e1h1"], evals=[0.5])
+    assert row["move_candidates"] == row["evaluations"] == 0.5
+
+
 def test_an_engine_must_rank_five_moves():
     engine = Engine()
     engine.multipv = 3
