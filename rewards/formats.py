@@ -151,7 +151,7 @@ def as_move(text: str) -> chess.Move | None:
 
 
 def legal_move(board: chess.Board, text: str) -> chess.Move | None:
-    """The move, where it is one in this position; castling, too, by the rook's square (e1h1), as Lichess does."""
+    """The move, where it is one in this position; castling also by the rook's square, e1h1."""
     try:
         return board.parse_uci(text) if as_move(text) else None
     except ValueError:

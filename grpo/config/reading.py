@@ -123,7 +123,7 @@ def _build(make: Callable[[], T]) -> T:
 def read_yaml(path: Path) -> dict[str, Any]:
     """A flat mapping of settings. SettingsError if the file is not one."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
         if text.startswith(_WHOLE) and text.rstrip().rpartition("\n")[2] != _END:
             raise CutOff(f"config file {str(path)!r} was cut off: its last line, {_END!r}, is missing.")
         values = yaml.safe_load(text)

@@ -23,6 +23,7 @@ NO_CHAT_TEMPLATE = (
     "model that has been tuned to chat, or prompts that are text, with --chat off."
 )
 _TEMPLATES = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
+_TEMPLATES.tests["none"] = lambda value: value in (None, "")  # what is empty comes as empty text
 
 Columns = Mapping[str, Any]
 
@@ -38,7 +39,7 @@ class Asking:
         self._settings, self._tokenizer = settings, tokenizer
         self._template = None
         if settings.prompt_template is not None:
-            text = _text_of(settings.prompt_template, "prompt_template")
+            text = template_text(settings.prompt_template, "prompt_template")
             try:
                 self._template = _TEMPLATES.from_string(text)
             except jinja2.TemplateSyntaxError as error:
@@ -48,7 +49,7 @@ class Asking:
                 ) from error
         self._chat_template = getattr(tokenizer, "chat_template", None)
         if settings.chat_template is not None:
-            self._chat_template = _text_of(settings.chat_template, "chat_template")
+            self._chat_template = template_text(settings.chat_template, "chat_template")
         if settings.chats and tokenizer is not None and self._chat_template is None:
             raise SettingsError(NO_CHAT_TEMPLATE)
 
@@ -72,7 +73,7 @@ class Asking:
         """What a row asks, as text or messages."""
         if self._template is not None:
             try:
-                asked: Any = self._template.render(record)
+                asked: Any = self._template.render(_with_empty_texts(record))
             except jinja2.UndefinedError as error:
                 raise ValueError(f"prompt_template: {error.message}; there are {', '.join(record)}") from None
         elif (asked := record.get(column)) is None:
@@ -101,11 +102,12 @@ class Asking:
         tools, options = record.get("tools"), record.get("chat_template_kwargs")
         if isinstance(tools, str):  # as some datasets store them
             tools = json.loads(tools)
+        messages, tools, options = _without_nulls([messages, tools or None, options or {}])
         render: Any = getattr(self._tokenizer, "apply_chat_template", None)
         try:
             text: str = render(
-                messages, tools=tools or None, chat_template=self._chat_template,
-                add_generation_prompt=True, tokenize=False, **(options or {}),
+                messages, tools=tools, chat_template=self._chat_template,
+                add_generation_prompt=True, tokenize=False, **options,
             )  # fmt: skip
         except jinja2.TemplateSyntaxError as error:
             raise SettingsError(
@@ -124,9 +126,26 @@ def other_columns(record: Columns, used: str) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name != used}
 
 
-def _text_of(file: Path, setting: str) -> str:
+def _with_empty_texts(value: Any) -> Any:
+    """Nothing as a text without letters, at any depth: a template would write "None"."""
+    if isinstance(value, Mapping):
+        return {name: _with_empty_texts(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_with_empty_texts(each) for each in value]
+    return "" if value is None else value
+
+
+def _without_nulls(value: Any) -> Any:
+    """What conversations hold without names of nothing, which tables give all rows that one has."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def template_text(file: Path, setting: str) -> str:
+    """SettingsError for a file that cannot be read, or has nothing in it."""
     try:
-        text = file.expanduser().read_text(encoding="utf-8")
+        text = file.expanduser().read_text(encoding="utf-8-sig")  # a mark of Notepad's is no part of it
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SettingsError(

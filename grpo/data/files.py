@@ -19,7 +19,7 @@ from typing import Any, TextIO, cast
 import chess.pgn
 
 from grpo.data.intake import Convert, Intake
-from grpo.data.rows import from_game, from_json, from_line, from_position, from_record
+from grpo.data.rows import finite, from_game, from_json, from_line, from_position, from_record
 from grpo.prompt import Prompt
 
 File = Path | Traversable
@@ -111,26 +111,31 @@ def _table(file: File, *, delimiter: str) -> Rows:
     """Rows by the names in the first line. A column of numbers alone is numbers, and nothing is None."""
     csv.field_size_limit(sys.maxsize)  # a prompt may be long
     with file.open("r", encoding="utf-8-sig", errors="surrogateescape") as text:
-        rows = csv.reader(text, delimiter=delimiter)
+        rows = csv.reader(text, delimiter=delimiter, strict=True)
+        lines, began = [], 1
         try:
-            header, *content = [row for row in rows if row] or [[]]
-        except csv.Error as error:
-            raise ValueError(f"{file}, line {rows.line_num}: {error}") from error
+            for row in rows:
+                lines.append(row)
+                began = rows.line_num + 1
+        except csv.Error as error:  # at the end of the file, of a quote that is not closed
+            raise ValueError(f"{file}, in the row that begins in line {began}: {error}") from error
+        header, *content = [row for row in lines if row] or [[]]
     if len(set(header)) < len(header):
         raise ValueError(f"{file} names a column twice in its first line: {', '.join(header)}")
     whole = [row for row in content if len(row) == len(header)]
     numbers = {name for place, name in enumerate(header) if _are_numbers([row[place] for row in whole])}
     for number, row in enumerate(content, start=1):
-        if len(row) != len(header):
-            yield number, ValueError(f"{len(row)} fields, and {len(header)} names in the first line")
-            continue
-        yield (
-            number,
-            {
+        try:
+            if len(row) != len(header):
+                raise ValueError(f"{len(row)} fields, and {len(header)} names in the first line")
+            record = {
                 name: (_number(field) if name in numbers else field) if field else None
                 for name, field in zip(header, row, strict=True)
-            },
-        )
+            }
+        except ValueError as error:
+            yield number, error
+        else:
+            yield number, record
 
 
 def _are_numbers(fields: list[str]) -> bool:
@@ -139,7 +144,7 @@ def _are_numbers(fields: list[str]) -> bool:
 
 
 def _number(text: str) -> int | float:
-    return int(text) if re.fullmatch(r"-?\d+", text) else float(text)
+    return int(text) if re.fullmatch(r"-?\d+", text) else finite(text)
 
 
 def _games(file: File) -> Rows:

@@ -55,12 +55,19 @@ def from_record(record: Columns | ValueError, row_id: str, intake: Intake) -> li
 def from_json(line: str, row_id: str, intake: Intake) -> list[Prompt]:
     """One JSON object, its keys the columns."""
     try:
-        record = json.loads(line)
+        record = json.loads(line, parse_float=finite)
     except RecursionError:
         raise ValueError("nested too deep") from None
     if not isinstance(record, dict):
         raise ValueError(f"not a JSON object: {line[:60]!r}")
     return from_record(record, row_id, intake)
+
+
+def finite(text: str) -> float:
+    """The number. ValueError for one like 1e400, which would come out as infinity."""
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{text} is beyond the largest number, about 1.8e308")
+    return number
 
 
 def from_position(line: str, row_id: str, intake: Intake) -> list[Prompt]:

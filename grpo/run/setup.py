@@ -13,9 +13,11 @@ from rich.console import Console
 
 from grpo.config import Config
 from grpo.data import PromptSource, check_spec
+from grpo.data.asking import template_text
 from grpo.data.reward_files import PROMPTS_LOOKED_AT
 from grpo.data.reward_functions import RewardFunctions
 from grpo.data.split import split
+from grpo.data.tokens import put_behind
 from grpo.distributed import World, open_world
 from grpo.distributed.share import Share
 from grpo.learning.optimizer import check_optimizer, make_optimizer
@@ -141,8 +143,8 @@ def _make_run(
         policy, reference = load_models(
             config, model_source, checkpoint, target, reference_device, folder if world.is_main else None
         )
-        if config.asking.chat_template is not None:  # which is saved with the model
-            policy.tokenizer.chat_template = config.asking.chat_template.read_text(encoding="utf-8")
+        if file := config.asking.chat_template:  # which is saved with the model
+            policy.tokenizer.chat_template = template_text(file, "chat_template")
         check_same(world, config, checkpoint, source, policy.model)
         if config.shard:
             shard_models(config, policy, reference)
@@ -151,6 +153,9 @@ def _make_run(
     _tidy_up(device)
     ends = " or ".join(end_names(policy.model, policy.tokenizer, config.sampling.stop_texts))
     logger.info("completions end at {}, or after {} tokens", ends, config.sampling.max_new_tokens)
+    if behind := put_behind(policy.tokenizer):
+        names = " ".join(policy.tokenizer.convert_ids_to_tokens(behind))
+        logger.info("the tokenizer puts {} behind a text: prompts go without it, as they are to go on", names)
     longest = longest_prompt(source, policy.tokenizer, config)
     work = Workload(config, target, longest, reference_device == device, world.size)
     rehearsal = rehearse(config, policy, sampler, source, monitor)

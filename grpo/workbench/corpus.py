@@ -178,6 +178,6 @@ def train_tokenizer(path: Path, vocab: int) -> Tokenizer:
 
 def _texts(path: Path) -> Iterator[str]:
     """The file in pieces of whole lines, about a MB each."""
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
         while lines := file.readlines(_CHUNK_BYTES):
             yield "".join(lines)

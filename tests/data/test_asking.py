@@ -1,11 +1,13 @@
 """Rows of one's own columns, and conversations: what is asked is what TRL and chat templates make of it."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import Table, parquet
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -13,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from grpo.config import Config, SettingsError
 from grpo.config.groups import PromptSettings
 from grpo.data import Room, load_prompts
+from grpo.data.asking import template_text
 from grpo.data.beforehand import check_beforehand
 from grpo.data.tokens import tokenize
 from grpo.prompt import Prompt
@@ -66,8 +69,64 @@ def refused(match: str, rows: list[dict[str, Any]], settings: PromptSettings = P
 
 @pytest.mark.parametrize("kind", [{}, {"first": True}, {"last": True}, {"first": True, "last": True}])
 def test_text_is_tokenized_as_trl_does(kind):
-    prompts, tokenizer = load([{"prompt": "a b"}, {"prompt": "c"}], **kind)
-    assert tokenize(prompts, tokenizer) == tokenizer(text=["a b", "c"])["input_ids"]  # TRL: _tokenize_prompts
+    """But for a token behind it: a prompt is to go on, and would be learned from as if it had ended."""
+    prompts, tokenizer = load([{"prompt": "a b"}, {"prompt": "c<last>"}], **kind)
+    trls = tokenizer(text=["a b", "c<last>"])["input_ids"]  # TRL: _tokenize_prompts
+    assert tokenize(prompts, tokenizer) == [ids[:-1] if kind.get("last") else ids for ids in trls]
+    assert tokenize(prompts, tokenizer)[1][-1] == tokenizer.eos_token_id  # the person's own
+
+
+NAME_IT = "{{ instruction }}: {{ input }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "asked"),
+    [
+        (NAME_IT, "Name a colour: "),
+        ("{{ instruction ~ ': ' ~ input }}", "Name a colour: "),
+        ("{% if input is none %}{{ instruction }}.{% endif %}", "Name a colour."),
+        ("{% if not input %}{{ instruction }}!{% endif %}", "Name a colour!"),
+        ("{{ instruction }}{{ facts.b }}{{ facts.c[0] }}", "Name a colour"),
+    ],
+)
+@pytest.mark.parametrize("file", ["rows.csv", "rows.jsonl", "rows.parquet"])
+def test_an_empty_field_is_empty(tmp_path: Path, template, asked, file):
+    (tmp_path / "ask.jinja").write_bytes(b"\xef\xbb\xbf" + template.encode())  # with Notepad's mark
+    row = {"instruction": "Name a colour", "input": None, "facts": {"b": None, "c": [None]}}
+    path = tmp_path / file
+    if file == "rows.csv":
+        if "facts" in template:
+            return
+        path.write_text("instruction,input,answer\nName a colour,,red\n")
+    elif file == "rows.jsonl":
+        path.write_text(json.dumps(row))
+    else:
+        parquet.write_table(Table.from_pylist([row]), path)
+    settings = PromptSettings(prompt_template=tmp_path / "ask.jinja")
+    source = load_prompts(str(path), seed=0, heldout_share=0, settings=settings)
+    (prompt,) = source.draw(1)
+    assert prompt.text == asked
+    assert file == "rows.csv" or prompt.columns["input"] is None  # as rewards get it
+
+
+def test_nothing_in_a_conversation_is_not_written_either():
+    """Tables give every message, tool and option all names that one of them has."""
+    tools = [{"type": "function", "function": {"name": "add", "strict": None}}]
+    calls = [{"role": "user", "content": "2 + 2?", "name": None}]
+    row = {"prompt": calls, "tools": tools, "chat_template_kwargs": {"today": None}}
+    template = CHATML + "{% if today is defined %}{{ today }}{% endif %}"
+    (prompt,), _ = load([row], template=template)
+    assert "add" in prompt.text and not re.search("[Nn]one|null", prompt.text)
+
+
+def test_a_mark_at_the_beginning_of_a_chat_template_is_not_saved(tmp_path: Path):
+    file = tmp_path / "chat.jinja"
+    file.write_bytes(b"\xef\xbb\xbf" + CHATML.encode())
+    (prompt,), tokenizer = load([{"prompt": TALK}], PromptSettings(chat_template=file))
+    assert prompt.text == tokenizer.apply_chat_template(
+        TALK, chat_template=CHATML, add_generation_prompt=True, tokenize=False
+    )
+    assert template_text(file, "chat_template") == CHATML
 
 
 @pytest.mark.parametrize("kind", [{"template": CHATML}, {"template": HEADERS, "first": True}])
@@ -213,3 +272,26 @@ def test_a_table_that_is_none_is_an_error_with_its_place(tmp_path: Path):
     file.write_text("prompt,prompt\na,b\n")
     with pytest.raises(ValueError, match="names a column twice in its first line"):
         load_prompts(str(file), seed=0)
+
+
+def test_a_quote_that_is_not_closed_is_an_error_that_names_its_line(tmp_path: Path):
+    """And not all rows behind it in one field."""
+    file = tmp_path / "sums.csv"
+    lines = ["question,answer", '"two', 'lines",0', *(f"q{n},{n}" for n in range(300))]
+    lines[250] = '"q247,247'
+    file.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"sums.csv, in the row that begins in line 251: unexpected end"):
+        load_prompts(str(file), seed=0, settings=PromptSettings(prompt_column="question"))
+
+
+@pytest.mark.parametrize("file", ["sums.csv", "sums.jsonl"])
+def test_a_number_beyond_all_numbers_is_not_infinity(tmp_path: Path, file):
+    rows = [("a", "1.5"), ("b", "-1e400"), ("c", "2")]
+    text = "\n".join(["prompt,answer", *map(",".join, rows)])
+    if file == "sums.jsonl":
+        text = "\n".join(f'{{"prompt": "{name}", "answer": {number}}}' for name, number in rows)
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError, match=rf"{file}:2: -1e400 is beyond the largest number"):
+        load_prompts(str(tmp_path / file), seed=0)
+    source = load_prompts(str(tmp_path / file), seed=0, heldout_share=0, max_bad_share=0.5)
+    assert sorted(prompt.columns["answer"] for prompt in source.draw(2)) == [1.5, 2]
