@@ -1,6 +1,7 @@
 """Files that are there whole or as they were, whatever ends their writing."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,3 +30,32 @@ def write_whole(path: Path, text: str) -> None:
     """The text of `path` from now on."""
     with replacing(path) as file:
         file.write(text)
+
+
+def take_place(new: Path, place: Path) -> None:
+    """Let a folder take the place of another, which is set aside first and goes last.
+
+    So whatever ends the process, one of the two is on the disk; `put_back` is for what was set aside.
+    """
+    aside = place.with_name(f".{place.name}{_ASIDE}")
+    shutil.rmtree(aside, ignore_errors=True)
+    if place.exists():
+        os.rename(place, aside)
+    os.rename(new, place)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def put_back(folder: Path) -> None:
+    """What a process that was killed has set aside in `folder`, where nothing has taken its place."""
+    for aside in folder.glob(f".*{_ASIDE}"):
+        place = folder / aside.name.removeprefix(".").removesuffix(_ASIDE)
+        if not place.exists():
+            os.rename(aside, place)
+
+
+def shown(path: Path) -> Path:
+    """As a person would name it in the present folder."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+_ASIDE = ".aside"

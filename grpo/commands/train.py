@@ -26,6 +26,7 @@ def main() -> int:
     from grpo.commands.screen import print_error, screen, shortened
     from grpo.config import parse_command_line
     from grpo.data.beforehand import check_beforehand
+    from grpo.files import shown
     from grpo.run.screen import configure_logging
     from grpo.run.tracking import MEMORY_FILE, read_lines
 
@@ -59,7 +60,7 @@ def main() -> int:
             dry_run(config, console)
             return DONE
         with stop_on_signal() as stop, open_run(config) as run:
-            logger.info("run folder: {}", run.folder)
+            logger.info("run folder: {}", shown(run.folder))
             show_plans(run, console)
             gc.freeze()  # what set-up made stays: no need to look through it at every collection
             trainer = Trainer(run, console)
@@ -76,9 +77,9 @@ def main() -> int:
                 logger.warning("stopped after step {}; {}", trainer.finished, go_on)
                 return INTERRUPTED
             ended = trainer.progress.ended(trainer.finished, run.optimizer.param_groups[0]["lr"])
-            logger.info("{}; model and metrics are in {}", ended, run.folder)
+            logger.info("{}; model and metrics are in {}", ended, shown(run.folder))
             if run.world.is_main:
-                console.print(how_to_load(run), highlight=False)
+                console.print(how_to_load(run), highlight=False, soft_wrap=True)  # to be copied
     except KeyboardInterrupt:
         complain("stopped at once; {}", go_on)
         return INTERRUPTED
@@ -108,7 +109,9 @@ def main() -> int:
 
 def how_to_load(run: "Run") -> str:
     """For whoever wants to use the model."""
-    where = str(run.checkpoints.model)
+    from grpo.files import shown
+
+    where = str(shown(run.checkpoints.to_use or run.checkpoints.model))
     needs = " (needs peft)" if run.config.lora.on else ""
     return (
         f"To use it in transformers{needs}:\n"
@@ -121,6 +124,8 @@ def _is_lost(run: "Run", trainer: "Trainer", go_on: str) -> bool:
     """Whether the last model is not on the disk; that is said, and what could not be written on the way."""
     from loguru import logger
 
+    from grpo.files import shown
+
     unwritten = [*trainer.journal.tracker.unwritten]
     unwritten += [f"the checkpoint of step {step}" for step in run.checkpoints.unwritten]
     if unwritten:
@@ -128,5 +133,5 @@ def _is_lost(run: "Run", trainer: "Trainer", go_on: str) -> bool:
     lost = run.checkpoints.damage(trainer.finished) if run.world.is_main else None
     if lost:
         text = "the model of step {} is not in {}: {}; make room there ({})"
-        logger.error(text, trainer.finished, run.folder, lost, go_on)
+        logger.error(text, trainer.finished, shown(run.folder), lost, go_on)
     return lost is not None

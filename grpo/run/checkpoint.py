@@ -10,10 +10,12 @@ to disk, and renamed.
 import hashlib
 import json
 import os
+import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.environment import typed
+from grpo.files import put_back, shown, take_place
 from grpo.model.adapters import MERGED, has_adapters, save_adapters
 from grpo.model.load import save_merged
 from grpo.model.names import MODEL_FOLDER
@@ -62,6 +65,10 @@ class CheckpointFolder:
         self._merge = merge
         self.unwritten: list[int] = []
         """Steps whose checkpoint could not be written."""
+        self.to_use: Path | None = None
+        """Where a person finds the model that was saved last."""
+        self._refused: set[str] = set()
+        """Of what a disk need not be able to do, what it was found not to."""
 
     def save(
         self,
@@ -94,24 +101,64 @@ class CheckpointFolder:
             written = {"step": step, **state} | ({"best": True} if best else {})
             (temporary / _STATE).write_text(json.dumps(written, indent=1))
             (temporary / _MANIFEST).write_text(json.dumps(_manifest(temporary), indent=1))
-            for path in (*temporary.rglob("*"), temporary):
-                _flush(path)
-                if path.is_file():  # which safetensors makes for its owner alone
-                    path.chmod((temporary / _STATE).stat().st_mode)
-            if final.exists():  # the same step again, after a resume
-                shutil.rmtree(final)
-            os.rename(temporary, final)
-            _flush(self.folder)
-            if best:
-                self._mark_best(final)
-            self._publish(final)
+            self._flush_all(temporary)
+            take_place(temporary, final)  # perhaps of the same step, before a resume
         except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
             shutil.rmtree(temporary, ignore_errors=True)
             logger.warning("checkpoint of step {} could not be written ({}); training goes on", step, error)
             self.unwritten.append(step)
             return None
+        self._attempt("flush folders", lambda: _flush(self.folder))
+        if best:
+            self._mark_best(final)
+        self.to_use = final
+        self._attempt(f"hold {MODEL_FOLDER}/ as well", lambda: self._publish(final))
         self._prune(final)
         return final
+
+    def try_out(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """ValueError for what would stand in the way of saving: tried with a number for each tensor."""
+        trial = self.folder / ".trial.tmp"
+        known: dict[tuple[int, torch.Size], Tensor] = {}
+        few = {
+            name: known.setdefault((tensor.data_ptr(), tensor.shape), torch.zeros(1))
+            for name, tensor in ({} if has_adapters(model) else model.state_dict()).items()
+        }
+        try:
+            trial.mkdir(parents=True, exist_ok=True)
+            self._save_model(model, tokenizer, trial, few, save_original_format=False)
+            self._flush_all(trial)
+            take_place(trial, trial.with_suffix(".tried"))
+        except Exception as error:  # of whoever takes part: transformers, peft, a tokenizer, the disk
+            raise ValueError(
+                f"the model could not be saved in {shown(self.folder.parent)} when it is trained: "
+                f"{' '.join(str(error).split())}"
+            ) from error
+        finally:
+            for folder in (trial, trial.with_suffix(".tried")):
+                shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # of a resumed run it has others
+                self.folder.rmdir()
+
+    def _flush_all(self, folder: Path) -> None:
+        """To the disk, and with the usual modes: safetensors makes files for their owner alone."""
+        usual = folder.stat().st_mode & 0o666
+        for path in folder.rglob("*"):
+            if path.is_file():
+                _flush(path)
+                self._attempt("change modes", lambda path=path: path.chmod(usual))  # type: ignore[misc]
+            else:
+                self._attempt("flush folders", lambda path=path: _flush(path))  # type: ignore[misc]
+        self._attempt("flush folders", lambda: _flush(folder))
+
+    def _attempt(self, what: str, action: Callable[[], object]) -> None:
+        """What is only nice to have: where a disk refuses it, that is said once."""
+        try:
+            action()
+        except OSError as error:
+            if what not in self._refused:
+                logger.warning("{} does not {} ({}): it is done without", shown(self.folder), what, error)
+            self._refused.add(what)
 
     def _save_model(
         self,
@@ -119,11 +166,12 @@ class CheckpointFolder:
         tokenizer: PreTrainedTokenizerBase,
         folder: Path,
         weights: Mapping[str, Tensor] | None,
+        **options: Any,
     ) -> None:
         if has_adapters(model):
             save_adapters(model, folder)
         else:
-            model.save_pretrained(folder, state_dict=weights)
+            model.save_pretrained(folder, state_dict=weights, **options)
         tokenizer.save_pretrained(folder)
         if self._merge and has_adapters(model):
             save_merged(model, folder / MERGED)
@@ -145,15 +193,16 @@ class CheckpointFolder:
                 try:
                     os.link(path, target)
                 except OSError:  # a disk that has no links
-                    shutil.copy(path, target)
-        shutil.rmtree(self.model, ignore_errors=True)
-        os.rename(made, self.model)
+                    shutil.copyfile(path, target)
+        take_place(made, self.model)
+        self.to_use = self.model
 
     def how_to_go_on(self) -> str:
         """For somebody whose run has just ended before its end."""
         if not self.all():
             return "no checkpoint was saved yet"
-        return f"the last checkpoint is good; go on with: {typed('train')} --resume {self.folder.parent}"
+        run = shlex.quote(str(shown(self.folder.parent)))
+        return f"the last checkpoint is good; go on with: {typed('train')} --resume {run}"
 
     def damage(self, step: int) -> str | None:
         """Why the checkpoint of `step` is not on the disk as it should be, read back from there; or None."""
@@ -176,27 +225,31 @@ class CheckpointFolder:
 
     @property
     def best(self) -> Path | None:
-        """The checkpoint with the highest held-out reward so far."""
+        """The checkpoint with the highest held-out reward so far: the newest that was saved as the best."""
+        for folder in reversed(self.all()):
+            with suppress(OSError, ValueError, AttributeError):  # damaged
+                if json.loads((folder / _STATE).read_text()).get("best"):
+                    return folder.resolve()
         link = self.folder / _BEST
         return link.resolve() if link.is_dir() else None
 
-    def mark_best_again(self) -> None:
-        """After a kill between a checkpoint and its mark: the newest that was saved as the best is it."""
-        for folder in reversed(self.all()):
-            try:
-                was_best = json.loads((folder / _STATE).read_text()).get("best")
-            except (OSError, ValueError, AttributeError):  # damaged
-                continue
-            if was_best:
-                if self.best != folder.resolve():
-                    self._mark_best(folder)
-                return
+    def mend(self) -> None:
+        """What a process that was killed has left half done: folders set aside, and the mark of the best."""
+        for folder in (self.folder, self.folder.parent):
+            put_back(folder)
+        if (best := self.best) is not None:
+            self._mark_best(best)
 
     def _mark_best(self, folder: Path) -> None:
-        link = self.folder / f".{_BEST}.tmp"
-        link.unlink(missing_ok=True)
-        link.symlink_to(folder.name)
-        os.replace(link, self.folder / _BEST)
+        """For people, a link; what it says is in the checkpoint."""
+
+        def mark() -> None:
+            link = self.folder / f".{_BEST}.tmp"
+            link.unlink(missing_ok=True)
+            link.symlink_to(folder.name)
+            os.replace(link, self.folder / _BEST)
+
+        self._attempt(f"hold links such as {_BEST}", mark)
 
     def _prune(self, newest: Path) -> None:
         folders = self.all()
@@ -216,6 +269,8 @@ def find_damage(folder: Path) -> str | None:
         if not models or not {_STATE, _TENSORS} <= set(manifest):
             return f"{_MANIFEST} cannot be read: it names no weights, {_STATE} and {_TENSORS}"
         for name, entry in manifest.items():
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                return f"{_MANIFEST} cannot be read: it names {name!r}, which is outside the folder"
             path = folder / name
             if not path.is_file():
                 return f"{name} is missing"

@@ -3,6 +3,7 @@
 import fcntl
 import itertools
 import os
+import shlex
 import shutil
 import socket
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from loguru import logger
 
 from grpo.config import CONFIG_FILE, Config, SettingsError, read_yaml, to_flat, write_yaml
 from grpo.data.reward_files import reward_file
+from grpo.files import shown
 from grpo.model.adapters import check_resumed
 from grpo.run.checkpoint import Checkpoint, CheckpointFolder
 
@@ -34,14 +36,14 @@ def hold_folder(config: Config) -> Iterator[Path]:
     with ExitStack() as stack:
         stack.callback(_remove_empty, made)
         try:
-            folder = config.resume or _new_folder(config, made)
+            folder = (config.resume or _new_folder(config, made)).absolute()  # wherever a reward may go
             stack.enter_context(_locked(folder, config))
         except OSError as error:
             raise SettingsError(_cannot_write(config, error)) from error
         if not config.resume and CheckpointFolder(folder / "checkpoints", keep=1).all():
             raise SettingsError(
-                f"name is {folder.name!r}, but {str(folder)!r} is a run already: "
-                f"go on with --resume {folder}, or choose another name."
+                f"name is {folder.name!r}, but {str(shown(folder))!r} is a run already: "
+                f"go on with --resume {shlex.quote(str(shown(folder)))}, or choose another name."
             )
         yield folder
 
@@ -105,7 +107,7 @@ def _in_use(folder: Path, file: TextIO, config: Config) -> str:
     who = file.read() or "another process"
     given, remedy = ("resume", "") if config.resume else ("name", ", or choose another name")
     return (
-        f"{given} is {str(config.resume or folder.name)!r}, but {who} is training in {str(folder)!r}: "
+        f"{given} is {str(config.resume or folder.name)!r}, but {who} is training in {str(shown(folder))!r}: "
         f"let it end, or stop it{remedy}."
     )
 
@@ -129,11 +131,13 @@ def open_checkpoints(config: Config, folder: Path) -> tuple[CheckpointFolder, Ch
         return checkpoints, None
     checkpoint = checkpoints.newest_intact()
     if checkpoint is None:
-        raise SettingsError(f"resume: {str(folder)!r} holds no intact checkpoint; start without --resume.")
+        raise SettingsError(
+            f"resume: {str(shown(folder))!r} holds no intact checkpoint; start without --resume."
+        )
     check_resumed(config.lora, checkpoint.folder)
     if config.steps <= (done := checkpoint.state["step"]):
         raise SettingsError(f"steps is {config.steps}, but {done} steps are done: give --steps above {done}.")
-    checkpoints.mark_best_again()
+    checkpoints.mend()
     if changes := _changes(config, folder, checkpoint.state.get("settings")):
         logger.info("changed from here on: {}", ", ".join(changes))
     return checkpoints, checkpoint

@@ -12,6 +12,7 @@ from grpo.data import PromptSource, Room, Tokenizer, check_spec, load_prompts
 from grpo.data.load import Rows
 from grpo.distributed import World
 from grpo.distributed.shard import shard_model
+from grpo.files import shown
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import add_adapters, load_adapters, store_base
 from grpo.model.load import (
@@ -147,7 +148,7 @@ def load_models(
         policy.model.to(target.device)
     if checkpoint is None:
         return policy, make_reference(policy.model, reference_device) if config.uses_reference else None
-    logger.info("going on from {}", checkpoint.folder)
+    logger.info("going on from {}", shown(checkpoint.folder))
     if config.lora.on:
         reference = make_reference(policy.model, reference_device)
         load_adapters(policy.model, checkpoint.folder)

@@ -145,6 +145,8 @@ def _make_run(
         )
         if file := config.asking.chat_template:  # which is saved with the model
             policy.tokenizer.chat_template = template_text(file, "chat_template")
+        if world.is_main:
+            checkpoints.try_out(policy.model, policy.tokenizer)
         check_same(world, config, checkpoint, source, policy.model)
         if config.shard:
             shard_models(config, policy, reference)

@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.table import Table
 
 from grpo.config import Config
+from grpo.files import shown
 from grpo.memory.budget import GB, readable
 from grpo.memory.leaks.leak import LeakVerdict, LeakWatch, MemorySample, detect_leak
 from grpo.memory.leaks.trend import MIN_STEPS
@@ -42,7 +43,7 @@ def watch_training(config: Config, console: Console, stop: StopRequest) -> tuple
             highlight=False,
         )
     with open_run(config) as run, LeakWatch(run.monitor.device) as watch, _view(console) as show:
-        logger.info("run folder: {}", run.folder)
+        logger.info("run folder: {}", shown(run.folder))
         new_lines = NewLines(run.folder / MEMORY_FILE)  # all lines again and again would grow themselves
         tokens_before = 0
         trainer = Trainer(run, stop=stop)
@@ -52,7 +53,7 @@ def watch_training(config: Config, console: Console, stop: StopRequest) -> tuple
             show(step.number, config.steps, new_lines())
         verdict = watch.verdict()
         report(verdict, watch.samples, run.folder)
-        return verdict, run.folder
+        return verdict, shown(run.folder)
 
 
 def follow_run(

@@ -18,6 +18,7 @@ from grpo.model.cpu.feed_forward import slice_feed_forward
 from grpo.run import checkpoint as checkpoint_module
 from grpo.run.checkpoint import CheckpointFolder, find_damage
 from grpo.run.folder import checkpoint_of
+from grpo.run.given import Given
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import open_run
 from grpo.run.training_state import restore_optimizer
@@ -358,3 +359,94 @@ def test_of_a_run_the_best_checkpoint_is_taken(tmp_path):
     (folder / "step-000002").mkdir()
     (folder / "best").symlink_to("step-000002")
     assert checkpoint_of(str(tmp_path)) == str(folder / "step-000002")
+
+
+# ------------------------------------------------------------------------- disks that can do less
+
+
+def forbid(*_: object, **__: object) -> None:
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+@pytest.fixture
+def plain_disk(monkeypatch):
+    """As over a network or in a notebook's drive: no links, no modes, and folders cannot be flushed."""
+    flush = checkpoint_module._flush
+    monkeypatch.setattr(checkpoint_module, "_flush", lambda path: forbid() if path.is_dir() else flush(path))
+    for place, name in ((os, "link"), (os, "symlink"), (os, "chmod"), (checkpoint_module.Path, "chmod")):
+        monkeypatch.setattr(place, name, forbid)
+
+
+@pytest.mark.usefixtures("plain_disk")
+def test_on_a_disk_without_links_and_modes_everything_is_saved(folder, save, policy, logged):
+    for step in range(1, 5):
+        assert save(folder, step, best=step == 1) is not None
+    assert steps(folder) == [1, 3, 4] and folder.best == folder.folder / "step-000001"  # which stays
+    assert find_damage(folder.folder / "step-000004") is None and folder.newest_intact().state["step"] == 4
+    assert folder.to_use == folder.model
+    weights = load_file(folder.model / "model.safetensors")
+    assert torch.equal(weights["transformer.wte.weight"], policy.model.transformer.wte.weight)
+    what = ("change modes", "flush folders", "hold links such as best")
+    assert [sum(each in line for line in logged) for each in what] == [1, 1, 1] and len(logged) == 3
+
+
+def test_a_model_that_cannot_be_put_beside_its_checkpoint_is_found_in_it(folder, save, monkeypatch, logged):
+    monkeypatch.setattr(os, "link", forbid)
+    monkeypatch.setattr(shutil, "copyfile", forbid)
+    final = save(folder, 3)
+    assert folder.to_use == final and AutoModelForCausalLM.from_pretrained(folder.to_use)
+    assert not folder.model.exists() and any("does not hold model/ as well" in line for line in logged)
+
+
+@pytest.mark.parametrize("place", ["model", "checkpoints/step-000003"])
+def test_a_kill_while_one_folder_takes_anothers_place_leaves_one_of_them(folder, save, monkeypatch, place):
+    save(folder, 3)
+    place = folder.folder.parent / place
+    rename = os.rename
+
+    def killed(old, new):
+        if str(new) == str(place):
+            raise KeyboardInterrupt
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(folder, 3)
+    monkeypatch.undo()
+    assert not place.exists()
+    folder.mend()
+    assert AutoModelForCausalLM.from_pretrained(place) and folder.newest_intact().state["step"] == 3
+    save(folder, 3)
+    assert not list(folder.folder.parent.rglob("*.aside"))
+
+
+def unwritable_generation(model) -> None:
+    model.generation_config.temperature = 0.7  # which transformers does not save without sampling
+
+
+def unwritable_config(model) -> None:
+    model.config.mine = object()
+
+
+def unknown_tie(model) -> None:
+    model.transformer.h[1].ln_1.weight = model.transformer.h[0].ln_1.weight
+
+
+@pytest.mark.parametrize("change", [unwritable_generation, unwritable_config, unknown_tie])
+def test_what_cannot_be_saved_is_found_before_the_first_step(config, policy, change):
+    change(policy.model)
+    given = Given(policy.model, policy.tokenizer)
+    said = pytest.raises(ValueError, match=r"the model could not be saved in .*test when it is trained: ")
+    with said, open_run(config, given):
+        pass
+    assert not (config.runs_dir / "test").exists()
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/hostname", "a/../../outside.safetensors"])
+def test_names_in_a_manifest_stay_in_the_folder(folder, save, name):
+    final = save(folder, 3)
+    shutil.copy(final / "model.safetensors", folder.folder / "outside.safetensors")
+    manifest = json.loads((final / "manifest.json").read_text())
+    manifest[name] = manifest["model.safetensors"]
+    (final / "manifest.json").write_text(json.dumps(manifest))
+    assert "which is outside the folder" in find_damage(final)
