@@ -1,7 +1,11 @@
 """What people type: `grpo-lean COMMAND`, and the files of the repository that do the same."""
 
+import io
+import os
+import re
 import sys
 from importlib import import_module
+from os.path import expanduser
 from typing import NamedTuple
 
 from grpo.environment import restart_without_thread_cache, set_library_defaults, unsupported
@@ -49,6 +53,7 @@ def main() -> int:
 
 def run(name: str) -> int:
     """One command with the words of `sys.argv`; its exit status."""
+    _prepare()
     if trouble := unsupported():
         print(f"error {trouble}", file=sys.stderr)
         return WRONG_USAGE
@@ -60,6 +65,17 @@ def run(name: str) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     return status
+
+
+def _prepare() -> None:
+    """Take words as shells mean them, and let everything be printed wherever that goes."""
+    home = expanduser("~")  # which bash puts in the place of ~ in --runs-dir ~/runs, and not behind a =
+    sys.argv[1:] = [re.sub(r"^(--[\w-]+=)~(?=/)", lambda it: it[1] + home, word) for word in sys.argv[1:]]
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # closed, as of a service
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # on a terminal that knows ASCII only
 
 
 def _overview() -> str:

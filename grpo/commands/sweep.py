@@ -48,5 +48,5 @@ def main() -> int:
     finally:
         progress.close()
     screen(width=130 if not console.is_terminal else None).print(sweep_table(rows, sweep.settings))
-    logger.info("for the report: {} {}", typed("report"), folder)
+    logger.info("for the report: {} {}", typed("report"), shlex.quote(str(folder)))
     return FAILED if any(row["status"] == "failed" for row in rows) else DONE

@@ -5,6 +5,7 @@ here; on the command line and in YAML all are flat.
 """
 
 from dataclasses import dataclass, field
+from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -162,6 +163,9 @@ class Config:
     """Least severity that is shown."""
 
     def __post_init__(self) -> None:
+        for name in ("runs_dir", "resume"):
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, Path(expanduser(path)))
         check(self)
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from grpo.data.foreign import process_as_it_was
 from grpo.data.reward_files import RewardFunction, taken
 
 
@@ -111,7 +112,7 @@ def _as_it_was(arguments: Mapping[str, Any]) -> Iterator[None]:
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
     try:
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # which it may switch and leave
+        with process_as_it_was(), torch.set_grad_enabled(torch.is_grad_enabled()):  # which it may switch
             yield
     finally:
         random.setstate(states[0])

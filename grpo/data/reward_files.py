@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from grpo.data.foreign import process_as_it_was
 from grpo.data.source import collate
 from grpo.prompt import Prompt
 from rewards import REWARDS
@@ -78,17 +79,26 @@ def reward_file(spec: str) -> tuple[Path | None, str]:
 
 @functools.cache
 def _module(path: Path, changed_ns: int) -> ModuleType:
-    """Under a name of its own: a file of the user's may well be called rewards.py. Run once as it is.
+    """Run once as it is; its folder is searched last for what it imports.
 
-    ImportError where that cannot be, caused by what the file raised.
+    Processes that it starts import it by its name, the file's: but where that is a module's that is there, as
+    of a file called rewards.py. ImportError where that cannot be, caused by what the file raised.
     """
-    spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
+    path = path.resolve()
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    there = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
+    name = path.stem if there is not None and there.origin == str(path) else f"reward_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
-        spec.loader.exec_module(module)
+        with process_as_it_was():
+            spec.loader.exec_module(module)
+            places = list(sys.path)
+        sys.path[:] = places  # where it wants to find what it imports later
     except Exception as error:
         del sys.modules[spec.name]
         raise ImportError(path) from error

@@ -1,6 +1,7 @@
 """Commands read their flags before they load what takes seconds, and load no more than they need."""
 
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -57,6 +58,37 @@ print(*set(sys.modules) - before)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=400)
     packages = {name.partition(".")[0] for name in done.stdout.split()}
     assert "grpo" in packages and not packages & LARGE, done.stderr
+
+
+def test_the_help_can_be_printed_where_only_ascii_can():
+    done = subprocess.run(
+        [sys.executable, "train_lean.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        env={**os.environ, **ENVIRONMENT, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "--batch-size" in done.stdout and done.stdout.isascii()
+
+
+def test_a_run_needs_nobody_to_talk_to(model_folders, data_file, tmp_path):
+    """With its errors closed, as a service has them; ~ behind = is the home of whom it runs for."""
+    flags = [
+        "--model",
+        model_folders["gpt2"],
+        "--prompts",
+        data_file,
+        "--heldout-share",
+        0.2,
+        "--engine",
+        "off",
+    ]
+    flags += ["--batch-size", 8, "--group-size", 4, "--max-new-tokens", 8, "--eval-interval", 0, "--steps", 1]
+    typed = shlex.join([sys.executable, str(ROOT / "train_lean.py"), *map(str, flags), "--name", "a"])
+    done = subprocess.run(
+        ["sh", "-c", f"exec {typed} --runs-dir=~/mine 2>&-"], cwd=tmp_path, timeout=240, text=True,
+        env={**os.environ, **ENVIRONMENT, "HOME": str(tmp_path)}, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert done.returncode == 0 and (tmp_path / "mine/a/model").is_dir()
+    assert not (tmp_path / "~").exists()
 
 
 RESTARTING = """

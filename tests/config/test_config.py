@@ -430,3 +430,9 @@ def test_memory_settings_are_sizes_as_people_write_them():
 def test_a_reference_is_loaded_only_where_it_is_used():
     assert Config().uses_reference
     assert not from_flat({"kl_coef": 0.0}).uses_reference
+
+
+def test_the_home_is_meant_by_its_sign(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert from_flat({"runs_dir": "~/mine", "resume": "~/old"}).runs_dir == tmp_path / "mine"
+    assert from_flat({"runs_dir": "~nobody-is-called-so/mine"}).runs_dir == Path("~nobody-is-called-so/mine")

@@ -1,4 +1,6 @@
 import math
+import os
+import signal
 import sys
 
 import pytest
@@ -358,3 +360,120 @@ def test_judged_parts_of_our_own_rewards_add_up_to_the_reward(tmp_path):
     assert best.letters[3] == (0, len(" M: e1d2"))  # without that field, all of it
     mine = functions(tmp_path, "def f(completions, **columns):\n    return [1.0] * len(completions)", "f")
     assert list(mine.judged(mine(made), made.completions)) == []
+
+
+# --------------------------------------------------------------------- rewards that do more than score
+
+CHANGING = """
+import os, signal, sys, tempfile
+import torch
+
+def _change():
+    folder = tempfile.mkdtemp()
+    os.chdir(folder)
+    os.rmdir(folder)
+    os.umask(0o777)
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(7)
+    sys.path.insert(0, "/nowhere")
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+
+def plain(completions, **columns):
+    _change()
+    return [1.0] * len(completions)
+
+async def waiting(completions, **columns):
+    import os
+    os.chdir("/")
+    return [1.0] * len(completions)
+
+def failing(completions, **columns):
+    _change()
+    raise RuntimeError("at once")
+"""
+
+
+def state_of_the_process() -> tuple:
+    mask = os.umask(0)
+    os.umask(mask)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
+    timer = signal.getitimer(signal.ITIMER_REAL)
+    return (
+        os.getcwd(),
+        mask,
+        list(sys.path),
+        handlers,
+        timer,
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+    )
+
+
+@pytest.mark.parametrize("name", ["plain", "waiting", "failing"])
+def test_what_a_reward_changes_of_the_process_is_put_back(tmp_path, name):
+    judge = functions(tmp_path, CHANGING, name)
+    before = state_of_the_process()
+    try:
+        judge(rollout_of(OWN, ["a", "b"]))
+    except RewardFailed as error:
+        assert name == "failing" and "at once" in str(error)
+    assert state_of_the_process() == before
+
+
+def test_a_file_may_change_where_it_looks_and_nothing_else(tmp_path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/later.py").write_text("SCORE = 2.0")
+    source = (
+        CHANGING
+        + f"""
+_change()
+sys.path.insert(0, {str(tmp_path / "lib")!r})
+def looking(completions, **columns):
+    import later
+    return [later.SCORE] * len(completions)
+"""
+    )
+    before = state_of_the_process()
+    judge = functions(tmp_path, source, "looking")
+    after = state_of_the_process()
+    assert (after[:2], after[3:]) == (before[:2], before[3:])
+    assert judge(rollout_of(OWN, ["a", "b"])).rewards.tolist() == [2, 2]
+    sys.path[:] = before[2]
+
+
+POOLED = """
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from neighbour import half
+
+def length(text):
+    return half(len(text))
+
+def pooled(completions, **columns):
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(length, completions))
+"""
+
+
+def test_a_reward_may_import_its_neighbour_and_start_processes(tmp_path, monkeypatch):
+    """Which import its file by its name, whatever the folder that the run was started in."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "neighbour.py").write_text("def half(number):\n    return number / 2\n")
+    (tmp_path / "pooled_rewards.py").write_text(POOLED)
+    judge = RewardFunctions([f"{tmp_path / 'pooled_rewards.py'}:pooled"])
+    assert judge(rollout_of(OWN, ["a", "bcd"])).rewards.tolist() == [0.5, 1.5]
+
+
+def test_a_file_called_as_a_module_that_is_there_does_not_take_its_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("random.py", "rewards.py"):
+        (tmp_path / name).write_text(
+            "def one(completions, **columns):\n    return [1.0] * len(completions)\n"
+        )
+        judge = RewardFunctions([f"{tmp_path / name}:one"])
+        assert judge(rollout_of(OWN, ["a", "b"])).rewards.tolist() == [1, 1]
+    import random
+
+    assert random.random() < 1 and sys.modules["rewards"] is rewards_package

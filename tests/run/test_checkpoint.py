@@ -3,6 +3,7 @@ import errno
 import json
 import os
 import resource
+import shlex
 import shutil
 
 import pytest
@@ -117,6 +118,9 @@ def test_whoever_is_stopped_is_told_what_there_is_to_go_on_from(folder, save):
     assert folder.how_to_go_on() == "no checkpoint was saved yet"
     save(folder, 3)
     assert folder.how_to_go_on().endswith(f"python train_lean.py --resume {folder.folder.parent}")
+    folder.folder = folder.folder.parent / "my run's" / "checkpoints"
+    save(folder, 3)
+    assert shlex.split(folder.how_to_go_on().partition("go on with: ")[2])[-1] == str(folder.folder.parent)
 
 
 # ---------------------------------------------------------------------------------------- damage
@@ -450,3 +454,15 @@ def test_names_in_a_manifest_stay_in_the_folder(folder, save, name):
     manifest[name] = manifest["model.safetensors"]
     (final / "manifest.json").write_text(json.dumps(manifest))
     assert "which is outside the folder" in find_damage(final)
+
+
+def test_a_run_stays_in_its_folder_wherever_the_process_goes(config, tmp_path, monkeypatch):
+    """As when code goes elsewhere between two steps; runs_dir is named from where the run began."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    config = dataclasses.replace(config, runs_dir="runs", steps=2)
+    for _ in Trainer(config):
+        os.chdir(tmp_path / "elsewhere")
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert find_damage(tmp_path / "runs/test/checkpoints/step-000002") is None
+    assert (tmp_path / "runs/test/model").is_dir()

@@ -4,6 +4,7 @@ A profile's batch size is what an optimizer step sees on all its cards together;
 through at once, the trainer plans by itself.
 """
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def write_profiles(found: Calculation, file: Path) -> list[str]:
     for count, name in names.items():
         total = count * size * settings.accumulate
         launch = "python" if count == 1 else f"accelerate launch --num_processes {count}"
-        text.append(f"  # {launch} train_lean.py --config {file.name} --profile {name}\n")
+        text.append(f"  # {launch} train_lean.py --config {shlex.quote(file.name)} --profile {name}\n")
         text.append(f"  {name}:\n    batch_size: {total}\n")
     file.write_text("".join(text))
     return list(names.values())
