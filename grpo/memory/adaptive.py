@@ -118,8 +118,9 @@ class AdaptiveMemory(StepPlan):
         self._highest[phase] = highest
         expected = self.process.lasting(self._highest)[phase]
         self.process.observe(
-            phase, shape, added_bytes=reading.added_bytes, process_bytes=reading.process_bytes
-        )
+            phase, shape, added_bytes=reading.added_bytes, process_bytes=reading.process_bytes,
+            before_bytes=reading.process_before_bytes,
+        )  # fmt: skip
         now = self._monitor.read()
         worst = self.promised.get(phase, footprint)
         self._records.append(

@@ -47,7 +47,7 @@ class ProcessMemory:
         self._gaps = gap_bytes
         self._share_seen: float | None = None
         self._held: list[tuple[float, float]] = []
-        self._reserved = self._gaps_of_old = 0.0
+        self._reserved = self._gaps_of_old = self._most_added = 0.0
         self._limit = math.inf
         self.left_bytes = 0.0
         """What a phase leaves for the next time that it runs, and all have beside what they add."""
@@ -131,21 +131,32 @@ class ProcessMemory:
         self._reserved = max(added, held)
         self._gaps_of_old = self._reserved - added
 
-    def observe(self, phase: str, shape: Shape, *, added_bytes: int | None, process_bytes: int) -> None:
-        """What was measured: tensors where they were counted, and the process."""
+    def observe(
+        self, phase: str, shape: Shape, *, added_bytes: int | None, process_bytes: int, before_bytes: int = 0
+    ) -> None:
+        """What was measured: tensors where they were counted, and the process.
+
+        before_bytes: that it held already. A phase in which it does not grow says nothing of what it needs:
+        it goes on in what longer texts have left.
+        """
         predicted = self._beside_resident(self.footprint(phase, shape))
         if added_bytes is not None:
             self.predictor.observe(self._name(phase, shape.rows), shape, added_bytes)
-        self._held.append((predicted, process_bytes - self.base_bytes))
+        if process_bytes > before_bytes:
+            self._held.append((predicted, process_bytes - self.base_bytes))
 
     def learn_slack(self) -> None:
-        """What the process held beyond tensors in the last step's largest phase: others reuse that."""
+        """What the process held beyond tensors in the last step's largest phase: others reuse that.
+
+        And so do steps that need less than an earlier one: of them nothing is learned.
+        """
         if not self._held:
             return
         added, held = max(self._held)
         self._held.clear()
-        if self._reserved:  # holds more than what it needs
+        if self._reserved or added < self._most_added:  # holds more than what it needs
             return
+        self._most_added = added
         share = max(0.0, held - added) / added if added else 0.0
         self._share_seen = max(self._share_seen or 0.0, share)
 

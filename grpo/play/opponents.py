@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol
@@ -18,7 +19,7 @@ from rewards.engine import EngineError, find_stockfish
 
 RANDOM, STOCKFISH, ENGINE = "random", "stockfish", "uci:"
 _PATIENCE_S = 30.0
-"""Longer than its limit, after which an engine counts as hung."""
+"""Longer than its limit, after which an engine counts as hung; the limit itself where that is in nodes."""
 
 
 class Opponent(Protocol):
@@ -36,6 +37,8 @@ class UciOpponent:
     """Processes of one engine, each with a position at a time."""
 
     def __init__(self, engines: Sequence[chess.engine.SimpleEngine], limit: chess.engine.Limit) -> None:
+        if limit.time is None:  # else python-chess waits for ever for one that hangs
+            limit = replace(limit, time=_PATIENCE_S)
         self._limit, self._threads = limit, len(engines)
         self._idle: SimpleQueue[chess.engine.SimpleEngine] = SimpleQueue()
         for engine in engines:
@@ -52,7 +55,7 @@ class UciOpponent:
             played = engine.play(position.board, self._limit, game=position.seed)
         except (chess.engine.EngineError, TimeoutError) as error:
             raise EngineError(
-                f"the engine failed on {position.board.fen()}: {error or 'no answer in time'}"
+                f"the engine failed on {position.board.fen()}: {str(error) or 'no answer in time'}"
             ) from error
         finally:
             self._idle.put(engine)

@@ -253,6 +253,17 @@ def test_gaps_that_were_there_are_held_unless_the_phase_fills_them():
     assert process.footprint("learn", Shape(64, 30, 20)).parts[KEPT] == 160
 
 
+def test_rows_stay_when_completions_get_shorter():
+    """What a long step has left is not what a short one needs: 850 bytes are held for 80 that are added."""
+    run = Run(usable=1000)
+    for rows, before, held in ((BATCH, 160, 860), (6, 860, 860), (6, 860, 861), (2, 861, 861)):
+        assert run.replan() == BATCH
+        run.monitor.next = PhaseReading(process_before_bytes=before, process_bytes=held)
+        run.memory.run("learn", lambda _: None, shapes=lambda _, __, rows=rows: [Shape(rows, 30, 20)])
+    assert run.replan() == BATCH
+    assert run.memory.plan["learn"].footprint.parts[KEPT] == pytest.approx(860 - 150 - 640)  # of the longest
+
+
 def test_a_heap_of_fixed_size_counts_from_the_start_under_a_limit():
     """640 bytes for all rows: shapes that need less change nothing, and nothing is learned from it."""
     run = Run(slack=Slack(0.25, 0.1, 7))

@@ -6,6 +6,7 @@ import chess
 import chess.engine
 import pytest
 
+from grpo.play import opponents
 from grpo.play.match import pair_up, play_match
 from grpo.play.opponents import AtRandom, UciOpponent, engine_command, make_opponent
 from grpo.play.record import Match
@@ -96,6 +97,17 @@ def test_an_engine_that_breaks_is_told_of_with_the_position(engine, go):
     with (
         make_opponent(engine(go), LIMIT, 1, no_model) as opponent,
         pytest.raises(EngineError, match="the engine failed on rnbqkbnr/pppppppp"),
+    ):
+        opponent.think([Position(chess.Board(), 0)])
+
+
+def test_an_engine_that_hangs_is_not_waited_for_whatever_its_limit(engine, monkeypatch):
+    monkeypatch.setattr(opponents, "_PATIENCE_S", 1.0)
+    with (
+        make_opponent(
+            engine("import time; time.sleep(60)"), chess.engine.Limit(nodes=5), 1, no_model
+        ) as opponent,
+        pytest.raises(EngineError, match="no answer in time"),
     ):
         opponent.think([Position(chess.Board(), 0)])
 
