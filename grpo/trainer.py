@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Self
 
 import torch
 from rich.console import Console
@@ -32,7 +33,8 @@ from grpo.types import Prompt, Rollout, Step
 
 
 class Trainer:
-    """One run: `for step in Trainer(config)`, or `Trainer(config).train()`.
+    """One run: `for step in Trainer(config)`, or `Trainer(config).train()`; one that may not take a step
+    stands in a `with`, or is closed.
 
     model: a name, or a model of transformers', which is trained itself. prompts: a path, or rows of columns.
     rewards: functions in TRL's signature. What is left out the settings name. A `Run` that is open already
@@ -80,6 +82,16 @@ class Trainer:
         if run.checkpoint is not None:
             self._restore(run.checkpoint)
         self.saved = self.finished
+
+    def close(self) -> None:
+        """Let go of the run's folder, engine and processes; after the last step that is done already."""
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def model(self) -> PreTrainedModel:
@@ -141,7 +153,7 @@ class Trainer:
             raise
         finally:
             self.journal.close()
-            self._opened.close()
+            self.close()
 
     # ------------------------------------------------------------------------------- the phases
 

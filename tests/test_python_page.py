@@ -20,7 +20,7 @@ from grpo.run.setup import open_run
 PAGE = (ROOT / "docs" / "python.md").read_text()
 EXAMPLES = re.findall(r"<!-- (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL)
 LAST_LINES = {
-    "run": r"2 0\.\d+ '.*'\nthe model is in runs/[\d-]+/model\n",
+    "run": r"2 0\.\d+ '.*'\nthe model is in \S+/runs/[\d-]+/model\n",
     "loss": r"gradient of \(4, 6\)\n",
     "fit": r"1024 rows at once\n",
     "leaks": r"LEAK in 40 steps\n(.*\n)+  held: 20 tensors .*\n",

@@ -33,12 +33,17 @@ class Room:
     tokenizer: Tokenizer
     context: int
     max_new_tokens: int
+    without_row: tuple[str, ...] = ()
+    """Texts of tokens that have been added to the tokenizer, and that the model has no row for."""
 
     def check(self, prompt: Prompt) -> None:
-        """TooLong for one of more tokens than that; ValueError for a text that is none in Unicode.
+        """TooLong for one of more tokens than that; ValueError for a text that is none in Unicode, or has a
+        token that the model does not know.
 
         A token is a byte or more: a text of few is not tokenized, which takes a microsecond a byte.
         """
+        if unknown := [token for token in self.without_row if token in prompt.text]:
+            raise ValueError(f"the token {unknown[0]!r}, which the tokenizer knows and the model does not")
         longest = self.context - self.max_new_tokens
         if _num_bytes(prompt.text) + 1 < longest:  # some tokenizers put a token in front, and a space
             return

@@ -86,12 +86,24 @@ def load_prompts(
 
 def check_spec(spec: str | Rows) -> None:
     """ValueError for what is neither "bundled", a file that is there, nor the name of a hub dataset."""
-    if spec == IN_MEMORY:
+    if isinstance(spec, str) and spec == IN_MEMORY:
         raise ValueError(
             "the prompts of that run were rows in memory: give them again, here as --prompts FILE"
         )
-    if isinstance(spec, str) and is_file(spec):
-        check_file(Path(spec).expanduser())
+    if isinstance(spec, str):
+        if is_file(spec):
+            check_file(Path(spec).expanduser())
+    elif isinstance(spec, Mapping) or not isinstance(spec, Iterable):
+        raise ValueError(_no_rows(spec))
+
+
+def _no_rows(given: Any, row: Any = None) -> str:
+    kind = type(given).__name__ + (f" of {type(row).__name__}" if row is not None else "")
+    return (
+        f"prompts is a {kind}: give rows, each a dictionary of columns, as a list such as "
+        "[{'prompt': 'Say hello.'}], as one split of a datasets.Dataset without a format, or of a DataFrame "
+        "frame.to_dict('records')."
+    )
 
 
 def is_file(spec: str) -> bool:
@@ -109,7 +121,7 @@ def _read(
     spec: str | Rows, intake: Intake, heldout_share: float, heldout_count: int
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Training and held-out prompts of the bundle or of a local file."""
-    if spec == "bundled":
+    if isinstance(spec, str) and spec == "bundled":
         train, heldout = (_bundled(name, intake) for name in ("train.txt", "heldout.txt"))
         assert not set(map(position, train)) & set(map(position, heldout)), "bundled files overlap"
         _, heldout = split(heldout, 1.0, heldout_count)
@@ -117,8 +129,12 @@ def _read(
         if isinstance(spec, str):
             prompts = read_prompts(Path(spec).expanduser(), intake)
         else:
-            rows = (intake.prompts(f"row {n}", row, from_record) for n, row in enumerate(spec, start=1))
-            prompts = fill_columns([prompt for row in rows for prompt in row])
+            made: list[Prompt] = []
+            for number, row in enumerate(spec, start=1):
+                if not isinstance(row, Mapping):
+                    raise ValueError(_no_rows(spec, row))
+                made += intake.prompts(f"row {number}", row, from_record)
+            prompts = fill_columns(made)
         train, heldout = split(prompts, heldout_share, heldout_count)
     intake.check()
     return train, heldout

@@ -21,7 +21,7 @@ from grpo.model.target import choose_device, choose_model, make_target
 from grpo.plan.build import longest_prompt, plan_memory
 from grpo.plan.tables import plan_table
 from grpo.plan.workload import Workload, bytes_at_start
-from grpo.run.loading import load_source, room_in
+from grpo.run.loading import check_quantized, load_source, room_in
 from grpo.run.planning import budget_within
 
 
@@ -35,6 +35,7 @@ def dry_run(config: Config, console: Console) -> None:
     config = replace(config, model=choose_model(config.model, device, absent=config.device_memory))
     check_peft(config.lora)
     model, tokenizer = _shape_and_tokenizer(config.model)
+    config = check_quantized(config, model)
     precision = "bf16" if absent and config.precision == "auto" else config.precision
     target = make_target(model, device, precision)
     source = load_source(config, room_in(model, tokenizer, config.sampling.max_new_tokens))

@@ -96,16 +96,24 @@ def _locked(folder: Path, config: Config) -> Iterator[None]:
             if _is_at(path, file):  # else a run has just ended, and has removed what was opened
                 break
         file.truncate(0)  # of a process that was killed
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.write(_own_name())
         file.flush()
         stack.callback(path.unlink, missing_ok=True)  # while it is locked: later it may be another run's
         yield
+
+
+def _own_name() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _in_use(folder: Path, file: TextIO, config: Config) -> str:
     file.seek(0)
     who = file.read() or "another process"
     given, remedy = ("resume", "") if config.resume else ("name", ", or choose another name")
+    if who == _own_name():
+        remedy += (
+            "; it is this process: a Trainer that takes no step is closed by close(), or stands in a with"
+        )
     return (
         f"{given} is {str(config.resume or folder.name)!r}, but {who} is training in {str(shown(folder))!r}: "
         f"let it end, or stop it{remedy}."

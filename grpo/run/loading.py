@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from grpo.config import Config, SettingsError
 from grpo.data import PromptSource, Room, Tokenizer, check_spec, load_prompts
 from grpo.data.load import Rows
+from grpo.data.tokens import tokenize
 from grpo.distributed import World
 from grpo.distributed.shard import shard_model
 from grpo.files import shown
@@ -28,6 +29,7 @@ from grpo.model.load import (
 from grpo.model.names import BASE_FOLDER, base_of, findable
 from grpo.model.reference import FrozenCopy, Reference, make_reference
 from grpo.model.target import Target
+from grpo.prompt import Prompt
 from grpo.rollout.decoder import check_decoder
 from grpo.run.checkpoint import Checkpoint
 from grpo.scoring.model_checks import check_recomputation, check_scorer
@@ -109,7 +111,24 @@ def room_in(model: PretrainedConfig, tokenizer: Tokenizer, max_new_tokens: int) 
             f"max_new_tokens is {max_new_tokens}, but the model's context is {context} tokens: give less "
             "than that, to leave room for the prompt."
         )
-    return Room(tokenizer, context, max_new_tokens)
+    return Room(tokenizer, context, max_new_tokens, _tokens_without_row(model, tokenizer))
+
+
+def _tokens_without_row(model: PretrainedConfig, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Those that were added to a tokenizer and not to its model: a person's texts need not have them.
+
+    SettingsError where others are, or one that is put in front of each text.
+    """
+    rows = model.get_text_config(decoder=True).vocab_size
+    known: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()  # a stand-in's has none
+    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+    beyond = [token for token, number in known.items() if number >= rows]
+    if not set(beyond) <= set(added) or max(tokenize([Prompt("", "a", {})], tokenizer)[0]) >= rows:
+        raise SettingsError(
+            f"the tokenizer has {len(known):,} tokens, but the model has rows for {rows:,}: give the "
+            "tokenizer that the model was trained with, or save the model after resize_token_embeddings."
+        )
+    return tuple(beyond)
 
 
 def load_models(

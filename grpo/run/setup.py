@@ -26,7 +26,7 @@ from grpo.memory.phase import Footprint
 from grpo.memory.recovery import release_cache
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import check_peft
-from grpo.model.load import Policy, RolloutModel, end_names
+from grpo.model.load import Policy, RolloutModel, end_names, end_tokens
 from grpo.model.reference import Reference
 from grpo.model.target import choose_device, choose_model, compute_dtype, multiplies_in_bf16
 from grpo.plan.advice import does_not_stay
@@ -155,6 +155,12 @@ def _make_run(
     _tidy_up(device)
     ends = " or ".join(end_names(policy.model, policy.tokenizer, config.sampling.stop_texts))
     logger.info("completions end at {}, or after {} tokens", ends, config.sampling.max_new_tokens)
+    head_rows = policy.model.get_output_embeddings().weight.shape[0]
+    if mute := [each for each in end_tokens(policy.model, policy.tokenizer) if each >= head_rows]:
+        names = " and ".join(policy.tokenizer.convert_ids_to_tokens(mute))
+        logger.warning(
+            "the model has {} tokens and cannot write {}, which is to end a text", head_rows, names
+        )
     if behind := put_behind(policy.tokenizer):
         names = " ".join(policy.tokenizer.convert_ids_to_tokens(behind))
         logger.info("the tokenizer puts {} behind a text: prompts go without it, as they are to go on", names)

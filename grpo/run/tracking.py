@@ -6,6 +6,8 @@ Metric names are TRL's, so that dashboards carry over.
 import importlib.util
 import json
 import math
+import os
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -81,9 +83,18 @@ def _parse(path: Path, lines: Iterable[bytes]) -> list[dict[str, Any]]:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """ValueError if one of them is not installed."""
-    if "wandb" in names and importlib.util.find_spec("wandb") is None:
+    """ValueError if one of them is not installed, or wants to know first who is there."""
+    if "wandb" not in names:
+        return
+    if importlib.util.find_spec("wandb") is None:
         raise ValueError("trackers names wandb, which is not installed: pip install wandb, or leave it out.")
+    import wandb
+
+    if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False, verify=False):
+        raise ValueError(
+            "trackers names wandb, where nobody is logged in: wandb login, or set WANDB_MODE=offline, or "
+            "leave it out."
+        )
 
 
 def process_file(file: str, process: int) -> str:
@@ -127,7 +138,10 @@ class RunTracker(NoTracker):
         if "tensorboard" in trackers:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=before_step + 1)
+            def open_board() -> None:
+                self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=before_step + 1)
+
+            self._attempt("tensorboard", open_board)
         if "wandb" in trackers:
             self._wandb = _start_wandb(folder, settings)
 
@@ -181,6 +195,13 @@ class RunTracker(NoTracker):
 
 
 def _start_wandb(folder: Path, settings: Mapping[str, Any]) -> Any:
+    """A resumed run goes on as the same one there, by the id that is kept in its folder."""
     import wandb
 
-    return wandb.init(project="grpo-lean", name=folder.name, dir=str(folder), config=dict(settings))
+    known = folder / "wandb-id"
+    run_id = known.read_text() if known.is_file() else secrets.token_hex(4)
+    write_whole(known, run_id)
+    return wandb.init(
+        project="grpo-lean", name=folder.name, dir=str(folder), config=dict(settings), id=run_id,
+        resume="allow",
+    )  # fmt: skip

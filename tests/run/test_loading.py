@@ -1,15 +1,20 @@
 """Prompts as a run loads them: those that its model has room for."""
 
+import copy
 from dataclasses import replace
 
+import datasets
+import pandas
 import pytest
 from conftest import CONTEXT
 from prompt_lines import ids, write_records
 from rich.console import Console
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from grpo.data import Prompt, load_prompts
 from grpo.data.intake import TooLong
 from grpo.data.split import heldout_fraction
+from grpo.run.given import Given
 from grpo.run.interrupt import StopRequest
 from grpo.run.loading import LEAST_HELDOUT, load_source, prompt_room
 from grpo.run.setup import open_run
@@ -129,3 +134,90 @@ def test_a_run_goes_past_a_prompt_that_is_too_long(config, tmp_path):
         trainer = Trainer(run, Console(quiet=True))
         trainer.train(StopRequest())
     assert trainer.finished == 4
+
+
+# ------------------------------------------------------------- tokenizers and models that differ
+
+
+def grown(load, tokens: list[str], **special: str):
+    """A model, and its tokenizer with more tokens than it has rows."""
+    policy = load("gpt2")
+    tokenizer = copy.deepcopy(policy.tokenizer)
+    tokenizer.add_tokens(tokens)
+    tokenizer.add_special_tokens(special)
+    return policy.model, tokenizer
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_the_first_step(config, load):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=600, n_positions=CONTEXT, n_embd=8, n_layer=1, n_head=1))
+    given = Given(model, load("gpt2").tokenizer)
+    with (
+        pytest.raises(ValueError, match=r"has 902 tokens, but the model has rows for 600"),
+        open_run(config, given),
+    ):
+        pass
+
+
+@pytest.mark.usefixtures("made_up_plans")
+def test_tokens_that_were_added_matter_where_a_prompt_has_them(config, load, logged):
+    """On CUDA one ends the process; elsewhere with an IndexError when its prompt is drawn."""
+    model, tokenizer = grown(load, ["<think>"], pad_token="<pad>")
+    rows = [{"prompt": f"Say {n}."} for n in range(9)] + [{"prompt": "Say <think>."}]
+    config = replace(config, eval_interval=0, heldout_share=0, steps=1, checkpoint_interval=0)
+    given = Given(model, tokenizer, rows, [lambda completions, **columns: [1.0] * len(completions)])
+    with (
+        pytest.raises(
+            ValueError, match="row 10: the token '<think>', which the tokenizer knows and the model"
+        ),
+        open_run(config, given),
+    ):
+        pass
+    with open_run(replace(config, max_bad_share=0.1), given) as run:
+        Trainer(run, Console(quiet=True)).train(StopRequest())
+
+
+@pytest.mark.usefixtures("made_up_plans")
+def test_an_end_that_the_model_cannot_write_is_told(config, load, logged):
+    model, tokenizer = grown(load, [], eos_token="<end>")
+    with open_run(config, Given(model, tokenizer)):
+        pass
+    (warning,) = [line for line in logged if "cannot write" in line]
+    assert warning == "WARNING the model has 902 tokens and cannot write <end>, which is to end a text"
+
+
+ROWS = [{"prompt": "Say hello.", "limit": 3}, {"prompt": "Name a colour.", "limit": 5}]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "kind"),
+    [
+        (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), "DatasetDict"),
+        ({"prompt": ["Say hello."], "limit": [3]}, "dict"),
+        (["Say hello.", "Name a colour."], "list of str"),
+        (pandas.DataFrame(ROWS), "DataFrame of str"),
+        (datasets.Dataset.from_list(ROWS).with_format("pandas"), "Dataset of DataFrame"),
+        (7, "int"),
+    ],
+    ids=["splits", "columns", "texts", "frame", "frames", "number"],
+)
+def test_what_are_no_rows_is_told_with_what_is_wanted(config, prompts, kind):
+    with pytest.raises(ValueError, match=rf"^prompts is a {kind}: give rows, each a dictionary of columns"):
+        Trainer(config, prompts=prompts)
+
+
+@pytest.mark.parametrize("prompts", [ROWS, tuple(ROWS), datasets.Dataset.from_list(ROWS)])
+def test_rows_are_taken_however_they_come(prompts):
+    source = load_prompts(prompts, seed=0, heldout_share=0)
+    assert sorted(prompt.columns["limit"] for prompt in source.draw(2)) == [3, 5]
+
+
+@pytest.mark.usefixtures("made_up_plans")
+def test_a_trainer_that_takes_no_step_can_be_closed(config):
+    config = replace(config, steps=1)
+    trainer = Trainer(config)
+    with pytest.raises(ValueError, match=r"is training in .*it is this process: .* closed by close\(\)"):
+        Trainer(config)
+    trainer.close()
+    with Trainer(config) as again:
+        again.train(StopRequest())
+    trainer.close()  # again does no harm

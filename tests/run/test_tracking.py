@@ -2,7 +2,9 @@ import errno
 import json
 import math
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -179,3 +181,48 @@ def test_a_tracker_that_is_not_installed_is_said_beforehand(monkeypatch):
     with pytest.raises(ValueError, match="trackers names wandb, which is not installed: pip install wandb"):
         check_trackers(("tensorboard", "wandb"))
     check_trackers(("tensorboard",))
+
+
+class Wandb:
+    """What W&B is asked."""
+
+    def __init__(self, logged_in: bool = True) -> None:
+        self.logged_in, self.begun = logged_in, []
+
+    def login(self, *, prompt: bool, verify: bool) -> bool:
+        assert not prompt  # in the middle of a run's beginning
+        return self.logged_in
+
+    def init(self, **options):
+        self.begun.append(options)
+        return SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+
+
+@pytest.mark.parametrize(("mode", "logged_in"), [("online", False), ("online", True), ("offline", False)])
+def test_a_tracker_that_wants_a_login_says_so_before_anything_is_loaded(monkeypatch, mode, logged_in):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "wandb", Wandb(logged_in))
+    monkeypatch.setenv("WANDB_MODE", mode)
+    if logged_in or mode == "offline":
+        check_trackers(("wandb",))
+    else:
+        with pytest.raises(ValueError, match="nobody is logged in: wandb login, or set WANDB_MODE=offline"):
+            check_trackers(("wandb",))
+
+
+def test_a_resumed_run_goes_on_as_the_same_one_of_wandb(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "wandb", wandb := Wandb())
+    for folder in (tmp_path / "a", tmp_path / "b", tmp_path / "a"):
+        folder.mkdir(exist_ok=True)
+        RunTracker(folder, trackers=("wandb",), settings={}).close()
+    first, other, again = (each["id"] for each in wandb.begun)
+    assert first == again != other and all(each["resume"] == "allow" for each in wandb.begun)
+
+
+def test_a_board_that_cannot_be_opened_is_said_and_the_run_goes_on(tmp_path, logged):
+    (tmp_path / "tensorboard").write_text("in the way")
+    tracker = RunTracker(tmp_path, trackers=("tensorboard",), settings={})
+    tracker.log(1, {"reward": 0.5})
+    tracker.close()
+    assert read_lines(tmp_path / METRICS_FILE) == [{"step": 1, "reward": 0.5}]
+    assert [line for line in logged if "tensorboard cannot be written" in line] and len(logged) == 1
