@@ -79,7 +79,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and name != output_name(model)
+        if isinstance(module, nn.Linear | Conv1D) and name != _output_name(model)
     }
 
 
@@ -252,8 +252,7 @@ def _peft_targets(model: Any) -> tuple[str, ...]:
     return () if isinstance(known, str) else tuple(known)
 
 
-def output_name(model: Any) -> str | None:
-    """Of the output head among the model's modules."""
+def _output_name(model: Any) -> str | None:
     head = model.get_output_embeddings()
     return next((name for name, module in model.named_modules() if module is head), None)
 

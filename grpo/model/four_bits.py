@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from grpo.config.groups import LoraSettings
 
+BITSANDBYTES = "bitsandbytes in 4 bits"
 _BLOCK, _SCALES = 64, 256
 _TABLE_BYTES = 4 * (16 + 256 + 1)
 """Of a layer: what 4 and 8 bits stand for, and the scales' mean."""
@@ -36,6 +38,15 @@ def quantization() -> Any:
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+
+
+def quantized_by(model: PretrainedConfig) -> str | None:
+    """How a model's weights were quantized before they were saved, such as gptq; None: they were not."""
+    settings: Any = getattr(model, "quantization_config", None) or {}
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    if settings.get("load_in_4bit"):
+        return BITSANDBYTES
+    return settings.get("quant_method")
 
 
 def layers_in_4_bits(model: nn.Module) -> dict[str, Any]:

@@ -6,8 +6,7 @@ in bf16. Dropout is off in every phase. No code from the hub is ever run, no pic
 
 import copy
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,9 +28,9 @@ from transformers.utils import logging as transformers_logging
 
 from grpo.config.groups import BUNDLED, Precision
 from grpo.memory import is_out_of_memory
-from grpo.model.adapters import has_adapters, merged_weights, output_name, with_merged
+from grpo.model.adapters import has_adapters, merged_weights, with_merged
 from grpo.model.cpu.feed_forward import slice_feed_forward
-from grpo.model.four_bits import compute_in, layers_in_4_bits, quantization
+from grpo.model.four_bits import compute_in, layers_in_4_bits, quantization, quantized_by
 from grpo.model.head import centred_head
 from grpo.model.hub import may_be_hub_id, out_of_reach
 from grpo.model.names import base_of, source_of
@@ -40,6 +39,9 @@ from grpo.model.target import HUB_DEFAULT, Target, make_target
 _LOADING_ERRORS = (OSError, ValueError, KeyError, SafetensorError, ImportError)
 
 transformers_logging.disable_progress_bar()
+logging.getLogger("transformers.modeling_utils").addFilter(  # a table of what is an error of ours
+    lambda record: "LOAD REPORT" not in record.getMessage()
+)
 
 
 class Policy(NamedTuple):
@@ -121,19 +123,18 @@ def load_model(name: str, target: Target, *, in_4bit: bool = False) -> PreTraine
     if in_4bit and method is None:
         options["quantization_config"] = quantization()
     try:
-        with _without_report():
-            model, found = AutoModelForCausalLM.from_pretrained(
-                source_of(name),
-                config=target.model_config,
-                dtype=target.exact_dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=out_of_reach(source_of(name)),
-                attn_implementation=target.attention,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # an error of ours
-                **options,
-            )
+        model, found = AutoModelForCausalLM.from_pretrained(
+            source_of(name),
+            config=target.model_config,
+            dtype=target.exact_dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=out_of_reach(source_of(name)),
+            attn_implementation=target.attention,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # an error of ours
+            **options,
+        )
     except _LOADING_ERRORS as error:
         raise ValueError(_cannot_load(name, error, method)) from error
     except RuntimeError as error:  # as those raise that quantize, where a card or a package is missing
@@ -149,44 +150,20 @@ def load_model(name: str, target: Target, *, in_4bit: bool = False) -> PreTraine
     return model.eval()
 
 
-def quantized_by(model: PretrainedConfig) -> str | None:
-    """By what a model's weights were quantized before they were saved, such as gptq; None: they were not."""
-    settings: Any = getattr(model, "quantization_config", None) or {}
-    settings = settings if isinstance(settings, Mapping) else settings.to_dict()
-    method = settings.get("quant_method")
-    return None if method is None else str(getattr(method, "value", method))
-
-
-@contextmanager
-def _without_report() -> Iterator[None]:
-    """Without the table that transformers logs of weights that are missing and the like."""
-
-    def is_wanted(record: logging.LogRecord) -> bool:
-        return "LOAD REPORT" not in record.getMessage()
-
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(is_wanted)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_wanted)
-
-
 def _check_whole(name: str, found: Mapping[str, Collection[Any]]) -> None:
     """ValueError unless all weights were there and were the model's; those that are tied need not be.
 
     found: what transformers says of the loading.
     """
-    faults = {
-        "lacks": found["missing_keys"],
-        "has in another shape": [key for key, *_ in found["mismatched_keys"]],
-        "has besides": found["unexpected_keys"],
-    }
-    said = [
-        f"{what} {', '.join(sorted(keys)[:3])}{f' and {len(keys) - 3} more' if len(keys) > 3 else ''}"
-        for what, keys in faults.items()
-        if keys
-    ]
+    said = []
+    for fault, what in (
+        ("missing", "lacks"),
+        ("mismatched", "has in another shape"),
+        ("unexpected", "has besides"),
+    ):
+        names = sorted(each if isinstance(each, str) else each[0] for each in found[f"{fault}_keys"])
+        if names:
+            said.append(f"{what} {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}")
     if said:
         raise ValueError(
             f"model {name!r} does not hold the weights of the causal language model that its config.json "
@@ -377,22 +354,12 @@ class RolloutModel:
 
 @torch.no_grad()
 def _with_centred_head(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The same modules but for the head, and for what leads to it."""
-    head = copy.copy(model.get_output_embeddings())
+    """The same modules but for the head."""
+    twin, head = copy.copy(model), copy.copy(model.get_output_embeddings())
+    twin._modules = dict(model._modules)
     head._parameters = {
-        name: weight if weight is None else nn.Parameter(centred_head(weight, dtype), requires_grad=False)
-        for name, weight in head._parameters.items()
+        name: each if each is None else nn.Parameter(centred_head(each, dtype), requires_grad=False)
+        for name, each in head._parameters.items()
     }
-    *path, own_name = (output_name(model) or "").split(".")
-    twin = parent = _beside(model)
-    for name in path:
-        parent._modules[name] = parent = _beside(getattr(parent, name))
-    parent._modules[own_name] = head
+    twin.set_output_embeddings(head)
     return twin
-
-
-def _beside(module: Any) -> Any:
-    """Another module of the same parts, of which some may be exchanged."""
-    other = copy.copy(module)
-    other._modules = dict(module._modules)
-    return other

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -108,11 +109,11 @@ class CheckpointFolder:
             logger.warning("checkpoint of step {} could not be written ({}); training goes on", step, error)
             self.unwritten.append(step)
             return None
-        self._attempt("flush folders", lambda: _flush(self.folder))
+        self._attempt("flush folders", partial(_flush, self.folder))
         if best:
             self._mark_best(final)
         self.to_use = final
-        self._attempt(f"hold {MODEL_FOLDER}/ as well", lambda: self._publish(final))
+        self._attempt(f"hold {MODEL_FOLDER}/ as well", partial(self._publish, final))
         self._prune(final)
         return final
 
@@ -143,13 +144,12 @@ class CheckpointFolder:
     def _flush_all(self, folder: Path) -> None:
         """To the disk, and with the usual modes: safetensors makes files for their owner alone."""
         usual = folder.stat().st_mode & 0o666
-        for path in folder.rglob("*"):
-            if path.is_file():
-                _flush(path)
-                self._attempt("change modes", lambda path=path: path.chmod(usual))  # type: ignore[misc]
+        for path in (*folder.rglob("*"), folder):
+            if path.is_dir():
+                self._attempt("flush folders", partial(_flush, path))
             else:
-                self._attempt("flush folders", lambda path=path: _flush(path))  # type: ignore[misc]
-        self._attempt("flush folders", lambda: _flush(folder))
+                _flush(path)
+                self._attempt("change modes", partial(path.chmod, usual))
 
     def _attempt(self, what: str, action: Callable[[], object]) -> None:
         """What is only nice to have: where a disk refuses it, that is said once."""
@@ -235,8 +235,8 @@ class CheckpointFolder:
 
     def mend(self) -> None:
         """What a process that was killed has left half done: folders set aside, and the mark of the best."""
-        for folder in (self.folder, self.folder.parent):
-            put_back(folder)
+        put_back(self.folder)
+        put_back(self.folder.parent)
         if (best := self.best) is not None:
             self._mark_best(best)
 

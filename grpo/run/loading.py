@@ -16,6 +16,7 @@ from grpo.distributed.shard import shard_model
 from grpo.files import shown
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import add_adapters, load_adapters, store_base
+from grpo.model.four_bits import BITSANDBYTES, quantized_by
 from grpo.model.load import (
     ModelSource,
     Policy,
@@ -24,7 +25,6 @@ from grpo.model.load import (
     load_config,
     load_for,
     load_tokenizer,
-    quantized_by,
 )
 from grpo.model.names import BASE_FOLDER, base_of, findable
 from grpo.model.reference import FrozenCopy, Reference, make_reference
@@ -68,17 +68,15 @@ def check_quantized(config: Config, model: PretrainedConfig) -> Config:
     SettingsError where its weights themselves are to be trained.
     """
     method = quantized_by(model)
-    if method is None:
-        return config
-    if not config.lora.on:
+    if method is not None and not config.lora.on:
         raise SettingsError(
             f"model is {config.model!r}, whose weights are quantized ({method}) and cannot be trained "
             "themselves: give --lora-rank 16, or the model that they were quantized from."
         )
-    if method == "bitsandbytes" and not config.lora.load_in_4bit:
-        logger.info("load_in_4bit is on: the weights of {} are quantized already", config.model)
-        return replace(config, lora=replace(config.lora, load_in_4bit=True))
-    return config
+    if method != BITSANDBYTES or config.lora.load_in_4bit:
+        return config
+    logger.info("load_in_4bit is on: the weights of {} are quantized already", config.model)
+    return replace(config, lora=replace(config.lora, load_in_4bit=True))
 
 
 def load_source(config: Config, room: Room | None = None, prompts: str | Rows | None = None) -> PromptSource:

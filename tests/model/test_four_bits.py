@@ -123,7 +123,7 @@ def test_weights_that_come_in_4_bits_train_adapters_or_not_at_all(config, load, 
     tokenizer.save_pretrained(tmp_path)
     config = dataclasses.replace(config, model=str(tmp_path), steps=1)
     with (
-        pytest.raises(SettingsError, match=r"quantized \(bitsandbytes\).* give --lora-rank"),
+        pytest.raises(SettingsError, match=r"quantized \(bitsandbytes in 4 bits\).* give --lora-rank"),
         open_run(config),
     ):
         pass
