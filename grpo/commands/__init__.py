@@ -29,7 +29,6 @@ COMMANDS = {
     "match": Command("games of a model against an engine or a model", "runs/NAME --against rook-tiny"),
     "find-max": Command("the largest batch that fits, by real steps", "--memory-limit 800MB", trains=True),
     "calculate": Command("the largest batch for a card that is not there", "--gpu rtx4090"),
-    "worth-it": Command("the batch from which more is hardly better", "--batch-size 256", trains=True),
     "sweep": Command("one model at several batch sizes", "--batch-sizes 8 32", trains=True),
     "report": Command("a run or a sweep as one page", "runs/NAME"),
     "check": Command("what this machine reaches, and what is switched off", ""),

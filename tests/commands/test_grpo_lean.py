@@ -16,7 +16,7 @@ FILES = {
     "train": "train_lean.py", "monitor": "monitor_memory.py", "evaluate": "scripts/evaluate.py",
     "find-max": "scripts/find_max_batch_size.py", "calculate": "scripts/calculate_batch_size.py",
     "sweep": "scripts/sweep_batch_sizes.py", "report": "scripts/report.py",
-    "check": "scripts/check_performance.py", "worth-it": "scripts/worth_it.py",
+    "check": "scripts/check_performance.py",
     "uci": "scripts/play.py", "match": "scripts/match.py",
 }  # fmt: skip
 

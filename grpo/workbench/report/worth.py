@@ -12,7 +12,7 @@ TITLE = "Worth it"
 
 
 def worth_section(sweep: Sweep) -> Section:
-    """Signal in a step by its noise (see `grpo.workbench.worth_it`), beside the time to what all reached."""
+    """Signal in a step by its noise (B / (B + noise scale)), beside the time to what all reached."""
     seconds = {size.batch_size: each for size in sweep.finished if (each := seconds_per_update(size))}
     scales = [size.noise_scale for size in sweep.finished if size.noise_scale]
     target = common_quality(sweep)
@@ -41,5 +41,5 @@ def worth_section(sweep: Sweep) -> Section:
         f"that and the seconds of an update sizes get on in the order {listed(predicted)}; "
         f"{'measured it is the same' if same else f'measured it is {listed(measured)}'}."
     ]
-    caption = "Progress is signal a second, in shares of the best; grpo-lean worth-it says it beforehand."
+    caption = "Progress is signal a second, in shares of the best."
     return Section(TITLE, sentences, [Table(columns, rows, caption)])
