@@ -20,6 +20,9 @@ MAX_HISTORY = 10
 PADDED = (90, 30, 40)
 UNPADDED = (0, 0, 0)
 
+BY_ROOK = {"e1h1": "e1g1", "e1a1": "e1c1", "e8h8": "e8g8", "e8a8": "e8c8"}
+"""Castling by the rook's square, and by the king's step."""
+
 _MOVE = re.compile(r"[a-h][1-8][a-h][1-8][qrbn]?")
 _NUMBER = re.compile(r"[+-]?(\d{1,9}\.\d{0,9}|\.?\d{1,9})", re.ASCII)
 _LABEL = re.compile(r"([MEB]:)")
@@ -163,7 +166,7 @@ def usual_move(board: chess.Board, text: str) -> str:
 
     Moves that come in are written so before they are compared as text.
     """
-    move = legal_move(board, text)
+    move = legal_move(board, text) if text in BY_ROOK else None
     return text if move is None else move.uci()
 
 

@@ -17,7 +17,7 @@ import chess
 
 from rewards.analysis import Analysis
 from rewards.engine import EnginePool
-from rewards.formats import PolicyCompletion, parse_policy_completion, policy_field
+from rewards.formats import BY_ROOK, PolicyCompletion, parse_policy_completion, policy_field, usual_move
 from rewards.weighted import Text, WeightedReward
 
 TOP = 5
@@ -32,13 +32,11 @@ class Position:
     fen: str
     legal: frozenset[str]
     castling: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
-    """The king's steps (e1g1) by the other way to write them (e1h1)."""
+    """Of BY_ROOK what is castling here."""
 
     @staticmethod
     def of(board: chess.Board) -> "Position":
-        castling = {
-            board.uci(move, chess960=True): board.uci(move) for move in board.generate_castling_moves()
-        }
+        castling = {text: king for text, king in BY_ROOK.items() if usual_move(board, text) == king}
         return Position(board.fen(), frozenset(move.uci() for move in board.legal_moves), castling)
 
     def usual(self, written: PolicyCompletion) -> PolicyCompletion:

@@ -23,7 +23,7 @@ NO_CHAT_TEMPLATE = (
     "model that has been tuned to chat, or prompts that are text, with --chat off."
 )
 _TEMPLATES = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
-_TEMPLATES.tests["none"] = lambda value: value in (None, "")  # what is empty comes as empty text
+_TEMPLATES.tests["none"] = lambda value: isinstance(value, str) and value == ""  # as which nothing comes
 
 Columns = Mapping[str, Any]
 

@@ -88,7 +88,8 @@ def _module(path: Path, changed_ns: int) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     there = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
-    name = path.stem if there is not None and there.origin == str(path) else f"reward_file_{path.stem}"
+    own = there is not None and there.origin is not None and Path(there.origin).resolve() == path
+    name = path.stem if own else f"reward_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(path)

@@ -18,6 +18,7 @@ from grpo.data.asking import Columns, other_columns
 from grpo.data.intake import Intake
 from grpo.prompt import Prompt
 from rewards.formats import (
+    BY_ROOK,
     MAX_HISTORY,
     environment_prompt,
     is_move,
@@ -241,17 +242,16 @@ def _environment(
     return Prompt(row_id, environment_prompt(fen, action, moves), columns)
 
 
-_BY_ROOK = {"e1h1": "e1g1", "e1a1": "e1c1", "e8h8": "e8g8", "e8a8": "e8c8"}
-
-
 def _usual_history(board: chess.Board, moves: Sequence[str]) -> list[str]:
     """Moves up to the one about to be made, as `usual_move` writes them.
 
     Those before are taken back one by one: after castling the king is there, and the rook's corner is empty.
     """
+    if not BY_ROOK.keys() & set(moves):
+        return list(moves)
     usual, earlier = [usual_move(board, text) for text in moves[-1:]], board.copy(stack=False)
     for text in reversed(moves[:-1]):
-        king = chess.Move.from_uci(_BY_ROOK.get(text, text))
+        king = chess.Move.from_uci(BY_ROOK.get(text, text))
         corner = chess.parse_square(text[2:4])
         if earlier.piece_at(corner) is None and earlier.piece_type_at(king.to_square) == chess.KING:
             text = king.uci()

@@ -38,4 +38,4 @@ def put_behind(tokenizer: Tokenizer) -> list[int]:
         tokenizer(["a"], add_special_tokens=added, verbose=False)["input_ids"][0] for added in (False, True)
     )
     places = [place for place in range(len(whole)) if whole[place : place + len(bare)] == bare]
-    return whole[places[0] + len(bare) :] if places else []
+    return whole[places[0] + len(bare) :] if bare and places else []

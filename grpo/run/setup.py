@@ -153,17 +153,7 @@ def _make_run(
         sampler = RolloutModel(policy.model, target.exact_dtype if config.shard else target.dtype)
         optimizer = make_optimizer(policy.model, config.optimizer)
     _tidy_up(device)
-    ends = " or ".join(end_names(policy.model, policy.tokenizer, config.sampling.stop_texts))
-    logger.info("completions end at {}, or after {} tokens", ends, config.sampling.max_new_tokens)
-    head_rows = policy.model.get_output_embeddings().weight.shape[0]
-    if mute := [each for each in end_tokens(policy.model, policy.tokenizer) if each >= head_rows]:
-        names = " and ".join(policy.tokenizer.convert_ids_to_tokens(mute))
-        logger.warning(
-            "the model has {} tokens and cannot write {}, which is to end a text", head_rows, names
-        )
-    if behind := put_behind(policy.tokenizer):
-        names = " ".join(policy.tokenizer.convert_ids_to_tokens(behind))
-        logger.info("the tokenizer puts {} behind a text: prompts go without it, as they are to go on", names)
+    _say_where_texts_end(policy, config)
     longest = longest_prompt(source, policy.tokenizer, config)
     work = Workload(config, target, longest, reference_device == device, world.size)
     rehearsal = rehearse(config, policy, sampler, source, monitor)
@@ -230,6 +220,24 @@ def _warn(config: Config, device: torch.device) -> None:
             "takes many times as long; give --precision fp32, or leave it auto.",
             "processor" if device.type == "cpu" else "device",
         )
+
+
+def _say_where_texts_end(policy: Policy, config: Config) -> None:
+    """Completions, by which tokens; of these what the model cannot write; and prompts, where that is open."""
+    ends = end_names(policy.model, policy.tokenizer, config.sampling.stop_texts)
+    logger.info(
+        "completions end at {}, or after {} tokens", " or ".join(ends), config.sampling.max_new_tokens
+    )
+    rows = policy.model.get_output_embeddings().weight.shape[0]
+    for token, name in zip(end_tokens(policy.model, policy.tokenizer), ends, strict=False):
+        if token >= rows:  # one that only the generation configuration names others do without
+            level = "WARNING" if token == policy.tokenizer.eos_token_id else "INFO"
+            logger.log(
+                level, "the model has {} tokens and cannot write {}, which is to end a text", rows, name
+            )
+    if behind := put_behind(policy.tokenizer):
+        names = " ".join(policy.tokenizer.convert_ids_to_tokens(behind))
+        logger.info("the tokenizer puts {} behind a text: prompts go without it, as they are to go on", names)
 
 
 def show_plans(run: Run, console: Console) -> None:

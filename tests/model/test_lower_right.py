@@ -90,6 +90,13 @@ def test_layers_with_a_window_see_no_more_than_it(masks, kind):
     assert [mask is None for mask in masks] == [False, kind == "gemma3", False]  # the second layer sees all
 
 
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_a_window_is_seen_with_a_mask_too(kind):
+    model = with_window(kind, sliding_window=8).model
+    model.set_attn_implementation("sdpa")
+    check_scorer(model, 64)
+
+
 @pytest.mark.parametrize("length", [300, 1000])
 def test_the_check_of_the_scorer_crosses_the_window_however_long_it_is(monkeypatch, length):
     """And is not misled by a pass of the model's own that makes no mask either."""

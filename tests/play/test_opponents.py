@@ -101,6 +101,12 @@ def test_an_engine_that_breaks_is_told_of_with_the_position(engine, go):
         opponent.think([Position(chess.Board(), 0)])
 
 
+def test_an_engine_may_say_what_is_no_text(engine):
+    go = r'sys.stdout.buffer.write(b"info string \xff\xfe\nbestmove a2a3\n"); sys.stdout.flush()'
+    with make_opponent(engine(go), LIMIT, 1, no_model) as opponent:
+        assert opponent.think([Position(chess.Board(), 0)])[0].move.uci() == "a2a3"
+
+
 def test_an_engine_that_hangs_is_not_waited_for_whatever_its_limit(engine, monkeypatch):
     monkeypatch.setattr(opponents, "_PATIENCE_S", 1.0)
     with (

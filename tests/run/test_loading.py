@@ -6,6 +6,7 @@ from dataclasses import replace
 import datasets
 import pandas
 import pytest
+import torch
 from conftest import CONTEXT
 from prompt_lines import ids, write_records
 from rich.console import Console
@@ -14,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from grpo.data import Prompt, load_prompts
 from grpo.data.intake import TooLong
 from grpo.data.split import heldout_fraction
+from grpo.model.load import load_policy
 from grpo.run.given import Given
 from grpo.run.interrupt import StopRequest
 from grpo.run.loading import LEAST_HELDOUT, load_source, prompt_room
@@ -183,6 +185,25 @@ def test_an_end_that_the_model_cannot_write_is_told(config, load, logged):
         pass
     (warning,) = [line for line in logged if "cannot write" in line]
     assert warning == "WARNING the model has 902 tokens and cannot write <end>, which is to end a text"
+
+
+@pytest.mark.usefixtures("made_up_plans")
+@pytest.mark.parametrize("rows", [960, 1000])
+def test_a_model_may_have_rows_that_its_tokenizer_has_no_token_for(config, load, rows):
+    """As those padded to a multiple of 64 have, and those whose embeddings were made larger: such an id may
+    be sampled, decodes to nothing, and what is saved loads as it was.
+    """
+    policy = load("llama")
+    policy.model.resize_token_embeddings(rows)
+    with torch.no_grad():  # often
+        policy.model.get_output_embeddings().weight[902:] *= 20
+    config = replace(config, steps=1, eval_interval=0)
+    with open_run(config, Given(policy.model, policy.tokenizer)) as run:
+        trainer = Trainer(run, Console(quiet=True))
+        (step,) = trainer
+    assert (step.rollout.completion_ids >= 902).any() and len(step.completions) == config.num_rows
+    saved = load_policy(str(run.folder), torch.device("cpu"), "fp32").model
+    assert torch.equal(saved.get_output_embeddings().weight, policy.model.get_output_embeddings().weight)
 
 
 ROWS = [{"prompt": "Say hello.", "limit": 3}, {"prompt": "Name a colour.", "limit": 5}]

@@ -297,6 +297,16 @@ def test_batch_size_auto_is_settled_once_and_kept(auto, fixed_process, monkeypat
         assert run.config.num_rows == 12 and run.memory.plan["learn"].rows == 12
 
 
+def test_batch_size_auto_computes_what_the_number_does_that_it_takes(auto, fixed_process, monkeypatch):
+    with open_run(auto) as run:
+        limit_to(monkeypatch, max(upper_bytes(run, phase, 12, batch_size=12) for phase in PHASES))
+    found, given = train(auto), train(dataclasses.replace(auto, batch_size=12, name="given"))
+    for file in ("model.safetensors", "trainer.safetensors"):
+        ours, theirs = (load_file(each / "checkpoints/step-000001" / file) for each in (found, given))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
 def test_batch_size_auto_wants_room_for_a_group(auto, fixed_process, monkeypatch):
     with open_run(auto) as run:
         print({p: [upper_bytes(run, p, r, batch_size=r) - GB for r in (4, 8, 12, 24)] for p in PHASES})
