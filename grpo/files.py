@@ -46,10 +46,12 @@ def take_place(new: Path, place: Path) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """What a process that was killed has set aside in `folder`, where nothing has taken its place."""
+    """What a process that was killed has set aside in `folder`; where another has its place, it goes."""
     for aside in folder.glob(f".*{_ASIDE}"):
         place = folder / aside.name.removeprefix(".").removesuffix(_ASIDE)
-        if not place.exists():
+        if place.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
             os.rename(aside, place)
 
 

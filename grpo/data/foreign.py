@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 
@@ -15,14 +15,17 @@ def process_as_it_was() -> Iterator[None]:
 
     Code that is run to be judged goes into folders of its own, and ends what takes too long by signals.
     """
-    folder, path, mask = os.open(".", os.O_RDONLY), list(sys.path), os.umask(0o077)
+    path, mask, folder = list(sys.path), os.umask(0o077), -1
     os.umask(mask)
+    with suppress(OSError):  # of a folder that is gone, or may not be read
+        folder = os.open(".", os.O_RDONLY)
     handlers, timer, defaults = _handlers(), signal.getitimer(signal.ITIMER_REAL), _torch_defaults()
     try:
         yield
     finally:
-        os.fchdir(folder)
-        os.close(folder)
+        if folder >= 0:
+            os.fchdir(folder)
+            os.close(folder)
         os.umask(mask)
         sys.path[:] = path
         signal.setitimer(signal.ITIMER_REAL, *timer)

@@ -96,6 +96,9 @@ class CheckpointFolder:
             temporary.mkdir(parents=True)
             weights, tensors = snapshot or take_snapshot(model, optimizer)
             self._save_model(model, tokenizer, temporary, weights)
+            if self._merge and has_adapters(model):
+                save_merged(model, temporary / MERGED)
+                tokenizer.save_pretrained(temporary / MERGED)
             save_file(tensors, temporary / _TENSORS)
             if reference:
                 save_file(dict(reference), temporary / _REFERENCE)
@@ -173,9 +176,6 @@ class CheckpointFolder:
         else:
             model.save_pretrained(folder, state_dict=weights, **options)
         tokenizer.save_pretrained(folder)
-        if self._merge and has_adapters(model):
-            save_merged(model, folder / MERGED)
-            tokenizer.save_pretrained(folder / MERGED)
 
     @property
     def model(self) -> Path:
