@@ -5,15 +5,13 @@ in bf16. Dropout is off in every phase. No code from the hub is ever run, no pic
 """
 
 import copy
-import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from loguru import logger
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -26,22 +24,18 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from grpo.config.groups import BUNDLED, Precision
+from grpo.config.groups import Precision
 from grpo.memory import is_out_of_memory
 from grpo.model.adapters import has_adapters, merged_weights, with_merged
 from grpo.model.cpu.feed_forward import slice_feed_forward
 from grpo.model.four_bits import compute_in, layers_in_4_bits, quantization, quantized_by
 from grpo.model.head import centred_head
-from grpo.model.hub import may_be_hub_id, out_of_reach
+from grpo.model.hub import out_of_reach
+from grpo.model.loading_errors import LOADING_ERRORS, cannot_load, check_whole
 from grpo.model.names import base_of, source_of
 from grpo.model.target import HUB_DEFAULT, Target, make_target
 
-_LOADING_ERRORS = (OSError, ValueError, KeyError, SafetensorError, ImportError)
-
 transformers_logging.disable_progress_bar()
-logging.getLogger("transformers.modeling_utils").addFilter(  # a table of what is an error of ours
-    lambda record: "LOAD REPORT" not in record.getMessage()
-)
 
 
 class Policy(NamedTuple):
@@ -116,7 +110,7 @@ def load_model(name: str, target: Target, *, in_4bit: bool = False) -> PreTraine
             model = _whole(model)
         try:
             return with_merged(model, Path(source_of(name))).eval()
-        except (*_LOADING_ERRORS, RuntimeError) as error:  # shapes of another model
+        except (*LOADING_ERRORS, RuntimeError) as error:  # shapes of another model
             raise ValueError(f"the adapters in {name!r} do not fit their base {base!r}: {error}") from error
     options: dict[str, Any] = {"device_map": {"": target.device}} if in_4bit else {}
     method = quantized_by(target.model_config)
@@ -135,41 +129,19 @@ def load_model(name: str, target: Target, *, in_4bit: bool = False) -> PreTraine
             ignore_mismatched_sizes=True,  # an error of ours
             **options,
         )
-    except _LOADING_ERRORS as error:
-        raise ValueError(_cannot_load(name, error, method)) from error
+    except LOADING_ERRORS as error:
+        raise ValueError(cannot_load(name, error, method)) from error
     except RuntimeError as error:  # as those raise that quantize, where a card or a package is missing
         if method is None or is_out_of_memory(error):
             raise
-        raise ValueError(_cannot_load(name, error, method)) from error
-    _check_whole(name, found)
+        raise ValueError(cannot_load(name, error, method)) from error
+    check_whole(name, found)
     if method is not None:  # what is not comes in the dtype it is stored in, or in that asked for
         for parameter in model.parameters():
             if parameter.dtype in (torch.bfloat16, torch.float16, torch.float32):
                 parameter.data = parameter.data.to(target.exact_dtype)
     compute_in(model, target.exact_dtype)
     return model.eval()
-
-
-def _check_whole(name: str, found: Mapping[str, Collection[Any]]) -> None:
-    """ValueError unless all weights were there and were the model's; those that are tied need not be.
-
-    found: what transformers says of the loading.
-    """
-    said = []
-    for fault, what in (
-        ("missing", "lacks"),
-        ("mismatched", "has in another shape"),
-        ("unexpected", "has besides"),
-    ):
-        names = sorted(each if isinstance(each, str) else each[0] for each in found[f"{fault}_keys"])
-        if names:
-            said.append(f"{what} {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}")
-    if said:
-        raise ValueError(
-            f"model {name!r} does not hold the weights of the causal language model that its config.json "
-            f"describes: it {'; '.join(said)}. Give the folder of a whole one, saved as such (a classifier "
-            "has no vocabulary head)."
-        )
 
 
 def load_config(name: str) -> PretrainedConfig:
@@ -180,8 +152,8 @@ def load_config(name: str) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(
             source_of(name), trust_remote_code=False, local_files_only=out_of_reach(source_of(name))
         )
-    except _LOADING_ERRORS as error:
-        raise ValueError(_cannot_load(name, error)) from error
+    except LOADING_ERRORS as error:
+        raise ValueError(cannot_load(name, error)) from error
     return _as_trained(config)
 
 
@@ -238,8 +210,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         )
         if not tokenizer("text")["input_ids"]:  # transformers makes an empty one where there are no files
             raise ValueError("there is no tokenizer in it")
-    except _LOADING_ERRORS as error:
-        raise ValueError(_cannot_load(name, error)) from error
+    except LOADING_ERRORS as error:
+        raise ValueError(cannot_load(name, error)) from error
     return _that_ends(tokenizer, name)
 
 
@@ -269,30 +241,6 @@ def end_names(
     names = tokenizer.convert_ids_to_tokens(list(ids))
     ends = [name or f"token {number}" for number, name in zip(ids, names, strict=True)]
     return [*ends, *map(repr, stops)]
-
-
-def _cannot_load(name: str, error: Exception, quantized: str | None = None) -> str:
-    """quantized: by what the weights are."""
-    if name == BUNDLED:
-        return f"the bundled model is incomplete ({error}): install again."
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if quantized is not None:
-        return (
-            f"model {name!r} has weights that are quantized ({quantized}), which cannot be loaded here "
-            f"({reason.rstrip('.')}): install what it names and give --lora-rank 16, without which such "
-            "weights cannot be trained at all, or give the model that they were quantized from."
-        )
-    if isinstance(error, ImportError):
-        return f"model {name!r} needs a package that is not installed: {reason}"
-    if Path(name).is_dir():
-        return f"model folder {name!r} does not hold a causal language model in safetensors: {reason}"
-    if not may_be_hub_id(name):
-        return f"model is {name!r}: there is no such folder."
-    return (
-        f"model {name!r} is no local folder and could not be fetched from the Hugging Face hub ({reason}). "
-        f"Two ways out: download it where there is a network (hf download {name} --local-dir FOLDER) and "
-        f"give the folder as the model, or take the bundled one, {BUNDLED}."
-    )
 
 
 def frozen_copy(model: PreTrainedModel, device: torch.device | None = None) -> PreTrainedModel:
