@@ -73,6 +73,11 @@ def check_quantized(config: Config, model: PretrainedConfig) -> Config:
             f"model is {config.model!r}, whose weights are quantized ({method}) and cannot be trained "
             "themselves: give --lora-rank 16, or the model that they were quantized from."
         )
+    if method not in (None, BITSANDBYTES) and config.lora.lora_merge:
+        raise SettingsError(
+            f"lora_merge is True, but the weights of {config.model!r} are quantized ({method}), into which "
+            "nothing can be merged here: leave it out."
+        )
     if method != BITSANDBYTES or config.lora.load_in_4bit:
         return config
     logger.info("load_in_4bit is on: the weights of {} are quantized already", config.model)

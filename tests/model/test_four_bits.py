@@ -21,6 +21,7 @@ from grpo.model.load import load_for, load_policy, save_merged
 from grpo.plan.trace import PHASES, PhaseSettings, PhaseTracer
 from grpo.run.given import Given
 from grpo.run.interrupt import StopRequest
+from grpo.run.loading import check_quantized
 from grpo.run.setup import open_run
 from grpo.scoring.micro_batches import micro_batch_logprobs
 from grpo.scoring.model_checks import made_up_batch
@@ -114,6 +115,15 @@ def test_adapters_on_top_of_merged_adapters(config, load):
             Trainer(run, Console(quiet=True)).train(StopRequest())
     assert layers_in_4_bits(run.policy.model)
     assert load_policy(str(run.folder / "checkpoints/step-000001"), CPU, "fp32").model.dtype == torch.float32
+
+
+def test_nothing_is_merged_into_weights_of_another_kind(config):
+    shape = LlamaConfig(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    merging = dataclasses.replace(config, lora=LoraSettings(lora_rank=4, lora_merge=True))
+    with pytest.raises(SettingsError, match=r"lora_merge is True, but .* quantized \(bitsandbytes\)"):
+        check_quantized(merging, shape)
+    plain = dataclasses.replace(config, lora=LoraSettings(lora_rank=4))
+    assert check_quantized(plain, shape) == plain  # and not taken for one in 4 bits
 
 
 @pytest.mark.usefixtures("made_up_plans")
