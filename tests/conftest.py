@@ -200,6 +200,15 @@ def config(model_folders: dict[str, Path], data_file: Path, tmp_path: Path) -> C
     )  # fmt: skip
 
 
+@pytest.fixture
+def quick_flags(model_folders: dict[str, Path], data_file: Path) -> list[object]:
+    """What a command is given for a run of seconds, but for its steps."""
+    return [
+        "--model", model_folders["gpt2"], "--prompts", data_file, "--heldout-share", 0.2, "--engine", "off",
+        "--batch-size", 8, "--group-size", 4, "--max-new-tokens", 8, "--eval-interval", 0,
+    ]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def frozen() -> Iterator[None]:
     """What was imported before need not be looked through at each collection, as in a training run."""

@@ -7,6 +7,8 @@ import sys
 from contextlib import nullcontext, redirect_stderr
 from typing import TYPE_CHECKING
 
+from grpo.files import shown
+
 if TYPE_CHECKING:
     from grpo.run.setup import Run
     from grpo.trainer import Trainer
@@ -26,7 +28,6 @@ def main() -> int:
     from grpo.commands.screen import print_error, screen, shortened
     from grpo.config import parse_command_line
     from grpo.data.beforehand import check_beforehand
-    from grpo.files import shown
     from grpo.run.screen import configure_logging
     from grpo.run.tracking import MEMORY_FILE, read_lines
 
@@ -109,8 +110,6 @@ def main() -> int:
 
 def how_to_load(run: "Run") -> str:
     """For whoever wants to use the model."""
-    from grpo.files import shown
-
     where = str(shown(run.checkpoints.to_use or run.checkpoints.model))
     needs = " (needs peft)" if run.config.lora.on else ""
     return (
@@ -123,8 +122,6 @@ def how_to_load(run: "Run") -> str:
 def _is_lost(run: "Run", trainer: "Trainer", go_on: str) -> bool:
     """Whether the last model is not on the disk; that is said, and what could not be written on the way."""
     from loguru import logger
-
-    from grpo.files import shown
 
     unwritten = [*trainer.journal.tracker.unwritten]
     unwritten += [f"the checkpoint of step {step}" for step in run.checkpoints.unwritten]

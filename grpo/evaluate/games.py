@@ -80,11 +80,11 @@ def play_games(
         moves = choose({game: boards[game].fen() for game in playing})
         legal = {
             game: move
-            for game, move in zip(playing, moves, strict=True)
-            if legal_move(boards[game], move) is not None
+            for game, text in zip(playing, moves, strict=True)
+            if (move := legal_move(boards[game], text)) is not None
         }
         for game, move in legal.items():
-            boards[game].push_uci(move)
+            boards[game].push(move)
             num_legal[game] += 1
         playing = [game for game in legal if not boards[game].is_game_over()]
     return num_legal

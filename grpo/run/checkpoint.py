@@ -256,8 +256,9 @@ class CheckpointFolder:
         end = folders.index(newest) + 1
         for folder in folders[end:]:  # damaged ones that a resume went back behind
             shutil.rmtree(folder, ignore_errors=True)
+        best = self.best  # which reads the state of each
         for folder in folders[:end][: -self._keep]:
-            if folder.resolve() != self.best:
+            if folder.resolve() != best:
                 shutil.rmtree(folder, ignore_errors=True)
 
 

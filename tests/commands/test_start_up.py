@@ -69,19 +69,9 @@ def test_the_help_can_be_printed_where_only_ascii_can():
     assert "--batch-size" in done.stdout and done.stdout.isascii()
 
 
-def test_a_run_needs_nobody_to_talk_to(model_folders, data_file, tmp_path):
+def test_a_run_needs_nobody_to_talk_to(quick_flags, tmp_path):
     """With its errors closed, as a service has them; ~ behind = is the home of whom it runs for."""
-    flags = [
-        "--model",
-        model_folders["gpt2"],
-        "--prompts",
-        data_file,
-        "--heldout-share",
-        0.2,
-        "--engine",
-        "off",
-    ]
-    flags += ["--batch-size", 8, "--group-size", 4, "--max-new-tokens", 8, "--eval-interval", 0, "--steps", 1]
+    flags = [*quick_flags, "--steps", 1]
     typed = shlex.join([sys.executable, str(ROOT / "train_lean.py"), *map(str, flags), "--name", "a"])
     done = subprocess.run(
         ["sh", "-c", f"exec {typed} --runs-dir=~/mine 2>&-"], cwd=tmp_path, timeout=240, text=True,

@@ -67,19 +67,9 @@ def test_a_call_that_fails_is_said_and_the_run_goes_on_to_the_same_end(straight,
         assert torch.equal(weights(again), expected)
 
 
-def test_a_last_model_that_is_not_on_the_disk_is_no_success(tmp_path, model_folders, data_file):
+def test_a_last_model_that_is_not_on_the_disk_is_no_success(tmp_path, quick_flags):
     """The command's status is 1 and says what is missing. Logs and settings fit, a model does not."""
-    flags = [
-        "--model",
-        model_folders["gpt2"],
-        "--prompts",
-        data_file,
-        "--heldout-share",
-        0.2,
-        "--engine",
-        "off",
-    ]
-    flags += ["--batch-size", 8, "--group-size", 4, "--max-new-tokens", 8, "--eval-interval", 0, "--steps", 2]
+    flags = [*quick_flags, "--steps", 2]
     done = run(_with_small_files(tmp_path), *flags, "--name", "a", "--trackers", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "the model of step 2 is not in runs/a: it could not be written; make room" in done.stderr
