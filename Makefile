@@ -1,5 +1,6 @@
 # make demo   train the bundled model for some minutes and show what it learned; make demo MINUTES=3
-# make test   lint, types and the whole test suite
+# make test   lint, types and the tests: what a change in grpo/ or rewards/ can break
+# make proof  benchmarks, rates, faults, other machines, half an hour; make proof PARTS="race leaks"
 # make TORCH_INDEX=URL demo        with another build of torch, from the index that torch's site names for it
 # make TORCH=torch==2.11.0 test    with another version
 
@@ -7,10 +8,11 @@ PYTHON ?= python3
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 TORCH_INDEX ?=
 MINUTES ?=
+PARTS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo test clean
+.PHONY: demo test proof clean
 
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py $(if $(MINUTES),--minutes $(MINUTES))
@@ -19,7 +21,10 @@ test: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
+	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8
+
+proof: .venv/installed-test
+	$(BIN)/python scripts/proof.py $(if $(PARTS),--only $(PARTS))
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -138,7 +138,8 @@ class EnvironmentReward(WeightedReward):
     }
 
     def field_of(self, component: str, completion: str) -> tuple[int, int]:
-        return environment_field(completion, *_FIELDS.get(component, (0, 4)))
+        fields = _FIELDS.get(component)
+        return environment_field(completion, *fields) if fields else (0, len(completion))
 
     def _score(
         self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.verdicts import conclude
 from rich.progress import track
 from rich.table import Table
 
@@ -35,7 +36,7 @@ class Outcome(NamedTuple):
     peak_bytes: int
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -52,6 +53,7 @@ def main() -> None:
     for name, changes in track(turns, console=screen(stderr=True)):
         outcomes[name].append(run(given, changes))
     screen(width=100).print(table(outcomes, given.model))
+    return conclude(verdicts(outcomes), screen(width=100))
 
 
 def without(kernel: str) -> Mapping[str, str]:
@@ -104,5 +106,16 @@ def table(outcomes: Mapping[str, list[Outcome]], model: str) -> Table:
     return shown
 
 
+def verdicts(outcomes: Mapping[str, list[Outcome]]) -> dict[str, bool]:
+    """What holds in any precision: in fp32 kernels save memory, not time."""
+    pairs = list(zip(outcomes["all of them"], outcomes["without any"], strict=True))
+    seconds = statistics.median(one.seconds["step"] / none.seconds["step"] for one, none in pairs)
+    peak = statistics.median(one.peak_bytes / none.peak_bytes for one, none in pairs)
+    return {
+        f"a step with all of them takes {seconds:.2f} of one without any (at most 1.25)": seconds <= 1.25,
+        f"and holds {peak:.2f} of its memory (at most 1.03)": peak <= 1.03,
+    }
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import numpy as np
 import tyro
-from benchmarks.distribution import Network, Step, measure, measured_table, project
+from benchmarks.distribution import Network, Step, measure, measured_table, project, verdicts
+from benchmarks.verdicts import conclude
 from loguru import logger
 from rich.console import Console
 
@@ -41,10 +42,10 @@ class Settings:
     """On paper: processes."""
 
 
-def main(settings: Settings) -> None:
-    console = screen(width=140)
+def main(settings: Settings) -> int:
+    console, status = screen(width=140), 0
     if settings.assumed_step_s is None:
-        step = _measure(settings, console)
+        step, status = _measure(settings, console)
     else:
         step = Step(
             settings.assumed_rows, settings.assumed_step_s,
@@ -56,9 +57,10 @@ def main(settings: Settings) -> None:
     )
     network = Network(settings.gbit * 1e9 / 8, settings.request_us * 1e-6)
     console.print(project(step, settings.sizes, network))
+    return status
 
 
-def _measure(settings: Settings, console: Console) -> Step:
+def _measure(settings: Settings, console: Console) -> tuple[Step, int]:
     measured = measure(
         settings.flags, processes=settings.processes, rounds=settings.rounds, steps=settings.steps
     )
@@ -73,10 +75,11 @@ def _measure(settings: Settings, console: Console) -> Step:
         f"{measured.summed_bytes / 2**20:.1f} MB of gradients"
     )
     row_bytes = measured.exchanged_bytes * settings.processes / measured.rows
-    return Step(measured.rows, measured.step_s[1], measured.summed_bytes, row_bytes)
+    step = Step(measured.rows, measured.step_s[1], measured.summed_bytes, row_bytes)
+    return step, conclude(verdicts(measured), console)
 
 
 if __name__ == "__main__":
     logger.remove()
     logger.add(sys.stderr, format="{message}")
-    main(tyro.cli(Settings))
+    sys.exit(main(tyro.cli(Settings)))

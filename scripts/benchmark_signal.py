@@ -5,6 +5,8 @@ python scripts/benchmark_signal.py overhead    what measuring a step's noise cos
 python scripts/benchmark_signal.py dull        what leaving out groups of equal rewards saves
 """
 
+import sys
+
 import tyro
 
 from grpo.environment import set_library_defaults
@@ -15,48 +17,60 @@ from benchmarks.signal import (  # noqa: E402
     LEAST_BATCHES,
     dull_groups,
     dull_table,
+    dull_verdicts,
     overhead_table,
+    overhead_verdicts,
     overheads,
     signal_table,
+    signal_verdicts,
     signals,
 )
+from benchmarks.verdicts import conclude  # noqa: E402
 
 from grpo.commands.screen import screen  # noqa: E402
 
 
-def cosines(batches: int = 12, rows: int = 256) -> None:
+def cosines(batches: int = 12, rows: int = 256, only: str = "") -> int:
     """About ten minutes on two cores.
 
     Args:
         batches: Disjoint ones, of each task; at least 6, for the noise scale of each half.
         rows: Completions of each.
+        only: Rewards whose name holds these words.
     """
     if batches < LEAST_BATCHES:
         raise SystemExit(
             f"--batches {batches} is too few: a noise scale takes 3 of each half; give {LEAST_BATCHES}."
         )
-    screen(width=130).print(signal_table(list(signals(batches, rows))))
+    found = list(signals(batches, rows, only))
+    screen(width=130).print(signal_table(found))
+    return conclude(signal_verdicts(found), screen(width=130))
 
 
-def overhead(rows: int = 256, repeats: int = 7) -> None:
+def overhead(rows: int = 256, repeats: int = 7) -> int:
     """About three minutes on two cores.
 
     Args:
         rows: Completions of a step.
         repeats: Pairs of passes of each kind, in turns.
     """
-    screen(width=130).print(overhead_table(list(overheads(rows, repeats)), rows))
+    found = list(overheads(rows, repeats))
+    screen(width=130).print(overhead_table(found, rows))
+    return conclude(overhead_verdicts(found), screen(width=130))
 
 
-def dull(rows: int = 256, repeats: int = 5) -> None:
+def dull(rows: int = 256, repeats: int = 5) -> int:
     """About two minutes on two cores.
 
     Args:
         rows: Completions of a step.
         repeats: Passes of each kind, in turns.
     """
-    screen(width=130).print(dull_table(dull_groups(rows, repeats), rows))
+    found = dull_groups(rows, repeats)
+    screen(width=130).print(dull_table(found, rows))
+    return conclude(dull_verdicts(found), screen(width=130))
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"cosines": cosines, "overhead": overhead, "dull": dull})
+    commands = {"cosines": cosines, "overhead": overhead, "dull": dull}
+    sys.exit(tyro.extras.subcommand_cli_from_dict(commands))

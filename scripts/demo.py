@@ -1,5 +1,6 @@
 """Train the bundled model on the bundled positions, and show what it learned: `make demo`."""
 
+import sys
 import time
 
 import tyro
@@ -14,7 +15,8 @@ def main(
     steps: int | None = None,
     batch_size: int | None = None,
     heldout: int = 360,
-) -> None:
+    must_improve: bool = False,
+) -> int:
     """Measure, train, measure again.
 
     Args:
@@ -23,6 +25,7 @@ def main(
         steps: Fewer steps than the demo's, for a quick look.
         batch_size: Completions a step in place of the demo's, likewise.
         heldout: Held-out prompts of each task that quality is measured on.
+        must_improve: End with 1 unless the sampled reward rose by more than chance.
     """
     from grpo.environment import set_library_defaults
 
@@ -77,10 +80,12 @@ def main(
     console.print(
         f"Trained for {trained / 60:.1f} minutes, {minutes:.1f} in all. All of it as a page: {page}"
     )
+    better = any((each.mode, each.name, each.verdict) == ("sampled", "reward", "better") for each in found)
+    return int(must_improve and not better)
 
 
 if __name__ == "__main__":
     from grpo.environment import restart_without_thread_cache
 
     restart_without_thread_cache()
-    tyro.cli(main)
+    sys.exit(tyro.cli(main))

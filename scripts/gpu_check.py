@@ -12,8 +12,10 @@ import tyro
 from grpo.environment import set_library_defaults
 
 
-def main(output: Path | None = None, small: bool = False, quick: bool = False) -> None:
+def main(output: Path | None = None, small: bool = False, quick: bool = False) -> int:
     """Run all parts, print them, and write them as JSON after each: what ends it early costs one part.
+
+    The exit status is 1 if one failed, or found what cannot be.
 
     Args:
         output: The JSON file; by default docs/measurements/gpu_CARD.json.
@@ -22,11 +24,13 @@ def main(output: Path | None = None, small: bool = False, quick: bool = False) -
     """
     set_library_defaults()
     import torch
-    from benchmarks.gpu_check import check_card, summary
+    from benchmarks.gpu_check import check_card, summary, verdicts
     from benchmarks.random_gpt2 import GPT2_124M, make_random_gpt2
     from benchmarks.speed import CONTENDERS, Case
+    from benchmarks.verdicts import conclude
     from loguru import logger
 
+    from grpo.commands.screen import screen
     from grpo.config import Config
     from grpo.config.groups import SamplingSettings
 
@@ -64,7 +68,8 @@ def main(output: Path | None = None, small: bool = False, quick: bool = False) -
             file.write_text(json.dumps(results, indent=1) + "\n")
     print("\n".join(summary(results)))
     print(f"written: {file}")
+    return conclude(verdicts(results), screen(width=110))
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    sys.exit(tyro.cli(main))

@@ -1,8 +1,10 @@
 """Measure and draw how keys and values grow within a rollout, for both kinds of cache."""
 
+import sys
 from pathlib import Path
 
 import tyro
+from benchmarks.verdicts import conclude
 from rich.table import Table
 
 from grpo.commands.screen import screen
@@ -15,8 +17,8 @@ def main(
     prompt_tokens: int = 60,
     new_tokens: int = 144,
     output: Path = Path("kv_growth.png"),
-) -> None:
-    """Decode the same shape with both caches, counting tensor bytes.
+) -> int:
+    """Decode the same shape with both caches, counting tensor bytes; 1 if ours is not the smaller one.
 
     Args:
         model: A GPT-2: hub id, folder, or rook-tiny.
@@ -40,7 +42,10 @@ def main(
     screen().print(table)
     draw_growth(growths, output)
     print(f"picture: {output}")
+    ours, growing = (max(growth.peak_bytes) for growth in growths)
+    sentence = f"ours holds {ours / growing:.2f} of the growing cache's peak (below 0.9)"
+    return conclude({sentence: ours < 0.9 * growing}, screen())
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    sys.exit(tyro.cli(main))

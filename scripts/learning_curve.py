@@ -1,4 +1,4 @@
-"""Does it learn? Five seeds of the demo with two controls: the table and picture of results/README.md.
+"""Does it learn? Five seeds of the demo with two controls: the table and picture of docs/measurements.md.
 
     python scripts/learning_curve.py --output runs/learning
 
@@ -14,17 +14,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tyro
 import yaml
 from benchmarks.learning import demo_config, heldout_prompts, play_untrained, train_grpo, train_supervised
 from benchmarks.learning_report import draw, report
+from benchmarks.verdicts import conclude
 from loguru import logger
 
 from grpo.commands.screen import screen
 from grpo.config import Config, from_flat
-from grpo.evaluate.quality import Quality, measure
+from grpo.evaluate.quality import MODES, Quality, measure
 from grpo.model.load import Policy, load_policy
 from grpo.model.target import choose_device
+from grpo.play.match import GAMES
 from grpo.run.screen import configure_logging
 
 SAMPLES = 4
@@ -41,8 +44,8 @@ def main(
     controls: bool = True,
     minutes: float | None = None,
     change: tuple[str, ...] = (),
-) -> None:
-    """Run what is missing, then print the table and draw learning.png.
+) -> int:
+    """Run what is missing, then print the table and draw learning.png; 1 if rate 0 has moved anything.
 
     Args:
         output: Folder of the runs, the scores and the picture.
@@ -55,7 +58,7 @@ def main(
         minutes: Limit of each run in place of the demo's, for a machine that is busy with other work.
         change: Other settings than the demo's, such as "credit=whole" "kl_coef=0.02"; give another output.
     """
-    console = screen(width=130)  # the table is for results/README.md, whatever the terminal
+    console = screen(width=130)  # the table is for docs/measurements.md, whatever the terminal
     configure_logging("WARNING", console)
     config = demo_config(
         runs_dir=output, eval_interval=0, steps=steps, batch_size=batch_size, minutes=minutes
@@ -108,6 +111,13 @@ def main(
     console.print(report(results, {name: _minutes(output / f"{name}.minutes") for name in shown}))
     draw(output, results, names, output / "learning.png")
     console.print(f"picture: {output / 'learning.png'}")
+    still = controls and all(
+        np.array_equal(scores, getattr(results["before"], mode).scores[name])
+        for mode in MODES
+        for name, scores in getattr(results["rate-0"], mode).scores.items()
+        if name != GAMES
+    )
+    return conclude({"at learning rate 0 no score moves": still} if controls else {}, console)
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -120,4 +130,4 @@ def _minutes(file: Path) -> float:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    sys.exit(tyro.cli(main))

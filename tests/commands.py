@@ -1,9 +1,13 @@
 """Scripts as they are typed, in processes of their own that need not load the libraries first.
 
 They are forked, see several_processes.py; all else is as if Python had been started. Where even that counts,
-they are started (`fresh`); that each script finds what it imports is a test of its own.
+they are started (`fresh`); that each script finds what it imports is a test of its own. What needs no process
+of its own is done in this one (`here`). Workers of the workbench are forked, too.
 """
 
+import gc
+import importlib
+import io
 import os
 import runpy
 import signal
@@ -11,12 +15,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 from conftest import untraced
+from forked import forked_workers, server
+from loguru import logger
 from several_processes import fork
 
+from grpo import waiting
 from grpo.environment import NO_THREAD_CACHE
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +45,7 @@ class Command:
         self._words = [str(ROOT / script), *map(str, arguments)]
         self._streams = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
         everything = {**os.environ, **ENVIRONMENT, **environment}
-        self._process = fork(_run, self._words, cwd, everything, self._streams, traced)
+        self._process = fork(_run, self._words, cwd, everything, self._streams, traced, server())
 
     def wait_for(self, words: str, timeout_s: float = 120) -> None:
         """Until it has said that on stderr. AssertionError if it ends before; one that does not is killed."""
@@ -48,10 +56,10 @@ class Command:
                 raise AssertionError(self._said("stderr"))
             time.sleep(0.02)
 
-    def interrupt(self) -> None:
-        """Ctrl-C."""
+    def interrupt(self, signum: int = signal.SIGINT) -> None:
+        """Ctrl-C, or another signal."""
         assert self._process.pid is not None
-        os.kill(self._process.pid, signal.SIGINT)
+        os.kill(self._process.pid, signum)
 
     def finish(self, timeout_s: float = 240) -> Ended:
         """How it ended, and all it said. One that does not end is killed."""
@@ -82,7 +90,24 @@ def fresh(script: str | Path, *arguments: object, cwd: Path, **environment: str)
     )  # fmt: skip
 
 
-def _run(words: list[str], cwd: Path, environment: dict[str, str], streams: list[Path], traced: bool) -> None:
+def here(command: str, *words: object) -> Ended:
+    """`grpo-lean command words` in this process; memory plans are made up where the test says so."""
+    typed, out, err = [f"grpo-lean {command}", *map(str, words)], io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), mock.patch("sys.argv", typed):
+        try:
+            status = importlib.import_module(f"grpo.commands.{command.replace('-', '_')}").main()
+        except SystemExit as ended:
+            status = ended.code
+    logger.remove()  # what the command has set for itself
+    waiting.show_on(None)
+    gc.unfreeze()
+    return Ended(typed, status, out.getvalue(), err.getvalue())
+
+
+def _run(
+    words: list[str], cwd: Path, environment: dict[str, str], streams: list[Path], traced: bool,
+    forks_from: dict[str, str],
+) -> None:  # fmt: skip
     for number, file in enumerate(streams, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
@@ -91,5 +116,5 @@ def _run(words: list[str], cwd: Path, environment: dict[str, str], streams: list
     os.environ.update(environment)
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).parent))
-    with nullcontext() if traced else untraced():
+    with nullcontext() if traced else untraced(), forked_workers(forks_from):
         runpy.run_path(words[0], run_name="__main__")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import chess
-from hypothesis import HealthCheck, settings
 
 from grpo.data import Prompt
 from rewards.environment import referee
@@ -23,23 +22,17 @@ from rewards.formats import (
 
 START = chess.STARTING_FEN
 BLACK_LINE = (  # a published line: B: is the lowest eval, Black is to move
-    "P: 8/1p3pk1/p5p1/4p1b1/P1B1P3/1P3P2/2r3PP/3R2K1 b - - 1 30".ljust(93)
-    + "M: g5e3 g5f4 c2c3 b7b6 g7f6 ".ljust(30)
-    + "E: 3.1 1.2 1.1 1.0 0.9 ".ljust(40)
-    + "B: g7f6"
+    f"P: {'8/1p3pk1/p5p1/4p1b1/P1B1P3/1P3P2/2r3PP/3R2K1 b - - 1 30':90}"
+    f"M: {'g5e3 g5f4 c2c3 b7b6 g7f6':27}E: {'3.1 1.2 1.1 1.0 0.9':37}B: g7f6"
 )
-ENVIRONMENT_LINE = (
-    "A: rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1+e2e4+e2e4+"
-    "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1+0.001+0+0"
-)
-QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+AFTER_E4 = "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1"
+ENVIRONMENT_LINE = f"A: {START}+e2e4+e2e4+{AFTER_E4}+0.001+0+0"
 
 
 def boards(count: int, seed: int = 0) -> list[chess.Board]:
     """Positions of random games, none over, no two alike."""
-    rng = random.Random(seed)
+    rng, board = random.Random(seed), chess.Board()
     found: dict[str, chess.Board] = {}
-    board = chess.Board()
     while len(found) < count:
         board = chess.Board() if board.is_game_over() or board.ply() > 60 else board
         board.push(rng.choice(list(board.legal_moves)))
@@ -50,9 +43,8 @@ def boards(count: int, seed: int = 0) -> list[chess.Board]:
 
 def game_lines(num_policy: int, num_environment: int, seed: int = 0) -> list[str]:
     """RookWorld lines, both tasks on the same positions, shuffled together."""
-    rng = random.Random(seed)
+    rng, lines = random.Random(seed), []
     positions = boards(max(num_policy, num_environment), seed)
-    lines = []
     for board in positions[:num_policy]:
         moves = [move.uci() for move in board.legal_moves][:5]
         evals = tuple(rng.randint(-300, 300) / 100 for _ in moves)
@@ -74,23 +66,21 @@ def parse_line(line: str) -> PolicySample | EnvironmentSample:
         moves = parse_policy_completion(label + rest)
         assert moves.well_formed, line
         return PolicySample(fen.strip(), moves.moves, moves.evals, moves.best)  # type: ignore[arg-type]
-    assert line.startswith("A:"), line
-    fen, action, history, rest = line[2:].split("+", 3)
+    fen, action, history, rest = line.removeprefix("A:").split("+", 3)
     answer = parse_environment_completion(rest)
-    assert answer.well_formed, line
-    return EnvironmentSample(
-        fen.strip(), action, tuple(history.split()),
-        answer.next_fen, answer.reward, answer.terminated, answer.truncated,  # type: ignore[arg-type]
-    )  # fmt: skip
+    assert line.startswith("A:") and answer.well_formed, line
+    told = answer.next_fen, answer.reward, answer.terminated, answer.truncated
+    return EnvironmentSample(fen.strip(), action, tuple(history.split()), *told)  # type: ignore[arg-type]
 
 
-def write(path: Path, lines: list[str]) -> str:
+def write(path: Path, rows: Iterable[Any]) -> str:
+    """A file of lines; what is no text is written as JSON."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(path)
 
 
-def write_records(path: Path, records: Iterable[Any]) -> str:
-    return write(path, [json.dumps(record) for record in records])
+write_records = write
 
 
 def ids(prompts: list[Prompt]) -> list[str]:

@@ -49,12 +49,10 @@ def size_row(batch_size: int) -> dict:
 
 
 def curve(batch_size: int, num_points: int = 40) -> list[dict]:
-    """Falls from 5.5 to a bit above the size's loss, or half as far for the size that failed."""
-    row = size_row(min(batch_size, 256))
-    last = num_points if batch_size != 512 else num_points // 8
-    end = LOSSES[min(batch_size, 256)]
+    """Falls from 5.5 to a bit above the size's loss, or an eighth as far for the size that failed."""
+    row, end = size_row(min(batch_size, 256)), LOSSES[min(batch_size, 256)]
     lines = []
-    for point in range(last + 1):
+    for point in range(1 + num_points // (8 if batch_size == 512 else 1)):
         share = point / num_points
         loss = end + (5.5 - end) * (1 - share) ** 2 / (1 + 30 * share)
         lines.append({
@@ -80,29 +78,8 @@ def write_lines(file: Path, records: list[dict]) -> None:
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-# ------------------------------------------------------------------------------------------------ runs
-
-
-def metrics(num_steps: int = 20) -> list[dict]:
-    """The reward grows by 0.01 a step from 0.5; evaluations at 0, 10 and 20, by 0.05 from 0.6."""
-    lines = [evaluation(0)]
-    for step in range(1, num_steps + 1):
-        lines.append({
-            "step": step, "reward": 0.5 + 0.01 * step, "reward_std": 0.1, "frac_reward_zero_std": 0.25,
-            "rewards/policy/mean": 0.3 + 0.01 * step, "rewards/environment/mean": 0.8,
-            "rewards/policy/best_move/mean": 0.1, "rewards/policy/format/mean": 0.9,
-            "completions/mean_length": 50.0, "completions/max_length": 90.0, "completions/min_length": 30.0,
-            "completions/clipped_ratio": 0.0, "clip_ratio/low_mean": 0.01, "clip_ratio/high_mean": 0.02,
-            "clip_ratio/region_mean": 0.03, "kl": 0.002 * step, "grad_norm": 0.7, "entropy": 0.5,
-            "skipped": 0.0, "learning_rate": 1e-5, "timing/sample_s": 1.0, "timing/score_s": 0.5,
-            "timing/learn_s": 2.0, "timing/other_s": 0.5, "step_time": 4.0, "memory/peak_gb": 0.7,
-        })  # fmt: skip
-        if step % 10 == 0:
-            lines.append(evaluation(step))
-    return lines
-
-
 def evaluation(step: int) -> dict:
+    """The reward 0.6 at first, 0.005 more each step."""
     line = {"step": step}
     for name, value in (("reward", 0.6), ("policy/legal", 0.5), ("environment/nls", 0.7)):
         mean = value + 0.005 * step
@@ -119,38 +96,41 @@ def completion(step: int, text: str, *, prompt: str = f"P: {FEN}", reward: float
     }  # fmt: skip
 
 
-def completions(step: int = 20) -> list[dict]:
-    """A legal move, an illegal one, no move; a right next position, a wrong one, none."""
-    asked = f"A: {FEN}+a4a5+a4a5+"
-    return [
-        completion(step, " M: a4a5 E: 0.3 B: a4a5", reward=1.0),
-        completion(step, " M: d4g8 E: 0.3 B: d4g8", reward=0.2),
-        completion(step, " M: <script>alert(1)</script>", reward=0.0),
-        completion(step, f"{NEXT_FEN}+0.001+0+0", prompt=asked, reward=0.9),
-        completion(step, f"{NEXT_FEN.replace('7r', 'r7')}+0.001+0+0", prompt=asked, reward=0.6),
-        completion(step, "nonsense", prompt=asked, reward=0.1),
-    ]
-
-
-def memory(num_steps: int = 20) -> list[dict]:
-    """Learning peaks highest at step 2, and was done again once at step 3."""
-    return [
-        {
-            "step": step, "phase": phase, "rows": 32, "predicted_bytes": GB,
-            "device_used_bytes": round(GB * (1.25 if (phase, step) == ("learn", 2) else 0.8)),
-            "retries": int((phase, step) == ("learn", 3)),
-        }
-        for step in range(1, num_steps + 1)
-        for phase in ("sample", "score", "learn")
-    ]  # fmt: skip
-
-
 def write_run(folder: Path, **settings: object) -> Path:
+    """20 steps. The reward grows by 0.01 a step from 0.5; evaluations at 0, 10 and 20.
+
+    Completions: a legal move, an illegal one, no move; a right next position, a wrong one, none. Learning
+    peaks highest at step 2, and was done again once at step 3.
+    """
     folder.mkdir(parents=True)
     known = {"model": "rook-tiny", "steps": 20, "batch_size": 32, "group_size": 8, "learning_rate": 1e-5,
              "kl_coef": 0.02, "reward": ["policy", "environment"], "reward_weights": []}  # fmt: skip
     (folder / "config.yaml").write_text(json.dumps(known | settings))
-    write_lines(folder / "metrics.jsonl", metrics())
-    write_lines(folder / "completions.jsonl", completions())
-    write_lines(folder / "memory.jsonl", memory())
+    lines, memory = [evaluation(0)], []
+    for step in range(1, 21):
+        lines.append({
+            "step": step, "reward": 0.5 + 0.01 * step, "reward_std": 0.1, "frac_reward_zero_std": 0.25,
+            "rewards/policy/mean": 0.3 + 0.01 * step, "rewards/environment/mean": 0.8,
+            "rewards/policy/best_move/mean": 0.1, "rewards/policy/format/mean": 0.9,
+            "completions/mean_length": 50.0, "completions/max_length": 90.0, "completions/min_length": 30.0,
+            "completions/clipped_ratio": 0.0, "clip_ratio/low_mean": 0.01, "clip_ratio/high_mean": 0.02,
+            "clip_ratio/region_mean": 0.03, "kl": 0.002 * step, "grad_norm": 0.7, "entropy": 0.5,
+            "skipped": 0.0, "learning_rate": 1e-5, "timing/sample_s": 1.0, "timing/score_s": 0.5,
+            "timing/learn_s": 2.0, "timing/other_s": 0.5, "step_time": 4.0, "memory/peak_gb": 0.7,
+        })  # fmt: skip
+        lines += [evaluation(step)] if step % 10 == 0 else []
+        memory += [{
+            "step": step, "phase": phase, "rows": 32, "predicted_bytes": GB,
+            "device_used_bytes": round(GB * (1.25 if (phase, step) == ("learn", 2) else 0.8)),
+            "retries": int((phase, step) == ("learn", 3)),
+        } for phase in ("sample", "score", "learn")]  # fmt: skip
+    write_lines(folder / "metrics.jsonl", lines)
+    write_lines(folder / "memory.jsonl", memory)
+    moves = ((" M: a4a5 E: 0.3 B: a4a5", 1.0), (" M: d4g8 E: 0.3 B: d4g8", 0.2),
+             (" M: <script>alert(1)</script>", 0.0))  # fmt: skip
+    states = ((f"{NEXT_FEN}+0.001+0+0", 0.9), (f"{NEXT_FEN.replace('7r', 'r7')}+0.001+0+0", 0.6),
+              ("nonsense", 0.1))  # fmt: skip
+    asked = ((f"P: {FEN}", moves), (f"A: {FEN}+a4a5+a4a5+", states))
+    told = [completion(20, text, prompt=p, reward=reward) for p, said in asked for text, reward in said]
+    write_lines(folder / "completions.jsonl", told)
     return folder

@@ -41,12 +41,8 @@ CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__, "sharded", "grpo.run.dry_run", "grpo.workbench.report", "tyro"])
 PATIENCE_S = 60.0
 """With a silent process, unless a test is about one: a busy machine may keep one waiting for long."""
-PLACES = {
-    "sample": (grpo.phases, "rollout"),
-    "score": (grpo.phases, "score"),
-    "learn": (grpo.phases, "accumulate_grpo"),
-    "evaluation": (grpo.phases, "score_heldout"),
-}
+PLACES = {"sample": "rollout", "score": "score", "learn": "accumulate_grpo", "evaluation": "score_heldout"}
+"""What a phase calls in grpo.phases."""
 
 
 class Ended(NamedTuple):
@@ -59,6 +55,11 @@ class Ended(NamedTuple):
 
 def in_processes(size: int, work: Callable[..., Any], *args: Any) -> list[Ended]:
     """`work(rank, *args)` in each of so many processes. TimeoutError if one runs on for minutes."""
+    return begin(size, work, *args)()
+
+
+def begin(size: int, work: Callable[..., Any], *args: Any) -> Callable[[], list[Ended]]:
+    """The same without waiting: what is returned waits for the ends."""
     port = _free_port()
     started = []
     for rank in range(size):
@@ -66,21 +67,28 @@ def in_processes(size: int, work: Callable[..., Any], *args: Any) -> list[Ended]
         process = fork(_run, theirs, rank, size, port, work, args)
         theirs.close()
         started.append((process, ours))
-    ended = []
-    for process, pipe in started:
-        try:
-            if not pipe.poll(180):
-                raise TimeoutError("a process hangs")
-            ended.append(pickle.loads(pipe.recv_bytes()))  # whole: torch would share tensors
-        except EOFError:
-            process.join(10)
-            ended.append(Ended(exit_code=process.exitcode))
-    for process, _ in started:
-        process.join(60)
-        if process.is_alive():
-            process.kill()
-            raise TimeoutError("a process hangs at its end")
+    return lambda: [_ended(process, pipe) for process, pipe in started]
+
+
+def _ended(process: BaseProcess, pipe: Connection) -> Ended:
+    try:
+        if not pipe.poll(180):
+            raise TimeoutError("a process hangs")
+        ended = pickle.loads(pipe.recv_bytes())  # whole: torch would share tensors
+    except EOFError:
+        process.join(10)
+        return Ended(exit_code=process.exitcode)
+    process.join(60)
+    if process.is_alive():
+        process.kill()
+        raise TimeoutError("a process hangs at its end")
     return ended
+
+
+def values(ended: Sequence[Ended]) -> list[Any]:
+    """What processes returned that all came to their end."""
+    assert [each.error for each in ended] == [None] * len(ended)
+    return [each.value for each in ended]
 
 
 def fork(work: Callable[..., Any], *args: Any) -> BaseProcess:
@@ -97,14 +105,9 @@ def _run(
     pipe: Connection, rank: int, size: int, port: int, work: Callable[..., Any], args: Sequence[Any]
 ) -> None:
     if size > 1:
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+        each = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        os.environ |= {name: str(number) for name, number in each.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     try:
         ended = Ended(work(rank, *args))
@@ -129,60 +132,63 @@ class Trained:
     finished: int
     fired: list[tuple[int, str]]
     """(step, phase) where this process ran out of memory on purpose."""
-    rows_learned: int
+    credit: list[torch.Tensor]
+    """The advantages of each step, of all its rows."""
+    rows_learned: list[int]
+    """Of each optimizer step, in this process."""
 
 
 def train(
     rank: int,
     config: Config,
     changes: Mapping[int, Mapping[str, Any]] | None = None,
+    *,
     faults: Sequence[tuple[int, str, int]] = (),
-    during: Callable[[int, int], None] | None = None,
+    during: Callable[[int, int], None] = lambda rank, step: None,
     stop_after: tuple[int, int] | None = None,
     patience_s: float = PATIENCE_S,
 ) -> Trained:
     """One process of a run.
 
     changes: settings of some ranks. faults: (step, phase, rank) whose first attempt runs out of memory.
-    during(rank, step): called when rewards are due. stop_after: (rank, step) that is asked to stop.
+    during(rank, step): called before each step. stop_after: (rank, step) that is asked to stop.
     """
     torch.manual_seed(0)
     config = dataclasses.replace(config, **(changes or {}).get(rank, {}))
     gradients: list[torch.Tensor] = []
     fired: list[tuple[int, str]] = []
+    credit: list[torch.Tensor] = []
+    rows: list[int] = []
     with (
         untraced(),
         mock.patch.object(grpo.distributed.heartbeat, "PATIENCE_S", patience_s),
         open_run(config) as run,
     ):
         run.optimizer.register_step_pre_hook(lambda *_: gradients.append(_flat(run, "grad")))
-        rows = []
-
         trainer = Trainer(run)
-        accumulate = trainer.phases.accumulate
+        sample, learn, accumulate = trainer.sample_and_reward, trainer.learn, trainer.phases.accumulate
 
-        def accumulate_and_count(batch: Any, settings: Any, **options: Any) -> Any:
+        def sample_and_more(step: int, prompts: Any) -> Any:
+            during(rank, step)
+            return sample(step, prompts)
+
+        def note_credit(step: int, sampled: Any, advantages: torch.Tensor, *rest: Any) -> Any:
+            credit.append(advantages)
+            return learn(step, sampled, advantages, *rest)
+
+        def note_rows(batch: Any, settings: Any, **options: Any) -> Any:
             rows.append(len(batch.advantages))
             return accumulate(batch, settings, **options)
 
-        trainer.phases.accumulate = accumulate_and_count  # type: ignore[method-assign]
+        trainer.sample_and_reward, trainer.learn = sample_and_more, note_credit  # type: ignore[method-assign]
+        trainer.phases.accumulate = note_rows  # type: ignore[method-assign]
         due = {(step, phase) for step, phase, of in faults if of == rank}
-        patches = [
-            mock.patch.object(module, name, _failing(getattr(module, name), phase, trainer, due, fired))
-            for phase, (module, name) in PLACES.items()
-        ]
-        for patch in patches:
-            patch.start()
-        if during is not None:
-            reward = run.rewards.__class__.__call__
-            mock.patch.object(
-                run.rewards.__class__, "__call__",
-                lambda self, made: (during(rank, trainer.finished + 1), reward(self, made))[1],
-            ).start()  # fmt: skip
+        for phase, name in PLACES.items():
+            failing = _failing(getattr(grpo.phases, name), phase, trainer, due, fired)
+            mock.patch.object(grpo.phases, name, failing).start()
         for step in trainer:
             trainer.stop.requested |= stop_after == (rank, step.number)
-        weights = _flat(run, "data")
-    return Trained(run.folder, gradients, weights, trainer.finished, fired, sum(rows))
+        return Trained(run.folder, gradients, _flat(run, "data"), trainer.finished, fired, credit, rows)
 
 
 def _flat(run: Any, what: str) -> torch.Tensor:
@@ -203,52 +209,33 @@ def _failing(work: Any, phase: str, trainer: Trainer, due: set[tuple[int, str]],
     return work_or_fail
 
 
-def killed_at_step_three(rank: int, step: int) -> None:
-    """The second process of two dies without a word."""
-    if (rank, step) == (1, 3):
-        os.kill(os.getpid(), signal.SIGKILL)
+def accident(kind: str, told: Path, rank: int, step: int) -> None:
+    """What happens to the second process of two in its second step.
 
-
-def stuck_at_step_two(rank: int, step: int) -> None:
-    if (rank, step) == (1, 2):
-        time.sleep(10)
-
-
-def stopped_at_step_two(rank: int, step: int) -> None:
-    """The first process, which keeps the store, is stopped for longer than the others are patient."""
-    if (rank, step) == (0, 2):
-        subprocess.Popen(["sh", "-c", f"sleep 10; kill -CONT {os.getpid()}"])
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def attacked_at_step_two(rank: int, step: int, told: Path) -> None:
-    """A stranger who knows the port writes pickles that leave a trace where one is opened."""
-    if (rank, step) != (1, 2):
+    killed: without a word, in the third step. stuck: for longer than the others wait. stopped: the first,
+    which keeps the store. attacked: a stranger who knows the port writes pickles that, opened, leave a trace.
+    """
+    if (rank, step) != {"killed": (1, 3), "stopped": (0, 2)}.get(kind, (1, 2)):
         return
-    (port,) = (each._client.port for each in gc.get_objects() if type(each) is Store)
-    garbage = (b"\x80\x04", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096))
-    for content in garbage:
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.sendall(content)
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    payload = pickle.dumps(Trap(told))
-    for number in range(1, 60):
-        store.set(f"{number}/1", b"\0\0\0\1" + payload)
-
-
-class Trap:
-    """Code that runs where it is unpickled."""
-
-    def __init__(self, told: Path) -> None:
-        self.told = told
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.told),)
-
-
-def broken_at_step_two(rank: int, step: int) -> None:
-    if (rank, step) == (1, 2):
+    if kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "broken":
         raise ValueError("the reward broke")
+    elif kind == "stuck":
+        time.sleep(15)
+    elif kind == "stopped":
+        subprocess.Popen(["sh", "-c", f"sleep 12; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        assert kind == "attacked"
+        (port,) = (each._client.port for each in gc.get_objects() if type(each) is Store)
+        for content in (b"\x80\x04", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096)):
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(content)
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        for number in range(1, 60):
+            # A pickle of `os.mkdir(told)`, to be done where it is opened.
+            store.set(f"{number}/1", b"\0\0\0\1" + f"cos\nmkdir\n(V{told}\ntR.".encode())
 
 
 def kept_together(rank: int, apart: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,6 @@
 """What may import what: the house has layers, and imports run down only."""
 
 import ast
-from pathlib import Path
 
 from commands import ROOT
 
@@ -39,10 +38,8 @@ def imports(source: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module == "grpo":
-            names += [f"grpo.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names.append(node.module)
+            names += [f"grpo.{a.name}" for a in node.names] if node.module == "grpo" else [node.module]
     return names
 
 
@@ -51,20 +48,15 @@ def runs_up(importer: str, imported: str) -> bool:
     return importer != imported and DEPTH[imported] <= DEPTH[importer]
 
 
-def files() -> list[Path]:
-    folders = [path for name in ("grpo", "rewards", "scripts") for path in (ROOT / name).rglob("*.py")]
-    return [path for path in [*folders, *ROOT.glob("*.py")] if path != ROOT / "grpo" / "__init__.py"]
-
-
 def test_imports_run_down() -> None:
+    folders = [path for name in ("grpo", "rewards", "scripts") for path in (ROOT / name).rglob("*.py")]
     up = []
-    for path in files():
+    for path in {*folders, *ROOT.glob("*.py")} - {ROOT / "grpo" / "__init__.py"}:
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         importer = room_of(name)
         assert importer is not None, f"{name} is in no layer"
-        for each in imports(path.read_text()):
-            if (room := room_of(each)) and runs_up(importer, room):
-                up.append(f"{name} imports {each}, which is not below it")
+        rooms = {each: room_of(each) for each in imports(path.read_text())}
+        up += [f"{name} imports {each}" for each, room in rooms.items() if room and runs_up(importer, room)]
     assert not up, "\n".join(up)
 
 

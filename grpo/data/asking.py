@@ -24,6 +24,8 @@ NO_CHAT_TEMPLATE = (
 )
 _TEMPLATES = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
 _TEMPLATES.tests["none"] = lambda value: isinstance(value, str) and value == ""  # as which nothing comes
+_REFUSALS = (jinja2.TemplateError, TypeError, ArithmeticError, AttributeError, LookupError)
+"""What templates raise for what they do not take, and the sandbox for what they may not do."""
 
 Columns = Mapping[str, Any]
 
@@ -76,6 +78,8 @@ class Asking:
                 asked: Any = self._template.render(_with_empty_texts(record))
             except jinja2.UndefinedError as error:
                 raise ValueError(f"prompt_template: {error.message}; there are {', '.join(record)}") from None
+            except _REFUSALS as error:
+                raise ValueError(f"prompt_template: {error}") from error
         elif (asked := record.get(column)) is None:
             raise ValueError(f"there is no `{column}`; there are {', '.join(record)}")
         if isinstance(asked, str):
@@ -114,7 +118,7 @@ class Asking:
                 f"the chat template is no Jinja template: line {error.lineno}: {error.message}; give another "
                 "--chat-template."
             ) from error
-        except (jinja2.TemplateError, TypeError) as error:  # which it raises for what it does not take
+        except _REFUSALS as error:
             raise ValueError(f"the chat template does not take it: {error}") from error
         return text
 

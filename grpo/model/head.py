@@ -12,7 +12,8 @@ def centred_head(weight: Tensor, dtype: torch.dtype) -> Tensor:
     The mean adds the same to all logits of a token, which no probability sees, but rounding does:
     GPT-2's lie near -100, where bf16 knows halves only.
     """
-    mean = weight.mean(0, dtype=torch.float32)
+    finite = weight[weight.isfinite()] if weight.dim() == 1 else weight  # a token that cannot occur has -inf
+    mean = finite.mean(0, dtype=torch.float32)
     centred = torch.empty_like(weight, dtype=dtype)
     for rows in slices.slices(len(weight), slices.CAST_ROWS):
         centred[rows].copy_(weight[rows] - mean)

@@ -1,6 +1,6 @@
 """Sampling alone, of a model of Qwen's kind: our decoders, Hugging Face's generate with both caches."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -24,8 +24,8 @@ from grpo.rollout import decoder
 from grpo.workbench.models import num_parameters
 
 _CONTENDERS: tuple[Contender, ...] = ("sampling", "generic sampling", "static", "growing")
-_BAR = 3.0
-"""Times as fast as the static cache."""
+_BAR, _LEAST = 3.0, 1.0
+"""Times as fast as the static cache: our goal, and what holds on any machine."""
 
 
 def race_decoders(rows: int, rounds: int, folder: Path) -> Outcome:
@@ -49,26 +49,26 @@ def decoding_table(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-def decoding_verdicts(outcomes: Sequence[Outcome]) -> Mapping[str, bool]:
+def decoding_verdicts(outcomes: Sequence[Outcome], *, goals: bool = True) -> dict[str, bool]:
+    bar = _BAR if goals else _LEAST
     ratios = {outcome.case.name: outcome.ratio("static")[0] for outcome in outcomes}
-    return {
-        f"{name}: {ratio:.2f} times static (bar {_BAR:g})": ratio >= _BAR for name, ratio in ratios.items()
-    }
+    return {f"{name}: {ratio:.2f} times static (bar {bar:g})": ratio >= bar for name, ratio in ratios.items()}
 
 
 class SamplingMemory(NamedTuple):
-    """Bytes of tensors beside the weights at 256 rows, and rows that fit into 8 GB with them."""
+    """Bytes of tensors beside the weights at so many rows, and rows that fit into 8 GB with them."""
 
     decoder: str
+    at_once: int
     counted: int
     predicted: float
     rows: int
 
 
-def sampling_memory() -> Iterator[SamplingMemory]:
+def sampling_memory(at_once: int = 256) -> Iterator[SamplingMemory]:
     """Of both our decoders, for the same model and lengths. GRPO's other phases are not in it."""
     setting = Setting("Qwen's kind", QWEN, kl=False)
-    shape, weights = Shape(256, 120, 128), 4 * num_parameters(QWEN)
+    shape, weights = Shape(at_once, 120, 128), 4 * num_parameters(QWEN)
     for name, refused in (("native", set()), ("generic", {QWEN.model_type})):
         with mock.patch.object(decoder, "_refused", refused), TemporaryDirectory() as folder:
             counted = own_meter(RealPhases(setting).prepare("sample", shape))
@@ -80,12 +80,20 @@ def sampling_memory() -> Iterator[SamplingMemory]:
                 lambda rows: weights + fit(shape._replace(rows=rows)) <= 8 * 2**30,  # noqa: B023
                 at_most=2**14, multiple=setting.group_size,
             )  # fmt: skip
-            yield SamplingMemory(name, counted, fit(shape), rows_in_8gb)
+            yield SamplingMemory(name, at_once, counted, fit(shape), rows_in_8gb)
 
 
 def sampling_memory_table(found: Iterable[SamplingMemory]) -> Table:
-    table = Table("decoder", "256 rows, MB counted", "predicted", "rows in 8 GB", box=box.MARKDOWN)
+    table = Table("decoder", "rows", "MB counted", "predicted", "rows in 8 GB", box=box.MARKDOWN)
     for each in found:
         sizes = (f"{size / 2**20:.0f}" for size in (each.counted, each.predicted))
-        table.add_row(each.decoder, *sizes, str(each.rows))
+        table.add_row(each.decoder, str(each.at_once), *sizes, str(each.rows))
     return table
+
+
+def memory_verdicts(found: Iterable[SamplingMemory]) -> dict[str, bool]:
+    return {
+        f"{each.decoder}: {each.predicted / each.counted - 1:+.1%} off (at most 2 %)":
+        abs(each.predicted / each.counted - 1) <= 0.02
+        for each in found
+    }  # fmt: skip

@@ -106,6 +106,15 @@ def measured_table(measured: Measured) -> Table:
     return table
 
 
+def verdicts(measured: Measured) -> dict[str, bool]:
+    ratio = float(np.median(measured.ratios))
+    return {
+        f"several processes take {ratio:.2f} times the seconds of one (at most 1.25)": ratio <= 1.25,
+        f"a row takes {measured.exchanged_bytes / measured.rows:.0f} bytes in exchanges (at most 2,000)":
+        0 < measured.exchanged_bytes <= 2000 * measured.rows,
+    }  # fmt: skip
+
+
 # -------------------------------------------------------------------------------------- on paper
 
 

@@ -27,6 +27,7 @@ from grpo.memory.budget import GB
 from grpo.memory.recovery import release_cache
 from grpo.model.load import RolloutModel, load_policy
 from grpo.model.target import choose_device, compute_dtype
+from grpo.plan.workload import SCRATCH_BYTES
 from grpo.rollout import slots
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
@@ -279,6 +280,22 @@ def summary(results: dict[str, Any]) -> list[str]:
         lines += _phase_lines(results["rows"][-1], rates)
     parts = (name for name, part in results.items() if isinstance(part, dict) and name != "rates")
     return lines + [f"{name}: {json.dumps(results[name])}" for name in parts]
+
+
+def verdicts(results: dict[str, Any]) -> dict[str, bool]:
+    """What holds on any device, of the parts that were run."""
+    parts = {name: part for name, part in results.items() if isinstance(part, dict | list)}
+    done = {name: part for name, part in parts.items() if "failed" not in part}
+    found = {f"{name} ran": name in done for name in parts}
+    phases = [phase for row in done.get("rows", ()) for phase in row["phases"].values()]
+    if phases:
+        beyond = max(phase["measured_bytes"] - 1.1 * phase["predicted_bytes"] for phase in phases)
+        found["a phase takes at most 10 % and 2 MB more than was predicted"] = beyond <= SCRATCH_BYTES
+    if "recorded steps" in done and not results["device"].startswith("CPU"):  # where nothing is recorded
+        found["recorded steps sample the same"] = done["recorded steps"]["equal"] == 1
+    if "limit" in done:
+        found["the largest batch never runs out of memory"] = done["limit"]["zero out of memory"]
+    return found
 
 
 def _phase_lines(row: dict[str, Any], rates: dict[str, float]) -> list[str]:

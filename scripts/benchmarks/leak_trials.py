@@ -133,19 +133,20 @@ def line_of(leak: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# makes {leak}"))
 
 
-def real_leaks(trials: int, seed: int) -> Iterator[str]:
-    """One line for each leak and for the clean loop: how often it was found and named."""
+def real_leaks(trials: int, seed: int) -> Iterator[tuple[str, bool]]:
+    """Of each leak and of the clean loop: how often it was found and named, and whether that is always."""
     for leak in LEAKS:
         results = [run_trial(leak, seed + trial, LEAK_STEPS) for trial in range(trials)]
         found, named = sum(each.found for each in results), sum(each.named for each in results)
-        yield f"{leak}: found {found} of {trials}, named {named} of {trials}\n{results[-1].verdict}"
+        line = f"{leak}: found {found} of {trials}, named {named} of {trials}\n{results[-1].verdict}"
+        yield line, found == named == trials
     clean = [run_trial("none", seed + trial, CLEAN_STEPS) for trial in range(trials)]
     calm = sum("no leak" in each.verdict for each in clean)
-    yield f"no leak, {CLEAN_STEPS} steps: clean {calm} of {trials}\n{clean[-1].verdict}"
+    yield f"no leak, {CLEAN_STEPS} steps: clean {calm} of {trials}\n{clean[-1].verdict}", calm == trials
 
 
-def clean_trainer(trials: int, seed: int) -> Iterator[str]:
-    """One line for each run of monitor_memory.py over the real trainer, on a model of two layers."""
+def clean_trainer(trials: int, seed: int) -> Iterator[tuple[str, bool]]:
+    """Of each run of monitor_memory.py over the real trainer, on a tiny model, and if it is clean."""
     with TemporaryDirectory() as folder:
         model = make_random_gpt2(Path(folder, "tiny"))
         for trial in range(trials):
@@ -154,4 +155,5 @@ def clean_trainer(trials: int, seed: int) -> Iterator[str]:
             command = [sys.executable, "monitor_memory.py", *words.split()]
             ended = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
             verdict = next((line for line in ended.stdout.splitlines() if "leak" in line.lower()), "died")
-            yield f"trainer, seed {seed + trial}: exit status {ended.returncode}, {verdict}"
+            line = f"trainer, seed {seed + trial}: exit status {ended.returncode}, {verdict}"
+            yield line, ended.returncode == 0

@@ -85,6 +85,12 @@ def ladder_table(rows: Sequence[tuple[str, int | None, RunOutcome]], how: How) -
 def ladder_verdicts(rows: Sequence[tuple[str, int | None, RunOutcome]]) -> dict[str, bool]:
     free = {kind: outcome.step_s or 0.0 for kind, limit, outcome in rows if limit is None}
     done = [outcome for _, _, outcome in rows if outcome.step_s]
+    said = [
+        (outcome.step_s / free[kind], outcome.times_said)
+        for kind, _, outcome in rows
+        if outcome.step_s and outcome.times_said and free.get(kind)
+    ]
+    off = max((max(real / told, told / real) for real, told in said), default=1.0)
     return {
         "no traceback": not any(outcome.traceback for _, _, outcome in rows),
         "what is not refused ends with status 0": all(outcome.status == 0 for outcome in done),
@@ -93,5 +99,6 @@ def ladder_verdicts(rows: Sequence[tuple[str, int | None, RunOutcome]]) -> dict[
             (outcome.step_s or 0.0) <= 3 * free[kind] * max(1.0, (outcome.times_said or 1) / 2)
             for kind, _, outcome in rows
         ),
+        f"what is said of a step's time is {off:.1f} times off at most (below 3)": off < 3,
         "no phase exceeds the worst case": all(outcome.within_worst for outcome in done),
     }

@@ -13,6 +13,7 @@ from rich.table import Table
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 from benchmarks.real_phases import (
+    CPU,
     RealPhases,
     Setting,
     allocator_peak,
@@ -23,6 +24,7 @@ from benchmarks.speed_work import QWEN
 from grpo.config.groups import Checkpointing
 from grpo.memory import Predictor, Shape
 from grpo.model.load import load_config
+from grpo.model.target import compute_dtype
 from grpo.plan.build import TracedFit
 from grpo.plan.trace import PHASES, PhaseTracer
 from grpo.plan.workload import resident_parts, scratch_bytes
@@ -137,9 +139,9 @@ def full_grid() -> Iterator[Cells]:
 
 
 def quick_grid() -> Iterator[Cells]:
-    """About a minute: small models, two shapes each."""
+    """About a minute: small models, two shapes each. In bf16 only where a processor has it."""
     tiny = load_config("rook-tiny")
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in dict.fromkeys((torch.float32, compute_dtype("auto", CPU))):
         setting = Setting("rook-tiny", tiny, dtype)
         yield Cells("grid", setting, (Shape(16, 60, 64), Shape(64, 20, 16)), CALIBRATION[:1])
         yield Cells(

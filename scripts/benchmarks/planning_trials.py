@@ -15,11 +15,14 @@ from rich.table import Table
 from transformers import LlamaConfig
 
 from benchmarks.memory_trials import gpt2_config
+from benchmarks.out_of_memory import replaced
 from benchmarks.real_phases import CPU, RealPhases, Setting, allocator_peak
 from grpo.config import Config
 from grpo.memory import AdaptiveMemory, Budget, DoesNotFit, MemoryMonitor, Shape
 from grpo.memory.phase import OUTSIDE
+from grpo.memory.process import NO_SLACK
 from grpo.model.load import load_config
+from grpo.plan import build
 from grpo.plan.build import make_memory
 from grpo.plan.trace import split_name
 from grpo.run.interrupt import StopRequest
@@ -158,8 +161,11 @@ def _memory(case: Case, phase: str, room: int) -> AdaptiveMemory:
         parts = memory.footprint(phase, _shape(case, 1)).parts
         return Budget(int(resident + parts[OUTSIDE]) + room, "this trial's")
 
-    memory = make_memory(work, MemoryMonitor(CPU), budget, overhead_bytes=0)
+    with replaced(build, usual_slack=lambda work, phase: NO_SLACK):  # tensors are counted, not malloc's gaps
+        memory = make_memory(work, MemoryMonitor(CPU), budget, overhead_bytes=0)
+    memory.process.learn_slack = lambda: None  # type: ignore[method-assign]
     memory.phases = {phase: replace(memory.phases[phase], parts=lambda _: {})}
+    memory.process.phases = memory.phases
     parts = memory.footprint(phase, _shape(case, 1)).parts
     resident = sum(size for name, size in parts.items() if name not in (OUTSIDE, "activations"))
     return memory

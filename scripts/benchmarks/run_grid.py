@@ -57,6 +57,16 @@ def grid_table(outcomes: Sequence[RunOutcome]) -> Table:
     return table
 
 
+def few_verdicts(outcomes: Sequence[RunOutcome]) -> dict[str, bool]:
+    """Of too few runs for shares of them."""
+    worst = max((abs(run.miss) for run in outcomes), default=0.0)
+    return {
+        f"{len(outcomes)} runs, and all end well": bool(outcomes) and not any(run.status for run in outcomes),
+        "no run exceeds its worst case": all(run.within_worst for run in outcomes),
+        f"expectations are off by {worst:.1f} half intervals at most (below 3)": worst < 3,
+    }
+
+
 def grid_verdicts(outcomes: Sequence[RunOutcome]) -> dict[str, bool]:
     done = [run for run in outcomes if run.status == 0 and run.measured_bytes]
     inside = sum(run.inside for run in done)

@@ -57,8 +57,8 @@ class Signal:
     predicted: float | None
 
 
-def signals(batches: int, rows: int) -> Iterator[Signal]:
-    """Of each reward, alone on prompts of its task."""
+def signals(batches: int, rows: int, only: str = "") -> Iterator[Signal]:
+    """Of each reward whose name holds `only`, alone on prompts of its task."""
     config = demo_config()
     policy = load_policy(config.model, choose_device("cpu"), config.precision)
     sampler = RolloutModel(policy.model, policy.target.dtype)
@@ -66,11 +66,14 @@ def signals(batches: int, rows: int) -> Iterator[Signal]:
         8 * batches * rows // config.group_size
     )
     for task, names in KINDS.items():
-        sampled = list(_sampled([each for each in prompts if each.task == task], config, policy, sampler,
-                                batches, rows))  # fmt: skip
         rewards: dict[str, WeightedReward] = {name: REWARDS[name] for name in names}
         if task == "policy":
             rewards |= {f"policy, {part}": PolicyReward("part", {part: 1.0}) for part in PARTS}
+        rewards = {name: reward for name, reward in rewards.items() if only in name}
+        if not rewards:
+            continue
+        sampled = list(_sampled([each for each in prompts if each.task == task], config, policy, sampler,
+                                batches, rows))  # fmt: skip
         for name, reward in rewards.items():
             for credit in CREDITS:
                 gradients = [_gradient(policy, config, each, reward, credit) for each in sampled]
@@ -121,7 +124,7 @@ def _learn(
 
 
 def _signal(name: str, credit: str, rows: int, gradients: Sequence[torch.Tensor]) -> Signal:
-    unit = torch.stack([gradient / gradient.norm() for gradient in gradients])
+    unit = torch.nn.functional.normalize(torch.stack(gradients))  # a batch without advantages has none: 0
     cosines = (unit @ unit.T)[tuple(torch.triu_indices(len(unit), len(unit), 1))]
     halves = gradients[: len(gradients) // 2], gradients[len(gradients) // 2 :]
     predicted = []
@@ -220,3 +223,24 @@ def overhead_table(found: Sequence[tuple[int, list[tuple[float, float]]]], rows:
             f"{(times - 1) / NOISE_INTERVAL:+.1%}",
         )  # fmt: skip
     return table
+
+
+def signal_verdicts(found: Sequence[Signal]) -> dict[str, bool]:
+    """What stands out from few batches of 256 rows: the simplest reward of transitions."""
+    return {
+        f"{each.reward}, {each.credit}: {each.cosine:.3f} is above the error, {2 * each.error:.3f}":
+        each.cosine > 2 * each.error
+        for each in found
+        if each.reward == "environment-sparse"
+    }  # fmt: skip
+
+
+def overhead_verdicts(found: Sequence[tuple[int, list[tuple[float, float]]]]) -> dict[str, bool]:
+    times = {size: median(after / before for before, after in seconds) for size, seconds in found}
+    return {f"{size} rows: {ratio:.2f} times (at most 1.2)": ratio <= 1.2 for size, ratio in times.items()}
+
+
+def dull_verdicts(found: dict[float, float]) -> dict[str, bool]:
+    times = {share: seconds / found[0.0] for share, seconds in found.items()}
+    return {f"half of the groups dull: {times[0.5]:.2f} of the time (at most 0.7)": times[0.5] <= 0.7,
+            f"three quarters: {times[0.75]:.2f} (at most 0.45)": times[0.75] <= 0.45}  # fmt: skip

@@ -27,6 +27,8 @@ from benchmarks.speed_worker import Contender, StepTime, Work
 
 Key = TypeVar("Key")
 CONTENDERS: tuple[Contender, ...] = ("ours", "trl", "trl defaults")
+ANYWHERE = 1.0, 0.8
+"""Least ratio, and most memory, on any machine: fp32 on two AVX2 cores has 1.23 and 0.68 of TRL's best."""
 WARM_UP_STEPS = 4
 """Of ours, which counts memory operation by operation in the first three; of TRL's there is one."""
 
@@ -183,12 +185,13 @@ def race_table(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-def race_verdicts(outcomes: Sequence[Outcome]) -> dict[str, bool]:
-    """Whether each bar is met, by the sentence that says so."""
+def race_verdicts(outcomes: Sequence[Outcome], *, goals: bool = True) -> dict[str, bool]:
+    """Whether each bar is met, by the sentence that says so. goals: ours; else ANYWHERE."""
     verdicts = {}
     for outcome in outcomes:
         case = outcome.case
-        for other, bar, memory_bar in zip(CONTENDERS[1:], case.bars, case.memory_bars, strict=True):
+        for other, own, memory_own in zip(CONTENDERS[1:], case.bars, case.memory_bars, strict=True):
+            bar, memory_bar = (own, memory_own) if goals else ANYWHERE
             if other in outcome.steps:
                 ratio, share = outcome.ratio(other)[0], outcome.memory_ratio(other)
                 verdicts[f"{case.name}: {ratio:.2f} times {other} (bar {bar:g})"] = ratio >= bar

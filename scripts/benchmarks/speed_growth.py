@@ -65,12 +65,11 @@ class Line:
         return found
 
 
-def measure_growth(axis: Axis) -> Line:
+def measure_growth(axis: Axis, sizes: Sequence[int], rounds: int = ROUNDS) -> Line:
     """Our steps of rook-tiny's shape, none ending early; the sizes take turns, each in its own process."""
-    sizes = GROWTH[axis]
     with TemporaryDirectory() as folder:
         model, prompts, _ = prepare("rook-tiny without end", PROMPT_TOKENS, Path(folder))
-        work = Work("ours", str(model), str(prompts), folder, steps=WARM_UP_STEPS + ROUNDS + 1)
+        work = Work("ours", str(model), str(prompts), folder, steps=WARM_UP_STEPS + rounds + 1)
         works = {}
         for size in sizes:
             own = Path(folder, str(size))
@@ -79,7 +78,7 @@ def measure_growth(axis: Axis) -> Line:
             works[size] = replace(work, folder=str(own), batch_size=batch, max_new_tokens=tokens)
         steps: dict[int, list[StepTime]] = {size: [] for size in sizes}
         with working(works) as workers:
-            for turn in range(WARM_UP_STEPS + ROUNDS):
+            for turn in range(WARM_UP_STEPS + rounds):
                 for size in sizes if turn % 2 else reversed(sizes):
                     step = workers[size].step()
                     if turn >= WARM_UP_STEPS:

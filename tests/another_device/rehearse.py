@@ -26,7 +26,7 @@ from grpo.trainer import Trainer
 
 RICH = {
     "num_iterations": 2, "refill_groups": 1, "importance_cap": 2.0, "mask_truncated": True, "kl_target": 0.01,
-    "gradient_checkpointing": "full", "reference_sync": 1,
+    "gradient_checkpointing": "full", "reference_sync": 1, "lora": LoraSettings(lora_rank=2),
 }  # fmt: skip
 
 
@@ -115,12 +115,10 @@ def rehearse(rank: int, library: Path, model: Path, prompts: Path, folder: Path)
     plain = train(on("cpu"))
     found["plain"] = here = compared(train(on(NAME), traced=True), plain)
     found["copies"] = copies_of_learning(on(NAME, train_rows=4))
-    found["rich"] = compared(train(on(NAME, **RICH)), train(on("cpu", **RICH)))
-    adapters = {"lora": LoraSettings(lora_rank=2)}
-    found["lora"] = compared(train(on(NAME, **adapters)), train(on("cpu", **adapters)))
-    stopped = dataclasses.replace(cpu, name="stopped", steps=2)
-    train(on(NAME, stopped))
-    found["resumed"] = compared(train(on(NAME, stopped, steps=3, resume=folder / "stopped")), plain)
+    rich = dataclasses.replace(cpu, name="rich", **RICH)
+    train(on(NAME, rich, steps=2))
+    resumed = train(on(NAME, rich, resume=folder / "rich"))
+    found["rich, resumed"] = compared(resumed, train(on("cpu", rich, name="rich on the CPU")))
 
     largest, small = (here["phases"][phase]["device_used_bytes"] for phase in ("learn", "update"))
 

@@ -1,29 +1,31 @@
 """The processes of a run: what they are dealt, what they tell each other, and who counts as lost."""
 
+import pickle
+import zlib
+from pathlib import Path
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
-from several_processes import in_processes
+from several_processes import begin, in_processes, values
 
-from grpo.distributed import World, heartbeat, launch, many, open_world
+from grpo.distributed import World, heartbeat, launch, many, open_world, store
+from grpo.distributed.messages import pack, unpack
 from grpo.environment import launched_processes
 from grpo.evaluate import interleave
+from grpo.types import Prompt, Rollout
 
 
-def of_size(size: int) -> list[World]:
-    worlds = [World() for _ in range(size)]
-    for rank, world in enumerate(worlds):
-        world.rank, world.size = rank, size
-    return worlds
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
-@pytest.mark.parametrize("count", [0, 1, 2, 7, 8, 64])
+@pytest.mark.parametrize(("size", "count"), [(1, 2), (2, 7), (3, 0), (3, 8), (8, 1), (8, 64)])
 def test_groups_are_dealt_once_each_as_evenly_as_can_be(size, count):
-    shares = [world.share(count) for world in of_size(size)]
+    world, shares = World(), []
+    for world.rank in range(size):
+        world.size = size
+        shares.append(world.share(count))
     assert [group for share in shares for group in share] == [*range(count)]
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert max(map(len, shares)) <= World.largest_share(of_size(size)[0], count)
+    assert max(map(len, shares)) <= world.largest_share(count)
 
 
 def test_one_process_has_nobody_to_wait_for():
@@ -33,26 +35,16 @@ def test_one_process_has_nobody_to_wait_for():
         assert world.from_main("anything", 3) == 3
         parameter = torch.nn.Parameter(torch.ones(2))
         world.sum_gradients([parameter])
-        assert parameter.grad is None
-        assert world.take_traffic() == {}
+        assert parameter.grad is None and world.take_traffic() == {}
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, (0, 1)),
-        ({"RANK": "3", "WORLD_SIZE": "4"}, (3, 4)),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, (1, 2)),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, (0, 2)),
-    ],
-)
-def test_launchers_say_who_is_who(monkeypatch, environment, expected):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert launched_processes() == expected
-
-
-def test_each_process_has_a_card_of_its_own(monkeypatch):
+def test_launchers_say_who_is_who_and_each_has_a_card_of_its_own(monkeypatch):
+    assert launched_processes() == (0, 1)
+    for place, prefix in enumerate(("", "PMI_", "OMPI_COMM_WORLD_")):
+        with monkeypatch.context() as launched:
+            launched.setenv(f"{prefix}RANK", str(place))
+            launched.setenv("WORLD_SIZE" if not prefix else f"{prefix}SIZE", "4")
+            assert launched_processes() == (place, 4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -61,49 +53,10 @@ def test_each_process_has_a_card_of_its_own(monkeypatch):
     with pytest.raises(ValueError, match=r"device is 'cuda:0'.*auto, cuda or cpu"):
         launch._device_of("cuda:0")
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ValueError, match=r"2 CUDA devices: start one for each, or give --device cpu"):
+    with pytest.raises(ValueError, match=r"2 CUDA devices.*--device cpu"):
         launch._device_of("auto")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert launch._device_of("auto") == "cpu"
-
-
-def test_gradients_are_packed_while_others_are_on_their_way(monkeypatch):
-    """Two lots at once, no more; each sum comes to its own."""
-    processes = many.Processes.__new__(many.Processes)
-    processes._traffic = {"processes/summed_bytes": 0.0}
-    flying: list[torch.Tensor] = []
-    seen = []
-
-    def send(flat: torch.Tensor, async_op: bool) -> torch.Tensor:
-        flying.append(flat)
-        seen.append(len(flying))
-        return flat
-
-    def finish(sent: torch.Tensor, what: str) -> None:
-        assert flying.pop(0) is sent
-        sent.mul_(2)
-
-    monkeypatch.setattr(many.dist, "all_reduce", send)
-    monkeypatch.setattr(many, "BUCKET_BYTES", 100)
-    monkeypatch.setattr(processes, "_finish", finish, raising=False)
-    parameters = [torch.zeros(size, requires_grad=True) for size in (10, 10, 30, 5, 12, 40)]
-    for number, parameter in enumerate(parameters[1:], 1):  # the first has none yet
-        parameter.grad = torch.full_like(parameter, number)
-    processes.sum_gradients(parameters)
-    assert [parameter.grad.unique().tolist() for parameter in parameters] == [[2 * n] for n in range(6)]
-    assert seen == [1, 2, 2, 2] and not flying
-    assert processes._traffic["processes/summed_bytes"] == 4 * 107
-
-
-def test_buckets_hold_every_gradient_once_and_no_more_than_they_may(monkeypatch):
-    monkeypatch.setattr(many, "BUCKET_BYTES", 100)
-    kinds = [(10, torch.float32), (15, torch.float32), (1, torch.float32), (2, torch.float64)]
-    tensors = [torch.full((size,), float(i), dtype=dtype) for i, (size, dtype) in enumerate(kinds)]
-    tensors.append(torch.zeros(99, dtype=torch.float64))  # by itself
-    buckets = list(many.buckets(tensors))
-    assert [tensor for bucket in buckets for tensor in bucket] == tensors
-    assert [len(bucket) for bucket in buckets] == [2, 1, 1, 1]
-    assert not list(many.buckets([]))
 
 
 class FakeStore(dict):
@@ -114,21 +67,17 @@ class FakeStore(dict):
 def test_a_process_is_lost_when_its_heart_is_silent_for_too_long(monkeypatch):
     now = 0.0
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
-    store = FakeStore({"beat/1": b"1", "beat/2": b"1"})
-    listener = heartbeat.Listener(store)
+    beats = FakeStore({"beat/1": b"1", "beat/2": b"1"})
+    listener = heartbeat.Listener(beats)
     for now in np.arange(0.0, 40.0, 2.0):
-        store["beat/1"] = str(now).encode()
+        beats["beat/1"] = str(now).encode()
         trouble = listener.trouble([1, 2])
         assert trouble == (None if now <= 20 else (2, "is lost: no sign of life for 20 seconds"))
-    store["gone/1"] = b"failed: ValueError: too hot"  # what is said goes before what is guessed
+    beats["gone/1"] = b"failed: ValueError: too hot"  # what is said goes before what is guessed
     assert listener.trouble([1, 2]) == (1, "failed: ValueError: too hot")
-
-
-def test_who_has_not_listened_for_a_while_begins_anew(monkeypatch):
-    times = iter((0.0, 60.0, 62.0, 64.0))
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: next(times))
-    listener = heartbeat.Listener(FakeStore({"beat/1": b"1"}))
-    assert [listener.trouble([1]) for _ in range(4)] == [None] * 4
+    del beats["gone/1"]
+    for now in (100.0, 102.0, 104.0):  # who has not listened for a while begins anew
+        assert listener.trouble([1]) is None, now
 
 
 def test_interleaved_scores_are_in_the_order_of_the_prompts():
@@ -142,33 +91,36 @@ def test_interleaved_scores_are_in_the_order_of_the_prompts():
 
 
 def tell(rank: int) -> tuple:
-    """Messages of many sizes, a sum of unequal gradients, and a copy of the first one's tensor."""
-    with open_world("cpu", wait_minutes=1) as (world, device):
+    """Messages of many sizes, sums of unequal gradients, and a copy of the first one's tensor.
+
+    Gradients are packed into five lots of one kind and at most 100 bytes, or of a larger one alone; of lots
+    no more than two are on their way at once.
+    """
+    with open_world("cpu", wait_minutes=1) as (world, device), mock.patch.object(many, "BUCKET_BYTES", 100):
         random = np.random.default_rng(rank).bytes(9 * 2**20)  # does not compress: three parts
         large = world.exchange("much", random)
         assert [len(each) for each in large] == [len(random)] * 3
         assert large[rank] == random and large[0] != large[1]
         small = [world.exchange("little", (rank, step)) for step in range(20)]
-        parameters = [torch.nn.Parameter(torch.zeros(3, 2)), torch.nn.Parameter(torch.zeros(5))]
-        if rank:
-            parameters[0].grad = torch.full((2, 3), float(rank)).T  # not contiguous
-        world.sum_gradients(parameters)
+        shapes = (5, 2), (10, 1), (6, 5), (5, 1), (12, 1), (40, 1)
+        kinds = {(5, 1): torch.float64}  # which would fit into a lot with the next
+        parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=kinds.get(shape))) for shape in shapes]
+        for number, parameter in enumerate(parameters[:-1], 1):  # of the last nobody has any
+            if rank:
+                parameter.grad = torch.full_like(parameter.T, rank * number).T  # not contiguous
+        order = mock.Mock()
+        with (
+            mock.patch.object(many.dist, "all_reduce", wraps=many.dist.all_reduce) as send,
+            mock.patch.object(world, "_finish", wraps=world._finish) as wait,
+        ):
+            order.attach_mock(send, "send")
+            order.attach_mock(wait, "wait")
+            world.sum_gradients(parameters)
+        assert "".join(call[0][0] for call in order.mock_calls) == "sswswswsww"  # sent, waited for
         own = torch.full((2, 2), float(rank)).T
         world.copy_from_main([own])
-        traffic = world.take_traffic()
-        return device, small, [p.grad.tolist() for p in parameters], own.tolist(), traffic, world.sharing
-
-
-def test_processes_tell_each_other_everything():
-    for ended in in_processes(3, tell):
-        assert ended.error is None
-        device, small, gradients, own, traffic, sharing = ended.value
-        assert device == "cpu" and sharing == 3
-        assert small == [[(rank, step) for rank in range(3)] for step in range(20)]
-        assert gradients == [[[3.0, 3.0]] * 3, [0.0] * 5]
-        assert own == [[0.0, 0.0]] * 2
-        assert traffic["processes/exchanged_bytes"] > 9 * 2**20
-        assert traffic["processes/summed_bytes"] == 4 * 11
+        sums = [p.grad.unique().tolist() for p in parameters]
+        return device, small, sums, own.tolist(), world.take_traffic(), world.sharing
 
 
 def out_of_step(rank: int) -> None:
@@ -176,7 +128,70 @@ def out_of_step(rank: int) -> None:
         world.exchange("this" if rank else "that", None)
 
 
-def test_processes_that_are_not_in_step_notice():
-    first, second = in_processes(2, out_of_step)
+def test_processes_tell_each_other_everything_and_notice_who_is_not_in_step():
+    unlike = begin(2, out_of_step)
+    for device, small, sums, own, traffic, sharing in values(in_processes(3, tell)):
+        assert device == "cpu" and sharing == 3
+        assert small == [[(rank, step) for rank in range(3)] for step in range(20)]
+        assert sums == [[3.0], [6.0], [9.0], [12.0], [15.0], [0.0]]
+        assert own == [[0.0, 0.0]] * 2
+        assert traffic["processes/exchanged_bytes"] > 9 * 2**20
+        assert traffic["processes/summed_bytes"] == 4 * (107 + 5)
+    first, second = unlike()
     assert "has come to this when this process came to that" in first.error
     assert second.error is not None
+
+
+def test_values_come_back_as_they_were():
+    for value in (
+        None, True, 3, -(10**40), 0.1, float("inf"), "\u2190 \ud800", b"\0\xff", Path("a/b"), (), [], {},
+        ("what", [1, (2.5, None)]), {"a": {1: [2]}, (1, 2): "tuple"},
+    ):  # fmt: skip
+        back = unpack(pack(value))
+        assert back == value and type(back) is type(value)
+    for dtype in (torch.float64, torch.bfloat16, torch.bool, torch.int64):
+        for shape in ((), (0,), (2, 0), (3, 2)):
+            value = (torch.rand(shape) * 9).to(dtype)
+            for given in (value, value.T if value.ndim == 2 else value):
+                back = unpack(pack(given))
+                assert back.dtype == dtype and torch.equal(back, given)
+    texts, ones = ["a", "\ud800"], torch.ones(2, 3)
+    made = Rollout([], [[1, 2]], ones.long(), ones[:, 0].long(), ones[:, 0].bool(), ones / 3, texts)
+    array = np.arange(6.0).reshape(2, 3).T
+    first, second, back = unpack(pack([array, np.int64(3), made]))
+    assert np.array_equal(first, array) and first.flags.writeable and second == 3
+    assert isinstance(back, Rollout) and back.completions == texts
+    assert torch.equal(back.sampler_logp, made.sampler_logp)
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, np.array([object()]), Prompt("1", "P:", {}), print])
+def test_what_is_none_of_these_is_refused_before_it_is_sent(value):
+    with pytest.raises(TypeError, match="cannot tell each other"):
+        pack(value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", pickle.dumps(print), zlib.compress(b""), zlib.compress(pickle.dumps(print)),
+        pack([1, 2])[:-3],
+        *(zlib.compress(len(head).to_bytes(4, "big") + head) for head in (
+            b'{"record": ["os.system", ["true"]]}', b'{"tensor": ["load", [1]]}', b'{"bytes": 5}',
+            b'{"tensor": ["int64", [99]]}', b'{"array": ["|O", [1]]}', b'{"new": 1}', b'{"a": 1, "b": 2}',
+            b"[" * 100_000,
+        )),
+    ],
+)  # fmt: skip
+def test_what_is_no_message_is_a_value_error(content):
+    with pytest.raises(ValueError, match=r"."):
+        unpack(content)
+
+
+def test_the_store_listens_where_others_know_it():
+    for host, here, addresses in (
+        ("127.0.0.1", True, ("127.0.0.1",)), ("localhost", True, ("127.0.0.1", "::1")),
+        ("localhost", False, ("0.0.0.0",)),  # as a cluster may tell its first machine
+        ("192.0.2.1", False, ("0.0.0.0",)),  # not this machine's
+    ):  # fmt: skip
+        with store._listen(host, everyone_is_here=here) as listening:
+            assert listening.getsockname()[0] in addresses

@@ -1,58 +1,28 @@
 """Our loss, its gradient and its metrics against TRL's own `GRPOTrainer._compute_loss`.
 
-A real trainer with a tiny model; where log-probs are given, only the model's forward is replaced.
+A real trainer with a tiny model in float64; where log-probs are given, only the model's forward is replaced.
 """
 
 from collections import defaultdict
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
-import trl
 from accelerate.state import AcceleratorState, GradientState
+from benchmarks.trl_cases import LENGTH, Case, Stock, make
 from conftest import places
-from datasets import Dataset
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from grpo.learning.loss import (
-    LossSettings,
-    finish_metrics,
-    grpo_loss,
-    loss_counts,
-    truncated_importance_weights,
-)
+from grpo.config.groups import LossSettings
+from grpo.learning.loss import finish_metrics, grpo_loss, loss_counts, truncated_importance_weights
 from grpo.scoring.logprobs import completion_logprobs
 
-R, C, MAX_LENGTH = 6, 7, 9
+R, C = 6, LENGTH
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory):
-    vocabulary = {"<eos>": 0, **{letter: i for i, letter in enumerate("abcdefg", start=1)}}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="a")), eos_token="<eos>", pad_token="<eos>"
-    )
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=8, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
-        )
-    )
-    with torch.no_grad():  # a fresh GPT-2 is close to uniform, which would hide mistakes
-        model.transformer.wte.weight.normal_(std=0.7)
-    arguments = trl.GRPOConfig(
-        output_dir=str(tmp_path_factory.mktemp("trl")), use_cpu=True, bf16=False, report_to="none",
-        gradient_checkpointing=False, disable_dropout=True, per_device_train_batch_size=R,
-        num_generations=R, max_completion_length=MAX_LENGTH,
-    )  # fmt: skip
-    made = trl.GRPOTrainer(
-        model=model,
-        args=arguments,
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        train_dataset=Dataset.from_dict({"prompt": ["a"] * R}),
-        processing_class=tokenizer,
-    )
+def trainer():
+    made = make(Stock, Case())
     made.current_gradient_accumulation_steps = 1  # `train` sets it
     yield made
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -76,10 +46,14 @@ def trl_loss(trainer, settings, inputs):
     return loss, {name: value for name, (value,) in trainer._metrics["train"].items()}
 
 
-def given_logps(monkeypatch, trainer, logp):
-    """Let the trainer's forward give these log-probs, and an entropy of 1."""
-    answer = (logp, torch.ones_like(logp), None)
-    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", lambda *_, **__: answer)
+def step_of(completion_ids, mask, advantages, old, ref):
+    """A step as TRL is given it, with prompts of two tokens."""
+    two = torch.ones(R, 2, dtype=torch.long)
+    return {
+        "prompt_ids": two, "prompt_mask": two, "completion_ids": completion_ids, "advantages": advantages,
+        "completion_mask": mask.long(), "old_per_token_logps": old, "ref_per_token_logps": ref,
+        "num_items_in_batch": mask.sum(),
+    }  # fmt: skip
 
 
 def ragged_step():
@@ -98,16 +72,8 @@ def ragged_step():
 def compare(monkeypatch, trainer, settings, *, on_policy=False, sampler=None):
     """Assert that loss, gradient and metrics are equal; return the metrics."""
     logp, old, ref, advantages, mask = ragged_step()
-    inputs = {
-        "prompt_ids": torch.ones(R, 2, dtype=torch.long),
-        "prompt_mask": torch.ones(R, 2, dtype=torch.long),
-        "completion_ids": torch.ones(R, C, dtype=torch.long),
-        "completion_mask": mask.long(),
-        "advantages": advantages,
-        "old_per_token_logps": None if on_policy else old,
-        "ref_per_token_logps": ref,
-        "num_items_in_batch": mask.sum(),
-    }
+    ones = torch.ones(R, C, dtype=torch.long)
+    inputs = step_of(ones, mask, advantages, None if on_policy else old, ref)
     weights = None
     if sampler is not None:
         weights = truncated_importance_weights(old, sampler, mask, cap=1.3)
@@ -115,14 +81,15 @@ def compare(monkeypatch, trainer, settings, *, on_policy=False, sampler=None):
         inputs["importance_sampling_ratio"] = torch.exp((old - sampler) * mask).clamp(max=1.3)
 
     theirs = logp.clone().requires_grad_()
-    given_logps(monkeypatch, trainer, theirs)
+    answer = theirs, torch.ones_like(logp), None  # of the model's forward: these, and an entropy of 1
+    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", lambda *_, **__: answer)
     their_loss, their_metrics = trl_loss(trainer, settings, inputs)
     their_loss.backward()
 
     ours = logp.clone().requires_grad_()
     loss, sums = grpo_loss(
         ours, inputs["old_per_token_logps"], ref if settings.kl_coef else None, advantages, mask,
-        counts=loss_counts(mask, MAX_LENGTH), settings=settings, importance_weights=weights,
+        counts=loss_counts(mask, LENGTH), settings=settings, importance_weights=weights,
     )  # fmt: skip
     loss.backward()
 
@@ -135,48 +102,38 @@ def compare(monkeypatch, trainer, settings, *, on_policy=False, sampler=None):
     return metrics
 
 
+EVERY = list(product(("grpo", "dapo", "dr_grpo", "cispo"), ("token", "sequence")))
+KLS = (0.0, True), (0.04, True), (0.04, False)
+
+
 @pytest.mark.parametrize("on_policy", [False, True])
-@pytest.mark.parametrize(("kl_coef", "correction"), [(0.0, True), (0.04, True), (0.04, False)])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo"])
-def test_loss_gradient_and_metrics(monkeypatch, trainer, loss_type, level, kl_coef, correction, on_policy):
+@pytest.mark.parametrize(("loss_type", "level"), EVERY)
+def test_loss_gradient_and_metrics(monkeypatch, trainer, loss_type, level, on_policy):
+    """Each loss and level with two of the three KLs, and each KL with every loss."""
+    kl_coef, correction = KLS[(EVERY.index((loss_type, level)) + on_policy) % 3]
     settings = LossSettings(
-        loss_type=loss_type,
-        importance_level=level,
-        kl_coef=kl_coef,
-        kl_correction=correction,
+        loss_type=loss_type, importance_level=level, kl_coef=kl_coef, kl_correction=correction,
         clip_range_high=1.1 if loss_type == "cispo" else 0.28,
-    )
+    )  # fmt: skip
     metrics = compare(monkeypatch, trainer, settings, on_policy=on_policy)
     clipped = [value for name, value in metrics.items() if name.endswith(("_mean", "cispo_clip_ratio"))]
     assert all((share > 0) != on_policy for share in clipped)  # the clips were really reached
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_one_clip_range_for_both_sides(monkeypatch, trainer, level):
-    compare(monkeypatch, trainer, LossSettings(importance_level=level))
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-def test_dual_clip_is_delta(monkeypatch, trainer, loss_type, level):
-    settings = LossSettings(loss_type=loss_type, importance_level=level, dual_clip=1.21)
-    metrics = compare(monkeypatch, trainer, settings)
-    assert level == "sequence" or metrics["clip_ratio/dual_mean"] > 0
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo"])
-def test_truncated_importance_weights(monkeypatch, trainer, loss_type, level):
+@pytest.mark.parametrize(("loss_type", "level"), EVERY)
+def test_truncated_importance_weights_one_clip_range_and_dual_clip(monkeypatch, trainer, loss_type, level):
     _, old, *_ = ragged_step()
     sampler = old + 0.5 * torch.randn(R, C, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     cap = 5.0 if loss_type == "cispo" else None  # TRL's default would be a cap of 0.2
     settings = LossSettings(loss_type=loss_type, importance_level=level, clip_range_high=cap)
     compare(monkeypatch, trainer, settings, sampler=sampler)
+    if loss_type != "cispo":
+        metrics = compare(monkeypatch, trainer, replace(settings, dual_clip=1.21))  # which is TRL's delta
+        assert level == "sequence" or metrics["clip_ratio/dual_mean"] > 0
 
 
 def test_parameter_gradients_through_the_model_and_the_chunked_head(trainer):
-    """Nothing replaced: TRL's forward, head and loss against our head and loss. It computes these in fp32."""
+    """TRL's forward, a plain head and TRL's loss against our head and loss."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(8, (R, 2 + C), generator=generator)
     _, _, _, advantages, mask = ragged_step()
@@ -184,25 +141,16 @@ def test_parameter_gradients_through_the_model_and_the_chunked_head(trainer):
     settings = LossSettings(kl_coef=0.04)
     model = trainer.model.train()
 
-    def completion_hidden():
-        return model.transformer(input_ids=ids, attention_mask=attention).last_hidden_state[:, 1:-1]
+    def scored():
+        hidden = model.transformer(input_ids=ids, attention_mask=attention).last_hidden_state[:, 1:-1]
+        head = model.lm_head.weight
+        return completion_logprobs(hidden, head, ids[:, 2:], places(mask), chunk_tokens=4, entropy=True)
 
     with torch.no_grad():
-        logp, entropy = completion_logprobs(
-            completion_hidden(), model.lm_head.weight, ids[:, 2:], places(mask), chunk_tokens=4, entropy=True
-        )
+        logp, entropy = scored()
     old = logp + 0.3 * torch.randn(R, C, generator=generator)
     ref = logp + 0.3 * torch.randn(R, C, generator=generator)
-    inputs = {
-        "prompt_ids": ids[:, :2],
-        "prompt_mask": attention[:, :2],
-        "completion_ids": ids[:, 2:],
-        "completion_mask": attention[:, 2:],
-        "advantages": advantages.float(),
-        "old_per_token_logps": old,
-        "ref_per_token_logps": ref,
-        "num_items_in_batch": mask.sum(),
-    }
+    inputs = step_of(ids[:, 2:], mask, advantages, old, ref) | {"prompt_ids": ids[:, :2]}
 
     def gradients(loss):
         model.zero_grad()
@@ -211,13 +159,9 @@ def test_parameter_gradients_through_the_model_and_the_chunked_head(trainer):
 
     their_loss, their_metrics = trl_loss(trainer, settings, inputs)
     theirs = gradients(their_loss)
-    logp, _ = completion_logprobs(
-        completion_hidden(), model.lm_head.weight, ids[:, 2:], places(mask), chunk_tokens=4
-    )
-    loss, _ = grpo_loss(
-        logp, old, ref, advantages, mask, counts=loss_counts(mask, MAX_LENGTH), settings=settings
-    )
+    counts = loss_counts(mask, LENGTH)
+    loss, _ = grpo_loss(scored()[0], old, ref, advantages, mask, counts=counts, settings=settings)
     ours = gradients(loss)
-    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-5)
-    assert (ours - theirs).norm() < 1e-5 * theirs.norm()
-    assert (entropy.sum() / mask.sum()).item() == pytest.approx(their_metrics["entropy"], rel=1e-5)
+    assert loss.item() == pytest.approx(their_loss.item(), rel=1e-10)
+    assert (ours - theirs).norm() < 1e-10 * theirs.norm()
+    assert (entropy.sum() / mask.sum()).item() == pytest.approx(their_metrics["entropy"], rel=1e-10)

@@ -1,17 +1,17 @@
-import dataclasses
+"""A step happens whole or not at all, and what is not finite is none."""
+
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
+from whole_runs import metrics_of, train
 
 from grpo.config.groups import OptimizerSettings
 from grpo.data.reward_functions import Scores
 from grpo.learning.step import Diverged, Stepper
-from grpo.run.interrupt import StopRequest
-from grpo.run.setup import open_run
-from grpo.run.tracking import METRICS_FILE, read_lines
 from grpo.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
@@ -21,7 +21,7 @@ def make(max_grad_norm: float = 0.0) -> tuple[nn.Linear, Stepper]:
     """A weight of two numbers, [1, 2], under plain gradient descent at rate 0.1."""
     model = nn.Linear(2, 1, bias=False)
     model.weight.data = torch.tensor([[1.0, 2.0]])
-    return model, Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm)
+    return model, Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm, num_rows=32)
 
 
 def giving(model: nn.Linear, gradient: tuple[float, float], **metrics: float):
@@ -36,46 +36,50 @@ def giving(model: nn.Linear, gradient: tuple[float, float], **metrics: float):
 
 
 def test_a_step_applies_the_accumulated_gradient_and_forgets_it():
+    """What was in .grad before is no part of it."""
     model, stepper = make()
+    model.weight.grad = torch.tensor([[100.0, 100.0]])
     metrics = stepper.step(giving(model, (3.0, 4.0), kl=0.1))
     assert torch.allclose(model.weight, torch.tensor([[0.7, 1.6]]))
     assert metrics == {"loss": 0.5, "kl": 0.1, "grad_norm": pytest.approx(5.0), "skipped": 0.0}
     assert model.weight.grad is None
-
-
-def test_what_was_in_grad_before_is_no_part_of_a_step():
-    model, stepper = make()
-    model.weight.grad = torch.tensor([[100.0, 100.0]])
-    stepper.step(giving(model, (3.0, 4.0)))
-    assert torch.allclose(model.weight, torch.tensor([[0.7, 1.6]]))
-
-
-def test_gradients_are_clipped_to_their_global_norm():
-    """Norm 5 scaled to 1: (0.6, 0.8). The norm before clipping is what is reported."""
+    # Clipped to a norm of 1: (0.6, 0.8). The norm before is what is reported; below it nothing changes.
     model, stepper = make(max_grad_norm=1.0)
-    metrics = stepper.step(giving(model, (3.0, 4.0)))
+    assert stepper.step(giving(model, (3.0, 4.0)))["grad_norm"] == pytest.approx(5.0)
     assert torch.allclose(model.weight, torch.tensor([[0.94, 1.92]]))
-    assert metrics["grad_norm"] == pytest.approx(5.0)
-    stepper.step(giving(model, (0.3, 0.4)))  # below: left as it is
+    stepper.step(giving(model, (0.3, 0.4)))
     assert torch.allclose(model.weight, torch.tensor([[0.91, 1.88]]))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("where", ["loss", "kl", "gradient"])
-@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("where", "value", "max_grad_norm"),
+    [
+        ("loss", math.nan, 0.0), ("loss", math.inf, 1.0), ("kl", math.nan, 1.0), ("kl", -math.inf, 0.0),
+        ("grad_norm", math.nan, 0.0), ("grad_norm", math.inf, 1.0),
+    ],
+)  # fmt: skip
 def test_a_step_that_is_not_finite_is_skipped_counted_and_reported(logged, value, where, max_grad_norm):
     model, stepper = make(max_grad_norm)
-    gradient = (value, 4.0) if where == "gradient" else (3.0, 4.0)
-    metrics = stepper.step(giving(model, gradient, **({where: value} if where != "gradient" else {})))
+    broken = ((value, 4.0), {}) if where == "grad_norm" else ((3.0, 4.0), {where: value})
+    metrics = stepper.step(giving(model, broken[0], **broken[1]))
     assert torch.equal(model.weight, torch.tensor([[1.0, 2.0]]))
     assert model.weight.grad is None
     assert metrics["skipped"] == 1.0 and stepper.num_skipped == 1
-    name = "grad_norm" if where == "gradient" else where
-    assert any(f"step skipped: {name} is " in line and "1 skipped" in line for line in logged)
+    assert any(f"step skipped: {where} is " in line and "1 skipped" in line for line in logged)
+
+
+def test_the_gradients_noise_is_measured_and_then_kept_and_parts_are_no_metrics():
+    """By hand: 25 is the whole's square, and (25 / 2 - 7) / (1/2 - 1/4) = 22 without the noise."""
+    model, stepper = make()
+    half = {"part/share": 0.5, "part/share_squared": 0.25, "part/squared": 7.0}
+    for parts in (half, {}):  # not every step measures
+        metrics = stepper.step(giving(model, (3.0, 4.0), **parts))
+        assert metrics["gradient/noise_scale"] == pytest.approx(32 * (25 / 22 - 1))
+        assert not any(name.startswith("part/") for name in metrics) and stepper.noise.measured == 1
 
 
 def test_adams_moments_do_not_move_either():
-    model = nn.Linear(2, 1, bias=False)
+    model, _ = make()
     optimizer = torch.optim.AdamW(model.parameters())
     stepper = Stepper(model, optimizer, 1.0)
     stepper.step(giving(model, (3.0, 4.0)))
@@ -95,14 +99,8 @@ def test_three_in_a_row_end_the_run_two_do_not():
         stepper.step(bad)
     assert stepper.num_skipped == 5
     assert torch.allclose(model.weight, torch.tensor([[0.7, 1.6]]))
-
-
-def test_a_run_that_diverged_before_does_so_again_at_once():
-    """The count is restored from the checkpoint: a fourth in a row is no fresh start."""
-    model, stepper = make()
-    stepper.skipped_in_a_row = 3
-    with pytest.raises(Diverged, match="4 steps in a row"):
-        stepper.step(giving(model, (3.0, 4.0), loss=math.nan))
+    with pytest.raises(Diverged, match="4 steps in a row"):  # a count from a checkpoint is no fresh start
+        stepper.step(bad)
 
 
 def test_an_exception_in_the_middle_leaves_the_weights():
@@ -119,52 +117,51 @@ def test_an_exception_in_the_middle_leaves_the_weights():
     assert torch.allclose(model.weight, torch.tensor([[0.7, 1.6]]))
 
 
-# ------------------------------------------------------------------------------------- in a whole run
+def noting(seen: list, prepare: Callable[[Trainer], object]) -> Callable[[Trainer], None]:
+    """For `train`: prepares, and notes the trainer and its weights before the first step."""
+
+    @torch.no_grad()
+    def prepare_and_note(trainer: Trainer) -> None:
+        prepare(trainer)
+        seen.extend((trainer, [p.clone() for p in trainer.model.parameters()]))
+
+    return prepare_and_note
 
 
-@pytest.mark.parametrize("num_iterations", [1, 4])
-def test_a_model_whose_logits_are_nan_ends_with_diverged_and_a_checkpoint(config, logged, num_iterations):
+def test_a_model_whose_logits_are_nan_ends_with_diverged_and_a_checkpoint(config, logged):
     """Weights that are finite but absurd: sampling survives them, three steps are skipped, then the end.
 
     One bad rollout is one skipped step, however often it would be learned from.
     """
-    config = dataclasses.replace(config, steps=9, checkpoint_interval=0, eval_interval=0)
-    with open_run(dataclasses.replace(config, num_iterations=num_iterations)) as run:
-        with torch.no_grad():
-            run.policy.model.transformer.wte.weight.fill_(3e38)
-        before = {name: p.clone() for name, p in run.policy.model.named_parameters()}
-        trainer = Trainer(run, Console(quiet=True))
-        with pytest.raises(Diverged):
-            trainer.train(StopRequest())
-        assert trainer.finished == 2 and trainer.stepper.num_skipped == 3
-        assert all(torch.equal(p, before[name]) for name, p in run.policy.model.named_parameters())
-        assert [path.name for path in run.checkpoints.all()] == ["step-000002"]
+    seen: list = []
+    absurd = noting(seen, lambda trainer: trainer.model.transformer.wte.weight.fill_(3e38))
+    with pytest.raises(Diverged):
+        train(replace(config, steps=9, num_iterations=4), absurd)
+    trainer, before = seen
+    assert trainer.finished == 2 and trainer.stepper.num_skipped == 3
+    assert all(map(torch.equal, trainer.model.parameters(), before))
+    assert [path.name for path in trainer.run.checkpoints.all()] == ["step-000002"]
     assert sum("step skipped" in line for line in logged) == 3
 
 
-def test_a_skipped_step_does_not_move_the_adaptive_kl_coefficient(config, monkeypatch):
-    config = dataclasses.replace(config, steps=2, eval_interval=0, kl_target=1e-6)
-    with open_run(config) as run:
-        trainer = Trainer(run, Console(quiet=True))
+def test_a_skipped_step_does_not_move_the_adaptive_kl_coefficient(config):
+    def spoil_the_kl(trainer: Trainer) -> None:
         step = trainer.stepper.step
-        monkeypatch.setattr(trainer.stepper, "step", lambda f: step(lambda: {**f(), "kl": math.nan}))
-        trainer.train(StopRequest())
-        assert trainer.kl_coef == config.loss.kl_coef
+        trainer.stepper.step = lambda accumulate: step(lambda: {**accumulate(), "kl": math.nan})
+
+    seen: list = []
+    train(replace(config, kl_target=1e-6), noting(seen, spoil_the_kl))
+    assert seen[0].stepper.num_skipped == 2 and seen[0].kl_coef == config.loss.kl_coef
 
 
 def test_with_the_kl_in_the_reward_metrics_are_of_the_rewards_alone(config, monkeypatch, logged):
     """All rewards equal: their deviation is none, whatever the KL; and a warning says where that leads."""
-    config = dataclasses.replace(
-        config, steps=3, eval_interval=0, kl_in_reward=True, optimizer=OptimizerSettings(learning_rate=0.01)
-    )
-    with open_run(config) as run:
-        monkeypatch.setattr(Scores, "rewards", property(lambda self: torch.zeros(len(self.table))))
-        with torch.no_grad():  # away from the reference
-            run.policy.model.lm_head.weight.mul_(1.1)
-        trainer = Trainer(run, Console(quiet=True))
-        trainer.train(StopRequest())
-        lines = [line for line in read_lines(run.folder / METRICS_FILE) if "reward" in line]
-    assert any(line["grad_norm"] > 0 for line in lines)  # the KL's
+    leave_the_reference = noting([], lambda trainer: trainer.model.lm_head.weight.mul_(1.1))
+    monkeypatch.setattr(Scores, "rewards", property(lambda self: torch.zeros(len(self.table))))
+    faster = OptimizerSettings(learning_rate=0.01)
+    folder = train(replace(config, steps=3, kl_in_reward=True, optimizer=faster), leave_the_reference)
+    lines = metrics_of(folder)
+    assert len(lines) == 3 and any(line["grad_norm"] > 0 for line in lines)  # the KL's
     assert all((line["reward"], line["reward_std"]) == (0, 0) for line in lines)
     assert all(line["frac_reward_zero_std"] == 1 for line in lines)
     assert sum("--advantage-scale batch or none" in line for line in logged) == 1
@@ -172,14 +169,10 @@ def test_with_the_kl_in_the_reward_metrics_are_of_the_rewards_alone(config, monk
 
 def test_a_step_without_a_token_to_learn_from_is_no_error(config):
     """All completions cut, and cut ones masked: nothing is learned, nothing breaks."""
-    config = dataclasses.replace(
-        config, steps=1, eval_interval=0, mask_truncated=True, kl_target=0.1,
-        sampling=dataclasses.replace(config.sampling, max_new_tokens=1, top_k=1),
-        optimizer=OptimizerSettings(learning_rate=1.0),
-    )  # fmt: skip
-    with open_run(config) as run:
-        with torch.no_grad():  # never the end
-            run.policy.model.lm_head.weight[0] = 0
-        before = [p.clone() for p in run.policy.model.parameters()]
-        Trainer(run, Console(quiet=True)).train(StopRequest())
-        assert all(map(torch.equal, before, run.policy.model.parameters()))
+    seen: list = []
+    sampling = replace(config.sampling, max_new_tokens=1, top_k=1)
+    faster = OptimizerSettings(learning_rate=1.0)
+    config = replace(config, steps=1, mask_truncated=True, kl_target=0.1, sampling=sampling, optimizer=faster)
+    train(config, noting(seen, lambda trainer: trainer.model.lm_head.weight[0].zero_()))  # none ends
+    trainer, before = seen
+    assert trainer.finished == 1 and all(map(torch.equal, before, trainer.model.parameters()))

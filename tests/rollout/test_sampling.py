@@ -1,11 +1,13 @@
+"""From logits to tokens: the inverse CDF at a uniform number that is a row's and a position's own."""
+
 import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from conftest import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.config.groups import SamplingSettings
 from grpo.rollout.tokens import sample_tokens, step_uniforms, truncate
 
 ALMOST_ONE = 1 - 2**-24  # the largest number torch.rand returns in float32
@@ -15,78 +17,39 @@ def logits_of(*probabilities: float) -> torch.Tensor:
     return torch.tensor([probabilities]).log()
 
 
-def sampled(logits: torch.Tensor, uniform: float, **options: float) -> int:
-    arguments = {"temperature": 1.0, **options}
-    tokens, _ = sample_tokens(logits, torch.tensor([uniform]), **arguments)
-    return int(tokens)
+def sampled(logits: torch.Tensor, uniform: float, **options: float) -> tuple[int, float]:
+    """A token and its log-prob."""
+    tokens, logp = sample_tokens(logits, torch.tensor([uniform]), **{"temperature": 1.0, **options})
+    return int(tokens), float(logp)
 
 
-# ------------------------------------------------------------------------------------- inverse CDF
-
-
-@pytest.mark.parametrize(
-    ("uniform", "token"),
-    [(0.0, 0), (0.19, 0), (0.21, 1), (0.49, 1), (0.51, 2), (0.99, 2), (ALMOST_ONE, 2)],
-)
-def test_a_token_is_the_inverse_cdf_in_the_order_of_ids(uniform, token):
-    """Probabilities 0.2, 0.3, 0.5: the CDF is 0.2, 0.5, 1.0."""
-    assert sampled(logits_of(0.2, 0.3, 0.5), uniform) == token
-
-
-def test_a_uniform_on_a_step_of_the_cdf_belongs_to_the_next_token():
-    """[0, 0.25) is token 0's, [0.25, 0.5) token 1's: so 0 never hits a token of no probability."""
-    quarters = torch.zeros(1, 4)
-    assert [sampled(quarters, u) for u in (0.0, 0.25, 0.5, 0.75)] == [0, 1, 2, 3]
-    assert sampled(logits_of(0.0, 0.5, 0.0, 0.5), 0.0) == 1
-    assert sampled(logits_of(0.0, 0.5, 0.0, 0.5), 0.5) == 3
-
-
-def test_each_row_has_its_own_uniform_and_distribution():
+def test_a_token_is_the_inverse_cdf_in_the_order_of_ids():
+    """Probabilities 0.2, 0.3, 0.5: the CDF is 0.2, 0.5, 1.0. A uniform on a step belongs to the next token:
+    [0, 0.25) is token 0's, [0.25, 0.5) token 1's, so 0 never hits a token of no probability."""
+    logits = logits_of(0.2, 0.3, 0.5)
+    uniforms = (0.0, 0.19, 0.21, 0.49, 0.51, 0.99, ALMOST_ONE)
+    assert [sampled(logits, uniform)[0] for uniform in uniforms] == [0, 0, 1, 1, 2, 2, 2]
+    assert [sampled(torch.zeros(1, 4), uniform)[0] for uniform in (0.0, 0.25, 0.5, 0.75)] == [0, 1, 2, 3]
+    assert [sampled(logits_of(0.0, 0.5, 0.0, 0.5), uniform)[0] for uniform in (0.0, 0.5)] == [1, 3]
     logits = torch.cat([logits_of(0.9, 0.1), logits_of(0.1, 0.9), logits_of(0.5, 0.5)])
     tokens, logp = sample_tokens(logits, torch.tensor([0.5, 0.5, 0.7]), temperature=1.0)
-    assert tokens.tolist() == [0, 1, 1]
-    assert torch.allclose(logp, torch.tensor([0.9, 0.9, 0.5]).log())
+    assert tokens.tolist() == [0, 1, 1] and torch.allclose(logp, torch.tensor([0.9, 0.9, 0.5]).log())
 
 
 def test_temperature_divides_the_logits_and_shows_in_the_log_prob():
-    """Odds of 3:1 at temperature 0.5 are 9:1."""
+    """Odds of 3:1 at temperature 0.5 are 9:1. At 0 it is the most likely token, the lower id of equals. The
+    log-prob is of the distribution before truncation."""
     logits = logits_of(0.25, 0.75)
-    assert sampled(logits, 0.09, temperature=0.5) == 0
-    assert sampled(logits, 0.11, temperature=0.5) == 1
-    _, logp = sample_tokens(logits, torch.tensor([0.5]), temperature=0.5)
-    assert logp.item() == pytest.approx(math.log(0.9))
+    assert sampled(logits, 0.09, temperature=0.5)[0] == 0
+    assert sampled(logits, 0.11, temperature=0.5) == (1, pytest.approx(math.log(0.9)))
+    assert sampled(logits_of(0.2, 0.4, 0.4), 0.99, temperature=0.0) == (1, pytest.approx(math.log(0.4)))
+    assert sampled(logits_of(0.2, 0.3, 0.5), 0.0, top_k=1) == (2, pytest.approx(math.log(0.5)))
 
 
-def test_temperature_0_takes_the_most_likely_token_the_lower_id_of_equals():
-    logits = logits_of(0.2, 0.4, 0.4)
-    tokens, logp = sample_tokens(logits, torch.tensor([0.99]), temperature=0.0)
-    assert tokens.item() == 1
-    assert logp.item() == pytest.approx(math.log(0.4))
-
-
-def test_the_log_prob_is_of_the_untruncated_distribution():
-    tokens, logp = sample_tokens(logits_of(0.2, 0.3, 0.5), torch.tensor([0.0]), temperature=1.0, top_k=1)
-    assert tokens.item() == 2
-    assert logp.item() == pytest.approx(math.log(0.5))
-
-
-def test_frequencies_are_the_probabilities():
-    """100,000 draws: within four standard deviations of each probability."""
-    probabilities = torch.tensor([0.5, 0.25, 0.15, 0.1])
-    uniforms = torch.rand(100_000, generator=torch.Generator().manual_seed(0))
-    tokens, _ = sample_tokens(probabilities.log().expand(100_000, -1), uniforms, temperature=1.0)
-    shares = tokens.bincount(minlength=4) / 100_000
-    assert ((shares - probabilities).abs() < 4 * (probabilities * (1 - probabilities) / 100_000).sqrt()).all()
-
-
-def test_logits_of_bf16_are_sampled_in_fp32():
+def test_logits_of_bf16_are_sampled_in_fp32_and_float64_keeps_its_log_probs():
     """1000 equal tokens: bf16 sums of 0.001 would stick at 0.25 or so, and the last ids never come."""
-    logits = torch.zeros(1, 1000, dtype=torch.bfloat16)
-    assert sampled(logits, 0.9995) == 999
-    assert sample_tokens(logits, torch.tensor([0.5]), temperature=1.0)[1].dtype == torch.float32
-
-
-def test_float64_keeps_its_log_probs():
+    tokens, logp = sample_tokens(torch.zeros(1, 1000).bfloat16(), torch.tensor([0.9995]), temperature=1.0)
+    assert tokens.item() == 999 and logp.dtype == torch.float32
     logits = torch.tensor([[0.1, 0.2, 0.3]], dtype=torch.float64)
     _, logp = sample_tokens(logits, torch.tensor([0.0]), temperature=0.7)
     exact = [math.exp(x / 0.7) for x in (0.1, 0.2, 0.3)]
@@ -97,34 +60,23 @@ def test_float64_keeps_its_log_probs():
 def test_nan_logits_give_some_token_with_a_nan_log_prob():
     """The step is then seen to be broken and is skipped; an index out of range would end the run."""
     tokens, logp = sample_tokens(torch.full((2, 5), torch.nan), torch.tensor([0.3, 0.9]), temperature=1.0)
-    assert ((tokens >= 0) & (tokens < 5)).all()
-    assert logp.isnan().all()
-
-
-# -------------------------------------------------------------------------------------- truncation
+    assert ((tokens >= 0) & (tokens < 5)).all() and logp.isnan().all()
 
 
 def kept_by_hand(logits: list[float], top_k: int, top_p: float) -> set[int]:
     """Ids that stay: the k best, and of these the fewest that hold top_p of their probability."""
-    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
-    order = order[: top_k or None]
-    total = sum(math.exp(logits[i]) for i in order)
-    kept: set[int] = set()
-    mass = 0.0
-    for token in order:
-        if kept and mass >= top_p:
-            break
-        kept.add(token)
-        mass += math.exp(logits[token]) / total
-    return kept
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: top_k or None]
+    weights = [math.exp(logits[i]) for i in order]
+    inside = [sum(weights[:place]) < top_p * sum(weights) for place in range(len(order))]
+    return {i for i, stays in zip(order, inside, strict=True) if stays}
 
 
 # Multiples of ln 2 give many ties; shares of 1/3 or so never meet their sums.
 LOGITS = st.lists(st.integers(-3, 3).map(lambda n: n * math.log(2)), min_size=1, max_size=8)
 
 
+@examples(200)
 @given(LOGITS, st.integers(0, 9), st.sampled_from([0.05, 0.317, 0.503, 0.701, 0.93, 1.0]))
-@settings(deadline=None, max_examples=200)
 def test_truncation_keeps_what_a_slow_implementation_keeps(logits, top_k, top_p):
     masked = truncate(torch.tensor([logits], dtype=torch.float64), top_k=top_k, top_p=top_p)[0]
     kept = kept_by_hand(logits, top_k, top_p)
@@ -132,57 +84,50 @@ def test_truncation_keeps_what_a_slow_implementation_keeps(logits, top_k, top_p)
     assert all(masked[i] == logits[i] for i in kept)  # and nothing else has changed
 
 
-def test_of_equal_logits_the_lower_ids_stay():
+def test_of_equal_logits_the_lower_ids_stay_and_rows_are_truncated_each_by_itself():
     assert truncate(torch.zeros(1, 5), top_k=2).isfinite().tolist() == [[True, True, False, False, False]]
     assert truncate(torch.zeros(1, 4), top_p=0.5).isfinite().tolist() == [[True, True, False, False]]
     big = truncate(torch.zeros(2, 5000), top_k=7)  # an unstable sort shows on long rows
     assert big.isfinite().nonzero()[:, 1].tolist() == [*range(7)] * 2
-
-
-def test_rows_are_truncated_each_by_itself():
     kept = truncate(torch.cat([logits_of(0.7, 0.2, 0.1), logits_of(0.1, 0.3, 0.6)]), top_p=0.65).isfinite()
     assert kept.tolist() == [[True, False, False], [False, True, True]]
 
 
+@examples(100)
 @given(
-    st.lists(st.floats(-8, 8), min_size=2, max_size=30),
-    st.integers(0, 4),
-    st.sampled_from([1e-6, 0.3, 0.9, 1.0]),
-    st.sampled_from([0.0, 0.5, 1 - 2**-20, ALMOST_ONE, 1.0]),
-)
-@settings(deadline=None, max_examples=200)
+    st.lists(st.floats(-8, 8), min_size=2, max_size=30), st.integers(0, 4),
+    st.sampled_from([1e-6, 0.3, 0.9, 1.0]), st.sampled_from([0.0, 0.5, 1 - 2**-20, ALMOST_ONE, 1.0]),
+)  # fmt: skip
 def test_an_excluded_token_is_never_sampled(logits, top_k, top_p, uniform):
     """Not even by a uniform near 1 that rounding carries over the end of the CDF."""
-    token = sampled(torch.tensor([logits]), uniform, top_k=top_k, top_p=top_p)
+    token, _ = sampled(torch.tensor([logits]), uniform, top_k=top_k, top_p=top_p)
     assert truncate(torch.tensor([logits]), top_k=top_k, top_p=top_p)[0, token].isfinite()
 
 
-def test_the_last_tokens_of_a_large_vocabulary_are_not_sampled_if_excluded():
-    """The fp32 sum of 50,000 probabilities is off by more than 2**-24 from 1."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(8, 50_257, generator=generator)
-    logits[:, 40_000:] = -torch.inf
-    tokens, _ = sample_tokens(logits, torch.full((8,), ALMOST_ONE), temperature=1.0)
-    assert (tokens < 40_000).all()
-
-
-@pytest.mark.parametrize("vocabulary", [4096, 4097, 5120, 50_257])
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (50, 1.0), (0, 0.9)])
-def test_a_large_vocabulary_is_searched_by_blocks_and_the_token_is_the_same(vocabulary, top_k, top_p):
+@pytest.mark.parametrize(
+    ("vocabulary", "options"), [(4096, {}), (4097, {"top_k": 50}), (5120, {"top_p": 0.9}), (50_257, {})]
+)
+def test_a_large_vocabulary_is_searched_by_blocks_and_the_token_is_the_same(vocabulary, options):
     """Against one running sum over the whole vocabulary, in float64."""
     generator = torch.Generator().manual_seed(vocabulary)
     logits = 3 * torch.randn(200, vocabulary, generator=generator, dtype=torch.float64)
     uniforms = torch.rand(200, generator=generator)
     uniforms[:2] = torch.tensor([0.0, ALMOST_ONE])
-    tokens, logp = sample_tokens(logits, uniforms, temperature=1.0, top_k=top_k, top_p=top_p)
-    cdf = truncate(logits, top_k=top_k, top_p=top_p).softmax(-1).cumsum(-1)
+    tokens, logp = sample_tokens(logits, uniforms, temperature=1.0, **options)
+    cdf = truncate(logits, **options).softmax(-1).cumsum(-1)
     expected = (cdf <= uniforms.double().unsqueeze(-1) * cdf[:, -1:]).sum(-1)
     assert torch.equal(tokens, expected.clamp(max=vocabulary - 1)) and len(tokens.unique()) > 50
     assert torch.allclose(logp, logits.log_softmax(-1)[torch.arange(200), tokens], atol=1e-12, rtol=0)
 
 
 def test_a_large_vocabularys_excluded_tokens_are_never_hit():
-    """Blocks without any probability, and single tokens, at both ends of each row's CDF."""
+    """Blocks without any probability, and single tokens, at both ends of each row's CDF.
+
+    The fp32 sum of 50,000 probabilities is off by more than 2**-24 from 1.
+    """
+    logits = torch.randn(8, 50_257, generator=torch.Generator().manual_seed(0))
+    logits[:, 40_000:] = -torch.inf
+    assert (sample_tokens(logits, torch.full((8,), ALMOST_ONE), temperature=1.0)[0] < 40_000).all()
     logits = torch.full((4, 50_257), -torch.inf)
     for row, kept in enumerate(([0], [50_256], [255, 256], [300, 20_000, 50_000])):
         logits[row, kept] = -90.0
@@ -191,39 +136,15 @@ def test_a_large_vocabularys_excluded_tokens_are_never_hit():
         assert logits[torch.arange(4), tokens].isfinite().all() and logp.isfinite().all()
 
 
-# ---------------------------------------------------------------------------------------- uniforms
-
-
-def test_every_seed_step_draw_row_and_position_has_its_own_uniform():
+def test_every_seed_step_draw_row_and_position_has_its_own_uniform_the_same_every_time():
+    """Whatever else is drawn, and however many rows follow."""
     keys = [(seed, step, draw) for seed in (0, 1, 11) for step in (0, 1, 11) for draw in (0, 1, 11)]
     numbers = torch.cat([step_uniforms(4, 5, seed=s, step=t, draw=d).flatten() for s, t, d in keys])
     assert len(numbers.unique()) > len(numbers) - 3  # float32 has 2**24 of them: a chance meeting or two
-
-
-def test_uniforms_are_the_same_every_time_whatever_else_is_drawn():
-    first = step_uniforms(6, 7, seed=3, step=5)
+    first = step_uniforms(40, 7, seed=3, step=5)
     torch.manual_seed(99)
     state = torch.get_rng_state()
-    assert torch.equal(step_uniforms(6, 7, seed=3, step=5), first)
+    for rows in (8, 40):
+        assert torch.equal(step_uniforms(rows, 7, seed=3, step=5), first[:rows])
     assert torch.equal(torch.get_rng_state(), state)  # nor do they draw on anyone else's
-    assert first.shape == (6, 7) and first.dtype == torch.float32
-    assert first.min() >= 0 and first.max() < 1
-
-
-def test_a_rows_uniforms_do_not_depend_on_how_many_rows_follow():
-    assert torch.equal(step_uniforms(40, 9, seed=3, step=5)[:8], step_uniforms(8, 9, seed=3, step=5))
-
-
-# ---------------------------------------------------------------------------------------- settings
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("max_new_tokens", 0), ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf),
-        ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1), ("top_p", math.nan),
-    ],
-)  # fmt: skip
-def test_a_setting_that_cannot_be_names_itself_its_value_and_the_remedy(setting, value):
-    with pytest.raises(ValueError, match=rf"^{setting} is {value}: give ".replace(".", r"\.")):
-        SamplingSettings(**{setting: value})
+    assert first.shape == (40, 7) and first.dtype == torch.float32 and 0 <= first.min() <= first.max() < 1

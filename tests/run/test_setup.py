@@ -1,59 +1,76 @@
-import dataclasses
+"""How a run begins: what is found out early, its folder, its prompts and models; and the model it leaves."""
+
+import copy
+import json
 import os
 import socket
+import stat
+import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from rich.console import Console
+from commands import here
+from conftest import CONTEXT
+from prompt_lines import ids, write_records
+from several_processes import fork
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from whole_runs import train
 
 from grpo.config import CONFIG_FILE, from_flat, read_yaml
+from grpo.config.groups import LoraSettings
+from grpo.data import Prompt, load_prompts
+from grpo.data.intake import TooLong
 from grpo.data.split import heldout_fraction
-from grpo.run.folder import LOCK_FILE
-from grpo.run.interrupt import StopRequest
+from grpo.model.load import load_policy
+from grpo.model.names import base_of
+from grpo.run.folder import LOCK_FILE, hold_folder
+from grpo.run.given import Given
+from grpo.run.loading import LEAST_HELDOUT, load_source, prompt_room
 from grpo.run.setup import open_run, plan_together
 from grpo.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
+CPU, LORA = torch.device("cpu"), LoraSettings(lora_rank=2)
+NEW = 10  # tokens of a completion in `config`
+LONG = "a" * (CONTEXT - NEW + 1)  # a token each, and one more than there is room for
+REWARD = "def f(completions, **columns):\n    return [float(len(text) % 3) for text in completions]\n"
 
 
-def refused(config, **changes) -> str:
-    with pytest.raises(ValueError) as error, open_run(dataclasses.replace(config, **changes)):
+def refused(config, given=None, **changes) -> str:
+    with pytest.raises(ValueError) as error, open_run(replace(config, **changes), given or Given()):
         raise AssertionError("it was opened")
     return str(error.value)
 
 
-def test_what_is_cheap_to_find_out_is_found_before_the_model_is_loaded(config, monkeypatch, tmp_path):
+def test_what_is_cheap_to_find_out_is_found_before_the_model_is_loaded(config, monkeypatch, tmp_path, logged):
     """The model is none, but that is not what the errors are about."""
-    config = dataclasses.replace(config, model="/no/such/model")
+    config = replace(config, model="/no/such/model")
     assert "reward 'polcy' is not known: give one of policy" in refused(config, reward=("polcy",))
     assert "there is no file" in refused(config, reward=("mine.py:f",))
     assert "no.txt" in refused(config, prompts=str(tmp_path / "no.txt"))
     assert "device is 'warp-drive'" in refused(config, device="warp-drive")
     assert "device is 'warp-drive'" in refused(config, reference_device="warp-drive")
     assert "holds no intact checkpoint" in refused(config, resume=tmp_path)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "trackers names wandb, which is not installed" in refused(config, trackers=("wandb",))
-    monkeypatch.undo()
+    (tmp_path / "file").touch()
+    for runs_dir, reason in ((tmp_path / "file", "Not a directory"), (Path("/proc/nope"), "No such file")):
+        said = refused(config, runs_dir=runs_dir)
+        assert f"runs_dir is '{runs_dir}'" in said and reason in said
+        assert refused(config, runs_dir=runs_dir, name=None).startswith("runs_dir is")
+    with monkeypatch.context() as without:
+        without.setattr("importlib.util.find_spec", lambda name: None)
+        assert "trackers names wandb, which is not installed" in refused(config, trackers=("wandb",))
     assert "/no/such/model" in refused(config)
-    assert not config.runs_dir.exists()  # and no run folder is left behind by any of them
-
-
-def test_a_rewards_columns_are_looked_for_before_weights_are_loaded(config, monkeypatch, tmp_path):
     (tmp_path / "mine.py").write_text("def brevity(completions, limit, **columns): ...")
-    monkeypatch.setattr("grpo.run.setup.load_models", None)
-    message = refused(config, reward=(f"{tmp_path}/mine.py:brevity",))
+    monkeypatch.setattr("grpo.run.setup.load_models", None)  # a reward's columns are looked for before that
+    logged.clear()
+    message = refused(config, model="auto", reward=(f"{tmp_path}/mine.py:brevity",))
     assert "needs the column limit; the prompts have task, fen, moves, evals, action, history" in message
-
-
-def test_the_first_line_of_all_says_which_model(config, logged):
-    with (
-        pytest.raises(ValueError),
-        open_run(dataclasses.replace(config, model="auto", prompts="/no/file.txt")),
-    ):
-        pass
-    assert logged[0].startswith("INFO model: rook-tiny")
+    assert logged[0].startswith("INFO model: rook-tiny")  # the first line of all says which model it is
+    assert not config.runs_dir.exists()  # and no run folder is left behind by any of them
 
 
 @pytest.mark.parametrize(("flags", "precision", "said"), [
@@ -67,143 +84,106 @@ def test_bf16_that_the_processor_emulates_is_warned_of(config, monkeypatch, logg
 
 def test_a_model_too_large_for_the_device_is_no_traceback(config, monkeypatch):
     """Weights, copies and moments come before any plan: it is said what they need, and what would save."""
-
-    def full(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nGPU 0 has …")
-
-    monkeypatch.setattr("grpo.run.setup.make_optimizer", full)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nGPU 0 has …")
+    monkeypatch.setattr("grpo.run.setup.make_optimizer", mock.Mock(side_effect=error))
     message = refused(config, model="rook-tiny")
-    assert message.startswith(
-        "the model does not fit on cpu: what stays all along needs 54 MB (weights 13 MB,"
-    )
-    assert "optimizer 27 MB, reference 13 MB), and of" in message and "others hold" in message
-    assert "--lora-rank 16 saves" in message and "--kl-coef 0" in message
+    for said in ("(weights 13 MB", "optimizer 27 MB, reference 13 MB)", "--lora-rank 16", "--kl-coef 0"):
+        assert said in message
     assert message.endswith("(OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.)")
     assert not config.runs_dir.exists()
 
 
-def test_a_completion_must_leave_room_for_a_prompt(config):
-    sampling = dataclasses.replace(config.sampling, max_new_tokens=192)
-    message = refused(config, sampling=sampling)
-    assert "max_new_tokens is 192" in message and "context is 192 tokens: give less" in message
-
-
-def test_a_run_is_not_started_over_another(config):
-    with open_run(config) as run:
+def test_a_finished_run_is_not_written_over_and_goes_on_only_with_more_to_do(config, logged):
+    """Nothing is loaded, and nothing written, before that is said; what changes from here on is."""
+    with open_run(config):
         pass
-    with open_run(config) as run:  # nothing was learned yet, so nothing is lost
-        Trainer(run, Console(quiet=True)).train(StopRequest())
+    folder = train(config)  # nothing had been learned, so nothing was lost
     message = refused(config)
-    assert "name is 'test'" in message and f"--resume {run.folder}" in message
+    assert "name is 'test'" in message and f"--resume {folder}" in message
+    before = (folder / CONFIG_FILE).read_text()
+    for steps in (1, 2):
+        message = refused(config, resume=folder, steps=steps, model="/no/such/model")
+        assert f"steps is {steps}, but 2 steps are done: give --steps above 2" in message
+    assert (folder / CONFIG_FILE).read_text() == before
+    assert not any("changed from here on" in line for line in logged)
+    with open_run(replace(config, resume=folder, steps=3, batch_size=16, train_rows=2)):
+        pass
+    (said,) = [line for line in logged if "changed from here on" in line]
+    changes = "steps 2 -> 3, batch_size 8 -> 16, train_rows None -> 2, gradient_checkpointing none -> auto"
+    assert said == f"INFO changed from here on: {changes}"
 
 
 def test_two_runs_do_not_train_in_one_folder(config):
     """The second is told who does, before its model is loaded; when that one ends, the folder is free."""
-    with open_run(config) as run:
-        who = f"process {os.getpid()} on {socket.gethostname()}"
+    who = f"process {os.getpid()} on {socket.gethostname()}"
+    with Trainer(config) as trainer:
+        folder = trainer.run.folder
         message = refused(config, model="/no/such/model")
-        assert message.startswith(f"name is 'test', but {who} is training in '{run.folder}'")
-        assert "stop it, or choose another name" in message
-        Trainer(run, Console(quiet=True)).train(StopRequest())
-        message = refused(config, resume=run.folder, steps=9)
-        assert (
-            message.startswith(f"resume is '{run.folder}', but {who} is training") and "name" not in message
-        )
+        assert message.startswith(f"name is 'test', but {who} is training in '{folder}'")
+        assert "stop it, or choose another name" in message and "closed by close()" in message
+        trainer.save()
+        message = refused(config, resume=folder, steps=9)
+        assert message.startswith(f"resume is '{folder}', but {who} is training") and "name" not in message
+    trainer.close()  # again does no harm
     assert "is a run already" in refused(config)
-    with open_run(dataclasses.replace(config, resume=run.folder, steps=5)):
+    with open_run(replace(config, resume=folder)):
         pass
-    assert not (run.folder / LOCK_FILE).exists()
+    assert not (folder / LOCK_FILE).exists()
 
 
-def test_a_folder_that_cannot_be_made_is_found_out_before_the_model_is_loaded(config, tmp_path):
-    (tmp_path / "file").touch()
-    for runs_dir, reason in ((tmp_path / "file", "Not a directory"), (Path("/proc/nope"), "No such file")):
-        message = refused(config, model="/no/such/model", runs_dir=runs_dir)
-        assert (
-            message.startswith(f"runs_dir is '{runs_dir}', where a run cannot write (") and reason in message
-        )
-        assert message.endswith("give a folder in which others can be made.")
-        assert refused(config, model="/no/such/model", runs_dir=runs_dir, name=None).startswith("runs_dir is")
+def hold_for_long(config) -> None:
+    with hold_folder(config):
+        time.sleep(300)
 
 
-def test_a_run_that_was_killed_holds_no_folder(config):
-    """The file is left, the lock is not."""
-    folder = config.runs_dir / "test"
-    folder.mkdir(parents=True)
-    (folder / LOCK_FILE).write_text("process 1 on another-machine, which is gone")
+def test_another_process_holds_the_folder_until_it_is_killed(config):
+    """Its file is left then, the lock is not; and a run that does not begin leaves the folder as it was."""
+    other = fork(hold_for_long, config)
+    mark = config.runs_dir / "test" / LOCK_FILE
+    while not (mark.exists() and mark.read_text()):
+        assert other.is_alive()
+        time.sleep(0.02)
+    message = refused(config)
+    assert f"process {other.pid} on {socket.gethostname()} is training" in message
+    assert "this process" not in message
+    other.kill()
+    other.join()
+    assert mark.exists()
     with open_run(config):
-        assert (folder / LOCK_FILE).read_text() == f"process {os.getpid()} on {socket.gethostname()}"
-
-
-def test_a_run_that_does_not_begin_leaves_the_folder_as_it_was(config):
-    folder = config.runs_dir / "test"
-    folder.mkdir(parents=True)
+        assert mark.read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+    left = set(mark.parent.iterdir())
     refused(config, model="/no/such/model")
-    assert list(folder.iterdir()) == []
+    assert set(mark.parent.iterdir()) == left
 
 
-def test_a_finished_run_goes_on_only_if_there_is_more_to_do(config, logged):
-    """Nothing is loaded, and nothing written, before that is said."""
-    config = dataclasses.replace(config, steps=2)
-    with open_run(config) as run:
-        Trainer(run, Console(quiet=True)).train(StopRequest())
-    before = (run.folder / CONFIG_FILE).read_text()
-    for steps in (1, 2):
-        message = refused(config, resume=run.folder, steps=steps, model="/no/such/model")
-        assert message == f"steps is {steps}, but 2 steps are done: give --steps above 2."
-    assert (run.folder / CONFIG_FILE).read_text() == before
-    assert not any("changed from here on" in line for line in logged)
-
-
-def test_what_is_changed_in_a_resumed_run_is_said(config, logged):
-    config = dataclasses.replace(config, steps=2)
-    with open_run(config) as run:
-        Trainer(run, Console(quiet=True)).train(StopRequest())
-    resumed = dataclasses.replace(config, resume=run.folder, steps=3)
-    with open_run(dataclasses.replace(resumed, batch_size=16, train_rows=2)):
-        pass
-    (said,) = [line for line in logged if "changed from here on" in line]
-    assert said == (
-        "INFO changed from here on: steps 2 -> 3, batch_size 8 -> 16, train_rows None -> 2, "
-        "gradient_checkpointing none -> auto"
-    )
-
-
-def test_a_run_without_a_name_never_meets_another(config, tmp_path):
+def test_a_run_without_a_name_never_meets_another_and_its_yaml_repeats_it(config):
     """Not even one of the same second."""
-    config = dataclasses.replace(config, name=None)
-    folders = []
+    folders = set()
+    config = replace(config, name=None)
     for _ in range(3):
         with open_run(config) as run:
-            folders.append(run.folder)
-    assert len(set(folders)) == 3
-    assert {folder.parent for folder in folders} == {config.runs_dir}
-
-
-def test_the_yaml_of_a_run_repeats_it_and_does_not_resume_it(config):
-    with open_run(config) as run:
-        stored = from_flat(read_yaml(run.folder / CONFIG_FILE))
-        assert stored == run.config == dataclasses.replace(config, gradient_checkpointing="none")  # was auto
+            folders.add(run.folder)
+            stored = from_flat(read_yaml(run.folder / CONFIG_FILE))
+            assert stored == run.config == replace(config, gradient_checkpointing="none")  # auto
+    assert len(folders) == 3 and {folder.parent for folder in folders} == {config.runs_dir}
 
 
 def test_checkpointing_that_the_plan_came_to_is_checked(config, monkeypatch):
     """Memory is made up to be so short that nothing else fits."""
 
     def plan(world, work, *rest):
-        short = dataclasses.replace(work.config, gradient_checkpointing="full")
-        return plan_together(world, dataclasses.replace(work, config=short), *rest)
+        short = replace(work.config, gradient_checkpointing="full")
+        return plan_together(world, replace(work, config=short), *rest)
 
     checked = []
     monkeypatch.setattr("grpo.run.setup.plan_together", plan)
     monkeypatch.setattr("grpo.run.setup.check_recomputation", lambda model, kind: checked.append(kind))
-    with open_run(config) as run:
-        assert run.config.gradient_checkpointing == "full"
-        Trainer(run, Console(quiet=True)).train(StopRequest())
-    assert checked == ["full"]
+    train(config, lambda trainer: checked.append(trainer.config.gradient_checkpointing))
+    assert checked == ["full", "full"]
 
 
 def test_held_out_prompts_are_of_both_tasks_and_not_trained_on(config):
-    with open_run(dataclasses.replace(config, eval_prompts=4)) as run:
+    with open_run(config) as run:
         tasks = [prompt.task for prompt in run.eval_prompts]
         assert tasks == ["environment"] * 2 + ["policy"] * 2
         trained = {prompt.id for prompt in run.source.draw(100)}
@@ -214,12 +194,13 @@ def test_held_out_prompts_are_of_both_tasks_and_not_trained_on(config):
             assert len(hashes) > 2 and sorted(chosen) == hashes[:2]  # not the first of the file
 
 
-def test_few_held_out_prompts_are_counted_and_none_is_a_warning(config, logged):
+def test_as_many_prompts_are_held_out_as_are_evaluated_few_are_counted_and_none_is_a_warning(
+    config, tmp_path, logged
+):
     def said(**changes):
         logged.clear()
-        with open_run(dataclasses.replace(config, **changes)) as run:
-            lines = [line for line in logged if "evaluat" in line]
-            return len(run.eval_prompts), run.source.heldout, lines
+        with open_run(replace(config, **{"eval_interval": 2, **changes})) as run:
+            return len(run.eval_prompts), run.source.heldout, [line for line in logged if "evaluat" in line]
 
     assert said()[2] == []
     count, heldout, (line,) = said(eval_prompts=50)
@@ -227,17 +208,182 @@ def test_few_held_out_prompts_are_counted_and_none_is_a_warning(config, logged):
     assert 4 < count == few.total() < 50 and max(few.values()) < 25
     assert line.startswith(f"INFO held out are only {few['environment']} environment, {few['policy']} policy")
     assert line.endswith(f"evaluations use {count}, not the 50 of --eval-prompts")
-    (line,) = said(heldout_share=0)[2]
-    assert line.startswith(
-        "WARNING nothing will be evaluated: --heldout-share 0 holds out no prompts; give more"
-    )
-    assert "--eval-prompts is 0; give more" in said(eval_prompts=0)[2][0]
+    for setting in ("heldout_share", "eval_prompts"):
+        (line,) = said(**{setting: 0})[2]
+        assert line.startswith("WARNING nothing will be evaluated") and "give more" in line
+        assert f"--{setting.replace('_', '-')}" in line
     assert said(heldout_share=0, eval_interval=0)[2] == []
+    path = write_records(tmp_path / "mine.jsonl", [{"prompt": f"{n}"} for n in range(1500)])
+    for wanted, interval, count in ((1200, 2, 1200), (1, 2, LEAST_HELDOUT), (100, 0, LEAST_HELDOUT)):
+        asked = replace(config, prompts=path, heldout_share=0.9, eval_prompts=wanted, eval_interval=interval)
+        assert len(load_source(asked).heldout) == count
 
 
-def test_a_reference_is_there_only_if_it_is_used(config):
-    with open_run(config) as run, run.reference.model() as reference:
-        assert reference is not run.policy.model
-    loss = dataclasses.replace(config.loss, kl_coef=0.0)
-    with open_run(dataclasses.replace(config, loss=loss, name="other")) as run:
-        assert run.reference is None
+def one_too_long(folder, *, rows=100, last=""):
+    """A file of the user's own prompts, the seventh of one token more than there is room for."""
+    records = [{"prompt": f"{n}" if n != 7 else LONG} for n in range(1, rows + 1)]
+    path = write_records(folder / "mine.jsonl", records)
+    with open(path, "a") as file:
+        file.write(last)
+    return path
+
+
+def asks(text: str) -> Prompt:
+    return Prompt("row:1", text, {})
+
+
+def test_a_prompt_that_just_fits_is_let_in_and_one_of_few_bytes_is_not_tokenized(model_folders):
+    room = prompt_room(str(model_folders["gpt2"]), NEW)
+    room.check(asks(LONG[1:]))
+    with pytest.raises(TooLong, match=r"183 tokens, .* context of 192 leaves 182 beside --max-new-tokens 10"):
+        room.check(asks(LONG))
+
+    def tokenizer(texts, **_):
+        asked.extend(text for text in texts if text != "a")  # by which it is seen what is put behind one
+        return {"input_ids": [[0] * 10 for _ in texts]}
+
+    asked = []
+    room = prompt_room("rook-tiny", 500)  # 12 tokens are left
+    object.__setattr__(room, "tokenizer", tokenizer)
+    for text in ("a" * 10, "é" * 5, "a" * 11, "é" * 6, "\N{ARABIC LIGATURE SALLALLAHOU ALAYHE WASALLAM}"):
+        room.check(asks(text))
+    assert asked[:2] == ["a" * 11, "é" * 6]  # of eleven bytes: a token and a space may come in front
+    assert len(asked) == 3  # the last is of three, but many tokenizers make eighteen letters of it
+
+
+def test_a_prompt_too_long_for_the_model_is_skipped_and_named_and_too_many_are_an_error(
+    config, tmp_path, logged
+):
+    """And one that is no Unicode: JSON can write half a character, which no tokenizer takes."""
+    path = one_too_long(tmp_path, rows=99, last='{"prompt": "\\ud83d"}\n')
+    drawn = load_source(replace(config, prompts=path, heldout_share=0, max_bad_share=0.02)).draw(98)
+    assert sorted(ids(drawn)) == sorted(f"mine.jsonl:{n}" for n in range(1, 100) if n != 7)
+    (warning,) = [message for message in logged if message.startswith("WARNING")]
+    assert "2 of 100 rows (2.0%)" in warning and "mine.jsonl:7: a prompt of 183 tokens" in warning
+    config = replace(config, prompts=one_too_long(tmp_path, rows=50, last="{\n"))
+    with pytest.raises(ValueError, match=r"2 of 51 rows.*mine.jsonl:51: .* and mine.jsonl:7: ") as error:
+        load_source(config)
+    for said in ("leaves 182 beside", "lower --max-new-tokens", "another --model", "--max-bad-share 0.04"):
+        assert said in str(error.value)
+    config = replace(config, sampling=replace(config.sampling, max_new_tokens=9), max_bad_share=0.02)
+    assert len(set(ids(load_source(replace(config, heldout_share=0)).draw(50)))) == 50
+
+
+def test_a_held_out_prompt_fits_as_well_and_where_all_fit_nothing_changes(config, tmp_path, data_file):
+    path = one_too_long(tmp_path)
+    share = heldout_fraction(asks(LONG)) + 0.01
+    assert "mine.jsonl:7" in ids(load_prompts(path, seed=0, heldout_share=share).heldout)
+    fitting = load_source(replace(config, prompts=path, heldout_share=share)).heldout
+    assert fitting and "mine.jsonl:7" not in ids(fitting)
+    one = load_source(config)
+    other = load_prompts(str(data_file), seed=0, policy_share=0.5, heldout_share=0.2)
+    assert one.state() == other.state() and one.heldout == other.heldout
+    assert one.draw(150) == other.draw(150)
+
+
+def test_tokens_that_a_model_has_no_rows_for_matter_where_a_prompt_has_them(config, load, logged):
+    """On CUDA one ends the process. Another model's tokenizer is refused, an end without a row is told."""
+    small = GPT2LMHeadModel(GPT2Config(vocab_size=600, n_positions=CONTEXT, n_embd=8, n_layer=1, n_head=1))
+    message = refused(config, Given(small, load("gpt2").tokenizer))
+    assert "has 902 tokens, but the model has rows for 600" in message
+    policy = load("gpt2")
+    model, tokenizer = policy.model, copy.deepcopy(policy.tokenizer)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    rows = [{"prompt": f"Say {n}."} for n in range(9)] + [{"prompt": "Say <think>."}]
+    config = replace(config, heldout_share=0, steps=5)  # all of its prompts
+    given = Given(model, tokenizer, rows, [lambda completions, **columns: [1.0] * len(completions)])
+    assert "row 10: the token '<think>', which the tokenizer knows and the model" in refused(config, given)
+    with open_run(replace(config, max_bad_share=0.1), given) as run:
+        (trainer := Trainer(run)).train()
+    assert trainer.finished == 5
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
+    with open_run(replace(config, name="end"), Given(model, tokenizer)):
+        pass
+    assert "WARNING the model has 902 tokens and cannot write <end>, which is to end a text" in logged
+
+
+def test_a_model_may_have_rows_that_its_tokenizer_has_no_token_for(config, load):
+    """Embeddings that were made larger: such an id may be sampled, and what is saved loads as it was."""
+    policy = load("llama")
+    policy.model.resize_token_embeddings(1000)
+    with torch.no_grad():  # often
+        policy.model.get_output_embeddings().weight[902:] *= 20
+    trainer = Trainer(replace(config, steps=1), model=policy.model, tokenizer=policy.tokenizer)
+    (step,) = trainer
+    assert (step.rollout.completion_ids >= 902).any() and len(step.completions) == config.num_rows
+    saved = load_policy(str(trainer.run.folder), CPU, "fp32").model
+    assert torch.equal(saved.get_output_embeddings().weight, policy.model.get_output_embeddings().weight)
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.tensor([[5, 9, 2, 7]])).logits
+
+
+def trained(config, name: str, **changes) -> Trainer:
+    trainer = Trainer(replace(config, steps=1, name=name, **changes))
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("lora", [LoraSettings(), LORA], ids=["whole", "adapters"])
+def test_the_model_to_use_is_what_the_last_step_left(config, lora):
+    trainer = trained(config, "a", model="rook-tiny", lora=lora)
+    folder = trainer.run.checkpoints.model
+    assert folder == trainer.run.folder / "model"
+    files = list(folder.iterdir())
+    assert not [file for file in files if file.name.startswith(("trainer.", "manifest", "reference"))]
+    os.umask(umask := os.umask(0))
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o666 & ~umask}  # others may read it
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert torch.allclose(logits(plain), logits(trainer.model), atol=1e-5)
+    assert AutoTokenizer.from_pretrained(folder)("P: 8").input_ids
+    newest = trainer.run.checkpoints.all()[-1]
+    for name in (trainer.run.folder, newest):  # a run, and a path into it, are names of models as well
+        loaded = load_policy(str(name), CPU, "fp32").model
+        assert torch.allclose(logits(loaded), logits(trainer.model), atol=1e-5)
+        assert all(parameter.requires_grad for parameter in loaded.parameters())
+    if lora.on:  # whose bundled base is found where it is now
+        file = folder / "adapter_config.json"
+        written = json.loads(file.read_text())
+        assert Path(written["base_model_name_or_path"]).is_dir()
+        written["base_model_name_or_path"] = "/elsewhere/grpo/assets/rook-tiny"
+        file.write_text(json.dumps(written))
+        assert base_of(str(folder)) == "rook-tiny"
+
+
+def test_adapters_on_a_model_that_had_some_have_a_base_that_is_found(config):
+    first = trained(config, "a", lora=LORA)
+    again = trained(config, "b", lora=LORA, model=str(first.run.folder))
+    model = again.run.checkpoints.model
+    base = json.loads((model / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert Path(base) == again.run.folder / "base"
+    merged, whole, left = (
+        logits(AutoModelForCausalLM.from_pretrained(each))
+        for each in (first.run.checkpoints.model, base, model)
+    )
+    assert torch.allclose(merged, whole, atol=1e-5)
+    assert torch.allclose(left, logits(again.model), atol=1e-5)
+    on = trained(config, "c", model=str(first.run.folder))  # all of it is trained
+    assert not (on.run.folder / "base").exists() and not torch.equal(logits(on.model), merged)
+
+
+def test_a_run_goes_on_anywhere_and_tells_of_a_reward_that_has_changed(tmp_path, monkeypatch, quick_flags):
+    """And how the model is loaded that it leaves."""
+    (tmp_path / "mine.py").write_text(REWARD)
+    write_records(tmp_path / "mine.jsonl", [{"prompt": f"P: {letter}"} for letter in "abcdefgh"])
+    own = ["--prompts", "mine.jsonl", "--heldout-share", 0, "--reward", "mine.py:f", "--trackers"]
+    monkeypatch.chdir(tmp_path)
+    done = here("train", *quick_flags, *own, "--name", "a", "--steps", 1)
+    assert done.returncode == 0, done.stderr
+    assert f"AutoModelForCausalLM.from_pretrained({str(Path('runs/a/model'))!r})" in done.stderr
+    (tmp_path / "mine.py").write_text(REWARD + "\n# another\n")
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    done = here("train", "--resume", tmp_path / "runs/a", "--steps", 2)
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stderr.split())
+    assert "reward 'f' is not what it was" in said and "mine.py differs from its copy" in said
+    assert (tmp_path / "runs/a/rewards/f.py").read_text() == REWARD
+    assert "reward 'f' is not what it was" in (tmp_path / "runs/a/log.txt").read_text()

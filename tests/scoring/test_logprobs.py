@@ -1,16 +1,21 @@
+"""Log-probs of given tokens: a plain log-softmax and its gradients, by chunks of tokens, fused or not."""
+
+import math
 import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import places
-from hypothesis import given, settings
+from conftest import examples, places
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo.memory.live import LiveBytes
+from grpo.model.cpu import slices
+from grpo.model.head import centred_head
+from grpo.scoring import fused
 from grpo.scoring.logprobs import completion_logprobs
 
 R, C, D, V = 3, 5, 4, 11
@@ -18,9 +23,10 @@ R, C, D, V = 3, 5, 4, 11
 
 def example(dtype=torch.float64, seed=0, bias=True):
     generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(R, C, D, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(V, D, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
-    offset = torch.randn(V, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+    hidden, weight, offset = (
+        torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+        for shape in ((R, C, D), (V, D), (V,))
+    )
     targets = torch.randint(V, (R, C), generator=generator)
     mask = torch.arange(C) < torch.tensor([[5], [0], [2]])
     return hidden, weight, offset if bias else None, targets, mask
@@ -31,15 +37,14 @@ def plain(hidden, weight, bias, targets, temperature=1.0):
     return logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(-1)
 
 
-def grads(logp, coefficients, *leaves):
-    return torch.autograd.grad((logp * coefficients).sum(), leaves)
+def close(ours, theirs, exactness=1e-12):
+    torch.testing.assert_close(ours, theirs, rtol=exactness, atol=exactness)
 
 
 def test_one_token_by_hand():
-    # logits 0 and ln 3 have probabilities 1/4 and 3/4; at temperature 2, 1 and sqrt 3 over their sum
-    hidden = torch.ones(1, 1, 1, dtype=torch.float64)
+    """Logits 0 and ln 3 have probabilities 1/4 and 3/4; at temperature 2, 1 and sqrt 3 over their sum."""
+    hidden, target = torch.ones(1, 1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.long)
     weight = torch.tensor([[1.0], [3.0]], dtype=torch.float64).log()
-    target = torch.ones(1, 1, dtype=torch.long)
     logp, entropy = completion_logprobs(hidden, weight, target, entropy=True)
     assert logp.exp().item() == pytest.approx(0.75)
     assert entropy.item() == pytest.approx(2 * 0.6931471805599453 - 0.75 * 1.0986122886681098)
@@ -47,130 +52,76 @@ def test_one_token_by_hand():
     assert warm.exp().item() == pytest.approx(3**0.5 / (1 + 3**0.5))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
-    seed=st.integers(0, 1000),
-    chunk=st.integers(1, R * C + 2),
-    temperature=st.sampled_from([0.5, 1.0, 1.7]),
-    bias=st.booleans(),
-    masked=st.booleans(),
-    numbers=st.sampled_from([1, 2 * V, 2**19]),
-)
-def test_equals_plain_log_softmax_with_gradients_for_any_chunk(
-    seed, chunk, temperature, bias, masked, numbers
-):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo.model.cpu.slices.slice_numbers", lambda device: numbers)
-        check_against_log_softmax(seed, chunk, temperature, bias, masked)
-
-
-def check_against_log_softmax(seed, chunk, temperature, bias, masked):
+    st.integers(0, 1000), st.integers(1, R * C + 2), st.sampled_from([0.5, 1.0, 1.7]), st.booleans(),
+    st.booleans(), st.sampled_from([1, 2 * V, 2**19]),
+)  # fmt: skip
+def test_equals_log_softmax_for_any_chunk(monkeypatch, seed, chunk, temperature, bias, masked, numbers):
+    """And so do its gradients, whether the loss is known beforehand or not."""
+    monkeypatch.setattr("grpo.model.cpu.slices.slice_numbers", lambda device: numbers)
     hidden, weight, offset, targets, mask = example(seed=seed, bias=bias)
-    mask = mask if masked else None
-    expected, expected_entropy = plain(hidden, weight, offset, targets, temperature)
-    if masked:
-        expected, expected_entropy = expected * mask, expected_entropy * mask
-    logp, entropy = completion_logprobs(
-        hidden,
-        weight,
-        targets,
-        places(mask),
-        bias=offset,
-        temperature=temperature,
-        chunk_tokens=chunk,
-        entropy=True,
-    )
-    torch.testing.assert_close(logp, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(entropy, expected_entropy.detach(), rtol=1e-12, atol=1e-12)
-    assert not entropy.requires_grad
+    mask = mask if masked else torch.ones_like(mask)
+    options = {"temperature": temperature, "chunk_tokens": chunk, "entropy": True, "bias": offset}
     leaves = [x for x in (hidden, weight, offset) if x is not None]
     coefficients = torch.randn(R, C, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    for ours, theirs in zip(
-        grads(logp, coefficients, *leaves), grads(expected, coefficients, *leaves), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
     def loss(logp):
         return (coefficients * (logp + logp.square())).sum()
 
-    known, known_entropy = completion_logprobs(
-        hidden, weight, targets, places(mask), bias=offset, temperature=temperature, chunk_tokens=chunk,
-        entropy=True, loss=loss,
-    )  # fmt: skip
-    assert torch.equal(known, logp) and torch.equal(known_entropy, entropy)
-    expected = plain(hidden, weight, offset, targets, temperature)[0] * (1 if mask is None else mask)
-    for ours, theirs in zip(
-        torch.autograd.grad(loss(known), leaves), torch.autograd.grad(loss(expected), leaves), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    logp, entropy = plain(hidden, weight, offset, targets, temperature)
+    expected, expected_entropy = logp * mask, (entropy * mask).detach()
+    theirs = torch.autograd.grad(loss(expected), leaves)
+    for known in (None, loss):
+        chosen = places(mask) if masked else None
+        logp, entropy = completion_logprobs(hidden, weight, targets, chosen, loss=known, **options)
+        close([logp, entropy], [expected, expected_entropy])
+        assert not entropy.requires_grad
+        close(torch.autograd.grad(loss(logp), leaves), theirs, 1e-11)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_gradcheck(masked):
-    hidden, weight, bias, targets, mask = example()
-
-    def logp(hidden, weight, bias):
-        return completion_logprobs(
-            hidden,
-            weight,
-            targets,
-            places(mask) if masked else None,
-            bias=bias,
-            temperature=0.7,
-            chunk_tokens=4,
-        )[0]
-
-    assert torch.autograd.gradcheck(logp, (hidden, weight, bias))
-
-
-@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
 @pytest.mark.parametrize("loss", [None, Tensor.sum])
-def test_gradients_only_where_asked(wanted, loss):
-    hidden, weight, bias, targets, _ = example()
-    leaves = [x.detach().requires_grad_(on) for x, on in zip((hidden, weight, bias), wanted, strict=True)]
-    logp, _ = completion_logprobs(leaves[0], leaves[1], targets, bias=leaves[2], chunk_tokens=4, loss=loss)
-    logp.sum().backward()
-    assert tuple(x.grad is not None for x in leaves) == wanted
+def test_gradients_only_where_asked(loss):
+    for wanted in torch.eye(3).bool().tolist():
+        *leaves, targets, _ = example()
+        leaves = [each.detach().requires_grad_(on) for each, on in zip(leaves, wanted, strict=True)]
+        logp, _ = completion_logprobs(*leaves[:2], targets, bias=leaves[2], chunk_tokens=4, loss=loss)
+        logp.sum().backward()
+        assert [each.grad is not None for each in leaves] == wanted
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("autocast", [False, True])
+def uneven(logp: Tensor) -> Tensor:
+    return (logp.exp() - logp.square()).sum()
+
+
+def learned(dtype=torch.float64, temperature=0.7, *, known=False, autocast=False) -> list[Tensor]:
+    """Log-probs, entropies, and the gradients of a sum. known: that sum is, beforehand."""
+    *leaves, targets, mask = example(dtype)
+    options = {"chunk_tokens": 4, "entropy": True, "temperature": temperature}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logp, entropy = completion_logprobs(
+            *leaves[:2], targets, places(mask), bias=leaves[2], loss=uneven if known else None, **options
+        )
+    return [logp, entropy, *torch.autograd.grad(uneven(logp), leaves)]
+
+
+@pytest.mark.parametrize(("autocast", "temperature"), [(False, 1.0), (True, 1.0), (True, 0.7)])
 def test_a_loss_that_is_known_beforehand_changes_no_bit(autocast, temperature):
-    hidden, weight, bias, targets, mask = example(torch.float32)
-
-    def loss(logp):
-        return (logp.exp() - logp.square()).sum()
-
-    def gradients(known):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            logp, _ = completion_logprobs(
-                hidden, weight, targets, places(mask), bias=bias, temperature=temperature, chunk_tokens=4,
-                entropy=True, loss=known,
-            )  # fmt: skip
-        return torch.autograd.grad(loss(logp), (hidden, weight, bias))
-
-    for known, unknown in zip(gradients(loss), gradients(None), strict=True):
-        assert torch.equal(known, unknown) and known.norm() > 0.1
+    both = [learned(torch.float32, temperature, known=on, autocast=autocast) for on in (True, False)]
+    assert all(map(torch.equal, *both)) and min(each.norm() for each in both[0]) > 0.1
 
 
 def test_masked_tokens_are_never_read():
     hidden, weight, bias, targets, mask = example()
-    clean, _ = completion_logprobs(hidden, weight, targets, places(mask), bias=bias, chunk_tokens=3)
+    options = {"bias": bias, "chunk_tokens": 3, "entropy": True}
+    clean, _ = completion_logprobs(hidden, weight, targets, places(mask), **options)
     spoiled = torch.where(mask.unsqueeze(-1), hidden, torch.nan).detach().requires_grad_()
-    logp, entropy = completion_logprobs(
-        spoiled,
-        weight,
-        torch.where(mask, targets, -100),
-        places(mask),
-        bias=bias,
-        chunk_tokens=3,
-        entropy=True,
-    )
-    assert torch.equal(logp, clean)
-    assert (logp[~mask] == 0).all() and (entropy[~mask] == 0).all()
+    wrong = torch.where(mask, targets, -100)
+    logp, entropy = completion_logprobs(spoiled, weight, wrong, places(mask), **options)
+    assert torch.equal(logp, clean) and not logp[~mask].any() and not entropy[~mask].any()
     logp.sum().backward()
-    assert (spoiled.grad[~mask] == 0).all()
-    assert spoiled.grad[mask].isfinite().all() and weight.grad.isfinite().all()
+    assert not spoiled.grad[~mask].any() and spoiled.grad[mask].isfinite().all()
+    assert weight.grad.isfinite().all()
 
 
 class _Meter(TorchDispatchMode):
@@ -178,8 +129,7 @@ class _Meter(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.largest, self.rows, self.chunk_bytes = 0, 0, 0
-        self.chunks = weakref.WeakSet()
+        self.largest, self.rows, self.chunk_bytes, self.chunks = 0, 0, 0, weakref.WeakSet()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -198,80 +148,74 @@ class _Meter(TorchDispatchMode):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_logits_of_all_tokens_never_exist_and_masked_tokens_cost_nothing(autocast, loss, monkeypatch):
     monkeypatch.setattr("grpo.model.cpu.slices.slice_numbers", lambda device: 5 * 50)
-    hidden = torch.randn(8, 16, 3, requires_grad=True)
-    weight = torch.randn(50, 3, requires_grad=True)
+    hidden, weight = torch.randn(8, 16, 3, requires_grad=True), torch.randn(50, 3, requires_grad=True)
     targets = torch.ones(8, 16).long()
-    mask = torch.arange(16).expand(8, 16) < 4  # 32 of 128 tokens
+    scored = places(torch.arange(16).expand(8, 16) < 4)  # 32 of 128 tokens
+    options = {"chunk_tokens": 10, "entropy": True, "loss": loss}
     with _Meter() as seen:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            logp, _ = completion_logprobs(
-                hidden, weight, targets, places(mask), chunk_tokens=10, entropy=True, loss=loss
-            )
+            logp, _ = completion_logprobs(hidden, weight, targets, scored, **options)
         assert seen.rows == 32
         logp.sum().backward()
     assert seen.rows == (32 if loss else 64)  # once more in the backward pass, where the loss was not known
-    products, slices = (2, 2) if autocast else (4, 1)  # bytes of a number; slices that are no products
-    assert seen.chunk_bytes == 10 * 50 * products + slices * 5 * 50 * 4
+    products, parts = (2, 2) if autocast else (4, 1)  # bytes of a number; slices that are no products
+    assert seen.chunk_bytes == 10 * 50 * products + parts * 5 * 50 * 4
     assert seen.largest == max(products * 10 * 50, 4 * 8 * 16 * 3)  # all logits would be products * 6400
 
 
 def test_without_gradients_nothing_is_kept():
-    hidden, weight, bias, targets, _ = example()
+    *leaves, bias, targets, _ = example()
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x), lambda x: x):
-        frozen, _ = completion_logprobs(hidden.detach(), weight.detach(), targets, bias=bias.detach())
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda kept: kept):
+        frozen, _ = completion_logprobs(*(x.detach() for x in leaves), targets, bias=bias.detach())
         with torch.no_grad():
-            quiet, _ = completion_logprobs(hidden, weight, targets, bias=bias)
-        assert not saved and frozen.grad_fn is None and quiet.grad_fn is None
-        taught, _ = completion_logprobs(hidden, weight, targets, bias=bias)
-        assert saved
-    assert torch.equal(frozen, taught) and torch.equal(quiet, taught)
+            quiet, _ = completion_logprobs(*leaves, targets, bias=bias)
+        assert not saved and frozen.grad_fn is quiet.grad_fn is None
+        taught, _ = completion_logprobs(*leaves, targets, bias=bias)
+    assert saved and torch.equal(frozen, taught) and torch.equal(quiet, taught)
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (R, C)])
 def test_no_tokens_is_fine(shape):
-    hidden, weight = torch.zeros(*shape, D, requires_grad=True), torch.zeros(V, D, requires_grad=True)
-    logp, entropy = completion_logprobs(hidden, weight, torch.zeros(shape).long(), entropy=True)
-    assert logp.shape == entropy.shape == shape
+    """Or none that is scored."""
+    hidden, weight = torch.zeros(*shape, D, requires_grad=True), torch.ones(V, D, requires_grad=True)
+    nowhere = places(torch.zeros(shape)) if shape == (R, C) else None
+    logp, entropy = completion_logprobs(hidden, weight, torch.zeros(shape).long(), nowhere, entropy=True)
+    assert logp.shape == entropy.shape == shape and not logp.any()
     logp.sum().backward()
-    assert (weight.grad == 0).all()
+    assert not hidden.grad.any() and not weight.grad.any()
 
 
-def test_a_mask_without_tokens_is_fine():
-    hidden, weight, _, targets, mask = example(torch.float32)
-    logp, _ = completion_logprobs(hidden, weight, targets, places(torch.zeros_like(mask)))
-    logp.sum().backward()
-    assert (logp == 0).all() and (hidden.grad == 0).all() and (weight.grad == 0).all()
-
-
-def test_bf16_inputs_give_fp32_log_probs():
-    hidden, weight, _, targets, _ = example(torch.bfloat16)
-    logp, entropy = completion_logprobs(hidden, weight, targets, chunk_tokens=4, entropy=True)
-    assert logp.dtype == entropy.dtype == torch.float32
-    head = (weight.float() - weight.float().mean(0)).bfloat16()
-    expected = F.linear(hidden, head).float().log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(logp, expected, rtol=0, atol=1e-6)
-    logp.sum().backward()
-    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
-
-
-def test_autocast_multiplies_in_its_dtype_and_sums_weight_gradients_in_fp32():
-    hidden, weight, bias, targets, _ = example(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = F.linear(hidden, weight - weight.mean(0), bias - bias.mean())
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bf16_or_autocast_multiplies_in_it_and_gives_fp32_log_probs(autocast):
+    """Gradients have the dtype of what they are of; those of weights are added up in fp32."""
+    *leaves, targets, _ = example(torch.float32 if autocast else torch.bfloat16, bias=autocast)
+    hidden, weight, bias = leaves
+    leaves = [each for each in leaves if each is not None]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        head = [(each.float() - each.float().mean(0)).to(each.dtype) for each in leaves[1:]]
+        expected = F.linear(hidden, *head)
         assert expected.dtype == torch.bfloat16
         expected = expected.float().log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        logp, _ = completion_logprobs(hidden, weight, targets, bias=bias, chunk_tokens=1)
-    assert logp.dtype == torch.float32
+        logp, entropy = completion_logprobs(hidden, weight, targets, bias=bias, chunk_tokens=1, entropy=True)
+    assert logp.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(logp, expected, rtol=0, atol=1e-6)
-    exact, _ = completion_logprobs(hidden, weight, targets, bias=bias)
-    assert (logp - exact).abs().max() > 1e-4  # or bf16 was not used at all
+    ours, theirs = (torch.autograd.grad(each.sum(), leaves) for each in (logp, expected))
+    close(ours, theirs, 0.02)
+    if autocast:
+        exact, _ = completion_logprobs(hidden, weight, targets, bias=bias)
+        assert (logp - exact).abs().max() > 1e-4  # or bf16 was not used at all
 
-    ours = grads(logp, torch.ones(R, C), hidden, weight, bias)  # outside autocast, as .backward() is
-    theirs = grads(expected, torch.ones(R, C), hidden, weight, bias)
-    for mine, reference in zip(ours, theirs, strict=True):
-        assert mine.dtype == torch.float32
-        torch.testing.assert_close(mine, reference, rtol=0.02, atol=0.02)
+
+def test_autocast_around_the_backward_pass_changes_nothing_and_float64_stays_float64_under_it():
+    hidden, weight, bias, targets, _ = example(torch.float32)
+    logp, _ = completion_logprobs(hidden, weight, targets, bias=bias)
+    outside = torch.autograd.grad(logp.sum(), (hidden, weight), retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, torch.autograd.grad(logp.sum(), (hidden, weight)), outside))
+        hidden, weight, bias, targets, _ = example()
+        logp, _ = completion_logprobs(hidden, weight, targets, bias=bias)
+    close(logp, plain(hidden, weight, bias, targets)[0])
 
 
 def test_in_bf16_logits_far_from_zero_are_as_exact_as_those_around_it():
@@ -292,75 +236,32 @@ def test_in_bf16_logits_far_from_zero_are_as_exact_as_those_around_it():
 
 def test_many_small_weight_gradients_do_not_drown_in_bf16():
     """400 equal tokens, one a chunk: a bf16 sum stops growing at 256 times one of them."""
-    hidden = torch.ones(1, 400, 1)
-    weight = torch.zeros(2, 1, requires_grad=True)
+    weight, targets = torch.zeros(2, 1, requires_grad=True), torch.ones(1, 400).long()
     with torch.autocast("cpu", torch.bfloat16):
-        logp, _ = completion_logprobs(hidden, weight, torch.ones(1, 400).long(), chunk_tokens=1)
+        logp, _ = completion_logprobs(torch.ones(1, 400, 1), weight, targets, chunk_tokens=1)
     logp.sum().backward()
     assert weight.grad.flatten().tolist() == [-200, 200]
 
 
-def test_autocast_around_the_backward_pass_changes_nothing():
-    hidden, weight, bias, targets, _ = example(torch.float32)
-    logp, _ = completion_logprobs(hidden, weight, targets, bias=bias)
-    expected = grads(logp, torch.ones(R, C), hidden, weight)
-    logp, _ = completion_logprobs(hidden, weight, targets, bias=bias)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = grads(logp, torch.ones(R, C), hidden, weight)
-    assert all(map(torch.equal, found, expected))
-
-
-def test_float64_stays_float64_under_autocast():
-    hidden, weight, bias, targets, _ = example()
-    with torch.autocast("cpu", torch.bfloat16):
-        logp, _ = completion_logprobs(hidden, weight, targets, bias=bias)
-    torch.testing.assert_close(logp, plain(hidden, weight, bias, targets)[0], rtol=1e-12, atol=1e-12)
-
-
 def test_large_logits_and_tokens_that_cannot_occur():
-    hidden = torch.full((1, 1, 1), 1e4)
-    weight = torch.tensor([[1.0], [1.0], [-1.0]])
-    bias = torch.tensor([0.0, 0.0, -torch.inf])
-    logp, entropy = completion_logprobs(hidden, weight, torch.zeros(1, 1).long(), bias=bias, entropy=True)
+    hidden, weight = torch.full((1, 1, 1), 1e4), torch.tensor([[1.0], [1.0], [-1.0]])
+    bias, target = torch.tensor([0.0, 0.0, -torch.inf]), torch.zeros(1, 1).long()
+    logp, entropy = completion_logprobs(hidden, weight, target, bias=bias, entropy=True)
     assert logp.item() == pytest.approx(-0.6931472) and entropy.item() == pytest.approx(0.6931472)
 
 
-def test_fake_tensors_trace_it_forward_and_backward():
-    with FakeTensorMode():
-        hidden = torch.empty(R, C, D, requires_grad=True)
-        weight = torch.empty(V, D, requires_grad=True)
-        logp, _ = completion_logprobs(hidden, weight, torch.zeros(R, C).long(), chunk_tokens=4, entropy=True)
-        logp.sum().backward()
-        assert weight.grad.shape == (V, D)
-
-
-def test_inputs_that_do_not_fit_are_explained():
-    hidden, weight, _, targets, mask = example()
-    with pytest.raises(ValueError, match="do not go together"):
-        completion_logprobs(hidden, weight, targets[:, 1:])
-    with pytest.raises(ValueError, match="do not go together"):
-        completion_logprobs(hidden, weight, targets, mask)
-    with pytest.raises(ValueError, match="temperature is 0"):
-        completion_logprobs(hidden, weight, targets, temperature=0.0)
-    with pytest.raises(ValueError, match="chunk_tokens is 0"):
-        completion_logprobs(hidden, weight, targets, chunk_tokens=0)
-
-
-@pytest.mark.parametrize("is_known", [False, True])
-def test_a_second_backward_pass_adds_to_the_first_ones_gradient(is_known):
+@pytest.mark.parametrize("known", [None, uneven])
+def test_a_second_backward_pass_adds_to_the_first_ones_gradient(known):
     torch.manual_seed(0)
     hidden, targets = torch.randn(3, 5, 8, dtype=torch.float64), torch.randint(50, (3, 5))
     weight = torch.nn.Parameter(torch.randn(50, 8, dtype=torch.float64))
 
-    def loss(logp):
-        return logp.square().sum()
-
     def backward() -> int:
         """Most bytes that are held where gradients are made."""
         with LiveBytes() as live:
-            known = loss if is_known else None
-            share = loss(completion_logprobs(hidden, weight, targets, chunk_tokens=4, loss=known)[0])
-            if not is_known:
+            logp, _ = completion_logprobs(hidden, weight, targets, chunk_tokens=4, loss=known)
+            share = uneven(logp)
+            if known is None:
                 live.reset_peak()
             share.backward()
         return live.peak_bytes
@@ -370,3 +271,58 @@ def test_a_second_backward_pass_adds_to_the_first_ones_gradient(is_known):
     assert backward() <= first - weight.nbytes  # in place: without a gradient of its own
     torch.testing.assert_close(weight.grad, 2 * once, rtol=1e-12, atol=1e-14)
     assert weight.grad.data_ptr() == place and once.norm() > 1
+
+
+@pytest.fixture
+def untried(monkeypatch) -> None:
+    """As if this were a device on which it is tried, with a compiler that leaves functions as they are."""
+    monkeypatch.setattr(fused, "COMPILED_ON", ("cpu",))
+    monkeypatch.setattr(fused, "_works", {})
+    monkeypatch.setattr(fused, "_compiled", lambda function: function)
+
+
+@pytest.mark.parametrize(("temperature", "known"), [(1.0, False), (0.7, False), (0.7, True)])
+def test_fused_it_is_what_the_operations_give(temperature, known, request):
+    expected = learned(temperature=temperature)
+    request.getfixturevalue("untried")
+    close(learned(temperature=temperature, known=known), expected)
+    assert fused.what_is_fused() == ("cpu torch.float64",)
+
+
+def test_fused_a_token_that_cannot_occur_adds_no_entropy(untried):
+    products = torch.tensor([[0.0, 1.0, -torch.inf]], dtype=torch.bfloat16)
+    (score,) = fused.scores(products, torch.tensor([1]), 1.0, True)
+    first, second = torch.tensor([0.0, 1.0]).log_softmax(0).tolist()
+    entropy = -(math.exp(first) * first + math.exp(second) * second)
+    assert score.dtype == torch.float32 and score.tolist() == pytest.approx([second, entropy, 1, -second])
+    bias = centred_head(torch.tensor([1.0, 3.0, -torch.inf]), torch.bfloat16)
+    assert bias.tolist() == [-1, 1, -torch.inf]
+
+
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize(
+    ("makes", "said"),
+    [
+        (lambda *args: 1 / 0, "slower: ZeroDivisionError: division by zero"),
+        (lambda *args: torch.zeros(8, 4), "compiled ones give something else"),
+    ],
+)
+def test_without_a_compiler_that_is_right_operations_run_one_by_one(monkeypatch, logged, makes, said):
+    monkeypatch.setattr(fused, "_compiled", lambda function: makes)
+    found = learned()
+    monkeypatch.setattr(fused, "COMPILED_ON", ())
+    assert all(map(torch.equal, found, learned()))
+    (line,) = logged
+    assert line.startswith("WARNING the head's kernels are not fused, slower: ") and said in line
+
+
+def test_a_trace_knows_that_no_slices_are_held(untried):
+    """For a device on which it was tried in this process; of others the slices are counted."""
+    weight, hidden, targets = torch.zeros(2000, 4), torch.zeros(2, 8, 4), torch.zeros(2, 8).long()
+    for worked in (False, True):
+        with slices.traced_for(torch.device("cuda"), parts_too=True):
+            assert fused.is_fused(weight.device, torch.float32) == worked
+            assert completion_logprobs(hidden, weight, targets)[0].shape == (2, 8)
+        assert fused.was_fused("cuda", torch.float32) == worked
+        fused._works["cuda", torch.float32] = True
+    assert not fused.was_fused("cuda", torch.bfloat16)

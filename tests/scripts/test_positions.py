@@ -1,3 +1,5 @@
+"""The bundled positions are true and split by their hash, and what made them does so again."""
+
 import itertools
 import random
 
@@ -12,30 +14,24 @@ from rewards.engine import find_stockfish
 from rewards.environment import referee
 from rewards.formats import EnvironmentSample, PolicySample
 
-
-def bundled(name):
-    return [parse_line(line) for line in POSITIONS.joinpath(name).read_text().splitlines()]
+TRAIN, HELDOUT = (POSITIONS.joinpath(name).read_text().splitlines() for name in ("train.txt", "heldout.txt"))
 
 
 def test_bundled_sets_have_no_position_in_common_and_are_split_by_the_hash():
-    train, heldout = bundled("train.txt"), bundled("heldout.txt")
-    assert [sum(isinstance(s, kind) for s in heldout) for kind in (PolicySample, EnvironmentSample)] == [
-        1000,
-        1000,
-    ]
-    assert len(train) == 8000
+    train, heldout = ([parse_line(line) for line in lines] for lines in (TRAIN, HELDOUT))
+    kinds = [sum(isinstance(each, kind) for each in heldout) for kind in (PolicySample, EnvironmentSample)]
+    assert kinds == [1000, 1000] and len(train) == 8000
     assert all(is_heldout(sample.fen) for sample in heldout)
     assert not any(is_heldout(sample.fen) for sample in train)
 
 
 def test_bundled_lines_are_true():
-    for sample in bundled("heldout.txt"):
+    for sample in map(parse_line, HELDOUT):
         board = chess.Board(sample.fen)
         assert board.is_valid() and 2 < len(board.piece_map()) <= 6
         if isinstance(sample, EnvironmentSample):
             answer = (sample.next_fen, sample.reward, sample.terminated, sample.truncated)
-            assert answer == referee(sample.fen, sample.action)
-            assert sample.history[-1] == sample.action
+            assert answer == referee(sample.fen, sample.action) and sample.history[-1] == sample.action
         else:
             assert sample.evals[sample.moves.index(sample.best)] == max(sample.evals)
             assert len(sample.moves) == min(5, board.legal_moves.count())
@@ -52,22 +48,17 @@ def test_lines_repeat_with_their_seed():
 
 def test_tokens_decode_to_the_text_and_split_where_the_prompt_ends():
     tokenizer = build_tokenizer()
-    lines = POSITIONS.joinpath("heldout.txt").read_text().splitlines()[800:1200]
-    for line in lines:
+    for line in HELDOUT[800:1200]:
         ids = tokenizer(line)["input_ids"]
-        assert tokenizer.decode(ids) == line
-        assert tokenizer.unk_token_id not in ids
+        assert tokenizer.decode(ids) == line and tokenizer.unk_token_id not in ids
         cut = line.index(" M:") if line[0] == "P" else [i for i, c in enumerate(line) if c == "+"][2] + 1
         assert tokenizer(line[:cut])["input_ids"] + tokenizer(line[cut:])["input_ids"] == ids
 
 
 def test_every_piece_token_names_its_square():
-    tokenizer = build_tokenizer()
-    rng = random.Random(0)
+    tokenizer, rng = build_tokenizer(), random.Random(0)
     for board in itertools.islice(iter(lambda: random_endgame(rng), None), 50):
         tokens = tokenizer.convert_ids_to_tokens(tokenizer(f"P: {board.fen()}")["input_ids"])
-        placed = {
-            (token[0], chess.square_mirror(ord(token[1]) - 0xE000)) for token in tokens if len(token) == 2
-        }
+        placed = {(each[0], chess.square_mirror(ord(each[1]) - 0xE000)) for each in tokens if len(each) == 2}
         assert placed == {(piece.symbol(), square) for square, piece in board.piece_map().items()}
         assert {symbol for symbol, _ in placed} <= set(PIECES)

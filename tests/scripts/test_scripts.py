@@ -1,21 +1,13 @@
-"""The scripts as people run them, at their smallest."""
+"""The scripts: that each can be started, and the demo. What they measure is `make proof`."""
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
-import pytest
-from commands import ENVIRONMENT, ROOT, Ended, run
-from prompt_lines import parse_line
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from rewards.engine import find_stockfish
-
-
-def shown(done: Ended) -> str:
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
+import proof
+from commands import ENVIRONMENT, ROOT, run
+from proof import Part
 
 LOADING = """
 import runpy, sys
@@ -35,52 +27,33 @@ def test_every_script_finds_what_it_imports():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_demo_shows_before_and_after(tmp_path):
-    arguments = ("--steps", 1, "--batch-size", 16, "--heldout", 8)
-    done = run("scripts/demo.py", *arguments, cwd=tmp_path, traced=True)
-    text = shown(done)
+def test_the_demo_shows_before_and_after_and_can_be_asked_to_improve(tmp_path: Path):
+    """One step on few prompts cannot, by more than chance."""
+    words = ("--steps", 1, "--batch-size", 16, "--heldout", 2, "--must-improve")
+    done = run("scripts/demo.py", *words, cwd=tmp_path)
+    text = done.stdout
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert "[transformers]" not in done.stderr  # a warning of theirs would be about our work
-    assert "Held out, 16 prompts" in text and "the next state, exactly" in text
+    assert "Held out, 4 prompts" in text and "the next state, exactly" in text
     assert "Sampled, " in text and "Greedy, " in text and "\x1b" not in text  # no control codes in a file
-    (run_folder,) = (tmp_path / "runs").iterdir()
-    assert str(run_folder.relative_to(tmp_path)) in text
-    assert (run_folder / "checkpoints" / "step-000001" / "model.safetensors").exists()
-    assert "Before and after" in (run_folder / "report.html").read_text()
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert str(folder.relative_to(tmp_path)) in text
+    assert (folder / "checkpoints" / "step-000001" / "model.safetensors").exists()
+    assert "Before and after" in (folder / "report.html").read_text()
 
 
-def test_the_learning_curve_has_its_controls_and_keeps_what_is_done(tmp_path):
-    little = ("--steps", 1, "--batch-size", 16, "--seeds", 1, "--heldout", 2, "--minutes", 0.03, "--games", 0)
-    arguments = ("--output", tmp_path / "out", *little)
-    text = shown(run("scripts/learning_curve.py", *arguments, cwd=tmp_path))
-    assert "rate-0" in text and "supervised" in text and "Significantly below -2 points (greedy)" in text
-    picture = tmp_path / "out" / "learning.png"
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    written = (tmp_path / "out" / "seed-0-greedy.json").stat().st_mtime_ns
-    shown(run("scripts/learning_curve.py", *arguments, cwd=tmp_path))
-    assert (tmp_path / "out" / "seed-0-greedy.json").stat().st_mtime_ns == written
-
-
-def test_positions_are_labelled_and_a_model_is_pretrained_on_them(tmp_path):
-    if not find_stockfish():
-        pytest.skip("needs Stockfish")
-    lines = tmp_path / "policy.txt"
-    arguments = ("--policy", 40, "--environment", 2, "--depth", 2, "--output", lines)
-    shown(run("scripts/label_positions.py", *arguments, cwd=tmp_path))
-    samples = [parse_line(line) for line in lines.read_text().splitlines()]
-    assert len(samples) == 42
-    only_policy = tmp_path / "only.txt"
-    only_policy.write_text("\n".join(lines.read_text().splitlines()[:40]))
-    arguments = (
-        "--policy-lines", only_policy, "--output", tmp_path / "model",
-        "--steps", 2, "--batch-tokens", 512, "--layers", 1, "--width", 64,
-    )  # fmt: skip
-    shown(run("scripts/pretrain_tiny.py", *arguments, cwd=tmp_path))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert model.config.n_layer == 1
-    assert AutoTokenizer.from_pretrained(tmp_path / "model").decode([0]) == "<|endoftext|>"
-
-
-def test_the_benchmark_of_several_processes_says_how_it_is_started(tmp_path):
-    done = run("scripts/benchmark_shard.py", "--help", cwd=tmp_path)
-    assert done.returncode == 1 and "torchrun --nproc_per_node 2 scripts/benchmark_shard.py" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_the_proof_counts_what_passed_failed_and_was_left_out(tmp_path: Path, monkeypatch, capsys):
+    parts = (
+        Part("good", 1, "sh -c 'touch {folder}/made'", "something"),
+        Part("bad", 1, "sh -c 'echo why; exit 3'", "something"),
+        Part("absent", 1, "sh -c 'exit 1'", "something", ("card", "no-such-program")),
+        Part("endless", 0.02, "sh -c 'sleep 60 & wait'", "something"),
+    )
+    monkeypatch.setattr(proof, "TOGETHER", parts[:2])
+    monkeypatch.setattr(proof, "ALONE", parts[2:])
+    assert proof.main(folder=tmp_path) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "proof: 1 passed, 2 failed, 1 skipped (no card) in 0 min"
+    assert "    why" in lines and any("exit status 3" in line for line in lines)
+    assert any("no end within 0.02 minutes" in line for line in lines)
+    assert proof.main(only=("good",), folder=tmp_path) == 0 and (tmp_path / "good" / "made").exists()

@@ -9,8 +9,8 @@ Shapes: R rows of a micro-batch, C completion tokens. What stands outside `mask`
 not even as NaN, and gets a gradient of exactly zero. What is not finite inside it is not hidden:
 it reaches the loss and the metrics, so that the caller can skip the step.
 
-TRL 1.16's `GRPOTrainer._compute_loss` is the measure; tests/test_loss_equals_trl.py compares
-values, gradients and metrics. Left out on purpose: bnpo (its value depends on the split), sapo,
+TRL 1.16's `GRPOTrainer._compute_loss` is the measure; tests/learning/test_loss_equals_trl.py
+compares values, gradients and metrics. Left out on purpose: bnpo (its value depends on the split), sapo,
 luspo, vespo, the entropy bonus, and k1 in the loss (its gradient has zero mean on-policy; it goes
 into the reward).
 """

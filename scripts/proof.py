@@ -1,0 +1,189 @@
+"""What a release has to show, and a change need not, part by part: `make proof`. Half an hour on two cores.
+
+Benchmarks at their smallest, rates and accuracy, faults and fuzzing, a browser, training that improves, the
+installed wheel, several processes, a card where there is one, and faults made in the source.
+"""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+ROOT = Path(__file__).parents[1]
+SHOWN = 15
+"""Last lines of a part that failed."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command that ends with 0 if it holds. minutes: its limit, some five times what it takes alone."""
+
+    name: str
+    minutes: float
+    command: str
+    proves: str
+    needs: Sequence[str] = ()
+    """What it needs, and programs of which one shows that it is there."""
+
+    def words(self, folder: Path) -> list[str]:
+        """Of the command, in which a script or a module stands for what starts it."""
+        first, *rest = (word.format(folder=folder) for word in shlex.split(self.command))
+        if first.endswith(".py"):
+            return [sys.executable, f"scripts/{first}", *rest]
+        return [sys.executable, "-m", first, *rest] if first != "sh" else [first, *rest]
+
+    @property
+    def lack(self) -> str:
+        """Why it is skipped here, if it is."""
+        path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/games"])
+        there = any(shutil.which(program, path=path) for program in self.needs[1:])
+        return f"no {self.needs[0]}" if self.needs and not there else ""
+
+
+CARD, CHESS = ("card", "nvidia-smi"), ("Stockfish", "stockfish")
+CHROMIUM = "Chromium", "chromium", "chromium-browser"
+TOGETHER = (
+    Part("predictions", 8, "benchmark_memory.py predict --quick", "peaks of phases are foreseen"),
+    Part("largest", 3, "benchmark_memory.py largest --quick", "the plan's rows are those of brute force"),
+    Part("checkpointing", 3, "benchmark_memory.py checkpointing --quick", "what is recomputed is not held"),
+    Part("runs", 5, "benchmark_memory.py runs --only 'size 8 --precision fp32'", "a run holds what was said"),
+    Part("limits", 8, "benchmark_memory.py limits --how 'ulimit -d' --batch-size 64 --rungs 2 --no-large",
+         "the least limit that is named is enough, and the time is as was said"),
+    Part("recovery", 8, "benchmark_recovery.py --points 60", "runs that ran out of memory end the same"),
+    Part("faults", 8, "benchmark_faults.py --trials 40", "full disks and SIGKILL lose nothing"),
+    Part("fuzz", 10, "fuzz.py --cases 200", "whatever comes in, no traceback"),
+    Part("leaks", 10, "benchmark_leaks.py --quick", "leaks are found, and not where none is"),
+    Part("cache", 3, "kv_growth.py --new-tokens 48 --output {folder}/kv_growth.png", "one cache a prompt"),
+    Part("signal", 8, "benchmark_signal.py cosines --batches 6 --only sparse", "gradients have a direction"),
+    Part("trl", 15, "benchmark_trl.py equal --every 3", "steps are TRL's to 1e-10, however they are split"),
+    Part("trl-limits", 8, "benchmark_trl.py limits --quick", "TRL goes on where as it comes it dies"),
+    Part("trl-tests", 5, "pytest tests/proof/own_tests_of_trl.py", "tests of its kind run with ours"),
+    Part("uci", 5, "check_uci.py --games 2 --lines 200", "games by the clock, and nonsense"),
+    Part("learning-curve", 5, "learning_curve.py --output {folder} --seeds 1 --steps 1"
+         " --batch-size 16 --heldout 4 --games 0 --minutes 0.03", "at learning rate 0 nothing moves"),
+    Part("card-small", 8, "sh scripts/gpu_check.sh --small --output {folder}/small.json", "its parts run"),
+    Part("shard", 5, "torch.distributed.run --standalone --nproc-per-node 2 scripts/benchmark_shard.py"
+         " --quick", "memory of a sharded model is foreseen"),
+    Part("documented", 8, "pytest tests/proof/as_documented.py", "accelerate; plans as on the pages"),
+    Part("installed", 8, "pytest tests/proof/installed.py", "the wheel trains anywhere"),
+    Part("made", 5, "pytest tests/proof/model_made.py", "how the bundled model was made", CHESS),
+    Part("browser", 8, "pytest tests/proof/report_in_browser.py", "reports in Chromium", CHROMIUM),
+    Part("examples", 15, "pytest -p tests.proof.more_examples --hypothesis-profile=proof tests",
+         "properties, by 20 times as many new examples"),
+)  # fmt: skip
+"""That may share the machine."""
+ALONE = (
+    Part("race", 8, "benchmark.py --only shape --quick --best", "no slower than TRL, in less memory"),
+    Part("decoding", 8, "benchmark.py --decoding --quick", "no slower than Hugging Face's generate"),
+    Part("growth", 8, "benchmark.py --growth {folder}/growth.png --quick", "no size is a cliff"),
+    Part("kernels", 10, "benchmark_kernels.py --rounds 1 --steps 3 --batch-size 16", "each can be left out"),
+    Part("overhead", 5, "benchmark_memory.py overhead --steps 8", "watching memory takes 1 % of a step"),
+    Part("noise", 5, "benchmark_signal.py overhead --rows 64 --repeats 3", "measuring noise takes little"),
+    Part("dull", 5, "benchmark_signal.py dull --rows 64 --repeats 3", "groups of equal rewards cost nothing"),
+    Part("trl-race", 5, "benchmark_trl.py race --batch 16 --tokens 8 --steps 4 --repeats 1", "nor parts"),
+    Part("processes", 5, "benchmark_processes.py --rounds 1 --steps 2 -- --model rook-tiny --engine off"
+         " --batch-size 32 --precision fp32", "two processes share the work"),
+    Part("improves", 30, "demo.py --steps 20 --minutes 30 --must-improve", "GRPO improves rook-tiny"),
+    Part("card", 8, "sh scripts/gpu_check.sh --quick --output {folder}/card.json", "a card's speed", CARD),
+    Part("mutants", 20, "mutants.py", "faults made in the source are noticed by the tests"),
+)  # fmt: skip
+"""That compare speeds, or keep all cores busy by themselves."""
+RUNNING: set[subprocess.Popen[bytes]] = set()
+
+
+def main(
+    only: tuple[str, ...] = (),
+    listed: Annotated[bool, tyro.conf.arg(name="list")] = False,
+    folder: Path = ROOT / "build" / "proof",
+    at_once: int = 2,
+) -> int:
+    """Run the parts, first those that may share the machine; 1 if one failed.
+
+    Args:
+        only: Names of parts.
+        listed: Show what each proves, and how, and run nothing.
+        folder: For what they say and write.
+        at_once: Parts that share the machine, with a thread each.
+    """
+    if unknown := sorted({*only} - {part.name for part in TOGETHER + ALONE}):
+        sys.exit(f"error: no part is called {', '.join(unknown)}; --list shows them.")
+    folder, chosen = folder.resolve(), [part for part in TOGETHER + ALONE if part.name in only or not only]
+    if listed:
+        for part in chosen:
+            print(f"{part.name:15} {part.proves}\n{'':15} {shlex.join(part.words(folder / part.name))}")
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    begun, pool = time.monotonic(), ThreadPoolExecutor(at_once)
+    try:
+        together = [part for part in chosen if part in TOGETHER]
+        verdicts = [*pool.map(lambda part: run(part, folder, OMP_NUM_THREADS="1"), together)]
+        verdicts += [run(part, folder) for part in chosen if part in ALONE]
+    except KeyboardInterrupt:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in [*RUNNING]:
+            end(process)
+        return 130
+    counts = [f"{verdicts.count(each)} {each}" for each in ("passed", "failed")]
+    if reasons := [each for each in verdicts if each not in ("passed", "failed")]:
+        counts.append(f"{len(reasons)} skipped ({', '.join(reasons)})")
+    print(f"proof: {', '.join(counts)} in {(time.monotonic() - begun) / 60:.0f} min")
+    return int("failed" in verdicts)
+
+
+def run(part: Part, folder: Path, **environment: str) -> str:
+    """passed, failed, or why it is skipped; printed, of one that failed with the last that it said."""
+    begun, file, failure = time.monotonic(), folder / f"{part.name}.txt", ""
+    if not (lack := part.lack):
+        failure = attempt(part, folder, file, environment)
+    line = f"{part.name:15} {time.monotonic() - begun:5.0f} s  {part.proves}"
+    if failure:
+        said = [*file.read_text(errors="replace").splitlines()[-SHOWN:], f"{failure}: {file}"]
+        line += "".join(f"\n    {each}" for each in said)
+    verdict = "failed" if failure else "skipped" if lack else "passed"
+    print(f"{verdict:8} {line}{lack and f': {lack}'}", flush=True)
+    return lack or verdict
+
+
+def attempt(part: Part, folder: Path, file: Path, environment: dict[str, str]) -> str:
+    """How it failed, or nothing. What is left of its processes is killed."""
+    environment = {**os.environ, "PYTHON": sys.executable, **environment}
+    own = folder / part.name
+    shutil.rmtree(own, ignore_errors=True)
+    own.mkdir()
+    with file.open("wb") as said:
+        process = subprocess.Popen(
+            part.words(own), cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
+            start_new_session=True,
+        )  # fmt: skip
+        RUNNING.add(process)
+        try:
+            status = process.wait(60 * part.minutes)
+        except subprocess.TimeoutExpired:
+            return f"no end within {part.minutes:g} minutes"
+        finally:
+            end(process)
+            RUNNING.discard(process)
+    return f"exit status {status}" if status else ""
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """With all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(tyro.cli(main))

@@ -1,0 +1,208 @@
+"""grpo-lean evaluate, match, uci and monitor, as they are typed."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import chess
+import chess.engine
+import pytest
+from benchmarks.uci import play_games
+from commands import ROOT, Command, here, run
+from prompt_lines import write_records
+from whole_runs import train
+
+from grpo import Trainer
+from grpo.commands.evaluate import EvaluateConfig
+from grpo.evaluate import Evaluation
+from grpo.run.folder import LOCK_FILE
+from grpo.run.tracking import read_lines
+
+pytestmark = pytest.mark.usefixtures("made_up_plans")
+
+
+def said(ended) -> str:
+    """On either stream, in one line."""
+    return " ".join((ended.stdout + ended.stderr).split())
+
+
+OWN_REWARD = """
+def short(prompts, completions, limit, **columns):
+    return [1 - min(len(text), most) / most for text, most in zip(completions, limit)]
+"""
+
+
+@pytest.fixture
+def mine(tmp_path) -> dict[str, object]:
+    """Settings of a task of one's own."""
+    (tmp_path / "mine.py").write_text(OWN_REWARD)
+    rows = [{"prompt": f"P: {letter}", "limit": 40} for letter in "abcdefghijklmnopqrst"]
+    prompts = write_records(tmp_path / "mine.jsonl", rows)
+    return {"prompts": prompts, "reward": (f"{tmp_path}/mine.py:short",), "steps": 1}
+
+
+def test_runs_of_ones_own_task_are_evaluated_by_their_own_rewards(config, mine, model_folders):
+    folder = train(replace(config, **mine, eval_interval=1))
+    evaluated = [line for line in read_lines(folder / "metrics.jsonl") if "eval_reward" in line]
+    assert len(evaluated) == 2  # and of each reward it is told
+    assert all(line["eval_rewards/short/mean"] == line["eval_reward"] for line in evaluated)
+
+    scores = folder / "scores.json"
+    text = said(here("evaluate", folder, "--json", scores))
+    columns = {"reward", "rewards/short/mean"}
+    assert Evaluation.load(scores).scores.keys() == columns | {f"sampled/{name}" for name in columns}
+    assert "greedy" in text and "sampled" in text and "rewards/short/mean" in text
+    text = said(here("evaluate", folder, "--before", scores, "--temperature", 0))
+    assert "+0.000" in text  # compared with itself
+    text = said(here("evaluate", model_folders["gpt2"], folder))  # the model by what the run asks and judges
+    assert text.count("rewards/short/mean") == 2 and "sampled" in text  # a table each
+    ended = here("evaluate", model_folders["gpt2"], "--prompts", mine["prompts"], "--heldout-share", 1)
+    assert ended.returncode == 2 and "which only rewards can score: give --reward" in said(ended)
+
+
+def test_a_run_that_was_made_in_python_says_what_it_lacks(config, mine):
+    def short(completions, **columns):
+        return [0.0] * len(completions)
+
+    rows = [{"prompt": f"P: {letter}"} for letter in "abcdefgh"]
+    (trainer := Trainer(replace(config, steps=1), prompts=rows, rewards=[short])).train()
+    with pytest.raises(ValueError, match="was trained in Python, with reward short: give --reward"):
+        EvaluateConfig((str(trainer.run.folder),))
+    given = ["--prompts", mine["prompts"], "--reward", *mine["reward"], "--heldout-share", 1]
+    assert here("evaluate", trainer.run.folder, *given).returncode == 0
+
+
+POSITIONS = [f"8/8/4k3/8/8/4K3/{pieces} - - 97 80" for pieces in ("R7/8 w", "r7/8 b", "1R6/8 w")]
+"""Three half-moves before fifty moves are over."""
+
+
+def test_a_run_plays_a_model_and_the_games_are_in_its_folder(config, tmp_path):
+    run_folder = train(replace(config, steps=1))
+    (positions := tmp_path / "positions.fen").write_text("\n".join(POSITIONS))
+    words = [run_folder, "--against", "random", "--from", "prompts", "--prompts", positions, "--games"]
+    ended = here("match", *words, 4)
+    assert ended.returncode == 0, ended.stderr
+    assert "test step-000001 against random, 4 games" in ended.stdout and "0, 4, 0" in ended.stdout
+    assert "50.0 %" in ended.stdout and "illegal answers a game, test step-000001" in ended.stdout
+    folder = run_folder / "matches" / "test-step-000001-against-random-from-prompts"
+    assert str(folder / "games.pgn") in ended.stdout.replace("\n", "")
+    before = json.loads((folder / "match.json").read_text())
+    assert before["summary"]["draws"] == 4 and {game["fen"] for game in before["games"]} <= set(POSITIONS)
+    ended = here("match", *words, 6)  # two more
+    assert ended.returncode == 0 and "0, 6, 0" in ended.stdout
+    assert json.loads((folder / "match.json").read_text())["games"][:4] == before["games"]
+    for flags, reason in (
+        ([4], "a match of 6 games: give --games 6 or more"),  # what has been played stays
+        ([6, "--temperature", 1], "is a match with temperature 0.0, not 1.0"),
+        ([8], "8 games need 4 positions"),
+    ):
+        ended = here("match", *words, *flags)
+        assert ended.returncode == 2 and reason in said(ended)
+
+
+def test_ctrl_c_keeps_the_games_and_the_same_command_goes_on(model_folders, tmp_path):
+    (tmp_path / "longer.fen").write_text(POSITIONS[0].replace("97", "60"))
+    start = ("--from", "prompts", "--prompts", tmp_path / "longer.fen")
+    words = (model_folders["gpt2"], "--against", "random", "--games", 2, *start, "--output", tmp_path / "m")
+    typed = Command("scripts/match.py", *words, cwd=tmp_path)
+    typed.wait_for("playing; Ctrl-C keeps")
+    typed.interrupt()
+    ended = typed.finish()
+    assert ended.returncode == 130 and "the same command goes on with them" in " ".join(ended.stdout.split())
+    games = json.loads((tmp_path / "m" / "match.json").read_text())["games"]
+    assert [game["result"] for game in games] == ["*", "*"] and "Traceback" not in ended.stderr
+
+
+def test_a_client_plays_whole_games_by_the_clock_in_either_colour(model_folders):
+    """python-chess is the client, which starts `uci` as chess programs do."""
+    words = [sys.executable, str(ROOT / "scripts" / "play.py"), "--model", str(model_folders["gpt2"])]
+    with chess.engine.SimpleEngine.popen_uci(words, timeout=60, stderr=subprocess.DEVNULL) as engine:
+        assert set(engine.options) >= {"Temperature", "Seed", "Device", "IllegalMoves"}
+        engine.configure({"Temperature": "0.8", "Seed": 3})
+        played = play_games(engine, 2, seed=2, clock_s=0.2, added_s=0.01)
+        assert played.games == 2 and played.moves > 10 and not played.errors
+        engine.configure({"IllegalMoves": "resign"})
+        resigned = engine.play(chess.Board("8/8/4k3/8/8/4K3/R7/8 w - - 0 80"), chess.engine.Limit(nodes=1))
+        assert resigned.move is None
+        engine.quit()
+        assert engine.returncode.result(10) == 0
+
+
+def test_only_uci_is_on_stdout_and_where_lines_end_all_they_ask_for_is_answered(model_folders, tmp_path):
+    log = tmp_path / "log"
+    words = [sys.executable, ROOT / "scripts" / "play.py", "--model", model_folders["llama"], "--log", log]
+    lines = ["uci", "", "help", "go go go", "position fen", "setoption name x", "\x00", "stop", "isready",
+             "position fen 8/8/4k3/8/8/4K3/R7/8 w - - 0 80", "go searchmoves a2a3"]  # fmt: skip
+    ended = subprocess.run(words, input="\n".join(lines), capture_output=True, text=True, timeout=120)
+    answers = ended.stdout.splitlines()
+    assert ended.returncode == 0 and answers[-1] == "bestmove a2a3"
+    of_uci = {"id", "option", "uciok", "readyok", "info", "bestmove"}
+    assert {line.split(" ")[0] for line in answers} <= of_uci
+    assert "playing by" in log.read_text()
+    ended = run("scripts/play.py", "--model", "no/such/model/here", cwd=tmp_path)
+    assert ended.returncode == 2 and "there is no such folder" in ended.stderr
+    assert ended.stdout.startswith("info string error: model is 'no/such/model/here'")
+    assert "Traceback" not in ended.stderr  # a word to the program, and to people
+
+
+LEAKY = """
+import torch
+kept = []
+
+def leaky(prompts, completions, **columns):
+    kept.append(torch.zeros(1 << 18))  # 1 MB a step that nobody asked for
+    return [float(len(text)) for text in completions]
+"""
+
+
+def write_run(folder: Path, growth: int = 0) -> Path:
+    """memory.jsonl and metrics.jsonl of a run of 60 steps on a card, `growth` bytes a step."""
+    folder.mkdir()
+    write_records(folder / "metrics.jsonl", [{"step": n, "num_tokens": 1000 * n} for n in range(1, 61)])
+    memory = []
+    for step in range(1, 61):
+        held, all_of_it = 2**29 + growth * step, 2**30 + growth * step
+        line = {
+            "step": step, "rows": 8, "retries": 0, "predicted_bytes": 2**30, "peak_bytes": held,
+            "allocated_bytes": held + (step * 7919) % 1000, "reserved_bytes": all_of_it,
+            "device_used_bytes": all_of_it,
+        }  # fmt: skip
+        memory += [{**line, "phase": phase} for phase in ("sample", "score", "learn", "update")]
+    write_records(folder / "memory.jsonl", memory)
+    return folder
+
+
+@pytest.mark.parametrize(("growth", "verdict"), [(0, "no leak in 60 steps"), (2**19, "LEAK in 60 steps")])
+def test_a_run_is_followed_to_its_verdict(tmp_path, monkeypatch, growth, verdict):
+    """By `monitor`: how long are news waited for? Of one that has ended none are, whatever the patience."""
+    monkeypatch.chdir(tmp_path)
+    folder = write_run(tmp_path / "run", growth)
+    (folder / LOCK_FILE).touch()
+    done = here("monitor", "--attach", "run", "--patience", 0.2)
+    assert done.returncode == (1 if growth else 0), done.stderr
+    assert done.stdout.startswith("following run until it ends, or brings no news for 0.2 s\n")
+    assert verdict in done.stdout and ("held tensors: +0.500 MB a step" in done.stdout) == bool(growth)
+    written = json.loads((folder / "leak.json").read_text())
+    assert written["leak"] == bool(growth) and len(written["samples"]) == 60
+    assert (folder / "memory.png").stat().st_size > 10_000
+    (folder / LOCK_FILE).unlink()
+    done = here("monitor", "--attach", folder, "--patience", 30_000)
+    assert verdict in done.stdout and "following" not in done.stdout
+
+
+def test_a_reward_that_keeps_tensors_is_found_and_named(tmp_path, model_folders, data_file):
+    (tmp_path / "leaky.py").write_text(LEAKY)
+    done = run(
+        "monitor_memory.py", 48, 4, "--group-size", 2, "--model", model_folders["gpt2"], "--device", "cpu",
+        "--precision", "fp32", "--prompts", data_file, "--engine", "off", "--reward", "leaky.py:leaky",
+        "--max-new-tokens", 4, "--name", "watched", "--trackers", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1 and "LEAK in 48 steps" in done.stdout, done.stderr
+    rate = float(re.search(r"held tensors: \+([\d.]+) MB a step", done.stdout)[1])
+    assert rate == pytest.approx(1.0, abs=0.1)
+    assert all(said in done.stdout for said in ("(262144,)", "leaky.py:6", "step 1: sample"))
+    assert (tmp_path / "runs/watched/memory.png").exists()
+    assert json.loads((tmp_path / "runs/watched/leak.json").read_text())["kinds"] == ["held tensors"]

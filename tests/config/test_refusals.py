@@ -1,0 +1,866 @@
+"""What is refused, in one table: the setting and the value are named, and a word of the remedy."""
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+from chess import STARTING_FEN as START
+from commands import here
+from report_folders import sweep_settings, write_run, write_sweep
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, CTRLConfig, GraniteConfig, LlamaConfig, MambaConfig
+
+from grpo.commands.evaluate import EvaluateConfig, show
+from grpo.config import Config, from_flat, parse_command_line
+from grpo.config.groups import LoraSettings, LossSettings, OptimizerSettings, PromptSettings, SamplingSettings
+from grpo.config.reading import read_yaml
+from grpo.data import load_prompts
+from grpo.data.beforehand import check_beforehand
+from grpo.data.reward_files import load_reward, load_rewards
+from grpo.data.reward_functions import combine_rewards
+from grpo.evaluate import Evaluation, evaluate, paired_difference, read_mates, self_play
+from grpo.learning.advantages import group_advantages
+from grpo.learning.loss import StepCounts, adaptive_kl, grpo_loss
+from grpo.learning.optimizer import check_optimizer
+from grpo.memory import Budget, Fit
+from grpo.memory.budget import GB
+from grpo.memory.fit import PhaseFit
+from grpo.memory.leaks.trend import find_trends
+from grpo.memory.phase import Footprint
+from grpo.memory.planner import plan_phase
+from grpo.model.adapters import add_adapters, save_adapters
+from grpo.model.cpu import attention
+from grpo.model.load import Policy, load_policy
+from grpo.model.target import choose_device
+from grpo.play.opponents import make_opponent
+from grpo.play.record import Match
+from grpo.rollout.sample import rollout
+from grpo.run.loading import check_quantized, check_shard, prompt_room
+from grpo.run.setup import open_run
+from grpo.run.tracking import METRICS_FILE, RunTracker
+from grpo.scoring.logprobs import completion_logprobs
+from grpo.scoring.model_checks import check_recomputation, check_scorer
+from grpo.trainer import Trainer
+from grpo.types import Prompt
+from grpo.workbench.calculator.calculate import calculate
+from grpo.workbench.calculator.claims import parse_claim
+from grpo.workbench.calculator.settings import CalculatorSettings
+from grpo.workbench.corpus import byte_corpus, open_corpus, train_tokenizer
+from grpo.workbench.machine import look
+from grpo.workbench.maximum.find import check, findings, findings_elsewhere
+from grpo.workbench.maximum.law import fit_law
+from grpo.workbench.maximum.search import TrialResult
+from grpo.workbench.maximum.settings import FindSettings
+from grpo.workbench.report import write_report
+from grpo.workbench.spec import ModelSpec
+from grpo.workbench.sweep.command_line import parse_sweep
+from grpo.workbench.sweep.opening import open_sweep
+from grpo.workbench.sweep.settings import SweepSettings
+from rewards import REWARDS
+from rewards.analysis import Analysis
+from rewards.engine import EnginePool
+from rewards.policy import PolicyReward
+
+
+@dataclass
+class Given:
+    """What a row may use to give something wrong."""
+
+    config: Config
+    folder: Path
+    models: dict[str, Path]
+    load: Callable[..., Policy]
+
+    def file(self, name: str, content: str | bytes = "") -> Path:
+        """A file in the test's own folder."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    def typed(self, command: str, *words: object) -> None:
+        """`grpo-lean COMMAND words`; ValueError with what it said on the screen where that was refused."""
+        ended = here(command, *words)
+        if ended.returncode:
+            raise ValueError(re.sub(r"[│╭╮╰╯─\s]+", " ", ended.stdout + ended.stderr))
+
+
+@pytest.fixture
+def given(config, tmp_path, model_folders, load) -> Given:
+    return Given(config, tmp_path, model_folders, load)
+
+
+Row = tuple[Callable[[Given], Any], *tuple[str, ...]]
+"""Something wrong, and what must be said of it."""
+
+
+USER = {"role": "user", "content": "2 + 2?"}
+MOVE_LINE = f"A: {START}+e2e4+e2e4+"
+AGAINST = ["m", "--against", "random"]
+PROFILES = "profiles: {single: {batch_size: 64}, quad: {batch_size: 256}}"
+TINY = ModelSpec(arch="gpt2", layers=1, width=32, heads=2, context=32)
+SMALL_SWEEP = {
+    "batch_sizes": (4, 16), "total_tokens": 1024, "model": TINY, "device": "cpu", "data": "bundled"
+}  # fmt: skip
+
+
+def each_at(make: Callable[[Given, Any], Any], *cases: tuple[Any, ...]) -> list[Row]:
+    """A row for each case: what `make` is given beside `at`, and words that must be said."""
+    return [(lambda at, given=given: make(at, given), *words) for given, *words in cases]
+
+
+def each_of(make: Callable[..., Any], *cases: tuple[Any, ...]) -> list[Row]:
+    """The same of settings by name, which need nothing of the test's own."""
+    return each_at(lambda at, given: make(**given), *cases)
+
+
+def each_value(make: Callable[..., Any], remedy: str, **settings: Any) -> list[Row]:
+    """The same of single settings, of which it is said what each is; a tuple: of each value in it."""
+    several = {name: given if isinstance(given, tuple) else (given,) for name, given in settings.items()}
+    each = [(name, value) for name, values in several.items() for value in values]
+    return each_of(make, *[({name: value}, f"{name} is {value!r}", remedy) for name, value in each])
+
+
+def each_typed(command: str, *cases: tuple[Any, ...]) -> list[Row]:
+    """The same of words that are typed behind a command."""
+    return each_at(lambda at, words: at.typed(command, *words), *cases)
+
+
+def written(**given: Any) -> Config:
+    """As in a YAML file."""
+    return from_flat(given)
+
+
+def without_packages(check: Callable[[], object]) -> None:
+    with mock.patch("importlib.util.find_spec", lambda name: None):
+        check()
+
+
+def load_without_hub(name: str) -> None:
+    with mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True):
+        load_policy(name, CPU)
+
+
+def load_changed(at: Given, change: Callable[[Path], object]) -> None:
+    """A model's folder of which something is not as it was."""
+    folder = at.folder / "model"
+    shutil.copytree(at.models["llama"], folder)
+    change(folder)
+    load_policy(str(folder), CPU)
+
+
+def load_adapters(at: Given, change: Callable[[Path], object]) -> None:
+    """The same of adapters."""
+    model = at.load().model
+    add_adapters(model, LoraSettings(lora_rank=2), base=str(at.models["gpt2"]))
+    save_adapters(model, at.folder)
+    change(at.folder)
+    load_policy(str(at.folder), CPU)
+
+
+def note(file: Path, **values: object) -> None:
+    """Write them into a JSON file, beside what stands there."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def rename(file: Path, name: str, other: str | None) -> None:
+    """A tensor; None: it is left out."""
+    tensors = load_file(file)
+    for each in [each for each in tensors if name in each]:
+        moved = tensors.pop(each)
+        tensors |= {each.replace(name, other): moved} if other else {}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def pickled(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    weights.unlink()
+
+
+def needs_a_package(folder: Path) -> None:
+    """A tokenizer without files of its own."""
+    (folder / "tokenizer.json").unlink()
+    (folder / "spiece.model").touch()
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPTSw3Tokenizer"}')
+
+
+def check_shape(check: Callable[..., object], shape: Any, *given: Any) -> None:
+    check(AutoModelForCausalLM.from_config(shape).eval(), *given)
+
+
+def target_of(at: Given, name: str, *targets: str, kind: str | None = None) -> None:
+    model = at.load(name).model
+    model.config.model_type = kind or model.config.model_type
+    add_adapters(model, LoraSettings(lora_rank=2, lora_targets=targets))
+
+
+def rolled_out(at: Given, text: str) -> None:
+    """12 tokens, in a context of 192."""
+    policy, settings = at.load(), SamplingSettings(max_new_tokens=12)
+    prompts = [Prompt("file:9", text, {})]
+    rollout(policy.model, policy.tokenizer, prompts, torch.zeros(1, 12), settings, rows=1)
+
+
+def scored(**given: Any) -> None:
+    """Log-probs of 3 rows of 5 tokens, of a vocabulary of 11."""
+    hidden, weight, targets = torch.zeros(3, 5, 4), torch.zeros(11, 4), torch.zeros(3, 5, dtype=torch.long)
+    completion_logprobs(hidden, **{"weight": weight, "targets": targets, **given})
+
+
+CPU = torch.device("cpu")
+ADAPTERS = "adapter_model.safetensors"
+NO_MODEL = "does not hold a causal language model"
+IN_4_BITS = LoraSettings(lora_rank=4, load_in_4bit=True)
+
+
+def loss_of_two_rows(kl_coef: float = 0.0, **given: torch.Tensor) -> None:
+    """Of three tokens each."""
+    logs = dict.fromkeys(("logp", "old_logp"), torch.zeros(2, 3))
+    inputs = {**logs, "ref_logp": None, "advantages": torch.ones(2), "mask": torch.ones(2, 3), **given}
+    grpo_loss(**inputs, counts=StepCounts(2, 6, 3), settings=LossSettings(kl_coef=kl_coef))
+
+
+def short(completions: list[str], **columns: object) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+LETTERS = [{"prompt": f"P: {letter}"} for letter in "abcdefghijklmnop"]
+
+
+def trl_trainer(at: Given, routed: bool = False, **given: Any) -> None:
+    """TRL's settings and ours; the model is not there, unless it has a router, as TRL sees it."""
+    import trl
+    from accelerate.state import AcceleratorState
+    from datasets import Dataset
+
+    from grpo.trl import GRPOTrainer
+
+    own = {name: given.pop(name) for name in ("memory_utilization", "memory_limit") if name in given}
+    args = trl.GRPOConfig(output_dir=str(at.folder), use_cpu=True, bf16=False, report_to="none", **given)
+    model: Any = "nowhere/nothing"
+    if routed:
+        model, tokenizer = at.load()[:2]
+        model.config.output_router_logits = True
+        own |= {"processing_class": tokenizer, "train_dataset": Dataset.from_list(LETTERS)}
+    try:
+        GRPOTrainer(model=model, reward_funcs=short, args=args, **own)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+REFUSED: dict[str, list[Row]] = {
+    # one list for each room, in the order of the house; a row: (what is given, words that must be said)
+    "config": [
+        *each_value(
+            written, "at least 1", steps=0, batch_size=0, num_iterations=0, num_engines=0, engine_depth=0,
+            keep_checkpoints=0, max_new_tokens=0,
+        ),
+        *each_value(
+            written, "0 or more", eval_interval=-1, eval_prompts=-1, checkpoint_interval=-1, warmup_steps=-1,
+            logged_completions=-1, refill_groups=-1, learning_rate=-1e-5, weight_decay=-1.0,
+            max_grad_norm=-1.0, kl_coef=-0.1,
+        ),
+        *each_value(
+            written, "between 0 and 1", policy_share=1.5, heldout_share=-0.1, max_bad_share=math.nan,
+            min_lr_ratio=2.0, clip_range=0.0,
+        ),
+        *each_value(written, "above 0 and up to 1", memory_utilization=(0.0, 1.1)),
+        *each_value(written, "at least 1, or leave it out", rollout_rows=0, score_rows=0, train_rows=-3),
+        *each_value(written, "give 1, 2, 4, or a multiple of 8", score_rows=3, train_rows=6),
+        *each_value(
+            written, "more than 0, or leave it out", minutes=0.0, importance_cap=-1.0, kl_target=math.nan
+        ),
+        *each_value(written, "24GB", memory_limit=("much", "0.5"), device_memory="0GB"),
+        # of another type in YAML, a word that is no choice
+        *each_value(written, "type int", steps=("many", 1.5, True, None), train_rows="all"),
+        *each_value(written, "type float", learning_rate=("fast", True)),
+        *each_value(written, "one of auto, ", precision="fancy", engine="fancy"),
+        *each_value(written, "one of ", lr_schedule="fancy", advantage_scale="fancy", trackers="fancy"),
+        *each_of(
+            written,
+            ({"batch_size": 60}, "batch_size is 60", "multiple of group_size 8", "56 and 64"),
+            ({"batch_size": 4}, "batch_size is 4, less than one group of 8", "smaller group_size"),
+            ({"batch_size": "many"}, "batch_size is 'many'", "a value of type int or auto"),
+            ({"group_size": 1}, "group_size is 1", "at least 2"),
+            ({"rollout_rows": 12}, "rollout_rows is 12", "8 and 16"),
+            ({"train_rows": 20}, "train_rows is 20", "16 and 24"),
+            ({"max_batch_size": 7}, "max_batch_size is 7", "less than one group of 8"),
+            ({"temperature": 0.0}, "temperature is 0", "more than 0"),
+            ({"top_k": -1}, "top_k is -1", "0 (all tokens) or more"),
+            ({"adam_beta2": 1.0}, "adam_beta2 is 1.0", "less than 1"),
+            ({"dual_clip": 1.0}, "dual_clip is 1.0", "above the upper clip"),
+            ({"device_memory": "24GB"}, "device_memory is 24GB", "not there: add --dry-run"),
+            ({"reward": []}, "reward is empty", "at least one"),
+            ({"reward": ["a.py:f", "b.py:f"]}, "reward names f, f are not distinct", "rename one"),
+            ({"reward_weights": [1.0, math.nan]}, "reward_weights is [1.0, nan]", "finite"),
+            ({"kl_target": 0.1, "kl_coef": 0.0}, "kl_target needs", "kl_coef more than 0"),
+            ({"name": ""}, "name is '', which is no name of one folder", "--runs-dir"),
+            ({"name": "a/b"}, "name is 'a/b', which is no name"), ({"name": ".."}, "name is '..', which is"),
+            ({"trailing_space": 1}, "trailing_space is 1", "type bool"), ({"model": [3]}, "[3]", "type str"),
+            ({"runs_dir": 3}, "runs_dir is 3", "type Path"), ({"reward": [True]}, "is True", "type str"),
+            ({"reward_weights": [1.0, "two"]}, "reward_weights is 'two'", "type float"),
+            ({"loss_type": "fancy"}, "loss_type is 'fancy'", "one of grpo, dapo, dr_grpo, cispo"),
+            ({"learning_rte": 1}, "no setting 'learning_rte'", "did you mean 'learning_rate'?"),  # no setting
+            ({"kl-coef": 1}, "no setting 'kl-coef'", "did you mean 'kl_coef'?"),
+            ({"xyzzy": 1}, "no setting 'xyzzy'", "docs/settings.md and --help name them all"),
+        ),
+        *each_at(
+            lambda at, given: parse_command_line(["--config", str(at.file("my.yaml", given[0])), *given[1:]]),
+            ([PROFILES, "--profile", "quat"], "profile is 'quat'", "my.yaml'", "'quad'? There are single"),
+            ([PROFILES, "--profile", "x"], "profile is 'x'", "my.yaml': There are single, quad"),
+            ([PROFILES], "holds profiles", "choose one with --profile, of single, quad"),
+            (["steps: 7", "--profile", "quad"], "profile is 'quad'", "my.yaml' has none", "leave it out"),
+            (["profiles:", "--profile", "x"], "are no named settings", "write a name below"),
+            (["profiles: {steps: 1}"], "are no named settings", "write a name below"),
+            (["profiles: {a: {bach_size: 64}}", "--profile", "a"], "'bach_size'", "'batch_size'"),
+            (["profiles: {a: {batch_size: 60}}", "--profile", "a"], "batch_size is 60", "56 and 64"),
+        ),
+    ],
+    "commands": [
+        *each_typed(
+            "train",
+            (["--steps", 0], "steps is 0", "at least 1"), (["--steps", "many"], "--steps", "many"),
+            (["--loss-type", "fancy"], "fancy", "'grpo'", "'dapo'", "'dr_grpo'", "'cispo'"),
+            (["--bach-size", 64], "--bach-size", "--batch-size"),
+            (["--profile", "quad"], "profile is 'quad'", "add --config FILE.yaml"),
+            (["--resume", "9" * 5001], "resume is", "which is no run folder"),
+            (["--resume", "[/x]"], "resume is '[/x]'", "which is no run folder", "give one that"),
+            (["--prompts", "9" * 300], "300 letters", "up to 255"),
+            (["--lora-rank", 2**57], "lora_rank is 144115188075855872", "below 2^31"),
+            (["--clip-range-high", 1e95], "clip_range_high is 1e+95", "below 1e+30"),
+            (["--config", "[/x].yaml"], "'[/x].yaml' does not exist"), (["--config", "."], "cannot be read"),
+            (["--reward-weights", "nan", 1], "reward_weights is [nan, 1.0]"),
+            (["--reward-weights", 0, 0], "reward_weights is [0.0, 0.0]"),
+            (["--name", "\x1b[31m"], r"name is '\x1b[31m'", "cannot be printed"),
+        ),
+        (lambda at: at.typed("train", "--prompts", at.file("a.jsonl", b'{"prompt": "caf\xe9"}\n')),
+         "a.jsonl", "no UTF-8: save the file in that encoding"),
+        (lambda at: at.typed("train", "--prompts", at.file("bad.pgn", "?\n")), "bad.pgn", "other --prompts"),
+        *each_typed(
+            "evaluate",
+            ([], "no model is named", "give one or more"),
+            (["a", "b", "--json", "s.json"], "--json is for one model, and 2", "name one"),
+            (["a", "b", "--before", "s.json"], "--before is for one model, and 2", "name one"),
+        ),
+        *each_typed(
+            "monitor",
+            ([39, 64, "--model", "/no/such/model"], "no verdict: a trend needs 40 steps, and these are 39"),
+            ([10, 60], "batch_size is 60", "56 and 64"), (["--attach", "/"], "holds no memory.jsonl"),
+            (["--attach", "x", "--learning-rate", 1], "leave out --learning-rate 1"),
+        ),
+        *each_typed(
+            "uci",
+            (["--temperature", -1], "--temperature is -1", "greedy"), (["--log", "."], "Is a directory"),
+            (["--seed", -1], "--seed is -1", "whole number from 0"),
+        ),
+        *each_typed(
+            "match",
+            (["rook-tiny"], "--against", "required"),
+            ([*AGAINST, "--games", 0], "--games is 0"), ([*AGAINST, "--nodes", 0], "--nodes is 0"),
+            ([*AGAINST, "--temperature", -1], "--temperature is -1", "0 or more"),
+            ([*AGAINST, "--movetime", 0], "--movetime is 0", "0.001 or more"),
+            ([*AGAINST, "--prompts", "bundled"], "add --from prompts"),
+        ),
+        *each_at(
+            lambda at, two: at.typed("match", two[0], "--against", two[1], "--output", at.folder / "m"),
+            (["no/such/model", "random"], "there is no such folder"),
+            (["rook-tiny", "runs/none"], "'runs/none' is no local folder"),
+        ),
+        *each_at(
+            lambda at, content: read_yaml(at.file("bad.yaml", content)), (b"", "bad.yaml' holds no settings"),
+            (b"- 1", "bad.yaml' ", "steps: 100"), (b"a: [", "bad.yaml' cannot be read"),
+            (b"5: 1", "bad.yaml", "has 5 where a setting's name belongs"), (b"~: 1", "has None where"),
+            (b"2026-01-01: 1", "where a setting's name belongs"), (b"\xff\xfe\x00", "cannot be read"),
+            (b"steps: 2026-13-45", "cannot be read: month must be in"),
+            (b"steps: " + b"9" * 5001, "cannot be read: Exceeds the limit"),
+            (b"[" * 3000 + b"]" * 3000, "nested too deep"), (b"'", "line 1: found unexpected end of stream"),
+            (b"!!python/object/apply:os.system ['true']", "could not determine a constructor"),
+        ),
+    ],
+    "data": [
+        # rows of files: what is wrong with them comes with the row's place
+        *[(lambda at, file=file, row=row: load_prompts(str(at.file(file, row)), seed=0), said, f"{file}:1: ",
+           "repair them, or give other --prompts")
+          for file, row, said in (
+              ("a.txt", "hello", "starts with 'P:' or 'A:'"), ("a.txt", "P: 8/8/8/8/8/8/8/8", "not a FEN"),
+              ("a.txt", "P: 9/8/8/8/8/8/8/8 w - - 0 1 M: e2e4 E: 0.1 B: e2e4", "invalid character in posit"),
+              ("a.txt", "P: 4k3/8/8/8/8/8/4Q3/4K3 w - - 0 1", "OPPOSITE_CHECK"),
+              ("a.txt", "P: 7k/6Q1/6K1/8/8/8/8/8 b - - 0 1", "the game is over"),
+              ("a.txt", f"P: {START} M: e2e4 E: nan B: e2e4", "missing or malformed"),
+              ("a.txt", f"P: {START} M: e2e5 E: 0.1 B: e2e5", "the best label, e2e5, is illegal"),
+              ("a.txt", f"A: {START}+e2e4+e2e4+{START}", "seven fields"),
+              ("a.txt", f"A: {START}+0000+0000+", "not all UCI moves"),
+              ("a.txt", "A: startpos+e2e4+e2e4+", "not a FEN"), ("a.jsonl", "[1]", "not a JSON object"),
+              ("a.jsonl", '{"question": "?"}', "name one of question with --prompt-column"),
+              ("a.jsonl", '{"prompt": {"role": "user"}}', "`prompt` is dict, and neither text nor a list"),
+              ("a.jsonl", '{"prompt": " "}', "`prompt` is empty"),
+              ("a.jsonl", '{"prompt": "hi", "completions": "x"}', "rename column `completions`"),
+              ("a.jsonl", '{"prompt": "hi", "task": "policy"}', "rename column `task`: 'policy' in it means"),
+              ("a.jsonl", f'{{"fen": "{START}", "moves": ["e2e4"]}}', "1 moves and 0 evals"),
+              ("a.jsonl", f'{{"fen": "{START}", "moves": ["e2e4"], "evals": [NaN]}}', "not all finite"),
+              ("a.jsonl", f'{{"fen": "{START}", "action": "e2e4", "history": ["d2d4"]}}', "with the action"),
+              ("a.jsonl", '{"fen": "castle"}', "expected 8 rows"),
+              ("a.pgn", '[Event "?"]\n\n1. e4 e5 2. Ke3 *', "illegal san: 'Ke3'"),
+              ("a.pgn", '[Variant "Atomic"]\n\n1. e4 *', "not standard chess"),
+              ("a.pgn", '[FEN "hello"]\n\n1. e4 *', "expected 8 rows"),
+              ("a.pgn", '[Event "?"]\n\n1. e4 -- 2. d4 *', "null move"),
+          )],
+        # files as a whole, and what is asked of them
+        *[(lambda at, file=file, text=text, given=given: load_prompts(
+              str(at.file(file, text)) if file else str(at.folder), seed=0, **given), *said)
+          for file, text, given, *said in (
+              ("a.jsonl", '{"prompt": "a"\n{"prompt": "b"}', {}, "(50.0%)", "a.jsonl:1: ", "-bad-share 0.5"),
+              ("a.parquet", "hello", {}, "a.parquet is not a parquet file"),
+              ("a.csv", "prompt,answer\na,1,2\n", {}, "a.csv:1: 3 fields, and 2 names in the first line"),
+              ("a.csv", "prompt,prompt\na,b\n", {}, "a.csv names a column twice in its first line"),
+              ("a.csv", 'prompt\n"a\nb"\nc\n"d\ne\n', {}, "a.csv, in the row that begins in line 5"),
+              ("a.jsonl", f'{{"prompt": "a"}}\n{{"fen": "{START}"}}', {"heldout_share": 0}, "mixes a `pro"),
+              ("a.xls", "", {}, "a.xls", ".epd, .pgn, not from .xls files"), ("a.txt", "", {}, "no prompts"),
+              ("", "", {}, "is a folder: name one file"),
+              ("a.txt", MOVE_LINE, {"heldout_share": 1.0}, "all of them are held out", "--heldout-share"),
+              ("a.txt", MOVE_LINE, {"heldout_share": 0, "policy_share": 1.0}, "--policy-share 1", "share 0"),
+              ("a.txt", f"P: {START}", {"heldout_share": 0, "policy_share": 0.0}, "-policy-share 0", "are 1"),
+          )],
+        (lambda at: load_prompts("nowhere/a.txt", seed=0), "no file nowhere/a.txt", "is no folder nowhere"),
+        (lambda at: load_prompts("bundle", seed=0), "no file bundle", "OWNER/NAME on the hub"),
+        *each_at(
+            lambda at, typed: at.file("train.txt") and load_prompts(f"{at.folder}/{typed}", seed=0),
+            ("tran.txt", "/tran.txt", "did you mean", "/train.txt?"),
+            ("train.jsonl", "/train.jsonl", "did you mean", "/train.txt?"),
+        ),
+        # what is asked, and how
+        (lambda at: PromptSettings(system_prompt=" "), "system_prompt is empty", "leave it out"),
+        (lambda at: PromptSettings(system_prompt="a", chat="off"), "chat is off, but", "leave one"),
+        *[(lambda at, asked=asked, given=given: load_prompts(
+              [{"prompt": asked}], seed=0, room=prompt_room(str(at.models["gpt2"]), 16),
+              settings=PromptSettings(**{name: at.file(name, text) if name.endswith("template") else text
+                                         for name, text in given.items()})), *said)
+          for asked, given, *said in (
+              ([USER, {"content": "?"}], {}, "message 2 of `prompt` has no role", "user or assistant"),
+              ([{"role": "user", "content": []}], {}, "message 1 of `prompt` has empty as its content"),
+              (["hello"], {}, "message 1 of `prompt` is str", "role and content"),
+              ([], {}, "`prompt` is empty, and neither text nor a list"),
+              ([USER], {}, "has no chat template", "give --chat-template FILE"),
+              ("a", {"system_prompt": "b"}, "has no chat template", "give --chat-template FILE"),
+              ([USER], {"chat_template": "{{ raise_exception('no') }}"}, "template does not take it: no"),
+              ([USER], {"chat_template": "{{ question"}, "the chat template is no Jinja", "--chat-template"),
+              ("a", {"prompt_template": "{{ question"}, "prompt_template is '", "no Jinja template: line 1"),
+              ("a", {"prompt_template": " \n"}, "prompt_template is '", "is empty: write"),
+              ("a", {"prompt_template": "{{ question }}"}, "'question' is undefined; there are prompt"),
+              ("a", {"prompt_template": "{{ 1 / 0 }}"}, "1 of 1 rows", "division by zero"),
+              ("a", {"prompt_template": "{{ prompt + 1 }}"}, "1 of 1 rows", "can only concatenate str"),
+              ("a", {"prompt_column": "question"}, "no `question`; there are prompt"),
+          )],
+        (lambda at: load_prompts([], seed=0, settings=PromptSettings(prompt_template=Path("no"))),
+         "prompt_template is 'no'", "No such file"),
+        (lambda at: load_prompts([{"fen": START}], seed=0, heldout_share=0,
+                                 settings=PromptSettings(chat="on")),
+         "holds chess positions", "leave the settings of chats"),
+        # rewards in files
+        (lambda at: load_reward("polcy"), "reward 'polcy' is not known", "policy, ", "file.py:name"),
+        (lambda at: load_reward("/no/such.py:f"), "there is no file '/no/such.py'"),
+        (lambda at: load_reward(f"{at.file('a.txt')}:f"), "a.txt' is not a Python file"),
+        (lambda at: load_rewards(["policy"], (1.0, 2.0)), "reward_weights has 2 numbers for 1", "one each"),
+        *each_at(
+            lambda at, text: load_reward(f"{at.file('mine.py', text)}:f"),
+            ("def g(): 0\ndef h(): 0", "no function 'f'", "has g, h"), ("f = 3\ndef g(): 0", "it has g"),
+        ),
+    ],
+    "distributed": [
+        (lambda at: open_run(replace(at.config, shard=True)).__enter__(), "there is one process", "torchrun"),
+        *each_at(
+            lambda at, more: check_shard(replace(at.config, shard=True, **more), mock.Mock(size=2)),
+            ({"lora": LoraSettings(lora_rank=4)}, "shard is on, and", "lora_rank is"),
+            ({"optimizer": OptimizerSettings(optimizer_kind="adamw8bit")}, "optimizer_kind is"),
+            ({"reference_device": "cpu"}, "shard is on, and", "reference_device is"),
+        ),
+    ],
+    "evaluate": [
+        *each_of(
+            lambda **given: show(EvaluateConfig(("rook-tiny",), **given)),
+            ({"samples": 0}, "--samples is 0", "at least 1"),
+            ({"heldout_share": 1.1}, "--heldout-share is 1.1", "between 0 and 1"),
+            ({"max_bad_share": math.nan}, "--max-bad-share is nan", "between 0 and 1"),
+            ({"json": Path("no/scores.json")}, "no/scores.json", "there is no folder no", "make it"),
+            ({"mate_in_one": Path("none.json")}, "none.json is no", "FileNotFoundError", "https://"),
+            ({"before": Path("none.json")}, "none.json is no saved evaluation", "--json"),
+            ({"max_new_tokens": 500}, "leaves 12 beside --max-new-tokens 500", "lower"),
+        ),
+        (lambda at: check_beforehand(EvaluateConfig(("x",), prompts="no.txt").task), "no file no.txt"),
+        *[(lambda at, text=text: Evaluation.load(at.file("a.json", text)), "a.json is no saved", "--json")
+          for text in ("", "[1]", '{"a": {"scores": ["x"], "prompts": ""}}')],
+        *each_at(
+            lambda at, text: read_mates(at.file("task.json", text)),
+            ("{", "is not BIG-bench's checkmate_in_one", "task.json", "https://"),
+            ('{"examples": []}', "no examples"), ('{"examples": [{"a": 1}]}', "KeyError"),
+            ('{"examples": [{"input": 3}]}', "example 1", "task.json", "https://"),
+            ('{"examples": [{"input": "1. e4 e4"}]}', "example 1", "illegal san"),
+            ('{"examples": [{"input": "1. e4 e5"}]}', "example 1", "no move mates"),
+        ),
+        *each_of(
+            lambda **given: evaluate(None, None, settings=SamplingSettings(8), rows=1, seed=0, **given),
+            ({"prompts": []}, "no prompts to evaluate", "hold some out"),
+            ({"prompts": [Prompt("a", "x", {})], "samples": 0}, "samples is 0", "at least 1"),
+        ),
+        *each_of(
+            lambda **given: self_play(None, None, settings=SamplingSettings(8), rows=1, seed=0, **given),
+            ({"num_games": 0}, "number of games is 0", "at least 1"),
+            ({"num_games": 4, "fens": ["x"] * 3}, "4 games", "at most 3 games"),
+        ),
+        *each_of(
+            lambda column, other: paired_difference(Evaluation({"a": 0}, {"a": ""}), other, column),
+            ({"column": "b", "other": Evaluation({}, {})}, "no column 'b'"),
+            ({"column": "a", "other": Evaluation({"a": 0}, {"a": "x"})}, "'a' is of other prompts", "same"),
+        ),
+    ],
+    "learning": [
+        *each_of(
+            LossSettings,
+            ({"loss_type": "ppo"}, "'ppo'", "grpo, dapo, dr_grpo, cispo"),
+            ({"importance_level": "row"}, "'row'", "token, sequence"),
+            ({"kl_estimator": "k1"}, "'k1'", "k3, k2"),
+            ({"loss_type": "cispo", "clip_range_high": 0.28}, "clip_range_high is 0.28", "ratio itself"),
+            ({"loss_type": "cispo", "dual_clip": 3.0}, "dual_clip", "no meaning for cispo"),
+            ({"dual_clip": 1.1}, "dual_clip is 1.1", "above the upper clip, 1.2"),
+        ),
+        *each_value(LossSettings, "it must ", clip_range=math.nan, clip_range_high=-0.1, kl_coef=math.inf),
+        *each_value(
+            OptimizerSettings, "give", learning_rate=(math.nan, math.inf), max_grad_norm=math.nan,
+            adam_beta1=1.0, adam_beta2=(-0.1, math.nan), min_lr_ratio=math.nan,
+        ),
+        *each_of(
+            lambda **given: check_optimizer(OptimizerSettings(optimizer_kind="adamw8bit"), **given),
+            ({"device": torch.device("mps"), "dtype": torch.float32}, "adamw8bit", "not on mps: give adamw"),
+            ({"device": torch.device("cpu"), "dtype": torch.float64}, "precision is fp64", "give adamw"),
+        ),
+        (lambda at: without_packages(lambda: check_optimizer(
+            OptimizerSettings(optimizer_kind="adamw8bit"), CPU, torch.float32)),
+         "optimizer_kind is adamw8bit", "pip install bitsandbytes, or give adamw"),
+        (lambda at: Config(credit="field", loss=LossSettings(importance_level="sequence")),
+         "credit is field, but importance_level is sequence", "give token"),
+        *each_of(
+            loss_of_two_rows,
+            ({"kl_coef": 0.1}, "kl_coef is 0.1", "ref_logp is None"),
+            ({"advantages": torch.ones(2, 1)}, "(2, 1)"), ({"old_logp": torch.ones(2, 1)}, "(2, 1)"),
+        ),
+        (lambda at: adaptive_kl(0.02, 0.1, 0.0), "0.0", "above 0"),
+        (lambda at: adaptive_kl(0.02, math.nan, 0.1), "nan", "skipped"),
+        *each_of(
+            lambda rewards, **more: group_advantages(torch.tensor(rewards), **{"group_size": 2, **more}),
+            ({"rewards": [1.0] * 6, "group_size": 4}, "(6,)", "whole groups of 4"),
+            ({"rewards": [1.0] * 6, "group_size": 1}, "group_size is 1", "siblings"),
+            ({"rewards": [1.0] * 6, "scale": "std"}, "'std'", "'batch'"),
+            ({"rewards": [0.0, 1.0, math.nan, 1.0]}, "row 2 is nan", "finite"),
+        ),
+        (lambda at: combine_rewards(torch.ones(3, 2), torch.ones(3)), "(3,)", "one weight for each"),
+        (lambda at: combine_rewards(torch.tensor([[1.0], [math.nan]]), torch.ones(1)),
+         "row 1 (1 of 2 rows)", "add a reward function"),
+        *each_at(  # the trainer as a library
+            lambda at, given: Trainer(at.config, **{"prompts": LETTERS, "rewards": [short], **given}),
+            ({"model": 3}, "model is a int", "give a name"),
+            ({"prompts": []}, "no prompts to train on", "the prompts given"),
+            ({"prompts": [{"question": "?"}]}, "none of the columns `prompt`"),
+            ({"rewards": [short, short]}, "two rewards are called 'short'", "rename one"),
+            ({"rewards": [lambda completions, limit, **columns: []]}, "needs the column limit"),
+        ),
+    ],
+    "memory": [
+        (lambda at: find_trends(np.zeros((1, 39)), np.arange(39.0)), "39 steps are too few", "at least 40"),
+        (lambda at: PhaseFit([]), "a fit needs at least one traced shape"),
+        (lambda at: Fit().predict("learn", 4), "nothing was measured yet"),
+        (lambda at: plan_phase(lambda rows: Footprint({"weights": 2 * GB, "cache": 1.5 * GB * rows}, GB / 4),
+                               Budget(3 * GB, "75% of 4.00 GB"), phase="score", batch_size=8, group_size=4),
+         "score does not fit: one row needs 3.75 GB (weights 2.00 GB, cache 1.50 GB)",
+         "there are 3.00 GB (75% of 4.00 GB)"),
+    ],
+    "model": [
+        *each_of(
+            load_without_hub,
+            ({"name": "nobody/no-such-model"}, "nobody/no-such-model", "could not be fetched", "rook-tiny",
+             "hf download nobody/no-such-model --local-dir FOLDER", "give the folder as the model"),
+            ({"name": "not a model"}, "not a model", "Two ways out"),
+            *(({"name": name}, f"model is {name!r}: there is no such folder")
+              for name in ("/tmp/no-model-here", "./no-model-here", "~/no-model", "runs/a/no-model")),
+        ),
+        (lambda at: choose_device("cuda:99"), "device is 'cuda:99', which cannot", "give cpu"),
+        (lambda at: choose_device("warp-drive"), "device is 'warp-drive', which cannot", "give cpu"),
+        (lambda at: load_policy(str(at.folder), CPU), "model folder", NO_MODEL),
+        *each_at(
+            load_changed,
+            (pickled, "model folder", "does not hold", "in safetensors"),
+            (needs_a_package, "needs a package", "SentencePiece"),
+            (lambda folder: (folder / "config.json").unlink(), "model folder", NO_MODEL),
+            (lambda folder: (folder / "tokenizer.json").unlink(), "model folder", NO_MODEL),
+            (lambda folder: (folder / "config.json").write_text("{"), "model folder", NO_MODEL),
+            (lambda folder: (folder / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{"), NO_MODEL),
+            (lambda folder: rename(folder / "model.safetensors", ".layers.1.", None), "lacks model.layers.1.",
+             "and 6 more"),
+            (lambda folder: note(folder / "config.json", vocab_size=1000),
+             "has in another shape lm_head.weight, model.embed_tokens.weight."),
+            (lambda folder: note(folder / "tokenizer_config.json", eos_token=None), "without an end-of-text"),
+        ),
+        *[(lambda at, kind=kind: load_changed(at, lambda folder: note(
+            folder / "config.json", quantization_config={"quant_method": kind, "bits": 4})), f"({kind})",
+           package, "--lora-rank 16") for kind, package in (("gptq", "optimum"), ("awq", "gptqmodel"))],
+        (lambda at: check_shape(check_scorer, GraniteConfig(
+            vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            initializer_range=0.3, logits_scaling=4.0), 64),
+         "GraniteForCausalLM cannot be trained here", "nats wrong", "--model"),  # it divides its logits
+        (lambda at: check_shape(check_scorer, MambaConfig(
+            vocab_size=50, hidden_size=32, num_hidden_layers=1, state_size=4), 64),
+         "MambaForCausalLM cannot be trained here"),
+        (lambda at: check_shape(check_recomputation, CTRLConfig(
+            vocab_size=50, n_positions=64, n_embd=32, dff=64, n_layer=2, n_head=4), "full"),
+         "gradient_checkpointing is full, but CTRLLMHeadModel", "give none"),
+        (lambda at: attention.attend(None, *[torch.zeros(1, 1, 1, 8)] * 4, softcap=50.0, s_aux=None),
+         "softcap, which is not supported here"),
+        *[(lambda at, name=name: target_of(at, "gpt2", "c_attn", name), f"'{name}', which is none",
+           "give some of c_attn, c_fc, c_proj, or") for name in ("q_proj", "lm_head", "wte", "attn")],
+        (lambda at: target_of(at, "llama", kind="new"), "peft knows none", "give some of down_proj, "),
+        (lambda at: load_adapters(at, at.load().model.save_pretrained), "adapters", "and a whole model"),
+        *each_at(
+            load_adapters,
+            (lambda folder: note(folder / "adapter_config.json", base_model_name_or_path=None),
+             "does not say of which model"),
+            (lambda folder: rename(folder / ADAPTERS, ".h.0.attn.c_attn.lora_A", None),
+             "lacks 1 of their weights and has 0 besides"),
+            (lambda folder: rename(folder / ADAPTERS, ".h.0.attn.c_attn.lora_A", ".h.7.attn.c_attn.lora_A"),
+             "lacks 1 of their weights and has 1 besides"),
+        ),
+        *each_value(written, "give 0 or more", lora_rank=-1, reference_sync=-1),
+        *each_value(written, "but lora_rank is 0", lora_merge=True, load_in_4bit=True),
+        *each_of(
+            written,
+            ({"lora_rank": 4, "lora_alpha": 0.0}, "lora_alpha is 0.0: give more than 0"),
+            ({"lora_alpha": 8.0}, "lora_alpha is 8.0, but lora_rank is 0: add --lora-rank 16"),
+            ({"lora_targets": ["c_attn"]}, "lora_targets", "but lora_rank is 0"),
+            ({"lora_rank": 4, "load_in_4bit": True, "precision": "fp64"}, "precision is fp64, but load"),
+            ({"lora_rank": 4, "reference_device": "cpu"}, "reference_device is cpu, but with lora_rank"),
+            ({"reference_sync": 3, "kl_coef": 0.0}, "reference_sync is 3, but kl_coef is 0"),
+        ),
+        *each_at(
+            lambda at, lora: without_packages(
+                lambda: open_run(replace(at.config, lora=lora, model="/no/such/model")).__enter__()),
+            (LoraSettings(lora_rank=4), "lora_rank is 4", "pip install peft"),
+            (IN_4_BITS, "load_in_4bit is True", "pip install bitsandbytes"),
+        ),
+        (lambda at: Trainer(replace(at.config, lora=IN_4_BITS), model=at.load().model),
+         "load_in_4bit is True, but the model is loaded already"),
+        (lambda at: check_quantized(at.config, LlamaConfig(quantization_config={
+            "quant_method": "bitsandbytes", "load_in_4bit": True})), "(bitsandbytes in 4 bits)", "--lora"),
+        (lambda at: check_quantized(
+            replace(at.config, lora=LoraSettings(lora_rank=4, lora_merge=True)), LlamaConfig(
+                quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})),
+         "lora_merge is True", "quantized (bitsandbytes)"),
+    ],
+    "plan": [],
+    "play": [
+        *[(lambda at, text=text: Match.load(at.file("match.json", text).parent), "is no match", "another")
+          for text in ("", "[]", '{"players": ["a"], "settings": {}, "games": []}',
+                       '{"players": ["a", "b"], "settings": {}, "games": [{"fen": "x"}]}')],
+        *each_of(
+            lambda name: make_opponent(name, None, 1, None).__enter__(),
+            ({"name": "uci:"}, "no program", "path"),
+            ({"name": "uci:/no/such/engine"}, "'/no/such/engine', which is no program", "path"),
+            ({"name": "stockfish:strong"}, "'stockfish:strong'", "give stockfish, or its Elo"),
+        ),
+    ],
+    "rewards": [
+        *each_of(
+            EnginePool,
+            ({"depth": 0}, "depth=0", "at least 1"), ({"multipv": 0}, "multipv=0", "at least 1"),
+            ({"num_engines": 0}, "num_engines=0", "at least 1"),
+        ),
+        *each_of(
+            Analysis.from_labels,
+            ({"moves": ["a4a5"], "evals": []}, "1 moves and 0 evals", "one eval a move"),
+            ({"moves": [], "evals": []}, "0 moves and 0 evals"),
+            ({"moves": ["a4a5"], "evals": [math.nan]}, "finite", "[nan]"),
+        ),
+        *each_of(
+            lambda **given: REWARDS["policy"].with_weights(given),
+            ({"speling": 1.0}, "['speling']", "best_move", "format"), ({"format": -1.0}, "'format': -1.0"),
+            ({"format": math.nan}, "'format': nan", "finite"), ({"format": math.inf}, "'format': inf"),
+        ),
+        (lambda at: REWARDS["environment"].with_weights({"best_move": 1.0}), "['best_move']", "fen_match"),
+        (lambda at: PolicyReward(weights={"format": 0.0}), "at least one weight above 0"),
+        (lambda at: PolicyReward(engine=SimpleNamespace(multipv=3)), "multipv=3", "best 5"),
+        *each_of(
+            REWARDS["policy"],
+            ({"prompts": ["P: "] * 2, "completions": ["a"]}, "2 prompts and 1 completions", "as many"),
+            ({"prompts": ["P: "] * 2, "completions": ["a"] * 2, "fen": [START]}, "'fen' has 1 rows for 2"),
+            ({"prompts": [f"P: {START}"], "completions": ["a"], "fen": [START], "moves": [["e2e4"]],
+              "evals": [[]]}, "1 moves and 0 evals"),
+        ),
+    ],
+    "rollout": [
+        (lambda at: rolled_out(at, ""), "prompt file:9 is empty"),
+        (lambda at: rolled_out(at, "P: " + "8/" * 100), "prompt file:9 has ", "leaves 180 "),
+        *each_value(SamplingSettings, "0 (greedy) or more", temperature=(-0.1, math.nan, math.inf)),
+        *each_value(SamplingSettings, "give ", top_p=(0.0, 1.1, math.nan)),
+        (lambda at: SamplingSettings(stop=("x", "")), "stop has an empty text"),
+    ],
+    "run": [
+        (lambda at: Trainer(replace(at.config, sampling=SamplingSettings(max_new_tokens=192))),
+         "max_new_tokens is 192", "192 tokens: give less"),
+        *each_at(
+            lambda at, rows: Trainer(at.config, prompts=rows), (7, "prompts is a int: give rows"),
+            ({"prompt": ["a"]}, "prompts is a dict: give rows"),
+            (["a"], "prompts is a list of str: give rows"),
+        ),
+        (lambda at: at.file(f"{METRICS_FILE}/x") and RunTracker(at.folder, trackers=(), settings={}),
+         "metrics.jsonl cannot be written (Is a directory)", "make room"),
+    ],
+    "scoring": each_of(
+        scored,
+        ({"targets": torch.zeros(3, 4, dtype=torch.long)}, "(3, 5, 4), (3, 4)", "do not go together"),
+        ({"scored": torch.ones(3, 5, dtype=torch.bool)}, "(3, 5, 4), (3, 5), (3, 5)", "do not go together"),
+        ({"temperature": 0.0}, "temperature is 0"), ({"chunk_tokens": 0}, "chunk_tokens is 0"),
+    ),
+    "trl": [
+        *each_at(
+            lambda at, given: trl_trainer(at, **given),
+            ({"top_entropy_quantile": 0.2}, "top_entropy_quantile=0.2", "set it to 1.0"),
+            ({"loss_type": "new_loss"}, "'new_loss'", "set loss_type to one of grpo"),
+            ({"memory_utilization": 1.5}, "memory_utilization=1.5", "a share"),
+            ({"memory_limit": "lots"}, "lots", "write it like 24GB"),
+            ({"routed": True, "router_aux_loss_coef": 0.1}, "auxiliary loss", "router_aux_loss_coef=0.0"),
+        ),
+    ],
+    "workbench": [
+        *each_of(
+            ModelSpec,
+            ({"model": "x", "arch": "gpt2"}, "model is 'x' and arch is 'gpt2'", "one of the two"),
+            ({"layers": 0}, "layers is 0", "at least 1"), ({"d_ff": 0}, "d_ff is 0", "at least 1"),
+            ({"width": 100, "heads": 3}, "width is 100", "not a multiple of 3 heads", "change one"),
+            ({"heads": 4, "kv_heads": 3}, "kv_heads is 3", "no divisor of 4 heads", "leave it out"),
+            ({"arch": "llama", "width": 12, "heads": 4}, "width 3", "rotated in pairs", "multiple of two"),
+        ),
+        (lambda at: open_corpus(None, TINY), "data is not given", "--data FILE"),
+        (lambda at: byte_corpus(Path("nowhere")), "data is 'nowhere', which is no file", "give a text file"),
+        (lambda at: byte_corpus(at.file("empty")), "which is empty", "give a text file"),
+        (lambda at: open_corpus(str(at.file("short", "short")), TINY), "5 tokens", "331", "a longer file"),
+        (lambda at: byte_corpus(at.file("a", "short")).check(97, 8), "vocabulary has 97", "--vocab 256"),
+        (lambda at: train_tokenizer(at.file("a", "short"), 100), "vocab is 100", "at least 256"),
+        (lambda at: look("cuda:77", "auto"), "device is 'cuda:77'"),
+        *each_value(CalculatorSettings, "a share ", memory_utilization=0.0, overhead_share=1.0),
+        *each_of(
+            CalculatorSettings,
+            ({"batch_size": 20}, "batch_size is 20", "group_size 8", "16 or 24", "--group-size"),
+            ({"gpus": 0}, "gpus is 0", "at least 1"), ({"batch_size": 4}, "batch_size is 4", "give 8, or"),
+            ({"max_batch_size": 7}, "max_batch_size is 7", "one group of 8", "more"),
+            ({"frozen": (0.0,)}, "frozen is 0", "a number of"), ({"trainable": -1.0}, "trainable is -1"),
+            ({"gpu": "h100", "gpu_memory": "8GB"}, "gpu is 'h100' and gpu_memory '8GB'", "give one"),
+            ({"trainable": 1e8, "model": TINY}, "trainable is 1e+08", "gpt2", "give one"),
+            ({"optimizer": "sgd"}, "optimizer is sgd", "predicted", "leave it out, or"),
+            ({"trainable": 1e8, "precision": "fp32"}, "precision is fp32", "leave it out"),
+            ({"trainable": 1e8, "measured_share": 0.3}, "measured_share is 0.3", "--batch-size"),
+            ({"claim": ("69@85%",)}, "claim is 69@85% alone", "another"),
+            ({"yaml": Path("p.yaml"), "objective": "lm"}, "yaml is p.yaml", "leave out --objective lm"),
+            ({"json": Path("nowhere/p.json")}, "json is nowhere/p.json", "no folder nowhere", "make it"),
+            ({"load_in_4bit": True}, "load_in_4bit is True, but lora_rank is 0", "--lora-rank 16"),
+        ),
+        *each_of(
+            lambda **given: calculate(CalculatorSettings(**given), CalculatorSettings(**given).card()),
+            ({"gpu": "h10"}, "gpu is 'h10'", "Did you mean h100?", "--gpu-memory"),
+            ({"gpu": "a100"}, "gpu is 'a100'", "a100-40gb or a100-80gb?"),
+            ({"gpu_memory": "big"}, "gpu_memory is 'big', which is no size", "24GB"),
+            ({"gpu": "h100", "frozen": (8e9, 7e10), "trainable": 1e8}, "8 B and 70 B in bf16", "145.29 GB",
+             "h100 offers 78.40", "fewer or smaller ones"),
+            ({"gpu": "h100", "trainable": 1e10}, "trainable is 10 B", "optimizer: 111.76 GB", "smaller"),
+            ({"gpu_memory": "100MB", "model": TINY}, "model is gpt2 1 x 32", "overhead: 0.50 GB", "98 MB"),
+            ({"gpu": "h100", "model": TINY}, "60 and 144, but the model reaches 32 tokens", "less"),
+            ({"gpu": "h100", "trainable": 1e8, "sample_memory": "much"}, "sample_memory is 'much'", "size"),
+        ),
+        (lambda at: parse_claim("69@185%"), "claim is '69@185%'", "69@85%"),
+        *each_of(
+            FindSettings,
+            ({"start": 0}, "start is 0", "at least 1"), ({"group_size": 1}, "group_size is 1", "at least 2"),
+            ({"memory_limit": "much"}, "memory_limit is 'much'", "no size"),
+            ({"measured": ("64=1GB",)}, "measured and device_memory belong together", "give both"),
+        ),
+        *each_of(
+            lambda measured: findings_elsewhere(FindSettings(measured=measured, device_memory="47.4GB")),
+            ({"measured": ("64", "80=1GB")}, "measured has '64'", "64=14.8GB"),
+            ({"measured": ("x=1GB", "80=1GB")}, "measured has 'x=1GB'", "64=14.8GB"),
+            ({"measured": ("64=1GB", "80=oom")}, "measured has 1 sizes that fitted", "two"),
+        ),
+        *each_of(
+            lambda trials=(), **given: findings(
+                made := FindSettings(model=TINY, device="cpu", **given), check(made), trials
+            ),
+            ({"objective": "lm"}, "data is not given", "--data FILE"),
+            ({"objective": "lm", "data": "nowhere.txt"}, "'nowhere.txt', which is no file"),
+            ({"prompt_tokens": 30, "max_new_tokens": 30}, "30 and 30", "reaches 32 tokens", "less"),
+            ({"objective": "lm", "data": "bundled", "trials": [TrialResult(4, "failed", "nowhere.txt")]},
+             "batch 4 failed, and not for want of memory", "nowhere.txt"),
+            ({"objective": "lm", "data": "bundled", "trials": [TrialResult(4, "out of memory")]},
+             "not even a batch of 4 fits", "weights ", "--gradient-checkpointing full"),
+        ),
+        (lambda at: fit_law({64: 1.0}), "there are 1", "two measured batch sizes"),
+        *each_of(
+            lambda **given: open_sweep(SweepSettings(**{**SMALL_SWEEP, **given})),
+            ({"batch_sizes": (0, 8)}, "holds 0", "at least 1"), ({"batch_sizes": ()}, "is empty", "at least"),
+            ({"batch_sizes": (64,)}, "total_tokens is 1024, less than one batch of 64", "2048"),
+            ({"evaluations": 0}, "evaluations is 0", "at least"), ({"warmup_share": 1.5}, "_share is 1.5"),
+            ({"memory_limit": "much"}, "memory_limit is 'much'", "no size"),
+            ({"optimizer": OptimizerSettings(warmup_steps=3)}, "warmup_steps is 3", "--warmup-share"),
+            ({"data": "no-such-file.txt"}, "data is 'no-such-file.txt', which is no file"),
+            ({"model": replace(TINY, vocab=100)}, "vocabulary has 100", "give --vocab 256 or more"),
+            ({"model": ModelSpec(context=600), "total_tokens": 10_000}, "context is 600", "reaches 512"),
+            ({"data": None}, "data is not given", "--data"), ({"device": "cuda:77"}, "device is 'cuda:77'"),
+            ({"objective": "grpo"}, "arch is 'gpt2'", "--model"),
+        ),
+        (lambda at: mock.patch.dict(os.environ, CXX="/no/compiler")(open_sweep)(
+            SweepSettings(**SMALL_SWEEP, compile=True)
+        ), "compile is on, but there is no C++ compiler", "leave it out"),
+        *each_of(
+            lambda **given: open_sweep(
+                SweepSettings(objective="grpo", device="cpu", **{"batch_sizes": (8,), **given})
+            ),
+            ({"compile": True}, "compile is on", "leave it out"),
+            ({"batch_sizes": (8, 12)}, "batch_size is 12", "multiple of group_size 8"),
+            ({"batch_sizes": (16,), "total_samples": 8}, "total_samples is 8, less than one batch of 16"),
+            ({"max_new_tokens": 512}, "max_new_tokens is 512, but the model's context is 512"),
+            ({"train": Config(prompts="nothing.jsonl")}, "nothing.jsonl"),
+            ({"train": Config(reward=("no_such_reward",))}, "no_such_reward"),
+        ),
+        (lambda at: parse_sweep(["--config", "a.yaml"]), "config is 'a.yaml'", "--objective grpo"),
+        (lambda at: write_report([]), "no folder is given", "give that of a run"),
+        (lambda at: write_report([at.folder]), "neither a run nor a sweep", "Give the folder that"),
+        (lambda at: write_report([at.file("sweep.json", json.dumps(sweep_settings())).parent]),
+         "no size has been tried", "run the sweep"),
+        (lambda at: write_report([at.file("metrics.jsonl").parent]), "logged no step yet", "wait"),
+        (lambda at: write_report([write_run(at.folder / "a"), write_sweep(at.folder / "b")]), "of one kind"),
+        (lambda at: write_report([at.folder, at.folder / "a" / ".."]), "given twice", "give each once"),
+        (lambda at: write_report([at.file("a/metrics.jsonl", '{"step": 1}').parent], at.file("out")),
+         "cannot be written to", "/out", "--output"),
+        *each_typed("report", (["nowhere"], "no folder", "that of a run"), (["[/x]"], "[/x] is no folder")),
+    ],
+}  # fmt: skip
+ROWS = [(room, row) for room, rows in REFUSED.items() for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("give", "words"), [(row[0], row[1:]) for _, row in ROWS], ids=[f"{room}: {row[1]}" for room, row in ROWS]
+)
+def test_what_is_wrong_is_named_with_its_value_and_a_remedy(given, give, words):
+    """In few lines and without a traceback, wherever it was written."""
+    with pytest.raises((ValueError, OSError)) as refused:
+        give(given)
+    said = str(refused.value)
+    assert not [word for word in words if word not in said], said
+    assert "Traceback" not in said and len(said) < 1500

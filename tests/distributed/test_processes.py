@@ -1,0 +1,213 @@
+"""Invariance I3 and its accidents: a step is the same step however many processes share its work."""
+
+import shutil
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from several_processes import Ended, Trained, accident, begin, in_processes, kept_together, train, values
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from whole_runs import PASSING, metrics_of
+
+from grpo.config import Config
+from grpo.config.groups import LossSettings, OptimizerSettings, SamplingSettings
+from grpo.distributed import World
+from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, process_file, read_lines
+
+OTHER_PLANS = {
+    1: {"rollout_rows": 2, "train_rows": 2, "score_rows": 4},
+    2: {"rollout_rows": 4, "train_rows": 1},
+}
+# The noise is told from what each process has, or from halves: the same only in expectation.
+NOT_THE_SAME = (*PASSING, "processes/", "gradient/noise_scale")
+
+
+@pytest.fixture(scope="module")
+def fp64(model_folders, data_file, tmp_path_factory) -> Config:
+    """Five groups of four in float64: no share of two or three processes is like another."""
+    return Config(
+        steps=3, batch_size=20, group_size=4, model=str(model_folders["gpt2"]), prompts=str(data_file),
+        precision="fp64", device="cpu", heldout_share=0.2, engine="off",
+        sampling=SamplingSettings(max_new_tokens=10),
+        loss=LossSettings(kl_coef=0.05), optimizer=OptimizerSettings(learning_rate=1e-3), eval_interval=1,
+        eval_prompts=5, checkpoint_interval=0, trackers=(), logged_completions=20, name="alone",
+        runs_dir=tmp_path_factory.mktemp("runs"),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(fp64) -> Trained:
+    return values(in_processes(1, train, fp64))[0]
+
+
+@pytest.fixture(scope="module")
+def writes_fields(model_folders, tmp_path_factory) -> str:
+    """A model of environments whose texts often look like boards, and often end a field."""
+    folder = shutil.copytree(model_folders["gpt2"], tmp_path_factory.mktemp("models") / "fields")
+    model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    rows = model.get_output_embeddings().weight.data
+    torch.manual_seed(1)
+    for letter, std in {"+": 0.55, **dict.fromkeys("12345678/", 0.385), tokenizer.eos_token: 0.8}.items():
+        rows[tokenizer.convert_tokens_to_ids(letter)].normal_(std=std)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def assert_same_run(one: Trained, other: Trained) -> None:
+    """Gradients to 1e-12, tokens exactly, metrics as far as sums in another order can be the same."""
+    assert len(one.gradients) == len(other.gradients)
+    for gradient, theirs in zip(one.gradients, other.gradients, strict=True):
+        assert gradient.norm() > 1e-3
+        assert (gradient - theirs).norm() <= 1e-12 * gradient.norm()
+    assert (one.weights - other.weights).norm() <= 1e-12 * one.weights.norm()
+    lines = [read_lines(run.folder / COMPLETIONS_FILE) for run in (one, other)]
+    for mine, theirs in zip(*lines, strict=True):
+        assert mine.pop("advantage") == pytest.approx(theirs.pop("advantage"), rel=1e-9, abs=1e-12)
+        assert mine == theirs
+    assert_same_metrics(*(metrics_of(run.folder, NOT_THE_SAME) for run in (one, other)))
+
+
+def assert_same_metrics(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    for mine, theirs in zip(one, other, strict=True):
+        assert theirs == pytest.approx(mine, rel=1e-9, abs=1e-12, nan_ok=True)
+
+
+def rows_to_learn(run: Trained, rank: int, size: int, config: Config) -> list[int]:
+    """Rows of each optimizer step: of groups without an advantage no more than one, where there is no KL."""
+    world = World()
+    world.rank, world.size = rank, size
+    rows = []
+    for credit in run.credit:
+        own = (credit != 0).view(config.num_prompts, -1).any(1)[[*world.share(config.num_prompts)]]
+        groups = min(len(own), max(1, int(own.sum()))) if config.kl_in_reward else len(own)
+        rows += [groups * config.group_size] * config.num_iterations
+    return rows
+
+
+def assert_same_together(one: Trained, together: list[Trained], config: Config) -> None:
+    """The same run, not one bit apart among themselves, and each learned from its share of the rows."""
+    assert_same_run(one, together[0])
+    for rank, run in enumerate(together):
+        assert torch.equal(run.weights, together[0].weights)
+        assert run.rows_learned == rows_to_learn(one, rank, len(together), config)
+
+
+def test_i3_a_step_does_not_depend_on_how_many_processes_share_it(fp64, writes_fields):
+    """Uneven shares, another plan in each process; and the credit is the fields', as the demo's is."""
+    config = replace(
+        fp64, name="rich", steps=2, num_iterations=2, kl_in_reward=True, refill_groups=2, importance_cap=2.0,
+        advantage_scale="batch", mask_truncated=True, credit="field", model=writes_fields, policy_share=0.2,
+    )  # fmt: skip
+    (one,) = values(in_processes(1, train, config))
+    split = [len(set(row[row != 0].tolist())) > 1 for credit in one.credit for row in credit]
+    assert len(split) == 40 and sum(split) >= 8  # rows whose tokens have unlike advantages
+    for size in (2, 3):
+        together = values(in_processes(size, train, replace(config, name=f"rich-{size}"), OTHER_PLANS))
+        assert_same_together(one, together, config)
+
+
+def test_i3_holds_with_a_process_that_has_nothing_to_do(fp64):
+    config = replace(fp64, batch_size=8, steps=2, name="idle")
+    begun = begin(3, train, replace(config, name="idle-3"), OTHER_PLANS)
+    (one,), together = values(in_processes(1, train, config)), values(begun())
+    assert_same_together(one, together, config)
+    assert [sum(run.rows_learned) for run in together] == [0, 8, 8]
+    assert all(read_lines(together[0].folder / process_file(MEMORY_FILE, rank)) for rank in (1, 2))
+
+
+def test_i4_memory_may_run_out_in_any_process_in_any_phase(fp64, alone):
+    """One process replays by itself while the others wait; nobody hangs, and the steps are the same.
+
+    In each step another process, in all of its phases.
+    """
+    phases = ("sample", "score", "learn", "evaluation")
+    faults = [(rank + 1, phase, rank) for rank in range(3) for phase in phases]
+    together = values(in_processes(3, partial(train, faults=faults), replace(fp64, name="faults")))
+    assert_same_run(alone, together[0])
+    for rank, run in enumerate(together):
+        assert run.fired == [(rank + 1, phase) for phase in phases]
+
+
+@pytest.fixture(scope="module")
+def accidents(fp64) -> dict[str, list[Ended]]:
+    """Each of two processes, all at the same time: they wait more than they compute."""
+
+    def begun(kind, changes=None, **options):
+        work = partial(train, during=partial(accident, kind, fp64.runs_dir / "executed"), **options)
+        return begin(2, work, replace(fp64, eval_interval=0, name=kind, **(changes or {})))
+
+    every = {
+        "killed": begun("killed", patience_s=8.0), "broken": begun("broken"),
+        "stopped": begun("stopped", patience_s=6.0), "stuck": begun("stuck", {"wait_minutes": 0.15}),
+        "attacked": begun("attacked", {"steps": 6}),  # written, read by whoever comes to it first
+    }  # fmt: skip
+    return {kind: ended() for kind, ended in every.items()}
+
+
+LOST = "ProcessLost: process 1 ("
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "begins", "says"),
+    [
+        ("killed", 0, LOST, ["no sign of life", "for it in the sampling of step 3"]),
+        ("broken", 1, "ValueError: the reward broke", []),
+        ("broken", 0, LOST, ["failed: ValueError: the reward broke"]),
+        # The first keeps the store, which does not answer then: no call waits for it for ever.
+        ("stopped", 1, "ProcessLost: process 0 (", ["its store does not answer (no answer for 6 seconds)"]),
+        ("stuck", 0, LOST, ["lives but has not come to the sampling of step 2", "--wait-minutes"]),
+        ("stuck", 1, "", ["process 0"]),  # it wakes, and finds itself alone
+        ("attacked", 0, "ProcessLost: ", ["somebody else writes to the port"]),
+        ("attacked", 1, "ProcessLost: ", []),
+    ],
+)
+def test_processes_say_which_of_them_is_lost_and_why(accidents, kind, rank, begins, says):
+    error = accidents[kind][rank].error
+    assert error.startswith(begins) and all(words in error for words in says)
+
+
+def test_a_killed_process_s_run_goes_on_with_any_number(fp64, alone, accidents):
+    assert accidents["killed"][1].exit_code == -9
+    folder = fp64.runs_dir / "killed"
+    (checkpoint,) = (folder / "checkpoints").glob("step-*")
+    assert checkpoint.name == "step-000002"  # the last whole step, though none was due
+    steps = [line for line in metrics_of(alone.folder, NOT_THE_SAME) if "reward" in line]
+    for size in (1, 3):
+        copy = shutil.copytree(folder, fp64.runs_dir / f"resumed-by-{size}")
+        resumed = values(in_processes(size, train, replace(fp64, eval_interval=0, resume=copy, name=None)))[0]
+        assert (resumed.weights - alone.weights).norm() <= 1e-12 * alone.weights.norm()
+        assert_same_metrics(steps, metrics_of(copy, NOT_THE_SAME))
+
+
+def test_what_a_stranger_writes_to_the_port_is_refused_unread(fp64, accidents):
+    assert all(ended.error for ended in accidents["attacked"])
+    assert not (fp64.runs_dir / "executed").exists()
+
+
+def test_processes_agree_on_settings_on_when_to_stop_and_on_the_batch(fp64):
+    stop, auto = (replace(fp64, eval_interval=0, name=name) for name in ("stop", "auto"))
+    auto = replace(auto, batch_size="auto", max_batch_size=68, steps=1)
+    stopped, found, unlike = (
+        begin(2, partial(train, stop_after=(1, 2)), stop),
+        begin(2, train, auto),
+        begin(2, train, replace(fp64, name="unlike"), {1: {"policy_share": 0.25}}),
+    )
+    together = values(stopped())
+    assert [run.finished for run in together] == [2, 2]  # asked of one, all stop after the same step
+    (checkpoint,) = (together[0].folder / "checkpoints").glob("step-*")
+    assert checkpoint.name == "step-000002" and load_file(checkpoint / "model.safetensors")
+    assert [run.rows_learned for run in values(found())] == [[32], [32]]  # 68 are no groups for two
+    for ended in unlike():
+        assert "for policy_share" in ended.error and "0.25" in ended.error
+
+
+def test_weights_that_rounding_drives_apart_are_brought_together():
+    """As unlike cards would; where they are the same nothing is copied."""
+    begun = {apart: begin(2, kept_together, apart) for apart in (0.0, 1e-6)}
+    for apart, ended in begun.items():
+        (weights, moment), (others, other_moment) = values(ended())
+        assert torch.equal(weights, others)
+        assert torch.equal(moment, other_moment) == (apart > 0)

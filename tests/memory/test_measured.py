@@ -1,0 +1,422 @@
+"""What is read of a device and may be held of it: the host for real, CUDA and Metal with answers made up."""
+
+import mmap
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from benchmarks.real_phases import allocator_peak
+from several_processes import in_processes
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from grpo.memory import MemoryMonitor, budget, is_out_of_memory, make_budget, peak_live_bytes
+from grpo.memory import card as cards
+from grpo.memory.budget import GB, MOST_OUTSIDE_BYTES, DeviceMemory, card_memory, host_total_and_available
+from grpo.memory.enforce import limit_memory
+from grpo.memory.live import LiveBytes
+from grpo.memory.monitor import MemoryReading, private_bytes
+
+KB, MB = 2**10, 2**20
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
+
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+
+
+# --------------------------------------------------------------------------- bytes of live tensors
+
+
+def test_a_storage_counts_once_from_its_first_tensor_to_its_last_and_what_is_changed_does_not():
+    before, x = torch.ones(1000), torch.arange(40.0).view(10, 4)
+    with LiveBytes() as live:
+        before.add_(1).mul_(before)
+        before.view(10, 100).t().unsqueeze(0)
+        torch.add(before, 1, out=before)
+        before[3] = 5.0
+        assert live.peak_bytes == 0
+        a = torch.zeros(100)
+        views = [a.view(10, 10), a[10:], a.t(), a.detach(), *a.split(50)]
+        del a
+        assert live.live_bytes == 400  # held by its views
+        copy = views[1].clone()
+        assert live.live_bytes == 400 + 360
+        del views
+        assert live.live_bytes == 360
+        del copy
+        assert live.live_bytes == 0 and live.peak_bytes == 760
+        kept = x.max(0)  # 4 floats, 4 int64 indices
+        rows = x.unbind()
+        pair = torch.frexp(x)  # 40 floats, 40 int32 exponents
+        assert live.live_bytes == 16 + 32 + 160 + 160
+    del kept, rows, pair
+
+    def work() -> list[torch.Tensor]:
+        return [torch.zeros(1), torch.zeros(128), torch.zeros(129)]
+
+    assert peak_live_bytes(work) == 4 + 512 + 516
+    assert peak_live_bytes(work, block_bytes=lambda size: -(-size // 512) * 512) == 512 + 512 + 1024
+    assert peak_live_bytes(work, device_type="cuda") == 0  # other devices do not count
+
+
+def test_the_peak_is_the_most_at_once_can_be_reset_and_is_logged_by_operation():
+    x, w = torch.ones(100), torch.ones(100, requires_grad=True)
+    with LiveBytes() as live:
+        a = torch.zeros(100) + torch.ones(50).sum()  # 400 + 200 + 4, then 400 + 4 + 400
+        assert live.peak_bytes == 804 and live.live_bytes == 400
+        live.reset_peak()
+        assert live.peak_bytes == 400
+    with LiveBytes(keep_log=True) as live:
+        a = x * 2
+        b = a.exp()
+        del a
+        c = b * 2
+        d = c[:1].exp()
+    mul, exp = "aten.mul.Tensor", "aten.exp.default"
+    assert live.log == [(mul, 400), (exp, 800), (mul, 800), (exp, 804)] and live.peak_bytes == 804
+    with LiveBytes() as live:
+        loss = w.exp().sum()  # exp keeps its result for the backward pass
+        assert live.live_bytes == 404
+        loss.backward()  # a one to begin with, then the product: the gradient
+        assert live.peak_bytes == 404 + 4 + 400 and live.live_bytes == 4 + 400
+    del b, c, d, loss
+
+
+X = torch.randn(64, 128)
+
+
+def block_passes() -> nn.Module:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 96), nn.GELU(), nn.Linear(96, 24), nn.Dropout(0.1))
+    block(torch.ones(500, 24)).softmax(-1).pow(2).sum().backward()
+    return block
+
+
+def layer_norm_of_a_transposed_gradient() -> object:
+    norm, x = nn.LayerNorm(128), X.repeat(20, 1).requires_grad_()
+    return norm(x).backward(torch.ones(128, 1280).t())
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda: X * X.bfloat16(),  # bf16 is converted as a whole
+        lambda: X.logsumexp(-1),  # the exponentials
+        layer_norm_of_a_transposed_gradient,
+        block_passes,
+    ],
+)
+def test_peaks_are_those_of_the_allocator(work: Callable[[], object]):
+    work()  # what is set up once is no part of it
+    assert peak_live_bytes(work) == pytest.approx(allocator_peak(work), rel=0.01)
+
+
+def test_fake_tensors_count_as_real_ones_do():
+    logs = []
+    for mode in (nullcontext(), FakeTensorMode()):
+        with mode, LiveBytes(keep_log=True) as live:
+            block = block_passes()
+        logs.append([*live.log, ("left", live.live_bytes)])
+        assert live.live_bytes == 2 * 4 * sum(each.numel() for each in block.parameters())  # and gradients
+    assert logs[0] == logs[1] and len(logs[0]) > 10
+
+
+# ---------------------------------------------------------------------------------------- the host
+
+
+def peaks_can_be_reset() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def test_tensors_of_a_phase_are_counted_where_that_is_asked_also_when_it_ends_in_an_error():
+    made = MemoryMonitor(CPU)
+    before = torch.zeros(1000)
+    with made.phase(exact=True) as reading:
+        kept = before + 1
+        del before
+        torch.zeros(500)
+    assert reading.added_bytes == 4000 + 2000
+    with made.phase() as reading:
+        kept = kept + 1
+    assert reading.added_bytes is None
+    with pytest.raises(ZeroDivisionError), made.phase(exact=True) as reading:
+        kept = torch.zeros(1000)
+        raise ZeroDivisionError
+    torch.zeros(5000)
+    assert reading.added_bytes == 4000 and reading.process_bytes > 0
+    del kept
+
+
+def fresh(size: int) -> mmap.mmap:
+    """Memory from the system, whatever the allocator keeps of what other tests gave back."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def touch(size: int) -> None:
+    with fresh(size) as memory:
+        for page in range(0, size, mmap.PAGESIZE):
+            memory[page] = 1
+
+
+@pytest.mark.skipif(not peaks_can_be_reset(), reason="not on this system, or not permitted")
+def test_each_phase_has_its_own_peak_and_the_step_the_highest():
+    made = MemoryMonitor(CPU)
+    made.reset_peak()
+    with made.phase() as large:
+        touch(256 * MB)
+    with made.phase() as small:
+        touch(32 * MB)
+    now = made.read()
+    assert large.peak_bytes - small.peak_bytes > 150 * MB
+    assert large.peak_bytes - large.process_before_bytes > 200 * MB
+    assert large.process_bytes == large.peak_bytes == large.reserved_bytes
+    assert now.peak_bytes == large.peak_bytes > now.allocated_bytes + 150 * MB
+    made.reset_peak()
+    assert made.read().peak_bytes < large.peak_bytes - 150 * MB
+
+
+@LINUX
+def test_under_a_limit_what_the_limit_counts_is_what_the_process_holds(monkeypatch):
+    """Memory that was never touched as well, and none that is only mapped."""
+    resident, private = MemoryMonitor(CPU), MemoryMonitor(CPU, limited=True)
+    before = resident.memory().ours_bytes, private.memory().ours_bytes
+    untouched = fresh(256 * MB)
+    after = resident.memory().ours_bytes, private.memory().ours_bytes
+    assert after[0] - before[0] < 128 * MB and after[1] - before[1] >= 256 * MB
+    with private.phase() as reading:
+        touch(64 * MB)
+    assert reading.process_bytes > after[1] + 48 * MB or not peaks_can_be_reset()
+    untouched.close()
+    memory = resident.memory()
+    assert 0 < memory.ours_bytes < memory.total_bytes and 0 < memory.free_bytes <= memory.total_bytes
+    # Where the peak cannot be reset it is the whole life's.
+    monkeypatch.setattr(Path, "write_text", mock.Mock(side_effect=PermissionError))
+    resident.reset_peak()
+    assert resident.read().peak_bytes >= resident.read().allocated_bytes > 0
+
+
+# ------------------------------------------------------------------------------ other devices
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A card of 24 GB and the allocator's figures, as `torch.accelerator` would tell them."""
+    told = SimpleNamespace(
+        memory_allocated=1 * GB, memory_reserved=2 * GB, max_memory_allocated=5 * GB,
+        max_memory_reserved=6 * GB, get_memory_info=(20 * GB, 24 * GB),
+    )  # fmt: skip
+    for name in vars(told):
+        monkeypatch.setattr(torch.accelerator, name, lambda device, name=name: getattr(told, name))
+
+    def reset(device: torch.device) -> None:
+        assert device == CUDA
+        told.max_memory_allocated, told.max_memory_reserved = told.memory_allocated, told.memory_reserved
+
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234-abcd"))
+    return told
+
+
+def test_on_cuda_every_phase_is_exact_and_the_context_counts_up_to_its_usual_size(card):
+    made = MemoryMonitor(CUDA)
+    now = made.read()
+    assert now == MemoryReading("GPU 1", 1 * GB, 2 * GB, 5 * GB)
+    assert str(now) == "GPU 1 memory - allocated: 1.00GB, reserved: 2.00GB, peak: 5.00GB"
+    memory = made.memory()  # the rest is another process's
+    assert memory == DeviceMemory(24 * GB, 20 * GB, 2 * GB + MOST_OUTSIDE_BYTES)
+    assert memory.others_bytes == 2 * GB - MOST_OUTSIDE_BYTES
+    card.get_memory_info = 24 * GB - 2 * GB - 100 * MB, 24 * GB
+    assert made.outside_allocator_bytes() == 100 * MB
+    card.get_memory_info = 23 * GB, 24 * GB
+    assert made.memory().ours_bytes == 1 * GB  # never more than is taken in all
+    with made.phase() as reading:
+        card.max_memory_allocated, card.max_memory_reserved, card.memory_reserved = 4 * GB, 7 * GB, 7 * GB
+        card.get_memory_info = 24 * GB - 7 * GB - GB // 4, 24 * GB
+    assert reading.added_bytes == 3 * GB  # beyond the one that was allocated before
+    assert (reading.peak_bytes, reading.reserved_bytes) == (4 * GB, 7 * GB)
+    assert reading.process_bytes == 7 * GB + GB // 4
+    assert made.read().peak_bytes == 5 * GB  # from before the phase, in the same step
+    made.reset_peak()
+    assert made.read().peak_bytes == 1 * GB
+
+
+TOLD = """<?xml version="1.0" ?><!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
+<nvidia_smi_log><gpu id="1"><processes>
+<process_info><pid>{own}</pid><process_name>own</process_name><used_memory>9 MiB</used_memory></process_info>
+<process_info><pid>17</pid><process_name>Xorg</process_name><used_memory>350 MiB</used_memory></process_info>
+</processes></gpu></nvidia_smi_log>"""
+
+
+def test_on_cuda_the_driver_tells_what_is_ours_and_who_else_is_there(card, monkeypatch, tmp_path: Path):
+    """NVML to the byte, where it says so (WSL does not); its tool names displays, too, and may be missing."""
+    binding = mock.Mock(nvmlDeviceGetHandleByUUID=str, NVMLError=LookupError)
+    running = binding.nvmlDeviceGetComputeRunningProcesses
+    monkeypatch.setitem(sys.modules, "pynvml", binding)
+    cards._handle.cache_clear()
+    running.side_effect = [
+        [SimpleNamespace(pid=17, usedGpuMemory=5 * GB), SimpleNamespace(pid=os.getpid(), usedGpuMemory=held)]
+        for held in (2 * GB + 700 * MB, 2 * GB - 1, None)
+    ] + [[], LookupError("not supported")]
+    outside = [MemoryMonitor(CUDA).outside_allocator_bytes() for _ in range(5)]
+    assert outside == [700 * MB, 0, *[MOST_OUTSIDE_BYTES] * 3]
+    running.assert_called_with("GPU-1234-abcd")
+    cards._handle.cache_clear()
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert MemoryMonitor(CUDA).neighbours() == "" == MemoryMonitor(CPU).neighbours()
+    tool = tmp_path / "nvidia-smi"
+    for told, ends in (TOLD.format(own=os.getpid()), 0), ("no devices were found", 0), ("", 9):
+        asked = '[ "$4" = GPU-1234-abcd ] && /bin/cat'
+        tool.write_text(f"#!/bin/sh\n{asked} <<'END'\n{told}\nEND\nexit {ends}\n")
+        tool.chmod(0o755)
+        assert MemoryMonitor(CUDA).neighbours() == ("Xorg (process 17): 350 MiB" if "Xorg" in told else "")
+
+
+def test_on_mps_there_are_no_peaks(monkeypatch: pytest.MonkeyPatch):
+    for name, size in ("current_allocated", GB), ("driver_allocated", 2 * GB), ("recommended_max", 12 * GB):
+        monkeypatch.setattr(torch.mps, f"{name}_memory", lambda size=size: size)
+    made = MemoryMonitor(torch.device("mps"))
+    made.reset_peak()
+    assert made.read() == MemoryReading("GPU 0", 1 * GB, 2 * GB, 2 * GB)
+    with made.phase(exact=True) as reading:
+        pass
+    assert reading.added_bytes is None and reading.process_bytes == 2 * GB
+    assert made.memory() == DeviceMemory(12 * GB, 10 * GB, 2 * GB)
+
+
+# -------------------------------------------------------------------------------------- the budget
+
+
+def test_the_budget_is_the_least_of_share_free_memory_and_limit():
+    """Of 100 bytes; and of a card sold as 24 GB, which offers 23.5."""
+    for free, limit, usable, reason in (
+        (80, None, 75, "75% of"), (40, 60, 50, "what others leave free"), (80, 30, 30, "--memory-limit"),
+        (80, 76, 75, "75% of"),
+    ):  # fmt: skip
+        made = make_budget(DeviceMemory(100, free, 10), utilization=0.75, limit_bytes=limit)
+        assert made.usable_bytes == usable and made.reason.startswith(reason)
+    card = card_memory(24 * GB)
+    assert card.total_bytes == card.free_bytes == pytest.approx(23.52 * GB, abs=1)
+    assert (card.ours_bytes, card.others_bytes) == (0, 0)
+    assert str(make_budget(card, utilization=0.85)) == "19.99 GB (85% of 23.52 GB)"
+    assert DeviceMemory(100, 60, 50).others_bytes == 0  # what we hold may be counted twice
+
+
+def test_on_cuda_the_allocator_gets_the_limit_less_the_context_and_where_nothing_does_it_says_so(monkeypatch):
+    asked: list[tuple[float, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: asked.append(given))
+    said = limit_memory(CUDA, 12 * GB + GB // 2, 24 * GB)
+    assert said == "enforced by the CUDA allocator (50.0% of the card)"
+    limit_memory(CUDA, 40 * GB, 24 * GB)
+    limit_memory(CUDA, GB // 4, 24 * GB)
+    assert asked == [(0.5, CUDA), (1.0, CUDA), (0.0, CUDA)]
+    assert limit_memory(torch.device("mps"), GB, 8 * GB).startswith("a guide for the plan only")
+
+
+def within_a_limit() -> tuple[str, bool, bool]:
+    """With 192 MB more than now: what was said, whether 64 MB fit, and whether 512 MB are refused."""
+    limit = private_bytes() + 192 * MB
+    said = limit_memory(CPU, limit, 2 * limit)
+    ours = MemoryMonitor(CPU, limited=True).memory().ours_bytes  # counted as the limit counts
+    counted = abs(limit - 192 * MB - ours) < 32 * MB
+    fits = counted and torch.empty(64 * MB, dtype=torch.uint8).numel() == 64 * MB
+    try:
+        torch.empty(512 * MB, dtype=torch.uint8)
+    except RuntimeError as error:
+        return said, fits, is_out_of_memory(error)
+    return said, fits, False
+
+
+def below_ulimit() -> list[bool]:
+    import resource
+
+    before = MemoryMonitor(CPU).counts_private
+    resource.setrlimit(resource.RLIMIT_DATA, (3 * GB, 3 * GB))
+    made = MemoryMonitor(CPU)
+    memory = made.memory()
+    total, free, ours = memory.total_bytes, memory.free_bytes, memory.ours_bytes
+    counted = [abs(free + ours - 3 * GB) < MB, abs(ours - private_bytes()) < 4 * MB]
+    return [not before, made.counts_private, total == 3 * GB, *counted, ours >= made.in_use_bytes() > 0]
+
+
+def limited(rank: int) -> object:
+    return within_a_limit() if rank else below_ulimit()
+
+
+@LINUX
+def test_on_linux_the_system_enforces_a_limit_and_one_that_is_there_is_all_there_is():
+    """Each in a process of its own, whose other tests would have to live with it."""
+    ulimit, said = (ended.value for ended in in_processes(2, limited))
+    assert said == ("enforced by the system (RLIMIT_DATA)", True, True) and ulimit == [True] * 6
+
+
+# ------------------------------------------------------------------------------- control groups
+
+MEMINFO = "MemTotal:       1000 kB\nMemFree:  10 kB\nMemAvailable:    700 kB\nHugePages_Total:   0\n"
+MOUNTS = {
+    "/proc/meminfo": MEMINFO,
+    "/proc/self/mountinfo": (
+        "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+        "31 20 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
+        "32 20 0:28 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+    ),
+}  # fmt: skip
+ROOT = MOUNTS | {"/proc/self/cgroup": "4:memory:/\n3:cpu:/x\n0::/\n"}
+NESTED = MOUNTS | {"/proc/self/cgroup": "4:memory:/a/b\n0::/a.slice/b\n"}
+MOUNTED_AS_ROOT = {
+    "/proc/meminfo": MEMINFO, "/proc/self/cgroup": "0::/docker/1/job\n",
+    "/proc/self/mountinfo": "30 20 0:26 /docker/1 /sys/fs/cgroup ro - cgroup2 cgroup2 rw\n",
+}  # fmt: skip
+"""A container without a namespace of its own: /proc names the path that the host sees."""
+V2, V1 = ("max", "current"), ("limit_in_bytes", "usage_in_bytes")
+
+
+def group(folder: str, limit: object, used: int, names: tuple[str, str] = V2) -> dict[str, str]:
+    """A control group's limit and use, in kB, as its files have them."""
+    limit = limit * KB if isinstance(limit, int) else limit
+    path = f"/sys/fs/cgroup/{folder}memory."
+    return {path + names[0]: f"{limit}\n", path + names[1]: str(used * KB)}
+
+
+@LINUX
+@pytest.mark.parametrize(
+    ("files", "total", "available"),
+    [
+        (ROOT | group("", "max", 5), 1000, 700),
+        (ROOT | group("", 500, 100), 500, 400),
+        (ROOT | group("", 900, 100), 900, 700),
+        (ROOT | group("", 500, 501), 500, 0),
+        (ROOT | group("memory/", 500, 200, V1), 500, 300),
+        (ROOT | group("memory/", "9223372036854771712", 1, V1), 1000, 700),
+        # files that a container has read do not count as used
+        (ROOT | group("", 500, 450) | {"/sys/fs/cgroup/memory.stat": f"anon 1\ninactive_file {200 * KB}\n"},
+         500, 250),
+        # the group a process is in; one around it; what throttles before that; another's
+        (NESTED | group("memory/a/b/", 500, 0, V1), 500, 500),
+        (NESTED | group("a.slice/", 600, 0), 600, 600),
+        (NESTED | group("a.slice/b/", 600, 0) | group("a.slice/b/", 400, 0, ("high", "current")), 400, 400),
+        (NESTED | group("other/", 5, 0), 1000, 700),
+        # the smallest limit, and the least room: another group's
+        (NESTED | group("a.slice/b/", 500, 0) | group("", 900, 800), 500, 100),
+        (MOUNTED_AS_ROOT | group("job/", 300, 0), 300, 300),
+    ],
+)  # fmt: skip
+def test_a_containers_limit_counts_where_it_is_lower(monkeypatch, files, total, available):
+    class File(type(Path())):  # type: ignore[misc]
+        def read_text(self, *_: object, **__: object) -> str:
+            if str(self) not in files:
+                raise FileNotFoundError(self)
+            return files[str(self)]
+
+    monkeypatch.setattr(budget, "Path", File)
+    assert host_total_and_available() == (total * KB, available * KB)

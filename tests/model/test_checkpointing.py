@@ -1,0 +1,240 @@
+"""Recomputed activations: the same log-probs and gradients, fewer bytes, and nothing left behind."""
+
+import dataclasses
+import gc
+import math
+from contextlib import nullcontext
+from typing import get_args
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, examples, places
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from whole_runs import train
+
+from grpo.config.groups import Checkpointing
+from grpo.memory.live import LiveBytes
+from grpo.model.cpu.feed_forward import slice_feed_forward
+from grpo.model.prefill import pad_prompts
+from grpo.scoring.forward import completion_hidden
+from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs
+from grpo.scoring.model_checks import check_recomputation, check_scorer, made_up_batch
+
+RECOMPUTED: tuple[Checkpointing, ...] = ("selective", "full")
+SIZES = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.3,
+    "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+COMPLETIONS_OF_PROMPTS = [(7, 3), (1, 1), (12, 2), (4, 4)]
+
+
+def made_up(groups: list[tuple[int, int]], width: int, seed: int = 0) -> MicroBatch:
+    """A micro-batch of (prompt tokens, completions) groups, of random tokens and lengths up to `width`."""
+    generator = torch.Generator().manual_seed(seed)
+    row_to_prompt = torch.arange(len(groups)).repeat_interleave(torch.tensor([rows for _, rows in groups]))
+    rows = len(row_to_prompt)
+    lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
+    prompts = [torch.randint(50, (tokens,), generator=generator).tolist() for tokens, _ in groups]
+    return MicroBatch(
+        rows=torch.arange(rows),
+        prompts=pad_prompts(prompts),
+        row_to_prompt=row_to_prompt[torch.randperm(rows, generator=generator)],
+        completion_ids=torch.randint(50, (rows, width), generator=generator),
+        scored=places(torch.arange(width) < lengths),
+    )
+
+
+def learn(model, batch: MicroBatch, dtype: torch.dtype, *, checkpointing: Checkpointing):
+    """Log-probs, and the gradient by all parameters of some weighted sum of them."""
+    model.zero_grad()
+    logp, _ = micro_batch_logprobs(model, batch, temperature=0.7, dtype=dtype, checkpointing=checkpointing)
+    weights = torch.randn(logp.shape, generator=torch.Generator().manual_seed(1)).to(logp)
+    (logp * weights).sum().backward()
+    return logp.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def difference(one: dict, other: dict) -> float:
+    """Of two gradients, relative, in global norm."""
+    norm = math.hypot(*(gradient.norm().item() for gradient in one.values()))
+    assert norm > 1e-3
+    return math.hypot(*((one[name] - other[name]).norm().item() for name in one)) / norm
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_log_probs_and_gradients_are_the_same_in_float64(load, architecture):
+    """Whatever the lengths of prompts, the sizes of groups, and the order of rows."""
+    model = load(architecture, "fp64").model
+    groups = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 4)), min_size=1, max_size=4)
+
+    @examples(10)
+    @given(groups, st.integers(1, 9), st.integers(0, 99))
+    def holds(groups, width, seed):
+        batch = made_up(groups, width, seed)
+        logp, gradient = learn(model, batch, torch.float64, checkpointing="none")
+        for checkpointing in RECOMPUTED:
+            again, recomputed = learn(model, batch, torch.float64, checkpointing=checkpointing)
+            assert torch.equal(logp, again) and difference(gradient, recomputed) < 1e-10
+            torch.testing.assert_close(recomputed, gradient, rtol=1e-10, atol=1e-12)  # not only in norm
+
+    holds()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [("gpt2", torch.bfloat16), ("llama", torch.float32), ("llama", torch.bfloat16), ("qwen", torch.bfloat16)],
+)
+def test_gradients_are_the_same_in_training_precisions(load, architecture, dtype):
+    """Selective checkpointing casts a weight for prompts and again for completions, so that their gradients
+    are added in fp32 and not in bf16."""
+    model = load(architecture, "bf16" if dtype == torch.bfloat16 else "fp32").model
+    batch = made_up(COMPLETIONS_OF_PROMPTS, 9)
+    logp, gradient = learn(model, batch, dtype, checkpointing="none")
+    for checkpointing in RECOMPUTED:
+        again, recomputed = learn(model, batch, dtype, checkpointing=checkpointing)
+        assert torch.allclose(logp, again, rtol=1e-6, atol=0)
+        rounding = 5e-3 if (checkpointing, dtype) == ("selective", torch.bfloat16) else 1e-6
+        assert difference(gradient, recomputed) < rounding
+
+
+GROUPS = {"num_key_value_heads": 2}
+FAMILY = {
+    "qwen2": GROUPS, "mistral": {**GROUPS, "sliding_window": 24}, "gpt_neox": {}, "bloom": {},
+    "gemma3_text": {**GROUPS, "head_dim": 8, "sliding_window": 24},
+}  # fmt: skip
+
+
+def made(kind: str, **settings) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | settings)).eval()
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_many_families_of_models_can_be_recomputed(kind):
+    """Grouped keys, sliding windows, layers that return tuples, positions by bias."""
+    model = made(kind, **FAMILY[kind])
+    check_scorer(model, 24)
+    for checkpointing in RECOMPUTED:
+        check_recomputation(model, checkpointing)
+
+
+def gpt2(num_layers: int = 2) -> PreTrainedModel:
+    return made("gpt2", num_hidden_layers=num_layers, activation_function="gelu_pytorch_tanh")
+
+
+def hidden_of(model, batch: MicroBatch, checkpointing: Checkpointing) -> torch.Tensor:
+    inputs = model, batch.prompts, batch.row_to_prompt, batch.completion_ids
+    return completion_hidden(*inputs, checkpointing=checkpointing)
+
+
+def stored_per_layer(*, checkpointing: Checkpointing, sliced: bool = False) -> float:
+    """What one layer more leaves for the backward pass of 10 rows, kept by the graph or by closures."""
+    stored = []
+    for num_layers in (2, 5):
+        model, batch = gpt2(num_layers), made_up(COMPLETIONS_OF_PROMPTS, 9)
+        if sliced:
+            slice_feed_forward(model)
+        with LiveBytes() as live:
+            hidden = hidden_of(model, batch, checkpointing)
+            assert hidden.requires_grad
+            stored.append(live.live_bytes)
+    return (stored[1] - stored[0]) / 3
+
+
+def test_a_layer_stores_its_input_and_prompts_keys_alone_and_selectively_its_products_too():
+    """4 prompts of 12 tokens and 10 rows of 8 have 32 floats each, and the prompts' keys and values are views
+    of a product of 96, not repeated to rows. Selectively each token has 32 that come in, 96 and 32 from the
+    attention's linear layers, 32 from itself and 1 from each of its 4 heads, 128 and 32 from the MLP."""
+    plain, full = (stored_per_layer(checkpointing=name) for name in ("none", "full"))
+    assert full == 4 * ((4 * 12 + 10 * 8) * 32 + 4 * 12 * 96) and plain > 9 * full
+    for sliced, share in ((False, 0.65), (True, 0.8)):
+        selective = stored_per_layer(checkpointing="selective", sliced=sliced)
+        assert 0 <= selective - 4 * (4 * 12 + 10 * 8) * (32 + 96 + 32 + 32 + 4 + 128 + 32) < 64
+        assert selective < share * (stored_per_layer(checkpointing="none", sliced=True) if sliced else plain)
+
+
+@pytest.mark.parametrize("checkpointing", get_args(Checkpointing))
+@pytest.mark.parametrize("last_call", [1, 2, None])
+def test_a_graph_without_its_backward_pass_is_freed(checkpointing, last_call):
+    """As after running out of memory in a prompt's or a completion's last layer: else that is lost."""
+    model, batch, calls = gpt2(), made_up(COMPLETIONS_OF_PROMPTS, 9), []
+
+    def run_out_of_memory(*_):
+        calls.append(live.live_bytes)
+        if len(calls) == last_call:
+            raise torch.OutOfMemoryError
+
+    model.transformer.h[1].mlp.register_forward_pre_hook(run_out_of_memory)
+    with LiveBytes() as live:
+        with pytest.raises(torch.OutOfMemoryError) if last_call else nullcontext():
+            hidden_of(model, batch, checkpointing)
+        assert len(calls) == (last_call or 2) and min(calls) > 0
+        gc.collect()
+        assert live.live_bytes == 0
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_layer_with_a_forward_of_its_own_keeps_it():
+    """As accelerate's hooks and tests put it there."""
+    model, calls = gpt2(), []
+    layer = model.transformer.h[0]
+    original = layer.forward
+    own = layer.forward = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
+    learn(model, made_up(COMPLETIONS_OF_PROMPTS, 9), torch.float32, checkpointing="full")
+    assert layer.forward is own and len(calls) == 4  # prompts and completions, forward and again
+
+
+def test_a_model_that_does_not_name_its_layers_is_left_as_it_is_by_selective_checkpointing():
+    model = made("ctrl", dff=64)
+    check_scorer(model, 24)
+    check_recomputation(model, "selective")
+    learn(model, made_up_batch(model, 24), torch.float32, checkpointing="selective")
+
+
+@pytest.mark.parametrize(
+    ("changes", "checkpointing"), [("values", "selective"), ("values", "full"), ("shapes", "full")]
+)
+def test_a_model_whose_layers_do_not_repeat_themselves_is_refused(monkeypatch, changes, checkpointing):
+    """What a layer computes the second time would be silently wrong, or fail in the first backward pass."""
+    model, calls = gpt2(), []
+
+    def change(module, args):
+        calls.append(1)
+        if changes == "values":
+            return args[0] * (1 + len(calls))
+        return args[0] + module.forward(*args) if len(calls) % 2 else args[0]
+
+    def unshaken(*args, **kwargs):  # forward passes all begin at the same count
+        calls.clear()
+        return micro_batch_logprobs(*args, **kwargs)
+
+    model.transformer.h[1].mlp.register_forward_pre_hook(change)
+    monkeypatch.setattr("grpo.scoring.model_checks.micro_batch_logprobs", unshaken)
+    with pytest.raises(ValueError, match=f"ing is {checkpointing}, but GPT2LMHeadModel cann"):
+        check_recomputation(model, checkpointing, made_up([(5, 2)], 4))
+
+
+def test_a_kept_product_that_is_written_to_is_refused():
+    """It would be wrong when it is used again."""
+    model = gpt2()
+    model.transformer.h[1].attn.c_proj.register_forward_hook(lambda module, _, made: made.mul_(2))
+    check_recomputation(model, "full")
+    with pytest.raises(ValueError, match=r"gradient_checkpointing is selective, but .* give none"):
+        check_recomputation(model, "selective")
+
+
+@pytest.mark.parametrize("checkpointing", get_args(Checkpointing))
+@pytest.mark.usefixtures("made_up_plans")
+def test_the_setting_reaches_learning_and_only_learning(config, monkeypatch, checkpointing):
+    calls, place = [], "grpo.model.activation_checkpointing.checkpoint"
+
+    def recompute(*args, **kwargs):
+        calls.append(torch.is_grad_enabled())
+        return checkpoint(*args, **kwargs)
+
+    config = dataclasses.replace(config, steps=1, gradient_checkpointing=checkpointing)
+    train(config, lambda trainer: monkeypatch.setattr(place, recompute))
+    assert calls == [True] * (0 if checkpointing == "none" else 2 * 2)  # prompts and completions, two layers

@@ -1,0 +1,80 @@
+"""Runs started as docs/several-cards.md says, and tables that are worked out as README and docs have them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+
+from grpo.run.tracking import COMPLETIONS_FILE, METRICS_FILE, read_lines
+
+TRAIN = str(ROOT / "train_lean.py")
+ACCELERATE = [
+    "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", 1, "--num_processes", 2,
+    "--mixed_precision", "no", "--dynamo_backend", "no",
+]  # fmt: skip
+
+
+def python(cwd: Path, *words: object, **environment: str) -> str:
+    """What it says; it ends with 0."""
+    own = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def cells(text: str, start: str) -> dict[str, list[str]]:
+    """Rows of the first table after `start`, by their first cell."""
+    rows: dict[str, list[str]] = {}
+    for line in text[text.index(start) :].splitlines()[1:]:
+        found = [cell.strip() for cell in re.split("[│|┃]", line)[1:-1]]
+        if rows and not re.match(r"\s*[│├└|]", line):
+            return rows
+        if found and re.search(r"\d", "".join(found[1:])):
+            rows[found[0]] = found[1:]
+    return rows
+
+
+def test_accelerate_starts_two_processes_that_do_the_step_of_one(tmp_path):
+    """Without a card as with several, if it is told that there are."""
+    little = {"model": "rook-tiny", "device": "cpu", "batch-size": 16, "max-new-tokens": 8, "engine": "off",
+              "eval-interval": 0, "steps": 1, "precision": "fp64"}  # fmt: skip
+    flags = [word for name, value in little.items() for word in (f"--{name}", value)]
+    python(tmp_path, *ACCELERATE, TRAIN, *flags, "--name", "two")
+    python(tmp_path, TRAIN, *flags, "--name", "one")
+    (two,), (one,) = (read_lines(tmp_path / "runs" / name / METRICS_FILE) for name in ("two", "one"))
+    assert two["processes/exchanged_bytes"] > 0 and "processes/exchanged_bytes" not in one
+    for name in ("reward", "loss", "grad_norm", "completions/mean_length"):
+        assert two[name] == pytest.approx(one[name], rel=1e-10), name
+    texts, others = (read_lines(tmp_path / "runs" / name / COMPLETIONS_FILE) for name in ("two", "one"))
+    assert texts == others and texts
+
+
+def test_one_of_eight_processes_plans_for_an_eighth_of_what_stays(tmp_path):
+    def plan(*more: str, **environment: str) -> dict[str, list[str]]:
+        words = ["--dry-run", "--device-memory", "80GB", "--batch-size", 64, "--model", "rook-tiny", *more]
+        return cells(python(tmp_path, TRAIN, *words, **environment), "Memory planned")
+
+    whole, part = plan(), plan("--shard", WORLD_SIZE="8")
+    for name in ("weights", "optimizer"):
+        for all_of_it, mine in zip(whole[name], part[name], strict=True):
+            assert abs(float(mine) - float(all_of_it) / 8) <= 0.001, (name, whole, part)
+
+
+def test_the_readmes_plan_for_124_million_parameters_in_8_gb(tmp_path):
+    said = python(tmp_path, TRAIN, "--dry-run", "--device-memory", "8GB", "--batch-size", 512)
+    start = "Memory planned; budget 6.66 GB"
+    printed, shown = cells(said, start), cells((ROOT / "README.md").read_text(), start)
+    assert printed == shown and len(shown) > 12
+
+
+def test_more_cards_on_paper(tmp_path):
+    words = ["--assumed-step-s", 0.8, "--assumed-rows", 256]
+    said = python(tmp_path, ROOT / "scripts" / "benchmark_processes.py", *words)
+    page = (ROOT / "docs" / "measurements.md").read_text()
+    shown = cells(page, "--assumed-step-s 0.8 --assumed-rows 256")
+    assert cells(said, "on paper:") == shown and [*shown] == ["1", "2", "8", "64"]

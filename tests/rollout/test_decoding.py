@@ -1,0 +1,426 @@
+"""The sampler, the scorer, every decoder and a plain forward pass say the same of every token."""
+
+from unittest import mock
+
+import pytest
+import torch
+from conftest import ARCHITECTURES, CONTEXT, LONG_MOVE_PROMPT, decode, let_norms_be_exact
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+import grpo.rollout.decoder
+from grpo.config.groups import LoraSettings, SamplingSettings
+from grpo.memory import Shape
+from grpo.memory.live import LiveBytes
+from grpo.model.adapters import add_adapters, store_base
+from grpo.model.load import Policy, RolloutModel, end_names, end_tokens, load_for
+from grpo.rollout.decoder import CacheBytes, check_decoder, has_static_cache, make_decoder
+from grpo.rollout.generic import GenericDecoder
+from grpo.rollout.native import NativeDecoder
+from grpo.rollout.sample import rollout
+from grpo.rollout.static_cache import StaticLayer
+from grpo.rollout.tokens import step_uniforms
+from grpo.scoring.micro_batches import micro_batch_logprobs, micro_batch_shapes, micro_batches, score
+from grpo.types import Prompt, Rollout
+
+G, LENGTH = 3, 12
+PLACES = 48  # of the static cache, which has whole blocks
+EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+def sample(
+    policy, prompts, *, rows=100, width=G, tokens=LENGTH, temperature=1.0, stop=(), step=1, **others
+) -> Rollout:
+    """width: rows of a group."""
+    settings = SamplingSettings(max_new_tokens=tokens, temperature=temperature, stop=stop)
+    uniforms = step_uniforms(len(prompts) * width, tokens, seed=0, step=step)
+    return rollout(policy.model, policy.tokenizer, prompts, uniforms, settings, rows=rows, **others)
+
+
+def plain_logits(model, prompt_ids: list[int], completion_ids: list[int]) -> torch.Tensor:
+    """What a textbook does: one row, one pass over all of it, no cache, no padding."""
+    logits = model(input_ids=torch.tensor([prompt_ids + completion_ids]), use_cache=False).logits[0]
+    return logits[len(prompt_ids) - 1 : -1]  # the state of a token predicts the next
+
+
+def plain_rows(model, sampled: Rollout, temperature: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Log-probs of each row's tokens, and the entropies at each."""
+    rows = []
+    for row, length in enumerate(sampled.lengths.tolist()):
+        ids = sampled.completion_ids[row, :length]
+        logits = plain_logits(model, sampled.prompt_ids[row // G], ids.tolist()) / temperature
+        chances = torch.distributions.Categorical(logits=logits)
+        rows.append((chances.log_prob(ids), chances.entropy()))
+    return rows
+
+
+def gradients(model) -> torch.Tensor:
+    """All of them in fp64, and then none."""
+    found = torch.cat([p.grad.double().flatten() for p in model.parameters()])
+    model.zero_grad()
+    return found
+
+
+@EVERY_ARCHITECTURE
+@pytest.mark.parametrize(
+    ("precision", "temperature", "nats", "gradient"),
+    [("fp64", 0.7, 1e-12, 1e-12), ("fp32", 1.0, 1e-4, 1e-5), ("bf16", 1.0, 0.4, 0.2)],
+)
+def test_the_scorer_equals_a_plain_forward_pass(
+    load, prompts, architecture, precision, temperature, nats, gradient
+):
+    """By so many rows at once, and so do the sampler, entropies and gradients, also through the prompt that
+    all rows of a group share: beside a plain pass in float64 on the same weights and tokens.
+
+    The end of a text is scored like any other token. Padding has its id, so the mask cannot come from ids:
+    garbage there is not read.
+    """
+    policy, exact = load(architecture, precision), load(architecture, "fp64").model
+    options = {"temperature": temperature, "dtype": policy.target.dtype}
+    sampler = RolloutModel(policy.model, policy.target.dtype).model
+    sampled = sample(policy._replace(model=sampler), prompts, temperature=temperature)
+    ended = sampled.terminated.nonzero().flatten()
+    last = sampled.lengths[ended] - 1
+    assert len(ended) > 1 and (sampled.completion_ids[ended, last] == policy.tokenizer.eos_token_id).all()
+    assert len(set(map(len, sampled.prompt_ids))) == 4 and len(sampled.lengths.unique()) > 2
+    sampled.completion_ids[~sampled.mask] = 17
+    plain = plain_rows(exact, sampled, temperature)
+    scored = [score(policy.model, sampled, rows=rows, **options) for rows in (1, 2, 5, 100)]
+    for ours in (*scored, sampled.sampler_logp):
+        assert not ours[~sampled.mask].any() and (ours[ended, last] < 0).all()
+        for row, (logp, _) in enumerate(plain):
+            assert (ours[row, : len(logp)] - logp).abs().max() < nats
+    weights = torch.randn(sampled.mask.shape, generator=torch.Generator().manual_seed(1))
+    sum((logp * weights[row, : len(logp)]).sum() for row, (logp, _) in enumerate(plain)).backward()
+    expected = gradients(exact)
+    for batch in micro_batches(sampled, 5):
+        logp, entropy = micro_batch_logprobs(policy.model, batch, entropy=True, **options)
+        (logp * weights[batch.rows, : logp.shape[1]]).sum().backward()
+        for row, ours in zip(batch.rows.tolist(), entropy, strict=True):
+            assert (ours[: sampled.lengths[row]] - plain[row][1]).abs().max() < nats
+    assert (gradients(policy.model) - expected).norm() < gradient * expected.norm()
+
+
+@pytest.mark.parametrize("in_4bit", [False, True])
+def test_with_adapters_in_bf16_logits_are_as_fine_as_without(load, model_folders, prompts, in_4bit):
+    """Where all logits lie near -100, as GPT-2's do, bf16 knows halves only: the sampler centres its head."""
+    differences = []
+    for lora in (True, False):
+        policy = load("gpt2", "bf16")
+        if lora and in_4bit:
+            policy = load_for(policy.target, str(model_folders["gpt2"]), in_4bit=True)
+        with torch.no_grad():  # all states and the whole vocabulary have something in common
+            policy.model.transformer.ln_f.bias[0] += 20
+            policy.model.transformer.wte.weight[:, 0] -= 5
+        if lora:
+            add_adapters(policy.model, LoraSettings(lora_rank=4))
+            store_base(policy.model, torch.bfloat16)
+        sampled = sample(policy._replace(model=RolloutModel(policy.model, torch.bfloat16).model), prompts)
+        scored = score(policy.model, sampled, rows=100, temperature=1.0, dtype=torch.bfloat16)
+        differences.append((scored - sampled.sampler_logp)[sampled.mask].abs().mean().item())
+    assert differences[0] < 3 * differences[1] + 0.01
+
+
+def test_a_prompt_that_just_fits_is_sampled_to_the_end_of_the_context(load):
+    policy = load("gpt2")
+    sampled = sample(policy, [Prompt("long", "a" * (CONTEXT - LENGTH), {})])
+    assert len(sampled.prompt_ids[0]) == CONTEXT - LENGTH
+    scored = score(policy.model, sampled, rows=3, temperature=1.0, dtype=torch.float32)
+    assert torch.allclose(scored, sampled.sampler_logp, atol=1e-4)
+
+
+@EVERY_ARCHITECTURE
+@torch.no_grad()
+def test_greedy_tokens_are_those_of_generate(load, prompts, architecture):
+    """Until a token whose two best logits differ by less than 1e-4, where rounding may decide."""
+    policy, compared = load(architecture, "fp32"), 0
+    policy.model.get_output_embeddings().weight[0] /= 5  # the end comes later
+    sampled = sample(policy, prompts, temperature=0.0, rows=5, tokens=24)
+    for row, length in enumerate(sampled.lengths.tolist()):
+        prompt_ids = sampled.prompt_ids[row // G]
+        generated = policy.model.generate(
+            torch.tensor([prompt_ids]), attention_mask=torch.ones(1, len(prompt_ids)), do_sample=False,
+            max_new_tokens=24,
+        )[0, len(prompt_ids) :].tolist()  # fmt: skip
+        ours = sampled.completion_ids[row, :length].tolist()
+        best = plain_logits(policy.model, prompt_ids, generated).topk(2).values
+        close = (best[:, 0] - best[:, 1] < 1e-4).nonzero().flatten().tolist()
+        certain = close[0] if close else len(generated)
+        assert ours[:certain] == generated[:certain] and (close or ours == generated)
+        compared += certain
+    assert compared > 60
+
+
+@pytest.mark.parametrize("pass_tokens", [None, 0])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 100])
+def test_micro_batches_hold_every_row_once_and_groups_whole_where_they_fit(load, prompts, rows, pass_tokens):
+    """And have the shapes that are foretold."""
+    sampled = sample(load("gpt2"), prompts)
+    batches = list(micro_batches(sampled, rows, pass_tokens=pass_tokens))
+    assert sorted(torch.cat([batch.rows for batch in batches]).tolist()) == [*range(len(prompts) * G)]
+    for batch in batches:
+        pairs = zip(batch.prompts.ids, batch.prompts.lengths, strict=True)
+        prompts_of = [ids[:length].tolist() for ids, length in pairs]
+        scored = torch.zeros(batch.completion_ids.shape, dtype=torch.bool)
+        scored.view(-1)[batch.scored] = True
+        for place, row in enumerate(batch.rows.tolist()):
+            assert prompts_of[batch.row_to_prompt[place]] == sampled.prompt_ids[row // G]
+            length = sampled.lengths[row]
+            assert torch.equal(batch.completion_ids[place, :length], sampled.completion_ids[row, :length])
+            assert scored[place].tolist() == [*[True] * length, *[False] * (scored.shape[1] - length)]
+        assert len(batch.rows) <= rows
+        assert rows < G or len(prompts_of) * G == len(batch.rows)  # none is cut, no prompt computed twice
+    shapes = micro_batch_shapes(sampled, rows, pass_tokens=pass_tokens)
+    for shape, b in zip(shapes, batches, strict=True):
+        assert isinstance(shape, Shape) and shape.scored_tokens == len(b.scored)
+        assert shape[:3] == (len(b.rows), int(b.prompts.lengths.max()), b.completion_ids.shape[1])
+
+
+def lengths_of(*longest: int) -> Rollout:
+    """Groups whose longest completions are so long; shorter ones beside them."""
+    lengths = torch.tensor([length - shorter % G for length in longest for shorter in range(G)])
+    ids = torch.ones(len(lengths), max(longest), dtype=torch.long)
+    return Rollout(
+        prompts=[Prompt(str(place), "", {}) for place in range(len(longest))],
+        prompt_ids=[[1, 2] for _ in longest], completion_ids=ids, lengths=lengths,
+        terminated=torch.ones_like(lengths, dtype=torch.bool), sampler_logp=torch.zeros(ids.shape),
+        completions=[""] * len(lengths),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("longest", "pass_tokens", "parts"),
+    [
+        ([40, 40, 40, 40], 0, [[40] * 4]),  # nothing is saved
+        ([40, 10, 40, 10], 60 * G - 1, [[40, 40], [10, 10]]),  # 60 tokens of a row a group
+        ([40, 10, 40, 10], 60 * G, [[10, 10, 40, 40]]),
+        ([40, 10, 20, 10], 0, [[40], [20], [10, 10]]),
+        ([40, 10, 20, 10], 12 * G, [[40], [20], [10, 10]]),  # 60 tokens, then 20
+        ([40, 10, 20, 10], 22 * G, [[20, 40], [10, 10]]),
+        ([40, 10, 20, 10], None, [[10, 10, 20, 40]]),
+    ],
+)
+def test_rows_are_parted_where_that_saves_more_padding_than_a_pass_costs(longest, pass_tokens, parts):
+    """But parts of a group are not parted further."""
+    sampled = lengths_of(*longest)
+
+    def rows_of(most: int, tokens: int | None) -> list[torch.Tensor]:
+        return [batch.rows for batch in micro_batches(sampled, most, pass_tokens=tokens)]
+
+    batches = rows_of(100, pass_tokens)
+    assert [sampled.lengths[rows].view(-1, G).amax(1).tolist() for rows in batches] == parts
+    assert sorted(torch.cat(batches).tolist()) == [*range(len(sampled.lengths))]
+    assert max(map(len, rows_of(2 * G, pass_tokens))) <= 2 * G
+    assert [*map(len, rows_of(G - 1, pass_tokens))] == [*map(len, rows_of(G - 1, None))]
+
+
+SIZES = {
+    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": 96, "initializer_range": 0.3, "pad_token_id": 0,
+    "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+WINDOW = {"sliding_window": 12}
+FAMILY = {
+    "gpt2": {}, "gpt2, unscaled": {"scale_attn_weights": False},
+    "gpt2, by layer": {"scale_attn_by_inverse_layer_idx": True},
+    "llama": {}, "qwen2": {}, "smollm3": {}, "qwen3": {"head_dim": 16}, "mistral": WINDOW, "phi3": WINDOW,
+    "qwen2, windows": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    "gemma3_text": {**WINDOW, "head_dim": 16, "query_pre_attn_scalar": 16},
+}  # fmt: skip
+
+
+def shaped(name: str) -> PretrainedConfig:
+    groups = {} if name.startswith("gpt2") else {"num_key_value_heads": 2}
+    return AutoConfig.for_model(name.partition(",")[0], **SIZES, **groups, **FAMILY[name])
+
+
+def made(config: PretrainedConfig):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa").eval()
+    let_norms_be_exact(model)
+    return model
+
+
+def decoder_of(kind, model, tokens: int):
+    return kind(model, tokens) if kind is NativeDecoder else kind(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*((NativeDecoder, name) for name in FAMILY), (GenericDecoder, "gpt2"), (GenericDecoder, "gemma3_text")],
+)
+@torch.no_grad()
+def test_a_token_is_what_the_whole_text_says(name, kind):
+    """Prompts of one token to three windows, groups that leave, and one that starts in another's place."""
+    model = made(shaped(name))
+    texts = [[*range(1, n + 1)] for n in (36, 1, 20) for _ in range(2)]
+    decoder = decoder_of(kind, model, 20)
+    logits = decoder.prefill(texts[::2], 2)
+    for turn in range(20):
+        if turn == 12:
+            decoder.keep([0, 2])
+            texts, logits = texts[:2] + texts[4:], logits[[0, 1, 4, 5]]
+        if turn == 15 and kind is NativeDecoder:
+            texts[:2] = [[5, 6, 7], [5, 6, 7]]
+            logits[:2] = decoder.replace([0], texts[:1])
+        for text, ours in zip(texts, logits, strict=True):
+            theirs = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
+            assert torch.allclose(ours, theirs, atol=1e-12, rtol=0)
+        tokens = (torch.arange(len(texts)) * 7 + turn) % 60
+        texts = [[*text, token] for text, token in zip(texts, tokens.tolist(), strict=True)]
+        logits = decode(decoder, tokens)
+
+
+@pytest.fixture
+def refused(monkeypatch) -> set[str]:
+    """Types of models that decode the usual way: none yet."""
+    monkeypatch.setattr(grpo.rollout.decoder, "_refused", set())
+    return grpo.rollout.decoder._refused
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2, windows", "qwen3", "gemma3_text"])
+def test_tokens_do_not_depend_on_rows_or_decoder(name, tokenizer, refused):
+    """Prompts of 2 to 30 tokens, all rows at once, by parts with groups that wait for a place, one by one."""
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT}
+    policy = Policy(made(AutoConfig.for_model(**shaped(name).to_dict() | sizes)), tokenizer, None)
+    many = [Prompt(f"{n}", LONG_MOVE_PROMPT[:n], {}) for n in (30, 2, 17, 5, 24, 9)]
+    options = {"width": 2, "ends": range(0, len(tokenizer), 7)}
+    with mock.patch.object(
+        NativeDecoder, "replace", autospec=True, side_effect=NativeDecoder.replace
+    ) as replace:
+        whole, *others = [sample(policy, many, rows=rows, **options) for rows in (12, 4, 1)]
+    assert replace.call_count > 1 and len(whole.lengths.unique()) > 3
+    refused.add(policy.model.config.model_type)
+    assert not has_static_cache(policy.model)
+    for each in [*others, sample(policy, many, rows=12, **options)]:
+        assert torch.equal(each.completion_ids, whole.completion_ids)
+        assert torch.allclose(each.sampler_logp, whole.sampler_logp, atol=1e-12, rtol=0)
+
+
+@torch.no_grad()
+def test_a_group_that_takes_anothers_place_decodes_as_if_alone(load):
+    """Beside one of other length, across blocks, and after a row that was NaN throughout."""
+    model, long = load("gpt2", "fp64").model, 60
+    decoder, alone = make_decoder(model, long), make_decoder(model, long)
+    logits = decoder.prefill([[1, 2, 3], [4, 5]], G, longest_prompt=4)
+    tokens = torch.arange(2 * G)
+    for step in range(110):  # group 1 starts over at 30 and 80, group 0 runs into the cache's end
+        if step in (30, 80):
+            for layer in range(2):
+                cache = decoder._layers[layer]
+                cache.own_keys[G:] = cache.own_values[G:] = torch.nan
+            prompt = [7, 8, 9, 10] if step == 30 else [11]
+            logits[G:] = decoder.replace([1], [prompt])
+            expected = alone.prefill([prompt], G)
+        if step >= 30:
+            assert torch.allclose(logits[G:], expected, atol=1e-12, rtol=0)
+            expected = decode(alone, tokens[G:] + step)
+        logits = decode(decoder, tokens + step)
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (AutoConfig.for_model("bloom", vocab_size=60, hidden_size=32), "cannot be called by name"),
+        (AutoConfig.for_model("deepseek_v3", **SIZES, n_routed_experts=2, num_experts_per_tok=1, n_group=1,
+            topk_group=1, moe_intermediate_size=32, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+            qk_nope_head_dim=8, v_head_dim=8), "no attribute"),
+        (shaped("llama"), "nats wrong"),
+    ], ids=["bloom", "deepseek", "other logits"],
+)  # fmt: skip
+@pytest.mark.usefixtures("refused")
+def test_what_computes_something_else_decodes_the_usual_way_and_says_so(config, reason, logged, monkeypatch):
+    model = AutoModelForCausalLM.from_config(config).eval()
+    if config.model_type == "llama":
+        check_decoder(model)
+        assert has_static_cache(model) and not logged
+        monkeypatch.setattr(StaticLayer, "attend", lambda self, query, scale: query)
+    check_decoder(model)
+    assert not has_static_cache(model) and isinstance(make_decoder(model, 4), GenericDecoder)
+    assert len(logged) == 1 and "growing cache" in logged[0] and reason in logged[0]
+
+
+PER_TOKEN = {"gpt2": 2 * 2 * 32 * 4, "llama": 2 * 2 * 2 * 8 * 4, "qwen": 2 * 2 * 1 * 16 * 4}
+"""Bytes: keys and values · layers · heads that have them · width · 4."""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"), [*((name, NativeDecoder) for name in ARCHITECTURES), ("llama", GenericDecoder)]
+)
+@torch.no_grad()
+def test_a_cache_takes_up_what_its_tokens_do(load, architecture, kind):
+    """A static one is there at once, the prompt once a group; Hugging Face's grows, a prompt for each row.
+
+    Tokens that are skipped lead to the same bytes, shapes and positions, though not to the same logits.
+    """
+    model, size, static = load(architecture).model, PER_TOKEN[architecture], kind is NativeDecoder
+    decoder, skipping = decoder_of(kind, model, LENGTH), decoder_of(kind, model, LENGTH)
+    for each in (decoder, skipping):
+        each.prefill([[5] * 20, [6] * 20], G)
+    tokens, prompt_tokens = torch.full((2 * G,), 7), 2 * 20 if static else 2 * G * 20
+    for own in range(4):
+        used = (prompt_tokens + 2 * G * own) * size
+        held = (prompt_tokens + 2 * G * PLACES) * size if static else used
+        growing = 0 if static else used // 2  # one of two layers is there twice while it grows
+        assert decoder.cache_bytes == CacheBytes(held, used, growing)
+        with LiveBytes() as live:
+            logits = decode(decoder, tokens)
+        assert static or live.peak_bytes > growing
+    skipping.skip(3)
+    assert decode(skipping, tokens).shape == logits.shape
+    assert skipping.cache_bytes == decoder.cache_bytes
+    assert torch.equal(skipping._positions, decoder._positions)
+    decoder.keep([1])
+    assert decoder.cache_bytes.used == (prompt_tokens // 2 + G * 4) * size
+
+
+def test_the_cache_is_watched_during_the_first_rows_and_changes_nothing(load, prompts):
+    policy, seen = load("gpt2"), {}
+    watched = sample(policy, prompts, rows=2 * G, watch_cache=seen.setdefault)
+    assert torch.equal(watched.completion_ids, sample(policy, prompts, rows=2 * G).completion_ids)
+    assert [*seen] in ([1, 9], [1, 9, LENGTH])
+    longest = max(len(ids) for ids in watched.prompt_ids[:2])
+    full = (2 * longest + 2 * G * PLACES) * PER_TOKEN["gpt2"]
+    assert seen[1] == CacheBytes(full, 2 * longest * PER_TOKEN["gpt2"])
+
+
+def test_every_end_that_the_model_names_ends_a_text(load, prompts):
+    """Chat models have several; texts are those of one end alone, up to the first of any."""
+    policy = load("gpt2", "fp64")
+
+    def sampled(ends: int | list[int] | None) -> Rollout:
+        policy.model.generation_config.eos_token_id = ends
+        return sample(policy, prompts, rows=8, width=4, tokens=40, step=0)
+
+    one, alone = sampled(0), sampled(None)
+    assert torch.equal(one.completion_ids, alone.completion_ids)  # the tokenizer's counts in any case
+    many = one.completion_ids[:, 1].unique()[1:5].tolist()  # none of them the tokenizer's
+    several = sampled(many)
+    assert (several.lengths < one.lengths).any()
+    for row, length in enumerate(one.lengths.tolist()):
+        text = one.completion_ids[row, :length].tolist()
+        first = next((place for place, token in enumerate(text) if token in many), len(text) - 1)
+        assert several.completion_ids[row, : several.lengths[row]].tolist() == text[: first + 1]
+        assert several.terminated[row] == (text[first] in {0, *many})
+    assert end_tokens(policy.model, policy.tokenizer) == (0, *many)
+    assert end_names(policy.model, policy.tokenizer)[0] == policy.tokenizer.eos_token
+
+
+@pytest.mark.parametrize(("architecture", "rows"), [("gpt2", 2), ("llama", 8), ("gpt2", 100)])
+def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it(load, prompts, architecture, rows):
+    """Over token boundaries, whichever rows are beside it; what follows is as if it had never been."""
+    assert SamplingSettings(stop=("\\n\\n", "a\tb", "###")).stop_texts == ("\n\n", "a\tb", "###")
+    policy, options = load(architecture, "fp64"), {"rows": rows, "width": 4, "tokens": 40, "step": 0}
+    plain = sample(policy, prompts, **options)
+    longest = max(plain.completions, key=len)
+    stops = longest[3:6], longest[1:3]
+    stopped = sample(policy, prompts, stop=stops, **options)
+    assert (stopped.lengths < plain.lengths).any()
+    for row, length in enumerate(plain.lengths.tolist()):
+        ids = plain.completion_ids[row, :length].tolist()
+        texts = [policy.tokenizer.decode(ids[:count]) for count in range(1, length + 1)]
+        first = next((n for n, text in enumerate(texts, 1) if any(stop in text for stop in stops)), None)
+        count = first or length
+        assert stopped.lengths[row] == count and stopped.completion_ids[row, :count].tolist() == ids[:count]
+        assert not stopped.completion_ids[row, count:].any() and not stopped.sampler_logp[row, count:].any()
+        assert bool(stopped.terminated[row]) == (first is not None or bool(plain.terminated[row]))
