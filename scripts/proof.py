@@ -81,6 +81,8 @@ TOGETHER = (
     Part("browser", 8, "pytest tests/proof/report_in_browser.py", "reports in Chromium", CHROMIUM),
     Part("examples", 15, "pytest -p tests.proof.more_examples --hypothesis-profile=proof tests",
          "properties, by 20 times as many new examples"),
+    Part("tokens", 5, "pytest tests/invariances/test_sampled.py -k few -s --hypothesis-profile=proof",
+         "of 10,000 tokens in fp32 and bf16 few depend on rows"),
 )  # fmt: skip
 """That may share the machine."""
 ALONE = (

@@ -278,14 +278,19 @@ def frozen() -> Iterator[None]:
 def untraced(row_bytes: float = 1e5, *, counted: bool = False) -> Iterator[None]:
     """Memory plans from made-up peaks: tracing real ones takes a quarter of a minute.
 
-    A plan's pace is not measured for long, nor, unless `counted`, tensors one by one. malloc keeps no heap of
-    that size, which would be there for every run that comes after.
+    A plan's pace is not measured for long, nor, unless `counted`, tensors one by one.
     """
     made_up = mock.patch.object(TracedFit, "__call__", lambda fit, shape: row_bytes * shape.rows)
     uncounted = mock.patch("grpo.memory.adaptive.EXACT_STEPS", EXACT_STEPS if counted else 0)
     short = mock.patch("grpo.run.pace.ENOUGH_S", 0.0)
-    unbound = mock.patch("grpo.malloc.bound_heap")
-    with made_up, uncounted, short, unbound, mock.patch("grpo.run.planning.trace_phases"):
+    with made_up, uncounted, short, mock.patch("grpo.run.planning.trace_phases"):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unbound_heap() -> Iterator[None]:
+    """A heap that malloc keeps for one run would be there for every run that comes after in this process."""
+    with mock.patch("grpo.malloc.bound_heap"):
         yield
 
 

@@ -1,30 +1,24 @@
 """The scripts: that each can be started, and the demo. What they measure is `make proof`."""
 
-import os
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import proof
-from commands import ENVIRONMENT, ROOT, run
+from commands import ROOT, run
 from proof import Part
+from several_processes import in_processes
 
-LOADING = """
-import runpy, sys
-from pathlib import Path
-sys.path[0] = "scripts"
-for script in sorted(Path("scripts").glob("*.py")):
-    runpy.run_path(str(script), run_name="loaded")
-"""
+
+def load_all(rank: int) -> int:
+    scripts = sorted((ROOT / "scripts").glob("*.py"))
+    for script in scripts:
+        runpy.run_path(str(script), run_name="loaded")
+    return len(scripts)
 
 
 def test_every_script_finds_what_it_imports():
-    """In a Python that has just been started; elsewhere scripts are forked."""
-    done = subprocess.run(
-        [sys.executable, "-c", LOADING], cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    (ended,) = in_processes(1, load_all)
+    assert ended.error is None and ended.value > 25
 
 
 def test_the_demo_shows_before_and_after_and_can_be_asked_to_improve(tmp_path: Path):
