@@ -60,7 +60,7 @@ TOGETHER = (
     Part("runs", 5, "benchmark_memory.py runs --only 'size 8 --precision fp32'", "a run holds what was said"),
     Part("limits", 8, "benchmark_memory.py limits --how 'ulimit -d' --batch-size 64 --rungs 2 --no-large",
          "the least limit that is named is enough, and the time is as was said"),
-    Part("recovery", 8, "benchmark_recovery.py --points 60", "runs that ran out of memory end the same"),
+    Part("recovery", 10, "benchmark_recovery.py --points 20", "runs that ran out of memory end the same"),
     Part("faults", 8, "benchmark_faults.py --trials 40", "full disks and SIGKILL lose nothing"),
     Part("fuzz", 10, "fuzz.py --cases 200", "whatever comes in, no traceback"),
     Part("leaks", 10, "benchmark_leaks.py --quick", "leaks are found, and not where none is"),

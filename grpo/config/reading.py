@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import json
+import reprlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -51,7 +52,7 @@ def from_flat(values: Mapping[str, Any], base: Config | None = None) -> Config:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ": docs/settings.md and --help name them all."
-            raise SettingsError(f"there is no setting {name!r}{hint}")
+            raise SettingsError(f"there is no setting {reprlib.repr(name)}{hint}")
     changes = _converted(base, values)
     for item in dataclasses.fields(base):
         part = getattr(base, item.name)

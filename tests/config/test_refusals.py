@@ -316,6 +316,7 @@ REFUSED: dict[str, list[Row]] = {
             ({"learning_rte": 1}, "no setting 'learning_rte'", "did you mean 'learning_rate'?"),  # no setting
             ({"kl-coef": 1}, "no setting 'kl-coef'", "did you mean 'kl_coef'?"),
             ({"xyzzy": 1}, "no setting 'xyzzy'", "docs/settings.md and --help name them all"),
+            ({"9" * 2000: 1}, "no setting '999", "...", "name them all"),
         ),
         *each_at(
             lambda at, given: parse_command_line(["--config", str(at.file("my.yaml", given[0])), *given[1:]]),
