@@ -302,6 +302,13 @@ def made_up_plans() -> Iterator[None]:
 
 
 @pytest.fixture
+def ample_plans() -> Iterator[None]:
+    """The same for the bundled model: what it takes besides is told from peaks that are not far too small."""
+    with untraced(row_bytes=5e7):
+        yield
+
+
+@pytest.fixture
 def logged() -> Iterator[list[str]]:
     """What is logged during a test, "WARNING text" and so on."""
     messages: list[str] = []

@@ -9,9 +9,9 @@ import torch
 from conftest import CONTEXT
 from rich.console import Console
 from transformers import AutoModelForCausalLM, Qwen2Config
-from whole_runs import assert_same_outcome, outcome, train
+from whole_runs import BY_FIELD, assert_same_outcome, outcome, train
 
-from grpo.config.groups import LoraSettings, OptimizerSettings, SamplingSettings
+from grpo.config.groups import LoraSettings, OptimizerSettings
 from grpo.learning.step import Stepper
 from grpo.run.interrupt import StopRequest
 from grpo.run.journal import Journal
@@ -19,7 +19,7 @@ from grpo.run.setup import open_run
 from grpo.run.tracking import METRICS_FILE, read_lines
 from grpo.trainer import Trainer
 
-pytestmark = pytest.mark.usefixtures("made_up_plans")
+pytestmark = pytest.mark.usefixtures("ample_plans")
 
 STEPS = 3
 KNIGHTS = """
@@ -35,11 +35,7 @@ FEATURES = {
         "num_iterations": 2, "kl_target": 0.01, "refill_groups": 2, "importance_cap": 2.0,
         "optimizer": OptimizerSettings(lr_schedule="cosine", warmup_steps=2, learning_rate=2e-3),
     },
-    # the demo's own setting, with a model whose rows are split by field
-    "credit by field": {
-        "model": "rook-tiny", "prompts": "bundled", "credit": "field", "advantage_scale": "batch",
-        "reward": ("policy-legal", "environment-sparse"), "sampling": SamplingSettings(max_new_tokens=64),
-    },
+    "credit by field": BY_FIELD,
     "bf16": {"precision": "bf16"},
     "adapters": {"lora": LORA},
     "adapters on 4 bits": {"lora": IN_4_BITS, "precision": "bf16"},

@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 from conftest import ARCHITECTURES, CPU
-from whole_runs import assert_close_outcome, outcome, train
+from whole_runs import BY_FIELD, assert_close_outcome, outcome, train
 
 from grpo import phases
 from grpo.config.groups import Checkpointing, OptimizerSettings, SamplingSettings
@@ -160,13 +160,8 @@ def test_i1_holds_where_each_field_has_its_advantage():
 
 # ---------------------------------------------------------------------------------------- whole runs
 
-BY_FIELD = {
-    "model": "rook-tiny", "prompts": "bundled", "credit": "field", "advantage_scale": "batch",
-    "reward": ("policy-legal", "environment-sparse"), "sampling": SamplingSettings(max_new_tokens=64),
-}  # fmt: skip
 
-
-@pytest.mark.usefixtures("made_up_plans")
+@pytest.mark.usefixtures("ample_plans")
 @pytest.mark.parametrize("changes", [{}, BY_FIELD], ids=["whole", "credit by field"])
 def test_a_whole_run_depends_neither_on_its_rows_nor_on_memory_running_out(config, monkeypatch, changes):
     """To 1e-12 in float64: by plans that have nothing in common, and where each phase is replayed smaller."""
