@@ -278,12 +278,14 @@ def frozen() -> Iterator[None]:
 def untraced(row_bytes: float = 1e5, *, counted: bool = False) -> Iterator[None]:
     """Memory plans from made-up peaks: tracing real ones takes a quarter of a minute.
 
-    A plan's pace is not measured for long, nor, unless `counted`, tensors one by one.
+    A plan's pace is not measured for long, nor, unless `counted`, tensors one by one. What the process holds
+    says nothing of an allocator here: peaks that are made up leave any of it over.
     """
     made_up = mock.patch.object(TracedFit, "__call__", lambda fit, shape: row_bytes * shape.rows)
     uncounted = mock.patch("grpo.memory.adaptive.EXACT_STEPS", EXACT_STEPS if counted else 0)
+    unlearned = mock.patch("grpo.memory.process.ProcessMemory.learn_slack")
     short = mock.patch("grpo.run.pace.ENOUGH_S", 0.0)
-    with made_up, uncounted, short, mock.patch("grpo.run.planning.trace_phases"):
+    with made_up, uncounted, unlearned, short, mock.patch("grpo.run.planning.trace_phases"):
         yield
 
 
@@ -298,13 +300,6 @@ def unbound_heap() -> Iterator[None]:
 def made_up_plans() -> Iterator[None]:
     """For runs whose memory plan is not what is tested."""
     with untraced():
-        yield
-
-
-@pytest.fixture
-def ample_plans() -> Iterator[None]:
-    """The same for the bundled model: what it takes besides is told from peaks that are not far too small."""
-    with untraced(row_bytes=5e7):
         yield
 
 

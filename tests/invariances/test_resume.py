@@ -19,7 +19,7 @@ from grpo.run.setup import open_run
 from grpo.run.tracking import METRICS_FILE, read_lines
 from grpo.trainer import Trainer
 
-pytestmark = pytest.mark.usefixtures("ample_plans")
+pytestmark = pytest.mark.usefixtures("made_up_plans")
 
 STEPS = 3
 KNIGHTS = """

@@ -161,7 +161,7 @@ def test_i1_holds_where_each_field_has_its_advantage():
 # ---------------------------------------------------------------------------------------- whole runs
 
 
-@pytest.mark.usefixtures("ample_plans")
+@pytest.mark.usefixtures("made_up_plans")
 @pytest.mark.parametrize("changes", [{}, BY_FIELD], ids=["whole", "credit by field"])
 def test_a_whole_run_depends_neither_on_its_rows_nor_on_memory_running_out(config, monkeypatch, changes):
     """To 1e-12 in float64: by plans that have nothing in common, and where each phase is replayed smaller."""
