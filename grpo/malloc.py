@@ -1,8 +1,8 @@
 """What glibc's malloc keeps of memory that was freed. Without glibc nothing here does anything.
 
 Tensors on a CPU come from malloc. A fresh page costs more than what is then done with it: a step of GPT-2
-124 M spent a third of its time on them. So freed memory is kept for the next tensor (`keep_freed`), within a
-heap of fixed size where there is a limit (`bound_heap`). No torch here: it is called before torch is loaded.
+124 M spent a third of its time on them. So freed memory is kept for the next tensor (`keep_freed`), until it
+has run out once (`give_back`). No torch here: it is called before torch is loaded.
 """
 
 import ctypes
@@ -10,12 +10,9 @@ import os
 from contextlib import suppress
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them; mallopt(3)
-_LARGE = 64 * 2**10
+_LARGE = 2**20
 """Bytes from which a block gets a mapping of its own, where those are to go back."""
 _NEVER = -1
-_PIECE = 2**29
-"""Bytes that are taken from the heap at once; from 2**31 on a block is mapped whatever is set."""
-
 
 _FIELDS = (
     "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
@@ -38,22 +35,11 @@ def keep_freed() -> None:
     _set(mapped_from=2**31 - 1, trim=_NEVER)
 
 
-def bound_heap(size: int) -> None:
-    """Keep what is freed within a heap that has `size` bytes free now, and never grows.
-
-    What does not fit into its gaps gets a mapping of its own, which goes back when it is freed: the heap
-    cannot creep up to a limit.
-    """
-    keep_freed()
+def give_back() -> None:
+    """Give freed memory back from here on, and what is free now: it has run out, and gaps may be why."""
     with suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        libc.malloc_trim(0)
-        libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-        libc.free.argtypes = [ctypes.c_void_p]
-        pieces = [libc.malloc(min(_PIECE, size - start)) for start in range(0, size, _PIECE)]
-        for piece in pieces:
-            libc.free(piece)
-        _set(mapped_from=_LARGE, trim=_NEVER)
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        _set(mapped_from=_LARGE, trim=_LARGE)
 
 
 def free_bytes() -> int:

@@ -1,8 +1,7 @@
 """Sampling, scoring, learning, evaluating and saving of one run, as its memory plan says."""
 
 from dataclasses import replace
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from loguru import logger
@@ -15,16 +14,15 @@ from grpo.evaluate import Evaluation, interleave, score_heldout
 from grpo.evaluate.scores import Column
 from grpo.learning.loss import LossSettings
 from grpo.learning.objectives import GRPOBatch, Sums, accumulate_grpo
-from grpo.memory import DoesNotFit, Shape, survive
+from grpo.memory import DoesNotFit, Size, survive
 from grpo.memory.recovery import release_cache
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.rollout.decoder import has_static_cache
 from grpo.rollout.sample import rollout
-from grpo.rollout.slots import KeptSlots
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.setup import Run
 from grpo.run.training_state import take_snapshot
-from grpo.scoring.micro_batches import micro_batch_shapes, score
+from grpo.scoring.micro_batches import largest_pass, score
 from grpo.types import Prompt, Rollout
 
 EVAL_ROWS = 256
@@ -37,22 +35,13 @@ class PlannedPhases:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._longest_prompt = run.longest_prompt
-        self._eval_rows = EVAL_ROWS
 
-    def plan(self, prompts: list[Prompt]) -> None:
-        """Rows at once in each phase, for prompts this long and completions as long as they may be.
-
-        The processes of a sharded model make the same passes: all plan with the rows of the one that has
-        least room.
-        """
+    def _batch(self, rows: int, prompts: list[Prompt]) -> Size:
+        """With texts as long as there may be: rows are planned for them, and so stay what they are."""
         run = self._run
-        ids = tokenize(prompts, run.policy.tokenizer)
-        self._longest_prompt = max(self._longest_prompt, *map(len, ids))
-        run.memory.replan(self._longest_prompt, run.config.sampling.max_new_tokens)
-        if run.config.shard:
-            rows = {phase: plan.rows for phase, plan in run.memory.plan.items()}
-            plans = run.world.exchange("the plan", rows)
-            run.memory.lower({phase: min(plan[phase] for plan in plans) for phase in rows})
+        lengths = map(len, tokenize(prompts, run.policy.tokenizer))
+        self._longest_prompt = max([self._longest_prompt, *lengths])
+        return Size(rows, run.config.sampling.max_new_tokens, self._longest_prompt)
 
     def sample(self, step: int, prompts: list[Prompt], share: Share, *, draw: int) -> Rollout:
         """`group_size` completions of each of the step's prompts that this process has a share in.
@@ -71,34 +60,56 @@ class PlannedPhases:
         config, run = self._run.config, self._run
         num_rows, longest = uniforms.shape
         kv_growth: list[tuple[int, int]] = []
-        kept = cast(KeptSlots | None, run.memory.kept) if run.memory.process.left_bytes else None
 
         def work(rows: int) -> Rollout:
             kv_growth.clear()
             return rollout(
                 run.sampler.model, run.policy.tokenizer, prompts, uniforms, config.sampling,
-                rows=rows, kept=kept, stay_gathered=run.stays_gathered,
+                rows=rows, kept=run.kept, stay_gathered=run.stays_gathered,
                 watch_cache=lambda tokens, size: kv_growth.append((tokens, size.held + size.growing)),
             )  # fmt: skip
 
-        def shapes(rows: int, made: Rollout) -> list[Shape]:
+        def took(rows: int, made: Rollout) -> Size:
             tokens = longest if has_static_cache(run.policy.model) else int(made.lengths.max())
-            return [Shape(min(rows, num_rows), max(map(len, made.prompt_ids)), tokens)]
+            return Size(min(rows, num_rows), tokens, max(map(len, made.prompt_ids)))
 
-        return run.memory.run("sample", work, shapes=shapes, kv_growth=kv_growth)
+        made = run.fit.run(
+            "sample", work, self._batch(num_rows, prompts), took=took, kv_growth=kv_growth,
+            discard=self._release, reused=lambda: run.kept.largest_nbytes if run.kept else 0,
+        )  # fmt: skip
+        self._keep_what_has_room()
+        return made
+
+    def _release(self) -> None:
+        if self._run.kept is not None:
+            self._run.kept.release()
+
+    def _keep_what_has_room(self) -> None:
+        """Of what decoding has recorded, for the next rollout, unless another phase needs the room."""
+        run = self._run
+        if run.kept is None:
+            return
+        others = [
+            run.fit.needs(phase, self._batch(rows, []))
+            for phase, rows in run.fit.planned().items()
+            if phase in ("score", "learn")
+        ]
+        run.kept.trim(run.fit.room_bytes() + run.kept.nbytes - max(others, default=0.0))
 
     def logprobs(self, model: PreTrainedModel, sampled: Rollout) -> Tensor:
         """Log-probs (N, C) of a rollout's tokens under the policy or the reference, without gradients."""
-        config, run = self._run.config, self._run
+        config, run, pass_tokens = self._run.config, self._run, self._pass_tokens()
         if not sampled.prompts:
             return torch.zeros(sampled.completion_ids.shape)
-        return run.memory.run(
+        return run.fit.run(
             "score",
             lambda rows: score(
-                model, sampled, rows=rows, pass_tokens=self._pass_tokens(),
+                model, sampled, rows=rows, pass_tokens=pass_tokens,
                 temperature=config.sampling.temperature, dtype=run.policy.target.dtype,
             ),
-            shapes=lambda rows, _: micro_batch_shapes(sampled, rows, pass_tokens=self._pass_tokens()),
+            self._batch(len(sampled.completion_ids), sampled.prompts),
+            took=lambda rows, _: largest_pass(sampled, rows, pass_tokens=pass_tokens),
+            discard=self._release,
         )  # fmt: skip
 
     def _pass_tokens(self) -> int | None:
@@ -113,41 +124,32 @@ class PlannedPhases:
         if not batch.rollout.prompts:
             return {}
         checkpointing = choose_checkpointing(config.gradient_checkpointing)
-        halves = noise_share == 1
-
-        @cache
-        def spared(rows: int) -> int | None:
-            """Gradients of one part are there while the next learns: all at once may take less memory."""
-            if rows < config.group_size:  # no part is smaller, and the fits know whole groups
-                return None
-            parted = micro_batch_shapes(batch.rollout, rows, pass_tokens=self._pass_tokens(), halves=halves)
-            return self._pass_tokens() if run.memory.is_planned_for("learn", parted) else None
+        halves, pass_tokens = noise_share == 1, self._pass_tokens()
 
         def work(rows: int) -> Sums:
             return accumulate_grpo(
                 run.policy.model, batch, settings=settings, temperature=config.sampling.temperature,
-                dtype=run.policy.target.dtype, rows=rows, pass_tokens=spared(rows),
+                dtype=run.policy.target.dtype, rows=rows, pass_tokens=pass_tokens,
                 importance_cap=config.importance_cap, checkpointing=checkpointing,
                 noise_share=noise_share,
             )  # fmt: skip
 
-        return run.memory.run(
-            "learn",
-            work,
-            shapes=lambda rows, _: micro_batch_shapes(
-                batch.rollout, rows, pass_tokens=spared(rows), halves=halves
-            ),
-            undo=lambda: run.optimizer.zero_grad(set_to_none=True),
+        def discard() -> None:
+            run.optimizer.zero_grad(set_to_none=True)
+            self._release()
+
+        return run.fit.run(
+            "learn", work, self._batch(len(batch.mask), batch.rollout.prompts),
+            took=lambda rows, _: largest_pass(batch.rollout, rows, pass_tokens=pass_tokens, halves=halves),
+            discard=discard,
         )  # fmt: skip
 
     def evaluate(self, step: int) -> Evaluation:
         """The greedy policy's answers to the held-out prompts; every process answers some of them."""
         config, run = self._run.config, self._run
         own = run.eval_prompts[run.world.rank :: run.world.size]
-        rows = config.rollout_rows or self._rows_of_evaluation()
         idle: list[Prompt] = []
         if config.shard:  # the same passes everywhere
-            rows = min(run.world.exchange("rows of the evaluation", rows))
             idle = run.eval_prompts[: run.world.largest_share(len(run.eval_prompts)) - len(own)]
 
         def work(rows: int) -> dict[str, Column]:
@@ -159,21 +161,13 @@ class PlannedPhases:
 
         scores: dict[str, Column] = {}
         if own + idle:
-            scores, self._eval_rows = survive(work, rows, phase="evaluation", replays=not config.shard)
-            release_cache()  # of rows that are in no plan
+            longest = self._longest_prompt + config.sampling.max_new_tokens  # each has a prompt of its own
+            rows = min(len(own + idle), config.rollout_rows or EVAL_ROWS)
+            scores = run.fit.run("evaluate", work, Size(rows, longest), like="sample", discard=self._release)
+            release_cache()  # of rows that are no step's
         mine = {name: column[: len(own)] for name, column in scores.items()}
         parts = run.world.exchange(f"the evaluation at step {step}", mine)
         return Evaluation.of(run.eval_prompts, interleave(parts))
-
-    def _rows_of_evaluation(self) -> int:
-        """As many as fit in what the phases of a step are expected to need, so that it is not exceeded.
-
-        Each has a prompt of its own, whose tokens cost what new ones do.
-        """
-        run = self._run
-        tokens = self._longest_prompt + run.config.sampling.max_new_tokens
-        most = run.memory.expected_bytes
-        return run.memory.rows_within(most, "sample", self._eval_rows, 1, tokens) or run.config.group_size
 
     def save(self, step: int, state: dict[str, Any], *, best: bool) -> bool:
         """A checkpoint of the run, which the first process writes; whether this one has written it."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from rich.console import Console
@@ -20,6 +20,7 @@ from grpo.learning.loss import adaptive_kl, loss_counts
 from grpo.learning.objectives import GRPOBatch, finish_grpo
 from grpo.learning.optimizer import learning_rate, set_learning_rate
 from grpo.learning.step import Stepper
+from grpo.memory import Size
 from grpo.phases import PlannedPhases
 from grpo.run.checkpoint import Checkpoint
 from grpo.run.given import Given
@@ -105,7 +106,7 @@ class Trainer:
                 pass
 
     def __iter__(self) -> Iterator[Step]:
-        """plan, rollout, reward, advantage, score, learn, log; checkpoint and evaluate in between.
+        """rollout, reward, advantage, score, learn, log; checkpoint and evaluate in between.
 
         Whoever stops asking for steps ends the run after the last one, which is saved.
         """
@@ -123,9 +124,8 @@ class Trainer:
             while not done and not self.interrupted:
                 step = self.finished + 1
                 run.clock.lap()  # what came before is no part of this step's time
-                run.monitor.reset_peak()
+                run.device.reset_peak()
                 prompts = run.source.draw(config.num_prompts)
-                self.phases.plan(prompts)
                 sampled, scores = self.sample_and_reward(step, prompts)
                 rewards, old_logp, ref_logp = self.score(sampled, scores)
                 advantages = group_advantages(rewards, config.group_size, scale=config.advantage_scale)
@@ -256,7 +256,7 @@ class Trainer:
         if not config.eval_interval or not run.eval_prompts:
             return False
         result = self.phases.evaluate(step)
-        self.journal.evaluation(step, result)
+        self.journal.evaluation(step, result, self._take_passes(f"the log of the evaluation at step {step}"))
         reward = result.as_metrics().get("eval_reward")
         if reward is None or (self.best_reward is not None and reward <= self.best_reward):
             return False
@@ -270,9 +270,7 @@ class Trainer:
     ) -> dict[str, float]:
         """The step's metrics by TRL's names, which the first process writes."""
         config, run = self.config, self.run
-        memory = run.monitor.read()
-        measured = [record.as_dict() for record in run.memory.take_records()]
-        records = run.world.exchange(f"the log of step {step}", measured)
+        memory, records = run.device.read(), self._take_passes(f"the log of step {step}")
         metrics = {
             **rollout_metrics(sampled),
             **reward_metrics(scores, config.group_size),
@@ -285,6 +283,12 @@ class Trainer:
         }
         self.journal.step(step, metrics, memory, records, sampled, scores, advantages)
         return metrics
+
+    def _take_passes(self, what: str) -> list[list[dict[str, Any]]]:
+        """Of each process, what its phases held since they were last taken."""
+        passes = self.run.fit.take_passes()
+        self.run.measured.note(passes)
+        return self.run.world.exchange(what, [each.as_dict() for each in passes])
 
     def _finish(self, step: int, sampled: Rollout) -> None:
         """From here on the step is part of the run, whatever happens."""
@@ -302,7 +306,7 @@ class Trainer:
             "num_tokens": self.num_tokens,
             **self.progress.state(self.finished),
             **self.stepper.state(),
-            "memory": self.run.memory.state(),
+            "memory": self.run.fit.state(),
             "settings": to_flat(replace(self.config, resume=None)),
         }
         if self.phases.save(self.finished, state, best=best):
@@ -317,14 +321,15 @@ class Trainer:
         self.best_reward = state["best_reward"]
         self.num_tokens = state["num_tokens"]
         self.stepper.restore(state)
-        self.run.memory.restore(state["memory"])
+        self.run.fit.restore(state["memory"])
         self.finished, self.source_state = state["step"], state["source"]
         self.run.rewards.state.global_step = self.finished
         self.progress.restore(state)
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        with self.run.clock("update"), self.run.memory.watch("update"):
+        rows = self.run.config.num_rows  # whose gradients are all there
+        with self.run.clock("update"), self.run.fit.watch("update", Size(rows)):
             yield
 
     def _anyone_stops(self) -> bool:

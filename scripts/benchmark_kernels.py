@@ -78,7 +78,7 @@ def run(given: argparse.Namespace, changes: Mapping[str, str]) -> Outcome:
         phases = _lines(Path(folder, "run", "memory.jsonl"))
     seconds = {phase: statistics.median(step[f"timing/{phase}_s"] for step in steps) for phase in PHASES}
     seconds["step"] = statistics.median(step["step_time"] for step in steps)
-    return Outcome(seconds, max(phase["device_used_bytes"] for phase in phases))
+    return Outcome(seconds, max(phase["process_bytes"] for phase in phases))
 
 
 def _lines(file: Path) -> list[dict[str, float]]:

@@ -1,4 +1,4 @@
-"""How well memory is predicted and planned, and what that costs: six benchmarks on the CPU."""
+"""How well memory is predicted and planned, and what that costs: five benchmarks on the CPU."""
 
 import json
 import sys
@@ -9,32 +9,23 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import tyro
+from benchmarks.accuracy import accuracy_runs, accuracy_table, accuracy_verdicts
 from benchmarks.checkpointing_cost import (
     checkpointing_costs,
     cost_table,
     cost_verdicts,
     cost_works,
 )
-from benchmarks.limit_ladder import ladder, ladder_table, ladder_verdicts
-from benchmarks.limited_runs import How
-from benchmarks.memory_trials import (
-    full_grid,
-    predict_trials,
-    prediction_table,
-    prediction_verdicts,
-    quick_grid,
-)
+from benchmarks.limits import How, ladder, ladder_table, ladder_verdicts, without_passes
 from benchmarks.planning_trials import (
-    cases,
-    largest_table,
-    largest_trials,
-    largest_verdicts,
     overhead_steps,
     overhead_table,
     overhead_verdicts,
+    rows_table,
+    rows_trials,
+    rows_verdicts,
 )
-from benchmarks.random_gpt2 import make_random_gpt2
-from benchmarks.run_grid import SHAPE_OF_30M, few_verdicts, grid, grid_table, grid_verdicts
+from benchmarks.random_gpt2 import SHAPE_OF_30M, make_random_gpt2
 from benchmarks.verdicts import conclude
 from loguru import logger
 from rich.table import Table
@@ -48,35 +39,36 @@ T = TypeVar("T")
 CONSOLE = screen(width=160)  # the tables are for docs/measurements.md, whatever the terminal
 
 
-def predict(quick: bool = False, only: str = "", output: Path | None = None) -> None:
-    """Predicted against allocated bytes, over a grid of models, settings and shapes.
+def accuracy(quick: bool = False, output: Path | None = None) -> None:
+    """What tensors add in whole runs of the command, against what was said before their first step.
 
     Args:
-        quick: A small grid, about a minute.
-        only: Settings whose description holds these words, such as "rook-tiny float32".
-        output: A JSON file for every cell of the grid.
+        quick: Four runs of small models, not 24.
+        output: A JSON file for every phase.
     """
-    trials = _until_stopped(predict_trials(quick_grid() if quick else full_grid(), only=only))
-    _conclude(prediction_table(trials), prediction_verdicts(trials), trials, output)
+    with TemporaryDirectory() as folder:
+        done = _until_stopped(accuracy_runs(Path(folder), quick=quick))
+    runs, found = [run for run, _ in done], [each for _, some in done for each in some]
+    _conclude(accuracy_table(found), accuracy_verdicts(runs, found), found, output)
 
 
-def largest(quick: bool = False, output: Path | None = None) -> None:
-    """The rows that the planner chooses, against trying every multiple of the group.
+def rows(quick: bool = False, output: Path | None = None) -> None:
+    """The rows that a plan for a card that is not there chooses, against trying them out.
 
     Args:
-        quick: One small case, in seconds.
-        output: A JSON file for every budget.
+        quick: Two settings, not ten.
+        output: A JSON file for every phase.
     """
-    trials = _until_stopped(largest_trials(cases(quick)))
-    _conclude(largest_table(trials), largest_verdicts(trials), trials, output)
+    trials = _until_stopped(rows_trials(quick))
+    _conclude(rows_table(trials), rows_verdicts(trials), trials, output)
 
 
-def overhead(steps: int = 20, skip: int = 3, batch_size: int = 64, output: Path | None = None) -> None:
-    """What monitor and planner cost of a training step on the bundled model.
+def overhead(steps: int = 20, skip: int = 2, batch_size: int = 64, output: Path | None = None) -> None:
+    """What measuring and planning cost of a training step on the bundled model.
 
     Args:
         steps: Steps that are timed.
-        skip: Steps before, in which memory is measured operation by operation.
+        skip: Steps before, in which tensors are counted one by one.
         batch_size: Completions a step.
         output: A JSON file for every step.
     """
@@ -101,31 +93,18 @@ def checkpointing(quick: bool = False, rounds: int = 5, output: Path | None = No
     _conclude(cost_table(costs), cost_verdicts(costs), costs, output)
 
 
-def runs(only: str = "", output: Path | None = None) -> None:
-    """What whole runs hold, as the system counts it, against what was said of them before. About 20 minutes.
-
-    Args:
-        only: Runs whose description holds these words, such as "rook-tiny --batch-size 64". Fewer than 20 are
-            too few for shares of 95 %: none of them may be off by three half intervals.
-        output: A JSON file for every run.
-    """
-    with TemporaryDirectory() as folder:
-        outcomes = _until_stopped(grid(Path(folder), only=only))
-    verdicts = grid_verdicts(outcomes) if len(outcomes) >= 20 else few_verdicts(outcomes)
-    _conclude(grid_table(outcomes), verdicts, outcomes, output)
-
-
 def limits(
     how: How = "--memory-limit", batch_size: int = 256, rungs: int = 8, large: bool = True,
-    output: Path | None = None,
+    quick: bool = False, output: Path | None = None,
 ) -> None:  # fmt: skip
-    """A ladder of limits: from the smallest that is not refused to twice the need. About 15 minutes.
+    """A ladder of limits: from the smallest that is not refused to twice the need. Some 20 minutes.
 
     Args:
         how: Who sets the limit. A cgroup needs root.
         batch_size: Completions a step.
-        rungs: Limits a model and precision.
+        rungs: Limits a model and precision, two or more.
         large: A GPT-2 of 30 M as well, at an eighth of the batch.
+        quick: Let a step at twice the need take 15 % longer, not 5 %, as few are timed.
         output: A JSON file for every run.
     """
     import torch
@@ -136,14 +115,14 @@ def limits(
     native = compute_dtype("auto", torch.device("cpu")) == torch.bfloat16
     precisions = ["bf16", "fp32"] if native else ["fp32"]
     with TemporaryDirectory() as folder:
-        steps = ladder(["rook-tiny"], precisions, batch_size=batch_size, how=how, rungs=rungs)
-        rows = _until_stopped(steps)
+        found = _until_stopped(ladder(["rook-tiny"], precisions, batch_size=batch_size, how=how, rungs=rungs))
         if large:
             model = str(make_random_gpt2(Path(folder) / "30m", **SHAPE_OF_30M))
-            rows += _until_stopped(
+            found += _until_stopped(
                 ladder([model], precisions, batch_size=batch_size // 8, how=how, rungs=rungs)
             )
-    _conclude(ladder_table(rows, how), ladder_verdicts(rows), [outcome for _, _, outcome in rows], output)
+    verdicts = ladder_verdicts(found, bar=0.15 if quick else 0.05)
+    _conclude(ladder_table(found, how), verdicts, without_passes(found), output)
 
 
 def _until_stopped(trials: Iterator[T]) -> list[T]:
@@ -172,12 +151,11 @@ if __name__ == "__main__":
     configure_logging("INFO", CONSOLE)
     tyro.extras.subcommand_cli_from_dict(
         {
-            "predict": predict,
-            "largest": largest,
+            "accuracy": accuracy,
+            "limits": limits,
+            "rows": rows,
             "overhead": overhead,
             "checkpointing": checkpointing,
-            "runs": runs,
-            "limits": limits,
         },
         description=__doc__,
     )

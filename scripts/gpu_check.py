@@ -35,7 +35,6 @@ def main(output: Path | None = None, small: bool = False, quick: bool = False) -
     from grpo.config.groups import SamplingSettings
 
     case = Case("GPT-2 124 M on a card", "GPT-2 124 M without end", 60, 16, 4, (10.0, 10.0))
-    # As long as the other parts' rows, whose traces are then its own, too.
     small_case = Case("small", "rook-tiny without end", 59, 8, 1, (1.0, 1.0), batch_size=8, max_new_tokens=16)
     logger.remove()
     logger.add(sys.stderr, level="WARNING", format="{time:HH:mm:ss} {message}")

@@ -34,9 +34,10 @@ from transformers import (
 from grpo.config import Config
 from grpo.config.groups import Precision, SamplingSettings
 from grpo.learning.loss import LossSettings
-from grpo.memory.adaptive import EXACT_STEPS
+from grpo.memory import Fit
+from grpo.memory.fit import EXACT_RUNS
 from grpo.model.load import Policy, load_policy
-from grpo.plan.build import TracedFit
+from grpo.plan.workload import Workload
 from grpo.rollout.decoder import Decoder
 from grpo.types import Prompt
 from rewards.formats import EnvironmentSample, PolicySample, environment_line, policy_line, policy_prompt
@@ -63,7 +64,7 @@ def examples(count: int) -> settings:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Traces and analyses are remembered from one run of the tests to the next, apart from the user's."""
+    """Analyses are remembered from one run of the tests to the next, apart from the user's."""
     os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("user-cache"))
 
 
@@ -276,23 +277,20 @@ def frozen() -> Iterator[None]:
 
 @contextmanager
 def untraced(row_bytes: float = 1e5, *, counted: bool = False) -> Iterator[None]:
-    """Memory plans from made-up peaks: tracing real ones takes a quarter of a minute.
+    """Memory plans from made-up peaks, in place of a warm-up's passes.
 
-    A plan's pace is not measured for long, nor, unless `counted`, tensors one by one. What the process holds
-    says nothing of an allocator here: peaks that are made up leave any of it over.
+    Nor, unless `counted`, are tensors counted one by one.
     """
-    made_up = mock.patch.object(TracedFit, "__call__", lambda fit, shape: row_bytes * shape.rows)
-    uncounted = mock.patch("grpo.memory.adaptive.EXACT_STEPS", EXACT_STEPS if counted else 0)
-    unlearned = mock.patch("grpo.memory.process.ProcessMemory.learn_slack")
-    short = mock.patch("grpo.run.pace.ENOUGH_S", 0.0)
-    with made_up, uncounted, unlearned, short, mock.patch("grpo.run.planning.trace_phases"):
-        yield
 
+    def made_up(fit: Fit, work: Workload, pass_at: object, **options: object) -> None:
+        for phase in work.phase_settings().phases:
+            for groups in (1, 64):
+                size = work.size(groups * work.config.group_size)
+                fit.see(phase, size, row_bytes * size.rows)
+            fit.plan(phase, work.size(work.rows_here))
 
-@pytest.fixture(scope="session", autouse=True)
-def unbound_heap() -> Iterator[None]:
-    """A heap that malloc keeps for one run would be there for every run that comes after in this process."""
-    with mock.patch("grpo.malloc.bound_heap"):
+    uncounted = mock.patch("grpo.memory.fit.EXACT_RUNS", EXACT_RUNS if counted else 0)
+    with mock.patch("grpo.run.planning.warm_up", made_up), uncounted:
         yield
 
 

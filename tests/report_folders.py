@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from grpo.plan.tables import ELSE
+
 GB = 2**30
 SIZES, TOTAL, CONTEXT = (16, 32, 64, 128, 256, 512), 2_097_152, 128
 START_S, EACH_S, COMPILE_S, SLOW_COMPILE_S = 0.02, 0.004, 2.0, 150.0
@@ -27,11 +29,11 @@ def size_row(batch_size: int) -> dict:
     """Size 128 took long to compile, and 512 ran out of memory; an update costs START_S and EACH_S a row."""
     predicted = {
         "weights": 14 * 2**20, "gradients": 14 * 2**20, "optimizer": 28 * 2**20,
-        "activations": batch_size * 7 * 2**20, "logits": batch_size * 2 * 2**20, "not torch": GB // 4,
+        "activations": batch_size * 7 * 2**20, "logits": batch_size * 2 * 2**20, ELSE: GB // 4,
     }  # fmt: skip
     row = {
         "batch_size": batch_size, "status": "ok", "message": None, "learning_rate": 3e-4, "parts": predicted,
-        "predicted_bytes": sum(predicted.values()), "predicted_error_bytes": 100 * 2**20, "tuned": None,
+        "predicted_bytes": sum(predicted.values()), "tuned": None,
     }  # fmt: skip
     if batch_size == 512:
         return row | {"status": "out of memory", "message": "DefaultCPUAllocator: can't allocate memory"}
@@ -121,7 +123,8 @@ def write_run(folder: Path, **settings: object) -> Path:
         lines += [evaluation(step)] if step % 10 == 0 else []
         memory += [{
             "step": step, "phase": phase, "rows": 32, "predicted_bytes": GB,
-            "device_used_bytes": round(GB * (1.25 if (phase, step) == ("learn", 2) else 0.8)),
+            "added_bytes": round(GB * (1.25 if (phase, step) == ("learn", 2) else 0.8)),
+            "process_bytes": 2 * GB,
             "retries": int((phase, step) == ("learn", 3)),
         } for phase in ("sample", "score", "learn")]  # fmt: skip
     write_lines(folder / "metrics.jsonl", lines)

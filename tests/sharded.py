@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch._dynamo  # which FSDP2 loads when it is first used, for seconds
-from benchmarks.real_phases import RealPhases, Setting, own_meter
 from conftest import CPU, let_norms_be_exact, untraced
 from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,11 +15,13 @@ from whole_runs import train
 from grpo.config import Config
 from grpo.config.groups import SamplingSettings
 from grpo.distributed.shard import shard_model, whole
-from grpo.memory import Shape
+from grpo.memory import Budget, Size
 from grpo.model.load import frozen_copy, load_policy
 from grpo.model.prefill import pad_prompts
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
+from grpo.run.interrupt import StopRequest
+from grpo.run.setup import open_run
 from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs
 from grpo.scoring.model_checks import check_recomputation
 from grpo.trainer import Trainer
@@ -103,14 +104,18 @@ class Gathers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def added_bytes(rank: int, setting: Setting, shape: Shape, phases: tuple[str, ...]) -> dict[str, int]:
-    """What each phase of a sharded model holds at its peak, by the meter that training calibrates with."""
-    with process_group():
-        real = RealPhases(setting)
-        real.shard()
-        for phase in phases:  # the first time kernels and buffers are set up
-            real.prepare(phase, shape)()
-        return {phase: own_meter(real.prepare(phase, shape)) for phase in phases}
+def rows_taken(rank: int, config: Config) -> tuple[dict[str, int], dict[str, int], dict[str, int | None]]:
+    """By phase: rows as planned, and after steps in which one has no room to learn from two groups; bytes."""
+    with open_run(config) as run:
+        planned = run.fit.planned()
+        if rank:
+            texts = config.sampling.max_new_tokens, run.longest_prompt
+            room = int(sum(run.fit.predict("learn", Size(rows, *texts)) for rows in (4, 8)) / 2)
+            run.device.slack, run.device.used_bytes = 0.0, lambda: 0
+            run.device.budget = lambda: Budget(room, "test")
+        Trainer(run).train(StopRequest())
+        added = {phase: largest.added_bytes for phase, largest in run.measured.largest.items()}
+        return planned, run.fit.planned(), added
 
 
 def trained(rank: int, config: Config) -> Path:

@@ -106,7 +106,6 @@ EXAMPLES = {
     "loss": (PYTHON, r"gradient of \(4, 6\)\n"),
     "fit": (PYTHON, r"1024 rows at once\n"),
     "leaks": (PYTHON, r"LEAK in 40 steps\n(.*\n)+  held: 20 tensors .*\n"),
-    "memory example": (PAGES["docs/memory.md"], r"\d+ rows at once\n"),
     "example": (PAGES["docs/trl.md"], r"Memory planned after the first step(.*\n)+"),
     "recipe": (LETTERS.replace("steps=500,", "steps=50,"), r"\A50 [a-h]{4}> [a-h]*>?.*\n"),
 }
@@ -130,7 +129,7 @@ def test_examples_run_as_they_stand(name, tmp_path, monkeypatch, capsys):
 def test_every_example_has_its_test_and_the_readme_no_more_than_220_lines():
     assert len(README.splitlines()) <= 220
     assert PYTHON.count("```python") == sum(page is PYTHON for page, _ in EXAMPLES.values())
-    memory = code(PAGES["docs/memory.md"], "memory example")
+    memory = code(PYTHON, "fit")
     assert "import grpo" not in memory and memory.count("from grpo") == memory.count("from grpo.memory") == 1
 
 

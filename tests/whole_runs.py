@@ -76,10 +76,11 @@ def metrics_of(folder: Path, passing: tuple[str, ...] = PASSING) -> list[dict[st
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """All that a run leaves behind with its last checkpoint, apart from times, memory and its settings."""
+    """All that a run leaves behind with its last checkpoint, apart from times, bytes and its settings."""
     last = max((folder / "checkpoints").glob("step-*"))
     state = json.loads((last / "trainer.json").read_text())
     assert state.pop("settings")["name"] == folder.name and state.pop("trained_s") > 0
+    state["memory"] = {phase: (each["rows"], each["most"]) for phase, each in state["memory"].items()}
     return {
         "tensors": {
             f"{file.relative_to(last)}: {name}": tensor

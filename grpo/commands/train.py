@@ -29,7 +29,6 @@ def main() -> int:
     from grpo.config import parse_command_line
     from grpo.data.beforehand import check_beforehand
     from grpo.run.screen import configure_logging
-    from grpo.run.tracking import MEMORY_FILE, read_lines
 
     console = screen(stderr=True, quiet=process > 0)  # one of several processes speaks for all
     try:
@@ -48,7 +47,6 @@ def main() -> int:
     from grpo.distributed import ProcessLost
     from grpo.learning.step import Diverged
     from grpo.memory.recovery import Reserve, is_out_of_memory
-    from grpo.plan.tables import measured_table
     from grpo.run.dry_run import dry_run
     from grpo.run.interrupt import stop_on_signal
     from grpo.run.setup import open_run, show_plans
@@ -71,7 +69,7 @@ def main() -> int:
                 trainer.train(stop)
             finally:
                 go_on = run.checkpoints.how_to_go_on()
-            console.print(measured_table(read_lines(run.folder / MEMORY_FILE), run.budget))
+            console.print(run.measured.table(run.plan.budget))
             if _is_lost(run, trainer, go_on):
                 return FAILED
             if trainer.interrupted:

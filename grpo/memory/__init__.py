@@ -1,30 +1,22 @@
 """What a device holds, phase by phase. Usable without the rest of the package."""
 
-from grpo.memory.adaptive import AdaptiveMemory
-from grpo.memory.budget import Budget, make_budget
+from grpo.memory.budget import Budget
+from grpo.memory.device import Device
+from grpo.memory.fit import Fit, Pass, Size
 from grpo.memory.live import peak_live_bytes
-from grpo.memory.loop import Fit
-from grpo.memory.monitor import MemoryMonitor
-from grpo.memory.phase import PhaseSpec
-from grpo.memory.planner import DoesNotFit, largest_rows
-from grpo.memory.predictor import Predictor
-from grpo.memory.process import ProcessMemory
 from grpo.memory.recovery import is_out_of_memory, survive
-from grpo.memory.shape import Shape
+from grpo.memory.rows import DoesNotFit, largest_multiple, largest_rows
 
 __all__ = [
-    "AdaptiveMemory",
     "Budget",
+    "Device",
     "DoesNotFit",
     "Fit",
-    "MemoryMonitor",
-    "PhaseSpec",
-    "Predictor",
-    "ProcessMemory",
-    "Shape",
+    "Pass",
+    "Size",
     "is_out_of_memory",
+    "largest_multiple",
     "largest_rows",
-    "make_budget",
     "peak_live_bytes",
     "survive",
 ]

@@ -3,7 +3,6 @@
 1 GB is 2**30 bytes throughout, as `nvidia-smi` and the cards' names have it.
 """
 
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,22 +70,6 @@ def make_budget(memory: DeviceMemory, *, utilization: float, limit_bytes: int | 
     if limit_bytes is not None:
         choices.append(Budget(limit_bytes, MEMORY_LIMIT))
     return min(choices, key=lambda budget: budget.usable_bytes)
-
-
-def larger_budget(budget: Budget, needed_bytes: float, process_bytes: float) -> str:
-    """How much memory it takes for one row at a time: what to do where settings do not help.
-
-    needed_bytes: of the largest phase. process_bytes: what no setting saves.
-    """
-    needed = f"{math.ceil(100 * needed_bytes / budget.share / GB) / 100:.2f}"
-    remedy = f"{needed} GB have to be there"
-    if budget.reason == MEMORY_LIMIT:
-        remedy = f"{MEMORY_LIMIT} has to be at least {needed}GB"
-    elif budget.share < 1:
-        remedy += f", of which {budget.share:.0%} are used (--memory-utilization)"
-    if process_bytes >= budget.usable_bytes:
-        return f"This process alone takes {readable(process_bytes)}: {remedy}."
-    return f"As it is, {remedy}."
 
 
 _LIMITS = (

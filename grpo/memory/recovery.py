@@ -24,7 +24,8 @@ from typing import TypeVar
 import torch
 from loguru import logger
 
-from grpo.memory.planner import DoesNotFit, smaller_rows
+from grpo import malloc
+from grpo.memory.rows import DoesNotFit, smaller_rows
 
 T = TypeVar("T")
 RESERVE_BYTES = 8 * 2**20
@@ -123,7 +124,6 @@ def survive(
     row fits; any other error as it is, at once. on_retry: told of each retry before it begins.
     """
     tried: list[int] = []
-    asked_before: int | None = None
     while True:
         outcome = _attempt(run, rows)
         if isinstance(outcome, tuple):
@@ -137,12 +137,8 @@ def survive(
                 "that more room is left, or fix fewer rows."
             ) from outcome
         reason = f"{type(outcome).__name__}: {outcome}".splitlines()[0]
-        asked = _bytes_asked(reason)
         # The first time something else may have been in the way: fragments, another process.
         next_rows = rows if len(tried) == 1 else smaller_rows(rows, group_size)
-        if tried[0] > rows > group_size > 1 and asked is not None and asked == asked_before:
-            next_rows = group_size  # the rows may not be to blame: few of them show
-        asked_before = asked
         if next_rows is None:
             raise DoesNotFit(
                 f"{phase} does not fit: memory ran out with {', '.join(map(str, tried))} rows at once "
@@ -151,15 +147,6 @@ def survive(
         logger.warning("{}: out of memory with {} rows ({}); now {}", phase, rows, reason, next_rows)
         on_retry(Retry(phase, rows, next_rows, reason))
         rows = next_rows
-
-
-def _bytes_asked(reason: str) -> int | None:
-    """What an allocator says it was asked for when it had not as much; None where it does not."""
-    found = re.search(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", reason, re.IGNORECASE)
-    return found and int(float(found[1]) * _UNITS[found[2].lower()])
-
-
-_UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def _attempt(run: Callable[[int], T], rows: int) -> tuple[T] | Exception:
@@ -186,6 +173,8 @@ def _let_go(error: Exception, discard: Callable[[], None]) -> None:
     discard()
     gc.collect()
     release_cache()
+    if not any(isinstance(link, torch.OutOfMemoryError) for link in linked):  # the host's
+        malloc.give_back()
     if any(_ONEDNN_FAILED in str(link) for link in linked) and torch.backends.mkldnn.enabled:
         # Its compiler remembers, thread by thread, that it failed once, and refuses every new shape.
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # torch declares it oddly

@@ -1,73 +1,108 @@
-"""Settings to change when memory does not suffice, with the bytes each would save."""
+"""What to say where not one row fits: what it takes, what would take less, and the least that is enough."""
 
+import math
 from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
-from grpo.memory import MemoryMonitor, Shape
-from grpo.memory.budget import readable
+from grpo.memory import DoesNotFit, Fit, Size
+from grpo.memory.budget import GB, MEMORY_LIMIT, readable
 from grpo.model.target import make_target
-from grpo.plan.trace import PHASES, PhaseSettings, PhaseTracer, split_name
-from grpo.plan.workload import Workload, resident_parts
+from grpo.plan.tables import in_words
+from grpo.plan.trace import TracedPhases
+from grpo.plan.workload import Workload
+
+MARGIN_BYTES = 32 * 2**20
+"""Beside what is predicted: what a process grows by after its first plan, code and texts."""
 
 
-def advice(work: Workload, phase: str, tracer: PhaseTracer, missing_bytes: float = 0.0) -> str:
-    """Settings to change when one row of `phase` does not fit, with the bytes each would save.
+def check_one_row(work: Workload, traced: TracedPhases, fit: Fit) -> None:
+    """DoesNotFit, with the remedy, where a phase has no room for one row of the longest texts."""
+    used, budget = fit.device.used_bytes(), fit.device.budget()
+    group, row = work.size(min(work.rows_here, work.config.group_size)), work.size(1)
 
-    missing_bytes: what they have to save; the text says where all of them together do not.
-    """
-    config = work.config
-    row = Shape(1, work.longest_prompt, work.new_tokens)
-    name = split_name(phase)
+    def needs(phase: str, size: Size) -> float:
+        return (1 + fit.device.slack) * traced.added_bytes(phase, size)
 
-    def peak(settings: PhaseSettings, shape: Shape) -> int:
-        same = settings == work.phase_settings()
-        return (tracer if same else PhaseTracer(settings)).peak_bytes(name, shape)
+    for phase in work.phase_settings().phases:
+        room = budget.usable_bytes - used
+        if needs(phase, group) > room and needs(phase, row) > room:
+            raise explain(work, traced, fit)
 
-    savings = {}
-    if phase in PHASES:  # the optimizer's step minds no row
-        now, half = peak(work.phase_settings(), row), max(1, work.new_tokens // 2)
-        shorter = row._replace(new_tokens=half)
-        savings[f"--max-new-tokens {half}"] = now - peak(work.phase_settings(), shorter)
+
+def explain(work: Workload, traced: TracedPhases, fit: Fit) -> DoesNotFit:
+    """What one row takes, what would take less, and the least that is enough. Nothing is computed."""
+    used, budget, others = fit.device.used_bytes(), fit.device.budget(), fit.device.neighbours()
+    needs = {
+        phase: (1 + fit.device.slack) * traced.added_bytes(phase, work.size(1))
+        for phase in work.phase_settings().phases
+    }
+    phase = max(needs, key=lambda name: needs[name])
+    parts = dict(work.added_parts(phase, work.size(1), sum(traced.trained_sizes)))
+    parts["activations"] = max(0, int(needs[phase]) - sum(parts.values()))
+    text = (
+        f"{phase} does not fit: one row needs {readable(needs[phase])} ({in_words(parts)}) beside the "
+        f"{readable(used)} that are held all along, and there are {budget}."
+    )
+    if others:
+        text += f" On the card: {others}."
+    if used < budget.usable_bytes:
+        missing = used + needs[phase] - budget.usable_bytes
+        text += f" {_remedies(work, traced, phase, missing)}"
+    else:
+        text += f" The process and the model alone take {readable(used)}."
+    enough = math.ceil(100 * (used + needs[phase] + MARGIN_BYTES) / budget.share / GB) / 100
+    if budget.reason == MEMORY_LIMIT:
+        return DoesNotFit(f"{text} {MEMORY_LIMIT} has to be at least {enough:.2f}GB.")
+    of_which = f", of which {budget.share:.0%} are used (--memory-utilization)" if budget.share < 1 else ""
+    return DoesNotFit(f"{text} As it is, {enough:.2f} GB have to be there{of_which}.")
+
+
+def _remedies(work: Workload, traced: TracedPhases, phase: str, missing_bytes: float = 0.0) -> str:
+    """Settings to change, with the bytes each would save one row; and whether all of them are enough."""
+    config, settings = work.config, work.phase_settings()
+    row = work.size(1)
+    now = traced.added_bytes(phase, row)
+    half = max(1, row.tokens // 2)
+    savings = {f"--max-new-tokens {half}": now - traced.added_bytes(phase, row._replace(tokens=half))}
+
+    def with_other(**changes: object) -> int:
+        return TracedPhases(replace(settings, **changes)).added_bytes(phase, row)  # type: ignore[arg-type]
+
     if phase == "learn":
-        leaner = replace(work.phase_settings(), checkpointing="full")
         with suppress(ValueError):  # a model that does not say what its layers are
-            savings["--gradient-checkpointing full"] = now - peak(leaner, row)
-    resident = resident_parts(work, tracer.num_parameters, tracer.trained_sizes, tracer.frozen_bytes)
+            savings["--gradient-checkpointing full"] = now - with_other(checkpointing="full")
+    resident = work.resident(traced.num_parameters, traced.trained_sizes, traced.frozen_bytes)
     if "reference" in resident and not config.lora.on:
         elsewhere = "" if work.target.on_cpu else ", or --reference-device cpu"
         savings[f"--kl-coef 0{elsewhere}"] = resident["reference"]
     if not config.lora.on and work.shards == 1:  # adapters themselves are small
-        frozen = work.target.dtype.itemsize * tracer.num_parameters
+        frozen = work.target.dtype.itemsize * traced.num_parameters
         savings["--lora-rank 16"] = sum(resident.values()) - frozen
     if config.lora.on and not config.lora.load_in_4bit:
-        in_4bit = replace(work.phase_settings(), lora=replace(config.lora, load_in_4bit=True))
         with suppress(ImportError):  # of bitsandbytes, where it is not installed
-            savings["--load-in-4bit"] = tracer.frozen_bytes - PhaseTracer(in_4bit).frozen_bytes
-    if phase in PHASES and work.target.dtype == torch.float32:
+            in_4bit = TracedPhases(replace(settings, lora=replace(config.lora, load_in_4bit=True)))
+            savings["--load-in-4bit"] = traced.frozen_bytes - in_4bit.frozen_bytes
+    if work.target.dtype == torch.float32:
         target = make_target(work.target.model_config, work.target.device, torch.bfloat16)
-        lower = replace(work.phase_settings(), target=target)
-        savings["--precision bf16"] = now - peak(lower, row)
+        savings["--precision bf16"] = now - with_other(target=target)
     useful = {name: saved for name, saved in savings.items() if saved >= 2**20}
-    ways = (f"{name} saves {readable(saved)}" for name, saved in useful.items())
+    ways = [f"{name} saves {readable(saved)}" for name, saved in useful.items()]
     said = "; ".join([*ways, "a smaller --model saves more"]) + "."
     if useful and sum(useful.values()) < missing_bytes:
         said += f" Without a smaller model it is not enough: {readable(missing_bytes)} are missing."
     return said
 
 
-def does_not_stay(work: Workload, monitor: MemoryMonitor) -> str:
+def does_not_stay(work: Workload, fit: Fit) -> str:
     """Why set-up ran out of memory: what exists all along, what there is, and what would save some."""
-    tracer = PhaseTracer(work.phase_settings())
-    resident = resident_parts(
-        work, tracer.num_parameters, work.sizes_here(tracer.trained_sizes), tracer.frozen_bytes
-    )
+    traced = TracedPhases(work.phase_settings())
+    resident = work.resident(traced.num_parameters, traced.trained_sizes, traced.frozen_bytes)
     parts = ", ".join(f"{name} {readable(size)}" for name, size in resident.items())
-    memory, others = monitor.memory(), monitor.neighbours()
-    held = f"others hold {readable(memory.others_bytes)}{f' ({others})' if others else ''}"
+    others = fit.device.neighbours()
     return (
-        f"the model does not fit on {monitor.device}: what stays all along needs "
-        f"{readable(sum(resident.values()))} ({parts}), and of {readable(memory.total_bytes)} {held}: "
-        f"{advice(work, 'update', tracer)}"
+        f"the model does not fit: what stays all along needs {readable(sum(resident.values()))} ({parts}), "
+        f"and there are {fit.device.budget()}{f'; on the card: {others}' if others else ''}: "
+        f"{_remedies(work, traced, 'sample')}"
     )

@@ -9,20 +9,23 @@ from loguru import logger
 from rich.console import Console
 from transformers import PretrainedConfig
 
-from grpo.config import Config
+from grpo.config import Config, SettingsError
 from grpo.config.sizes import parse_size
 from grpo.data import Tokenizer
 from grpo.environment import launched_processes
-from grpo.memory import MemoryMonitor
-from grpo.memory.budget import card_memory
+from grpo.memory import Device
+from grpo.memory.budget import CONTEXT_BYTES, card_memory
 from grpo.model.adapters import check_peft
 from grpo.model.load import is_default_out_of_reach, load_tokenizer, shape_of
 from grpo.model.target import choose_device, choose_model, make_target
-from grpo.plan.build import longest_prompt, plan_memory
+from grpo.plan.absent import plan_without_weights
 from grpo.plan.tables import plan_table
-from grpo.plan.workload import Workload, bytes_at_start
+from grpo.plan.trace import Card
+from grpo.plan.workload import Workload, longest_prompt
 from grpo.run.loading import check_quantized, load_source, room_in
-from grpo.run.planning import budget_within
+
+STARTED_BYTES = 64 * 2**20
+"""What a process on a host grows by from its imports to its plan: code and threads."""
 
 
 def dry_run(config: Config, console: Console) -> None:
@@ -30,6 +33,11 @@ def dry_run(config: Config, console: Console) -> None:
 
     ValueError for what a user can mend, DoesNotFit among it.
     """
+    if config.shard:
+        raise SettingsError(
+            "dry_run and shard are on: how much room a shard takes only its first passes tell; leave out "
+            "--dry-run, and the table of the run itself comes before its first step."
+        )
     absent = parse_size(config.device_memory) if config.device_memory else None
     device = torch.device("cuda") if absent else choose_device(config.device)
     config = replace(config, model=choose_model(config.model, device, absent=config.device_memory))
@@ -43,16 +51,20 @@ def dry_run(config: Config, console: Console) -> None:
         config, target, longest_prompt(source, tokenizer, config),
         reference_here=config.reference_device in (None, device.type), processes=launched_processes()[1],
     )  # fmt: skip
-    monitor = MemoryMonitor(torch.device("cpu") if absent else device)
-    memory = card_memory(absent) if absent else monitor.memory()
-    budget = budget_within(config, memory)
-    overhead = bytes_at_start(device.type, monitor)
-    work, planned = plan_memory(work, monitor, lambda: budget, overhead_bytes=overhead)
+    here = None if absent else Device(device)
+    memory = here.memory() if here else card_memory(absent or 0)
+    limit = parse_size(config.memory_limit) if config.memory_limit else None
+    card = Card(
+        memory, utilization=config.memory_utilization, limit_bytes=limit, slack=here.slack if here else 0
+    )
+    card.held_bytes = here.used_bytes() + STARTED_BYTES if here and here.on_host else CONTEXT_BYTES
+    work, plan = plan_without_weights(work, card)
     logger.info(
         "{} rows of up to {} prompt and {} new tokens, {}",
-        work.config.num_rows, work.longest_prompt, work.new_tokens, str(target.dtype).removeprefix("torch."),
+        work.config.num_rows, work.longest_prompt, work.config.sampling.max_new_tokens,
+        str(target.dtype).removeprefix("torch."),
     )  # fmt: skip
-    console.print(plan_table(planned.plan, budget, planned.worst()))
+    console.print(plan_table(plan))
 
 
 def _shape_and_tokenizer(name: str) -> tuple[PretrainedConfig, Tokenizer]:

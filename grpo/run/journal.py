@@ -10,7 +10,7 @@ from torch import Tensor
 from grpo.config import to_flat
 from grpo.data.reward_functions import Scores
 from grpo.evaluate import Evaluation
-from grpo.memory.monitor import MemoryReading
+from grpo.memory.device import MemoryReading
 from grpo.model.load import end_names
 from grpo.run.metrics import Doubts, completion_records
 from grpo.run.progress import Progress
@@ -50,7 +50,7 @@ class Journal:
         if not self._run.world.is_main:
             return
         logger.bind(piped=True).info("{}", memory)
-        self._doubt(step, metrics, self._run.monitor.memory())
+        self._doubt(step, metrics)
         self.tracker.log(step, metrics)
         self.tracker.log_memory(step, records)
         said = completion_records(sampled, scores, advantages, self._config.logged_completions)
@@ -59,8 +59,12 @@ class Journal:
         if (shown := self._config.show_completions) and step % shown == 0:
             self._bar.show(next(completion_records(sampled, scores, advantages, 1, first=step)))
 
-    def evaluation(self, step: int, result: Evaluation) -> None:
+    def evaluation(
+        self, step: int, result: Evaluation, records: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> None:
+        """records: as of `step`."""
         means = result.as_metrics()
+        self.tracker.log_memory(step, records)
         self.tracker.log(step, {**means, **result.interval_metrics()})
         logger.info("held-out at step {}: {}", step, held_out_line(means))
 

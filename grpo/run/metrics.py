@@ -1,8 +1,6 @@
 """A step's numbers by TRL's names."""
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
 from typing import Any
 
 import torch
@@ -11,13 +9,10 @@ from torch import Tensor
 
 from grpo.data.reward_functions import Scores
 from grpo.learning.advantages import zero_variance_groups
-from grpo.memory.budget import DeviceMemory
 from grpo.types import Rollout
 
 MANY_CUT = 0.9
 """Share of a step's completions that are cut of which a run is warned."""
-STEPS_BEFORE, SUDDENLY, FULL = 3, 3.0, 0.02
-"""A step is slow beside so many others, by this factor; memory is full with less than this share free."""
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
@@ -60,18 +55,15 @@ def reward_metrics(scores: Scores, group_size: int) -> dict[str, float]:
 
 
 class Doubts:
-    """Says once a run that a step's rewards are all the same, once that nearly all of it was cut, and once
-    that one took far longer than others while the device was full.
-    """
+    """Says once a run that a step's rewards are all the same, and once that nearly all of it was cut."""
 
     def __init__(self, num_rows: int, max_new_tokens: int, ends: Sequence[str]) -> None:
         """ends: what ends a completion."""
         self._num_rows, self._max_new_tokens, self._ends = num_rows, max_new_tokens, ends
         self._said: set[str] = set()
-        self._step_times: deque[float] = deque(maxlen=20)
 
-    def __call__(self, step: int, metrics: Mapping[str, float], memory: DeviceMemory) -> None:
-        """Look at a step's metrics, and at what there is of memory after it."""
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Look at a step's metrics."""
         if metrics["frac_reward_zero_std"] == 1:
             self._warn(
                 f"no group of step {step} has rewards that differ: nothing is learned from them; "
@@ -85,18 +77,6 @@ class Doubts:
                 f"{self._max_new_tokens}: raise it, or nothing ends; what would: {', '.join(self._ends)}",
                 about="lengths",
             )
-
-        seconds = metrics["step_time"]
-        if len(self._step_times) >= STEPS_BEFORE and memory.free_bytes < FULL * memory.total_bytes:
-            usual = median(self._step_times)
-            if seconds > SUDDENLY * usual:
-                self._warn(
-                    f"step {step} took {seconds:.1f} s, and others {usual:.1f} s, with the memory full: a "
-                    "driver (on Windows and WSL), or a system that swaps, moves what does not fit; give a "
-                    "--memory-limit",
-                    about="memory",
-                )
-        self._step_times.append(seconds)
 
     def _warn(self, message: str, *, about: str) -> None:
         if about not in self._said:

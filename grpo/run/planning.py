@@ -1,116 +1,124 @@
-"""The memory plan of a run that is about to start: what there is, in which precision it does most, what fits.
-
-The plan itself is made in `grpo.plan`; here it meets the process that will run by it.
-"""
+"""The memory plan of a run that is about to start: its cap, and real passes of all phases."""
 
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from contextlib import ExitStack
+from functools import cache
+from typing import NamedTuple
 
-import torch
 from loguru import logger
 
-from grpo import malloc
-from grpo.config import Config
-from grpo.config.sizes import parse_size
-from grpo.data import PromptSource
 from grpo.distributed import World
-from grpo.memory import AdaptiveMemory, Budget, DoesNotFit, MemoryMonitor, make_budget
-from grpo.memory.budget import DeviceMemory
-from grpo.memory.enforce import is_near, limit_memory
-from grpo.model.load import ModelSource
-from grpo.model.target import Target, make_target
-from grpo.plan.build import fits_better, longest_prompt, plan_memory, trace_parts, trace_phases
+from grpo.memory import Device, DoesNotFit, Fit, Size
+from grpo.memory.budget import readable
+from grpo.model.load import Policy, RolloutModel
+from grpo.model.reference import Reference
+from grpo.plan.absent import see_trace
+from grpo.plan.advice import explain
+from grpo.plan.phases_at import PhasesAt
+from grpo.plan.tables import Plan, plan_of
+from grpo.plan.trace import TracedPhases
+from grpo.plan.warm_up import largest_batch, warm_up
 from grpo.plan.workload import Workload
-from grpo.run.rehearsal import Rehearsal
 
-NARROW = 2 * 2**30
-"""Bytes of a budget in which kernels that are compiled may be what does not fit."""
-
-
-def budget_of(config: Config, monitor: MemoryMonitor, sharing: int = 1) -> Callable[[], Budget]:
-    """What this process may hold, as it is whenever that is asked. sharing: processes on the device."""
-    return lambda: budget_within(config, monitor.memory().shared_by(sharing))
+HOST_WORK, CARD_WORK = 2e10, 4e14
+"""Tokens times parameters of a pass that is computed only to see what it holds: a second of two cores."""
 
 
-def budget_within(config: Config, memory: DeviceMemory) -> Budget:
-    """What the settings allow of a device's memory."""
-    limit = parse_size(config.memory_limit) if config.memory_limit else None
-    return make_budget(memory, utilization=config.memory_utilization, limit_bytes=limit)
+class Models(NamedTuple):
+    """Whose passes are tried."""
+
+    policy: Policy
+    sampler: RolloutModel
+    reference: Reference | None
 
 
-def choose_target(
-    config: Config,
-    model: ModelSource,
-    device: torch.device,
-    source: PromptSource,
-    monitor: MemoryMonitor,
-    budget: Budget,
-) -> Target:
-    """The model's, in fp32 where the precision is auto and there is no room for the kernels of bf16."""
-    target = make_target(model.load_config(), device, config.precision)
-    if config.precision != "auto" or not (target.on_cpu and target.is_lower and budget.usable_bytes < NARROW):
-        return target
-    exact = make_target(target.model_config, device, torch.float32)
-    longest = longest_prompt(source, model.load_tokenizer(), config)
-    settled = config
-    if config.batch_size == "auto":
-        settled = replace(config, batch_size=config.group_size)
-    lower = Workload(settled, target, longest, reference_here=True)
-    if not fits_better(lower, replace(lower, target=exact), monitor, budget):
-        return target
-    logger.info("precision is fp32: {} leave no room for the kernels that bf16 compiles", budget)
-    return exact
+def plan_run(
+    work: Workload, world: World, device: Device, models: Models, limited: ExitStack
+) -> tuple[Workload, Fit, Plan]:
+    """The first plan; what is auto in the settings is settled by then.
 
-
-def plan_together(
-    world: World,
-    work: Workload,
-    monitor: MemoryMonitor,
-    budget: Callable[[], Budget],
-    rehearsal: Rehearsal,
-    bias: float,
-) -> tuple[Workload, AdaptiveMemory]:
-    """Each process's own plan, of a batch size that is the same for all."""
-    if world.size > 1:
-        with world.main_first("the first plan"):
-            trace_phases(work)
-    plan = partial(
-        plan_memory, monitor=monitor, budget=budget, compiled_bytes=rehearsal.grown_bytes, bias=bias
-    )
-    work, memory = plan(work, agree=lambda rows: min(world.exchange("the batch size", rows)))
-    if work.config.shard:
-        work, memory = _stay_gathered(world, work, memory, plan)
-    trace_parts(work, memory)
-    return work, memory
-
-
-def _stay_gathered(
-    world: World,
-    work: Workload,
-    memory: AdaptiveMemory,
-    plan: Callable[[Workload], tuple[Workload, AdaptiveMemory]],
-) -> tuple[Workload, AdaptiveMemory]:
-    """Sample with all weights of a sharded model gathered, where every process has room for as many rows."""
-    other: tuple[Workload, AdaptiveMemory] | None = None
-    with suppress(DoesNotFit):
-        other = plan(replace(work, stays_gathered=True))
-    fits = other is not None and other[1].plan["sample"].rows == memory.plan["sample"].rows
-    if not all(world.exchange("the room for gathered weights", fits)) or other is None:
-        return work, memory
-    logger.info("all weights stay gathered while sampling, as there is room for them")
-    return other
-
-
-def enforce(config: Config, monitor: MemoryMonitor, memory: AdaptiveMemory, budget: Budget) -> None:
-    """Keep malloc within the plan where the budget is near, and set --memory-limit where that is possible.
-
-    Last, when threads and processes have started.
+    From here on the budget is enforced, until `limited` is closed. DoesNotFit, with what would be enough,
+    where not one row fits.
     """
-    most = max(each.upper_bytes for each in memory.worst().values())
-    if monitor.device.type == "cpu" and is_near(budget.usable_bytes, most):
-        memory.reserve(malloc.bound_heap)
-    if config.memory_limit:
-        how = limit_memory(monitor.device, parse_size(config.memory_limit), monitor.memory().total_bytes)
-        logger.info("memory limit {}: {}", config.memory_limit, how)
+    how = limited.enter_context(device.capped())
+    if work.config.memory_limit:
+        logger.info("memory limit {}: {}", work.config.memory_limit, how)
+    try:
+        if (beyond := device.used_bytes() - device.budget().usable_bytes) > 0:
+            raise DoesNotFit(f"{readable(beyond)} more are held than may be.")
+        work, fit = _try_out(work, world, device, models)
+    except DoesNotFit as error:
+        limited.close()  # to say what would be enough takes memory, too
+        raise explain(work, TracedPhases(work.phase_settings()), Fit(device)) from error
+    policy = models.policy.model
+    counted = policy.num_parameters()
+    trained = [parameter.numel() for parameter in policy.parameters() if parameter.requires_grad]
+    frozen = sum(each.nbytes for each in policy.parameters() if not each.requires_grad)
+    base = counted - sum(trained) if work.config.lora.on else counted
+    resident = work.resident(base, trained, frozen)
+    return work, fit, plan_of(fit, work, resident, trained=sum(trained))
+
+
+def _try_out(work: Workload, world: World, device: Device, models: Models) -> tuple[Workload, Fit]:
+    """Passes of each phase; where not one row learns, and that is left open, layers are recomputed."""
+    shard = work.config.shard
+
+    def agree(rows: int) -> int:
+        return min(world.exchange("the rows at once", rows)) if shard else rows
+
+    kinds = ("none", "full") if work.config.gradient_checkpointing == "auto" and not shard else ("",)
+    for kind in kinds:
+        tried = work.with_settings(gradient_checkpointing=kind) if kind else work
+        fit = Fit(
+            device, group_size=work.config.group_size, fixed=work.fixed_rows, replays=not shard,
+            agree=agree,
+        )  # fmt: skip
+        try:
+            warm_up(fit, tried, _passes(tried, fit, models))
+            break
+        except DoesNotFit:
+            if kind != "none":
+                raise
+            logger.info("gradient checkpointing is full: not one row would learn otherwise")
+    if work.config.batch_size == "auto":
+        largest = min(world.exchange("the batch size", largest_batch(fit, tried)))
+        tried = tried.with_settings(batch_size=world.size * largest)
+        for phase in tried.phase_settings().phases:
+            fit.reconsider(phase)
+            fit.plan(phase, tried.size(tried.rows_here))
+    fit.take_passes()
+    return tried, fit
+
+
+def _passes(work: Workload, fit: Fit, models: Models) -> Callable[[str, Size], bool]:
+    """Real ones, in which kernels are loaded and the process is seen to grow; traces where they take long."""
+    settings, policy = work.phase_settings(), models.policy.model
+    scored = models.reference.model if models.reference and settings.scores == "reference" else None
+    phases = PhasesAt(settings, policy, models.sampler.model, scored)
+    most = (HOST_WORK if work.target.on_cpu else CARD_WORK) / policy.num_parameters()
+    traced = cache(lambda: TracedPhases(settings))
+
+    def pass_at(phase: str, size: Size) -> bool:
+        if size.rows <= work.config.group_size or fit.positions(size) <= most:
+            fit.warm(phases.run, phase, size, discard=phases.forget)
+            return True
+        if work.config.shard:
+            return False
+        try:
+            return see_trace(fit, traced(), phase, size)
+        except Exception as error:  # a model that only real tensors run, or no memory to trace in
+            logger.debug("{} of {} rows is not traced: {}", phase, size.rows, error)
+            return False
+
+    return pass_at
+
+
+def stays_gathered(world: World, fit: Fit, work: Workload, policy: Policy) -> bool:
+    """Sample with all weights of a sharded model gathered, where every process has room for as many rows."""
+    weights = work.target.dtype.itemsize * policy.model.num_parameters()
+    rows = fit.planned()["sample"]
+    room = fit.needs("sample", work.size(rows)) + weights <= fit.room_bytes()
+    if not all(world.exchange("the room for gathered weights", room)):
+        return False
+    logger.info("all weights stay gathered while sampling, as there is room for them")
+    return True

@@ -2,7 +2,7 @@
 
 import gc
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from loguru import logger
 from rich.console import Console
 
 from grpo.config import Config
+from grpo.config.sizes import parse_size
 from grpo.data import PromptSource, check_spec
 from grpo.data.asking import template_text
 from grpo.data.reward_files import PROMPTS_LOOKED_AT
@@ -21,27 +22,25 @@ from grpo.data.tokens import put_behind
 from grpo.distributed import World, open_world
 from grpo.distributed.share import Share
 from grpo.learning.optimizer import check_optimizer, make_optimizer
-from grpo.memory import AdaptiveMemory, Budget, DoesNotFit, MemoryMonitor, is_out_of_memory
-from grpo.memory.phase import Footprint
+from grpo.memory import Device, DoesNotFit, Fit, is_out_of_memory
 from grpo.memory.recovery import release_cache
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import check_peft
 from grpo.model.load import Policy, RolloutModel, end_names, end_tokens
 from grpo.model.reference import Reference
-from grpo.model.target import choose_device, choose_model, compute_dtype, multiplies_in_bf16
+from grpo.model.target import choose_device, choose_model, compute_dtype, make_target, multiplies_in_bf16
 from grpo.plan.advice import does_not_stay
-from grpo.plan.build import longest_prompt
-from grpo.plan.tables import plan_table
-from grpo.plan.workload import Workload
+from grpo.plan.tables import Measured, Plan, plan_table
+from grpo.plan.workload import Workload, longest_prompt
+from grpo.rollout.decoder import records_steps
+from grpo.rollout.slots import KeptSlots
 from grpo.run.checkpoint import Checkpoint, CheckpointFolder
 from grpo.run.clock import Clock
 from grpo.run.disk import check_room, checkpoint_bytes
 from grpo.run.folder import hold_folder, keep_rewards, open_checkpoints, write_settings
 from grpo.run.given import Given, from_anywhere
 from grpo.run.loading import check_quantized, check_shard, load_models, load_source, room_in, shard_models
-from grpo.run.pace import StepPace
-from grpo.run.planning import budget_of, choose_target, enforce, plan_together
-from grpo.run.rehearsal import rehearse
+from grpo.run.planning import Models, plan_run, stays_gathered
 from grpo.run.same_everywhere import check_same
 from grpo.run.screen import keep_log
 from grpo.run.tracking import check_trackers
@@ -72,16 +71,17 @@ class Run:
     checkpoints: CheckpointFolder
     checkpoint: Checkpoint | None
     clock: Clock
-    monitor: MemoryMonitor
-    memory: AdaptiveMemory
-    budget: Budget
-    """At the start; what others hold may change it."""
-    stays_gathered: bool
-    """Whether a sharded model's weights are all gathered while it samples."""
+    device: Device
+    fit: Fit
+    plan: Plan
+    """As it was before the first step."""
+    measured: Measured
     longest_prompt: int
     """Tokens, of the prompts that are known beforehand."""
-    expected: Mapping[str, Footprint]
-    """Of each phase, were all steps as the first one looks."""
+    stays_gathered: bool = False
+    """Whether a sharded model's weights are all gathered while it samples."""
+    kept: KeptSlots | None = None
+    """What decoding leaves for the next rollout, where it records."""
     world: World = field(default_factory=World)
 
     def share(self, num_groups: int) -> Share:
@@ -98,26 +98,18 @@ class Run:
 
 
 @contextmanager
-def open_run(config: Config, given: Given = NOTHING, *, prediction_bias: float = 1.0) -> Iterator[Run]:
+def open_run(config: Config, given: Given = NOTHING) -> Iterator[Run]:
     """Build a run, and end its engine processes afterwards. ValueError for what a user can mend.
 
     Under a launcher of several processes each builds its own, and they find each other first; ProcessLost
-    where one of the others fails. given: instead of what the settings name. prediction_bias: multiplies what
-    the memory plan expects; for experiments that want it wrong.
+    where one of the others fails. given: instead of what the settings name.
     """
     config = from_anywhere(given.named_in(config))
     with open_world(config.device, wait_minutes=config.wait_minutes) as (world, device), ExitStack() as stack:
-        yield _make_run(config, given, world, choose_device(device), stack, prediction_bias)
+        yield _make_run(config, given, world, choose_device(device), stack)
 
 
-def _make_run(
-    config: Config,
-    given: Given,
-    world: World,
-    device: torch.device,
-    stack: ExitStack,
-    prediction_bias: float,
-) -> Run:
+def _make_run(config: Config, given: Given, world: World, device: torch.device, stack: ExitStack) -> Run:
     config = replace(config, model=choose_model(config.model, device))
     if config.shard:
         check_shard(config, world)
@@ -136,10 +128,12 @@ def _make_run(
     source = load_source(config, room, given.prompts)
     rewards.check(source.tasks, source.longest(PROMPTS_LOOKED_AT))
     engine = _start_engine(config, stack) if "policy" in source.tasks else None
-    monitor = MemoryMonitor(device, limited=config.memory_limit is not None)
-    budget = budget_of(config, monitor, world.sharing)
-    target = choose_target(config, model_source, device, source, monitor, budget())
-    with _explaining_what_stays(Workload(config, target, 1, reference_device == device, world.size)):
+    limit = parse_size(config.memory_limit) if config.memory_limit else None
+    meter = Device(
+        device, utilization=config.memory_utilization, limit_bytes=limit, sharing=world.sharing
+    )  # before anything is loaded
+    target = make_target(shape, device, config.precision)
+    with _explaining_what_stays(Workload(config, target, 1, reference_device == device, world.size), meter):
         policy, reference = load_models(
             config, model_source, checkpoint, target, reference_device, folder if world.is_main else None
         )
@@ -156,9 +150,9 @@ def _make_run(
     _say_where_texts_end(policy, config)
     longest = longest_prompt(source, policy.tokenizer, config)
     work = Workload(config, target, longest, reference_device == device, world.size)
-    rehearsal = rehearse(config, policy, sampler, source, monitor)
-    _tidy_up(device)
-    work, memory = plan_together(world, work, monitor, budget, rehearsal, prediction_bias)
+    with ExitStack() as limited:
+        work, fit, plan = plan_run(work, world, meter, Models(policy, sampler, reference), limited)
+        stack.push(limited.pop_all())
     if config.gradient_checkpointing == "auto":  # and the plan has settled it
         check_recomputation(policy.model, choose_checkpointing(work.config.gradient_checkpointing))
     config = work.config
@@ -167,27 +161,22 @@ def _make_run(
         write_settings(folder, config)
         stack.enter_context(keep_log(folder))
         keep_rewards(folder, config)
-    pace = StepPace(work, memory, policy, sampler, rehearsal)
-    at_best = pace.all_at_once() if pace.in_parts else 0.0  # before anything is limited
-    expected = rehearsal.expected_shapes(memory.plan, config, rows_here=work.rows_here, policy=policy)
-    enforce(config, monitor, memory, budget())
-    memory.promise()
-    if pace.in_parts:
-        pace.say(budget(), at_best)
+    records = not config.shard and records_steps(target.model_config, device.type)
     return Run(
         config=config, folder=folder, source=source,
         eval_prompts=_choose_eval_prompts(config, source.heldout),
         engine=engine, rewards=rewards.with_engine(engine),
         policy=policy, reference=reference, sampler=sampler, optimizer=optimizer,
         checkpoints=checkpoints, checkpoint=checkpoint,
-        clock=Clock(device), monitor=monitor, memory=memory, budget=budget(),
-        stays_gathered=work.stays_gathered, longest_prompt=work.longest_prompt,
-        expected=memory.expected(expected), world=world,
+        clock=Clock(device), device=meter, fit=fit, plan=plan, measured=Measured(fit),
+        longest_prompt=work.longest_prompt,
+        stays_gathered=config.shard and stays_gathered(world, fit, work, policy),
+        kept=KeptSlots() if records else None, world=world,
     )  # fmt: skip
 
 
 @contextmanager
-def _explaining_what_stays(work: Workload) -> Iterator[None]:
+def _explaining_what_stays(work: Workload, meter: Device) -> Iterator[None]:
     """DoesNotFit, with what exists all along and who else is there, when memory runs out on the way."""
     try:
         yield
@@ -195,7 +184,7 @@ def _explaining_what_stays(work: Workload) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise DoesNotFit(f"{does_not_stay(work, MemoryMonitor(work.target.device))} ({reason})") from error
+        raise DoesNotFit(f"{does_not_stay(work, Fit(meter))} ({reason})") from error
 
 
 def _check_installed(config: Config, device: torch.device) -> None:
@@ -242,9 +231,9 @@ def _say_where_texts_end(policy: Policy, config: Config) -> None:
 
 def show_plans(run: Run, console: Console) -> None:
     """The table of the first process's plan; of the others, how many rows they do at once."""
-    console.print(plan_table(run.memory.plan, run.budget, run.memory.promised, run.expected))
-    rows = ", ".join(f"{phase} {plan.rows}" for phase, plan in run.memory.plan.items())
-    for process, plan in enumerate(run.world.exchange("the plans", f"{rows}; budget {run.budget}")):
+    console.print(plan_table(run.plan))
+    rows = ", ".join(f"{phase} {rows}" for phase, rows in run.fit.planned().items())
+    for process, plan in enumerate(run.world.exchange("the plans", f"{rows}; budget {run.plan.budget}")):
         if process:
             logger.info("process {} has rows at once: {}", process, plan)
 

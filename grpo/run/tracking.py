@@ -130,6 +130,8 @@ class RunTracker(NoTracker):
         self._metrics = _Lines(folder / METRICS_FILE, before_step=before_step)
         self._completions = _Lines(folder / COMPLETIONS_FILE, before_step=before_step)
         self._folder, self._before_step = folder, before_step
+        for path in folder.glob("memory-process-*.jsonl"):  # there may have been more processes
+            _Lines(path, before_step=before_step).close()
         self._memory: list[_Lines] = []  # by process
         self._failing: set[str] = set()
         self.unwritten: list[str] = []

@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from grpo.config.groups import Checkpointing
 from grpo.distributed.shard import inside
-from grpo.memory import Shape
+from grpo.memory import Size
+from grpo.memory.rows import positions
 from grpo.model.prefill import PromptBatch, pad_prompts
 from grpo.model.transfer import to_device
 from grpo.scoring.forward import completion_hidden
@@ -109,19 +110,15 @@ def _lengths_apart(longest: list[int], worth: int) -> list[int]:
     return _lengths_apart(longest[:place], worth) + _lengths_apart(longest[place:], worth)
 
 
-def micro_batch_shapes(
+def largest_pass(
     rollout: Rollout, rows: int, *, pass_tokens: int | None = None, halves: bool = False
-) -> list[Shape]:
-    """What the memory of each of `micro_batches` depends on."""
-    return [
-        Shape(
-            rows=len(batch.rows),
-            prompt_tokens=batch.prompts.ids.shape[1],
-            new_tokens=batch.completion_ids.shape[1],
-            scored_tokens=int(rollout.lengths[batch.rows].sum()),
-        )
+) -> Size:
+    """That of the most tokens among `micro_batches`: what their memory depends on."""
+    sizes = (
+        Size(len(batch.rows), batch.completion_ids.shape[1], batch.prompts.ids.shape[1])
         for batch in micro_batches(rollout, rows, pass_tokens=pass_tokens, halves=halves)
-    ]
+    )
+    return max(sizes, key=lambda size: positions(size.rows, size.tokens, size.shared, rollout.group_size))
 
 
 def micro_batch_logprobs(

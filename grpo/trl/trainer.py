@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from grpo import malloc
 from grpo.config.sizes import parse_size
 from grpo.distributed.gradients import aside, average_gradients, drop
-from grpo.memory import Fit
+from grpo.memory import Device, Fit, Size
 from grpo.memory.budget import data_limit
-from grpo.memory.random_state import RandomState
-from grpo.memory.record import MemoryRecord
 from grpo.trl.parts import LOSSES, Part, completion_lengths, fields_by_row, merged, parts
 from grpo.trl.processes import Alone, extremes_and_means, least, unwrapped
+from grpo.trl.random_state import RandomState
+from grpo.trl.record import MemoryRecord
 
 SHARDED = DistributedType.DEEPSPEED, DistributedType.FSDP
 """Where processes have to do as many passes, and cannot do one again by themselves."""
@@ -104,8 +104,8 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
             malloc.keep_freed()  # fresh pages would cost more than what is done with them
         self.is_sharded = self.accelerator.distributed_type in SHARDED
         self.fit = Fit(
-            device, group_size=self.num_generations, utilization=memory_utilization, limit_bytes=limit,
-            replays=not self.is_sharded,
+            Device(device, utilization=memory_utilization, limit_bytes=limit),
+            group_size=self.num_generations, replays=not self.is_sharded,
             agree=(lambda rows: least(rows, device)) if self.is_sharded else (lambda rows: rows),
         )  # fmt: skip
         self.memory = MemoryRecord(self.fit)
@@ -156,8 +156,8 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
 
         while len(done) < len(prompt_ids):
             done += self.fit.run(
-                "sample", some, len(prompt_ids) - len(done), tokens=longest + self.max_completion_length,
-                took=lambda ids: longest + max(map(len, ids)),
+                "sample", some, Size(len(prompt_ids) - len(done), longest + self.max_completion_length),
+                took=lambda rows, ids: Size(rows, longest + max(map(len, ids))),
                 discard=RandomState(self.accelerator.device).restore,
             )  # fmt: skip
         return done, None
@@ -179,7 +179,7 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
             return score(model, input_ids, *args, **kwargs)
         return self.fit.run(
             "score", lambda rows: score(model, input_ids, *args, batch_size=rows, **kwargs),
-            len(input_ids), tokens=input_ids.size(1),
+            Size(len(input_ids), input_ids.size(1)),
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------- learn
@@ -225,7 +225,7 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
             return done
 
         tokens = inputs["prompt_ids"].size(1) + int(completion_lengths(inputs).max())
-        found = self.fit.run(phase, work, len(inputs["prompt_ids"]), tokens=tokens, discard=discard)
+        found = self.fit.run(phase, work, Size(len(inputs["prompt_ids"]), tokens), discard=discard)
         by_sequence = self.importance_sampling_level == "sequence"
         metrics = merged(found, loss_type=self.loss_type, by_sequence=by_sequence)
         for name, value in extremes_and_means(metrics, self.accelerator).items():

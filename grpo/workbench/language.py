@@ -1,23 +1,18 @@
 """Plain language modelling, which the workbench compares with: learning from windows of text."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo.config.groups import Checkpointing
 from grpo.learning.step import begin_gradients
-from grpo.memory import Shape
+from grpo.memory import Size
 from grpo.model.activation_checkpointing import recomputed_layers
 from grpo.model.cpu.embedding_gradients import gradients_in_place
-from grpo.plan.trace.fake import FakePhases
+from grpo.plan.phases_at import PhasesAt
 from grpo.scoring.forward import empty_cache
 from grpo.scoring.logprobs import TokenLoss, completion_logprobs
 from grpo.scoring.micro_batches import computing_in
-
-WHOLE, SPLIT = PHASES = ("window", "window split")
-"""What is traced: learning at once and in parts. A shape is rows of 1 + `new_tokens` tokens."""
 
 
 def window_logprobs(
@@ -77,14 +72,13 @@ def heldout_loss(
     return losses.mean().item(), spread
 
 
-class FakeWindows(FakePhases):
-    """Learning from windows, for memory to be traced."""
+class WindowPhases(PhasesAt):
+    """Learning from windows of `tokens`, the one phase that there is."""
 
-    def _works(self) -> dict[str, tuple[Callable[[Shape], None], bool]]:
-        return {WHOLE: (self._learn_windows, self._gradients_first), SPLIT: (self._learn_windows, True)}
-
-    def _learn_windows(self, shape: Shape) -> None:
-        windows = torch.zeros(shape.rows, 1 + shape.new_tokens, dtype=torch.long)
+    def learn(self, size: Size) -> None:
+        self.begin_gradients()
+        windows = torch.zeros(size.rows, 1 + size.tokens, dtype=torch.long)
         with recomputed_layers(self.policy, self.settings.checkpointing):
             logp = window_logprobs(self.policy, windows, dtype=self.settings.target.dtype, loss=Tensor.sum)
             logp.sum().backward()  # type: ignore[no-untyped-call]
+        self.forget()

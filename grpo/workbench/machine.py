@@ -12,7 +12,7 @@ import torch
 
 from grpo.config import SettingsError
 from grpo.config.groups import Precision
-from grpo.memory import MemoryMonitor, make_budget
+from grpo.memory import Device
 from grpo.memory.budget import readable
 from grpo.model.target import choose_device, compute_dtype
 from grpo.workbench.processes import run_worker, worker
@@ -58,12 +58,11 @@ def look(device: str, precision: Precision, limit_bytes: int | None = None) -> M
 
 def _look(device: str, precision: Precision, limit_bytes: int | None) -> Machine:
     found = choose_device(device)
-    monitor = MemoryMonitor(found)
-    memory = monitor.memory()
-    budget = make_budget(memory, utilization=1.0, limit_bytes=limit_bytes)
+    there = Device(found, utilization=1.0, limit_bytes=limit_bytes)
+    memory, budget = there.memory(), there.budget()
     return Machine(
         str(found), device_name(found), PRECISIONS[compute_dtype(precision, found)], budget.usable_bytes,
-        memory.total_bytes, monitor.neighbours() or readable(memory.others_bytes), no_compiler(found),
+        memory.total_bytes, there.neighbours() or readable(memory.others_bytes), no_compiler(found),
     )  # fmt: skip
 
 

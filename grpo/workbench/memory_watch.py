@@ -42,7 +42,7 @@ def watch_training(config: Config, console: Console, stop: StopRequest) -> tuple
             f"there will be no verdict: a trend needs {MIN_STEPS} steps, and these are {config.steps}",
             highlight=False,
         )
-    with open_run(config) as run, LeakWatch(run.monitor.device) as watch, _view(console) as show:
+    with open_run(config) as run, LeakWatch(run.device.device) as watch, _view(console) as show:
         logger.info("run folder: {}", shown(run.folder))
         new_lines = NewLines(run.folder / MEMORY_FILE)  # all lines again and again would grow themselves
         tokens_before = 0
@@ -90,20 +90,18 @@ def follow_run(
 def samples_of(
     lines: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]
 ) -> list[MemorySample]:
-    """What a run's files say of the ends of its steps."""
-    ends = {line["step"]: line for line in lines}  # the last phase of each step
-    totals = {line["step"]: line["num_tokens"] for line in metrics if "num_tokens" in line}
-    on_host = all(line["reserved_bytes"] == line["peak_bytes"] for line in lines)
+    """What a run's files say of the ends of its steps. On a host nobody counted tensors: what is resident."""
+    process = {line["step"]: line["process_bytes"] for line in lines}  # the last phase of each step
+    steps = {line["step"]: line for line in metrics if "num_tokens" in line}
     samples = []
-    for step, end in sorted(ends.items()):
-        tokens = int(totals[step] - totals.get(step - 1, 0)) if step in totals else None
-        if on_host:  # nobody counted tensors: resident memory it is
-            samples.append(MemorySample(step, end["allocated_bytes"], tokens=tokens))
-        else:
-            used, allocated, reserved = (
-                end[f"{name}_bytes"] for name in ("device_used", "allocated", "reserved")
-            )
-            samples.append(MemorySample(step, used, allocated, reserved, tokens))
+    for step, end in sorted(steps.items()):
+        before = steps.get(step - 1, {"num_tokens": 0})["num_tokens"]
+        tokens = int(end["num_tokens"] - before)
+        allocated = int(end["memory/allocated_gb"] * GB)
+        if (reserved := end.get("memory/reserved_gb")) is None:
+            samples.append(MemorySample(step, allocated, tokens=tokens))
+        elif step in process:
+            samples.append(MemorySample(step, process[step], allocated, int(reserved * GB), tokens))
     return samples
 
 
@@ -121,7 +119,7 @@ def draw(
     with picture(file, (8, 4.5)) as axes:
         phases: dict[str, list[tuple[int, float]]] = defaultdict(list)
         for line in lines:
-            phases[line["phase"]].append((line["step"], line["device_used_bytes"] / GB))
+            phases[line["phase"]].append((line["step"], line["process_bytes"] / GB))
         for phase, points in phases.items():
             axes.plot(*zip(*points, strict=True), linewidth=1, label=f"peak, {phase}")
         steps = [sample.step for sample in samples]
@@ -146,7 +144,7 @@ def _view(console: Console) -> Iterator[Show]:
     def take(lines: Sequence[Mapping[str, Any]]) -> None:
         for line in lines:
             newest[line["phase"]] = line
-            history[line["phase"]].append(line["device_used_bytes"])
+            history[line["phase"]].append(line["process_bytes"])
 
     if not console.is_terminal:
 
@@ -171,10 +169,17 @@ def _table(
     step: int, steps: int | None, newest: Mapping[str, Mapping[str, Any]], history: Mapping[str, deque[int]]
 ) -> Table:
     table = Table(title=f"Memory, step {step}" + (f" of {steps}" if steps else ""), title_justify="left")
-    for column in ("phase", "rows", "predicted", "peak", "retries", f"last {_SHOWN_STEPS} steps"):
+    for column in (
+        "phase",
+        "rows",
+        "tensors were to add",
+        "process",
+        "retries",
+        f"last {_SHOWN_STEPS} steps",
+    ):
         table.add_column(column, justify="left" if column == "phase" else "right")
     for phase, line in newest.items():
-        sizes = (readable(line[f"{name}_bytes"]) for name in ("predicted", "device_used"))
+        sizes = (readable(line[f"{name}_bytes"] or 0) for name in ("predicted", "process"))
         table.add_row(phase, str(line["rows"]), *sizes, str(line["retries"]), _spark(history[phase]))
     return table
 

@@ -1,10 +1,9 @@
 """Predicted memory of a whole training step, by phase and component, for either objective.
 
-The predictor is the trainer's own (`grpo.memory`, on traces of the real phases): no device is needed,
-no weights are made. GRPO's phases are those of a run; plain language modelling has two.
+The planner is the trainer's own, on traces of the real phases (`grpo.plan.trace`): no device is needed, no
+weights are made. GRPO's phases are those of a run; plain language modelling has one.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -14,19 +13,32 @@ from transformers import PretrainedConfig
 from grpo.config import Config, SettingsError
 from grpo.config.groups import Checkpointing, CheckpointingSetting, LoraSettings, SamplingSettings
 from grpo.learning.loss import LossSettings
-from grpo.memory import MemoryMonitor, PhaseSpec, Predictor, ProcessMemory, Shape
-from grpo.memory.phase import Footprint
-from grpo.memory.planner import largest_multiple
+from grpo.memory import Device, Fit, largest_multiple
+from grpo.memory.budget import CONTEXT_BYTES, DeviceMemory
+from grpo.memory.device import FIRST_SLACK
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import check_peft
 from grpo.model.target import make_target
-from grpo.plan.build import TracedFit, process_memory
-from grpo.plan.trace import PhaseTracer
-from grpo.plan.workload import Workload, logits_parts, resident_parts, scratch_bytes, usual_slack
-from grpo.workbench import language
+from grpo.plan.absent import see_trace
+from grpo.plan.phases_at import PhasesAt
+from grpo.plan.tables import ELSE, added_parts
+from grpo.plan.trace import Card, TracedPhases
+from grpo.plan.warm_up import warm_up
+from grpo.plan.workload import Workload
 from grpo.workbench.flags import Objective
+from grpo.workbench.language import WindowPhases
 from grpo.workbench.models import context_of
 from grpo.workbench.spec import ModelSpec
+
+STARTED_BYTES = 64 * 2**20
+"""What a process on a host grows by from its imports to its first step: code and threads."""
+
+
+def bytes_at_start(device_type: str) -> int:
+    """What a process that has loaded nothing yet will hold besides tensors, as a limit counts it."""
+    if device_type != "cpu":
+        return CONTEXT_BYTES
+    return Device("cpu", limit_bytes=2**62).used_bytes() + STARTED_BYTES
 
 
 @dataclass(frozen=True)
@@ -83,92 +95,87 @@ def step_settings(
     )  # fmt: skip
 
 
+class Parts(dict[str, float]):
+    """Bytes at a phase's peak, by component."""
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.values())
+
+
 class StepMemory:
     """Bytes of a step at any batch size. `overhead_bytes`: what the process holds besides tensors."""
 
     def __init__(self, settings: StepSettings, *, overhead_bytes: int = 0) -> None:
         check_peft(settings.lora)
-        self.settings = settings
+        self.settings, self._overhead_bytes = settings, overhead_bytes
+        lm = settings.objective == "lm"
         self._work = _workload(settings)
-        if settings.objective == "grpo":
-            tracer = PhaseTracer(self._work.phase_settings())
-            self._process = process_memory(
-                self._work, tracer, _monitor(settings), overhead_bytes=overhead_bytes
-            )
-        else:
-            self._process = _language_memory(self._work, settings, overhead_bytes)
+        self._traced = TracedPhases(self._work.phase_settings(), WindowPhases if lm else PhasesAt)
+        self._slack = FIRST_SLACK if settings.device_type == "cpu" else 0.0
+        self._phases = ("learn",) if lm else self._work.phase_settings().phases
+        self.resident = self._work.resident(
+            self._traced.num_parameters, self._traced.trained_sizes, self._traced.frozen_bytes
+        )
+        """Bytes that exist all along, by component."""
+        if lm:  # there is no sampler, so nobody holds a copy for it
+            self.resident.pop("sampler's copy", None)
 
-    def footprints(self, batch_size: int, rows: int | None = None) -> dict[str, Footprint]:
+    @property
+    def gradient_bytes(self) -> int:
+        return self._work.target.exact_dtype.itemsize * self.num_trained
+
+    @property
+    def num_trained(self) -> int:
+        """Numbers that are trained."""
+        return sum(self._traced.trained_sizes)
+
+    def by_phase(self, batch_size: int, rows: int | None = None) -> dict[str, Parts]:
         """By phase, for `rows` (all) at once of a batch."""
-        rows = rows or batch_size
-        shape = Shape(rows, self.settings.prompt_tokens, self.settings.new_tokens)
-        if self.settings.objective == "lm":
-            shape = shape._replace(prompt_tokens=1)
-        return {
-            phase: self._process.footprint(phase, shape, batch_size=batch_size)
-            for phase in self._process.phases
-        }
+        size = self._work.size(rows or batch_size)
+        found = {}
+        for phase in self._phases:
+            added = self._traced.added_bytes(phase, size)
+            parts = added_parts(added, self._work.added_parts(phase, size, self.num_trained))
+            beside = self._overhead_bytes + self._slack * added
+            found[phase] = Parts({**self.resident, **parts, ELSE: beside})
+        return found
 
-    def largest_phase(self, batch_size: int, rows: int | None = None) -> tuple[str, Footprint]:
+    def largest_phase(self, batch_size: int, rows: int | None = None) -> tuple[str, Parts]:
         """The phase that holds most, and what."""
-        each = self.footprints(batch_size, rows)
+        each = self.by_phase(batch_size, rows)
         phase = max(each, key=lambda name: each[name].peak_bytes)
         return phase, each[phase]
 
-    def largest_batch(self, usable_bytes: float, *, at_most: int, with_error: bool = True) -> int:
-        """The largest batch whose every phase fits all at once; 0 where the smallest does not.
-
-        with_error: the stated error has to fit as well.
-        """
+    def largest_batch(self, usable_bytes: float, *, at_most: int) -> int:
+        """The largest batch whose every phase fits all at once; 0 where the smallest does not."""
+        multiple = self.settings.multiple
+        most = at_most // multiple * multiple
+        total = max(0, int(usable_bytes))
+        card = Card(DeviceMemory(total, total, 0), utilization=1.0, slack=self._slack)
+        card.held_bytes = self._overhead_bytes + sum(self.resident.values())
+        fit = Fit(card, group_size=multiple)
+        group = self._work.config.group_size
+        rows = -(-max(1, most) // group) * group
+        work = replace(self._work, config=replace(self._work.config, batch_size=rows))
+        warm_up(fit, work, partial(see_trace, fit, self._traced), phases=self._phases, bold=True)
+        room = fit.room_bytes()
 
         def fits(size: int) -> bool:
-            worst = (
-                each.upper_bytes if with_error else each.peak_bytes for each in self.footprints(size).values()
-            )
-            return max(worst) <= usable_bytes
+            return all(fit.needs(phase, work.size(size)) <= room for phase in self._phases)
 
-        return largest_multiple(fits, at_most=at_most, multiple=self.settings.multiple)
+        return largest_multiple(fits, at_most=most, multiple=multiple)
 
 
 def _workload(settings: StepSettings) -> Workload:
+    group = max(2, settings.multiple)  # a run has no smaller ones; windows have none at all
     config = Config(
-        batch_size=settings.group_size, group_size=settings.group_size,
+        batch_size=group, group_size=group,
         sampling=SamplingSettings(max_new_tokens=settings.new_tokens),
         loss=LossSettings(kl_coef=0.02 if settings.kl else 0.0),
         gradient_checkpointing=settings.checkpointing, lora=settings.lora,
     )  # fmt: skip
-    if settings.objective == "lm":
-        config = replace(config, loss=LossSettings(kl_coef=0.0))
     target = make_target(settings.model, torch.device(settings.device_type), settings.compute_dtype)
-    return Workload(config, target, settings.prompt_tokens, reference_here=True)
-
-
-def _language_memory(work: Workload, settings: StepSettings, overhead_bytes: int) -> ProcessMemory:
-    """Learning from windows, and the update. There is no sampler, so nobody holds a copy for it."""
-    tracer = PhaseTracer(work.phase_settings(), kind=language.FakeWindows)
-    resident = resident_parts(work, tracer.num_parameters, tracer.trained_sizes, tracer.frozen_bytes)
-    resident.pop("sampler's copy", None)
-    longest = Shape(1, 1, settings.new_tokens)
-    traced = {name: TracedFit(tracer, name, longest, group_size=1) for name in language.PHASES}
-    gradients = {"gradients": work.exact_bytes * sum(tracer.trained_sizes)}
-    specs = {
-        "learn": PhaseSpec(
-            language.SPLIT if work.gradients_first else language.WHOLE, language.SPLIT, None,
-            lambda shape: {**gradients, **logits_parts(work, shape)},
-        ),
-        "update": PhaseSpec("update", "update", None, lambda shape: gradients),
-    }  # fmt: skip
-    fits: dict[str, Callable[[Shape], float]] = {
-        **traced,
-        "update": lambda shape: float(gradients["gradients"]),
-    }
-    scratch = {name: scratch_bytes(name, work.target) for name in fits}
-    return ProcessMemory(
-        specs, Predictor(fits, scratch_bytes=scratch), _monitor(settings), resident=lambda: resident,
-        batch_size=1, overhead_bytes=overhead_bytes, slack=partial(usual_slack, work),
-    )  # fmt: skip
-
-
-def _monitor(settings: StepSettings) -> MemoryMonitor:
-    """Only asked where the predictions are for, as the device may not be there."""
-    return MemoryMonitor(torch.device(settings.device_type))
+    if settings.objective == "lm":
+        return Workload(replace(config, loss=LossSettings(kl_coef=0.0)), target, 0)
+    return Workload(config, target, settings.prompt_tokens)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from unittest import mock
 
@@ -10,16 +9,12 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from benchmarks.real_phases import RealPhases, Setting, own_meter
+from benchmarks.real_phases import RealPhases, Setting
 from benchmarks.speed import Case, Outcome, race, ratio_text
 from benchmarks.speed_work import QWEN
 from benchmarks.speed_worker import Contender
-from grpo.config.groups import SamplingSettings
-from grpo.learning.loss import LossSettings
-from grpo.memory import Shape
-from grpo.memory.planner import largest_multiple
-from grpo.plan.build import TracedFit
-from grpo.plan.trace import PhaseSettings, PhaseTracer
+from grpo.memory import Size, largest_multiple, peak_live_bytes
+from grpo.plan.trace import TracedPhases
 from grpo.rollout import decoder
 from grpo.workbench.models import num_parameters
 
@@ -61,26 +56,23 @@ class SamplingMemory(NamedTuple):
     decoder: str
     at_once: int
     counted: int
-    predicted: float
+    predicted: int
     rows: int
 
 
 def sampling_memory(at_once: int = 256) -> Iterator[SamplingMemory]:
     """Of both our decoders, for the same model and lengths. GRPO's other phases are not in it."""
-    setting = Setting("Qwen's kind", QWEN, kl=False)
-    shape, weights = Shape(at_once, 120, 128), 4 * num_parameters(QWEN)
+    setting, size = Setting("Qwen's kind", QWEN, kl=False), Size(at_once, 128, 120)
+    room = 8 * 2**30 - 4 * num_parameters(QWEN)
     for name, refused in (("native", set()), ("generic", {QWEN.model_type})):
-        with mock.patch.object(decoder, "_refused", refused), TemporaryDirectory() as folder:
-            counted = own_meter(RealPhases(setting).prepare("sample", shape))
-            sampling = SamplingSettings(max_new_tokens=shape.new_tokens)
-            settings = PhaseSettings(setting.target, setting.group_size, sampling, LossSettings())
-            tracer = PhaseTracer(settings, cache_folder=Path(folder))
-            fit = TracedFit(tracer, "sample", shape, setting.group_size)
+        with mock.patch.object(decoder, "_refused", refused):
+            counted = peak_live_bytes(RealPhases(setting).prepare("sample", size))
+            traced = TracedPhases(setting.phase_settings())
             rows_in_8gb = largest_multiple(
-                lambda rows: weights + fit(shape._replace(rows=rows)) <= 8 * 2**30,  # noqa: B023
+                lambda rows: traced.added_bytes("sample", size._replace(rows=rows)) <= room,  # noqa: B023
                 at_most=2**14, multiple=setting.group_size,
             )  # fmt: skip
-            yield SamplingMemory(name, at_once, counted, fit(shape), rows_in_8gb)
+            yield SamplingMemory(name, at_once, counted, traced.added_bytes("sample", size), rows_in_8gb)
 
 
 def sampling_memory_table(found: Iterable[SamplingMemory]) -> Table:

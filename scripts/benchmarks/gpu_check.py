@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from loguru import logger
 
-from benchmarks.out_of_memory import replaced
+from benchmarks.out_of_memory import mispredict, replaced
 from benchmarks.speed import Case, race
 from benchmarks.speed_worker import Contender
 from grpo.config import Config
@@ -27,7 +27,7 @@ from grpo.memory.budget import GB
 from grpo.memory.recovery import release_cache
 from grpo.model.load import RolloutModel, load_policy
 from grpo.model.target import choose_device, compute_dtype
-from grpo.plan.workload import SCRATCH_BYTES
+from grpo.plan.trace import SCRATCH_BYTES
 from grpo.rollout import slots
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
@@ -54,7 +54,7 @@ class Trial:
     rows: dict[str, int]
     allocated_bytes: int
     reserved_bytes: int
-    device_used_bytes: int
+    process_bytes: int
     samples_per_minute: float
     tokens_per_second: float
     """Sampled, while sampling."""
@@ -71,17 +71,19 @@ class Trial:
         return "fits" if whole else "split as planned"
 
 
-def train(
-    config: Config, *, prediction_bias: float = 1.0, after_step: Callable[[], None] = lambda: None
-) -> Trial:
-    """Run the trainer, and read what it wrote; no checkpoint, which would take longer than steps."""
-    with open_run(config, prediction_bias=prediction_bias) as run:
+def train(config: Config, *, bias: float = 1.0, after_step: Callable[[], None] = lambda: None) -> Trial:
+    """Run the trainer, and read what it wrote; no checkpoint, which would take longer than steps.
+
+    bias: times as high as they should be predictions are, after the warm-up.
+    """
+    with open_run(config) as run:
+        if bias != 1.0:
+            mispredict(run.fit, bias)
         trainer = Trainer(run)
         trainer.save = lambda *, best=False: None  # type: ignore[method-assign]
         for _ in trainer:
             after_step()
-        rows = {phase: plan.rows for phase, plan in run.memory.plan.items()}
-        folder, size = run.folder, run.config.num_rows
+        folder, size, rows = run.folder, run.config.num_rows, run.fit.planned()
     memory = read_lines(folder / MEMORY_FILE)
     metrics = [line for line in read_lines(folder / METRICS_FILE) if "step_time" in line]
     shutil.rmtree(folder)
@@ -98,15 +100,15 @@ def train(
         steps=len(metrics),
         retries=sum(line["retries"] for line in memory),
         rows=rows,
-        allocated_bytes=max(line["peak_bytes"] for line in memory),
-        reserved_bytes=max(line["reserved_bytes"] for line in memory),
-        device_used_bytes=max(line["device_used_bytes"] for line in memory),
+        allocated_bytes=int(GB * max(line["memory/peak_gb"] for line in metrics)),
+        reserved_bytes=int(GB * max(line.get("memory/reserved_gb", 0.0) for line in metrics)),
+        process_bytes=max(line["process_bytes"] for line in memory),
         samples_per_minute=60 * size * len(timed) / sum(line["step_time"] for line in timed),
         tokens_per_second=sampled / max(1e-9, sum(line["timing/sample_s"] for line in timed)),
         phases={
             phase: {
                 "seconds": seconds[phase],
-                "predicted_bytes": last[phase]["predicted_added_bytes"],
+                "predicted_bytes": last[phase]["predicted_bytes"] or 0,
                 "measured_bytes": last[phase]["added_bytes"] or 0,
             }
             for phase in seconds
@@ -245,7 +247,7 @@ def _limited(config: Config, limit: str, long_steps: int, short_steps: int) -> d
 def _recovery(config: Config, limit: str) -> dict[str, Any]:
     """Predictions 40 % and more too low: the plan is too large, memory does run out, the run goes on."""
     wrong = replace(config, batch_size=config.max_batch_size, memory_limit=limit)
-    return asdict(train(wrong, prediction_bias=0.3))
+    return asdict(train(wrong, bias=0.3))
 
 
 def _emptied(config: Config) -> dict[str, Any]:
@@ -259,7 +261,7 @@ def _emptied(config: Config) -> dict[str, Any]:
     kept, emptied = train(config), train(config, after_step=empty)
     return {
         "speed": emptied.samples_per_minute / kept.samples_per_minute,
-        "reserved": emptied.reserved_bytes / kept.reserved_bytes,
+        "reserved": emptied.reserved_bytes / max(1, kept.reserved_bytes),
     }
 
 
@@ -271,9 +273,9 @@ def summary(results: dict[str, Any]) -> list[str]:
         products, copies = rates["flops"] / 1e12, rates["copied_bytes_per_s"] / 1e9
         lines.append(f"products {products:.1f} TFLOP/s, copies {copies:.0f} GB/s")
     if isinstance(results.get("rows"), list):
-        lines.append("batch  allocated  reserved  used       samples/min  tokens/s  status")
+        lines.append("batch  allocated  reserved  process    samples/min  tokens/s  status")
         for row in results["rows"]:
-            sizes = (row[f"{name}_bytes"] / GB for name in ("allocated", "reserved", "device_used"))
+            sizes = (row[f"{name}_bytes"] / GB for name in ("allocated", "reserved", "process"))
             shown = "  ".join(f"{size:6.2f} GB" for size in sizes)
             speeds = f"{row['samples_per_minute']:11,.0f}  {row['tokens_per_second']:8,.0f}"
             lines.append(f"{row['batch_size']:5}  {shown}  {speeds}  {row['status']}")

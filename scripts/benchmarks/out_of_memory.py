@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from grpo.memory import Fit
+
 OUT_OF_MEMORY: tuple[Callable[[], Exception], ...] = (
     partial(torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB."),
     partial(RuntimeError, "CUDA error: out of memory"),
@@ -35,6 +37,14 @@ def replaced(owner: Any, **others: Any) -> Iterator[None]:
     finally:
         for name, value in own.items():
             setattr(owner, name, value)
+
+
+def mispredict(fit: Fit, factor: float) -> None:
+    """From here on what passes take is predicted that many times as high; rows are planned anew by that."""
+    honest = fit.predict
+    fit.predict = lambda phase, size: factor * honest(phase, size)  # type: ignore[method-assign]
+    for phase in fit.planned():
+        fit.reconsider(phase)
 
 
 class FailAtAllocation(TorchDispatchMode):

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from grpo.model.names import BUNDLED_FOLDER
 
 GPT2_124M = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024, "vocab_size": 50257}
+SHAPE_OF_30M = {"n_layer": 8, "n_head": 8, "n_embd": 512, "n_positions": 512}
 
 
 def make_random_gpt2(folder: Path, **shape: int) -> Path:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,17 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-import grpo.evaluate
-import grpo.phases
 import grpo.run.checkpoint
 from benchmarks import worker_environment
-from benchmarks.out_of_memory import OUT_OF_MEMORY, FailAtAllocation, replaced, stratified_points
+from benchmarks.out_of_memory import (
+    OUT_OF_MEMORY,
+    FailAtAllocation,
+    mispredict,
+    replaced,
+    stratified_points,
+)
 from grpo.config import CONFIG_FILE, Config, from_flat, read_yaml, write_yaml
-from grpo.memory import AdaptiveMemory, DoesNotFit, Shape, adaptive
-from grpo.memory.monitor import private_bytes
+from grpo.memory import Device, DoesNotFit, Fit, Size, fit
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import Run, open_run
 from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, read_lines
@@ -32,7 +35,7 @@ from grpo.trainer import Trainer
 
 SAME = 1e-12
 """Parameters may differ by this much: sums over other splits round differently, even in float64."""
-PHASES = ("sample", "score", "learn", "evaluation", "checkpoint")
+PHASES = ("sample", "score", "learn", "evaluate", "checkpoint")
 FAULTY_STEP = 2
 
 
@@ -94,51 +97,37 @@ def inject_faults(config: Config, num_points: int) -> list[FaultResult]:
 
 @contextmanager
 def _modes(modes: dict[str, FailAtAllocation]) -> Iterator[None]:
-    """Enter a phase's mode around its work, in step 2 only."""
+    """Enter a phase's mode around its work, in step 2 only: not in the warm-up."""
+    fit_run, steps = Fit.run, {"now": 0}
 
-    def within(phase: str, work: Callable[..., Any], due: Callable[[], bool]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if phase not in modes or not due():
-                return work(*args, **kwargs)
+    def run(self: Any, phase: str, work: Callable[[int], Any], batch: Size, **options: Any) -> Any:
+        steps["now"] += phase == "sample"
+
+        def watched(rows: int) -> Any:
             with modes[phase]:
-                return work(*args, **kwargs)
+                return work(rows)
 
-        return wrapped
-
-    memory_run, evaluate, steps = AdaptiveMemory.run, grpo.evaluate.score_heldout, {"now": 0}
-
-    def run(self: Any, phase: str, work: Callable[[int], Any], **options: Any) -> Any:
-        if phase == "sample":
-            steps["now"] += 1
-        return memory_run(self, phase, within(phase, work, lambda: steps["now"] == FAULTY_STEP), **options)
-
-    def now() -> bool:
-        return steps["now"] == FAULTY_STEP
+        due = phase in modes and steps["now"] == FAULTY_STEP
+        return fit_run(self, phase, watched if due else work, batch, **options)
 
     def writing(name: str) -> Callable[..., Any]:
         """A part of writing a checkpoint, which makes no tensors: its calls stand for allocations."""
         part = getattr(grpo.run.checkpoint, name)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if "checkpoint" in modes and now():
+            if "checkpoint" in modes and steps["now"] == FAULTY_STEP:
                 modes["checkpoint"].count()
             return part(*args, **kwargs)
 
         return wrapped
 
-    with ExitStack() as patches:
-        patches.enter_context(replaced(AdaptiveMemory, run=run))
-        patches.enter_context(replaced(grpo.phases, score_heldout=within("evaluation", evaluate, now)))
-        parts = {name: writing(name) for name in ("save_file", "_manifest", "_flush")}
-        patches.enter_context(replaced(grpo.run.checkpoint, **parts))
+    parts = {name: writing(name) for name in ("save_file", "_manifest", "_flush")}
+    with replaced(Fit, run=run), replaced(grpo.run.checkpoint, **parts):
         yield
 
 
-def _train(config: Config, **options: Any) -> Outcome:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        open_run(replace(config, runs_dir=Path(folder)), **options) as run,
-    ):
+def _train(config: Config) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder, open_run(replace(config, runs_dir=Path(folder))) as run:
         Trainer(run, Console(quiet=True)).train(StopRequest())
         return _outcome(run)
 
@@ -219,21 +208,20 @@ def main(folder: Path, bias: float, naive: bool) -> None:
     """One run of `run_under_limit`, in its own process."""
     config = from_flat(read_yaml(folder / CONFIG_FILE))
     if naive:  # all rows at once, and the first out of memory ends it
-        rows = config.num_rows
-        config = replace(config, rollout_rows=rows, score_rows=rows, train_rows=rows)
-        bias = 0.0
-        adaptive.survive = lambda work, rows, **_: (work(rows), rows)  # type: ignore[assignment]
+        Fit.plan = lambda self, phase, batch, **_: batch.rows  # type: ignore[method-assign]
+        fit.survive = lambda work, rows, **_: (work(rows), rows)  # type: ignore[assignment,attr-defined]
     report: dict[str, Any] = {"finished": False, "error": "", "rows": {}, "retries": 0}
     try:
-        with open_run(config, prediction_bias=bias) as run:
-            longest = Shape(config.num_rows, run.longest_prompt, config.sampling.max_new_tokens)
-            learn = run.memory.footprint("learn", longest).parts
-            report["learn_bytes"] = sum(learn[name] for name in ("activations", "gradients", "logits"))
-            report["process_bytes"] = private_bytes()
+        with open_run(config) as run:
+            if bias != 1.0:
+                mispredict(run.fit, bias)
+            longest = Size(config.num_rows, config.sampling.max_new_tokens, run.longest_prompt)
+            report["learn_bytes"] = run.fit.predict("learn", longest)
+            report["process_bytes"] = Device(limit_bytes=sys.maxsize).used_bytes()  # as a limit counts it
             Trainer(run, Console(quiet=True)).train(StopRequest())
             outcome = _outcome(run)
             torch.save(outcome.parameters, folder / "outcome.pt")
-            report["rows"] = {phase: plan.rows for phase, plan in run.memory.plan.items()}
+            report["rows"] = run.fit.planned()
             report |= {"retries": outcome.retries, "finished": True}
     except (RuntimeError, MemoryError, DoesNotFit) as error:
         report["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"

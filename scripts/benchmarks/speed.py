@@ -29,8 +29,8 @@ Key = TypeVar("Key")
 CONTENDERS: tuple[Contender, ...] = ("ours", "trl", "trl defaults")
 ANYWHERE = 1.0, 0.8
 """Least ratio, and most memory, on any machine: fp32 on two AVX2 cores has 1.23 and 0.68 of TRL's best."""
-WARM_UP_STEPS = 4
-"""Of ours, which counts memory operation by operation in the first three; of TRL's there is one."""
+WARM_UP_STEPS = 3
+"""Of ours, which counts memory operation by operation in the first two; of TRL's there is one."""
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def run_ours(work: Work, gate: Gate) -> None:
     from grpo.config.groups import OptimizerSettings, SamplingSettings
     from grpo.learning.loss import LossSettings
     from grpo.run.setup import open_run
-    from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, NewLines
+    from grpo.run.tracking import METRICS_FILE, NewLines
     from grpo.trainer import Trainer
 
     config = Config(
@@ -118,12 +118,11 @@ def run_ours(work: Work, gate: Gate) -> None:
     with open_run(config) as run:
         gate.say({"ready": True})
         new_lines, seen = NewLines(run.folder / METRICS_FILE), [0.0]
-        new_records, peak = NewLines(run.folder / MEMORY_FILE), peak_bytes()
+        peak = peak_bytes()
 
         def after_step() -> None:
             nonlocal peak  # the trainer resets peaks at each phase, those of the system too
-            reserved = (record["reserved_bytes"] for record in new_records())
-            peak = max(peak, run.monitor.read().peak_bytes, *reserved)
+            peak = max(peak, peak_bytes(), run.device.read().peak_bytes)
             metrics = new_lines()[-1]
             split = {name: value for name, value in metrics.items() if name.startswith("timing/")}
             new_tokens = metrics["completions/mean_length"]

@@ -75,7 +75,7 @@ def perform(run: Run) -> None:
     import trl
     from datasets import Dataset
 
-    from grpo.memory.monitor import MemoryMonitor, private_bytes
+    from grpo.memory import Device
     from grpo.trl import GRPOTrainer
 
     folder = make_random_gpt2(Path(tempfile.mkdtemp()) / "model", **SHAPE_OF_10M)
@@ -86,9 +86,9 @@ def perform(run: Run) -> None:
     torch.ones(512, 512) @ torch.ones(512, 512)  # threads take their stacks before there is a limit
     tokenizer([board] * 8)
     if run.limit_mb:
-        resource.setrlimit(resource.RLIMIT_DATA, (private_bytes() + run.limit_mb * 2**20,) * 2)
+        private = Device(limit_bytes=sys.maxsize).memory().ours_bytes  # as a limit counts it
+        resource.setrlimit(resource.RLIMIT_DATA, (private + run.limit_mb * 2**20,) * 2)
     rows = run.batch // run.accumulation
-    monitor = MemoryMonitor(torch.device("cpu"))
     settings = trl.GRPOConfig(
         output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to="none", save_strategy="no",
         disable_tqdm=True, logging_steps=1, max_steps=run.steps, learning_rate=1e-6, disable_dropout=True,
@@ -106,7 +106,7 @@ def perform(run: Run) -> None:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             print(json.dumps({
-                "step_s": time.perf_counter() - self.began, "peak_mb": monitor.read_peaks()[2] / 2**20,
+                "step_s": time.perf_counter() - self.began, "peak_mb": device.read().peak_bytes / 2**20,
                 "rows": int((trainer._metrics["train"].get("memory/learn_rows") or [rows])[-1]),
             }), flush=True)  # fmt: skip
 
@@ -117,6 +117,7 @@ def perform(run: Run) -> None:
         reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
         train_dataset=prompts, **options,
     )  # fmt: skip
+    device: Any = Device() if run.kind == "stock" else trainer.fit.device  # which resets the system's peaks
     if run.fixed:
-        trainer.fit.plan = lambda phase, batch_size, tokens=1: batch_size
+        trainer.fit.plan = lambda phase, batch, like="": batch.rows
     trainer.train()

@@ -35,7 +35,7 @@ def train(
 ) -> dict[str, Any]:
     """What a run leaves: weights, texts, held-out rewards, and of each phase's memory the last record.
 
-    traced: with the plan a run makes, which takes a while, and not with one made up.
+    traced: with the passes that a run begins with, and not with a plan that is made up.
     """
     with nullcontext() if traced else untraced(), open_run(config) as run:
         prepare(run)
@@ -120,7 +120,7 @@ def rehearse(rank: int, library: Path, model: Path, prompts: Path, folder: Path)
     resumed = train(on(NAME, rich, resume=folder / "rich"))
     found["rich, resumed"] = compared(resumed, train(on("cpu", rich, name="rich on the CPU")))
 
-    largest, small = (here["phases"][phase]["device_used_bytes"] for phase in ("learn", "update"))
+    largest, small = (here["phases"][phase]["process_bytes"] for phase in ("learn", "update"))
 
     def less_than_it_says(run: Run) -> None:
         pretend.set_limit((largest + small) // 2)

@@ -161,17 +161,20 @@ def leaky(prompts, completions, **columns):
 def write_run(folder: Path, growth: int = 0) -> Path:
     """memory.jsonl and metrics.jsonl of a run of 60 steps on a card, `growth` bytes a step."""
     folder.mkdir()
-    write_records(folder / "metrics.jsonl", [{"step": n, "num_tokens": 1000 * n} for n in range(1, 61)])
-    memory = []
+    memory, metrics = [], []
     for step in range(1, 61):
         held, all_of_it = 2**29 + growth * step, 2**30 + growth * step
         line = {
-            "step": step, "rows": 8, "retries": 0, "predicted_bytes": 2**30, "peak_bytes": held,
-            "allocated_bytes": held + (step * 7919) % 1000, "reserved_bytes": all_of_it,
-            "device_used_bytes": all_of_it,
+            "step": step, "rows": 8, "retries": 0, "predicted_bytes": 2**29, "added_bytes": 2**29,
+            "process_bytes": all_of_it,
         }  # fmt: skip
+        metrics.append({
+            "step": step, "num_tokens": 1000 * step, "memory/reserved_gb": all_of_it / 2**30,
+            "memory/allocated_gb": (held + (step * 7919) % 1000) / 2**30,
+        })  # fmt: skip
         memory += [{**line, "phase": phase} for phase in ("sample", "score", "learn", "update")]
     write_records(folder / "memory.jsonl", memory)
+    write_records(folder / "metrics.jsonl", metrics)
     return folder
 
 

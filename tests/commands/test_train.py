@@ -78,8 +78,8 @@ def test_a_run_of_own_rewards_and_prompts_shows_its_plan_before_and_what_it_meas
     assert all(row["rewards"]["brevity"] == -len(row["completion"]) / 100 for row in completions)
     assert len(re.findall(r"CPU memory - allocated: \d+\.\d\dGB, peak: \d+\.\d\dGB", own_run.stderr)) == 2
     before, after = own_run.stderr.split("step 1 -")
-    assert "Memory planned; budget" in before and "worst case" in before and "expected" in before
-    assert "Memory measured" in after and "expected ┃ measured ┃ within" in " ".join(after.split())
+    assert "Memory planned; budget" in before and "rows at once" in before and "headroom" in before
+    assert "Memory measured" in after and "measured ┃ off by ┃ process" in " ".join(after.split())
     assert "Memory measured" not in before and "Memory planned" not in after
 
 
@@ -110,7 +110,7 @@ def test_a_memory_limit_is_enforced_and_what_it_has_to_be_at_least_is_enough(sma
     flags = [*small, *own_task, "--steps", 1, "--eval-interval", 0]
     tight = run(TRAIN, *flags, "--memory-limit", "100MB", "--name", "tight", cwd=folder, traced=True)
     assert tight.returncode == 2 and "Traceback" not in tight.stderr
-    assert "sample does not fit: one row needs" in tight.stderr
+    assert re.search(r"(sample|learn|score) does not fit: one\s+row\s+needs", tight.stderr)
     assert not (folder / "runs/tight").exists()
     least = re.search(r"--memory-limit has to be at least (0\.\d\d)GB\.", " ".join(tight.stderr.split()))[1]
     done = run(TRAIN, *flags, "--memory-limit", f"{least}GB", "--name", "enough", cwd=folder, traced=True)
@@ -193,20 +193,10 @@ def test_two_processes_have_one_log_and_one_folder(small, own_task, folder):
     assert [line["phase"] for line in own] == [line["phase"] for line in others]
 
 
-def test_the_plan_of_one_of_eight_processes_that_share_a_model(data_file, monkeypatch, made_up_plans):
-    """As docs/several-cards.md has it: an eighth of all. The second keeps silent of a wrong setting."""
-    flags = ["--model", "rook-tiny", "--prompts", data_file, "--batch-size", 64, "--dry-run",
-             "--device-memory", "80GB"]  # fmt: skip
-    alone = here("train", *flags)
+def test_of_a_wrong_setting_the_first_process_speaks_and_the_second_keeps_silent(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
-    shared = here("train", *flags, "--shard")
-
-    def cells(name: str) -> list[str]:
-        return [re.search(rf"│ {name} +│ +([0-9.]+) ", said.stderr)[1] for said in (alone, shared)]
-
-    assert cells("rows at once") == ["64", "8"]
-    assert cells("weights") == ["0.013", "0.002"] and cells("optimizer") == ["0.026", "0.003"]
-    assert "budget 66.64 GB (85% of 78.40 GB)" in shared.stderr
+    monkeypatch.setenv("RANK", "0")
+    assert "batch_size is 60" in here("train", "--batch-size", 60).stderr
     monkeypatch.setenv("RANK", "1")
     done = here("train", "--batch-size", 60)
     assert done.returncode == 2 and not done.stdout + done.stderr

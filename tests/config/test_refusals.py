@@ -19,6 +19,7 @@ import torch
 from chess import STARTING_FEN as START
 from commands import here
 from report_folders import sweep_settings, write_run, write_sweep
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CTRLConfig, GraniteConfig, LlamaConfig, MambaConfig
 
@@ -34,12 +35,8 @@ from grpo.evaluate import Evaluation, evaluate, paired_difference, read_mates, s
 from grpo.learning.advantages import group_advantages
 from grpo.learning.loss import StepCounts, adaptive_kl, grpo_loss
 from grpo.learning.optimizer import check_optimizer
-from grpo.memory import Budget, Fit
-from grpo.memory.budget import GB
-from grpo.memory.fit import PhaseFit
+from grpo.memory import Device, Fit, Size
 from grpo.memory.leaks.trend import find_trends
-from grpo.memory.phase import Footprint
-from grpo.memory.planner import plan_phase
 from grpo.model.adapters import add_adapters, save_adapters
 from grpo.model.cpu import attention
 from grpo.model.load import Policy, load_policy
@@ -47,6 +44,7 @@ from grpo.model.target import choose_device
 from grpo.play.opponents import make_opponent
 from grpo.play.record import Match
 from grpo.rollout.sample import rollout
+from grpo.run.dry_run import dry_run
 from grpo.run.loading import check_quantized, check_shard, prompt_room
 from grpo.run.setup import open_run
 from grpo.run.tracking import METRICS_FILE, RunTracker
@@ -482,6 +480,8 @@ REFUSED: dict[str, list[Row]] = {
     ],
     "distributed": [
         (lambda at: open_run(replace(at.config, shard=True)).__enter__(), "there is one process", "torchrun"),
+        (lambda at: dry_run(replace(at.config, shard=True, dry_run=True), Console()),
+         "dry_run and shard are on", "leave out --dry-run"),
         *each_at(
             lambda at, more: check_shard(replace(at.config, shard=True, **more), mock.Mock(size=2)),
             ({"lora": LoraSettings(lora_rank=4)}, "shard is on, and", "lora_rank is"),
@@ -580,12 +580,7 @@ REFUSED: dict[str, list[Row]] = {
     ],
     "memory": [
         (lambda at: find_trends(np.zeros((1, 39)), np.arange(39.0)), "39 steps are too few", "at least 40"),
-        (lambda at: PhaseFit([]), "a fit needs at least one traced shape"),
-        (lambda at: Fit().predict("learn", 4), "nothing was measured yet"),
-        (lambda at: plan_phase(lambda rows: Footprint({"weights": 2 * GB, "cache": 1.5 * GB * rows}, GB / 4),
-                               Budget(3 * GB, "75% of 4.00 GB"), phase="score", batch_size=8, group_size=4),
-         "score does not fit: one row needs 3.75 GB (weights 2.00 GB, cache 1.50 GB)",
-         "there are 3.00 GB (75% of 4.00 GB)"),
+        (lambda at: Fit(Device()).predict("learn", Size(4)), "nothing was measured yet"),
     ],
     "model": [
         *each_of(

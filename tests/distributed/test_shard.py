@@ -8,19 +8,17 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from benchmarks.real_phases import Setting
 from safetensors.torch import load_file
 from several_processes import in_processes, values
-from sharded import added_bytes, compared, trained
+from sharded import compared, rows_taken, trained
 from transformers import LlamaConfig
 from whole_runs import metrics_of
 
 from grpo.config.groups import OptimizerSettings
 from grpo.distributed.share import Share
-from grpo.memory import DoesNotFit, Shape, survive
+from grpo.memory import DoesNotFit, survive
 from grpo.model.target import make_target
-from grpo.plan.trace import PhaseTracer
-from grpo.plan.workload import Workload, resident_parts
+from grpo.plan.workload import Workload
 from grpo.types import Rollout
 
 
@@ -38,19 +36,13 @@ def test_gradients_and_samples_are_those_of_a_whole_model(model_folders, prompts
     assert max(lengths) > 1
 
 
-def test_what_a_sharded_phase_holds_is_foreseen_within_a_tenth(tmp_path):
-    """Weights are about as much as activations here: 3.7 MB, of 3 to 23 MB that phases add."""
-    model = LlamaConfig(
-        vocab_size=512, max_position_embeddings=192, hidden_size=128, intermediate_size=384,
-        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    setting, shape = Setting("wide", model, checkpointing="full", group_size=4), Shape(8, 24, 12)
-    phases = ("sample", "score", "learn", "learn split")
-    settings = replace(setting.workload(shape).phase_settings(), processes=2)
-    tracer = PhaseTracer(settings, cache_folder=tmp_path)
-    foreseen = {phase: tracer.peak_bytes(phase, shape) for phase in phases}
-    for measured in values(in_processes(2, added_bytes, setting, shape, phases)):
-        assert measured == pytest.approx(foreseen, rel=0.1)
+def test_a_sharded_run_measures_and_all_processes_take_as_many_rows(config, model_folders):
+    """As the one that has room for the fewest: of groups that are learned from, one after two."""
+    config = replace(config, model=str(model_folders["qwen"]), batch_size=16, shard=True)
+    both = [*values(in_processes(2, rows_taken, config))]
+    for planned, taken, added in both:
+        assert planned == dict.fromkeys(("sample", "score", "learn"), 8)
+        assert taken["learn"] == 4 and taken == both[0][1] and all(added[phase] > 0 for phase in planned)
 
 
 def assert_same_checkpoint(one: Path, other: Path, step: int) -> None:
@@ -100,10 +92,10 @@ def test_each_process_is_planned_with_its_part_of_what_stays(config):
     target = make_target(LlamaConfig(), torch.device("cpu"), torch.bfloat16)
     whole = Workload(config, target, 9, reference_here=True, processes=4)
     kept = {"weights": 4000, "optimizer": 8000, "reference": 4000, "sampler's copy": 2000}
-    assert resident_parts(whole, num_parameters=1000) == kept
+    assert whole.resident(1000) == kept
     parted = replace(whole, config=replace(config, shard=True))
     kept = {"weights": 1000, "optimizer": 2000, "reference": 1000}
-    assert resident_parts(parted, num_parameters=1000) == kept
+    assert parted.resident(1000) == kept
 
 
 def test_an_idle_group_has_no_tokens_and_no_advantage(prompts):

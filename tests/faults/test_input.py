@@ -3,7 +3,6 @@
 tests/data/test_rewards_called.py has answers that are none, tests/config/test_refusals.py what is typed.
 """
 
-import json
 import random
 
 import numpy as np
@@ -13,7 +12,6 @@ from commands import run
 from prompt_lines import write_records
 
 from grpo.data.reward_functions import RewardFunctions
-from grpo.plan.trace import tracer
 from grpo.types import Prompt, Rollout
 
 
@@ -77,9 +75,3 @@ def test_an_answer_that_breaks_in_a_later_step_says_how_to_go_on(tmp_path, quick
     said = " ".join(done.stderr.split())
     assert done.returncode == 2 and "Traceback" not in said
     assert "the last checkpoint is good; go on with: python train_lean.py --resume runs/a" in said
-
-
-def test_traces_of_another_kind_are_made_again(tmp_path):
-    for known in ({"a": 3}, {"a": []}, {"a": [[1, 2]]}, {"a": [["x", "y"]]}, {"a": [["x"]]}, [1]):
-        (tmp_path / "traces.json").write_text(json.dumps(known))
-        assert tracer._read(tmp_path / "traces.json") == {}

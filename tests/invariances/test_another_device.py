@@ -37,12 +37,14 @@ def test_the_run_is_the_cpus(found, run: str):
 
 
 def test_peaks_are_what_was_predicted_and_out_of_memory_costs_a_retry(found):
-    """By the allocator's own statistics, which no prediction has seen: within 3 %."""
+    """By the allocator's own statistics. What is foretold is for texts without gaps: up to a fifth more."""
     for phase, line in found["plain"]["phases"].items():
-        assert line["device_used_bytes"] > 0
-        assert line["predicted_bytes"] == pytest.approx(line["device_used_bytes"], rel=0.03), phase
+        assert line["process_bytes"] > line["added_bytes"] > 0
+        assert 0.97 < line["predicted_bytes"] / line["added_bytes"] < 1.2, phase
     assert found["short"]["phases"]["learn"]["rows"] < 16
-    assert any("out of memory, replayed (OutOfMemoryError: pretend" in line for line in found["said"])
+    assert any(
+        "learn: out of memory with 16 rows (OutOfMemoryError: pretend" in line for line in found["said"]
+    )
 
 
 def test_a_micro_batch_is_one_copy_and_nothing_is_left_on_the_device(found):
@@ -54,4 +56,4 @@ def test_a_micro_batch_is_one_copy_and_nothing_is_left_on_the_device(found):
 
 
 def test_a_model_that_does_not_fit_is_no_traceback(found):
-    assert found["too small"].startswith("the model does not fit on pretend:0: what stays all along needs")
+    assert found["too small"].startswith("the model does not fit: what stays all along needs")

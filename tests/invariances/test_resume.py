@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, Qwen2Config
 from whole_runs import BY_FIELD, assert_same_outcome, outcome, train
 
+from grpo import phases
 from grpo.config.groups import LoraSettings, OptimizerSettings
+from grpo.learning.objectives import accumulate_grpo
 from grpo.learning.step import Stepper
 from grpo.run.interrupt import StopRequest
 from grpo.run.journal import Journal
 from grpo.run.setup import open_run
-from grpo.run.tracking import METRICS_FILE, read_lines
+from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
@@ -95,6 +98,36 @@ def test_i5_an_interrupted_run_ends_as_one_that_was_not(feature, request):
         steps = [path.name for path in sorted((folder / "checkpoints").glob("step-*"))]
         assert steps == [f"step-{how.get('stop_after', 2):06d}"]
         assert_same_outcome(straight, outcome(train(dataclasses.replace(config, resume=folder))))
+
+
+def test_i5_rows_that_were_cut_down_before_the_cut_stay_so(config, monkeypatch):
+    """Memory runs out in step 1. In fp32, where other rows give other sums."""
+    config = dataclasses.replace(config, steps=STEPS, checkpoint_interval=1, keep_checkpoints=9)
+
+    def short_of_memory(name: str, **how: int) -> Path:
+        tries = []
+
+        def runs_out(*given, **options):
+            tries.append(options["rows"])
+            if len(tries) <= 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return accumulate_grpo(*given, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(phases, "accumulate_grpo", runs_out)
+            folder = train(dataclasses.replace(config, name=name), **how)
+        assert tries == [8, 8, *[4] * (len(tries) - 2)]
+        return folder
+
+    straight = outcome(short_of_memory("straight"))
+    cut = short_of_memory("cut", stop_after=1)
+    resumed = train(dataclasses.replace(config, name="cut", resume=cut))
+    assert straight["state"]["memory"]["learn"] == (4, 4)
+    assert_same_outcome(straight, outcome(resumed))
+    rows = [line["rows"] for line in read_lines(resumed / MEMORY_FILE) if line["phase"] == "learn"]
+    assert rows == [4] * STEPS
+    enough = outcome(train(dataclasses.replace(config, name="enough")))["tensors"]
+    assert not all(torch.equal(tensor, enough[name]) for name, tensor in straight["tensors"].items())
 
 
 @pytest.mark.parametrize("feature", ["plain", "rich"], indirect=True)

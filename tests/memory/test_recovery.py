@@ -4,7 +4,6 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from unittest import mock
@@ -13,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.out_of_memory import OUT_OF_MEMORY, FailAtAllocation, count_allocations
-from several_processes import in_processes
+from several_processes import in_processes, values
 from torch import Tensor, nn
 
-from grpo.memory.monitor import private_bytes
-from grpo.memory.planner import DoesNotFit
-from grpo.memory.recovery import Retry, is_out_of_memory, survive
+from grpo import malloc
+from grpo.memory import Device, DoesNotFit, is_out_of_memory, survive
+from grpo.memory.recovery import Retry
 
 CPU_ERROR = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
@@ -215,7 +214,9 @@ def test_all_that_a_failed_attempt_held_is_free_when_the_next_begins(fail: Calla
     assert held and alive == [0, 0, 0]
 
 
-def test_a_cache_is_emptied_before_a_retry_and_onednn_given_up_once_it_has_failed(monkeypatch, logged):
+def test_a_cache_is_emptied_before_a_retry_malloc_gives_back_and_onednn_is_given_up_once_it_has_failed(
+    monkeypatch, logged
+):
     for device in torch.device("cuda"), torch.device("mps"), None:
         emptied: list[str] = []
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, device=device, **__: device)
@@ -223,6 +224,13 @@ def test_a_cache_is_emptied_before_a_retry_and_onednn_given_up_once_it_has_faile
         monkeypatch.setattr(torch.mps, "empty_cache", partial(emptied.append, "mps"))
         survive(fits(4, []), 8, phase="learn")
         assert emptied == ([device.type] * 2 if device else [])
+    with mock.patch.object(malloc, "give_back") as give_back:
+        survive(fits(4, []), 4, phase="learn")
+        with pytest.raises(DoesNotFit):
+            survive(mock.Mock(side_effect=torch.OutOfMemoryError("a card's")), 1, phase="learn")
+        assert not give_back.called
+        survive(fits(4, []), 8, phase="learn")
+        assert give_back.call_count == 2
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", torch.backends.mkldnn.enabled)  # is put back
     torch.backends.mkldnn.enabled = True
 
@@ -273,18 +281,9 @@ def test_a_fault_at_any_allocation_changes_no_gradient():
 # ------------------------------------------------------------------------------------- real limits
 
 
-@contextmanager
-def limited_to(extra_bytes: int) -> Iterator[None]:
-    """This process may have `extra_bytes` more than it has now."""
-    import resource  # not on Windows
-
-    used = private_bytes()
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (used + extra_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+def limited_to(extra_bytes: int) -> Device:
+    """This process may have `extra_bytes` more than it has now, inside its `capped`."""
+    return Device(limit_bytes=Device(limit_bytes=2**40).memory().ours_bytes + extra_bytes)
 
 
 MB = 2**20
@@ -303,7 +302,7 @@ def provoke(name: str) -> tuple[str, bool]:
     """The real error, and whether it is recognised."""
     work, x = PROVOCATIONS[name], torch.ones(1024, 16)
     try:
-        with limited_to(16 * MB):
+        with limited_to(16 * MB).capped():
             work(x)
     except Exception as error:
         return f"{type(error).__name__}: {error}", is_out_of_memory(error)
@@ -316,7 +315,7 @@ def learn_under_a_limit() -> tuple[int, list[int], float]:
     model = nn.Sequential(nn.Linear(4, 2**16), nn.Tanh(), nn.Linear(2**16, 1)).double()
     run = gradient_step(model, torch.randn(64, 4, dtype=torch.float64))  # each activation of 64: 32 MB
     retries: list[Retry] = []
-    with limited_to(64 * MB):
+    with limited_to(64 * MB).capped():
         found, rows = survive(
             run, 64, phase="learn", group_size=8, discard=model.zero_grad, on_retry=retries.append
         )
@@ -332,8 +331,6 @@ def under_real_limits(rank: int) -> tuple[dict[str, tuple[str, bool]], tuple[int
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is Linux's")
 def test_a_host_without_memory_is_recognised_and_fewer_rows_give_the_same_gradient():
     """In a process of one thread, for threads' stacks are memory too."""
-    (ended,) = in_processes(1, under_real_limits)
-    assert ended.error is None
-    errors, (rows, tried, difference) = ended.value
+    ((errors, (rows, tried, difference)),) = values(in_processes(1, under_real_limits))
     assert [text for text, recognised in errors.values() if not recognised] == []
     assert tried[:2] == [64, 64] and rows in (8, 16, 32) and difference < 1e-10

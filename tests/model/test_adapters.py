@@ -4,6 +4,7 @@ import copy
 import math
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,16 +14,16 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig
 from whole_runs import metrics_of, train
 
-from grpo.config.groups import LoraSettings, OptimizerSettings, SamplingSettings
+from grpo.config.groups import LoraSettings, OptimizerSettings
 from grpo.learning.loss import LossSettings
 from grpo.learning.optimizer import make_optimizer
-from grpo.memory import Shape
+from grpo.memory import Size
 from grpo.memory.live import LiveBytes
 from grpo.model.adapters import adapter_parameters, adapters_off, add_adapters, save_adapters, store_base
 from grpo.model.four_bits import dequantized, layers_in_4_bits
 from grpo.model.load import RolloutModel, load_config, load_for, load_policy, save_merged
 from grpo.model.reference import make_reference
-from grpo.plan.trace import PHASES, PhaseSettings, PhaseTracer
+from grpo.plan.trace import TracedPhases
 from grpo.run.checkpoint import CheckpointFolder
 from grpo.run.loading import check_quantized
 from grpo.run.setup import Run, open_run
@@ -268,26 +269,23 @@ def test_weights_that_come_in_4_bits_are_trained_by_adapters(lora_config, load, 
     assert check_quantized(lora_config, eight) == lora_config  # not taken for one in 4 bits
 
 
-def test_the_plan_counts_a_base_in_4_bits(tmp_path):
+def test_the_plan_counts_a_base_in_4_bits():
     """Its bytes exactly, and what a phase adds, where layers are dequantized in turn."""
     sizes = LlamaConfig(
         vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=192,
     )  # fmt: skip
-    setting, shape = Setting("llama", sizes, torch.float32, group_size=4, lora=IN_4_BITS), Shape(16, 40, 24)
-    real = RealPhases(setting)
-    sampling, loss = SamplingSettings(max_new_tokens=24), LossSettings(kl_coef=0.02)
-    settings = PhaseSettings(setting.target, 4, sampling, loss, lora=IN_4_BITS)
-    traces = PhaseTracer(settings, cache_folder=tmp_path)
-    held = sum(each.nbytes for each in real.model.parameters() if not each.requires_grad)
-    for layer in layers_in_4_bits(real.model).values():
+    setting, size = Setting("llama", sizes, torch.float32, group_size=4, lora=IN_4_BITS), Size(16, 24, 40)
+    real, traced = RealPhases(setting), TracedPhases(setting.phase_settings())
+    held = sum(each.nbytes for each in real.policy.parameters() if not each.requires_grad)
+    for layer in layers_in_4_bits(real.policy).values():
         state = layer.weight.quant_state
         tables = (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
         held += sum(each.nbytes for each in tables)
-    assert traces.frozen_bytes == held
-    for phase in PHASES:
-        allocated = allocator_peak(real.prepare(phase, shape))
-        assert held + traces.peak_bytes(phase, shape) == pytest.approx(held + allocated, rel=0.02), phase
+    assert traced.frozen_bytes == held
+    for phase in setting.phase_settings().phases:
+        allocated = allocator_peak(partial(real.run, phase, size))
+        assert held + traced.added_bytes(phase, size) == pytest.approx(held + allocated, rel=0.02), phase
 
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["copy", "adapters"])

@@ -54,17 +54,6 @@ def test_accelerate_starts_two_processes_that_do_the_step_of_one(tmp_path):
     assert texts == others and texts
 
 
-def test_one_of_eight_processes_plans_for_an_eighth_of_what_stays(tmp_path):
-    def plan(*more: str, **environment: str) -> dict[str, list[str]]:
-        words = ["--dry-run", "--device-memory", "80GB", "--batch-size", 64, "--model", "rook-tiny", *more]
-        return cells(python(tmp_path, TRAIN, *words, **environment), "Memory planned")
-
-    whole, part = plan(), plan("--shard", WORLD_SIZE="8")
-    for name in ("weights", "optimizer"):
-        for all_of_it, mine in zip(whole[name], part[name], strict=True):
-            assert abs(float(mine) - float(all_of_it) / 8) <= 0.001, (name, whole, part)
-
-
 def test_the_readmes_plan_for_124_million_parameters_in_8_gb(tmp_path):
     said = python(tmp_path, TRAIN, "--dry-run", "--device-memory", "8GB", "--batch-size", 512)
     start = "Memory planned; budget 6.66 GB"

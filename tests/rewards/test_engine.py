@@ -66,7 +66,7 @@ def test_what_is_no_engine_is_an_error_that_left_no_process(monkeypatch):
     for path in ("/bin/true", "/bin/cat"):
         with pytest.raises(EngineError, match=f"{path} is not a working UCI engine"):
             EnginePool(path, cache_path=":memory:")
-    assert children() == before
+    assert children() <= before  # of which one may have ended meanwhile
 
 
 def test_moves_come_best_first_with_evals_in_pawns_of_the_side_to_move(engines: EnginePool):
@@ -204,7 +204,7 @@ def test_an_engine_that_cannot_be_restarted_fails_its_position_and_is_tried_late
         os.kill(pids(engines)[0], signal.SIGKILL)
         with pytest.raises(EngineError, match="not a working UCI engine"):
             engines.submit(ROOK_ENDING).result(timeout=20)
-        assert children() == before
+        assert children() <= before  # of which one may have ended meanwhile
         become(find_stockfish())
         monkeypatch.undo()
         assert engines.submit(ROOK_ENDING).result(timeout=20).moves

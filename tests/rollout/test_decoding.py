@@ -9,8 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import grpo.rollout.decoder
 from grpo.config.groups import LoraSettings, SamplingSettings
-from grpo.memory import Shape
+from grpo.memory import Size
 from grpo.memory.live import LiveBytes
+from grpo.memory.rows import positions
 from grpo.model.adapters import add_adapters, store_base
 from grpo.model.load import Policy, RolloutModel, end_names, end_tokens, load_for
 from grpo.rollout.decoder import CacheBytes, check_decoder, has_static_cache, make_decoder
@@ -19,7 +20,7 @@ from grpo.rollout.native import NativeDecoder
 from grpo.rollout.sample import rollout
 from grpo.rollout.static_cache import StaticLayer
 from grpo.rollout.tokens import step_uniforms
-from grpo.scoring.micro_batches import micro_batch_logprobs, micro_batch_shapes, micro_batches, score
+from grpo.scoring.micro_batches import largest_pass, micro_batch_logprobs, micro_batches, score
 from grpo.types import Prompt, Rollout
 
 G, LENGTH = 3, 12
@@ -153,7 +154,7 @@ def test_greedy_tokens_are_those_of_generate(load, prompts, architecture):
 @pytest.mark.parametrize("pass_tokens", [None, 0])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 100])
 def test_micro_batches_hold_every_row_once_and_groups_whole_where_they_fit(load, prompts, rows, pass_tokens):
-    """And have the shapes that are foretold."""
+    """The largest of them is known without any."""
     sampled = sample(load("gpt2"), prompts)
     batches = list(micro_batches(sampled, rows, pass_tokens=pass_tokens))
     assert sorted(torch.cat([batch.rows for batch in batches]).tolist()) == [*range(len(prompts) * G)]
@@ -169,10 +170,9 @@ def test_micro_batches_hold_every_row_once_and_groups_whole_where_they_fit(load,
             assert scored[place].tolist() == [*[True] * length, *[False] * (scored.shape[1] - length)]
         assert len(batch.rows) <= rows
         assert rows < G or len(prompts_of) * G == len(batch.rows)  # none is cut, no prompt computed twice
-    shapes = micro_batch_shapes(sampled, rows, pass_tokens=pass_tokens)
-    for shape, b in zip(shapes, batches, strict=True):
-        assert isinstance(shape, Shape) and shape.scored_tokens == len(b.scored)
-        assert shape[:3] == (len(b.rows), int(b.prompts.lengths.max()), b.completion_ids.shape[1])
+    sizes = [Size(len(b.rows), b.completion_ids.shape[1], int(b.prompts.lengths.max())) for b in batches]
+    largest = max(sizes, key=lambda size: positions(*size, G))
+    assert largest_pass(sampled, rows, pass_tokens=pass_tokens) == largest
 
 
 def lengths_of(*longest: int) -> Rollout:

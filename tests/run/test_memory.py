@@ -1,8 +1,8 @@
 """Runs whose memory is short: neither plan nor out of memory changes what is learned (I4). The dry run."""
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import fields, replace
 from io import StringIO
 from itertools import product
 from pathlib import Path
@@ -18,20 +18,19 @@ from grpo import phases as planned
 from grpo.config import CONFIG_FILE, Config, SettingsError, parse_command_line, read_yaml
 from grpo.config.groups import OptimizerSettings, SamplingSettings
 from grpo.learning.loss import LossSettings
-from grpo.memory import Budget, DoesNotFit, MemoryMonitor, Shape, adaptive
-from grpo.memory.budget import GB, DeviceMemory
-from grpo.memory.planner import smaller_rows
+from grpo.memory import Budget, Device, DoesNotFit, Pass, Size
+from grpo.memory.budget import GB
+from grpo.memory.rows import smaller_rows
 from grpo.model import load as model_module
-from grpo.run import planning
 from grpo.run.dry_run import dry_run
 from grpo.run.setup import Run, open_run
 from grpo.run.tracking import MEMORY_FILE, read_lines
 from grpo.trainer import Trainer
 
 STEPS, G, BATCH, NEW = 2, 4, 16, 10
-PHASES = ["sample", "score", "learn", "update"]
+PHASES = ["sample", "score", "learn"]
 ROW_BYTES = 2e6
-"""What a row is said to add, more than the optimizer's step: plans are made up."""
+"""What a row is said to add: plans are made up."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def fp64(model_folders: dict[str, Path], data_file: Path, tmp_path_factory: pyte
         sampling=SamplingSettings(max_new_tokens=NEW), loss=LossSettings(kl_coef=0.05),
         optimizer=OptimizerSettings(learning_rate=1e-3), eval_interval=1, eval_prompts=4,
         runs_dir=tmp_path_factory.mktemp("runs"), name="plain", checkpoint_interval=1, trackers=(),
-        gradient_checkpointing="selective",  # budgets here are made from predictions: the same in every run
+        gradient_checkpointing="selective",
     )  # fmt: skip
 
 
@@ -73,24 +72,40 @@ def records(folder: Path, phase: str) -> list[dict[str, Any]]:
 
 
 def test_every_phase_of_every_step_leaves_a_record(plain: Path):
-    """GPT-2's cache is static: 2 layers of 32 wide keys and values in 8 bytes, for prompts and 48 more."""
+    """An evaluation before it, too. GPT-2's cache is static: 2 layers of 32 wide keys and values in 8 bytes,
+    for prompts and 48 more."""
     lines = read_lines(plain / MEMORY_FILE)
-    assert [(line["step"], line["phase"]) for line in lines] == list(product((1, 2), PHASES))
+    steps = [*product((1, 2), [*PHASES, "update", "evaluate"])]
+    assert [(line["step"], line["phase"]) for line in lines] == [(0, "evaluate"), *steps]
+    names = {field.name for field in fields(Pass)} - {"shared"} | {"step"}
     for line in lines:
-        assert line["rows"] == BATCH and line["retries"] == 0 and line["reason"] is None
-        assert line["device_used_bytes"] >= line["peak_bytes"] > 0 and line["reserved_bytes"] > 0
-        assert line["allocated_bytes"] > 0 and line["predicted_bytes"] > 0
-        assert (line["added_bytes"] is None) == (line["phase"] == "update")
-        if line["phase"] in ("score", "learn"):
-            assert 0 < line["new_tokens"] <= NEW < line["prompt_tokens"]
+        assert line.keys() == names and line["retries"] == 0 and line["reason"] is None
+        counted = (line["step"], line["phase"]) != (2, "evaluate")  # for the third time
+        assert (line["added_bytes"] is not None) == counted and line["seconds"] > 0
+        assert line["process_bytes"] > (line["added_bytes"] or 1) > 0
+        assert line["rows"] == (4 if line["phase"] == "evaluate" else BATCH)
+        first = (line["step"], line["phase"]) in ((0, "evaluate"), (1, "update"))
+        assert (line["predicted_bytes"] is None) == first
         if line["phase"] != "sample":
-            assert line["kv_bytes"] is None
+            assert line["kv_growth"] == []
             continue
         tokens = [count for count, _ in line["kv_growth"]]
         assert tokens[0] == 1 and tokens == sorted(set(tokens)) and tokens[-1] <= NEW
-        per_token = 2 * 2 * 32 * 8
-        assert line["kv_growth"][0][1] == (BATCH * 48 + BATCH // G * line["prompt_tokens"]) * per_token
-        assert line["kv_bytes"] == max(size for _, size in line["kv_growth"])
+        prompt, per_token = line["tokens"] - NEW, 2 * 2 * 32 * 8
+        assert line["kv_growth"][0][1] == (BATCH * 48 + BATCH // G * prompt) * per_token
+
+
+def test_the_table_after_a_run_has_the_largest_pass_of_each_phase(fp64: Config):
+    """And what was said of such a pass before the first step: here 2 MB a row."""
+    held: list[Run] = []
+    folder = trained(replace(fp64, name="table", train_rows=4, eval_interval=0), held.append)
+    (run,) = held
+    columns = [list(column.cells) for column in run.measured.table(run.device.budget()).columns]
+    assert columns[0] == [*PHASES, "update"] and columns[1] == ["16", "16", "4", "16"]
+    largest = [max(line["added_bytes"] for line in records(folder, phase)) for phase in columns[0]]
+    assert columns[3] == [f"{added / GB:.3f}" for added in largest]
+    assert columns[2][2] == f"{4 * ROW_BYTES / GB:.3f}" and columns[2][3] == columns[4][3] == ""
+    assert columns[4][2] == f"{4 * ROW_BYTES / largest[2] - 1:+.1%}"
 
 
 class RunsOut:
@@ -131,7 +146,7 @@ def test_i4_one_out_of_memory_changes_not_a_bit(fp64: Config, plain: Path, monke
     for runs_out in places.values():
         assert runs_out.fired == 1 and runs_out.rows[0] == runs_out.rows[1]
     assert_same_outcome(learned(folder), learned(plain))
-    for phase in PHASES[:3]:
+    for phase in PHASES:
         tries = [(line["retries"], line["rows"]) for line in records(folder, phase)]
         assert tries == [(1, BATCH), (0, BATCH)]
 
@@ -141,15 +156,15 @@ def test_i4_with_fewer_rows_the_same_is_learned(fp64: Config, plain: Path, monke
     places = run_out_everywhere(monkeypatch, times=3)
     folder = trained(replace(fp64, name="thrice"))
     for place, runs_out in places.items():
-        most, unit = (runs_out.rows[0], 1) if place == "evaluate" else (BATCH, G)  # it has what others need
-        smaller = smaller_rows(most, unit)
-        smallest = smaller_rows(smaller, unit)
-        assert runs_out.fired == 3 and runs_out.rows[:4] == [most, most, smaller, smallest]
+        most = 4 if place == "evaluate" else BATCH
+        smaller = smaller_rows(most, G)
+        smallest = smaller_rows(smaller, G)
+        assert runs_out.fired == 3 and runs_out.rows[:5] == [most, most, smaller, smallest, smallest]
     assert_close_outcome(learned(folder), learned(plain), exactness=1e-12)
-    for phase in PHASES[:3]:
+    for phase in PHASES:
         first, second = records(folder, phase)
         assert (first["rows"], first["retries"], second["rows"], second["retries"]) == (4, 3, 4, 0)
-        assert first["reason"].startswith("16 -> 4: out of memory")
+        assert first["reason"] is None and second["reason"].startswith("16 -> 4: memory ran out (OutOfMem")
 
 
 def test_a_checkpoint_that_never_fits_is_a_warning_and_training_goes_on(fp64: Config, logged: list[str]):
@@ -161,56 +176,58 @@ def test_a_checkpoint_that_never_fits_is_a_warning_and_training_goes_on(fp64: Co
     assert sum(line.startswith("WARNING no checkpoint of step") for line in logged) == STEPS
 
 
-@pytest.fixture
-def fixed_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process holds 1 GB and no more, no tensor is counted: plans follow from predictions alone."""
-    monkeypatch.setattr(adaptive, "EXACT_STEPS", 0)
-    monkeypatch.setattr(MemoryMonitor, "memory", lambda self: DeviceMemory(1000 * GB, 900 * GB, GB))
-    monkeypatch.setattr(MemoryMonitor, "in_use_bytes", lambda self: GB)
-    monkeypatch.setattr(MemoryMonitor, "gap_bytes", lambda self: 0)
-    monkeypatch.setattr(MemoryMonitor, "read_peaks", lambda self: (GB, GB, 0))
+def said_to_add(run: Run, phase: str, rows: int) -> int:
+    """Bytes of `rows` of a phase, the longest prompts' and full completions."""
+    return int(run.fit.predict(phase, Size(rows, NEW, run.longest_prompt))) + 1
 
 
-def upper_bytes(run: Run, phase: str, rows: int, *, batch_size: int | None = None) -> int:
-    """What `rows` of a phase may hold in the first plan, the longest prompts' and full completions."""
-    shape = Shape(rows, run.longest_prompt, NEW)
-    return int(run.memory.footprint(phase, shape, batch_size).upper_bytes) + 1
+def leave_room(run: Run, room: int) -> None:
+    """So many bytes for what phases add; no tensor is counted: plans follow from what is made up alone."""
+    run.device.slack, run.device.used_bytes = 0.0, lambda: GB
+    run.device.budget = lambda: Budget(GB + room, "test")
+    run.fit.count_no_tensors()
 
 
 @pytest.mark.parametrize("rows", [8, 1])
-def test_a_budget_that_forces_splits_changes_nothing(fp64: Config, plain: Path, fixed_process, rows: int):
-    def prepare(run: Run) -> None:
-        budget = Budget(max(upper_bytes(run, phase, rows) for phase in PHASES), "test")
-        run.memory._budget = lambda: budget
-
-    folder = trained(replace(fp64, name=f"split-{rows}"), prepare)
-    first = records(folder, "learn")[0]
-    assert first["rows"] == rows and first["reason"].startswith(f"16 -> {rows}: predictions")
+def test_a_budget_that_forces_splits_changes_nothing(fp64: Config, plain: Path, rows: int, logged):
+    folder = trained(
+        replace(fp64, name=f"split-{rows}"),
+        lambda run: leave_room(run, max(said_to_add(run, phase, rows) for phase in PHASES)),
+    )
+    first, second = records(folder, "learn")
+    assert first["rows"] == second["rows"] == rows
+    why = f"{rows}: longer texts, or less room, of"
+    assert first["reason"].startswith(f"16 -> {why}") and second["reason"] is None
+    assert any(
+        line.startswith(f"INFO plan: learn 16 -> {rows} rows at once: longer texts") for line in logged
+    )
     assert_close_outcome(learned(folder), learned(plain), exactness=1e-12)
 
 
-def test_an_evaluation_has_the_rows_that_fit(fp64: Config, fixed_process, monkeypatch):
-    """No two of its prompts are shared, so each row holds all its tokens; what failed twice is not tried."""
-    evaluated = RunsOut(planned.score_heldout, times=2)
+def test_an_evaluation_has_the_rows_that_fit(fp64: Config, monkeypatch):
+    """No two of its prompts are shared, so each row holds all its tokens; it begins with sampling's bytes."""
+    evaluated = RunsOut(planned.score_heldout, times=0)
     monkeypatch.setattr(planned, "score_heldout", evaluated)
 
     def prepare(run: Run) -> None:
-        own = Shape(24, 1, run.longest_prompt + NEW)
-        budget = Budget(int(run.memory.footprint("sample", own, 24).upper_bytes) + 1, "test")
-        run.memory._budget = lambda: budget
-        run.memory.expected_bytes = math.inf
+        leave_room(run, int(1.5 * run.fit.predict("sample", Size(4, run.longest_prompt + NEW))))
 
-    trained(replace(fp64, name="evaluated", train_rows=1, score_rows=4), prepare)
-    assert evaluated.rows == [24, 24, 12, *[12] * STEPS]
+    trained(replace(fp64, name="evaluated", eval_prompts=8, train_rows=1, score_rows=1), prepare)
+    assert evaluated.rows == [4] * (1 + STEPS)
 
 
 @pytest.fixture
 def limit_to(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    return lambda limit: monkeypatch.setattr(planning, "make_budget", lambda *_, **__: Budget(limit, "test"))
+    """So many bytes may be held, of which no process takes any."""
+    monkeypatch.setattr("grpo.memory.device.FIRST_SLACK", 0.0)
+    monkeypatch.setattr(Device, "used_bytes", lambda self: 0)
+    monkeypatch.setattr(Device, "capped", lambda self: nullcontext("not enforced"))
+    return lambda limit: monkeypatch.setattr(Device, "budget", lambda self: Budget(limit, "test"))
 
 
 @pytest.fixture
-def auto(fp64: Config, tmp_path: Path, fixed_process) -> Iterator[Config]:
+def auto(fp64: Config, tmp_path: Path, limit_to) -> Iterator[Config]:
+    limit_to(100 * GB)
     with untraced(ROW_BYTES):
         yield replace(fp64, batch_size="auto", max_batch_size=27, runs_dir=tmp_path, steps=1, eval_interval=0)
 
@@ -218,9 +235,9 @@ def auto(fp64: Config, tmp_path: Path, fixed_process) -> Iterator[Config]:
 def test_batch_size_auto_is_the_largest_that_needs_no_splitting(auto: Config, limit_to, logged):
     with open_run(auto) as run:
         assert run.config.batch_size == run.config.num_rows == 24
-        assert {plan.rows for plan in run.memory.plan.values()} == {24}
-        enough = max(upper_bytes(run, phase, 12, batch_size=12) for phase in PHASES)
-        too_little = upper_bytes(run, "sample", G, batch_size=G) - 2
+        assert run.fit.planned() == dict.fromkeys(PHASES, 24)
+        enough = max(said_to_add(run, phase, 12) for phase in PHASES)
+        too_little = said_to_add(run, "sample", G) - 2
     assert any(line.startswith("INFO batch size 24: the largest that needs no splitting") for line in logged)
     for limit, size in ((enough, 12), (enough - 2, 8)):
         limit_to(limit)
@@ -233,7 +250,7 @@ def test_batch_size_auto_is_the_largest_that_needs_no_splitting(auto: Config, li
 
 def test_batch_size_auto_is_settled_once_and_computes_what_the_number_does(auto: Config, limit_to):
     with open_run(auto) as run:
-        limit_to(max(upper_bytes(run, phase, 12, batch_size=12) for phase in PHASES))
+        limit_to(max(said_to_add(run, phase, 12) for phase in PHASES))
     found, given = trained(auto), trained(replace(auto, batch_size=12, name="given"))
     assert_same_outcome(learned(found), learned(given))
     assert read_yaml(found / CONFIG_FILE)["batch_size"] == 12
@@ -241,7 +258,7 @@ def test_batch_size_auto_is_settled_once_and_computes_what_the_number_does(auto:
     limit_to(100 * GB)
     resumed = parse_command_line(["--resume", str(found), "--steps", "2"])
     with open_run(resumed) as run:
-        assert run.config.batch_size == run.config.num_rows == run.memory.plan["learn"].rows == 12
+        assert run.config.batch_size == run.config.num_rows == run.fit.planned()["learn"] == 12
 
 
 @pytest.fixture
@@ -263,25 +280,23 @@ def cells(table: str, name: str) -> list[str]:
 
 
 def test_a_dry_run_knows_a_card_that_is_not_there(dry, logged: list[str]):
-    """By a plan that is not made up."""
     table = dry(device_memory="24GB", batch_size="auto", max_batch_size=40)
     assert "budget 19.99 GB (85% of 23.52 GB)" in table
-    assert cells(table, "rows at once") == ["40"] * 4
-    assert cells(table, "not torch") == ["0.500"] * 4
+    assert cells(table, "rows at once") == ["40"] * 3
+    assert cells(table, "everything else") == ["0.500"] * 3
     assert any(line.startswith("INFO 40 rows of up to") and "10 new tokens" in line for line in logged)
     with pytest.raises(DoesNotFit, match="does not fit: one row needs"):
         dry(device_memory="500MB")
 
 
-@pytest.mark.usefixtures("made_up_plans")
 def test_a_dry_run_prints_the_plan_and_needs_no_hub(dry, monkeypatch, logged: list[str]):
     table = dry()
-    assert cells(table, "rows at once") == ["8"] * 4
-    assert all(float(cell) > 0 for cell in cells(table, "worst case"))
+    assert cells(table, "rows at once") == ["8"] * 3
+    assert all(float(cell) > 0 for cell in cells(table, "peak"))
     assert "budget 2.00 GB (--memory-limit)" in dry(device_memory="24GB", memory_limit="2GB")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("grpo.model.hub._answers", lambda name: False)
-    assert cells(dry(model="auto", device_memory="24GB"), "rows at once") == ["8"] * 4
+    assert cells(dry(model="auto", device_memory="24GB"), "rows at once") == ["8"] * 3
     (line,) = (line for line in logged if "the hub was not reached" in line)
     assert line.startswith("INFO") and "built-in shape" in line
     assert any("a token a byte" in line for line in logged)

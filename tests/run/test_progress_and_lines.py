@@ -22,21 +22,16 @@ from grpo.config.groups import OptimizerSettings
 from grpo.data.reward_functions import Scores
 from grpo.distributed import World
 from grpo.learning.optimizer import learning_rate
-from grpo.memory.budget import DeviceMemory
-from grpo.memory.step_plan import StepPlan
 from grpo.run import clock as clock_module
-from grpo.run import pace, tracking
+from grpo.run import tracking
 from grpo.run.checkpoint import CheckpointFolder
 from grpo.run.clock import Clock
 from grpo.run.metrics import Doubts
-from grpo.run.pace import Pace
 from grpo.run.progress import Progress
 from grpo.run.screen import LOG_FILE, StepProgress, configure_logging, held_out_line, in_one_line, keep_log
-from grpo.run.setup import open_run
 from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, RunTracker, read_lines
 
 LINE = OptimizerSettings(learning_rate=1.0, lr_schedule="linear", min_lr_ratio=0.0, warmup_steps=2)
-ROOMY, FULL = DeviceMemory(1000, 500, 400), DeviceMemory(1000, 19, 900)
 METRICS = {
     "reward": 0.8365, "reward_std": 0.151, "completions/mean_length": 144.2, "kl": 0.0123,
     "learning_rate": 1e-5, "step_time": 0.51, "memory/peak_gb": 20.016,
@@ -170,65 +165,24 @@ def test_phases_add_up_to_the_step_and_one_within_another_is_no_part_of_it(monke
     assert clock.lap() == {"timing/other_s": 0.0, "step_time": 0.0}
 
 
-def test_a_pass_and_a_row_are_told_apart_by_two_passes(monkeypatch):
-    """0.5 s a pass, 0.1 s a row; 3 s of the first time are not counted. At last, no time is negative."""
-    time, done = Seconds(), set()
-
-    def work(rows: int) -> None:
-        time.now += 0.5 + 0.1 * rows + (0.0 if rows in done else 3.0)
-        done.add(rows)
-
-    monkeypatch.setattr(pace, "time", time)
-    measured = pace.pace(work, 1, 8)
-    assert (measured.pass_s, measured.row_s) == (pytest.approx(0.5), pytest.approx(0.1))
-    assert measured.seconds(256, 24) == pytest.approx(11 * 0.5 + 25.6)
-    seconds = iter([2.0, 2.0, 1.0, 1.0])
-    monkeypatch.setattr(pace, "_seconds", lambda work, rows: next(seconds))
-    assert pace.pace(lambda rows: None, 1, 8) == Pace(2.0, 0.0)
-
-
-@pytest.mark.usefixtures("made_up_plans")
-def test_a_plan_of_few_rows_is_paced_and_one_of_all_or_as_given_is_not(config, logged, monkeypatch):
-    """Its passes leave nothing behind. What they would take all at once is made up to be no time."""
-    plan_one = StepPlan.plan_one
-
-    def planned(plan, phase, budget, batch_size, *lengths):
-        return plan_one(plan, phase, budget, 1 if phase == "learn" else batch_size, *lengths)
-
-    def said(**changes) -> list[str]:
-        with open_run(replace(config, **changes)) as run:
-            assert all(parameter.grad is None for parameter in run.policy.model.parameters())
-        return [line for line in logged if "times as long" in line]
-
-    monkeypatch.setattr(pace.StepPace, "all_at_once", lambda self: 1e-9)
-    assert not said() and not said(rollout_rows=4, score_rows=2, train_rows=1)
-    monkeypatch.setattr(StepPlan, "plan_one", planned)
-    (line,) = said()
-    assert "learn 1 of 8 rows at once" in line
-
-
-def step(equal: float = 0, cut: int = 0, seconds: float = 1) -> dict[str, float]:
-    return {"frac_reward_zero_std": equal, "completions/clipped_ratio": cut / 20, "step_time": seconds}
+def step(equal: float = 0, cut: int = 0) -> dict[str, float]:
+    return {"frac_reward_zero_std": equal, "completions/clipped_ratio": cut / 20}
 
 
 def warnings_of(logged: list[str]) -> list[str]:
     return [line.removeprefix("WARNING ") for line in logged if line.startswith("WARNING")]
 
 
-def test_each_doubt_is_said_once_a_run(logged):  # the first step may be slow: kernels are loaded
+def test_each_doubt_is_said_once_a_run(logged):
     doubt = Doubts(20, 32, ["<|im_end|>", "<end>"])
-    doubt(1, step(equal=0.8, cut=17, seconds=30), FULL)
-    doubt(2, step(), FULL)
-    doubt(3, step(), FULL)
-    doubt(4, step(seconds=9), ROOMY)
+    doubt(1, step(equal=0.8, cut=17))
     assert warnings_of(logged) == []
-    for number, seconds in enumerate((1, 1, 4, 9), start=5):
-        doubt(number, step(equal=1.0, cut=11 + number, seconds=seconds), FULL)
-    equal, cut, slow = warnings_of(logged)
+    for number in range(5, 9):
+        doubt(number, step(equal=1.0, cut=11 + number))
+    equal, cut = warnings_of(logged)
     assert "no group of step 5" in equal and "--temperature" in equal
     assert "18 of 20 completions of step 7" in cut
     assert "max_new_tokens 32" in cut and "|im_end|>, <end>" in cut
-    assert slow.startswith("step 7 took 4.0 s, and others 1.0 s") and "--memory-limit" in slow
 
 
 def test_a_run_that_learns_nothing_says_so(config, logged, monkeypatch, made_up_plans):

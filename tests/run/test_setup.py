@@ -25,12 +25,14 @@ from grpo.config.groups import LoraSettings
 from grpo.data import Prompt, load_prompts
 from grpo.data.intake import TooLong
 from grpo.data.split import heldout_fraction
+from grpo.memory import DoesNotFit
 from grpo.model.load import load_policy
 from grpo.model.names import base_of
+from grpo.run import planning, setup
 from grpo.run.folder import LOCK_FILE, hold_folder
 from grpo.run.given import Given
 from grpo.run.loading import LEAST_HELDOUT, load_source, prompt_room
-from grpo.run.setup import open_run, plan_together
+from grpo.run.setup import open_run
 from grpo.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
@@ -170,14 +172,16 @@ def test_a_run_without_a_name_never_meets_another_and_its_yaml_repeats_it(config
 
 def test_checkpointing_that_the_plan_came_to_is_checked(config, monkeypatch):
     """Memory is made up to be so short that nothing else fits."""
+    warm_up = planning.warm_up  # made up
 
-    def plan(world, work, *rest):
-        short = replace(work.config, gradient_checkpointing="full")
-        return plan_together(world, replace(work, config=short), *rest)
+    def short(fit, work, *rest, **options):
+        if work.config.gradient_checkpointing == "none":
+            raise DoesNotFit("not one row")
+        warm_up(fit, work, *rest, **options)
 
     checked = []
-    monkeypatch.setattr("grpo.run.setup.plan_together", plan)
-    monkeypatch.setattr("grpo.run.setup.check_recomputation", lambda model, kind: checked.append(kind))
+    monkeypatch.setattr(planning, "warm_up", short)
+    monkeypatch.setattr(setup, "check_recomputation", lambda model, kind: checked.append(kind))
     train(config, lambda trainer: checked.append(trainer.config.gradient_checkpointing))
     assert checked == ["full", "full"]
 

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from grpo.config import Config, parse_command_line
 from grpo.memory.budget import CONTEXT_BYTES, GB
-from grpo.memory.phase import Footprint
 from grpo.workbench.calculator.calculate import Calculation, calculate
 from grpo.workbench.calculator.cards import CARDS, Card, card_of_size, find_card
 from grpo.workbench.calculator.profiles import write_profiles
@@ -29,7 +28,7 @@ from grpo.workbench.models import num_parameters
 from grpo.workbench.performance.measure import training_rates
 from grpo.workbench.performance.settings import PerformanceSettings
 from grpo.workbench.performance.switches import switches
-from grpo.workbench.predict import StepMemory, StepSettings
+from grpo.workbench.predict import Parts, StepMemory, StepSettings
 from grpo.workbench.processes import run_worker
 from grpo.workbench.spec import ModelSpec
 
@@ -49,9 +48,9 @@ class Line:
         self.bytes_per_row, self.multiple = bytes_per_row, multiple
 
     def largest_phase(self, batch_size):
-        return "learn", Footprint({"activations": self.bytes_per_row * batch_size})
+        return "learn", Parts({"activations": self.bytes_per_row * batch_size})
 
-    def largest_batch(self, usable_bytes, *, at_most, with_error):
+    def largest_batch(self, usable_bytes, *, at_most):
         size = int(min(at_most, usable_bytes / self.bytes_per_row))
         return max(0, size // self.multiple * self.multiple)
 
@@ -300,11 +299,11 @@ def test_a_models_budget_is_the_predictors_as_it_is_printed_and_written():
     assert [row.share for row in found.rows] == [0.6, 0.8, 0.85, 0.9] and found.row.share == 0.6
     for row in found.rows:
         room = row.share * 0.98 * 4 * GB - 1e9
-        needed = memory.largest_phase(row.batch_size)[1].upper_bytes
-        assert needed <= room < memory.largest_phase(row.batch_size + 1)[1].upper_bytes
-        assert row.peak.bytes + row.peak.error_bytes == pytest.approx(needed + 1e9)
+        needed = memory.largest_phase(row.batch_size)[1].peak_bytes
+        assert needed == pytest.approx(room, rel=0.005)  # the line that is searched is fitted
+        assert row.peak.bytes == pytest.approx(needed + 1e9)
     assert found.use.bytes == pytest.approx(1e9 + memory.largest_phase(13)[1].peak_bytes)
-    assert "gpt2 1 x 32, vocabulary 256, lm, bf16" in shown(found) and "±5% of what a ph" in shown(found)
+    assert "gpt2 1 x 32, vocabulary 256, lm, bf16" in shown(found)
     stored = json.loads(json.dumps(as_json(found)))
     assert stored["fixed_bytes"] + stored["remaining_bytes"] == pytest.approx(found.card.usable_bytes)
     assert stored["totals"]["4"] == 4 * found.row.batch_size

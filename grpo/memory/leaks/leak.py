@@ -20,11 +20,11 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch
 
+from grpo.memory.device import Device
 from grpo.memory.leaks.census import Group, Held, count_tensors, grown_tensors
 from grpo.memory.leaks.culprits import Culprit, name_culprits
 from grpo.memory.leaks.recording import Recorded, Recording
 from grpo.memory.leaks.trend import MIN_STEPS, Array, find_trends, settled, without_covariate
-from grpo.memory.monitor import MemoryMonitor
 
 MB = 2**20
 MIN_GROWTH_BYTES = 4 * MB
@@ -190,7 +190,7 @@ class LeakWatch:
     ) -> None:
         importlib.import_module("torch._dynamo")  # a recording would: some 90 s while allocations are traced
         self.samples: list[MemorySample] = []
-        self._monitor = MemoryMonitor(device)
+        self._device = Device(device)
         self._count = count
         self._min_growth_bytes = min_growth_bytes
         self._baseline: dict[Group, Held] = {}
@@ -246,11 +246,10 @@ class LeakWatch:
         )
 
     def _read(self, step: int, tokens: int | None) -> MemorySample:
-        device = self._monitor.device
-        reading = self._monitor.read()
-        if device.type == "cpu":
+        reading = self._device.read()
+        if self._device.on_host:
             held = sum(count.num_bytes for count in count_tensors().values()) if self._count else None
             return MemorySample(step, reading.allocated_bytes, held, None, tokens)
-        memory = self._monitor.memory()
+        memory = self._device.memory()
         used = memory.total_bytes - memory.free_bytes
         return MemorySample(step, used, reading.allocated_bytes, reading.reserved_bytes, tokens)

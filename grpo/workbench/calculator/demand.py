@@ -7,7 +7,6 @@ follow; bytes a sample then come from the person, or stay unknown: none are gues
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from grpo.memory.phase import KEPT, OUTSIDE
 from grpo.workbench.calculator.settings import FrozenDtype, Optimizer, Weights
 from grpo.workbench.predict import StepMemory, StepSettings
 
@@ -35,11 +34,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that a batch needs, in which phase, and the error of that."""
+    """The most that a batch needs, and in which phase."""
 
     phase: str
     bytes: float
-    error_bytes: float
 
 
 @dataclass(frozen=True)
@@ -75,14 +73,13 @@ def frozen_lines(counts: tuple[float, ...], dtype: FrozenDtype) -> tuple[Line, .
 
 
 def demand_of_model(step: StepSettings, frozen: tuple[Line, ...], overhead: Line, *, at_most: int) -> Demand:
-    """The predictor's lines of the optimizer's step, when weights, moments and gradients are all there.
+    """The planner's lines of the optimizer's step, when weights, moments and gradients are all there.
 
     Other phases hold other things: `samples` looks at all of them.
     """
     memory = StepMemory(step, overhead_bytes=int(overhead.bytes))
-    parts = dict(memory.footprints(step.multiple)["update"].parts)
-    del parts["activations"], parts[OUTSIDE], parts[KEPT]
-    num_parameters = parts["gradients"] / (8 if step.compute_dtype.itemsize == 8 else 4)
+    parts = {**memory.resident, "gradients": memory.gradient_bytes}
+    num_parameters = memory.num_trained
     names = {"reference": "frozen reference", "weights": "trainable weights"}
     if step.lora.on:
         names["weights"] = f"frozen base{' in 4 bits' * step.lora.load_in_4bit} and adapters"
@@ -93,8 +90,8 @@ def demand_of_model(step: StepSettings, frozen: tuple[Line, ...], overhead: Line
     beside = sum(line.bytes for line in frozen)
 
     def peak(batch_size: int) -> Peak:
-        phase, footprint = memory.largest_phase(batch_size)
-        return Peak(phase, beside + footprint.peak_bytes, footprint.error_bytes)
+        phase, parts = memory.largest_phase(batch_size)
+        return Peak(phase, beside + parts.peak_bytes)
 
     def largest(usable_bytes: float) -> int:
         return memory.largest_batch(usable_bytes - beside, at_most=at_most)
@@ -133,4 +130,4 @@ def demand_of_counts(lines: tuple[Line, ...], sample_bytes: float | None, *, at_
     def largest(usable_bytes: float) -> int:
         return max(0, min(at_most, int((usable_bytes - fixed) / size)))
 
-    return Demand(lines, Samples(lambda batch: Peak("", fixed + size * batch, 0.0), largest), 1)
+    return Demand(lines, Samples(lambda batch: Peak("", fixed + size * batch), largest), 1)

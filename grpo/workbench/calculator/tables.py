@@ -7,8 +7,6 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo.memory.budget import GB
-from grpo.memory.predictor import UNCALIBRATED_ERROR
-from grpo.plan.workload import SLACK_ON_CUDA
 from grpo.workbench.calculator.calculate import Calculation, Row, idle_sentences
 from grpo.workbench.calculator.demand import Line
 
@@ -57,7 +55,7 @@ def batches_table(found: Calculation) -> Table:
     counts = [count for count in found.totals() if count * passes > 1]
     columns = ["GB", "for samples"]
     columns += ["batch"] if known else []
-    columns += ["fullest in", "peak", "give or take"] if predicted else []
+    columns += ["fullest in", "peak"] if predicted else []
     columns += [
         f"{count} card{'s' * (count > 1)}" + (f" × {passes}" if passes > 1 else "") for count in counts
     ]
@@ -69,7 +67,7 @@ def batches_table(found: Calculation) -> Table:
             cells.append(_size(found, row))
         if predicted:
             peak = row.peak
-            cells += (peak.phase, _gb(peak.bytes), _gb(peak.error_bytes)) if peak else ("", "", "")
+            cells += (peak.phase, _gb(peak.bytes)) if peak else ("", "")
         table.add_row(*cells, *(str(count * passes * (row.batch_size or 0)) for count in counts))
     return table
 
@@ -96,8 +94,8 @@ def notes(found: Calculation) -> list[str]:
             "or --batch-size and the --measured-share that it holds, or a --model."
         ]  # fmt: skip
     said = [
-        f"Predicted, not measured on this card: ±{UNCALIBRATED_ERROR:.0%} of what a phase adds and "
-        f"{SLACK_ON_CUDA.error_share:.0%} for fragments make 'give or take', which batches leave room for."
+        "Tensors are traced, not measured on this card; what its allocator and kernels take besides is what "
+        "a share below 100% leaves room for."
     ]
     if not found.card.bf16 and found.settings.precision in ("auto", "bf16"):
         falls = "this is for fp32" if found.precision == "fp32" else "it is emulated, and slow"

@@ -15,11 +15,9 @@ from rich.table import Table
 from grpo.config import Config, SettingsError, to_flat
 from grpo.config.groups import LoraSettings, SamplingSettings
 from grpo.config.sizes import parse_size
-from grpo.memory import MemoryMonitor
 from grpo.memory.budget import readable
 from grpo.model.load import load_tokenizer
-from grpo.plan.build import longest_prompt
-from grpo.plan.workload import bytes_at_start
+from grpo.plan.workload import longest_prompt
 from grpo.run.loading import load_source
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.machine import Machine, look
@@ -39,7 +37,7 @@ from grpo.workbench.maximum.settings import FindSettings
 from grpo.workbench.maximum.trial import TRIAL_STEPS, TrialTask
 from grpo.workbench.models import num_parameters
 from grpo.workbench.performance.measure import matmul_rate
-from grpo.workbench.predict import StepMemory, StepSettings, step_settings
+from grpo.workbench.predict import StepMemory, StepSettings, bytes_at_start, step_settings
 
 START_UP_S = 10.0
 """Of a trial's process: libraries, model, a first small step."""
@@ -99,8 +97,7 @@ def check(settings: FindSettings) -> Checked:
 
 def find(settings: FindSettings, checked: Checked) -> list[TrialResult]:
     """All trials, the search done."""
-    this_process = MemoryMonitor(torch.device("cpu"), limited=True)  # as a trial's will be
-    memory = StepMemory(checked.step, overhead_bytes=bytes_at_start(checked.device_type, this_process))
+    memory = StepMemory(checked.step, overhead_bytes=bytes_at_start(checked.device_type))
     limits = {"multiple": settings.multiple, "at_most": settings.max_batch_size}
     _say_how_long(settings, checked, memory)
     if settings.strategy == "classic":
@@ -156,7 +153,7 @@ def findings(settings: FindSettings, checked: Checked, results: Sequence[TrialRe
         raise ValueError(f"batch {broken.batch_size} failed, and not for want of memory: {broken.message}")
     if not peaks:
         phase, needed = StepMemory(checked.step).largest_phase(settings.multiple)
-        parts = ", ".join(f"{name} {readable(size)}" for name, size in needed.parts.items() if size)
+        parts = ", ".join(f"{name} {readable(size)}" for name, size in needed.items() if size)
         raise ValueError(
             f"not even a batch of {min(result.batch_size for result in results)} fits in "
             f"{readable(checked.machine.usable_bytes)}: {phase} of {settings.multiple} rows needs {parts}, "

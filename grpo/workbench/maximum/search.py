@@ -122,7 +122,7 @@ def _propose(
     fitted = max((result.batch_size for result in results if result.fits), default=0)
     ceiling = _rounded(failed - 1, multiple)
     factor, offset = correction(memory, results)
-    size = memory.largest_batch((usable_bytes - offset) / factor, at_most=ceiling, with_error=False)
+    size = memory.largest_batch((usable_bytes - offset) / factor, at_most=ceiling)
     if failed <= at_most and size >= ceiling > fitted:
         # It ran out where the model saw room: the truth lies between, nobody knows where.
         size = max(fitted, _rounded((fitted + failed) // 2, multiple))

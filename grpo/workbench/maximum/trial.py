@@ -7,6 +7,7 @@ The worst case: windows of the whole context, or prompts and completions of full
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,8 +20,7 @@ from grpo.learning.loss import LossSettings, loss_counts
 from grpo.learning.objectives import GRPOBatch, accumulate_grpo, finish_grpo
 from grpo.learning.optimizer import make_optimizer
 from grpo.learning.step import Stepper
-from grpo.memory import MemoryMonitor
-from grpo.memory.enforce import limit_worker
+from grpo.memory import Device
 from grpo.model.adapters import add_adapters, store_base
 from grpo.model.load import RolloutModel
 from grpo.model.reference import make_reference
@@ -56,33 +56,35 @@ class TrialTask:
     data: str | None = None
     memory_limit_bytes: int | None = None
     predicted_bytes: float | None = None
-    """What it is expected to hold; None: all that it may."""
+    """What it is expected to hold."""
     steps: int = TRIAL_STEPS
     lora_rank: int = 0
 
 
 def run_trial(task: TrialTask, say: Callable[[Mapping[str, Any]], None]) -> None:
     """Forward, backward and update, `steps` times; a record after each. Memory may run out."""
-    device, limit = torch.device(task.device), task.memory_limit_bytes
+    device = torch.device(task.device)
     dtype = compute_dtype(task.precision, device)
-    monitor = MemoryMonitor(device, limited=limit is not None)
+    there = Device(device, utilization=1.0, limit_bytes=task.memory_limit_bytes)
     model = load_or_make(ModelSpec(**task.model), device, dtype)
     if task.lora_rank:
         add_adapters(model, LoraSettings(task.lora_rank))
         store_base(model, dtype)
     step = (_grpo_step if task.objective == "grpo" else _language_step)(task, model, dtype)
     step(task.group_size if task.objective == "grpo" else 1)  # threads and kernels are there from now on
-    if limit is not None:
-        predicted = limit if task.predicted_bytes is None else task.predicted_bytes
-        limit_worker(monitor, limit, predicted - monitor.in_use_bytes())
+    with there.capped() if task.memory_limit_bytes is not None else nullcontext():
+        _take_steps(task, there, step, say)
+
+
+def _take_steps(task: TrialTask, there: Device, step: Step, say: Callable[[Mapping[str, Any]], None]) -> None:
     for number in range(1, task.steps + 1):
         start = time.perf_counter()
-        with monitor.phase() as reading:
+        with there.measure() as peak:
             loss = step(task.batch_size)
         record = {
             "step": number, "loss": loss, "seconds": time.perf_counter() - start,
-            "before_bytes": reading.process_before_bytes, "allocated_bytes": reading.peak_bytes,
-            "reserved_bytes": reading.reserved_bytes, "process_bytes": reading.process_bytes,
+            "before_bytes": peak.process_before_bytes, "allocated_bytes": peak.allocated_bytes,
+            "reserved_bytes": peak.reserved_bytes, "process_bytes": peak.process_bytes,
         }  # fmt: skip
         say(record)
 

@@ -88,26 +88,21 @@ def _time_tables(sweep: Sweep) -> list[Table]:
 
 def _memory_figures(sweep: Sweep) -> list[Figure]:
     predicted = [size for size in sweep.sizes if size.predicted_bytes]
-    band = [(size.predicted_bytes or 0.0, size.predicted_error_bytes or 0.0) for size in predicted]
+    said = [size.predicted_bytes or 0.0 for size in predicted]
     curves = [
-        Curve(
-            "predicted", [size.batch_size for size in predicted], [middle / GB for middle, _ in band],
-            [(middle - error) / GB for middle, error in band],
-            [(middle + error) / GB for middle, error in band],
-        ),
+        Curve("predicted", [size.batch_size for size in predicted], [each / GB for each in said]),
         over_sizes("measured", sweep.finished, "peak_bytes", "dots", GB),
     ]  # fmt: skip
     failed = over_sizes("ran out", [size for size in predicted if size.status == "out of memory"],
                         "predicted_bytes", "crosses", GB)  # fmt: skip
     curves.append(replace(failed, color=FAILED))
-    usable, highest = sweep.usable_bytes, max((middle for middle, _ in band), default=0.0)
+    usable, highest = sweep.usable_bytes, max(said, default=0.0)
     far = bool(usable and usable > 2 * highest)  # a line there would press all else flat
     return draw(
         "memory", "Memory by batch size", curves, x="batch size", y="GB, peak", from_zero=True,
         sizes=[size.batch_size for size in sweep.sizes],
         limit=(usable / GB, "usable") if usable and not far else None,
-        caption="The prediction with its stated error; "
-        + (f"{readable(usable)} are usable." if usable and far else "1 GB is 2^30 bytes."),
+        caption=f"{readable(usable)} are usable." if usable and far else "1 GB is 2^30 bytes.",
     )  # fmt: skip
 
 

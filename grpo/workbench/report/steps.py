@@ -141,17 +141,24 @@ def by_phase(run: Run) -> dict[str, list[Record]]:
 
 
 def memory_tables(run: Run) -> list[Table]:
-    """For each phase its highest peak, beside what was predicted for it."""
+    """For each phase the pass whose tensors added most, beside what was predicted for it."""
     rows = []
     for phase, records in by_phase(run).items():
-        highest = max(records, key=lambda record: figure(record, "device_used_bytes") or 0.0)
-        predicted, used = figure(highest, "predicted_bytes"), figure(highest, "device_used_bytes")
+        highest = max(
+            records,
+            key=lambda record: (figure(record, "added_bytes") or 0.0, figure(record, "process_bytes") or 0.0),
+        )
+        predicted, used = figure(highest, "predicted_bytes"), figure(highest, "added_bytes")
+        process = max(figure(record, "process_bytes") or 0.0 for record in records)
         error = f"{100 * (predicted / used - 1):+.1f} %" if predicted and used else cell(None)
         retries = sum(figure(record, "retries") or 0.0 for record in records)
         rows.append((phase, cell(figure(highest, "rows")), size_cell(predicted), size_cell(used), error,
-                     number(retries)))  # fmt: skip
-    columns = ("phase", "rows at once", "predicted", "measured", "predicted is off by", "retries")
-    return [Table(columns, rows, "The step of each phase's highest peak.")] if rows else []
+                     size_cell(process), number(retries)))  # fmt: skip
+    columns = (
+        "phase", "rows at once", "tensors, predicted", "measured", "predicted is off by", "process, at most",
+        "retries",
+    )  # fmt: skip
+    return [Table(columns, rows, "The step in which each phase's tensors took most.")] if rows else []
 
 
 def _memory_sentences(run: Run) -> list[str]:
@@ -165,7 +172,7 @@ def _memory_sentences(run: Run) -> list[str]:
 
 
 def _memory_figures(run: Run) -> list[Figure]:
-    columns: tuple[tuple[str, Look], ...] = (("device_used_bytes", "line"), ("predicted_bytes", "dashed"))
+    columns: tuple[tuple[str, Look], ...] = (("process_bytes", "line"), ("predicted_bytes", "dashed"))
     curves = []
     for phase, records in by_phase(run).items():
         for name, look in columns:
@@ -175,4 +182,4 @@ def _memory_figures(run: Run) -> list[Figure]:
                 Curve(label, steps, [size / GB for size in sizes], look=look, color=phase_color(phase))
             )
     return _over_steps("memory", "Memory by phase", curves, y="GB, peak",
-                       caption="Measured, and dashed what was predicted; 1 GB is 2^30 bytes.")  # fmt: skip
+                       caption="Dashed: what tensors were to add. 1 GB is 2^30 bytes.")  # fmt: skip

@@ -4,8 +4,6 @@ import shutil
 from math import fsum
 from typing import Any
 
-from grpo.memory import Shape
-from grpo.memory.adaptive import EXACT_STEPS
 from grpo.run.setup import Run, open_run
 from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, NewLines
 from grpo.trainer import Trainer
@@ -24,8 +22,8 @@ def train_grpo(task: SizeTask, say: Say) -> None:
     )  # fmt: skip
     try:
         with open_run(config) as run:
-            say({"row": _predicted(run)})
-            _count_no_tensors(run)
+            say({"row": predicted_facts(run.plan.largest)})
+            run.fit.count_no_tensors()  # which would take up the time that is to be compared
             reader = _Reader(task, run, say)
             for step in Trainer(run):
                 reader.read(step.number)
@@ -49,7 +47,7 @@ class _Reader:
 
     def read(self, step: int) -> None:
         for line in self._memory():
-            self._peak = max(self._peak, line["device_used_bytes"])
+            self._peak = max(self._peak, line["process_bytes"])
             if line["retries"]:
                 self._split(f"{line['phase']} ran out of memory with the whole batch at once")
         for line in self._metrics():
@@ -73,27 +71,13 @@ class _Reader:
 
     def _check_rows(self) -> None:
         """A size is what it says: the plan may not split it, unless rows are asked for."""
-        for phase, plan in self._run.memory.plan.items():
-            if plan.rows < self._task.batch_size:
-                self._split(f"{phase} is planned with {plan.rows} rows at once in {self._run.budget}")
+        for phase, rows in self._run.fit.planned().items():
+            if rows < self._task.batch_size and phase != "evaluate":
+                self._split(f"{phase} is planned with {rows} rows at once in {self._run.plan.budget}")
 
     def _split(self, reason: str) -> None:
         if self._task.settings.train_rows is None:
             raise MemoryError(f"{reason}; --train-rows lets the batch be split")
-
-
-def _predicted(run: Run) -> dict[str, Any]:
-    """Of the phase that holds most, for the longest prompts and completions: bytes, error, components."""
-    shape = Shape(run.config.num_rows, run.longest_prompt, run.config.sampling.max_new_tokens)
-    each = [run.memory.footprint(phase, shape) for phase in run.memory.phases]
-    return predicted_facts(max(each, key=lambda footprint: footprint.peak_bytes))
-
-
-def _count_no_tensors(run: Run) -> None:
-    """As if the first steps had been, in which tensors are counted one by one: that would take up the time
-    that is to be compared. The traces that the plan is made of are as good without."""
-    state = run.memory.state()
-    run.memory.restore({**state, "runs": dict.fromkeys(state["runs"], EXACT_STEPS)})
 
 
 def _standard_error(line: dict[str, Any]) -> float | None:

@@ -6,6 +6,7 @@ Left out: checkpoints, and the last batch where it would not be full.
 
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from math import fsum
 from statistics import fmean
@@ -16,9 +17,8 @@ from transformers import PreTrainedModel
 
 from grpo.learning.optimizer import learning_rate, make_optimizer, set_learning_rate
 from grpo.learning.step import Stepper
-from grpo.memory import MemoryMonitor
-from grpo.memory.enforce import limit_worker
-from grpo.memory.monitor import PhaseReading
+from grpo.memory import Device
+from grpo.memory.fit import Peak
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.target import compute_dtype
 from grpo.workbench.corpus import open_corpus
@@ -35,6 +35,11 @@ CURVE_POINTS = 200
 
 def train_language(task: SizeTask, say: Say) -> None:
     """All updates of one size. FloatingPointError where the loss ends up not finite."""
+    with ExitStack() as limited:
+        _train(task, say, limited)
+
+
+def _train(task: SizeTask, say: Say, limited: ExitStack) -> None:
     settings, device = task.settings, torch.device(task.settings.device)
     dtype = compute_dtype(settings.precision, device)
     corpus = open_corpus(settings.data, settings.model)
@@ -43,8 +48,8 @@ def train_language(task: SizeTask, say: Say) -> None:
     schedule = replace(settings.optimizer, learning_rate=task.learning_rate, warmup_steps=task.warmup_updates)
     optimizer = make_optimizer(model, schedule)
     stepper = Stepper(model, optimizer, schedule.max_grad_norm)
-    monitor = MemoryMonitor(device, limited=settings.memory_limit is not None)
-    held = _rehearse(task, model, heldout, monitor, dtype)
+    there = Device(device, utilization=1.0, limit_bytes=settings.memory_limit_bytes)
+    held = _first_pass(task, model, heldout, there, dtype, limited)
     say({"row": {"held_bytes": held}})
 
     generator = torch.Generator().manual_seed(settings.seed)
@@ -77,7 +82,7 @@ def train_language(task: SizeTask, say: Say) -> None:
     evaluate(0)
     every, last = max(1, task.updates // CURVE_POINTS), 0
     for end in evaluation_points(task.updates, task.evaluations):
-        with monitor.phase() as reading:
+        with there.measure() as peak:
             for number in range(last + 1, end + 1):
                 update(number)
                 if number % every == 0 or number == end:
@@ -92,7 +97,7 @@ def train_language(task: SizeTask, say: Say) -> None:
                         )
                     )
                     losses.clear()
-        say({"row": {**time_facts(seconds, units), **_memory_facts(reading, held, device)}})
+        say({"row": {**time_facts(seconds, units), **_memory_facts(peak, held)}})
         evaluate(end)
         last = end
 
@@ -108,8 +113,13 @@ def _model(settings: SweepSettings, device: torch.device, dtype: torch.dtype) ->
     return load_or_make(settings.model, device, dtype)
 
 
-def _rehearse(
-    task: SizeTask, model: PreTrainedModel, windows: Tensor, monitor: MemoryMonitor, dtype: torch.dtype
+def _first_pass(
+    task: SizeTask,
+    model: PreTrainedModel,
+    windows: Tensor,
+    there: Device,
+    dtype: torch.dtype,
+    limited: ExitStack,
 ) -> int:
     """Take a gradient and drop it, so that threads and kernels are there; then limit, then compile.
 
@@ -117,15 +127,15 @@ def _rehearse(
     """
     accumulate_lm(model, windows[:1], dtype=dtype, rows=1)
     model.zero_grad(set_to_none=True)
-    with monitor.phase() as reading:
+    with there.measure() as peak:
         pass
     if task.settings.memory_limit_bytes is not None:
-        limit_worker(monitor, task.settings.memory_limit_bytes, task.added_bytes)
+        limited.enter_context(there.capped())
     if task.settings.compile:
         model.base_model.compile()
-    return reading.process_bytes
+    return peak.process_bytes
 
 
-def _memory_facts(reading: PhaseReading, held: int, device: torch.device) -> dict[str, int]:
-    added = reading.process_bytes - held if reading.added_bytes is None else reading.added_bytes
-    return {"peak_bytes": reading.process_bytes, "added_bytes": added}
+def _memory_facts(peak: Peak, held: int) -> dict[str, int]:
+    added = peak.process_bytes - held if peak.added_bytes is None else peak.added_bytes
+    return {"peak_bytes": peak.process_bytes, "added_bytes": added}

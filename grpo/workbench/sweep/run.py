@@ -13,7 +13,7 @@ from typing import Any
 from loguru import logger
 
 from grpo.memory.budget import readable
-from grpo.memory.phase import OUTSIDE
+from grpo.plan.tables import ELSE
 from grpo.workbench.predict import StepMemory
 from grpo.workbench.processes import Ended, run_worker
 from grpo.workbench.sweep.rows import SweepFolder, curve_facts, whole_row
@@ -55,9 +55,9 @@ class Sweep:
         facts: dict[str, Any] = self._predicted(batch_size)
         rate, ended = self.settings.rate(batch_size), None
         if self.settings.scale_lr == "tuned":
-            facts["tuned"], ended = self._tune(batch_size, facts)
+            facts["tuned"], ended = self._tune(batch_size)
             rate = _best_rate(facts["tuned"], self.settings.higher_is_better) or rate
-        task = self._task(batch_size, rate, facts)
+        task = self._task(batch_size, rate)
         curve: list[dict[str, Any]] = []
         with self.folder.curve_file(batch_size).open("w") as file:
 
@@ -77,7 +77,7 @@ class Sweep:
         facts |= {"learning_rate": rate, "warmup_updates": task.warmup_updates}
         return whole_row(_with_outside(facts))
 
-    def _tune(self, batch_size: int, facts: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Ended]:
+    def _tune(self, batch_size: int) -> tuple[list[dict[str, Any]], Ended]:
         """Held-out quality by learning rate, after a short run each; ends early where memory runs out."""
         tried: list[dict[str, Any]] = []
         total = self.settings.tune_total(batch_size)
@@ -92,7 +92,7 @@ class Sweep:
 
             rate = factor * self.settings.rate(batch_size)
             ended = self._work(replace(
-                self._task(batch_size, rate, facts), total=total, evaluations=1, folder=folder
+                self._task(batch_size, rate), total=total, evaluations=1, folder=folder
             ), keep)  # fmt: skip
             heldout = held[-1] if ended.status == "ok" else None
             tried.append({"learning_rate": rate, "heldout": heldout})
@@ -103,10 +103,9 @@ class Sweep:
         finished = any(each["heldout"] is not None for each in tried)
         return tried, ended if ended.status != "diverged" or not finished else Ended("ok")
 
-    def _task(self, batch_size: int, rate: float, facts: Mapping[str, Any]) -> SizeTask:
+    def _task(self, batch_size: int, rate: float) -> SizeTask:
         settings, folder = self.settings, self.folder.path / self.folder.stem(batch_size)
-        added = facts["predicted_bytes"] - _held_from_the_start(facts) if "predicted_bytes" in facts else 0.0
-        return SizeTask(settings, batch_size, rate, settings.total, settings.evaluations, folder, added)
+        return SizeTask(settings, batch_size, rate, settings.total, settings.evaluations, folder)
 
     def _work(self, task: SizeTask, keep: Callable[[dict[str, Any]], None]) -> Ended:
         limited = self.settings.memory_limit is not None
@@ -116,9 +115,9 @@ class Sweep:
         if self.memory is None:  # grpo: its own plan says
             return {}
         rows = min(batch_size, self.settings.train_rows or batch_size)
-        _, footprint = self.memory.largest_phase(batch_size, rows)
-        logger.info("size {}: {} of tensors predicted", batch_size, readable(footprint.peak_bytes))
-        return predicted_facts(footprint)
+        _, parts = self.memory.largest_phase(batch_size, rows)
+        logger.info("size {}: {} of tensors predicted", batch_size, readable(parts.peak_bytes))
+        return predicted_facts(parts)
 
 
 def _with_outside(facts: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +125,7 @@ def _with_outside(facts: dict[str, Any]) -> dict[str, Any]:
     if (held := facts.pop("held_bytes", None)) is None:
         return facts
     outside = max(0, held - _held_from_the_start(facts))
-    parts = {**facts["parts"], OUTSIDE: outside}
+    parts = {**facts["parts"], ELSE: facts["parts"].get(ELSE, 0) + outside}
     return {**facts, "parts": parts, "predicted_bytes": facts["predicted_bytes"] + outside}
 
 
@@ -148,7 +147,7 @@ def _best_rate(tried: list[dict[str, Any]], higher_is_better: bool) -> float | N
 
 def in_words(row: Mapping[str, Any], unit: str) -> str:
     """A row as a log line."""
-    if row["status"] != "ok":
+    if row["status"] != "ok" or row.get("rate") is None:
         return f"{row['status']} after {row['updates']} updates ({row['message']})"
     heldout = "" if row["final_heldout"] is None else f", held-out {row['final_heldout']:.4f}"
     return f"{row['updates']} updates in {row['seconds']:.1f} s, {row['rate']:.0f} {unit}/s{heldout}"

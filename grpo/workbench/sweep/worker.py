@@ -17,7 +17,6 @@ import torch
 
 from grpo.learning.step import Diverged
 from grpo.memory import DoesNotFit
-from grpo.memory.phase import Footprint
 from grpo.workbench.processes import worker
 from grpo.workbench.sweep.settings import SweepSettings, from_json
 
@@ -37,8 +36,6 @@ class SizeTask:
     evaluations: int
     folder: Path
     """For what a run leaves, GRPO's metrics among it."""
-    added_bytes: float = 0.0
-    """What the size is predicted to add to its process (lm)."""
 
     @property
     def updates(self) -> int:
@@ -50,8 +47,7 @@ class SizeTask:
 
     def as_json(self) -> dict[str, Any]:
         values = {
-            name: getattr(self, name)
-            for name in ("batch_size", "learning_rate", "total", "evaluations", "added_bytes")
+            name: getattr(self, name) for name in ("batch_size", "learning_rate", "total", "evaluations")
         }
         return {**values, "settings": self.settings.as_json(), "folder": str(self.folder)}
 
@@ -83,11 +79,10 @@ def time_facts(seconds: list[float], units: int) -> dict[str, Any]:
     }
 
 
-def predicted_facts(footprint: Footprint) -> dict[str, Any]:
+def predicted_facts(parts: Mapping[str, float]) -> dict[str, Any]:
     return {
-        "predicted_bytes": int(footprint.peak_bytes),
-        "predicted_error_bytes": int(footprint.error_bytes),
-        "parts": {name: int(size) for name, size in footprint.parts.items()},
+        "predicted_bytes": int(sum(parts.values())),
+        "parts": {name: int(size) for name, size in parts.items()},
     }
 
 

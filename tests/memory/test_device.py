@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import resource
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,21 +13,19 @@ from unittest import mock
 import pytest
 import torch
 from benchmarks.real_phases import allocator_peak
-from several_processes import in_processes
+from several_processes import in_processes, values
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from grpo.memory import MemoryMonitor, budget, is_out_of_memory, make_budget, peak_live_bytes
-from grpo.memory import card as cards
-from grpo.memory.budget import GB, MOST_OUTSIDE_BYTES, DeviceMemory, card_memory, host_total_and_available
-from grpo.memory.enforce import limit_memory
+from grpo import malloc
+from grpo.memory import Device, budget, is_out_of_memory, peak_live_bytes
+from grpo.memory import device as devices
+from grpo.memory.budget import GB, MOST_OUTSIDE_BYTES, DeviceMemory, card_memory, make_budget
+from grpo.memory.device import FIRST_SLACK, MemoryReading, resident_bytes
 from grpo.memory.live import LiveBytes
-from grpo.memory.monitor import MemoryReading, private_bytes
 
 KB, MB = 2**10, 2**20
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
-
-
+CUDA = torch.device("cuda", 1)
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
@@ -138,22 +137,21 @@ def peaks_can_be_reset() -> bool:
     return True
 
 
-def test_tensors_of_a_phase_are_counted_where_that_is_asked_also_when_it_ends_in_an_error():
-    made = MemoryMonitor(CPU)
-    before = torch.zeros(1000)
-    with made.phase(exact=True) as reading:
+def test_tensors_are_counted_where_that_is_asked_also_of_what_ends_in_an_error():
+    device, before = Device(), torch.zeros(1000)
+    with device.measure(exact=True) as peak:
         kept = before + 1
         del before
         torch.zeros(500)
-    assert reading.added_bytes == 4000 + 2000
-    with made.phase() as reading:
+    assert peak.added_bytes == 4000 + 2000
+    with device.measure() as peak:
         kept = kept + 1
-    assert reading.added_bytes is None
-    with pytest.raises(ZeroDivisionError), made.phase(exact=True) as reading:
+    assert peak.added_bytes is None
+    with pytest.raises(ZeroDivisionError), device.measure(exact=True) as peak:
         kept = torch.zeros(1000)
         raise ZeroDivisionError
     torch.zeros(5000)
-    assert reading.added_bytes == 4000 and reading.process_bytes > 0
+    assert peak.added_bytes == 4000 and peak.process_bytes > 0
     del kept
 
 
@@ -169,40 +167,63 @@ def touch(size: int) -> None:
 
 
 @pytest.mark.skipif(not peaks_can_be_reset(), reason="not on this system, or not permitted")
-def test_each_phase_has_its_own_peak_and_the_step_the_highest():
-    made = MemoryMonitor(CPU)
-    made.reset_peak()
-    with made.phase() as large:
+def test_each_pass_has_its_own_peak_and_the_step_the_highest():
+    device = Device()
+    device.reset_peak()
+    with device.measure() as large:
         touch(256 * MB)
-    with made.phase() as small:
+    with device.measure() as small:
         touch(32 * MB)
-    now = made.read()
-    assert large.peak_bytes - small.peak_bytes > 150 * MB
-    assert large.peak_bytes - large.process_before_bytes > 200 * MB
-    assert large.process_bytes == large.peak_bytes == large.reserved_bytes
-    assert now.peak_bytes == large.peak_bytes > now.allocated_bytes + 150 * MB
-    made.reset_peak()
-    assert made.read().peak_bytes < large.peak_bytes - 150 * MB
+    now = device.read()
+    assert large.process_bytes - small.process_bytes > 150 * MB
+    assert large.process_bytes - large.process_before_bytes > 200 * MB
+    assert large.process_bytes == large.allocated_bytes == large.reserved_bytes
+    assert now.peak_bytes == large.process_bytes > now.allocated_bytes + 150 * MB
+    device.reset_peak()
+    assert device.read().peak_bytes < large.process_bytes - 150 * MB
 
 
 @LINUX
-def test_under_a_limit_what_the_limit_counts_is_what_the_process_holds(monkeypatch):
+def test_under_a_limit_what_the_limit_counts_is_what_the_process_holds():
     """Memory that was never touched as well, and none that is only mapped."""
-    resident, private = MemoryMonitor(CPU), MemoryMonitor(CPU, limited=True)
+    resident, private = Device(), Device(limit_bytes=2**40)
     before = resident.memory().ours_bytes, private.memory().ours_bytes
     untouched = fresh(256 * MB)
     after = resident.memory().ours_bytes, private.memory().ours_bytes
     assert after[0] - before[0] < 128 * MB and after[1] - before[1] >= 256 * MB
-    with private.phase() as reading:
+    with private.measure() as peak:
         touch(64 * MB)
-    assert reading.process_bytes > after[1] + 48 * MB or not peaks_can_be_reset()
+    assert peak.process_bytes > after[1] + 48 * MB or not peaks_can_be_reset()
     untouched.close()
     memory = resident.memory()
     assert 0 < memory.ours_bytes < memory.total_bytes and 0 < memory.free_bytes <= memory.total_bytes
-    # Where the peak cannot be reset it is the whole life's.
+
+
+def test_what_malloc_keeps_is_not_used_and_who_else_is_on_a_host_is_not_said(monkeypatch):
+    monkeypatch.setattr(malloc, "free_bytes", lambda: 64 * MB)
+    assert abs(resident_bytes() - 64 * MB - Device().used_bytes()) < 4 * MB
+    assert Device().neighbours() == "" and Device().slack == FIRST_SLACK
+    said = str(Device().read())
+    assert said.startswith("CPU memory - allocated: ") and said.endswith("GB") and "reserved" not in said
+    assert Device().read().as_metrics().keys() == {"memory/allocated_gb", "memory/peak_gb"}
+
+
+def test_where_a_peak_cannot_be_reset_nothing_seems_to_have_grown_by_it(monkeypatch):
+    """In a sandbox it is the whole life's; elsewhere than on Linux, what is held when it is read."""
+    told = {"VmRSS": 300, "VmHWM": 900, "VmData": 400}
+    monkeypatch.setattr(devices, "_status", lambda: told)
+    monkeypatch.setattr(malloc, "free_bytes", lambda: 0)
     monkeypatch.setattr(Path, "write_text", mock.Mock(side_effect=PermissionError))
-    resident.reset_peak()
-    assert resident.read().peak_bytes >= resident.read().allocated_bytes > 0
+    monkeypatch.setattr(sys, "platform", "linux")
+    with Device().measure() as peak:
+        told["VmRSS"] = 500
+    assert peak.process_before_bytes == peak.process_bytes == 900 and Device().used_bytes() == 500
+    monkeypatch.setattr(sys, "platform", "darwin")
+    held = mock.Mock(return_value=SimpleNamespace(rss=700))
+    monkeypatch.setattr(devices.psutil, "Process", lambda: SimpleNamespace(memory_info=held))
+    with Device().measure() as peak:
+        pass
+    assert peak.process_before_bytes == peak.process_bytes == Device().used_bytes() == 700
 
 
 # ------------------------------------------------------------------------------ other devices
@@ -213,151 +234,150 @@ def card(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A card of 24 GB and the allocator's figures, as `torch.accelerator` would tell them."""
     told = SimpleNamespace(
         memory_allocated=1 * GB, memory_reserved=2 * GB, max_memory_allocated=5 * GB,
-        max_memory_reserved=6 * GB, get_memory_info=(20 * GB, 24 * GB),
+        max_memory_reserved=6 * GB, get_memory_info=(20 * GB, 24 * GB), shares=[],
     )  # fmt: skip
     for name in vars(told):
-        monkeypatch.setattr(torch.accelerator, name, lambda device, name=name: getattr(told, name))
+        monkeypatch.setattr(torch.accelerator, name, lambda _, name=name: getattr(told, name), raising=False)
 
     def reset(device: torch.device) -> None:
         assert device == CUDA
         told.max_memory_allocated, told.max_memory_reserved = told.memory_allocated, told.memory_reserved
 
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", reset)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234-abcd"))
+    set_share = "set_per_process_memory_fraction"
+    monkeypatch.setattr(torch.cuda, set_share, lambda share, device: told.shares.append((share, device)))
     return told
 
 
-def test_on_cuda_every_phase_is_exact_and_the_context_counts_up_to_its_usual_size(card):
-    made = MemoryMonitor(CUDA)
-    now = made.read()
-    assert now == MemoryReading("GPU 1", 1 * GB, 2 * GB, 5 * GB)
+def test_on_cuda_every_pass_is_exact_and_the_context_counts_up_to_its_usual_size(card):
+    device = Device(CUDA)
+    now = device.read()
+    assert now == MemoryReading("GPU 1", 1 * GB, 2 * GB, 5 * GB) and device.slack == 0
     assert str(now) == "GPU 1 memory - allocated: 1.00GB, reserved: 2.00GB, peak: 5.00GB"
-    memory = made.memory()  # the rest is another process's
+    assert now.as_metrics()["memory/reserved_gb"] == 2.0
+    memory = device.memory()  # the rest is another process's
     assert memory == DeviceMemory(24 * GB, 20 * GB, 2 * GB + MOST_OUTSIDE_BYTES)
     assert memory.others_bytes == 2 * GB - MOST_OUTSIDE_BYTES
+    assert device.used_bytes() == 1 * GB + MOST_OUTSIDE_BYTES  # not what the allocator keeps
     card.get_memory_info = 24 * GB - 2 * GB - 100 * MB, 24 * GB
-    assert made.outside_allocator_bytes() == 100 * MB
+    assert device.used_bytes() == 1 * GB + 100 * MB
     card.get_memory_info = 23 * GB, 24 * GB
-    assert made.memory().ours_bytes == 1 * GB  # never more than is taken in all
-    with made.phase() as reading:
+    assert device.memory().ours_bytes == 1 * GB  # never more than is taken in all
+    with device.measure() as peak:
         card.max_memory_allocated, card.max_memory_reserved, card.memory_reserved = 4 * GB, 7 * GB, 7 * GB
         card.get_memory_info = 24 * GB - 7 * GB - GB // 4, 24 * GB
-    assert reading.added_bytes == 3 * GB  # beyond the one that was allocated before
-    assert (reading.peak_bytes, reading.reserved_bytes) == (4 * GB, 7 * GB)
-    assert reading.process_bytes == 7 * GB + GB // 4
-    assert made.read().peak_bytes == 5 * GB  # from before the phase, in the same step
-    made.reset_peak()
-    assert made.read().peak_bytes == 1 * GB
+    assert peak.added_bytes == 3 * GB  # beyond the one that was allocated before
+    assert (peak.allocated_bytes, peak.reserved_bytes) == (4 * GB, 7 * GB)
+    assert (peak.process_before_bytes, peak.process_bytes) == (2 * GB, 7 * GB + GB // 4)
+    assert device.read().peak_bytes == 5 * GB  # from before the pass, in the same step
+    device.reset_peak()
+    assert device.read().peak_bytes == 1 * GB
 
 
-TOLD = """<?xml version="1.0" ?><!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
-<nvidia_smi_log><gpu id="1"><processes>
-<process_info><pid>{own}</pid><process_name>own</process_name><used_memory>9 MiB</used_memory></process_info>
-<process_info><pid>17</pid><process_name>Xorg</process_name><used_memory>350 MiB</used_memory></process_info>
-</processes></gpu></nvidia_smi_log>"""
+def test_on_cuda_the_allocator_gets_the_budget_less_the_context_for_as_long_as_that_lasts(card):
+    half = [(0.5, CUDA), (1.0, CUDA)]
+    for options, shares in (
+        ({"limit_bytes": 12 * GB + GB // 2}, half), ({"utilization": 12.5 / 24}, half),  # always
+        ({"limit_bytes": GB // 4}, [(0.0, CUDA), (1.0, CUDA)]),
+    ):  # fmt: skip
+        card.shares.clear()
+        with pytest.raises(KeyError), Device(CUDA, **options).capped() as how:
+            assert how.startswith("enforced by the CUDA allocator (")
+            raise KeyError
+        assert card.shares == shares
+    with mock.patch.object(Device, "budget"), Device("mps").capped() as how:
+        assert how.startswith("a guide for the plan only")
 
 
-def test_on_cuda_the_driver_tells_what_is_ours_and_who_else_is_there(card, monkeypatch, tmp_path: Path):
-    """NVML to the byte, where it says so (WSL does not); its tool names displays, too, and may be missing."""
-    binding = mock.Mock(nvmlDeviceGetHandleByUUID=str, NVMLError=LookupError)
-    running = binding.nvmlDeviceGetComputeRunningProcesses
-    monkeypatch.setitem(sys.modules, "pynvml", binding)
-    cards._handle.cache_clear()
-    running.side_effect = [
-        [SimpleNamespace(pid=17, usedGpuMemory=5 * GB), SimpleNamespace(pid=os.getpid(), usedGpuMemory=held)]
-        for held in (2 * GB + 700 * MB, 2 * GB - 1, None)
-    ] + [[], LookupError("not supported")]
-    outside = [MemoryMonitor(CUDA).outside_allocator_bytes() for _ in range(5)]
-    assert outside == [700 * MB, 0, *[MOST_OUTSIDE_BYTES] * 3]
-    running.assert_called_with("GPU-1234-abcd")
-    cards._handle.cache_clear()
-
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert MemoryMonitor(CUDA).neighbours() == "" == MemoryMonitor(CPU).neighbours()
-    tool = tmp_path / "nvidia-smi"
-    for told, ends in (TOLD.format(own=os.getpid()), 0), ("no devices were found", 0), ("", 9):
-        asked = '[ "$4" = GPU-1234-abcd ] && /bin/cat'
-        tool.write_text(f"#!/bin/sh\n{asked} <<'END'\n{told}\nEND\nexit {ends}\n")
-        tool.chmod(0o755)
-        assert MemoryMonitor(CUDA).neighbours() == ("Xorg (process 17): 350 MiB" if "Xorg" in told else "")
+def test_who_else_holds_memory_on_a_card_is_told_by_the_driver_or_not_at_all(monkeypatch):
+    told = [
+        f"GPU:1\nprocess     17 uses   350.000 MB GPU memory\nprocess {os.getpid()} uses 9.000 MB GPU memory"
+    ]
+    monkeypatch.setattr(torch.cuda, "list_gpu_processes", lambda device: told.pop())
+    assert Device(CUDA).neighbours() == "process 17 uses 350.000 MB GPU memory"
+    assert Device(CUDA).neighbours() == ""  # it can fail in many ways: none is in the way
 
 
 def test_on_mps_there_are_no_peaks(monkeypatch: pytest.MonkeyPatch):
     for name, size in ("current_allocated", GB), ("driver_allocated", 2 * GB), ("recommended_max", 12 * GB):
         monkeypatch.setattr(torch.mps, f"{name}_memory", lambda size=size: size)
-    made = MemoryMonitor(torch.device("mps"))
-    made.reset_peak()
-    assert made.read() == MemoryReading("GPU 0", 1 * GB, 2 * GB, 2 * GB)
-    with made.phase(exact=True) as reading:
+    device = Device("mps")
+    device.reset_peak()
+    assert device.read() == MemoryReading("GPU 0", 1 * GB, 2 * GB, 2 * GB)
+    with device.measure(exact=True) as peak:
         pass
-    assert reading.added_bytes is None and reading.process_bytes == 2 * GB
-    assert made.memory() == DeviceMemory(12 * GB, 10 * GB, 2 * GB)
+    assert peak.added_bytes is None and peak.process_bytes == 2 * GB and device.slack == FIRST_SLACK
+    assert device.memory() == DeviceMemory(12 * GB, 10 * GB, 2 * GB) and device.used_bytes() == GB
 
 
 # -------------------------------------------------------------------------------------- the budget
 
 
-def test_the_budget_is_the_least_of_share_free_memory_and_limit():
-    """Of 100 bytes; and of a card sold as 24 GB, which offers 23.5."""
+def test_the_budget_is_the_least_of_share_free_memory_and_limit(card):
+    """Of 100 bytes; of a card sold as 24 GB, which offers 23.5; and of one that two processes share."""
     for free, limit, usable, reason in (
         (80, None, 75, "75% of"), (40, 60, 50, "what others leave free"), (80, 30, 30, "--memory-limit"),
         (80, 76, 75, "75% of"),
     ):  # fmt: skip
         made = make_budget(DeviceMemory(100, free, 10), utilization=0.75, limit_bytes=limit)
         assert made.usable_bytes == usable and made.reason.startswith(reason)
-    card = card_memory(24 * GB)
-    assert card.total_bytes == card.free_bytes == pytest.approx(23.52 * GB, abs=1)
-    assert (card.ours_bytes, card.others_bytes) == (0, 0)
-    assert str(make_budget(card, utilization=0.85)) == "19.99 GB (85% of 23.52 GB)"
+    sold = card_memory(24 * GB)
+    assert sold.total_bytes == sold.free_bytes == pytest.approx(23.52 * GB, abs=1)
+    assert (sold.ours_bytes, sold.others_bytes) == (0, 0)
+    assert str(make_budget(sold, utilization=0.85)) == "19.99 GB (85% of 23.52 GB)"
     assert DeviceMemory(100, 60, 50).others_bytes == 0  # what we hold may be counted twice
+    budgets = [Device(CUDA, utilization=0.5, sharing=sharing).budget() for sharing in (1, 2)]
+    assert [made.usable_bytes for made in budgets] == [12 * GB, 6 * GB]
 
 
-def test_on_cuda_the_allocator_gets_the_limit_less_the_context_and_where_nothing_does_it_says_so(monkeypatch):
-    asked: list[tuple[float, torch.device]] = []
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: asked.append(given))
-    said = limit_memory(CUDA, 12 * GB + GB // 2, 24 * GB)
-    assert said == "enforced by the CUDA allocator (50.0% of the card)"
-    limit_memory(CUDA, 40 * GB, 24 * GB)
-    limit_memory(CUDA, GB // 4, 24 * GB)
-    assert asked == [(0.5, CUDA), (1.0, CUDA), (0.0, CUDA)]
-    assert limit_memory(torch.device("mps"), GB, 8 * GB).startswith("a guide for the plan only")
+def within_a_limit() -> tuple[str, list[bool]]:
+    """With 192 MB more than now: what is said; that 64 MB fit, 512 MB are refused, and fit afterwards."""
+    device = Device(limit_bytes=Device(limit_bytes=2**40).memory().ours_bytes + 192 * MB)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    refused = True
+    with device.capped() as how:
+        found = [abs(device.budget().usable_bytes - 192 * MB - device.memory().ours_bytes) < 32 * MB]
+        found.append(torch.empty(64 * MB, dtype=torch.uint8).numel() == 64 * MB)
+        try:
+            refused = torch.empty(512 * MB, dtype=torch.uint8) is None
+        except RuntimeError as error:
+            refused = is_out_of_memory(error)
+    found += [refused, resource.getrlimit(resource.RLIMIT_DATA) == before]
+    return how, [*found, torch.empty(512 * MB, dtype=torch.uint8).numel() == 512 * MB]
 
 
-def within_a_limit() -> tuple[str, bool, bool]:
-    """With 192 MB more than now: what was said, whether 64 MB fit, and whether 512 MB are refused."""
-    limit = private_bytes() + 192 * MB
-    said = limit_memory(CPU, limit, 2 * limit)
-    ours = MemoryMonitor(CPU, limited=True).memory().ours_bytes  # counted as the limit counts
-    counted = abs(limit - 192 * MB - ours) < 32 * MB
-    fits = counted and torch.empty(64 * MB, dtype=torch.uint8).numel() == 64 * MB
-    try:
-        torch.empty(512 * MB, dtype=torch.uint8)
-    except RuntimeError as error:
-        return said, fits, is_out_of_memory(error)
-    return said, fits, False
-
-
-def below_ulimit() -> list[bool]:
-    import resource
-
-    before = MemoryMonitor(CPU).counts_private
+def below_ulimit() -> tuple[str, list[bool]]:
+    """One that is there is all there is, and is made no wider."""
     resource.setrlimit(resource.RLIMIT_DATA, (3 * GB, 3 * GB))
-    made = MemoryMonitor(CPU)
-    memory = made.memory()
-    total, free, ours = memory.total_bytes, memory.free_bytes, memory.ours_bytes
-    counted = [abs(free + ours - 3 * GB) < MB, abs(ours - private_bytes()) < 4 * MB]
-    return [not before, made.counts_private, total == 3 * GB, *counted, ours >= made.in_use_bytes() > 0]
+    device = Device(utilization=1.0)
+    memory = device.memory()
+    found = [memory.total_bytes == 3 * GB, abs(memory.free_bytes + memory.ours_bytes - 3 * GB) < MB]
+    found += [memory.ours_bytes > resident_bytes(), memory.ours_bytes >= device.used_bytes() > 0]
+    with device.capped() as how:
+        found.append(2 * GB < resource.getrlimit(resource.RLIMIT_DATA)[0] <= 3 * GB)
+    return how, [*found, resource.getrlimit(resource.RLIMIT_DATA) == (3 * GB, 3 * GB)]
 
 
-def limited(rank: int) -> object:
-    return within_a_limit() if rank else below_ulimit()
+def without_a_limit() -> tuple[str, list[bool]]:
+    """The share of what is there is enforced, too: beside what was reserved and never touched."""
+    device, untouched = Device(utilization=0.5), fresh(256 * MB)
+    usable = device.budget().usable_bytes
+    with device.capped() as how:
+        most = resource.getrlimit(resource.RLIMIT_DATA)[0]
+        found = [usable + 256 * MB <= most < usable + 4 * GB]
+    untouched.close()
+    return how, [*found, resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY]
+
+
+def limited(rank: int) -> tuple[str, list[bool]]:
+    return (within_a_limit, below_ulimit, without_a_limit)[rank]()
 
 
 @LINUX
-def test_on_linux_the_system_enforces_a_limit_and_one_that_is_there_is_all_there_is():
+def test_on_linux_the_system_enforces_the_budget_and_a_limit_that_is_there_is_all_there_is():
     """Each in a process of its own, whose other tests would have to live with it."""
-    ulimit, said = (ended.value for ended in in_processes(2, limited))
-    assert said == ("enforced by the system (RLIMIT_DATA)", True, True) and ulimit == [True] * 6
+    for how, found in values(in_processes(3, limited)):
+        assert how == "enforced by the system (RLIMIT_DATA)" and found == [True] * len(found)
 
 
 # ------------------------------------------------------------------------------- control groups
@@ -419,4 +439,4 @@ def test_a_containers_limit_counts_where_it_is_lower(monkeypatch, files, total, 
             return files[str(self)]
 
     monkeypatch.setattr(budget, "Path", File)
-    assert host_total_and_available() == (total * KB, available * KB)
+    assert budget.host_total_and_available() == (total * KB, available * KB)

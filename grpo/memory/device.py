@@ -1,0 +1,253 @@
+"""What a device has, what this process holds of it, now and at a peak, and the most that it may hold.
+
+On an accelerator the allocator's own statistics are read, and the driver's for what is not torch's; on the
+host the resident set and its high-water mark, which Linux lets a process reset. Tensor bytes on the host are
+counted exactly, by `LiveBytes`, where that is asked for, as it costs time.
+"""
+
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import torch
+
+from grpo import malloc
+from grpo.memory.budget import (
+    CONTEXT_BYTES,
+    GB,
+    MOST_OUTSIDE_BYTES,
+    Budget,
+    DeviceMemory,
+    data_limit,
+    host_total_and_available,
+    make_budget,
+)
+from grpo.memory.fit import Peak
+from grpo.memory.live import LiveBytes
+
+FIRST_SLACK = 0.1
+"""On a host, where malloc keeps gaps between tensors; elsewhere utilization leaves room for that."""
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """Bytes on one device. On the host, allocated and reserved are both the resident set."""
+
+    device: str
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_bytes: int
+
+    def as_metrics(self) -> dict[str, float]:
+        metrics = {
+            "memory/allocated_gb": self.allocated_bytes / GB,
+            "memory/peak_gb": self.peak_bytes / GB,
+        }
+        if self.device != "CPU":
+            metrics["memory/reserved_gb"] = self.reserved_bytes / GB
+        return metrics
+
+    def __str__(self) -> str:
+        allocated, peak = self.allocated_bytes / GB, self.peak_bytes / GB
+        if self.device == "CPU":
+            return f"CPU memory - allocated: {allocated:.2f}GB, peak: {peak:.2f}GB"
+        reserved = self.reserved_bytes / GB
+        return (
+            f"{self.device} memory - allocated: {allocated:.2f}GB, "
+            f"reserved: {reserved:.2f}GB, peak: {peak:.2f}GB"
+        )
+
+
+class Device:
+    """One device, and this process's part of it.
+
+    utilization: share of it that may be held. limit_bytes: the most. sharing: processes that do the same on
+    it. Where private memory is limited, by us or by `ulimit -d`, a process holds that: touched or not.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        utilization: float = 0.85,
+        limit_bytes: int | None = None,
+        sharing: int = 1,
+    ) -> None:
+        self.device = torch.device(device)
+        self.on_host = self.device.type == "cpu"
+        self.utilization, self.limit_bytes, self._sharing = utilization, limit_bytes, sharing
+        self.slack = FIRST_SLACK if self.device.type in ("cpu", "mps") else 0.0
+        self._data_limit = data_limit() if self.on_host else None
+        limited = limit_bytes is not None or self._data_limit is not None
+        self._counts_private = limited and self.on_host and sys.platform == "linux"
+        self._peak_bytes = 0
+
+    # ---------------------------------------------------------------------------------- what there is
+
+    def memory(self) -> DeviceMemory:
+        """All of the device's memory, the free part, and this process's."""
+        if self.on_host:
+            total, available = host_total_and_available()
+            ours = self._process_bytes()
+            if self._data_limit is not None:
+                total, available = min(total, self._data_limit), min(available, self._data_limit - ours)
+            return DeviceMemory(total, max(0, available), ours)
+        if self.device.type == "mps":
+            total = torch.mps.recommended_max_memory()
+            ours = torch.mps.driver_allocated_memory()
+            return DeviceMemory(total, total - ours, ours)
+        free, total = torch.accelerator.get_memory_info(self.device)
+        ours = torch.accelerator.memory_reserved(self.device) + self._outside_allocator_bytes()
+        return DeviceMemory(total, free, min(ours, total - free))
+
+    def budget(self) -> Budget:
+        """What this process may hold now, beside whatever others do."""
+        memory = self.memory().shared_by(self._sharing)
+        return make_budget(memory, utilization=self.utilization, limit_bytes=self.limit_bytes)
+
+    def used_bytes(self) -> int:
+        """What is not free to whatever this process does next: without what any allocator keeps."""
+        if self.on_host:
+            return self._process_bytes() - malloc.free_bytes()
+        if self.device.type == "mps":
+            return torch.mps.current_allocated_memory()
+        return torch.accelerator.memory_allocated(self.device) + self._outside_allocator_bytes()
+
+    def neighbours(self) -> str:
+        """Who else holds memory on the card, for an error message; empty if nobody is known to."""
+        if self.device.type != "cuda":
+            return ""
+        with suppress(Exception):  # it is only a courtesy
+            told = torch.cuda.list_gpu_processes(self.device).splitlines()
+            lines = (" ".join(line.split()) for line in told if "process" in line)
+            return ", ".join(line for line in lines if f"process {os.getpid()} " not in line)
+        return ""
+
+    def _outside_allocator_bytes(self) -> int:
+        """What this process holds besides torch's allocator (context, kernels, NCCL), no more than is usual.
+
+        The driver tells what all processes hold together.
+        """
+        if self.device.type != "cuda":
+            return 0
+        free, total = torch.accelerator.get_memory_info(self.device)
+        reserved = torch.accelerator.memory_reserved(self.device)
+        return max(0, min(MOST_OUTSIDE_BYTES, total - free - reserved))
+
+    def _process_bytes(self) -> int:
+        return _status()["VmData"] if self._counts_private else resident_bytes()
+
+    # ------------------------------------------------------------------------------------------ peaks
+
+    def read(self) -> MemoryReading:
+        """What is held now, and the peak since `reset_peak`."""
+        if self.on_host:
+            resident = resident_bytes()
+            return MemoryReading("CPU", resident, resident, max(peak_resident_bytes(), self._peak_bytes))
+        if self.device.type == "mps":
+            allocated = torch.mps.current_allocated_memory()
+            reserved = torch.mps.driver_allocated_memory()
+            return MemoryReading("GPU 0", allocated, reserved, reserved)
+        return MemoryReading(
+            f"GPU {self.device.index or 0}",
+            torch.accelerator.memory_allocated(self.device),
+            torch.accelerator.memory_reserved(self.device),
+            max(torch.accelerator.max_memory_allocated(self.device), self._peak_bytes),
+        )
+
+    def reset_peak(self) -> None:
+        """Peaks of `read` are from here on."""
+        self._peak_bytes = 0
+        self._reset()
+
+    @contextmanager
+    def measure(self, *, exact: bool = False) -> Iterator[Peak]:
+        """What is held inside, filled in at the end. exact: count tensors on the host, one by one."""
+        result = Peak()
+        self._peak_bytes = max(self._peak_bytes, self.read().peak_bytes)
+        self._reset()
+        before = self.read().allocated_bytes
+        result.process_before_bytes = self._peaks()[2]
+        live = LiveBytes() if exact and self.on_host else None
+        try:
+            with live or nullcontext():
+                yield result
+        finally:
+            result.allocated_bytes, result.reserved_bytes, result.process_bytes = self._peaks()
+            if live is not None:
+                result.added_bytes = live.peak_bytes
+            elif self.device.type not in ("cpu", "mps"):
+                result.added_bytes = result.allocated_bytes - before
+
+    def _peaks(self) -> tuple[int, int, int]:
+        """Allocated, reserved and process bytes at their peak since the last reset."""
+        if self.on_host:
+            peak = peak_resident_bytes()
+            beyond = _status()["VmData"] - resident_bytes() if self._counts_private else 0
+            return peak, peak, peak + beyond
+        if self.device.type == "mps":
+            driver = torch.mps.driver_allocated_memory()
+            return driver, driver, driver
+        allocated = torch.accelerator.max_memory_allocated(self.device)
+        reserved = torch.accelerator.max_memory_reserved(self.device)
+        return allocated, reserved, reserved + self._outside_allocator_bytes()
+
+    def _reset(self) -> None:
+        if self.on_host and sys.platform == "linux":
+            with suppress(OSError):  # not permitted in some sandboxes: the peak is then the whole life's
+                Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+        elif self.device.type not in ("cpu", "mps"):  # MPS keeps no peak
+            torch.accelerator.reset_peak_memory_stats(self.device)
+
+    # ------------------------------------------------------------------------------------------- a cap
+
+    @contextmanager
+    def capped(self) -> Iterator[str]:
+        """Inside, what goes beyond the budget is an error that `survive` knows, where the system can do that.
+
+        On CUDA the allocator's share of the card, less the context; on Linux RLIMIT_DATA of this process
+        (private writable memory). Gives how, in words.
+        """
+        budget = self.budget()
+        if self.device.type == "cuda":
+            total = self.memory().total_bytes
+            share = min(1.0, max(0, budget.usable_bytes - CONTEXT_BYTES) / total)
+            torch.cuda.set_per_process_memory_fraction(share, self.device)
+            try:
+                yield f"enforced by the CUDA allocator ({share:.1%} of the card)"
+            finally:
+                torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+        elif self.on_host and sys.platform == "linux":
+            before = resource.getrlimit(resource.RLIMIT_DATA)
+            untouched = 0 if self._counts_private else max(0, _status()["VmData"] - resident_bytes())
+            most = budget.usable_bytes + untouched
+            if before[0] == resource.RLIM_INFINITY or most < before[0]:
+                resource.setrlimit(resource.RLIMIT_DATA, (most, before[1]))
+            try:
+                yield "enforced by the system (RLIMIT_DATA)"
+            finally:
+                resource.setrlimit(resource.RLIMIT_DATA, before)
+        else:
+            yield "a guide for the plan only: this system cannot enforce it"
+
+
+def resident_bytes() -> int:
+    """What this process has in memory, as `top` shows it."""
+    return _status()["VmRSS"] if sys.platform == "linux" else psutil.Process().memory_info().rss
+
+
+def peak_resident_bytes() -> int:
+    """The most that it was since the last reset; where there is none to be had, what it is now."""
+    return _status()["VmHWM"] if sys.platform == "linux" else resident_bytes()
+
+
+def _status() -> dict[str, int]:
+    """The sizes in /proc/self/status, in bytes (proc(5))."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = (line.split() for line in lines if line.startswith("Vm"))
+    return {name.rstrip(":"): int(size) * 1024 for name, size, *_ in fields}

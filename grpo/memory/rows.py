@@ -1,0 +1,56 @@
+"""Sizes of passes: whole groups where they fit, divisors of a group below."""
+
+from collections.abc import Callable
+
+
+class DoesNotFit(ValueError):
+    """Not even one row of a phase fits."""
+
+
+def positions(rows: int, tokens: int, shared: int, group_size: int) -> int:
+    """Tokens that a pass computes: `tokens` of each row, and of each group `shared` that its rows have."""
+    return rows * tokens + -(-rows // group_size) * shared
+
+
+def smaller_rows(rows: int, group_size: int) -> int | None:
+    """The next size to try after `rows` did not fit; None below one row.
+
+    Half, as a multiple of the group; within a group, its divisors.
+    """
+    if rows > group_size:
+        return max(group_size, rows // 2 // group_size * group_size)
+    return next((part for part in range(min(rows, group_size) - 1, 0, -1) if group_size % part == 0), None)
+
+
+def largest_multiple(fits: Callable[[int], bool], *, at_most: int, multiple: int) -> int:
+    """The largest multiple up to `at_most` for which `fits`, which must be monotone; 0 for none.
+
+    The very largest is asked first: where all fits, as it mostly does, nothing less has to be looked at.
+    """
+    low, high = 0, at_most // multiple  # multiples: `low` fits, above `high` is not asked
+    if high and fits(high * multiple):
+        return high * multiple
+    high -= 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * multiple) else (low, middle - 1)
+    return low * multiple
+
+
+def largest_rows(fits: Callable[[int], bool], *, batch_size: int, group_size: int) -> int | None:
+    """The most rows at once, at most `batch_size`, for which `fits`; None if not even one does.
+
+    Multiples of the group where one fits, else a divisor of it. `fits` must be monotone.
+    """
+    if rows := largest_multiple(fits, at_most=batch_size, multiple=group_size):
+        return rows
+    divisors = [part for part in range(min(batch_size, group_size - 1), 0, -1) if group_size % part == 0]
+    return next((part for part in divisors if fits(part)), None)
+
+
+def even_rows(rows: int, *, batch_size: int, group_size: int) -> int:
+    """As many passes as with `rows` at once, of sizes as equal as whole groups allow."""
+    if rows < group_size:
+        return rows
+    passes = -(-batch_size // rows)
+    return -(-batch_size // (passes * group_size)) * group_size

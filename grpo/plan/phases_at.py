@@ -1,0 +1,165 @@
+"""A phase at a size, on made-up tokens: for a warm-up, a plan for an absent card, find-max and benchmarks.
+
+The code is that of training (prefill and decoding, the chunked head, the loss and its backward pass), on a
+model that is there or on one without storage. Nothing is learned: gradients are dropped.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grpo.config.groups import Checkpointing, LoraSettings, SamplingSettings
+from grpo.distributed.shard import inside
+from grpo.learning.loss import LossSettings, StepCounts, grpo_loss
+from grpo.memory import Size
+from grpo.model.prefill import pad_prompts
+from grpo.model.target import Target
+from grpo.rollout.decoder import has_static_cache, prompt_places, replaced_at_once
+from grpo.rollout.slots import Slots
+from grpo.scoring.logprobs import TokenLoss
+from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs
+
+
+@dataclass(frozen=True)
+class PhaseSettings:
+    """Everything but the size that the phases' memory depends on."""
+
+    target: Target
+    """Where the phases will run."""
+    group_size: int
+    sampling: SamplingSettings
+    loss: LossSettings
+    checkpointing: Checkpointing = "none"
+    scores: Literal["nothing", "reference", "policy"] = "reference"
+    """Whose log-probs are computed without learning, at most; autocast keeps the policy's cast weights."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    batch_rows: int = 0
+    """Of a step: while fewer are sampled at once, others wait to take their places."""
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return ("sample", "learn") if self.scores == "nothing" else ("sample", "score", "learn")
+
+
+class PhasesAt:
+    """The phases of one pair of models. `reference`: what scores, without gradients."""
+
+    def __init__(
+        self,
+        settings: PhaseSettings,
+        policy: PreTrainedModel,
+        sampler: PreTrainedModel,
+        reference: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None,
+        *,
+        hold_recording: Callable[[Slots], object] = Slots.advance,
+    ) -> None:
+        """hold_recording: a token more, and what its recording holds between its runs, if that is faked."""
+        self.settings = settings
+        self.policy, self._sampler = policy, sampler
+        self._reference = reference or (lambda: nullcontext(policy))
+        self._hold_recording = hold_recording
+        self.trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+
+    def run(self, phase: str, size: Size) -> None:
+        """One pass. size: `tokens` are new ones, `shared` the prompt's. KeyError for an unknown phase."""
+        {"sample": self.sample, "score": self.score, "learn": self.learn}[phase](size)
+
+    @torch.no_grad()
+    def sample(self, size: Size) -> None:
+        """Prefill, the last token, when the cache is full, a group for another, and one that leaves."""
+        inside(self._sampler, partial(self._decode, size))
+
+    def _decode(self, size: Size) -> None:
+        prompts, per_prompt = self._prompts(size)
+        rows, tokens, device = len(prompts) * per_prompt, size.tokens, self._sampler.device
+        others_wait = rows < self.settings.batch_rows
+        made = (1 + others_wait) * rows, tokens + 1  # by a whole rollout
+        written = torch.zeros(made, dtype=torch.long, device=device), torch.zeros(made, device=device)
+        settings = replace(self.settings.sampling, max_new_tokens=tokens)
+        slots = Slots(self._sampler, len(prompts), per_prompt, settings, ends=(0,))
+
+        def uniforms(groups: int) -> Tensor:
+            return torch.zeros(groups * per_prompt, tokens, device=device)
+
+        device_type = self.settings.target.device.type
+        width = prompt_places(self._sampler.config, size.shared, device_type)
+        slots.start(prompts, uniforms(len(prompts)), longest_prompt=width)
+        slots.skip(max(0, tokens - 2))
+        if tokens > 1:
+            recording = self._hold_recording(slots)
+            if others_wait and has_static_cache(self._sampler) and len(prompts) > 1:
+                replaced = replaced_at_once(len(prompts))
+                slots.replace(range(replaced), prompts[:replaced], uniforms(replaced))
+            del recording
+            if len(prompts) > 1:
+                slots.keep(range(1, len(prompts)))
+        del written
+
+    @torch.no_grad()
+    def score(self, size: Size) -> None:
+        """Log-probs of whole texts."""
+        with self._reference() as model:
+            self._logprobs(model, size, entropy=False)
+
+    def learn(self, size: Size) -> None:
+        """The loss and its backward pass, with gradients of a part before."""
+        self.begin_gradients()
+        settings, rows, tokens = self.settings.loss, size.rows, size.tokens
+        counts = StepCounts(rows, rows * tokens, tokens)
+
+        def loss(logp: Tensor, *, measured: bool = False) -> Tensor:
+            ref_logp = torch.zeros_like(logp) if settings.kl_coef else None
+            mask, advantages = torch.ones_like(logp, dtype=torch.bool), logp.new_zeros(rows)
+            return grpo_loss(
+                logp, None, ref_logp, advantages, mask, counts=counts, settings=settings, measured=measured
+            )[0]
+
+        logp, _ = self._logprobs(
+            self.policy, size, entropy=True, loss=loss if settings.is_per_token else None,
+            checkpointing=self.settings.checkpointing,
+        )  # fmt: skip
+        loss(logp, measured=True).backward()  # type: ignore[no-untyped-call]
+        self.forget()
+
+    def begin_gradients(self) -> None:
+        """As a part before leaves them."""
+        for parameter in self.trained:
+            parameter.grad = torch.zeros_like(parameter)
+
+    def forget(self) -> None:
+        """Drop gradients, of a pass that went well or of one that did not."""
+        for parameter in self.trained:
+            parameter.grad = None
+
+    def _logprobs(
+        self,
+        model: PreTrainedModel,
+        size: Size,
+        *,
+        entropy: bool,
+        loss: TokenLoss | None = None,
+        checkpointing: Checkpointing = "none",
+    ) -> tuple[Tensor, Tensor | None]:
+        prompts, per_prompt = self._prompts(size)
+        rows = len(prompts) * per_prompt
+        batch = MicroBatch(
+            rows=torch.arange(rows),
+            prompts=pad_prompts(prompts)._replace(is_padded=True),  # which takes more
+            row_to_prompt=torch.arange(rows) // per_prompt,
+            completion_ids=torch.zeros(rows, size.tokens, dtype=torch.long),
+        )
+        return micro_batch_logprobs(
+            model, batch, temperature=self.settings.sampling.temperature,
+            dtype=self.settings.target.dtype, entropy=entropy, loss=loss, checkpointing=checkpointing,
+        )  # fmt: skip
+
+    def _prompts(self, size: Size) -> tuple[list[list[int]], int]:
+        """Prompts of equal length, and rows of each: whole groups, or part of one."""
+        per_prompt = min(size.rows, self.settings.group_size)
+        return [[0] * size.shared for _ in range(size.rows // per_prompt)], per_prompt

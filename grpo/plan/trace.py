@@ -1,0 +1,205 @@
+"""Phases on tensors without storage: what they would hold on a device that need not be there.
+
+Nothing is computed, and what the allocator would be asked for is counted. The fake tensors say they are the
+CPU's: fake CUDA tensors need a CUDA build. What kernels use within themselves is added in closed form where
+it is known and large.
+"""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from grpo.memory import Size
+from grpo.memory.budget import Budget, DeviceMemory, make_budget
+from grpo.memory.fit import Peak
+from grpo.memory.live import LiveBytes
+from grpo.model.adapters import adapters_off, add_adapters, has_adapters, linear_layers, store_base
+from grpo.model.cpu import slices
+from grpo.model.cpu.feed_forward import slice_feed_forward
+from grpo.model.four_bits import outline
+from grpo.plan.phases_at import PhasesAt, PhaseSettings
+from grpo.plan.quick import QuickFakeMode
+from grpo.rollout.decoder import has_static_cache, records_steps
+from grpo.rollout.slots import Slots
+
+SCRATCH_BYTES = 2 * 2**20
+"""Workspace of CUDA's libraries, for models so small that it counts."""
+
+
+class Card:
+    """A device on which nothing runs: what `Fit` plans with. held_bytes: what exists all along on it."""
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        *,
+        utilization: float,
+        limit_bytes: int | None = None,
+        slack: float = 0.0,
+    ) -> None:
+        self.slack = slack
+        self._budget = make_budget(memory, utilization=utilization, limit_bytes=limit_bytes)
+        self.held_bytes = 0
+
+    def budget(self) -> Budget:
+        return self._budget
+
+    def used_bytes(self) -> int:
+        return self.held_bytes
+
+    def neighbours(self) -> str:
+        return ""
+
+    @contextmanager
+    def measure(self, *, exact: bool = False) -> Iterator[Peak]:
+        """Nothing runs on it."""
+        yield Peak()
+
+
+class TracedPhases:
+    """A model without storage, and what a pass of each phase adds, in bytes."""
+
+    def __init__(self, settings: PhaseSettings, kind: type[PhasesAt] = PhasesAt) -> None:
+        """kind: the phases, if others than a run's."""
+        self.settings = settings
+        self._mode, self._known = QuickFakeMode(), dict[tuple[str, Size], int]()
+        target, dtype = settings.target, settings.target.exact_dtype
+        with self._mode:
+            self._policy = self._make_model(dtype)
+            self.num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
+        self.frozen_bytes = 0
+        """Of weights that have adapters beside them."""
+        if settings.lora.on:
+            self._add_adapters(dtype)
+        sampler = self._policy
+        if target.is_lower and not settings.lora.on:
+            with self._mode:
+                sampler = self._make_model(dtype).requires_grad_(False)
+                for parameter in sampler.parameters():  # not the buffers
+                    parameter.data = parameter.data.to(target.dtype)
+        self._phases = kind(
+            settings, self._policy, sampler, self._as_reference, hold_recording=self._hold_recording
+        )
+        self.trained_sizes = [parameter.numel() for parameter in self._phases.trained]
+        """How many numbers each trained tensor has: the adapters', where there are any."""
+
+    def added_bytes(self, phase: str, size: Size) -> int:
+        """What a pass adds at its peak. KeyError for an unknown phase."""
+        key = phase, size
+        if key not in self._known:
+            self._known[key] = self._trace(phase, size) + self._unseen(phase, size)
+        return self._known[key]
+
+    def _trace(self, phase: str, size: Size) -> int:
+        target = self.settings.target
+        first = slices.traced_for(target.device, parts_too=self.settings.checkpointing != "selective")
+        with self._mode:
+            self._live = LiveBytes(target.device.type, target.block_bytes)
+            with _uninterrupted(), first, self._mode.counting(self._live):
+                self._phases.run(phase, size)
+        return self._live.peak_bytes
+
+    def _unseen(self, phase: str, size: Size) -> int:
+        """What CUDA's kernels hold within themselves.
+
+        Memory-efficient attention, which takes a mask, adds up the queries' gradients in fp32 where products
+        are in 16 bits: blocks of 64 queries, as wide as a head, for each row and head (torch's
+        mem_eff_attention/kernel_backward.h, GradQTempStorage).
+        """
+        target, text = self.settings.target, self.settings.target.model_config.get_text_config(decoder=True)
+        if target.device.type != "cuda":
+            return 0
+        if phase != "learn" or not target.is_lower:
+            return SCRATCH_BYTES
+        width = max(64, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+        blocks = -(-max(0, size.tokens - 1) // 64)
+        return SCRATCH_BYTES + size.rows * text.num_attention_heads * blocks * 4 * 64 * width
+
+    def _hold_recording(self, slots: Slots) -> Tensor | None:
+        """One token more; what its recording holds between its runs: room for all but what stays."""
+        live = self._live
+        held, peak = live.live_bytes, live.peak_bytes
+        live.reset_peak()
+        slots.advance()
+        stays = live.peak_bytes - held
+        live.peak_bytes = max(peak, live.peak_bytes)
+        model, device_type = self.settings.target.model_config, self.settings.target.device.type
+        if not (has_static_cache(self._policy) and records_steps(model, device_type)):
+            return None
+        return torch.empty(max(0, stays), dtype=torch.uint8)
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[PreTrainedModel]:
+        """The policy as it is, where it is scored, without adapters, or as frozen."""
+        if self.settings.scores == "policy":
+            yield self._policy
+        elif has_adapters(self._policy):
+            with adapters_off(self._policy):
+                yield self._policy
+        else:
+            self._policy.requires_grad_(False)
+            yield self._policy
+            self._policy.requires_grad_(True)
+
+    def _add_adapters(self, dtype: torch.dtype) -> None:
+        if self.settings.lora.load_in_4bit:
+            outline(self._policy, linear_layers(self._policy), self._mode)
+        # Not inside the mode, in which peft cannot move them: made without storage, then faked.
+        add_adapters(self._policy, self.settings.lora, empty=True)
+        with self._mode:
+            for module in self._policy.modules():
+                for name, parameter in list(module.named_parameters(recurse=False)):
+                    if parameter.is_meta:
+                        setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
+            store_base(self._policy, self.settings.target.dtype)
+        self.frozen_bytes = sum(each.nbytes for each in self._policy.parameters() if not each.requires_grad)
+
+    def _make_model(self, dtype: torch.dtype) -> PreTrainedModel:
+        target = self.settings.target
+        model = AutoModelForCausalLM.from_config(
+            target.model_config, dtype=dtype, attn_implementation=target.attention
+        ).eval()
+        if target.on_cpu:
+            slice_feed_forward(model)
+        if target.device.type == "cuda":
+            _take_norms_as_cuda_does(model)
+        return model
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for a trace to end, a second: where it came in C++, torch would abort the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[tuple[int, FrameType | None]] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed and callable(before):
+        before(*pressed[0])
+
+
+def _take_norms_as_cuda_does(model: PreTrainedModel) -> None:
+    """CUDA's autocast takes layer norms in fp32, whatever comes in; the CPU's, which is traced, does not."""
+
+    def exact(norm: nn.LayerNorm, values: Any) -> Tensor:
+        weight: Any = norm.weight
+        bias: Any = norm.bias
+        if torch.is_autocast_enabled("cpu"):
+            values, weight, bias = (None if each is None else each.float() for each in (values, weight, bias))
+        return F.layer_norm(values, norm.normalized_shape, weight, bias, norm.eps)
+
+    for module in model.modules():
+        if type(module) is nn.LayerNorm:
+            module.forward = MethodType(exact, module)  # type: ignore[method-assign]

@@ -1,0 +1,128 @@
+"""What a run is to hold, in closed form: bytes by hand."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from conftest import ARCHITECTURES
+from transformers import GPT2Config
+
+from grpo.config import Config
+from grpo.config.groups import LoraSettings, OptimizerSettings, SamplingSettings
+from grpo.data import PromptSource
+from grpo.data.source import MemoryLane
+from grpo.learning.loss import LossSettings
+from grpo.memory import Size
+from grpo.model.target import Target
+from grpo.plan.workload import Workload, kv_bytes_per_token, longest_prompt
+from grpo.types import Prompt
+
+VOCABULARY, G, MIB = 100, 8, 2**20
+BF16, FP32 = torch.bfloat16, torch.float32
+WITHOUT_KL = {"loss": LossSettings(kl_coef=0.0)}
+
+
+def workload(dtype: torch.dtype = FP32, name: str = "gpt2", **settings: object) -> Workload:
+    usual = {"batch_size": 64, "group_size": G, "sampling": SamplingSettings(max_new_tokens=20)}
+    config = Config(**{**usual, **settings})  # type: ignore[arg-type]
+    target = Target(ARCHITECTURES[name](VOCABULARY).config, torch.device("cpu"), dtype, "sdpa")
+    return Workload(config, target, 50)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "expected"),
+    [
+        (torch.float64, WITHOUT_KL, {"weights": 8, "optimizer": 16}),
+        (BF16, {}, {"weights": 4, "optimizer": 8, "reference": 4, "sampler's copy": 2}),
+    ],
+)
+def test_what_exists_all_along_in_bytes_a_parameter(dtype, settings, expected):
+    work = workload(dtype, **settings)
+    head = 2 * VOCABULARY * 32
+    bytes_of = {name: 1000 * size for name, size in expected.items()}
+    if "sampler's copy" in bytes_of:  # whose head is no longer the embedding
+        bytes_of["sampler's copy"] += head
+    assert work.resident(1000) == bytes_of
+    bytes_of.pop("reference", None)
+    assert replace(work, reference_here=False).resident(1000) == bytes_of
+    # With adapters the base is there once: 1000 bytes of it, and 50 numbers of adapters in two tensors.
+    work = workload(dtype, lora=LoraSettings(lora_rank=2), reference_sync=5 * (dtype == BF16))
+    size = work.target.exact_dtype.itemsize
+    adapters = {"weights": 1000 + size * 50, "optimizer": 2 * size * 50}
+    if dtype == BF16:  # the sampler has a head of its own, a reference that follows its adapters
+        adapters |= {"reference": 4 * 50, "sampler's copy": head}
+    assert work.resident(7, [20, 30], 1000) == adapters
+
+
+def test_of_a_sharded_model_each_process_holds_its_part_and_gathers_what_it_samples_with():
+    work = replace(workload(BF16, shard=True, **WITHOUT_KL), processes=4)
+    assert work.resident(1001) == {"weights": 4 * 251, "optimizer": 8 * 251}
+    assert work.added_parts("learn", Size(8, 20, 50), 1001)["gradients"] == 4 * 251
+    assert replace(workload(), processes=4).shards == 1
+
+
+def test_moments_in_8_bits_are_a_quarter():
+    """1000 numbers are too few; 10 000 have 40 blocks of a scale each, and two code books of 256."""
+    work = workload(optimizer=OptimizerSettings(optimizer_kind="adamw8bit"))
+    moments = work.resident(11_000, [1000, 10_000])["optimizer"]
+    assert moments == 8 * 1000 + 2 * (10_000 + 4 * 40) + 2 * 4 * 256
+
+
+def test_keys_and_values_of_a_token():
+    """2 · layers · heads that have keys · their width · bytes."""
+    for name, heads, width, dtype in ("gpt2", 2, 16, FP32), ("llama", 2, 8, FP32), ("qwen", 1, 16, BF16):
+        model = ARCHITECTURES[name](VOCABULARY).config
+        assert kv_bytes_per_token(model, dtype) == 2 * 2 * heads * width * dtype.itemsize
+
+
+def test_of_what_a_phase_adds_a_part_has_a_closed_form():
+    work, size = workload(), Size(16, 20, 50)
+    cache = (2 * 50 + 16 * 48) * 256 * 2  # the cache has whole blocks of 48 tokens
+    assert work.added_parts("sample", size, 0) == {"KV cache": cache, "logits": 16 * VOCABULARY * 8}
+    logits = {"logits": 16 * 20 * VOCABULARY * 8}
+    assert work.added_parts("score", size, 0) == logits
+    assert work.added_parts("learn", size, 300) == logits | {"gradients": 4 * 300}
+    # More tokens than the head takes at once.
+    assert work.added_parts("learn", Size(64, 20, 50), 0)["logits"] == 1024 * VOCABULARY * 8
+
+
+def test_on_cuda_tensors_have_blocks():
+    """As its allocator makes them; without segments that grow, a MiB that is left is not cut off."""
+
+    def blocks(grows: bool, *sizes: int) -> list[int]:
+        target = Target(GPT2Config(), torch.device("cuda"), FP32, "sdpa", grows)
+        return [target.block_bytes(size) for size in sizes]
+
+    assert blocks(True, 1, 513, 11 * MIB + 1) == [512, 1024, 11 * MIB + 512]
+    assert blocks(False, 1, 513, 9 * MIB + 1) == [512, 1024, 9 * MIB + 512]
+    assert blocks(False, 11 * MIB, 11 * MIB - 512) == [12 * MIB, 11 * MIB - 512]
+    assert workload().target.block_bytes(513) == 513
+
+
+def test_what_settings_say_of_rows_and_of_what_is_scored():
+    work = workload(rollout_rows=32, train_rows=4)
+    assert work.fixed_rows == {"sample": 32, "learn": 4} and work.size(3) == Size(3, 20, 50)
+    assert [replace(work, processes=count).rows_here for count in (1, 3, 8)] == [64, 24, 8]
+    auto = workload(batch_size="auto", max_batch_size=150)
+    assert (auto.rows_here, replace(auto, processes=2).rows_here) == (144, 72)
+    adapters = {"lora": LoraSettings(lora_rank=2), "reference_sync": 5}
+    for settings, scored in (
+        ({}, "reference"), (WITHOUT_KL, "nothing"), ({"num_iterations": 2, **WITHOUT_KL}, "policy"),
+        (adapters, "policy"),
+    ):  # fmt: skip
+        made = workload(**settings).phase_settings()
+        assert made.scores == scored and ("score" in made.phases) == (scored != "nothing")
+
+
+def test_the_longest_prompt_is_the_one_of_most_tokens_of_all_lanes(tokenizer):
+    """Not always the one of most characters."""
+    words, digits = "e" * 90, " ".join("1234567890" * 4)
+    lanes = {
+        task: MemoryLane([Prompt(f"{task}:{i}", text, {}) for i, text in enumerate(texts)], seed=0, task=task)
+        for task, texts in {"policy": [words, "a"], "environment": [digits, "b"]}.items()
+    }
+    source = partial(PromptSource, heldout=[], seed=0, policy_share=0.5, rows_digest="")
+    counts = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (words, digits)]
+    assert longest_prompt(source(lanes), tokenizer, Config()) == max(counts)
+    assert longest_prompt(source({}), tokenizer, Config()) == 144  # unknown: as long as completions
