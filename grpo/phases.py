@@ -1,5 +1,6 @@
 """Sampling, scoring, learning, evaluating and saving of one run, as its memory plan says."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,12 +37,10 @@ class PlannedPhases:
         self._run = run
         self._longest_prompt = run.longest_prompt
 
-    def _batch(self, rows: int, prompts: list[Prompt]) -> Size:
+    def _batch(self, rows: int, prompt_ids: Sequence[Sequence[int]] = ()) -> Size:
         """With texts as long as there may be: rows are planned for them, and so stay what they are."""
-        run = self._run
-        lengths = map(len, tokenize(prompts, run.policy.tokenizer))
-        self._longest_prompt = max([self._longest_prompt, *lengths])
-        return Size(rows, run.config.sampling.max_new_tokens, self._longest_prompt)
+        self._longest_prompt = max([self._longest_prompt, *map(len, prompt_ids)])
+        return Size(rows, self._run.config.sampling.max_new_tokens, self._longest_prompt)
 
     def sample(self, step: int, prompts: list[Prompt], share: Share, *, draw: int) -> Rollout:
         """`group_size` completions of each of the step's prompts that this process has a share in.
@@ -59,6 +58,7 @@ class PlannedPhases:
     def _rollout(self, prompts: list[Prompt], uniforms: Tensor) -> Rollout:
         config, run = self._run.config, self._run
         num_rows, longest = uniforms.shape
+        prompt_ids = tokenize(prompts, run.policy.tokenizer)
         kv_growth: list[tuple[int, int]] = []
 
         def work(rows: int) -> Rollout:
@@ -74,7 +74,7 @@ class PlannedPhases:
             return Size(min(rows, num_rows), tokens, max(map(len, made.prompt_ids)))
 
         made = run.fit.run(
-            "sample", work, self._batch(num_rows, prompts), took=took, kv_growth=kv_growth,
+            "sample", work, self._batch(num_rows, prompt_ids), took=took, kv_growth=kv_growth,
             discard=self._release, reused=lambda: run.kept.largest_nbytes if run.kept else 0,
         )  # fmt: skip
         self._keep_what_has_room()
@@ -90,7 +90,7 @@ class PlannedPhases:
         if run.kept is None:
             return
         others = [
-            run.fit.needs(phase, self._batch(rows, []))
+            run.fit.needs(phase, self._batch(rows))
             for phase, rows in run.fit.planned().items()
             if phase in ("score", "learn")
         ]
@@ -107,7 +107,7 @@ class PlannedPhases:
                 model, sampled, rows=rows, pass_tokens=pass_tokens,
                 temperature=config.sampling.temperature, dtype=run.policy.target.dtype,
             ),
-            self._batch(len(sampled.completion_ids), sampled.prompts),
+            self._batch(len(sampled.completion_ids), sampled.prompt_ids),
             took=lambda rows, _: largest_pass(sampled, rows, pass_tokens=pass_tokens),
             discard=self._release,
         )  # fmt: skip
@@ -139,7 +139,7 @@ class PlannedPhases:
             self._release()
 
         return run.fit.run(
-            "learn", work, self._batch(len(batch.mask), batch.rollout.prompts),
+            "learn", work, self._batch(len(batch.mask), batch.rollout.prompt_ids),
             took=lambda rows, _: largest_pass(batch.rollout, rows, pass_tokens=pass_tokens, halves=halves),
             discard=discard,
         )  # fmt: skip

@@ -3,14 +3,12 @@
 Only entry points say where (`show_on`), as with logging. A bar goes away when it is full.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-T = TypeVar("T")
 Done = Callable[[float], None]
 """Told what share of the work is done."""
 
@@ -33,11 +31,3 @@ def waiting(what: str) -> Iterator[Done]:
     with Progress(*columns, console=_console, transient=True) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda share: bar.update(task, completed=min(1, share))
-
-
-def one_by_one(items: Sequence[T], what: str) -> Iterable[T]:
-    """The items, with a bar of how many are done."""
-    with waiting(what) as done:
-        for place, item in enumerate(items):
-            yield item
-            done((place + 1) / len(items))

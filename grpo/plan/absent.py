@@ -12,6 +12,9 @@ from grpo.plan.trace import Card, TracedPhases
 from grpo.plan.warm_up import largest_batch, warm_up
 from grpo.plan.workload import Workload
 
+STARTED_BYTES = 64 * 2**20
+"""What a process on a host grows by from its imports to its plan: code and threads."""
+
 
 def plan_without_weights(work: Workload, card: Card) -> tuple[Workload, Plan]:
     """What is auto in the settings is settled in the workload that comes back. DoesNotFit with a remedy.

@@ -19,25 +19,21 @@ MARGIN_BYTES = 32 * 2**20
 
 def check_one_row(work: Workload, traced: TracedPhases, fit: Fit) -> None:
     """DoesNotFit, with the remedy, where a phase has no room for one row of the longest texts."""
-    used, budget = fit.device.used_bytes(), fit.device.budget()
-    group, row = work.size(min(work.rows_here, work.config.group_size)), work.size(1)
-
-    def needs(phase: str, size: Size) -> float:
-        return (1 + fit.device.slack) * traced.added_bytes(phase, size)
-
+    group, row, room = work.size(min(work.rows_here, work.config.group_size)), work.size(1), fit.room_bytes()
     for phase in work.phase_settings().phases:
-        room = budget.usable_bytes - used
-        if needs(phase, group) > room and needs(phase, row) > room:
+        if _needs(traced, fit, phase, group) > room and _needs(traced, fit, phase, row) > room:
             raise explain(work, traced, fit)
+
+
+def _needs(traced: TracedPhases, fit: Fit, phase: str, size: Size) -> float:
+    """Bytes that a pass adds to the process, by what was traced."""
+    return (1 + fit.device.slack) * traced.added_bytes(phase, size)
 
 
 def explain(work: Workload, traced: TracedPhases, fit: Fit) -> DoesNotFit:
     """What one row takes, what would take less, and the least that is enough. Nothing is computed."""
     used, budget, others = fit.device.used_bytes(), fit.device.budget(), fit.device.neighbours()
-    needs = {
-        phase: (1 + fit.device.slack) * traced.added_bytes(phase, work.size(1))
-        for phase in work.phase_settings().phases
-    }
+    needs = {phase: _needs(traced, fit, phase, work.size(1)) for phase in work.phase_settings().phases}
     phase = max(needs, key=lambda name: needs[name])
     parts = dict(work.added_parts(phase, work.size(1), sum(traced.trained_sizes)))
     parts["activations"] = max(0, int(needs[phase]) - sum(parts.values()))

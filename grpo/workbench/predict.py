@@ -19,7 +19,7 @@ from grpo.memory.device import FIRST_SLACK
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import check_peft
 from grpo.model.target import make_target
-from grpo.plan.absent import see_trace
+from grpo.plan.absent import STARTED_BYTES, see_trace
 from grpo.plan.phases_at import PhasesAt
 from grpo.plan.tables import ELSE, added_parts
 from grpo.plan.trace import Card, TracedPhases
@@ -29,9 +29,6 @@ from grpo.workbench.flags import Objective
 from grpo.workbench.language import WindowPhases
 from grpo.workbench.models import context_of
 from grpo.workbench.spec import ModelSpec
-
-STARTED_BYTES = 64 * 2**20
-"""What a process on a host grows by from its imports to its first step: code and threads."""
 
 
 def bytes_at_start(device_type: str) -> int:
