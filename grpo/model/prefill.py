@@ -82,10 +82,9 @@ def layers_with_window(config: PretrainedConfig) -> list[bool]:
 def pad_prompts(prompt_ids: Sequence[Sequence[int]], *, width: int | None = None) -> PromptBatch:
     """Padded to the longest, or to `width`, with token 0; masks come from lengths, so any id would do."""
     lengths = [len(ids) for ids in prompt_ids]
-    ids = torch.zeros(len(lengths), width or max(lengths), dtype=torch.long)
-    for row, tokens in enumerate(prompt_ids):
-        ids[row, : len(tokens)] = torch.tensor(tokens)
-    return PromptBatch(ids, torch.tensor(lengths), min(lengths) < ids.shape[1])
+    width = width or max(lengths)
+    padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in prompt_ids]  # of them one tensor: quicker
+    return PromptBatch(torch.tensor(padded), torch.tensor(lengths), min(lengths) < width)
 
 
 def encode_prompts(
