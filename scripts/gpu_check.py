@@ -34,7 +34,7 @@ def main(output: Path | None = None, small: bool = False, quick: bool = False) -
     from grpo.config import Config
     from grpo.config.groups import SamplingSettings
 
-    case = Case("GPT-2 124 M on a card", "GPT-2 124 M without end", 60, 16, 4, (10.0, 10.0))
+    case = Case("GPT-2 124 M on a card", "GPT-2 124 M without end", 60, 64, 6, (10.0, 10.0))
     small_case = Case("small", "rook-tiny without end", 59, 8, 1, (1.0, 1.0), batch_size=8, max_new_tokens=16)
     logger.remove()
     logger.add(sys.stderr, level="WARNING", format="{time:HH:mm:ss} {message}")
@@ -54,7 +54,7 @@ def main(output: Path | None = None, small: bool = False, quick: bool = False) -
             contenders=CONTENDERS[:1] if small else CONTENDERS,
             batch_sizes=sizes,
             limit="8GB" if small else "24GB",
-            long_steps=2 if small else 200,
+            long_steps=2 if small else 100,
             short_steps=1 if small else 6,
             quick=quick,
         )

@@ -13,6 +13,8 @@ USABLE_SHARE = 0.98
 """Of the memory a card is sold with: a 24 GB card offers CUDA about 23.5 (RTX 3090: 23.69, 4090: 23.64)."""
 CONTEXT_BYTES = 512 * 2**20
 """A CUDA context with cuBLAS's workspace; 0.4 to 0.6 GB by card and driver."""
+KERNELS_BYTES = 192 * 2**20
+"""What a context grows by once all kernels are loaded and CUDA graphs recorded: 0.15 GB on an H100."""
 MOST_OUTSIDE_BYTES = 2**30
 """What a process is taken to hold besides torch's allocator, at most, where nobody tells: Hopper, NCCL."""
 

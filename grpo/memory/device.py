@@ -20,6 +20,7 @@ from grpo import malloc
 from grpo.memory.budget import (
     CONTEXT_BYTES,
     GB,
+    KERNELS_BYTES,
     MOST_OUTSIDE_BYTES,
     Budget,
     DeviceMemory,
@@ -85,7 +86,7 @@ class Device:
         self._data_limit = data_limit() if self.on_host else None
         limited = limit_bytes is not None or self._data_limit is not None
         self._counts_private = limited and self.on_host and sys.platform == "linux"
-        self._peak_bytes = 0
+        self._peak_bytes = self._least_outside_bytes = 0
 
     # ---------------------------------------------------------------------------------- what there is
 
@@ -111,12 +112,17 @@ class Device:
         return make_budget(memory, utilization=self.utilization, limit_bytes=self.limit_bytes)
 
     def used_bytes(self) -> int:
-        """What is not free to whatever this process does next: without what any allocator keeps."""
+        """What is not free to whatever this process does next: without what any allocator keeps for all.
+
+        What a CUDA graph's pool keeps is for its replays alone.
+        """
         if self.on_host:
             return self._process_bytes() - malloc.free_bytes()
         if self.device.type == "mps":
             return torch.mps.current_allocated_memory()
-        return torch.accelerator.memory_allocated(self.device) + self._outside_allocator_bytes()
+        allocated = torch.accelerator.memory_allocated(self.device)
+        outside = max(self._least_outside_bytes, self._outside_allocator_bytes())
+        return allocated + self._kept_for_graphs_bytes() + outside
 
     def neighbours(self) -> str:
         """Who else holds memory on the card, for an error message; empty if nobody is known to."""
@@ -138,6 +144,15 @@ class Device:
         free, total = torch.accelerator.get_memory_info(self.device)
         reserved = torch.accelerator.memory_reserved(self.device)
         return max(0, min(MOST_OUTSIDE_BYTES, total - free - reserved))
+
+    def _kept_for_graphs_bytes(self) -> int:
+        """What the allocator has reserved for CUDA graphs and nothing holds between their replays."""
+        if self.device.type != "cuda":
+            return 0
+        segments = torch.cuda.memory_snapshot()
+        pooled = (each for each in segments if tuple(each["segment_pool_id"]) != (0, 0))
+        here = (each for each in pooled if each["device"] == (self.device.index or 0))
+        return sum(each["total_size"] - each["allocated_size"] for each in here)
 
     def _process_bytes(self) -> int:
         return _status()["VmData"] if self._counts_private else resident_bytes()
@@ -210,13 +225,16 @@ class Device:
     def capped(self) -> Iterator[str]:
         """Inside, what goes beyond the budget is an error that `survive` knows, where the system can do that.
 
-        On CUDA the allocator's share of the card, less the context; on Linux RLIMIT_DATA of this process
-        (private writable memory). Gives how, in words.
+        On CUDA the allocator's share of the card, less what the process holds beside it, now and once its
+        kernels are loaded; on Linux RLIMIT_DATA of this process (private writable memory). Gives how, in
+        words.
         """
         budget = self.budget()
         if self.device.type == "cuda":
             total = self.memory().total_bytes
-            share = min(1.0, max(0, budget.usable_bytes - CONTEXT_BYTES) / total)
+            outside = max(CONTEXT_BYTES, self._outside_allocator_bytes() + KERNELS_BYTES)
+            self._least_outside_bytes = min(MOST_OUTSIDE_BYTES, outside)
+            share = min(1.0, max(0, budget.usable_bytes - self._least_outside_bytes) / total)
             torch.cuda.set_per_process_memory_fraction(share, self.device)
             try:
                 yield f"enforced by the CUDA allocator ({share:.1%} of the card)"

@@ -25,6 +25,10 @@ def refuse_unknown(options: Mapping[str, Any]) -> None:
 _OF_SCORES = ("softcap", "s_aux", "position_bias")
 
 
+NEVER = -30.0
+"""A log-prob that is as good as none: none such is sampled, and fp32 knows -10,000 to a thousandth."""
+
+
 @contextmanager
 def exact_products() -> Iterator[None]:
     """Without TF32 and its like, whose rounding would pass for an error where the two are compared."""

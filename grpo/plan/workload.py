@@ -18,9 +18,8 @@ from grpo.model.target import Target
 from grpo.plan.phases_at import PhaseSettings
 from grpo.rollout.decoder import cache_tokens, prompt_places
 from grpo.scoring.fused import was_fused
+from grpo.scoring.head import tokens_at_once
 
-CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at once, see `completion_logprobs`."""
 LONGEST_TEXTS = 64
 """Texts of most characters that are tokenized to find the one of most tokens."""
 
@@ -115,7 +114,8 @@ class Workload:
                 "KV cache": tokens * kv_bytes_per_token(model, target.dtype),
                 "logits": size.rows * target.vocab_size * (4 + target.dtype.itemsize),
             }
-        numbers = min(size.rows * size.tokens, CHUNK_TOKENS) * target.vocab_size
+        at_once = tokens_at_once(target.vocab_size, target.dtype, target.device.type)
+        numbers = min(size.rows * size.tokens, at_once) * target.vocab_size
         in_slices = min(numbers, target.slice_numbers) * target.exact_dtype.itemsize
         if was_fused(target.device.type, target.dtype):
             in_slices = 0

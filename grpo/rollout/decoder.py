@@ -24,7 +24,7 @@ from grpo.distributed.shard import is_sharded
 from grpo.memory import is_out_of_memory
 from grpo.model.load import context_length
 from grpo.model.prefill import crossed_window, layers_with_window
-from grpo.model.stand_ins import exact_products
+from grpo.model.stand_ins import NEVER, exact_products
 from grpo.rollout.cache import CacheBytes
 from grpo.rollout.cuda_graphs import Recorder, recorder_of
 from grpo.rollout.generic import GenericDecoder
@@ -163,12 +163,17 @@ def _difference_at(model: PreTrainedModel, longest: int) -> float:
         for text, ours in zip(texts, logits, strict=False):
             ids = torch.tensor([text], device=model.device)
             theirs = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1]
-            differences.append((ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max())
+            differences.append((_logp(ours) - _logp(theirs)).abs().max())
         tokens = torch.tensor([turn, 3 - turn], device=model.device) % config.vocab_size
         for text, token in zip(texts, tokens.tolist(), strict=False):
             text.append(token)
         logits = decoder.next_step()[1](tokens)
     return torch.stack(differences).max().item()
+
+
+def _logp(logits: Tensor) -> Tensor:
+    """Log-probs, alike of all tokens that are never sampled."""
+    return logits.log_softmax(-1).clamp(min=NEVER)
 
 
 def _calls_attention_by_name(kind: type[PretrainedConfig]) -> bool:

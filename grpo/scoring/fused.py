@@ -44,14 +44,16 @@ def what_is_fused() -> tuple[str, ...]:
     return tuple(sorted(f"{kind} {dtype}" for (kind, dtype), works in _works.items() if works))
 
 
-def scores(products: Tensor, targets: Tensor, temperature: float, entropy: bool) -> Tensor:
-    """Log-prob, entropy (or 0), largest logit and log-sum of each token, (K, 4), of products (K, V)."""
+@torch.no_grad()
+def scores(products: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Log-prob, entropy, largest logit and log-sum of each token, (K, 4), of products (K, V)."""
     if slices.traced_device() is not None:
         return products.new_empty(len(products), 4, dtype=_exact(products))
-    found: Tensor = _compiled(_scores)(products, targets, temperature, entropy)
+    found: Tensor = _for(products, _scores)(products, targets, temperature)
     return found
 
 
+@torch.no_grad()
 def to_gradient(
     products: Tensor, normalizers: Tensor, targets: Tensor, slope: Tensor, temperature: float
 ) -> None:
@@ -60,10 +62,10 @@ def to_gradient(
     normalizers: the largest logits and log-sums (K, 2) of `scores`.
     """
     if slices.traced_device() is None:
-        _compiled(_to_gradient)(products, normalizers, targets, slope, temperature)
+        _for(products, _to_gradient)(products, normalizers, targets, slope, temperature)
 
 
-def _scores(products: Tensor, targets: Tensor, temperature: float, entropy: bool) -> Tensor:
+def _scores(products: Tensor, targets: Tensor, temperature: float) -> Tensor:
     logits = products.to(_exact(products)) / temperature
     largest = logits.amax(1, keepdim=True)
     shifted = logits - largest
@@ -71,10 +73,8 @@ def _scores(products: Tensor, targets: Tensor, temperature: float, entropy: bool
     total = probs.sum(1, keepdim=True)
     log_total = total.log()
     logp = shifted.gather(1, targets.unsqueeze(1)) - log_total
-    entropies = torch.zeros_like(logp)
-    if entropy:  # a token that cannot occur (logit -inf) adds 0, not 0 * -inf
-        lowest = torch.finfo(logits.dtype).min
-        entropies = log_total - (probs * shifted.clamp(min=lowest)).sum(1, keepdim=True) / total
+    lowest = torch.finfo(logits.dtype).min  # a token that cannot occur (logit -inf) adds 0, not 0 * -inf
+    entropies = log_total - (probs * shifted.clamp(min=lowest)).sum(1, keepdim=True) / total
     return torch.cat([logp, entropies, largest, log_total], dim=1)
 
 
@@ -91,19 +91,25 @@ def _exact(products: Tensor) -> torch.dtype:
     return torch.promote_types(products.dtype, torch.float32)
 
 
+def _for(products: Tensor, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiler makes another kernel for a single token, and goes without after eight: it is not asked."""
+    return _compiled(function) if len(products) > 1 else function
+
+
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)  # the number of tokens changes
 
 
+@torch.no_grad()
 def _try(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether compiled functions give what plain ones give."""
     generator = torch.Generator().manual_seed(0)
-    products = (4 * torch.randn(_FEW, 1000, generator=generator)).to(device, dtype)
+    products = (4 * torch.randn(_FEW, 1024, generator=generator)).to(device, dtype)[:, :1000]
     targets = torch.arange(_FEW, device=device)
     slope = torch.ones(_FEW, 1, device=device, dtype=_exact(products))
     try:
-        found, expected = (made(products, targets, 1.0, True) for made in (_compiled(_scores), _scores))
+        found, expected = (made(products, targets, 1.0) for made in (_compiled(_scores), _scores))
         found_gradient, expected_gradient = products.clone(), products.clone()
         _compiled(_to_gradient)(found_gradient, expected[:, 2:], targets, slope, 1.0)
         _to_gradient(expected_gradient, expected[:, 2:], targets, slope, 1.0)

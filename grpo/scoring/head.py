@@ -2,7 +2,9 @@
 
 That is done in fp32 for a slice of the chunk at a time, which on a CPU stays in its caches. Shared by all
 chunks there are one (chunk_tokens, V) buffer in the dtype of products and two slices; and, where the head is
-computed in another dtype than it is stored in or in lower precision, one (V, D) copy.
+computed in another dtype than it is stored in or in lower precision, one (V, D) copy. On an accelerator that
+copy and the buffer have rows to spare, up to the next 64: products of an odd vocabulary, such as GPT-2's
+50,257, cannot use a card's fast kernels, as their rows begin at odd addresses.
 """
 
 from collections.abc import Iterator
@@ -13,6 +15,25 @@ from torch import Tensor
 from grpo.model.cpu import slices
 from grpo.model.head import centred_head
 from grpo.scoring import fused
+
+CHUNK_TOKENS = 1024
+"""Of a chunk on a CPU."""
+LAUNCHED_TOKENS, LAUNCHED_BYTES = 2**14, 2**28
+"""Of a chunk at most on an accelerator, where its kernels have to be worth launching."""
+_ALIGNED = 64
+"""Words, to a multiple of which a vocabulary is filled up: rows of products then begin at 128 bytes."""
+
+
+def tokens_at_once(vocabulary: int, dtype: torch.dtype, device_type: str) -> int:
+    """Tokens of a chunk, whose products in `dtype` exist at once."""
+    if device_type == "cpu":
+        return CHUNK_TOKENS
+    return max(1, min(LAUNCHED_TOKENS, LAUNCHED_BYTES // (vocabulary * dtype.itemsize)))
+
+
+def words_to_spare(vocabulary: int, dtype: torch.dtype, device_type: str) -> int:
+    """By how many words a head is filled up where it is copied in any case: in lower precision."""
+    return -vocabulary % _ALIGNED if dtype.itemsize < 4 and device_type != "cpu" else 0
 
 
 class Head:
@@ -25,17 +46,20 @@ class Head:
         self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, temperature: float, tokens: int
     ) -> None:
         """tokens: of a chunk, at most."""
+        self.vocabulary = len(weight)
+        spare = words_to_spare(len(weight), dtype, (slices.traced_device() or weight.device).type)
         cast = centred_head if dtype.itemsize < 4 else Tensor.to
-        self.weight = cast(weight, dtype)  # (V, D)
-        self._bias = None if bias is None else cast(bias, dtype)  # (V,)
+        self.weight = _filled(cast(weight, dtype), spare)  # (V + spare, D)
+        self._bias = None if bias is None else _filled(cast(bias, dtype), spare)
         self._temperature, self._chunk_tokens = temperature, max(1, tokens)
-        self._room_for_products = weight.new_empty(tokens, len(weight), dtype=dtype)
+        self._room_for_products = weight.new_empty(tokens, len(weight) + spare, dtype=dtype)
         self._products = self._room_for_products
+        """(K, V + spare): 0 beyond the vocabulary, as products and as gradients."""
         self._are_shifted = False
         """Whether products are logits by now, less the largest of each token."""
         self._room: Tensor | None = None
         self._is_fused = fused.is_fused(weight.device, dtype)
-        self._slice_tokens = min(tokens, max(1, slices.slice_numbers(weight.device) // len(weight)))
+        self._slice_tokens = min(tokens, max(1, slices.slice_numbers(weight.device) // self.vocabulary))
         self._logits = None if dtype.itemsize >= 4 or self._is_fused else self._new_slice()
 
     def chunks(self, hidden: Tensor, rows: Tensor | None) -> Iterator[tuple[slice, slice | Tensor, Tensor]]:
@@ -50,6 +74,11 @@ class Head:
             self.multiply(states)
             yield chunk, part, states
 
+    @property
+    def _numbers(self) -> Tensor:
+        """The products (K, V) without what they have to spare."""
+        return self._products[:, : self.vocabulary]
+
     def multiply(self, states: Tensor) -> None:
         """states (K, D) @ weightᵀ + bias: the products (K, V) that all else is about."""
         self._products, self._are_shifted = self._room_for_products[: len(states)], False
@@ -59,9 +88,12 @@ class Head:
             torch.addmm(self._bias, states, self.weight.T, out=self._products)
 
     def score(self, targets: Tensor, scores: Tensor, *, entropy: bool) -> None:
-        """Write log-prob, entropy (or 0), largest logit and log-sum to scores (K, 4)."""
+        """Write log-prob, entropy, largest logit and log-sum to scores (K, 4).
+
+        entropy: whether it is asked for; where it would take time of its own it is 0 else.
+        """
         if self._is_fused:
-            scores.copy_(fused.scores(self._products, targets, self._temperature, entropy))
+            scores.copy_(fused.scores(self._numbers, targets, self._temperature))
             return
         if self._room is None:
             self._room = self._new_slice()
@@ -72,16 +104,16 @@ class Head:
     def gradient(
         self, normalizers: Tensor, targets: Tensor, slope: Tensor, *, of_bias: Tensor | None
     ) -> Tensor:
-        """What slope (K, 1) to log-probs is to products, (K, V), in their place; added up in of_bias.
+        """What slope (K, 1) to log-probs is to products, in their place: (K, V + spare), 0 in what is spare.
 
-        normalizers: largest logits and log-sums (K, 2).
+        Added up in of_bias. normalizers: largest logits and log-sums (K, 2).
         """
-        grad, slope = self._products, slope / self._temperature
+        grad, slope = self._numbers, slope / self._temperature
         if self._is_fused:
             fused.to_gradient(grad, normalizers, targets, slope, self._temperature)
             if of_bias is not None:
                 of_bias += grad.sum(dim=0, dtype=of_bias.dtype)
-            return grad
+            return self._products
         for place, logits in self._slices():
             largest = 0 if self._are_shifted else normalizers[place, :1]
             _logits_gradient(logits, largest, normalizers[place, 1:], targets[place], slope[place])
@@ -89,12 +121,12 @@ class Head:
                 of_bias += logits.sum(dim=0)
             if logits.dtype != grad.dtype:
                 grad[place] = logits
-        return grad
+        return self._products
 
     def _new_slice(self) -> Tensor:
         """Room for a slice (k, V) in fp32, or float64."""
         exact = torch.promote_types(self._products.dtype, torch.float32)
-        return self._products.new_empty(self._slice_tokens, len(self.weight), dtype=exact)
+        return self._products.new_empty(self._slice_tokens, self.vocabulary, dtype=exact)
 
     def _slices(self) -> Iterator[tuple[slice, Tensor]]:
         """Places in the chunk, and their logits (k, V) in fp32 or float64, to be overwritten.
@@ -102,12 +134,17 @@ class Head:
         They are the products themselves where those are as exact: once scored, less the largest.
         """
         for place in slices.slices(len(self._products), self._slice_tokens):
-            logits = self._products[place]
+            logits = self._numbers[place]
             if self._logits is not None:
                 logits = self._logits[: len(logits)].copy_(logits)
             if self._temperature != 1 and not self._are_shifted:
                 logits.div_(self._temperature)
             yield place, logits
+
+
+def _filled(values: Tensor, spare: int) -> Tensor:
+    """With so many rows of zeros behind."""
+    return torch.cat([values, values.new_zeros(spare, *values.shape[1:])]) if spare else values
 
 
 def _score(logits: Tensor, room: Tensor, targets: Tensor, entropy: bool) -> Tensor:

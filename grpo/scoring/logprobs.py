@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from grpo.model.cpu import slices
 from grpo.model.stand_ins import product_dtype
-from grpo.scoring.head import Head
+from grpo.scoring.head import Head, tokens_at_once
 
 TokenLoss = Callable[[Tensor], Tensor]
 """A sum over tokens (R, C) of what depends on the log-prob of that token alone."""
@@ -31,7 +31,7 @@ def completion_logprobs(
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
     entropy: bool = False,
     loss: TokenLoss | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -47,18 +47,23 @@ def completion_logprobs(
     where the weight has one already (`.grad`), in that, and autograd is given none.
     A head in lower precision is centred, see `centred_head`.
 
-    loss: what the caller is going to call backward on, if known, as a function of these log-probs. Gradients
-    are then made while the logits are there, which are computed again else: one of the head's four products.
+    chunk_tokens: None: as `tokens_at_once` has it. loss: what the caller is going to call backward on, if
+    known, as a function of these log-probs. Gradients are then made while the logits are there, which are
+    computed again else: one of the head's four products.
     """
     if hidden.shape[:-1] != targets.shape or (scored is not None and scored.ndim != 1):
         shapes = [tuple(t.shape) for t in (hidden, targets, scored) if t is not None]
         raise ValueError(f"hidden (R, C, D), targets (R, C) and scored (K,) do not go together: {shapes}.")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; log-probs need one above 0 (usual: 1.0).")
-    if chunk_tokens < 1:
+    if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be 1 or more (usual: 256 to 4096).")
     flat = hidden.reshape(-1, hidden.shape[-1])  # (R·C, D)
-    options = (temperature, chunk_tokens, entropy, product_dtype(hidden))
+    dtype = product_dtype(hidden)
+    if chunk_tokens is None:
+        device = slices.traced_device() or hidden.device
+        chunk_tokens = tokens_at_once(len(weight), dtype, device.type)
+    options = (temperature, chunk_tokens, entropy, dtype)
     inputs = (flat, weight, bias, targets, scored)
     apply: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLogprobs.apply
     logp, entropies = apply(*inputs, *options, loss)  # keeps nothing where nothing needs a gradient
@@ -158,11 +163,11 @@ class _Gradients:
     ) -> None:
         """Those of a chunk that `head` has multiplied. slope: (K,), of the loss, to its log-probs."""
         slope = slope.to(self._exact).unsqueeze(1)  # (K, 1)
-        grad = head.gradient(normalizers, targets, slope, of_bias=self._bias)  # (K, V)
+        grad = head.gradient(normalizers, targets, slope, of_bias=self._bias)
         if self._hidden is not None:
             self._hidden[part] = (grad @ head.weight).to(self._hidden.dtype)
         if self._weight is not None:
-            slices.add_product(self._weight, grad, states)
+            slices.add_product(self._weight, grad[:, : head.vocabulary], states)
 
     @property
     def all(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

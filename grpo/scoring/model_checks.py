@@ -11,7 +11,7 @@ from grpo.distributed.shard import decoder_layers, is_sharded, whole
 from grpo.memory import is_out_of_memory
 from grpo.model.lower_right import needs_no_mask
 from grpo.model.prefill import crossed_window, pad_prompts
-from grpo.model.stand_ins import exact_products
+from grpo.model.stand_ins import NEVER, exact_products
 from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs
 
 
@@ -40,7 +40,7 @@ def _check_scorer(model: PreTrainedModel, batch: MicroBatch) -> None:
         # With a mask of its own making the model's pass would share a fault of ours in making none.
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -5:-1]
         theirs = logits.log_softmax(-1).gather(1, ids[0, -4:].unsqueeze(1)).squeeze(1)
-        difference = (ours[row] - theirs).abs().max().item()
+        difference = (ours[row].clamp(min=NEVER) - theirs.clamp(min=NEVER)).abs().max().item()
         if not difference < 1e-3:
             raise ValueError(
                 f"{type(model).__name__} cannot be trained here: its log-probs come out {difference:.3g} "

@@ -23,6 +23,11 @@ from benchmarks.out_of_memory import mispredict, replaced
 from benchmarks.speed import Case, race
 from benchmarks.speed_worker import Contender
 from grpo.config import Config
+from grpo.config.groups import BUNDLED, Precision, SamplingSettings
+from grpo.config.sizes import parse_size
+from grpo.data import load_prompts
+from grpo.learning.loss import LossSettings, loss_counts
+from grpo.learning.objectives import GRPOBatch, accumulate_grpo
 from grpo.memory.budget import GB
 from grpo.memory.recovery import release_cache
 from grpo.model.load import RolloutModel, load_policy
@@ -41,6 +46,7 @@ WARM_UP_STEPS = 2
 """First steps, in which kernels are loaded: no part of the speed."""
 PROMPT_TOKENS = 60
 """Of the bundled prompts, about."""
+PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16")
 TIMED = ("sample", "score", "learn", "update")
 
 
@@ -141,6 +147,7 @@ def check_card(
         "rates": lambda: _rates(config),
         "rows": lambda: [_row(replace(short, batch_size=n)) for n in batch_sizes],
         "recorded steps": lambda: _recorded(config),
+        "invariances": lambda: {name: _invariances(config, name) for name in PRECISIONS},
     }
     if not quick:
         parts |= {
@@ -197,10 +204,15 @@ def _raced(case: Case, contenders: Sequence[Contender]) -> dict[str, Any]:
     """Samples a minute, and how many times those of TRL with Hugging Face's generate, rewards on."""
     with TemporaryDirectory() as folder:
         outcome = race(case, Path(folder), contenders=contenders, device=choose_device().type)
-    seconds = median(step.seconds for step in outcome.steps["ours"])
+    taken = {name: median(step.seconds for step in steps) for name, steps in outcome.steps.items()}
     ratios = {f"times {other}": outcome.ratio(other) for other in contenders[1:]}
     memory = {f"memory of {other}": outcome.memory_ratio(other) for other in contenders[1:]}
-    return {"samples_per_minute": 60 * case.batch_size / seconds, **ratios, **memory}
+    speed = 60 * case.batch_size / taken["ours"]
+    return (
+        {"samples_per_minute": speed, "seconds": taken, "split": outcome.steps["ours"][-1].split}
+        | ratios
+        | memory
+    )
 
 
 def _recorded(config: Config, rounds: int = 5) -> dict[str, float]:
@@ -226,6 +238,37 @@ def _recorded(config: Config, rounds: int = 5) -> dict[str, float]:
     return {"equal": equal, **{name: median(taken[1:]) for name, taken in times.items()}}
 
 
+def _invariances(config: Config, precision: Precision, rows: int = 32, tokens: int = 48) -> dict[str, float]:
+    """What differs between a step of the bundled model done at once and one done in parts.
+
+    same: share of tokens sampled alike; gradient: largest difference, of the gradient's norm.
+    """
+    policy = load_policy(BUNDLED, choose_device(config.device), precision)
+    sampler = RolloutModel(policy.model, policy.target.dtype).model
+    prompts = load_prompts("bundled", policy_share=0.5, seed=0).draw(rows // 8)
+    uniforms, settings = step_uniforms(rows, tokens, seed=0, step=1), SamplingSettings(max_new_tokens=tokens)
+    whole, parts = (
+        rollout(sampler, policy.tokenizer, prompts, uniforms, settings, rows=each) for each in (rows, 8)
+    )
+    width = min(whole.completion_ids.shape[1], parts.completion_ids.shape[1])
+    same = (whole.completion_ids[:, :width] == parts.completion_ids[:, :width]) & whole.mask[:, :width]
+    advantages = torch.linspace(-1, 1, rows, dtype=torch.float64)
+    counts = loss_counts(whole.mask, tokens)
+    batch = GRPOBatch(whole, advantages, whole.mask, counts, ref_logp=whole.sampler_logp)
+
+    def gradient(at_once: int) -> torch.Tensor:
+        policy.model.zero_grad(set_to_none=True)
+        accumulate_grpo(
+            policy.model, batch, settings=LossSettings(kl_coef=0.1), temperature=1.0,
+            dtype=policy.target.dtype, rows=at_once,
+        )  # fmt: skip
+        return torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
+
+    at_once = gradient(rows)
+    differences = [(gradient(each) - at_once).norm() / at_once.norm() for each in (8, 3)]
+    return {"same": float(same.sum() / whole.mask.sum()), "gradient": float(max(differences))}
+
+
 def _whole(config: Config, limit: str, rows: int) -> dict[str, Any]:
     """Whether so many rows are sampled at once under a limit."""
     trial = train(replace(config, batch_size=rows, memory_limit=limit))
@@ -235,12 +278,14 @@ def _whole(config: Config, limit: str, rows: int) -> dict[str, Any]:
 def _limited(config: Config, limit: str, long_steps: int, short_steps: int) -> dict[str, Any]:
     """The largest batch that needs no splitting under a limit, for many steps; none may run out."""
     auto = train(replace(config, batch_size="auto", memory_limit=limit, steps=short_steps))
-    long = train(replace(config, memory_limit=limit, steps=long_steps))
+    long = train(replace(config, batch_size=auto.batch_size, memory_limit=limit, steps=long_steps))
+    held = long.process_bytes <= 1.005 * parse_size(limit)
     return {
         "limit": limit,
         "auto": asdict(auto),
         "long": asdict(long),
-        "zero out of memory": not long.retries,
+        "zero out of memory": not auto.retries and not long.retries,
+        "limit held": held,
     }
 
 
@@ -295,8 +340,13 @@ def verdicts(results: dict[str, Any]) -> dict[str, bool]:
         found["a phase takes at most 10 % and 2 MB more than was predicted"] = beyond <= SCRATCH_BYTES
     if "recorded steps" in done and not results["device"].startswith("CPU"):  # where nothing is recorded
         found["recorded steps sample the same"] = done["recorded steps"]["equal"] == 1
+    if "invariances" in done:
+        exact, fp32 = (done["invariances"][name] for name in ("fp64", "fp32"))
+        found["in float64 a step in parts is the step"] = exact["same"] == 1 and exact["gradient"] < 1e-10
+        found["in fp32 it is, to rounding"] = fp32["same"] > 0.99 and fp32["gradient"] < 1e-4
     if "limit" in done:
         found["the largest batch never runs out of memory"] = done["limit"]["zero out of memory"]
+        found["a process stays below its limit"] = done["limit"]["limit held"]
     return found
 
 

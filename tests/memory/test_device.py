@@ -20,7 +20,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from grpo import malloc
 from grpo.memory import Device, budget, is_out_of_memory, peak_live_bytes
 from grpo.memory import device as devices
-from grpo.memory.budget import GB, MOST_OUTSIDE_BYTES, DeviceMemory, card_memory, make_budget
+from grpo.memory.budget import (
+    CONTEXT_BYTES,
+    GB,
+    KERNELS_BYTES,
+    MOST_OUTSIDE_BYTES,
+    DeviceMemory,
+    card_memory,
+    make_budget,
+)  # fmt: skip
 from grpo.memory.device import FIRST_SLACK, MemoryReading, resident_bytes
 from grpo.memory.live import LiveBytes
 
@@ -234,8 +242,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A card of 24 GB and the allocator's figures, as `torch.accelerator` would tell them."""
     told = SimpleNamespace(
         memory_allocated=1 * GB, memory_reserved=2 * GB, max_memory_allocated=5 * GB,
-        max_memory_reserved=6 * GB, get_memory_info=(20 * GB, 24 * GB), shares=[],
+        max_memory_reserved=6 * GB, get_memory_info=(20 * GB, 24 * GB), shares=[], segments=[],
     )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: told.segments)
     for name in vars(told):
         monkeypatch.setattr(torch.accelerator, name, lambda _, name=name: getattr(told, name), raising=False)
 
@@ -261,6 +270,10 @@ def test_on_cuda_every_pass_is_exact_and_the_context_counts_up_to_its_usual_size
     assert device.used_bytes() == 1 * GB + MOST_OUTSIDE_BYTES  # not what the allocator keeps
     card.get_memory_info = 24 * GB - 2 * GB - 100 * MB, 24 * GB
     assert device.used_bytes() == 1 * GB + 100 * MB
+    for pool, index in ((0, 0), 1), ((0, 1), 0), ((0, 3), 1):  # a CUDA graph's pool is nobody else's
+        segment = {"segment_pool_id": pool, "device": index, "total_size": 300 * MB, "allocated_size": MB}
+        card.segments.append(segment)
+    assert device.used_bytes() == 1 * GB + 100 * MB + 299 * MB
     card.get_memory_info = 23 * GB, 24 * GB
     assert device.memory().ours_bytes == 1 * GB  # never more than is taken in all
     with device.measure() as peak:
@@ -274,17 +287,29 @@ def test_on_cuda_every_pass_is_exact_and_the_context_counts_up_to_its_usual_size
     assert device.read().peak_bytes == 1 * GB
 
 
-def test_on_cuda_the_allocator_gets_the_budget_less_the_context_for_as_long_as_that_lasts(card):
+@pytest.mark.parametrize(
+    ("outside", "kept_back"),  # what is there already, and what kernels and recordings add to it
+    [(100 * MB, CONTEXT_BYTES), (649 * MB, 649 * MB + KERNELS_BYTES), (2 * GB, MOST_OUTSIDE_BYTES)],
+)
+def test_on_cuda_the_allocator_gets_the_budget_less_the_context_for_as_long_as_that_lasts(
+    card, outside, kept_back
+):
+    card.get_memory_info = 24 * GB - card.memory_reserved - outside, 24 * GB
     half = [(0.5, CUDA), (1.0, CUDA)]
     for options, shares in (
-        ({"limit_bytes": 12 * GB + GB // 2}, half), ({"utilization": 12.5 / 24}, half),  # always
+        ({"limit_bytes": 12 * GB + kept_back}, half),
+        ({"utilization": 0.5 + kept_back / (24 * GB)}, half),  # always
         ({"limit_bytes": GB // 4}, [(0.0, CUDA), (1.0, CUDA)]),
     ):  # fmt: skip
         card.shares.clear()
         with pytest.raises(KeyError), Device(CUDA, **options).capped() as how:
             assert how.startswith("enforced by the CUDA allocator (")
             raise KeyError
-        assert card.shares == shares
+        assert [share for share, _ in card.shares] == pytest.approx([share for share, _ in shares])
+        assert {device for _, device in card.shares} == {CUDA}
+    device = Device(CUDA, limit_bytes=12 * GB)
+    with device.capped():  # the plan keeps back the same
+        assert device.used_bytes() == card.memory_allocated + max(kept_back, min(outside, GB))
     with mock.patch.object(Device, "budget"), Device("mps").capped() as how:
         assert how.startswith("a guide for the plan only")
 

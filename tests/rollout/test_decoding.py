@@ -21,6 +21,7 @@ from grpo.rollout.sample import rollout
 from grpo.rollout.static_cache import StaticLayer
 from grpo.rollout.tokens import step_uniforms
 from grpo.scoring.micro_batches import largest_pass, micro_batch_logprobs, micro_batches, score
+from grpo.scoring.model_checks import check_scorer
 from grpo.types import Prompt, Rollout
 
 G, LENGTH = 3, 12
@@ -338,6 +339,21 @@ def test_what_computes_something_else_decodes_the_usual_way_and_says_so(config, 
     check_decoder(model)
     assert not has_static_cache(model) and isinstance(make_decoder(model, 4), GenericDecoder)
     assert len(logged) == 1 and "growing cache" in logged[0] and reason in logged[0]
+
+
+@pytest.mark.usefixtures("refused")
+@pytest.mark.parametrize("logit", [-1e5, -torch.inf])
+def test_words_that_are_never_sampled_do_not_decide_how_a_model_decodes(logit, logged):
+    """At -100,000 nats fp32 rounds by more than the check allows; words that cannot occur have -inf."""
+    model = made(shaped("gpt2")).float()
+    head, norm = model.get_output_embeddings(), model.transformer.ln_f
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())  # not the embedding's, too
+    head.bias = torch.nn.Parameter(torch.zeros(head.out_features))
+    norm.weight.data[0], norm.bias.data[0], head.weight.data[:, 0] = 0.0, 1.0, 0.0
+    (head.bias.data if logit == -torch.inf else head.weight.data[:, 0])[3:30] = logit
+    check_decoder(model)
+    check_scorer(model, 64)
+    assert has_static_cache(model) and not logged
 
 
 PER_TOKEN = {"gpt2": 2 * 2 * 32 * 4, "llama": 2 * 2 * 2 * 8 * 4, "qwen": 2 * 2 * 1 * 16 * 4}

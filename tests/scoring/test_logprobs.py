@@ -2,6 +2,8 @@
 
 import math
 import weakref
+from functools import cache, partial
+from unittest import mock
 
 import pytest
 import torch
@@ -10,12 +12,13 @@ from conftest import examples, places
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo.memory.live import LiveBytes
 from grpo.model.cpu import slices
 from grpo.model.head import centred_head
-from grpo.scoring import fused
+from grpo.scoring import fused, head
 from grpo.scoring.logprobs import completion_logprobs
 
 R, C, D, V = 3, 5, 4, 11
@@ -291,7 +294,7 @@ def test_fused_it_is_what_the_operations_give(temperature, known, request):
 
 def test_fused_a_token_that_cannot_occur_adds_no_entropy(untried):
     products = torch.tensor([[0.0, 1.0, -torch.inf]], dtype=torch.bfloat16)
-    (score,) = fused.scores(products, torch.tensor([1]), 1.0, True)
+    (score,) = fused.scores(products, torch.tensor([1]), 1.0)
     first, second = torch.tensor([0.0, 1.0]).log_softmax(0).tolist()
     entropy = -(math.exp(first) * first + math.exp(second) * second)
     assert score.dtype == torch.float32 and score.tolist() == pytest.approx([second, entropy, 1, -second])
@@ -314,6 +317,88 @@ def test_without_a_compiler_that_is_right_operations_run_one_by_one(monkeypatch,
     assert all(map(torch.equal, found, learned()))
     (line,) = logged
     assert line.startswith("WARNING the head's kernels are not fused, slower: ") and said in line
+
+
+def test_fused_no_kernel_is_made_twice(monkeypatch):
+    """Not for fewer tokens, for one, nor with gradients on: after eight of a function torch goes without."""
+    counter = CompileCounter()
+    compiled = cache(partial(torch.compile, dynamic=True, backend=counter))
+    monkeypatch.setattr(fused, "_compiled", compiled)
+    for tokens in (8, 300, 1, 40, 2):
+        products = torch.randn(tokens, 128).bfloat16()[:, :100]  # rows with some to spare
+        targets = torch.randint(100, (tokens,))
+        for enabled in (True, False):
+            with torch.set_grad_enabled(enabled):
+                expected = fused._scores(products, targets, 0.7)
+                found = fused.scores(products, targets, 0.7)
+                fused.to_gradient(products.clone(), found[:, 2:], targets, torch.ones(tokens, 1), 0.7)
+            assert torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+    assert counter.frame_count == 2
+
+
+# ------------------------------------------------------------------------------- on an accelerator
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_words_to_spare_change_nothing(monkeypatch, request, dtype, is_fused):
+    """A vocabulary is filled up to what a card's kernels take: to the same log-probs and gradients."""
+    if is_fused:
+        request.getfixturevalue("untried")
+    exactness = 1e-12 if dtype == torch.float64 else 2e-2
+    torch.manual_seed(0)
+    values = torch.randn(2, 9, 16), torch.randn(101, 16), torch.randn(101)
+    targets = torch.randint(101, (2, 9))
+
+    def found(spare: int, known: bool) -> list[torch.Tensor]:
+        monkeypatch.setattr(head, "words_to_spare", lambda *of: spare)
+        leaves = [each.double().requires_grad_() for each in values]
+        hidden, weight, bias = (each.to(dtype) for each in leaves)
+        logp, entropy = completion_logprobs(
+            hidden, weight, targets, bias=bias, chunk_tokens=4, entropy=True, temperature=0.7,
+            loss=uneven if known else None,
+        )  # fmt: skip
+        uneven(logp).backward()
+        return [logp.detach(), entropy, *(each.grad for each in leaves)]
+
+    for known in (False, True):
+        for one, other in zip(found(27, known), found(0, known), strict=True):
+            torch.testing.assert_close(one, other, rtol=exactness, atol=exactness)
+
+
+def test_a_head_is_filled_up_and_its_chunks_are_large_on_accelerators_alone():
+    assert head.words_to_spare(50257, torch.bfloat16, "cuda") == 47
+    assert head.words_to_spare(50304, torch.bfloat16, "cuda") == 0
+    for dtype, kind in (torch.float32, "cuda"), (torch.float64, "cuda"), (torch.bfloat16, "cpu"):
+        assert head.words_to_spare(50257, dtype, kind) == 0  # a copy for its own sake
+    assert head.tokens_at_once(50257, torch.bfloat16, "cuda") == 2670
+    assert head.tokens_at_once(50257, torch.float32, "cuda") == 1335
+    assert head.tokens_at_once(50257, torch.float32, "cpu") == 1024
+    assert head.tokens_at_once(10**9, torch.float32, "cuda") == 1
+    assert head.tokens_at_once(256, torch.float32, "cuda") == 16384
+
+
+def right(total, left, right, *, out_dtype, out) -> None:
+    out.addmm_(left.to(out_dtype), right.to(out_dtype))
+
+
+def wrong(*args, **options) -> None:
+    """It writes nothing."""
+
+
+@pytest.mark.parametrize(
+    ("add", "works"),
+    [(right, True), (wrong, False), (mock.Mock(side_effect=RuntimeError("not here")), False)],
+    ids=["right", "wrong", "refused"],
+)
+def test_whether_products_are_added_in_fp32_is_tried_once(monkeypatch, logged, add, works):
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *shape, dtype, device: ones(*shape, dtype=dtype))
+    monkeypatch.setattr(torch, "addmm", add)
+    cuda = torch.device("cuda", 0)
+    assert slices._adds_in.__wrapped__(torch.float32, torch.bfloat16, cuda) == works
+    assert [line for line in logged if "slower: " in line] == logged and len(logged) == (not works)
+    assert not slices._adds_in(torch.float32, torch.bfloat16, torch.device("cpu"))
 
 
 def test_a_trace_knows_that_no_slices_are_held(untried):

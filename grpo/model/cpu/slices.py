@@ -7,9 +7,11 @@ traced for (`traced_for`).
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import NamedTuple
 
 import torch
+from loguru import logger
 from torch import Tensor
 
 from grpo.model import cpu
@@ -73,5 +75,28 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == right.dtype:
         total.addmm_(left.T, right)
         return
+    if traced_device() is None and _adds_in(total.dtype, right.dtype, total.device):
+        torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
+        return
     for rows in slices(len(total), CAST_ROWS):
         total[rows] += left[:, rows].T @ right
+
+
+@cache
+def _adds_in(exact: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a product of numbers in `dtype` can be added to ones that are more exact; tried once."""
+    if device.type != "cuda":
+        return False
+    ones, total = torch.ones(8, 8, dtype=dtype, device=device), torch.ones(8, 8, dtype=exact, device=device)
+    try:
+        torch.addmm(total, ones.T, ones, out_dtype=exact, out=total)
+        works = bool((total == 9).all())
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError) as error:
+        works, reason = False, str(error).splitlines()[0]
+    else:
+        reason = "they come out wrong"
+    if not works:
+        logger.info("products are not added to a head's gradient at once, slower: {}", reason)
+    return works
