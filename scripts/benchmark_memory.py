@@ -1,4 +1,4 @@
-"""How well memory is predicted and planned, and what that costs: five benchmarks on the CPU."""
+"""How well memory is predicted and planned, and what that costs: four benchmarks on the CPU."""
 
 import json
 import sys
@@ -10,12 +10,6 @@ from typing import Any, TypeVar
 
 import tyro
 from benchmarks.accuracy import accuracy_runs, accuracy_table, accuracy_verdicts
-from benchmarks.checkpointing_cost import (
-    checkpointing_costs,
-    cost_table,
-    cost_verdicts,
-    cost_works,
-)
 from benchmarks.limits import How, ladder, ladder_table, ladder_verdicts, without_passes
 from benchmarks.planning_trials import (
     overhead_steps,
@@ -81,18 +75,6 @@ def overhead(steps: int = 20, skip: int = 2, batch_size: int = 64, output: Path 
     _conclude(overhead_table(timed), overhead_verdicts(timed), timed, output)
 
 
-def checkpointing(quick: bool = False, rounds: int = 5, output: Path | None = None) -> None:
-    """What each kind of gradient checkpointing saves and costs of the learning phase, beside rows in halves.
-
-    Args:
-        quick: A small shape, in seconds.
-        rounds: Times that each is timed; they take turns.
-        output: A JSON file for all of them.
-    """
-    costs = _until_stopped(checkpointing_costs(cost_works(quick), rounds))
-    _conclude(cost_table(costs), cost_verdicts(costs), costs, output)
-
-
 def limits(
     how: How = "--memory-limit", batch_size: int = 256, rungs: int = 8, large: bool = True,
     quick: bool = False, output: Path | None = None,
@@ -155,7 +137,6 @@ if __name__ == "__main__":
             "limits": limits,
             "rows": rows,
             "overhead": overhead,
-            "checkpointing": checkpointing,
         },
         description=__doc__,
     )

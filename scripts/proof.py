@@ -51,28 +51,22 @@ class Part:
         return f"no {self.needs[0]}" if self.needs and not there else ""
 
 
-CARD, CHESS = ("card", "nvidia-smi"), ("Stockfish", "stockfish")
+CARD = "card", "nvidia-smi"
 CHROMIUM = "Chromium", "chromium", "chromium-browser"
 TOGETHER = (
     Part("accuracy", 8, "benchmark_memory.py accuracy --quick", "tensors add what was said before"),
     Part("rows", 5, "benchmark_memory.py rows --quick", "the plan's rows are those of brute force"),
-    Part("checkpointing", 3, "benchmark_memory.py checkpointing --quick", "what is recomputed is not held"),
-    Part("recovery", 10, "benchmark_recovery.py --points 10", "runs that ran out of memory end the same"),
-    Part("faults", 8, "benchmark_faults.py --trials 40", "full disks and SIGKILL lose nothing"),
-    Part("fuzz", 10, "fuzz.py --cases 200", "whatever comes in, no traceback"),
-    Part("leaks", 10, "benchmark_leaks.py --quick", "leaks are found, and not where none is"),
-    Part("cache", 3, "kv_growth.py --new-tokens 48 --output {folder}/kv_growth.png", "one cache a prompt"),
-    Part("signal", 8, "benchmark_signal.py cosines --batches 6 --only sparse", "gradients have a direction"),
-    Part("trl", 15, "benchmark_trl.py equal --every 5", "steps are TRL's to 1e-10, however they are split"),
-    Part("trl-limits", 8, "benchmark_trl.py limits --quick", "TRL goes on where as it comes it dies"),
+    Part("faults", 8, "pytest tests/proof/faults_on_the_disk.py", "full disks and SIGKILL lose nothing"),
+    Part("fuzz", 10, "pytest tests/proof/bad_input.py", "whatever comes in, no traceback"),
+    Part("leaks", 10, "pytest tests/proof/leak_rates.py", "leaks are found, and not where none is"),
+    Part("trl", 15, "pytest tests/proof/grid_of_trl.py", "steps are TRL's, however they are split"),
     Part("trl-tests", 5, "pytest tests/proof/own_tests_of_trl.py", "tests of its kind run with ours"),
-    Part("uci", 5, "check_uci.py --games 2 --lines 200", "games by the clock, and nonsense"),
+    Part("uci", 5, "pytest tests/proof/uci_games.py", "games by the clock, and nonsense"),
     Part("learning-curve", 5, "learning_curve.py --output {folder} --seeds 1 --steps 1"
          " --batch-size 16 --heldout 4 --games 0 --minutes 0.03", "at learning rate 0 nothing moves"),
     Part("card-small", 8, "sh scripts/gpu_check.sh --small --output {folder}/small.json", "its parts run"),
     Part("documented", 8, "pytest tests/proof/as_documented.py", "accelerate; plans as on the pages"),
     Part("installed", 8, "pytest tests/proof/installed.py", "the wheel trains anywhere"),
-    Part("made", 5, "pytest tests/proof/model_made.py", "how the bundled model was made", CHESS),
     Part("browser", 8, "pytest tests/proof/report_in_browser.py", "reports in Chromium", CHROMIUM),
     Part("examples", 15, "pytest -p tests.proof.more_examples --hypothesis-profile=proof tests",
          "properties, by 20 times as many new examples"),
@@ -82,17 +76,9 @@ TOGETHER = (
 """That may share the machine."""
 ALONE = (
     Part("race", 8, "benchmark.py --only shape --quick --best", "no slower than TRL, in less memory"),
-    Part("decoding", 8, "benchmark.py --decoding --quick", "no slower than Hugging Face's generate"),
-    Part("growth", 8, "benchmark.py --growth {folder}/growth.png --quick", "no size is a cliff"),
-    Part("kernels", 10, "benchmark_kernels.py --rounds 1 --steps 3 --batch-size 16", "each can be left out"),
     Part("overhead", 5, "benchmark_memory.py overhead --steps 8", "watching memory takes 1 % of a step"),
     Part("limits", 8, "benchmark_memory.py limits --how 'ulimit -d' --batch-size 64 --rungs 2 --no-large"
          " --quick", "the least limit that is named is enough, and twice the need costs no time"),
-    Part("noise", 5, "benchmark_signal.py overhead --rows 64 --repeats 3", "measuring noise takes little"),
-    Part("dull", 5, "benchmark_signal.py dull --rows 64 --repeats 3", "groups of equal rewards cost nothing"),
-    Part("trl-race", 5, "benchmark_trl.py race --batch 16 --tokens 8 --steps 4 --repeats 1", "nor parts"),
-    Part("processes", 5, "benchmark_processes.py --rounds 1 --steps 2 -- --model rook-tiny --engine off"
-         " --batch-size 32 --precision fp32", "two processes share the work"),
     Part("improves", 30, "demo.py --steps 20 --minutes 30 --must-improve", "GRPO improves rook-tiny"),
     Part("card", 8, "sh scripts/gpu_check.sh --quick --output {folder}/card.json", "a card's speed", CARD),
     Part("mutants", 20, "mutants.py", "faults made in the source are noticed by the tests"),

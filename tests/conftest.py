@@ -17,10 +17,10 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for matrices this small, more of them only wait for each other
 import torch
-from benchmarks.tiny_tokenizer import build_tokenizer
 from hypothesis import HealthCheck, settings
 from loguru import logger
 from transformers import (
+    AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -33,10 +33,12 @@ from transformers import (
 
 from grpo.config import Config
 from grpo.config.groups import Precision, SamplingSettings
+from grpo.data.load import POSITIONS
 from grpo.learning.loss import LossSettings
 from grpo.memory import Fit
 from grpo.memory.fit import EXACT_RUNS
 from grpo.model.load import Policy, load_policy
+from grpo.model.names import BUNDLED_FOLDER
 from grpo.plan.workload import Workload
 from grpo.rollout.decoder import Decoder
 from grpo.types import Prompt
@@ -84,6 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 MAY_BE_SKIPPED = (
     "Stockfish is not installed", "there is no C++ compiler", "another C library than glibc",
     "this C library does without", "not on this system, or not permitted", "needs Linux", "there is a card",
+    "TRL_TESTS names no file",
 )  # fmt: skip
 """What a machine may be without. Any other reason fails: nobody would see what is not tested."""
 
@@ -118,7 +121,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return build_tokenizer()
+    """The bundled model's: characters, the squares of moves, and pieces with the square they stand on."""
+    return AutoTokenizer.from_pretrained(BUNDLED_FOLDER)
 
 
 def _gpt2(vocabulary: int) -> PreTrainedModel:
@@ -264,6 +268,20 @@ def quick_flags(model_folders: dict[str, Path], data_file: Path) -> list[object]
         "--model", model_folders["gpt2"], "--prompts", data_file, "--heldout-share", 0.2, "--engine", "off",
         "--batch-size", 8, "--group-size", 4, "--max-new-tokens", 8, "--eval-interval", 0,
     ]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def command_of_seconds(model_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of a run that saves each step, on a tiny model and 80 of the bundled lines: for tests/proof."""
+    lines = POSITIONS.joinpath("train.txt").read_text().splitlines()
+    prompts = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    prompts.write_text("\n".join(lines[:40] + lines[-40:]))
+    given = {
+        "model": model_folders["gpt2"], "prompts": prompts, "engine": "off", "precision": "fp32",
+        "batch-size": 8, "group-size": 4, "max-new-tokens": 8, "eval-interval": 2, "eval-prompts": 4,
+        "heldout-share": 0.2, "checkpoint-interval": 1, "device": "cpu",
+    }  # fmt: skip
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))] + ["--trackers"]
 
 
 @pytest.fixture(scope="module")

@@ -45,8 +45,7 @@ def size_row(batch_size: int) -> dict:
         "rate": batch_size * CONTEXT / steady, "final_train": LOSSES[batch_size] - 0.05,
         "final_heldout": LOSSES[batch_size], "best_heldout": LOSSES[batch_size] - 0.001,
         "best_heldout_at": TOTAL - 100_000, "heldout_stderr": 0.006,
-        "peak_bytes": round(0.97 * sum(predicted.values())), "added_bytes": None, "page_faults_major": 3,
-        "noise_scale": 90.0 + batch_size / 10,
+        "peak_bytes": round(0.97 * sum(predicted.values())), "added_bytes": None,
     }  # fmt: skip
 
 

@@ -6,8 +6,7 @@ the step that is a random share of its groups, such as a process's or the first 
 gives the second norm; numerator and denominator are averaged apart, as in the paper.
 """
 
-from collections.abc import Iterable, Mapping
-from operator import mul
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -86,54 +85,6 @@ def part_of(model: nn.Module, share: float) -> dict[str, Tensor]:
     squared = torch.stack([_product(gradient, gradient) for gradient in gradients]).sum()
     numbers = {"part/share": share, "part/share_squared": share**2}
     return {**{name: squared.new_tensor(value) for name, value in numbers.items()}, "part/squared": squared}
-
-
-class GradientSum:
-    """The same from gradients of disjoint batches at the same weights, `num_rows` rows each.
-
-    Each is multiplied with the sum of those before it: the products of all pairs, without keeping any.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor], num_rows: int) -> None:
-        self._sums = [(parameter, torch.zeros_like(parameter)) for parameter in parameters]
-        self._num_rows = num_rows
-        self.squared: list[float] = []
-        """|G|² of each batch."""
-        self.products: list[float] = []
-        """Mean product of each with those before it, from the second on: |mu|², each by itself."""
-
-    @torch.no_grad()
-    def add(self) -> None:
-        """The gradient that is there now."""
-        before, squared, product = len(self.squared), 0.0, 0.0
-        for parameter, total in self._sums:
-            if parameter.grad is not None:
-                squared += _product(parameter.grad, parameter.grad).item()
-                product += _product(parameter.grad, total).item() if before else 0.0
-                total += parameter.grad
-        self.squared.append(squared)
-        if before:
-            self.products.append(product / before)
-
-    def signal(self) -> tuple[float, float]:
-        """|mu|², and its standard error by how the batches differ. ValueError for fewer than three."""
-        if len(self.products) < 2:
-            raise ValueError("a noise scale needs three batches or more.")
-        pairs = [place + 1 for place in range(len(self.products))]  # that each product is of
-        every = sum(pairs)
-        mean = sum(map(mul, pairs, self.products)) / every
-        off = (count * (product - mean) for count, product in zip(pairs, self.products, strict=True))
-        return mean, sum(each**2 for each in off) ** 0.5 / every
-
-    def rows(self) -> tuple[float | None, float, float | None]:
-        """The noise scale, and the ends of its 95 % interval; None where it cannot be told from endless."""
-        signal, error = self.signal()
-        norm = sum(self.squared) / len(self.squared)
-
-        def scale(signal: float) -> float | None:
-            return self._num_rows * max(0.0, norm / signal - 1) if signal > 0 else None
-
-        return scale(signal), scale(signal + 2 * error) or 0.0, scale(signal - 2 * error)
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:

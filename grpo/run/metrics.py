@@ -66,7 +66,7 @@ class Doubts:
         """Look at a step's metrics."""
         if metrics["frac_reward_zero_std"] == 1:
             self._warn(
-                f"no group of step {step} has rewards that differ: nothing is learned from them; "
+                f"no group of step {step} has rewards that differ: nothing is learned from rewards; "
                 "see --reward and --temperature",
                 about="rewards",
             )

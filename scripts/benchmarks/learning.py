@@ -3,8 +3,8 @@
 import itertools
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from loguru import logger
 from rich.console import Console
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.pretrain import completion_logits, token_batches
 from grpo.config import Config, read_config
 from grpo.data import load_prompts
 from grpo.data.load import POSITIONS
@@ -74,6 +75,65 @@ def train_supervised(config: Config, *, minutes: float, learning_rate: float = 1
         optimizer.step()
         optimizer.zero_grad()
     return policy
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """ids, completion: (N, T), padded right; `completion` marks the tokens to be predicted."""
+
+    ids: Tensor
+    completion: Tensor
+
+
+def split_line(line: str) -> tuple[str, str]:
+    """A line's prompt and its completion, cut where the trainer cuts them."""
+    if line.startswith("P:"):
+        cut = line.index(" M:")
+    else:
+        cut = [i for i, character in enumerate(line) if character == "+"][2] + 1
+    return line[:cut], line[cut:]
+
+
+def token_batches(
+    lines: Iterator[str], tokenizer: PreTrainedTokenizerBase, batch_tokens: int, *, pool: int = 2048
+) -> Iterator[TokenBatch]:
+    """Batches of about `batch_tokens`, lines of like length together, in random order."""
+    rng = random.Random(0)
+    while chunk := list(itertools.islice(lines, pool)):
+        prompts, completions = zip(*map(split_line, chunk), strict=True)
+        rows = [
+            (prompt, [*completion, tokenizer.eos_token_id])
+            for prompt, completion in zip(
+                tokenizer(list(prompts))["input_ids"], tokenizer(list(completions))["input_ids"], strict=True
+            )
+        ]
+        rows.sort(key=lambda row: len(row[0]) + len(row[1]))
+        batches: list[list[tuple[list[int], list[int]]]] = [[]]
+        for row in rows:
+            if (len(batches[-1]) + 1) * (len(row[0]) + len(row[1])) > batch_tokens:
+                batches.append([])
+            batches[-1].append(row)
+        rng.shuffle(batches)
+        yield from (_collate(batch) for batch in batches if batch)
+
+
+def _collate(rows: list[tuple[list[int], list[int]]]) -> TokenBatch:
+    longest = max(len(prompt) + len(completion) for prompt, completion in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    completion_mask = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for i, (prompt, completion) in enumerate(rows):
+        end = len(prompt) + len(completion)
+        ids[i, :end] = torch.tensor(prompt + completion)
+        completion_mask[i, len(prompt) : end] = True
+    return TokenBatch(ids, completion_mask)
+
+
+def completion_logits(model: PreTrainedModel, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """Logits (K, V) of the completion tokens alone, and the tokens (K,)."""
+    ids, wanted = batch.ids.to(model.device), batch.completion[:, 1:].to(model.device)
+    inputs = ids[:, :-1]
+    hidden = model.base_model(inputs, attention_mask=torch.ones_like(inputs)).last_hidden_state
+    return model.get_output_embeddings()(hidden[wanted]), ids[:, 1:][wanted]
 
 
 def play_untrained(policy: Policy | None, untrained: Policy, config: Config, fens: Sequence[str]) -> Quality:

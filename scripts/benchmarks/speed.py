@@ -1,7 +1,7 @@
-"""Speed and memory of a training step beside TRL's, and beside what the machine could do.
+"""Speed and memory of a training step beside TRL's.
 
 Contenders are processes that take turns, step by step, in an order that changes; a ratio is of two
-steps of one round. The machine's rates are measured in the same run.
+steps of one round.
 """
 
 import json
@@ -21,7 +21,6 @@ from rich.table import Table
 from scipy.stats import t as student
 
 from benchmarks import worker_environment
-from benchmarks.speed_limits import Rates
 from benchmarks.speed_work import OWN_REWARD, ModelName, prepare
 from benchmarks.speed_worker import Contender, StepTime, Work
 
@@ -74,9 +73,14 @@ class Outcome:
     """Whom the others are compared with."""
 
     def ratio(self, other: Contender) -> tuple[float, float, float]:
-        """Seconds of `other` over the base's: geometric mean of the rounds, and its 95 % interval."""
+        """Seconds a token of `other` over the base's: geometric mean of the rounds, and its 95 % interval.
+
+        Where texts end by themselves they are not of one length, though of one kind.
+        """
         pairs = zip(self.steps[other], self.steps[self.base], strict=True)
-        logs = np.log([theirs.seconds / ours.seconds for theirs, ours in pairs])
+        logs = np.log([
+            theirs.seconds / theirs.new_tokens / (ours.seconds / ours.new_tokens) for theirs, ours in pairs
+        ])  # fmt: skip
         reach = math.inf
         if len(logs) > 1:
             reach = float(student.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
@@ -201,9 +205,8 @@ def race_verdicts(outcomes: Sequence[Outcome], *, goals: bool = True) -> dict[st
     return verdicts
 
 
-def as_json(outcomes: Sequence[Outcome], rates: Rates) -> Mapping[str, Any]:
+def as_json(outcomes: Sequence[Outcome]) -> Mapping[str, Any]:
     return {
-        "rates": {"flops": rates.flops, "bytes": rates.bytes, "dtype": str(rates.dtype)},
         "cases": [
             {
                 "name": o.case.name,

@@ -40,8 +40,8 @@ _COLUMNS = ("fen", "moves", "evals", "action", "history")
 def prepare(name: ModelName, prompt_tokens: int | None, folder: Path) -> tuple[Path, Path, Path]:
     """The model's folder, our prompts and TRL's, half of them policy prompts.
 
-    TRL mis-scores prompts of mixed lengths on GPT-2: where `prompt_tokens` is None, ours are mixed and
-    its are of one length.
+    TRL mis-scores prompts of mixed lengths on GPT-2: those of both are of one length, where `prompt_tokens`
+    is None the most common one of the bundled prompts.
     """
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_FOLDER)
     model = BUNDLED_FOLDER
@@ -55,16 +55,10 @@ def prepare(name: ModelName, prompt_tokens: int | None, folder: Path) -> tuple[P
         texts = ("".join(rng.choices("pnbrqk", k=prompt_tokens or 1)) for _ in range(_NUM_PROMPTS))
         prompts = _write(folder / "prompts.jsonl", ({"prompt": text} for text in texts))
         return model, prompts, prompts
-    if prompt_tokens is not None:
-        equal = _of_length(_games(), prompt_tokens, tokenizer)
-        return (
-            model,
-            _write_positions(folder / "ours.jsonl", equal),
-            _write_prompts(folder / "trl.jsonl", equal),
-        )
-    bundled = load_prompts("bundled", policy_share=0.5, seed=0).draw(8000)
-    mixed = _write_positions(folder / "ours.jsonl", bundled[:_NUM_PROMPTS])
-    return model, mixed, _write_prompts(folder / "trl.jsonl", _of_length(bundled, None, tokenizer))
+    source = _games() if prompt_tokens else load_prompts("bundled", policy_share=0.5, seed=0).draw(8000)
+    equal = _of_length(source, prompt_tokens, tokenizer)
+    ours, theirs = folder / "ours.jsonl", folder / "trl.jsonl"
+    return model, _write_positions(ours, equal), _write_prompts(theirs, equal)
 
 
 def _model_without_end(name: ModelName) -> PreTrainedModel:

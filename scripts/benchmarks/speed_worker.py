@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from grpo.environment import restart_without_thread_cache, set_library_defaults
 
-Contender = Literal["ours", "trl", "trl defaults", "sampling", "generic sampling", "static", "growing"]
-"""The last four sample only: our decoders, and Hugging Face's generate with both of its caches."""
+Contender = Literal["ours", "trl", "trl defaults"]
 
 
 @dataclass(frozen=True)
@@ -190,47 +189,6 @@ def run_trl(work: Work, gate: Gate, *, best: bool) -> None:
     trainer.train()
 
 
-def run_sampling(work: Work, gate: Gate) -> None:
-    """Sampling alone, of the whole batch at once, from prompts that all contenders share."""
-    import torch
-    from transformers import AutoTokenizer, GenerationConfig
-
-    import grpo.rollout.decoder as decoders
-    from grpo.config.groups import SamplingSettings
-    from grpo.model.load import RolloutModel, load_policy
-    from grpo.rollout.sample import rollout
-    from grpo.rollout.slots import KeptSlots
-    from grpo.rollout.tokens import step_uniforms
-    from grpo.types import Prompt
-
-    policy = load_policy(work.model, torch.device(work.device))
-    model = RolloutModel(policy.model, policy.target.dtype).model
-    tokenizer = AutoTokenizer.from_pretrained(work.model)
-    lines = Path(work.prompts).read_text().splitlines()[: work.batch_size // work.group_size]
-    texts = [json.loads(line)["prompt"] for line in lines]
-    prompts = [Prompt(text, text, {}) for text in texts]
-    if work.contender == "generic sampling":
-        decoders._refused.add(model.config.model_type)
-    settings, kept = SamplingSettings(max_new_tokens=work.max_new_tokens), KeptSlots()
-    ids = torch.tensor([tokenizer(text)["input_ids"] for text in texts]).repeat_interleave(work.group_size, 0)
-    generation = GenerationConfig(
-        do_sample=True, top_k=0, max_new_tokens=work.max_new_tokens, min_new_tokens=work.max_new_tokens,
-        pad_token_id=0, cache_implementation="static" if work.contender == "static" else None,
-    )  # fmt: skip
-    gate.say({"ready": True})
-    for step in range(work.steps):
-        gate.wait()
-        if work.contender.endswith("sampling"):
-            uniforms = step_uniforms(work.batch_size, work.max_new_tokens, seed=0, step=step)
-            rollout(model, tokenizer, prompts, uniforms, settings, rows=work.batch_size, kept=kept)
-        else:
-            inputs = ids.to(work.device)
-            with torch.no_grad():
-                mask = torch.ones_like(inputs)
-                model.generate(inputs, attention_mask=mask, generation_config=generation)
-        gate.report(ids.shape[1], work.max_new_tokens, {}, peak_bytes())
-
-
 def main() -> None:
     work = Work(**json.loads(sys.argv[1]))
     if work.contender == "ours":  # as train_lean.py does
@@ -246,7 +204,7 @@ def main() -> None:
         "trl defaults": lambda: run_trl(work, gate, best=False),
     }
     with redirect_stdout(sys.stderr):
-        run.get(work.contender, lambda: run_sampling(work, gate))()
+        run[work.contender]()
 
 
 if __name__ == "__main__":

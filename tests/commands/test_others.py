@@ -10,9 +10,9 @@ from pathlib import Path
 import chess
 import chess.engine
 import pytest
-from benchmarks.uci import play_games
 from commands import ROOT, Command, here, run
 from prompt_lines import write_records
+from uci_client import play_games
 from whole_runs import train
 
 from grpo import Trainer

@@ -53,7 +53,6 @@ from grpo.scoring.model_checks import check_recomputation, check_scorer
 from grpo.trainer import Trainer
 from grpo.types import Prompt
 from grpo.workbench.calculator.calculate import calculate
-from grpo.workbench.calculator.claims import parse_claim
 from grpo.workbench.calculator.settings import CalculatorSettings
 from grpo.workbench.corpus import byte_corpus, open_corpus, train_tokenizer
 from grpo.workbench.machine import look
@@ -764,7 +763,6 @@ REFUSED: dict[str, list[Row]] = {
             ({"optimizer": "sgd"}, "optimizer is sgd", "predicted", "leave it out, or"),
             ({"trainable": 1e8, "precision": "fp32"}, "precision is fp32", "leave it out"),
             ({"trainable": 1e8, "measured_share": 0.3}, "measured_share is 0.3", "--batch-size"),
-            ({"claim": ("69@85%",)}, "claim is 69@85% alone", "another"),
             ({"yaml": Path("p.yaml"), "objective": "lm"}, "yaml is p.yaml", "leave out --objective lm"),
             ({"json": Path("nowhere/p.json")}, "json is nowhere/p.json", "no folder nowhere", "make it"),
             ({"load_in_4bit": True}, "load_in_4bit is True, but lora_rank is 0", "--lora-rank 16"),
@@ -781,7 +779,6 @@ REFUSED: dict[str, list[Row]] = {
             ({"gpu": "h100", "model": TINY}, "60 and 144, but the model reaches 32 tokens", "less"),
             ({"gpu": "h100", "trainable": 1e8, "sample_memory": "much"}, "sample_memory is 'much'", "size"),
         ),
-        (lambda at: parse_claim("69@185%"), "claim is '69@185%'", "69@85%"),
         *each_of(
             FindSettings,
             ({"start": 0}, "start is 0", "at least 1"), ({"group_size": 1}, "group_size is 1", "at least 2"),

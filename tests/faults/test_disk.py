@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 import whole_runs
-from benchmarks.disk_calls import Calls, calls_watched, disk_is_full
 from commands import run
+from disk_calls import Calls, calls_watched, disk_is_full
 from safetensors.torch import load_file
 
 from grpo.config import CONFIG_FILE, Config, SettingsError, parse_command_line, read_yaml, write_yaml

@@ -10,8 +10,8 @@ from itertools import product
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from benchmarks.trl_cases import LENGTH, Case, Stock, make
 from conftest import places
+from trl_cases import LENGTH, Case, Stock, make
 
 from grpo.config.groups import LossSettings
 from grpo.learning.loss import finish_metrics, grpo_loss, loss_counts, truncated_importance_weights

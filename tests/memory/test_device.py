@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from benchmarks.real_phases import allocator_peak
+from real_phases import allocator_peak
 from several_processes import in_processes, values
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode

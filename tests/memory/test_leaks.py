@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmarks.leak_series import HARDER, SHAPES, share_found
-from benchmarks.leak_trials import line_of, train
+from leak_series import HARDER, SHAPES, share_found
+from leak_trials import line_of, train
 from scipy.stats import norm, rankdata, theilslopes
 from several_processes import in_processes
 from torch import nn
@@ -272,7 +272,7 @@ def test_a_real_leak_is_found_and_named_and_a_sound_loop_is_clean(leak):
         assert not verdict.leak and verdict.culprits == () and verdict.growth[0].bytes_per_step == 0
         return
     assert verdict.kinds == ("held tensors",)
-    assert verdict.culprits[0].site == f"scripts/benchmarks/leak_trials.py:{line_of(leak)}"
+    assert verdict.culprits[0].site == f"tests/leak_trials.py:{line_of(leak)}"
 
 
 def grow(rank):

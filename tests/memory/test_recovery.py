@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from benchmarks.out_of_memory import OUT_OF_MEMORY, FailAtAllocation, count_allocations
+from out_of_memory import OUT_OF_MEMORY, FailAtAllocation, count_allocations
 from several_processes import in_processes, values
 from torch import Tensor, nn
 

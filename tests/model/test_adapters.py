@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 import torch
-from benchmarks.real_phases import RealPhases, Setting, allocator_peak
 from conftest import CPU
 from peft import PeftModel
+from real_phases import RealPhases, Setting, allocator_peak
 from transformers import AutoModelForCausalLM, LlamaConfig
 from whole_runs import metrics_of, train
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks.real_phases import RealPhases, Setting
 from conftest import ARCHITECTURES
+from real_phases import RealPhases, Setting
 from rich.table import Table
 from test_workload import BF16, VOCABULARY, WITHOUT_KL, G, workload
 

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from benchmarks.real_phases import RealPhases, Setting, allocator_peak
 from conftest import ARCHITECTURES
+from real_phases import RealPhases, Setting, allocator_peak
 
 from grpo.config.groups import LoraSettings, OptimizerSettings
 from grpo.learning.loss import loss_counts

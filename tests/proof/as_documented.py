@@ -59,11 +59,3 @@ def test_the_readmes_plan_for_124_million_parameters_in_8_gb(tmp_path):
     start = "Memory planned; budget 6.66 GB"
     printed, shown = cells(said, start), cells((ROOT / "README.md").read_text(), start)
     assert printed == shown and len(shown) > 12
-
-
-def test_more_cards_on_paper(tmp_path):
-    words = ["--assumed-step-s", 0.8, "--assumed-rows", 256]
-    said = python(tmp_path, ROOT / "scripts" / "benchmark_processes.py", *words)
-    page = (ROOT / "docs" / "measurements.md").read_text()
-    shown = cells(page, "--assumed-step-s 0.8 --assumed-rows 256")
-    assert cells(said, "on paper:") == shown and [*shown] == ["1", "2", "8", "64"]

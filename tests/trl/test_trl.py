@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import trl
-from benchmarks.trl_cases import GROUP, GROUPS, LOSSES, Case, Ours, Stock, difference, make, rows_at_once, run
-from benchmarks.trl_own_tests import tokenizer
 from datasets import Dataset
 from loguru import logger
 from peft import LoraConfig
 from several_processes import in_processes, values
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from trl_cases import GROUP, GROUPS, LOSSES, Case, Ours, Stock, difference, make, rows_at_once, run
+from trl_own_tests import tokenizer
 
 from grpo.trl import GRPOTrainer
 from grpo.trl.parts import Part, completion_lengths, fields_by_row, merged, parts

@@ -185,10 +185,20 @@ def test_the_published_law_follows_from_its_first_three_points_and_what_is_no_li
     assert law.leaves_the_line(PUBLISHED) is None and law.leaves_the_line(first(3)) is None
     bent = {**first(5), 144: PUBLISHED[144] + 2 * GB}
     assert "line at 144" in " ".join(findings.sentences(published(peaks=bent, failed=[])))
+    told = {count: " ".join(findings.sentences(published(peaks=first(count), failed=[]))) for count in (3, 4)}
+    assert "cannot be told from 3 sizes" in told[3] and "R²" not in told[3]
+    assert "Nowhere in what was measured" in told[4] and "R² 1.0000" in told[4]
     assert law.fit_law({1: 1.0, 2: 3.0, 3: 2.0}).r_squared == pytest.approx(0.25)
     flat = published(peaks={8: 5.0 * GB, 16: 5.0 * GB}, failed=[])
     assert flat.law is None and flat.next_sizes() == []
     assert "No line" in " ".join(findings.sentences(flat))
+
+
+def test_what_others_hold_is_not_there_to_be_used(monkeypatch):
+    """Of a card of 24 GB on which 14 are free, as trials are bounded by what is free."""
+    there = dataclasses.replace(look("cpu", "fp32"), total_bytes=24 * GB, usable_bytes=14 * GB)
+    monkeypatch.setattr(find, "look", lambda *args: there)
+    assert find.check(FindSettings(device="cpu")).total_bytes == 14 * GB
 
 
 def test_recommendations_are_whole_groups():
@@ -313,10 +323,9 @@ def test_a_models_budget_is_the_predictors_as_it_is_printed_and_written():
 
 def test_the_calculator_as_it_is_typed_of_counts_and_of_the_bundled_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = "--gpu h100 --frozen 8e9 --frozen 7e9 --trainable 1e8 --claim 69@85% --claim 64@80% --yaml p.yaml"
+    words = "--gpu h100 --frozen 8e9 --frozen 7e9 --trainable 1e8 --yaml p.yaml"
     done = here("calculate", *words.split())
     assert done.returncode == 2 and "remains 42.70 42.00" in plain(done.stdout)
-    assert "so 60 fit at 80 %, claimed are 64" in plain(done.stdout)  # 27.02 GB of 0.4484
     assert "error yaml is p.yaml, but no batch of whole groups of 8 is known to fit" in plain(done.stderr)
     assert not (tmp_path / "p.yaml").exists()
 

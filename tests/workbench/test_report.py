@@ -90,7 +90,7 @@ def of_run(run_folder) -> Page:
 def test_the_page_of_a_sweep(sweep):
     assert titles(sweep) == [
         "What it says", "Notes", "Results", "Learning curves", "Quality against batch size", "Time",
-        "Worth it", "Memory", "What the sizes had in common",
+        "Memory", "What the sizes had in common",
     ]  # fmt: skip
     assert "size 64 is best: 2.300" in said(sweep, "What it says")
     assert "Sizes 32 and 128 are within the noise" in said(sweep, "What it says")
@@ -357,6 +357,9 @@ def test_best_by_quality_by_speed_and_the_trade_off_with_and_without_a_measured_
     other = sweep_of(low, high, quality={"name": "held-out reward", "better": "higher", "unit": ""})
     assert findings.best_by_quality(other) is high and findings.trade_off(other) is high
     assert [findings.gap(size, other) for size in (low, high)] == pytest.approx([0.1, -0.1])
+    assert findings.gap(low, sweep_of(low, high, objective="grpo")) is None  # sampled, and greedy
+    close = findings.best_sentences(sweep_of(a, d, ok(128, 2.5, 43.9), ok(256, 2.5, 44.1)))[1]
+    assert "40.0 s, 2.5 times as fast" in close and "(size 128 took at most a tenth longer" in close
 
     best = ok(8, 2.0, 9, heldout_stderr=0.003)
     inside, outside = (ok(*figures, heldout_stderr=0.004) for figures in ((16, 2.0097, 9), (32, 2.0099, 9)))
@@ -384,9 +387,9 @@ def test_what_is_said_of_times_memory_failures_and_learning_rates_of_sizes(tmp_p
     assert "Size 64 does not fit: it takes 2.0 times" in told and "No cause of that was measured" in told
     assert "too few for a trend" in trend.trend_sentences(sweep_of(*sizes[:2]))[0]
 
-    curve = [{"seconds": s, "heldout": h} for s, h in ((0, 5.0), (10, 3.0), (20, None), (30, 2.0), (40, 2.5))]
-    size = ok(8, 2.5, 40, curve=curve)
-    reached = {3.0: 10, 2.9: 30, 1.0: None}
+    values = (0, 5.0), (10, 3.0), (20, None), (30, 2.0), (40, 2.5)
+    size = ok(8, 2.5, 40, curve=[{"done": 8 * s, "seconds": s, "heldout": h} for s, h in values])
+    reached = {5.0: 10, 3.0: 10, 2.9: 30, 1.0: None}  # not by the untrained model
     assert {goal: findings.seconds_to_reach(sweep_of(size), size, goal) for goal in reached} == reached
 
     high = Size(8, "ok", predicted_bytes=1.1 * GB, peak_bytes=GB)

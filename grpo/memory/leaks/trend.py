@@ -17,7 +17,7 @@ a leak, and around one through the second half, where an early jump does not hid
 
 Residuals that are SMOOTH beside the growth need no correction: a line with a gentle bend is no noise.
 
-The three thresholds were tuned on other seeds than scripts/benchmark_leaks.py draws. Left out on
+The three thresholds were tuned on other seeds than tests/proof/leak_rates.py draws. Left out on
 purpose: the correction for ties, which would make a staircase of few steps (a high-water mark)
 significant; series that wander without bound (a random walk is a trend to this test); scipy, which would
 add 23 MB to the process that is watched.

@@ -1,7 +1,7 @@
 """Kernels for CPUs: to the same result as torch's own, in less time or less memory. One switch for all.
 
 `GRPO_CPU_KERNELS=0` in the environment turns them off, and names from KERNELS, separated by commas, turn all
-others off. What each is worth: `python scripts/benchmark_kernels.py`.
+others off. What they are worth stands in docs/measurements.md.
 """
 
 import os

@@ -14,7 +14,6 @@ from grpo.config.sizes import parse_size
 from grpo.memory.budget import CONTEXT_BYTES, GB, readable
 from grpo.model.target import compute_dtype
 from grpo.workbench.calculator.cards import Card
-from grpo.workbench.calculator.claims import Verdict, check_claims, parse_claim
 from grpo.workbench.calculator.demand import (
     OVERHEAD_SHARE,
     Demand,
@@ -63,7 +62,6 @@ class Calculation:
     demand: Demand
     rows: tuple[Row, ...]
     use: Use | None
-    verdict: Verdict | None
 
     @property
     def row(self) -> Row:
@@ -83,7 +81,6 @@ class Calculation:
 
 def calculate(settings: CalculatorSettings, card: Card) -> Calculation:
     """All figures for a card. ValueError for what a user can mend."""
-    claims = [parse_claim(text) for text in settings.claim]
     total, precision = card.usable_bytes, None
     frozen, overhead = frozen_lines(settings.frozen, settings.frozen_dtype), _overhead(settings, card)
     _check_fixed(settings, card, (*frozen, overhead))  # before anything slow starts
@@ -107,7 +104,7 @@ def calculate(settings: CalculatorSettings, card: Card) -> Calculation:
     shares = sorted({*SHARES, settings.memory_utilization})
     return Calculation(
         settings, card, precision, demand, tuple(_row(demand, total, share) for share in shares),
-        _use(settings, card, demand), check_claims(claims, total, demand.fixed_bytes) if claims else None,
+        _use(settings, card, demand),
     )  # fmt: skip
 
 

@@ -70,8 +70,6 @@ class CalculatorSettings(StepFlags):
     sample_memory: str | None = None
     """Memory a sample, such as 450MB (counts alone)."""
 
-    claim: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A largest batch somebody claims, such as 69@85%; two or more are checked against one another."""
     yaml: Path | None = None
     """Write profiles for train_lean.py --config FILE --profile NAME."""
     json: Path | None = None
@@ -109,8 +107,6 @@ def _wrong_numbers(settings: CalculatorSettings) -> Iterator[str]:
 def _wrong_together(settings: CalculatorSettings) -> Iterator[str]:
     if settings.gpu is not None and settings.gpu_memory is not None:
         yield f"gpu is {settings.gpu!r} and gpu_memory {settings.gpu_memory!r}: give one of the two."
-    if len(settings.claim) == 1:
-        yield f"claim is {settings.claim[0]} alone: give another to check it by."
     if settings.yaml is not None and settings.objective == "lm":
         yield f"yaml is {settings.yaml}, for train_lean.py, which trains by GRPO: leave out --objective lm."
     size, group = settings.batch_size, settings.group_size

@@ -121,10 +121,6 @@ def show(found: Calculation, console: Console) -> None:
     console.print(batches_table(found))
     for sentence in [*idle_sentences(found), *notes(found)]:
         console.print(sentence, highlight=False)
-    if found.verdict is not None:
-        console.print("\nClaims", style="italic")
-        for sentence in found.verdict.sentences:
-            console.print(sentence, highlight=False)
 
 
 def as_json(found: Calculation) -> dict[str, Any]:
@@ -140,6 +136,5 @@ def as_json(found: Calculation) -> dict[str, Any]:
         "shares": [asdict(row) for row in found.rows],
         "use": None if found.use is None else asdict(found.use),
         "totals": {str(count): total for count, total in found.totals().items()},
-        "claims": None if found.verdict is None else asdict(found.verdict),
         "sentences": [*idle_sentences(found), *notes(found)],
     }

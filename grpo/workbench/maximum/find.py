@@ -47,7 +47,7 @@ SHARE_OF_RATE = 0.3
 
 @dataclass(frozen=True)
 class Checked:
-    """What the checks found. Bytes; `total_bytes` of the device, or the limit."""
+    """What the checks found. Bytes; a trial may use `total_bytes`: what is free, or the limit."""
 
     machine: Machine
     step: StepSettings
@@ -89,10 +89,9 @@ def check(settings: FindSettings) -> Checked:
     if settings.objective == "lm":
         corpus = open_corpus(settings.data, settings.model)
         table.add_row("data", f"{settings.data}: {len(corpus.ids):,} tokens, windows of {step.new_tokens}")
-    total_bytes = machine.total_bytes if limit is None else limit
     if limit is None and step.device_type == "cpu":
         limit = machine.usable_bytes
-    return Checked(machine, step, count, total_bytes, table, limit, why_no_command(settings))
+    return Checked(machine, step, count, machine.usable_bytes, table, limit, why_no_command(settings))
 
 
 def find(settings: FindSettings, checked: Checked) -> list[TrialResult]:

@@ -14,10 +14,12 @@ from rich.table import Table
 from grpo.environment import typed
 from grpo.memory.budget import GB
 from grpo.workbench.maximum.law import Law, Risk, explaining_margin, fit_law, leaves_the_line, risk
-from grpo.workbench.maximum.search import INCREMENT, POINTS_OF_A_LINE
+from grpo.workbench.maximum.search import INCREMENT
 from grpo.workbench.pictures import picture
 
 SAFE_SHARE = 0.8
+LEAST_FOR_A_LINE = 4
+"""Sizes: through two there is always a line, and three say little of whether there is."""
 CARDS = (1, 2, 4, 8)
 _RISKS = {"fits": "no", "likely": "likely: a risk", "certain": "certain"}
 
@@ -80,7 +82,7 @@ def sentences(found: Findings) -> list[str]:
     """What was found, in words."""
     law, room = found.law, found.headroom_bytes
     largest = f"Largest batch that fitted: {found.maximum}"
-    of_all = f"{room / found.total_bytes:.0%} of {found.total_bytes / GB:.2f} GB"
+    of_all = f"{room / found.total_bytes:.0%} of the {found.total_bytes / GB:.2f} that may be used"
     if found.at_most is not None and found.maximum + found.multiple > found.at_most:
         largest += " (no larger one was to be tried: --max-batch-size)"
     said = [f"{largest}; headroom {room / GB:.2f} GB, {of_all}."]
@@ -91,16 +93,18 @@ def sentences(found: Findings) -> list[str]:
             "No line of memory over the batch size: it takes two sizes that fit, and peaks that rise."
         )
         return said
-    fit = f", R² {law.r_squared:.5f}" if len(found.peaks) >= POINTS_OF_A_LINE else " (two points: no R²)"
+    concludes = len(found.peaks) >= LEAST_FOR_A_LINE
+    fit = f", R² {law.r_squared:.4f}" if concludes else ""
     said.append(
         f"GB = {law.start_bytes / GB:.2f} + {law.bytes_per_sample / GB:.4g} × (batch - {law.first}){fit}."
     )
     bend = leaves_the_line(found.peaks)
-    said.append(
-        f"It stops being a line at {bend}: the sizes below it foretell another peak."
-        if bend is not None
-        else "Nowhere in what was measured does it stop being a line."
-    )
+    if not concludes:
+        said.append(f"Whether it is a line cannot be told from {len(found.peaks)} sizes: it takes four.")
+    elif bend is not None:
+        said.append(f"It stops being a line at {bend}: the sizes below it foretell another peak.")
+    else:
+        said.append("Nowhere in what was measured does it stop being a line.")
     said += _about_margins(found, law)
     return said
 
@@ -110,7 +114,10 @@ def _about_margins(found: Findings, law: Law) -> list[str]:
     margin, total = found.margin_bytes, found.total_bytes
     needed = explaining_margin(law, found.failed, total)
     if needed is None:
-        return [f"A size whose line comes within {margin / GB:.2f} GB of the device (its margin) is a risk."]
+        return [
+            f"A size whose line comes within {margin / GB:.2f} GB of that is a risk: a margin by one "
+            "published case, for what an allocator does not show."
+        ]
     first = min(found.failed)
     where = f"{first} ran out of memory where the line puts {law(first) / GB:.2f} GB"
     if needed <= 0:

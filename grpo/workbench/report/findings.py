@@ -11,6 +11,8 @@ from grpo.workbench.report.read import Size, Sweep, points
 from grpo.workbench.report.wording import capital, duration, fixed, number, share, sizes
 
 NORMAL_95 = 1.96
+ALIKE = 1.1
+"""Times as long: what one run of each size, after one another, cannot tell apart."""
 NEARLY_AS_GOOD = 0.01
 """The trade-off may cost this share of the best quality, where no noise is known or it is less."""
 
@@ -70,8 +72,12 @@ def trade_off(sweep: Sweep) -> Size | None:
 
 
 def seconds_to_reach(sweep: Sweep, size: Size, quality: float) -> float | None:
-    """Training time at the first point of its curve that is at least as good; None if there is none."""
-    seconds, values = points(size.curve, "seconds", "heldout")
+    """Training time at the first point of its curve that is at least as good; None if there is none.
+
+    The untrained model is no point: a quality that it has already is not one that training reached.
+    """
+    trained = [point for point in size.curve if point.get("done")]
+    seconds, values = points(trained, "seconds", "heldout")
     good = (at for at, value in zip(seconds, values, strict=True) if sweep.sign * (value - quality) >= 0)
     return next(good, None)
 
@@ -121,6 +127,13 @@ def _speed_sentences(sweep: Sweep) -> list[str]:
     slow = max((size.seconds, size.batch_size) for size in sweep.finished if size.seconds is not None)
     if slow[1] != quick.batch_size:
         text += f", {slow[0] / quick.seconds:.1f} times as fast as size {slow[1]}, the slowest"
+    alike = [
+        size.batch_size
+        for size in sweep.finished
+        if size is not quick and size.seconds and size.seconds <= ALIKE * quick.seconds
+    ]
+    if alike:
+        text += f" ({sizes(alike)} took at most a tenth longer, which one run cannot tell)"
     rated = [(size.rate, size.batch_size) for size in sweep.finished if size.rate is not None]
     if not rated:
         return [f"{text}."]
@@ -218,7 +231,10 @@ def memory_sentences(sweep: Sweep) -> list[str]:
 
 
 def gap(size: Size, sweep: Sweep) -> float | None:
-    """How much worse held-out quality ended than training's; below 0 where it is better."""
-    if size.final_train is None or size.final_heldout is None:
+    """How much worse held-out quality ended than training's; below 0 where it is better.
+
+    None of GRPO, whose training reward is of sampled answers and whose held-out one is of greedy ones.
+    """
+    if size.final_train is None or size.final_heldout is None or sweep.settings.get("objective") == "grpo":
         return None
     return sweep.sign * (size.final_train - size.final_heldout)

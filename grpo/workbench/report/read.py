@@ -49,8 +49,6 @@ class Size:
     heldout_stderr: float | None = None
     peak_bytes: float | None = None
     predicted_bytes: float | None = None
-    page_faults_major: float | None = None
-    noise_scale: float | None = None
     """In rows, of its last steps."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Predicted bytes by component."""

@@ -74,7 +74,9 @@ def summary(run: Run) -> list[str]:
             f"{at:.0f}, {number(highest, 2)}."
         )
     if dull := mean(points(run.steps, "step", "frac_reward_zero_std")[1] or [0.0]):
-        said.append(f"In {share(dull)} of the groups all rewards were equal: nothing to learn.")
+        text = f"In {share(dull)} of the groups all rewards were equal"
+        learned = run.settings.get("kl_coef")  # from the KL, also where no reward differs
+        said.append(f"{text}." if learned else f"{text}: nothing to learn.")
     if skipped := round(sum(points(run.steps, "step", "skipped")[1])):
         said.append(f"{plural(skipped, 'update')} had no finite gradient and did not happen.")
     if "leak" in run.leak:

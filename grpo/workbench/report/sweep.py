@@ -25,7 +25,6 @@ from grpo.workbench.report.wording import (
     size_cell,
     value_text,
 )
-from grpo.workbench.report.worth import worth_section
 
 _IN_COMMON = (
     "model", "num_parameters", "objective", "total", "device_name", "precision", "compile", "tf32", "context",
@@ -43,7 +42,6 @@ def sweep_page(sweep: Sweep) -> Page:
         Section("Learning curves", figures=_learning_curves(sweep)),
         Section("Quality against batch size", _gap_sentences(sweep), figures=_quality_figures(sweep)),
         time_section(sweep),
-        worth_section(sweep),
         memory_section(sweep),
         Section("Learning rates tried", tables=_tuning_tables(sweep)),
         Section("What the sizes had in common", tables=_settings_tables(sweep), folded=True),

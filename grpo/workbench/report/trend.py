@@ -18,8 +18,6 @@ OFF_TREND = 1.3
 """A time is off the trend by more than this factor, either way."""
 FULL = 0.95
 """Of the usable memory: from here on allocators and the system spend time on finding room."""
-MANY_FAULTS = 1_000
-"""Major page faults, each a wait for the disk."""
 LEAST_FOR_TREND = 4
 
 
@@ -88,8 +86,6 @@ def causes(sweep: Sweep, size: Size, expected_s: float) -> list[str]:
             f"memory peaked at {share(size.peak_bytes / usable)} of the {readable(usable)} usable, "
             "where finding room takes time"
         )
-    if size.page_faults_major and size.page_faults_major >= MANY_FAULTS:
-        found.append(f"{size.page_faults_major:,.0f} major page faults: memory was read back from the disk")
     return found
 
 

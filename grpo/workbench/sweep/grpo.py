@@ -42,7 +42,6 @@ class _Reader:
         self._seconds: list[float] = []
         self._rate = task.learning_rate
         self._peak = 0
-        self._noise: float | None = None
         self._check_rows()
 
     def read(self, step: int) -> None:
@@ -54,7 +53,7 @@ class _Reader:
             self._say_point(line)
         if self._seconds:
             facts = time_facts(self._seconds, self._task.batch_size)
-            self._say({"row": {**facts, "peak_bytes": self._peak, "noise_scale": self._noise}})
+            self._say({"row": {**facts, "peak_bytes": self._peak}})
         if step < self._task.updates:
             self._check_rows()
 
@@ -66,7 +65,6 @@ class _Reader:
         if "reward" in line:
             self._seconds.append(line["step_time"])
             self._rate = line["learning_rate"]
-            self._noise = line.get("gradient/noise_scale", self._noise)
             self._say(point(line["step"], done, fsum(self._seconds), self._rate, train=line["reward"]))
 
     def _check_rows(self) -> None:

@@ -27,7 +27,7 @@ ROW_KEYS = (
     "batch_size", "status", "message", "updates", "done", "learning_rate", "warmup_updates", "seconds",
     "compile_s", "steady_s_per_update", "rate", "final_train", "final_heldout", "best_heldout",
     "best_heldout_at", "heldout_stderr", "peak_bytes", "added_bytes", "predicted_bytes",
-    "parts", "page_faults_major", "tuned", "noise_scale",
+    "parts", "tuned",
 )  # fmt: skip
 
 

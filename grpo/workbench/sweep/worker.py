@@ -6,7 +6,6 @@ Prints records {"curve": point} and {"row": facts}, each as soon as it is known:
 before it ran out of memory is kept.
 """
 
-import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +74,6 @@ def time_facts(seconds: list[float], units: int) -> dict[str, Any]:
         "compile_s": max(0.0, sum(seconds[:first]) - first * steady),
         "steady_s_per_update": steady,
         "rate": units / steady,
-        "page_faults_major": resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
     }
 
 

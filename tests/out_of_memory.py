@@ -1,18 +1,15 @@
-"""Running out of memory on purpose, at a chosen allocation: for tests and for the recovery benchmark.
+"""Running out of memory on purpose, at a chosen allocation.
 
 Left out: allocations inside a kernel (workspaces), which no dispatch mode sees, and those that are
 not torch's.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from grpo.memory import Fit
 
 OUT_OF_MEMORY: tuple[Callable[[], Exception], ...] = (
     partial(torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -24,27 +21,6 @@ OUT_OF_MEMORY: tuple[Callable[[], Exception], ...] = (
     MemoryError,
 )
 """Some of the shapes it takes, made anew at each call."""
-
-
-@contextmanager
-def replaced(owner: Any, **others: Any) -> Iterator[None]:
-    """Inside, attributes are others: how faults come in where nothing is handed on."""
-    own = {name: vars(owner)[name] for name in others}
-    for name, other in others.items():
-        setattr(owner, name, other)
-    try:
-        yield
-    finally:
-        for name, value in own.items():
-            setattr(owner, name, value)
-
-
-def mispredict(fit: Fit, factor: float) -> None:
-    """From here on what passes take is predicted that many times as high; rows are planned anew by that."""
-    honest = fit.predict
-    fit.predict = lambda phase, size: factor * honest(phase, size)  # type: ignore[method-assign]
-    for phase in fit.planned():
-        fit.reconsider(phase)
 
 
 class FailAtAllocation(TorchDispatchMode):
@@ -83,19 +59,6 @@ def count_allocations(work: Callable[[], object]) -> int:
     with FailAtAllocation() as mode:
         work()
     return mode.num_allocations
-
-
-def stratified_points(allocations: Mapping[str, int], num_points: int) -> list[tuple[str, int]]:
-    """(phase, number) of `num_points` faults: as many in each phase, spread evenly from first to last.
-
-    allocations: how many each phase makes. A phase with fewer than its share gets some twice.
-    """
-    points = []
-    for place, (phase, count) in enumerate(allocations.items()):
-        share = num_points // len(allocations) + (place < num_points % len(allocations))
-        steps = max(share - 1, 1)
-        points += [(phase, 1 + round(step * (count - 1) / steps)) for step in range(share)]
-    return points
 
 
 @cache

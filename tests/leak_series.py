@@ -7,9 +7,6 @@ many bytes a step, which may be zero. 1 MB is 2**20 bytes.
 from collections.abc import Callable, Mapping
 
 import numpy as np
-from rich import box
-from rich.table import Table
-from scipy.stats import beta
 
 from grpo.memory.leaks.leak import MB, MIN_GROWTH_BYTES
 from grpo.memory.leaks.trend import Array, find_trends, without_covariate
@@ -18,8 +15,6 @@ STEPS = 200
 NOISES_MB = (5, 10, 20, 40, 80)
 LEAK_MB = 0.25
 POWER = 0.95
-_SEARCH_SERIES, _SEARCH_HALVINGS = 200, 8
-_SLOPES_MB = (0.01, 20.0)  # between which the smallest slope found is looked for
 
 Shape = Callable[[Array, Array, np.random.Generator], Array]
 """White noise (K, T) and a leak (T,), both in bytes, to what is tested (K, T)."""
@@ -92,26 +87,6 @@ def share_found(shape: Shape, noise_mb: float, leak_mb: float, num_series: int, 
     return float(find_trends(series, steps, min_growth=MIN_GROWTH_BYTES).rising.mean())
 
 
-def upper_bound(share: float, num_series: int) -> float:
-    """One-sided 95 % bound of a share (Clopper and Pearson 1934)."""
-    count = round(share * num_series)
-    return 1.0 if count == num_series else float(beta.ppf(0.95, count + 1, num_series - count))
-
-
-def smallest_found(shape: Shape, noise_mb: float, seed: int) -> float:
-    """Leak in MB a step that is found in 95 % of the series, to 3 %; infinite if none of 20 MB is."""
-    low, high = _SLOPES_MB
-    if share_found(shape, noise_mb, high, _SEARCH_SERIES, seed) < POWER:
-        return float("inf")
-    for _ in range(_SEARCH_HALVINGS):
-        middle = float(np.sqrt(low * high))
-        if share_found(shape, noise_mb, middle, _SEARCH_SERIES, seed) < POWER:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
 Shares = dict[str, list[float]]
 """Of series that are called a leak: by shape, one for each of NOISES_MB."""
 
@@ -143,31 +118,3 @@ def promises(alarms: Shares, found: Shares) -> dict[str, bool]:
         f"of no harder one more than {hard:.1%} (at most 3 %)": hard <= 0.03,
         f"{LEAK_MB} MB a step are found in {NOISES_MB[0]} MB of noise: {least:.0%} (95 %)": least >= POWER,
     }
-
-
-def alarms_table(alarms: Shares, num_series: int) -> Table:
-    """Each share and its upper bound, in percent."""
-    table = _table("called a leak, % (upper 95 % bound)")
-    for name, shares in alarms.items():
-        cells = (f"{share:.1%} ({upper_bound(share, num_series):.1%})" for share in shares)
-        table.add_row(name, *(cell.replace("%", "") for cell in cells))
-    return table
-
-
-def power_table(found: Shares) -> Table:
-    table = _table(f"{LEAK_MB} MB a step, found, %")
-    for name, shares in found.items():
-        table.add_row(name, *(f"{100 * share:.1f}" for share in shares))
-    return table
-
-
-def smallest_leaks(seed: int) -> Table:
-    """The smallest leak found in 95 % of the series, in MB a step."""
-    table = _table("found 95 times in 100, MB a step")
-    for name, shape in SHAPES.items():
-        table.add_row(name, *(f"{smallest_found(shape, noise, seed):.2f}" for noise in NOISES_MB))
-    return table
-
-
-def _table(title: str) -> Table:
-    return Table(title, *(f"noise {noise} MB" for noise in NOISES_MB), box=box.MARKDOWN)

@@ -1,4 +1,4 @@
-"""Stock TRL and ours over the same completions, in float64, for tests and `benchmark_trl.py equal`.
+"""Stock TRL and ours over the same completions, in float64, for tests and the whole grid in tests/proof.
 
 TRL's fused head sums in fp32 whatever the model is; here both get a plain one, so that what is left is
 float64's rounding.

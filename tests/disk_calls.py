@@ -112,6 +112,8 @@ def become_the_command(
     try:
         for stream in (1, 2):
             os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        # pytest has put others in the place of Python's own.
+        sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, "utf-8", "replace", closefd=False) for fd in (1, 2))
         os.chdir(folder)
         sys.argv = ["train_lean.py", *words]
         from grpo.commands.train import main

@@ -3,7 +3,6 @@ and lines that no program should send."""
 
 import logging
 import random
-import statistics
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from queue import Queue
 
 import chess
@@ -44,7 +44,7 @@ def nonsense(rng: random.Random) -> str:
 
 def command(model: str) -> list[str]:
     """That a chess program starts."""
-    return [sys.executable, "scripts/play.py", "--model", model]
+    return [sys.executable, str(Path(__file__).parents[1] / "scripts/play.py"), "--model", model]
 
 
 @dataclass
@@ -154,7 +154,3 @@ def survives(model: str, lines: Sequence[str], *, patience_s: float = 60) -> str
         return f"{type(error).__name__}: {error}"
     finally:
         process.kill()
-
-
-def median_ms(seconds: Sequence[float]) -> str:
-    return f"{1000 * statistics.median(seconds):.0f} ms, at most {1000 * max(seconds):.0f}"

@@ -2,23 +2,17 @@
 
 import gc
 import multiprocessing
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.random_gpt2 import make_random_gpt2
 from grpo.memory.leaks.leak import LeakVerdict, LeakWatch
 
 LEAKS = ("logits", "activations", "cycle", "tensors", "arrays")
-REPOSITORY = Path(__file__).parents[2]
 LEAK_STEPS, CLEAN_STEPS = 200, 500
 _WIDTH, _VOCABULARY, _ROWS, _LENGTH = 64, 256, 8, 16
 
@@ -131,29 +125,3 @@ def line_of(leak: str) -> int:
     """The line of this file that makes what the leak keeps, by its comment."""
     lines = Path(__file__).read_text().splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# makes {leak}"))
-
-
-def real_leaks(trials: int, seed: int) -> Iterator[tuple[str, bool]]:
-    """Of each leak and of the clean loop: how often it was found and named, and whether that is always."""
-    for leak in LEAKS:
-        results = [run_trial(leak, seed + trial, LEAK_STEPS) for trial in range(trials)]
-        found, named = sum(each.found for each in results), sum(each.named for each in results)
-        line = f"{leak}: found {found} of {trials}, named {named} of {trials}\n{results[-1].verdict}"
-        yield line, found == named == trials
-    clean = [run_trial("none", seed + trial, CLEAN_STEPS) for trial in range(trials)]
-    calm = sum("no leak" in each.verdict for each in clean)
-    yield f"no leak, {CLEAN_STEPS} steps: clean {calm} of {trials}\n{clean[-1].verdict}", calm == trials
-
-
-def clean_trainer(trials: int, seed: int) -> Iterator[tuple[str, bool]]:
-    """Of each run of monitor_memory.py over the real trainer, on a tiny model, and if it is clean."""
-    with TemporaryDirectory() as folder:
-        model = make_random_gpt2(Path(folder, "tiny"))
-        for trial in range(trials):
-            words = f"{CLEAN_STEPS} 8 --model {model} --precision fp32 --engine off --max-new-tokens 16"
-            words += f" --seed {seed + trial} --runs-dir {folder}/runs"
-            command = [sys.executable, "monitor_memory.py", *words.split()]
-            ended = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
-            verdict = next((line for line in ended.stdout.splitlines() if "leak" in line.lower()), "died")
-            line = f"trainer, seed {seed + trial}: exit status {ended.returncode}, {verdict}"
-            yield line, ended.returncode == 0

@@ -12,16 +12,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 import yaml
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from disk_calls import become_the_command
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.disk_calls import become_the_command
-from benchmarks.faults import make_task
 from grpo.config import Config, to_flat
 
 MOST_LINES, PATIENCE_S, _COLUMNS = 5, 60, 160
@@ -183,59 +182,54 @@ _DAMAGES = st.sampled_from(["cut", "other", "put in", "directory", "gone"])
 _CONTENTS = st.one_of(st.binary(max_size=20), st.sampled_from([b"null\n", b"{}\n", b"[]", b"\xff\n"]))
 
 KINDS: Mapping[str, tuple[Make, st.SearchStrategy[Any], int]] = {
-    "settings": (_bad_settings, _SETTINGS, 3),
-    "flags": (_bad_flag, st.tuples(_NAMES, _FLAG_VALUES), 3),
-    "settings files": (_bad_yaml, st.one_of(st.binary(max_size=60), st.sampled_from(_YAML)), 1),
-    "prompts": (_bad_prompts, st.tuples(_FILES, st.lists(_ROWS, max_size=6)), 2),
-    "rewards": (_bad_reward, _CODE, 3),
+    "settings": (_bad_settings, _SETTINGS, 38),
+    "flags": (_bad_flag, st.tuples(_NAMES, _FLAG_VALUES), 38),
+    "settings files": (_bad_yaml, st.one_of(st.binary(max_size=60), st.sampled_from(_YAML)), 12),
+    "prompts": (_bad_prompts, st.tuples(_FILES, st.lists(_ROWS, max_size=6)), 25),
+    "rewards": (_bad_reward, _CODE, 37),
     "run folders": (
         _bad_folder,
         st.tuples(st.integers(0, 99), _DAMAGES, st.floats(0, 1), _CONTENTS),
-        4,
+        50,
     ),
 }
-"""How bad things of a kind are made, from what, and how often beside the others."""
+"""How bad things of a kind are made, from what, and how many."""
 
 
-def fuzz(cases: int, first_seed: int, tell: Callable[[str], None]) -> dict[str, Counter[str]]:
-    """By kind: cases, how many ended well or with a message, and how many broke the rule: those are told."""
-    torch.set_num_threads(1)
-    os.environ |= {"HF_HUB_OFFLINE": "1", "COLUMNS": str(_COLUMNS)}
-    found: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
-    whole = sum(share for _, _, share in KINDS.values())
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        samples = Samples(folder / "runs" / "sample", make_task(folder))
-        status, said = run_command([*samples.flags, "--steps", "2", "--name", "sample"], folder)
-        if status:
-            raise RuntimeError(f"the run that is damaged later failed: {said}")
-        for number, (kind, (make, strategy, share)) in enumerate(KINDS.items()):
-            num_cases = max(1, round(cases * share / whole))
-            limits = settings(
-                max_examples=num_cases, deadline=None, database=None, phases=[Phase.generate],
-                suppress_health_check=list(HealthCheck),
-            )  # fmt: skip
-            check = _checked(make, samples, folder, found[kind], tell)
-            seed(first_seed + number)(limits(given(strategy)(check)))()
-    return found
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory, command_of_seconds) -> Samples:
+    torch.set_num_threads(1)  # a process with more could not be forked
+    folder = tmp_path_factory.mktemp("bad")
+    status, said = run_command([*command_of_seconds, "--steps", "2", "--name", "sample"], folder)
+    assert status == 0, said
+    return Samples(folder / "runs" / "sample", command_of_seconds)
 
 
-def _checked(
-    make: Make, samples: Samples, folder: Path, counts: Counter[str], tell: Callable[[str], None]
-) -> Callable[[Any], None]:
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_comes_in_the_command_ends_well_or_with_a_message(samples, kind, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("COLUMNS", str(_COLUMNS))
+    make, strategy, cases = KINDS[kind]
+    folder, ended = samples.run.parents[1], Counter()
+
+    @settings(
+        max_examples=cases, deadline=None, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(strategy)
     def check(drawn: Any) -> None:
         case = make(folder, samples, drawn)
         status, said = run_command(case.words, folder)
         broken = what_is_broken(status, said)
-        counts["cases"] += 1
-        counts["broken" if broken else "ended well" if status == 0 else "message"] += 1
-        if broken:
-            tell(f"{case.about}: {broken}\n{said[-1500:]}")
+        assert not broken, f"{case.about}: {broken}\n{said[-1500:]}"
+        ended["well" if status == 0 else "with a message"] += 1
         for path in (folder / "runs").iterdir():
             if path != samples.run:
                 shutil.rmtree(path, ignore_errors=True)
 
-    return check
+    check()
+    with capsys.disabled():
+        print(f"\n{kind}: {dict(ended)}")
 
 
 def what_is_broken(status: int | None, said: str) -> str | None:
