@@ -75,7 +75,7 @@ def main(
         console.print()
         console.print(example_boards(example))
     console.print()
-    page, *_ = write_report([folder])
+    page = write_report([folder])
     minutes = (time.monotonic() - begun) / 60
     console.print(
         f"Trained for {trained / 60:.1f} minutes, {minutes:.1f} in all. All of it as a page: {page}"

@@ -4,7 +4,8 @@
     python monitor_memory.py --attach RUN
 
 Shows memory by phase as it goes, and ends with a verdict: leak or none, bytes a step, which kind, and
-which tensors. The run folder gets memory.png and leak.json. Exit status 1 means a leak.
+which tensors; of a run that is or was trained elsewhere, by what its files say now. The run folder gets
+memory.png and leak.json. Exit status 1 means a leak.
 """
 
 import argparse
@@ -23,10 +24,7 @@ def main() -> int:
         usage="%(prog)s [STEPS [BATCH_SIZE]] [--attach RUN] [flags of train]",
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("--attach", type=Path, metavar="RUN", help="follow this run folder instead")
-    parser.add_argument(
-        "--patience", type=float, default=60, metavar="S", help="seconds without news that end a run (60)"
-    )
+    parser.add_argument("--attach", type=Path, metavar="RUN", help="judge this run folder instead")
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), sys.argv[1:]))[:2]
     given, flags = parser.parse_known_args(sys.argv[1 + len(words) :])
     steps, batch_size = [*words, *("200", "64")[len(words) :]]
@@ -43,7 +41,7 @@ def main() -> int:
     configure_logging("WARNING", console)
     try:
         if given.attach and flags:
-            raise SettingsError(f"attach follows a run as it is: leave out {' '.join(flags)}.")
+            raise SettingsError(f"attach judges a run as it is: leave out {' '.join(flags)}.")
         fixed = ["--steps", steps, "--batch-size", batch_size]
         quiet = ["--eval-interval", "0", "--checkpoint-interval", "0"]
         config = parse_command_line([*quiet, *flags, *fixed])
@@ -54,13 +52,13 @@ def main() -> int:
     if not given.attach:
         screen(stderr=True).print("loading torch and the model", highlight=False)
     from grpo.run.interrupt import stop_on_signal
-    from grpo.workbench.memory_watch import PLOT, VERDICT, follow_run, watch_training
+    from grpo.workbench.memory_watch import PLOT, VERDICT, judge_run, watch_training
 
     gc.freeze()
     try:
         with stop_on_signal() as stop:
             if given.attach:
-                verdict, folder = follow_run(given.attach, console, patience_s=given.patience, stop=stop)
+                verdict, folder = judge_run(given.attach), given.attach
             else:
                 verdict, folder = watch_training(config, console, stop)
     except ValueError as error:

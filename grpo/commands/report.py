@@ -1,4 +1,4 @@
-"""What a sweep or a training run found, as one HTML page and as Markdown; several of a kind side by side.
+"""What a sweep or a training run found, as one HTML page; several of a kind side by side.
 
 python scripts/report.py RUN_OR_SWEEP [ANOTHER ...]
 """
@@ -26,7 +26,7 @@ def main() -> int:
 
 
 def write(folders: Annotated[tuple[Path, ...], tyro.conf.Positional], output: Path | None = None) -> None:
-    """Write report.html, which needs nothing else and opens from disk, and report.md with its pictures.
+    """Write report.html, which needs nothing else and opens from disk.
 
     Args:
         folders: A sweep's or a run's folder, or several of a kind to compare.
@@ -35,5 +35,4 @@ def write(folders: Annotated[tuple[Path, ...], tyro.conf.Positional], output: Pa
     from grpo.workbench.report import write_report  # slow: --help need not wait for it
 
     configure_logging("INFO", screen(stderr=True))
-    for path in write_report(folders, output):
-        print(path)
+    print(write_report(folders, output))

@@ -39,11 +39,6 @@ def was_fused(device_type: str, dtype: torch.dtype) -> bool:
     return _works.get((device_type, dtype), False)
 
 
-def what_is_fused() -> tuple[str, ...]:
-    """For whatever depends on it, such as traces that are remembered."""
-    return tuple(sorted(f"{kind} {dtype}" for (kind, dtype), works in _works.items() if works))
-
-
 @torch.no_grad()
 def scores(products: Tensor, targets: Tensor, temperature: float) -> Tensor:
     """Log-prob, entropy, largest logit and log-sum of each token, (K, 4), of products (K, V)."""

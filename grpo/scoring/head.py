@@ -2,9 +2,9 @@
 
 That is done in fp32 for a slice of the chunk at a time, which on a CPU stays in its caches. Shared by all
 chunks there are one (chunk_tokens, V) buffer in the dtype of products and two slices; and, where the head is
-computed in another dtype than it is stored in or in lower precision, one (V, D) copy. On an accelerator that
-copy and the buffer have rows to spare, up to the next 64: products of an odd vocabulary, such as GPT-2's
-50,257, cannot use a card's fast kernels, as their rows begin at odd addresses.
+computed in another dtype than it is stored in or in lower precision, one (V, D) copy. On an accelerator the
+vocabulary of that copy and of the buffer is padded to a multiple of 64: products of an odd vocabulary, such
+as GPT-2's 50,257, cannot use a card's fast kernels, as their rows begin at odd addresses.
 """
 
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ CHUNK_TOKENS = 1024
 """Of a chunk on a CPU."""
 LAUNCHED_TOKENS, LAUNCHED_BYTES = 2**14, 2**28
 """Of a chunk at most on an accelerator, where its kernels have to be worth launching."""
-_ALIGNED = 64
-"""Words, to a multiple of which a vocabulary is filled up: rows of products then begin at 128 bytes."""
+_MULTIPLE = 64
+"""Of a padded vocabulary: rows of products in 16 bits then begin at multiples of 128 bytes."""
 
 
 def tokens_at_once(vocabulary: int, dtype: torch.dtype, device_type: str) -> int:
@@ -31,9 +31,9 @@ def tokens_at_once(vocabulary: int, dtype: torch.dtype, device_type: str) -> int
     return max(1, min(LAUNCHED_TOKENS, LAUNCHED_BYTES // (vocabulary * dtype.itemsize)))
 
 
-def words_to_spare(vocabulary: int, dtype: torch.dtype, device_type: str) -> int:
-    """By how many words a head is filled up where it is copied in any case: in lower precision."""
-    return -vocabulary % _ALIGNED if dtype.itemsize < 4 and device_type != "cpu" else 0
+def vocabulary_padding(vocabulary: int, dtype: torch.dtype, device_type: str) -> int:
+    """Rows of zeros that a head gets where it is copied in any case: in lower precision."""
+    return -vocabulary % _MULTIPLE if dtype.itemsize < 4 and device_type != "cpu" else 0
 
 
 class Head:
@@ -47,14 +47,14 @@ class Head:
     ) -> None:
         """tokens: of a chunk, at most."""
         self.vocabulary = len(weight)
-        spare = words_to_spare(len(weight), dtype, (slices.traced_device() or weight.device).type)
+        padding = vocabulary_padding(len(weight), dtype, (slices.traced_device() or weight.device).type)
         cast = centred_head if dtype.itemsize < 4 else Tensor.to
-        self.weight = _filled(cast(weight, dtype), spare)  # (V + spare, D)
-        self._bias = None if bias is None else _filled(cast(bias, dtype), spare)
+        self.weight = _padded(cast(weight, dtype), padding)  # (V + padding, D)
+        self._bias = None if bias is None else _padded(cast(bias, dtype), padding)
         self._temperature, self._chunk_tokens = temperature, max(1, tokens)
-        self._room_for_products = weight.new_empty(tokens, len(weight) + spare, dtype=dtype)
+        self._room_for_products = weight.new_empty(tokens, len(weight) + padding, dtype=dtype)
         self._products = self._room_for_products
-        """(K, V + spare): 0 beyond the vocabulary, as products and as gradients."""
+        """(K, V + padding): 0 beyond the vocabulary, as products and as gradients."""
         self._are_shifted = False
         """Whether products are logits by now, less the largest of each token."""
         self._room: Tensor | None = None
@@ -76,7 +76,7 @@ class Head:
 
     @property
     def _numbers(self) -> Tensor:
-        """The products (K, V) without what they have to spare."""
+        """The products (K, V) without the padding."""
         return self._products[:, : self.vocabulary]
 
     def multiply(self, states: Tensor) -> None:
@@ -104,7 +104,7 @@ class Head:
     def gradient(
         self, normalizers: Tensor, targets: Tensor, slope: Tensor, *, of_bias: Tensor | None
     ) -> Tensor:
-        """What slope (K, 1) to log-probs is to products, in their place: (K, V + spare), 0 in what is spare.
+        """What slope (K, 1) to log-probs is to products, in their place: (K, V + padding), 0 in the padding.
 
         Added up in of_bias. normalizers: largest logits and log-sums (K, 2).
         """
@@ -142,9 +142,9 @@ class Head:
             yield place, logits
 
 
-def _filled(values: Tensor, spare: int) -> Tensor:
+def _padded(values: Tensor, padding: int) -> Tensor:
     """With so many rows of zeros behind."""
-    return torch.cat([values, values.new_zeros(spare, *values.shape[1:])]) if spare else values
+    return torch.cat([values, values.new_zeros(padding, *values.shape[1:])]) if padding else values
 
 
 def _score(logits: Tensor, room: Tensor, targets: Tensor, entropy: bool) -> Tensor:

@@ -1,28 +1,23 @@
-"""Watching a run's memory, for monitor_memory.py: a live view, a verdict on leaks, a plot and JSON.
+"""Is a run's memory growing? For monitor_memory.py: a verdict, a plot and JSON.
 
-Either a run is trained and watched from within, where tensors can be counted and culprits named, or a
-run that somebody else trains is followed through its memory.jsonl.
+Either a run is trained and watched from within, where tensors can be counted and culprits named, or one that
+somebody else trains is judged by what its files say until now.
 """
 
 import json
-import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from loguru import logger
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
 from grpo.config import Config
 from grpo.files import shown
 from grpo.memory.budget import GB, readable
 from grpo.memory.leaks.leak import LeakVerdict, LeakWatch, MemorySample, detect_leak
 from grpo.memory.leaks.trend import MIN_STEPS
-from grpo.run.folder import LOCK_FILE
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import open_run
 from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, NewLines, read_lines
@@ -30,19 +25,17 @@ from grpo.trainer import Trainer
 from grpo.workbench.pictures import picture
 
 PLOT, VERDICT = "memory.png", "leak.json"
-_BARS = "▁▂▃▄▅▆▇█"
-_SHOWN_STEPS = 30
-_POLL_S = 1.0
+SHOWN_EVERY = 10
 
 
 def watch_training(config: Config, console: Console, stop: StopRequest) -> tuple[LeakVerdict, Path]:
-    """Train, with every step's memory shown and sampled; the verdict and the run folder."""
+    """Train, with every step's memory sampled and each tenth's shown; the verdict and the run folder."""
     if config.steps < MIN_STEPS:
         console.print(
             f"there will be no verdict: a trend needs {MIN_STEPS} steps, and these are {config.steps}",
             highlight=False,
         )
-    with open_run(config) as run, LeakWatch(run.device.device) as watch, _view(console) as show:
+    with open_run(config) as run, LeakWatch(run.device.device) as watch:
         logger.info("run folder: {}", shown(run.folder))
         new_lines = NewLines(run.folder / MEMORY_FILE)  # all lines again and again would grow themselves
         tokens_before = 0
@@ -50,41 +43,23 @@ def watch_training(config: Config, console: Console, stop: StopRequest) -> tuple
         for step in trainer:
             watch.sample(step.number, tokens=trainer.num_tokens - tokens_before)
             tokens_before = trainer.num_tokens
-            show(step.number, config.steps, new_lines())
+            lines = new_lines()
+            if step.number in (1, config.steps) or step.number % SHOWN_EVERY == 0:
+                phases = (f"{line['phase']} {readable(line['process_bytes'])}" for line in lines)
+                console.print(f"step {step.number}: {', '.join(phases)}", highlight=False)
         verdict = watch.verdict()
         report(verdict, watch.samples, run.folder)
         return verdict, shown(run.folder)
 
 
-def follow_run(
-    folder: Path, console: Console, *, patience_s: float, stop: StopRequest
-) -> tuple[LeakVerdict, Path]:
-    """Follow a run's memory.jsonl until it has ended, nothing has come for `patience_s` seconds, or Ctrl-C.
-
-    ValueError for a folder without one.
-    """
+def judge_run(folder: Path) -> LeakVerdict:
+    """The verdict over the steps that are in a run's files now. ValueError for a folder without any."""
     if not (folder / MEMORY_FILE).is_file():
         raise ValueError(f"attach is {str(folder)!r}, which holds no {MEMORY_FILE}: give a run's folder.")
-    lines: list[dict[str, Any]] = []
-    last = time.monotonic()
-    if (folder / LOCK_FILE).exists():
-        console.print(
-            f"following {folder} until it ends, or brings no news for {patience_s:g} s", highlight=False
-        )
-    with _view(console) as show:
-        while time.monotonic() - last < patience_s and not stop.requested:
-            ended = not (folder / LOCK_FILE).exists()  # first: what was written before is then read
-            now = read_lines(folder / MEMORY_FILE)
-            if len(now) > len(lines):
-                show(now[-1]["step"], None, now[len(lines) :])
-                lines, last = now, time.monotonic()
-            if ended:
-                break
-            time.sleep(min(_POLL_S, patience_s))
-    samples = samples_of(lines, read_lines(folder / METRICS_FILE))
+    samples = samples_of(read_lines(folder / MEMORY_FILE), read_lines(folder / METRICS_FILE))
     verdict = detect_leak(samples)
     report(verdict, samples, folder)
-    return verdict, folder
+    return verdict
 
 
 def samples_of(
@@ -130,62 +105,3 @@ def draw(
         axes.set(xlabel="step", ylabel="GB (2**30 bytes)", ylim=(0, None))
         axes.set_title(str(verdict).splitlines()[0], loc="left")
         axes.legend(frameon=False, ncols=2)
-
-
-Show = Callable[[int, int | None, Sequence[Mapping[str, Any]]], None]
-
-
-@contextmanager
-def _view(console: Console) -> Iterator[Show]:
-    """Shows memory by phase: a table that lives on a terminal, a line now and then elsewhere."""
-    history: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_SHOWN_STEPS))
-    newest: dict[str, Mapping[str, Any]] = {}
-
-    def take(lines: Sequence[Mapping[str, Any]]) -> None:
-        for line in lines:
-            newest[line["phase"]] = line
-            history[line["phase"]].append(line["process_bytes"])
-
-    if not console.is_terminal:
-
-        def print_line(step: int, steps: int | None, lines: Sequence[Mapping[str, Any]]) -> None:
-            take(lines)
-            if step == 1 or step % 10 == 0 or step == steps:
-                peaks = ", ".join(f"{name} {readable(each[-1])}" for name, each in history.items())
-                console.print(f"step {step}: {peaks}", highlight=False)
-
-        yield print_line
-        return
-    with Live(console=console, refresh_per_second=4) as live:
-
-        def update(step: int, steps: int | None, lines: Sequence[Mapping[str, Any]]) -> None:
-            take(lines)
-            live.update(_table(step, steps, newest, history))
-
-        yield update
-
-
-def _table(
-    step: int, steps: int | None, newest: Mapping[str, Mapping[str, Any]], history: Mapping[str, deque[int]]
-) -> Table:
-    table = Table(title=f"Memory, step {step}" + (f" of {steps}" if steps else ""), title_justify="left")
-    for column in (
-        "phase",
-        "rows",
-        "tensors were to add",
-        "process",
-        "retries",
-        f"last {_SHOWN_STEPS} steps",
-    ):
-        table.add_column(column, justify="left" if column == "phase" else "right")
-    for phase, line in newest.items():
-        sizes = (readable(line[f"{name}_bytes"] or 0) for name in ("predicted", "process"))
-        table.add_row(phase, str(line["rows"]), *sizes, str(line["retries"]), _spark(history[phase]))
-    return table
-
-
-def _spark(values: Sequence[int]) -> str:
-    """A line of blocks between the least and the largest value."""
-    low, high = min(values), max(values)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((value - low) * scale)] for value in values)

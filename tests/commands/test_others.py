@@ -179,21 +179,17 @@ def write_run(folder: Path, growth: int = 0) -> Path:
 
 
 @pytest.mark.parametrize(("growth", "verdict"), [(0, "no leak in 60 steps"), (2**19, "LEAK in 60 steps")])
-def test_a_run_is_followed_to_its_verdict(tmp_path, monkeypatch, growth, verdict):
-    """By `monitor`: how long are news waited for? Of one that has ended none are, whatever the patience."""
+def test_a_run_is_judged_by_its_files(tmp_path, monkeypatch, growth, verdict):
+    """By `monitor`: of one that is being trained by what is there now."""
     monkeypatch.chdir(tmp_path)
     folder = write_run(tmp_path / "run", growth)
     (folder / LOCK_FILE).touch()
-    done = here("monitor", "--attach", "run", "--patience", 0.2)
+    done = here("monitor", "--attach", "run")
     assert done.returncode == (1 if growth else 0), done.stderr
-    assert done.stdout.startswith("following run until it ends, or brings no news for 0.2 s\n")
     assert verdict in done.stdout and ("held tensors: +0.500 MB a step" in done.stdout) == bool(growth)
     written = json.loads((folder / "leak.json").read_text())
     assert written["leak"] == bool(growth) and len(written["samples"]) == 60
     assert (folder / "memory.png").stat().st_size > 10_000
-    (folder / LOCK_FILE).unlink()
-    done = here("monitor", "--attach", folder, "--patience", 30_000)
-    assert verdict in done.stdout and "following" not in done.stdout
 
 
 def test_a_reward_that_keeps_tensors_is_found_and_named(tmp_path, model_folders, data_file):

@@ -40,7 +40,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     sweep, runs = write_sweep(folder / "a-sweep"), [write_run(folder / name) for name in ("one", "two")]
     given = {"sweep": [sweep], "run": runs[:1], "runs": runs}
-    return {kind: write_report(folders, folder / kind)[0] for kind, folders in given.items()}
+    return {kind: write_report(folders, folder / kind) for kind, folders in given.items()}
 
 
 def browse(page: Path, folder: Path) -> tuple[str, list[str]]:

@@ -343,8 +343,8 @@ def test_what_computes_something_else_decodes_the_usual_way_and_says_so(config, 
 
 @pytest.mark.usefixtures("refused")
 @pytest.mark.parametrize("logit", [-1e5, -torch.inf])
-def test_words_that_are_never_sampled_do_not_decide_how_a_model_decodes(logit, logged):
-    """At -100,000 nats fp32 rounds by more than the check allows; words that cannot occur have -inf."""
+def test_tokens_that_are_never_sampled_do_not_decide_how_a_model_decodes(logit, logged):
+    """At -100,000 nats fp32 rounds by more than the check allows; tokens that cannot occur have -inf."""
     model = made(shaped("gpt2")).float()
     head, norm = model.get_output_embeddings(), model.transformer.ln_f
     head.weight = torch.nn.Parameter(head.weight.detach().clone())  # not the embedding's, too

@@ -289,7 +289,7 @@ def test_fused_it_is_what_the_operations_give(temperature, known, request):
     expected = learned(temperature=temperature)
     request.getfixturevalue("untried")
     close(learned(temperature=temperature, known=known), expected)
-    assert fused.what_is_fused() == ("cpu torch.float64",)
+    assert fused._works == {("cpu", torch.float64): True}
 
 
 def test_fused_a_token_that_cannot_occur_adds_no_entropy(untried):
@@ -325,7 +325,7 @@ def test_fused_no_kernel_is_made_twice(monkeypatch):
     compiled = cache(partial(torch.compile, dynamic=True, backend=counter))
     monkeypatch.setattr(fused, "_compiled", compiled)
     for tokens in (8, 300, 1, 40, 2):
-        products = torch.randn(tokens, 128).bfloat16()[:, :100]  # rows with some to spare
+        products = torch.randn(tokens, 128).bfloat16()[:, :100]  # of rows that are padded
         targets = torch.randint(100, (tokens,))
         for enabled in (True, False):
             with torch.set_grad_enabled(enabled):
@@ -341,8 +341,8 @@ def test_fused_no_kernel_is_made_twice(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_words_to_spare_change_nothing(monkeypatch, request, dtype, is_fused):
-    """A vocabulary is filled up to what a card's kernels take: to the same log-probs and gradients."""
+def test_a_padded_vocabulary_changes_nothing(monkeypatch, request, dtype, is_fused):
+    """Padded to what a card's kernels take it gives the same log-probs and gradients."""
     if is_fused:
         request.getfixturevalue("untried")
     exactness = 1e-12 if dtype == torch.float64 else 2e-2
@@ -350,8 +350,8 @@ def test_words_to_spare_change_nothing(monkeypatch, request, dtype, is_fused):
     values = torch.randn(2, 9, 16), torch.randn(101, 16), torch.randn(101)
     targets = torch.randint(101, (2, 9))
 
-    def found(spare: int, known: bool) -> list[torch.Tensor]:
-        monkeypatch.setattr(head, "words_to_spare", lambda *of: spare)
+    def found(padding: int, known: bool) -> list[torch.Tensor]:
+        monkeypatch.setattr(head, "vocabulary_padding", lambda *of: padding)
         leaves = [each.double().requires_grad_() for each in values]
         hidden, weight, bias = (each.to(dtype) for each in leaves)
         logp, entropy = completion_logprobs(
@@ -366,11 +366,11 @@ def test_words_to_spare_change_nothing(monkeypatch, request, dtype, is_fused):
             torch.testing.assert_close(one, other, rtol=exactness, atol=exactness)
 
 
-def test_a_head_is_filled_up_and_its_chunks_are_large_on_accelerators_alone():
-    assert head.words_to_spare(50257, torch.bfloat16, "cuda") == 47
-    assert head.words_to_spare(50304, torch.bfloat16, "cuda") == 0
+def test_a_head_is_padded_and_its_chunks_are_large_on_accelerators_alone():
+    assert head.vocabulary_padding(50257, torch.bfloat16, "cuda") == 47
+    assert head.vocabulary_padding(50304, torch.bfloat16, "cuda") == 0
     for dtype, kind in (torch.float32, "cuda"), (torch.float64, "cuda"), (torch.bfloat16, "cpu"):
-        assert head.words_to_spare(50257, dtype, kind) == 0  # a copy for its own sake
+        assert head.vocabulary_padding(50257, dtype, kind) == 0  # a copy for its own sake
     assert head.tokens_at_once(50257, torch.bfloat16, "cuda") == 2670
     assert head.tokens_at_once(50257, torch.float32, "cuda") == 1335
     assert head.tokens_at_once(50257, torch.float32, "cpu") == 1024

@@ -1,8 +1,8 @@
-"""Reports on sweeps and training runs: one HTML page that needs nothing else, and the same in Markdown.
+"""Reports on sweeps and training runs: one HTML page that needs nothing else.
 
 Folders are read into plain data (`read`), whose figures become sentences, tables and pictures (`sweep`,
-`run`, `compare`), which are then written down (`page`). Both forms come from the same sections. Left out:
-anything live. A page is made anew in seconds.
+`run`, `compare`), which are then written down (`page`). Left out: anything live. A page is made anew in
+seconds.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from typing import cast
 from loguru import logger
 
 from grpo.workbench.report.compare import runs_page, sweeps_page
-from grpo.workbench.report.page import save_pictures, to_html, to_markdown
+from grpo.workbench.report.page import to_html
 from grpo.workbench.report.read import NoSteps, Run, Sweep, read_folder
 from grpo.workbench.report.run import run_page
 from grpo.workbench.report.sections import Page
 from grpo.workbench.report.sweep import sweep_page
 
 __all__ = ["make_page", "write_report"]
-HTML, MARKDOWN, PICTURES = "report.html", "report.md", "report-files"
+HTML = "report.html"
 
 
 def make_page(folders: Sequence[Path]) -> Page:
@@ -46,8 +46,8 @@ def make_page(folders: Sequence[Path]) -> Page:
     return run_page(runs[0]) if len(runs) == 1 else runs_page(runs)
 
 
-def write_report(folders: Sequence[Path], output: Path | None = None) -> list[Path]:
-    """Write the report's files and say which.
+def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
+    """Write the report and say where.
 
     output: the folder to write to; without it the run's or sweep's own, or `report/` for several.
     ValueError where nothing can be reported on, or nothing can be written there.
@@ -57,13 +57,11 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> list[Pa
     try:
         target.mkdir(parents=True, exist_ok=True)
         (target / HTML).write_text(to_html(page), encoding="utf-8")
-        save_pictures(page, target / PICTURES)
-        (target / MARKDOWN).write_text(to_markdown(page, PICTURES), encoding="utf-8")
     except OSError as error:
         raise ValueError(
             f"the report cannot be written to {target} ({error.strerror}): give another --output."
         ) from error
-    return [target / HTML, target / MARKDOWN]
+    return target / HTML
 
 
 def _read(folders: Sequence[Path]) -> tuple[list[Path], list[Sweep | Run]]:

@@ -11,7 +11,7 @@ from grpo.workbench.report.figures import Curve, draw
 from grpo.workbench.report.findings import best_by_quality, fastest, quality_text, trade_off
 from grpo.workbench.report.gallery import card, reward_weights
 from grpo.workbench.report.read import Record, Run, Size, Sweep, figure, points
-from grpo.workbench.report.run import EVAL, EVAL_REWARD, ends, heldout_curve, interval, with_interval
+from grpo.workbench.report.run import EVAL, EVAL_REWARD, ends, heldout_curve, with_interval
 from grpo.workbench.report.sections import Card, Figure, Page, Section, Table
 from grpo.workbench.report.steps import INTERVAL_ENDS, metric_names, slug
 from grpo.workbench.report.wording import NOTHING, capital, duration, fixed, listed, plural, short, value_text
@@ -47,25 +47,25 @@ def runs_page(runs: Sequence[Run]) -> Page:
 
 
 def verdict(runs: Sequence[Run]) -> list[str]:
-    """Whose held-out reward ended highest, and whether the intervals tell the others from it."""
+    """Whose held-out reward ended highest, and by how much."""
     lasts = [(run, run.evaluations[-1]) for run in runs if run.evaluations]
     known = [(value, run, last) for run, last in lasts if (value := figure(last, EVAL_REWARD)) is not None]
     if len(known) < 2:
         return ["Fewer than two of the runs have a held-out reward, so that their quality does not compare."]
     best, winner, last = max(known, key=lambda each: each[0])
-    low, _ = interval(last, EVAL_REWARD)
     said = [f"{winner.name} ended with the highest held-out reward, {with_interval(last, EVAL_REWARD)}."]
     for value, run, its in known:
         if run is winner:
             continue
-        _, high = interval(its, EVAL_REWARD)
         if value == best:
             said.append(f"{run.name} ended as high.")
-        elif low is None or high is None:
-            said.append(f"{run.name} ended {fixed(best - value)} lower; no intervals say whether by chance.")
         else:
-            overlap = "overlap: it may be chance" if high >= low else "do not overlap"
-            said.append(f"{run.name} ended {fixed(best - value)} lower; their intervals {overlap}.")
+            said.append(f"{run.name} ended {fixed(best - value)} lower, {with_interval(its, EVAL_REWARD)}.")
+    if any(value < best for value, *_ in known):
+        said.append(
+            "Whether by chance is told by the difference on the same prompts, which grpo-lean evaluate "
+            "gives: --json of the one, --before of the other."
+        )
     different = [
         name for name in _OF_HELDOUT if len({value_text(run.settings.get(name)) for run in runs}) > 1
     ]

@@ -1,4 +1,4 @@
-"""What a report consists of, before it is HTML or Markdown."""
+"""What a report consists of, before it is HTML."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture as SVG; `name` is unique within a page and the name of its file beside the Markdown."""
+    """A picture as SVG; `name` is unique within a page."""
 
     name: str
     title: str
@@ -25,7 +25,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Board:
-    """A position drawn as SVG, and the same in words."""
+    """A position drawn as SVG, and the same in words, for who does not see it."""
 
     svg: str
     caption: str

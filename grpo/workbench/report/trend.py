@@ -1,4 +1,4 @@
-"""How a sweep's time grows with the batch size, which size does not fit, and what was measured of why.
+"""How a sweep's time grows with the batch size, and which size does not fit.
 
 An update costs a start and so much for each row of the batch. What compiling costs once is, spread over the
 updates of equal work, in proportion to the batch size, and so is in the line as well.
@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
-from grpo.memory.budget import readable
 from grpo.workbench.report.read import Size, Sweep
-from grpo.workbench.report.wording import capital, duration, share
+from grpo.workbench.report.wording import duration
 
 OFF_TREND = 1.3
 """A time is off the trend by more than this factor, either way."""
-FULL = 0.95
-"""Of the usable memory: from here on allocators and the system spend time on finding room."""
 LEAST_FOR_TREND = 4
 
 
@@ -72,23 +69,6 @@ def off_trend(sweep: Sweep) -> list[tuple[Size, float]]:
     return [(size, factor) for size, factor in factors if not 1 / OFF_TREND <= factor <= OFF_TREND]
 
 
-def causes(sweep: Sweep, size: Size, expected_s: float) -> list[str]:
-    """What was measured that may explain why `size` took longer than `expected_s` seconds in all."""
-    assert size.seconds is not None
-    excess, found = size.seconds - expected_s, []
-    if size.compile_s and size.compile_s >= excess / 2:
-        fits = size.seconds - size.compile_s <= OFF_TREND * expected_s
-        text = f"{sweep.start} took {duration(size.compile_s)} of its {duration(size.seconds)}"
-        found.append(text + ", and without it the size fits" * fits)
-    usable = sweep.usable_bytes
-    if usable and size.peak_bytes and size.peak_bytes >= FULL * usable:
-        found.append(
-            f"memory peaked at {share(size.peak_bytes / usable)} of the {readable(usable)} usable, "
-            "where finding room takes time"
-        )
-    return found
-
-
 def trend_sentences(sweep: Sweep) -> list[str]:
     line = time_line(sweep)
     if line is None:
@@ -102,11 +82,5 @@ def trend_sentences(sweep: Sweep) -> list[str]:
     if not strange:
         said.append(f"No size is off it by more than {OFF_TREND} times.")
     for size, factor in strange:
-        assert size.updates is not None
-        text = f"Size {size.batch_size} does not fit: it takes {factor:.1f} times what the line says. "
-        if factor < 1:
-            said.append(f"{text}It is faster, and no cause of that was measured.")
-            continue
-        found = causes(sweep, size, size.updates * line(size.batch_size))
-        said.append(text + (f"{capital('; '.join(found))}." if found else "No cause of that was measured."))
+        said.append(f"Size {size.batch_size} does not fit: it takes {factor:.1f} times what the line says.")
     return said
