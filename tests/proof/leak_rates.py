@@ -1,11 +1,11 @@
 """How often the leak test cries wolf, and what it finds, on series whose answer is known and in real runs."""
 
 import pytest
-from commands import run
+from commands import fresh
 from leak_series import false_alarms, power, promises
 from leak_trials import CLEAN_STEPS, LEAK_STEPS, LEAKS, run_trial
 
-SERIES, SEED = 200, 20261120
+SERIES, SEED, TRAINER_STEPS = 200, 20261120, 200
 
 
 def test_rates_on_series_are_those_that_are_promised(capsys):
@@ -27,9 +27,8 @@ def test_a_sound_loop_is_clean():
 
 
 def test_the_trainer_is_clean(model_folders, data_file, tmp_path):
-    done = run(
-        "monitor_memory.py", CLEAN_STEPS, 8, "--model", model_folders["gpt2"], "--prompts", data_file,
-        "--precision", "fp32", "--engine", "off", "--max-new-tokens", 16, "--seed", SEED,
-        cwd=tmp_path, patience_s=600,
+    done = fresh(
+        "monitor_memory.py", TRAINER_STEPS, 8, "--model", model_folders["gpt2"], "--prompts", data_file,
+        "--precision", "fp32", "--engine", "off", "--max-new-tokens", 16, "--seed", SEED, cwd=tmp_path,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0 and "no leak in 200 steps" in done.stdout, done.stdout + done.stderr
