@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from several_processes import in_processes, values
 
@@ -186,7 +186,10 @@ def test_planned_rows_are_the_most_that_fit_in_even_parts(size, groups, base, ro
     meter.base = base
     fit = meter.fit(*{1, size, batch}, group_size=size)
     sizes = [part for part in range(1, size) if size % part == 0] + [*range(size, batch + 1, size)]
-    fitting = [rows for rows in sizes if fit.needs("learn", Size(rows)) <= fit.room_bytes()]
+    needs = {rows: fit.needs("learn", Size(rows)) for rows in sizes}
+    # Between sizes that were measured it is right to a thousandth, and so need not rise with each row.
+    assume(all(abs(need - fit.room_bytes()) > 1e-3 * need for need in needs.values()))
+    fitting = [rows for rows, need in needs.items() if need <= fit.room_bytes()]
     for _ in range(3):  # one more where all is taken to grow with rows
         found = fit.plan("learn", Size(batch))
     assert found == even_rows(max(fitting, default=1), batch_size=batch, group_size=size)
