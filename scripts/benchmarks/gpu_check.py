@@ -150,7 +150,7 @@ def check_card(
     short = replace(config, steps=short_steps)
     yield "device", _device_name()
     yield "torch", torch.__version__
-    yield "model", config.model
+    yield "model", Path(config.model).name
     yield "max_new_tokens", config.sampling.max_new_tokens
     parts: dict[str, Callable[[], Any]] = {
         "rates": lambda: _rates(config),
