@@ -172,10 +172,13 @@ class Formula:
         """What was seen."""
         return [list(each) for alike in self._seen.values() for each in alike]
 
-    def restore(self, state: Sequence[Sequence[float]]) -> None:
-        self.__init__()  # type: ignore[misc]
+    @classmethod
+    def of(cls, state: Sequence[Sequence[float]]) -> "Formula":
+        """One that has seen the same."""
+        formula = cls()
         for tokens, rows, num_bytes in state:
-            self.see(int(rows), int(tokens), num_bytes)
+            formula.see(int(rows), int(tokens), num_bytes)
+        return formula
 
 
 @dataclass
@@ -401,15 +404,9 @@ class Fit:
                 result = work(rows)
             seconds = time.perf_counter() - start
             largest = took(rows, result) if took else largest
-            predicted = int(self.predict(phase, largest)) if self.knows(phase) else None
             added = None if peak.added_bytes is None else peak.added_bytes + left
-            done = Pass(
-                phase, largest.rows, largest.tokens + largest.shared, predicted, added, peak.process_bytes,
-                seconds, len(retries), state.reason, list(kv_growth), largest.shared,
-            )  # fmt: skip
-            self._passes.append(done)
             state.counted += added is not None and not warms
-            self._learn(state, phase, largest, added, used, peak)
+            self._note(phase, largest, added, used, peak, seconds, retries=len(retries), kv_growth=kv_growth)
             return result
 
         result, rows = survive(
@@ -456,7 +453,6 @@ class Fit:
         An error goes its way; one of memory is remembered, so that there are fewer rows the next time.
         """
         state, start = self._phases[phase], time.perf_counter()
-        predicted = int(self.predict(phase, size)) if self.knows(phase) else None
         used, exact = self.device.used_bytes(), self._counts(phase, size, size.rows)
         try:
             with self.device.measure(exact=exact) as peak:
@@ -466,13 +462,8 @@ class Fit:
                 self.ran_out(phase, smaller_rows(size.rows, self.group_size) or 1, type(error).__name__)
             raise
         seconds = time.perf_counter() - start
-        done = Pass(
-            phase, size.rows, size.tokens + size.shared, predicted, peak.added_bytes, peak.process_bytes,
-            seconds, 0, state.reason, [], size.shared,
-        )  # fmt: skip
-        self._passes.append(done)
         state.counted += peak.added_bytes is not None
-        self._learn(state, phase, size, peak.added_bytes, used, peak)
+        self._note(phase, size, peak.added_bytes, used, peak, seconds)
         state.reason, state.went_well = None, state.went_well + 1
 
     def _counts(self, phase: str, size: Size, batch_size: int) -> bool:
@@ -483,7 +474,28 @@ class Fit:
             return False
         return new or self.positions(size) > LONGER * state.formula.most
 
-    def _learn(self, state: _Phase, phase: str, size: Size, added: int | None, used: int, peak: Peak) -> None:
+    def _note(
+        self,
+        phase: str,
+        size: Size,
+        added: int | None,
+        used: int,
+        peak: Peak,
+        seconds: float,
+        *,
+        retries: int = 0,
+        kv_growth: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Keep what a pass was predicted and measured to add, and learn from it. used: bytes, before it."""
+        predicted = int(self.predict(phase, size)) if self.knows(phase) else None
+        done = Pass(
+            phase, size.rows, size.tokens + size.shared, predicted, added, peak.process_bytes, seconds,
+            retries, self._phases[phase].reason, list(kv_growth), size.shared,
+        )  # fmt: skip
+        self._passes.append(done)
+        self._learn(phase, size, added, used, peak)
+
+    def _learn(self, phase: str, size: Size, added: int | None, used: int, peak: Peak) -> None:
         if added is None and not self.knows(phase):
             added = max(0, peak.process_bytes - used)  # more than its tensors took, but nothing else is known
         if added is not None:
@@ -492,7 +504,8 @@ class Fit:
         if peak.process_bytes > peak.process_before_bytes:
             # What was there before, such as what others have freed, is none of this phase's.
             beyond = peak.process_bytes - max(peak.process_before_bytes, used + tensors)
-            state.slack.append((self.positions(size), max(0.0, beyond) / max(1.0, tensors)))
+            slack = self._phases[phase].slack
+            slack.append((self.positions(size), max(0.0, beyond) / max(1.0, tensors)))
 
     def take_passes(self) -> list[Pass]:
         """What was measured since they were last taken."""
@@ -522,7 +535,7 @@ class Fit:
             if "seen" not in known:
                 continue
             own = self._phases[phase]
-            own.formula.restore(known["seen"])
+            own.formula = Formula.of(known["seen"])
             for name in ("most", "explores", "went_well", "unlucky", "counted"):
                 setattr(own, name, known[name])
             own.slack = deque(((int(tokens), share) for tokens, share in known["slack"]), maxlen=REMEMBERED)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from loguru import logger
@@ -24,7 +24,6 @@ from benchmarks import worker_environment
 from benchmarks.speed_work import OWN_REWARD, ModelName, prepare
 from benchmarks.speed_worker import Contender, StepTime, Work
 
-Key = TypeVar("Key")
 CONTENDERS: tuple[Contender, ...] = ("ours", "trl", "trl defaults")
 ANYWHERE = 1.0, 0.8
 """Least ratio, and most memory, on any machine: fp32 on two AVX2 cores has 1.23 and 0.68 of TRL's best."""
@@ -69,15 +68,13 @@ CASES = (
 class Outcome:
     case: Case
     steps: dict[Contender, list[StepTime]] = field(default_factory=dict)
-    base: Contender = "ours"
-    """Whom the others are compared with."""
 
     def ratio(self, other: Contender) -> tuple[float, float, float]:
-        """Seconds a token of `other` over the base's: geometric mean of the rounds, and its 95 % interval.
+        """Seconds a token of `other` over ours: geometric mean of the rounds, and its 95 % interval.
 
         Where texts end by themselves they are not of one length, though of one kind.
         """
-        pairs = zip(self.steps[other], self.steps[self.base], strict=True)
+        pairs = zip(self.steps[other], self.steps["ours"], strict=True)
         logs = np.log([
             theirs.seconds / theirs.new_tokens / (ours.seconds / ours.new_tokens) for theirs, ours in pairs
         ])  # fmt: skip
@@ -88,7 +85,7 @@ class Outcome:
         return math.exp(mean), math.exp(mean - reach), math.exp(mean + reach)
 
     def memory_ratio(self, other: Contender) -> float:
-        return self.steps[self.base][-1].peak_bytes / self.steps[other][-1].peak_bytes
+        return self.steps["ours"][-1].peak_bytes / self.steps[other][-1].peak_bytes
 
 
 class Worker:
@@ -127,9 +124,9 @@ class Worker:
 
 
 @contextmanager
-def working(works: Mapping[Key, Work]) -> Iterator[dict[Key, Worker]]:
+def working(works: Mapping[Contender, Work]) -> Iterator[dict[Contender, Worker]]:
     """A process for each, all ended at the end."""
-    workers: dict[Key, Worker] = {}
+    workers: dict[Contender, Worker] = {}
     try:
         for key, work in works.items():
             workers[key] = Worker(work)
@@ -153,7 +150,7 @@ def race(
         name: replace(work, contender=name, prompts=str(theirs if name.startswith("trl") else ours))
         for name in contenders
     }
-    outcome = Outcome(case, {name: [] for name in contenders}, contenders[0])
+    outcome = Outcome(case, {name: [] for name in contenders})
     with working(works) as workers:
         for name, worker in workers.items():
             for _ in range(WARM_UP_STEPS if name == "ours" else 1):

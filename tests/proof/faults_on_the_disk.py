@@ -32,7 +32,6 @@ class Runs:
     def __init__(self, folder: Path, flags: Sequence[str]) -> None:
         self.folder, self._flags = folder, flags
         counted = folder / "counted"
-        self.start("first", "--steps", 1)  # which traces its memory, once
         begun = time.monotonic()
         self.start("straight", "--steps", STEPS, calls=Calls(), counted=counted)
         self.seconds = time.monotonic() - begun
