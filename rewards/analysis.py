@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 from loguru import logger
@@ -46,22 +47,15 @@ class AnalysisCache:
     """
 
     def __init__(self, path: str | Path | None) -> None:
-        if path is None:
-            path = Path(platformdirs.user_cache_dir("grpo-lean"), "engine.sqlite")
-        self._path = str(path)
+        self._path = path or Path(platformdirs.user_cache_dir("grpo-lean"), "engine.sqlite")
         try:
-            if self._path != ":memory:":
-                os.makedirs(Path(path).parent, exist_ok=True)
+            os.makedirs(Path(self._path).parent, exist_ok=True)
             self._db = self._open(self._path)
         except (OSError, sqlite3.Error) as error:
             self._forget_file(error)
 
     def get(self, key: str) -> Analysis | None:
-        try:
-            row = self._db.execute("SELECT value FROM analysis WHERE key = ?", (key,)).fetchone()
-        except sqlite3.Error as error:
-            self._forget_file(error)
-            return None
+        row = self._execute("SELECT value FROM analysis WHERE key = ?", key)
         if row is None:
             return None
         moves, _, evals = row[0].partition("|")
@@ -69,22 +63,25 @@ class AnalysisCache:
 
     def put(self, key: str, analysis: Analysis) -> None:
         value = f"{' '.join(analysis.moves)}|{' '.join(map(repr, analysis.evals))}"
-        try:
-            self._db.execute("INSERT OR REPLACE INTO analysis VALUES (?, ?)", (key, value))
-        except sqlite3.Error as error:
-            self._forget_file(error)
-            self.put(key, analysis)
+        self._execute("INSERT OR REPLACE INTO analysis VALUES (?, ?)", key, value)
 
     def close(self) -> None:
         self._db.close()
+
+    def _execute(self, statement: str, *values: str) -> Any:
+        try:
+            return self._db.execute(statement, values).fetchone()
+        except sqlite3.Error as error:
+            self._forget_file(error)
+            return self._execute(statement, *values)
 
     def _forget_file(self, error: Exception) -> None:
         logger.warning("engine cache {} cannot be used, analyses will not be kept: {}", self._path, error)
         self._db = self._open(":memory:")
 
     @staticmethod
-    def _open(path: str) -> sqlite3.Connection:
-        # Made in the caller's thread, used from the pool's only.
+    def _open(path: str | Path) -> sqlite3.Connection:
+        # Used from several threads, which take turns.
         db = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, check_same_thread=False, isolation_level=None)
         _switch_to_wal(db)
         db.execute("PRAGMA synchronous=NORMAL")

@@ -5,17 +5,20 @@ a new game for every position (hash tables carry over otherwise, and the same po
 answer later), fixed depth. Left out on purpose: time limits, which never repeat.
 """
 
-import asyncio
 import os
 import shutil
 import threading
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import Future
+import time
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from queue import SimpleQueue
+from typing import Self
+from weakref import WeakValueDictionary
 
 import chess
-import chess.engine
+from chess.engine import INFO_PV, INFO_SCORE, Limit, SimpleEngine
+from chess.engine import EngineError as EngineFailed
 from loguru import logger
 
 from rewards.analysis import Analysis, AnalysisCache
@@ -28,7 +31,6 @@ START_TIMEOUT_S = 10.0
 """After this long without a `uciok` an executable counts as not being an engine."""
 
 _DEBIAN_GAMES = "/usr/games"
-_T = TypeVar("_T")
 
 
 class EngineError(RuntimeError):
@@ -79,30 +81,30 @@ class EnginePool:
                 "Stockfish was not found: install it (apt-get install stockfish) or give its path"
             )
         self.multipv = multipv
-        self._executable = executable
-        self._limit = chess.engine.Limit(depth=depth)
-        self._hash_mb = hash_mb
+        self._executable, self._limit, self._hash_mb = executable, Limit(depth=depth), hash_mb
         self._timeout_s = timeout_s
-        self._transports: dict[chess.engine.Protocol, asyncio.SubprocessTransport] = {}
-        # One entry an engine; None where it died, and whoever takes the entry starts another.
-        self._idle: asyncio.Queue[chess.engine.Protocol | None] = asyncio.Queue()
-        self._pending: dict[str, asyncio.Task[Analysis]] = {}
-        self._closed = False
-        self._door = threading.Lock()  # nothing is submitted once close() has begun
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(lambda _, context: logger.debug("engine: {}", context["message"]))
-        self._thread = threading.Thread(target=self._loop.run_forever, name="engine pool", daemon=True)
-        self._thread.start()
+        self._engines: list[SimpleEngine | None] = [None] * num_engines
+        """One a thread; None where it died, and is started again for the next question."""
+        self._questions: SimpleQueue[tuple[Future[Analysis], str, str, Sequence[str]] | None] = SimpleQueue()
+        self._lock = threading.Lock()  # of the three that follow
+        self._asked: WeakValueDictionary[str, Future[Analysis]] = WeakValueDictionary()
         self._cache = AnalysisCache(cache_path)
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+        threading.Thread(target=self._close_with_the_program, daemon=True).start()
         try:
-            engines = [self._run(self._start()).result() for _ in range(num_engines)]
+            with ThreadPoolExecutor() as starting:  # where no Ctrl-C comes between a start and its place
+                engines = list(starting.map(self._start, range(num_engines)))
         except BaseException:
             self.close()
             raise
-        for engine in engines:
-            self._idle.put_nowait(engine)
         engine_name = engines[0].id.get("name", "unknown")
         self._key = f"{engine_name}|depth {depth}|multipv {multipv}|hash {hash_mb}"
+        self._threads = [
+            threading.Thread(target=self._serve, args=(place,), daemon=True) for place in range(num_engines)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, fen: str, moves: Sequence[str] = ()) -> "Future[Analysis]":
         """Analyse a position in the background: its best moves, or exactly `moves` if given.
@@ -116,16 +118,21 @@ class EnginePool:
             raise ValueError(f"not a legal position, {board.status()!r}: {fen!r}")
         if illegal := sorted(move for move in moves if legal_move(board, move) is None):
             raise ValueError(f"not legal in {fen!r}: {illegal}")
-        if board.is_game_over():
-            over: Future[Analysis] = Future()
-            over.set_result(Analysis((), ()))
-            return over
-        with self._door:
+        moves = sorted({usual_move(board, move) for move in moves})
+        key = f"{self._key}|{fen}|{' '.join(moves)}"
+        with self._lock:
             if self._closed:
                 raise EngineError("the engine pool is closed")
-            return self._run(
-                self._shared_analysis(fen, tuple(sorted({usual_move(board, move) for move in moves})))
-            )
+            future = self._asked.get(key)
+            if future is None or future.done():  # else it was asked a moment ago
+                future = self._asked[key] = Future()
+                future.set_running_or_notify_cancel()  # so that no caller can cancel it for the others
+                known = Analysis((), ()) if board.is_game_over() else self._cache.get(key)
+                if known is not None:
+                    future.set_result(known)
+                else:
+                    self._questions.put((future, key, fen, moves))
+        return future
 
     def analyse(self, fens: Sequence[str]) -> list[Analysis]:
         """Analyse positions, all engines at work, in the order given."""
@@ -133,14 +140,15 @@ class EnginePool:
 
     def close(self) -> None:
         """End the engine processes; analyses not done yet fail with EngineError. Safe to call twice."""
-        with self._door:
-            if self._closed:
-                return
+        with self._lock:
             self._closed = True
-        self._run(self._stop_all()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        for place in range(len(self._engines)):
+            self._stop(place)
+        for _ in self._threads:
+            self._questions.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._cache.close()
 
     def __enter__(self) -> Self:
         return self
@@ -148,99 +156,82 @@ class EnginePool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, coroutine: Coroutine[Any, Any, _T]) -> "Future[_T]":
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def _close_with_the_program(self) -> None:
+        """Python waits at its end for the threads of python-chess, one an engine; atexit comes after that."""
+        threading.main_thread().join()
+        self.close()
 
-    # ---------------------------------------------------------------------- below: in the pool's thread
+    # --------------------------------------------------------------------- below: in the pool's threads
 
-    async def _start(self) -> chess.engine.Protocol:
-        """A new engine process, in its own session: Ctrl-C in the terminal reaches only the trainer."""
-        if self._closed:
-            raise EngineError("the engine pool was closed")
+    def _serve(self, place: int) -> None:
+        """Answer questions, by the engine in that place, until there are no more."""
+        for future, key, fen, moves in iter(self._questions.get, None):
+            try:
+                answer = self._analyse(place, fen, moves)
+                with self._lock:
+                    self._cache.put(key, answer)
+                future.set_result(answer)
+            except Exception as error:
+                future.set_exception(error)
+
+    def _analyse(self, place: int, fen: str, moves: Sequence[str]) -> Analysis:
+        for attempt in (1, 2):
+            engine = self._engines[place] or self._start(place)
+            try:
+                return self._ask(engine, fen, moves)
+            except (EngineFailed, TimeoutError) as error:
+                failure = error
+            self._stop(place)
+            if attempt == 1 and not self._closed:
+                logger.warning("engine restarted on {!r}: {}", fen, failure)
+        raise EngineError(f"the engine failed twice on {fen!r}: {failure}") from failure
+
+    def _ask(self, engine: SimpleEngine, fen: str, moves: Sequence[str]) -> Analysis:
+        # Without a limit of time python-chess waits for ever, and a call that is cancelled before its engine
+        # has ended breaks the shutdown. So one that hangs is killed, which ends the call as well.
+        began, killer = time.monotonic(), threading.Timer(self._timeout_s, engine.close)
+        killer.start()
         try:
-            transport, engine = await chess.engine.UciProtocol.popen(self._executable, start_new_session=True)
-        except OSError as error:
-            raise EngineError(f"{self._executable} cannot be run: {error}") from error
-        self._transports[engine] = transport
-        try:
-            await asyncio.wait_for(engine.initialize(), START_TIMEOUT_S)
-            await engine.configure({"Threads": 1, "Hash": self._hash_mb})
-        except (chess.engine.EngineError, TimeoutError) as error:
-            await self._stop(engine)
-            what = str(error) or f"no answer in {START_TIMEOUT_S:g} s"
-            raise EngineError(f"{self._executable} is not a working UCI engine: {what}") from error
-        if self._closed:  # meanwhile
-            await self._stop(engine)
-            raise EngineError("the engine pool was closed")
-        return engine
-
-    async def _stop(self, engine: chess.engine.Protocol) -> None:
-        # Closing the transport kills, a stopped process too, and what was asked of it fails at once.
-        if transport := self._transports.pop(engine, None):
-            transport.close()
-        await asyncio.shield(engine.returncode)
-
-    async def _stop_all(self) -> None:
-        for engine in list(self._transports):
-            await self._stop(engine)
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        await asyncio.gather(*others, return_exceptions=True)
-        self._cache.close()
-
-    async def _shared_analysis(self, fen: str, moves: tuple[str, ...]) -> Analysis:
-        """From the cache, from whoever asked the same a moment ago, or from an engine."""
-        key = f"{self._key}|{fen}|{' '.join(moves)}"
-        if (task := self._pending.get(key)) is None:
-            if (hit := self._cache.get(key)) is not None:
-                return hit
-            task = self._pending[key] = asyncio.create_task(self._analyse(key, fen, moves))
-            task.add_done_callback(lambda _: self._pending.pop(key))
-        return await asyncio.shield(task)
-
-    async def _analyse(self, key: str, fen: str, moves: tuple[str, ...]) -> Analysis:
-        engine = await self._idle.get()
-        try:
-            for attempt in (1, 2):
-                try:
-                    engine = engine or await self._start()
-                    analysis = await self._ask(engine, fen, moves)
-                    self._cache.put(key, analysis)
-                    return analysis
-                except (chess.engine.EngineError, TimeoutError) as error:
-                    failure = error
-                if engine is not None:
-                    await self._stop(engine)
-                    engine = None
-                if attempt == 1 and not self._closed:
-                    logger.warning("engine restarted on {!r}: {}", fen, failure)
-            raise EngineError(f"the engine failed twice on {fen!r}: {failure}") from failure
-        finally:
-            self._idle.put_nowait(engine)
-
-    async def _ask(self, engine: chess.engine.Protocol, fen: str, moves: tuple[str, ...]) -> Analysis:
-        asked = asyncio.ensure_future(
-            engine.analyse(
+            found = engine.analyse(
                 chess.Board(fen),
                 self._limit,
                 multipv=len(moves) or self.multipv,
                 game=object(),  # never the game before: clears the hash table
                 root_moves=[chess.Move.from_uci(move) for move in moves] or None,
-                info=chess.engine.INFO_SCORE | chess.engine.INFO_PV,
+                info=INFO_SCORE | INFO_PV,
             )
-        )
-        # Two traps of python-chess 1.11: an engine that dies before `readyok` leaves its analysis
-        # waiting for ever, and an analysis cancelled before its engine has ended breaks the shutdown.
-        ends: set[asyncio.Future[Any]] = {asked, engine.returncode}
-        await asyncio.wait(ends, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if not asked.done():
-            died = engine.returncode.done()
-            failure = "the engine process died" if died else f"no answer in {self._timeout_s:g} s"
-            await self._stop(engine)
-            asked.cancel()
-            await asyncio.wait({asked})
-            raise TimeoutError(failure)
-        best = [info for info in asked.result() if "pv" in info and "score" in info]
+        except (EngineFailed, CancelledError) as error:
+            if time.monotonic() - began >= self._timeout_s:
+                raise TimeoutError(f"no answer in {self._timeout_s:g} s") from error
+            raise EngineFailed(str(error) or "the engine process died") from error
+        finally:
+            killer.cancel()
+        best = [info for info in found if "pv" in info and "score" in info]
         return Analysis(
             tuple(info["pv"][0].uci() for info in best),
             tuple(info["score"].relative.score(mate_score=MATE_SCORE) / 100 for info in best),
         )
+
+    def _start(self, place: int) -> SimpleEngine:
+        """A new engine process, in its own session: Ctrl-C in the terminal reaches only the trainer."""
+        try:
+            engine = SimpleEngine.popen_uci(self._executable, timeout=START_TIMEOUT_S, start_new_session=True)
+            self._engines[place] = engine
+            engine.protocol.loop.set_exception_handler(
+                lambda _, why: logger.debug("engine: {}", why["message"])
+            )
+            engine.configure({"Threads": 1, "Hash": self._hash_mb})
+        except (OSError, EngineFailed) as error:  # TimeoutError is an OSError
+            self._stop(place)
+            what = str(error) or f"no answer in {START_TIMEOUT_S:g} s"
+            raise EngineError(f"{self._executable} is not a working UCI engine: {what}") from error
+        if self._closed:  # which may have come before the engine had its place
+            self._stop(place)
+            raise EngineError("the engine pool was closed")
+        return engine
+
+    def _stop(self, place: int) -> None:
+        engine, self._engines[place] = self._engines[place], None
+        if engine is not None:
+            engine.close()  # kills, a stopped process too, and what was asked of it fails at once
+            engine.returncode.result()

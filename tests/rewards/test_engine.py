@@ -1,10 +1,10 @@
 """The engine pool: answers that repeat, a cache that lasts, engines that die, hang or never were one."""
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -41,7 +41,7 @@ def engines():
 
 
 def pids(engines: EnginePool) -> list[int]:
-    return [transport.get_pid() for transport in engines._transports.values()]
+    return [engine.transport.get_pid() for engine in engines._engines]
 
 
 def children() -> set[int]:
@@ -118,9 +118,9 @@ def asked(monkeypatch):
     """What engines are asked."""
     asked, ask = [], EnginePool._ask
 
-    async def count(self, engine, fen, moves):
-        asked.append((fen, moves))
-        return await ask(self, engine, fen, moves)
+    def count(self, engine, fen, moves):
+        asked.append((fen, *moves))
+        return ask(self, engine, fen, moves)
 
     monkeypatch.setattr(EnginePool, "_ask", count)
     return asked
@@ -129,9 +129,9 @@ def asked(monkeypatch):
 def test_the_same_question_twice_is_one_analysis(asked):
     with pool() as engines:
         futures = [engines.submit(ROOK_ENDING) for _ in range(8)]
-        assert futures[0].cancel() or futures[0].done()  # one caller losing interest harms no other
-        assert len({future.result() for future in futures[1:]}) == 1
-    assert asked == [(ROOK_ENDING, ())]
+        assert not futures[0].cancel()  # one caller losing interest harms no other
+        assert len({future.result() for future in futures}) == 1
+    assert asked == [(ROOK_ENDING,)]
 
 
 def test_the_cache_outlives_the_pool_and_is_kept_apart_by_limit(tmp_path, asked):
@@ -144,7 +144,7 @@ def test_the_cache_outlives_the_pool_and_is_kept_apart_by_limit(tmp_path, asked)
     with pool(cache_path=path) as engines, pool(cache_path=path, depth=5) as shallower:
         engines.submit(fen, ["g8f6"]).result()
         shallower.analyse([fen])
-    assert asked == [(fen, ()), (fen, ("g8f6",)), (fen, ())]
+    assert asked == [(fen,), (fen, "g8f6"), (fen,)]
 
 
 @needs_engine
@@ -172,13 +172,13 @@ def test_an_engine_that_dies_or_hangs_is_restarted_and_asked_once_more(engines: 
     ask, harmed = EnginePool._ask, []
     harm = {ROOK_ENDING: ["kill"], MIDDLEGAMES[0]: ["kill", "kill"], MIDDLEGAMES[1]: ["hang"]}
 
-    async def ask_and_harm(self, engine, fen, moves):
+    def ask_and_harm(self, engine, fen, moves):
         if harm.get(fen):
-            harmed.append(self._transports[engine].get_pid())
+            harmed.append(engine.transport.get_pid())
             os.kill(harmed[-1], signal.SIGSTOP)  # so that it cannot be done before it is killed
             if harm[fen].pop() == "kill":
-                asyncio.get_running_loop().call_later(0.1, os.kill, harmed[-1], signal.SIGKILL)
-        return await ask(self, engine, fen, moves)
+                threading.Timer(0.1, os.kill, (harmed[-1], signal.SIGKILL)).start()
+        return ask(self, engine, fen, moves)
 
     monkeypatch.setattr(EnginePool, "_ask", ask_and_harm)
     with pool(timeout_s=2.0) as own:
@@ -230,7 +230,7 @@ def test_a_program_that_forgets_to_close_still_ends_and_so_does_its_engine():
     script = (
         "from rewards.engine import EnginePool; import chess\n"
         "p = EnginePool(depth=40, cache_path=':memory:'); p.submit(chess.STARTING_FEN)\n"
-        "print(*[t.get_pid() for t in p._transports.values()])"
+        "print(*[engine.transport.get_pid() for engine in p._engines])"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
     assert ran.returncode == 0 and ran.stderr == ""
@@ -238,3 +238,16 @@ def test_a_program_that_forgets_to_close_still_ends_and_so_does_its_engine():
     while not gone_or_zombie(int(ran.stdout)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@needs_engine
+def test_ctrl_c_while_engines_start_ends_the_program():
+    """Not only where it waits for them: each has a thread that Python would wait for."""
+    script = (
+        "import os, signal, threading; from rewards.engine import EnginePool\n"
+        "threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "with EnginePool(depth=40, num_engines=3, cache_path=':memory:') as pool:\n"
+        "    pool.analyse(['8/8/R7/7p/P2K2k1/7r/8/8 w - - 0 56'])"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
+    assert ran.returncode == -signal.SIGINT and "KeyboardInterrupt" in ran.stderr
