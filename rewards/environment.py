@@ -61,11 +61,6 @@ class Question:
     answer: Outcome
 
 
-def text_format(written: EnvironmentCompletion) -> float:
-    """1.0 for exactly four fields, all parsable."""
-    return float(written.well_formed)
-
-
 def fen_match(written: EnvironmentCompletion, question: Question) -> float:
     """1.0 the exact next FEN, else normalized Levenshtein similarity (1 - distance / longer length)."""
     return Levenshtein.normalized_similarity(written.next_fen, question.answer.next_fen)
@@ -128,7 +123,6 @@ class EnvironmentReward(WeightedReward):
 
     prefix: ClassVar[str] = "A:"
     reads: ClassVar[tuple[str, ...]] = ("fen", "action")
-    from_text: ClassVar[Mapping[str, Callable[[Any], float]]] = {"format": text_format}
     from_truth: ClassVar[Mapping[str, Callable[[Any, Any], float]]] = {
         "fen_match": fen_match,
         "fen_gain": fen_gain,

@@ -1,4 +1,4 @@
-"""The two texts of RookWorld-LM: render, parse, typed results.
+"""The two texts of RookWorld-LM: prompts as they are written, completions as they are read.
 
 A policy sample asks for moves, an environment sample for the next state:
 
@@ -6,7 +6,7 @@ A policy sample asks for moves, an environment sample for the next state:
     A: {fen}+{move}+{recent moves}+{new fen}+{reward}+{terminated}+{truncated}
 
 Evals are in pawns from the side to move. The published data pads the policy's fields with spaces
-to fixed widths (`PADDED`); the bundled model is trained without padding. Completions are parsed
+to fixed widths; the bundled model is trained without padding. Completions are parsed
 leniently: what is missing is None, and nothing a model can write raises.
 """
 
@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import chess
 
 MAX_HISTORY = 10
-PADDED = (90, 30, 40)
-UNPADDED = (0, 0, 0)
 
 BY_ROOK = {"e1h1": "e1g1", "e1a1": "e1c1", "e8h8": "e8g8", "e8a8": "e8c8"}
 """Castling by the rook's square, and by the king's step."""
@@ -26,29 +24,6 @@ BY_ROOK = {"e1h1": "e1g1", "e1a1": "e1c1", "e8h8": "e8g8", "e8a8": "e8c8"}
 _MOVE = re.compile(r"[a-h][1-8][a-h][1-8][qrbn]?")
 _NUMBER = re.compile(r"[+-]?(\d{1,9}\.\d{0,9}|\.?\d{1,9})", re.ASCII)
 _LABEL = re.compile(r"([MEB]:)")
-
-
-@dataclass(frozen=True)
-class PolicySample:
-    """One `P:` line. `evals[i]` belongs to `moves[i]`; `best` is the line's own `B:` field."""
-
-    fen: str
-    moves: tuple[str, ...]
-    evals: tuple[float, ...]
-    best: str
-
-
-@dataclass(frozen=True)
-class EnvironmentSample:
-    """One `A:` line: the question (fen, action, history) and the referee's answer."""
-
-    fen: str
-    action: str
-    history: tuple[str, ...]
-    next_fen: str
-    reward: float
-    terminated: bool
-    truncated: bool
 
 
 @dataclass(frozen=True)
@@ -95,7 +70,7 @@ class EnvironmentCompletion:
         )
 
 
-# ------------------------------------------------------------------------------------------ render
+# ----------------------------------------------------------------------------------------- prompts
 
 
 def policy_prompt(fen: str, *, trailing_space: bool = False) -> str:
@@ -111,33 +86,7 @@ def environment_prompt(fen: str, action: str, history: Sequence[str]) -> str:
     return f"A: {fen}+{action}+{' '.join(history[-MAX_HISTORY:])}+"
 
 
-def policy_completion(
-    moves: Sequence[str], evals: Sequence[float], best: str, *, widths: tuple[int, int, int] = UNPADDED
-) -> str:
-    """What follows `policy_prompt(fen)`; `widths` are those of the fen, move and eval fields."""
-    _, move_width, eval_width = widths
-    moves_text = " ".join(moves).ljust(move_width)
-    evals_text = " ".join(str(round(e, 3)) for e in evals).ljust(eval_width)
-    separator = "" if widths == PADDED else " "
-    return f"M: {moves_text}{separator}E: {evals_text}{separator}B: {best}"
-
-
-def policy_line(sample: PolicySample, *, widths: tuple[int, int, int] = UNPADDED) -> str:
-    separator = "" if widths == PADDED else " "
-    completion = policy_completion(sample.moves, sample.evals, sample.best, widths=widths)
-    return f"P: {sample.fen.ljust(widths[0])}{separator}{completion}"
-
-
-def environment_completion(next_fen: str, reward: float, terminated: bool, truncated: bool) -> str:
-    return f"{next_fen}+{reward}+{int(terminated)}+{int(truncated)}"
-
-
-def environment_line(sample: EnvironmentSample) -> str:
-    answer = environment_completion(sample.next_fen, sample.reward, sample.terminated, sample.truncated)
-    return environment_prompt(sample.fen, sample.action, sample.history) + answer
-
-
-# ------------------------------------------------------------------------------------------- parse
+# ------------------------------------------------------------------------------------- completions
 
 
 def is_move(text: str) -> bool:

@@ -72,11 +72,6 @@ class Truth:
 # -------------------------------------------------------------------------------------- components
 
 
-def text_format(written: PolicyCompletion) -> float:
-    """1.0 for M:, E: and B: in that order, all parsable, as many evals as moves."""
-    return float(written.well_formed)
-
-
 def best_move(written: PolicyCompletion, truth: Truth) -> float:
     """1.0 the best move, 0.7 in the top 3, 0.5 in the top 5, 0.1 legal, else 0."""
     if written.best not in truth.legal:
@@ -145,7 +140,6 @@ class PolicyReward(WeightedReward):
 
     prefix: ClassVar[str] = "P:"
     reads: ClassVar[tuple[str, ...]] = ("fen", "moves", "evals")
-    from_text: ClassVar[Mapping[str, Callable[[Any], float]]] = {"format": text_format}
     from_truth: ClassVar[Mapping[str, Callable[[Any, Any], float]]] = {
         "best_move": best_move,
         "move_candidates": move_candidates,

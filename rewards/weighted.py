@@ -18,6 +18,7 @@ Text = str | Sequence[Mapping[str, Any]]
 """A string, or TRL's conversational form: messages, of which the last one's content counts."""
 
 
+FORMAT = "format"
 _said: set[str] = set()
 
 
@@ -42,13 +43,12 @@ class WeightedReward(abc.ABC):
     """What its prompts start with."""
     reads: ClassVar[tuple[str, ...]]
     """The columns it reads; one that is absent, or None in a row, is read from the prompt instead."""
-    from_text: ClassVar[Mapping[str, Callable[[Any], float]]]
-    """Components that need only the parsed completion, by name."""
     from_truth: ClassVar[Mapping[str, Callable[[Any, Any], float]]]
-    """Components that compare it with the truth of its prompt, by name."""
+    """Components that compare a parsed completion with the truth of its prompt, by name; beside `format`,
+    which is 1 for a well-formed completion."""
 
     def __post_init__(self) -> None:
-        known = sorted({*self.from_text, *self.from_truth})
+        known = sorted([FORMAT, *self.from_truth])
         if unknown := sorted(set(self.weights) - set(known)):
             raise ValueError(f"{self.name} has no component {unknown}: it has {known}")
         if bad := {name: w for name, w in self.weights.items() if not (w >= 0 and math.isfinite(w))}:
@@ -131,14 +131,14 @@ class WeightedReward(abc.ABC):
         """The components of a parsed completion; `truth` None leaves out those that need one."""
         row = {}
         for name in self.weights:
-            if name in self.from_text:
-                row[name] = self.from_text[name](written)
+            if name == FORMAT:
+                row[name] = float(written.well_formed)
             elif truth is not None:
                 row[name] = self.from_truth[name](written, truth)
         return row
 
     def _needs_truth(self) -> list[str]:
-        return [name for name in self.weights if name in self.from_truth]
+        return [name for name in self.weights if name != FORMAT]
 
     def _leave_out(self, why: str, detail: str) -> None:
         names = ", ".join(self._needs_truth())

@@ -19,6 +19,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # for matrices this small, more of them onl
 import torch
 from hypothesis import HealthCheck, settings
 from loguru import logger
+from prompt_lines import EnvironmentSample, PolicySample, environment_line, policy_line
 from transformers import (
     AutoTokenizer,
     GPT2Config,
@@ -42,7 +43,7 @@ from grpo.model.names import BUNDLED_FOLDER
 from grpo.plan.workload import Workload
 from grpo.rollout.decoder import Decoder
 from grpo.types import Prompt
-from rewards.formats import EnvironmentSample, PolicySample, environment_line, policy_line, policy_prompt
+from rewards.formats import policy_prompt
 
 CONTEXT = 192
 CPU = torch.device("cpu")

@@ -4,21 +4,13 @@ import json
 import random
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import chess
 
 from grpo.data import Prompt
 from rewards.environment import referee
-from rewards.formats import (
-    PADDED,
-    EnvironmentSample,
-    PolicySample,
-    environment_line,
-    parse_environment_completion,
-    parse_policy_completion,
-    policy_line,
-)
+from rewards.formats import environment_prompt, parse_environment_completion, parse_policy_completion
 
 START = chess.STARTING_FEN
 BLACK_LINE = (  # a published line: B: is the lowest eval, Black is to move
@@ -27,6 +19,49 @@ BLACK_LINE = (  # a published line: B: is the lowest eval, Black is to move
 )
 AFTER_E4 = "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1"
 ENVIRONMENT_LINE = f"A: {START}+e2e4+e2e4+{AFTER_E4}+0.001+0+0"
+
+
+class PolicySample(NamedTuple):
+    """One `P:` line. `evals[i]` belongs to `moves[i]`; `best` is the line's own `B:` field."""
+
+    fen: str
+    moves: tuple[str, ...]
+    evals: tuple[float, ...]
+    best: str
+
+
+class EnvironmentSample(NamedTuple):
+    """One `A:` line: the question (fen, action, history) and the referee's answer."""
+
+    fen: str
+    action: str
+    history: tuple[str, ...]
+    next_fen: str
+    reward: float
+    terminated: bool
+    truncated: bool
+
+
+def policy_completion(
+    moves: Iterable[str], evals: Iterable[float], best: str, *, padded: bool = False
+) -> str:
+    """What follows the prompt; the published data pads its fields with spaces to fixed widths."""
+    said, numbers = " ".join(moves), " ".join(str(round(value, 3)) for value in evals)
+    return f"M: {said:30}E: {numbers:40}B: {best}" if padded else f"M: {said} E: {numbers} B: {best}"
+
+
+def policy_line(sample: PolicySample, *, padded: bool = False) -> str:
+    fen, moves, evals, best = sample
+    prompt = f"P: {fen:90}" if padded else f"P: {fen} "
+    return prompt + policy_completion(moves, evals, best, padded=padded)
+
+
+def environment_completion(next_fen: str, reward: float, terminated: bool, truncated: bool) -> str:
+    return f"{next_fen}+{reward}+{terminated:d}+{truncated:d}"
+
+
+def environment_line(sample: EnvironmentSample) -> str:
+    return environment_prompt(*sample[:3]) + environment_completion(*sample[3:])
 
 
 def boards(count: int, seed: int = 0) -> list[chess.Board]:
@@ -49,7 +84,7 @@ def game_lines(num_policy: int, num_environment: int, seed: int = 0) -> list[str
         moves = [move.uci() for move in board.legal_moves][:5]
         evals = tuple(rng.randint(-300, 300) / 100 for _ in moves)
         best = moves[evals.index(max(evals))]
-        lines.append(policy_line(PolicySample(board.fen(), tuple(moves), evals, best), widths=PADDED))
+        lines.append(policy_line(PolicySample(board.fen(), tuple(moves), evals, best), padded=True))
     for board in positions[:num_environment]:
         history = [move.uci() for move in board.move_stack[-9:]]
         action = next(iter(board.legal_moves)).uci()

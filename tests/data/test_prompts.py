@@ -18,7 +18,17 @@ from commands import ROOT
 from conftest import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
-from prompt_lines import BLACK_LINE, ENVIRONMENT_LINE, START, boards, game_lines, ids, write
+from prompt_lines import (
+    BLACK_LINE,
+    ENVIRONMENT_LINE,
+    START,
+    PolicySample,
+    boards,
+    game_lines,
+    ids,
+    policy_line,
+    write,
+)
 from pyarrow import Table, parquet
 from safetensors import safe_open
 
@@ -33,7 +43,7 @@ from grpo.evaluate import evaluate
 from grpo.model.load import RolloutModel, load_policy
 from grpo.model.names import BUNDLED_FOLDER
 from rewards.environment import referee
-from rewards.formats import PADDED, PolicySample, environment_prompt, policy_line, policy_prompt
+from rewards.formats import environment_prompt, policy_prompt
 
 
 def drawn(spec: Path | str, count: int, **options: Any) -> dict[str, Prompt]:
@@ -61,7 +71,7 @@ def test_lines_become_prompts_with_the_columns_rewards_read(tmp_path, logged):
 
 def test_plain_and_padded_lines_are_one_prompt_and_labels_that_tie_are_not_upside_down(tmp_path):
     sample = PolicySample(START, ("e2e4", "d2d4", "a2a3"), (0.3, 0.3, -0.1), "d2d4")
-    lines = [policy_line(sample), policy_line(sample, widths=PADDED), policy_prompt(START)]
+    lines = [policy_line(sample), policy_line(sample, padded=True), policy_prompt(START)]
     found = drawn(write(tmp_path / "l.txt", lines), 3)
     assert {prompt.text for prompt in found.values()} == {policy_prompt(START)}
     moves = ["e2e4", "d2d4", "a2a3"]

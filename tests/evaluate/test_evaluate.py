@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from commands import here
+from prompt_lines import environment_completion, policy_completion
 from rich.console import Console
 from scipy import stats
 
@@ -25,7 +26,7 @@ from grpo.evaluate.tables import change_table, comparison_table, results_table
 from grpo.types import Prompt, Rollout
 from rewards.analysis import Analysis
 from rewards.environment import referee
-from rewards.formats import environment_completion, environment_prompt, policy_completion, policy_prompt
+from rewards.formats import environment_prompt, policy_prompt
 
 START = chess.STARTING_FEN
 FEN = "8/8/R7/7p/P2K2k1/7r/8/8 w - - 0 56"

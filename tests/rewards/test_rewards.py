@@ -9,7 +9,16 @@ import pytest
 from conftest import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
-from prompt_lines import AFTER_E4, START, boards, parse_line
+from prompt_lines import (
+    AFTER_E4,
+    START,
+    EnvironmentSample,
+    PolicySample,
+    boards,
+    environment_line,
+    parse_line,
+    policy_line,
+)
 
 import rewards.weighted
 from rewards import REWARDS, formats
@@ -66,14 +75,13 @@ def forget_warnings(monkeypatch):
 
 
 def test_the_published_lines_are_read_and_written():
-    sample = formats.PolicySample(FEN, tuple(MOVES), (0.0,) * 5, "d4c5")
+    sample = PolicySample(FEN, tuple(MOVES), (0.0,) * 5, "d4c5")
     line = f"P: {FEN} M: a4a5 d4c4 a6g6 a6a8 d4c5 E: 0.0 0.0 0.0 0.0 0.0 B: d4c5"
     padded = f"P: {FEN:90}M: {' '.join(MOVES):30}E: {'0.0 0.0 0.0 0.0 0.0':40}B: d4c5"
     assert parse_line(padded) == parse_line(line) == sample
-    assert formats.policy_line(sample, widths=formats.PADDED) == padded
-    assert formats.policy_line(sample, widths=(0, 0, 0)) == line
-    answer = formats.EnvironmentSample(START, "e2e4", ("e2e4",), AFTER_E4, 0.001, False, False)
-    assert parse_line(QUESTION + ANSWER) == answer and formats.environment_line(answer) == QUESTION + ANSWER
+    assert policy_line(sample, padded=True) == padded and policy_line(sample) == line
+    answer = EnvironmentSample(START, "e2e4", ("e2e4",), AFTER_E4, 0.001, False, False)
+    assert parse_line(QUESTION + ANSWER) == answer and environment_line(answer) == QUESTION + ANSWER
     assert formats.policy_prompt(FEN, trailing_space=True) == formats.policy_prompt(FEN) + " " == PROMPT + " "
     history = [f"a{i}a{i + 1}" for i in range(1, 8)] * 2
     assert formats.environment_prompt("fen", "a7a8", history) == f"A: fen+a7a8+{' '.join(history[-10:])}+"
@@ -86,11 +94,11 @@ def test_lines_of_random_play_survive_the_round_trip(seed: int):
     for board in boards(2, seed):
         moves = [move.uci() for move in board.legal_moves][:5]
         evals = tuple(round(rng.uniform(-1000, 1000), rng.randint(0, 3)) for _ in moves)
-        sample = formats.PolicySample(board.fen(), tuple(moves), evals, rng.choice(moves))
-        for widths in (formats.PADDED, (0, 0, 0)):
-            assert parse_line(formats.policy_line(sample, widths=widths)) == sample
-        answer = formats.EnvironmentSample(board.fen(), moves[0], (moves[0],), board.fen(), -1.0, False, True)
-        assert parse_line(formats.environment_line(answer)) == answer
+        sample = PolicySample(board.fen(), tuple(moves), evals, rng.choice(moves))
+        for padded in (True, False):
+            assert parse_line(policy_line(sample, padded=padded)) == sample
+        answer = EnvironmentSample(board.fen(), moves[0], (moves[0],), board.fen(), -1.0, False, True)
+        assert parse_line(environment_line(answer)) == answer
 
 
 def test_numbers_moves_and_fens():
@@ -195,7 +203,7 @@ def test_the_lines_own_best_is_not_believed():
     # Black to move promotes; the published data would name the lowest eval as B:.
     line = "P: 8/8/8/8/3k4/8/3p4/K7 b - - 0 60 M: d4c3 d2d1q d2d1r d4d3 E: 4.5 9.9 5.1 0.0 B: d4d3"
     sample = parse_line(line)
-    assert isinstance(sample, formats.PolicySample) and sample.best == "d4d3"
+    assert isinstance(sample, PolicySample) and sample.best == "d4d3"
     labels = {"moves": list(sample.moves), "evals": list(sample.evals), "fen": sample.fen}
     assert score("M: d2d1q E: 9.9 B: d2d1q", **labels)[0]["best_move"] == 1.0
     assert score("M: d4d3 E: 0.0 B: d4d3", **labels)[0]["best_move"] == 0.5

@@ -1,12 +1,11 @@
 """The bundled positions are true and split by their hash, and the bundled tokens say where a piece stands."""
 
 import chess
-from prompt_lines import parse_line
+from prompt_lines import EnvironmentSample, PolicySample, parse_line
 
 from grpo.data import is_heldout
 from grpo.data.load import POSITIONS
 from rewards.environment import referee
-from rewards.formats import EnvironmentSample, PolicySample
 
 TRAIN, HELDOUT = (POSITIONS.joinpath(name).read_text().splitlines() for name in ("train.txt", "heldout.txt"))
 
