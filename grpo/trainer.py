@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
+from loguru import logger
 from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,14 +22,16 @@ from grpo.learning.objectives import GRPOBatch, finish_grpo
 from grpo.learning.optimizer import learning_rate, set_learning_rate
 from grpo.learning.step import Stepper
 from grpo.memory import Size
+from grpo.model.load import end_names
 from grpo.phases import PlannedPhases
 from grpo.run.checkpoint import Checkpoint
 from grpo.run.given import Given
 from grpo.run.interrupt import StopRequest, stop_on_signal
-from grpo.run.journal import Journal
-from grpo.run.metrics import reward_metrics, rollout_metrics
+from grpo.run.metrics import Doubts, completion_records, reward_metrics, rollout_metrics
 from grpo.run.progress import Progress
+from grpo.run.screen import StepProgress, held_out_line, in_one_line
 from grpo.run.setup import Run, open_run
+from grpo.run.tracking import RunTracker
 from grpo.run.training_state import restore_optimizer
 from grpo.types import Prompt, Rollout, Step
 
@@ -77,6 +80,8 @@ class Trainer:
         self.interrupted = False
         """Whether somebody asked the run to stop before its end."""
         self.progress = Progress(self.config.steps, self.config.minutes)
+        self.tracker: RunTracker | None = None
+        """Of the first process, while it trains."""
         self.phases = PlannedPhases(run)
         self.source_state = run.source.state()
         run.rewards.state.max_steps = self.config.steps
@@ -113,7 +118,7 @@ class Trainer:
         config, run = self.config, self.run
         self.progress.begin()
         self.stop.begun = True
-        self.journal = Journal(run, self.console, self.progress, finished=self.finished)
+        self._open_tracker()
         try:
             if self.finished == 0 and not self._anyone_stops():
                 self.evaluate(0)
@@ -152,7 +157,6 @@ class Trainer:
                 self.save()  # nothing already learned is lost
             raise
         finally:
-            self.journal.close()
             self.close()
 
     # ------------------------------------------------------------------------------- the phases
@@ -256,14 +260,33 @@ class Trainer:
         if not config.eval_interval or not run.eval_prompts:
             return False
         result = self.phases.evaluate(step)
-        self.journal.evaluation(step, result, self._take_passes(f"the log of the evaluation at step {step}"))
-        reward = result.as_metrics().get("eval_reward")
+        passes, means = self._take_passes(f"the log of the evaluation at step {step}"), result.as_metrics()
+        if self.tracker is not None:
+            self.tracker.log_memory(step, passes)
+            self.tracker.log(step, {**means, **result.interval_metrics()})
+        logger.info("held-out at step {}: {}", step, held_out_line(means))
+        reward = means.get("eval_reward")
         if reward is None or (self.best_reward is not None and reward <= self.best_reward):
             return False
         self.best_reward = reward
         return step > 0
 
     # ----------------------------------------------------------------------------- what remains
+
+    def _open_tracker(self) -> None:
+        """Where the first process writes what comes; what an earlier try wrote after the checkpoint goes."""
+        run, config = self.run, self.config
+        if not run.world.is_main:
+            return
+        self.tracker = RunTracker(
+            run.folder, trackers=config.trackers, settings=to_flat(config),
+            before_step=self.finished or -1,  # evaluation 0 is done again
+        )  # fmt: skip
+        self._opened.callback(self.tracker.close)
+        self.bar = StepProgress(self.console, self.progress, finished=self.finished)
+        self._opened.callback(self.bar.close)
+        ends = end_names(run.policy.model, run.policy.tokenizer, config.sampling.stop_texts)
+        self.doubt = Doubts(config.num_rows, config.sampling.max_new_tokens, ends)
 
     def log(
         self, step: int, sampled: Rollout, scores: Scores, advantages: Tensor, learned: dict[str, float]
@@ -281,7 +304,16 @@ class Trainer:
             "num_tokens": float(self.num_tokens),
             "progress": self.progress.share(step),
         }
-        self.journal.step(step, metrics, memory, records, sampled, scores, advantages)
+        if self.tracker is not None:
+            logger.bind(piped=True).info("{}", memory)
+            self.doubt(step, metrics)
+            self.tracker.log(step, metrics)
+            self.tracker.log_memory(step, records)
+            said = completion_records(sampled, scores, advantages, config.logged_completions)
+            self.tracker.log_completions(step, said)
+            self.bar.update(step, in_one_line(metrics, config.num_rows))
+            if self._due(step, config.show_completions):
+                self.bar.show(next(completion_records(sampled, scores, advantages, 1, first=step)))
         return metrics
 
     def _take_passes(self, what: str) -> list[list[dict[str, Any]]]:

@@ -24,10 +24,7 @@ def show_on(console: Console | None) -> None:
 @contextmanager
 def waiting(what: str) -> Iterator[Done]:
     """For the time of a task that says how far it is, from 0 to 1."""
-    if _console is None:
-        yield lambda share: None
-        return
     columns = TextColumn(what), BarColumn(20), TimeRemainingColumn()
-    with Progress(*columns, console=_console, transient=True) as bar:
+    with Progress(*columns, console=_console, transient=True, disable=_console is None) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda share: bar.update(task, completed=min(1, share))

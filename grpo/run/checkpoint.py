@@ -38,6 +38,8 @@ _STATE = "trainer.json"
 _TENSORS = "trainer.safetensors"
 _REFERENCE = "reference.safetensors"
 _BEST = "best"
+_OTHER_FILES_BYTES = 4 * 2**20
+"""Of tokenizer, settings and logs, about."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +262,14 @@ class CheckpointFolder:
         for folder in folders[:end][: -self._keep]:
             if folder.resolve() != best:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def checkpoint_bytes(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> int:
+    """What a checkpoint takes: weights (of adapters alone, where there are any) and the optimizer's state."""
+    only_trained = has_adapters(model)
+    weights = sum(p.nbytes for p in model.parameters() if p.requires_grad or not only_trained)
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return weights + sum(state.nbytes for state in states if torch.is_tensor(state)) + _OTHER_FILES_BYTES
 
 
 def find_damage(folder: Path) -> str | None:

@@ -11,19 +11,20 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from loguru import logger
 
 from grpo.config import CONFIG_FILE, Config, SettingsError, read_yaml, to_flat, write_yaml
 from grpo.data.reward_files import reward_file
 from grpo.files import shown
+from grpo.memory.budget import readable
 from grpo.model.adapters import check_resumed
 from grpo.run.checkpoint import Checkpoint, CheckpointFolder
 
 REWARDS_FOLDER = "rewards"
-LOCK_FILE = "in-use"
-"""In a run's folder while it is trained: by which process, on which machine."""
+LOCK_FILE = ".in-use"
+"""In a run's folder, where it stays: which process trains there, or was the last to; the lock is on it."""
 
 
 @contextmanager
@@ -54,10 +55,14 @@ def _remove_empty(made: list[Path]) -> None:
             folder.rmdir()
 
 
+def _where(config: Config) -> str:
+    """The setting that names the run's folder, or the one in which it is made."""
+    return f"resume is {str(config.resume)!r}" if config.resume else f"runs_dir is {str(config.runs_dir)!r}"
+
+
 def _cannot_write(config: Config, error: OSError) -> str:
-    setting, value = ("resume", config.resume) if config.resume else ("runs_dir", config.runs_dir)
     what = "a run's folder that can be written" if config.resume else "a folder in which others can be made"
-    return f"{setting} is {str(value)!r}, where a run cannot write ({error}): give {what}."
+    return f"{_where(config)}, where a run cannot write ({error}): give {what}."
 
 
 def _new_folder(config: Config, made: list[Path]) -> Path:
@@ -83,48 +88,53 @@ def _make(folder: Path, made: list[Path]) -> bool:
 @contextmanager
 def _locked(folder: Path, config: Config) -> Iterator[None]:
     """Hold the lock of a folder, which ends with this process, however it ends."""
-    path = folder / LOCK_FILE
-    with ExitStack() as stack:
-        while True:
-            file = stack.enter_context(path.open("a+"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise SettingsError(_in_use(folder, file, config)) from None
-            except OSError as error:
-                logger.debug("{} is on a disk that knows no locks: {}", folder, error)
-            if _is_at(path, file):  # else a run has just ended, and has removed what was opened
-                break
-        file.truncate(0)  # of a process that was killed
-        file.write(_own_name())
+    path, own_name = folder / LOCK_FILE, f"process {os.getpid()} on {socket.gethostname()}"
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            who = file.read() or "another process"
+            given, remedy = ("resume", "") if config.resume else ("name", ", or choose another name")
+            if who == own_name:
+                remedy += "; it is this process: close() a Trainer that takes no step, or open it by with"
+            raise SettingsError(
+                f"{given} is {str(config.resume or folder.name)!r}, but {who} is training in "
+                f"{str(shown(folder))!r}: let it end, or stop it{remedy}."
+            ) from None
+        except OSError as error:
+            logger.debug("{} is on a disk that knows no locks: {}", folder, error)
+        if not path.exists():  # with its folder, which a run that did not begin has just taken away
+            raise FileNotFoundError(f"{folder} is gone")
+        file.truncate(0)
+        file.write(own_name)
         file.flush()
-        stack.callback(path.unlink, missing_ok=True)  # while it is locked: later it may be another run's
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                if list(folder.iterdir()) == [path]:  # the run has not begun
+                    path.unlink()
 
 
-def _own_name() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
+def check_room(config: Config, folder: Path, each_bytes: int, num_there: int) -> None:
+    """SettingsError where not one checkpoint fits on the disk of `folder`, a warning where not all will.
 
-
-def _in_use(folder: Path, file: TextIO, config: Config) -> str:
-    file.seek(0)
-    who = file.read() or "another process"
-    given, remedy = ("resume", "") if config.resume else ("name", ", or choose another name")
-    if who == _own_name():
-        remedy += (
-            "; it is this process: a Trainer that takes no step is closed by close(), or stands in a with"
+    each_bytes: of a checkpoint. num_there: checkpoints that the folder has, of which old ones go.
+    """
+    free = shutil.disk_usage(folder).free
+    # Beside those that stay there are the best one and the one that is being written.
+    most = max(1, config.keep_checkpoints + 2 - num_there) * each_bytes
+    if free < each_bytes:
+        raise SettingsError(
+            f"{_where(config)}, on a disk with {readable(free)} free, where a checkpoint takes "
+            f"{readable(each_bytes)}: make room, or have the run's folder elsewhere (--runs-dir)."
         )
-    return (
-        f"{given} is {str(config.resume or folder.name)!r}, but {who} is training in {str(shown(folder))!r}: "
-        f"let it end, or stop it{remedy}."
-    )
-
-
-def _is_at(path: Path, file: TextIO) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+    if free < most:
+        logger.warning(
+            "{} are free in {}, and checkpoints will take up to {}: make room, or lower --keep-checkpoints",
+            readable(free), folder, readable(most),
+        )  # fmt: skip
 
 
 def open_checkpoints(config: Config, folder: Path) -> tuple[CheckpointFolder, Checkpoint | None]:

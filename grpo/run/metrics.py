@@ -1,6 +1,7 @@
 """A step's numbers by TRL's names."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,34 +55,32 @@ def reward_metrics(scores: Scores, group_size: int) -> dict[str, float]:
     return metrics
 
 
+@dataclass
 class Doubts:
     """Says once a run that a step's rewards are all the same, and once that nearly all of it was cut."""
 
-    def __init__(self, num_rows: int, max_new_tokens: int, ends: Sequence[str]) -> None:
-        """ends: what ends a completion."""
-        self._num_rows, self._max_new_tokens, self._ends = num_rows, max_new_tokens, ends
-        self._said: set[str] = set()
+    num_rows: int
+    max_new_tokens: int
+    ends: Sequence[str]
+    """What ends a completion."""
+    equal = cut = False
+    """Whether that has been said."""
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         """Look at a step's metrics."""
-        if metrics["frac_reward_zero_std"] == 1:
-            self._warn(
-                f"no group of step {step} has rewards that differ: nothing is learned from rewards; "
-                "see --reward and --temperature",
-                about="rewards",
-            )
-        cut = round(metrics["completions/clipped_ratio"] * self._num_rows)
-        if cut >= MANY_CUT * self._num_rows:
-            self._warn(
-                f"{cut} of {self._num_rows} completions of step {step} were cut at max_new_tokens "
-                f"{self._max_new_tokens}: raise it, or nothing ends; what would: {', '.join(self._ends)}",
-                about="lengths",
-            )
-
-    def _warn(self, message: str, *, about: str) -> None:
-        if about not in self._said:
-            logger.warning(message)
-        self._said.add(about)
+        if metrics["frac_reward_zero_std"] == 1 and not self.equal:
+            self.equal = True
+            logger.warning(
+                "no group of step {} has rewards that differ: nothing is learned from rewards; see --reward "
+                "and --temperature", step,
+            )  # fmt: skip
+        num_cut = round(metrics["completions/clipped_ratio"] * self.num_rows)
+        if num_cut >= MANY_CUT * self.num_rows and not self.cut:
+            self.cut = True
+            logger.warning(
+                "{} of {} completions of step {} were cut at max_new_tokens {}: raise it, or nothing ends; "
+                "what would: {}", num_cut, self.num_rows, step, self.max_new_tokens, ", ".join(self.ends),
+            )  # fmt: skip
 
 
 def completion_records(

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from loguru import logger
-from rich import progress as progress_bar
 from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as ProgressBar
 
 from grpo import waiting
 from grpo.run.progress import Progress
@@ -104,23 +105,21 @@ class StepProgress:
 
     def __init__(self, console: Console, progress: Progress, *, finished: int) -> None:
         self._console, self._progress = console, progress
-        self._bar: progress_bar.Progress | None = None
-        if console.is_terminal:
-            self._bar = progress_bar.Progress(
-                progress_bar.TextColumn(f"step {{task.fields[step]}}{progress.of_steps}"),
-                progress_bar.BarColumn(40), progress_bar.TimeRemainingColumn(), console=console,
-            )  # fmt: skip
-            self._task = self._bar.add_task("", total=1.0, step=finished)
-            self._bar.update(self._task, completed=progress.share(finished))
-            self._bar.start()
+        self._bar = ProgressBar(
+            TextColumn(f"step {{task.fields[step]}}{progress.of_steps}"), BarColumn(40),
+            TimeRemainingColumn(), console=console, disable=not console.is_terminal,
+        )  # fmt: skip
+        self._task = self._bar.add_task("", total=1.0, step=finished)
+        self._bar.update(self._task, completed=progress.share(finished))
+        self._bar.start()
 
     def update(self, step: int, summary: str) -> None:
         if forecast := self._progress.forecast(step):
             logger.info("{}", forecast)
         logger.bind(piped=True).info("step {} - {}", step, summary)
-        if self._bar is not None:
+        if self._console.is_terminal:
             self._console.print(f"step {step}: {summary.replace(' samples/s', '/s')}", highlight=False)
-            self._bar.update(self._task, completed=self._progress.share(step), step=step)
+        self._bar.update(self._task, completed=self._progress.share(step), step=step)
 
     def show(self, said: Mapping[str, Any]) -> None:
         """A completion, one of `completion_records`."""
@@ -130,8 +129,7 @@ class StepProgress:
         logger.info("{}\n→ {}\n({})", _shortened(asked), _shortened(said["completion"]), shown)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
 
 
 def _shortened(text: str) -> str:

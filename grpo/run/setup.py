@@ -34,10 +34,9 @@ from grpo.plan.tables import Measured, Plan, plan_table
 from grpo.plan.workload import Workload, longest_prompt
 from grpo.rollout.decoder import records_steps
 from grpo.rollout.slots import KeptSlots
-from grpo.run.checkpoint import Checkpoint, CheckpointFolder
+from grpo.run.checkpoint import Checkpoint, CheckpointFolder, checkpoint_bytes
 from grpo.run.clock import Clock
-from grpo.run.disk import check_room, checkpoint_bytes
-from grpo.run.folder import hold_folder, keep_rewards, open_checkpoints, write_settings
+from grpo.run.folder import check_room, hold_folder, keep_rewards, open_checkpoints, write_settings
 from grpo.run.given import Given, from_anywhere
 from grpo.run.loading import check_quantized, check_shard, load_models, load_source, room_in, shard_models
 from grpo.run.planning import Models, plan_run, stays_gathered

@@ -22,28 +22,10 @@ COMPLETIONS_FILE = "completions.jsonl"
 MEMORY_FILE = "memory.jsonl"
 
 
-class _Lines:
-    """A JSON-lines file, one flushed line at a time; a line cut short by a kill is dropped."""
-
-    def __init__(self, path: Path, *, before_step: int) -> None:
-        try:
-            if before_step > 0 and not path.exists():
-                logger.warning("{} is gone: it begins anew after step {}", path, before_step)
-            kept = [record for record in read_lines(path) if record.get("step", math.inf) <= before_step]
-            write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
-            self._file: TextIO = path.open("a")
-        except OSError as error:
-            raise ValueError(
-                f"{path} cannot be written ({error.strerror}): make room on its disk, or move away what is "
-                "in its place; then start again."
-            ) from error
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+def process_file(file: str, process: int) -> str:
+    """`file` of the first process, `memory-process-1.jsonl` and so on of the others."""
+    path = Path(file)
+    return f"{path.stem}-process-{process}{path.suffix}" if process else file
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -97,92 +79,95 @@ def check_trackers(names: Sequence[str]) -> None:
         )
 
 
-def process_file(file: str, process: int) -> str:
-    """`file` of the first process, `memory-process-1.jsonl` and so on of the others."""
-    path = Path(file)
-    return f"{path.stem}-process-{process}{path.suffix}" if process else file
+class RunTracker:
+    """Writes one run's numbers, a flushed line at a time. Lines after `before_step` of an earlier try go.
 
-
-class NoTracker:
-    """Of a process that does not write the run's folder."""
-
-    unwritten: Sequence[str] = ()
-    """What could not be written, now or earlier."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def log_completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None: ...
-
-    def log_memory(self, step: int, processes: Iterable[Iterable[Mapping[str, Any]]]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class RunTracker(NoTracker):
-    """Writes one run's metrics and completions. Lines after `before_step` of an earlier try go.
-
-    What cannot be written, to a full disk say, is a warning.
+    What cannot be written, to a full disk say, is a warning, and noted in `unwritten`.
     """
 
     def __init__(
         self, folder: Path, *, trackers: Sequence[str], settings: Mapping[str, Any], before_step: int = 0
     ) -> None:
-        self._metrics = _Lines(folder / METRICS_FILE, before_step=before_step)
-        self._completions = _Lines(folder / COMPLETIONS_FILE, before_step=before_step)
-        self._folder, self._before_step = folder, before_step
-        for path in folder.glob("memory-process-*.jsonl"):  # there may have been more processes
-            _Lines(path, before_step=before_step).close()
-        self._memory: list[_Lines] = []  # by process
-        self._failing: set[str] = set()
         self.unwritten: list[str] = []
-        self._board: Any = None
-        self._wandb: Any = None
+        self._folder, self._before_step = folder, before_step
+        self._failing: set[str] = set()
+        self._boards: dict[str, Callable[[int, Mapping[str, float]], object]] = {}
+        self._closing: dict[str, Callable[[], object]] = {}
+        self._files: dict[str, TextIO] = {}
+        others = (path.name for path in folder.glob("memory-process-*.jsonl"))  # there may have been more
+        for name in (METRICS_FILE, COMPLETIONS_FILE, MEMORY_FILE, *others):
+            self._begin(name)
         if "tensorboard" in trackers:
-            from torch.utils.tensorboard import SummaryWriter
-
-            def open_board() -> None:
-                self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=before_step + 1)
-
-            self._attempt("tensorboard", open_board)
+            self._attempt("tensorboard", self._open_tensorboard)
         if "wandb" in trackers:
-            self._wandb = _start_wandb(folder, settings)
+            self._open_wandb(settings)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step's metrics. What is not finite becomes null in JSON."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._attempt(METRICS_FILE, lambda: self._metrics.write({"step": step, **finite}))
-        if self._board is not None:
-            board = self._board
-            self._attempt(
-                "tensorboard",
-                lambda: [board.add_scalar(name, value, step) for name, value in metrics.items()],
-            )
-        if self._wandb is not None:
-            self._attempt("wandb", lambda: self._wandb.log(dict(metrics), step=step))
+        self._write(METRICS_FILE, step, [finite])
+        for name, send in self._boards.items():
+            self._attempt(name, partial(send, step, metrics))
 
     def log_completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """A sample of one step's completions with their rewards."""
-        for row in rows:
-            self._attempt(COMPLETIONS_FILE, partial(self._completions.write, {"step": step, **row}))
+        self._write(COMPLETIONS_FILE, step, rows)
 
     def log_memory(self, step: int, processes: Iterable[Iterable[Mapping[str, Any]]]) -> None:
         """What each phase of one step held in each process, and what had been predicted."""
         for process, phases in enumerate(processes):
-            if process == len(self._memory):
-                path = self._folder / process_file(MEMORY_FILE, process)
-                self._memory.append(_Lines(path, before_step=self._before_step))
-            for phase in phases:
-                self._attempt(MEMORY_FILE, partial(self._memory[process].write, {"step": step, **phase}))
+            self._write(process_file(MEMORY_FILE, process), step, phases)
 
     def close(self) -> None:
-        self._attempt(METRICS_FILE, self._metrics.close)
-        for memory in self._memory:
-            self._attempt(MEMORY_FILE, memory.close)
-        self._attempt(COMPLETIONS_FILE, self._completions.close)
-        if self._board is not None:
-            self._attempt("tensorboard", self._board.close)
-        if self._wandb is not None:
-            self._wandb.finish()
+        for name, close in self._closing.items():
+            self._attempt(name, close)
+
+    def _begin(self, name: str) -> TextIO:
+        """A JSON-lines file, to go on with after `before_step`; a line that a kill has cut short goes."""
+        path = self._folder / name
+        try:
+            if self._before_step > 0 and not path.exists():
+                logger.warning("{} is gone: it begins anew after step {}", path, self._before_step)
+            kept = [line for line in read_lines(path) if line.get("step", math.inf) <= self._before_step]
+            write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+            file = self._files[name] = path.open("a", buffering=1)
+        except OSError as error:
+            raise ValueError(
+                f"{path} cannot be written ({error.strerror}): make room on its disk, or move away what is "
+                "in its place; then start again."
+            ) from error
+        self._closing[name] = file.close
+        return file
+
+    def _write(self, name: str, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        file = self._files.get(name) or self._begin(name)
+        for record in records:
+            self._attempt(name, partial(file.write, json.dumps({"step": step, **record}) + "\n"))
+
+    def _open_tensorboard(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=self._before_step + 1)
+
+        def send(step: int, metrics: Mapping[str, float]) -> None:
+            for name, value in metrics.items():
+                board.add_scalar(name, value, step)
+
+        self._boards["tensorboard"], self._closing["tensorboard"] = send, board.close
+
+    def _open_wandb(self, settings: Mapping[str, Any]) -> None:
+        """A resumed run goes on as the same one there, by the id that is kept in its folder."""
+        import wandb
+
+        known = self._folder / "wandb-id"
+        run_id = known.read_text() if known.is_file() else secrets.token_hex(4)
+        write_whole(known, run_id)
+        run = wandb.init(
+            project="grpo-lean", name=self._folder.name, dir=str(self._folder), config=dict(settings),
+            id=run_id, resume="allow",
+        )  # fmt: skip
+        self._boards["wandb"] = lambda step, metrics: run.log(dict(metrics), step=step)
+        self._closing["wandb"] = run.finish
 
     def _attempt(self, what: str, write: Callable[[], object]) -> None:
         try:
@@ -194,16 +179,3 @@ class RunTracker(NoTracker):
             self._failing.add(what)
         else:
             self._failing.discard(what)
-
-
-def _start_wandb(folder: Path, settings: Mapping[str, Any]) -> Any:
-    """A resumed run goes on as the same one there, by the id that is kept in its folder."""
-    import wandb
-
-    known = folder / "wandb-id"
-    run_id = known.read_text() if known.is_file() else secrets.token_hex(4)
-    write_whole(known, run_id)
-    return wandb.init(
-        project="grpo-lean", name=folder.name, dir=str(folder), config=dict(settings), id=run_id,
-        resume="allow",
-    )  # fmt: skip

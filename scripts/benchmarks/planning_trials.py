@@ -184,9 +184,9 @@ def overhead_steps(config: Config, console: Console, *, skip: int) -> list[Overh
 
         def logged(step: int, *rest: Any) -> dict[str, float]:
             nonlocal start
-            tracker = trainer.journal.tracker
+            tracker = trainer.tracker
             if not isinstance(tracker, _Timed):
-                trainer.journal.tracker = _Timed(tracker, ("log_memory",), seconds)  # type: ignore[assignment]
+                trainer.tracker = _Timed(tracker, ("log_memory",), seconds)  # type: ignore[assignment]
             metrics, now = log(step, *rest), time.perf_counter()
             steps.append(OverheadStep(step, now - start, dict(seconds)))
             seconds.clear()

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from whole_runs import metrics_of
 
 from grpo.run.checkpoint import CheckpointFolder, find_damage
+from grpo.run.folder import LOCK_FILE
 from grpo.run.tracking import read_lines
 from grpo.workbench.report import make_page
 
@@ -87,7 +88,7 @@ def test_its_folder_holds_all_its_report_lacks_nothing_and_its_yaml_repeats_it(o
     run_folder = folder / "runs/own"
     assert {path.name for path in run_folder.iterdir()} == {
         "config.yaml", "metrics.jsonl", "completions.jsonl", "memory.jsonl", "log.txt", "checkpoints",
-        "model", "rewards", "tensorboard",
+        "model", "rewards", "tensorboard", LOCK_FILE,
     }  # fmt: skip
     assert list((run_folder / "tensorboard").glob("events.*"))
     checkpoint = run_folder / "checkpoints" / "step-000002"

@@ -12,7 +12,7 @@ from disk_calls import Calls, calls_watched, disk_is_full
 from safetensors.torch import load_file
 
 from grpo.config import CONFIG_FILE, Config, SettingsError, parse_command_line, read_yaml, write_yaml
-from grpo.run import disk
+from grpo.run import folder as folder_module
 from grpo.run.checkpoint import CheckpointFolder, find_damage
 from grpo.run.tracking import METRICS_FILE, RunTracker, read_lines
 from grpo.trainer import Trainer
@@ -93,9 +93,9 @@ def test_room_is_looked_for_before_the_first_step(config, monkeypatch, logged):
 
     def check_with(free: int) -> None:
         usage.return_value.free = free
-        disk.check_room(config, config.runs_dir, 6 * 2**20, 0)
+        folder_module.check_room(config, config.runs_dir, 6 * 2**20, 0)
 
-    monkeypatch.setattr(disk.shutil, "disk_usage", usage := mock.Mock(**{"return_value.free": 1000}))
+    monkeypatch.setattr(folder_module.shutil, "disk_usage", usage := mock.Mock(**{"return_value.free": 1000}))
     with pytest.raises(SettingsError, match="free, where a checkpoint takes"):
         train(config)
     assert not (config.runs_dir / "test").exists()

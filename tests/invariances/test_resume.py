@@ -17,7 +17,6 @@ from grpo.config.groups import LoraSettings, OptimizerSettings
 from grpo.learning.objectives import accumulate_grpo
 from grpo.learning.step import Stepper
 from grpo.run.interrupt import StopRequest
-from grpo.run.journal import Journal
 from grpo.run.setup import open_run
 from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
@@ -208,6 +207,5 @@ def test_i5_the_best_so_far_is_remembered(config):
     with open_run(dataclasses.replace(config, resume=folder)) as run:
         trainer = Trainer(run, Console(quiet=True))
         assert trainer.best_reward == best
-        trainer.journal = Journal(run, trainer.console, trainer.progress, finished=trainer.finished)
         trainer.best_reward = best + 1
         assert trainer.evaluate(3) is False and trainer.best_reward == best + 1
