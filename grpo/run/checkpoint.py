@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -275,19 +275,16 @@ def checkpoint_bytes(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -
 def find_damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder, or None."""
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text())
-        models = {name for name in manifest if name.endswith(".safetensors")} - {_TENSORS, _REFERENCE}
-        if not models or not {_STATE, _TENSORS} <= set(manifest):
+        written, found = json.loads((folder / _MANIFEST).read_text()), _manifest(folder)
+        models = {name for name in written if name.endswith(".safetensors")} - {_TENSORS, _REFERENCE}
+        if not models or not {_STATE, _TENSORS} <= set(written):
             return f"{_MANIFEST} cannot be read: it names no weights, {_STATE} and {_TENSORS}"
-        for name, entry in manifest.items():
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                return f"{_MANIFEST} cannot be read: it names {name!r}, which is outside the folder"
-            path = folder / name
-            if not path.is_file():
+        for name, entry in written.items():
+            if name not in found:
                 return f"{name} is missing"
-            if path.stat().st_size != entry["bytes"]:
-                return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
-            if _sha256(path) != entry["sha256"]:
+            if found[name]["bytes"] != entry["bytes"]:
+                return f"{name} has {found[name]['bytes']} bytes instead of {entry['bytes']}"
+            if found[name]["sha256"] != entry["sha256"]:
                 return f"{name} does not have the content that was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{_MANIFEST} cannot be read: {error}"
@@ -295,16 +292,13 @@ def find_damage(folder: Path) -> str | None:
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    return {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Size and SHA-256 of each file, by its path within the folder."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        found[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
+    return found
 
 
 def _flush(path: Path) -> None:
