@@ -19,6 +19,8 @@ import chess.engine
 from grpo.data.load import POSITIONS
 
 ENDGAME = "8/8/R7/7p/P2K2k1/7r/8/8 w - - 0 56"
+ONE_MOVE = "8/8/8/8/8/1k6/8/K7 w - - 0 80"
+"""From a1 to b1."""
 _WORDS = """
 uci isready ucinewgame position go stop setoption ponderhit debug register startpos fen moves name value
 searchmoves wtime btime winc binc movetime nodes depth mate movestogo infinite ponder Temperature Seed
@@ -140,11 +142,11 @@ def survives(model: str, lines: Sequence[str], *, patience_s: float = 60) -> str
 
     threading.Thread(target=read, daemon=True).start()
     try:
-        for line in [*lines, "stop", "ucinewgame", f"position fen {ENDGAME}", "go searchmoves a6a5"]:
+        for line in [*lines, "stop", "ucinewgame", f"position fen {ONE_MOVE}", "go"]:
             process.stdin.write(line.encode(errors="replace") + b"\n")
             process.stdin.flush()
         end = time.monotonic() + patience_s
-        while (answer := said.get(timeout=max(0.01, end - time.monotonic()))) != "bestmove a6a5":
+        while (answer := said.get(timeout=max(0.01, end - time.monotonic()))) != "bestmove a1b1":
             if answer.split(" ")[0] not in ("id", "option", "uciok", "readyok", "info", "bestmove"):
                 return f"it said {answer!r}, which is not UCI"
         process.stdin.write(b"quit\n")

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import chess
 import tyro
@@ -103,15 +103,6 @@ class EvaluateConfig:
         """What is asked, and how it is judged: as the first run that is named has it, and as flags say."""
         runs = [Path(model) for model in self.models if (Path(model) / CONFIG_FILE).is_file()]
         base = from_flat(read_run_settings(runs[0])) if runs else Config()
-        given = {
-            name: value
-            for name in ("prompts", "heldout_share", "max_bad_share")
-            if (value := getattr(self, name)) is not None
-        }
-        sampling = base.sampling
-        if self.max_new_tokens is not None:
-            sampling = replace(sampling, max_new_tokens=self.max_new_tokens)
-        asking = base.asking if self.asking == PromptSettings() else self.asking
         in_python = [name for name in base.reward if ":" not in name and name not in REWARDS]
         without_rows = self.prompts is None and base.prompts == IN_MEMORY
         if in_python and (not self.reward or without_rows):
@@ -119,9 +110,15 @@ class EvaluateConfig:
                 f"{runs[0]} was trained in Python, with reward {', '.join(in_python)}: give --reward "
                 "file.py:name, and --prompts FILE if those were rows in memory"
             )
+        names = ("prompts", "heldout_share", "max_bad_share")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.reward:
             given |= {"reward": self.reward, "reward_weights": self.reward_weights}
-        return replace(base, sampling=sampling, asking=asking, **given)
+        if self.asking != PromptSettings():
+            given["asking"] = self.asking
+        if self.max_new_tokens is not None:
+            given["sampling"] = replace(base.sampling, max_new_tokens=self.max_new_tokens)
+        return replace(base, **given)
 
     @property
     def modes(self) -> dict[str, SamplingSettings]:
@@ -154,8 +151,9 @@ def main() -> int:
 def show(config: EvaluateConfig) -> None:
     """Measure, print, and save what is to be saved."""
     # Imported here and below: a wrong flag need not wait for the large libraries.
-    from grpo.evaluate import Evaluation, comparison_table, read_mates, results_table
+    from grpo.evaluate import Evaluation, comparison_table, results_table
     from grpo.evaluate.scores import SAMPLED
+    from grpo.play.alone import read_mates
 
     before = Evaluation.load(config.before) if config.before else None
     mates = read_mates(config.mate_in_one)[: config.limit] if config.mate_in_one else []
@@ -178,28 +176,28 @@ def show(config: EvaluateConfig) -> None:
 
 
 def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "dict[str, Evaluation]":
-    """By mode, a model's columns, with those of games and mates where these are asked for."""
+    """By mode, a model's columns; with the first those of games and mates, where these are asked for."""
     from grpo.data import load_prompts
     from grpo.data.reward_files import PROMPTS_LOOKED_AT
     from grpo.data.reward_functions import RewardFunctions
-    from grpo.evaluate import evaluate, mate_in_one, self_play
+    from grpo.evaluate import evaluate
     from grpo.model.load import RolloutModel, load_policy
     from grpo.model.target import choose_device, choose_model
+    from grpo.play.alone import mate_in_one, self_play
+    from grpo.play.player import Player
     from grpo.run.folder import checkpoint_of
     from grpo.run.loading import prompt_room
 
-    task = config.task
+    task, modes, rows, seed = config.task, config.modes, config.rows, config.seed
     device = choose_device(config.device)
-    modes = config.modes
-    rest: dict[str, Any] = {"rows": config.rows, "seed": config.seed}
+    name = choose_model(checkpoint_of(model), device)
+    logger.info("evaluating {}", name)
     with ExitStack() as stack:
         engine, judge = None, None
         if config.stockfish or config.stockfish_path:
             engine = stack.enter_context(EnginePool(config.stockfish_path, depth=config.engine_depth))
-        name = choose_model(checkpoint_of(model), device)
-        logger.info("evaluating {}", name)
         heldout = load_prompts(
-            task.prompts, seed=config.seed, heldout_share=task.heldout_share, heldout_count=config.limit,
+            task.prompts, seed=seed, heldout_share=task.heldout_share, heldout_count=config.limit,
             max_bad_share=config.max_bad_share, settings=task.asking, to_train=False,
             room=prompt_room(name, task.sampling.max_new_tokens),
         ).heldout  # fmt: skip
@@ -211,25 +209,24 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
         results = {
             mode: evaluate(
                 sampler, tokenizer, heldout, settings=settings, samples=config.samples, engine=engine,
-                judge=judge, **rest,
+                judge=judge, rows=rows, seed=seed,
             )
             for mode, settings in modes.items()
         }  # fmt: skip
     mode = next(iter(results))
-    if not results[mode].scores:
+    columns = results[mode].scores
+    if not columns:
         raise ValueError(
             f"{task.prompts} holds prompts of your own, which only rewards can score: give --reward "
             "file.py:name, or name the run that was trained on them"
         )
-    if "policy/legal" in results[mode].scores and "policy/best_move" not in results[mode].scores:
+    if "policy/legal" in columns and "policy/best_move" not in columns:
         logger.info("the prompts have no labels: --stockfish ranks the moves for best_move and top5")
-    chess_settings: dict[str, Any] = {
-        "settings": modes[mode], "trailing_space": task.asking.trailing_space, **rest
-    }  # fmt: skip
+    player = Player(sampler, tokenizer, modes[mode], trailing_space=task.asking.trailing_space, rows=rows)
     if config.self_play:
         fens = [prompt.columns["fen"] for prompt in heldout if prompt.task == "policy"]
         chosen = fens if config.self_play_from == "prompts" else None
-        results[mode] |= self_play(sampler, tokenizer, config.self_play, fens=chosen, **chess_settings)
+        results[mode] |= self_play(player, config.self_play, fens=chosen, seed=seed)
     if mates:
-        results[mode] |= mate_in_one(sampler, tokenizer, mates, **chess_settings)
+        results[mode] |= mate_in_one(player, mates, seed=seed)
     return results

@@ -3,7 +3,7 @@
 python scripts/match.py runs/NAME --against rook-tiny --games 100
 """
 
-import random
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,25 +15,23 @@ from loguru import logger
 from grpo.commands.screen import print_error, screen
 from grpo.config import CONFIG_FILE
 from grpo.config.groups import Precision
-from grpo.play.requests import IllegalMoves
+from grpo.play.thought import IllegalMoves
 from grpo.run.interrupt import stop_on_signal
 from grpo.run.screen import configure_logging
 from grpo.waiting import waiting
 from rewards.engine import EngineError
 
 if TYPE_CHECKING:
-    import chess
-    from rich.table import Table
-
     from grpo.play.record import Match
 
 DONE, WRONG_SETTING, STOPPED = 0, 2, 130
 """Exit statuses."""
+_SAVE_EVERY_S = 20.0
 
 
 @dataclass(frozen=True)
 class MatchConfig:
-    """Play a match, or go on with one that was stopped: the same command again. PGN and JSON are kept."""
+    """Play a match, or go on with one that was stopped: the same command again. It is kept as PGN."""
 
     model: Annotated[str, tyro.conf.Positional]
     """auto, rook-tiny, a hub id, a model's folder, or a run's: its best checkpoint, else its newest."""
@@ -83,16 +81,6 @@ class MatchConfig:
         names = ("start", "prompts", "temperature", "illegal_moves", "movetime", "nodes", "seed")
         return {name: getattr(self, name) for name in names}
 
-    def folder(self, first: str, second: str) -> Path:
-        """first, second: as the models are known that play."""
-        if self.output is not None:
-            return self.output
-        from grpo.play.record import FOLDER
-
-        base = Path(self.model) if (Path(self.model) / CONFIG_FILE).is_file() else Path()
-        name = f"{first}-against-{second}{'-from-prompts' if self.start == 'prompts' else ''}"
-        return base / FOLDER / "".join(each if each.isalnum() or each in "-._" else "-" for each in name)
-
 
 def main() -> int:
     """Run the command line."""
@@ -100,39 +88,44 @@ def main() -> int:
     try:
         config = tyro.cli(MatchConfig)
         configure_logging("INFO", console)
+        logger.info("loading torch and {}", config.model)
         match, folder = play(config)
     except (ValueError, EngineError) as error:
         print_error(screen(stderr=True), error)
         return WRONG_SETTING
-    from grpo.play.record import PGN_FILE
+    from grpo.play.match import score_table
+    from grpo.play.record import FILE
 
     if match.finished:
         console.print(score_table(match))
     left = len(match.games) - len(match.finished)
-    console.print(f"{folder / PGN_FILE}: {len(match.finished)} games", highlight=False)
+    console.print(f"{folder / FILE}: {len(match.finished)} games", highlight=False)
     if left:
-        console.print(
-            f"stopped with {left} games to play: the same command goes on with them", highlight=False
-        )
+        console.print(f"stopped with {left} games to play: the same command goes on with them")
     return STOPPED if left else DONE
 
 
 def play(config: MatchConfig) -> "tuple[Match, Path]":
     """The match, played as far as nobody stopped it, and its folder."""
-    logger.info("loading torch and {}", config.model)
     # Imported here: a wrong flag need not wait for the large libraries.
     import chess.engine
 
-    from grpo.play.load import known_as, load_player
-    from grpo.play.match import pair_up, play_match
-    from grpo.play.opponents import is_model, make_opponent
-    from grpo.play.record import FILE, Match
+    from grpo.play.match import heldout_positions, pair_up, play_match, random_openings
+    from grpo.play.opponents import make_opponent
+    from grpo.play.player import known_as, load_player
+    from grpo.play.record import FOLDER, Match
 
-    players = known_as(config.model), known_as(config.against) if is_model(config.against) else config.against
-    folder = config.folder(*players)
-    match = Match(players, config.settings, pair_up(_starts(config), config.games))
-    if (folder / FILE).is_file():
-        match = _gone_on_with(Match.load(folder), match, folder)
+    players = known_as(config.model), known_as(config.against)
+    base = Path(config.model) if (Path(config.model) / CONFIG_FILE).is_file() else Path()
+    name = f"{'-against-'.join(players)}{'-from-prompts' if config.start == 'prompts' else ''}"
+    name = "".join(each if each.isalnum() or each in "-._" else "-" for each in name)
+    folder = config.output or base / FOLDER / name
+    count = -(-config.games // 2)
+    if config.start == "openings":
+        starts = random_openings(count, seed=config.seed)
+    else:
+        starts = heldout_positions(count, model=config.model, prompts=config.prompts, seed=config.seed)
+    match = Match(players, config.settings, pair_up(starts, config.games)).gone_on_with(folder)
 
     def load(model: str) -> Any:
         return load_player(
@@ -148,83 +141,22 @@ def play(config: MatchConfig) -> "tuple[Match, Path]":
             match.save(folder)
             stop = stack.enter_context(stop_on_signal())
             watch = stack.enter_context(waiting(f"{config.games} games"))
-            stack.callback(match.save_pgn, folder)
             stop.begun = True
             logger.info("playing; Ctrl-C keeps what has been played")
-            play_match(
+            stack.callback(match.save, folder)  # whatever ends it
+            saved = time.monotonic()
+            for share in play_match(
                 match, (first, opponent), seed=config.seed, at_once=config.rows,
-                replace=config.illegal_moves == "replace", save=lambda: match.save(folder), watch=watch,
-                stopped=lambda: stop.requested,
-            )  # fmt: skip
+                replace=config.illegal_moves == "replace",
+            ):  # fmt: skip
+                watch(share)
+                if stop.requested:
+                    break
+                if time.monotonic() - saved > _SAVE_EVERY_S:
+                    match.save(folder)
+                    saved = time.monotonic()
     except OSError as error:
         raise ValueError(
             f"the match cannot be written to {folder} ({error}): make room, or give another --output"
         ) from error
     return match, folder
-
-
-def _gone_on_with(before: "Match", now: "Match", folder: Path) -> "Match":
-    """A match that was begun, with as many games as are wanted now. ValueError where it is another one."""
-    for name, was, wanted in (
-        ("players", before.players, now.players),
-        *((name, before.settings.get(name), wanted) for name, wanted in now.settings.items()),
-    ):
-        if was != wanted:
-            raise ValueError(
-                f"{folder} is a match with {name} {was}, not {wanted}: give another --output, or remove it"
-            )
-    begun = len(before.games)
-    if len(now.games) < begun:
-        raise ValueError(
-            f"{folder} is a match of {begun} games: give --games {begun} or more, or another --output"
-        )
-    if [game.fen for game in before.games] != [game.fen for game in now.games[:begun]]:
-        raise ValueError(f"{folder} is a match from other positions: give another --output, or remove it")
-    before.games += now.games[begun:]
-    return before
-
-
-def _starts(config: MatchConfig) -> "list[chess.Board]":
-    """A first position for each two games, none of which is over."""
-    import chess
-
-    from grpo.data import load_prompts
-    from grpo.evaluate.games import random_openings
-    from grpo.play.load import settings_of
-
-    count = -(-config.games // 2)
-    if config.start == "openings":
-        return random_openings(count, seed=config.seed)
-    task = settings_of(config.model)
-    prompts = config.prompts or task.prompts
-    share = task.heldout_share if prompts == task.prompts else 1.0
-    heldout = load_prompts(
-        prompts, seed=config.seed, heldout_share=share, settings=task.asking, to_train=False
-    ).heldout
-    fens = dict.fromkeys(prompt.columns["fen"] for prompt in heldout if prompt.task == "policy")
-    boards = [board for board in map(chess.Board, fens) if not board.is_game_over()]
-    if len(boards) < count:
-        raise ValueError(
-            f"{config.games} games need {count} positions, and {prompts} has {len(boards)} held "
-            f"out: give --games {2 * len(boards)}, or other --prompts"
-        )
-    # All are shuffled: more games then begin with the same ones.
-    return random.Random(f"starts {config.seed}").sample(boards, len(boards))[:count]
-
-
-def score_table(match: "Match") -> "Table":
-    """What came of it."""
-    from rich.table import Table
-
-    score, (first, second) = match.score, match.players
-    table = Table(title=f"{first} against {second}, {score.games} games", show_header=False)
-    table.add_row("won, drawn, lost", f"{score.wins}, {score.draws}, {score.losses}")
-    table.add_row("score", score.share_in_words())
-    table.add_row("Elo difference", score.elo_in_words())
-    for player, name in enumerate(match.players):
-        plies = match.first_illegal(player)
-        if plies is not None:
-            table.add_row(f"illegal answers a game, {name}", f"{match.illegal_a_game(player):.2f}")
-            table.add_row("the first at half-move (median)", f"{plies:g}")
-    table.caption = "95 % intervals"
-    return table

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -132,12 +133,8 @@ def examples(prompts: Sequence[Prompt], before: Sequence[str], after: Sequence[s
     for prompt, was, now in zip(prompts, before, after, strict=True):
         if was != now:
             by_task.setdefault(prompt.task, []).append(Example(prompt.text, was, now))
-    queues = list(by_task.values())
-    chosen: list[Example] = []
-    while any(queues) and len(chosen) < SHOWN:
-        queue = queues[len(chosen) % len(queues)] or next(each for each in queues if each)
-        chosen.append(queue.pop(0))
-    return chosen
+    in_turn = chain.from_iterable(zip_longest(*by_task.values()))
+    return [each for each in in_turn if each is not None][:SHOWN]
 
 
 def save(run: Path, before: Quality, after: Quality, shown: Sequence[Example]) -> None:

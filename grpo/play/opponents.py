@@ -5,7 +5,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,7 +30,7 @@ class Opponent(Protocol):
 
 class AtRandom:
     def think(self, positions: Sequence[Position], *, replace: bool = True) -> list[Thought]:
-        return [Thought(any_move(position), "best", ()) for position in positions]
+        return [Thought(any_move(position), "best") for position in positions]
 
 
 class UciOpponent:
@@ -52,75 +52,66 @@ class UciOpponent:
     def _move(self, position: Position) -> Thought:
         engine = self._idle.get()
         try:
-            played = engine.play(position.board, self._limit, game=position.seed)
+            return Thought(engine.play(position.board, self._limit, game=position.seed).move, "best")
         except (chess.engine.EngineError, TimeoutError) as error:
             raise EngineError(
                 f"the engine failed on {position.board.fen()}: {str(error) or 'no answer in time'}"
             ) from error
         finally:
             self._idle.put(engine)
-        return Thought(played.move, "best", ())
-
-
-def make_opponent(
-    name: str, limit: chess.engine.Limit, engines: int, load: Callable[[str], Opponent]
-) -> AbstractContextManager[Opponent]:
-    """The opponent of that name, for as long as the context lasts.
-
-    name: random; stockfish, or stockfish:ELO; an engine's path, or uci:COMMAND; else a model, for `load`.
-    ValueError or EngineError where there is no such opponent.
-    """
-    if name == RANDOM:
-        return nullcontext(AtRandom())
-    kind, _, elo = name.partition(":")
-    if kind == STOCKFISH:
-        if elo and not elo.isdecimal():
-            raise ValueError(f"against is {name!r}: give stockfish, or its Elo as in stockfish:1500")
-        executable = find_stockfish()
-        if executable is None:
-            raise EngineError("Stockfish was not found: install it (apt-get install stockfish)")
-        return _engines([executable], limit, engines, elo=int(elo) if elo else None)
-    command = engine_command(name)
-    if command is not None:
-        return _engines(command, limit, engines)
-    return nullcontext(load(name))
-
-
-def is_model(name: str) -> bool:
-    """Whether it is none of the others."""
-    return name.partition(":")[0] not in (RANDOM, STOCKFISH) and engine_command(name) is None
 
 
 def engine_command(name: str) -> list[str] | None:
-    """The words that start an engine; None where `name` is not one."""
+    """The words that start an engine: stockfish[:ELO], its path, or uci:COMMAND. None for a model.
+
+    EngineError where Stockfish is meant and not installed.
+    """
     if name.startswith(ENGINE):
         return shlex.split(name.removeprefix(ENGINE))
+    if name.partition(":")[0] == STOCKFISH:
+        executable = find_stockfish()
+        if executable is None:
+            raise EngineError("Stockfish was not found: install it (apt-get install stockfish)")
+        return [executable]
     path = Path(name).expanduser()
     is_program = path.is_file() and os.access(path, os.X_OK)
     return [str(path.resolve())] if is_program else None
 
 
 @contextmanager
-def _engines(
-    command: Sequence[str], limit: chess.engine.Limit, count: int, *, elo: int | None = None
-) -> Iterator[UciOpponent]:
+def make_opponent(
+    name: str, limit: chess.engine.Limit, engines: int, load: Callable[[str], Opponent]
+) -> Iterator[Opponent]:
+    """The opponent of that name, for as long as the context lasts: random, an engine's, or one for `load`.
+
+    engines: processes. ValueError or EngineError where there is no such opponent.
+    """
+    if name == RANDOM:
+        yield AtRandom()
+        return
+    kind, _, elo = name.partition(":")
+    if kind == STOCKFISH and elo and not elo.isdecimal():
+        raise ValueError(f"against is {name!r}: give stockfish, or its Elo as in stockfish:1500")
+    command = engine_command(name)
+    if command is None:
+        yield load(name)
+        return
     if not command or shutil.which(command[0]) is None:
         raise ValueError(f"against is an engine, {' '.join(command)!r}, which is no program: give its path")
     with ExitStack() as stack:
-        started = []
-        for _ in range(count):
-            try:
-                # Ctrl-C in the terminal is for the match alone.
-                engine = chess.engine.SimpleEngine.popen_uci(
-                    [*command], timeout=_PATIENCE_S, start_new_session=True
-                )
-            except (OSError, chess.engine.EngineError, TimeoutError) as error:
-                raise EngineError(f"{' '.join(command)!r} is no working UCI engine: {error}") from error
-            stack.callback(engine.close)
-            if elo is not None:
-                _limit_strength(engine, elo)
-            started.append(engine)
+        started = [stack.enter_context(_start(command)) for _ in range(engines)]
+        if kind == STOCKFISH and elo:
+            for engine in started:
+                _limit_strength(engine, int(elo))
         yield UciOpponent(started, limit)
+
+
+def _start(command: list[str]) -> chess.engine.SimpleEngine:
+    try:
+        # Ctrl-C in the terminal is for the match alone.
+        return chess.engine.SimpleEngine.popen_uci(command, timeout=_PATIENCE_S, start_new_session=True)
+    except (OSError, chess.engine.EngineError, TimeoutError) as error:
+        raise EngineError(f"{' '.join(command)!r} is no working UCI engine: {error}") from error
 
 
 def _limit_strength(engine: chess.engine.SimpleEngine, elo: int) -> None:

@@ -2,18 +2,29 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace as changed
+from pathlib import Path
 
+import chess
 import torch
+from loguru import logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.config.groups import SamplingSettings
+from grpo.config import CONFIG_FILE, Config, from_flat
+from grpo.config.groups import Precision, SamplingSettings
+from grpo.config.reading import read_run_settings
+from grpo.model.load import RolloutModel, context_length, load_policy
+from grpo.model.target import choose_device, choose_model
 from grpo.play.thought import MOST_ANSWERS, Answer, Position, Thought, conclude, read_answer
 from grpo.rollout.decoder import records_steps
 from grpo.rollout.sample import rollout
 from grpo.rollout.slots import KeptSlots
 from grpo.rollout.tokens import step_uniforms
+from grpo.run.folder import checkpoint_of
 from grpo.types import Prompt
 from rewards.formats import policy_prompt
+
+_LONGEST_PROMPT = 96
+"""Tokens, were each letter of a position one."""
 
 
 class Player:
@@ -34,8 +45,7 @@ class Player:
     ) -> None:
         self._model, self._tokenizer, self._settings = model, tokenizer, settings
         self._trailing_space, self._rows = trailing_space, rows
-        is_recorded = records_steps(model.config, model.device.type)
-        self._kept = KeptSlots() if is_recorded else None
+        self._kept = KeptSlots() if records_steps(model.config, model.device.type) else None
 
     def think(
         self,
@@ -60,10 +70,15 @@ class Player:
             said = self._answer([positions[i] for i in asked], attempt, settings, stopped)
             for i, answer in zip(asked, said, strict=True):
                 answers[i].append(answer)
-            asked = [i for i in asked if not answers[i][-1].moves]
+            asked = [i for i in asked if not answers[i][-1].lines]
             if not asked or (stopped is not None and stopped()):
                 break
         return [conclude(*each, replace=replace) for each in zip(positions, answers, strict=True)]
+
+    def prompts(self, boards: Sequence[chess.Board]) -> list[Prompt]:
+        """As the model is asked for moves, each known by its FEN."""
+        fens = [board.fen() for board in boards]
+        return [Prompt(fen, policy_prompt(fen, trailing_space=self._trailing_space), {}) for fen in fens]
 
     def _answer(
         self,
@@ -72,13 +87,12 @@ class Player:
         settings: SamplingSettings,
         stopped: Callable[[], bool] | None,
     ) -> list[Answer]:
-        fens = [position.board.fen() for position in positions]
-        prompts = [Prompt(fen, policy_prompt(fen, trailing_space=self._trailing_space), {}) for fen in fens]
         # Each row's own, whichever games are beside it.
         uniforms = [
             step_uniforms(1, settings.max_new_tokens, seed=each.seed, step=each.board.ply(), draw=attempt)
             for each in positions
         ]
+        prompts = self.prompts([each.board for each in positions])
         written = rollout(
             self._model, self._tokenizer, prompts, torch.cat(uniforms), settings,
             rows=self._rows, kept=self._kept, stopped=stopped,
@@ -90,3 +104,41 @@ class Player:
             read_answer(position, text, is_whole=is_whole)
             for position, text, is_whole in zip(positions, written.completions, whole, strict=True)
         ]
+
+
+def settings_of(model: str) -> Config:
+    """Those that a run was trained with; of another model the defaults."""
+    is_run = (Path(model) / CONFIG_FILE).is_file()
+    return from_flat(read_run_settings(Path(model))) if is_run else Config()
+
+
+def known_as(model: str) -> str:
+    """Its name, of a folder the last part, of a run with the checkpoint that is taken."""
+    if not Path(model).is_dir():
+        return model
+    taken = checkpoint_of(model)
+    step = "" if taken == model else f" {Path(taken).resolve().name}"
+    return f"{Path(model).resolve().name}{step}"
+
+
+def load_player(
+    model: str, device_name: str, precision: Precision = "auto", *, temperature: float = 0.0, rows: int = 64
+) -> Player:
+    """model: auto, rook-tiny, a hub id, a model's folder, or a run's: its best checkpoint, else its newest.
+
+    ValueError says what to do when it cannot be loaded.
+    """
+    settings, device = settings_of(model), choose_device(device_name)
+    name = choose_model(checkpoint_of(model), device)
+    logger.info("playing by {}", name)
+    policy = load_policy(name, device, precision)
+    room = context_length(policy.model.config) - _LONGEST_PROMPT
+    if room < 1:
+        raise ValueError(f"model {model!r} has a context too short for a position: give another one")
+    sampling = changed(
+        settings.sampling, temperature=temperature, max_new_tokens=min(settings.sampling.max_new_tokens, room)
+    )
+    return Player(
+        RolloutModel(policy.model, policy.target.dtype).model, policy.tokenizer, sampling,
+        trailing_space=settings.asking.trailing_space, rows=rows,
+    )  # fmt: skip

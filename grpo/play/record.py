@@ -1,8 +1,8 @@
-"""Games of a match as they are kept: JSON to go on from, and PGN to look at."""
+"""Games of a match, and their PGN: the only record of a match, from which one that was stopped goes on."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -12,18 +12,36 @@ from typing import Any
 import chess
 import chess.pgn
 
+from grpo.data.files import file_rows
 from grpo.files import write_whole
 from grpo.play.score import Score
 from grpo.play.thought import How, Thought
 
-FILE, PGN_FILE = "match.json", "games.pgn"
+FILE = "games.pgn"
 FOLDER = "matches"
 """In a run's folder."""
+_SITE = "grpo-lean"
 _UNDECIDED = "*"
-_REMARKS: dict[str, str] = {
+_RESIGNED = "an illegal answer"
+_REMARKS: dict[How, str] = {
     "candidate": "an illegal answer: its next candidate", "again": "an illegal answer: asked again",
     "random": "illegal answers: at random",
 }  # fmt: skip
+_ELSEWHERE = "remove it, or give another --output"
+_HOW = {remark: how for how, remark in _REMARKS.items()}
+
+
+def _text(value: object) -> str:
+    """As it may stand in a PGN header."""
+    return " ".join(str(value).replace('"', "'").split())
+
+
+def _value(text: str) -> Any:
+    """A number, where it is one."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 @dataclass
@@ -39,9 +57,6 @@ class Game:
     result: str = _UNDECIDED
     ending: str = ""
     """checkmate, stalemate and so on."""
-
-    def __post_init__(self) -> None:
-        self.replaced = {int(ply): how for ply, how in self.replaced.items()}  # JSON's keys are texts
 
     @cached_property
     def board(self) -> chess.Board:
@@ -73,7 +88,7 @@ class Game:
             self.replaced[len(self.moves)] = thought.how
         if thought.move is None:
             self.result = "0-1" if self.board.turn else "1-0"
-            self.ending = "an illegal answer" if thought.how == "resigned" else "no move"
+            self.ending = _RESIGNED if thought.how == "resigned" else "no move"
             return
         self.board.push(thought.move)
         self.moves.append(thought.move.uci())
@@ -89,31 +104,48 @@ class Game:
         starts = 0 if chess.Board(self.fen).turn == self.first_is_white else 1
         return [ply + 1 for ply in self.replaced if (ply + starts) % 2 == player]
 
-    def to_pgn(self, players: Sequence[str], number: int) -> chess.pgn.Game:
-        game = chess.pgn.Game()
+    def to_pgn(self, players: Sequence[str], settings: dict[str, Any], number: int) -> chess.pgn.Game:
+        """settings: headers whose names are in lower letters, unlike those that are PGN's own."""
         white, black = players if self.first_is_white else reversed(players)
-        game.headers.update(
-            Event=f"{players[0]} against {players[1]}", Site="grpo-lean", Round=str(number), White=white,
-            Black=black, Result=self.result, Date=date.today().strftime("%Y.%m.%d"),
-        )  # fmt: skip
-        if self.ending:
-            game.headers["Termination"] = self.ending
+        headers = {
+            "Event": f"{players[0]} against {players[1]}", "Site": _SITE, "Round": number,
+            "Date": date.today().strftime("%Y.%m.%d"), "White": white, "Black": black, "Result": self.result,
+            "Termination": self.ending or None, **settings,
+        }  # fmt: skip
+        game = chess.pgn.Game({name: _text(each) for name, each in headers.items() if each is not None})
         game.setup(chess.Board(self.fen))
         node: chess.pgn.GameNode = game
         for ply, move in enumerate(self.moves):
-            node = node.add_variation(chess.Move.from_uci(move))
-            node.comment = _REMARKS.get(self.replaced.get(ply, ""), "")
+            remark = _REMARKS[self.replaced[ply]] if ply in self.replaced else ""
+            node = node.add_variation(chess.Move.from_uci(move), comment=remark)
         return game
+
+    @staticmethod
+    def from_pgn(game: chess.pgn.Game, *, first_is_white: bool) -> "Game":
+        """What `to_pgn` made. ValueError for any other."""
+        if game.errors or game.headers["Site"] != _SITE:
+            raise ValueError(game.errors[0] if game.errors else f"Site is {game.headers['Site']!r}")
+        moves = list(game.mainline())
+        replaced = {ply: _HOW[move.comment] for ply, move in enumerate(moves) if move.comment in _HOW}
+        ending = game.headers.get("Termination", "")
+        if ending == _RESIGNED:
+            replaced[len(moves)] = "resigned"
+        return Game(
+            game.board().fen(), first_is_white, [each.move.uci() for each in moves], replaced,
+            game.headers["Result"], ending,
+        )  # fmt: skip
 
 
 @dataclass
 class Match:
-    """Games between two players, who have names."""
+    """Games between two players, who have names; the first is White in every other game."""
 
     players: tuple[str, str]
     settings: dict[str, Any]
     """By which it is played; another match has others."""
     games: list[Game]
+    _written: dict[int, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Games that are over, by number, as PGN, which takes 10 ms a game."""
 
     @property
     def finished(self) -> list[Game]:
@@ -134,50 +166,52 @@ class Match:
         firsts = [min(plies) for game in self.finished if (plies := game.illegal(player))]
         return median(firsts) if firsts else None
 
-    def summary(self) -> dict[str, Any]:
-        """The figures, for whoever reads the file."""
-        if not self.finished:
-            return {}
-        score = self.score
-        ends = zip(("low", "high"), score.elo_interval, strict=True)
-        return {
-            **score._asdict(), "share": score.share, "elo": _finite(score.elo),
-            **{f"elo_{name}": _finite(end) for name, end in ends},
-            "illegal_a_game": [self.illegal_a_game(player) for player in (0, 1)],
-            "first_illegal": [self.first_illegal(player) for player in (0, 1)],
-        }  # fmt: skip
-
     def save(self, folder: Path) -> None:
-        """The games, to go on from. OSError where they cannot be written."""
-        content = {
-            "players": self.players, "settings": self.settings, "summary": self.summary(),
-            "games": [asdict(game) for game in self.games],
-        }  # fmt: skip
-        write_whole(folder / FILE, json.dumps(content, indent=1))
+        """All games, also those that have not begun. OSError where they cannot be written."""
+        texts = [self._written.get(number) or self._write(number) for number in range(len(self.games))]
+        write_whole(folder / FILE, "\n\n".join([*texts, ""]))
 
-    def save_pgn(self, folder: Path) -> None:
-        """The same for other programs; it takes longer."""
-        begun = [(number, game) for number, game in enumerate(self.games, 1) if game.moves]
-        games = [str(game.to_pgn(self.players, number)) for number, game in begun]
-        write_whole(folder / PGN_FILE, "\n\n".join([*games, ""]))
+    def _write(self, number: int) -> str:
+        text = str(self.games[number].to_pgn(self.players, self.settings, number + 1))
+        if self.games[number].is_over:
+            self._written[number] = text
+        return text
 
     @staticmethod
     def load(folder: Path) -> "Match":
-        """ValueError for what is no match."""
+        """What `save` wrote. ValueError for anything else."""
         file = folder / FILE
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-            first, second = content["players"]
-            games = [Game(**game) for game in content["games"]]
-            for game in games:
-                _ = game.board
-            return Match((str(first), str(second)), dict(content["settings"]), games)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            games = [game for _, game, _ in file_rows(file)]
+            headers = games[0].headers
+            match = Match(
+                (headers["White"], headers["Black"]),
+                {name: _value(text) for name, text in headers.items() if name.islower()},
+                [Game.from_pgn(game, first_is_white=place % 2 == 0) for place, game in enumerate(games)],
+            )
+        except (OSError, ValueError, LookupError) as error:
             reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{file} is no match ({reason}): {_ELSEWHERE}") from error
+        match._written = {place: str(game) for place, game in enumerate(games) if match.games[place].is_over}
+        return match
+
+    def gone_on_with(self, folder: Path) -> "Match":
+        """This one, or what was played of it before, with as many games. ValueError where that is another."""
+        if not (folder / FILE).is_file():
+            return self
+        before = Match.load(folder)
+        for name, was, wanted in (
+            *(("players", *each) for each in zip(before.players, self.players, strict=True)),
+            *((name, before.settings.get(name), wanted) for name, wanted in self.settings.items()),
+        ):
+            if _text(was) != _text(wanted):
+                raise ValueError(f"{folder} is a match with {name} {was}, not {wanted}: {_ELSEWHERE}")
+        begun = len(before.games)
+        if len(self.games) < begun:
             raise ValueError(
-                f"{file} is no match ({reason}): remove it, or play into another folder"
-            ) from error
-
-
-def _finite(value: float) -> float | None:
-    return value if abs(value) < float("inf") else None
+                f"{folder} is a match of {begun} games: give --games {begun} or more, or another --output"
+            )
+        if [game.fen for game in before.games] != [game.fen for game in self.games[:begun]]:
+            raise ValueError(f"{folder} is a match from other positions: {_ELSEWHERE}")
+        before.games += self.games[begun:]
+        return before

@@ -1,232 +1,263 @@
 """The engine's side of the Universal Chess Interface (Meyer-Kahlen, April 2006), for any chess program.
 
-Lines are read in one thread, and the model is loaded and asked in another, so that `isready` and `stop` are
-answered while it writes. Whatever a line holds, the next one is read. Left out: hash tables, pondering
-unasked, and all else that a search would want.
+Lines are read in one thread; another thinks, and it alone says `bestmove`: so `isready` and `stop` are obeyed
+while the model writes. Whatever a line holds, the next one is read. Left out: hash tables, pondering,
+`searchmoves`, and all else that a search would want.
 """
 
+import os
+import re
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, get_args
 
 import chess
 from loguru import logger
 
-from grpo.play.requests import Go, Options, read_position
-from grpo.play.thought import MOST_ANSWERS, How, Position, Thought, conclude, game_seed
-from rewards.formats import legal_move
+from grpo.play.thought import MOST_ANSWERS, How, IllegalMoves, Position, Thought, conclude, game_seed
 
+if TYPE_CHECKING:
+    from grpo.play.player import Player
+
+MOST_SEED = 2**31 - 1
+WRONG_MODEL = 2
+"""Exit status."""
+_COMMANDS = {"uci", "isready", "ucinewgame", "setoption", "position", "go", "stop", "quit"}
+_READ: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "temperature": ("temperature", float), "seed": ("seed", int), "illegalmoves": ("illegal_moves", str),
+}  # fmt: skip
+"""By an option's name, the field it sets, and what reads it."""
+_NUMBERS = {"movetime", "wtime", "btime", "winc", "binc", "nodes"}
+_OVERHEAD_S, _RESERVE_S = 0.03, 0.1
+"""Between a move here and its arrival on the GUI's clock: usually, and where there is no time to lose."""
 _INSTEAD: dict[How, str] = {
     "candidate": "its candidate {} instead", "again": "asked again, it plays {}", "random": "at random {}",
     "resigned": "it resigns",
 }  # fmt: skip
-_LONGEST_LINE = 300
+_A_POSITION = "8/8/8/4k3/8/4K3/8/4R3 w - - 0 1"
 
 
-class Thinker(Protocol):
-    """Who is asked for moves: `grpo.play.player.Player`."""
+@dataclass(frozen=True)
+class Options:
+    """What the command line sets, and `setoption` after it."""
 
-    def think(
-        self,
-        positions: Sequence[Position],
-        *,
-        temperature: float | None = None,
-        replace: bool = True,
-        most_answers: int = MOST_ANSWERS,
-        stopped: Callable[[], bool] | None = None,
-    ) -> list[Thought]: ...
+    temperature: float = 0.0
+    """Of sampling; 0 is greedy."""
+    seed: int = 0
+    """Of sampling, and of moves at random."""
+    illegal_moves: IllegalMoves = "replace"
+    """An illegal answer is replaced by the model's next candidate, by what it says asked again, at last by a
+    move at random, or it resigns."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature:g}: give 0 (greedy) or more")
+        if not 0 <= self.seed <= MOST_SEED:
+            raise ValueError(f"seed is {self.seed}: give a whole number from 0 to {MOST_SEED}")
+        if self.illegal_moves not in get_args(IllegalMoves):
+            raise ValueError(f"illegal moves are {self.illegal_moves!r}: give replace or resign")
+
+    def declared(self) -> list[str]:
+        choices = " ".join(f"var {each}" for each in get_args(IllegalMoves))
+        return [
+            f"option name Temperature type string default {self.temperature:g}",
+            f"option name Seed type spin default {self.seed} min 0 max {MOST_SEED}",
+            f"option name IllegalMoves type combo default {self.illegal_moves} {choices}",
+        ]
+
+    def changed(self, words: Sequence[str]) -> "Options":
+        """By `name NAME value VALUE`. ValueError for what there is not, or cannot be."""
+        split = words.index("value") if "value" in words else len(words)
+        name, value = " ".join(words[1:split]), " ".join(words[split + 1 :])
+        if name.lower() not in _READ:
+            raise ValueError(f"there is no option {name!r}")
+        field, read = _READ[name.lower()]
+        return replace(self, **{field: read(value)})
 
 
-@dataclass
-class _Search:
-    """One `go`, from when it is said until `bestmove` is."""
+def read_position(words: Sequence[str]) -> chess.Board:
+    """By `startpos` or `fen FEN`, then `moves MOVE …`. ValueError for what is no position."""
+    split = words.index("moves") if "moves" in words else len(words)
+    if words[:1] not in (["startpos"], ["fen"]):
+        raise ValueError("say position startpos, or position fen FEN")
+    board = chess.Board(" ".join(words[1:split])) if words[0] == "fen" else chess.Board()
+    if not board.is_valid():
+        raise ValueError(f"{board.fen()} is no legal position ({board.status()!r})")
+    for word in words[split + 1 :]:
+        board.push_uci(word)
+    return board
 
-    position: Position
-    go: Go
-    options: Options
-    thinker: "Future[Thinker]"
-    """As it was then: one that is to be loaded later is loaded after this."""
-    replaced: Counter[How]
-    """How moves of its game came about that were not the model's first answer."""
-    begun: float = field(default_factory=time.monotonic)
-    stop: threading.Event = field(default_factory=threading.Event)
-    may_answer: threading.Event = field(default_factory=threading.Event)
-    """Not before it is stopped, where it is infinite."""
-    answered: threading.Lock = field(default_factory=threading.Lock)
-    """Held from then on."""
 
-    def is_over(self) -> bool:
-        seconds = self.go.seconds(self.position.board.turn)
-        return self.stop.is_set() or (seconds is not None and self.seconds > seconds)
+def read_go(words: Sequence[str]) -> dict[str, int]:
+    """The numbers of `go`. What is none is left out: a GUI whose `go` was refused would wait for ever.
 
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.begun
+    Depths and mates mean nothing here, and a node is an answer.
+    """
+    pairs = ((word, value) for word, value in pairwise(words) if word in _NUMBERS)
+    return {word: int(value) for word, value in pairs if re.fullmatch(r"-?\d{1,11}", value, re.ASCII)}
 
-    def end(self) -> None:
-        self.stop.set()
-        self.may_answer.set()
+
+def seconds_for(go: Mapping[str, int], turn: chess.Color) -> float | None:
+    """For a move, at most; None: as long as it takes.
+
+    An answer is no better for more time: the clock only cuts short one that would be late. It has a
+    tenth of what is left, or half of what the move adds.
+    """
+    if "movetime" in go:
+        return max(0.0, go["movetime"] / 1000 - _OVERHEAD_S)
+    side = "w" if turn else "b"
+    left, added = go.get(f"{side}time"), go.get(f"{side}inc", 0)
+    if left is None:
+        return None
+    return max(0.0, min(left / 1000 - _RESERVE_S, max(left / 10, added / 2) / 1000))
 
 
 class Engine:
     """A model behind UCI.
 
-    load: makes the thinker for a device; called in another thread, at once and when `Device` changes.
-    send: takes a line to the GUI, one at a time. fail: told why there is no model to begin with.
+    load: called at once, in a thread of its own. send: takes a line to the GUI, one at a time.
     """
 
     def __init__(
-        self,
-        load: Callable[[str], Thinker],
-        send: Callable[[str], None],
-        *,
-        name: str,
-        options: Options,
-        fail: Callable[[Exception], None],
+        self, load: "Callable[[], Player]", send: Callable[[str], None], *, name: str, options: Options
     ) -> None:
-        self._load, self._name, self._fail = load, name, fail
+        self._introduction = [f"id name {name}", "id author grpo-lean", *options.declared(), "uciok"]
         self._to_gui, self._sending = send, threading.Lock()
-        self._first_options = self._options = options
-        self._board, self._game = chess.Board(), 0
-        self._replaced: Counter[How] = Counter()
-        self._searches: list[_Search] = []
-        self._worker = ThreadPoolExecutor(1, "thinking")
-        self._thinker: Future[Thinker] = self._worker.submit(self._load_first)
-        self._commands: dict[str, Callable[[Sequence[str]], None]] = {
-            "uci": self._introduce, "isready": self._ready, "ucinewgame": self._new_game,
-            "position": self._set_position, "go": self._go, "setoption": self._set_option,
-            "stop": self._stop, "ponderhit": self._ponder_hit,
-        }  # fmt: skip
+        self._options, self._board, self._is_infinite = options, chess.Board(), False
+        self._game, self._replaced = 0, Counter[How]()
+        self._stop = threading.Event()
+        self._loading, self._thinking = (ThreadPoolExecutor(1, work) for work in ("loading", "thinking"))
+        self._player = self._loading.submit(load)
 
     def run(self, lines: Iterable[str]) -> None:
         """Obey lines until `quit`; where they end without it, when all that they ask for is answered."""
         for line in lines:
             words = line.split()
-            while words and words[0] not in self._commands and words[0] != "quit":
+            while words and words[0] not in _COMMANDS:
                 words.pop(0)  # the protocol wants unknown words skipped
-            if words and words[0] == "quit":
-                self._stop([])
-                self._worker.shutdown(wait=False, cancel_futures=True)
+            if words[:1] == ["quit"]:
+                self._stop.set()
+                self._thinking.shutdown(wait=False)
                 return
-            if words:
-                try:
-                    self._commands[words[0]](words[1:])
-                except ValueError as error:
-                    self._say(f"not obeyed, {line.strip()}: {error}")
-        for search in self._searches:
-            if search.go.infinite:
-                search.end()
-        self._worker.shutdown()
+            try:
+                self._obey(words)
+            except ValueError as error:
+                self._send(as_info(f"not obeyed, {line.strip()}: {error}"))
+        if self._is_infinite:
+            self._stop.set()
+        self._thinking.shutdown()
+        self._loading.shutdown()
+
+    def _obey(self, words: Sequence[str]) -> None:
+        match words:
+            case ["uci", *_]:
+                for line in self._introduction:
+                    self._send(line)
+            case ["isready", *_]:
+                self._player.add_done_callback(lambda _: self._send("readyok"))
+            case ["ucinewgame", *_]:
+                self._game, self._replaced = self._game + 1, Counter()
+            case ["setoption", *rest]:
+                self._options = self._options.changed(rest)
+            case ["position", *rest]:
+                self._board = read_position(rest)
+            case ["stop", *_]:
+                self._stop.set()
+            case ["go", *rest]:
+                self._go(rest)
+
+    def _go(self, words: Sequence[str]) -> None:
+        begun = time.monotonic()
+        self._stop.set()  # of a GUI that does not wait: each `go` has its answer first,
+        self._thinking.submit(int).result()  # for which this stands in line
+        self._stop.clear()
+        self._is_infinite = "infinite" in words
+        position = Position(self._board, game_seed(self._options.seed, self._game))
+        self._thinking.submit(self._answer, position, read_go(words), self._options, self._replaced, begun)
 
     def _send(self, line: str) -> None:
         with self._sending:
             self._to_gui(line)
 
-    def _say(self, text: str) -> None:
-        """To people, on one line."""
-        line = " ".join("".join(each if each.isprintable() else " " for each in text).split())
-        self._send(f"info string {line[:_LONGEST_LINE]}")
+    def _answer(
+        self, position: Position, go: Mapping[str, int], options: Options, replaced: Counter[How],
+        begun: float,
+    ) -> None:  # fmt: skip
+        """In the other thread: `bestmove`, whatever happens, as a GUI waits for it. replaced: of its game."""
+        thought = Thought(None, "best")
+        if any(position.board.legal_moves):
+            thought = self._think(position, go, options, begun)
+        played = "(none)" if thought.move is None else thought.move.uci()
+        told = f"nodes {thought.answers} time {round(1000 * (time.monotonic() - begun))}"
+        for place, line in enumerate(thought.lines, start=1):  # the move first, by its own evals
+            score = f"score {line.score} " if line.score else ""
+            self._send(f"info depth 1 multipv {place} {score}{told} pv {line.move.uci()}")
+        if thought.how != "best":
+            replaced[thought.how] += 1
+            faults = f"illegal answer {', '.join(thought.faults)}" if thought.faults else "no answer in time"
+            counts = ", ".join(f"{how} {count}" for how, count in replaced.items())
+            self._send(as_info(f"{faults}: {_INSTEAD[thought.how].format(played)} (in this game: {counts})"))
+        if self._is_infinite:
+            self._stop.wait()
+        self._send(f"bestmove {played}")
 
-    # ------------------------------------------------------------------------------------ what lines ask for
+    def _think(self, position: Position, go: Mapping[str, int], options: Options, begun: float) -> Thought:
+        seconds = seconds_for(go, position.board.turn)
 
-    def _introduce(self, _: Sequence[str]) -> None:
-        declared = self._first_options.declared()
-        for line in (f"id name {self._name}", "id author grpo-lean", *declared, "uciok"):
-            self._send(line)
+        def is_over() -> bool:
+            return self._stop.is_set() or (seconds is not None and time.monotonic() - begun > seconds)
 
-    def _ready(self, _: Sequence[str]) -> None:
-        self._thinker.add_done_callback(lambda _: self._send("readyok"))
-
-    def _new_game(self, _: Sequence[str]) -> None:
-        self._game += 1
-        self._replaced = Counter()
-
-    def _set_option(self, words: Sequence[str]) -> None:
-        before, self._options = self._options, self._options.changed(words)
-        if self._options.Device != before.Device:
-            self._thinker = self._worker.submit(self._load_again, self._options.Device, self._thinker)
-
-    def _set_position(self, words: Sequence[str]) -> None:
-        self._board = read_position(words)
-
-    def _go(self, words: Sequence[str]) -> None:
-        go, board = Go.read(words), self._board.copy()
-        allowed = tuple(move for word in go.searchmoves if (move := legal_move(board, word)) is not None)
-        position = Position(board, game_seed(self._options.Seed, self._game), allowed)
-        search = _Search(position, go, self._options, self._thinker, self._replaced)
-        if not go.infinite:
-            search.may_answer.set()
-        for earlier in self._searches:  # of a GUI that does not wait: each has its answer
-            earlier.end()
-        self._searches = [*(each for each in self._searches if not each.answered.locked()), search]
-        self._worker.submit(self._search, search)
-
-    def _stop(self, _: Sequence[str]) -> None:
-        for search in self._searches:
-            search.end()
-            if not search.thinker.done():
-                self._answer(search, conclude(search.position, [], replace=True))
-
-    def _ponder_hit(self, _: Sequence[str]) -> None:
-        for search in self._searches:
-            search.may_answer.set()
-
-    # ---------------------------------------------------------------------------------- in the other thread
-
-    def _load_first(self) -> Thinker:
         try:
-            return self._load(self._options.Device)
-        except Exception as error:
-            self._say(f"error: {error}")
-            self._fail(error)
-            raise
-
-    def _load_again(self, device: str, before: "Future[Thinker]") -> Thinker:
-        try:
-            return self._load(device)
-        except (ValueError, RuntimeError) as error:
-            self._say(f"error: {error}")
-            return before.result()
-
-    def _search(self, search: _Search) -> None:
-        """Answer, whatever happens: a GUI waits for it."""
-        position, options = search.position, search.options
-        try:
-            thought = search.thinker.result().think(
-                [position], temperature=options.Temperature, replace=options.IllegalMoves == "replace",
-                most_answers=max(1, search.go.nodes or MOST_ANSWERS), stopped=search.is_over,
-            )[0] if any(position.board.legal_moves) else Thought(None, "best", ())  # fmt: skip
+            while not self._player.done() and not is_over():
+                wait([self._player], timeout=0.02)
+            if self._player.done():
+                return self._player.result().think(
+                    [position], temperature=options.temperature, replace=options.illegal_moves == "replace",
+                    most_answers=max(1, go.get("nodes", MOST_ANSWERS)), stopped=is_over,
+                )[0]  # fmt: skip
         except Exception as error:
             logger.exception("thinking about {}", position.board.fen())
-            self._say(f"error: {error}")
-            thought = conclude(position, [], replace=True)
-        if not search.answered.locked():
-            self._show(search, thought)
-        search.may_answer.wait()
-        self._answer(search, thought)
+            self._send(as_info(f"error: {error}"))
+        return conclude(position, [], replace=True)
 
-    def _show(self, search: _Search, thought: Thought) -> None:
-        """What the model was thinking of: the move first, by its own evals."""
-        answers, milliseconds = len(thought.answers), round(1000 * search.seconds)
-        for place, (line, score) in enumerate(((line, line.score) for line in thought.lines), start=1):
-            told = f"score {score} " if score else ""
-            self._send(
-                f"info depth 1 multipv {place} {told}nodes {answers} time {milliseconds} pv {line.move.uci()}"
-            )
 
-    def _answer(self, search: _Search, thought: Thought) -> None:
-        """`bestmove`, once."""
-        if not search.answered.acquire(blocking=False):
-            return
-        played = "(none)" if thought.move is None else thought.move.uci()
-        if thought.how != "best":
-            search.replaced[thought.how] += 1
-            late = "none of searchmoves" if search.position.allowed else "no answer in time"
-            faults = f"illegal answer {', '.join(thought.faults)}" if thought.faults else late
-            counts = ", ".join(f"{how} {count}" for how, count in search.replaced.items())
-            self._say(f"{faults}: {_INSTEAD[thought.how].format(played)} (in this game: {counts})")
-        self._send(f"bestmove {played}")
+def as_info(text: str) -> str:
+    """What people are to read, on one line."""
+    line = " ".join("".join(each if each.isprintable() else " " for each in text).split())
+    return f"info string {line[:300]}"
+
+
+def serve(model: str, device: str, options: Options) -> None:
+    """Be an engine on stdin and stdout, of which stdout is UCI's alone: all else goes to stderr.
+
+    The process ends where the model cannot be loaded.
+    """
+    lines = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)
+
+    def send(line: str) -> None:
+        with suppress(BrokenPipeError):  # the program is gone, and so will its lines be
+            lines.write(f"{line}\n")
+
+    def load() -> "Player":
+        try:
+            from grpo.play.player import load_player  # takes seconds, which `uci` need not wait for
+
+            player = load_player(model, device, rows=1)
+            player.think([Position(chess.Board(_A_POSITION), seed=0)], most_answers=1)  # the slowest
+            return player
+        except Exception as error:
+            send(as_info(f"error: {error}"))
+            logger.error("{}", error)
+            logger.opt(exception=error).debug("loading")
+            os._exit(WRONG_MODEL)
+
+    sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
+    Engine(load, send, name=f"grpo-lean {model}", options=options).run(sys.stdin)

@@ -18,6 +18,7 @@ from whole_runs import train
 from grpo import Trainer
 from grpo.commands.evaluate import EvaluateConfig
 from grpo.evaluate import Evaluation
+from grpo.play.record import Match
 from grpo.run.folder import LOCK_FILE
 from grpo.run.tracking import read_lines
 
@@ -89,18 +90,43 @@ def test_a_run_plays_a_model_and_the_games_are_in_its_folder(config, tmp_path):
     assert "50.0 %" in ended.stdout and "illegal answers a game, test step-000001" in ended.stdout
     folder = run_folder / "matches" / "test-step-000001-against-random-from-prompts"
     assert str(folder / "games.pgn") in ended.stdout.replace("\n", "")
-    before = json.loads((folder / "match.json").read_text())
-    assert before["summary"]["draws"] == 4 and {game["fen"] for game in before["games"]} <= set(POSITIONS)
+    before = Match.load(folder)
+    assert before.score == (0, 4, 0) and {game.fen for game in before.games} <= set(POSITIONS)
     ended = here("match", *words, 6)  # two more
     assert ended.returncode == 0 and "0, 6, 0" in ended.stdout
-    assert json.loads((folder / "match.json").read_text())["games"][:4] == before["games"]
+    assert Match.load(folder).games[:4] == before.games
     for flags, reason in (
         ([4], "a match of 6 games: give --games 6 or more"),  # what has been played stays
         ([6, "--temperature", 1], "is a match with temperature 0.0, not 1.0"),
-        ([8], "8 games need 4 positions"),
+        ([8], "the games need 4 positions"),
     ):
         ended = here("match", *words, *flags)
         assert ended.returncode == 2 and reason in said(ended)
+
+
+BREAKS = """
+import chess
+for line in iter(input, "quit"):
+    if line in ("uci", "isready"):
+        print({"uci": "uciok", "isready": "readyok"}[line], flush=True)
+    elif line.startswith("position"):
+        board = chess.Board(line.split("fen ")[1].split(" moves")[0])
+        for move in line.partition(" moves ")[2].split():
+            board.push_uci(move)
+    elif line.startswith("go"):
+        if board.halfmove_clock > 98:
+            raise SystemExit(1)
+        print("bestmove", min(move.uci() for move in board.legal_moves), flush=True)
+"""
+
+
+def test_games_are_kept_where_an_engine_breaks(model_folders, tmp_path):
+    (positions := tmp_path / "positions.fen").write_text(POSITIONS[0])
+    (tmp_path / "engine.py").write_text(BREAKS)
+    ended = here("match", model_folders["gpt2"], "--against", f"uci:{sys.executable} {tmp_path}/engine.py",
+                 "--games", 2, "--from", "prompts", "--prompts", positions, "--output", tmp_path)  # fmt: skip
+    assert ended.returncode == 2 and "the engine failed on" in said(ended)
+    assert [len(game.moves) for game in Match.load(tmp_path).games] == [3, 2]  # the first is drawn
 
 
 def test_ctrl_c_keeps_the_games_and_the_same_command_goes_on(model_folders, tmp_path):
@@ -112,15 +138,15 @@ def test_ctrl_c_keeps_the_games_and_the_same_command_goes_on(model_folders, tmp_
     typed.interrupt()
     ended = typed.finish()
     assert ended.returncode == 130 and "the same command goes on with them" in " ".join(ended.stdout.split())
-    games = json.loads((tmp_path / "m" / "match.json").read_text())["games"]
-    assert [game["result"] for game in games] == ["*", "*"] and "Traceback" not in ended.stderr
+    games = Match.load(tmp_path / "m").games
+    assert [game.result for game in games] == ["*", "*"] and "Traceback" not in ended.stderr
 
 
 def test_a_client_plays_whole_games_by_the_clock_in_either_colour(model_folders):
     """python-chess is the client, which starts `uci` as chess programs do."""
     words = [sys.executable, str(ROOT / "scripts" / "play.py"), "--model", str(model_folders["gpt2"])]
     with chess.engine.SimpleEngine.popen_uci(words, timeout=60, stderr=subprocess.DEVNULL) as engine:
-        assert set(engine.options) >= {"Temperature", "Seed", "Device", "IllegalMoves"}
+        assert set(engine.options) == {"Temperature", "Seed", "IllegalMoves"}
         engine.configure({"Temperature": "0.8", "Seed": 3})
         played = play_games(engine, 2, seed=2, clock_s=0.2, added_s=0.01)
         assert played.games == 2 and played.moves > 10 and not played.errors
@@ -135,10 +161,10 @@ def test_only_uci_is_on_stdout_and_where_lines_end_all_they_ask_for_is_answered(
     log = tmp_path / "log"
     words = [sys.executable, ROOT / "scripts" / "play.py", "--model", model_folders["llama"], "--log", log]
     lines = ["uci", "", "help", "go go go", "position fen", "setoption name x", "\x00", "stop", "isready",
-             "position fen 8/8/4k3/8/8/4K3/R7/8 w - - 0 80", "go searchmoves a2a3"]  # fmt: skip
+             "position fen 8/8/8/8/8/1k6/8/K7 w - - 0 80", "go"]  # fmt: skip
     ended = subprocess.run(words, input="\n".join(lines), capture_output=True, text=True, timeout=120)
     answers = ended.stdout.splitlines()
-    assert ended.returncode == 0 and answers[-1] == "bestmove a2a3"
+    assert ended.returncode == 0 and answers[-1] == "bestmove a1b1"  # the only one there is
     of_uci = {"id", "option", "uciok", "readyok", "info", "bestmove"}
     assert {line.split(" ")[0] for line in answers} <= of_uci
     assert "playing by" in log.read_text()

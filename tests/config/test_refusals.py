@@ -31,7 +31,7 @@ from grpo.data import load_prompts
 from grpo.data.beforehand import check_beforehand
 from grpo.data.reward_files import load_reward, load_rewards
 from grpo.data.reward_functions import combine_rewards
-from grpo.evaluate import Evaluation, evaluate, paired_difference, read_mates, self_play
+from grpo.evaluate import Evaluation, evaluate, paired_difference
 from grpo.learning.advantages import group_advantages
 from grpo.learning.loss import StepCounts, adaptive_kl, grpo_loss
 from grpo.learning.optimizer import check_optimizer
@@ -41,6 +41,7 @@ from grpo.model.adapters import add_adapters, save_adapters
 from grpo.model.cpu import attention
 from grpo.model.load import Policy, load_policy
 from grpo.model.target import choose_device
+from grpo.play.alone import read_mates, self_play
 from grpo.play.opponents import make_opponent
 from grpo.play.record import Match
 from grpo.rollout.sample import rollout
@@ -361,8 +362,8 @@ REFUSED: dict[str, list[Row]] = {
         ),
         *each_typed(
             "uci",
-            (["--temperature", -1], "--temperature is -1", "greedy"), (["--log", "."], "Is a directory"),
-            (["--seed", -1], "--seed is -1", "whole number from 0"),
+            (["--temperature", -1], "temperature is -1", "greedy"), (["--log", "."], "Is a directory"),
+            (["--seed", -1], "seed is -1", "whole number from 0"),
         ),
         *each_typed(
             "match",
@@ -516,7 +517,7 @@ REFUSED: dict[str, list[Row]] = {
             ({"prompts": [Prompt("a", "x", {})], "samples": 0}, "samples is 0", "at least 1"),
         ),
         *each_of(
-            lambda **given: self_play(None, None, settings=SamplingSettings(8), rows=1, seed=0, **given),
+            lambda **given: self_play(None, seed=0, **given),
             ({"num_games": 0}, "number of games is 0", "at least 1"),
             ({"num_games": 4, "fens": ["x"] * 3}, "4 games", "at most 3 games"),
         ),
@@ -663,9 +664,9 @@ REFUSED: dict[str, list[Row]] = {
     ],
     "plan": [],
     "play": [
-        *[(lambda at, text=text: Match.load(at.file("match.json", text).parent), "is no match", "another")
-          for text in ("", "[]", '{"players": ["a"], "settings": {}, "games": []}',
-                       '{"players": ["a", "b"], "settings": {}, "games": [{"fen": "x"}]}')],
+        *[(lambda at, text=text: Match.load(at.file("games.pgn", text).parent), "is no match", "another")
+          for text in ("", "[]", '[White "a"]\n\n1. e4 *', '[Site "grpo-lean"]\n\n1. e5 *',
+                       '[Site "grpo-lean"]\n[FEN "x"]\n\n*')],
         *each_of(
             lambda name: make_opponent(name, None, 1, None).__enter__(),
             ({"name": "uci:"}, "no program", "path"),

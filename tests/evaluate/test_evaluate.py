@@ -1,4 +1,4 @@
-"""Scores of hand-worked completions, intervals of known data, games of stub policies, before and after."""
+"""Scores of hand-worked completions, intervals of known data, before and after."""
 
 import io
 import itertools
@@ -17,7 +17,7 @@ from scipy import stats
 
 from grpo.config.groups import SamplingSettings
 from grpo.data.reward_functions import Scores
-from grpo.evaluate import Evaluation, games, heldout, paired_difference, quality
+from grpo.evaluate import Evaluation, heldout, paired_difference, quality
 from grpo.evaluate.boards import example_boards
 from grpo.evaluate.heldout import evaluate
 from grpo.evaluate.quality import Example, Quality
@@ -102,7 +102,6 @@ def test_the_best_moves_are_the_engines_else_those_of_labels_and_castling_counts
     np.testing.assert_array_equal(scores["policy/legal"], [1, np.nan, np.nan])
     np.testing.assert_array_equal(scores["environment/format"], [np.nan, np.nan, 0])
     fen = "6k1/8/8/8/8/8/8/4K2R w K - 0 1"
-    assert games.play_games([chess.Board(fen)], lambda _: ["e1h1"], max_plies=1) == [1]
     for move in ("e1h1", "e1g1"):
         row = scored(policy(fen, ["e1h1"], [0.5]), f"M: {move} E: 0.5 B: {move}")
         assert [row[f"policy/{column}"] for column in ("best_move", "top5", "legal")] == [1, 1, 1]
@@ -164,8 +163,8 @@ def test_paired_difference_of_known_data_and_what_is_saved_loaded_and_shown_in_t
     assert "-0.225 (-0.250 to -0.200)" in comparison and "before" in comparison
 
 
-def answered(answer, monkeypatch, module):
-    """Make `answer(prompt)` the model of a module. Returns the prompts and uniforms it is asked with."""
+def answered(answer, monkeypatch):
+    """Make `answer(prompt)` the model. Returns the prompts and uniforms it is asked with."""
     asked = []
 
     def rollout(model, tokenizer, prompts, uniforms, settings, *, rows, watch_rows=None):
@@ -175,7 +174,7 @@ def answered(answer, monkeypatch, module):
         lengths = torch.ones(len(uniforms), dtype=torch.long)
         return Rollout(list(prompts), [], lengths[:, None], lengths, lengths > 0, lengths[:, None], texts)
 
-    monkeypatch.setattr(module, "rollout", rollout)
+    monkeypatch.setattr(heldout, "rollout", rollout)
     return asked
 
 
@@ -189,7 +188,7 @@ MIXED = [environment(), policy(row="p:1"), environment(FEN, "a4a5", row="e:2"), 
 
 
 def test_scores_and_uniforms_stay_with_their_prompts_and_samples_are_averaged(monkeypatch):
-    asked = answered(lambda p: "" if p.id in ("p:1", "e:2") else right(p), monkeypatch, heldout)
+    asked = answered(lambda p: "" if p.id in ("p:1", "e:2") else right(p), monkeypatch)
     result = evaluate(None, None, MIXED, settings=GREEDY, rows=2, seed=0, samples=4)
     assert result.scores["policy/best_move"].tolist() == [0, 1]
     assert result.scores["environment/next_state"].tolist() == [1, 0]
@@ -198,7 +197,7 @@ def test_scores_and_uniforms_stay_with_their_prompts_and_samples_are_averaged(mo
     assert len(uniforms) == 4  # greedy: a single sample
 
     calls = itertools.count()
-    asked = answered(lambda p: "" if next(calls) % 4 == 3 else right(p), monkeypatch, heldout)
+    asked = answered(lambda p: "" if next(calls) % 4 == 3 else right(p), monkeypatch)
     options = {"settings": SamplingSettings(max_new_tokens=3), "rows": 2, "seed": 0, "samples": 4}
     result = evaluate(None, None, MIXED, **options)
     assert result.mean("policy/legal") == result.mean("environment/next_state") == 0.75
@@ -212,7 +211,7 @@ def test_rewards_are_columns(monkeypatch):
     """Their sum, and each by TRL's name; a prompt that none scores has none."""
     table = torch.tensor([[3.0, math.nan], [2.0, math.nan], [math.nan, math.nan]]).double()
     judged = Scores(("size", "other"), table, torch.tensor([2.0, 1.0]).double(), [], [], {})
-    answered(lambda prompt: prompt.text, monkeypatch, heldout)
+    answered(lambda prompt: prompt.text, monkeypatch)
     prompts = [Prompt(f"c:{length}", "x" * length, {}) for length in (1, 2, 3)]  # judged from the longest on
     result = evaluate(None, None, prompts, settings=GREEDY, rows=8, seed=0, judge=lambda rollout: judged)
     found = {name: scores.tolist() for name, scores in result.scores.items()}
@@ -228,52 +227,11 @@ def test_rows_at_once_change_nothing(load):
     assert 0 < one.mean("environment/nls") < 1
 
 
-def first_legal(fen):
-    return min(move.uci() for move in chess.Board(fen).legal_moves)
-
-
-def test_games_end_at_the_first_illegal_move_and_when_they_are_over():
-    asked = []
-
-    def choose(playing):
-        asked.append(list(playing))
-        third = len(asked) == 3
-        return ["e2e5" if game == 1 and third else first_legal(fen) for game, fen in playing.items()]
-
-    assert games.play_games([chess.Board() for _ in range(3)], choose, max_plies=5) == [5, 2, 5]
-    assert asked == [[0, 1, 2], [0, 1, 2], [0, 1, 2], [0, 2], [0, 2]]
-    fools_mate = iter(["f2f3", "e7e5", "g2g4", "d8h4"])
-    assert games.play_games([chess.Board()], lambda _: [next(fools_mate)], max_plies=9) == [4]
-    assert games.play_games([chess.Board(MATED)], lambda _: ["e1f2"], max_plies=9) == [0]
-
-
-def test_self_play_plays_what_the_model_writes_from_seeded_openings_or_given_positions(monkeypatch):
-    fens = [[board.fen() for board in games.random_openings(20, seed=seed)] for seed in (1, 1, 2)]
-    assert fens[0] == fens[1] != fens[2] and len(set(fens[0])) == 20
-
-    def answer(prompt):  # legal for White, illegal for Black
-        return f"B: {first_legal(prompt.text[3:])}" if " w " in prompt.text else "B: a1a8"
-
-    asked = answered(answer, monkeypatch, games)
-    options = {"settings": GREEDY, "rows": 4, "seed": 0}
-    assert games.self_play(None, None, 5, **options).scores[HALF_MOVES].tolist() == [1] * 5
-    assert len({prompt.text for prompt in asked[0][0]}) == 5
-    from_given = games.self_play(None, None, 3, fens=[FEN, START, BEFORE_MATE], **options)
-    assert sorted(from_given.scores[HALF_MOVES]) == [0, 1, 1]
-
-
-MATES_FILE = json.dumps({"name": "checkmate_in_one", "examples": [
-    {"input": game} for game in ("1. e4 e5 2. Qh5 Nc6 3. Bc4 Nf6 4.", "1. f3 e5 2. g4")
-]})  # fmt: skip
-"""The scholar's mate, and the fool's."""
-
-
-def test_mate_in_one_and_the_command(model_folders, data_file, tmp_path, monkeypatch):
-    (mates := tmp_path / "task.json").write_text(MATES_FILE)
-    with monkeypatch.context() as patched:
-        answered(lambda prompt: "M: h5f7 E: 1000 B: h5f7", patched, games)
-        found = games.mate_in_one(None, None, games.read_mates(mates), settings=GREEDY, rows=4, seed=0)
-    assert found.scores[MATES].tolist() == [1, 0]
+def test_the_command_prints_and_saves_all_columns(model_folders, data_file, tmp_path, monkeypatch):
+    games = ("1. e4 e5 2. Qh5 Nc6 3. Bc4 Nf6 4.", "1. f3 e5 2. g4")
+    (mates := tmp_path / "task.json").write_text(
+        json.dumps({"examples": [{"input": each} for each in games]})
+    )
     words = [
         model_folders["gpt2"], "--prompts", data_file, "--heldout-share", 1, "--limit", 3,
         "--max-new-tokens", 16, "--temperature", 1, "--samples", 2, "--self-play", 2,

@@ -1,14 +1,13 @@
 """A model at the board: its answers as moves, UCI as a GUI sees it, opponents, matches and their Elo."""
 
 import io
-import itertools
-import json
 import math
 import random
 import sys
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from itertools import islice
 from queue import SimpleQueue
 from unittest import mock
 
@@ -19,16 +18,14 @@ import numpy as np
 import pytest
 from uci_client import ENDGAME, nonsense
 
-from grpo.evaluate.games import random_openings
 from grpo.play import opponents
-from grpo.play.match import GAMES, pair_up, play_match, score_against
+from grpo.play.match import GAMES, pair_up, play_match, random_openings, score_against
 from grpo.play.opponents import AtRandom, UciOpponent, engine_command, make_opponent
 from grpo.play.player import Player
-from grpo.play.record import FILE, PGN_FILE, Game, Match
-from grpo.play.requests import Go, Options, read_position
+from grpo.play.record import FILE, Game, Match
 from grpo.play.score import Score, elo_difference
-from grpo.play.thought import Candidate, Position, Thought, any_move, conclude, game_seed, read_answer
-from grpo.play.uci import Engine
+from grpo.play.thought import Line, Position, Thought, any_move, conclude, game_seed, read_answer
+from grpo.play.uci import Engine, Options, read_go, read_position, seconds_for
 from rewards.engine import EngineError, find_stockfish
 
 E2E4, D2D4, G1F3 = (chess.Move.from_uci(move) for move in ("e2e4", "d2d4", "g1f3"))
@@ -38,14 +35,15 @@ START = Position(chess.Board(), seed=7)
 def test_an_answer_is_its_legal_moves_by_their_evals_as_uci_has_them():
     scores = {0.35: "cp 35", -10.09: "cp -1009", 999.97: "mate 3", -999.99: "mate -1", 1000.0: "mate 1",
               0.0: "cp 0", 998.0: "cp 99800", None: ""}  # fmt: skip
-    assert {value: Candidate(E2E4, value).score for value in scores} == scores
-    answer = read_answer(START, "M: d2d4 e2e5 g1f3 e2e4 E: 0.2 9.0 -0.1 0.35 B: e2e4")
-    assert answer.moves == [E2E4, D2D4, G1F3] and answer.fault == ""
-    assert answer.lines == [(E2E4, 0.35), (D2D4, 0.2), (G1F3, -0.1)]
-    assert conclude(START, [answer], replace=True).how == "best"
-    some = START._replace(allowed=(D2D4, G1F3))  # the others are left out, and not illegal
-    answer = read_answer(some, "M: e2e4 d2d4 E: 0.5 0.1 B: e2e4")
-    assert answer.moves == [D2D4] and answer.fault == "" and any_move(some) in some.allowed
+    assert {value: Line(E2E4, value).score for value in scores} == scores
+    for text, lines in (
+        ("M: g1f3 e2e5 d2d4 e2e4 E: -0.1 9.0 0.2 0.35 B: e2e4", [(E2E4, 0.35), (D2D4, 0.2), (G1F3, -0.1)]),
+        ("M: e2e4 d2d4 g1f3 g1f3 E: 0.5 0.1 0.2 9.0 B: d2d4", [(D2D4, 0.1), (E2E4, 0.5), (G1F3, 0.2)]),
+        ("M: d2d4 g1f3 E: 0.1 B: e2e4", [(E2E4, None), (D2D4, 0.1), (G1F3, None)]),
+    ):
+        answer = read_answer(START, text)
+        assert answer.lines == lines and answer.fault == ""
+        assert conclude(START, [answer], replace=True)[:2] == (lines[0][0], "best")
 
 
 CANDIDATES = read_answer(START, "M: d2d4 g1f3 E: 0.1 0.3 B: e2e5")
@@ -56,7 +54,7 @@ CUT_SHORT = read_answer(START, "M: d2d4 g1f3 E: 0.1", is_whole=False)
 
 def test_an_illegal_answer_is_replaced_by_the_next_candidate_then_by_asking_again_then_at_random():
     """Chance is the game's and the half-move's. What is cut short is not illegal: nobody resigns."""
-    assert (CANDIDATES.fault, NO_MOVE.fault, NO_MOVE.moves, CUT_SHORT.fault) == ("e2e5", "no move", [], "")
+    assert (CANDIDATES.fault, NO_MOVE.fault, NO_MOVE.lines, CUT_SHORT.fault) == ("e2e5", "no move", [], "")
     chance = any_move(START)
     for answers, replace, move, how, faults in (
         ([CANDIDATES], True, G1F3, "candidate", ["e2e5"]),
@@ -95,11 +93,9 @@ class Gui:
 
     def __init__(self, thinker=None, load=None, options: Options | None = None) -> None:
         self.said: list[str] = []
-        self.failed: list[Exception] = []
         self.engine = Engine(
-            load or (lambda device: thinker), self.said.append, name="test", options=options or Options(),
-            fail=self.failed.append,
-        )  # fmt: skip
+            load or (lambda: thinker), self.said.append, name="test", options=options or Options()
+        )
 
     def say(self, *lines: str) -> list[str]:
         """What is answered, when all has been."""
@@ -114,12 +110,11 @@ class Gui:
 
 
 def test_it_introduces_itself_says_its_move_and_candidates_with_evals_and_hands_options_on():
-    said = Gui(Somebody(), options=Options(Temperature=0.7, IllegalMoves="resign")).say("uci", "isready")
+    said = Gui(Somebody(), options=Options(0.7, illegal_moves="resign")).say("uci", "isready")
     assert said == [
         "id name test", "id author grpo-lean",
         "option name Temperature type string default 0.7",
         "option name Seed type spin default 0 min 0 max 2147483647",
-        "option name Device type string default auto",
         "option name IllegalMoves type combo default resign var replace var resign",
         "uciok", "readyok",
     ]  # fmt: skip
@@ -132,10 +127,10 @@ def test_it_introduces_itself_says_its_move_and_candidates_with_evals_and_hands_
     over = Gui(Somebody()).say("position fen 7k/5QQ1/8/8/8/8/8/K7 b - - 0 1", "go")
     assert over[-1] == "bestmove (none)"
     options = ("setoption name temperature value 0.5", "setoption name Seed value 3")
-    Gui(somebody).say(*options, "go nodes 2", "ucinewgame", "go searchmoves d2d4 xyz")
-    _, (first, replaced, asked), (second, _, _) = somebody.asked
+    Gui(somebody).say(*options, "go nodes 2", "ucinewgame", "go ponder searchmoves d2d4 xyz")
+    _, (first, replaced, asked), (second, _, plain) = somebody.asked
     assert replaced and asked == {"temperature": 0.5, "most_answers": 2}
-    assert first.seed != second.seed and second.allowed == (D2D4,)
+    assert first.seed != second.seed and plain == {"temperature": 0.5, "most_answers": 5}
 
 
 def test_an_illegal_answer_is_said_and_counted_until_the_next_game():
@@ -154,14 +149,15 @@ def test_positions_are_read_as_guis_write_them_and_what_cannot_be_obeyed_is_said
         "setoption name Hash value 16": "there is no option 'Hash'", "setoption": "there is no option ''",
         "setoption name Temperature value warm": "could not convert",
         "setoption name Temperature value -1": "give 0 (greedy) or more",
-        "setoption name Seed value 1e3": "give a whole number",
+        "setoption name Seed value 1e3": "invalid literal for int()",
+        "setoption name Seed value -1": "give a whole number", "setoption name Device value cpu": "no option",
         "setoption name IllegalMoves value cheat": "give replace or resign",
         "position": "say position startpos", "position fen 8/8/8/8 w - - 0 1": "expected 8 rows",
         "position fen 8/8/8/8/8/8/8/8 w - - 0 1": "no legal position",
         "position startpos moves e2e5": "illegal uci", "position startpos moves \x00": "expected uci string",
     }  # fmt: skip
     for line, reason in reasons.items():
-        said = Gui(Somebody()).say("position startpos moves e2e4 e7e5", line, "go searchmoves g1f3")
+        said = Gui(Somebody("B: g1f3")).say("position startpos moves e2e4 e7e5", line, "go")
         assert said[0].startswith("info string not obeyed") and reason in said[0]
         assert said[-1] == "bestmove g1f3"
     assert read_position(["startpos"]) == chess.Board()
@@ -169,7 +165,7 @@ def test_positions_are_read_as_guis_write_them_and_what_cannot_be_obeyed_is_said
     assert board.fen() == "8/8/8/R6p/P2K2k1/7r/8/8 b - - 1 56"
     assert read_position(["fen", *["8/8/R7/7p/P2K2k1/7r/8/8", "w"]]).turn  # some leave out the rest
     by_rook, castle = Somebody("M: e1h1 E: 0.3 B: e1h1"), "position fen r3k2r/8/8/8/8/8/8/R3K2R w KQkq - 0 1"
-    assert Gui(by_rook).say(castle, "go searchmoves e1h1 e1e2")[-1] == "bestmove e1g1"
+    assert Gui(by_rook).say(castle, "go")[-1] == "bestmove e1g1"
     assert Gui(by_rook).say(f"{castle} moves e1h1 e8a8", "go")[-1].startswith("bestmove ")
 
 
@@ -190,7 +186,6 @@ def test_stop_and_isready_are_answered_while_it_thinks_and_searches_wait_for_the
     for seconds, words, begun, end, said in (
         (60, ("go", "isready"), "readyok", "stop", "no answer in time: at random"),
         (0, ("isready", "go infinite"), "multipv 2", "stop", "bestmove e2e4"),
-        (0, ("isready", "go ponder wtime 1000"), "multipv 2", "ponderhit", "bestmove e2e4"),
     ):
         gui = Gui(Somebody(seconds=seconds))
         with talking_to(gui) as say:
@@ -210,7 +205,7 @@ def test_each_go_is_answered_once_even_of_a_gui_that_does_not_wait_while_the_mod
         gui.wait_for("bestmove", times=5)
     assert sum("bestmove" in line for line in gui.said) == 5
     loaded = threading.Event()
-    gui = Gui(load=lambda device: loaded.wait(20) and Somebody())
+    gui = Gui(load=lambda: loaded.wait(20) and Somebody())
     with talking_to(gui) as say:
         say("uci", "go", "stop")
         gui.wait_for("bestmove")
@@ -221,14 +216,7 @@ def test_each_go_is_answered_once_even_of_a_gui_that_does_not_wait_while_the_mod
     assert sum("bestmove" in line for line in gui.said) == 1
 
 
-def test_a_model_or_device_that_cannot_be_had_and_what_breaks_in_thinking_are_told_of():
-    load = mock.Mock(side_effect=[Somebody(), refused := ValueError("device is 'cuda': none"), Somebody()])
-    first, other = (f"setoption name Device value {device}" for device in ("cuda", "cpu"))
-    said = Gui(load=load).say(first, "go", other, "go")  # the one before stays
-    assert [call.args[0] for call in load.mock_calls] == ["auto", "cuda", "cpu"]
-    assert "info string error: device is 'cuda': none" in said and said.count("bestmove e2e4") == 2
-    without = Gui(load=mock.Mock(side_effect=refused))
-    assert any("error: device is 'cuda'" in line for line in without.say("uci")) and without.failed
+def test_what_breaks_in_thinking_is_told_of_and_answered_all_the_same():
     said = Gui(mock.Mock(think=mock.Mock(side_effect=RuntimeError("out of memory")))).say("go")
     assert "info string error: out of memory" in said and said[-1].startswith("bestmove ")
 
@@ -241,7 +229,7 @@ def test_the_clock_cuts_short_what_would_be_late():
         ("wtime 1000 winc 500 btime 1", True, 0.25), ("wtime 1000 winc 500 btime 1", False, 0.0),
         ("wtime 130 winc 5000", True, 0.03),  # the increment comes after the move
     ):  # fmt: skip
-        assert Go.read(words.split()).seconds(turn) == (seconds and pytest.approx(seconds)), words
+        assert seconds_for(read_go(words.split()), turn) == (seconds and pytest.approx(seconds)), words
 
 
 def test_a_thousand_bad_lines_neither_end_nor_hang_it():
@@ -249,13 +237,20 @@ def test_a_thousand_bad_lines_neither_end_nor_hang_it():
     gui = Gui(Somebody())
     gui.say(*(nonsense(rng) for _ in range(1000)), "stop", "setoption name IllegalMoves value replace",
             "position startpos", "ucinewgame", "isready", "go")  # fmt: skip
-    assert gui.said[-1] == "bestmove e2e4" and not gui.failed
+    assert gui.said[-1] == "bestmove e2e4"
     assert all(line == " ".join(line.split()) and line.isprintable() for line in gui.said)
     assert {line.split()[0] for line in gui.said} <= {"id", "option", "uciok", "readyok", "info", "bestmove"}
 
 
 def match_of(count: int, seed: int = 1) -> Match:
-    return Match(("a", "b"), {"seed": seed}, pair_up(random_openings(-(-count // 2), seed=seed), count))
+    settings = {"temperature": 0.5, "start": "openings", "nodes": 3}
+    return Match(("a", "b"), settings, pair_up(random_openings(-(-count // 2), seed=seed), count))
+
+
+def play(match: Match, *players, seed=5, at_once=6, **options) -> None:
+    """To its end."""
+    for _ in play_match(match, players, seed=seed, at_once=at_once, **options):
+        pass
 
 
 class Unsure(AtRandom):
@@ -295,41 +290,33 @@ def test_two_games_have_one_opening_and_all_are_played_together_whatever_is_besi
     played = []
     for at_once, seed in ((3, 5), (64, 5), (64, 6)):
         match, watched = match_of(5), mock.Mock(wraps=AtRandom())
-        play_match(match, (watched, AtRandom()), seed=seed, at_once=at_once)
+        shares = list(play_match(match, (watched, AtRandom()), seed=seed, at_once=at_once))
+        assert shares == sorted(shares) and 0 < shares[0] < shares[-1] == 1
         assert all(game.is_over for game in match.games) and sum(match.score) == 5
         assert max(len(call.args[0]) for call in watched.think.call_args_list) <= at_once
         played.append([game.moves for game in match.games])
     assert played[0] == played[1] != played[2]
 
 
-@pytest.mark.parametrize("how", ["stopped", "broken"])
-def test_a_match_that_was_cut_short_goes_on_to_the_same_games(tmp_path, how):
-    """Whether somebody stopped it, or an engine broke."""
-    whole, parts, rounds = match_of(6), match_of(6), itertools.count()
-
-    class Player(AtRandom):
-        def think(self, positions, *, replace=True):
-            if how == "broken" and next(rounds) >= 150:
-                raise RuntimeError("the engine died")
-            return super().think(positions, replace=replace)
-
-    with pytest.raises(RuntimeError, match="died") if how == "broken" else nullcontext():
-        play_match(parts, (AtRandom(), Player()), seed=5, at_once=2, save=lambda: parts.save(tmp_path),
-                   stopped=lambda: how == "stopped" and next(rounds) >= 150)  # fmt: skip
-    again = Match.load(tmp_path)
+def test_a_match_that_was_cut_short_goes_on_to_the_same_games(tmp_path):
+    whole, parts = match_of(6), match_of(6)
+    for _ in islice(play_match(parts, (AtRandom(), AtRandom()), seed=5, at_once=2), 150):
+        pass
+    parts.save(tmp_path)
+    again = match_of(6).gone_on_with(tmp_path)
     begun = [len(game.moves) for game in again.games if not game.is_over]
     assert again == parts and any(begun) and not all(begun)
     for match in (whole, again):
-        play_match(match, (AtRandom(), AtRandom()), seed=5, at_once=2)
-    assert again == whole
+        play(match, AtRandom(), AtRandom(), at_once=2)
+    again.save(tmp_path)
+    assert again == whole == Match.load(tmp_path)
 
 
 def test_illegal_answers_are_counted_of_whoever_gave_them_and_stand_in_the_pgn(tmp_path):
     match = match_of(4)
-    play_match(match, (Unsure(), AtRandom()), seed=5, at_once=6)
+    play(match, Unsure(), AtRandom())
     match.save(tmp_path)
-    match.save_pgn(tmp_path)
-    with io.StringIO((tmp_path / PGN_FILE).read_text()) as file:
+    with io.StringIO((tmp_path / FILE).read_text()) as file:
         read = [chess.pgn.read_game(file) for _ in range(5)]
     assert read.pop() is None
     for game, each in zip(match.games, read, strict=True):
@@ -345,11 +332,34 @@ def test_illegal_answers_are_counted_of_whoever_gave_them_and_stand_in_the_pgn(t
         assert len(comments) == len(game.replaced) and all("illegal" in comment for comment in comments)
     assert match.illegal_a_game(0) == sum(len(game.illegal(0)) for game in match.games) / 4 > 0
     assert match.illegal_a_game(1) == 0 and match.first_illegal(0) and match.first_illegal(1) is None
-    summary = json.loads((tmp_path / FILE).read_text())["summary"]
-    assert summary["illegal_a_game"] == [match.illegal_a_game(0), 0] and summary["draws"] == match.score.draws
+    assert Match.load(tmp_path) == match
     without = match_of(2)
-    play_match(without, (Unsure(), AtRandom()), seed=5, at_once=6, replace=False)
+    play(without, Unsure(), AtRandom(), replace=False)
     assert all(game.ending == "an illegal answer" and game.points == 0 for game in without.games)
+    without.save(tmp_path)
+    assert Match.load(tmp_path) == without
+
+
+def test_a_match_goes_on_only_as_it_was_begun_whatever_its_settings_are_called(tmp_path):
+    """Of names and paths that PGN cannot hold, what it can is compared."""
+    named = {"prompts": 'a "b"\nc.txt', "seed": 12, "temperature": 1.0, "nodes": None}
+    match = Match(('uci:x "y"', "b"), named, match_of(4).games)
+    assert match.gone_on_with(tmp_path) is match
+    match.save(tmp_path)
+    more = Match(match.players, named, match_of(6).games)
+    again = more.gone_on_with(tmp_path)
+    assert again.games == more.games
+    assert again.settings == {"prompts": "a 'b' c.txt", "seed": 12, "temperature": 1.0}
+    again.save(tmp_path)
+    for players, settings, games, reason in (
+        (("a", "b"), named, 6, "is a match with players uci:x 'y', not a"),
+        (match.players, named | {"nodes": 5}, 6, "is a match with nodes None, not 5"),
+        (match.players, named, 4, "is a match of 6 games: give --games 6 or more"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            Match(players, settings, match_of(games).games).gone_on_with(tmp_path)
+    with pytest.raises(ValueError, match="is a match from other positions"):
+        Match(match.players, named, match_of(6, seed=2).games).gone_on_with(tmp_path)
 
 
 NEARLY_FIFTY = ["8/8/4k3/8/8/4K3/R7/8 w - - 97 80", "8/8/4k3/8/r7/4K3/8/8 b - - 97 80"]
@@ -451,7 +461,7 @@ def test_an_engine_plays_whole_games_several_at_once_and_whoever_is_none_is_a_mo
     match = Match(("a", "b"), {}, pair_up([chess.Board("8/8/4k3/8/8/4K3/R7/8 w - - 80 80")] * 3, 5))
     with opponent(path, at_once=2) as player:
         assert isinstance(player, UciOpponent)
-        play_match(match, (AtRandom(), player), seed=0, at_once=5)
+        play(match, AtRandom(), player)
     for game in match.games:
         board = chess.Board(game.fen)
         for move in game.moves:
@@ -467,7 +477,7 @@ def test_an_engine_plays_whole_games_several_at_once_and_whoever_is_none_is_a_mo
     with opponent("random") as player:
         assert isinstance(player, AtRandom)
     with pytest.raises(ValueError, match="no such folder"):
-        opponent("runs/nothing")
+        first_move("runs/nothing")
 
 
 NO_TEXT = r'sys.stdout.buffer.write(b"info string \xff\xfe\nbestmove a2a3\n"); sys.stdout.flush()'

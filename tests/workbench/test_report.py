@@ -244,7 +244,7 @@ def test_a_run_that_lacks_files_or_holds_broken_ones_says_so(tmp_path):
     folder = write_run(tmp_path / "run")
     for name in ("config.yaml", "completions.jsonl", "memory.jsonl"):
         (folder / name).unlink()
-    for name, content in (("matches/broken/match.json", "{"), ("before-after/examples.json", "{")):
+    for name, content in (("matches/broken/games.pgn", "{"), ("before-after/examples.json", "{")):
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_text(content)
     page = make_page([folder])
