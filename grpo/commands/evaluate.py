@@ -98,16 +98,20 @@ class EvaluateConfig:
             raise ValueError(f"--json {self.json}: there is no folder {self.json.parent}, make it first")
         _ = self.modes  # whose settings check themselves
 
+    @property
+    def runs(self) -> list[Path]:
+        """Those of the models that are runs."""
+        return [Path(model) for model in self.models if (Path(model) / CONFIG_FILE).is_file()]
+
     @cached_property
     def task(self) -> Config:
         """What is asked, and how it is judged: as the first run that is named has it, and as flags say."""
-        runs = [Path(model) for model in self.models if (Path(model) / CONFIG_FILE).is_file()]
-        base = from_flat(read_run_settings(runs[0])) if runs else Config()
+        base = from_flat(read_run_settings(self.runs[0])) if self.runs else Config()
         in_python = [name for name in base.reward if ":" not in name and name not in REWARDS]
         without_rows = self.prompts is None and base.prompts == IN_MEMORY
         if in_python and (not self.reward or without_rows):
             raise ValueError(
-                f"{runs[0]} was trained in Python, with reward {', '.join(in_python)}: give --reward "
+                f"{self.runs[0]} was trained in Python, with reward {', '.join(in_python)}: give --reward "
                 "file.py:name, and --prompts FILE if those were rows in memory"
             )
         names = ("prompts", "heldout_share", "max_bad_share")
@@ -127,11 +131,6 @@ class EvaluateConfig:
             return {"greedy": replace(self.task.sampling, temperature=0.0), "sampled": self.task.sampling}
         name = f"temperature {self.temperature:g}" if self.temperature else "greedy"
         return {name: replace(self.task.sampling, temperature=self.temperature)}
-
-    @property
-    def is_judged(self) -> bool:
-        """Whether there are rewards to judge by: those of a run, or of the command line."""
-        return bool(self.reward) or any((Path(model) / CONFIG_FILE).is_file() for model in self.models)
 
 
 def main() -> int:
@@ -201,7 +200,7 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
             max_bad_share=config.max_bad_share, settings=task.asking, to_train=False,
             room=prompt_room(name, task.sampling.max_new_tokens),
         ).heldout  # fmt: skip
-        if config.is_judged:
+        if config.reward or config.runs:
             judge = RewardFunctions(task.reward, task.reward_weights).with_engine(engine)
             judge.check({prompt.task for prompt in heldout}, heldout[:PROMPTS_LOOKED_AT])
         policy = load_policy(name, device, config.precision)

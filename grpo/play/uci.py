@@ -6,37 +6,27 @@ while the model writes. Whatever a line holds, the next one is read. Left out: h
 """
 
 import os
-import re
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING
 
 import chess
 from loguru import logger
 
-from grpo.play.thought import MOST_ANSWERS, How, IllegalMoves, Position, Thought, conclude, game_seed
+from grpo.play.requests import Options, read_go, read_position, seconds_for
+from grpo.play.thought import MOST_ANSWERS, How, Position, Thought, conclude, game_seed
 
 if TYPE_CHECKING:
     from grpo.play.player import Player
 
-MOST_SEED = 2**31 - 1
 WRONG_MODEL = 2
 """Exit status."""
 _COMMANDS = {"uci", "isready", "ucinewgame", "setoption", "position", "go", "stop", "quit"}
-_READ: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "temperature": ("temperature", float), "seed": ("seed", int), "illegalmoves": ("illegal_moves", str),
-}  # fmt: skip
-"""By an option's name, the field it sets, and what reads it."""
-_NUMBERS = {"movetime", "wtime", "btime", "winc", "binc", "nodes"}
-_OVERHEAD_S, _RESERVE_S = 0.03, 0.1
-"""Between a move here and its arrival on the GUI's clock: usually, and where there is no time to lose."""
 _INSTEAD: dict[How, str] = {
     "candidate": "its candidate {} instead", "again": "asked again, it plays {}", "random": "at random {}",
     "resigned": "it resigns",
@@ -44,95 +34,20 @@ _INSTEAD: dict[How, str] = {
 _A_POSITION = "8/8/8/4k3/8/4K3/8/4R3 w - - 0 1"
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the command line sets, and `setoption` after it."""
-
-    temperature: float = 0.0
-    """Of sampling; 0 is greedy."""
-    seed: int = 0
-    """Of sampling, and of moves at random."""
-    illegal_moves: IllegalMoves = "replace"
-    """An illegal answer is replaced by the model's next candidate, by what it says asked again, at last by a
-    move at random, or it resigns."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature:g}: give 0 (greedy) or more")
-        if not 0 <= self.seed <= MOST_SEED:
-            raise ValueError(f"seed is {self.seed}: give a whole number from 0 to {MOST_SEED}")
-        if self.illegal_moves not in get_args(IllegalMoves):
-            raise ValueError(f"illegal moves are {self.illegal_moves!r}: give replace or resign")
-
-    def declared(self) -> list[str]:
-        choices = " ".join(f"var {each}" for each in get_args(IllegalMoves))
-        return [
-            f"option name Temperature type string default {self.temperature:g}",
-            f"option name Seed type spin default {self.seed} min 0 max {MOST_SEED}",
-            f"option name IllegalMoves type combo default {self.illegal_moves} {choices}",
-        ]
-
-    def changed(self, words: Sequence[str]) -> "Options":
-        """By `name NAME value VALUE`. ValueError for what there is not, or cannot be."""
-        split = words.index("value") if "value" in words else len(words)
-        name, value = " ".join(words[1:split]), " ".join(words[split + 1 :])
-        if name.lower() not in _READ:
-            raise ValueError(f"there is no option {name!r}")
-        field, read = _READ[name.lower()]
-        return replace(self, **{field: read(value)})
-
-
-def read_position(words: Sequence[str]) -> chess.Board:
-    """By `startpos` or `fen FEN`, then `moves MOVE …`. ValueError for what is no position."""
-    split = words.index("moves") if "moves" in words else len(words)
-    if words[:1] not in (["startpos"], ["fen"]):
-        raise ValueError("say position startpos, or position fen FEN")
-    board = chess.Board(" ".join(words[1:split])) if words[0] == "fen" else chess.Board()
-    if not board.is_valid():
-        raise ValueError(f"{board.fen()} is no legal position ({board.status()!r})")
-    for word in words[split + 1 :]:
-        board.push_uci(word)
-    return board
-
-
-def read_go(words: Sequence[str]) -> dict[str, int]:
-    """The numbers of `go`. What is none is left out: a GUI whose `go` was refused would wait for ever.
-
-    Depths and mates mean nothing here, and a node is an answer.
-    """
-    pairs = ((word, value) for word, value in pairwise(words) if word in _NUMBERS)
-    return {word: int(value) for word, value in pairs if re.fullmatch(r"-?\d{1,11}", value, re.ASCII)}
-
-
-def seconds_for(go: Mapping[str, int], turn: chess.Color) -> float | None:
-    """For a move, at most; None: as long as it takes.
-
-    An answer is no better for more time: the clock only cuts short one that would be late. It has a
-    tenth of what is left, or half of what the move adds.
-    """
-    if "movetime" in go:
-        return max(0.0, go["movetime"] / 1000 - _OVERHEAD_S)
-    side = "w" if turn else "b"
-    left, added = go.get(f"{side}time"), go.get(f"{side}inc", 0)
-    if left is None:
-        return None
-    return max(0.0, min(left / 1000 - _RESERVE_S, max(left / 10, added / 2) / 1000))
-
-
 class Engine:
     """A model behind UCI.
 
-    load: called at once, in a thread of its own. send: takes a line to the GUI, one at a time.
+    load: called at once, in a thread of its own. send: takes a line to the GUI; any thread may call it.
     """
 
     def __init__(
         self, load: "Callable[[], Player]", send: Callable[[str], None], *, name: str, options: Options
     ) -> None:
         self._introduction = [f"id name {name}", "id author grpo-lean", *options.declared(), "uciok"]
-        self._to_gui, self._sending = send, threading.Lock()
-        self._options, self._board, self._is_infinite = options, chess.Board(), False
-        self._game, self._replaced = 0, Counter[How]()
-        self._stop = threading.Event()
+        self._send, self._options, self._board, self._game = send, options, chess.Board(), 0
+        self._replaced: Counter[How] = Counter()
+        """How moves of this game came about that were not the model's first answer."""
+        self._stop, self._is_infinite = threading.Event(), False
         self._loading, self._thinking = (ThreadPoolExecutor(1, work) for work in ("loading", "thinking"))
         self._player = self._loading.submit(load)
 
@@ -179,18 +94,14 @@ class Engine:
         self._thinking.submit(int).result()  # for which this stands in line
         self._stop.clear()
         self._is_infinite = "infinite" in words
-        position = Position(self._board, game_seed(self._options.seed, self._game))
-        self._thinking.submit(self._answer, position, read_go(words), self._options, self._replaced, begun)
-
-    def _send(self, line: str) -> None:
-        with self._sending:
-            self._to_gui(line)
+        position, go = Position(self._board, game_seed(self._options.seed, self._game)), read_go(words)
+        self._thinking.submit(self._answer, position, go, self._options, self._replaced, begun)
 
     def _answer(
-        self, position: Position, go: Mapping[str, int], options: Options, replaced: Counter[How],
+        self, position: Position, go: dict[str, int], options: Options, replaced: Counter[How],
         begun: float,
     ) -> None:  # fmt: skip
-        """In the other thread: `bestmove`, whatever happens, as a GUI waits for it. replaced: of its game."""
+        """In the other thread: `bestmove`, whatever happens, as a GUI waits for it."""
         thought = Thought(None, "best")
         if any(position.board.legal_moves):
             thought = self._think(position, go, options, begun)
@@ -208,7 +119,7 @@ class Engine:
             self._stop.wait()
         self._send(f"bestmove {played}")
 
-    def _think(self, position: Position, go: Mapping[str, int], options: Options, begun: float) -> Thought:
+    def _think(self, position: Position, go: dict[str, int], options: Options, begun: float) -> Thought:
         seconds = seconds_for(go, position.board.turn)
 
         def is_over() -> bool:
@@ -241,9 +152,10 @@ def serve(model: str, device: str, options: Options) -> None:
     """
     lines = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
+    sending = threading.Lock()
 
     def send(line: str) -> None:
-        with suppress(BrokenPipeError):  # the program is gone, and so will its lines be
+        with sending, suppress(BrokenPipeError):  # the program is gone, and so will its lines be
             lines.write(f"{line}\n")
 
     def load() -> "Player":

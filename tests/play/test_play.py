@@ -23,9 +23,10 @@ from grpo.play.match import GAMES, pair_up, play_match, random_openings, score_a
 from grpo.play.opponents import AtRandom, UciOpponent, engine_command, make_opponent
 from grpo.play.player import Player
 from grpo.play.record import FILE, Game, Match
+from grpo.play.requests import Options, read_go, read_position, seconds_for
 from grpo.play.score import Score, elo_difference
 from grpo.play.thought import Line, Position, Thought, any_move, conclude, game_seed, read_answer
-from grpo.play.uci import Engine, Options, read_go, read_position, seconds_for
+from grpo.play.uci import Engine
 from rewards.engine import EngineError, find_stockfish
 
 E2E4, D2D4, G1F3 = (chess.Move.from_uci(move) for move in ("e2e4", "d2d4", "g1f3"))
