@@ -27,7 +27,7 @@ _REMARKS: dict[How, str] = {
     "candidate": "an illegal answer: its next candidate", "again": "an illegal answer: asked again",
     "random": "illegal answers: at random",
 }  # fmt: skip
-_ELSEWHERE = "remove it, or give another --output"
+_ELSEWHERE = "give another --output, or remove it"
 _HOW = {remark: how for how, remark in _REMARKS.items()}
 
 
@@ -191,7 +191,9 @@ class Match:
             )
         except (OSError, ValueError, LookupError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{file} is no match ({reason}): {_ELSEWHERE}") from error
+            raise ValueError(
+                f"{file} is no match ({reason}): remove it, or play into another folder"
+            ) from error
         match._written = {place: str(game) for place, game in enumerate(games) if match.games[place].is_over}
         return match
 
