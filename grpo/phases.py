@@ -172,6 +172,8 @@ class PlannedPhases:
     def save(self, step: int, state: dict[str, Any], *, best: bool) -> bool:
         """A checkpoint of the run, which the first process writes; whether this one has written it."""
         run, snapshot = self._run, None
+        if run.is_trial:
+            return True  # nothing is wanted
         if run.config.shard:  # here all take part
             snapshot = take_snapshot(run.policy.model, run.optimizer, keep=run.world.is_main)
         reference = run.reference.tensors() if run.reference and (run.world.is_main or snapshot) else None

@@ -15,6 +15,7 @@ from grpo.config import Config, to_flat
 from grpo.data.load import Rows
 from grpo.data.reward_files import RewardFunction
 from grpo.data.reward_functions import Scores
+from grpo.evaluate import Evaluation
 from grpo.learning.advantages import group_advantages, zero_variance_groups
 from grpo.learning.credit import FieldCredit
 from grpo.learning.loss import adaptive_kl, loss_counts
@@ -75,6 +76,8 @@ class Trainer:
         self.field_credit = FieldCredit(run.rewards, run.policy.tokenizer, self.config.advantage_scale)
         self.kl_coef = self.config.loss.kl_coef
         self.best_reward: float | None = None
+        self.evaluation: Evaluation | None = None
+        """The last one, of held-out prompts."""
         self.num_tokens = 0
         self.finished = 0
         self.interrupted = False
@@ -259,7 +262,7 @@ class Trainer:
         config, run = self.config, self.run
         if not config.eval_interval or not run.eval_prompts:
             return False
-        result = self.phases.evaluate(step)
+        self.evaluation = result = self.phases.evaluate(step)
         passes, means = self._take_passes(f"the log of the evaluation at step {step}"), result.as_metrics()
         if self.tracker is not None:
             self.tracker.log_memory(step, passes)

@@ -45,6 +45,9 @@ class SamplingSettings:
     """Texts any of which ends a completion, which is learned from up to the token that completes it;
     "\\n" is a line's end."""
 
+    ignore_ends: bool = False
+    """Give every completion max_new_tokens, whatever the model writes: to try out memory and speed."""
+
     def __post_init__(self) -> None:
         check_limits(self)
         if "" in self.stop:
@@ -53,6 +56,8 @@ class SamplingSettings:
     @property
     def stop_texts(self) -> tuple[str, ...]:
         """As they stand in a completion; a shell has no line's ends."""
+        if self.ignore_ends:
+            return ()
         return tuple(text.replace("\\n", "\n").replace("\\t", "\t") for text in self.stop)
 
 

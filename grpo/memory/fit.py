@@ -218,15 +218,17 @@ class Fit:
         fixed: Mapping[str, int] | None = None,
         replays: bool = True,
         agree: Callable[[int], int] = lambda rows: rows,
+        obeys: bool = False,
     ) -> None:
         """fixed: rows that a person wants, by phase, and fewer only where they do not fit.
 
+        obeys: whether they are to be tried all the same.
         replays: whether `run` may do again what ran out of memory. agree: the rows that all processes take,
         of what this one would, where they have to take as many.
         """
         self.device, self.group_size = device, group_size
         self.fixed = dict(fixed or {})
-        self._replays, self._agree = replays, agree
+        self._replays, self._agree, self._obeys = replays, agree, obeys
         self._phases: defaultdict[str, _Phase] = defaultdict(_Phase)
         self._passes: list[Pass] = []
         self._counts_tensors = True
@@ -289,6 +291,9 @@ class Fit:
     def _plan(self, phase: str, batch: Size, like: str) -> int:
         state = self._phases[phase]
         batch_size = min(batch.rows, self.fixed.get(phase, batch.rows))
+        if self._obeys and phase in self.fixed:
+            state.rows = batch_size
+            return batch_size
         known = phase if self.knows(phase) or not like else like
         if not self.knows(known):
             return min(batch_size, self.group_size, state.most or batch_size)

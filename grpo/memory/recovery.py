@@ -132,9 +132,9 @@ def survive(
         tried.append(rows)
         if not replays:
             raise DoesNotFit(
-                f"{phase} ran out of memory with {rows} rows at once ({type(outcome).__name__}), and one "
-                "process of a sharded model cannot do it again by itself: lower --memory-utilization, so "
-                "that more room is left, or fix fewer rows."
+                f"{phase} ran out of memory with {rows} rows at once ({type(outcome).__name__}), and is not "
+                "done again, as in a trial, or by one process of a sharded model: fix fewer rows, such as "
+                "--train-rows, or lower --memory-utilization, so that more room is left."
             ) from outcome
         reason = f"{type(outcome).__name__}: {outcome}".splitlines()[0]
         # The first time something else may have been in the way: fragments, another process.

@@ -90,7 +90,8 @@ def rollout(
     prompt_ids = tokenize_prompts(prompts, tokenizer, longest=room)
     num_rows = len(uniforms)
     group_size = num_rows // len(prompts)
-    ends = end_tokens(model, tokenizer) if ends is None else ends
+    if ends is None:
+        ends = () if settings.ignore_ends else end_tokens(model, tokenizer)
     sampling = _Sampling(model, tokenizer, ends, prompt_ids, uniforms.to(model.device), settings, kept)
     sampling.watch_cache, sampling.watch_rows, sampling.stopped = watch_cache, watch_rows, stopped
     width = min(rows, group_size)  # rows of one group that decode together

@@ -23,6 +23,9 @@ class Given:
     tokenizer: PreTrainedTokenizerBase | None = None
     prompts: str | Rows | None = None
     rewards: Sequence[str | RewardFunction] = ()
+    is_trial: bool = False
+    """Rows of the settings are taken at their word, to run out of memory is an error, and nothing is saved:
+    for whoever wants to know what fits, or how a few steps go."""
 
     def named_in(self, config: Config) -> Config:
         """The settings, with the names of what is given."""

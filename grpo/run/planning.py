@@ -33,7 +33,7 @@ class Models(NamedTuple):
 
 
 def plan_run(
-    work: Workload, world: World, device: Device, models: Models, limited: ExitStack
+    work: Workload, world: World, device: Device, models: Models, limited: ExitStack, is_trial: bool = False
 ) -> tuple[Workload, Fit, Plan]:
     """The first plan; what is auto in the settings is settled by then.
 
@@ -46,7 +46,7 @@ def plan_run(
     try:
         if (beyond := device.used_bytes() - device.budget().usable_bytes) > 0:
             raise DoesNotFit(f"{readable(beyond)} more are held than may be.")
-        work, fit = _try_out(work, world, device, models)
+        work, fit = _try_out(work, world, device, models, is_trial)
     except DoesNotFit as error:
         limited.close()  # to say what would be enough takes memory, too
         raise explain(work, TracedPhases(work.phase_settings()), Fit(device)) from error
@@ -59,7 +59,9 @@ def plan_run(
     return work, fit, plan_of(fit, work, resident, trained=sum(trained))
 
 
-def _try_out(work: Workload, world: World, device: Device, models: Models) -> tuple[Workload, Fit]:
+def _try_out(
+    work: Workload, world: World, device: Device, models: Models, is_trial: bool
+) -> tuple[Workload, Fit]:
     """Passes of each phase; where not one row learns, and that is left open, layers are recomputed."""
     shard = work.config.shard
 
@@ -70,8 +72,8 @@ def _try_out(work: Workload, world: World, device: Device, models: Models) -> tu
     for kind in kinds:
         tried = work.with_settings(gradient_checkpointing=kind) if kind else work
         fit = Fit(
-            device, group_size=work.config.group_size, fixed=work.fixed_rows, replays=not shard,
-            agree=agree,
+            device, group_size=work.config.group_size, fixed=work.fixed_rows, replays=not (shard or is_trial),
+            agree=agree, obeys=is_trial,
         )  # fmt: skip
         try:
             warm_up(fit, tried, _passes(tried, fit, models))

@@ -77,6 +77,8 @@ class Run:
     measured: Measured
     longest_prompt: int
     """Tokens, of the prompts that are known beforehand."""
+    is_trial: bool = False
+    """Whether nothing is to be saved."""
     stays_gathered: bool = False
     """Whether a sharded model's weights are all gathered while it samples."""
     kept: KeptSlots | None = None
@@ -138,7 +140,7 @@ def _make_run(config: Config, given: Given, world: World, device: torch.device, 
         )
         if file := config.asking.chat_template:  # which is saved with the model
             policy.tokenizer.chat_template = template_text(file, "chat_template")
-        if world.is_main:
+        if world.is_main and not given.is_trial:
             checkpoints.try_out(policy.model, policy.tokenizer)
         check_same(world, config, checkpoint, source, policy.model)
         if config.shard:
@@ -150,13 +152,16 @@ def _make_run(config: Config, given: Given, world: World, device: torch.device, 
     longest = longest_prompt(source, policy.tokenizer, config)
     work = Workload(config, target, longest, reference_device == device, world.size)
     with ExitStack() as limited:
-        work, fit, plan = plan_run(work, world, meter, Models(policy, sampler, reference), limited)
+        work, fit, plan = plan_run(
+            work, world, meter, Models(policy, sampler, reference), limited, given.is_trial
+        )
         stack.push(limited.pop_all())
     if config.gradient_checkpointing == "auto":  # and the plan has settled it
         check_recomputation(policy.model, choose_checkpointing(work.config.gradient_checkpointing))
     config = work.config
     if world.is_main:
-        check_room(config, folder, checkpoint_bytes(policy.model, optimizer), len(checkpoints.all()))
+        if not given.is_trial:
+            check_room(config, folder, checkpoint_bytes(policy.model, optimizer), len(checkpoints.all()))
         write_settings(folder, config)
         stack.enter_context(keep_log(folder))
         keep_rewards(folder, config)
@@ -168,7 +173,7 @@ def _make_run(config: Config, given: Given, world: World, device: torch.device, 
         policy=policy, reference=reference, sampler=sampler, optimizer=optimizer,
         checkpoints=checkpoints, checkpoint=checkpoint,
         clock=Clock(device), device=meter, fit=fit, plan=plan, measured=Measured(fit),
-        longest_prompt=work.longest_prompt,
+        longest_prompt=work.longest_prompt, is_trial=given.is_trial,
         stays_gathered=config.shard and stays_gathered(world, fit, work, policy),
         kept=KeptSlots() if records else None, world=world,
     )  # fmt: skip
@@ -212,6 +217,9 @@ def _warn(config: Config, device: torch.device) -> None:
 
 def _say_where_texts_end(policy: Policy, config: Config) -> None:
     """Completions, by which tokens; of these what the model cannot write; and prompts, where that is open."""
+    if config.sampling.ignore_ends:
+        logger.info("completions all have {} tokens: nothing ends them", config.sampling.max_new_tokens)
+        return
     ends = end_names(policy.model, policy.tokenizer, config.sampling.stop_texts)
     logger.info(
         "completions end at {}, or after {} tokens", " or ".join(ends), config.sampling.max_new_tokens
