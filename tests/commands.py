@@ -6,7 +6,6 @@ of its own is done in this one (`here`). Workers of the workbench are forked, to
 """
 
 import gc
-import importlib
 import io
 import os
 import runpy
@@ -24,7 +23,7 @@ from forked import forked_workers, server
 from loguru import logger
 from several_processes import fork
 
-from grpo import waiting
+from grpo import commands, waiting
 from grpo.environment import NO_THREAD_CACHE
 
 ROOT = Path(__file__).parents[1]
@@ -95,7 +94,7 @@ def here(command: str, *words: object) -> Ended:
     typed, out, err = [f"grpo-lean {command}", *map(str, words)], io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), mock.patch("sys.argv", typed):
         try:
-            status = importlib.import_module(f"grpo.commands.{command.replace('-', '_')}").main()
+            status = commands.call(command)
         except SystemExit as ended:
             status = ended.code
     logger.remove()  # what the command has set for itself

@@ -3,7 +3,6 @@
 import os
 import runpy
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,24 +14,23 @@ from typing import IO
 from unittest import mock
 
 import several_processes
-from several_processes import CONTEXT, fork
+from several_processes import fork
 
 
 class ForkedPython:
-    """As much of `subprocess.Popen` as `run_worker` uses: `python -m module words`."""
+    """As much of `subprocess.Popen` as `run_task` uses: `python -m module words`, printing into one file."""
 
-    def __init__(self, words: Sequence[str], stdout: int, stderr: IO[str], text: bool) -> None:
-        assert tuple(words[:2]) == (sys.executable, "-m") and stdout == subprocess.PIPE and text
-        ours, theirs = CONTEXT.Pipe(duplex=False)
-        errors = Connection(os.dup(stderr.fileno()), readable=False)
-        with ours, theirs, errors:
-            self._process = fork(_run, words[2:], dict(os.environ), Path.cwd(), theirs, errors)
-            self.stdout = os.fdopen(os.dup(ours.fileno()))
+    def __init__(self, words: Sequence[str], stdout: IO[str], stderr: IO[str]) -> None:
+        assert tuple(words[:2]) == (sys.executable, "-m") and stdout is stderr
+        with Connection(os.dup(stdout.fileno()), readable=False) as said:
+            self._process = fork(_run, words[2:], dict(os.environ), Path.cwd(), said)
+
+    def poll(self) -> int | None:
+        """Its exit status, the number of a signal negative; None while it runs."""
+        return None if self._process.is_alive() else self.wait()
 
     def wait(self) -> int:
-        """Its exit status; the number of a signal, negative."""
         self._process.join()
-        self.stdout.close()
         assert self._process.exitcode is not None
         return self._process.exitcode
 
@@ -41,12 +39,10 @@ class ForkedPython:
             self._process.kill()
 
 
-def _run(
-    words: Sequence[str], environment: Mapping[str, str], cwd: Path, out: Connection, errors: Connection
-) -> None:
-    for number, stream in ((1, out), (2, errors)):
-        os.dup2(stream.fileno(), number)
-        stream.close()
+def _run(words: Sequence[str], environment: Mapping[str, str], cwd: Path, said: Connection) -> None:
+    for number in (1, 2):
+        os.dup2(said.fileno(), number)
+    said.close()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(cwd)
     os.environ.clear()
@@ -69,6 +65,5 @@ def forked_workers(of: Mapping[str, str] | None = None) -> Iterator[None]:
     if of is not None:
         vars(forkserver._forkserver).update(of, ensure_running=resource_tracker.ensure_running)
         several_processes.ensure_running = resource_tracker.ensure_running
-    forking = SimpleNamespace(Popen=ForkedPython, PIPE=subprocess.PIPE)
-    with mock.patch("grpo.workbench.processes.subprocess", forking):
+    with mock.patch("grpo.workbench.trial.subprocess", SimpleNamespace(Popen=ForkedPython)):
         yield

@@ -4,7 +4,7 @@ The truth that traces are held against. Its meter is the profiler's record of ev
 nothing with the meter that predictions are made from (`LiveBytes`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -24,8 +24,27 @@ from grpo.model.reference import make_reference
 from grpo.model.target import Target, make_target
 from grpo.plan.phases_at import PhasesAt, PhaseSettings
 from grpo.plan.workload import Workload
+from grpo.types import Prompt
 
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class FullLengthTokenizer:
+    """As much of a tokenizer as sampling needs: every text has `prompt_tokens` tokens."""
+
+    prompt_tokens: int
+
+    def __call__(self, texts: Sequence[str], **options: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[1] * self.prompt_tokens for _ in texts]}
+
+    def batch_decode(self, rows: Sequence[object], skip_special_tokens: bool) -> list[str]:
+        return [""] * len(rows)
+
+
+def nameless_prompts(count: int) -> list[Prompt]:
+    """Prompts without text, as the tokenizer above does not read it."""
+    return [Prompt(str(i), "", {}) for i in range(count)]
 
 
 @dataclass(frozen=True)

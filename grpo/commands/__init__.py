@@ -4,14 +4,20 @@ import io
 import os
 import re
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from os.path import expanduser
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from grpo.environment import restart_without_thread_cache, set_library_defaults, unsupported
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 WRONG_USAGE, INTERRUPTED = 2, 130
 """Exit statuses."""
+WIDTH = 150
+"""Letters of a line that goes into a file."""
 
 
 class Command(NamedTuple):
@@ -19,19 +25,22 @@ class Command(NamedTuple):
     example: str
     trains: bool = False
     """Whether it takes steps, for which malloc is tuned (`restart_without_thread_cache`)."""
+    level: str | None = None
+    """What is logged at least. The module's `main` is given a console, returns a status or nothing for 0,
+    and its ValueErrors are what people can mend; None: it sees to all of that itself."""
 
 
 COMMANDS = {
     "train": Command("train a language model with GRPO", "--steps 5 --batch-size 16", trains=True),
-    "monitor": Command("train and watch: is memory growing?", "200 64", trains=True),
+    "monitor": Command("train and watch: is memory growing?", "200 64", True, "WARNING"),
     "evaluate": Command("held-out quality of a model or a run", "runs/NAME"),
     "uci": Command("a model as an engine for chess programs", "--model runs/NAME"),
     "match": Command("games of a model against an engine or a model", "runs/NAME --against rook-tiny"),
-    "find-max": Command("the largest batch that fits, by real steps", "--memory-limit 800MB", trains=True),
-    "calculate": Command("the largest batch for a card that is not there", "--gpu rtx4090"),
-    "sweep": Command("one model at several batch sizes", "--batch-sizes 8 32", trains=True),
-    "report": Command("a run or a sweep as one page", "runs/NAME"),
-    "check": Command("what this machine reaches, and what is switched off", ""),
+    "find-max": Command("the largest batch that fits, by real steps", "--memory-limit 800MB", True, "INFO"),
+    "calculate": Command("the largest batch for a card that is not there", "--gpu rtx4090", level="WARNING"),
+    "sweep": Command("one model at several batch sizes", "--batch-sizes 8 32", True, "INFO"),
+    "report": Command("a run or a sweep as one page", "runs/NAME", level="INFO"),
+    "check": Command("what this machine reaches, and what is switched off", "", level="INFO"),
 }
 """By name; the module is called the same."""
 
@@ -60,10 +69,30 @@ def run(name: str) -> int:
         restart_without_thread_cache()
     set_library_defaults()
     try:
-        status: int = import_module(f"grpo.commands.{name.replace('-', '_')}").main()
+        return call(name)
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def call(name: str) -> int:
+    """The command itself; its exit status."""
+    module, level = import_module(f"grpo.commands.{name.replace('-', '_')}"), COMMANDS[name].level
+    status: int = module.main() if level is None else _framed(module.main, level)
     return status
+
+
+def _framed(action: Callable[["Console"], int | None], level: str) -> int:
+    """Its status; what a person can mend is one line."""
+    from grpo.commands.screen import print_error, screen
+    from grpo.run.screen import configure_logging
+
+    errors = screen(stderr=True)
+    configure_logging(level, errors)
+    try:
+        return action(screen(width=None if sys.stdout.isatty() else WIDTH)) or 0
+    except ValueError as error:
+        print_error(errors, error)
+        return WRONG_USAGE
 
 
 def _prepare() -> None:

@@ -4,45 +4,30 @@ python scripts/check_performance.py
 python scripts/check_performance.py --arch llama --layers 8 --width 512 --heads 8 --compile
 """
 
-import sys
-
-import tyro
 from loguru import logger
+from rich.console import Console
 
-from grpo.commands.screen import print_error, screen
+from grpo.workbench.check import (
+    matmul_rate,
+    parse_check,
+    rates_table,
+    switches,
+    switches_table,
+    training_rates,
+    what_is_trained,
+)
 
-DONE, WRONG_SETTING = 0, 2
-"""Exit statuses."""
 
+def main(console: Console) -> None:
+    """Look, measure, and say what is off."""
+    settings = parse_check()
+    # These load torch: a wrong flag need not wait for it.
+    import torch
 
-def main() -> int:
-    """Run the command line."""
-    from grpo.run.screen import configure_logging
-    from grpo.workbench.performance.settings import PerformanceSettings
+    from grpo.model.target import choose_device, compute_dtype
+    from grpo.workbench.machine import device_name
 
-    errors = screen(stderr=True)
-    console = screen(width=None if sys.stdout.isatty() else 120)
-    configure_logging("INFO", errors)
-    try:
-        settings = tyro.cli(PerformanceSettings, config=(tyro.conf.OmitArgPrefixes,))
-        # These load torch: a wrong flag need not wait for it.
-        import torch
-
-        from grpo.model.target import choose_device, compute_dtype
-        from grpo.workbench.machine import device_name
-        from grpo.workbench.performance.measure import (
-            matmul_rate,
-            rates_table,
-            switches_table,
-            training_rates,
-        )
-        from grpo.workbench.performance.switches import switches
-
-        device = choose_device(settings.device)
-        what = f"{settings.model.name}, {settings.batch_size} x {settings.context} tokens a step"
-    except ValueError as error:
-        print_error(errors, error)
-        return WRONG_SETTING
+    device = choose_device(settings.device)
     found = switches(device, compute_dtype(settings.precision, device))
     console.print(switches_table(found, device_name(device)))
     for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
@@ -52,7 +37,6 @@ def main() -> int:
     for measured in training_rates(settings, device):
         logger.info("{}: {:,.0f} tokens/s", measured.name, measured.tokens_per_s)
         rates.append(measured)
-    console.print(rates_table(rates, what))
+    console.print(rates_table(rates, what_is_trained(settings)))
     for switch in (each for each in found if each.state == "off"):
         console.print(f"off: {switch.name} ({switch.found}): {switch.remedy}", highlight=False)
-    return DONE

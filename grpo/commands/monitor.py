@@ -13,13 +13,17 @@ import gc
 import itertools
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-NO_LEAK, LEAK, WRONG_SETTING = 0, 1, 2
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NO_LEAK, LEAK = 0, 1
 """Exit statuses."""
 
 
-def main() -> int:
-    """Run the command line."""
+def main(console: "Console") -> int:
+    """Train or attach, and judge."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [STEPS [BATCH_SIZE]] [--attach RUN] [flags of train]",
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
@@ -29,41 +33,24 @@ def main() -> int:
     given, flags = parser.parse_known_args(sys.argv[1 + len(words) :])
     steps, batch_size = [*words, *("200", "64")[len(words) :]]
 
-    from loguru import logger
-
-    from grpo.commands.screen import print_error, screen
     from grpo.config import SettingsError, parse_command_line
-    from grpo.run.screen import configure_logging
 
-    console = screen()
-    if not console.is_terminal:
-        console = screen(width=110)
-    configure_logging("WARNING", console)
-    try:
-        if given.attach and flags:
-            raise SettingsError(f"attach judges a run as it is: leave out {' '.join(flags)}.")
-        fixed = ["--steps", steps, "--batch-size", batch_size]
-        quiet = ["--eval-interval", "0", "--checkpoint-interval", "0"]
-        config = parse_command_line([*quiet, *flags, *fixed])
-    except SettingsError as error:
-        print_error(console, error)
-        return WRONG_SETTING
-
+    if given.attach and flags:
+        raise SettingsError(f"attach judges a run as it is: leave out {' '.join(flags)}.")
+    fixed = ["--steps", steps, "--batch-size", batch_size]
+    quiet = ["--eval-interval", "0", "--checkpoint-interval", "0"]
+    config = parse_command_line([*quiet, *flags, *fixed])
     if not given.attach:
-        screen(stderr=True).print("loading torch and the model", highlight=False)
+        print("loading torch and the model", file=sys.stderr)
     from grpo.run.interrupt import stop_on_signal
     from grpo.workbench.memory_watch import PLOT, VERDICT, judge_run, watch_training
 
     gc.freeze()
-    try:
-        with stop_on_signal() as stop:
-            if given.attach:
-                verdict, folder = judge_run(given.attach), given.attach
-            else:
-                verdict, folder = watch_training(config, console, stop)
-    except ValueError as error:
-        logger.error("{}", error)
-        return WRONG_SETTING
+    with stop_on_signal() as stop:
+        if given.attach:
+            verdict, folder = judge_run(given.attach), given.attach
+        else:
+            verdict, folder = watch_training(config, console, stop)
     console.print(str(verdict), highlight=False)
     console.print(f"{folder / PLOT}\n{folder / VERDICT}", highlight=False)
     return LEAK if verdict.leak else NO_LEAK

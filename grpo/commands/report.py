@@ -7,22 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-
-from grpo.commands.screen import print_error, screen
-from grpo.run.screen import configure_logging
-
-DONE, WRONG_SETTING = 0, 2
-"""Exit statuses."""
+from rich.console import Console
 
 
-def main() -> int:
-    """Run the command line."""
-    try:
-        tyro.cli(write)
-    except ValueError as error:
-        print_error(screen(stderr=True), error)
-        return WRONG_SETTING
-    return DONE
+def main(console: Console) -> None:
+    """Write the page, and say where it is."""
+    tyro.cli(write)
 
 
 def write(folders: Annotated[tuple[Path, ...], tyro.conf.Positional], output: Path | None = None) -> None:
@@ -34,5 +24,4 @@ def write(folders: Annotated[tuple[Path, ...], tyro.conf.Positional], output: Pa
     """
     from grpo.workbench.report import write_report  # slow: --help need not wait for it
 
-    configure_logging("INFO", screen(stderr=True))
     print(write_report(folders, output))

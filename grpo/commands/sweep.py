@@ -9,44 +9,108 @@ Finished sizes are kept in the output folder, so a stopped command goes on where
 import shlex
 import signal
 import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from loguru import logger
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
-from grpo.commands.screen import print_error, screen
 from grpo.environment import typed
+from grpo.workbench.sweep import Sweep, open_sweep, parse_sweep, run_sweep
 
-DONE, FAILED, WRONG_SETTING, INTERRUPTED = 0, 1, 2, 130
+if TYPE_CHECKING:
+    from grpo.workbench.sizes import Size
+
+FAILED, INTERRUPTED = 1, 130
 """Exit statuses."""
 
 
-def main() -> int:
-    """Run the command line."""
-    from grpo.run.screen import configure_logging
-    from grpo.workbench.sweep.command_line import parse_sweep
-
-    console = screen(stderr=True)
-    configure_logging("INFO", console)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # to end the worker as well
+def main(console: Console) -> int:
+    """Check, run what has not ended yet, and tabulate."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # to end the size's process as well
+    asked = parse_sweep()
+    settings, folder = open_sweep(asked)
+    errors = Console(stderr=True, markup=False)
     try:
-        settings = parse_sweep()
-        # These load torch: a wrong flag need not wait for it.
-        from grpo.workbench.sweep.display import SweepProgress, sweep_table
-        from grpo.workbench.sweep.opening import open_sweep
-
-        sweep = open_sweep(settings)
-    except ValueError as error:
-        print_error(console, error)
-        return WRONG_SETTING
-    folder = sweep.folder.path
-    progress = SweepProgress(console, sweep.settings)
-    try:
-        rows = sweep.run(progress)
+        with _progress(errors) as bar:
+            run_sweep(settings, folder, _Watch(settings, bar))
     except KeyboardInterrupt:
-        again = sys.argv[1:] if sweep.settings.output else [*sys.argv[1:], "--output", str(folder)]
+        again = sys.argv[1:] if asked.output else [*sys.argv[1:], "--output", str(folder)]
         logger.error("stopped; finished sizes are kept. Go on with: {} {}", typed("sweep"), shlex.join(again))
         return INTERRUPTED
-    finally:
-        progress.close()
-    screen(width=130 if not console.is_terminal else None).print(sweep_table(rows, sweep.settings))
+    sizes = _sizes(settings, folder)
+    console.print(sweep_table(sizes, settings))
     logger.info("for the report: {} {}", typed("report"), shlex.quote(str(folder)))
-    return FAILED if any(row["status"] == "failed" for row in rows) else DONE
+    return FAILED if any(size.status == "failed" for size in sizes) else 0
+
+
+def _sizes(settings: Sweep, folder: Path) -> list["Size"]:
+    from grpo.workbench.sizes import SWEEP_FILE, read_json, read_size
+
+    header = read_json(folder / SWEEP_FILE)
+    return [read_size(folder, size, header) for size in sorted(set(settings.batch_sizes))]
+
+
+def _progress(console: Console) -> Any:
+    """A bar for each size, on a terminal."""
+    if not console.is_terminal:
+        return nullcontext()
+    return Progress(
+        TextColumn("size {task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(),
+        TextColumn("{task.fields[heldout]}"), console=console,
+    )  # fmt: skip
+
+
+class _Watch:
+    """Told of each line that a size writes: moves its bar, or elsewhere logs its evaluations."""
+
+    def __init__(self, settings: Sweep, bar: Progress | None) -> None:
+        self._settings, self._bar = settings, bar
+        self._tasks: dict[int, Any] = {}
+
+    def __call__(self, size: int, updates: int, line: Mapping[str, Any]) -> None:
+        heldout = line.get("eval_loss", line.get("eval_reward"))
+        said = "" if heldout is None else f"held-out {heldout:.4f}"
+        if self._bar is None:
+            if said:
+                done = line["step"] * size * self._settings.row_units
+                logger.info("size {}: {:,} {}: {}", size, done, self._settings.unit, said)
+            return
+        if size not in self._tasks:
+            self._tasks[size] = self._bar.add_task(str(size), total=updates, heldout="")
+        fields: dict[str, Any] = {"heldout": said} if said else {}
+        self._bar.update(self._tasks[size], completed=line["step"], **fields)
+
+
+def sweep_table(sizes: Sequence["Size"], settings: Sweep) -> Table:
+    """A row a size."""
+    what = "loss" if settings.objective == "lm" else "reward"
+    table = Table(title=f"{settings.total:,} {settings.unit} at each size; {what}", title_justify="left")
+    columns = {
+        "size": lambda size: str(size.batch_size),
+        "status": lambda size: size.status,
+        "rate": lambda size: _shown(size.learning_rate, ".2g"),
+        "updates": lambda size: str(size.updates),
+        "time, s": lambda size: _shown(size.seconds, ".1f"),
+        "start, s": lambda size: _shown(size.start_s, ".1f"),
+        f"{settings.unit}/s": lambda size: _shown(size.rate, ",.0f"),
+        "peak, GB": lambda size: _shown(size.peak_bytes, ".2f", 2**30),
+        "tensors": lambda size: _shown(size.added_bytes, ".3f", 2**30),
+        "predicted": lambda size: _shown(size.predicted_bytes, ".3f", 2**30),
+        "train": lambda size: _shown(size.final_train, ".4f"),
+        "held-out": lambda size: _shown(size.final_heldout, ".4f"),
+        "best": lambda size: _shown(size.best_heldout, ".4f"),
+    }  # fmt: skip
+    for name in columns:
+        table.add_column(name, justify="left" if name == "status" else "right")
+    for size in sizes:
+        table.add_row(*(show(size) for show in columns.values()))
+    return table
+
+
+def _shown(value: float | None, form: str, unit: float = 1.0) -> str:
+    return "" if value is None else format(value / unit, form)

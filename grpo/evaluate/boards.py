@@ -1,7 +1,7 @@
-"""Positions in a terminal, beside what a model said of them before and after training."""
+"""A model's answers about positions, judged by the rules alone, and boards beside them in a terminal."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import chess
 from rich.console import Group, RenderableType
@@ -12,56 +12,89 @@ from rewards.environment import referee
 from rewards.formats import is_fen, is_move, legal_move, parse_environment_completion, parse_policy_completion
 
 
-def example_boards(example: Example) -> RenderableType:
-    """A board, and beside it the question and both answers, judged by the rules alone."""
-    task, _, rest = example.prompt.partition(":")
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What was asked about a position, and what is to be said of the answer.
+
+    given, question: White to move, What is best?
+    move: UCI, the policy's answer or the environment's question; "" where none can be read.
+    predicted: the environment's answer, with the squares on which its pieces are wrong.
+    """
+
+    board: chess.Board
+    given: str
+    question: str
+    verdict: str
+    right: bool
+    move: str
+    move_is_legal: bool
+    predicted: chess.Board | None = None
+    wrong: Sequence[chess.Square] = ()
+
+
+def judge(prompt: str, completion: str) -> Answer | None:
+    """None for a prompt that is not of one of the two tasks. A completion may be anything."""
+    task, _, rest = prompt.partition(":")
     fen, *fields = (part.strip() for part in rest.split("+"))
     if not is_fen(fen):
-        return Group(example.prompt, f"before: {example.before}", f"after:  {example.after}")
+        return None
+    if task == "P":
+        return _judge_move(chess.Board(fen), completion)
+    if task == "A" and fields and is_move(fields[0]):
+        return _judge_position(fen, fields[0], completion)
+    return None
+
+
+def _judge_move(board: chess.Board, completion: str) -> Answer:
+    best = parse_policy_completion(completion).best
+    move = legal_move(board, best)
+    verdict = f"{best}, which is illegal" if is_move(best) else "no move can be read"
+    return Answer(
+        board=board, given=f"{_side(board)} to move", question="What is best?", right=move is not None,
+        verdict=board.san(move) if move else verdict, move=best, move_is_legal=move is not None,
+    )  # fmt: skip
+
+
+def _judge_position(fen: str, action: str, completion: str) -> Answer:
+    written, truth = parse_environment_completion(completion).next_fen, referee(fen, action).next_fen
     board = chess.Board(fen)
-    judge: Callable[[str], str]
-    if task == "A":
-        action = fields[0] if fields else ""
-        question = f"{_side(board)} plays {_in_san(board, action) or action}. What is the position then?"
-        judge = partial(_judged_position, fen, action)
+    move = legal_move(board, action)
+    predicted = chess.Board(written) if is_fen(written) else None
+    wrong = _wrong_squares(predicted, chess.Board(truth)) if predicted else []
+    if predicted is None:
+        verdict = f"no position: {written[:40]!r}"
+    elif wrong:
+        verdict = f"wrong on {', '.join(map(chess.square_name, wrong))}"
     else:
-        question = f"{_side(board)} to move. What is best?"
-        judge = partial(_judged_move, board)
-    side_by_side = Table.grid(padding=(0, 3))
-    answers = (question, "", f"before: {judge(example.before)}", f"after:  {judge(example.after)}")
-    side_by_side.add_row(board.unicode(empty_square="·"), "\n".join(answers))
-    return side_by_side
+        verdict = "the pieces right, not whose turn it is or how many moves"
+    plays = board.san(move) if move else f"{action}, which is illegal"
+    return Answer(
+        board=board, given=f"{_side(board)} plays {plays}", question="What is the position then?",
+        verdict="right" if written == truth else verdict, right=written == truth,
+        move=action, move_is_legal=move is not None, predicted=predicted, wrong=wrong,
+    )  # fmt: skip
 
 
 def _side(board: chess.Board) -> str:
     return "White" if board.turn else "Black"
 
 
-def _in_san(board: chess.Board, text: str) -> str | None:
-    """Ka1; None where that is illegal."""
-    move = legal_move(board, text)
-    return board.san(move) if move else None
-
-
-def _judged_move(board: chess.Board, text: str) -> str:
-    best = parse_policy_completion(text).best
-    if not is_move(best):
-        return "no move can be read"
-    return _in_san(board, best) or f"{best}, which is illegal"
-
-
-def wrong_squares(fen: str, true_fen: str) -> list[chess.Square]:
-    """Where the pieces of two positions differ."""
-    pieces, true_pieces = chess.Board(fen).piece_map(), chess.Board(true_fen).piece_map()
+def _wrong_squares(board: chess.Board, truth: chess.Board) -> list[chess.Square]:
+    pieces, true_pieces = board.piece_map(), truth.piece_map()
     return [square for square in chess.SQUARES if pieces.get(square) != true_pieces.get(square)]
 
 
-def _judged_position(fen: str, action: str, text: str) -> str:
-    written, truth = parse_environment_completion(text).next_fen, referee(fen, action).next_fen
-    if written == truth:
-        return "right"
-    if not is_fen(written):
-        return f"no position: {written[:40]!r}"
-    if wrong := wrong_squares(written, truth):
-        return f"wrong on {', '.join(map(chess.square_name, wrong))}"
-    return "the pieces right, not whose turn it is or how many moves"
+def example_boards(example: Example) -> RenderableType:
+    """A board, and beside it the question and what is to be said of both answers."""
+    before, after = judge(example.prompt, example.before), judge(example.prompt, example.after)
+    if before is None or after is None:
+        return Group(example.prompt, f"before: {example.before}", f"after:  {example.after}")
+    answers = (
+        f"{before.given}. {before.question}",
+        "",
+        f"before: {before.verdict}",
+        f"after:  {after.verdict}",
+    )
+    side_by_side = Table.grid(padding=(0, 3))
+    side_by_side.add_row(before.board.unicode(empty_square="·"), "\n".join(answers))
+    return side_by_side

@@ -37,17 +37,7 @@ def dry_run(config: Config, console: Console) -> None:
         )
     absent = parse_size(config.device_memory) if config.device_memory else None
     device = torch.device("cuda") if absent else choose_device(config.device)
-    config = replace(config, model=choose_model(config.model, device, absent=config.device_memory))
-    check_peft(config.lora)
-    model, tokenizer = _shape_and_tokenizer(config.model)
-    config = check_quantized(config, model)
-    precision = "bf16" if absent and config.precision == "auto" else config.precision
-    target = make_target(model, device, precision)
-    source = load_source(config, room_in(model, tokenizer, config.sampling.max_new_tokens))
-    work = Workload(
-        config, target, longest_prompt(source, tokenizer, config),
-        reference_here=config.reference_device in (None, device.type), processes=launched_processes()[1],
-    )  # fmt: skip
+    work = workload(config, device, absent=config.device_memory)
     here = None if absent else Device(device)
     memory = here.memory() if here else card_memory(absent or 0)
     limit = parse_size(config.memory_limit) if config.memory_limit else None
@@ -59,9 +49,26 @@ def dry_run(config: Config, console: Console) -> None:
     logger.info(
         "{} rows of up to {} prompt and {} new tokens, {}",
         work.config.num_rows, work.longest_prompt, work.config.sampling.max_new_tokens,
-        str(target.dtype).removeprefix("torch."),
+        str(work.target.dtype).removeprefix("torch."),
     )  # fmt: skip
     console.print(plan_table(plan))
+
+
+def workload(config: Config, device: torch.device, *, absent: str | None = None) -> Workload:
+    """What a run with these settings would hold on `device`, or on a card that is not there.
+
+    absent: how that card is called; precision auto is bf16 on it. ValueError for what a user can mend.
+    """
+    config = replace(config, model=choose_model(config.model, device, absent=absent))
+    check_peft(config.lora)
+    model, tokenizer = _shape_and_tokenizer(config.model)
+    config = check_quantized(config, model)
+    precision = "bf16" if absent and config.precision == "auto" else config.precision
+    source = load_source(config, room_in(model, tokenizer, config.sampling.max_new_tokens))
+    return Workload(
+        config, make_target(model, device, precision), longest_prompt(source, tokenizer, config),
+        reference_here=config.reference_device in (None, device.type), processes=launched_processes()[1],
+    )  # fmt: skip
 
 
 def _shape_and_tokenizer(name: str) -> tuple[PretrainedConfig, Tokenizer]:

@@ -14,15 +14,15 @@ from pathlib import Path
 import numpy as np
 import platformdirs
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch import Tensor
 
-from grpo.config import SettingsError
+from grpo.config import Config, SettingsError
 from grpo.data.load import POSITIONS
 from grpo.files import replacing, write_whole
-from grpo.model.load import load_tokenizer
-from grpo.workbench.models import context_of
-from grpo.workbench.spec import ModelSpec
+from grpo.model.load import context_length, load_tokenizer
+from grpo.workbench.spec import MadeModel
+from grpo.workbench.task import model_name, model_shape
 
 BUNDLED_TEXT = "bundled"
 BYTES = 256
@@ -81,23 +81,24 @@ def check_file(path: Path | None) -> Path:
     return path
 
 
-def open_corpus(data: str | None, spec: ModelSpec) -> Corpus:
+def open_corpus(data: str | None, train: Config, made: MadeModel) -> Corpus:
     """The text as the model reads it. With --vocab above 256 a tokenizer is trained on it, once.
 
     SettingsError unless this model can learn from windows of this text.
     """
-    path, config = text_file(data), spec.config()
-    if spec.context > context_of(config):
+    path, config = text_file(data), model_shape(train, made)
+    if made.context > context_length(config):
         raise SettingsError(
-            f"context is {spec.context}, but {spec.name} reaches {context_of(config)} tokens: give no more."
+            f"context is {made.context}, but {model_name(train, made)} reaches {context_length(config)} "
+            "tokens: give no more."
         )
-    if tokenizer := trained_tokenizer(path, spec):
+    if tokenizer := trained_tokenizer(path, made):
         corpus = token_corpus(path, Tokenizer.from_file(str(tokenizer)))
-    elif spec.arch is None:
-        corpus = token_corpus(path, load_tokenizer(spec.name).backend_tokenizer)
+    elif made.arch is None:
+        corpus = token_corpus(path, load_tokenizer(model_name(train, made)).backend_tokenizer)
     else:
         corpus = byte_corpus(path)
-    corpus.check(config.get_text_config(decoder=True).vocab_size, spec.context)
+    corpus.check(config.get_text_config(decoder=True).vocab_size, made.context)
     return corpus
 
 
@@ -114,14 +115,14 @@ def text_file(data: str | None) -> Path:
     return path
 
 
-def trained_tokenizer(path: Path, spec: ModelSpec) -> Path | None:
+def trained_tokenizer(path: Path, made: MadeModel) -> Path | None:
     """The file of a tokenizer trained on the text, if the model is made with more entries than bytes."""
-    if spec.arch is None or spec.vocab <= BYTES:
+    if made.arch is None or made.vocab <= BYTES:
         return None
     stat = path.stat()
-    file = _cached(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {spec.vocab}".encode(), "json")
+    file = _cached(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {made.vocab}".encode(), "json")
     if not file.exists():
-        _write(file, train_tokenizer(path, spec.vocab).to_str())
+        _write(file, train_tokenizer(path, made.vocab).to_str())
     return file
 
 
@@ -167,13 +168,9 @@ def train_tokenizer(path: Path, vocab: int) -> Tokenizer:
     check_file(path)
     if vocab < BYTES:
         raise SettingsError(f"vocab is {vocab}: a byte-level tokenizer has at least {BYTES} entries.")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(_texts(path), trainer)
-    return tokenizer
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(_texts(path), vocab_size=vocab, show_progress=False)
+    return Tokenizer.from_str(tokenizer.to_str())
 
 
 def _texts(path: Path) -> Iterator[str]:

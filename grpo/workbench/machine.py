@@ -1,21 +1,23 @@
 """What this machine is to a training process: device, precision, memory, and whether it can compile."""
 
 import importlib.util
+import json
 import os
 import platform
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from grpo.config import SettingsError
 from grpo.config.groups import Precision
+from grpo.config.sizes import parse_size
 from grpo.memory import Device
 from grpo.memory.budget import readable
 from grpo.model.target import choose_device, compute_dtype
-from grpo.workbench.processes import run_worker, worker
 
 PRECISIONS: dict[torch.dtype, Precision] = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64",
@@ -41,19 +43,19 @@ class Machine:
         return compute_dtype(self.precision, torch.device(self.device))
 
 
-def look(device: str, precision: Precision, limit_bytes: int | None = None) -> Machine:
+def look(device: str, precision: Precision, memory_limit: str | None = None) -> Machine:
     """The device, from a process of its own where to look at it opens a context that would stay.
 
     ValueError for a device that is not there.
     """
+    limit_bytes = parse_size(memory_limit) if memory_limit else None
     if device == "cpu" or not torch.accelerator.is_available():
         return _look(device, precision, limit_bytes)
-    records: list[dict[str, Any]] = []
-    task = {"device": device, "precision": precision, "limit_bytes": limit_bytes}
-    ended = run_worker(__name__, task, records.append)
-    if ended.status != "ok":
-        raise SettingsError(ended.message or "the device cannot be used.")
-    return Machine(**records[-1])
+    task = json.dumps([device, precision, limit_bytes])
+    ended = subprocess.run([sys.executable, "-m", __name__, task], capture_output=True, text=True)
+    if ended.returncode:
+        raise SettingsError(ended.stderr.strip().rpartition("\n")[2] or "the device cannot be used.")
+    return Machine(**json.loads(ended.stdout))
 
 
 def _look(device: str, precision: Precision, limit_bytes: int | None) -> Machine:
@@ -98,5 +100,7 @@ def no_compiler(device: torch.device) -> str | None:
 
 
 if __name__ == "__main__":
-    with worker() as (task, say):
-        say(asdict(_look(**task)))
+    try:
+        sys.stdout.write(json.dumps(asdict(_look(*json.loads(sys.argv[1])))))
+    except ValueError as error:
+        sys.exit(str(error))

@@ -1,4 +1,4 @@
-"""Which model the workbench works on: one of Hugging Face's by name, or one made from a few numbers.
+"""A model made from a few numbers, for whoever has none: random weights, bytes or a tokenizer of its own.
 
 Its numbers are settings, so transformers is imported where a shape is made of them.
 """
@@ -7,24 +7,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from grpo.config import SettingsError
-from grpo.config.groups import BUNDLED
 from grpo.config.limits import COUNT, at_least, check_limits
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-Arch = Literal["gpt2", "llama"]
 OR_NONE = at_least(1, "give at least 1, or leave it out")
 
 
 @dataclass(frozen=True)
-class ModelSpec:
-    """A causal language model. `model` names one; with `arch` it is made from the numbers below."""
+class MadeModel:
+    """A causal language model from numbers, if `arch` is given; else --model names one."""
 
-    model: str | None = None
-    """Hub id or folder; None: rook-tiny, unless arch is given."""
-    arch: Arch | None = None
-    """Make a model of this architecture, with random weights, from the numbers below."""
+    arch: Literal["gpt2", "llama"] | None = None
+    """Make a model of this architecture, with random weights, from the numbers below (lm)."""
     layers: Annotated[int, COUNT] = 4
     """Transformer blocks."""
     width: Annotated[int, COUNT] = 256
@@ -38,15 +34,13 @@ class ModelSpec:
     vocab: Annotated[int, COUNT] = 256
     """Entries of the vocabulary; 256 are bytes."""
     context: Annotated[int, COUNT] = 256
-    """Tokens the model reaches, and those of a training window."""
+    """Tokens of a training window (lm); a model that is made reaches as many."""
     rope_theta: float = 10000.0
     """Base of the rotary positions (llama)."""
     untied: bool = False
     """An output head of its own instead of the embedding's transpose."""
 
     def __post_init__(self) -> None:
-        if self.model is not None and self.arch is not None:
-            raise SettingsError(f"model is {self.model!r} and arch is {self.arch!r}: give one of the two.")
         check_limits(self)
         if self.width % self.heads:
             raise SettingsError(f"width is {self.width}, not a multiple of {self.heads} heads: change one.")
@@ -62,36 +56,26 @@ class ModelSpec:
 
     @property
     def name(self) -> str:
-        if self.arch is None:
-            return self.model or BUNDLED
         return f"{self.arch} {self.layers} x {self.width}, vocabulary {self.vocab}"
 
     def config(self) -> "PretrainedConfig":
-        """Its shape, dropout off. ValueError where a named model cannot be had."""
-        if self.arch is None:
-            from grpo.model.load import shape_of
+        """Its shape, dropout off."""
+        from transformers import GPT2Config, LlamaConfig
 
-            return shape_of(self.model or BUNDLED)
-        return self._gpt2() if self.arch == "gpt2" else self._llama()
-
-    def _gpt2(self) -> "PretrainedConfig":
-        from transformers import GPT2Config
-
-        return GPT2Config(
-            vocab_size=self.vocab, n_positions=self.context, n_embd=self.width, n_layer=self.layers,
-            n_head=self.heads, n_inner=self.d_ff, tie_word_embeddings=not self.untied,
-            activation_function="gelu_pytorch_tanh", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-            bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-
-    def _llama(self) -> "PretrainedConfig":
-        from transformers import LlamaConfig
-
+        common = {
+            "vocab_size": self.vocab, "tie_word_embeddings": not self.untied,
+            "bos_token_id": 0, "eos_token_id": 0,
+        }  # fmt: skip
+        if self.arch == "gpt2":
+            return GPT2Config(
+                n_positions=self.context, n_embd=self.width, n_layer=self.layers, n_head=self.heads,
+                n_inner=self.d_ff, activation_function="gelu_pytorch_tanh", resid_pdrop=0.0, embd_pdrop=0.0,
+                attn_pdrop=0.0, **common,
+            )  # fmt: skip
         return LlamaConfig(
-            vocab_size=self.vocab, max_position_embeddings=self.context, hidden_size=self.width,
+            max_position_embeddings=self.context, hidden_size=self.width,
             intermediate_size=self.d_ff or -(-8 * self.width // (3 * 64)) * 64,
             num_hidden_layers=self.layers, num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads or self.heads, tie_word_embeddings=not self.untied,
-            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
-            bos_token_id=0, eos_token_id=0,
+            num_key_value_heads=self.kv_heads or self.heads,
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta}, **common,
         )  # fmt: skip

@@ -41,7 +41,7 @@ from grpo.run.setup import open_run
 from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
 from grpo.types import Prompt
-from grpo.workbench.performance.measure import matmul_rate
+from grpo.workbench.check import matmul_rate
 
 WARM_UP_STEPS = 2
 """First steps, in which kernels are loaded: no part of the speed."""

@@ -53,19 +53,15 @@ from grpo.scoring.logprobs import completion_logprobs
 from grpo.scoring.model_checks import check_recomputation, check_scorer
 from grpo.trainer import Trainer
 from grpo.types import Prompt
-from grpo.workbench.calculator.calculate import calculate
-from grpo.workbench.calculator.settings import CalculatorSettings
+from grpo.workbench.calculate import Calculator, calculate, parse_calculator
 from grpo.workbench.corpus import byte_corpus, open_corpus, train_tokenizer
+from grpo.workbench.find_max import FindMax, Trial, parse_find_max
+from grpo.workbench.find_max import check as check_max
+from grpo.workbench.findings import findings
 from grpo.workbench.machine import look
-from grpo.workbench.maximum.find import check, findings, findings_elsewhere
-from grpo.workbench.maximum.law import fit_law
-from grpo.workbench.maximum.search import TrialResult
-from grpo.workbench.maximum.settings import FindSettings
 from grpo.workbench.report import write_report
-from grpo.workbench.spec import ModelSpec
-from grpo.workbench.sweep.command_line import parse_sweep
-from grpo.workbench.sweep.opening import open_sweep
-from grpo.workbench.sweep.settings import SweepSettings
+from grpo.workbench.spec import MadeModel
+from grpo.workbench.sweep import Sweep, open_sweep, parse_sweep
 from rewards import REWARDS
 from rewards.analysis import Analysis
 from rewards.engine import EnginePool
@@ -108,9 +104,10 @@ USER = {"role": "user", "content": "2 + 2?"}
 MOVE_LINE = f"A: {START}+e2e4+e2e4+"
 AGAINST = ["m", "--against", "random"]
 PROFILES = "profiles: {single: {batch_size: 64}, quad: {batch_size: 256}}"
-TINY = ModelSpec(arch="gpt2", layers=1, width=32, heads=2, context=32)
+TINY = MadeModel(arch="gpt2", layers=1, width=32, heads=2, context=32)
+ON_CPU = {"train": Config(device="cpu")}
 SMALL_SWEEP = {
-    "batch_sizes": (4, 16), "total_tokens": 1024, "model": TINY, "device": "cpu", "data": "bundled"
+    "batch_sizes": (4, 16), "total_tokens": 1024, "made": TINY, "data": "bundled", **ON_CPU
 }  # fmt: skip
 
 
@@ -738,101 +735,99 @@ REFUSED: dict[str, list[Row]] = {
     ],
     "workbench": [
         *each_of(
-            ModelSpec,
-            ({"model": "x", "arch": "gpt2"}, "model is 'x' and arch is 'gpt2'", "one of the two"),
+            MadeModel,
             ({"layers": 0}, "layers is 0", "at least 1"), ({"d_ff": 0}, "d_ff is 0", "at least 1"),
             ({"width": 100, "heads": 3}, "width is 100", "not a multiple of 3 heads", "change one"),
             ({"heads": 4, "kv_heads": 3}, "kv_heads is 3", "no divisor of 4 heads", "leave it out"),
             ({"arch": "llama", "width": 12, "heads": 4}, "width 3", "rotated in pairs", "multiple of two"),
         ),
-        (lambda at: open_corpus(None, TINY), "data is not given", "--data FILE"),
+        (lambda at: open_corpus(None, Config(), TINY), "data is not given", "--data FILE"),
         (lambda at: byte_corpus(Path("nowhere")), "data is 'nowhere', which is no file", "give a text file"),
         (lambda at: byte_corpus(at.file("empty")), "which is empty", "give a text file"),
-        (lambda at: open_corpus(str(at.file("short", "short")), TINY), "5 tokens", "331", "a longer file"),
+        (lambda at: open_corpus(str(at.file("short", "short")), Config(), TINY),
+         "5 tokens", "331", "a longer file"),
         (lambda at: byte_corpus(at.file("a", "short")).check(97, 8), "vocabulary has 97", "--vocab 256"),
         (lambda at: train_tokenizer(at.file("a", "short"), 100), "vocab is 100", "at least 256"),
         (lambda at: look("cuda:77", "auto"), "device is 'cuda:77'"),
-        *each_value(CalculatorSettings, "a share ", memory_utilization=0.0, overhead_share=1.0),
+        *each_value(Calculator, "a share ", overhead_share=1.0),
         *each_of(
-            CalculatorSettings,
-            ({"batch_size": 20}, "batch_size is 20", "group_size 8", "16 or 24", "--group-size"),
-            ({"gpus": 0}, "gpus is 0", "at least 1"), ({"batch_size": 4}, "batch_size is 4", "give 8, or"),
-            ({"max_batch_size": 7}, "max_batch_size is 7", "one group of 8", "more"),
+            Calculator,
+            ({"gpus": 0}, "gpus is 0", "at least 1"),
             ({"frozen": (0.0,)}, "frozen is 0", "a number of"), ({"trainable": -1.0}, "trainable is -1"),
             ({"gpu": "h100", "gpu_memory": "8GB"}, "gpu is 'h100' and gpu_memory '8GB'", "give one"),
-            ({"trainable": 1e8, "model": TINY}, "trainable is 1e+08", "gpt2", "give one"),
-            ({"optimizer": "sgd"}, "optimizer is sgd", "predicted", "leave it out, or"),
-            ({"trainable": 1e8, "precision": "fp32"}, "precision is fp32", "leave it out"),
-            ({"trainable": 1e8, "measured_share": 0.3}, "measured_share is 0.3", "--batch-size"),
-            ({"yaml": Path("p.yaml"), "objective": "lm"}, "yaml is p.yaml", "leave out --objective lm"),
+            ({"trainable": 1e8, "train": Config(model="m")}, "trainable is 1e+08", "model, m", "give one"),
+            ({"optimizer": "sgd"}, "optimizer is sgd", "planned", "leave it out, or"),
+            ({"trainable": 1e8, "prompt_tokens": 8}, "prompt_tokens is 8", "leave it out"),
             ({"json": Path("nowhere/p.json")}, "json is nowhere/p.json", "no folder nowhere", "make it"),
-            ({"load_in_4bit": True}, "load_in_4bit is True, but lora_rank is 0", "--lora-rank 16"),
         ),
+        (lambda at: parse_calculator(["--gpu", "h100", "--dry-run"]), "--dry-run is given", "leave it out"),
+        (lambda at: parse_calculator(["--profile", "x"]), "profile is 'x'", "add --config FILE.yaml"),
         *each_of(
-            lambda **given: calculate(CalculatorSettings(**given), CalculatorSettings(**given).card()),
+            lambda **given: calculate(Calculator(**given), Calculator(**given).card()),
             ({"gpu": "h10"}, "gpu is 'h10'", "Did you mean h100?", "--gpu-memory"),
             ({"gpu": "a100"}, "gpu is 'a100'", "a100-40gb or a100-80gb?"),
             ({"gpu_memory": "big"}, "gpu_memory is 'big', which is no size", "24GB"),
             ({"gpu": "h100", "frozen": (8e9, 7e10), "trainable": 1e8}, "8 B and 70 B in bf16", "145.29 GB",
              "h100 offers 78.40", "fewer or smaller ones"),
             ({"gpu": "h100", "trainable": 1e10}, "trainable is 10 B", "optimizer: 111.76 GB", "smaller"),
-            ({"gpu_memory": "100MB", "model": TINY}, "model is gpt2 1 x 32", "overhead: 0.50 GB", "98 MB"),
-            ({"gpu": "h100", "model": TINY}, "60 and 144, but the model reaches 32 tokens", "less"),
+            ({"gpu_memory": "100MB"}, "overhead: 0.50 GB", "98 MB", "a smaller one"),
+            ({"gpu": "h100", "train": Config(model="rook-tiny", sampling=SamplingSettings(900))},
+             "max_new_tokens is 900, but the model's context is 512"),
             ({"gpu": "h100", "trainable": 1e8, "sample_memory": "much"}, "sample_memory is 'much'", "size"),
         ),
         *each_of(
-            FindSettings,
-            ({"start": 0}, "start is 0", "at least 1"), ({"group_size": 1}, "group_size is 1", "at least 2"),
-            ({"memory_limit": "much"}, "memory_limit is 'much'", "no size"),
-            ({"measured": ("64=1GB",)}, "measured and device_memory belong together", "give both"),
+            FindMax,
+            ({"start": 0}, "start is 0", "at least 1"), ({"made": TINY}, "arch is 'gpt2'", "give --model"),
         ),
-        *each_of(
-            lambda measured: findings_elsewhere(FindSettings(measured=measured, device_memory="47.4GB")),
-            ({"measured": ("64", "80=1GB")}, "measured has '64'", "64=14.8GB"),
-            ({"measured": ("x=1GB", "80=1GB")}, "measured has 'x=1GB'", "64=14.8GB"),
-            ({"measured": ("64=1GB", "80=oom")}, "measured has 1 sizes that fitted", "two"),
+        *each_at(
+            lambda at, words: parse_find_max(words),
+            (["--batch-size", "8"], "--batch-size is given", "leave it out"),
+            (["--steps=8"], "--steps is given, which is chosen by itself here"),
+            (["--config", "nowhere.yaml"], "config file 'nowhere.yaml' does not exist"),
         ),
         *each_of(
             lambda trials=(), **given: findings(
-                made := FindSettings(model=TINY, device="cpu", **given), check(made), trials
+                check_max(FindMax("lm", made=TINY, **ON_CPU, **given)), trials, ""
             ),
-            ({"objective": "lm"}, "data is not given", "--data FILE"),
-            ({"objective": "lm", "data": "nowhere.txt"}, "'nowhere.txt', which is no file"),
-            ({"prompt_tokens": 30, "max_new_tokens": 30}, "30 and 30", "reaches 32 tokens", "less"),
-            ({"objective": "lm", "data": "bundled", "trials": [TrialResult(4, "failed", "nowhere.txt")]},
+            ({}, "data is not given", "--data FILE"),
+            ({"data": "nowhere.txt"}, "'nowhere.txt', which is no file"),
+            ({"data": "bundled", "trials": [Trial(4, "failed", "nowhere.txt")]},
              "batch 4 failed, and not for want of memory", "nowhere.txt"),
-            ({"objective": "lm", "data": "bundled", "trials": [TrialResult(4, "out of memory")]},
-             "not even a batch of 4 fits", "weights ", "--gradient-checkpointing full"),
+            ({"data": "bundled", "trials": [Trial(4, "out of memory", "learn took more")]},
+             "not even a batch of 4 fits", "learn took more", "--gradient-checkpointing full"),
         ),
-        (lambda at: fit_law({64: 1.0}), "there are 1", "two measured batch sizes"),
+        (lambda at: check_max(FindMax(prompt_tokens=500, **ON_CPU)), "500 and 144", "512 tokens", "less"),
         *each_of(
-            lambda **given: open_sweep(SweepSettings(**{**SMALL_SWEEP, **given})),
-            ({"batch_sizes": (0, 8)}, "holds 0", "at least 1"), ({"batch_sizes": ()}, "is empty", "at least"),
+            lambda **given: open_sweep(Sweep(**{**SMALL_SWEEP, **given})),
+            ({"batch_sizes": (0, 8)}, "holds 0", "at least 1"),
             ({"batch_sizes": (64,)}, "total_tokens is 1024, less than one batch of 64", "2048"),
             ({"evaluations": 0}, "evaluations is 0", "at least"), ({"warmup_share": 1.5}, "_share is 1.5"),
-            ({"memory_limit": "much"}, "memory_limit is 'much'", "no size"),
-            ({"optimizer": OptimizerSettings(warmup_steps=3)}, "warmup_steps is 3", "--warmup-share"),
             ({"data": "no-such-file.txt"}, "data is 'no-such-file.txt', which is no file"),
-            ({"model": replace(TINY, vocab=100)}, "vocabulary has 100", "give --vocab 256 or more"),
-            ({"model": ModelSpec(context=600), "total_tokens": 10_000}, "context is 600", "reaches 512"),
-            ({"data": None}, "data is not given", "--data"), ({"device": "cuda:77"}, "device is 'cuda:77'"),
+            ({"made": replace(TINY, vocab=100)}, "vocabulary has 100", "give --vocab 256 or more"),
+            ({"made": MadeModel(context=600), "total_tokens": 10_000}, "context is 600", "reaches 512"),
+            ({"data": None}, "data is not given", "--data"),
+            ({"train": Config(device="cuda:77")}, "device is 'cuda:77'"),
             ({"objective": "grpo"}, "arch is 'gpt2'", "--model"),
         ),
         (lambda at: mock.patch.dict(os.environ, CXX="/no/compiler")(open_sweep)(
-            SweepSettings(**SMALL_SWEEP, compile=True)
+            Sweep(**SMALL_SWEEP, compile=True)
         ), "compile is on, but there is no C++ compiler", "leave it out"),
         *each_of(
-            lambda **given: open_sweep(
-                SweepSettings(objective="grpo", device="cpu", **{"batch_sizes": (8,), **given})
-            ),
+            lambda train=None, **given: open_sweep(Sweep(
+                "grpo", **{"batch_sizes": (8,), "train": replace(train or Config(), device="cpu"), **given}
+            )),
             ({"compile": True}, "compile is on", "leave it out"),
             ({"batch_sizes": (8, 12)}, "batch_size is 12", "multiple of group_size 8"),
             ({"batch_sizes": (16,), "total_samples": 8}, "total_samples is 8, less than one batch of 16"),
-            ({"max_new_tokens": 512}, "max_new_tokens is 512, but the model's context is 512"),
+            ({"train": Config(sampling=SamplingSettings(512))}, "512, but the model's context is 512"),
             ({"train": Config(prompts="nothing.jsonl")}, "nothing.jsonl"),
             ({"train": Config(reward=("no_such_reward",))}, "no_such_reward"),
         ),
-        (lambda at: parse_sweep(["--config", "a.yaml"]), "config is 'a.yaml'", "--objective grpo"),
+        *each_at(
+            lambda at, words: parse_sweep(words),
+            (["--config", "a.yaml"], "config file 'a.yaml' does not exist"),
+            (["--eval-interval", "5"], "--eval-interval is given", "leave it out"),
+        ),
         (lambda at: write_report([]), "no folder is given", "give that of a run"),
         (lambda at: write_report([at.folder]), "neither a run nor a sweep", "Give the folder that"),
         (lambda at: write_report([at.file("sweep.json", json.dumps(sweep_settings())).parent]),

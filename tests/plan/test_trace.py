@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import ARCHITECTURES
-from real_phases import RealPhases, Setting, allocator_peak
+from real_phases import FullLengthTokenizer, RealPhases, Setting, allocator_peak, nameless_prompts
 
 from grpo.config.groups import LoraSettings, OptimizerSettings
 from grpo.learning.loss import loss_counts
@@ -19,7 +19,6 @@ from grpo.plan.trace import Card, TracedPhases
 from grpo.rollout.sample import rollout
 from grpo.scoring.micro_batches import score
 from grpo.types import Rollout
-from grpo.workbench.worst_case import FullLengthTokenizer, nameless_prompts
 
 G, VOCABULARY = 4, 96
 SIZE = Size(4 * G, 24, 40)

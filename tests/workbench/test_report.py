@@ -1,4 +1,4 @@
-"""Reports: pages of a sweep, a run and several, what is broken or missing, and what a sweep's figures say."""
+"""Reports: pages of a sweep, a run and several, what is broken or missing, and what figures say."""
 
 import json
 import re
@@ -9,22 +9,20 @@ import numpy as np
 import pytest
 import report_folders
 from commands import here
-from report_folders import FEN, GB, NEXT_FEN, completion, write_lines, write_run, write_sweep
+from report_folders import FEN, GB, NEXT_FEN, completion, write_json, write_lines, write_run, write_sweep
 
 from grpo.evaluate import Evaluation, quality
 from grpo.evaluate.quality import Example, Quality
 from grpo.play.record import Game, Match
 from grpo.workbench import report
-from grpo.workbench.report import findings, make_page, trend
-from grpo.workbench.report.boards import BAD, GOOD, draw_boards
-from grpo.workbench.report.compare import lacking, verdict
-from grpo.workbench.report.figures import Curve, draw, phase_color
-from grpo.workbench.report.gallery import cards, chosen
-from grpo.workbench.report.page import to_html
-from grpo.workbench.report.read import Run, Size, Sweep, read_folder, read_run
-from grpo.workbench.report.run import summary
-from grpo.workbench.report.sections import Page, Section
-from grpo.workbench.report.wording import duration, listed, number, rounded
+from grpo.workbench.report import findings, make_page, to_html
+from grpo.workbench.report.boards import BAD, GOOD, WRONG_SQUARE, answer_card, cards, chosen
+from grpo.workbench.report.charts import PHASE_COLORS, line
+from grpo.workbench.report.page import Page, Section
+from grpo.workbench.report.read import Sweep, read_folder
+from grpo.workbench.report.sweep import sweep_page
+from grpo.workbench.report.wording import duration, number, setting
+from grpo.workbench.sizes import Size, read_size
 
 EVIL = "</pre><script>alert(1)</script>\n````\n<img src=x onerror=alert(1)>"
 """A completion is a model's output, and notes may hold anything."""
@@ -38,8 +36,9 @@ def section(page: Page, title: str) -> Section:
     return next(each for each in page.sections if each.title == title)
 
 
-def said(page: Page, title: str) -> str:
-    return " ".join(section(page, title).sentences)
+def facts(page: Page, title: str = "What it says") -> dict[str, tuple[str, ...]]:
+    """Value, interval and note by what they are of."""
+    return {fact.what: fact[1:] for fact in section(page, title).facts}
 
 
 def missing(page: Page) -> list[str]:
@@ -49,7 +48,7 @@ def missing(page: Page) -> list[str]:
 
 def rows(page: Page, title: str) -> dict[str, tuple[str, ...]]:
     """Of a section's first table, by their first cell."""
-    return {row[0]: row[1:] for row in section(page, title).tables[0].rows}
+    return {row[0]: tuple(row[1:]) for row in section(page, title).tables[0].rows}
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +78,7 @@ def run_folder(tmp_path_factory) -> Path:
     match = Match(("run step-000009", "rook-tiny"), {"temperature": 1.0, "illegal_moves": "resign"}, games)
     (folder / "matches" / "a-match").mkdir(parents=True)
     match.save(folder / "matches" / "a-match")
+    write_json(folder / "leak.json", {"leak": False})
     return folder
 
 
@@ -88,20 +88,34 @@ def of_run(run_folder) -> Page:
 
 
 def test_the_page_of_a_sweep(sweep):
+    """256 updates of 0.02 + 64 · 0.004 s, 2 s of compiling. Of a difference: 0.05 · t(19) / √19 = 0.024."""
     assert titles(sweep) == [
-        "What it says", "Notes", "Results", "Learning curves", "Quality against batch size", "Time",
-        "Memory", "What the sizes had in common",
+        "What it says", "Notes", "Results", "Learning curves", "Quality and time", "Memory",
+        "What the sizes had in common",
     ]  # fmt: skip
-    assert "size 64 is best: 2.300" in said(sweep, "What it says")
-    assert "Sizes 32 and 128 are within the noise" in said(sweep, "What it says")
-    assert "Size 128 does not fit" in said(sweep, "Time")
+    said = facts(sweep)
+    assert said["Best held-out loss"][:2] == ("size 64", "2.300 ± 0.019 nats a token")
+    assert said["Not told from the best"][0] == "size 32, 128"
+    assert said["Trade-off"][:2] == ("size 64", "1 min 13 s")
+    assert said["Fastest"][:2] == ("size 256", "1 min 9 s") and "cannot tell: size 64." in said["Fastest"][2]
+    assert said["Size 512"] == (
+        "out of memory", "4.72 GB predicted", "DefaultCPUAllocator: can't allocate memory",
+    )  # fmt: skip
+    assert said["Learning rate"][:2] == ("the same at every size", "0.0003")
     results = rows(sweep, "Results")
-    # 256 updates of 0.02 + 64 · 0.004 s and 2 s of compiling
-    assert results["64"][:5] == ("ok", "256", "3e-4", "13", "1 min 13 s")
-    assert results["64"][6:10] == ("2.250", "2.300 ± 0.012", "2.299 at 2.0 M", "0.050")
-    assert results["512"][0] == "out of memory" and set(results["512"][3:]) == {"–"}
-    budget = rows(sweep, "Memory")
-    assert budget["activations"] == ("1.75 GB", "3.50 GB") and budget["predicted"][1] == "4.80 GB"
+    assert results["64"][:6] == ("ok", "256", "0.0003", "13", "1 min 13 s", "29,681")
+    assert results["64"][7:9] == ("2.300 ± 0.019", "2.300 at 100%")
+    assert results["64"][10:] == ("0.81 GB", "0.59 GB", "0.56 GB")
+    assert results["512"][0] == "out of memory" and results["512"][-1] == "–"
+    times = rows(sweep, "Quality and time")
+    assert times["32"][:4] == ("0.012", "-0.012 to 0.036", "1 min 18 s", "2.0 s")
+    assert times["64"][:2] == ("0.000", "–") and times["128"][3] == "2 min 30 s"
+    assert rows(sweep, "What the sizes had in common")["quality: unit"] == ("nats a token",)
+    shown = [picture.title for each in sweep.sections for picture in each.pictures]
+    assert shown[:3] == [
+        "Held-out loss over tokens", "Training loss over tokens", "Held-out loss over seconds of training",
+    ]  # fmt: skip
+    assert len(shown) == len(set(shown)) == 3 + 5 + 2
 
 
 def test_the_page_of_a_run(of_run, run_folder):
@@ -109,23 +123,36 @@ def test_the_page_of_a_run(of_run, run_folder):
         "What it says", "Before and after", "Games", "Held-out quality", "Reward", "Policy", "What it wrote",
         "Time", "Memory", "Settings",
     ]  # fmt: skip
-    summed = said(of_run, "What it says")
-    assert "training reward went from 0.515 (first 2 steps) to 0.695 (last 2 steps)" in summed
-    assert "held-out reward went from 0.600 to 0.700 at step 20. Its 95 % interval over prompts, " in summed
-    assert "does not hold the first value" in summed and "In 25 % of the groups" in summed
-    assert "4.0 s in the median, and all of them 1 min 20 s: 50 % learn, 25 % sample" in said(of_run, "Time")
-    assert "learn at step 3" in said(of_run, "Memory")
-    few = [report_folders.evaluation(step) for step in (0, 4)]  # 0.62 ± 0.04
-    assert "holds the first value" in " ".join(summary(replace(read_folder(run_folder), evaluations=few)))
+    said = facts(of_run)
+    assert said["Training reward"][::2] == ("0.515 → 0.695", "Means of the first and the last 2 of 20 steps.")
+    assert said["Held-out reward"][:2] == ("0.600 → 0.700", "0.660 to 0.740")
+    assert said["Held-out reward"][2] == "At step 0 and at step 20; the 95 % interval is the last one's."
+    assert said["KL to the reference"][0] == "0.04 nats a token"
+    assert said["Groups of equal rewards"] == ("25%", "", "They teach nothing but the KL.")
+    assert said["Time of a step"] == (
+        "4.0 s",
+        "1 min 20 s in all",
+        "learn 50%, sample 25%, score 12%, other 12%",
+    )
+    assert said["Phases that ran out of memory"][::2] == (
+        "1",
+        "And went on with fewer rows: learn at step 3.",
+    )
+    assert said["Leak test"][0] == "no leak" and "Updates left out" not in said
+    early = report.run_page(replace(read_folder(run_folder), settings={}))
+    assert facts(early)["Groups of equal rewards"][2] == "They teach nothing."
     assert rows(of_run, "Held-out quality")["reward"] == ("0.600 (0.560 to 0.640)", "0.700 (0.660 to 0.740)")
     memory = rows(of_run, "Memory")
     assert memory["learn"] == ("32", "1.00 GB", "1.25 GB", "-20.0 %", "2.00 GB", "1")  # of step 2
     assert memory["sample"] == ("32", "1.00 GB", "0.80 GB", "+25.0 %", "2.00 GB", "0")
-    phases = ("sample", "score", "learn", "other", "reward", "update", "wait", "reduce")
-    assert len({phase_color(phase) for phase in phases}) == len(phases)
-    (figure,) = draw("x", "X", [Curve("a", [1.0], [2.0])], x="step", y="y")
-    assert "<use" in figure.svg and 'id="x-curve-0"' in figure.svg  # one point is seen
-    assert draw("x", "X", [Curve("a", [], [])], x="step", y="y") == []
+    assert len(set(PHASE_COLORS.values())) == 8
+
+
+def test_what_a_run_of_language_modelling_wrote_is_shown_as_well(tmp_path):
+    page = make_page([write_sweep(tmp_path / "sweep") / "size-00064"])
+    assert facts(page)["Held-out loss"][0] == "5.500 → 2.300" and "Training loss" in facts(page)
+    assert [picture.title for picture in section(page, "Reward").pictures if picture] == ["Loss"]
+    assert not any("logged no" in sentence for sentence in missing(page))
 
 
 def test_a_run_was_measured_before_and_after_and_played(of_run):
@@ -134,31 +161,29 @@ def test_a_run_was_measured_before_and_after_and_played(of_run):
     assert found.tables[0].rows[0][:4] == ("a legal move", "50.0", "100.0", "+50.0")
     assert [card.title for card in found.cards] == ["position 1, before", "position 1, after"]
     assert "illegal" in found.cards[1].remark and found.cards[0].boards
-    found = section(of_run, "Games")
-    assert "scored 40.0 % against rook-tiny in 5 games" in found.sentences[0]
-    assert "too close to tell" in found.sentences[0]
-    (row,) = found.tables[0].rows
-    assert row[2:6] == ("5", "1", "2", "2") and row[6].startswith("40.0 % (") and row[8:] == ("0.60", "3")
-    assert [card.title[:6] for card in found.cards] == ["game 1", "game 2", "game 3"]
-    first = found.cards[0]
-    assert len(first.boards) == 2 and first.prompt == FEN and first.completion == "56. Ra5 h4 57. Ke4"
-    assert first.remark == "Illegal answers at half-move 3." and found.cards[1].remark == ""
-    assert "game 3: run step-000009 against rook-tiny, 0-1" in to_html(of_run)
+    row = rows(of_run, "Games")["rook-tiny"]
+    assert row[:3] == ("1.0", "–", "resign") and row[3:7] == ("5", "1", "2", "2")
+    assert row[7].startswith("40.0 % (") and row[9:] == ("0.60", "3")
+    (last,) = section(of_run, "Games").cards
+    assert last.title == "The last game: run step-000009 against rook-tiny, 1/2-1/2"
+    assert len(last.boards) == 1 and last.prompt == FEN and last.completion == "56. Ra5 h4 57. Ke4"
 
 
 def test_pages_hold_what_files_say_as_text(of_run, sweep):
     html = to_html(of_run)
     assert "<script" not in html and "<img" not in html and "&lt;script&gt;" in html
     html = to_html(sweep)
-    assert "<script" not in html and "<img" not in html and "<h3>Title</h3>" in html
+    assert "<script" not in html and "<img" not in html and "<h1>Title</h1>" in html
 
 
-def test_a_page_needs_nothing_else(of_run):
-    text = to_html(of_run)
-    assert "default-src 'none'" in text and "@import" not in text
-    assert not re.findall(r'(?:src|href)="(?!#|data:)|url\((?!#)', text)
-    ids = re.findall(r'\bid="([^"]+)"', text)
-    assert len(ids) == len(set(ids)) and set(re.findall(r'href="#([^"]+)"', text)) <= set(ids)
+def test_a_page_needs_nothing_else(of_run, sweep):
+    for page in (of_run, sweep):
+        text = to_html(page)
+        assert "default-src 'none'" in text and "@import" not in text
+        links = re.sub(r'<div class="notes">.*?</div>', "", text, flags=re.DOTALL)
+        assert not re.findall(r'(?:src|href)="(?!#|data:)|url\((?!#)', links)
+        ids = re.findall(r'\bid="([^"]+)"', text)
+        assert len(ids) == len(set(ids)) and set(re.findall(r'href="#([^"]+)"', text)) <= set(ids)
 
 
 def test_the_command_writes_where_the_page_belongs(sweep, tmp_path, monkeypatch):
@@ -172,70 +197,67 @@ def test_the_command_writes_where_the_page_belongs(sweep, tmp_path, monkeypatch)
 
 
 def test_runs_with_different_metrics_are_compared_as_far_as_it_goes(tmp_path, logged):
-    """Completions of the same prompts stand side by side; a run without a step is left out."""
+    """What one of them lacks is a dash; a run without a step is left out."""
     a, b = write_run(tmp_path / "x" / "run"), write_run(tmp_path / "y" / "run", learning_rate=2e-5)
     (waiting := tmp_path / "waiting").mkdir()
     (waiting / "metrics.jsonl").write_text("")
     lines = [json.loads(line) for line in (b / "metrics.jsonl").read_text().splitlines()]
-    without = [{name: value for name, value in line.items() if name != "kl"} | {"new": 1} for line in lines]
+    without = [
+        {name: value for name, value in line.items() if name != "kl" and not name.endswith(("/low", "/high"))}
+        for line in lines
+    ]
     write_lines(b / "metrics.jsonl", without)
+    (b / "memory.jsonl").unlink()
     page = make_page([a, waiting, b])
-    assert page.title == "Runs compared: x/run and y/run"  # of one name, and told apart
+    assert page.title == "Runs compared: x/run, y/run"  # of one name, and told apart
     assert any("left out" in line and "waiting" in line for line in logged)
-    assert missing(page) == ["x/run has no new.", "y/run has no kl."]
+    assert missing(page) == ["y/run: memory.jsonl is missing: memory by phase is not shown."]
     ends = rows(page, "How they ended")
-    assert ends["training kl"] == ("0.039", "–") and ends["training reward"] == ("0.695", "0.695")
-    assert rows(page, "Where their settings differ")["--learning-rate"] == ("1e-05", "2e-05")
-    shown = section(page, "The same prompts").cards
-    assert [card.title.split(",")[0] for card in shown] == ["x/run", "y/run"] * 2
-    assert shown[0].prompt == shown[1].prompt != shown[2].prompt
-    assert to_html(page).count('class="board"') == 6  # one of a policy prompt, two of an environment prompt
+    assert ends["training KL"] == ("0.039", "–") and ends["training reward"] == ("0.695", "0.695")
+    assert ends["held-out reward"] == ("0.700 (0.660 to 0.740)", "0.700")
+    assert ends["time of a step"] == ("4.0 s", "4.0 s")
+    assert rows(page, "Where their settings differ") == {"--learning-rate": ("1e-05", "2e-05")}
+    assert to_html(page).count("-curve-") == 2
 
 
-def test_who_ended_higher_and_that_intervals_do_not_say_by_chance_or_not():
-    def run_with(name: str, reward: float, **interval: float) -> Run:
-        line = {f"eval_reward/{end}": at for end, at in interval.items()} | {"step": 9, "eval_reward": reward}
-        return Run(name, {}, [{"step": 1, "reward": 0.5}], [line], [], [], {}, [])
+def test_sweeps_stand_side_by_side_and_one_that_was_cut_short_is_reported_as_far_as_it_goes(tmp_path):
+    folder, other = write_sweep(tmp_path / "sweep"), write_sweep(tmp_path / "b")
+    page = make_page([folder, other])
+    assert (
+        titles(page) == ["Quality", "Results of sweep", "Results of b"]
+        and to_html(page).count("-curve-") == 2
+    )
+    assert (
+        facts(page, "Results of b")["Best held-out loss"][0] == "size 64"
+        and len(rows(page, "Results of b")) == 6
+    )
+    header = report_folders.sweep_settings()
+    write_json(other / "sweep.json", header | {"quality": {"name": "held-out reward", "better": "higher"}})
+    assert "Not comparable" in section(make_page([folder, other]), "Quality").sentences[0]
 
-    best, old = run_with("best", 0.8, low=0.7, high=0.9), run_with("old", 0.5)
-    near, far = run_with("near", 0.7, low=0.6, high=0.75), run_with("far", 0.5, low=0.4, high=0.69)
-    highest, near, far, chance = verdict([near, best, far])
-    assert highest.startswith("best ended with the highest") and "0.800 (0.700 to 0.900)" in highest
-    assert near == "near ended 0.100 lower, 0.700 (0.600 to 0.750)."
-    assert far == "far ended 0.300 lower, 0.500 (0.400 to 0.690)."
-    assert "on the same prompts, which grpo-lean evaluate gives" in chance
-    assert verdict([best, old])[1] == "old ended 0.300 lower, 0.500."
-    assert "Fewer than two" in verdict([best, replace(best, evaluations=[])])[0]
-    assert lacking([best, best]) == [] and lacking([best, old]) == ["old has no intervals."]
-
-
-def test_a_sweep_is_compared_with_another_and_one_that_was_cut_short_is_reported_as_far_as_it_goes(tmp_path):
-    folder = write_sweep(tmp_path / "sweep")
-    page = make_page([folder, write_sweep(tmp_path / "b")])
-    assert rows(page, "What it says")["best by quality"] == ("64, 2.300 nats a token, 1 min 13 s",) * 2
-    assert [figure.name for figure in section(page, "Curves").figures] == ["quality", "throughput", "seconds"]
-    for name, left in (("size-00032.json", 0.5), ("size-00064.jsonl", 0.99)):
-        text = (folder / name).read_text()
-        (folder / name).write_text(text[: int(left * len(text))])
-    for name in ("size-00128.json", "size-00256.json", "size-00256.jsonl"):
+    metrics = folder / "size-00064" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text()[:-40])
+    for name in ("size-00032/ended.json", "size-00016/heldout.json"):
         (folder / name).unlink()
-    broken = report_folders.size_row(16) | {"final_heldout": None, "seconds": "x"}
-    (folder / "size-00016.json").write_text(json.dumps(broken))
+    write_lines(folder / "size-00128" / "metrics.jsonl", [{"step": 1, "loss": None, "step_time": "x"}])
+    for file in (folder / "size-00256").iterdir():
+        file.unlink()
+    (folder / "size-00256").rmdir()
     page = make_page([folder])
-    expected = (
-        ("size-00016.json", "no seconds"), ("size-00016.json", "no final_heldout"),
-        ("size-00032.json", "size 32 are missing"), ("size-00064.jsonl", ""),
-        ("Size 128", "unfinished"), ("Size 256", "not run"),
-    )  # fmt: skip
-    for sentence, (what, words) in zip(missing(page), expected, strict=True):
-        assert sentence.startswith(what) and words in sentence
+    assert missing(page) == [
+        "Size 32 has no end: it is unfinished.",
+        "size-00064/metrics.jsonl has lines that cannot be read, 1 of them; the others are shown.",
+        "Size 128 has no held-out figure from after training.", "Size 256 has no end: it is not run.",
+    ]  # fmt: skip
     status = [row[1] for row in section(page, "Results").tables[0].rows]
-    assert status == ["ok", "unreadable", "ok", "unfinished", "not run", "out of memory"]
-    (folder / "sweep.json").write_text('{"version": 1, "objec')
-    for each in folder.glob("size-*.json"):
+    assert status == ["ok", "unfinished", "ok", "ok", "not run", "out of memory"]
+    assert rows(page, "Quality and time")["16"][1] == "–"  # what cannot be paired is not told
+    assert "Not told from the best" not in facts(page)
+    (folder / "sweep.json").write_text('{"objec')
+    for each in folder.glob("size-*/ended.json"):
         each.write_text("{}")
     page = make_page([folder])
-    assert "No size finished" in said(page, "What it says")
+    assert facts(page)["Best held-out loss"][0] == "not known"
     assert "sweep.json cannot be read" in missing(page)[0]
 
 
@@ -261,9 +283,9 @@ def test_a_run_that_lacks_files_or_holds_broken_ones_says_so(tmp_path):
     (folder / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5, "kl": null}\n{"step": 2, "rew')
     page = make_page([folder])
     broken, lacked = missing(page)
-    assert broken.startswith("metrics.jsonl has a line that cannot be read")
+    assert broken.startswith("metrics.jsonl has lines that cannot be read, 1 of them")
     assert lacked.startswith("The run logged no KL and no times") and lacked.endswith("no evaluations.")
-    assert to_html(page).count("curve-0") == 1 + 1  # the reward, and memory
+    assert to_html(page).count("curve-0") == 1 + 2  # the reward, and memory
 
 
 ASKED = f"A: {FEN}+a4a5+a4a5+"
@@ -273,25 +295,25 @@ ASKED = f"A: {FEN}+a4a5+a4a5+"
     ("prompt", "text", "boards", "arrow", "words"),
     [
         (f"P: {FEN}", "M: a4a5 E: 0.3 B: a4a5", 1, GOOD, "White to move: a5"),
-        (f"P: {FEN}", "M: d4g8 E: 0.3 B: d4g8", 1, BAD, "d4g8 is illegal here"),
-        (f"P: {FEN}  ", "B: resign", 1, None, "No best move can be read"),
-        (ASKED, f"{NEXT_FEN}+0.001+0+0", 2, GOOD, "predicted, right"),
-        (ASKED, f"{FEN}+0.001+0+0", 2, GOOD, "wrong on the red"),
-        (ASKED, NEXT_FEN.replace("b -", "w -"), 2, GOOD, "in a field"),
-        (f"A: {FEN}+a4b7+a4b7+", f"{FEN}+-1.0+0+1", 2, BAD, "which is illegal"),
-        (ASKED, "8/8", 1, GOOD, "No next position can be read"),
+        (f"P: {FEN}", "M: d4g8 E: 0.3 B: d4g8", 1, BAD, "d4g8, which is illegal"),
+        (f"P: {FEN}  ", "B: resign", 1, None, "no move can be read"),
+        (ASKED, f"{NEXT_FEN}+0.001+0+0", 2, GOOD, "predicted: right"),
+        (ASKED, f"{FEN}+0.001+0+0", 2, GOOD, "wrong on a4, a5"),
+        (ASKED, NEXT_FEN.replace("b -", "w -"), 2, GOOD, "the pieces right, not whose turn"),
+        (f"A: {FEN}+a4b7+a4b7+", f"{FEN}+-1.0+0+1", 2, BAD, "White plays a4b7, which is illegal"),
+        (ASKED, "8/8", 1, GOOD, "no position: '8/8'"),
         ("Say hello", "hello", 0, None, ""),
         ("P: no position", "B: a4a5", 0, None, ""),
     ],
 )
 def test_boards(prompt, text, boards, arrow, words):
-    drawn = draw_boards(prompt, text, "x")
-    assert len(drawn.boards) == boards
-    arrows = re.findall(r'<line[^>]*stroke="(#\w+)"', " ".join(board.svg for board in drawn.boards))
+    card = answer_card("a title", "x", prompt, text)
+    assert len(card.boards) == boards
+    arrows = re.findall(r'<line[^>]*stroke="(#\w+)"', " ".join(board.svg for board in card.boards))
     assert set(arrows) == ({arrow} if arrow else set())
-    assert words in " ".join([*(board.caption for board in drawn.boards), drawn.remark])
-    if words in ("predicted, right", "wrong on the red"):  # the pawn is still on a4 and not on a5
-        assert drawn.boards[1].svg.count("#e8a39b") == 2 * ("wrong" in words)
+    assert words in " ".join([*(board.caption for board in card.boards), card.remark])
+    if words in ("predicted: right", "wrong on a4, a5"):  # the pawn is still on a4 and not on a5
+        assert card.boards[1].svg.count(WRONG_SQUARE) == 2 * ("wrong" in words)
 
 
 def test_the_gallery_holds_the_best_and_the_worst_of_each_task_as_the_run_weighed_them(tmp_path):
@@ -300,102 +322,117 @@ def test_the_gallery_holds_the_best_and_the_worst_of_each_task_as_the_run_weighe
         completion(9, f"{what} {n}", prompt=f"{prompt}{n}", reward=n / 100)
         for what, prompt in asked.items() for n in range(20)
     ]  # fmt: skip
-    run = Run("r", {}, [], [], [*records, *records[:3]], [], {}, [])  # the same text again
     ends = [f"{what} {n}" for what in asked for n in (19, 18, 17, 2, 1, 0)]
-    assert [each["completion"] for each in chosen(run, 12)] == ends
-    one = {"prompt": "a", "completion": "x", "rewards": {"brevity": 1.0, "letter": 0.0}}
-    other = {"prompt": "b", "completion": "y", "rewards": {"brevity": 0.0, "letter": 0.9}}
-    settings = {"reward": ["my.py:brevity", "my.py:letter"], "reward_weights": [1.0, 2.0]}
-    run = replace(run, settings=settings, completions=[one, other])
-    assert chosen(run, 2) == [other, one] and chosen(replace(run, settings={}), 2) == [one, other]
-    folder = write_run(tmp_path / "talk")
-    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
-    record = {"step": 1, "prompt": "<|start|>", "messages": asked, "completion": "4", "rewards": {"f": 1.0}}
-    write_lines(folder / "completions.jsonl", [record])
-    (card,) = cards(read_run(folder))
-    assert card.prompt == "system: Be brief.\nuser: 2 + 2?" and card.completion == "4"
+    again = [*records, *records[:3]]  # the same text again
+    assert [each["completion"] for each in chosen(again, {})] == ends
+    alike = [completion(9, str(n), reward=n / 10) for n in range(5)] + records[:1]
+    assert [each["completion"] for each in chosen(alike, {})] == ["4", "policy 0", "3", "2", "1", "0"]
+
+    weighed = {"reward": ["my.py:brevity", "my.py:letter"], "reward_weights": [1.0, 2.0]}
+    folder = write_run(tmp_path / "talk", **weighed)
+    one = {"step": 1, "prompt": "a", "completion": "x", "rewards": {"brevity": 1.0, "letter": 0.0}}
+    other = {"step": 1, "prompt": "b", "completion": "y", "rewards": {"brevity": 0.0, "letter": 0.9}}
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    talk = {
+        "step": 1, "prompt": "<|start|>", "messages": said, "completion": "4", "rewards": {"brevity": 0.5},
+        "terminated": False, "num_tokens": 9,
+    }  # fmt: skip
+    write_lines(folder / "completions.jsonl", [one, other, talk])
+    run = read_folder(folder)
+    assert [card.completion for card in cards(run)] == ["y", "x", "4"]
+    assert [card.completion for card in cards(replace(run, settings={}))] == ["x", "y", "4"]
+    assert cards(run)[2].prompt == "system: Be brief.\nuser: 2 + 2?"
+    assert cards(run)[2].remark == "Cut off after 9 tokens."
 
 
-def sweep_of(*sizes: Size, **settings: object) -> Sweep:
-    return Sweep("by hand", report_folders.sweep_settings() | settings, sizes, "", [])
-
-
-def ok(batch_size: int, heldout: float, seconds: float, **figures: object) -> Size:
-    updates = 1000 // batch_size
-    return Size(batch_size, "ok", final_heldout=heldout, seconds=seconds, updates=updates, **figures)
-
-
-def test_numbers_times_lists_and_large_counts():
-    numbers = {31387.4: "31,387", 0.5: "0.5", 2.34567: "2.346", 1.25e-5: "1.25e-5", 0: "0", -0.25: "-0.25"}
+def test_numbers_times_and_settings():
+    numbers = {31387.4: "31,387", 0.5: "0.5", 2.34567: "2.346", 1.25e-5: "1.25e-05", 0: "0", -0.25: "-0.25"}
     assert {value: number(value) for value in numbers} == numbers
     times = {0.0123: "0.012 s", 4.25: "4.2 s", 59.96: "1 min 0 s", 124: "2 min 4 s", 3900: "1 h 5 min"}
     assert {value: duration(value) for value in times} == times
-    assert [listed(items) for items in ([], [1], [1, 2], [1, 2, 3])] == ["", "1", "1 and 2", "1, 2 and 3"]
-    assert [rounded(count) for count in (512, 1536, 1_997_152)] == ["512", "1.5 k", "2.0 M"]
+    given = {"a": [1, "x"], "b": [], "c": None, "d": True, "e_bytes": 3 * GB, "f": 2e6, "g": float("inf")}
+    shown = ["1 x", "none", "none", "on", "3.00 GB", "2,000,000", "inf"]
+    assert [setting(*each) for each in given.items()] == shown
 
 
-def test_best_by_quality_by_speed_and_the_trade_off_with_and_without_a_measured_spread():
-    """2.019 is within 1 % of 2.00, 2.03 is not. Of a difference: 1.96 · √(0.003² + 0.004²) = 0.0098."""
-    a, b, c, d = ok(8, 2.00, 100), ok(16, 2.019, 60), ok(32, 2.03, 50), ok(64, 2.50, 40)
-    made = sweep_of(a, b, c, d, Size(128, "out of memory", final_heldout=1.0, seconds=1.0))
-    assert (findings.best_by_quality(made), findings.fastest(made), findings.trade_off(made)) == (a, d, b)
-    best, speed, both = findings.best_sentences(made)
-    assert "size 8 is best: 2.000 nats a token" in best and "No spread was measured" in best
-    assert "size 64 is best: the same work in 40.0 s, 2.5 times as fast as size 8" in speed
-    assert "size 16: 40 % less time than size 8, 0.019 nats a token worse" in both
-    low, high = ok(8, 0.50, 10, final_train=0.6), ok(16, 0.80, 20, final_train=0.7)
+def test_a_single_point_is_seen_and_nothing_is_drawn_of_none():
+    picture = line("X", {"a": ([1.0], [2.0])}, x="step", y="y")
+    assert "<use" in picture.svg and 'id="x-curve-0"' in picture.svg
+    assert line("X", {"a": ([], [])}, x="step", y="y") is None
+
+
+def sweep_of(*sizes: Size, **header: object) -> Sweep:
+    described = report_folders.sweep_settings() | header
+    better = described["quality"]["better"]
+    return Sweep(
+        name="by hand", header=described, sizes=sizes, unit="tokens", quality=described["quality"]["name"],
+        quality_unit="", sign=1 if better == "higher" else -1, usable_bytes=None, notes="", missing=(),
+    )  # fmt: skip
+
+
+def ok(batch_size: int, quality: float, seconds: float, heldout=(), *, reward: bool = False) -> Size:
+    name = "eval_reward" if reward else "eval_loss"
+    return Size(
+        batch_size, "ok", heldout=heldout, higher_is_better=reward,
+        steps=[{"step": 1, "step_time": seconds}], evaluations=[{"step": 1, name: quality}],
+    )  # fmt: skip
+
+
+def test_best_by_quality_by_speed_and_those_that_are_not_told_from_the_best():
+    """Of their rows 16 is -0.1 and 0.3 behind, which may be none, and 32 twice 0.1, which is not."""
+    best, close = ok(8, 2.0, 100, [1.0, 3.0]), ok(16, 2.1, 60, [0.9, 3.3])
+    apart, unknown = ok(32, 2.1, 50, [1.1, 3.1]), ok(64, 2.5, 40)
+    lost = replace(ok(128, 1.0, 1.0), status="out of memory")
+    made = sweep_of(best, close, apart, unknown, lost)
+    assert findings.best_by_quality(made) is best and findings.fastest(made.finished) is unknown
+    assert findings.not_told_from(made, best) == [close]
+    said = {fact.what: fact[1:] for fact in findings.facts(made)}
+    assert said["Trade-off"][:2] == ("size 16", "1 min 0 s")
+    alone = {fact.what: fact for fact in findings.facts(sweep_of(best, apart))}
+    assert not {"Not told from the best", "Trade-off"} & set(alone)
+    alike = {fact.what: fact for fact in findings.facts(sweep_of(unknown, ok(8, 2, 43.9), ok(16, 2, 44.1)))}
+    assert alike["Fastest"].note.endswith("cannot tell: size 8.")
+
+    low, high = ok(8, 0.5, 10, [0.2, 0.8], reward=True), ok(16, 0.8, 20, [0.75, 0.85], reward=True)
     other = sweep_of(low, high, quality={"name": "held-out reward", "better": "higher", "unit": ""})
-    assert findings.best_by_quality(other) is high and findings.trade_off(other) is high
-    assert [findings.gap(size, other) for size in (low, high)] == pytest.approx([0.1, -0.1])
-    assert findings.gap(low, sweep_of(low, high, objective="grpo")) is None  # sampled, and greedy
-    close = findings.best_sentences(sweep_of(a, d, ok(128, 2.5, 43.9), ok(256, 2.5, 44.1)))[1]
-    assert "40.0 s, 2.5 times as fast" in close and "(size 128 took at most a tenth longer" in close
-
-    best = ok(8, 2.0, 9, heldout_stderr=0.003)
-    inside, outside = (ok(*figures, heldout_stderr=0.004) for figures in ((16, 2.0097, 9), (32, 2.0099, 9)))
-    made = sweep_of(best, inside, outside, ok(64, 2.0, 9))
-    assert findings.within_noise(made, best) == [inside]
-    assert "Size 16 is within the noise" in findings.best_sentences(made)[0]
-    best, close = ok(8, 2.0, 90, heldout_stderr=0.1), ok(16, 2.2, 50, heldout_stderr=0.1)
-    assert findings.trade_off(sweep_of(best, close)) is close
-    assert findings.trade_off(sweep_of(best, replace(close, heldout_stderr=None))) is best
+    assert findings.best_by_quality(other) is high and findings.not_told_from(other, high) == [low]
+    low, high = findings.behind(other, low, high)  # 0.55 and 0.05
+    assert low + high == pytest.approx(0.6)
 
 
-def test_what_is_said_of_times_memory_failures_and_learning_rates_of_sizes(tmp_path):
-    """One wild point does not move the line. A quality is reached at the first point at least as good.
+def test_a_common_quality_is_the_worst_end_and_the_untrained_model_does_not_reach_it(tmp_path):
+    values = {0: 5.0, 1: 6.0, 2: 3.0, 3: 2.0, 4: 2.5}
+    size = Size(
+        8, "ok", steps=[{"step": step, "step_time": 10.0} for step in (1, 2, 3, 4)],
+        evaluations=[{"step": step, "eval_loss": value} for step, value in values.items()],
+    )  # fmt: skip
+    made = sweep_of(size, ok(16, 2.8, 1))
+    assert findings.common_quality(made) == 2.8 and findings.common_quality(sweep_of(size)) is None
+    reached = {5.0: 20, 3.0: 20, 2.9: 30, 1.0: None}
+    assert {goal: findings.seconds_to_reach(made, size, goal) for goal in reached} == reached
+    folder = write_sweep(tmp_path / "sweep")
+    size = read_size(folder, 64, report_folders.sweep_settings())
+    assert (size.added_bytes, size.predicted_bytes) == (64 * 9 * 2**20, round(1.05 * 64 * 9 * 2**20))
+    lost = read_size(folder, 512, report_folders.sweep_settings())  # of which nothing was measured
+    assert lost.added_bytes is None and lost.predicted_bytes == round(1.05 * 512 * 9 * 2**20)
 
-    512 rows of 7 MB and of 2 MB, 56 MB, and a quarter of a GB: 4.80 GB, of which 3.5 are 73 %.
-    """
-    assert trend.fit_line([1, 2, 4, 8, 16], [3, 5, 99, 17, 33]) == trend.Line(1, 2)
-    falling = trend.fit_line([1, 2, 4], [4, 3, 2])
-    assert falling.start >= 0 and falling.slope >= 0
-    an_update = {8: 1.8, 16: 2.6, 32: 4.2, 64: 14.8, 128: 13.8}  # on 1 + 0.1 for each row, but 7.4 at 64
-    sizes = [Size(n, "ok", updates=1024 // n, seconds=1024 // n * s) for n, s in an_update.items()]
-    ((size, factor),) = trend.off_trend(sweep_of(*sizes))
-    assert size.batch_size == 64 and factor == pytest.approx(2)
-    told = " ".join(trend.trend_sentences(sweep_of(*sizes)))
-    assert "Size 64 does not fit: it takes 2.0 times what the line says." in told
-    assert "too few for a trend" in trend.trend_sentences(sweep_of(*sizes[:2]))[0]
 
-    values = (0, 5.0), (10, 3.0), (20, None), (30, 2.0), (40, 2.5)
-    size = ok(8, 2.5, 40, curve=[{"done": 8 * s, "seconds": s, "heldout": h} for s, h in values])
-    reached = {5.0: 10, 3.0: 10, 2.9: 30, 1.0: None}  # not by the untrained model
-    assert {goal: findings.seconds_to_reach(sweep_of(size), size, goal) for goal in reached} == reached
-
-    high = Size(8, "ok", predicted_bytes=1.1 * GB, peak_bytes=GB)
-    low = Size(16, "ok", predicted_bytes=1.6 * GB, peak_bytes=2 * GB)
-    (held,) = findings.memory_sentences(sweep_of(high, low))
-    assert "within 20 % of those measured, the furthest at size 16 (too low)" in held
-    (failed,) = findings.failure_sentences(read_folder(write_sweep(tmp_path / "sweep")))
-    assert failed.startswith("Size 512: out of memory (DefaultCPUAllocator: can't allocate memory).")
-    assert "4.80 GB of 4.00 GB usable, most of it for activations (3.50 GB, 73 %)" in failed
-
+def test_what_the_learning_rate_has_to_do_with_it():
     confounds = {
-        "none": "the same at every size (3e-4) and was not tuned", "linear": "in proportion to the batch",
-        "sqrt": "the square root of the batch", "tuned": "tuned at each size", None: "is not known",
+        "none": "the same at every size", "linear": "in proportion to the size",
+        "sqrt": "with the square root of the size", None: "not known",
     }  # fmt: skip
     for scale_lr, words in confounds.items():
-        assert words in findings.confound(sweep_of(scale_lr=scale_lr))
-    tried = [(1e-4, 2.0), (3e-4, 1.9), (1e-3, 1.8)]
-    sizes = (Size(size, "ok", learning_rate=rate, tuned=tried) for size, rate in ((8, 1e-3), (16, 3e-4)))
-    assert "At size 8 the best rate" in findings.confound(sweep_of(*sizes, scale_lr="tuned"))
+        (*_, fact) = findings.facts(sweep_of(scale_lr=scale_lr))
+        assert fact.value == words and "may be that of its learning rate" in fact.note
+    tried = [{"learning_rate": rate, "heldout": end} for rate, end in ((1e-4, 2.0), (3e-4, 1.9), (1e-3, 1.8))]
+    sizes = [
+        replace(ok(size, 2, 1), task={"learning_rate": rate, "tuned": tried})
+        for size, rate in ((8, 1e-3), (16, 3e-4))
+    ]
+    made = sweep_of(*sizes, scale_lr="tuned")
+    (*_, fact) = findings.facts(made)
+    assert fact.value == "tuned at each size" and "tried at size 8: search further" in fact.note
+    table = section(sweep_page(made), "Learning rates tried").tables[0]
+    assert table.columns == ("size", "0.0001", "0.0003", "0.001")
+    assert table.rows[0] == ("8", "2.000", "1.900", "1.800")

@@ -1,42 +1,51 @@
-"""What the workbench stands on: models from numbers, corpora, worker processes, predicted steps."""
+"""What the workbench stands on: models from numbers, corpora, tasks in processes of their own."""
 
 import json
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import get_args
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from commands import run
 from forked import forked_workers
+from scipy.stats import ttest_1samp
 
-from grpo.config.groups import Checkpointing
-from grpo.memory import peak_live_bytes
+from grpo.config import Config
+from grpo.config.groups import Checkpointing, SamplingSettings
+from grpo.learning.step import Diverged
+from grpo.memory import DoesNotFit, peak_live_bytes
+from grpo.model.load import context_length
+from grpo.model.target import make_target
+from grpo.workbench import lm, trial
 from grpo.workbench.corpus import byte_corpus, open_corpus, token_corpus, train_tokenizer
-from grpo.workbench.language import accumulate_lm, heldout_loss
-from grpo.workbench.models import context_of, load_or_make, num_parameters, random_model
-from grpo.workbench.predict import StepMemory, StepSettings
-from grpo.workbench.processes import run_worker
-from grpo.workbench.spec import ModelSpec
+from grpo.workbench.find_max import parse_find_max
+from grpo.workbench.lm import accumulate_lm, added_bytes, heldout_losses, num_parameters, random_model
+from grpo.workbench.sizes import paired_difference
+from grpo.workbench.spec import MadeModel
+from grpo.workbench.task import Task, model_name, model_shape
 
 CPU = torch.device("cpu")
-TINY = {"layers": 2, "width": 32, "heads": 2, "context": 48, "vocab": 64}
+
+
+def made(**changes) -> MadeModel:
+    tiny = {"arch": "gpt2", "layers": 2, "width": 32, "heads": 2, "context": 48, "vocab": 64}
+    return MadeModel(**{**tiny, **changes})
 
 
 def test_models_from_numbers_have_the_parameters_that_follow_and_named_ones_their_own():
-    recipe = ModelSpec(arch="llama", layers=4, width=512, d_ff=1344, heads=16, vocab=10000, untied=True)
+    recipe = MadeModel(arch="llama", layers=4, width=512, d_ff=1344, heads=16, vocab=10000, untied=True)
     assert num_parameters(recipe.config()) == 22_696_448
     assert recipe.config().rope_parameters["rope_theta"] == 10000.0
     # embeddings (64 + 48)·32; a block: 2 norms, 4·32² + 4·32 of attention, 2·32·128 + 128 + 32; a norm
     block = 2 * 64 + 4 * 32**2 + 4 * 32 + 2 * 32 * 128 + 128 + 32
-    gpt2, untied = (ModelSpec(arch="gpt2", untied=untied, **TINY).config() for untied in (False, True))
-    assert num_parameters(gpt2) == 112 * 32 + 2 * block + 64 and context_of(gpt2) == 48
+    gpt2, untied = (made(untied=untied).config() for untied in (False, True))
+    assert num_parameters(gpt2) == 112 * 32 + 2 * block + 64 and context_length(gpt2) == 48
     assert num_parameters(untied) == num_parameters(gpt2) + 64 * 32
-    assert ModelSpec().name == "rook-tiny" and num_parameters(ModelSpec().config()) == 3_521_536
-    model = load_or_make(ModelSpec(), CPU, torch.float32)
-    assert model.transformer.wte.weight.std() > 0.03  # random ones start at 0.02
+    assert model_name(Config(), MadeModel()) == "rook-tiny"
+    assert num_parameters(model_shape(Config(), MadeModel())) == 3_521_536
 
 
 def test_a_byte_corpus_is_the_file_and_its_last_tenth_is_held_out(tmp_path):
@@ -62,19 +71,20 @@ def test_a_tokenizer_is_trained_once_where_the_vocabulary_asks_for_it(tmp_path, 
     assert tokenizer.get_vocab_size() == 270
     corpus = token_corpus(tmp_path / "text", tokenizer)
     assert tokenizer.decode(corpus.ids.tolist()) == text and len(corpus.ids) < len(text) / 2
-    spec = ModelSpec(arch="gpt2", **TINY | {"context": 16, "vocab": 270})
+    larger = made(context=16, vocab=270)
     stored = []
     for _ in range(2):
-        assert open_corpus(str(tmp_path / "text"), spec).vocab == 270
+        assert open_corpus(str(tmp_path / "text"), Config(), larger).vocab == 270
         stored.append([(file, file.stat().st_mtime_ns) for file in (tmp_path / "cache/corpora").iterdir()])
     assert stored[0] == stored[1] and len(stored[0]) == 2  # the tokenizer, and the text in its tokens
-    assert open_corpus(str(tmp_path / "text"), replace(spec, vocab=256)).vocab == 256
+    assert open_corpus(str(tmp_path / "text"), Config(), replace(larger, vocab=256)).vocab == 256
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
 def test_the_language_loss_is_hugging_faces_and_no_split_changes_it(arch):
     """A row at a time has fewer tokens than words: its embeddings get their gradient in place."""
-    model = random_model(ModelSpec(arch=arch, **TINY).config(), CPU, torch.float64)
+    shape = made(arch=arch).config()
+    model = random_model(shape, make_target(shape, CPU, "fp64"))
     windows = torch.randint(64, (6, 21), generator=torch.Generator().manual_seed(0))
     logits = model(input_ids=windows[:, :-1]).logits
     expected = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
@@ -88,10 +98,9 @@ def test_the_language_loss_is_hugging_faces_and_no_split_changes_it(arch):
             assert done["loss"] == pytest.approx(expected.item(), rel=exact)
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 torch.testing.assert_close(parameter.grad, gradient, rtol=exact, atol=exact)
-    mean, error = heldout_loss(model, windows, dtype=torch.float64, rows=4)
     each = F.cross_entropy(logits.transpose(1, 2), windows[:, 1:], reduction="none").mean(1)
-    assert mean == pytest.approx(expected.item(), rel=exact)
-    assert error == pytest.approx(each.std().item() / 6**0.5, rel=1e-5)
+    losses = heldout_losses(model, windows, dtype=torch.float64, rows=4)
+    torch.testing.assert_close(losses, each.detach(), rtol=max(exact, 1e-7), atol=0)
 
 
 @pytest.mark.parametrize(
@@ -99,50 +108,30 @@ def test_the_language_loss_is_hugging_faces_and_no_split_changes_it(arch):
     [("gpt2", torch.float32, "selective"), ("llama", torch.bfloat16, "none")],
 )
 def test_learning_from_windows_holds_what_was_predicted(arch, dtype, checkpointing):
-    config = ModelSpec(arch=arch, **TINY | {"vocab": 300, "context": 96}).config()
-    memory = StepMemory(StepSettings("lm", config, dtype, new_tokens=96, checkpointing=checkpointing))
-    model, windows = random_model(config, CPU, dtype), torch.randint(300, (24, 97))
+    target = make_target(made(arch=arch, vocab=300, context=96).config(), CPU, dtype)
+    model, windows = random_model(target.model_config, target), torch.randint(300, (24, 97))
     for rows in (24, 8):
         model.zero_grad(set_to_none=True)
         learn = partial(accumulate_lm, model, windows, dtype=dtype, rows=rows, checkpointing=checkpointing)
-        parts = memory.by_phase(24, rows)["learn"]
-        added = sum(parts[name] for name in ("gradients", "logits", "activations"))
+        added = added_bytes(target, rows, 96, checkpointing=checkpointing)
         assert added == pytest.approx(peak_live_bytes(learn), rel=0.01)
 
 
-def test_a_grpo_step_has_the_phases_and_parts_of_a_run(monkeypatch):
-    """What a trace would find is made up: a kB a row; traces of GRPO are tested elsewhere."""
-    monkeypatch.setattr(
-        "grpo.plan.trace.TracedPhases.added_bytes", lambda self, phase, size: 1000 * size.rows
-    )
-    config = ModelSpec(arch="gpt2", **TINY | {"context": 64}).config()
-    settings = StepSettings("grpo", config, torch.float32, prompt_tokens=8, new_tokens=16, group_size=4)
-    memory = StepMemory(settings, overhead_bytes=7)
-    phases, weights = memory.by_phase(8), 4 * num_parameters(config)
-    assert set(phases) == {"sample", "score", "learn"}
-    for (
-        parts
-    ) in phases.values():  # weights, moments and reference; a tenth more than tensors add; the process
-        assert parts.peak_bytes == pytest.approx(4 * weights + 1.1 * 8000 + 7)
-    room = memory.largest_phase(20)[1].peak_bytes
-    assert [memory.largest_batch(room + more, at_most=99) for more in (1, -1)] == [20, 16]
-    alone = StepMemory(replace(settings, kl=False)).by_phase(8)
-    assert "score" not in alone and "reference" not in alone["learn"]
-
-
-def test_the_largest_batch_is_the_largest_whose_phases_fit():
-    config = ModelSpec(arch="gpt2", **TINY).config()
-    memory = StepMemory(StepSettings("lm", config, torch.float32, new_tokens=48), overhead_bytes=10**6)
-    room, more = (memory.largest_phase(size)[1].peak_bytes for size in (37, 38))
-    half = (more - room) / 2
-    limits = ((room + half, 1000), (room - half, 1000), (room, 20), (10**6, 1000))
-    assert [memory.largest_batch(usable, at_most=most) for usable, most in limits] == [37, 36, 20, 0]
+def test_tasks_survive_json_and_flags_are_those_of_train_over_a_file(tmp_path):
+    task = Task("lm", Config(sampling=SamplingSettings(20)), 12, made(), "a.txt", True, prompt_tokens=5)
+    assert Task.of(json.loads(json.dumps({**task.as_json(), "tuned": []}))) == task
+    assert replace(task, train=replace(task.train, train_rows=4)).rows == 4 and task.rows == 12
+    file = tmp_path / "train.yaml"
+    file.write_text("group_size: 4\nprofiles:\n  small:\n    max_new_tokens: 20\n")
+    found = parse_find_max(["--config", str(file), "--profile", "small", "--start", "8", "--kl-coef", "0"])
+    assert (found.train.group_size, found.train.sampling.max_new_tokens, found.start) == (4, 20, 8)
+    assert found.train.loss.kl_coef == 0 and found.multiple == 4
 
 
 @pytest.mark.parametrize(
     ("body", "limited", "status", "words"),
     [
-        ("print(json.dumps({'ended': 'ok', 'message': None}))", False, "ok", ""),
+        ("json.dump({'status': 'ok', 'message': None}, open(folder + '/ended.json', 'w'))", False, "ok", ""),
         ("os.kill(os.getpid(), signal.SIGKILL)", False, "out of memory", "SIGKILL"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", False, "failed", ""),
         ("os.kill(os.getpid(), signal.SIGSEGV)", True, "out of memory", "SIGSEGV"),
@@ -151,37 +140,52 @@ def test_the_largest_batch_is_the_largest_whose_phases_fit():
     ],
 )
 @pytest.mark.parametrize("started", [nullcontext, forked_workers])
-def test_a_workers_records_come_one_by_one_and_its_end_or_death_is_a_result(
+def test_what_a_process_writes_is_seen_as_it_comes_and_its_end_or_death_is_a_result(
     tmp_path, monkeypatch, body, limited, status, words, started
 ):
     """In a module that no library slows down; started as for people, and as in other tests."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)  # a fork's
-    (tmp_path / "some_worker.py").write_text(
-        "import json, os, signal, sys\nfor i in range(json.loads(sys.argv[1])['size']):\n"
-        f"    print(json.dumps({{'i': i}}), flush=True)\n{body}\n"
+    (tmp_path / "some_task.py").write_text(
+        "import json, os, signal, sys\nfolder = sys.argv[1]\n"
+        "task = json.load(open(folder + '/task.json'))\nfile = open(folder + '/metrics.jsonl', 'a')\n"
+        "for i in range(task['batch_size']):\n    print(json.dumps({'step': i}), file=file, flush=True)\n"
+        f"{body}\n"
     )
-    records = []
+    monkeypatch.setattr(trial, "__name__", "some_task")
+    lines, task = [], Task(batch_size=3, train=Config(memory_limit="8GB" if limited else None))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/metrics.jsonl").write_text('{"step": 99}\n')  # of an earlier try
     with started():
-        ended = run_worker("some_worker", {"size": 3}, records.append, limited=limited)
+        ended = trial.run_task(task, tmp_path / "a", lines.append)
     assert ended.status == status and words in (ended.message or "")
-    assert records == [{"i": 0}, {"i": 1}, {"i": 2}]
+    assert lines == [{"step": 0}, {"step": 1}, {"step": 2}]
+    assert json.loads((tmp_path / "a/ended.json").read_text())["status"] == status
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("error", "status", "message"),
     [
-        ("torch.OutOfMemoryError('none left')", "out of memory"), ("ValueError('wrong')", "failed"),
-        ("FloatingPointError('loss is nan')", "diverged"),
+        (torch.OutOfMemoryError("none left"), "out of memory", "none left"),
+        (DoesNotFit("one row"), "out of memory", "one row"),
+        (Diverged("not finite"), "diverged", "not finite"),
+        (FloatingPointError("loss is nan\nsaid where"), "diverged", "loss is nan"),
+        (ValueError("wrong"), "failed", "ValueError: wrong"),
     ],
 )  # fmt: skip
-def test_a_worker_says_how_it_ended(tmp_path, error, status):
-    (tmp_path / "some_worker.py").write_text(
-        "import os, torch\nfrom grpo.workbench.processes import worker\n"
-        f"with worker() as (task, say):\n    print('noise', flush=True)\n    os.write(1, b'from C')\n"
-        f"    say({{'seen': task}})\n    raise {error}\n"
-    )
-    done = run(tmp_path / "some_worker.py", '{"a": 1}', cwd=tmp_path)
-    seen, end = map(json.loads, done.stdout.splitlines())
-    assert seen == {"seen": {"a": 1}} and end["ended"] == status
-    assert "noise" in done.stderr and "from C" in done.stderr
+def test_how_a_task_ended_is_in_its_folder(tmp_path, monkeypatch, error, status, message):
+    (tmp_path / "task.json").write_text(json.dumps(Task("lm", made=made(), data="bundled").as_json()))
+    monkeypatch.setattr(lm, "train_lm", mock.Mock(side_effect=error))
+    assert trial.do_task(tmp_path) == trial.Ended(status, message)
+    assert json.loads((tmp_path / "ended.json").read_text()) == {"status": status, "message": message}
+
+
+def test_differences_of_the_same_rows_are_paired_and_neighbours_are_not_taken_for_independent():
+    """By hand: halves of 1 and 3, mean 2; twenty stretches whose means are 1 and 3 in turn."""
+    assert paired_difference([1.0], [1.0]) is None and paired_difference([1.0, 2.0], [1.0]) is None
+    ours = [1.0, 3.0] * 10
+    low, high = paired_difference(ours, [0.0] * 20)
+    expected = ttest_1samp(ours, 0.0).confidence_interval(0.95)
+    assert (low, high) == pytest.approx((expected.low, expected.high))
+    alike = [value for value in ours for _ in range(10)]  # ten neighbours say the same
+    assert paired_difference(alike, [0.0] * 200) == pytest.approx((low, high))

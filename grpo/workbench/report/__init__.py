@@ -1,49 +1,31 @@
 """Reports on sweeps and training runs: one HTML page that needs nothing else.
 
-Folders are read into plain data (`read`), whose figures become sentences, tables and pictures (`sweep`,
-`run`, `compare`), which are then written down (`page`). Left out: anything live. A page is made anew in
-seconds.
+Folders are read into plain data (`read`), whose figures become facts, tables, pictures and cards (`run`,
+`sweep`, `compare`), which a template writes down. Left out: anything live. A page is made anew in seconds.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
-from typing import cast
 
+from jinja2 import Environment, StrictUndefined
 from loguru import logger
+from markdown_it import MarkdownIt
+from markupsafe import Markup, escape
 
-from grpo.workbench.report.compare import runs_page, sweeps_page
-from grpo.workbench.report.page import to_html
+from grpo.workbench.report.charts import anchor
+from grpo.workbench.report.compare import runs_page
+from grpo.workbench.report.page import Page, Table
 from grpo.workbench.report.read import NoSteps, Run, Sweep, read_folder
 from grpo.workbench.report.run import run_page
-from grpo.workbench.report.sections import Page
-from grpo.workbench.report.sweep import sweep_page
+from grpo.workbench.report.sweep import sweep_page, sweeps_page
+from grpo.workbench.report.wording import NOTHING
 
-__all__ = ["make_page", "write_report"]
-HTML = "report.html"
-
-
-def make_page(folders: Sequence[Path]) -> Page:
-    """The report on one folder, or on several of a kind side by side.
-
-    ValueError where a folder holds nothing to report on, is given twice, or is not of the others' kind.
-    """
-    if not folders:
-        raise ValueError("no folder is given: give that of a run or of a sweep, or several of a kind.")
-    if len({folder.resolve() for folder in folders}) < len(folders):
-        raise ValueError("a folder is given twice: give each once.")
-    folders, read = _read(folders)
-    kinds = {type(each) for each in read}
-    if len(kinds) > 1:
-        raise ValueError(
-            "both runs and sweeps are given: give folders of one kind, and the others in a second call."
-        )
-    read = _told_apart(folders, read)
-    if kinds == {Sweep}:
-        sweeps = cast(list[Sweep], read)
-        return sweep_page(sweeps[0]) if len(sweeps) == 1 else sweeps_page(sweeps)
-    runs = cast(list[Run], read)
-    return run_page(runs[0]) if len(runs) == 1 else runs_page(runs)
+__all__ = ["make_page", "to_html", "write_report"]
+HTML, _TEMPLATE = "report.html", "page.html.j2"
+_NUMERIC = re.compile(rf"[+-]?\d.*|{NOTHING}")
 
 
 def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
@@ -64,8 +46,32 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
     return target / HTML
 
 
-def _read(folders: Sequence[Path]) -> tuple[list[Path], list[Sweep | Run]]:
-    """What the folders hold; a run among others that has no step yet is left out, with a word."""
+def make_page(folders: Sequence[Path]) -> Page:
+    """The report on one folder, or on several of a kind side by side.
+
+    ValueError where a folder holds nothing to report on, is given twice, or is not of the others' kind.
+    """
+    if not folders:
+        raise ValueError("no folder is given: give that of a run or of a sweep, or several of a kind.")
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ValueError("a folder is given twice: give each once.")
+    given = _read(folders)
+    runs = [each for each in given if isinstance(each, Run)]
+    sweeps = [each for each in given if isinstance(each, Sweep)]
+    if runs and sweeps:
+        raise ValueError(
+            "both runs and sweeps are given: give folders of one kind, and the others in a second call."
+        )
+    if sweeps:
+        return sweep_page(sweeps[0]) if len(sweeps) == 1 else sweeps_page(sweeps)
+    return run_page(runs[0]) if len(runs) == 1 else runs_page(runs)
+
+
+def _read(folders: Sequence[Path]) -> list[Sweep | Run]:
+    """What the folders hold; a run among others that has no step yet is left out, with a word.
+
+    Where two have the same name, their parents are named as well.
+    """
     found: dict[Path, Sweep | Run] = {}
     empty: list[NoSteps] = []
     for folder in folders:
@@ -77,15 +83,39 @@ def _read(folders: Sequence[Path]) -> tuple[list[Path], list[Sweep | Run]]:
         raise empty[0]
     for reason in empty:
         logger.warning("left out: {}", reason)
-    return [*found], [*found.values()]
+    names = [each.name for each in found.values()]
+    for folder, each in found.items():
+        if names.count(each.name) > 1:
+            found[folder] = replace(each, name=f"{folder.resolve().parent.name}/{each.name}")
+    return [*found.values()]
 
 
-def _told_apart(folders: Sequence[Path], read: Sequence[Sweep | Run]) -> list[Sweep | Run]:
-    """With names that are all different: where two are the same, their parents are named as well."""
-    names = [each.name for each in read]
+def to_html(page: Page) -> str:
+    """One file: styles and pictures are in it, and it asks for nothing.
+
+    What comes from files (completions, notes, messages) may hold anything: it is escaped, HTML and pictures
+    in notes are left out, and the page's Content-Security-Policy lets nothing be fetched or run.
+    """
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    reader = MarkdownIt("js-default").disable("image")
+    environment.filters.update(
+        anchor=anchor, breakable=_breakable, drawing=Markup, numeric=_numeric_columns,
+        notes=lambda text: Markup(reader.render(text)),
+    )  # fmt: skip
+    template = environment.from_string(files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8"))
+    return template.render(page=page)
+
+
+def _breakable(name: str) -> Markup:
+    """A name that may go on in a new line after its / and _, and nowhere else."""
+    return Markup(re.sub(r"([/_])", r"\1<wbr>", str(escape(name))))
+
+
+def _numeric_columns(table: Table) -> list[bool]:
+    """Which columns hold figures, and so stand to the right."""
     return [
-        each
-        if names.count(each.name) == 1
-        else replace(each, name=f"{folder.resolve().parent.name}/{each.name}")
-        for folder, each in zip(folders, read, strict=True)
+        place > 0 and all(_NUMERIC.fullmatch(row[place]) for row in table.rows)
+        for place in range(len(table.columns))
     ]

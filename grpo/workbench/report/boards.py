@@ -1,108 +1,133 @@
-"""Positions as pictures: a policy's move as an arrow, an environment's answer beside the position before.
+"""Completions as cards, with boards where they are about chess, and a match's last game.
 
-What is no position or no move is said in words: a model may have written anything. Left out: prompts that
-are not of one of the two tasks, which have no board.
+A policy's move is an arrow; beside the position of an environment's prompt stands the predicted one.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import chess
 import chess.svg
 
-from grpo.evaluate.boards import wrong_squares
-from grpo.workbench.report.figures import own_names
-from grpo.workbench.report.sections import Board
-from rewards.environment import referee
-from rewards.formats import (
-    as_move,
-    is_fen,
-    is_move,
-    legal_move,
-    parse_environment_completion,
-    parse_policy_completion,
-)
+from grpo.evaluate.boards import judge
+from grpo.play.record import Match
+from grpo.workbench.report.charts import own_ids
+from grpo.workbench.report.page import Card, Picture
+from grpo.workbench.report.read import Run
+from grpo.workbench.sizes import Record, figure
+from rewards.formats import as_move
 
-GOOD, BAD = "#1f6fb5c8", "#c0392bd0"
-_WRONG_SQUARE = "#e8a39b"
+GOOD, BAD, WRONG_SQUARE = "#1f6fb5c8", "#c0392bd0", "#e8a39b"
 _COLORS = {
     "square light": "#eef1f4", "square dark": "#b9c6d3", "margin": "#ffffff", "coord": "#5a6675",
     "inner border": "#aab3bd", "outer border": "#ffffff",
 }  # fmt: skip
+CANDIDATES, SHOWN = 96, 3
+"""Of so many completions that were logged last, the best and the worst of each task that are shown."""
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """Boards of a prompt and its completion, none if it is not about chess, and what is to be said."""
-
-    boards: tuple[Board, ...] = ()
-    remark: str = ""
-
-
-def draw_boards(prompt: str, completion: str, name: str) -> Drawn:
-    """`name` is unique within a page."""
-    task, _, rest = prompt.partition(":")
-    if task == "P" and is_fen(rest.strip()):
-        return _policy(rest.strip(), completion, name)
-    fen, _, rest = rest.partition("+")
-    action = rest.partition("+")[0].strip()
-    if task == "A" and is_fen(fen.strip()) and is_move(action):
-        return _environment(fen.strip(), action, completion, name)
-    return Drawn()
+def board(
+    name: str, position: chess.Board, move: str, caption: str, *, is_legal: bool = True, **how: Any
+) -> Picture:
+    """A position with a move (UCI) as an arrow. name: unique within the page. how: as of chess.svg.board."""
+    color, played = GOOD if is_legal else BAD, as_move(move)
+    arrows = [chess.svg.Arrow(played.from_square, played.to_square, color=color)] if played else []
+    return Picture(own_ids(chess.svg.board(position, arrows=arrows, colors=_COLORS, **how), name), caption)
 
 
-def _policy(fen: str, completion: str, name: str) -> Drawn:
-    best = parse_policy_completion(completion).best
-    if not best:
-        return Drawn(
-            (draw_position(chess.Board(fen), "", name, "the position"),), "No best move can be read."
-        )
-    board = chess.Board(fen)
-    move = legal_move(board, best)
-    side = "White" if board.turn else "Black"
-    caption = f"{side} to move: {board.san(move) if move else best}"
-    remark = "" if move else f"{best} is illegal here."
-    return Drawn((draw_position(board, best, name, caption, legal=move is not None),), remark)
+def answer_card(title: str, name: str, prompt: str, completion: str) -> Card:
+    """What a model wrote, judged by the rules where it is about chess. name: unique within the page."""
+    answer = judge(prompt, completion)
+    if answer is None:
+        return Card(title, [], prompt, completion)
+    lone = answer.predicted is None  # two side by side have no room for letters and digits at their edges
+    boards = [
+        board(name, answer.board, answer.move, answer.given, is_legal=answer.move_is_legal, coordinates=lone)
+    ]
+    if answer.predicted is not None:
+        red = dict.fromkeys(answer.wrong, WRONG_SQUARE)
+        boards.append(board(f"{name}-after", answer.predicted, "", "predicted", fill=red, coordinates=False))
+    if not answer.right:
+        return Card(title, boards, prompt, completion, remark=f"{answer.verdict}.")
+    boards[-1] = boards[-1]._replace(caption=f"{boards[-1].caption}: {answer.verdict}")
+    return Card(title, boards, prompt, completion)
 
 
-def _environment(fen: str, action: str, completion: str, name: str) -> Drawn:
-    board = chess.Board(fen)
-    legal = legal_move(board, action) is not None
-    caption = f"before, and {action}{'' if legal else ', which is illegal'}"
-    predicted, truth = parse_environment_completion(completion).next_fen, referee(fen, action).next_fen
-    if not is_fen(predicted):
-        before = draw_position(board, action, name, caption, legal=legal)
-        return Drawn((before,), "No next position can be read.")
-    before = draw_position(board, action, name, caption, legal=legal, coordinates=False)
-    wrong = wrong_squares(predicted, truth)
-    fault = "wrong on the red squares" if wrong else "wrong in a field beside the pieces"
-    caption = f"predicted, {'right' if predicted == truth else fault}"
-    after = draw_position(
-        chess.Board(predicted), "", f"{name}-after", caption, wrong=wrong, coordinates=False
-    )
-    return Drawn((before, after))
+def cards(run: Run) -> list[Card]:
+    """Of the last logged steps, the best and the worst of each task by reward, as the run weighs it."""
+    weights = _weights(run.settings)
+    return [
+        _card(record, f"card {place}", _reward(record, weights))
+        for place, record in enumerate(chosen(run.completions, weights))
+    ]
 
 
-def draw_position(
-    board: chess.Board,
-    move: str,
-    name: str,
-    caption: str,
-    *,
-    legal: bool = True,
-    wrong: Sequence[chess.Square] = (),
-    coordinates: bool = True,
-) -> Board:
-    """A position with a move as an arrow.
+def chosen(completions: Sequence[Record], weights: Mapping[str, float]) -> list[Record]:
+    """Task by task, as rewards of different tasks do not compare: the best first, the worst last.
 
-    coordinates: letters and digits at the edges, which two boards side by side have no room for.
+    The same text to the same prompt is shown once; different prompts come before others.
     """
-    arrows = []
-    if played := as_move(move):
-        arrows = [chess.svg.Arrow(played.from_square, played.to_square, color=GOOD if legal else BAD)]
-    svg = chess.svg.board(
-        board, arrows=arrows, colors=_COLORS, fill=dict.fromkeys(wrong, _WRONG_SQUARE),
-        coordinates=coordinates,
-    )  # fmt: skip
-    text = f"`{board.fen()}`" + (f", move `{move}`{'' if legal else ' (illegal)'}" if move else "")
-    return Board(own_names(svg, name), caption, text)
+    last = {(_asked(record), str(record.get("completion"))): record for record in completions[-CANDIDATES:]}
+    tasks: dict[str, list[Record]] = {}
+    for (prompt, _), record in last.items():
+        tasks.setdefault(_task(prompt), []).append(record)
+    picked: list[Record] = []
+    for records in tasks.values():
+        ranked = sorted(records, key=lambda record: -_reward(record, weights))
+        best = _by_prompt(ranked)[:SHOWN]
+        worst = _by_prompt([record for record in reversed(ranked) if record not in best])[:SHOWN]
+        picked += [*best, *reversed(worst)]
+    return picked
+
+
+def _by_prompt(ranked: Sequence[Record]) -> list[Record]:
+    """The first of each prompt, then the rest."""
+    first: dict[str, Record] = {}
+    for record in ranked:
+        first.setdefault(_asked(record), record)
+    return [*first.values(), *(record for record in ranked if record not in first.values())]
+
+
+def _reward(record: Record, weights: Mapping[str, float]) -> float:
+    rewards = record.get("rewards") or {}
+    return sum(weights.get(name, 1.0) * (figure(rewards, name) or 0.0) for name in rewards)
+
+
+def _weights(settings: Record) -> dict[str, float]:
+    """By reward function, as named in the completions; {} where all count the same."""
+    names, weights = settings.get("reward") or [], settings.get("reward_weights") or []
+    if len(names) != len(weights):
+        return {}
+    return {str(name).rpartition(":")[2]: float(weight) for name, weight in zip(names, weights, strict=True)}
+
+
+def _task(prompt: str) -> str:
+    return {"P:": "policy", "A:": "environment"}.get(prompt[:2], "text")
+
+
+def _asked(record: Record) -> str:
+    """The prompt, of a conversation what was said in it."""
+    messages = record.get("messages") or []
+    said = [f"{message.get('role')}: {message.get('content', '')}" for message in messages]
+    return "\n".join(said) or str(record.get("prompt") or "")
+
+
+def _card(record: Record, name: str, reward: float) -> Card:
+    prompt, advantage = _asked(record), figure(record, "advantage")
+    title = f"step {record.get('step')}, {_task(prompt)}, reward {reward:.3f}"
+    title += "" if advantage is None else f", advantage {advantage:+.2f}"
+    card = answer_card(title, name, prompt, str(record.get("completion") or ""))
+    parts = record.get("components") or record.get("rewards") or {}
+    scores = [(part, value) for part in parts if (value := figure(parts, part)) is not None]
+    cut = f"Cut off after {record.get('num_tokens')} tokens." if record.get("terminated") is False else ""
+    return card._replace(scores=scores, remark=f"{card.remark} {cut}".strip())
+
+
+def game_card(match: Match) -> Card:
+    """The last finished game: its end, and all its moves."""
+    game = match.finished[-1]
+    white, black = match.players if game.first_is_white else match.players[::-1]
+    moves = [chess.Move.from_uci(move) for move in game.moves]
+    end = board("game", game.board, "".join(game.moves[-1:]), game.ending)
+    title = f"The last game: {white} against {black}, {game.result}"
+    return Card(title, [end], game.fen, chess.Board(game.fen).variation_san(moves))

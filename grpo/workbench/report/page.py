@@ -1,58 +1,86 @@
-"""A page as one HTML file that needs nothing else.
+"""What a page consists of, before it is HTML."""
 
-What comes from files (completions, notes, messages) may hold anything: it is escaped, and the page's
-Content-Security-Policy lets nothing be fetched or run.
-"""
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import re
-from importlib.resources import files
-
-from jinja2 import Environment, StrictUndefined
-from markdown_it import MarkdownIt
-from markupsafe import Markup, escape
-
-from grpo.workbench.report.sections import Page, Table
-from grpo.workbench.report.wording import NOTHING
-
-_TEMPLATE = "page.html.j2"
-_NUMERIC = re.compile(rf"[+-]?\d.*|{NOTHING}")
+from grpo.workbench.report.wording import setting
 
 
-def to_html(page: Page) -> str:
-    """One file: styles and pictures are in it, and it asks for nothing."""
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters.update(
-        breakable=_breakable, drawing=Markup, notes=notes_html, anchor=anchor, numeric=_numeric_columns
-    )
-    template = environment.from_string(files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8"))
-    return template.render(page=page)
+class Fact(NamedTuple):
+    """A figure that answers a question, how sure it is, and what to mind."""
+
+    what: str
+    value: str
+    interval: str = ""
+    note: str = ""
 
 
-def anchor(title: str) -> str:
-    """The id of a section."""
-    return "".join(letter if letter.isalnum() else "-" for letter in title.lower())
+class Table(NamedTuple):
+    """Cells as people read them; the first column names the row. One without rows is not shown."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
 
 
-def notes_html(text: str) -> Markup:
-    """A person's Markdown: HTML in it is shown as text, pictures are left out, headings are of third rank."""
-    reader = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
-    tokens = reader.parse(text)
-    for token in tokens:
-        if token.type in ("heading_open", "heading_close"):
-            token.tag = "h3"
-    return Markup(reader.renderer.render(tokens, reader.options, {}))
+class Picture(NamedTuple):
+    """Curves or a board as SVG, with ids that no other picture of the page has."""
+
+    svg: str
+    caption: str
+    title: str = ""
 
 
-def _breakable(name: str) -> Markup:
-    """A name that may go on in a new line after its / and _, and nowhere else."""
-    return Markup(re.sub(r"([/_])", r"\1<wbr>", str(escape(name))))
+class Card(NamedTuple):
+    """A completion, with boards if it is about chess, and what it was worth."""
+
+    title: str
+    boards: Sequence[Picture]
+    prompt: str
+    completion: str
+    scores: Sequence[tuple[str, float]] = ()
+    remark: str = ""
 
 
-def _numeric_columns(table: Table) -> list[bool]:
-    """Which columns hold figures, and so stand to the right."""
-    return [
-        place > 0 and all(_NUMERIC.fullmatch(row[place]) for row in table.rows)
-        for place in range(len(table.columns))
-    ]
+@dataclass(frozen=True)
+class Section:
+    """A titled part of a page, left out where it holds nothing.
+
+    notes: Markdown of a person's own. row: so many cards belong side by side. folded: closed until asked for.
+    """
+
+    title: str
+    sentences: Sequence[str] = ()
+    facts: Sequence[Fact] = ()
+    notes: str = ""
+    tables: Sequence[Table] = ()
+    pictures: Sequence[Picture | None] = ()
+    cards: Sequence[Card] = ()
+    row: int | None = None
+    folded: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        shown = (*self.sentences, *self.facts, self.notes, *self.pictures, *self.cards)
+        return not any((*shown, *(table.rows for table in self.tables)))
+
+
+class Page(NamedTuple):
+    title: str
+    lede: str
+    sections: Sequence[Section]
+
+
+def page(title: str, lede: str, *sections: Section) -> Page:
+    return Page(title, lede, [section for section in sections if not section.is_empty])
+
+
+def settings_section(title: str, settings: Mapping[str, object]) -> Section:
+    """Folded; settings within settings go by both names."""
+    flat: dict[str, object] = {}
+    for name, value in settings.items():
+        inner = {f"{name}: {key}": each for key, each in value.items()} if isinstance(value, dict) else {}
+        flat |= inner or {name: value}
+    rows = [(name, setting(name, value)) for name, value in flat.items()]
+    return Section(title, tables=[Table(("setting", "value"), rows)], folded=True)

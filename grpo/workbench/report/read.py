@@ -1,15 +1,12 @@
-"""A sweep's or a run's folder as plain data. What is missing or broken becomes a sentence, not an error.
+"""Folders of runs and sweeps as plain data. What is missing or broken becomes a sentence, not an error.
 
-Figures are numbers or None: a row may have been cut short, written by an older version, or hold NaN.
-An error is only what leaves nothing to report: no folder, neither a sweep nor a run, nothing finished.
+An error is only what leaves nothing to report: no folder, neither a run nor a sweep, nothing logged.
 Left out: checkpoints and TensorBoard's files, which hold nothing that the JSON lines do not.
 """
 
-import json
-import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,87 +17,13 @@ from grpo.play.record import FILE as MATCH_FILE
 from grpo.play.record import FOLDER as MATCHES
 from grpo.play.record import Match
 from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, read_lines
+from grpo.workbench.sizes import SWEEP_FILE, Record, Size, figure, read_json, read_size, size_folder
 
-SWEEP_FILE, NOTES_FILE, LEAK_FILE = "sweep.json", "notes.md", "leak.json"
-_SIZE_FILE = re.compile(r"size-(\d+)\.jsonl?")
-Record = Mapping[str, Any]
-OK = "ok"
-
-
-@dataclass(frozen=True)
-class Size:
-    """One batch size of a sweep: what was asked, found, and its curve. Names are those of its file."""
-
-    batch_size: int
-    status: str
-    message: str = ""
-    updates: float | None = None
-    done: float | None = None
-    learning_rate: float | None = None
-    warmup_updates: float | None = None
-    seconds: float | None = None
-    compile_s: float | None = None
-    steady_s_per_update: float | None = None
-    rate: float | None = None
-    final_train: float | None = None
-    final_heldout: float | None = None
-    best_heldout: float | None = None
-    best_heldout_at: float | None = None
-    heldout_stderr: float | None = None
-    peak_bytes: float | None = None
-    predicted_bytes: float | None = None
-    """In rows, of its last steps."""
-    parts: Mapping[str, float] = field(default_factory=dict)
-    """Predicted bytes by component."""
-    tuned: Sequence[tuple[float, float]] = ()
-    """(learning rate, held-out quality) of each try."""
-    curve: Sequence[Record] = ()
+NOTES_FILE, LEAK_FILE = "notes.md", "leak.json"
+_SIZE_FOLDER = re.compile(r"size-(\d+)")
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """All sizes in order, finished or not, and what they had in common."""
-
-    name: str
-    settings: Record
-    sizes: Sequence[Size]
-    notes: str
-    missing: Sequence[str]
-
-    @property
-    def finished(self) -> list[Size]:
-        return [size for size in self.sizes if size.status == OK]
-
-    @property
-    def unit(self) -> str:
-        """What is counted as work: tokens or samples."""
-        return str(self.settings.get("unit") or "units")
-
-    @property
-    def quality(self) -> str:
-        """held-out loss, held-out reward."""
-        return str(_mapping(self.settings.get("quality")).get("name") or "held-out loss")
-
-    @property
-    def quality_unit(self) -> str:
-        return str(_mapping(self.settings.get("quality")).get("unit") or "")
-
-    @property
-    def sign(self) -> int:
-        """1 where higher is better, -1 where lower is."""
-        return 1 if _mapping(self.settings.get("quality")).get("better") == "higher" else -1
-
-    @property
-    def start(self) -> str:
-        """What `compile_s` went into: without torch.compile, kernels and caches."""
-        return "getting started" if self.settings.get("compile") is False else "compiling"
-
-    @property
-    def usable_bytes(self) -> float | None:
-        return figure(self.settings, "memory_limit_bytes") or figure(self.settings, "usable_bytes")
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """A training run: its settings, and the lines it wrote."""
 
@@ -111,157 +34,137 @@ class Run:
     completions: Sequence[Record]
     memory: Sequence[Record]
     leak: Record
-    missing: Sequence[str]
-    changes: Sequence[Change] = ()
+    changes: Sequence[Change]
     """Of held-out quality from before training to after it, where that was measured."""
-    examples: Sequence[Example] = ()
-    matches: Sequence[Match] = ()
+    examples: Sequence[Example]
+    matches: Sequence[Match]
     """The last played comes last."""
+    missing: Sequence[str]
 
 
-def figure(record: Record, name: str) -> float | None:
-    """A finite number, or None."""
-    value = record.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """All sizes in order, finished or not, and what they have in common.
 
+    unit: what is counted as work, tokens or samples. quality: held-out loss or reward. sign: 1 where a higher
+    one is better, -1 where a lower one is.
+    """
 
-def points(records: Sequence[Record], x: str, y: str) -> tuple[list[float], list[float]]:
-    """The columns `x` and `y` of those records that have both."""
-    pairs = [(figure(record, x), figure(record, y)) for record in records]
-    whole = [(a, b) for a, b in pairs if a is not None and b is not None]
-    return [a for a, _ in whole], [b for _, b in whole]
+    name: str
+    header: Record
+    sizes: Sequence[Size]
+    unit: str
+    quality: str
+    quality_unit: str
+    sign: int
+    usable_bytes: float | None
+    notes: str
+    missing: Sequence[str]
+
+    @property
+    def finished(self) -> list[Size]:
+        return [size for size in self.sizes if size.is_finished]
 
 
 class NoSteps(ValueError):
     """A run that has logged nothing yet."""
 
 
+def points(records: Sequence[Record], x: str, y: str, unit: float = 1.0) -> tuple[list[float], list[float]]:
+    """The columns `x` and `y` (in so many `unit`s) of those records that have both."""
+    pairs = [(figure(record, x), figure(record, y)) for record in records]
+    whole = [(a, b / unit) for a, b in pairs if a is not None and b is not None]
+    return [a for a, _ in whole], [b for _, b in whole]
+
+
 def read_folder(folder: Path) -> Sweep | Run:
     """What a folder holds. ValueError where that is nothing to report on."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder: give that of a run or of a sweep.")
-    if (folder / SWEEP_FILE).exists() or any(_SIZE_FILE.fullmatch(each.name) for each in folder.iterdir()):
-        return read_sweep(folder)
+    tried = {int(match[1]) for path in folder.iterdir() if (match := _SIZE_FOLDER.fullmatch(path.name))}
+    if tried or (folder / SWEEP_FILE).exists():
+        return _read_sweep(folder, tried)
     if (folder / METRICS_FILE).exists():
-        return read_run(folder)
+        return _read_run(folder)
     raise ValueError(
         f"{folder} is neither a run nor a sweep: it holds no {METRICS_FILE} and no {SWEEP_FILE}. Give the "
         "folder that train_lean.py or scripts/sweep_batch_sizes.py wrote."
     )
 
 
-def read_sweep(folder: Path) -> Sweep:
-    missing: list[str] = []
-    settings = _read_json(folder / SWEEP_FILE, missing, "what the sizes have in common is not known")
-    planned = {int(size) for size in settings.get("batch_sizes") or [] if isinstance(size, int)}
-    found = {int(match[1]) for each in folder.iterdir() if (match := _SIZE_FILE.fullmatch(each.name))}
-    if not found:
+def _read_sweep(folder: Path, tried: set[int]) -> Sweep:
+    if not tried:
         raise ValueError(
             f"{folder} is a sweep in which no size has been tried: run the sweep until one has finished."
         )
-    sizes = [_read_size(folder, batch_size, missing) for batch_size in sorted(planned | found)]
-    notes = folder / NOTES_FILE
-    text = notes.read_text(errors="replace").strip() if notes.exists() else ""
-    return Sweep(_name(folder), settings, sizes, text, missing)
-
-
-def _read_size(folder: Path, batch_size: int, missing: list[str]) -> Size:
-    stem = f"size-{batch_size:05d}"
-    row_file = folder / f"{stem}.json"
-    curve = _read_lines(folder / f"{stem}.jsonl", missing)
-    if not row_file.exists():
-        status = "unfinished" if curve else "not run"
-        missing.append(f"Size {batch_size} has no figures: it is {status}.")
-        return Size(batch_size, status, curve=curve)
-    row = _read_json(row_file, missing, f"the figures of size {batch_size} are missing")
-    numbers = {item.name: figure(row, item.name) for item in fields(Size) if item.type == float | None}
-    for name in ("seconds", "final_heldout"):
-        if row.get("status") == OK and numbers[name] is None:
-            missing.append(f"{row_file.name} has no {name}.")
-    return Size(
-        batch_size, str(row.get("status") or "unreadable"), str(row.get("message") or ""), **numbers,
-        parts={name: size for name, size in _numbers(row.get("parts")).items() if size},
-        tuned=[(rate, quality) for each in row.get("tuned") or []
-               if (rate := figure(_mapping(each), "learning_rate")) is not None
-               and (quality := figure(_mapping(each), "heldout")) is not None],
-        curve=curve,
+    header, missing = read_json(folder / SWEEP_FILE), []
+    if not header:
+        missing.append(f"{SWEEP_FILE} cannot be read: what the sizes have in common is not known.")
+    planned = tried | set(header.get("batch_sizes") or [])
+    sizes = [read_size(folder, batch_size, header) for batch_size in sorted(planned)]
+    for size in sizes:
+        if size.status in ("unfinished", "not run"):
+            missing.append(f"Size {size.batch_size} has no end: it is {size.status}.")
+        elif size.is_finished and size.final_heldout is None:
+            missing.append(f"Size {size.batch_size} has no held-out figure from after training.")
+        for name in (METRICS_FILE, MEMORY_FILE):
+            _lines(folder, f"{size_folder(folder, size.batch_size).name}/{name}", missing)
+    notes, told = folder / NOTES_FILE, header.get("quality") or {}
+    return Sweep(
+        name=folder.resolve().name, header=header, sizes=sizes, unit=str(header.get("unit") or "units"),
+        quality=told.get("name", "held-out loss"), quality_unit=told.get("unit") or "",
+        sign=1 if told.get("better") == "higher" else -1,
+        usable_bytes=figure(header, "memory_limit_bytes") or figure(header, "usable_bytes"),
+        notes=notes.read_text(errors="replace").strip() if notes.exists() else "", missing=missing,
     )  # fmt: skip
 
 
-def read_run(folder: Path) -> Run:
+def _read_run(folder: Path) -> Run:
     missing: list[str] = []
-    lines = _read_lines(folder / METRICS_FILE, missing)
+    lines = [line for line in _lines(folder, METRICS_FILE, missing) if figure(line, "step") is not None]
     if not lines:
         raise NoSteps(f"{folder} is a run that has logged no step yet: wait for its first one.")
+    settings: Record = {}
+    changes: list[Change] = []
+    examples: list[Example] = []
     try:
         settings = read_yaml(folder / CONFIG_FILE)
     except SettingsError as error:
-        settings = {}
         missing.append(f"The settings are not known: {error}")
-    leak = _read_json(folder / LEAK_FILE, missing, "") if (folder / LEAK_FILE).exists() else {}
-    completions = _read_lines(folder / COMPLETIONS_FILE, missing, "no completions are shown")
-    memory = _read_lines(folder / MEMORY_FILE, missing, "memory by phase is not shown")
-    evaluations = [line for line in lines if any(name.startswith("eval_") for name in line)]
-    steps = [line for line in lines if any(not name.startswith(("eval_", "step")) for name in line)]
     try:
         changes, examples = quality.load(folder)
     except ValueError as error:
-        changes, examples = [], []
         missing.append(f"Before and after training is not shown: {error}.")
     return Run(
-        _name(folder), settings, steps, evaluations, completions, memory, leak, missing, changes, examples,
-        _read_matches(folder / MATCHES, missing),
+        name=folder.resolve().name, settings=settings,
+        steps=[line for line in lines if any(not name.startswith(("eval_", "step")) for name in line)],
+        evaluations=[line for line in lines if any(name.startswith("eval_") for name in line)],
+        completions=_lines(folder, COMPLETIONS_FILE, missing, "no completions are shown"),
+        memory=_lines(folder, MEMORY_FILE, missing, "memory by phase is not shown"),
+        leak=read_json(folder / LEAK_FILE), changes=changes, examples=examples,
+        matches=_read_matches(folder / MATCHES, missing), missing=missing,
     )  # fmt: skip
 
 
 def _read_matches(folder: Path, missing: list[str]) -> list[Match]:
-    found = []
+    """Those of which a game is finished, the last played last."""
+    matches = []
     for file in sorted(folder.glob(f"*/{MATCH_FILE}"), key=lambda file: file.stat().st_mtime):
         try:
-            found.append(Match.load(file.parent))
+            matches.append(Match.load(file.parent))
         except ValueError as error:
             missing.append(f"A match is not shown: {error}.")
-    return found
+    return [match for match in matches if match.finished]
 
 
-def _name(folder: Path) -> str:
-    return folder.resolve().name
-
-
-def _read_json(file: Path, missing: list[str], so: str) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-        if isinstance(content, dict):
-            return content
-        reason = "holds no figures"
-    except FileNotFoundError:
-        reason = "is missing"
-    except (OSError, ValueError):
-        reason = "cannot be read, as if it had been cut short"
-    missing.append(f"{file.name} {reason}{': ' if so else ''}{so}.")
-    return {}
-
-
-def _read_lines(file: Path, missing: list[str], so: str = "") -> list[dict[str, Any]]:
-    """The records of a JSON-lines file; how many lines were broken is said."""
+def _lines(folder: Path, name: str, missing: list[str], lost: str = "") -> list[dict[str, Any]]:
+    """The records of a JSON-lines file. lost: what is to be said where there is no such file."""
+    file = folder / name
     if not file.is_file():
-        if so or file.exists():
-            missing.append(f"{file.name} is {'no file' if file.exists() else 'missing'}: {so or 'left out'}.")
+        missing += [f"{name} is missing: {lost}."] if lost else []
         return []
     records = read_lines(file)
     broken = sum(bool(line.strip()) for line in file.read_bytes().splitlines()) - len(records)
     if broken:
-        lines = "a line" if broken == 1 else f"{broken} lines"
-        missing.append(f"{file.name} has {lines} that cannot be read; the others are shown.")
+        missing.append(f"{name} has lines that cannot be read, {broken} of them; the others are shown.")
     return records
-
-
-def _mapping(value: object) -> Record:
-    return value if isinstance(value, dict) else {}
-
-
-def _numbers(value: object) -> dict[str, float]:
-    mapping = _mapping(value)
-    return {name: size for name in mapping if (size := figure(mapping, name)) is not None}

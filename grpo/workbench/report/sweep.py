@@ -1,195 +1,208 @@
-"""The page of a sweep over batch sizes: every section from its figures, nothing where there are none."""
+"""The page of a sweep over batch sizes, and of several side by side."""
 
-from grpo.workbench.report.costs import memory_section, over_sizes, time_section
-from grpo.workbench.report.figures import Curve, draw, ramp
+from collections.abc import Sequence
+from typing import Any
+
+from grpo.memory.budget import GB, readable
+from grpo.workbench.report import charts
 from grpo.workbench.report.findings import (
-    NORMAL_95,
-    best_sentences,
-    confound,
-    failure_sentences,
-    gap,
+    behind,
+    best_by_quality,
+    common_quality,
+    error,
+    facts,
+    rated,
+    seconds_to_reach,
 )
-from grpo.workbench.report.read import Size, Sweep, figure, points
-from grpo.workbench.report.sections import Figure, Page, Section, Table
-from grpo.workbench.report.wording import (
-    capital,
-    cell,
-    duration,
-    fixed,
-    listed,
-    number,
-    plural,
-    rounded,
-    share,
-    short,
-    size_cell,
-    value_text,
-)
-
-_IN_COMMON = (
-    "model", "num_parameters", "objective", "total", "device_name", "precision", "compile", "tf32", "context",
-    "group_size", "learning_rate", "base_batch_size", "scale_lr", "lr_schedule", "min_lr_ratio",
-    "warmup_share", "adam_beta1", "adam_beta2", "weight_decay", "seed", "started",
-)  # fmt: skip
+from grpo.workbench.report.page import Page, Picture, Section, Table, page, settings_section
+from grpo.workbench.report.read import Sweep, points
+from grpo.workbench.report.wording import between, cell, duration, fixed, number
+from grpo.workbench.sizes import Size, figure
 
 
 def sweep_page(sweep: Sweep) -> Page:
-    """All sections of one sweep."""
-    sections = [
-        Section("What it says", [*best_sentences(sweep), *failure_sentences(sweep), confound(sweep)]),
-        Section("Notes", notes=sweep.notes),
-        Section("Results", _warm_up_sentences(sweep), [results_table(sweep)]),
-        Section("Learning curves", figures=_learning_curves(sweep)),
-        Section("Quality against batch size", _gap_sentences(sweep), figures=_quality_figures(sweep)),
-        time_section(sweep),
-        memory_section(sweep),
-        Section("Learning rates tried", tables=_tuning_tables(sweep)),
-        Section("What the sizes had in common", tables=_settings_tables(sweep), folded=True),
-        Section("What is missing", sweep.missing),
-    ]
-    return Page(f"Batch sizes: {sweep.name}", lede(sweep), [each for each in sections if not each.empty])
-
-
-def lede(sweep: Sweep) -> str:
-    """One sentence: what was done, with what, on what."""
-    total = figure(sweep.settings, "total")
-    tried = f"{len(sweep.finished)} of {plural(len(sweep.sizes), 'batch size')} finished"
-    work = f", each with {number(total)} {sweep.unit}" if total else ""
     known = [("of", "model"), ("on", "device_name"), ("in", "precision")]
-    told = [f"{word} {sweep.settings[name]}" for word, name in known if sweep.settings.get(name)]
-    return f"{tried}{work}{', ' if told else ''}{' '.join(told)}."
+    told = [f"{word} {sweep.header[name]}" for word, name in known if sweep.header.get(name)]
+    work = f"each with {cell(figure(sweep.header, 'total'))} {sweep.unit}"
+    return page(
+        f"Batch sizes: {sweep.name}",
+        f"{len(sweep.finished)} of {len(sweep.sizes)} batch sizes finished, {' '.join([work, *told])}.",
+        Section("What it says", facts=list(facts(sweep))),
+        Section("Notes", notes=sweep.notes),
+        Section("Results", tables=[results_table(sweep)]),
+        Section("Learning curves", pictures=_learning_curves(sweep)),
+        Section("Quality and time", tables=[_times_table(sweep)], pictures=[_quality(sweep), *_times(sweep)]),
+        Section("Memory", pictures=_memory(sweep)),
+        Section("Learning rates tried", tables=[_tuning_table(sweep)]),
+        settings_section("What the sizes had in common", sweep.header),
+        Section("What is missing", sweep.missing),
+    )
+
+
+def sweeps_page(sweeps: Sequence[Sweep]) -> Page:
+    """Results one after another, and held-out quality over batch size where it is of the same kind."""
+    kinds = {f"{sweep.quality} over {sweep.unit}" for sweep in sweeps}
+    curves = {sweep.name: column(sweep.finished, "final_heldout") for sweep in sweeps}
+    sizes = sorted({size.batch_size for sweep in sweeps for size in sweep.finished})
+    title, other = f"{sweeps[0].quality.capitalize()} by batch size", f"Not comparable: {', '.join(kinds)}."
+    drawn = charts.line(title, curves, x="batch size", y=sweeps[0].quality, log=sizes,
+                        looks=dict.fromkeys(curves, "o-"))  # fmt: skip
+    return page(
+        f"Sweeps compared: {', '.join(sweep.name for sweep in sweeps)}",
+        ", ".join(f"{len(sweep.finished)} sizes of {sweep.name}" for sweep in sweeps) + " finished.",
+        Section("Quality", pictures=[drawn]) if len(kinds) == 1 else Section("Quality", [other]),
+        *(
+            Section(f"Results of {each.name}", facts=list(facts(each)), tables=[results_table(each)])
+            for each in sweeps
+        ),
+        Section("What is missing", [f"{sweep.name}: {text}" for sweep in sweeps for text in sweep.missing]),
+    )
+
+
+# ---------------------------------------------------------------------------------------------- tables
 
 
 def results_table(sweep: Sweep) -> Table:
     """A row for each size, finished or not."""
+    is_lm = sweep.header.get("objective") != "grpo"  # whose answers are sampled or greedy
     columns = (
-        "size", "status", "updates", "learning rate", "warm-up", "time", f"{sweep.unit} a second",
-        "training", "held-out", "best held-out", "gap", "memory",
+        "size", "status", "updates", "learning rate", "warm-up", "time", f"{sweep.unit} a second", "training",
+        "held-out", "best held-out", *(["gap"] if is_lm else []), "memory", "tensors, predicted", "measured",
     )  # fmt: skip
+    rows = []
+    for size in sweep.sizes:
+        train, heldout = size.final_train, size.final_heldout
+        gap = None if train is None or heldout is None else sweep.sign * (train - heldout)
+        at = f" at {size.best_heldout_at / size.done:.0%}" if size.best_heldout_at else ""
+        rows.append((
+            str(size.batch_size), size.status, cell(size.updates), cell(size.learning_rate),
+            cell(size.warmup_updates), cell(size.seconds, duration), cell(size.rate), cell(train, fixed),
+            rated(size), cell(size.best_heldout, fixed) + at, *([cell(gap, fixed)] if is_lm else []),
+            cell(size.peak_bytes, readable), cell(size.predicted_bytes, readable),
+            cell(size.added_bytes, readable),
+        ))  # fmt: skip
+    unit, better = sweep.quality_unit or "its own unit", "higher" if sweep.sign > 0 else "lower"
+    return Table(columns, rows, (
+        f"{sweep.quality.capitalize()} in {unit}, {better} is better; ± is 95 % over the held-out rows; the "
+        "best was at so much of the work. The gap is how much worse held-out is than training. Time leaves "
+        "out evaluation. Memory is the peak; tensors are what the fullest phase added to it."
+    ))  # fmt: skip
+
+
+def _times_table(sweep: Sweep) -> Table:
+    """How far each size is behind the best, and what it took."""
+    best, target = best_by_quality(sweep), common_quality(sweep)
+    end = best.final_heldout if best else None
     rows = [
         (
-            str(size.batch_size), size.status, cell(size.updates), cell(size.learning_rate, short),
-            cell(size.warmup_updates), cell(size.seconds, duration), cell(size.rate, short),
-            cell(size.final_train, fixed), _with_error(size), _best(size), cell(gap(size, sweep), fixed),
-            size_cell(size.peak_bytes),
+            str(size.batch_size), cell(sweep.sign * (end - size.final_heldout) + 0.0, fixed),  # no -0.0
+            between(behind(sweep, size, best)) or cell(None), cell(size.seconds, duration),
+            cell(size.start_s, duration), cell(size.steady_s, duration),
+            cell(seconds_to_reach(sweep, size, target), duration),
         )
-        for size in sweep.sizes
+        for size in sweep.finished if best and end is not None and size.final_heldout is not None
     ]  # fmt: skip
-    unit = f" in {sweep.quality_unit}" if sweep.quality_unit else ""
-    caption = (
-        f"{capital(sweep.quality)}{unit}, {'higher' if sweep.sign > 0 else 'lower'} is better. The gap is "
-        "how much worse held-out is than training, both at the end; ± is 95 % over the held-out set; the "
-        f"best is at so many {sweep.unit}. Time leaves out evaluation; memory is the peak."
-    )
-    return Table(columns, rows, caption)
+    columns = ("size", "behind the best", "95 %, paired", "time", "of it the start", "an update, then",
+               f"to reach {cell(target, fixed)}")  # fmt: skip
+    return Table(columns, rows, (
+        "Intervals are over the same held-out rows: one that holds 0 tells no difference from the best. The "
+        "start is compiling, loading kernels and counting tensors. The last column is the time to a "
+        f"{sweep.quality} that every size reached."
+    ))  # fmt: skip
 
 
-def _with_error(size: Size) -> str:
-    error = _error(size)
-    return cell(size.final_heldout, fixed) + ("" if error is None else f" ± {fixed(error)}")
+def _tuning_table(sweep: Sweep) -> Table:
+    tuned = {size.batch_size: dict(size.tuned) for size in sweep.sizes if size.tuned}
+    rates = sorted({rate for tries in tuned.values() for rate in tries})
+    rows = [(str(size), *(cell(tries.get(rate), fixed) for rate in rates)) for size, tries in tuned.items()]
+    return Table(("size", *map(number, rates)), rows, f"{sweep.quality.capitalize()} by learning rate.")
 
 
-def _best(size: Size) -> str:
-    at = size.best_heldout_at
-    return cell(size.best_heldout, fixed) + ("" if at is None else f" at {rounded(at)}")
+# -------------------------------------------------------------------------------------------- pictures
 
 
-def _error(size: Size) -> float | None:
-    return None if size.heldout_stderr is None else NORMAL_95 * size.heldout_stderr
+def column(sizes: Sequence[Size], name: str, unit: float = 1.0) -> charts.Points:
+    """The figure `name` of those sizes that have it, in `unit`s, over batch size."""
+    pairs = [(each.batch_size, value / unit) for each in sizes if (value := getattr(each, name)) is not None]
+    return [size for size, _ in pairs], [value for _, value in pairs]
 
 
-def _warm_up_sentences(sweep: Sweep) -> list[str]:
-    warm = [
-        (size.batch_size, size.warmup_updates, size.updates)
-        for size in sweep.finished
-        if size.warmup_updates is not None and size.updates
-    ]
-    if not warm:
-        return ["How long the learning rate warmed up is not known."]
-    shares = [updates / of for _, updates, of in warm]
-    if max(shares) == 0:
-        return ["No size warmed up its learning rate."]
-    of_all = " to ".join(dict.fromkeys(share(each) for each in (min(shares), max(shares))))
-    counts = (f"{updates:,.0f} of {of:,.0f} at size {size}" for size, updates, of in (warm[0], warm[-1]))
-    return [f"The learning rate warmed up for {of_all} of the updates: {listed(dict.fromkeys(counts))}."]
+def _over_sizes(
+    sweep: Sweep, title: str, y: str, curves: dict[str, charts.Points], **how: Any
+) -> Picture | None:
+    sizes = [size.batch_size for size in sweep.sizes]
+    looks = dict.fromkeys(curves, "o-") | how.pop("looks", {})
+    return charts.line(title, curves, x="batch size", y=y, log=sizes, looks=looks, **how)
 
 
-def _learning_curves(sweep: Sweep) -> list[Figure]:
-    if not any(size.curve for size in sweep.sizes):
-        return []
-    colors, train = ramp(len(sweep.sizes)), sweep.quality.replace("held-out", "training")
-    shown = []
-    for name, quality, x, over, column in (
-        ("heldout-work", sweep.quality, "done", sweep.unit, "heldout"),
-        ("heldout-time", sweep.quality, "seconds", "seconds of training", "heldout"),
-        ("train-work", train, "done", sweep.unit, "train"),
-    ):
-        curves = [
-            Curve(str(size.batch_size), *points(size.curve, x, column), color=color)
-            for size, color in zip(sweep.sizes, colors, strict=True)
-        ]
-        falls = sweep.sign < 0  # a loss, from far above
-        caption = (
-            "By batch size; a steep start that would hide the rest is cut off." if falls else "By batch size."
+def _learning_curves(sweep: Sweep) -> list[Picture | None]:
+    falls, train = sweep.sign < 0, sweep.quality.replace("held-out", "training")
+    caption = f"By batch size.{' A steep start that would hide the rest is cut off.' if falls else ''}"
+    colors = charts.ramp([str(size.batch_size) for size in sweep.sizes])
+    return [
+        charts.line(
+            f"{quality.capitalize()} over {over}",
+            {str(size.batch_size): points(size.curve, x, name) for size in sweep.sizes},
+            x=over, y=quality, colors=colors, zoom=falls, caption=caption,
         )
-        title = f"{capital(quality)} over {over}"
-        shown += draw(name, title, curves, x=over, y=quality, zoom=falls, caption=caption)
-    return shown
+        for quality, over, x, name in (
+            (sweep.quality, sweep.unit, "done", "heldout"), (train, sweep.unit, "done", "train"),
+            (sweep.quality, "seconds of training", "seconds", "heldout"),
+        )
+    ]  # fmt: skip
 
 
-def _quality_figures(sweep: Sweep) -> list[Figure]:
-    """Quality over batch size, and over time."""
-    rated = [size for size in sweep.finished if size.final_heldout is not None]
-    ends = [size.final_heldout or 0.0 for size in rated]
-    errors = [_error(size) or 0.0 for size in rated]
-    low = [end - error for end, error in zip(ends, errors, strict=True)] if any(errors) else []
-    high = [end + error for end, error in zip(ends, errors, strict=True)] if any(errors) else []
-    named = [size.batch_size for size in rated]
-    timed = [size for size in rated if size.seconds]
-    in_time = Curve(
-        "", [size.seconds or 0.0 for size in timed], [size.final_heldout or 0.0 for size in timed],
-        look="dots", tags=[str(size.batch_size) for size in timed],
+def _quality(sweep: Sweep) -> Picture | None:
+    sizes = [size for size in sweep.finished if size.final_heldout is not None]
+    curves = {
+        "held-out, at the end": column(sizes, "final_heldout"),
+        "held-out, best": column(sizes, "best_heldout"),
+        "training, at the end": column(sizes, "final_train"),
+    }  # fmt: skip
+    errors = [error(size) or 0.0 for size in sizes]
+    ends = zip(curves["held-out, at the end"][1], errors, strict=True)
+    band = zip(*((value - half, value + half) for value, half in ends), strict=True)
+    return _over_sizes(
+        sweep, f"{sweep.quality.capitalize()} by batch size", sweep.quality, curves,
+        looks={"held-out, best": "--"}, bands={"held-out, at the end": list(band)} if any(errors) else {},
+        caption="Bars are 95 % intervals over the held-out rows, where known.",
     )  # fmt: skip
+
+
+def _times(sweep: Sweep) -> list[Picture | None]:
+    timed = [size for size in sweep.finished if size.final_heldout is not None and size.seconds is not None]
+    in_time = [size.seconds or 0.0 for size in timed], [size.final_heldout or 0.0 for size in timed]
+    corner = f"A point a size; {'upper' if sweep.sign > 0 else 'lower'} left is better."
     return [
-        *draw("quality", f"{capital(sweep.quality)} by batch size", [
-            Curve("held-out, at the end", named, ends, low, high, look="both"),
-            over_sizes("held-out, best", sweep.finished, "best_heldout", "dashed"),
-            over_sizes("training, at the end", sweep.finished, "final_train", "both"),
-        ], x="batch size", y=sweep.quality, sizes=[size.batch_size for size in sweep.finished],
-            caption="Bars are 95 % intervals over the held-out set, where known."),
-        *draw("trade-off", "Quality against time", [in_time], x="seconds of training", y=sweep.quality,
-              caption=f"A point a size; {'upper' if sweep.sign > 0 else 'lower'} left is better."),
+        charts.line("Quality against time", {"": in_time}, looks={"": "o"}, x="seconds of training",
+                    y=sweep.quality, tags=[size.batch_size for size in timed], caption=corner),
+        *(
+            _over_sizes(sweep, title, y, {"": column(sweep.finished, name)}, from_zero=True, caption=caption)
+            for title, y, name, caption in (
+                ("Throughput", f"{sweep.unit} a second", "rate", "Once it runs."),
+                ("Training time", "seconds", "seconds", "Of the same work, without evaluations."),
+                ("Time of an update", "seconds", "steady_s", "Once it runs."),
+            )
+        ),
     ]  # fmt: skip
 
 
-def _gap_sentences(sweep: Sweep) -> list[str]:
-    gaps = [(value, size.batch_size) for size in sweep.finished if (value := gap(size, sweep)) is not None]
-    if not gaps:
-        return ["The gap between training and held-out data is not known."]
-    if len(gaps) == 1:
-        return [f"Held-out ended {fixed(gaps[0][0])} worse than training."]
-    (least, small), (most, large) = min(gaps), max(gaps)
-    if fixed(least) == fixed(most):
-        return [f"The gap between training and held-out is {fixed(least)} at every size."]
+def _memory(sweep: Sweep) -> list[Picture | None]:
+    """What tensors added, and were to add; the peak beside what is usable."""
+    failed = [size for size in sweep.sizes if size.status == "out of memory"]
+    tensors = {
+        "predicted": column(sweep.sizes, "predicted_bytes", GB),
+        "measured": column(sweep.sizes, "added_bytes", GB),
+        "ran out": column(failed, "predicted_bytes", GB),
+    }
+    peaks, usable = column(sweep.sizes, "peak_bytes", GB), (sweep.usable_bytes or 0.0) / GB
+    near = usable <= 2 * max(peaks[1], default=0.0)  # a line far above would press all else flat
     return [
-        f"The gap between training and held-out is least at size {small} ({fixed(least)}) and largest at "
-        f"size {large} ({fixed(most)})."
-    ]
-
-
-def _tuning_tables(sweep: Sweep) -> list[Table]:
-    tuned = [size for size in sweep.sizes if size.tuned]
-    rates = sorted({rate for size in tuned for rate, _ in size.tuned})
-    rows = [
-        (str(size.batch_size), *(cell(dict(size.tuned).get(rate), fixed) for rate in rates)) for size in tuned
-    ]
-    columns = ("size", *(short(rate) for rate in rates))
-    return [Table(columns, rows, f"{capital(sweep.quality)} by learning rate.")] if rows else []
-
-
-def _settings_tables(sweep: Sweep) -> list[Table]:
-    known: list[tuple[str, object]] = [(name, sweep.settings.get(name)) for name in _IN_COMMON]
-    versions = sweep.settings.get("versions")
-    known += versions.items() if isinstance(versions, dict) else []
-    rows = [(name.replace("_", " "), value_text(value)) for name, value in known if value is not None]
-    return [Table(("setting", "value"), rows)] if rows else []
+        _over_sizes(sweep, "Tensors by batch size", "GB, peak", tensors, from_zero=True,
+                    looks={"predicted": "--", "measured": "o", "ran out": "x"},
+                    colors={"ran out": charts.FAILED},
+                    caption="Added by the fullest phase; predicted before it was measured."),
+        _over_sizes(sweep, "Memory by batch size", "GB, peak", {"": peaks}, from_zero=True,
+                    level=(usable, "usable") if usable and near else None,
+                    caption=f"{f'{usable:.2f} GB are usable. ' if usable else ''}1 GB is 2^30 bytes."),
+    ]  # fmt: skip

@@ -1,7 +1,4 @@
-"""What follows from trials: the largest size, the line of memory, the sizes beyond it, what to use.
-
-It does not matter where the peaks were measured: here, or on another card by somebody else.
-"""
+"""What follows from the trials of find-max: the largest size, the line, the sizes beyond it, what to use."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,14 +9,20 @@ from typing import Any
 from rich.table import Table
 
 from grpo.environment import typed
-from grpo.memory.budget import GB
-from grpo.workbench.maximum.law import Law, Risk, explaining_margin, fit_law, leaves_the_line, risk
-from grpo.workbench.maximum.search import INCREMENT
+from grpo.memory.budget import GB, readable
+from grpo.workbench.find_max import INCREMENT, Checked, Trial
+from grpo.workbench.line import (
+    LEAST_FOR_A_LINE,
+    Line,
+    Risk,
+    explaining_margin,
+    fit_line,
+    leaves_the_line,
+    unseen_margin,
+)
 from grpo.workbench.pictures import picture
 
 SAFE_SHARE = 0.8
-LEAST_FOR_A_LINE = 4
-"""Sizes: through two there is always a line, and three say little of whether there is."""
 CARDS = (1, 2, 4, 8)
 _RISKS = {"fits": "no", "likely": "likely: a risk", "certain": "certain"}
 
@@ -50,26 +53,25 @@ class Findings:
         return self.total_bytes - self.peaks[self.maximum]
 
     @cached_property
-    def law(self) -> Law | None:
-        """The line through all sizes that fitted, if it can be drawn and rises."""
-        law = fit_law(self.peaks) if len(self.peaks) > 1 else None
-        return law if law is not None and law.bytes_per_sample > 0 else None
+    def line(self) -> Line | None:
+        """Through all sizes that fitted, if it can be drawn and rises."""
+        return fit_line(self.peaks)
 
     def risk(self, batch_size: int) -> Risk:
         """Whether the line puts a size beyond the device, or within its margin."""
-        assert self.law is not None
-        return risk(self.law, batch_size, self.total_bytes, self.margin_bytes)
+        assert self.line is not None
+        return self.line.risk(batch_size, self.total_bytes, self.margin_bytes)
 
     def next_sizes(self) -> list[int]:
         """After the maximum: the next two, those at risk (first and last), and the first ruled out."""
-        law = self.law
-        if law is None:
+        line = self.line
+        if line is None:
             return []
         step = self.multiple if self.maximum < 4 * INCREMENT else _rounded_up(INCREMENT, self.multiple)
 
         def steps_within(usable_bytes: float) -> int:
             """So many steps above the maximum the line stays within these bytes."""
-            return max(0, (law.largest(usable_bytes) - self.maximum) // step)
+            return max(0, (line.largest(usable_bytes) - self.maximum) // step)
 
         safe, possible = steps_within(self.total_bytes - self.margin_bytes), steps_within(self.total_bytes)
         wanted = [*range(1, min(safe, 2) + 1), possible + 1]
@@ -78,9 +80,33 @@ class Findings:
         return [self.maximum + step * count for count in sorted(set(wanted))]
 
 
+def findings(checked: Checked, trials: Sequence[Trial], flags: str) -> Findings:
+    """What follows from trials. flags: of train_lean.py. ValueError where no size fitted."""
+    broken = next((trial for trial in trials if trial.status not in ("ok", "out of memory")), None)
+    if broken is not None:
+        raise ValueError(
+            f"batch {broken.batch_size} {broken.status}, and not for want of memory: {broken.message}"
+        )
+    peaks = {trial.batch_size: float(trial.line_bytes) for trial in trials if trial.fits}
+    if not peaks:
+        smallest = min(trials, key=lambda trial: trial.batch_size)
+        raise ValueError(
+            f"not even a batch of {smallest.batch_size} fits in {readable(checked.usable_bytes)} "
+            f"({smallest.message}): give a smaller model, shorter texts, --gradient-checkpointing full, or "
+            "more memory."
+        )
+    total = float(checked.usable_bytes)
+    settings = checked.settings
+    return Findings(
+        peaks, [trial.batch_size for trial in trials if not trial.fits], total,
+        unseen_margin(total, checked.device_type), settings.multiple, settings.train.max_batch_size,
+        flags=flags, no_command=checked.no_command,
+    )  # fmt: skip
+
+
 def sentences(found: Findings) -> list[str]:
     """What was found, in words."""
-    law, room = found.law, found.headroom_bytes
+    line, room = found.line, found.headroom_bytes
     largest = f"Largest batch that fitted: {found.maximum}"
     of_all = f"{room / found.total_bytes:.0%} of the {found.total_bytes / GB:.2f} that may be used"
     if found.at_most is not None and found.maximum + found.multiple > found.at_most:
@@ -88,15 +114,15 @@ def sentences(found: Findings) -> list[str]:
     said = [f"{largest}; headroom {room / GB:.2f} GB, {of_all}."]
     if found.no_command is not None:
         said.append(f"No command of train_lean.py is recommended: {found.no_command}.")
-    if law is None:
+    if line is None:
         said.append(
             "No line of memory over the batch size: it takes two sizes that fit, and peaks that rise."
         )
         return said
     concludes = len(found.peaks) >= LEAST_FOR_A_LINE
-    fit = f", R² {law.r_squared:.4f}" if concludes else ""
+    fit = f", R² {line.r_squared:.4f}" if concludes else ""
     said.append(
-        f"GB = {law.start_bytes / GB:.2f} + {law.bytes_per_sample / GB:.4g} × (batch - {law.first}){fit}."
+        f"GB = {line.start_bytes / GB:.2f} + {line.bytes_per_sample / GB:.4g} × (batch - {line.first}){fit}."
     )
     bend = leaves_the_line(found.peaks)
     if not concludes:
@@ -105,21 +131,21 @@ def sentences(found: Findings) -> list[str]:
         said.append(f"It stops being a line at {bend}: the sizes below it foretell another peak.")
     else:
         said.append("Nowhere in what was measured does it stop being a line.")
-    said += _about_margins(found, law)
+    said += _about_margins(found, line)
     return said
 
 
-def _about_margins(found: Findings, law: Law) -> list[str]:
+def _about_margins(found: Findings, line: Line) -> list[str]:
     """How far the line can be trusted, and what would have told a failure."""
     margin, total = found.margin_bytes, found.total_bytes
-    needed = explaining_margin(law, found.failed, total)
+    needed = explaining_margin(line, found.failed, total)
     if needed is None:
         return [
             f"A size whose line comes within {margin / GB:.2f} GB of that is a risk: a margin by one "
             "published case, for what an allocator does not show."
         ]
     first = min(found.failed)
-    where = f"{first} ran out of memory where the line puts {law(first) / GB:.2f} GB"
+    where = f"{first} ran out of memory where the line puts {line(first) / GB:.2f} GB"
     if needed <= 0:
         return [f"{where}, more than there is."]
     enough = "is enough" if margin >= needed else "was not"
@@ -134,7 +160,7 @@ def next_table(found: Findings) -> Table:
     table = Table("batch", "GB on the line", "out of memory?", title="Next sizes", title_justify="left")
     for size in found.next_sizes():
         how = "yes, tried" if size in found.failed else _RISKS[found.risk(size)]
-        table.add_row(str(size), f"{found.law(size) / GB:.2f}" if found.law else "", how)
+        table.add_row(str(size), f"{found.line(size) / GB:.2f}" if found.line else "", how)
     return table
 
 
@@ -181,13 +207,13 @@ def cards_table(found: Findings) -> Table:
 
 
 def as_json(found: Findings) -> dict[str, Any]:
-    law = found.law
+    line = found.line
     return {
         "maximum": found.maximum,
         "total_bytes": found.total_bytes,
         "margin_bytes": found.margin_bytes,
         "headroom_bytes": found.headroom_bytes,
-        "line": asdict(law) if law is not None else None,
+        "line": asdict(line) if line is not None else None,
         "leaves_the_line_at": leaves_the_line(found.peaks),
         "next": {str(size): found.risk(size) for size in found.next_sizes()},
         "recommended": recommendations(found),
@@ -195,17 +221,15 @@ def as_json(found: Findings) -> dict[str, Any]:
     }
 
 
-def draw(found: Findings, predicted: Mapping[int, float], file: Path) -> None:
-    """Peaks over the batch size with their line, the prediction, and the device."""
+def draw(found: Findings, file: Path) -> None:
+    """Peaks over the batch size with their line, and the device."""
     with picture(file, (7, 4.2)) as axes:
         low, total = found.total_bytes - found.margin_bytes, found.total_bytes
         axes.axhspan(low / GB, total / GB, color="tab:orange", alpha=0.2, label="margin")
         axes.axhline(total / GB, color="tab:red", linewidth=1, label="device")
-        if found.law is not None:
+        if found.line is not None:
             ends = [min(found.peaks), max(found.next_sizes())]
-            axes.plot(ends, [found.law(size) / GB for size in ends], color="tab:gray", label="line")
-        if predicted:
-            axes.plot(list(predicted), [peak / GB for peak in predicted.values()], "kx", label="predicted")
+            axes.plot(ends, [found.line(size) / GB for size in ends], color="tab:gray", label="line")
         axes.plot(list(found.peaks), [peak / GB for peak in found.peaks.values()], "o", label="measured")
         for size in found.failed:
             axes.axvline(size, color="tab:red", linestyle=":", linewidth=1)

@@ -1,1 +1,0 @@
-"""What a batch holds on a card that is not there."""

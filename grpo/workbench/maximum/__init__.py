@@ -1,1 +1,0 @@
-"""The largest batch that fits, by real training steps."""

@@ -1,1 +1,0 @@
-"""What this machine reaches, and which of its switches are off."""

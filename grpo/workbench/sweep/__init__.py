@@ -1,1 +1,0 @@
-"""One model at several batch sizes, at equal work."""

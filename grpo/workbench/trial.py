@@ -1,0 +1,205 @@
+"""A run in a process of its own: started, watched, and read from the files that it wrote.
+
+    python -m grpo.workbench.trial FOLDER
+
+FOLDER holds the task; the run's files come into it, and how it ended. Running out of memory spoils nothing
+but its own process, whether that raises, or the system ends it.
+"""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+import torch
+from loguru import logger
+from rich.console import Console
+
+from grpo.config import Config
+from grpo.config.groups import PromptSettings
+from grpo.files import write_whole
+from grpo.learning.step import Diverged
+from grpo.memory import DoesNotFit, is_out_of_memory
+from grpo.run.screen import configure_logging
+from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, NewLines
+from grpo.workbench.sizes import ENDED_FILE, HELDOUT_FILE, TASK_FILE, read_json
+from grpo.workbench.task import Task, alone
+
+Status = Literal["ok", "out of memory", "diverged", "failed"]
+SAID_FILE = "said.txt"
+"""What the process printed."""
+WATCHED_EVERY_S = 0.2
+_TAIL_LINES = 3
+_THREADS_NEED_MEMORY = ("Thread creation failed", "can't start new thread", "std::bad_alloc")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended, and why, if it did not end well."""
+
+    status: Status
+    message: str | None = None
+
+
+def run_task(
+    task: Task, folder: Path, watch: Callable[[Mapping[str, Any]], None] = lambda line: None
+) -> Ended:
+    """Do `task` in a process of its own, in a folder that is emptied of an earlier try.
+
+    watch: given each line of metrics.jsonl as it comes. Ctrl-C ends the process as well.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (ENDED_FILE, METRICS_FILE, MEMORY_FILE, COMPLETIONS_FILE, HELDOUT_FILE):
+        (folder / name).unlink(missing_ok=True)
+    known = read_json(folder / TASK_FILE)  # what else the caller has to say of it stays
+    write_whole(folder / TASK_FILE, json.dumps({**known, **task.as_json()}, indent=1))
+    with (folder / SAID_FILE).open("w+") as said:
+        code = _run(folder, said, watch)
+        said.seek(0)
+        text = said.read()
+    if content := read_json(folder / ENDED_FILE):
+        return Ended(content["status"], content["message"])
+    ended = Ended(*_death(code, text, limited=task.train.memory_limit is not None))
+    write_ended(folder, ended)
+    return ended
+
+
+def _run(folder: Path, said: TextIO, watch: Callable[[Mapping[str, Any]], None]) -> int:
+    command = [sys.executable, "-m", __name__, str(folder)]
+    process = subprocess.Popen(command, stdout=said, stderr=said)
+    new_lines: NewLines | None = None
+    try:
+        while True:
+            code = process.poll()
+            if new_lines is None and (folder / METRICS_FILE).exists():
+                new_lines = NewLines(folder / METRICS_FILE)
+            for line in new_lines() if new_lines else ():
+                watch(line)
+            if code is not None:
+                return code
+            time.sleep(WATCHED_EVERY_S)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def write_ended(folder: Path, ended: Ended) -> None:
+    """How a run ended, for whoever comes later."""
+    write_whole(folder / ENDED_FILE, json.dumps({"status": ended.status, "message": ended.message}) + "\n")
+
+
+def _death(code: int, text: str, *, limited: bool) -> tuple[Status, str]:
+    """What the end of a process says that did not say it itself."""
+    last = "; ".join(text.strip().splitlines()[-_TAIL_LINES:])
+    if code == -signal.SIGKILL:
+        return "out of memory", "the system ended the process (SIGKILL), as it does when memory runs out"
+    if limited and (code < 0 or any(words in text for words in _THREADS_NEED_MEMORY)):
+        name = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        return "out of memory", f"ended under its limit of memory ({name}) {last}".strip()
+    return "failed", last or f"exit status {code}"
+
+
+# ------------------------------------------------------------------------------- within the process
+
+
+def do_task(folder: Path) -> Ended:
+    """The task of a folder, in this process; anything that ends it is a result."""
+    try:
+        task = Task.of(json.loads((folder / TASK_FILE).read_text()))
+        if task.tf32:
+            torch.backends.cuda.matmul.allow_tf32 = True
+        if task.objective == "lm":
+            from grpo.workbench.lm import train_lm
+
+            train_lm(task, folder)
+        else:
+            train_grpo(task, folder)
+    except Exception as error:
+        ended = _ended_by(error)
+        if ended.status == "failed":
+            logger.opt(exception=error).error("the task failed")
+    else:
+        ended = Ended("ok")
+    write_ended(folder, ended)
+    return ended
+
+
+def _ended_by(error: Exception) -> Ended:
+    text = str(error).strip().splitlines()
+    reason = text[0] if text else type(error).__name__
+    if isinstance(error, DoesNotFit | MemoryError) or is_out_of_memory(error):
+        return Ended("out of memory", reason)
+    if isinstance(error, FloatingPointError | Diverged):
+        return Ended("diverged", reason)
+    return Ended("failed", f"{type(error).__name__}: {reason}")
+
+
+def train_grpo(task: Task, folder: Path) -> None:
+    """A run of the trainer, whose every phase has to take all rows at once, but learning `train_rows`.
+
+    Memory may run out.
+    """
+    from grpo.run.given import Given
+    from grpo.run.setup import open_run
+    from grpo.trainer import Trainer
+
+    rows = task.batch_size
+    config = alone(
+        task.train, batch_size=rows, rollout_rows=rows, score_rows=rows, train_rows=task.rows,
+        runs_dir=folder.parent, name=folder.name,
+    )  # fmt: skip
+    given = Given(is_trial=True)
+    if task.prompt_tokens is not None:
+        given = replace(given, prompts=made_up_prompts(config, task.prompt_tokens), rewards=[by_chance])
+        config = replace(
+            config,
+            asking=PromptSettings(),
+            reward_weights=(),
+            engine="off",
+            heldout_share=0.0,
+            credit="whole",
+        )
+    with open_run(config, given) as run:
+        trainer = Trainer(run)
+        for _ in trainer:
+            pass
+        if trainer.evaluation is not None and "reward" in trainer.evaluation.scores:
+            values = trainer.evaluation.scores["reward"].tolist()
+            write_whole(folder / HELDOUT_FILE, json.dumps({"step": trainer.finished, "values": values}))
+
+
+def made_up_prompts(config: Config, num_tokens: int) -> list[dict[str, str]]:
+    """As many as a step has, of exactly so many tokens if the tokenizer makes them, and never of more."""
+    from grpo.model.load import load_tokenizer
+    from grpo.model.target import choose_device, choose_model
+
+    tokenizer = load_tokenizer(choose_model(config.model, choose_device(config.device)))
+    text = "a b c d e f g h " * num_tokens
+    letters = bisect_right(
+        range(len(text)), num_tokens, key=lambda end: len(tokenizer(text[:end])["input_ids"])
+    )
+    return [{"prompt": text[: max(1, letters - 1)]} for _ in range(config.num_prompts)]
+
+
+def by_chance(completions: list[str], **_: Any) -> list[float]:
+    """A reward that teaches nothing, but differs within a group."""
+    return torch.rand(len(completions)).tolist()
+
+
+def main() -> None:
+    """One task, whose folder is named on the command line; stops without a word at Ctrl-C."""
+    configure_logging("INFO", Console(stderr=True, markup=False))
+    with contextlib.suppress(KeyboardInterrupt):
+        ended = do_task(Path(sys.argv[1]))
+        sys.exit(ended.status != "ok")
+
+
+if __name__ == "__main__":
+    main()
