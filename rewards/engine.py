@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Self
@@ -234,4 +235,5 @@ class EnginePool:
         engine, self._engines[place] = self._engines[place], None
         if engine is not None:
             engine.close()  # kills, a stopped process too, and what was asked of it fails at once
-            engine.returncode.result()
+            with suppress(TimeoutError):  # of one that cannot be killed nobody waits for ever
+                engine.returncode.result(timeout=START_TIMEOUT_S)

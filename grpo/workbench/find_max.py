@@ -18,7 +18,7 @@ from grpo.config import Config, SettingsError, to_flat
 from grpo.config.limits import COUNT, check_limits
 from grpo.config.sizes import GB
 from grpo.workbench.spec import MadeModel
-from grpo.workbench.task import Objective, Task, alone, model_name, model_shape, parse_flags
+from grpo.workbench.task import Objective, Task, alone, model_name, model_shape, parse_flags, settled
 
 TRIAL_STEPS, MAX_TRIALS = 3, 8
 INCREMENT = 16
@@ -224,6 +224,7 @@ def check(settings: FindMax) -> Checked:
     from grpo.workbench.lm import num_parameters
     from grpo.workbench.machine import look
 
+    settings = replace(settings, train=settled(settings.train, settings.made))
     train = settings.train
     table = Table("check", "found", title="Before the first trial", title_justify="left")
     machine = look(train.device, train.precision, train.memory_limit)

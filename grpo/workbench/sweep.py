@@ -23,7 +23,7 @@ from grpo.config import Config, SettingsError, to_flat
 from grpo.config.groups import OptimizerSettings
 from grpo.config.limits import COUNT, SHARE, check_limits
 from grpo.workbench.spec import MadeModel
-from grpo.workbench.task import Objective, Task, alone, model_name, model_shape, parse_flags
+from grpo.workbench.task import Objective, Task, alone, model_name, model_shape, parse_flags, settled
 
 ScaleLR = Literal["none", "linear", "sqrt", "tuned"]
 TUNE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -227,6 +227,7 @@ def open_sweep(settings: Sweep) -> tuple[Sweep, Path]:
         logger.info("low resource: {}", "; ".join(changes) or "nothing to shrink")
         if settings.train.device == "auto" and torch.backends.mps.is_available():
             settings = replace(settings, train=replace(settings.train, device="mps"))
+    settings = replace(settings, train=settled(settings.train, settings.made))
     tokenizer = None
     if settings.objective == "lm":
         corpus = open_corpus(settings.data, settings.train, settings.made)

@@ -64,6 +64,15 @@ def model_name(train: Config, made: MadeModel) -> str:
     return BUNDLED if train.model == "auto" else train.model
 
 
+def settled(train: Config, made: MadeModel) -> Config:
+    """With the model that auto means on its device, as a run takes it. ValueError for a missing device."""
+    if made.arch is not None:
+        return train
+    from grpo.model.target import choose_device, choose_model
+
+    return replace(train, model=choose_model(train.model, choose_device(train.device)))
+
+
 def model_shape(train: Config, made: MadeModel) -> "PretrainedConfig":
     """ValueError where a named model cannot be had."""
     if made.arch is not None:

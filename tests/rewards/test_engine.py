@@ -249,5 +249,5 @@ def test_ctrl_c_while_engines_start_ends_the_program():
         "with EnginePool(depth=40, num_engines=3, cache_path=':memory:') as pool:\n"
         "    pool.analyse(['8/8/R7/7p/P2K2k1/7r/8/8 w - - 0 56'])"
     )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90)
     assert ran.returncode == -signal.SIGINT and "KeyboardInterrupt" in ran.stderr
