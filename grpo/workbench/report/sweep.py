@@ -82,10 +82,11 @@ def results_table(sweep: Sweep) -> Table:
             cell(size.added_bytes, readable),
         ))  # fmt: skip
     unit, better = sweep.quality_unit or "its own unit", "higher" if sweep.sign > 0 else "lower"
+    of_gap = "The gap is how much worse held-out is than training. " if is_lm else ""
     return Table(columns, rows, (
         f"{sweep.quality.capitalize()} in {unit}, {better} is better; ± is 95 % over the held-out rows; the "
-        "best was at so much of the work. The gap is how much worse held-out is than training. Time leaves "
-        "out evaluation. Memory is the peak; tensors are what the fullest phase added to it."
+        f"best was at so much of the work. {of_gap}Time leaves out evaluation. Memory is the peak; tensors "
+        "are what the fullest phase added to it."
     ))  # fmt: skip
 
 
