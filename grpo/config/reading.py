@@ -235,11 +235,7 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> Config:
         print(help_text(Path(sys.argv[0]).name))  # noqa: T201
         sys.exit(0)
     base = Config()
-    config_file, rest = _take_option(arguments, "--config")
-    profile, rest = _take_option(rest, "--profile")
     resumed, _ = _take_option(arguments, "--resume")
-    if profile is not None and not config_file:
-        raise SettingsError(f"profile is {profile!r}, which wants a file to be in: add --config FILE.yaml.")
     if resumed and not _is_file(Path(resumed) / CONFIG_FILE):
         raise SettingsError(
             f"resume is {resumed!r}, which is no run folder: give one that holds a {CONFIG_FILE}."
@@ -252,14 +248,25 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> Config:
     if resumed:
         stored = read_run_settings(Path(resumed))
         base = from_flat({**stored, "resume": resumed}, base)
-    if config_file:
-        base = read_config(Path(config_file), profile, base)
+    base, rest = take_config(arguments, base)
     return tyro.cli(
         Config,
         args=rest,
         default=base,
         config=(tyro.conf.OmitArgPrefixes,),
     )
+
+
+def take_config(arguments: Sequence[str], base: Config) -> tuple[Config, list[str]]:
+    """`base` with the settings of `--config FILE [--profile NAME]` over it, and the arguments without these.
+
+    SettingsError for what is wrong with them.
+    """
+    file, rest = _take_option(list(arguments), "--config")
+    profile, rest = _take_option(rest, "--profile")
+    if profile is not None and not file:
+        raise SettingsError(f"profile is {profile!r}, which wants a file to be in: add --config FILE.yaml.")
+    return (read_config(Path(file), profile, base) if file else base), rest
 
 
 def _is_file(path: Path) -> bool:

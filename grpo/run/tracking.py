@@ -34,13 +34,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class NewLines:
-    """Each call gives the records that a JSON-lines file has got since; half a line waits for its rest."""
+    """Each call gives the records that a JSON-lines file has got since; half a line waits for its rest.
+
+    A file that is not there yet has none.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
 
     def __call__(self) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
         with self._path.open("rb") as file:
             file.seek(self._offset)
             new = file.read()

@@ -270,25 +270,22 @@ class _Model:
         """The largest batch whose every phase fits all at once; 0 where a group does not."""
         from functools import partial
 
-        from grpo.memory import Fit, largest_multiple
+        from grpo.memory import Fit
         from grpo.memory.budget import DeviceMemory
         from grpo.plan.absent import see_trace
         from grpo.plan.trace import Card as TracedCard
-        from grpo.plan.warm_up import warm_up
+        from grpo.plan.warm_up import largest_batch, warm_up
 
         group, total = self.work.config.group_size, max(0, int(usable_bytes))
         card = TracedCard(DeviceMemory(total, total, 0), utilization=1.0)
         card.held_bytes = int(self._held + sum(self._resident.values()))
-        fit, most = Fit(card, group_size=group), self._most // group * group
-        warm_up(
-            fit, self.work.with_settings(batch_size=most), partial(see_trace, fit, self._traced), bold=True
-        )
-        room = fit.room_bytes()
-
-        def fits(size: int) -> bool:
-            return all(fit.needs(phase, self.work.size(size)) <= room for phase in self._phases)
-
-        return largest_multiple(fits, at_most=most, multiple=group)
+        fit = Fit(card, group_size=group)
+        all_of_it = self.work.with_settings(batch_size=self._most // group * group)
+        warm_up(fit, all_of_it, partial(see_trace, fit, self._traced), bold=True)
+        try:
+            return largest_batch(fit, all_of_it)
+        except SettingsError:  # not one group
+            return 0
 
 
 def frozen_lines(settings: Calculator) -> tuple[Line, ...]:

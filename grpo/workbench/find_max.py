@@ -18,7 +18,16 @@ from grpo.config import Config, SettingsError, to_flat
 from grpo.config.limits import COUNT, check_limits
 from grpo.config.sizes import GB
 from grpo.workbench.spec import MadeModel
-from grpo.workbench.task import Objective, Task, alone, model_name, model_shape, parse_flags, settled
+from grpo.workbench.task import (
+    Objective,
+    Task,
+    alone,
+    check_objective,
+    model_name,
+    model_shape,
+    parse_flags,
+    settled,
+)
 
 TRIAL_STEPS, MAX_TRIALS = 3, 8
 INCREMENT = 16
@@ -52,10 +61,7 @@ class FindMax:
 
     def __post_init__(self) -> None:
         check_limits(self)
-        if self.objective == "grpo" and self.made.arch is not None:
-            raise SettingsError(
-                f"arch is {self.made.arch!r}, but grpo improves a model that can write already: give --model."
-            )
+        check_objective(self.objective, self.made)
 
     @property
     def multiple(self) -> int:
@@ -264,7 +270,7 @@ def _longest_prompt(settings: FindMax) -> int:
     from grpo.plan.workload import longest_prompt
     from grpo.run.loading import load_source
 
-    train = replace(settings.train, model=model_name(settings.train, settings.made))
+    train = settings.train
     reach, new = context_length(model_shape(train, settings.made)), train.sampling.max_new_tokens
     if (settings.prompt_tokens or 0) + new > reach:
         raise SettingsError(
@@ -291,8 +297,6 @@ def try_size(settings: FindMax, batch_size: int, folder: Path) -> Trial:
 
     sampling = replace(settings.train.sampling, ignore_ends=True)
     train = alone(settings.train, steps=TRIAL_STEPS, eval_interval=0, sampling=sampling, logged_completions=0)
-    if settings.objective == "lm":
-        train = replace(train, eval_interval=TRIAL_STEPS, eval_prompts=1)
     task = Task(
         settings.objective, train, batch_size, settings.made, settings.data,
         prompt_tokens=settings.prompt_tokens,

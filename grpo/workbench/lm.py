@@ -7,10 +7,9 @@ it would not be full.
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -34,7 +33,7 @@ from grpo.model.load import load_for
 from grpo.model.target import Target, choose_device, make_target
 from grpo.plan.phases_at import PhasesAt, PhaseSettings
 from grpo.plan.trace import TracedPhases
-from grpo.run.tracking import MEMORY_FILE, METRICS_FILE
+from grpo.run.tracking import RunTracker
 from grpo.scoring.forward import empty_cache
 from grpo.scoring.logprobs import TokenLoss, completion_logprobs
 from grpo.scoring.micro_batches import computing_in
@@ -155,20 +154,22 @@ def train_lm(task: Task, folder: Path) -> None:
     FloatingPointError where the loss ends up not finite. Memory may run out.
     """
     with ExitStack() as limited:
-        run = _Run(task, folder, limited)
-        run.evaluate(0)
-        for number in range(1, task.train.steps + 1):
-            run.update(number)
-            if number == task.train.steps or number % task.train.eval_interval == 0:
+        run, every = _Run(task, folder, limited), task.train.eval_interval
+        for number in range(task.train.steps + 1):
+            if number:
+                run.update(number)
+            if every and (number == task.train.steps or number % every == 0):
                 run.evaluate(number)
 
 
 class _Run:
-    """What updates and evaluations share. limited: what ends the limit of memory, once it is set."""
+    """What updates and evaluations share. limited: what ends the limit of memory, and closes files."""
 
     def __init__(self, task: Task, folder: Path, limited: ExitStack) -> None:
         self._task, self._folder, train = task, folder, task.train
         _say_settings(task, folder)
+        self._tracker = RunTracker(folder, trackers=(), settings={}, before_step=-1)
+        limited.callback(self._tracker.close)
         target = make_target(model_shape(train, task.made), choose_device(train.device), train.precision)
         self._dtype, self._corpus = target.dtype, open_corpus(task.data, train, task.made)
         self._heldout = self._corpus.heldout_windows(max(1, train.eval_prompts), task.made.context)
@@ -199,11 +200,11 @@ class _Run:
             logger.debug("an update is not traced: {}", error)
             return
         line = {
-            "step": 0, "phase": "learn", "rows": size.rows, "tokens": size.tokens,
+            "phase": "learn", "rows": size.rows, "tokens": size.tokens,
             "predicted_bytes": int(self._fit.predict("learn", size)), "added_bytes": None,
             "process_bytes": self._device.read().reserved_bytes, "seconds": 0.0, "retries": 0, "reason": None,
         }  # fmt: skip
-        _append(self._folder / MEMORY_FILE, line)
+        self._tracker.log_memory(0, [[line]])
 
     def _first_pass(self) -> None:
         """Take a gradient and drop it, so that threads and kernels are there before memory is limited."""
@@ -226,16 +227,15 @@ class _Run:
         seconds = time.perf_counter() - start
         memory = self._device.read().as_metrics()
         line = {"num_tokens": tokens, **metrics, "learning_rate": rate, **memory, "step_time": seconds}
-        _append(self._folder / METRICS_FILE, {"step": number, **line})
-        for each in self._fit.take_passes():
-            _append(self._folder / MEMORY_FILE, {"step": number, **each.as_dict()})
+        self._tracker.log(number, line)
+        self._tracker.log_memory(number, [[each.as_dict() for each in self._fit.take_passes()]])
 
     def evaluate(self, number: int) -> None:
         losses = heldout_losses(self._model, self._heldout, dtype=self._dtype, rows=EVAL_ROWS)
         mean = losses.mean().item()
         if not math.isfinite(mean) or (number and self._stepper.num_skipped == number):
             raise FloatingPointError(f"after {number} updates the held-out loss is {mean}")
-        _append(self._folder / METRICS_FILE, {"step": number, "eval_loss": mean})
+        self._tracker.log(number, {"eval_loss": mean})
         write_whole(self._folder / HELDOUT_FILE, json.dumps({"step": number, "values": losses.tolist()}))
 
 
@@ -262,13 +262,3 @@ def _say_settings(task: Task, folder: Path) -> None:
     values = task.as_json()
     flat = {**values.pop("train"), **values.pop("made"), **values}
     write_whole(folder / CONFIG_FILE, yaml.safe_dump(flat, sort_keys=False))
-
-
-def _append(file: Path, record: Mapping[str, Any]) -> None:
-    """A line of JSON; what is not finite becomes null."""
-    finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in record.items()
-    }
-    with file.open("a") as lines:
-        lines.write(json.dumps(finite) + "\n")

@@ -23,7 +23,16 @@ from grpo.config import Config, SettingsError, to_flat
 from grpo.config.groups import OptimizerSettings
 from grpo.config.limits import COUNT, SHARE, check_limits
 from grpo.workbench.spec import MadeModel
-from grpo.workbench.task import Objective, Task, alone, model_name, model_shape, parse_flags, settled
+from grpo.workbench.task import (
+    Objective,
+    Task,
+    alone,
+    check_objective,
+    model_name,
+    model_shape,
+    parse_flags,
+    settled,
+)
 
 ScaleLR = Literal["none", "linear", "sqrt", "tuned"]
 TUNE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -161,10 +170,7 @@ class Sweep:
 def _wrong(settings: Sweep) -> Iterator[str]:
     if settings.compile and settings.objective == "grpo":
         yield "compile is on, which is for --objective lm: leave it out for grpo."
-    if settings.objective == "grpo" and settings.made.arch is not None:
-        yield (
-            f"arch is {settings.made.arch!r}, but grpo improves a model that can write already: give --model."
-        )
+    check_objective(settings.objective, settings.made)
     name, row = f"total_{settings.unit}", settings.row_units
     for size in settings.batch_sizes:
         if size < 1:
@@ -263,7 +269,7 @@ def _check_grpo(settings: Sweep) -> None:
     from grpo.run.loading import load_source
 
     config = settings.train
-    source = load_source(replace(config, model=model_name(config, settings.made)))
+    source = load_source(config)
     rewards = RewardFunctions(config.reward, config.reward_weights)
     rewards.check(source.tasks, source.longest(PROMPTS_LOOKED_AT))
 
@@ -341,7 +347,7 @@ Watch = Callable[[int, int, Mapping[str, Any]], None]
 def run_sweep(settings: Sweep, folder: Path, watch: Watch = lambda size, updates, line: None) -> None:
     """All sizes asked for; those that have ended already are kept."""
     from grpo.workbench.sizes import ENDED_FILE, read_json, size_folder
-    from grpo.workbench.trial import Ended, run_task, write_ended
+    from grpo.workbench.trial import Ended, run_task, write_ended, write_task
 
     sizes = sorted(set(settings.batch_sizes))
     for number, size in enumerate(sizes, start=1):
@@ -356,25 +362,20 @@ def run_sweep(settings: Sweep, folder: Path, watch: Watch = lambda size, updates
         if settings.scale_lr == "tuned":
             rate, tried, ended = _tune(settings, size, folder)
         task = settings.task(size, rate)
-        _say_beforehand(own, task, tried)
         if ended.status == "ok":
-            ended = run_task(task, own, partial(watch, size, task.train.steps))
+            ended = run_task(task, own, partial(watch, size, task.train.steps), facts=_facts(task, tried))
         else:
+            write_task(task, own, _facts(task, tried))
             write_ended(own, ended)
         logger.info("size {}: {}{}", size, ended.status, f" ({ended.message})" if ended.message else "")
 
 
-def _say_beforehand(own: Path, task: Task, tried: Sequence[Mapping[str, Any]]) -> None:
-    """Of the task's file, what a reader wants besides."""
-    from grpo.files import write_whole
-    from grpo.workbench.sizes import TASK_FILE
-
-    own.mkdir(parents=True)
-    facts = {
+def _facts(task: Task, tried: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of a size's task, for a reader."""
+    return {
         "learning_rate": task.train.optimizer.learning_rate, "updates": task.train.steps,
         "warmup_updates": task.train.optimizer.warmup_steps, "tuned": list(tried),
     }  # fmt: skip
-    write_whole(own / TASK_FILE, json.dumps({**facts, **task.as_json()}, indent=1))
 
 
 def _tune(settings: Sweep, size: int, folder: Path) -> tuple[float, list[dict[str, Any]], Any]:

@@ -6,13 +6,13 @@ A trial of find-max, a size of a sweep and a try of a learning rate are tasks; `
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import tyro
 
-from grpo.config import Config, SettingsError, from_flat, read_config, to_flat
+from grpo.config import Config, SettingsError, from_flat, to_flat
 from grpo.config.groups import BUNDLED
+from grpo.config.reading import take_config
 from grpo.workbench.spec import MadeModel
 
 if TYPE_CHECKING:
@@ -64,6 +64,14 @@ def model_name(train: Config, made: MadeModel) -> str:
     return BUNDLED if train.model == "auto" else train.model
 
 
+def check_objective(objective: Objective, made: MadeModel) -> None:
+    """SettingsError for GRPO on a model that is made."""
+    if objective == "grpo" and made.arch is not None:
+        raise SettingsError(
+            f"arch is {made.arch!r}, but grpo improves a model that can write already: give --model."
+        )
+
+
 def settled(train: Config, made: MadeModel) -> Config:
     """With the model that auto means on its device, as a run takes it. ValueError for a missing device."""
     if made.arch is not None:
@@ -95,19 +103,7 @@ def parse_flags(
     base: the defaults of `train`. chosen: flags of it that the command decides by itself, which nobody gives.
     SettingsError for bad ones.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    given: dict[str, str] = {}
-    for flag in ("--config", "--profile"):
-        if flag in words[:-1]:
-            at = words.index(flag)
-            given[flag] = words[at + 1]
-            del words[at : at + 2]
-    if "--profile" in given and "--config" not in given:
-        raise SettingsError(
-            f"profile is {given['--profile']!r}, which wants a file to be in: add --config FILE.yaml."
-        )
-    if "--config" in given:
-        base = read_config(Path(given["--config"]), given.get("--profile"), base)
+    base, words = take_config(sys.argv[1:] if arguments is None else arguments, base)
     for word in words:
         flag = word.partition("=")[0]
         if flag.removeprefix("--").replace("-", "_") in chosen:

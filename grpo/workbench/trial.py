@@ -49,17 +49,20 @@ class Ended:
 
 
 def run_task(
-    task: Task, folder: Path, watch: Callable[[Mapping[str, Any]], None] = lambda line: None
+    task: Task,
+    folder: Path,
+    watch: Callable[[Mapping[str, Any]], None] = lambda line: None,
+    *,
+    facts: Mapping[str, Any] | None = None,
 ) -> Ended:
     """Do `task` in a process of its own, in a folder that is emptied of an earlier try.
 
-    watch: given each line of metrics.jsonl as it comes. Ctrl-C ends the process as well.
+    watch: given each line of metrics.jsonl as it comes. facts: see `write_task`. Ctrl-C ends the process as
+    well.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    write_task(task, folder, facts)
     for name in (ENDED_FILE, METRICS_FILE, MEMORY_FILE, COMPLETIONS_FILE, HELDOUT_FILE):
         (folder / name).unlink(missing_ok=True)
-    known = read_json(folder / TASK_FILE)  # what else the caller has to say of it stays
-    write_whole(folder / TASK_FILE, json.dumps({**known, **task.as_json()}, indent=1))
     with (folder / SAID_FILE).open("w+") as said:
         code = _run(folder, said, watch)
         said.seek(0)
@@ -74,13 +77,11 @@ def run_task(
 def _run(folder: Path, said: TextIO, watch: Callable[[Mapping[str, Any]], None]) -> int:
     command = [sys.executable, "-m", __name__, str(folder)]
     process = subprocess.Popen(command, stdout=said, stderr=said)
-    new_lines: NewLines | None = None
+    new_lines = NewLines(folder / METRICS_FILE)
     try:
         while True:
             code = process.poll()
-            if new_lines is None and (folder / METRICS_FILE).exists():
-                new_lines = NewLines(folder / METRICS_FILE)
-            for line in new_lines() if new_lines else ():
+            for line in new_lines():
                 watch(line)
             if code is not None:
                 return code
@@ -88,6 +89,12 @@ def _run(folder: Path, said: TextIO, watch: Callable[[Mapping[str, Any]], None])
     finally:
         process.kill()
         process.wait()
+
+
+def write_task(task: Task, folder: Path, facts: Mapping[str, Any] | None = None) -> None:
+    """What a folder's process is to do. facts: what a reader wants to know of it besides."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / TASK_FILE, json.dumps({**(facts or {}), **task.as_json()}, indent=1))
 
 
 def write_ended(folder: Path, ended: Ended) -> None:

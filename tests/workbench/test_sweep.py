@@ -157,11 +157,9 @@ def test_divergence_is_a_result_of_a_size(tmp_path):
     assert size.message == "after 1 updates the held-out loss is nan" and size.updates == 1
 
 
-def in_this_process(task, folder, watch=lambda line: None):
+def in_this_process(task, folder, watch=lambda line: None, *, facts=None):
     """In place of a process of its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    known = read_json(folder / "task.json")
-    (folder / "task.json").write_text(json.dumps({**known, **task.as_json()}))
+    trial.write_task(task, folder, facts)
     return do_task(folder)
 
 
@@ -200,9 +198,9 @@ class Trained:
         self.lines, self.ended, self.best_rate = lines, Ended(ended, "SIGKILL"), best_rate
         self.tasks: list[trial.Task] = []
 
-    def __call__(self, task, folder, watch=lambda line: None):
+    def __call__(self, task, folder, watch=lambda line: None, *, facts=None):
         self.tasks.append(task)
-        folder.mkdir(parents=True, exist_ok=True)
+        trial.write_task(task, folder, facts)
         lines = list(self.lines)
         if self.best_rate is not None:
             off = abs(math.log(task.train.optimizer.learning_rate / self.best_rate))
