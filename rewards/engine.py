@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Self
@@ -235,5 +234,4 @@ class EnginePool:
         engine, self._engines[place] = self._engines[place], None
         if engine is not None:
             engine.close()  # kills, a stopped process too, and what was asked of it fails at once
-            with suppress(TimeoutError):  # of one that cannot be killed nobody waits for ever
-                engine.returncode.result(timeout=START_TIMEOUT_S)
+            engine.returncode.result()
