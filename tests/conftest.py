@@ -16,6 +16,7 @@ import chess
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for matrices this small, more of them only wait for each other
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same tests everywhere; scripts/gpu_check.sh is for cards
 import torch
 from hypothesis import HealthCheck, settings
 from loguru import logger
@@ -86,7 +87,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 MAY_BE_SKIPPED = (
     "Stockfish is not installed", "there is no C++ compiler", "another C library than glibc",
-    "this C library does without", "not on this system, or not permitted", "needs Linux", "there is a card",
+    "this C library does without", "not on this system, or not permitted", "needs Linux",
     "TRL_TESTS names no file",
 )  # fmt: skip
 """What a machine may be without. Any other reason fails: nobody would see what is not tested."""

@@ -51,6 +51,7 @@ _SAYS_OUT_OF_MEMORY = re.compile(
             # The host: torch's allocator on Linux and on Windows, mmap, older torch, the C++ library
             r"can(?:'t|not) allocate memory|not enough memory: you tried to allocate",
             r"posix_memalign|std::bad_alloc",
+            r"^Resource temporarily unavailable$",  # a thread, which has no room for its stack
             r"could not create a memory object",  # oneDNN
             r"could not (?:create|execute) a primitive(?! descriptor)",
         ]
@@ -178,7 +179,10 @@ def _let_go(error: Exception, discard: Callable[[], None]) -> None:
     if any(_ONEDNN_FAILED in str(link) for link in linked) and torch.backends.mkldnn.enabled:
         # Its compiler remembers, thread by thread, that it failed once, and refuses every new shape.
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # torch declares it oddly
-        logger.warning("oneDNN is switched off, as it compiles no more kernels: bf16 is slower from here on")
+        logger.warning(
+            "oneDNN is switched off, as it compiles no more kernels: bf16 is many times slower from here on; "
+            "more memory, or --precision fp32, avoids that"
+        )
 
 
 def release_cache() -> None:

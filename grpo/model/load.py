@@ -210,7 +210,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         )
         if not tokenizer("text")["input_ids"]:  # transformers makes an empty one where there are no files
             raise ValueError("there is no tokenizer in it")
-    except LOADING_ERRORS as error:
+    except (
+        *LOADING_ERRORS,
+        RuntimeError,
+    ) as error:  # the latter of sentencepiece
         raise ValueError(cannot_load(name, error)) from error
     return _that_ends(tokenizer, name)
 

@@ -1,7 +1,7 @@
 """The memory plan of a run that is about to start: its cap, and real passes of all phases."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from typing import NamedTuple
 
@@ -49,6 +49,8 @@ def plan_run(
         work, fit = _try_out(work, world, device, models, is_trial)
     except DoesNotFit as error:
         limited.close()  # to say what would be enough takes memory, too
+        if work.config.memory_limit:
+            _grow(work, models)
         raise explain(work, TracedPhases(work.phase_settings()), Fit(device)) from error
     policy = models.policy.model
     counted = policy.num_parameters()
@@ -57,6 +59,18 @@ def plan_run(
     base = counted - sum(trained) if work.config.lora.on else counted
     resident = work.resident(base, trained, frozen)
     return work, fit, plan_of(fit, work, resident, trained=sum(trained))
+
+
+def _grow(work: Workload, models: Models) -> None:
+    """Have a process that was refused hold what a first pass leaves for good: threads, kernels, libraries.
+
+    On 16 cores they take 100 MB, and a limit that is named without them would be refused again.
+    """
+    phases = _phases_at(work, models)
+    for phase in work.phase_settings().phases:
+        with suppress(Exception):  # it only makes a figure better
+            phases.run(phase, work.size(1))
+        phases.forget()
 
 
 def _try_out(
@@ -94,11 +108,9 @@ def _try_out(
 
 def _passes(work: Workload, fit: Fit, models: Models) -> Callable[[str, Size], bool]:
     """Real ones, in which kernels are loaded and the process is seen to grow; traces where they take long."""
-    settings, policy = work.phase_settings(), models.policy.model
-    scored = models.reference.model if models.reference and settings.scores == "reference" else None
-    phases = PhasesAt(settings, policy, models.sampler.model, scored)
-    most = (HOST_WORK if work.target.on_cpu else CARD_WORK) / policy.num_parameters()
-    traced = cache(lambda: TracedPhases(settings))
+    phases, num_parameters = _phases_at(work, models), models.policy.model.num_parameters()
+    most = (HOST_WORK if work.target.on_cpu else CARD_WORK) / num_parameters
+    traced = cache(lambda: TracedPhases(phases.settings))
 
     def pass_at(phase: str, size: Size) -> bool:
         if size.rows <= work.config.group_size or fit.positions(size) <= most:
@@ -113,6 +125,12 @@ def _passes(work: Workload, fit: Fit, models: Models) -> Callable[[str, Size], b
             return False
 
     return pass_at
+
+
+def _phases_at(work: Workload, models: Models) -> PhasesAt:
+    settings = work.phase_settings()
+    scored = models.reference.model if models.reference and settings.scores == "reference" else None
+    return PhasesAt(settings, models.policy.model, models.sampler.model, scored)
 
 
 def stays_gathered(world: World, fit: Fit, work: Workload, policy: Policy) -> bool:

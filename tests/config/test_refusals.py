@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +184,11 @@ def pickled(folder: Path) -> None:
     weights = folder / "model.safetensors"
     torch.save(load_file(weights), folder / "pytorch_model.bin")
     weights.unlink()
+
+
+WITHOUT_FILES = (
+    ("model folder", "unk") if find_spec("sentencepiece") else ("needs a package", "SentencePiece")
+)
 
 
 def needs_a_package(folder: Path) -> None:
@@ -594,7 +600,7 @@ REFUSED: dict[str, list[Row]] = {
         *each_at(
             load_changed,
             (pickled, "model folder", "does not hold", "in safetensors"),
-            (needs_a_package, "needs a package", "SentencePiece"),
+            (needs_a_package, *WITHOUT_FILES),
             (lambda folder: (folder / "config.json").unlink(), "model folder", NO_MODEL),
             (lambda folder: (folder / "tokenizer.json").unlink(), "model folder", NO_MODEL),
             (lambda folder: (folder / "config.json").write_text("{"), "model folder", NO_MODEL),

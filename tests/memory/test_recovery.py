@@ -47,6 +47,7 @@ SAYS_SO = [
     "posix_memalign(&data, gAlignment, nbytes) == 0. 12 vs 0",
     "unable to mmap 33554512 bytes from file <x.safetensors>: Cannot allocate memory (12)",
     "could not create a memory object", "could not create a primitive", "could not execute a primitive",
+    "Resource temporarily unavailable",
 ]  # fmt: skip
 SAYS_OTHERWISE = [
     "CUDA error: an illegal memory access was encountered", "CUDA error: device-side assert triggered",
