@@ -50,11 +50,10 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.note(func, args, kwargs or {}, result)
+        self._note(func, args, kwargs or {}, result)
         return result
 
-    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Count what an operation has made: for another mode that sees it, where this one is not entered."""
+    def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         made = list(_tensors((result,)))
         if func.namespace == "fsdp" and "out" in kwargs:
             self._refill(kwargs["out"])

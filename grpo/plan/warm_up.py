@@ -30,7 +30,7 @@ def warm_up(
     pass_at: makes `fit` see a pass, or one of fewer rows; False where such a pass is not to be had. bold: see
     a pass of more rows, too, that may just fit: where none can run out of memory.
     """
-    longest = work.size(1)
+    longest, room = work.size(1), fit.room_bytes()
     for phase in phases or work.phase_settings().phases:
         rows = min(work.rows_here, work.config.group_size, work.fixed_rows.get(phase, work.rows_here))
         seen: list[int] = []
@@ -40,8 +40,10 @@ def warm_up(
             seen.append(rows)
             fit.reconsider(phase)  # what was seen last tells more
             rows = fit.plan(phase, longest._replace(rows=work.rows_here))
+            if bold and phase not in work.fixed_rows and fit.needs(phase, work.size(work.rows_here)) <= room:
+                rows = work.rows_here  # in proportion to what was seen: rather too much
         while bold and (more := _fewer_passes(rows, work)) and more not in seen and len(seen) < MOST_PASSES:
-            if fit.needs(phase, work.size(more)) > JUST * fit.room_bytes():
+            if fit.needs(phase, work.size(more)) > JUST * room:
                 break
             pass_at(phase, work.size(more))
             seen.append(more)
