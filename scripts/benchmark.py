@@ -3,26 +3,17 @@
 python scripts/benchmark.py
 """
 
-import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 import transformers
 import tyro
-from benchmarks.speed import (
-    CONTENDERS,
-    as_json,
-    chosen,
-    race,
-    race_table,
-    race_verdicts,
-)
-from benchmarks.verdicts import conclude
+from benchmarks.results import CONSOLE, conclude, table, write
+from benchmarks.speed import CASES, CONTENDERS, race, race_rows, race_verdicts
 
-from grpo.commands.screen import screen
 from grpo.model.target import compute_dtype
 from grpo.run.screen import configure_logging
 
@@ -34,7 +25,7 @@ def main(
     rounds: int | None = None,
     output: Path | None = None,
     quick: bool = False,
-) -> None:
+) -> int:
     """Race, and print what was found. Needs trl (pip install -e '.[trl]').
 
     Args:
@@ -48,23 +39,27 @@ def main(
     """
     if rounds is not None and rounds < 1:
         sys.exit(f"--rounds is {rounds}: give at least 1.")
-    console = screen(width=150)  # the tables are for docs/measurements.md, whatever the terminal
-    configure_logging("INFO", console)
+    chosen = [case for case in CASES if all(word in case.name for word in only.split())]
+    if not chosen:
+        sys.exit(f"--only is {only!r}: the rows are {'; '.join(case.name for case in CASES)}.")
+    configure_logging("INFO", CONSOLE)
     rounds = rounds or (1 if quick else None)
     contenders = CONTENDERS[: 1 if alone else 2 if best else 3]
     outcomes = []
-    for case in chosen(only):
-        case = case if rounds is None else replace(case, rounds=rounds)
+    for case in chosen:
         with TemporaryDirectory() as folder:
+            case = replace(case, rounds=rounds or case.rounds)
             outcomes.append(race(case, Path(folder), contenders=contenders))
     precision = compute_dtype("auto", torch.device("cpu"))
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, {precision}"
-    console.print(f"{versions}, {torch.get_num_threads()} threads", highlight=False)
-    console.print(race_table(outcomes))
-    if output is not None:
-        output.write_text(json.dumps(as_json(outcomes), indent=1) + "\n")
-    sys.exit(conclude(race_verdicts(outcomes, goals=not quick), console))
+    CONSOLE.print(f"{versions}, {torch.get_num_threads()} threads", highlight=False)
+    CONSOLE.print(table(race_rows(outcomes)))
+    steps = [{"name": each.case.name, "steps": each.steps} for each in outcomes]
+    for each in steps:
+        each["steps"] = {name: [asdict(step) for step in some] for name, some in each["steps"].items()}
+    write(output, {"cases": steps})
+    return conclude(race_verdicts(outcomes, goals=not quick))
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    sys.exit(tyro.cli(main))

@@ -9,29 +9,36 @@ import math
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tyro
 import yaml
-from benchmarks.learning import demo_config, heldout_prompts, play_untrained, train_grpo, train_supervised
-from benchmarks.learning_report import draw, report
-from benchmarks.verdicts import conclude
+from benchmarks.learning import (
+    change_rows,
+    demo_config,
+    draw,
+    fallen,
+    heldout_prompts,
+    play_untrained,
+    train_grpo,
+    train_supervised,
+    untrained,
+)
+from benchmarks.results import CONSOLE, conclude, table
 from loguru import logger
 
-from grpo.commands.screen import screen
 from grpo.config import Config, from_flat
 from grpo.evaluate.quality import MODES, Quality, measure
-from grpo.model.load import Policy, load_policy
-from grpo.model.target import choose_device
 from grpo.play.match import GAMES
 from grpo.run.screen import configure_logging
 
 SAMPLES = 4
 """Of each held-out prompt."""
+CONTROLS = "rate-0", "supervised"
 
 
 def main(
@@ -58,19 +65,18 @@ def main(
         minutes: Limit of each run in place of the demo's, for a machine that is busy with other work.
         change: Other settings than the demo's, such as "credit=whole" "kl_coef=0.02"; give another output.
     """
-    console = screen(width=130)  # the table is for docs/measurements.md, whatever the terminal
-    configure_logging("WARNING", console)
+    if seeds < 1:
+        sys.exit(f"--seeds is {seeds}: give at least 1.")
+    configure_logging("WARNING", CONSOLE)
+    changes = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in change)}
     config = demo_config(
         runs_dir=output, eval_interval=0, steps=steps, batch_size=batch_size, minutes=minutes
     )
-    config = from_flat(dict(map(_setting, change)), config)
+    config = from_flat(changes, config)
     prompts = heldout_prompts(config, heldout)
     fens = [prompt.columns["fen"] for prompt in prompts if prompt.task == "policy"][: games // 2]
+    first = cache(lambda: untrained(config))
     output.mkdir(parents=True, exist_ok=True)
-
-    @cache
-    def untrained() -> Policy:
-        return load_policy(config.model, choose_device(config.device), config.precision)
 
     def run(name: str, settings: Config) -> None:
         if (output / f"{name}-greedy.json").exists():
@@ -80,53 +86,61 @@ def main(
         start = time.monotonic()
         if name == "supervised":
             limit = settings.minutes or math.inf
-            policy = train_supervised(settings, minutes=min(limit, _minutes(output / "seed-0.minutes")))
+            policy = train_supervised(settings, minutes=min(limit, _minutes(output, "seed-0")))
         elif name == "before":
-            policy = untrained()
+            policy = first()
         else:
-            _, policy, stopped = train_grpo(replace(settings, name=name), console)
+            _, policy, stopped = train_grpo(replace(settings, name=name), CONSOLE)
             if stopped:
                 sys.exit(130)
-        minutes = (time.monotonic() - start) / 60
-        (output / f"{name}.minutes").write_text(f"{minutes:.3f}")
+        (output / f"{name}.minutes").write_text(f"{(time.monotonic() - start) / 60:.3f}")
         quality = measure(policy, settings, prompts, samples=SAMPLES)
         if fens:
-            quality |= play_untrained(None if name == "before" else policy, untrained(), settings, fens)
+            quality |= play_untrained(None if name == "before" else policy, first(), settings, fens)
         quality.save(output, name)
-        logger.warning("{}: trained for {:.1f} minutes", name, minutes)
+        logger.warning("{}: trained for {:.1f} minutes", name, _minutes(output, name))
 
-    names = [f"seed-{seed}" for seed in range(seeds)]
-    run("before", config)
-    for seed, name in enumerate(names):
-        run(name, replace(config, seed=seed))
-    shown = ["before", *names]
+    # Nothing can move at rate 0, so a few steps show it.
+    unmoved = replace(config.optimizer, learning_rate=0.0)
+    settings = {f"seed-{seed}": replace(config, seed=seed) for seed in range(seeds)}
+    names = [*settings]
+    settings = {"before": config} | settings
     if controls:
-        # Nothing can move at rate 0, so a few steps show it.
-        unmoved = replace(config.optimizer, learning_rate=0.0)
-        run("rate-0", replace(config, steps=min(4, config.steps), optimizer=unmoved))
-        run("supervised", config)
-        shown += ["rate-0", "supervised"]
-
-    results = {name: Quality.load(output, name) for name in shown}
-    console.print(report(results, {name: _minutes(output / f"{name}.minutes") for name in shown}))
+        settings["rate-0"] = replace(config, steps=min(4, config.steps), optimizer=unmoved)
+        settings["supervised"] = config
+    for name, each in settings.items():
+        run(name, each)
+    results = {name: Quality.load(output, name) for name in settings}
+    times = sorted(_minutes(output, name) for name in names)
+    took = f"{times[0]:.1f} to {times[-1]:.1f} minutes, seeds: {seeds}"
+    CONSOLE.print(f"GRPO for {took}. In percent, reward in hundredths; of controls the change.\n")
+    for mode in MODES:
+        _report(mode, results, names)
     draw(output, results, names, output / "learning.png")
-    console.print(f"picture: {output / 'learning.png'}")
-    still = controls and all(
-        np.array_equal(scores, getattr(results["before"], mode).scores[name])
-        for mode in MODES
-        for name, scores in getattr(results["rate-0"], mode).scores.items()
-        if name != GAMES
-    )
-    return conclude({"at learning rate 0 no score moves": still} if controls else {}, console)
+    CONSOLE.print(f"picture: {output / 'learning.png'}")
+    if not controls:
+        return 0
+    return conclude({"at learning rate 0 no score moves": _is_unmoved(results)})
 
 
-def _setting(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    return name, yaml.safe_load(value)
+def _report(mode: str, results: Mapping[str, Quality], names: list[str]) -> None:
+    before, *after = (getattr(results[name], mode) for name in ("before", *names))
+    controls = {name: getattr(results[name], mode) for name in CONTROLS if name in results}
+    CONSOLE.print(table(change_rows(before, after, controls), f"Held out, {mode}"))
+    lost = ", ".join(fallen(before, after)) or "no column"
+    CONSOLE.print(f"Significantly below -2 points ({mode}): {lost}.\n", highlight=False)
 
 
-def _minutes(file: Path) -> float:
-    return float(file.read_text())
+def _is_unmoved(results: Mapping[str, Quality]) -> bool:
+    """Games aside, which differ by who plays."""
+    before, still = ({mode: getattr(results[name], mode).scores for mode in MODES}
+                     for name in ("before", "rate-0"))  # fmt: skip
+    columns = [(mode, column) for mode in MODES for column in still[mode] if column != GAMES]
+    return all(np.array_equal(still[mode][column], before[mode][column]) for mode, column in columns)
+
+
+def _minutes(output: Path, name: str) -> float:
+    return float((output / f"{name}.minutes").read_text())
 
 
 if __name__ == "__main__":

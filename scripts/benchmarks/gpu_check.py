@@ -1,16 +1,18 @@
 """What a CUDA card shows of memory and speed, in one call: scripts/gpu_check.sh.
 
-Nearly every part is a real run of the trainer on GPT-2 124 M with random weights, which seldom end a text,
-so that completions are as long as they may be. On a CPU the same parts run small, to be tested.
+Nearly every part is a run of the trainer on GPT-2 124 M with random weights, whose texts are all as long as
+they may be. On a CPU the same parts run small, to be tested.
 """
 
 import gc
 import json
 import platform
+import re
 import shutil
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -19,9 +21,11 @@ from unittest import mock
 
 import torch
 from loguru import logger
+from torch.utils.benchmark import Timer
 
-from benchmarks.speed import Case, race
-from benchmarks.speed_worker import Contender
+from benchmarks.models import GPT2_124M, GPT2_MINUTE, LIKE_ROOK_TINY, write_model
+from benchmarks.results import CONSOLE, conclude, in_turns, table, write
+from benchmarks.speed import CONTENDERS, Case, race
 from grpo.config import Config
 from grpo.config.groups import BUNDLED, Precision, SamplingSettings
 from grpo.config.sizes import parse_size
@@ -31,97 +35,131 @@ from grpo.learning.objectives import GRPOBatch, accumulate_grpo
 from grpo.memory import Fit
 from grpo.memory.budget import GB
 from grpo.memory.recovery import release_cache
-from grpo.model.load import RolloutModel, load_policy
+from grpo.model.load import Policy, RolloutModel, load_policy
 from grpo.model.target import choose_device, compute_dtype
 from grpo.plan.trace import SCRATCH_BYTES
 from grpo.rollout import slots
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
-from grpo.run.setup import open_run
 from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
-from grpo.types import Prompt
+from grpo.types import Prompt, Rollout
 from grpo.workbench.check import matmul_rate
 
+ROOT = Path(__file__).parents[2]
+Figures = dict[str, Any]
 WARM_UP_STEPS = 2
 """First steps, in which kernels are loaded: no part of the speed."""
 PROMPT_TOKENS = 60
 """Of the bundled prompts, about."""
-PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16")
 TIMED = ("sample", "score", "learn", "update")
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One short run: where its memory stood, and how fast it was. Bytes, seconds."""
+def main(output: Path | None = None, small: bool = False, quick: bool = False) -> int:
+    """Run all parts, print them, and write them as JSON after each: what ends it early costs one part.
 
-    batch_size: int
-    steps: int
-    retries: int
-    rows: dict[str, int]
-    allocated_bytes: int
-    reserved_bytes: int
-    process_bytes: int
-    samples_per_minute: float
-    tokens_per_second: float
-    """Sampled, while sampling."""
-    phases: dict[str, dict[str, float]]
-    """Of each: seconds a step (median), and what its tensors add, predicted and measured (last step)."""
-    logp_difference: float
-    """Between sampler and scorer, mean of the last step."""
+    The exit status is 1 if one failed, or found what cannot be.
 
-    @property
-    def status(self) -> str:
-        if self.retries:
-            return "split after running out"
-        whole = all(rows >= self.batch_size for rows in self.rows.values())
-        return "fits" if whole else "split as planned"
-
-
-def train(config: Config, *, bias: float = 1.0, after_step: Callable[[], None] = lambda: None) -> Trial:
-    """Run the trainer, and read what it wrote; no checkpoint, which would take longer than steps.
-
-    bias: times as high as they should be predictions are, after the warm-up.
+    Args:
+        output: The JSON file; by default docs/measurements/gpu_CARD.json.
+        small: A tiny model and few rows: shows on any machine that the parts work.
+        quick: Two minutes: what the card reaches, a step by phase, recorded decoding, two batches.
     """
-    with open_run(config) as run:
-        if bias != 1.0:
-            _mispredict(run.fit, bias)
-        trainer = Trainer(run)
-        trainer.save = lambda *, best=False: None  # type: ignore[method-assign]
-        for _ in trainer:
-            after_step()
-        folder, size, rows = run.folder, run.config.num_rows, run.fit.planned()
+    on_card = torch.cuda.is_available()
+    if not small and not on_card:
+        sys.exit("torch sees no CUDA device: choose another build of torch, or try --small.")
+    logger.remove()
+    logger.add(sys.stderr, level="WARNING", format="{time:HH:mm:ss} {message}")
+    device = torch.cuda.get_device_name() if on_card else f"CPU ({platform.machine()})"
+    name = re.sub(r"[^A-Za-z0-9]+", "_", device).strip("_")
+    file = output or ROOT / "docs" / "measurements" / f"gpu_{name}.json"
+    sizes = (8, 16) if small else (64, 512) if quick else (8, 32, 64, 128, 256, 512)
+    limit, many = ("8GB", 2) if small else ("24GB", 100)
+    with TemporaryDirectory() as folder:
+        model = write_model(Path(folder) / "gpt2", GPT2_MINUTE if small else GPT2_124M)
+        config = Config(
+            model=str(model), runs_dir=Path(folder) / "runs", engine="off", eval_interval=0,
+            checkpoint_interval=0, trackers=(), steps=1 if small else 6,
+            sampling=SamplingSettings(max_new_tokens=16 if small else 144),
+            batch_size=8 if small else 64, max_batch_size=16 if small else 1024,
+        )  # fmt: skip
+        parts: dict[str, Callable[[], Any]] = {
+            "rates": lambda: _rates(config),
+            "rows": lambda: [_row(replace(config, batch_size=n)) for n in sizes],
+            "recorded steps": lambda: _recorded(config),
+            "invariances": lambda: {name: _invariances(config, name) for name in ("fp64", "fp32", "bf16")},
+            "race": lambda: _race(small),
+            "whole rollout": lambda: _whole(config, limit, max(sizes)),
+            "limit": lambda: _limited(config, limit, many),
+            "recovery": lambda: _recovery(config, limit),
+            "emptied cache": lambda: _emptied(config),
+        }
+        results: Figures = {"device": device, "torch": torch.__version__, "model": model.name}
+        results["max_new_tokens"] = config.sampling.max_new_tokens
+        for name in [*parts][: 4 if quick else None]:
+            results[name] = _attempt(name, parts[name])
+            write(file, results)
+    _show(results)
+    CONSOLE.print(f"written: {file}")
+    return conclude(verdicts(results))
+
+
+def _attempt(name: str, part: Callable[[], Any]) -> Any:
+    """What a part found, or why it failed; nothing of it is left on the card for the next, nor its limit."""
+    start = time.monotonic()
+    try:
+        result = part()
+    except Exception as error:  # the other parts are still worth having
+        logger.exception("{} failed", name)
+        result = {"failed": f"{type(error).__name__}: {error}"}
+    gc.collect()
+    release_cache()
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    logger.warning("{}: {:.0f} s", name, time.monotonic() - start)
+    return result
+
+
+# --------------------------------------------------------------------------------- parts that are runs
+
+
+def train(config: Config, *, bias: float = 1.0, after_step: Callable[[], None] = lambda: None) -> Figures:
+    """A run, read from what it wrote: where its memory stood, and how fast it was. Bytes, seconds.
+
+    bias: times as high as they should be predictions are, after the warm-up. `phases` has, of each, seconds
+    a step (median), and what its tensors add, predicted and measured (last step).
+    """
+    trainer = Trainer(config)
+    trainer.save = lambda *, best=False: None  # type: ignore[method-assign]  # it would outlast the steps
+    if bias != 1.0:
+        _mispredict(trainer.run.fit, bias)
+    for _ in trainer:
+        after_step()
+    folder, size = trainer.run.folder, trainer.config.num_rows
     memory = read_lines(folder / MEMORY_FILE)
     metrics = [line for line in read_lines(folder / METRICS_FILE) if "step_time" in line]
     shutil.rmtree(folder)
     timed = metrics[WARM_UP_STEPS:] or metrics
     last = {line["phase"]: line for line in memory if line["step"] == memory[-1]["step"]}
-    seconds = {
-        phase: median(line.get(f"timing/{phase}_s", 0.0) for line in timed)
-        for phase in TIMED
-        if phase in last
-    }
     sampled = sum(size * line["completions/mean_length"] for line in timed)
-    return Trial(
-        batch_size=size,
-        steps=len(metrics),
-        retries=sum(line["retries"] for line in memory),
-        rows=rows,
-        allocated_bytes=int(GB * max(line["memory/peak_gb"] for line in metrics)),
-        reserved_bytes=int(GB * max(line.get("memory/reserved_gb", 0.0) for line in metrics)),
-        process_bytes=max(line["process_bytes"] for line in memory),
-        samples_per_minute=60 * size * len(timed) / sum(line["step_time"] for line in timed),
-        tokens_per_second=sampled / max(1e-9, sum(line["timing/sample_s"] for line in timed)),
-        phases={
-            phase: {
-                "seconds": seconds[phase],
-                "predicted_bytes": last[phase]["predicted_bytes"] or 0,
-                "measured_bytes": last[phase]["added_bytes"] or 0,
-            }
-            for phase in seconds
-        },
-        logp_difference=metrics[-1]["sampling/sampling_logp_difference/mean"],
-    )
+    phases = {name: {"seconds": median(line.get(f"timing/{name}_s", 0.0) for line in timed)}
+              for name in TIMED if name in last}  # fmt: skip
+    for name, found in phases.items():
+        found["predicted_bytes"] = last[name]["predicted_bytes"] or 0
+        found["measured_bytes"] = last[name]["added_bytes"] or 0
+    return {
+        "batch_size": size,
+        "steps": len(metrics),
+        "retries": sum(line["retries"] for line in memory),
+        "rows": trainer.run.fit.planned(),
+        "allocated_bytes": int(GB * max(line["memory/peak_gb"] for line in metrics)),
+        "reserved_bytes": int(GB * max(line.get("memory/reserved_gb", 0.0) for line in metrics)),
+        "process_bytes": max(line["process_bytes"] for line in memory),
+        "samples_per_minute": 60 * size * len(timed) / sum(line["step_time"] for line in timed),
+        "tokens_per_second": sampled / max(1e-9, sum(line["timing/sample_s"] for line in timed)),
+        "phases": phases,
+        "logp_difference": metrics[-1]["sampling/sampling_logp_difference/mean"],
+    }
 
 
 def _mispredict(fit: Fit, factor: float) -> None:
@@ -132,137 +170,123 @@ def _mispredict(fit: Fit, factor: float) -> None:
         fit.reconsider(phase)
 
 
-def check_card(
-    config: Config,
-    case: Case,
-    *,
-    contenders: Sequence[Contender],
-    batch_sizes: Sequence[int],
-    limit: str,
-    long_steps: int,
-    short_steps: int = 6,
-    quick: bool = False,
-) -> Iterator[tuple[str, Any]]:
-    """(name, result) of each part, also of those that fail. case: what the contenders race at.
-
-    quick: the first five figures alone: rates, a step by phase, recorded decoding, and two batches.
-    """
-    short = replace(config, steps=short_steps)
-    yield "device", _device_name()
-    yield "torch", torch.__version__
-    yield "model", Path(config.model).name
-    yield "max_new_tokens", config.sampling.max_new_tokens
-    parts: dict[str, Callable[[], Any]] = {
-        "rates": lambda: _rates(config),
-        "rows": lambda: [_row(replace(short, batch_size=n)) for n in batch_sizes],
-        "recorded steps": lambda: _recorded(config),
-        "invariances": lambda: {name: _invariances(config, name) for name in PRECISIONS},
-    }
-    if not quick:
-        parts |= {
-            "race": lambda: _raced(case, contenders),
-            "whole rollout": lambda: _whole(short, limit, max(batch_sizes)),
-            "limit": lambda: _limited(config, limit, long_steps, short_steps),
-            "recovery": lambda: _recovery(short, limit),
-            "emptied cache": lambda: _emptied(short),
-        }
-    for name, part in parts.items():
-        start = time.monotonic()
-        try:
-            result = part()
-        except Exception as error:  # the other parts are still worth having
-            logger.exception("{} failed", name)
-            result = {"failed": f"{type(error).__name__}: {error}"}
-        _release_card()
-        logger.warning("{}: {:.0f} s", name, time.monotonic() - start)
-        yield name, result
-
-
-def _rates(config: Config) -> dict[str, float]:
-    """What the card reaches at best: operations a second of products, bytes a second of copies."""
-    device = choose_device(config.device)
-    dtype = compute_dtype(config.precision, device)
-    source = torch.empty(2**28 if device.type == "cuda" else 2**22, dtype=torch.uint8, device=device)
-    target, seconds = torch.empty_like(source), []
-    for _ in range(5):
-        start = time.perf_counter()
-        target.copy_(source)[0].item()  # waits for the device
-        seconds.append(time.perf_counter() - start)
-    return {"flops": matmul_rate(device, dtype), "copied_bytes_per_s": 2 * source.nbytes / min(seconds)}
-
-
-def _release_card() -> None:
-    """Nothing of one part is left on the card for the next, nor its limit."""
-    gc.collect()
-    release_cache()
-    if torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def _row(config: Config) -> dict[str, Any]:
+def _row(config: Config) -> Figures:
     """A batch all at once, as the well-known recipes do it."""
     rows = config.num_rows
-    trial = train(replace(config, rollout_rows=rows, score_rows=rows, train_rows=rows))
+    found = train(replace(config, rollout_rows=rows, score_rows=rows, train_rows=rows))
+    whole = all(each >= rows for each in found["rows"].values())
+    status = "split after running out" if found["retries"] else "fits" if whole else "split as planned"
     parameters = sum(p.numel() for p in load_policy(config.model, torch.device("cpu")).model.parameters())
     # Forward and backward, 6 operations a weight and token (Kaplan et al. 2020); prompts count once a group.
     tokens = rows * (config.sampling.max_new_tokens + PROMPT_TOKENS / config.group_size)
-    return {**asdict(trial), "status": trial.status, "learning_flops": 6 * parameters * tokens}
+    return {**found, "status": status, "learning_flops": 6 * parameters * tokens}
 
 
-def _raced(case: Case, contenders: Sequence[Contender]) -> dict[str, Any]:
+def _race(small: bool) -> Figures:
     """Samples a minute, and how many times those of TRL with Hugging Face's generate, rewards on."""
+    case = Case("GPT-2 124 M on a card", GPT2_124M, 6)
+    if small:
+        case = Case("small", LIKE_ROOK_TINY, 1, batch_size=8, train_rows=8, max_new_tokens=16)
+    contenders = CONTENDERS[:1] if small else CONTENDERS
     with TemporaryDirectory() as folder:
         outcome = race(case, Path(folder), contenders=contenders, device=choose_device().type)
-    taken = {name: median(step.seconds for step in steps) for name, steps in outcome.steps.items()}
-    ratios = {f"times {other}": outcome.ratio(other) for other in contenders[1:]}
-    memory = {f"memory of {other}": outcome.memory_ratio(other) for other in contenders[1:]}
-    speed = 60 * case.batch_size / taken["ours"]
-    return (
-        {"samples_per_minute": speed, "seconds": taken, "split": outcome.steps["ours"][-1].split}
-        | ratios
-        | memory
-    )
+    return {
+        "samples_per_minute": 60 * case.batch_size / outcome.seconds("ours"),
+        "seconds": {name: outcome.seconds(name) for name in contenders},
+        "split": outcome.steps["ours"][-1].split,
+        **{f"times {other}": outcome.ratio(other) for other in contenders[1:]},
+        **{f"memory of {other}": outcome.memory_ratio(other) for other in contenders[1:]},
+    }
 
 
-def _recorded(config: Config, rounds: int = 5) -> dict[str, float]:
+def _whole(config: Config, limit: str, rows: int) -> Figures:
+    """Whether so many rows are sampled at once under a limit."""
+    found = train(replace(config, batch_size=rows, memory_limit=limit))
+    return {"limit": limit, "whole": found["rows"]["sample"] == rows, **found}
+
+
+def _limited(config: Config, limit: str, many: int) -> Figures:
+    """The largest batch that needs no splitting under a limit, for many steps; none may run out."""
+    auto = train(replace(config, batch_size="auto", memory_limit=limit))
+    long = train(replace(config, batch_size=auto["batch_size"], memory_limit=limit, steps=many))
+    held = long["process_bytes"] <= 1.005 * parse_size(limit)
+    never = not auto["retries"] and not long["retries"]
+    return {"limit": limit, "auto": auto, "long": long, "zero out of memory": never, "limit held": held}
+
+
+def _recovery(config: Config, limit: str) -> Figures:
+    """Predictions 70 % too low: the plan is too large, memory does run out, the run goes on."""
+    return train(replace(config, batch_size=config.max_batch_size, memory_limit=limit), bias=0.3)
+
+
+def _emptied(config: Config) -> Figures:
+    """The folk advice of emptying the cache after each step, against leaving it: speed and reserved bytes."""
+    config = replace(config, steps=2 * config.steps)
+    ways = {
+        "emptied": lambda: train(config, after_step=torch.cuda.empty_cache),
+        "kept": lambda: train(config),
+    }
+    runs = in_turns(ways, rounds=2)
+
+    def ratio(figure: str) -> float:
+        emptied, kept = (median(run[figure] for run in runs[name]) for name in ways)
+        return emptied / max(1, kept)
+
+    return {"speed": ratio("samples_per_minute"), "reserved": ratio("reserved_bytes")}
+
+
+# ----------------------------------------------------------------------- parts that look at single passes
+
+
+def _rates(config: Config) -> Figures:
+    """What the card reaches at best: operations a second of products, bytes a second of copies."""
+    device = choose_device(config.device)
+    source = torch.empty(2**28 if device.type == "cuda" else 2**22, dtype=torch.uint8, device=device)
+    copy = Timer("target.copy_(source)", globals={"source": source, "target": torch.empty_like(source)})
+    copied = 2 * source.nbytes / copy.blocked_autorange(min_run_time=0.3).median
+    flops = matmul_rate(device, compute_dtype(config.precision, device))
+    return {"flops": flops, "copied_bytes_per_s": copied}
+
+
+def _sample(policy: Policy, prompts: list[Prompt], rows: int, tokens: int, *, at_once: int) -> Rollout:
+    uniforms = step_uniforms(rows, tokens, seed=0, step=1)
+    sampler = RolloutModel(policy.model, policy.target.dtype).model
+    settings = SamplingSettings(max_new_tokens=tokens)
+    return rollout(sampler, policy.tokenizer, prompts, uniforms, settings, rows=at_once)
+
+
+def _recorded(config: Config, rounds: int = 5) -> Figures:
     """Seconds of a rollout with recorded steps and with plain ones, in turns (medians); equal completions."""
     policy = load_policy(config.model, choose_device(config.device), config.precision)
-    sampler = RolloutModel(policy.model, policy.target.dtype).model
-    groups = config.num_rows // config.group_size
-    prompts = [Prompt(str(n), "P: 8/8/8/8/8/8/8/8 w - - 0 1", {}) for n in range(groups)]
-    uniforms = step_uniforms(config.num_rows, config.sampling.max_new_tokens, seed=0, step=0)
+    rows, tokens = config.num_rows, config.sampling.max_new_tokens
+    prompts = [Prompt(str(n), "P: 8/8/8/8/8/8/8/8 w - - 0 1", {}) for n in range(config.num_prompts)]
 
-    def timed(name: str) -> list[str]:
+    def recorded() -> tuple[float, list[str]]:
         start = time.perf_counter()
-        made = rollout(sampler, policy.tokenizer, prompts, uniforms, config.sampling, rows=config.num_rows)
-        times[name].append(time.perf_counter() - start)
-        return made.completions
+        made = _sample(policy, prompts, rows, tokens, at_once=rows)
+        return time.perf_counter() - start, made.completions
 
-    times: dict[str, list[float]] = {"recorded": [], "plain": []}
-    for _ in range(1 + rounds):
-        recorded = timed("recorded")
+    def plain() -> tuple[float, list[str]]:
         with mock.patch.object(slots, "step_recorder", lambda model: None):
-            plain = timed("plain")
-    equal = sum(map(str.__eq__, recorded, plain)) / len(plain)
-    return {"equal": equal, **{name: median(taken[1:]) for name, taken in times.items()}}
+            return recorded()
+
+    found = in_turns({"recorded": recorded, "plain": plain}, 1 + rounds)
+    (_, texts), (_, others) = found["recorded"][-1], found["plain"][-1]
+    equal = sum(map(str.__eq__, texts, others)) / rows
+    return {"equal": equal, **{name: median(s for s, _ in some[1:]) for name, some in found.items()}}
 
 
-def _invariances(config: Config, precision: Precision, rows: int = 32, tokens: int = 48) -> dict[str, float]:
+def _invariances(config: Config, precision: Precision, rows: int = 32, tokens: int = 48) -> Figures:
     """What differs between a step of the bundled model done at once and one done in parts.
 
     same: share of tokens sampled alike; gradient: largest difference, of the gradient's norm.
     """
     policy = load_policy(BUNDLED, choose_device(config.device), precision)
-    sampler = RolloutModel(policy.model, policy.target.dtype).model
     prompts = load_prompts("bundled", policy_share=0.5, seed=0).draw(rows // 8)
-    uniforms, settings = step_uniforms(rows, tokens, seed=0, step=1), SamplingSettings(max_new_tokens=tokens)
-    whole, parts = (
-        rollout(sampler, policy.tokenizer, prompts, uniforms, settings, rows=each) for each in (rows, 8)
-    )
+    whole, parts = (_sample(policy, prompts, rows, tokens, at_once=each) for each in (rows, 8))
     width = min(whole.completion_ids.shape[1], parts.completion_ids.shape[1])
     same = (whole.completion_ids[:, :width] == parts.completion_ids[:, :width]) & whole.mask[:, :width]
-    advantages = torch.linspace(-1, 1, rows, dtype=torch.float64)
-    counts = loss_counts(whole.mask, tokens)
+    advantages, counts = torch.linspace(-1, 1, rows, dtype=torch.float64), loss_counts(whole.mask, tokens)
     batch = GRPOBatch(whole, advantages, whole.mask, counts, ref_logp=whole.sampler_logp)
 
     def gradient(at_once: int) -> torch.Tensor:
@@ -278,67 +302,43 @@ def _invariances(config: Config, precision: Precision, rows: int = 32, tokens: i
     return {"same": float(same.sum() / whole.mask.sum()), "gradient": float(max(differences))}
 
 
-def _whole(config: Config, limit: str, rows: int) -> dict[str, Any]:
-    """Whether so many rows are sampled at once under a limit."""
-    trial = train(replace(config, batch_size=rows, memory_limit=limit))
-    return {"limit": limit, "whole": trial.rows["sample"] == rows, **asdict(trial)}
+# -------------------------------------------------------------------------------------------- for people
 
 
-def _limited(config: Config, limit: str, long_steps: int, short_steps: int) -> dict[str, Any]:
-    """The largest batch that needs no splitting under a limit, for many steps; none may run out."""
-    auto = train(replace(config, batch_size="auto", memory_limit=limit, steps=short_steps))
-    long = train(replace(config, batch_size=auto.batch_size, memory_limit=limit, steps=long_steps))
-    held = long.process_bytes <= 1.005 * parse_size(limit)
-    return {
-        "limit": limit,
-        "auto": asdict(auto),
-        "long": asdict(long),
-        "zero out of memory": not auto.retries and not long.retries,
-        "limit held": held,
-    }
-
-
-def _recovery(config: Config, limit: str) -> dict[str, Any]:
-    """Predictions 40 % and more too low: the plan is too large, memory does run out, the run goes on."""
-    wrong = replace(config, batch_size=config.max_batch_size, memory_limit=limit)
-    return asdict(train(wrong, bias=0.3))
-
-
-def _emptied(config: Config) -> dict[str, Any]:
-    """The folk advice of emptying the cache after each step, against leaving it: speed and reserved bytes."""
-
-    def empty() -> None:
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    config = replace(config, steps=4 * config.steps)
-    kept, emptied = train(config), train(config, after_step=empty)
-    return {
-        "speed": emptied.samples_per_minute / kept.samples_per_minute,
-        "reserved": emptied.reserved_bytes / max(1, kept.reserved_bytes),
-    }
-
-
-def summary(results: dict[str, Any]) -> list[str]:
-    """Lines for people."""
+def _show(results: Figures) -> None:
+    rates, rows = results["rates"], results["rows"]
     lines = [f"{results['device']}, torch {results['torch']}"]
-    rates = results.get("rates", {})
     if "flops" in rates:
         products, copies = rates["flops"] / 1e12, rates["copied_bytes_per_s"] / 1e9
         lines.append(f"products {products:.1f} TFLOP/s, copies {copies:.0f} GB/s")
-    if isinstance(results.get("rows"), list):
-        lines.append("batch  allocated  reserved  process    samples/min  tokens/s  status")
-        for row in results["rows"]:
-            sizes = (row[f"{name}_bytes"] / GB for name in ("allocated", "reserved", "process"))
-            shown = "  ".join(f"{size:6.2f} GB" for size in sizes)
-            speeds = f"{row['samples_per_minute']:11,.0f}  {row['tokens_per_second']:8,.0f}"
-            lines.append(f"{row['batch_size']:5}  {shown}  {speeds}  {row['status']}")
-        lines += _phase_lines(results["rows"][-1], rates)
+    if isinstance(rows, list):
+        CONSOLE.print(table(map(_row_of_table, rows)))
+        phases = rows[-1]["phases"]
+        CONSOLE.print(table({"phase": name, "seconds": f"{found['seconds']:.3f}", **_gb(found)}
+                            for name, found in phases.items()))  # fmt: skip
+        lines.append(f"those phases are of {rows[-1]['batch_size']} rows; sampler and scorer differ by "
+                     f"{rows[-1]['logp_difference']:.2g} nats a token")  # fmt: skip
+        if "flops" in rates:
+            share = rows[-1]["learning_flops"] / phases["learn"]["seconds"] / rates["flops"]
+            lines.append(f"learning reaches {share:.0%} of the products' rate")
     parts = (name for name, part in results.items() if isinstance(part, dict) and name != "rates")
-    return lines + [f"{name}: {json.dumps(results[name])}" for name in parts]
+    lines += [f"{name}: {json.dumps(results[name])}" for name in parts]
+    CONSOLE.print("\n".join(lines), highlight=False)
 
 
-def verdicts(results: dict[str, Any]) -> dict[str, bool]:
+def _row_of_table(row: Figures) -> dict[str, str]:
+    minute, second = (f"{row[name]:,.0f}" for name in ("samples_per_minute", "tokens_per_second"))
+    speeds = {"samples a minute": minute, "tokens a second": second}
+    return {"rows": str(row["batch_size"]), **_gb(row), **speeds, "status": row["status"]}
+
+
+def _gb(found: Figures) -> dict[str, str]:
+    """All that is bytes."""
+    sizes = {name.removesuffix("_bytes"): value / GB for name, value in found.items() if "_bytes" in name}
+    return {f"{name}, GB": f"{size:.2f}" for name, size in sizes.items()}
+
+
+def verdicts(results: Figures) -> dict[str, bool]:
     """What holds on any device, of the parts that were run."""
     parts = {name: part for name, part in results.items() if isinstance(part, dict | list)}
     done = {name: part for name, part in parts.items() if "failed" not in part}
@@ -357,20 +357,3 @@ def verdicts(results: dict[str, Any]) -> dict[str, bool]:
         found["the largest batch never runs out of memory"] = done["limit"]["zero out of memory"]
         found["a process stays below its limit"] = done["limit"]["limit held"]
     return found
-
-
-def _phase_lines(row: dict[str, Any], rates: dict[str, float]) -> list[str]:
-    """Of the largest batch: each phase's seconds and bytes, and what of the card's products learning is."""
-    lines = [f"of {row['batch_size']} rows:  seconds  predicted  measured"]
-    for phase, found in row["phases"].items():
-        predicted, measured = (found[f"{name}_bytes"] / GB for name in ("predicted", "measured"))
-        lines.append(f"  {phase:10} {found['seconds']:9.3f}  {predicted:6.2f} GB  {measured:5.2f} GB")
-    lines.append(f"  sampler and scorer differ by {row['logp_difference']:.2g} nats a token")
-    if "flops" in rates and row.get("learning_flops"):
-        share = row["learning_flops"] / row["phases"]["learn"]["seconds"] / rates["flops"]
-        lines.append(f"  learning reaches {share:.0%} of the products' rate")
-    return lines
-
-
-def _device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"

@@ -5,20 +5,22 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from loguru import logger
-from rich import box
-from rich.table import Table
 
+from benchmarks.models import GPT2_30M, write_model
+from benchmarks.results import finish, until_stopped
 from grpo.memory.budget import GB
+from grpo.model.target import multiplies_in_bf16
 from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 
 ROOT = Path(__file__).parents[2]
@@ -115,31 +117,69 @@ def _cgroup(limit: int) -> Iterator[Path]:
         outer.rmdir()
 
 
-def ladder(
-    models: Sequence[str], precisions: Sequence[str], *, batch_size: int, how: How, rungs: int = 8
-) -> Iterator[Outcome]:
-    """Without a limit, then from what a refusal says is enough to twice the need."""
-    for model, precision in product(models, precisions):
+def limits(
+    how: How = "--memory-limit", batch_size: int = 256, rungs: int = 8, large: bool = True,
+    quick: bool = False, output: Path | None = None,
+) -> int:  # fmt: skip
+    """A ladder of limits: from the smallest that is not refused to twice the need. Some 20 minutes.
+
+    Args:
+        how: Who sets the limit. A cgroup needs root.
+        batch_size: Completions a step.
+        rungs: Limits a model and precision, two or more.
+        large: A GPT-2 of 30 M as well, at an eighth of the batch.
+        quick: Let a step at twice the need take 15 % longer, not 5 %, as few are timed.
+        output: A JSON file for every run.
+    """
+    if rungs < 2:
+        raise SystemExit(f"--rungs is {rungs}: give at least 2.")
+    try:
+        with _way_in(2**40, how):
+            pass
+    except OSError as error:
+        raise SystemExit(
+            f"--how is {how}, and no group can be made ({error}): be root, or give another."
+        ) from None
+    # Where bf16 is not native, a step in it takes minutes.
+    precisions = ["bf16", "fp32"] if multiplies_in_bf16(torch.device("cpu")) else ["fp32"]
+    with TemporaryDirectory() as folder:
+        models = {"rook-tiny": batch_size}
+        if large:
+            models[str(write_model(Path(folder) / "30m", GPT2_30M))] = batch_size // 8
+        found = until_stopped(_ladder(models, precisions, how, rungs))
+    rows = [
+        {**asdict(run), "passes": [], "said": run.said[-2000:] if run.status else "", "times": times}
+        for run, times in found
+    ]
+    title = f"Limits, by {how}; GB"
+    return finish(title, map(_shown, found), _verdicts(found, 0.15 if quick else 0.05), rows, output)
+
+
+Rung = tuple[Outcome, float]
+"""A run, and how many times as long as without a limit a step of it takes."""
+
+
+def _ladder(models: Mapping[str, int], precisions: Sequence[str], how: How, rungs: int) -> Iterator[Rung]:
+    """Without a limit, then from what a refusal says is enough to twice the need. models: batch sizes."""
+    for (model, batch_size), precision in product(models.items(), precisions):
         options = ["--model", model, "--precision", precision, "--batch-size", str(batch_size)]
-        kind = f"{Path(model).name} {precision}"
-        free = run_command(kind, options)
-        logger.info("{}: {} s a step without a limit", kind, free.step_s)
-        yield free
-        for limit in np.geomspace(smallest_limit(options, how), 2 * free.process_bytes, rungs).astype(int):
-            outcome = run_command(kind, options, limit=int(limit), how=how)
-            logger.info(
-                "{} at {:.2f} GB: status {}, {} s a step", kind, limit / GB, outcome.status, outcome.step_s
-            )
-            yield outcome
+        name = f"{Path(model).name} {precision}"
+        free = run_command(name, options)
+        yield free, 1.0
+        for limit in np.geomspace(_smallest_limit(options, how), 2 * free.process_bytes, rungs).astype(int):
+            run = run_command(name, options, limit=int(limit), how=how)
+            times = run.step_s / free.step_s if run.step_s and free.step_s else np.inf
+            logger.info("{} at {:.2f} GB: status {}, {:.2f} times", name, limit / GB, run.status, times)
+            yield run, times
 
 
-def smallest_limit(options: Sequence[str], how: How) -> int:
+def _smallest_limit(options: Sequence[str], how: How) -> int:
     """Bytes that a refusal names: the least --memory-limit, or the least that has to be there.
 
     Where a limit comes from outside, what is enough for --memory-limit lets the process live to its refusal.
     """
-    limit, ways = 2**28, list[How](dict.fromkeys(("--memory-limit", how)))
-    for way in ways:
+    limit = 2**28
+    for way in dict.fromkeys(("--memory-limit", how)):
         refused = run_command("", options, limit=limit, how=way)
         named = refused.named_bytes or (limit if refused.status == 0 else None)
         if named is None:
@@ -148,45 +188,33 @@ def smallest_limit(options: Sequence[str], how: How) -> int:
     return limit
 
 
-def ladder_table(rows: Sequence[Outcome], how: How) -> Table:
-    table = Table(title=f"Limits, by {how}; GB", title_justify="left", box=box.MARKDOWN)
-    for column in ("run", "limit", "status", "s a step", "of none's", "retries", "process"):
-        table.add_column(column, justify="left" if column == "run" else "right")
-    for row in rows:
-        table.add_row(
-            row.name, f"{row.limit_bytes / GB:.2f}" if row.limit_bytes else "none",
-            "traceback" if row.has_traceback else str(row.status),
-            f"{row.step_s:.2f}" if row.step_s else "", f"{_times(row, rows):.2f}" if row.step_s else "",
-            str(row.retries), f"{row.process_bytes / GB:.3f}",
-        )  # fmt: skip
-    return table
-
-
-def ladder_verdicts(rows: Sequence[Outcome], *, bar: float) -> dict[str, bool]:
-    """bar: how much longer a step may be at twice the need."""
-    limited: dict[str, list[Outcome]] = {}
-    for row in rows:
-        if row.limit_bytes:
-            limited.setdefault(row.name, []).append(row)
-    least, most = ([each[place] for each in limited.values()] for place in (0, -1))
-    slowest, at_twice = (max((_times(row, rows) for row in some), default=np.inf) for some in (least, most))
+def _shown(rung: Rung) -> dict[str, object]:
+    run, times = rung
     return {
-        "no traceback": not any(row.has_traceback for row in rows),
-        "each is refused before its first step, with what is enough, or ends with status 0": all(
-            row.status == 0 or row.named_bytes is not None for row in rows
-        ),
-        "the smallest limit that is named is enough": all(row.status == 0 for row in least),
-        f"at it a step takes {slowest:.2f} times as long (at most {SLOWEST:g})": slowest <= SLOWEST,
-        f"at twice the need {at_twice:.2f} times (at most {1 + bar:g})": at_twice <= 1 + bar,
+        "run": run.name,
+        "limit": f"{run.limit_bytes / GB:.2f}" if run.limit_bytes else "-",
+        "status": "traceback" if run.has_traceback else run.status,
+        "s a step": f"{run.step_s:.2f}" if run.step_s else "",
+        "of none's": f"{times:.2f}" if run.step_s else "",
+        "retries": run.retries,
+        "process": f"{run.process_bytes / GB:.3f}",
     }
 
 
-def _times(row: Outcome, rows: Sequence[Outcome]) -> float:
-    """As long a step as without a limit."""
-    free = next(each.step_s for each in rows if each.name == row.name and each.limit_bytes is None)
-    return row.step_s / free if row.step_s and free else float("inf")
-
-
-def without_passes(rows: Sequence[Outcome]) -> list[Outcome]:
-    """For a file."""
-    return [replace(row, passes=[], said=row.said[-2000:] if row.status else "") for row in rows]
+def _verdicts(found: Sequence[Rung], bar: float) -> dict[str, bool]:
+    """bar: how much longer a step may be at twice the need."""
+    by_name: dict[str, list[Rung]] = {}
+    for run, times in found:
+        if run.limit_bytes:
+            by_name.setdefault(run.name, []).append((run, times))
+    least, most = ([rungs[place] for rungs in by_name.values()] for place in (0, -1))
+    slowest, at_twice = (max((times for _, times in some), default=np.inf) for some in (least, most))
+    return {
+        "no traceback": not any(run.has_traceback for run, _ in found),
+        "each is refused before its first step, with what is enough, or ends with status 0": all(
+            run.status == 0 or run.named_bytes is not None for run, _ in found
+        ),
+        "the smallest limit that is named is enough": all(run.status == 0 for run, _ in least),
+        f"at it a step takes {slowest:.2f} times as long (at most {SLOWEST:g})": slowest <= SLOWEST,
+        f"at twice the need {at_twice:.2f} times (at most {1 + bar:g})": at_twice <= 1 + bar,
+    }

@@ -1,30 +1,34 @@
-"""Speed and memory of a training step beside TRL's.
+"""Speed and memory of a training step beside TRL's: contenders are processes that take turns, step by step.
 
-Contenders are processes that take turns, step by step, in an order that changes; a ratio is of two
-steps of one round.
+All get the same prompts, as many of each of the two tasks. They are of one length, as TRL mis-scores prompts
+of mixed lengths on GPT-2. Where texts end by themselves they are not of one length, though of one kind:
+speeds are compared by the seconds a token takes.
 """
 
 import json
-import math
+import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import numpy as np
 from loguru import logger
-from rich import box
-from rich.table import Table
-from scipy.stats import t as student
+from transformers import AutoTokenizer, PretrainedConfig
 
-from benchmarks import worker_environment
-from benchmarks.speed_work import OWN_REWARD, ModelName, prepare
-from benchmarks.speed_worker import Contender, StepTime, Work
+from benchmarks.contender import Name, StepTime, Work
+from benchmarks.models import GPT2_124M, LIKE_QWEN, LIKE_ROOK_TINY, write_model
+from benchmarks.results import in_turns, times_as_much
+from grpo.data import load_prompts
+from grpo.data.source import CHESS_COLUMNS
+from grpo.model.names import BUNDLED_FOLDER
+from grpo.types import Prompt
 
-CONTENDERS: tuple[Contender, ...] = ("ours", "trl", "trl defaults")
+CONTENDERS: tuple[Name, ...] = ("ours", "trl", "trl defaults")
 ANYWHERE = 1.0, 0.8
 """Least ratio, and most memory, on any machine: fp32 on two AVX2 cores has 1.23 and 0.68 of TRL's best."""
 WARM_UP_STEPS = 3
@@ -36,154 +40,134 @@ class Case:
     """One row of the table. `bars`: least ratios against TRL's best and its defaults, and of memory."""
 
     name: str
-    model: ModelName
-    prompt_tokens: int | None
-    train_rows: int
+    shape: PretrainedConfig | None
+    """Of random weights; None: rook-tiny itself."""
     rounds: int
-    bars: tuple[float, float]
+    bars: tuple[float, float] = (1.0, 1.0)
     memory_bars: tuple[float, float] = (0.6, 0.5)
+    train_rows: int = 64
     batch_size: int = 64
-    group_size: int = 8
     max_new_tokens: int = 144
 
 
 CASES = (
-    Case("rook-tiny's shape, 144 tokens each", "rook-tiny without end", 60, 64, 5, (2.0, 5.0)),
-    Case("rook-tiny, half policy, natural ends", "rook-tiny", None, 64, 5, (3.0, 6.0)),
-    Case("GPT-2 124 M, 144 tokens each", "GPT-2 124 M without end", 60, 16, 2, (3.0, 4.0)),
-    Case(
-        "Qwen's kind, 8 layers of 512, 128 tokens each",
-        "Qwen's kind without end",
-        120,
-        64,
-        3,
-        (6.0, 6.0),
-        memory_bars=(0.45, 0.45),
-        max_new_tokens=128,
-    ),
-)
+    Case("rook-tiny's shape, 144 tokens each", LIKE_ROOK_TINY, 5, (2.0, 5.0)),
+    Case("rook-tiny, half policy, natural ends", None, 5, (3.0, 6.0)),
+    Case("GPT-2 124 M, 144 tokens each", GPT2_124M, 2, (3.0, 4.0), train_rows=16),
+    Case("Qwen's kind, 8 layers of 512, 128 tokens each", LIKE_QWEN, 3, (6.0, 6.0), (0.45, 0.45),
+         max_new_tokens=128),
+)  # fmt: skip
 
 
 @dataclass
 class Outcome:
+    """Every contender's steps, round by round."""
+
     case: Case
-    steps: dict[Contender, list[StepTime]] = field(default_factory=dict)
+    steps: Mapping[Name, list[StepTime]] = field(default_factory=dict)
 
-    def ratio(self, other: Contender) -> tuple[float, float, float]:
-        """Seconds a token of `other` over ours: geometric mean of the rounds, and its 95 % interval.
+    def ratio(self, other: Name) -> tuple[float, float, float]:
+        """Seconds a token of `other` over ours, and its 95 % interval."""
+        theirs, ours = ([s.seconds / s.new_tokens for s in self.steps[name]] for name in (other, "ours"))
+        return times_as_much(theirs, ours)
 
-        Where texts end by themselves they are not of one length, though of one kind.
-        """
-        pairs = zip(self.steps[other], self.steps["ours"], strict=True)
-        logs = np.log([
-            theirs.seconds / theirs.new_tokens / (ours.seconds / ours.new_tokens) for theirs, ours in pairs
-        ])  # fmt: skip
-        reach = math.inf
-        if len(logs) > 1:
-            reach = float(student.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
-        mean = float(logs.mean())
-        return math.exp(mean), math.exp(mean - reach), math.exp(mean + reach)
-
-    def memory_ratio(self, other: Contender) -> float:
+    def memory_ratio(self, other: Name) -> float:
         return self.steps["ours"][-1].peak_bytes / self.steps[other][-1].peak_bytes
+
+    def seconds(self, name: Name) -> float:
+        """Of a step, the median."""
+        return median(step.seconds for step in self.steps[name])
 
 
 class Worker:
     """A contender's process."""
 
     def __init__(self, work: Work) -> None:
-        command = [sys.executable, "-m", "benchmarks.speed_worker", json.dumps(asdict(work))]
-        self._log = open(Path(work.folder, f"{work.contender.replace(' ', '-')}.log"), "w")  # noqa: SIM115
+        script = Path(__file__).with_name("contender.py")
+        self._log = open(Path(work.folder, f"{work.name.replace(' ', '-')}.log"), "w+")  # noqa: SIM115
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env=worker_environment(),
+            [sys.executable, str(script), json.dumps(asdict(work))], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=self._log, text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )  # fmt: skip
-        self._read()
+
+    def read(self) -> dict[str, Any]:
+        """Its next line. RuntimeError, with the last that it said, if it has died."""
+        if not (line := self._process.stdout.readline()):
+            self._log.seek(0)
+            raise RuntimeError(f"a contender died:\n{self._log.read()[-2000:]}")
+        return json.loads(line)
 
     def step(self) -> StepTime:
-        assert self._process.stdin is not None
         self._process.stdin.write("step\n")
         self._process.stdin.flush()
-        return StepTime(**self._read())
+        return StepTime(**self.read())
 
     def close(self) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
         self._log.close()
 
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._log.flush()
-            tail = Path(self._log.name).read_text()[-2000:]
-            raise RuntimeError(f"a contender died:\n{tail}")
-        record: dict[str, Any] = json.loads(line)
-        return record
-
 
 @contextmanager
-def working(works: Mapping[Contender, Work]) -> Iterator[dict[Contender, Worker]]:
-    """A process for each, all ended at the end."""
-    workers: dict[Contender, Worker] = {}
-    try:
-        for key, work in works.items():
-            workers[key] = Worker(work)
+def working(works: Mapping[Name, Work]) -> Iterator[dict[Name, Worker]]:
+    """A process for each, all ready, and all ended at the end."""
+    with ExitStack() as stack:
+        workers: dict[Name, Worker] = {}
+        for name, work in works.items():
+            workers[name] = Worker(work)
+            stack.callback(workers[name].close)
+            workers[name].read()
         yield workers
-    finally:
-        for worker in workers.values():
-            worker.close()
 
 
 def race(
-    case: Case, folder: Path, *, contenders: Sequence[Contender] = CONTENDERS, device: str = "cpu"
+    case: Case, folder: Path, *, contenders: Sequence[Name] = CONTENDERS, device: str = "cpu"
 ) -> Outcome:
-    """Every contender's steps, in rounds."""
-    model, ours, theirs = prepare(case.model, case.prompt_tokens, folder)
+    """Every contender's steps, in rounds. folder: for models, prompts and runs."""
+    model = write_model(folder / "model", case.shape) if case.shape else BUNDLED_FOLDER
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in prompt_rows()))
     work = Work(
-        "ours", str(model), str(ours), str(folder), case.batch_size, case.group_size, case.max_new_tokens,
-        train_rows=case.train_rows, steps=WARM_UP_STEPS + case.rounds + 1, device=device,
-        has_own_reward=Path(folder, OWN_REWARD).exists(),
+        "ours", str(model), str(prompts), str(folder), WARM_UP_STEPS + case.rounds + 1, device,
+        batch_size=case.batch_size, max_new_tokens=case.max_new_tokens, train_rows=case.train_rows,
     )  # fmt: skip
-    works = {
-        name: replace(work, contender=name, prompts=str(theirs if name.startswith("trl") else ours))
-        for name in contenders
-    }
-    outcome = Outcome(case, {name: [] for name in contenders})
-    with working(works) as workers:
+    with working({name: replace(work, name=name) for name in contenders}) as workers:
         for name, worker in workers.items():
             for _ in range(WARM_UP_STEPS if name == "ours" else 1):
                 worker.step()
-        for turn in range(case.rounds):
-            for name in contenders if turn % 2 else tuple(reversed(contenders)):
-                step = workers[name].step()
-                outcome.steps[name].append(step)
-                logger.info("{}, round {}: {} {:.2f} s", case.name, turn + 1, name, step.seconds)
+        steps = in_turns({name: worker.step for name, worker in workers.items()}, case.rounds)
+    outcome = Outcome(case, steps)
+    logger.info("{}: {}", case.name, {name: f"{outcome.seconds(name):.2f} s" for name in contenders})
     return outcome
 
 
-def ratio_text(mean: float, least: float, most: float) -> str:
-    return f"{mean:.2f}× ({least:.2f} to {most:.2f})" if math.isfinite(most) else f"{mean:.2f}×"
+def prompt_rows(count: int = 128) -> list[dict[str, Any]]:
+    """Bundled prompts of the length that most pairs have, policy and environment in turn: equal columns."""
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_FOLDER)
+    by_length: dict[int, dict[str, list[Prompt]]] = defaultdict(lambda: {"policy": [], "environment": []})
+    for prompt in load_prompts("bundled", policy_share=0.5, seed=0).draw(8000):
+        by_length[len(tokenizer(prompt.text)["input_ids"])][prompt.task].append(prompt)
+    most = max(by_length.values(), key=lambda kinds: min(map(len, kinds.values())))
+    pairs = zip(*most.values(), strict=False)
+    chosen = [prompt for pair in pairs for prompt in pair][:count]
+    assert len(chosen) == count
+    names = [name for name in CHESS_COLUMNS if name != "task"]
+    return [{"prompt": each.text} | {name: each.columns.get(name) for name in names} for each in chosen]
 
 
-def race_table(outcomes: Sequence[Outcome]) -> Table:
-    table = Table(
-        "work", "samples a second", "against TRL's best", "against its defaults", "peak memory, GB",
-        "of TRL's best", "of its defaults", box=box.MARKDOWN,
-    )  # fmt: skip
+def race_rows(outcomes: Sequence[Outcome]) -> Iterator[dict[str, str]]:
+    """For the table."""
     for outcome in outcomes:
-        ratios: list[str] = []
-        shares: list[str] = []
-        for other in CONTENDERS[1:]:
-            raced = other in outcome.steps
-            ratios.append(ratio_text(*outcome.ratio(other)) if raced else "")
-            shares.append(f"{outcome.memory_ratio(other):.2f}" if raced else "")
-        ours = outcome.steps["ours"]
-        rate = outcome.case.batch_size / float(np.median([step.seconds for step in ours]))
-        memory = f"{ours[-1].peak_bytes / 2**30:.2f}"
-        table.add_row(outcome.case.name, f"{rate:.1f}", *ratios, memory, *shares)
-    return table
+        rate = outcome.case.batch_size / outcome.seconds("ours")
+        row = {"work": outcome.case.name, "samples a second": f"{rate:.1f}"}
+        others = [name for name in CONTENDERS[1:] if name in outcome.steps]
+        for other in others:
+            ratio, least, most = outcome.ratio(other)
+            interval = f" ({least:.2f} to {most:.2f})" if len(outcome.steps[other]) > 1 else ""
+            row[f"against {other}"] = f"{ratio:.2f}×{interval}"
+        row["peak memory, GB"] = f"{outcome.steps['ours'][-1].peak_bytes / 2**30:.2f}"
+        yield row | {f"of {other}'s": f"{outcome.memory_ratio(other):.2f}" for other in others}
 
 
 def race_verdicts(outcomes: Sequence[Outcome], *, goals: bool = True) -> dict[str, bool]:
@@ -196,26 +180,6 @@ def race_verdicts(outcomes: Sequence[Outcome], *, goals: bool = True) -> dict[st
             if other in outcome.steps:
                 ratio, share = outcome.ratio(other)[0], outcome.memory_ratio(other)
                 verdicts[f"{case.name}: {ratio:.2f} times {other} (bar {bar:g})"] = ratio >= bar
-                verdicts[f"{case.name}: {share:.2f} of {other}'s memory (bar {memory_bar:g})"] = (
-                    share <= memory_bar
-                )
+                within = share <= memory_bar
+                verdicts[f"{case.name}: {share:.2f} of {other}'s memory (bar {memory_bar:g})"] = within
     return verdicts
-
-
-def as_json(outcomes: Sequence[Outcome]) -> Mapping[str, Any]:
-    return {
-        "cases": [
-            {
-                "name": o.case.name,
-                "steps": {name: [asdict(s) for s in steps] for name, steps in o.steps.items()},
-            }
-            for o in outcomes
-        ],
-    }
-
-
-def chosen(only: str) -> Iterator[Case]:
-    """Cases whose name holds these words."""
-    for case in CASES:
-        if all(word in case.name for word in only.split()):
-            yield case

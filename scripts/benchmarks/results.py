@@ -1,0 +1,86 @@
+"""What becomes of figures: contenders in turns, a table, what is said of them, and the exit status."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from loguru import logger
+from rich import box
+from rich.table import Table
+from scipy.stats import t as student
+
+from grpo.commands.screen import screen
+
+T = TypeVar("T")
+CONSOLE = screen(width=160)  # tables are for docs/measurements.md, whatever the terminal
+
+
+def in_turns(contenders: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """What each returns, round by round, in an order that changes: what slows the machine slows all."""
+    found: dict[str, list[T]] = {name: [] for name in contenders}
+    for turn in range(rounds):
+        for name in contenders if turn % 2 else reversed(contenders):
+            found[name].append(contenders[name]())
+    return found
+
+
+def times_as_much(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
+    """Theirs over ours: geometric mean over the rounds, and its 95 % interval, infinite for a single one."""
+    logs, reach = np.log(np.divide(theirs, ours)), math.inf
+    if len(logs) > 1:
+        reach = float(student.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
+    mean = float(logs.mean())
+    return math.exp(mean), math.exp(mean - reach), math.exp(mean + reach)
+
+
+def until_stopped(rows: Iterable[T]) -> list[T]:
+    """All of them, or those before Ctrl-C."""
+    done = []
+    try:
+        for row in rows:
+            done.append(row)
+    except KeyboardInterrupt:
+        logger.warning("stopped: this is what was measured so far")
+    return done
+
+
+def table(rows: Iterable[Mapping[str, object]], title: str = "") -> Table:
+    """A row each; the columns are the first one's. What begins a row, and words, stand on the left."""
+    rows = list(rows)
+    made = Table(title=title or None, title_justify="left", box=box.MARKDOWN)
+    for number, (name, value) in enumerate(rows[0].items() if rows else ()):
+        is_text = number == 0 or str(value).isalpha()
+        made.add_column(name, justify="left" if is_text else "right")
+    for row in rows:
+        made.add_row(*map(str, row.values()))
+    return made
+
+
+def conclude(verdicts: Mapping[str, bool]) -> int:
+    """Print each sentence, and whether it holds; the exit status: 1 if one does not."""
+    for sentence, holds in verdicts.items():
+        CONSOLE.print(f"{'met   ' if holds else 'MISSED'} {sentence}", highlight=False)
+    return int(not all(verdicts.values()))
+
+
+def write(output: Path | None, content: Any) -> None:
+    """As JSON, where a file is named; its folder is made."""
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def finish(
+    title: str,
+    shown: Iterable[Mapping[str, object]],
+    verdicts: Mapping[str, bool],
+    rows: Sequence[Mapping[str, Any]],
+    output: Path | None,
+) -> int:
+    """Print a table of what is shown of the rows, and the verdicts, and write both; the exit status."""
+    CONSOLE.print(table(shown, title))
+    write(output, {"verdicts": verdicts, "rows": rows})
+    return conclude(verdicts)
