@@ -1,8 +1,6 @@
 """The largest batch for a card that is not there: `python scripts/calculate_batch_size.py --gpu h100`."""
 
-import sys
-
 from grpo.commands import run
 
 if __name__ == "__main__":
-    sys.exit(run("calculate"))
+    raise SystemExit(run("calculate"))

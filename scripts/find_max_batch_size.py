@@ -1,8 +1,6 @@
 """The largest batch that fits this device, by real training steps."""
 
-import sys
-
 from grpo.commands import run
 
 if __name__ == "__main__":
-    sys.exit(run("find-max"))
+    raise SystemExit(run("find-max"))

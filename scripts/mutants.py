@@ -7,7 +7,6 @@ there once, what takes its place, and the tests of which one must fail. One that
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,17 +14,14 @@ import time
 import tomllib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Annotated
 
 import tyro
-from rich import box
-from rich.table import Table
-
-from grpo.commands.screen import screen
+from benchmarks.processes import run_to_end
+from benchmarks.results import CONSOLE, table
 
 ROOT = Path(__file__).resolve().parents[1]
 LEAST = 40
@@ -82,16 +78,7 @@ def run_tests(folder: Path, tests: Sequence[str], *, timeout_s: float) -> tuple[
     environment = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, "-m", "pytest", "-x", "--tb=line", "-rfE", *tests]
     said = folder.with_suffix(".txt")
-    with said.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-        status = None
-        with suppress(subprocess.TimeoutExpired):
-            status = process.wait(timeout_s)
-        with suppress(ProcessLookupError):  # it, or what it has started and left
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    status = run_to_end(command, said, timeout_s, cwd=folder, env=environment)
     return status, said.read_text(errors="replace")
 
 
@@ -158,20 +145,20 @@ def main(
         only: Names of those to try; all if none is given.
         names: Say which there are, and try none.
     """
-    console = screen(width=150)
     mutants = [mutant for mutant in read_mutants() if not only or mutant.name in only]
     if names or len(mutants) < len(only):
         for mutant in mutants:
-            console.print(f"{mutant.name}: {mutant.guarantee}")
+            CONSOLE.print(f"{mutant.name}: {mutant.guarantee}")
         return int(len(mutants) < len(only))
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         outcomes = try_all(mutants, Path(folder).resolve(), min(jobs, len(mutants)))
-    table = Table("mutant", "guarantee", "file", "noticed by", "s", title="mutants", box=box.MARKDOWN)
-    for mutant, (_, what, seconds) in zip(mutants, outcomes, strict=True):
-        table.add_row(mutant.name, mutant.guarantee, mutant.file, what, f"{seconds:.0f}")
-    console.print(table)
+    CONSOLE.print(table(
+        {"mutant": mutant.name, "guarantee": mutant.guarantee, "file": mutant.file, "noticed by": what,
+         "s": f"{seconds:.0f}"}
+        for mutant, (_, what, seconds) in zip(mutants, outcomes, strict=True)
+    ))  # fmt: skip
     num_killed = sum(killed for killed, _, _ in outcomes)
-    console.print(f"mutants: {num_killed} of {len(mutants)} killed", highlight=False)
+    CONSOLE.print(f"mutants: {num_killed} of {len(mutants)} killed", highlight=False)
     return int(num_killed < len(mutants))
 
 

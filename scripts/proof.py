@@ -8,17 +8,16 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+from benchmarks.processes import end_all, run_to_end
 
 ROOT = Path(__file__).parents[1]
 SHOWN = 15
@@ -84,7 +83,6 @@ ALONE = (
     Part("mutants", 20, "mutants.py", "faults made in the source are noticed by the tests"),
 )  # fmt: skip
 """That compare speeds, or keep all cores busy by themselves."""
-RUNNING: set[subprocess.Popen[bytes]] = set()
 
 
 def main(
@@ -116,8 +114,7 @@ def main(
         verdicts += [run(part, folder) for part in chosen if part in ALONE]
     except KeyboardInterrupt:
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in [*RUNNING]:
-            end(process)
+        end_all()
         return 130
     counts = [f"{verdicts.count(each)} {each}" for each in ("passed", "failed")]
     if reasons := [each for each in verdicts if each not in ("passed", "failed")]:
@@ -141,32 +138,15 @@ def run(part: Part, folder: Path, **environment: str) -> str:
 
 
 def attempt(part: Part, folder: Path, file: Path, environment: dict[str, str]) -> str:
-    """How it failed, or nothing. What is left of its processes is killed."""
+    """How it failed, or nothing."""
     environment = {**os.environ, "PYTHON": sys.executable, **environment}
     own = folder / part.name
     shutil.rmtree(own, ignore_errors=True)
     own.mkdir()
-    with file.open("wb") as said:
-        process = subprocess.Popen(
-            part.words(own), cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
-            start_new_session=True,
-        )  # fmt: skip
-        RUNNING.add(process)
-        try:
-            status = process.wait(60 * part.minutes)
-        except subprocess.TimeoutExpired:
-            return f"no end within {part.minutes:g} minutes"
-        finally:
-            end(process)
-            RUNNING.discard(process)
+    status = run_to_end(part.words(own), file, 60 * part.minutes, cwd=ROOT, env=environment)
+    if status is None:
+        return f"no end within {part.minutes:g} minutes"
     return f"exit status {status}" if status else ""
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """With all that it has started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """One model at several batch sizes: `python scripts/sweep_batch_sizes.py --batch-sizes 8 32`."""
 
-import sys
-
 from grpo.commands import run
 
 if __name__ == "__main__":
-    sys.exit(run("sweep"))
+    raise SystemExit(run("sweep"))

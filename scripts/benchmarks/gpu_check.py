@@ -313,29 +313,27 @@ def _show(results: Figures) -> None:
         lines.append(f"products {products:.1f} TFLOP/s, copies {copies:.0f} GB/s")
     if isinstance(rows, list):
         CONSOLE.print(table(map(_row_of_table, rows)))
-        phases = rows[-1]["phases"]
-        CONSOLE.print(table({"phase": name, "seconds": f"{found['seconds']:.3f}", **_gb(found)}
-                            for name, found in phases.items()))  # fmt: skip
-        lines.append(f"those phases are of {rows[-1]['batch_size']} rows; sampler and scorer differ by "
-                     f"{rows[-1]['logp_difference']:.2g} nats a token")  # fmt: skip
+        lines.append(f"sampler and scorer differ by {rows[-1]['logp_difference']:.2g} nats a token")
         if "flops" in rates:
-            share = rows[-1]["learning_flops"] / phases["learn"]["seconds"] / rates["flops"]
-            lines.append(f"learning reaches {share:.0%} of the products' rate")
+            share = rows[-1]["learning_flops"] / rows[-1]["phases"]["learn"]["seconds"] / rates["flops"]
+            lines.append(
+                f"learning of {rows[-1]['batch_size']} rows reaches {share:.0%} of the products' rate"
+            )
     parts = (name for name, part in results.items() if isinstance(part, dict) and name != "rates")
     lines += [f"{name}: {json.dumps(results[name])}" for name in parts]
     CONSOLE.print("\n".join(lines), highlight=False)
 
 
 def _row_of_table(row: Figures) -> dict[str, str]:
-    minute, second = (f"{row[name]:,.0f}" for name in ("samples_per_minute", "tokens_per_second"))
-    speeds = {"samples a minute": minute, "tokens a second": second}
-    return {"rows": str(row["batch_size"]), **_gb(row), **speeds, "status": row["status"]}
-
-
-def _gb(found: Figures) -> dict[str, str]:
-    """All that is bytes."""
-    sizes = {name.removesuffix("_bytes"): value / GB for name, value in found.items() if "_bytes" in name}
-    return {f"{name}, GB": f"{size:.2f}" for name, size in sizes.items()}
+    phases, learn, memory = row["phases"], row["phases"]["learn"], ("allocated", "reserved", "process")
+    return {
+        "rows": str(row["batch_size"]), "samples a minute": f"{row['samples_per_minute']:,.0f}",
+        **{f"{name}, s": f"{found['seconds']:.3f}" for name, found in phases.items()},
+        "learn adds, GB": f"{learn['measured_bytes'] / GB:.2f}",
+        "predicted, of it": f"{learn['predicted_bytes'] / max(1, learn['measured_bytes']):.3f}",
+        **{f"{name}, GB": f"{row[f'{name}_bytes'] / GB:.1f}" for name in memory},
+        "status": row["status"],
+    }  # fmt: skip
 
 
 def verdicts(results: Figures) -> dict[str, bool]:
