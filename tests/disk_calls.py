@@ -5,9 +5,11 @@ safetensors' own writes are wrapped. Left out: single writes to a file that is o
 """
 
 import errno
+import math
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -101,13 +103,31 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     _active()
 
 
-def become_the_command(
-    words: Sequence[str], said: Path, folder: Path, calls: Calls | None = None, counted: Path | None = None
-) -> None:
-    """In a process that was forked for it: `train_lean.py` with these words. Does not come back.
+def run_command(
+    words: Sequence[str], said: Path, folder: Path, calls: Calls | None = None, counted: Path | None = None,
+    *, kill_after_s: float = math.inf,
+) -> int:  # fmt: skip
+    """`train_lean.py` with these words in a process that is forked for it; how it ended.
 
-    said: what it prints. folder: where it is typed. counted: gets the number of its calls below `runs`.
+    said: gets what it prints. folder: where it is typed. counted: gets the number of its calls below `runs`.
+    kill_after_s: then it is killed, if it has not ended.
     """
+    process, end = os.fork(), time.monotonic() + kill_after_s
+    if not process:
+        _become_the_command(words, said, folder, calls, counted)
+    while True:
+        done, status = os.waitpid(process, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end:
+            os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _become_the_command(
+    words: Sequence[str], said: Path, folder: Path, calls: Calls | None, counted: Path | None
+) -> None:
+    """Does not come back."""
     status = 1
     try:
         for stream in (1, 2):

@@ -1,6 +1,6 @@
 """One side of the race in a process of its own: a step for each line it is sent.
 
-    python scripts/benchmarks/contender.py '{"name": "ours", …}'
+    python -m benchmarks.contender '{"name": "ours", …}'
 
 Prints a line of JSON when it is ready, and one after each step. Nothing else comes on its stdout.
 """

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -222,14 +223,11 @@ def _recovery(config: Config, limit: str) -> Figures:
 def _emptied(config: Config) -> Figures:
     """The folk advice of emptying the cache after each step, against leaving it: speed and reserved bytes."""
     config = replace(config, steps=2 * config.steps)
-    ways = {
-        "emptied": lambda: train(config, after_step=torch.cuda.empty_cache),
-        "kept": lambda: train(config),
-    }
-    runs = in_turns(ways, rounds=2)
+    emptied = partial(train, config, after_step=torch.cuda.empty_cache)
+    runs = in_turns({"kept": partial(train, config), "emptied": emptied}, rounds=2)
 
     def ratio(figure: str) -> float:
-        emptied, kept = (median(run[figure] for run in runs[name]) for name in ways)
+        kept, emptied = (median(run[figure] for run in some) for some in runs.values())
         return emptied / max(1, kept)
 
     return {"speed": ratio("samples_per_minute"), "reserved": ratio("reserved_bytes")}
@@ -321,7 +319,7 @@ def _show(results: Figures) -> None:
             )
     parts = (name for name, part in results.items() if isinstance(part, dict) and name != "rates")
     lines += [f"{name}: {json.dumps(results[name])}" for name in parts]
-    CONSOLE.print("\n".join(lines), highlight=False)
+    CONSOLE.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 def _row_of_table(row: Figures) -> dict[str, str]:

@@ -15,7 +15,7 @@ from scipy.stats import t as student
 from grpo.commands.screen import screen
 
 T = TypeVar("T")
-CONSOLE = screen(width=160)  # tables are for docs/measurements.md, whatever the terminal
+CONSOLE = screen(width=180)  # tables are for docs/measurements.md, whatever the terminal
 
 
 def in_turns(contenders: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
@@ -52,7 +52,7 @@ def table(rows: Iterable[Mapping[str, object]], title: str = "") -> Table:
     rows = list(rows)
     made = Table(title=title or None, title_justify="left", box=box.MARKDOWN)
     for number, (name, value) in enumerate(rows[0].items() if rows else ()):
-        is_text = number == 0 or str(value).isalpha()
+        is_text = number == 0 or str(value)[:1].isalpha()
         made.add_column(name, justify="left" if is_text else "right")
     for row in rows:
         made.add_row(*map(str, row.values()))

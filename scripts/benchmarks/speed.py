@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -83,10 +83,9 @@ class Worker:
     """A contender's process."""
 
     def __init__(self, work: Work) -> None:
-        script = Path(__file__).with_name("contender.py")
         self._log = open(Path(work.folder, f"{work.name.replace(' ', '-')}.log"), "w+")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, str(script), json.dumps(asdict(work))], stdin=subprocess.PIPE,
+            [sys.executable, "-m", "benchmarks.contender", json.dumps(asdict(work))], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=self._log, text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )  # fmt: skip
@@ -109,18 +108,6 @@ class Worker:
         self._log.close()
 
 
-@contextmanager
-def working(works: Mapping[Name, Work]) -> Iterator[dict[Name, Worker]]:
-    """A process for each, all ready, and all ended at the end."""
-    with ExitStack() as stack:
-        workers: dict[Name, Worker] = {}
-        for name, work in works.items():
-            workers[name] = Worker(work)
-            stack.callback(workers[name].close)
-            workers[name].read()
-        yield workers
-
-
 def race(
     case: Case, folder: Path, *, contenders: Sequence[Name] = CONTENDERS, device: str = "cpu"
 ) -> Outcome:
@@ -132,7 +119,12 @@ def race(
         "ours", str(model), str(prompts), str(folder), WARM_UP_STEPS + case.rounds + 1, device,
         batch_size=case.batch_size, max_new_tokens=case.max_new_tokens, train_rows=case.train_rows,
     )  # fmt: skip
-    with working({name: replace(work, name=name) for name in contenders}) as workers:
+    with ExitStack() as stack:
+        workers: dict[Name, Worker] = {}
+        for name in contenders:
+            worker = workers[name] = Worker(replace(work, name=name))
+            stack.callback(worker.close)
+            worker.read()  # that it is ready
         for name, worker in workers.items():
             for _ in range(WARM_UP_STEPS if name == "ours" else 1):
                 worker.step()

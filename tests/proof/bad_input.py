@@ -4,10 +4,7 @@ Whatever comes in, a command ends well, or with a message of at most five lines 
 """
 
 import json
-import os
 import shutil
-import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from disk_calls import become_the_command
+from disk_calls import run_command
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -200,7 +197,7 @@ KINDS: Mapping[str, tuple[Make, st.SearchStrategy[Any], int]] = {
 def samples(tmp_path_factory, command_of_seconds) -> Samples:
     torch.set_num_threads(1)  # a process with more could not be forked
     folder = tmp_path_factory.mktemp("bad")
-    status, said = run_command([*command_of_seconds, "--steps", "2", "--name", "sample"], folder)
+    status, said = typed([*command_of_seconds, "--steps", "2", "--name", "sample"], folder)
     assert status == 0, said
     return Samples(folder / "runs" / "sample", command_of_seconds)
 
@@ -219,7 +216,7 @@ def test_whatever_comes_in_the_command_ends_well_or_with_a_message(samples, kind
     @given(strategy)
     def check(drawn: Any) -> None:
         case = make(folder, samples, drawn)
-        status, said = run_command(case.words, folder)
+        status, said = typed(case.words, folder)
         broken = what_is_broken(status, said)
         assert not broken, f"{case.about}: {broken}\n{said[-1500:]}"
         ended["well" if status == 0 else "with a message"] += 1
@@ -232,14 +229,12 @@ def test_whatever_comes_in_the_command_ends_well_or_with_a_message(samples, kind
         print(f"\n{kind}: {dict(ended)}")
 
 
-def what_is_broken(status: int | None, said: str) -> str | None:
+def what_is_broken(status: int, said: str) -> str | None:
     """Which part of the rule a command that said this has broken, if any."""
-    if status is None:
-        return f"no end after {PATIENCE_S} seconds"
     if "Traceback" in said:
         return "a traceback"
     if status < 0:
-        return f"killed by signal {-status}"
+        return f"killed by signal {-status}, as after {PATIENCE_S} seconds"
     if status == 0:
         return None
     lines = said.rstrip().splitlines()
@@ -256,20 +251,9 @@ def _screen_lines(lines: Sequence[str]) -> int:
     return sum(max(1, -(-len(line) // _COLUMNS)) for line in lines)
 
 
-def run_command(words: Sequence[str], folder: Path) -> tuple[int | None, str]:
-    """`train_lean.py` in a process of its own: how it ended (None: not in time), and what it said."""
+def typed(words: Sequence[str], folder: Path) -> tuple[int, str]:
+    """How `train_lean.py` with these words ended, and what it said."""
     said = folder / "said.txt"
     said.unlink(missing_ok=True)
-    process = os.fork()
-    if not process:
-        become_the_command(words, said, folder)
-    end = time.monotonic() + PATIENCE_S
-    while True:
-        done, status = os.waitpid(process, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status), said.read_text(errors="replace")
-        if time.monotonic() > end:
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
-            return None, said.read_text(errors="replace")
-        time.sleep(0.01)
+    status = run_command(words, said, folder, kill_after_s=PATIENCE_S)
+    return status, said.read_text(errors="replace")

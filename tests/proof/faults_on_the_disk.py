@@ -4,9 +4,8 @@ A write, flush or rename fails, once or from then on, or a kill comes in its pla
 or in one that goes on. Left out: faults of the disk itself, whose flushed bytes change.
 """
 
-import os
+import math
 import random
-import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from disk_calls import Calls, become_the_command, disk_is_full, killed
+from disk_calls import Calls, disk_is_full, killed, run_command
 from safetensors.torch import load_file
 from whole_runs import metrics_of
 
@@ -46,22 +45,17 @@ class Runs:
 
     def start(
         self, name: str, *words: object, calls: Calls | None = None, counted: Path | None = None,
-        kill_after_s: float | None = None,
+        kill_after_s: float = math.inf,
     ) -> int:  # fmt: skip
         """The command in a process of its own: how it ended. AssertionError where it says a traceback."""
         said = self.folder / f"{name}.txt"
         named = [] if "--resume" in words else ["--name", name]
-        process = os.fork()
-        if not process:
-            become_the_command([*self._flags, *named, *map(str, words)], said, self.folder, calls, counted)
-        if kill_after_s is not None:
-            time.sleep(kill_after_s)
-            os.kill(process, signal.SIGKILL)
-        _, status = os.waitpid(process, 0)
+        typed = [*self._flags, *named, *map(str, words)]
+        status = run_command(typed, said, self.folder, calls, counted, kill_after_s=kill_after_s)
         text = said.read_text(errors="replace")
         said.unlink()
         assert "Traceback" not in text, text
-        return os.waitstatus_to_exitcode(status)
+        return status
 
     def is_complete(self, name: str) -> bool:
         return find_damage(self.folder / "runs" / name / "checkpoints" / f"step-{STEPS:06d}") is None
@@ -81,7 +75,7 @@ class Runs:
         if when == "resume":
             self.start(name, "--steps", 2)
             words = self.resume(name)
-        at, after_s = rng.randint(1, self.calls[when]), None
+        at, after_s = rng.randint(1, self.calls[when]), math.inf
         if kind == "SIGKILL at a moment":
             calls, after_s = Calls(), rng.uniform(0, self.seconds)
         else:
