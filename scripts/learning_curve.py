@@ -133,10 +133,11 @@ def _report(mode: str, results: Mapping[str, Quality], names: list[str]) -> None
 
 def _is_unmoved(results: Mapping[str, Quality]) -> bool:
     """Games aside, which differ by who plays."""
-    before, still = ({mode: getattr(results[name], mode).scores for mode in MODES}
-                     for name in ("before", "rate-0"))  # fmt: skip
-    columns = [(mode, column) for mode in MODES for column in still[mode] if column != GAMES]
-    return all(np.array_equal(still[mode][column], before[mode][column]) for mode, column in columns)
+    for mode in MODES:
+        before, still = (getattr(results[name], mode).scores for name in ("before", "rate-0"))
+        if not all(np.array_equal(still[column], before[column]) for column in still if column != GAMES):
+            return False
+    return True
 
 
 def _minutes(output: Path, name: str) -> float:

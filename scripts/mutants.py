@@ -152,11 +152,11 @@ def main(
         return int(len(mutants) < len(only))
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         outcomes = try_all(mutants, Path(folder).resolve(), min(jobs, len(mutants)))
-    CONSOLE.print(table(
-        {"mutant": mutant.name, "guarantee": mutant.guarantee, "file": mutant.file, "noticed by": what,
-         "s": f"{seconds:.0f}"}
-        for mutant, (_, what, seconds) in zip(mutants, outcomes, strict=True)
-    ))  # fmt: skip
+    rows = []
+    for mutant, (_, what, seconds) in zip(mutants, outcomes, strict=True):
+        row = {"mutant": mutant.name, "guarantee": mutant.guarantee, "file": mutant.file}
+        rows.append({**row, "noticed by": what, "s": f"{seconds:.0f}"})
+    CONSOLE.print(table(rows))
     num_killed = sum(killed for killed, _, _ in outcomes)
     CONSOLE.print(f"mutants: {num_killed} of {len(mutants)} killed", highlight=False)
     return int(num_killed < len(mutants))

@@ -87,14 +87,14 @@ def _compared(run: Outcome) -> Iterator[dict[str, Any]]:
     """Of each phase that is planned all at once, the pass that was predicted, before it, furthest off."""
     planned = re.search(r"rows at once" + 3 * r"\D+(\d+)", run.said)
     for phase, rows in zip(PHASES, planned.groups() if planned else (), strict=False):
-        found = [
-            {
-                "run": run.name, "phase": phase, "rows": line["rows"],
-                "said_bytes": line["predicted_bytes"], "measured_bytes": line["added_bytes"],
-                "error": line["predicted_bytes"] / line["added_bytes"] - 1,
-            }
-            for line in run.passes
-            if line["phase"] == phase and line["added_bytes"] and line["predicted_bytes"] is not None
-        ]  # fmt: skip
-        if found and int(rows) >= int(run.name.split()[-1]):
-            yield max(found, key=lambda row: abs(row["error"]))
+        lines = [line for line in run.passes if line["phase"] == phase and line["added_bytes"]]
+        errors = {
+            line["predicted_bytes"] / line["added_bytes"] - 1: line
+            for line in lines
+            if line["predicted_bytes"] is not None
+        }
+        if errors and int(rows) >= int(run.name.split()[-1]):
+            error = max(errors, key=abs)
+            said, measured = errors[error]["predicted_bytes"], errors[error]["added_bytes"]
+            row = {"run": run.name, "phase": phase, "rows": errors[error]["rows"]}
+            yield {**row, "said_bytes": said, "measured_bytes": measured, "error": error}

@@ -143,11 +143,13 @@ def train(config: Config, *, bias: float = 1.0, after_step: Callable[[], None] =
     timed = metrics[WARM_UP_STEPS:] or metrics
     last = {line["phase"]: line for line in memory if line["step"] == memory[-1]["step"]}
     sampled = sum(size * line["completions/mean_length"] for line in timed)
-    phases = {name: {"seconds": median(line.get(f"timing/{name}_s", 0.0) for line in timed)}
-              for name in TIMED if name in last}  # fmt: skip
-    for name, found in phases.items():
-        found["predicted_bytes"] = last[name]["predicted_bytes"] or 0
-        found["measured_bytes"] = last[name]["added_bytes"] or 0
+    phases: Figures = {}
+    for phase in filter(last.__contains__, TIMED):
+        phases[phase] = {
+            "seconds": median(line.get(f"timing/{phase}_s", 0.0) for line in timed),
+            "predicted_bytes": last[phase]["predicted_bytes"] or 0,
+            "measured_bytes": last[phase]["added_bytes"] or 0,
+        }
     return {
         "batch_size": size,
         "steps": len(metrics),
@@ -323,15 +325,14 @@ def _show(results: Figures) -> None:
 
 
 def _row_of_table(row: Figures) -> dict[str, str]:
-    phases, learn, memory = row["phases"], row["phases"]["learn"], ("allocated", "reserved", "process")
-    return {
-        "rows": str(row["batch_size"]), "samples a minute": f"{row['samples_per_minute']:,.0f}",
-        **{f"{name}, s": f"{found['seconds']:.3f}" for name, found in phases.items()},
-        "learn adds, GB": f"{learn['measured_bytes'] / GB:.2f}",
-        "predicted, of it": f"{learn['predicted_bytes'] / max(1, learn['measured_bytes']):.3f}",
-        **{f"{name}, GB": f"{row[f'{name}_bytes'] / GB:.1f}" for name in memory},
-        "status": row["status"],
-    }  # fmt: skip
+    phases, learn = row["phases"], row["phases"]["learn"]
+    shown = {"rows": str(row["batch_size"]), "samples a minute": f"{row['samples_per_minute']:,.0f}"}
+    shown |= {f"{name}, s": f"{found['seconds']:.3f}" for name, found in phases.items()}
+    shown["learn adds, GB"] = f"{learn['measured_bytes'] / GB:.2f}"
+    shown["predicted, of it"] = f"{learn['predicted_bytes'] / max(1, learn['measured_bytes']):.3f}"
+    for name in ("allocated", "reserved", "process"):
+        shown[f"{name}, GB"] = f"{row[f'{name}_bytes'] / GB:.1f}"
+    return {**shown, "status": row["status"]}
 
 
 def verdicts(results: Figures) -> dict[str, bool]:

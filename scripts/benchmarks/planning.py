@@ -88,10 +88,9 @@ def _planned_rows(
         for phase, size in plan.sizes.items():
             added = partial(truth.added_bytes, phase)
             most = largest_rows(lambda rows: added(work.size(rows)) <= room, **limits) or 0  # noqa: B023
-            yield {
-                "rows": batch_size, "card, GB": card_gb, "phase": phase, "planned": size.rows,
-                "fit": most, "of even size": even_rows(most, **limits), "seconds": round(seconds),
-            }  # fmt: skip
+            row = {"rows": batch_size, "card, GB": card_gb, "phase": phase, "planned": size.rows}
+            row |= {"fit": most, "of even size": even_rows(most, **limits)}
+            yield {**row, "seconds": round(seconds)}
 
 
 def overhead(steps: int = 20, skip: int = 2, batch_size: int = 64, output: Path | None = None) -> int:
