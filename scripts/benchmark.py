@@ -4,7 +4,7 @@ python scripts/benchmark.py
 """
 
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -54,10 +54,7 @@ def main(
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, {precision}"
     CONSOLE.print(f"{versions}, {torch.get_num_threads()} threads", highlight=False)
     CONSOLE.print(table(race_rows(outcomes)))
-    steps = [{"name": each.case.name, "steps": each.steps} for each in outcomes]
-    for each in steps:
-        each["steps"] = {name: [asdict(step) for step in some] for name, some in each["steps"].items()}
-    write(output, {"cases": steps})
+    write(output, {"cases": [{"name": each.case.name, "steps": each.steps} for each in outcomes]})
     return conclude(race_verdicts(outcomes, goals=not quick))
 
 

@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,19 +37,6 @@ class Work:
     learning_rate: float = 1e-5
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """One step: tokens a completion, seconds of its parts where they are known, and the process's peak.
-
-    peak_bytes: of all steps so far; resident on the host, or, on a card, what torch has reserved there.
-    """
-
-    seconds: float
-    new_tokens: float
-    split: dict[str, float]
-    peak_bytes: int
-
-
 class Turns:
     """Waits for a word before each step, and reports after it."""
 
@@ -65,13 +52,17 @@ class Turns:
         self._start = time.perf_counter()
 
     def report(self, new_tokens: float, split: dict[str, float], peak: float = 0.0) -> None:
+        """One step: its tokens a completion, and seconds of its parts where they are known.
+
+        peak_bytes: of all steps so far; resident on the host, or, on a card, what torch has reserved there.
+        """
         import torch
 
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # a step ends with its last kernel
         seconds = time.perf_counter() - self._start
         self._peak = max(self._peak, int(peak), peak_bytes())
-        self.say(asdict(StepTime(seconds, new_tokens, split, self._peak)))
+        self.say({"seconds": seconds, "new_tokens": new_tokens, "split": split, "peak_bytes": self._peak})
 
 
 def peak_bytes() -> int:

@@ -196,7 +196,7 @@ def _race(small: bool) -> Figures:
     return {
         "samples_per_minute": 60 * case.batch_size / outcome.seconds("ours"),
         "seconds": {name: outcome.seconds(name) for name in contenders},
-        "split": outcome.steps["ours"][-1].split,
+        "split": outcome.steps["ours"][-1]["split"],
         **{f"times {other}": outcome.ratio(other) for other in contenders[1:]},
         **{f"memory of {other}": outcome.memory_ratio(other) for other in contenders[1:]},
     }

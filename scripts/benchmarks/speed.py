@@ -12,7 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from loguru import logger
 from transformers import AutoTokenizer, PretrainedConfig
 
-from benchmarks.contender import Name, StepTime, Work
+from benchmarks.contender import Name, Work
 from benchmarks.models import GPT2_124M, LIKE_QWEN, LIKE_ROOK_TINY, write_model
 from benchmarks.results import in_turns, times_as_much
 from grpo.data import load_prompts
@@ -59,24 +59,29 @@ CASES = (
 )  # fmt: skip
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
-    """Every contender's steps, round by round."""
+    """Every contender's steps, round by round, as `Turns.report` says them."""
 
     case: Case
-    steps: Mapping[Name, list[StepTime]] = field(default_factory=dict)
+    steps: Mapping[Name, list[dict[str, Any]]]
 
     def ratio(self, other: Name) -> tuple[float, float, float]:
         """Seconds a token of `other` over ours, and its 95 % interval."""
-        theirs, ours = ([s.seconds / s.new_tokens for s in self.steps[name]] for name in (other, "ours"))
+        theirs, ours = (
+            [step["seconds"] / step["new_tokens"] for step in self.steps[name]] for name in (other, "ours")
+        )
         return times_as_much(theirs, ours)
 
     def memory_ratio(self, other: Name) -> float:
-        return self.steps["ours"][-1].peak_bytes / self.steps[other][-1].peak_bytes
+        return self.peak_bytes("ours") / self.peak_bytes(other)
+
+    def peak_bytes(self, name: Name) -> int:
+        return self.steps[name][-1]["peak_bytes"]
 
     def seconds(self, name: Name) -> float:
         """Of a step, the median."""
-        return median(step.seconds for step in self.steps[name])
+        return median(step["seconds"] for step in self.steps[name])
 
 
 class Worker:
@@ -97,10 +102,10 @@ class Worker:
             raise RuntimeError(f"a contender died:\n{self._log.read()[-2000:]}")
         return json.loads(line)
 
-    def step(self) -> StepTime:
+    def step(self) -> dict[str, Any]:
         self._process.stdin.write("step\n")
         self._process.stdin.flush()
-        return StepTime(**self.read())
+        return self.read()
 
     def close(self) -> None:
         self._process.stdin.close()
@@ -158,7 +163,7 @@ def race_rows(outcomes: Sequence[Outcome]) -> Iterator[dict[str, str]]:
             ratio, least, most = outcome.ratio(other)
             interval = f" ({least:.2f} to {most:.2f})" if len(outcome.steps[other]) > 1 else ""
             row[f"against {other}"] = f"{ratio:.2f}×{interval}"
-        row["peak memory, GB"] = f"{outcome.steps['ours'][-1].peak_bytes / 2**30:.2f}"
+        row["peak memory, GB"] = f"{outcome.peak_bytes('ours') / 2**30:.2f}"
         yield row | {f"of {other}'s": f"{outcome.memory_ratio(other):.2f}" for other in others}
 
 
