@@ -3,8 +3,6 @@
 python scripts/match.py runs/NAME --against rook-tiny --games 100
 """
 
-import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,9 +14,7 @@ from grpo.commands.screen import print_error, screen
 from grpo.config import CONFIG_FILE
 from grpo.config.groups import Precision
 from grpo.play.thought import IllegalMoves
-from grpo.run.interrupt import stop_on_signal
 from grpo.run.screen import configure_logging
-from grpo.waiting import waiting
 from rewards.engine import EngineError
 
 if TYPE_CHECKING:
@@ -26,7 +22,6 @@ if TYPE_CHECKING:
 
 DONE, WRONG_SETTING, STOPPED = 0, 2, 130
 """Exit statuses."""
-_SAVE_EVERY_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +105,7 @@ def play(config: MatchConfig) -> "tuple[Match, Path]":
     # Imported here: a wrong flag need not wait for the large libraries.
     import chess.engine
 
-    from grpo.play.match import heldout_positions, pair_up, play_match, random_openings
+    from grpo.play.match import heldout_positions, play_match, random_openings
     from grpo.play.opponents import make_opponent
     from grpo.play.player import known_as, load_player
     from grpo.play.record import FOLDER, Match
@@ -125,7 +120,7 @@ def play(config: MatchConfig) -> "tuple[Match, Path]":
         starts = random_openings(count, seed=config.seed)
     else:
         starts = heldout_positions(count, model=config.model, prompts=config.prompts, seed=config.seed)
-    match = Match(players, config.settings, pair_up(starts, config.games)).gone_on_with(folder)
+    match = Match.begin(players, config.settings, starts, config.games).gone_on_with(folder)
 
     def load(model: str) -> Any:
         return load_player(
@@ -135,26 +130,11 @@ def play(config: MatchConfig) -> "tuple[Match, Path]":
     limit = chess.engine.Limit(time=None if config.nodes else config.movetime, nodes=config.nodes)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            opponent = stack.enter_context(make_opponent(config.against, limit, config.engines, load))
-            first = load(config.model)
-            match.save(folder)
-            stop = stack.enter_context(stop_on_signal())
-            watch = stack.enter_context(waiting(f"{config.games} games"))
-            stop.begun = True
-            logger.info("playing; Ctrl-C keeps what has been played")
-            stack.callback(match.save, folder)  # whatever ends it
-            saved = time.monotonic()
-            for share in play_match(
-                match, (first, opponent), seed=config.seed, at_once=config.rows,
+        with make_opponent(config.against, limit, config.engines, load) as opponent:
+            play_match(
+                match, (load(config.model), opponent), folder, seed=config.seed, at_once=config.rows,
                 replace=config.illegal_moves == "replace",
-            ):  # fmt: skip
-                watch(share)
-                if stop.requested:
-                    break
-                if time.monotonic() - saved > _SAVE_EVERY_S:
-                    match.save(folder)
-                    saved = time.monotonic()
+            )  # fmt: skip
     except OSError as error:
         raise ValueError(
             f"the match cannot be written to {folder} ({error}): make room, or give another --output"

@@ -12,8 +12,7 @@ import tyro
 from loguru import logger
 
 from grpo.commands.screen import print_error, screen
-from grpo.play.requests import Options
-from grpo.play.uci import serve
+from grpo.play.uci import Options, serve
 from grpo.run.screen import configure_logging
 
 DONE, WRONG_SETTING, INTERRUPTED = 0, 2, 130

@@ -1,10 +1,13 @@
 """Two players, many games at once: who is to move is asked for all of them together."""
 
 import random
+import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import chess
 import numpy as np
+from loguru import logger
 from rich.table import Table
 
 from grpo.data import load_prompts
@@ -13,9 +16,12 @@ from grpo.play.opponents import Opponent
 from grpo.play.player import settings_of
 from grpo.play.record import Game, Match
 from grpo.play.thought import Position, game_seed
+from grpo.run.interrupt import stop_on_signal
 from grpo.types import Prompt
+from grpo.waiting import waiting
 
 GAMES = "games/score"
+_SAVE_EVERY_S = 20.0
 
 
 def random_openings(count: int, *, seed: int, plies: int = 4) -> list[chess.Board]:
@@ -50,33 +56,52 @@ def heldout_positions(count: int, *, model: str, prompts: str | None, seed: int)
     return random.Random(f"starts {seed}").sample(boards, len(boards))[:count]
 
 
-def pair_up(starts: Sequence[chess.Board], count: int) -> list[Game]:
-    """Games of which each two have one first position, with colours exchanged."""
-    return [Game(starts[number // 2].fen(), first_is_white=number % 2 == 0) for number in range(count)]
-
-
-def play_match(
-    match: Match, players: Sequence[Opponent], *, seed: int, at_once: int, replace: bool = True
+def play_games(
+    games: Sequence[Game], players: Sequence[Opponent], *, seed: int, at_once: int, replace: bool = True
 ) -> Iterator[float]:
     """Play what is not over yet, from where it stands; after each round yields what share is played, up to 1.
 
-    What is at random in a game goes by its number alone. at_once: games. replace: illegal answers, instead
-    of losing by them.
+    What is at random in a game goes by its number alone. players: who may be twice the same. at_once: games.
+    replace: illegal answers, instead of losing by them.
     """
-    games = [(game, game_seed(seed, number)) for number, game in enumerate(match.games)]
-    while going_on := [each for each in games if not each[0].is_over][:at_once]:
-        for number, player in enumerate(players):
-            turns = [(game, own) for game, own in going_on if not game.is_over and game.turn == number]
+    seeds = [game_seed(seed, number) for number in range(len(games))]
+    while going_on := [pair for pair in zip(games, seeds, strict=True) if not pair[0].is_over][:at_once]:
+        for player in dict.fromkeys(players):
+            turns = [pair for pair in going_on if not pair[0].is_over and players[pair[0].turn] is player]
             if turns:
-                positions = [Position(game.board, own) for game, own in turns]
+                positions = [Position(game.board, of_game) for game, of_game in turns]
                 for (game, _), thought in zip(turns, player.think(positions, replace=replace), strict=True):
                     game.play(thought)
-        yield sum(_share_played(game) for game in match.games) / len(match.games)
+        yield sum(_share_played(game) for game in games) / len(games)
 
 
 def _share_played(game: Game) -> float:
     """Nobody knows how long a game will be: half of it is gone after forty half-moves."""
-    return 1.0 if game.is_over else len(game.moves) / (40 + len(game.moves))
+    plies = len(game.board.move_stack)
+    return 1.0 if game.is_over else plies / (40 + plies)
+
+
+def play_match(
+    match: Match, players: Sequence[Opponent], folder: Path, *, seed: int, at_once: int, replace: bool
+) -> None:
+    """Play to the end, or to a Ctrl-C; what has been played is in the folder, whatever ends it.
+
+    OSError where it cannot be written.
+    """
+    match.save(folder)
+    with stop_on_signal() as stop, waiting(f"{len(match.games)} games") as watch:
+        stop.begun, saved = True, time.monotonic()
+        logger.info("playing; Ctrl-C keeps what has been played")
+        try:
+            for share in play_games(match.games, players, seed=seed, at_once=at_once, replace=replace):
+                watch(share)
+                if stop.requested:
+                    break
+                if time.monotonic() - saved > _SAVE_EVERY_S:
+                    match.save(folder)
+                    saved = time.monotonic()
+        finally:
+            match.save(folder)
 
 
 def score_against(
@@ -86,10 +111,10 @@ def score_against(
 
     Illegal answers lose: between weak models whose answers are replaced nearly all games are drawn.
     """
-    match = Match(("", ""), {}, pair_up([chess.Board(fen) for fen in fens], 2 * len(fens)))
-    for _ in play_match(match, (player, other), seed=seed, at_once=at_once, replace=False):
+    games = [Game.begin(fen, first_is_white=white) for fen in fens for white in (True, False)]
+    for _ in play_games(games, (player, other), seed=seed, at_once=at_once, replace=False):
         pass
-    points = np.array([game.points for game in match.games]).reshape(-1, 2)
+    points = np.array([game.points for game in games]).reshape(-1, 2)
     return Evaluation.of([Prompt(fen, fen, {}) for fen in fens], {GAMES: points})
 
 

@@ -1,13 +1,11 @@
-"""Games of a match, and their PGN: the only record of a match, from which one that was stopped goes on."""
+"""A match as PGN, the only record of it: from there one that was stopped goes on, and reports are made."""
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import chess
 import chess.pgn
@@ -24,47 +22,51 @@ _SITE = "grpo-lean"
 _UNDECIDED = "*"
 _RESIGNED = "an illegal answer"
 _REMARKS: dict[How, str] = {
-    "candidate": "an illegal answer: its next candidate", "again": "an illegal answer: asked again",
+    "candidate": "an illegal answer: its next candidate",
+    "again": "an illegal answer: asked again",
     "random": "illegal answers: at random",
-}  # fmt: skip
+}
 _ELSEWHERE = "give another --output, or remove it"
-_HOW = {remark: how for how, remark in _REMARKS.items()}
 
 
-def _text(value: object) -> str:
-    """As it may stand in a PGN header."""
-    return " ".join(str(value).replace('"', "'").split())
-
-
-def _value(text: str) -> Any:
-    """A number, where it is one."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-@dataclass
 class Game:
-    """One game, from its first position to its result."""
+    """One game, which is its PGN: a comment says what replaced an illegal answer, a header how it ended."""
 
-    fen: str
-    first_is_white: bool
-    moves: list[str] = field(default_factory=list)
-    """UCI."""
-    replaced: dict[int, How] = field(default_factory=dict)
-    """By half-move of this game from 0, how those came about that were not a model's first answer."""
-    result: str = _UNDECIDED
-    ending: str = ""
-    """checkmate, stalemate and so on."""
-
-    @cached_property
-    def board(self) -> chess.Board:
+    def __init__(self, pgn: chess.pgn.Game, *, first_is_white: bool = True) -> None:
+        self.pgn, self.first_is_white = pgn, first_is_white
+        self.board = pgn.end().board()
         """As it stands, with all moves."""
-        board = chess.Board(self.fen)
-        for move in self.moves:
-            board.push_uci(move)
-        return board
+
+    @staticmethod
+    def begin(
+        fen: str, headers: Mapping[str, object] | None = None, *, first_is_white: bool = True
+    ) -> "Game":
+        """From this position, where it may be over already. Headers that are None are left out."""
+        texts = {name: _text(value) for name, value in (headers or {}).items() if value is not None}
+        pgn = chess.pgn.Game({**texts, "Result": _UNDECIDED})
+        pgn.setup(chess.Board(fen))
+        game = Game(pgn, first_is_white=first_is_white)
+        game._end_by_the_rules()
+        return game
+
+    @property
+    def fen(self) -> str:
+        """Of the first position."""
+        return self.pgn.board().fen()
+
+    @property
+    def moves(self) -> list[str]:
+        """UCI."""
+        return [move.uci() for move in self.board.move_stack]
+
+    @property
+    def result(self) -> str:
+        return self.pgn.headers["Result"]
+
+    @property
+    def ending(self) -> str:
+        """checkmate, stalemate and so on; "" of a game that goes on."""
+        return self.pgn.headers.get("Termination", "")
 
     @property
     def is_over(self) -> bool:
@@ -84,68 +86,79 @@ class Game:
 
     def play(self, thought: Thought) -> None:
         """A move, and what the rules say of it: nothing else ends a game, but for whoever makes none."""
-        if thought.how != "best":
-            self.replaced[len(self.moves)] = thought.how
         if thought.move is None:
-            self.result = "0-1" if self.board.turn else "1-0"
-            self.ending = _RESIGNED if thought.how == "resigned" else "no move"
-            return
-        self.board.push(thought.move)
-        self.moves.append(thought.move.uci())
+            ending = _RESIGNED if thought.how == "resigned" else "no move"
+            self._end("0-1" if self.board.turn else "1-0", ending)
+        else:
+            self.pgn.end().add_variation(thought.move, comment=_REMARKS.get(thought.how, ""))
+            self.board.push(thought.move)
+            self._end_by_the_rules()
+
+    def _end_by_the_rules(self) -> None:
         if outcome := self.board.outcome():
-            self.result = outcome.result()
-            self.ending = outcome.termination.name.lower().replace("_", " ")
-        elif self.board.is_repetition(3) or self.board.is_fifty_moves():
-            self.result = "1/2-1/2"
-            self.ending = "threefold repetition" if self.board.is_repetition(3) else "fifty moves"
+            self._end(outcome.result(), outcome.termination.name.lower().replace("_", " "))
+        elif self.board.is_repetition(3):
+            self._end("1/2-1/2", "threefold repetition")
+        elif self.board.is_fifty_moves():
+            self._end("1/2-1/2", "fifty moves")
+
+    def _end(self, result: str, ending: str) -> None:
+        self.pgn.headers["Result"], self.pgn.headers["Termination"] = result, ending
 
     def illegal(self, player: int) -> list[int]:
         """Half-moves of this game, from 1, at which a player's answer was illegal."""
-        starts = 0 if chess.Board(self.fen).turn == self.first_is_white else 1
-        return [ply + 1 for ply in self.replaced if (ply + starts) % 2 == player]
+        nodes = enumerate(self.pgn.mainline(), start=1)
+        plies = [ply for ply, node in nodes if node.comment in _REMARKS.values()]
+        if self.ending == _RESIGNED:
+            plies.append(len(self.moves) + 1)
+        begins = 0 if self.pgn.board().turn == self.first_is_white else 1
+        return [ply for ply in plies if (ply - 1 + begins) % 2 == player]
 
-    def to_pgn(self, players: Sequence[str], settings: dict[str, Any], number: int) -> chess.pgn.Game:
-        """settings: headers whose names are in lower letters, unlike those that are PGN's own."""
-        white, black = players if self.first_is_white else reversed(players)
-        headers = {
-            "Event": f"{players[0]} against {players[1]}", "Site": _SITE, "Round": number,
-            "Date": date.today().strftime("%Y.%m.%d"), "White": white, "Black": black, "Result": self.result,
-            "Termination": self.ending or None, **settings,
-        }  # fmt: skip
-        game = chess.pgn.Game({name: _text(each) for name, each in headers.items() if each is not None})
-        game.setup(chess.Board(self.fen))
-        node: chess.pgn.GameNode = game
-        for ply, move in enumerate(self.moves):
-            remark = _REMARKS[self.replaced[ply]] if ply in self.replaced else ""
-            node = node.add_variation(chess.Move.from_uci(move), comment=remark)
-        return game
+    @property
+    def text(self) -> str:
+        """Its PGN."""
+        return self._last_text if self.is_over else str(self.pgn)
 
-    @staticmethod
-    def from_pgn(game: chess.pgn.Game, *, first_is_white: bool) -> "Game":
-        """What `to_pgn` made. ValueError for any other."""
-        if game.errors or game.headers["Site"] != _SITE:
-            raise ValueError(game.errors[0] if game.errors else f"Site is {game.headers['Site']!r}")
-        moves = list(game.mainline())
-        replaced = {ply: _HOW[move.comment] for ply, move in enumerate(moves) if move.comment in _HOW}
-        ending = game.headers.get("Termination", "")
-        if ending == _RESIGNED:
-            replaced[len(moves)] = "resigned"
-        return Game(
-            game.board().fen(), first_is_white, [each.move.uci() for each in moves], replaced,
-            game.headers["Result"], ending,
-        )  # fmt: skip
+    @cached_property
+    def _last_text(self) -> str:
+        """Made once, as it takes 10 ms."""
+        return str(self.pgn)
 
 
 @dataclass
 class Match:
     """Games between two players, who have names; the first is White in every other game."""
 
-    players: tuple[str, str]
-    settings: dict[str, Any]
-    """By which it is played; another match has others."""
     games: list[Game]
-    _written: dict[int, str] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Games that are over, by number, as PGN, which takes 10 ms a game."""
+
+    @staticmethod
+    def begin(
+        players: tuple[str, str], settings: Mapping[str, object], starts: Sequence[chess.Board], count: int
+    ) -> "Match":
+        """Games of which each two have one first position, with colours exchanged.
+
+        settings: by which it is played; another match has others. They become headers, whose names are in
+        lower letters, unlike those that are PGN's own.
+        """
+        games = []
+        for number in range(count):
+            first_is_white = number % 2 == 0
+            white, black = players if first_is_white else reversed(players)
+            headers = {
+                "Event": f"{players[0]} against {players[1]}", "Site": _SITE, "Round": number + 1,
+                "Date": date.today().strftime("%Y.%m.%d"), "White": white, "Black": black, **settings,
+            }  # fmt: skip
+            games.append(Game.begin(starts[number // 2].fen(), headers, first_is_white=first_is_white))
+        return Match(games)
+
+    @property
+    def players(self) -> tuple[str, str]:
+        headers = self.games[0].pgn.headers
+        return headers["White"], headers["Black"]
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return {name: text for name, text in self.games[0].pgn.headers.items() if name.islower()}
 
     @property
     def finished(self) -> list[Game]:
@@ -168,14 +181,7 @@ class Match:
 
     def save(self, folder: Path) -> None:
         """All games, also those that have not begun. OSError where they cannot be written."""
-        texts = [self._written.get(number) or self._write(number) for number in range(len(self.games))]
-        write_whole(folder / FILE, "\n\n".join([*texts, ""]))
-
-    def _write(self, number: int) -> str:
-        text = str(self.games[number].to_pgn(self.players, self.settings, number + 1))
-        if self.games[number].is_over:
-            self._written[number] = text
-        return text
+        write_whole(folder / FILE, "\n\n".join([*(game.text for game in self.games), ""]))
 
     @staticmethod
     def load(folder: Path) -> "Match":
@@ -183,18 +189,16 @@ class Match:
         file = folder / FILE
         try:
             games = [game for _, game, _ in file_rows(file)]
-            headers = games[0].headers
-            match = Match(
-                (headers["White"], headers["Black"]),
-                {name: _value(text) for name, text in headers.items() if name.islower()},
-                [Game.from_pgn(game, first_is_white=place % 2 == 0) for place, game in enumerate(games)],
-            )
+            for game in games:
+                if game.errors or game.headers["Site"] != _SITE:
+                    raise ValueError(game.errors[0] if game.errors else f"Site is {game.headers['Site']!r}")
+            match = Match([Game(game, first_is_white=place % 2 == 0) for place, game in enumerate(games)])
+            _ = match.players, [game.result for game in match.games]
         except (OSError, ValueError, LookupError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(
                 f"{file} is no match ({reason}): remove it, or play into another folder"
             ) from error
-        match._written = {place: str(game) for place, game in enumerate(games) if match.games[place].is_over}
         return match
 
     def gone_on_with(self, folder: Path) -> "Match":
@@ -202,11 +206,11 @@ class Match:
         if not (folder / FILE).is_file():
             return self
         before = Match.load(folder)
-        for name, was, wanted in (
-            *(("players", *each) for each in zip(before.players, self.players, strict=True)),
-            *((name, before.settings.get(name), wanted) for name, wanted in self.settings.items()),
-        ):
-            if _text(was) != _text(wanted):
+        compared = [("players", *pair) for pair in zip(before.players, self.players, strict=True)]
+        for name in before.settings | self.settings:
+            compared.append((name, str(before.settings.get(name)), str(self.settings.get(name))))
+        for name, was, wanted in compared:
+            if was != wanted:
                 raise ValueError(f"{folder} is a match with {name} {was}, not {wanted}: {_ELSEWHERE}")
         begun = len(before.games)
         if len(self.games) < begun:
@@ -215,5 +219,9 @@ class Match:
             )
         if [game.fen for game in before.games] != [game.fen for game in self.games[:begun]]:
             raise ValueError(f"{folder} is a match from other positions: {_ELSEWHERE}")
-        before.games += self.games[begun:]
-        return before
+        return Match([*before.games, *self.games[begun:]])
+
+
+def _text(value: object) -> str:
+    """As it may stand in a PGN header."""
+    return " ".join(str(value).replace('"', "'").split())

@@ -38,26 +38,25 @@ class Somebody:
                 for each in positions]  # fmt: skip
 
 
-def half_moves(move, *fens, max_plies=9):
+def half_moves(move, *fens):
     """Of games from these positions, in their order."""
-    played = [self_play(Somebody(move), 1, seed=0, fens=[fen], max_plies=max_plies) for fen in fens]
-    return [each.scores[HALF_MOVES].item() for each in played]
+    played = [self_play(Somebody(move), 1, seed=0, fens=[fen]) for fen in fens]
+    return [evaluation.scores[HALF_MOVES].item() for evaluation in played]
 
 
 def test_games_end_at_the_first_illegal_move_and_when_they_are_over():
-    def legal_twice(board):  # in the one that begins with White to move at the 56th move
-        return "e2e5" if board.ply() == 112 else first_legal(board)
+    def legal_twice(board):  # in either game
+        return "e2e5" if len(board.move_stack) == 2 else first_legal(board)
 
     somebody = Somebody(legal_twice)
-    found = self_play(somebody, 3, seed=0, fens=[chess.STARTING_FEN, FEN, BEFORE_MATE], max_plies=5)
-    assert sorted(found.scores[HALF_MOVES].tolist()) == [2, 5, 5]
-    assert [len(fens) for fens in somebody.asked] == [3, 3, 3, 2, 2]
+    scores = self_play(somebody, 3, seed=0, fens=[chess.STARTING_FEN, FEN, MATED]).scores[HALF_MOVES]
+    assert sorted(scores.tolist()) == [0, 2, 2]
+    assert [len(fens) for fens in somebody.asked] == [2, 2, 2]
     fools_mate = iter(["f2f3", "e7e5", "g2g4", "d8h4"])
     assert half_moves(lambda _: next(fools_mate), chess.STARTING_FEN) == [4]
-    assert half_moves(lambda _: "e1f2", MATED) == [0]
     assert half_moves(lambda _: "e1h1", "6k1/8/8/8/8/8/8/4K2R w K - 0 1") == [1]  # castling, by the rook
     there_and_back = itertools.cycle(["a6a7", "h3h2", "a7a6", "h2h3"])
-    assert half_moves(lambda _: next(there_and_back), FEN, max_plies=99) == [16]  # fivefold: nobody claims
+    assert half_moves(lambda _: next(there_and_back), FEN) == [8]  # threefold, as in matches
 
 
 def test_it_plays_from_seeded_openings_or_given_positions_and_the_same_every_time(load, config):

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import chess
 import numpy as np
 import pytest
 import report_folders
@@ -13,7 +14,8 @@ from report_folders import FEN, GB, NEXT_FEN, completion, write_json, write_line
 
 from grpo.evaluate import Evaluation, quality
 from grpo.evaluate.quality import Example, Quality
-from grpo.play.record import Game, Match
+from grpo.play.record import Match
+from grpo.play.thought import Thought
 from grpo.workbench import report
 from grpo.workbench.report import findings, make_page, to_html
 from grpo.workbench.report.boards import BAD, GOOD, WRONG_SQUARE, answer_card, cards, chosen
@@ -71,11 +73,12 @@ def run_folder(tmp_path_factory) -> Path:
     shown = Example(f"P: {FEN}", " M: a6a8 E: 0.0 B: a6a8", " M: a6a8 E: 0.0 B: a1a1")
     quality.save(folder, Quality(before, before), Quality(after, after), [shown])
     results = ("1-0", "1/2-1/2", "0-1", "1-0", "1/2-1/2", "*")  # as White and Black in turn
-    games = [
-        Game(FEN, number % 2 == 0, ["a6a5", "h5h4", "d4e4"], {2: "candidate"}, result, "stalemate")
-        for number, result in enumerate(results)
-    ]
-    match = Match(("run step-000009", "rook-tiny"), {"temperature": 1.0, "illegal_moves": "resign"}, games)
+    settings = {"temperature": 1.0, "illegal_moves": "resign"}
+    match = Match.begin(("run step-000009", "rook-tiny"), settings, [chess.Board(FEN)] * 3, 6)
+    for game, result in zip(match.games, results, strict=True):
+        for move, how in (("a6a5", "best"), ("h5h4", "best"), ("d4e4", "candidate")):
+            game.play(Thought(chess.Move.from_uci(move), how))
+        game.pgn.headers.update({"Result": result, "Termination": "stalemate"})
     (folder / "matches" / "a-match").mkdir(parents=True)
     match.save(folder / "matches" / "a-match")
     write_json(folder / "leak.json", {"leak": False})
