@@ -136,10 +136,10 @@ def _become_the_command(
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, "utf-8", "replace", closefd=False) for fd in (1, 2))
         os.chdir(folder)
         sys.argv = ["train_lean.py", *words]
-        from grpo.commands.train import main
+        from grpo.commands import call
 
         with calls_watched(folder / "runs", calls or Calls()):
-            status = main()
+            status = call("train")
         if counted and calls:
             counted.write_text(str(calls.made))
     except SystemExit as error:

@@ -4,45 +4,78 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable
+from contextlib import nullcontext, redirect_stderr
 from importlib import import_module
 from os.path import expanduser
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
-from grpo.environment import restart_without_thread_cache, set_library_defaults, unsupported
+from grpo.environment import (
+    launched_processes,
+    restart_without_thread_cache,
+    set_library_defaults,
+    unsupported,
+)
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-WRONG_USAGE, INTERRUPTED = 2, 130
+DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses."""
 WIDTH = 150
 """Letters of a line that goes into a file."""
 
 
 class Command(NamedTuple):
+    """A line of the overview, and how it is obeyed.
+
+    The action is `main` in the module of the command's name. It is given the settings and a console, and
+    returns an exit status or nothing for 0; its ValueErrors and EngineErrors are what people can mend.
+    """
+
     what: str
     example: str
+    settings: str
+    """MODULE:NAME of a dataclass for tyro, or of what reads the words by itself."""
+    level: str = "INFO"
+    """What is logged at least."""
     trains: bool = False
     """Whether it takes steps, for which malloc is tuned (`restart_without_thread_cache`)."""
-    level: str | None = None
-    """What is logged at least. The module's `main` is given a console, returns a status or nothing for 0,
-    and its ValueErrors are what people can mend; None: it sees to all of that itself."""
 
 
 COMMANDS = {
-    "train": Command("train a language model with GRPO", "--steps 5 --batch-size 16", trains=True),
-    "monitor": Command("train and watch: is memory growing?", "200 64", True, "WARNING"),
-    "evaluate": Command("held-out quality of a model or a run", "runs/NAME"),
-    "uci": Command("a model as an engine for chess programs", "--model runs/NAME"),
-    "match": Command("games of a model against an engine or a model", "runs/NAME --against rook-tiny"),
-    "find-max": Command("the largest batch that fits, by real steps", "--memory-limit 800MB", True, "INFO"),
-    "calculate": Command("the largest batch for a card that is not there", "--gpu rtx4090", level="WARNING"),
-    "sweep": Command("one model at several batch sizes", "--batch-sizes 8 32", True, "INFO"),
-    "report": Command("a run or a sweep as one page", "runs/NAME", level="INFO"),
-    "check": Command("what this machine reaches, and what is switched off", "", level="INFO"),
-}
-"""By name; the module is called the same."""
+    "train": Command(
+        "train a language model with GRPO", "--steps 5 --batch-size 16",
+        "grpo.config:parse_command_line", trains=True,
+    ),
+    "monitor": Command(
+        "train and watch: is memory growing?", "200 64", "grpo.commands.monitor:parse_monitor",
+        level="WARNING", trains=True,
+    ),
+    "evaluate": Command(
+        "held-out quality of a model or a run", "runs/NAME", "grpo.commands.evaluate:EvaluateConfig"
+    ),
+    "uci": Command(
+        "a model as an engine for chess programs", "--model runs/NAME", "grpo.commands.uci:UciConfig"
+    ),
+    "match": Command(
+        "games of a model against an engine or a model", "runs/NAME --against rook-tiny",
+        "grpo.commands.match:MatchConfig",
+    ),
+    "find-max": Command(
+        "the largest batch that fits, by real steps", "--memory-limit 800MB",
+        "grpo.workbench.find_max:parse_find_max", trains=True,
+    ),
+    "calculate": Command(
+        "the largest batch for a card that is not there", "--gpu rtx4090",
+        "grpo.workbench.calculate:parse_calculator", level="WARNING",
+    ),
+    "sweep": Command(
+        "one model at several batch sizes", "--batch-sizes 8 32", "grpo.workbench.sweep:parse_sweep",
+        trains=True,
+    ),
+    "report": Command("a run or a sweep as one page", "runs/NAME", "grpo.commands.report:ReportConfig"),
+    "check": Command(
+        "what this machine reaches, and what is switched off", "", "grpo.workbench.check:parse_check"
+    ),
+}  # fmt: skip
+"""By name."""
 
 
 def main() -> int:
@@ -50,7 +83,7 @@ def main() -> int:
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
-        return 0 if words else WRONG_USAGE
+        return DONE if words else WRONG_USAGE
     name = words[0]
     if name not in COMMANDS:
         print(f"{name!r} is no command: give one of {', '.join(COMMANDS)}.", file=sys.stderr)
@@ -60,7 +93,7 @@ def main() -> int:
 
 
 def run(name: str) -> int:
-    """One command with the words of `sys.argv`; its exit status."""
+    """One command with the words of `sys.argv`, from the start of a process; its exit status."""
     _prepare()
     if trouble := unsupported():
         print(f"error {trouble}", file=sys.stderr)
@@ -68,31 +101,38 @@ def run(name: str) -> int:
     if COMMANDS[name].trains:
         restart_without_thread_cache()
     set_library_defaults()
+    return call(name)
+
+
+def call(name: str) -> int:
+    """The command itself; its exit status. What a person can mend is one line."""
+    command, (process, _) = COMMANDS[name], launched_processes()
     try:
-        return call(name)
+        from grpo.commands.screen import print_error, screen
+        from grpo.run.screen import configure_logging
+        from rewards.engine import EngineError
+
+        errors = screen(stderr=True, quiet=process > 0)  # one of several processes speaks for all
+        try:
+            configure_logging(command.level, errors, process=process)
+            with redirect_stderr(io.StringIO()) if process else nullcontext():
+                settings = _settings(command)
+            action = import_module(f"grpo.commands.{name.replace('-', '_')}").main
+            return action(settings, screen(width=None if sys.stdout.isatty() else WIDTH)) or DONE
+        except (ValueError, EngineError) as error:
+            print_error(errors, error)
+            return WRONG_USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def call(name: str) -> int:
-    """The command itself; its exit status."""
-    module, level = import_module(f"grpo.commands.{name.replace('-', '_')}"), COMMANDS[name].level
-    status: int = module.main() if level is None else _framed(module.main, level)
-    return status
+def _settings(command: Command) -> Any:
+    """What was typed. A wrong flag ends the process, as tyro does that; a wrong value is a ValueError."""
+    import tyro
 
-
-def _framed(action: Callable[["Console"], int | None], level: str) -> int:
-    """Its status; what a person can mend is one line."""
-    from grpo.commands.screen import print_error, screen
-    from grpo.run.screen import configure_logging
-
-    errors = screen(stderr=True)
-    configure_logging(level, errors)
-    try:
-        return action(screen(width=None if sys.stdout.isatty() else WIDTH)) or 0
-    except ValueError as error:
-        print_error(errors, error)
-        return WRONG_USAGE
+    module, _, name = command.settings.partition(":")
+    reader = getattr(import_module(module), name)
+    return tyro.cli(reader) if isinstance(reader, type) else reader()
 
 
 def _prepare() -> None:
@@ -110,7 +150,7 @@ def _overview() -> str:
     lines = [
         "Train language models with GRPO: the batch always fits, and groups stay whole.", "",
         "usage: grpo-lean COMMAND [FLAGS]", "",
-        *(f"  {name:<10} {each.what:<52} {each.example}".rstrip() for name, each in COMMANDS.items()), "",
+        *(f"  {name:<10} {it.what:<52} {it.example}".rstrip() for name, it in COMMANDS.items()), "",
         "grpo-lean COMMAND --help says more of each.",
     ]  # fmt: skip
     return "\n".join(lines)

@@ -4,13 +4,12 @@ import json
 
 from rich.console import Console
 
-from grpo.workbench.calculate import as_json, calculate, parse_calculator, show, write_profiles
+from grpo.workbench.calculate import Calculator, as_json, calculate, show, write_profiles
 from grpo.workbench.cards import cards_table
 
 
-def main(console: Console) -> None:
+def main(settings: Calculator, console: Console) -> None:
     """Calculate and show, or list the cards."""
-    settings = parse_calculator()
     card = settings.card()
     if card is None:
         console.print(cards_table())

@@ -4,29 +4,25 @@ python scripts/check_performance.py
 python scripts/check_performance.py --arch llama --layers 8 --width 512 --heads 8 --compile
 """
 
+import torch
 from loguru import logger
 from rich.console import Console
 
+from grpo.model.target import choose_device, compute_dtype
 from grpo.workbench.check import (
+    CheckSettings,
     matmul_rate,
-    parse_check,
     rates_table,
     switches,
     switches_table,
     training_rates,
     what_is_trained,
 )
+from grpo.workbench.machine import device_name
 
 
-def main(console: Console) -> None:
+def main(settings: CheckSettings, console: Console) -> None:
     """Look, measure, and say what is off."""
-    settings = parse_check()
-    # These load torch: a wrong flag need not wait for it.
-    import torch
-
-    from grpo.model.target import choose_device, compute_dtype
-    from grpo.workbench.machine import device_name
-
     device = choose_device(settings.device)
     found = switches(device, compute_dtype(settings.precision, device))
     console.print(switches_table(found, device_name(device)))

@@ -1,6 +1,6 @@
 """Held-out quality of a model, in the RookWorld README's columns with 95 % intervals."""
 
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -9,23 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import chess
 import tyro
 from loguru import logger
+from rich.console import Console
 
-from grpo.commands.screen import print_error, screen
+from grpo.commands.screen import check_least
 from grpo.config import CONFIG_FILE, Config, from_flat
 from grpo.config.groups import Precision, PromptSettings, SamplingSettings
 from grpo.config.reading import read_run_settings
 from grpo.data.beforehand import check_beforehand
 from grpo.data.load import IN_MEMORY
-from grpo.run.screen import configure_logging
 from rewards import REWARDS
-from rewards.engine import EngineError, EnginePool
+from rewards.engine import EnginePool
 
 if TYPE_CHECKING:
     from grpo.evaluate import Evaluation
-
-
-DONE, WRONG_SETTING = 0, 2
-"""Exit statuses."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +77,7 @@ class EvaluateConfig:
     """Compare one model with scores that --json saved here."""
 
     def __post_init__(self) -> None:
-        at_least = {"limit": 1, "self_play": 0, "samples": 1, "engine_depth": 1, "rows": 1}
-        for name, least in at_least.items():
-            if (number := getattr(self, name)) < least:
-                raise ValueError(f"--{name.replace('_', '-')} is {number}: give at least {least}")
-        for name in ("heldout_share", "max_bad_share"):
-            share = getattr(self, name)
-            if share is not None and not 0 <= share <= 1:
-                raise ValueError(f"--{name.replace('_', '-')} is {share}: give a share between 0 and 1")
+        check_least(self, limit=1, self_play=0, samples=1, engine_depth=1, rows=1)
         if not self.models:
             raise ValueError("no model is named: give one or more, such as rook-tiny or runs/NAME")
         for name in ("json", "before"):
@@ -114,15 +103,12 @@ class EvaluateConfig:
                 f"{self.runs[0]} was trained in Python, with reward {', '.join(in_python)}: give --reward "
                 "file.py:name, and --prompts FILE if those were rows in memory"
             )
-        names = ("prompts", "heldout_share", "max_bad_share")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        names = ("prompts", "heldout_share", "max_bad_share", "max_new_tokens")
+        flags = {name: value for name in names if (value := getattr(self, name)) is not None}
+        task = from_flat(flags, base)
         if self.reward:
-            given |= {"reward": self.reward, "reward_weights": self.reward_weights}
-        if self.asking != PromptSettings():
-            given["asking"] = self.asking
-        if self.max_new_tokens is not None:
-            given["sampling"] = replace(base.sampling, max_new_tokens=self.max_new_tokens)
-        return replace(base, **given)
+            task = replace(task, reward=self.reward, reward_weights=self.reward_weights)
+        return task if self.asking == PromptSettings() else replace(task, asking=self.asking)
 
     @property
     def modes(self) -> dict[str, SamplingSettings]:
@@ -133,45 +119,33 @@ class EvaluateConfig:
         return {name: replace(self.task.sampling, temperature=self.temperature)}
 
 
-def main() -> int:
-    """Run the command line."""
-    try:
-        config = tyro.cli(EvaluateConfig)
-        configure_logging("INFO", screen())
-        check_beforehand(config.task)
-        logger.info("loading torch and {}", ", ".join(config.models))
-        show(config)
-    except (ValueError, EngineError) as error:
-        print_error(screen(stderr=True), error)
-        return WRONG_SETTING
-    return DONE
-
-
-def show(config: EvaluateConfig) -> None:
+def main(config: EvaluateConfig, console: Console) -> None:
     """Measure, print, and save what is to be saved."""
+    check_beforehand(config.task)
+    logger.info("loading torch and {}", ", ".join(config.models))
     # Imported here and below: a wrong flag need not wait for the large libraries.
-    from grpo.evaluate import Evaluation, comparison_table, results_table
+    from grpo.evaluate import Evaluation, results_table
     from grpo.evaluate.scores import SAMPLED
     from grpo.play.alone import read_mates
 
     before = Evaluation.load(config.before) if config.before else None
     mates = read_mates(config.mate_in_one)[: config.limit] if config.mate_in_one else []
-    found = {model: measure(config, model, mates) for model in config.models}
-    console = screen()
-    first, *others = found.values()
-    if others:
-        for mode in first:
-            by_model = {model: results[mode] for model, results in found.items()}
-            console.print(results_table(by_model, title=mode, compared=True))
+    by_model = {model: measure(config, model, mates) for model in config.models}
+    if len(by_model) > 1:
+        for mode in config.modes:
+            evaluations = {model: results[mode] for model, results in by_model.items()}
+            console.print(results_table(evaluations, title=mode, compared=True))
         return
-    console.print(results_table(first, title=config.models[0]))
-    results, *more = first.values()
-    for each in more:
-        results |= each.prefixed(SAMPLED)
+    ((model, results),) = by_model.items()
+    console.print(results_table(results, title=model))
+    columns, *sampled = results.values()
+    for evaluation in sampled:
+        columns |= evaluation.prefixed(SAMPLED)
     if config.json:
-        results.save(config.json)
+        columns.save(config.json)
     if before:
-        console.print(comparison_table(before, results, title=f"before: {config.before}"))
+        both = {"before": before, "after": columns}
+        console.print(results_table(both, title=f"before: {config.before}", compared=True))
 
 
 def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "dict[str, Evaluation]":
@@ -187,19 +161,18 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
     from grpo.run.folder import checkpoint_of
     from grpo.run.loading import prompt_room
 
-    task, modes, rows, seed = config.task, config.modes, config.rows, config.seed
+    task, rows, seed = config.task, config.rows, config.seed
     device = choose_device(config.device)
     name = choose_model(checkpoint_of(model), device)
     logger.info("evaluating {}", name)
-    with ExitStack() as stack:
-        engine, judge = None, None
-        if config.stockfish or config.stockfish_path:
-            engine = stack.enter_context(EnginePool(config.stockfish_path, depth=config.engine_depth))
-        heldout = load_prompts(
-            task.prompts, seed=seed, heldout_share=task.heldout_share, heldout_count=config.limit,
-            max_bad_share=config.max_bad_share, settings=task.asking, to_train=False,
-            room=prompt_room(name, task.sampling.max_new_tokens),
-        ).heldout  # fmt: skip
+    heldout = load_prompts(
+        task.prompts, seed=seed, heldout_share=task.heldout_share, heldout_count=config.limit,
+        max_bad_share=config.max_bad_share, settings=task.asking, to_train=False,
+        room=prompt_room(name, task.sampling.max_new_tokens),
+    ).heldout  # fmt: skip
+    ranked = config.stockfish or config.stockfish_path
+    with EnginePool(config.stockfish_path, depth=config.engine_depth) if ranked else nullcontext() as engine:
+        judge = None
         if config.reward or config.runs:
             judge = RewardFunctions(task.reward, task.reward_weights).with_engine(engine)
             judge.check({prompt.task for prompt in heldout}, heldout[:PROMPTS_LOOKED_AT])
@@ -210,22 +183,23 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
                 sampler, tokenizer, heldout, settings=settings, samples=config.samples, engine=engine,
                 judge=judge, rows=rows, seed=seed,
             )
-            for mode, settings in modes.items()
+            for mode, settings in config.modes.items()
         }  # fmt: skip
-    mode = next(iter(results))
-    columns = results[mode].scores
-    if not columns:
+    mode, first = next(iter(results.items()))
+    if not first.scores:
         raise ValueError(
             f"{task.prompts} holds prompts of your own, which only rewards can score: give --reward "
             "file.py:name, or name the run that was trained on them"
         )
-    if "policy/legal" in columns and "policy/best_move" not in columns:
+    if "policy/legal" in first.scores and "policy/best_move" not in first.scores:
         logger.info("the prompts have no labels: --stockfish ranks the moves for best_move and top5")
-    player = Player(sampler, tokenizer, modes[mode], trailing_space=task.asking.trailing_space, rows=rows)
+    player = Player(
+        sampler, tokenizer, config.modes[mode], trailing_space=task.asking.trailing_space, rows=rows
+    )
     if config.self_play:
         fens = [prompt.columns["fen"] for prompt in heldout if prompt.task == "policy"]
-        chosen = fens if config.self_play_from == "prompts" else None
-        results[mode] |= self_play(player, config.self_play, fens=chosen, seed=seed)
+        starts = fens if config.self_play_from == "prompts" else None
+        first |= self_play(player, config.self_play, fens=starts, seed=seed)
     if mates:
-        results[mode] |= mate_in_one(player, mates, seed=seed)
-    return results
+        first |= mate_in_one(player, mates, seed=seed)
+    return {**results, mode: first}

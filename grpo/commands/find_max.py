@@ -9,14 +9,12 @@ import json
 
 from rich.console import Console
 
+from grpo.workbench.find_max import FindMax, check, find, flags_of, trials_table
 from grpo.workbench.find_max import as_json as trials_as_json
-from grpo.workbench.find_max import check, find, flags_of, parse_find_max, trials_table
 
 
-def main(console: Console) -> None:
+def main(settings: FindMax, console: Console) -> None:
     """Check, try, and say what follows."""
-    settings = parse_find_max()
-    # These load torch: a wrong flag need not wait for it.
     checked = check(settings)
     console.print(checked.table)
     folder = settings.folder()

@@ -4,24 +4,19 @@ python scripts/match.py runs/NAME --against rook-tiny --games 100
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from loguru import logger
+from rich.console import Console
 
-from grpo.commands.screen import print_error, screen
+from grpo.commands import DONE, INTERRUPTED
+from grpo.commands.screen import check_least
 from grpo.config import CONFIG_FILE
 from grpo.config.groups import Precision
 from grpo.play.thought import IllegalMoves
-from grpo.run.screen import configure_logging
-from rewards.engine import EngineError
-
-if TYPE_CHECKING:
-    from grpo.play.record import Match
-
-DONE, WRONG_SETTING, STOPPED = 0, 2, 130
-"""Exit statuses."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +56,7 @@ class MatchConfig:
     """The folder of the match; None: one in matches/ of the run, or of the present folder."""
 
     def __post_init__(self) -> None:
-        for name in ("games", "nodes", "engines", "rows"):
-            if (number := getattr(self, name)) is not None and number < 1:
-                raise ValueError(f"--{name} is {number}: give at least 1")
-        for name, least in (("temperature", 0.0), ("movetime", 0.001)):
-            if not least <= (value := getattr(self, name)) < float("inf"):
-                raise ValueError(f"--{name} is {value}: give {least:g} or more")
+        check_least(self, games=1, nodes=1, engines=1, rows=1, temperature=0.0, movetime=0.001)
         if self.prompts is not None and self.start != "prompts":
             raise ValueError("--prompts names positions to start from: add --from prompts, or leave it out")
 
@@ -76,57 +66,38 @@ class MatchConfig:
         names = ("start", "prompts", "temperature", "illegal_moves", "movetime", "nodes", "seed")
         return {name: getattr(self, name) for name in names}
 
+    def folder(self, players: tuple[str, str]) -> Path:
+        """Of the match between these."""
+        from grpo.play.record import FOLDER  # loads torch
 
-def main() -> int:
-    """Run the command line."""
-    console = screen()
-    try:
-        config = tyro.cli(MatchConfig)
-        configure_logging("INFO", console)
-        logger.info("loading torch and {}", config.model)
-        match, folder = play(config)
-    except (ValueError, EngineError) as error:
-        print_error(screen(stderr=True), error)
-        return WRONG_SETTING
-    from grpo.play.match import score_table
-    from grpo.play.record import FILE
-
-    if match.finished:
-        console.print(score_table(match))
-    left = len(match.games) - len(match.finished)
-    console.print(f"{folder / FILE}: {len(match.finished)} games", highlight=False)
-    if left:
-        console.print(f"stopped with {left} games to play: the same command goes on with them")
-    return STOPPED if left else DONE
+        base = Path(self.model) if (Path(self.model) / CONFIG_FILE).is_file() else Path()
+        name = f"{'-against-'.join(players)}{'-from-prompts' if self.start == 'prompts' else ''}"
+        name = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in name)
+        return self.output or base / FOLDER / name
 
 
-def play(config: MatchConfig) -> "tuple[Match, Path]":
-    """The match, played as far as nobody stopped it, and its folder."""
+def main(config: MatchConfig, console: Console) -> int:
+    """Play, and say what came of it."""
+    logger.info("loading torch and {}", config.model)
     # Imported here: a wrong flag need not wait for the large libraries.
     import chess.engine
 
-    from grpo.play.match import heldout_positions, play_match, random_openings
+    from grpo.play.match import heldout_positions, play_match, random_openings, score_table
     from grpo.play.opponents import make_opponent
     from grpo.play.player import known_as, load_player
-    from grpo.play.record import FOLDER, Match
+    from grpo.play.record import FILE, Match
 
-    players = known_as(config.model), known_as(config.against)
-    base = Path(config.model) if (Path(config.model) / CONFIG_FILE).is_file() else Path()
-    name = f"{'-against-'.join(players)}{'-from-prompts' if config.start == 'prompts' else ''}"
-    name = "".join(each if each.isalnum() or each in "-._" else "-" for each in name)
-    folder = config.output or base / FOLDER / name
-    count = -(-config.games // 2)
+    players, count = (known_as(config.model), known_as(config.against)), -(-config.games // 2)
     if config.start == "openings":
         starts = random_openings(count, seed=config.seed)
     else:
         starts = heldout_positions(count, model=config.model, prompts=config.prompts, seed=config.seed)
+    folder = config.folder(players)
     match = Match.begin(players, config.settings, starts, config.games).gone_on_with(folder)
-
-    def load(model: str) -> Any:
-        return load_player(
-            model, config.device, config.precision, temperature=config.temperature, rows=config.rows
-        )
-
+    load = partial(
+        load_player, device_name=config.device, precision=config.precision, temperature=config.temperature,
+        rows=config.rows,
+    )  # fmt: skip
     limit = chess.engine.Limit(time=None if config.nodes else config.movetime, nodes=config.nodes)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -139,4 +110,10 @@ def play(config: MatchConfig) -> "tuple[Match, Path]":
         raise ValueError(
             f"the match cannot be written to {folder} ({error}): make room, or give another --output"
         ) from error
-    return match, folder
+    if match.finished:
+        console.print(score_table(match))
+    left = len(match.games) - len(match.finished)
+    console.print(f"{folder / FILE}: {len(match.finished)} games", highlight=False, soft_wrap=True)
+    if left:
+        console.print(f"stopped with {left} games to play: the same command goes on with them")
+    return INTERRUPTED if left else DONE

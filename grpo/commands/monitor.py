@@ -13,44 +13,45 @@ import gc
 import itertools
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
+
+from grpo.config import Config, SettingsError, parse_command_line
 
 NO_LEAK, LEAK = 0, 1
 """Exit statuses."""
 
 
-def main(console: "Console") -> int:
-    """Train or attach, and judge."""
+def parse_monitor() -> Config | Path:
+    """What to train, or the folder of a run to be judged."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [STEPS [BATCH_SIZE]] [--attach RUN] [flags of train]",
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--attach", type=Path, metavar="RUN", help="judge this run folder instead")
-    words = list(itertools.takewhile(lambda word: not word.startswith("-"), sys.argv[1:]))[:2]
-    given, flags = parser.parse_known_args(sys.argv[1 + len(words) :])
-    steps, batch_size = [*words, *("200", "64")[len(words) :]]
-
-    from grpo.config import SettingsError, parse_command_line
-
-    if given.attach and flags:
+    numbers = list(itertools.takewhile(lambda word: not word.startswith("-"), sys.argv[1:]))[:2]
+    options, flags = parser.parse_known_args(sys.argv[1 + len(numbers) :])
+    if options.attach and flags:
         raise SettingsError(f"attach judges a run as it is: leave out {' '.join(flags)}.")
-    fixed = ["--steps", steps, "--batch-size", batch_size]
+    steps, batch_size = [*numbers, *("200", "64")[len(numbers) :]]
     quiet = ["--eval-interval", "0", "--checkpoint-interval", "0"]
-    config = parse_command_line([*quiet, *flags, *fixed])
-    if not given.attach:
+    config = parse_command_line([*quiet, *flags, "--steps", steps, "--batch-size", batch_size])
+    return options.attach or config
+
+
+def main(settings: Config | Path, console: Console) -> int:
+    """Train or attach, and judge."""
+    if isinstance(settings, Config):
         print("loading torch and the model", file=sys.stderr)
     from grpo.run.interrupt import stop_on_signal
     from grpo.workbench.memory_watch import PLOT, VERDICT, judge_run, watch_training
 
     gc.freeze()
     with stop_on_signal() as stop:
-        if given.attach:
-            verdict, folder = judge_run(given.attach), given.attach
+        if isinstance(settings, Path):
+            verdict, folder = judge_run(settings), settings
         else:
-            verdict, folder = watch_training(config, console, stop)
+            verdict, folder = watch_training(settings, console, stop)
     console.print(str(verdict), highlight=False)
     console.print(f"{folder / PLOT}\n{folder / VERDICT}", highlight=False)
     return LEAK if verdict.leak else NO_LEAK

@@ -19,24 +19,21 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from grpo.commands import FAILED, INTERRUPTED
+from grpo.commands.screen import screen
 from grpo.environment import typed
-from grpo.workbench.sweep import Sweep, open_sweep, parse_sweep, run_sweep
+from grpo.workbench.sweep import Sweep, open_sweep, run_sweep
 
 if TYPE_CHECKING:
     from grpo.workbench.sizes import Size
 
-FAILED, INTERRUPTED = 1, 130
-"""Exit statuses."""
 
-
-def main(console: Console) -> int:
+def main(asked: Sweep, console: Console) -> int:
     """Check, run what has not ended yet, and tabulate."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # to end the size's process as well
-    asked = parse_sweep()
     settings, folder = open_sweep(asked)
-    errors = Console(stderr=True, markup=False)
     try:
-        with _progress(errors) as bar:
+        with _progress(screen(stderr=True)) as bar:
             run_sweep(settings, folder, _Watch(settings, bar))
     except KeyboardInterrupt:
         again = sys.argv[1:] if asked.output else [*sys.argv[1:], "--output", str(folder)]

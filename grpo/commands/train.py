@@ -1,48 +1,34 @@
 """Train a language model with GRPO."""
 
 import gc
-import io
 import os
 import sys
-from contextlib import nullcontext, redirect_stderr
 from typing import TYPE_CHECKING
 
+from loguru import logger
+from rich.console import Console
+
+from grpo.commands import DONE, FAILED, INTERRUPTED, WRONG_USAGE
+from grpo.commands.screen import screen, shortened
+from grpo.config import Config
+from grpo.data.beforehand import check_beforehand
+from grpo.environment import launched_processes
 from grpo.files import shown
+from grpo.run.screen import configure_logging
 
 if TYPE_CHECKING:
     from grpo.run.setup import Run
     from grpo.trainer import Trainer
 
-DONE, FAILED, WRONG_SETTING, INTERRUPTED = 0, 1, 2, 130
-"""Exit statuses."""
 
-
-def main() -> int:
-    """Run the command line."""
-    from grpo.environment import launched_processes
-
-    process, _ = launched_processes()
-    # Imported step by step: a wrong setting need not wait for the large libraries.
-    from loguru import logger
-
-    from grpo.commands.screen import print_error, screen, shortened
-    from grpo.config import parse_command_line
-    from grpo.data.beforehand import check_beforehand
-    from grpo.run.screen import configure_logging
-
-    console = screen(stderr=True, quiet=process > 0)  # one of several processes speaks for all
-    try:
-        with redirect_stderr(io.StringIO()) if process else nullcontext():
-            config = parse_command_line()
-        check_beforehand(config)
-    except ValueError as error:
-        print_error(console, error)
-        return WRONG_SETTING
+def main(config: Config, _: Console) -> int:
+    """Train; the exit status. All that is said is progress, and goes to stderr."""
+    process, _size = launched_processes()
+    console = screen(stderr=True, quiet=process > 0)
+    check_beforehand(config)
     configure_logging(config.log_level, console, process=process)
-    complain = logger.debug if process else logger.error
-    go_on, began = "nothing was begun", False
     logger.info("loading torch and {}", "the model" if config.model == "auto" else config.model)
-
+    # Imported here: a wrong setting need not wait for the large libraries.
     from grpo.data.reward_calls import RewardFailed
     from grpo.distributed import ProcessLost
     from grpo.learning.step import Diverged
@@ -53,7 +39,11 @@ def main() -> int:
     from grpo.trainer import Trainer
     from rewards.engine import EngineError
 
-    reserve = Reserve()
+    statuses: dict[type[BaseException], int] = {
+        KeyboardInterrupt: INTERRUPTED, ValueError: WRONG_USAGE, EngineError: WRONG_USAGE,
+        Diverged: FAILED, RewardFailed: FAILED, ProcessLost: FAILED,
+    }  # fmt: skip
+    reserve, go_on = Reserve(), "nothing was begun"
     try:
         if config.dry_run:
             dry_run(config, console)
@@ -63,7 +53,6 @@ def main() -> int:
             show_plans(run, console)
             gc.freeze()  # what set-up made stays: no need to look through it at every collection
             trainer = Trainer(run, console)
-            began = True
             go_on = "nothing was learned yet"
             try:
                 trainer.train(stop)
@@ -79,30 +68,23 @@ def main() -> int:
             logger.info("{}; model and metrics are in {}", ended, shown(run.folder))
             if run.world.is_main:
                 console.print(how_to_load(run), highlight=False, soft_wrap=True)  # to be copied
-    except KeyboardInterrupt:
-        complain("stopped at once; {}", go_on)
-        return INTERRUPTED
-    except (ValueError, EngineError) as error:
-        reserve.let_go()
-        complain("{} ({})" if began else "{}", shortened(error), go_on)
-        logger.opt(exception=True).debug("where it happened")
-        return WRONG_SETTING
-    except (Diverged, RewardFailed) as error:
-        complain("{} ({})", shortened(error), go_on)
-        logger.opt(exception=True).debug("where it happened")
-        return FAILED
-    except ProcessLost as error:
-        (logger.error if error.rank == 0 else complain)("{} ({})", error, go_on)
-        if error.rank == 0:  # a call to it may still wait in a thread, which an ordinary end would abort
-            sys.stderr.flush()
-            os._exit(FAILED)
-        return FAILED
-    except Exception as error:
-        if not is_out_of_memory(error):
+    except BaseException as error:
+        status = next((statuses[kind] for kind in statuses if isinstance(error, kind)), None)
+        reason = shortened(error)
+        if status is None and is_out_of_memory(error):
+            status = FAILED
+            reason = "memory ran out, and not for the rows of a phase: give more, or a smaller model"
+        if status is None:
             raise
         reserve.let_go()
-        complain("memory ran out, and not for the rows of a phase: give more, or a smaller model ({})", go_on)
-        return FAILED
+        first_is_lost = isinstance(error, ProcessLost) and error.rank == 0
+        level = "ERROR" if process == 0 or first_is_lost else "DEBUG"
+        logger.log(level, "{} ({})", reason or "stopped at once", go_on)
+        logger.opt(exception=True).debug("where it happened")
+        if first_is_lost:  # a call to it may still wait in a thread, which an ordinary end would abort
+            sys.stderr.flush()
+            os._exit(FAILED)
+        return status
     return DONE
 
 
@@ -119,8 +101,6 @@ def how_to_load(run: "Run") -> str:
 
 def _is_lost(run: "Run", trainer: "Trainer", go_on: str) -> bool:
     """Whether the last model is not on the disk; that is said, and what could not be written on the way."""
-    from loguru import logger
-
     unwritten = [*trainer.tracker.unwritten] if trainer.tracker else []
     unwritten += [f"the checkpoint of step {step}" for step in run.checkpoints.unwritten]
     if unwritten:

@@ -10,13 +10,10 @@ from pathlib import Path
 
 import tyro
 from loguru import logger
+from rich.console import Console
 
-from grpo.commands.screen import print_error, screen
+from grpo.commands import DONE, INTERRUPTED
 from grpo.play.uci import Options, serve
-from grpo.run.screen import configure_logging
-
-DONE, WRONG_SETTING, INTERRUPTED = 0, 2, 130
-"""Exit statuses."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +29,16 @@ class UciConfig:
     """A file for the log, instead of stderr."""
 
 
-def main() -> int:
-    """Run the command line. It does not return: what libraries' threads are doing is not waited for."""
-    try:
-        config = tyro.cli(UciConfig)
-        if config.log is None:
-            configure_logging("INFO", screen(stderr=True))
-        else:
-            logger.remove()
+def main(config: UciConfig, _: Console) -> None:
+    """Serve; it does not return, as what libraries' threads are doing is not waited for."""
+    if config.log is not None:
+        logger.remove()
+        try:
             logger.add(config.log, level="INFO")
-    except (ValueError, OSError) as error:
-        print_error(screen(stderr=True), error)
-        return WRONG_SETTING
+        except OSError as error:
+            raise ValueError(
+                f"--log {config.log} cannot be written ({error.strerror}): give another file"
+            ) from error
     try:
         serve(config.model, config.device, config.options)
         status = DONE

@@ -7,9 +7,9 @@ play itself, mate in one) ends as one. Left out: all that is played (`grpo/play`
 from grpo.evaluate.evaluation import Evaluation, paired_difference
 from grpo.evaluate.heldout import evaluate, interleave, score_heldout
 from grpo.evaluate.scores import score_completions
-from grpo.evaluate.tables import comparison_table, results_table
+from grpo.evaluate.tables import results_table
 
 __all__ = [
-    "Evaluation", "comparison_table", "evaluate", "interleave", "paired_difference", "results_table",
+    "Evaluation", "evaluate", "interleave", "paired_difference", "results_table",
     "score_completions", "score_heldout",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Evaluations as tables for people: a column's mean with its interval, and what moved in colour."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Column, Table
@@ -12,54 +12,42 @@ from grpo.evaluate.scores import decimals
 
 
 def results_table(evaluations: Mapping[str, Evaluation], *, title: str = "", compared: bool = False) -> Table:
-    """Each column's mean and interval in each evaluation, by its name.
+    """Each column's mean and interval in each evaluation, by its name, and of how many prompts.
 
-    compared: with the first, on the same prompts: green or red where the paired difference leaves out zero.
+    compared: each of the others with the first: the paired difference (in points) with its own interval,
+    green or red where that leaves out zero.
     """
-    first, *_ = evaluations.values()
-    table = _table(*evaluations, "n", title=title, caption=_caption(*evaluations.values()))
-    for column in dict.fromkeys(name for each in evaluations.values() for name in each.scores):
-        cells = []
-        for each in evaluations.values():
-            low = high = 0.0
-            is_paired = column in each.scores and each.prompts[column] == first.prompts.get(column)
-            if compared and is_paired and each is not first:
-                _, low, high = paired_difference(first, each, column)
-            cells.append(Text(_mean(each, column), _color(low, high)))
-        counts = dict.fromkeys(str(len(each.scores.get(column, ()))) for each in evaluations.values())
+    (name, first), *others = evaluations.items()
+    headings = [name]
+    for name, _ in others:
+        headings += [name, "difference"] if compared else [name]
+    table = _table(*headings, "n", title=title, caption=_caption(evaluations.values()))
+    for column in dict.fromkeys(name for them in evaluations.values() for name in them.scores):
+        cells = [Text(_mean(first, column))]
+        for _, other in others:
+            cells.append(Text(_mean(other, column)))
+            if compared:
+                cells.append(_difference(first, other, column))
+        scored = (them.scores[column] for them in evaluations.values() if column in them.scores)
+        counts = dict.fromkeys(str(len(scores)) for scores in scored)
         table.add_row(column, *cells, " ".join(counts))
     return table
 
 
-def comparison_table(before: Evaluation, after: Evaluation, *, title: str = "") -> Table:
-    """The columns both have: means with intervals, and the paired difference (in points) with its own.
-
-    The difference is green or red where its interval leaves out zero. ValueError where the two are
-    not of the same prompts.
-    """
-    table = _table("before", "after", "difference", "n", title=title, caption=_caption(after))
-    for column in (name for name in before.scores if name in after.scores):
-        change, low, high = paired_difference(before, after, column)
-        moved = Text(_spread(column, change, low, high, sign="+"), _color(low, high))
-        table.add_row(
-            column, _mean(before, column), _mean(after, column), moved, str(len(after.scores[column]))
-        )
-    return table
-
-
-def change_table(found: Sequence[Change], *, num_prompts: int) -> Table:
+def change_table(changes: Sequence[Change], *, num_prompts: int) -> Table:
     """Before and after, sampled and greedy, in hundredths; narrow enough for 80 columns."""
     title = f"Held out, {num_prompts:,} prompts; percent, the reward in hundredths"
     table = _table("before", "after", "change", "95 %", title=title, title_justify="left")
-    for mode in dict.fromkeys(each.mode for each in found):
-        table.add_section()
-        table.add_row(Text(mode, "bold"))
-        for each in (each for each in found if each.mode == mode):
-            moved = Text(f"{each.change:+.1f}", _color(each.low, each.high))
-            table.add_row(
-                f"  {each.name}", f"{each.before:.1f}", f"{each.after:.1f}", moved,
-                f"{each.low:+.1f} to {each.high:+.1f}",
-            )  # fmt: skip
+    mode = ""
+    for change in changes:
+        if change.mode != mode:
+            table.add_section()
+            table.add_row(Text(mode := change.mode, "bold"))
+        table.add_row(
+            f"  {change.name}", f"{change.before:.1f}", f"{change.after:.1f}",
+            Text(f"{change.change:+.1f}", _color(change.low, change.high)),
+            f"{change.low:+.1f} to {change.high:+.1f}",
+        )  # fmt: skip
     return table
 
 
@@ -76,6 +64,16 @@ def _mean(evaluation: Evaluation, column: str) -> str:
     return _spread(column, evaluation.mean(column), *evaluation.interval(column))
 
 
+def _difference(first: Evaluation, other: Evaluation, column: str) -> Text:
+    """+15.0 (+5.0 to +25.0); nothing where one of them lacks the column."""
+    if column not in first.scores or column not in other.scores:
+        return Text()
+    if first.prompts[column] != other.prompts[column]:
+        return Text("other prompts", "red")
+    change, low, high = paired_difference(first, other, column)
+    return Text(_spread(column, change, low, high, sign="+"), _color(low, high))
+
+
 def _spread(column: str, mean: float, low: float, high: float, *, sign: str = "") -> str:
     places = decimals(column)
     shown = ((100 * value, 1) if places is None else (value, places) for value in (mean, low, high))
@@ -86,7 +84,7 @@ def _color(low: float, high: float) -> str:
     return "green" if low > 0 else "red" if high < 0 else ""
 
 
-def _caption(*evaluations: Evaluation) -> str:
-    names = (name for each in evaluations for name in each.scores if decimals(name) is not None)
-    others = dict.fromkeys("rewards" if "reward" in name else name for name in names)
+def _caption(evaluations: Iterable[Evaluation]) -> str:
+    columns = (column for them in evaluations for column in them.scores if decimals(column) is not None)
+    others = dict.fromkeys("rewards" if "reward" in column else column for column in columns)
     return f"percent{', but for ' if others else ''}{' and '.join(others)}; 95 % intervals"

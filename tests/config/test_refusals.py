@@ -24,7 +24,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CTRLConfig, GraniteConfig, LlamaConfig, MambaConfig
 
-from grpo.commands.evaluate import EvaluateConfig, show
+from grpo.commands.evaluate import EvaluateConfig
+from grpo.commands.evaluate import main as evaluate_models
 from grpo.config import Config, from_flat, parse_command_line
 from grpo.config.groups import LoraSettings, LossSettings, OptimizerSettings, PromptSettings, SamplingSettings
 from grpo.config.reading import read_yaml
@@ -372,8 +373,8 @@ REFUSED: dict[str, list[Row]] = {
             "match",
             (["rook-tiny"], "--against", "required"),
             ([*AGAINST, "--games", 0], "--games is 0"), ([*AGAINST, "--nodes", 0], "--nodes is 0"),
-            ([*AGAINST, "--temperature", -1], "--temperature is -1", "0 or more"),
-            ([*AGAINST, "--movetime", 0], "--movetime is 0", "0.001 or more"),
+            ([*AGAINST, "--temperature", -1], "--temperature is -1", "at least 0"),
+            ([*AGAINST, "--movetime", 0], "--movetime is 0", "at least 0.001"),
             ([*AGAINST, "--prompts", "bundled"], "add --from prompts"),
         ),
         *each_at(
@@ -494,10 +495,10 @@ REFUSED: dict[str, list[Row]] = {
     ],
     "evaluate": [
         *each_of(
-            lambda **given: show(EvaluateConfig(("rook-tiny",), **given)),
+            lambda **given: evaluate_models(EvaluateConfig(("rook-tiny",), **given), Console()),
             ({"samples": 0}, "--samples is 0", "at least 1"),
-            ({"heldout_share": 1.1}, "--heldout-share is 1.1", "between 0 and 1"),
-            ({"max_bad_share": math.nan}, "--max-bad-share is nan", "between 0 and 1"),
+            ({"heldout_share": 1.1}, "heldout_share is 1.1", "between 0 and 1"),
+            ({"max_bad_share": math.nan}, "max_bad_share is nan", "between 0 and 1"),
             ({"json": Path("no/scores.json")}, "no/scores.json", "there is no folder no", "make it"),
             ({"mate_in_one": Path("none.json")}, "none.json is no", "FileNotFoundError", "https://"),
             ({"before": Path("none.json")}, "none.json is no saved evaluation", "--json"),

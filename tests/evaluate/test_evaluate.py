@@ -22,7 +22,7 @@ from grpo.evaluate.boards import example_boards
 from grpo.evaluate.heldout import evaluate
 from grpo.evaluate.quality import Example, Quality
 from grpo.evaluate.scores import HALF_MOVES, MATES, score_completions
-from grpo.evaluate.tables import change_table, comparison_table, results_table
+from grpo.evaluate.tables import change_table, results_table
 from grpo.types import Prompt, Rollout
 from rewards.analysis import Analysis
 from rewards.environment import referee
@@ -157,10 +157,11 @@ def test_paired_difference_of_known_data_and_what_is_saved_loaded_and_shown_in_t
     for column in ("policy/legal", "reward"):
         np.testing.assert_array_equal(again.scores[column], before.scores[column])
         assert paired_difference(before, again, column) == (0, 0, 0)
-    results, comparison = map(printed, (results_table({"greedy": before}), comparison_table(before, after)))
-    assert "policy/legal │ 40.0 (30.9 to 49.8) │ 100" in results
+    assert "policy/legal │ 40.0 (30.9 to 49.8) │ 100" in printed(results_table({"greedy": before}))
+    models = {"before": before, "after": after, "fewer": evaluation([0] * 9)}
+    comparison = printed(results_table(models, compared=True))
     assert "40.0 (30.9 to 49.8) │ 55.0 (45.2 to 64.4) │ +15.0 (+" in comparison
-    assert "-0.225 (-0.250 to -0.200)" in comparison and "before" in comparison
+    assert "-0.225 (-0.250 to -0.200) │ │ │ 2" in comparison and "other prompts │ 100 9" in comparison
 
 
 def answered(answer, monkeypatch):

@@ -70,8 +70,8 @@ def test_a_call_that_fails_is_said_and_the_run_goes_on_to_the_same_end(config, l
 SMALL_FILES = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
-from grpo.commands.train import main
-sys.exit(main())
+from grpo.commands import call
+sys.exit(call("train"))
 """
 
 
