@@ -64,18 +64,21 @@ class UciOpponent:
 def engine_command(name: str) -> list[str] | None:
     """The words that start an engine: stockfish[:ELO], its path, or uci:COMMAND. None for a model.
 
-    EngineError where Stockfish is meant and not installed.
+    EngineError where Stockfish is meant and not installed, ValueError for a command that is no program.
     """
-    if name.startswith(ENGINE):
-        return shlex.split(name.removeprefix(ENGINE))
     if name.partition(":")[0] == STOCKFISH:
         executable = find_stockfish()
         if executable is None:
             raise EngineError("Stockfish was not found: install it (apt-get install stockfish)")
         return [executable]
+    if name.startswith(ENGINE):
+        command = shlex.split(name.removeprefix(ENGINE))
+        if not command or shutil.which(command[0]) is None:
+            words = " ".join(command)
+            raise ValueError(f"against is an engine, {words!r}, which is no program: give its path")
+        return command
     path = Path(name).expanduser()
-    is_program = path.is_file() and os.access(path, os.X_OK)
-    return [str(path.resolve())] if is_program else None
+    return [str(path.resolve())] if path.is_file() and os.access(path, os.X_OK) else None
 
 
 @contextmanager
@@ -86,38 +89,31 @@ def make_opponent(
 
     engines: processes. ValueError or EngineError where there is no such opponent.
     """
+    elo = name.removeprefix(f"{STOCKFISH}:") if name.startswith(f"{STOCKFISH}:") else ""
+    if elo and not elo.isdecimal():
+        raise ValueError(f"against is {name!r}: give stockfish, or its Elo as in stockfish:1500")
     if name == RANDOM:
         yield AtRandom()
-        return
-    kind, _, elo = name.partition(":")
-    if kind == STOCKFISH and elo and not elo.isdecimal():
-        raise ValueError(f"against is {name!r}: give stockfish, or its Elo as in stockfish:1500")
-    command = engine_command(name)
-    if command is None:
+    elif command := engine_command(name):
+        with ExitStack() as stack:
+            yield UciOpponent([stack.enter_context(_start(command, elo)) for _ in range(engines)], limit)
+    else:
         yield load(name)
-        return
-    if not command or shutil.which(command[0]) is None:
-        raise ValueError(f"against is an engine, {' '.join(command)!r}, which is no program: give its path")
-    with ExitStack() as stack:
-        started = [stack.enter_context(_start(command)) for _ in range(engines)]
-        if kind == STOCKFISH and elo:
-            for engine in started:
-                _limit_strength(engine, int(elo))
-        yield UciOpponent(started, limit)
 
 
-def _start(command: list[str]) -> chess.engine.SimpleEngine:
+def _start(command: list[str], elo: str) -> chess.engine.SimpleEngine:
+    """An engine, of limited strength where an Elo is given."""
     try:
         # Ctrl-C in the terminal is for the match alone.
-        return chess.engine.SimpleEngine.popen_uci(command, timeout=_PATIENCE_S, start_new_session=True)
+        engine = chess.engine.SimpleEngine.popen_uci(command, timeout=_PATIENCE_S, start_new_session=True)
     except (OSError, chess.engine.EngineError, TimeoutError) as error:
         raise EngineError(f"{' '.join(command)!r} is no working UCI engine: {error}") from error
-
-
-def _limit_strength(engine: chess.engine.SimpleEngine, elo: int) -> None:
-    option = engine.options.get("UCI_Elo")
-    least, most = (option.min, option.max) if option is not None else (None, None)
-    if least is None or most is None or not least <= elo <= most:
-        name = engine.id.get("name", "this engine")
-        raise ValueError(f"against is stockfish:{elo}, but UCI_Elo of {name} goes from {least} to {most}")
-    engine.configure({"UCI_LimitStrength": True, "UCI_Elo": elo})
+    if elo:
+        option = engine.options.get("UCI_Elo")
+        least, most = (option.min, option.max) if option is not None else (None, None)
+        if least is None or most is None or not least <= int(elo) <= most:
+            name = engine.id.get("name", "this engine")
+            engine.close()
+            raise ValueError(f"against is stockfish:{elo}, but UCI_Elo of {name} goes from {least} to {most}")
+        engine.configure({"UCI_LimitStrength": True, "UCI_Elo": int(elo)})
+    return engine

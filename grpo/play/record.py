@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from functools import cached_property
 from pathlib import Path
 from statistics import median
 
@@ -20,6 +19,7 @@ FOLDER = "matches"
 """In a run's folder."""
 _SITE = "grpo-lean"
 _UNDECIDED = "*"
+_RESULTS = (_UNDECIDED, "1-0", "0-1", "1/2-1/2")
 _RESIGNED = "an illegal answer"
 _REMARKS: dict[How, str] = {
     "candidate": "an illegal answer: its next candidate",
@@ -36,6 +36,7 @@ class Game:
         self.pgn, self.first_is_white = pgn, first_is_white
         self.board = pgn.end().board()
         """As it stands, with all moves."""
+        self._text = ""
 
     @staticmethod
     def begin(
@@ -116,13 +117,11 @@ class Game:
 
     @property
     def text(self) -> str:
-        """Its PGN."""
-        return self._last_text if self.is_over else str(self.pgn)
-
-    @cached_property
-    def _last_text(self) -> str:
-        """Made once, as it takes 10 ms."""
-        return str(self.pgn)
+        """Its PGN, which takes 10 ms: kept, once the game is over."""
+        if not self.is_over:
+            return str(self.pgn)
+        self._text = self._text or str(self.pgn)
+        return self._text
 
 
 @dataclass
@@ -190,10 +189,12 @@ class Match:
         try:
             games = [game for _, game, _ in file_rows(file)]
             for game in games:
-                if game.errors or game.headers["Site"] != _SITE:
-                    raise ValueError(game.errors[0] if game.errors else f"Site is {game.headers['Site']!r}")
+                if game.errors:
+                    raise ValueError(game.errors[0])
+                if game.headers["Site"] != _SITE or game.headers["Result"] not in _RESULTS:
+                    raise ValueError("it was not made here")
             match = Match([Game(game, first_is_white=place % 2 == 0) for place, game in enumerate(games)])
-            _ = match.players, [game.result for game in match.games]
+            _ = match.players
         except (OSError, ValueError, LookupError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(

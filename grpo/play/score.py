@@ -37,25 +37,15 @@ class Score(NamedTuple):
         low, high = ((middle + sign * reach) / (1 + z2 / n) for sign in (-1, 1))
         return max(0.0, low), min(1.0, high)
 
-    @property
-    def elo(self) -> float:
-        """The first player's rating above the second's."""
-        return elo_difference(self.share)
-
-    @property
-    def elo_interval(self) -> tuple[float, float]:
-        low, high = self.interval
-        return elo_difference(low), elo_difference(high)
-
     def share_in_words(self) -> str:
         """64.2 % (57.4 to 70.5)."""
         low, high = self.interval
         return f"{100 * self.share:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
 
     def elo_in_words(self) -> str:
-        """+12 (-35 to +60), infinite where all games were won or lost."""
-        low, high = self.elo_interval
-        return f"{self.elo:+.0f} ({low:+.0f} to {high:+.0f})"
+        """The first player's lead: +12 (-35 to +60), infinite where all games were won or lost."""
+        elo, low, high = map(elo_difference, (self.share, *self.interval))
+        return f"{elo:+.0f} ({low:+.0f} to {high:+.0f})"
 
 
 def elo_difference(share: float) -> float:

@@ -393,23 +393,22 @@ def test_score_and_interval_are_those_worked_out_by_hand():
     score = Score(40, 30, 30)
     assert score.games == 100 and score.share == pytest.approx(0.55)
     assert score.interval == pytest.approx((0.467607, 0.628694), abs=2e-5)
-    assert score.elo == pytest.approx(34.86, abs=0.01)  # 400 log10(0.55 / 0.45)
-    assert score.elo_interval == pytest.approx((-22.54, 91.47), abs=0.05)
+    assert elo_difference(score.share) == pytest.approx(34.86, abs=0.01)  # 400 log10(0.55 / 0.45)
+    assert [elo_difference(end) for end in score.interval] == pytest.approx([-22.54, 91.47], abs=0.05)
     assert score.elo_in_words() == "+35 (-23 to +91)"
     assert Score(8, 0, 2).interval == pytest.approx((0.4902, 0.9433), abs=1e-4)  # without draws Wilson's
     for few in (Score(10, 0, 0), Score(0, 10, 0), Score(0, 0, 1)):
         low, high = few.interval
         assert high - low > 0.2 and 0 <= low <= few.share <= high <= 1
-    won = Score(10, 0, 0)
-    assert won.elo == won.elo_interval[1] == math.inf == -Score(0, 0, 10).elo
-    assert won.elo_in_words().startswith("+inf (+1")
+    assert elo_difference(1.0) == math.inf == -elo_difference(0.0)
+    assert Score(10, 0, 0).elo_in_words().startswith("+inf (+1")
 
 
 @pytest.mark.parametrize(("games", "chances"), [(20, (0.4, 0.2, 0.4)), (200, (0.85, 0.1, 0.05))])
 def test_the_interval_holds_the_truth_in_95_percent_of_matches(games, chances):
-    truth = elo_difference(chances[0] + chances[1] / 2)
+    truth = chances[0] + chances[1] / 2
     matches = np.random.default_rng(0).multinomial(games, chances, size=4000).tolist()
-    intervals = [Score(*match).elo_interval for match in matches]
+    intervals = [Score(*match).interval for match in matches]
     assert 0.94 <= np.mean([low <= truth <= high for low, high in intervals]) <= 0.97
 
 
