@@ -20,6 +20,13 @@ class ReportConfig:
     output: Path | None = None
     """Where to write; by default into the folder itself, and into report/ for several."""
 
+    def __post_init__(self) -> None:
+        if not self.folders:
+            raise ValueError("no folder is given: give that of a run or of a sweep, or several of a kind")
+        for folder in self.folders:
+            if not folder.is_dir():
+                raise ValueError(f"{folder} is no folder: give that of a run or of a sweep")
+
 
 def main(config: ReportConfig, console: Console) -> None:
     """Write the page, and say where it is."""
