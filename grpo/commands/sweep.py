@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
@@ -39,17 +38,13 @@ def main(asked: Sweep, console: Console) -> int:
         again = sys.argv[1:] if asked.output else [*sys.argv[1:], "--output", str(folder)]
         logger.error("stopped; finished sizes are kept. Go on with: {} {}", typed("sweep"), shlex.join(again))
         return INTERRUPTED
-    sizes = _sizes(settings, folder)
-    console.print(sweep_table(sizes, settings))
-    logger.info("for the report: {} {}", typed("report"), shlex.quote(str(folder)))
-    return FAILED if any(size.status == "failed" for size in sizes) else 0
-
-
-def _sizes(settings: Sweep, folder: Path) -> list["Size"]:
     from grpo.workbench.sizes import SWEEP_FILE, read_json, read_size
 
     header = read_json(folder / SWEEP_FILE)
-    return [read_size(folder, size, header) for size in sorted(set(settings.batch_sizes))]
+    sizes = [read_size(folder, size, header) for size in sorted(set(settings.batch_sizes))]
+    console.print(sweep_table(sizes, settings))
+    logger.info("for the report: {} {}", typed("report"), shlex.quote(str(folder)))
+    return FAILED if any(size.status == "failed" for size in sizes) else 0
 
 
 def _progress(console: Console) -> Any:

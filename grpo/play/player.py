@@ -14,7 +14,7 @@ from grpo.config.groups import Precision, SamplingSettings
 from grpo.config.reading import read_run_settings
 from grpo.model.load import RolloutModel, context_length, load_policy
 from grpo.model.target import choose_device, choose_model
-from grpo.play.thought import MOST_ANSWERS, Answer, Position, Thought, conclude, read_answer
+from grpo.play.thought import MOST_ANSWERS, Position, Thought, conclude, read_answer
 from grpo.rollout.decoder import records_steps
 from grpo.rollout.sample import rollout
 from grpo.rollout.slots import KeptSlots
@@ -62,7 +62,7 @@ class Player:
         after every token; what has been written by then is all there is to go by.
         """
         settings = self._settings if temperature is None else changed(self._settings, temperature=temperature)
-        answers: list[list[Answer]] = [[] for _ in positions]
+        answers: list[list[Thought]] = [[] for _ in positions]
         asked = list(range(len(positions)))
         for attempt in range(most_answers if replace else 1):
             if attempt and settings.temperature == 0:
@@ -86,7 +86,7 @@ class Player:
         attempt: int,
         settings: SamplingSettings,
         stopped: Callable[[], bool] | None,
-    ) -> list[Answer]:
+    ) -> list[Thought]:
         # Each row's own, whichever games are beside it.
         uniforms = [
             step_uniforms(1, settings.max_new_tokens, seed=each.seed, step=each.board.ply(), draw=attempt)

@@ -60,54 +60,48 @@ class Line(NamedTuple):
         return f"cp {hundredths}"
 
 
-class Answer(NamedTuple):
-    """One completion, by the rules."""
-
-    best: chess.Move | None
-    """`B:`, if it is legal."""
-    lines: Sequence[Line]
-    """That move, then those of `M:` that are legal, each once, the highest eval first."""
-    fault: str
-    """The text of `B:` where that is no legal move; "" where it is, or was not come to."""
-
-
-def read_answer(position: Position, text: str, *, is_whole: bool = True) -> Answer:
-    """is_whole: False for a text that was cut short, whose `B:` may not be complete."""
-    said = parse_policy_completion(text)
-    best = legal_move(position.board, said.best)
-    evals: dict[chess.Move, float | None] = {}
-    for words, each in zip(said.moves, [*said.evals, *[None] * len(said.moves)], strict=False):
-        move = legal_move(position.board, words or "")
-        if move is not None:
-            evals.setdefault(move, each)
-    lines = [Line(move, each) for move, each in evals.items() if move != best]
-    lines.sort(key=lambda line: -float("inf") if line.eval is None else line.eval, reverse=True)
-    if best is not None:
-        lines.insert(0, Line(best, evals.get(best)))
-    return Answer(best, lines, "" if best is not None or not is_whole else said.best or NO_MOVE)
-
-
 class Thought(NamedTuple):
-    """What came of thinking about a position."""
+    """What came of thinking about a position: of one answer, or of several."""
 
     move: chess.Move | None
     """None where there is nothing to play, or an illegal answer is not replaced."""
     how: How
     faults: Sequence[str] = ()
-    """What was said and is illegal."""
+    """What was said as the best move and is illegal."""
     lines: Sequence[Line] = ()
     """The move, then what else the model would have played."""
     answers: int = 0
     """It was asked for."""
 
 
-def conclude(position: Position, answers: Sequence[Answer], *, replace: bool) -> Thought:
+def read_answer(position: Position, text: str, *, is_whole: bool = True) -> Thought:
+    """What one completion comes to: `B:`, then what is legal of `M:`, each move once, the highest eval first.
+
+    is_whole: False for a text that was cut short, whose `B:` may not be complete.
+    """
+    answer = parse_policy_completion(text)
+    best = legal_move(position.board, answer.best)
+    evals: dict[chess.Move, float | None] = {}
+    for word, pawns in zip(answer.moves, [*answer.evals, *[None] * len(answer.moves)], strict=False):
+        move = legal_move(position.board, word or "")
+        if move is not None:
+            evals.setdefault(move, pawns)
+    lines = [Line(move, pawns) for move, pawns in evals.items() if move != best]
+    lines.sort(key=lambda line: -float("inf") if line.eval is None else line.eval, reverse=True)
+    if best is not None:
+        lines.insert(0, Line(best, evals.get(best)))
+    faults = [] if best is not None or not is_whole else [answer.best or NO_MOVE]
+    how: How = "candidate" if best is None else "best"
+    return Thought(lines[0].move if lines else None, how, faults, lines, answers=1)
+
+
+def conclude(position: Position, answers: Sequence[Thought], *, replace: bool) -> Thought:
     """The move that a model's answers come to. replace: what is illegal, instead of resigning."""
-    faults = [answer.fault for answer in answers if answer.fault]
+    faults = [fault for answer in answers for fault in answer.faults]
     if faults and not replace:
         return Thought(None, "resigned", faults, answers=len(answers))
     for count, answer in enumerate(answers, start=1):
         if answer.lines:
-            how: How = "again" if count > 1 else "candidate" if answer.best is None else "best"
-            return Thought(answer.lines[0].move, how, faults, answer.lines, count)
+            how = "again" if count > 1 else answer.how
+            return answer._replace(how=how, faults=faults, answers=count)
     return Thought(any_move(position), "random", faults, answers=len(answers))

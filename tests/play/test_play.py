@@ -42,7 +42,7 @@ def test_an_answer_is_its_legal_moves_by_their_evals_as_uci_has_them():
         ("M: d2d4 g1f3 E: 0.1 B: e2e4", [(E2E4, None), (D2D4, 0.1), (G1F3, None)]),
     ):
         answer = read_answer(START, text)
-        assert answer.lines == lines and answer.fault == ""
+        assert answer.lines == lines and not answer.faults
         assert conclude(START, [answer], replace=True)[:2] == (lines[0][0], "best")
 
 
@@ -54,7 +54,7 @@ CUT_SHORT = read_answer(START, "M: d2d4 g1f3 E: 0.1", is_whole=False)
 
 def test_an_illegal_answer_is_replaced_by_the_next_candidate_then_by_asking_again_then_at_random():
     """Chance is the game's and the half-move's. What is cut short is not illegal: nobody resigns."""
-    assert (CANDIDATES.fault, NO_MOVE.fault, NO_MOVE.lines, CUT_SHORT.fault) == ("e2e5", "no move", [], "")
+    assert (CANDIDATES.faults, NO_MOVE.faults, NO_MOVE.lines) == (["e2e5"], ["no move"], [])
     chance = any_move(START)
     for answers, replace, move, how, faults in (
         ([CANDIDATES], True, G1F3, "candidate", ["e2e5"]),
