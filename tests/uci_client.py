@@ -5,13 +5,11 @@ import logging
 import random
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Queue
 
 import chess
 import chess.engine
@@ -56,12 +54,10 @@ class Played:
     games: int = 0
     moves: int = 0
     """Of the engine."""
-    results: list[str] = field(default_factory=list)
     late: int = 0
     """Moves after whose time the clock stood below zero."""
     errors: list[str] = field(default_factory=list)
     """Of the protocol, as python-chess logs them."""
-    slowest_s: float = 0.0
 
 
 @contextmanager
@@ -102,7 +98,6 @@ def play_games(
                 begun = time.monotonic()
                 result = engine.play(board, limit, game=game, info=chess.engine.INFO_ALL)
                 took = time.monotonic() - begun
-                played.slowest_s = max(played.slowest_s, took)
                 clocks[ours] -= took
                 played.late += clocks[ours] < 0
                 clocks[ours] += added_s
@@ -110,7 +105,6 @@ def play_games(
                 board.push(result.move)
                 played.moves += 1
             played.games += 1
-            played.results.append(board.result(claim_draw=True))
     played.errors = errors
     return played
 
@@ -128,31 +122,12 @@ def stop_times(engine: chess.engine.SimpleEngine, times: int) -> list[float]:
     return found
 
 
-def survives(model: str, lines: Sequence[str], *, patience_s: float = 60) -> str:
-    """ "" where the engine obeys after all these lines, else what is wrong."""
-    process = subprocess.Popen(
-        command(model), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    assert process.stdin is not None and process.stdout is not None
-    said: Queue[str] = Queue()
-
-    def read() -> None:
-        for line in process.stdout:
-            said.put(line.decode().rstrip("\n"))
-
-    threading.Thread(target=read, daemon=True).start()
-    try:
-        for line in [*lines, "stop", "ucinewgame", f"position fen {ONE_MOVE}", "go"]:
-            process.stdin.write(line.encode(errors="replace") + b"\n")
-            process.stdin.flush()
-        end = time.monotonic() + patience_s
-        while (answer := said.get(timeout=max(0.01, end - time.monotonic()))) != "bestmove a1b1":
-            if answer.split(" ")[0] not in ("id", "option", "uciok", "readyok", "info", "bestmove"):
-                return f"it said {answer!r}, which is not UCI"
-        process.stdin.write(b"quit\n")
-        process.stdin.flush()
-        return "" if process.wait(5) == 0 else f"it ended with {process.returncode}"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        process.kill()
+def answers(model: str, lines: Sequence[str], *flags: object) -> list[str]:
+    """What the engine says to these lines, all of it UCI; it ends well where they end."""
+    words = [*command(model), *map(str, flags)]
+    text = "\n".join(lines).encode(errors="replace")
+    ended = subprocess.run(words, input=text, capture_output=True, timeout=120, check=True)
+    answered = ended.stdout.decode().splitlines()
+    firsts = {line.split(" ")[0] for line in answered}
+    assert firsts <= {"id", "option", "uciok", "readyok", "info", "bestmove"}, answered
+    return answered

@@ -10,9 +10,9 @@ from pathlib import Path
 import chess
 import chess.engine
 import pytest
-from commands import ROOT, Command, here, run
+from commands import Command, here, run
 from prompt_lines import write_records
-from uci_client import play_games
+from uci_client import ONE_MOVE, answers, command, play_games
 from whole_runs import train
 
 from grpo import Trainer
@@ -144,7 +144,7 @@ def test_ctrl_c_keeps_the_games_and_the_same_command_goes_on(model_folders, tmp_
 
 def test_a_client_plays_whole_games_by_the_clock_in_either_colour(model_folders):
     """python-chess is the client, which starts `uci` as chess programs do."""
-    words = [sys.executable, str(ROOT / "scripts" / "play.py"), "--model", str(model_folders["gpt2"])]
+    words = command(str(model_folders["gpt2"]))
     with chess.engine.SimpleEngine.popen_uci(words, timeout=60, stderr=subprocess.DEVNULL) as engine:
         assert set(engine.options) == {"Temperature", "Seed", "IllegalMoves"}
         engine.configure({"Temperature": "0.8", "Seed": 3})
@@ -159,14 +159,9 @@ def test_a_client_plays_whole_games_by_the_clock_in_either_colour(model_folders)
 
 def test_only_uci_is_on_stdout_and_where_lines_end_all_they_ask_for_is_answered(model_folders, tmp_path):
     log = tmp_path / "log"
-    words = [sys.executable, ROOT / "scripts" / "play.py", "--model", model_folders["llama"], "--log", log]
     lines = ["uci", "", "help", "go go go", "position fen", "setoption name x", "\x00", "stop", "isready",
-             "position fen 8/8/8/8/8/1k6/8/K7 w - - 0 80", "go"]  # fmt: skip
-    ended = subprocess.run(words, input="\n".join(lines), capture_output=True, text=True, timeout=120)
-    answers = ended.stdout.splitlines()
-    assert ended.returncode == 0 and answers[-1] == "bestmove a1b1"  # the only one there is
-    of_uci = {"id", "option", "uciok", "readyok", "info", "bestmove"}
-    assert {line.split(" ")[0] for line in answers} <= of_uci
+             f"position fen {ONE_MOVE}", "go"]  # fmt: skip
+    assert answers(str(model_folders["llama"]), lines, "--log", log)[-1] == "bestmove a1b1"
     assert "playing by" in log.read_text()
     ended = run("scripts/play.py", "--model", "no/such/model/here", cwd=tmp_path)
     assert ended.returncode == 2 and "there is no such folder" in ended.stderr

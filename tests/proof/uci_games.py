@@ -3,7 +3,7 @@
 import random
 
 import chess.engine
-from uci_client import command, nonsense, play_games, stop_times, survives
+from uci_client import ONE_MOVE, answers, command, nonsense, play_games, stop_times
 
 GAMES, LINES = 2, 200
 
@@ -18,4 +18,6 @@ def test_games_by_the_clock_end_without_an_error_and_no_move_is_late():
 
 def test_it_obeys_after_lines_that_no_program_should_send():
     rng = random.Random(0)
-    assert survives("rook-tiny", [nonsense(rng) for _ in range(LINES)]) == ""
+    lines = [nonsense(rng) for _ in range(LINES)]
+    to_end_with = ["stop", "ucinewgame", f"position fen {ONE_MOVE}", "go"]
+    assert answers("rook-tiny", [*lines, *to_end_with])[-1] == "bestmove a1b1"
