@@ -193,7 +193,8 @@ def test_the_command_writes_where_the_page_belongs(sweep, tmp_path, monkeypatch)
     """Into the one folder, or for several into one of their own."""
     monkeypatch.setattr(report, "make_page", lambda folders: sweep)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a").mkdir()
+    for name in "ab":
+        (tmp_path / name).mkdir()
     for folders, target in ((["a"], "a"), (["a", "b"], "report")):
         assert here("report", *folders).stdout.split() == [f"{target}/report.html"]
         assert (tmp_path / target / "report.html").read_text().startswith("<!DOCTYPE html>")
