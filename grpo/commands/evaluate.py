@@ -146,6 +146,12 @@ def main(config: EvaluateConfig, console: Console) -> None:
     if before:
         both = {"before": before, "after": columns}
         console.print(results_table(both, title=f"before: {config.before}", compared=True))
+        shared = before.scores.keys() & columns.scores.keys()
+        if other := sorted(column for column in shared if before.prompts[column] != columns.prompts[column]):
+            raise ValueError(
+                f"--before {config.before} is of other prompts in {', '.join(other)}: evaluate both on the "
+                "same ones, as --limit and --prompts say"
+            )
 
 
 def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "dict[str, Evaluation]":

@@ -58,6 +58,8 @@ def test_runs_of_ones_own_task_are_evaluated_by_their_own_rewards(config, mine, 
     assert "greedy" in text and "sampled" in text and "rewards/short/mean" in text
     text = said(here("evaluate", folder, "--before", scores, "--temperature", 0))
     assert "+0.000" in text  # compared with itself
+    ended = here("evaluate", folder, "--before", scores, "--temperature", 0, "--limit", 1)
+    assert ended.returncode == 2 and "is of other prompts in reward" in said(ended)
     text = said(here("evaluate", model_folders["gpt2"], folder))  # the model by what the run asks and judges
     assert text.count("rewards/short/mean") == 2 and "sampled" in text  # a table each
     ended = here("evaluate", model_folders["gpt2"], "--prompts", mine["prompts"], "--heldout-share", 1)
