@@ -110,7 +110,6 @@ def call(name: str) -> int:
     try:
         from grpo.commands.screen import print_error, screen
         from grpo.run.screen import configure_logging
-        from rewards.engine import EngineError
 
         errors = screen(stderr=True, quiet=process > 0)  # one of several processes speaks for all
         try:
@@ -119,7 +118,11 @@ def call(name: str) -> int:
                 settings = _settings(command)
             action = import_module(f"grpo.commands.{name.replace('-', '_')}").main
             return action(settings, screen(width=None if sys.stdout.isatty() else WIDTH)) or DONE
-        except (ValueError, EngineError) as error:
+        except Exception as error:
+            from rewards.engine import EngineError  # not before: chess takes a tenth of a second to load
+
+            if not isinstance(error, ValueError | EngineError):
+                raise
             print_error(errors, error)
             return WRONG_USAGE
     except KeyboardInterrupt:

@@ -146,8 +146,7 @@ def main(config: EvaluateConfig, console: Console) -> None:
     if before:
         both = {"before": before, "after": columns}
         console.print(results_table(both, title=f"before: {config.before}", compared=True))
-        shared = before.scores.keys() & columns.scores.keys()
-        if other := sorted(column for column in shared if before.prompts[column] != columns.prompts[column]):
+        if other := before.of_other_prompts(columns):
             raise ValueError(
                 f"--before {config.before} is of other prompts in {', '.join(other)}: evaluate both on the "
                 "same ones, as --limit and --prompts say"

@@ -69,6 +69,7 @@ def main(config: Config, _: Console) -> int:
             if run.world.is_main:
                 console.print(how_to_load(run), highlight=False, soft_wrap=True)  # to be copied
     except BaseException as error:
+        reserve.let_go()  # first of all: to say anything takes memory
         status = next((statuses[kind] for kind in statuses if isinstance(error, kind)), None)
         reason = shortened(error)
         if status is None and is_out_of_memory(error):
@@ -76,7 +77,6 @@ def main(config: Config, _: Console) -> int:
             reason = "memory ran out, and not for the rows of a phase: give more, or a smaller model"
         if status is None:
             raise
-        reserve.let_go()
         first_is_lost = isinstance(error, ProcessLost) and error.rank == 0
         level = "ERROR" if process == 0 or first_is_lost else "DEBUG"
         logger.log(level, "{} ({})", reason or "stopped at once", go_on)

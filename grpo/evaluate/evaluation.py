@@ -51,6 +51,10 @@ class Evaluation:
             return wilson_interval(int(scores.sum()), len(scores))
         return bootstrap_interval(scores) if len(scores) > 1 else (-math.inf, math.inf)
 
+    def of_other_prompts(self, other: "Evaluation") -> list[str]:
+        """Columns that both have, but of different prompts: there is nothing to compare."""
+        return [name for name, prompts in self.prompts.items() if other.prompts.get(name, prompts) != prompts]
+
     def as_metrics(self, prefix: str = "eval_") -> dict[str, float]:
         """Means by column, named as TRL names what it evaluates."""
         return {f"{prefix}{column}": self.mean(column) for column in self.scores}
@@ -108,7 +112,7 @@ def paired_difference(
     for evaluation in (before, after):
         if column not in evaluation.scores:
             raise ValueError(f"no column {column!r} in an evaluation of {', '.join(evaluation.scores)}")
-    if before.prompts[column] != after.prompts[column]:
+    if column in before.of_other_prompts(after):
         raise ValueError(f"{column!r} is of other prompts before than after: evaluate both on the same ones")
     differences = after.scores[column] - before.scores[column]
     return float(differences.mean()), *bootstrap_interval(differences, seed=seed)

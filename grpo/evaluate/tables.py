@@ -68,7 +68,7 @@ def _difference(first: Evaluation, other: Evaluation, column: str) -> Text:
     """+15.0 (+5.0 to +25.0); nothing where one of them lacks the column."""
     if column not in first.scores or column not in other.scores:
         return Text()
-    if first.prompts[column] != other.prompts[column]:
+    if column in first.of_other_prompts(other):
         return Text("other prompts", "red")
     change, low, high = paired_difference(first, other, column)
     return Text(_spread(column, change, low, high, sign="+"), _color(low, high))

@@ -49,7 +49,7 @@ def plan_run(
         work, fit = _try_out(work, world, device, models, is_trial)
     except DoesNotFit as error:
         limited.close()  # to say what would be enough takes memory, too
-        if work.config.memory_limit:
+        if work.config.memory_limit and not work.config.shard:  # whose passes want all processes
             _grow(work, models)
         raise explain(work, TracedPhases(work.phase_settings()), Fit(device)) from error
     policy = models.policy.model
@@ -64,7 +64,7 @@ def plan_run(
 def _grow(work: Workload, models: Models) -> None:
     """Have a process that was refused hold what a first pass leaves for good: threads, kernels, libraries.
 
-    On 16 cores they take 100 MB, and a limit that is named without them would be refused again.
+    On 16 cores they take 70 MB, and a limit that is named without them would be refused again.
     """
     phases = _phases_at(work, models)
     for phase in work.phase_settings().phases:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -179,10 +179,14 @@ def _row(config: Config) -> Figures:
     found = train(replace(config, rollout_rows=rows, score_rows=rows, train_rows=rows))
     whole = all(each >= rows for each in found["rows"].values())
     status = "split after running out" if found["retries"] else "fits" if whole else "split as planned"
-    parameters = sum(p.numel() for p in load_policy(config.model, torch.device("cpu")).model.parameters())
     # Forward and backward, 6 operations a weight and token (Kaplan et al. 2020); prompts count once a group.
     tokens = rows * (config.sampling.max_new_tokens + PROMPT_TOKENS / config.group_size)
-    return {**found, "status": status, "learning_flops": 6 * parameters * tokens}
+    return {**found, "status": status, "learning_flops": 6 * _num_parameters(config.model) * tokens}
+
+
+@cache
+def _num_parameters(model: str) -> int:
+    return sum(p.numel() for p in load_policy(model, torch.device("cpu")).model.parameters())
 
 
 def _race(small: bool) -> Figures:
