@@ -17,8 +17,8 @@ from grpo.config import Config
 from grpo.config.groups import Checkpointing, LoraSettings, SamplingSettings
 from grpo.learning.loss import LossSettings
 from grpo.memory import Size
+from grpo.model.activation_checkpointing import recompute_activations
 from grpo.model.adapters import add_adapters, store_base
-from grpo.model.cpu.feed_forward import slice_feed_forward
 from grpo.model.load import RolloutModel, load_model
 from grpo.model.reference import make_reference
 from grpo.model.target import Target, make_target
@@ -88,12 +88,17 @@ class RealPhases(PhasesAt):
             with TemporaryDirectory() as folder:
                 model.save_pretrained(folder)
                 model = load_model(folder, setting.target, in_4bit=True)
-        slice_feed_forward(model)
+        recompute_activations(model)
         if setting.lora.on:
             add_adapters(model, setting.lora)
             store_base(model, setting.compute_dtype)
         sampler = RolloutModel(model, setting.compute_dtype).model
         super().__init__(setting.phase_settings(), model, sampler, make_reference(model, CPU).model)
+
+    def _prompts(self, size: Size) -> tuple[list[list[int]], int]:
+        """The first is a token shorter: prompts of one length need no mask, of which a trace cannot know."""
+        (first, *others), per_prompt = super()._prompts(size)
+        return [first[1:] if others else first, *others], per_prompt
 
     def prepare(self, phase: str, size: Size) -> Callable[[], object]:
         """One pass, for a meter."""

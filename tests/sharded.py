@@ -23,7 +23,6 @@ from grpo.rollout.tokens import step_uniforms
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import open_run
 from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs
-from grpo.scoring.model_checks import check_recomputation
 from grpo.trainer import Trainer
 from grpo.types import Prompt
 
@@ -64,7 +63,7 @@ def compared(rank: int, folder: Path, prompts: list[Prompt]) -> tuple[list[float
             let_norms_be_exact(model)
         shard_model(policy.model, torch.float64, CPU)
         errors = []
-        for checkpointing in ("none", "full", "full", "selective"):
+        for checkpointing in ("none", "full", "full"):
             for model, batches in ((policy.model, _batches(rank)), (one, _batches(0) + _batches(1))):
                 model.zero_grad(set_to_none=True)
                 for batch in batches:
@@ -76,7 +75,6 @@ def compared(rank: int, folder: Path, prompts: list[Prompt]) -> tuple[list[float
             theirs = torch.cat([p.grad.flatten() for p in one.parameters()])
             errors.append(((mine - theirs).norm() / theirs.norm()).item())
         policy.model.zero_grad(set_to_none=True)
-        check_recomputation(policy.model, "selective")
 
         settings = SamplingSettings(max_new_tokens=NEW_TOKENS)
         uniforms = step_uniforms(GROUP * len(prompts), NEW_TOKENS, seed=3, step=0)

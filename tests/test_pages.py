@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import grpo
 from grpo import Trainer
 from grpo.evaluate import Evaluation
-from grpo.model.cpu import SWITCH
 from grpo.run.checkpoint import find_damage
 from grpo.run.tracking import read_lines
 
@@ -164,9 +163,8 @@ def weights(model) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("made_up_plans")
-def test_a_loaded_model_is_trained_itself_as_one_by_name_is(config, model_folders, monkeypatch):
+def test_a_loaded_model_is_trained_itself_as_one_by_name_is(config, model_folders):
     """The rest of the arguments in both ways: rows and a `Dataset`, the tokenizer given or found."""
-    monkeypatch.setenv(SWITCH, "sums,slices")  # others exchange layers, but not a given model's
     folder = str(model_folders["llama"])
     config = replace(config, model=folder)
     named = Trainer(replace(config, name="a"), prompts=Dataset.from_list(ROWS), rewards=[short])

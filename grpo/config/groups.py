@@ -11,8 +11,8 @@ from typing import Annotated, Literal, get_args
 from grpo.config.limits import DECAY, NOT_NEGATIVE, SHARE, Limit, at_least, check_limits
 
 Precision = Literal["auto", "fp32", "bf16", "fp64"]
-Checkpointing = Literal["none", "selective", "full"]
-CheckpointingSetting = Literal["auto", "none", "selective", "full"]
+Checkpointing = Literal["none", "full"]
+CheckpointingSetting = Literal["auto", "none", "full"]
 Scale = Literal["group", "batch", "none"]
 Credit = Literal["whole", "field"]
 Schedule = Literal["constant", "cosine", "linear"]

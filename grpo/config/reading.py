@@ -53,6 +53,9 @@ def from_flat(values: Mapping[str, Any], base: Config | None = None) -> Config:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ": docs/settings.md and --help name them all."
             raise SettingsError(f"there is no setting {reprlib.repr(name)}{hint}")
+    if values.get("gradient_checkpointing") == "selective":
+        logger.info("gradient_checkpointing is auto: selective, of an older version, is no longer known")
+        values = {**values, "gradient_checkpointing": "auto"}
     changes = _converted(base, values)
     for item in dataclasses.fields(base):
         part = getattr(base, item.name)

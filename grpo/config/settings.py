@@ -133,8 +133,8 @@ class Config:
     train_rows: Annotated[int | None, ROWS] = None
     """Completions in one backward pass; None: planned."""
     gradient_checkpointing: CheckpointingSetting = "auto"
-    """Recomputed in the backward pass: all but products (selective), all (full), or nothing (none); auto:
-    nothing, or all where not one completion would fit otherwise."""
+    """What layers compute again in the backward pass: all (full), or nothing (none); auto: nothing, or all
+    where not one completion would fit otherwise."""
 
     # Evaluation
     eval_interval: Annotated[int, NOT_NEGATIVE] = 50

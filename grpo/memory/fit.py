@@ -165,7 +165,7 @@ class Formula:
     def _correction(self, rows: int, tokens: int) -> float:
         """By how much the formula, of peaks that bend, was off at sizes like this one."""
         far = np.abs(np.log(self._sizes / np.maximum(1, (tokens, rows)))).max(1)
-        near = far < math.log(_ALIKE)
+        near = far < math.log(_ALIKE) if far.min() > 0 else far == 0  # what was seen itself is known
         return float(self._off[near].mean().clip(1 / _ALIKE, _ALIKE)) if near.any() else 1.0
 
     def state(self) -> list[list[float]]:

@@ -124,29 +124,11 @@ def kernel_bytes(func: Any, given: Sequence[torch.Tensor], made: torch.Tensor) -
         return max((each.numel() * each.itemsize for each in given), default=0)
     if operation in _ARITHMETIC:  # operands of another dtype are converted as a whole
         return sum(each.numel() * made.itemsize for each in given if each.ndim and each.dtype != made.dtype)
-    if operation is aten.bmm and made.dtype in (torch.bfloat16, torch.float16):  # oneDNN wants them dense
-        return sum(
-            each.numel() * each.itemsize
-            for each in given
-            if not (each.is_contiguous() or each.mT.is_contiguous())
-        )
-    if operation is aten._embedding_bag_forward_only and made.itemsize < 4:  # the weights, in fp32
-        return 4 * given[-1].numel()
-    if operation is aten._scaled_dot_product_flash_attention_for_cpu:
-        return _packed_for_tiles(*given[:3])
     if operation is aten.native_layer_norm_backward:
         return sum(each.numel() * each.itemsize for each in given if not each.is_contiguous())
     if operation is aten.logsumexp:  # the exponentials
         return given[0].numel() * given[0].itemsize
     return 0
-
-
-def _packed_for_tiles(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
-    """Keys and values in the order that a processor's tiles multiply: from 64 queries on, in bf16."""
-    if query.dtype != torch.bfloat16 or query.shape[2] < 64 or not torch.cpu._is_amx_tile_supported():
-        return 0
-    tokens = key.shape[2]
-    return key.numel() * key.itemsize + value.numel() // tokens * (tokens + tokens % 2) * value.itemsize
 
 
 def _sums_gradients(func: Any, given: Sequence[torch.Tensor]) -> bool:

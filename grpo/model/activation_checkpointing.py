@@ -2,52 +2,43 @@
 
 Hugging Face's own drops a cache that is passed to a layer, because layers write to it and would do so
 again when they are recomputed. The caches of `forward` may be written to any number of times.
+
+Left out: keeping products alone and recomputing the rest of a layer. Half the rows at once save as much
+memory, and cost less time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from grpo.config.groups import Checkpointing, CheckpointingSetting
 from grpo.distributed.shard import decoder_layers
 
-_aten: Any = torch.ops.aten
-PRODUCTS = [
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_fused_attention_overrideable.default,
-]
-"""What selective checkpointing keeps: results of linear layers and of fused attention.
-
-They take nearly all the time. The rest, a third of what a layer keeps, is cheap to compute again: norms,
-activation functions, and what attention that is not fused holds of each pair of tokens (Korthikanti et al.,
-2022).
-"""
+_recompute: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+"""Dropout is off, so no state of a random generator needs to be kept."""
 
 
 def choose_checkpointing(setting: CheckpointingSetting) -> Checkpointing:
     """`auto` is none: rows that go through in parts save more memory, and cost less time.
 
-    It is full in a run where not one row would learn otherwise (`plan.build.plan_memory`).
+    It is full in a run where not one row would learn otherwise.
     """
     return "none" if setting == "auto" else setting
 
 
 @contextmanager
 def recomputed_layers(model: PreTrainedModel, checkpointing: Checkpointing) -> Iterator[None]:
-    """Layers that run in here keep what `checkpointing` says: same values, same gradients.
+    """Layers that run in here keep everything (none) or only their input (full): same values, same gradients.
 
-    none: everything. selective: their input and PRODUCTS; everything, if the model does not say what its
-    layers are. full: their input only; ValueError for a model without such layers.
+    ValueError for a model that does not say what its layers are, where they are to be recomputed.
     """
     layers = [] if checkpointing == "none" else list(decoder_layers(model.base_model))
     if checkpointing == "full" and not layers:
@@ -55,13 +46,9 @@ def recomputed_layers(model: PreTrainedModel, checkpointing: Checkpointing) -> I
             f"gradient_checkpointing is full, but {type(model).__name__} does not say which of its layers "
             "can be recomputed: give none (fewer train_rows need less memory, too)."
         )
-    # Dropout is off, so no state of a random generator needs to be kept.
-    recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    if checkpointing == "selective":
-        recompute = partial(recompute, context_fn=partial(create_selective_checkpoint_contexts, PRODUCTS))
     instances_own = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
-        layer.forward = partial(recompute, layer.forward)
+        layer.forward = partial(_recompute, layer.forward)
     try:
         yield
     finally:
@@ -69,3 +56,49 @@ def recomputed_layers(model: PreTrainedModel, checkpointing: Checkpointing) -> I
             del layer.forward  # the class's shows again
             if own is not None:
                 layer.forward = own
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Let feed-forward layers keep what goes into their activation function, and not what comes out of it.
+
+    That is the largest tensor of a layer, and cheap to compute again: in the backward pass torch stops at the
+    product that reads it. Same values, same gradients. Only kinds in `_FORWARD` are changed.
+    """
+    for module in model.modules():
+        if forward := _FORWARD.get(type(module).__name__):
+            module.forward = MethodType(forward, module)
+
+
+def _forward_gpt2(mlp: Any, hidden_states: Tensor) -> Tensor:
+    def project(inner: Tensor) -> Tensor:
+        outer: Tensor = mlp.dropout(mlp.c_proj(mlp.act(inner)))
+        return outer
+
+    return _project(project, mlp.c_proj, mlp.c_fc(hidden_states))
+
+
+def _forward_gated(mlp: Any, hidden_states: Tensor) -> Tensor:
+    def project(gate: Tensor, up: Tensor) -> Tensor:
+        outer: Tensor = mlp.down_proj(mlp.act_fn(gate) * up)
+        return outer
+
+    return _project(project, mlp.down_proj, mlp.gate_proj(hidden_states), mlp.up_proj(hidden_states))
+
+
+def _project(project: Callable[..., Tensor], product: nn.Module, *inputs: Tensor) -> Tensor:
+    """`project(*inputs)`, recomputed where `product`, its last step, would keep what it reads.
+
+    A frozen one does not, and an adapter around one computes more than that product again.
+    """
+    keeps = isinstance(product, nn.Linear | Conv1D) and product.weight.requires_grad
+    recomputed: Tensor = (
+        _recompute(project, *inputs) if keeps and torch.is_grad_enabled() else project(*inputs)
+    )
+    return recomputed
+
+
+_FORWARD: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "GPT2MLP": _forward_gpt2,
+    **dict.fromkeys(("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"), _forward_gated),
+}
+"""By the name of a layer's class: each is in a module of its own that takes time to load."""

@@ -26,8 +26,8 @@ from transformers.utils import logging as transformers_logging
 
 from grpo.config.groups import Precision
 from grpo.memory import is_out_of_memory
+from grpo.model.activation_checkpointing import recompute_activations
 from grpo.model.adapters import has_adapters, merged_weights, with_merged
-from grpo.model.cpu.feed_forward import slice_feed_forward
 from grpo.model.four_bits import compute_in, layers_in_4_bits, quantization, quantized_by
 from grpo.model.head import centred_head
 from grpo.model.hub import out_of_reach
@@ -59,7 +59,7 @@ def load_for(target: Target, name: str, *, on_host: bool = False, in_4bit: bool 
     """
     model = load_model(name, target, in_4bit=in_4bit)
     if target.on_cpu:
-        slice_feed_forward(model)
+        recompute_activations(model)
     return Policy(model if on_host or in_4bit else model.to(target.device), load_tokenizer(name), target)
 
 

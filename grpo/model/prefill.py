@@ -92,10 +92,15 @@ def encode_prompts(
 ) -> tuple[Tensor, Cache]:
     """Hidden states (b, D) of each prompt's last token, and the cache of all layers (None: a new one).
 
-    Positions are explicit. The mask is all ones where the padding lies to the right, on purpose: causal
-    attention does not look there, and without a padding mask the fast attention kernels serve.
+    Positions are explicit. There is no mask where the padding lies to the right: causal attention does not
+    look there, and without one the fast attention kernels serve, and nothing waits for the device. GPT-2 with
+    a token for padding would look for it then, and warn: it gets one of all ones.
     """
-    mask = prompts.mask.long() if prompts.on_left else torch.ones_like(prompts.ids)
+    mask = None
+    if prompts.on_left:
+        mask = prompts.mask.long()
+    elif model.config.model_type == "gpt2" and model.config.pad_token_id is not None:
+        mask = torch.ones_like(prompts.ids)
     output = model.base_model(
         input_ids=prompts.ids,
         attention_mask=mask,

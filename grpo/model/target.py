@@ -9,8 +9,7 @@ from transformers import PretrainedConfig
 
 from grpo.config.groups import BUNDLED, Precision
 from grpo.environment import grows_segments
-from grpo.model import cpu, lower_right
-from grpo.model.cpu import attention, slices
+from grpo.model import attention
 
 AUTO = "auto"
 MIB = 2**20
@@ -64,11 +63,6 @@ class Target:
     def gradients_first(self) -> bool:
         """Whether gradients are made before activations, among which they would tear malloc's heap apart."""
         return self.on_cpu
-
-    @property
-    def slice_numbers(self) -> int:
-        """Numbers that are worked on at once in fp32, at most."""
-        return slices.slice_numbers(self.device)
 
     @property
     def pass_tokens(self) -> int:
@@ -149,15 +143,12 @@ def _cpu_flags() -> set[str]:
 
 
 def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
-    """The name transformers knows it by: torch's fused attention, or our own in bf16 on a CPU and on CUDA.
+    """The name transformers knows it by: torch's fused attention, see `model/attention.py`.
 
     On CUDA not cuDNN's, which plans anew for every shape: micro-batches seldom have the same.
     """
+    attention.register()
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
-        lower_right.register()
-        return lower_right.NAME
-    if device.type == "cpu" and dtype == torch.bfloat16 and cpu.is_on("attention"):
-        attention.register()
-        return attention.NAME
-    return "sdpa"
+        return attention.LOWER_RIGHT
+    return attention.IN_FP32 if device.type == "cpu" and dtype == torch.bfloat16 else "sdpa"

@@ -157,6 +157,7 @@ class PhasesAt:
         return micro_batch_logprobs(
             model, batch, temperature=self.settings.sampling.temperature,
             dtype=self.settings.target.dtype, entropy=entropy, loss=loss, checkpointing=checkpointing,
+            traced=self.settings.target.device,
         )  # fmt: skip
 
     def _prompts(self, size: Size) -> tuple[list[list[int]], int]:

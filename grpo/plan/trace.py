@@ -7,7 +7,7 @@ it is known and large.
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, MethodType
 from typing import Any
@@ -22,9 +22,8 @@ from grpo.memory import Size
 from grpo.memory.budget import Budget, DeviceMemory, make_budget
 from grpo.memory.fit import Peak
 from grpo.memory.live import LiveBytes
+from grpo.model.activation_checkpointing import recompute_activations
 from grpo.model.adapters import adapters_off, add_adapters, has_adapters, linear_layers, store_base
-from grpo.model.cpu import slices
-from grpo.model.cpu.feed_forward import slice_feed_forward
 from grpo.model.four_bits import outline
 from grpo.plan.phases_at import PhasesAt, PhaseSettings
 from grpo.rollout.decoder import has_static_cache, records_steps
@@ -32,24 +31,6 @@ from grpo.rollout.slots import Slots
 
 SCRATCH_BYTES = 2 * 2**20
 """Workspace of CUDA's libraries, for models so small that it counts."""
-
-
-class _FakeMode(FakeTensorMode):
-    """Torch's own, put right where it does not know what a CPU's kernel makes."""
-
-    def dispatch(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        made: Any = super().dispatch(func, types, args, kwargs or {})
-        if func is torch.ops.aten._embedding_bag_forward_only.default and args[0].dtype == torch.bfloat16:
-            # These sums go the fast way (aten/src/ATen/native/EmbeddingBag.cpp), which does without a list of
-            # the bag of each index; torch/_meta_registrations.py knows that of fp32 and fp16 only.
-            made = (made[0], made[1].new_empty(0), *made[2:])
-        return made
 
 
 class Card:
@@ -88,7 +69,7 @@ class TracedPhases:
     def __init__(self, settings: PhaseSettings, kind: type[PhasesAt] = PhasesAt) -> None:
         """kind: the phases, if others than a run's."""
         self.settings = settings
-        self._mode, self._known = _FakeMode(), dict[tuple[str, Size], int]()
+        self._mode, self._known = FakeTensorMode(), dict[tuple[str, Size], int]()
         target, dtype = settings.target, settings.target.exact_dtype
         with self._mode:
             self._policy = self._make_model(dtype)
@@ -118,10 +99,9 @@ class TracedPhases:
 
     def _trace(self, phase: str, size: Size) -> int:
         target = self.settings.target
-        first = slices.traced_for(target.device, parts_too=self.settings.checkpointing != "selective")
         with self._mode:
             self._live = LiveBytes(target.device.type, target.block_bytes)
-            with _uninterrupted(), first, self._live:
+            with _uninterrupted(), self._live:
                 self._phases.run(phase, size)
         return self._live.peak_bytes
 
@@ -186,7 +166,7 @@ class TracedPhases:
             target.model_config, dtype=dtype, attn_implementation=target.attention
         ).eval()
         if target.on_cpu:
-            slice_feed_forward(model)
+            recompute_activations(model)
         if target.device.type == "cuda":
             _take_norms_as_cuda_does(model)
         return model

@@ -17,8 +17,7 @@ from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.target import Target
 from grpo.plan.phases_at import PhaseSettings
 from grpo.rollout.decoder import cache_tokens, prompt_places
-from grpo.scoring.fused import was_fused
-from grpo.scoring.head import tokens_at_once
+from grpo.scoring.head import logit_bytes, tokens_at_once
 
 LONGEST_TEXTS = 64
 """Texts of most characters that are tokenized to find the one of most tokens."""
@@ -116,10 +115,7 @@ class Workload:
             }
         at_once = tokens_at_once(target.vocab_size, target.dtype, target.device.type)
         numbers = min(size.rows * size.tokens, at_once) * target.vocab_size
-        in_slices = min(numbers, target.slice_numbers) * target.exact_dtype.itemsize
-        if was_fused(target.device.type, target.dtype):
-            in_slices = 0
-        logits = {"logits": numbers * target.dtype.itemsize + in_slices * (2 if target.is_lower else 1)}
+        logits = {"logits": numbers * logit_bytes(target.dtype, target.device.type)}
         if phase == "learn":
             return {**logits, "gradients": target.exact_dtype.itemsize * -(-trained // self.shards)}
         return logits

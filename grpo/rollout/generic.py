@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo.model.cpu.head import head_logits
 from grpo.model.prefill import encode_prompts, pad_prompts
 from grpo.rollout.cache import CacheBytes, rows_of_groups
 
@@ -31,7 +30,7 @@ class GenericDecoder:
         self._rows_per_prompt = rows_per_prompt
         self._mask = prompts.mask.long().repeat_interleave(rows_per_prompt, 0)  # (R, P + t)
         self._positions = prompts.lengths.repeat_interleave(rows_per_prompt)  # (R,)
-        return head_logits(self._head, hidden).repeat_interleave(rows_per_prompt, 0)
+        return self._head(hidden).repeat_interleave(rows_per_prompt, 0)
 
     counters: Sequence[Tensor] = ()
 
@@ -48,7 +47,7 @@ class GenericDecoder:
             use_cache=True,
         ).last_hidden_state[:, -1]  # (R, D)
         self._positions = self._positions + 1
-        return head_logits(self._head, hidden)
+        return self._head(hidden)
 
     def keep(self, groups: Sequence[int]) -> None:
         rows = rows_of_groups(groups, self._rows_per_prompt, self._positions.device)

@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from grpo.model.cpu.head import head_logits
-from grpo.model.cpu.sums import bags
 from grpo.model.load import context_length
 from grpo.model.prefill import encode_prompts, layers_with_window, pad_prompts, sliding_window
 from grpo.rollout.cache import CacheBytes, rows_of_groups
-from grpo.rollout.static_cache import BLOCK, Places, StaticLayer, decoding, static_cache_length
+from grpo.rollout.static_cache import BLOCK, Places, StaticLayer, decoding, make_bias, static_cache_length
 
 
 class _EncodedPrompts(NamedTuple):
@@ -86,7 +84,7 @@ class NativeDecoder:
             layers=layers,
             bias=torch.zeros_like(prompts.mask, dtype=hidden.dtype).masked_fill_(~prompts.mask, -torch.inf),
             lengths=prompts.lengths,
-            logits=head_logits(self._head, hidden),
+            logits=self._head(hidden),
         )
 
     def next_step(self) -> tuple[int, Callable[[Tensor], Tensor]]:
@@ -116,12 +114,12 @@ class NativeDecoder:
             hidden = self._model.base_model(
                 input_ids=tokens.unsqueeze(1),
                 # Handed through as it is; without any, some models look for padding, and wait for the device.
-                attention_mask=places.bias.unsqueeze(1),
+                attention_mask=places.bias.whole.unsqueeze(1),
                 position_ids=self._positions.unsqueeze(1),
                 past_key_values=self._cache,
                 use_cache=True,
             ).last_hidden_state  # (R, 1, D)
-        return head_logits(self._head, hidden.squeeze(1))
+        return self._head(hidden.squeeze(1))
 
     def _places(self, num_blocks: int, place: int | None) -> Places:
         own, length, g = self._own, num_blocks * BLOCK, self._rows_per_prompt
@@ -129,24 +127,24 @@ class NativeDecoder:
         beyond = torch.arange(length, device=own.device) >= own.unsqueeze(1)  # (R, length)
         own_bias = torch.zeros_like(beyond, dtype=layer.own_keys.dtype).masked_fill_(beyond, -torch.inf)
         bias = torch.cat([self._prompt_bias.repeat_interleave(g, 0), own_bias], 1)
-        h = self._config.num_attention_heads // layer.own_keys.shape[1]  # heads that share keys
+        shape = {
+            "prompts": len(self._num_own), "length": length,
+            "sharing": self._config.num_attention_heads // layer.own_keys.shape[1],
+        }  # fmt: skip
+        window_bias = whole = make_bias(bias, **shape)
+        if self._window is not None:
+            window_bias = make_bias(self._within_window(bias, self._window), **shape)
         return Places(
             rows=torch.arange(len(own), device=own.device) if place is None else slice(None),
             place=own - 1 if place is None else place,
             length=length,
-            bias=bias.unsqueeze(1),
-            window_bias=self._within_window(bias).unsqueeze(1),
-            prompt_keys=bags(layer.prompt_keys, layer.prompt_keys.shape[2], g=g, h=h),
-            prompt_values=bags(layer.prompt_values, layer.prompt_keys.shape[3], g=g, h=h),
-            own_keys=bags(layer.own_keys, layer.own_keys.shape[2], h=h),
-            own_values=bags(layer.own_values, length, h=h),
+            bias=whole,
+            window_bias=window_bias,
         )
 
-    def _within_window(self, bias: Tensor) -> Tensor:
+    def _within_window(self, bias: Tensor, window: int) -> Tensor:
         """bias (R, P + length) for layers with a window: prompts end where own tokens begin."""
-        if self._window is None:
-            return bias
-        first = self._prompt_bias.shape[1] + self._own - self._window  # (R,) that is seen
+        first = self._prompt_bias.shape[1] + self._own - window  # (R,) that is seen
         return bias.masked_fill(
             torch.arange(bias.shape[1], device=bias.device) < first.unsqueeze(1), -torch.inf
         )

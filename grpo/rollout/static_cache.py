@@ -2,10 +2,10 @@
 
 Two parts, the group's prompt and the row's own tokens, with one softmax over both. The model's own layers
 hand keys and values to the cache and call the attention, by the names and the arguments that transformers
-has for them. Keys are held transposed, as `model/cpu/sums.py` adds them up.
+has for them.
 
-Shapes: b groups of g rows, R = b·g rows, H heads that share H' of keys and values, of width d, P prompt
-tokens, K places for own tokens.
+Shapes: b groups of g rows, R = b·g rows, H heads that share H' of keys and values, h each, of width d,
+P prompt tokens, K places for own tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from grpo.model.cpu.sums import Bags, weighted_sums
 from grpo.model.stand_ins import refuse_unknown
 
 BLOCK = 48
@@ -29,30 +28,31 @@ def static_cache_length(tokens: int) -> int:
     return -(-tokens // BLOCK) * BLOCK
 
 
-def _transposed(values: Tensor) -> Tensor:
-    """(…, K, d) as (…, d, K): for the CPU's sums in that order, for products on CUDA as a view."""
-    return values.contiguous().mT if values.device.type == "cuda" else values.mT.contiguous()
-
-
-def _transposed_zeros(like: Tensor, rows: int, heads: int, places: int, width: int) -> Tensor:
-    """(rows, heads, width, places), as `_transposed` has them."""
-    if like.device.type == "cuda":
-        return like.new_zeros(rows, heads, places, width).mT
-    return like.new_zeros(rows, heads, width, places)
-
-
 class Places(NamedTuple):
     """Where each row's newest token goes, (rows, place): the same place for all, or (R,) tensors."""
 
     rows: slice | Tensor
     place: int | Tensor
     length: int  # so many places are attended to
-    bias: Tensor  # (R, 1, P + length), 0 where a row has a token
-    window_bias: Tensor  # the same for layers with a sliding window
-    prompt_keys: Bags | None
-    prompt_values: Bags | None
-    own_keys: Bags | None
-    own_values: Bags | None
+    bias: "Bias"
+    window_bias: "Bias"  # of layers with a sliding window
+
+
+class Bias(NamedTuple):
+    """What is added to scores: 0 where a row has a token, else next to nothing can be read."""
+
+    whole: Tensor  # (R, 1, P + length), -inf
+    prompt: Tensor | None  # (b, 1, g·h, P), the lowest finite number; where attention is in two parts
+    own: Tensor | None  # (R, 1, 1, length), likewise
+
+
+def make_bias(whole: Tensor, *, prompts: int, length: int, sharing: int) -> Bias:
+    """whole: (R, P + length). prompts: b. sharing: heads h that have keys in common."""
+    if whole.device.type != "cpu":
+        return Bias(whole.unsqueeze(1), None, None)
+    finite = whole.clamp(min=torch.finfo(whole.dtype).min)
+    of_prompt = finite[:, :-length].unflatten(0, (prompts, -1)).repeat_interleave(sharing, 1)
+    return Bias(whole.unsqueeze(1), of_prompt.unsqueeze(1), finite[:, None, None, -length:])
 
 
 class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
@@ -62,10 +62,10 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
     """
 
     places: Places
-    prompt_keys: Tensor  # (b, H', d, P)
-    prompt_values: Tensor  # (b, H', P, d)
-    own_keys: Tensor  # (R, H', d, K)
-    own_values: Tensor  # (R, H', K, d)
+    prompt_keys: Tensor  # (b, H', P, d), and the values likewise
+    prompt_values: Tensor
+    own_keys: Tensor  # (R, H', K, d), and the values likewise
+    own_values: Tensor
 
     def __init__(self, is_sliding: bool) -> None:
         super().__init__()
@@ -74,17 +74,18 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """key, value: the prompts' (b, H', P, d), or (R, H', 1, d)."""
         if not self._has_room:
-            self.prompt_keys, self.prompt_values = _transposed(key), value.contiguous()
+            self.prompt_keys, self.prompt_values = key.contiguous(), value.contiguous()
             return key, value
         rows, place = self.places.rows, self.places.place
-        self.own_keys[rows, :, :, place] = key.squeeze(2)
+        self.own_keys[rows, :, place] = key.squeeze(2)
         self.own_values[rows, :, place] = value.squeeze(2)
         return self, self
 
     def make_room(self, rows: int, places: int) -> None:
-        _, heads, width, _ = self.prompt_keys.shape
-        self.own_keys = _transposed_zeros(self.prompt_keys, rows, heads, places, width)
-        self.own_values = self.prompt_values.new_zeros(rows, heads, places, self.prompt_values.shape[-1])
+        for name in ("keys", "values"):
+            prompts: Tensor = getattr(self, f"prompt_{name}")
+            room = prompts.new_zeros(rows, prompts.shape[1], places, prompts.shape[3])
+            setattr(self, f"own_{name}", room)
         self._has_room = True
 
     def like(self, groups: int, rows: int) -> "StaticLayer":
@@ -100,16 +101,58 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
         return layer
 
     def attend(self, query: Tensor, scale: float) -> Tensor:
-        """What each row's newest token reads; query and result (R, H, d)."""
+        """What each row's newest token reads, of the prompt and its own; query and result (R, H, d)."""
         places = self.places
-        of_prompt = weighted_sums(query, self.prompt_keys, places.prompt_keys)  # (R, H, P)
-        of_own = weighted_sums(query, self.own_keys, places.own_keys, width=places.length)  # (R, H, length)
-        scores = torch.cat([of_prompt, of_own], -1)
         bias = places.window_bias if self.is_sliding else places.bias
-        weights = torch.add(bias, scores, alpha=scale).softmax(-1)
-        of_prompt, of_own = weights.split([of_prompt.shape[-1], places.length], -1)
-        from_prompt = weighted_sums(of_prompt, self.prompt_values, places.prompt_values)  # (R, H, d)
-        return from_prompt + weighted_sums(of_own, self.own_values, places.own_values)
+        prompts, heads = self.prompt_keys.shape[:2]
+        by_head = query.unflatten(1, (heads, -1))  # (R, H', h, d)
+        by_prompt = by_head.unflatten(0, (prompts, -1)).transpose(1, 2).flatten(2, 3)  # (b, H', g·h, d)
+        of_prompt = by_prompt, self.prompt_keys, self.prompt_values
+        of_own = by_head, self.own_keys[:, :, : places.length], self.own_values[:, :, : places.length]
+        attend = _attend_twice if query.device.type == "cpu" else _attend_once
+        return attend(of_prompt, of_own, bias, scale)
+
+
+QueryKeysValues = tuple[Tensor, Tensor, Tensor]
+
+
+def _attend_once(of_prompt: QueryKeysValues, of_own: QueryKeysValues, bias: Bias, scale: float) -> Tensor:
+    """Plain products, and one softmax over the prompt and the row's own tokens."""
+    (by_prompt, prompt_keys, prompt_values), (by_head, own_keys, own_values) = of_prompt, of_own
+    parts = [_by_row(by_prompt @ prompt_keys.mT, by_head), (by_head @ own_keys.mT).flatten(1, 2)]
+    weights = torch.add(bias.whole, torch.cat(parts, -1), alpha=scale).softmax(-1)  # (R, H, P + length)
+    from_prompt, from_own = weights.split([part.shape[-1] for part in parts], -1)
+    rows, heads, sharing, _ = by_head.shape
+    shape = len(by_prompt), rows // len(by_prompt), heads, sharing, -1
+    folded = from_prompt.view(shape).transpose(1, 2).flatten(2, 3)  # (b, H', g·h, P)
+    read = (from_own.unflatten(1, (heads, sharing)) @ own_values).flatten(1, 2)
+    return _by_row(folded @ prompt_values, by_head) + read
+
+
+def _attend_twice(of_prompt: QueryKeysValues, of_own: QueryKeysValues, bias: Bias, scale: float) -> Tensor:
+    """Torch's fused attention of either part, merged by their log-sum-exps, as cascade attention does.
+
+    With weights e^l of each part: o = o₁ σ(l₁ - l₂) + o₂ σ(l₂ - l₁).
+    """
+    (first, first_sum), (second, second_sum) = (
+        _fused(*part, attn_mask=mask, scale=scale)
+        for part, mask in ((of_prompt, bias.prompt), (of_own, bias.own))
+    )
+    by_head = of_own[0]
+    share = _by_row(first_sum.unsqueeze(-1), by_head) - second_sum.flatten(1, 2).unsqueeze(-1)
+    exact = share.dtype
+    merged = second.flatten(1, 2).to(exact).lerp(_by_row(first, by_head).to(exact), share.sigmoid())
+    return merged.to(by_head.dtype)
+
+
+_fused: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def _by_row(folded: Tensor, by_head: Tensor) -> Tensor:
+    """(b, H', g·h, n) of prompts as (R, H, n), for queries by_head (R, H', h, d)."""
+    rows, _, sharing, _ = by_head.shape
+    split = folded.unflatten(2, (rows // len(folded), sharing)).transpose(1, 2)  # (b, g, H', h, n)
+    return split.reshape(rows, -1, folded.shape[-1])
 
 
 _NAME = "decoding"

@@ -14,7 +14,6 @@ from grpo.data.tokens import tokenize
 from grpo.distributed import World
 from grpo.distributed.shard import shard_model
 from grpo.files import shown
-from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import add_adapters, load_adapters, store_base
 from grpo.model.four_bits import BITSANDBYTES, quantized_by
 from grpo.model.load import (
@@ -32,7 +31,7 @@ from grpo.model.target import Target
 from grpo.prompt import Prompt
 from grpo.rollout.decoder import check_decoder
 from grpo.run.checkpoint import Checkpoint
-from grpo.scoring.model_checks import check_recomputation, check_scorer
+from grpo.scoring.model_checks import check_scorer
 
 LEAST_HELDOUT = 64
 """Held-out prompts of a task, if there are any: by them a stream's longest prompts are known beforehand."""
@@ -163,8 +162,6 @@ def load_models(
         add_adapters(policy.model, config.lora, seed=config.seed, base=base)
     check_scorer(policy.model, context_length(policy.model.config))
     check_decoder(policy.model)
-    if not config.shard:
-        check_recomputation(policy.model, choose_checkpointing(config.gradient_checkpointing))
     if config.lora.on:  # after the check, which wants to be exact, and not on the device before
         store_base(policy.model, target.dtype)
         policy.model.to(target.device)
@@ -186,10 +183,8 @@ def load_models(
 
 
 def shard_models(config: Config, policy: Policy, reference: Reference | None) -> None:
-    """Over all processes, to the device they compute on. ValueError where gradients come out wrong."""
+    """Over all processes, to the device they compute on."""
     target = policy.target
     shard_model(policy.model, target.dtype, target.device)
     if isinstance(reference, FrozenCopy):
         reference.shard(target.dtype, target.device)
-    # Gradients take room: each process has its part of them now.
-    check_recomputation(policy.model, choose_checkpointing(config.gradient_checkpointing))

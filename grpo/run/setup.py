@@ -24,7 +24,6 @@ from grpo.distributed.share import Share
 from grpo.learning.optimizer import check_optimizer, make_optimizer
 from grpo.memory import Device, DoesNotFit, Fit, is_out_of_memory
 from grpo.memory.recovery import release_cache
-from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.adapters import check_peft
 from grpo.model.load import Policy, RolloutModel, end_names, end_tokens
 from grpo.model.reference import Reference
@@ -43,7 +42,6 @@ from grpo.run.planning import Models, plan_run, stays_gathered
 from grpo.run.same_everywhere import check_same
 from grpo.run.screen import keep_log
 from grpo.run.tracking import check_trackers
-from grpo.scoring.model_checks import check_recomputation
 from grpo.types import Prompt
 from rewards.engine import EnginePool, find_stockfish
 
@@ -156,8 +154,6 @@ def _make_run(config: Config, given: Given, world: World, device: torch.device, 
             work, world, meter, Models(policy, sampler, reference), limited, given.is_trial
         )
         stack.push(limited.pop_all())
-    if config.gradient_checkpointing == "auto":  # and the plan has settled it
-        check_recomputation(policy.model, choose_checkpointing(work.config.gradient_checkpointing))
     config = work.config
     if world.is_main:
         if not given.is_trial:

@@ -20,8 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from grpo.config.groups import Checkpointing
 from grpo.distributed.shard import is_sharded
 from grpo.model.activation_checkpointing import recomputed_layers
-from grpo.model.cpu.embedding_gradients import gradients_in_place
-from grpo.model.lower_right import needs_no_mask
+from grpo.model.attention import needs_no_mask
 from grpo.model.prefill import PromptBatch, encode_prompts, layers_with_window
 
 
@@ -42,7 +41,7 @@ def completion_hidden(
     width, prompts = completion_ids.shape[1], prompts.padded_for(model)
     if width == 1 and is_sharded(model):  # a second pass is needed as others may have one
         completion_ids = F.pad(completion_ids, (0, 1))
-    with recomputed_layers(model, checkpointing), gradients_in_place(model):
+    with recomputed_layers(model, checkpointing):
         prompt_layers = _prompt_layers(model)
         try:
             last, _ = encode_prompts(model, prompts, Cache(prompt_layers))  # (b, D)

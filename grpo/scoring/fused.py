@@ -13,8 +13,6 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from grpo.model.cpu import slices
-
 COMPILED_ON = ("cuda",)
 _FEW, _TOLERANCE = 8, 1e-3
 """Tokens that are tried, and what may differ: in nats, and of a gradient of size 1."""
@@ -22,10 +20,13 @@ _works: dict[tuple[str, torch.dtype], bool] = {}
 """By kind of device and dtype of products."""
 
 
-def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `scores` and `to_gradient` serve for products in `dtype`; in a trace, whether they will."""
-    if (traced := slices.traced_device()) is not None:
-        return was_fused(traced.type, dtype)
+def is_fused(device: torch.device, dtype: torch.dtype, *, traced: bool = False) -> bool:
+    """Whether `scores` and `to_gradient` serve for products in `dtype`.
+
+    traced: only the memory of that device is asked for, and the tensors are another's.
+    """
+    if traced:
+        return was_fused(device.type, dtype)
     if device.type not in COMPILED_ON:
         return False
     known = device.type, dtype
@@ -42,7 +43,7 @@ def was_fused(device_type: str, dtype: torch.dtype) -> bool:
 @torch.no_grad()
 def scores(products: Tensor, targets: Tensor, temperature: float) -> Tensor:
     """Log-prob, entropy, largest logit and log-sum of each token, (K, 4), of products (K, V)."""
-    if slices.traced_device() is not None:
+    if products.device.type not in COMPILED_ON:  # a trace
         return products.new_empty(len(products), 4, dtype=_exact(products))
     found: Tensor = _for(products, _scores)(products, targets, temperature)
     return found
@@ -56,7 +57,7 @@ def to_gradient(
 
     normalizers: the largest logits and log-sums (K, 2) of `scores`.
     """
-    if slices.traced_device() is None:
+    if products.device.type in COMPILED_ON:
         _for(products, _to_gradient)(products, normalizers, targets, slope, temperature)
 
 

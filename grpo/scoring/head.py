@@ -1,10 +1,10 @@
 """The vocabulary head of a chunk of tokens: its products, and what is done with them number by number.
 
-That is done in fp32 for a slice of the chunk at a time, which on a CPU stays in its caches. Shared by all
-chunks there are one (chunk_tokens, V) buffer in the dtype of products and two slices; and, where the head is
-computed in another dtype than it is stored in or in lower precision, one (V, D) copy. On an accelerator the
-vocabulary of that copy and of the buffer is padded to a multiple of 64: products of an odd vocabulary, such
-as GPT-2's 50,257, cannot use a card's fast kernels, as their rows begin at odd addresses.
+Shared by all chunks there are one (chunk_tokens, V) buffer in the dtype of products, and in fp32 one for what
+is made of them, or two where products are in lower precision; and, where the head is computed in another
+dtype than it is stored in or in lower precision, one (V, D) copy. On an accelerator the vocabulary of that
+copy and of the buffer is padded to a multiple of 64: products of an odd vocabulary, such as GPT-2's 50,257,
+cannot use a card's fast kernels, as their rows begin at odd addresses.
 """
 
 from collections.abc import Iterator
@@ -12,12 +12,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo.model.cpu import slices
-from grpo.model.head import centred_head
+from grpo.model.head import centred_head, parts
 from grpo.scoring import fused
 
-CHUNK_TOKENS = 1024
-"""Of a chunk on a CPU."""
+HOST_TOKENS, HOST_BYTES = 2**10, 2**27
+"""Of a chunk on a CPU, at most."""
 LAUNCHED_TOKENS, LAUNCHED_BYTES = 2**14, 2**28
 """Of a chunk at most on an accelerator, where its kernels have to be worth launching."""
 _MULTIPLE = 64
@@ -25,10 +24,16 @@ _MULTIPLE = 64
 
 
 def tokens_at_once(vocabulary: int, dtype: torch.dtype, device_type: str) -> int:
-    """Tokens of a chunk, whose products in `dtype` exist at once."""
-    if device_type == "cpu":
-        return CHUNK_TOKENS
-    return max(1, min(LAUNCHED_TOKENS, LAUNCHED_BYTES // (vocabulary * dtype.itemsize)))
+    """Tokens of a chunk, whose products in `dtype`, and what is made of them, exist at once."""
+    most, num_bytes = (HOST_TOKENS, HOST_BYTES) if device_type == "cpu" else (LAUNCHED_TOKENS, LAUNCHED_BYTES)
+    return max(1, min(most, num_bytes // (vocabulary * logit_bytes(dtype, device_type))))
+
+
+def logit_bytes(dtype: torch.dtype, device_type: str) -> int:
+    """Of one logit of a chunk: its product, and unless kernels are fused what is made of it in fp32."""
+    if fused.was_fused(device_type, dtype):
+        return dtype.itemsize
+    return dtype.itemsize + (2 if dtype.itemsize < 4 else 1) * max(4, dtype.itemsize)
 
 
 def vocabulary_padding(vocabulary: int, dtype: torch.dtype, device_type: str) -> int:
@@ -37,17 +42,23 @@ def vocabulary_padding(vocabulary: int, dtype: torch.dtype, device_type: str) ->
 
 
 class Head:
-    """The vocabulary head in the dtype of its products, a chunk's products, and slices of them as logits.
+    """The vocabulary head in the dtype of its products, a chunk's products, and room for their logits.
 
     All chunks share their tensors: on a CPU fresh pages would take longer than what is written on them.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, temperature: float, tokens: int
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        temperature: float,
+        tokens: int,
+        device: torch.device,
     ) -> None:
-        """tokens: of a chunk, at most."""
+        """tokens: of a chunk, at most. device: that it runs on, or whose memory is traced."""
         self.vocabulary = len(weight)
-        padding = vocabulary_padding(len(weight), dtype, (slices.traced_device() or weight.device).type)
+        padding = vocabulary_padding(len(weight), dtype, device.type)
         cast = centred_head if dtype.itemsize < 4 else Tensor.to
         self.weight = _padded(cast(weight, dtype), padding)  # (V + padding, D)
         self._bias = None if bias is None else _padded(cast(bias, dtype), padding)
@@ -57,10 +68,9 @@ class Head:
         """(K, V + padding): 0 beyond the vocabulary, as products and as gradients."""
         self._are_shifted = False
         """Whether products are logits by now, less the largest of each token."""
+        self._is_fused = fused.is_fused(device, dtype, traced=weight.device.type != device.type)
         self._room: Tensor | None = None
-        self._is_fused = fused.is_fused(weight.device, dtype)
-        self._slice_tokens = min(tokens, max(1, slices.slice_numbers(weight.device) // self.vocabulary))
-        self._logits = None if dtype.itemsize >= 4 or self._is_fused else self._new_slice()
+        self._room_for_logits = None if dtype.itemsize >= 4 or self._is_fused else self._new_room()
 
     def chunks(self, hidden: Tensor, rows: Tensor | None) -> Iterator[tuple[slice, slice | Tensor, Tensor]]:
         """Of hidden (R·C, D), or some of its rows (K,), a chunk after the other, which is multiplied.
@@ -68,7 +78,7 @@ class Head:
         Its place among those rows, its place in hidden, and its states in the dtype of products.
         """
         count = len(hidden) if rows is None else len(rows)
-        for chunk in slices.slices(count, self._chunk_tokens):
+        for chunk in parts(count, self._chunk_tokens, hidden):
             part = chunk if rows is None else rows[chunk]
             states = hidden[part].to(self.weight.dtype)
             self.multiply(states)
@@ -96,10 +106,10 @@ class Head:
             scores.copy_(fused.scores(self._numbers, targets, self._temperature))
             return
         if self._room is None:
-            self._room = self._new_slice()
-        for place, logits in self._slices():
-            scores[place] = _score(logits, self._room[: len(logits)], targets[place], entropy)
-        self._are_shifted = self._logits is None
+            self._room = self._new_room()
+        logits = self._logits()
+        scores.copy_(_score(logits, self._room[: len(logits)], targets, entropy))
+        self._are_shifted = self._room_for_logits is None
 
     def gradient(
         self, normalizers: Tensor, targets: Tensor, slope: Tensor, *, of_bias: Tensor | None
@@ -114,32 +124,31 @@ class Head:
             if of_bias is not None:
                 of_bias += grad.sum(dim=0, dtype=of_bias.dtype)
             return self._products
-        for place, logits in self._slices():
-            largest = 0 if self._are_shifted else normalizers[place, :1]
-            _logits_gradient(logits, largest, normalizers[place, 1:], targets[place], slope[place])
-            if of_bias is not None:
-                of_bias += logits.sum(dim=0)
-            if logits.dtype != grad.dtype:
-                grad[place] = logits
+        logits = self._logits()
+        largest = 0 if self._are_shifted else normalizers[:, :1]
+        _logits_gradient(logits, largest, normalizers[:, 1:], targets, slope)
+        if of_bias is not None:
+            of_bias += logits.sum(dim=0)
+        if logits.dtype != grad.dtype:
+            grad.copy_(logits)
         return self._products
 
-    def _new_slice(self) -> Tensor:
-        """Room for a slice (k, V) in fp32, or float64."""
+    def _new_room(self) -> Tensor:
+        """For a chunk's logits (K, V) in fp32, or float64."""
         exact = torch.promote_types(self._products.dtype, torch.float32)
-        return self._products.new_empty(self._slice_tokens, self.vocabulary, dtype=exact)
+        return self._products.new_empty(len(self._room_for_products), self.vocabulary, dtype=exact)
 
-    def _slices(self) -> Iterator[tuple[slice, Tensor]]:
-        """Places in the chunk, and their logits (k, V) in fp32 or float64, to be overwritten.
+    def _logits(self) -> Tensor:
+        """The chunk's (K, V) in fp32 or float64, to be overwritten.
 
         They are the products themselves where those are as exact: once scored, less the largest.
         """
-        for place in slices.slices(len(self._products), self._slice_tokens):
-            logits = self._numbers[place]
-            if self._logits is not None:
-                logits = self._logits[: len(logits)].copy_(logits)
-            if self._temperature != 1 and not self._are_shifted:
-                logits.div_(self._temperature)
-            yield place, logits
+        logits = self._numbers
+        if self._room_for_logits is not None:
+            logits = self._room_for_logits[: len(logits)].copy_(logits)
+        if self._temperature != 1 and not self._are_shifted:
+            logits.div_(self._temperature)
+        return logits
 
 
 def _padded(values: Tensor, padding: int) -> Tensor:

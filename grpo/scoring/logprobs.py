@@ -9,14 +9,17 @@ of the entropy, which is a metric here.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
+from loguru import logger
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from grpo.model.cpu import slices
+from grpo.model.head import CAST_ROWS, parts
 from grpo.model.stand_ins import product_dtype
+from grpo.scoring.fused import is_fused
 from grpo.scoring.head import Head, tokens_at_once
 
 TokenLoss = Callable[[Tensor], Tensor]
@@ -34,6 +37,7 @@ def completion_logprobs(
     chunk_tokens: int | None = None,
     entropy: bool = False,
     loss: TokenLoss | None = None,
+    device: torch.device | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax((hidden @ weightᵀ + bias) / temperature) at `targets`, and the entropy, in nats.
 
@@ -49,7 +53,7 @@ def completion_logprobs(
 
     chunk_tokens: None: as `tokens_at_once` has it. loss: what the caller is going to call backward on, if
     known, as a function of these log-probs. Gradients are then made while the logits are there, which are
-    computed again else: one of the head's four products.
+    computed again else: one of the head's four products. device: whose memory a trace is of, if not hidden's.
     """
     if hidden.shape[:-1] != targets.shape or (scored is not None and scored.ndim != 1):
         shapes = [tuple(t.shape) for t in (hidden, targets, scored) if t is not None]
@@ -59,11 +63,10 @@ def completion_logprobs(
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be 1 or more (usual: 256 to 4096).")
     flat = hidden.reshape(-1, hidden.shape[-1])  # (R·C, D)
-    dtype = product_dtype(hidden)
-    if chunk_tokens is None:
-        device = slices.traced_device() or hidden.device
-        chunk_tokens = tokens_at_once(len(weight), dtype, device.type)
-    options = (temperature, chunk_tokens, entropy, dtype)
+    dtype, device = product_dtype(hidden), device or hidden.device
+    is_fused(device, dtype, traced=device.type != hidden.device.type)  # which chunks depend on
+    chunk_tokens = chunk_tokens or tokens_at_once(len(weight), dtype, device.type)
+    options = (temperature, chunk_tokens, entropy, dtype, device)
     inputs = (flat, weight, bias, targets, scored)
     apply: Callable[..., tuple[Tensor, Tensor]] = _ChunkedLogprobs.apply
     logp, entropies = apply(*inputs, *options, loss)  # keeps nothing where nothing needs a gradient
@@ -83,6 +86,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         entropy: bool,
         dtype: torch.dtype,
+        device: torch.device,
         loss: TokenLoss | None,
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of all tokens (R·C,). Kept: of `rows` the largest logit and log-sum (K, 2);
@@ -98,7 +102,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if loss is not None and any(ctx.needs_input_grad[:3]):
             made = _Gradients(ctx.needs_input_grad, hidden, weight, bias, exact)
         with torch.autocast(hidden.device.type, enabled=False):
-            head = Head(weight, bias, dtype, temperature, min(chunk_tokens, count))
+            head = Head(weight, bias, dtype, temperature, min(chunk_tokens, count), device)
             for chunk, part, states in head.chunks(hidden, rows):
                 head.score(targets[part], scores[chunk], entropy=entropy)
                 logp[part], entropies[part] = scores[chunk, 0], scores[chunk, 1]
@@ -109,23 +113,23 @@ class _ChunkedLogprobs(torch.autograd.Function):
             ctx.save_for_backward(*made.all)
         else:
             ctx.save_for_backward(hidden, weight, bias, targets, rows, scores[:, 2:].clone())
-        ctx.options = (temperature, chunk_tokens, dtype, made is not None)
+        ctx.options = (temperature, chunk_tokens, dtype, device, made is not None)
         ctx.mark_non_differentiable(entropies)
         return logp, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logp: Tensor, _grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
-        temperature, chunk_tokens, dtype, are_made = ctx.options
+        temperature, chunk_tokens, dtype, device, are_made = ctx.options
         if are_made:
-            return (*ctx.saved_tensors, *(None,) * 7)
+            return (*ctx.saved_tensors, *(None,) * 8)
         hidden, weight, bias, targets, rows, normalizers = ctx.saved_tensors
         made = _Gradients(ctx.needs_input_grad, hidden, weight, bias, normalizers.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            head = Head(weight, bias, dtype, temperature, min(chunk_tokens, len(normalizers)))
+            head = Head(weight, bias, dtype, temperature, min(chunk_tokens, len(normalizers)), device)
             for chunk, part, states in head.chunks(hidden, rows):
                 made.add(head, states, normalizers[chunk], targets[part], grad_logp[part], part)
-        return (*made.all, *(None,) * 7)
+        return (*made.all, *(None,) * 8)
 
 
 def _slope(loss: TokenLoss, logp: Tensor) -> Tensor:
@@ -167,7 +171,7 @@ class _Gradients:
         if self._hidden is not None:
             self._hidden[part] = (grad @ head.weight).to(self._hidden.dtype)
         if self._weight is not None:
-            slices.add_product(self._weight, grad[:, : head.vocabulary], states)
+            _add_product(self._weight, grad[:, : head.vocabulary], states)
 
     @property
     def all(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -178,3 +182,35 @@ class _Gradients:
             None if weight is None or self._has_one else weight.to(self._weight_dtype),
             None if bias is None else bias.to(self._bias_dtype),
         )
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total (M, N) += leftᵀ @ right, for left (T, M) and right (T, N); they may be less exact than it."""
+    if total.dtype == right.dtype:
+        total.addmm_(left.T, right)
+        return
+    if _adds_in(total.dtype, right.dtype, total.device):
+        torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
+        return
+    for rows in parts(len(total), CAST_ROWS, total):
+        total[rows] += left[:, rows].T @ right
+
+
+@cache
+def _adds_in(exact: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a product of numbers in `dtype` can be added to ones that are more exact; tried once."""
+    if device.type != "cuda":
+        return False
+    ones, total = torch.ones(8, 8, dtype=dtype, device=device), torch.ones(8, 8, dtype=exact, device=device)
+    try:
+        torch.addmm(total, ones.T, ones, out_dtype=exact, out=total)
+        works = bool((total == 9).all())
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError) as error:
+        works, reason = False, str(error).splitlines()[0]
+    else:
+        reason = "they come out wrong"
+    if not works:
+        logger.info("products are not added to a head's gradient at once, slower: {}", reason)
+    return works

@@ -57,7 +57,7 @@ def micro_batches(
     """
     longest_prompt = max(map(len, rollout.prompt_ids))
     by_prompt = torch.tensor([len(ids) for ids in rollout.prompt_ids])
-    # Of one length, prompts of one length are together: see `lower_right`.
+    # Of one length, prompts of one length are together: see `model/attention.py`.
     groups = torch.argsort(_longest(rollout) * (longest_prompt + 1) + by_prompt, stable=True)
     chunks = _chunks(rollout, groups, rows, pass_tokens)
     if halves and len(chunks) > 1 and rows >= rollout.group_size:
@@ -130,40 +130,36 @@ def micro_batch_logprobs(
     entropy: bool = False,
     loss: TokenLoss | None = None,
     checkpointing: Checkpointing = "none",
+    traced: torch.device | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (R, C) of a micro-batch's tokens on the model's device, 0 on the padding.
 
     Of the temperature-scaled, untruncated distribution; entropies (R, C) on request. `dtype` is
     what matrix products are computed in. `loss`: what backward is going to be called on, if known, see
-    `completion_logprobs`. `checkpointing`: see `recomputed_layers`.
+    `completion_logprobs`. `checkpointing`: see `recomputed_layers`. `traced`: the device whose memory a trace
+    is of.
     """
     device = model.device
     batch, _ = batch.to(device)
 
     def work() -> tuple[Tensor, Tensor | None]:
-        with computing_in(dtype, device, cached=checkpointing != "selective"):
+        with computing_in(dtype, device):
             hidden = completion_hidden(
                 model, batch.prompts, batch.row_to_prompt, batch.completion_ids, checkpointing=checkpointing
             )
             head = model.get_output_embeddings()
             return completion_logprobs(
                 hidden, head.weight, batch.completion_ids, batch.scored,
-                bias=head.bias, temperature=temperature, entropy=entropy, loss=loss,
+                bias=head.bias, temperature=temperature, entropy=entropy, loss=loss, device=traced,
             )  # fmt: skip
 
     return inside(model, work)
 
 
-def computing_in(dtype: torch.dtype, device: torch.device, *, cached: bool = True) -> torch.autocast:
-    """Matrix products inside are computed in `dtype`, where it is lower than the weights' own.
-
-    cached: keep weights that were cast for their next use. Selective checkpointing wants to see the same
-    operations the second time.
-    """
+def computing_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:
+    """Matrix products inside are computed in `dtype`, where it is lower than the weights' own."""
     lower = dtype in (torch.bfloat16, torch.float16)
-    return torch.autocast(
-        device.type, dtype=dtype if lower else torch.bfloat16, enabled=lower, cache_enabled=cached
-    )
+    return torch.autocast(device.type, dtype=dtype if lower else torch.bfloat16, enabled=lower)
 
 
 @torch.no_grad()

@@ -25,10 +25,12 @@ from grpo.learning.loss import LossSettings
 from grpo.learning.optimizer import learning_rate, make_optimizer, set_learning_rate
 from grpo.learning.step import Stepper, begin_gradients
 from grpo.memory import Device, Fit, Size
-from grpo.model.activation_checkpointing import choose_checkpointing, recomputed_layers
+from grpo.model.activation_checkpointing import (
+    choose_checkpointing,
+    recompute_activations,
+    recomputed_layers,
+)
 from grpo.model.adapters import add_adapters, store_base
-from grpo.model.cpu.embedding_gradients import gradients_in_place
-from grpo.model.cpu.feed_forward import slice_feed_forward
 from grpo.model.load import load_for
 from grpo.model.target import Target, choose_device, make_target
 from grpo.plan.phases_at import PhasesAt, PhaseSettings
@@ -48,20 +50,26 @@ EVAL_ROWS = 8
 
 
 def window_logprobs(
-    model: PreTrainedModel, windows: Tensor, *, dtype: torch.dtype, loss: TokenLoss | None = None
+    model: PreTrainedModel,
+    windows: Tensor,
+    *,
+    dtype: torch.dtype,
+    loss: TokenLoss | None = None,
+    traced: torch.device | None = None,
 ) -> Tensor:
     """Log-probs (R, T) of each token but the first of `windows` (R, T + 1), in nats, with gradients.
 
-    loss: see `completion_logprobs`.
+    loss: see `completion_logprobs`. traced: the device whose memory a trace is of.
     """
     windows = windows.to(model.device)
     with computing_in(dtype, model.device):
-        with gradients_in_place(model):
-            hidden = model.base_model(
-                input_ids=windows[:, :-1], past_key_values=empty_cache(model), use_cache=True
-            ).last_hidden_state  # (R, T, D)
+        hidden = model.base_model(
+            input_ids=windows[:, :-1], past_key_values=empty_cache(model), use_cache=True
+        ).last_hidden_state  # (R, T, D)
         head = model.get_output_embeddings()
-        logp, _ = completion_logprobs(hidden, head.weight, windows[:, 1:], bias=head.bias, loss=loss)
+        logp, _ = completion_logprobs(
+            hidden, head.weight, windows[:, 1:], bias=head.bias, loss=loss, device=traced
+        )
     return logp
 
 
@@ -106,7 +114,10 @@ class WindowPhases(PhasesAt):
         self.begin_gradients()
         windows = torch.zeros(size.rows, 1 + size.tokens, dtype=torch.long)
         with recomputed_layers(self.policy, self.settings.checkpointing):
-            logp = window_logprobs(self.policy, windows, dtype=self.settings.target.dtype, loss=Tensor.sum)
+            target = self.settings.target
+            logp = window_logprobs(
+                self.policy, windows, dtype=target.dtype, loss=Tensor.sum, traced=target.device
+            )
             logp.sum().backward()  # type: ignore[no-untyped-call]
         self.forget()
 
@@ -134,7 +145,7 @@ def random_model(shape: PretrainedConfig, target: Target, *, seed: int = 0) -> P
             shape, dtype=target.exact_dtype, attn_implementation=target.attention
         )
     if target.on_cpu:
-        slice_feed_forward(model)
+        recompute_activations(model)
     return model.to(target.device).eval()
 
 

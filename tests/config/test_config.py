@@ -203,6 +203,12 @@ def test_a_resumed_run_has_its_own_settings_as_defaults_under_a_profile_and_flag
     assert (config.resume, config.name, config.steps, config.batch_size) == (tmp_path, "x", 7, 64)
 
 
+def test_settings_of_an_older_version_are_read(logged):
+    """Its third kind of checkpointing is gone."""
+    assert from_flat({"gradient_checkpointing": "selective"}).gradient_checkpointing == "auto"
+    assert [line for line in logged if "no longer known" in line]
+
+
 def test_a_resumed_run_keeps_its_name(tmp_path):
     folder = tmp_path / "a"
     folder.mkdir()

@@ -22,7 +22,7 @@ from commands import here
 from report_folders import sweep_settings, write_run, write_sweep
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, CTRLConfig, GraniteConfig, LlamaConfig, MambaConfig
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, MambaConfig
 
 from grpo.commands.evaluate import EvaluateConfig
 from grpo.commands.evaluate import main as evaluate_models
@@ -39,8 +39,8 @@ from grpo.learning.loss import StepCounts, adaptive_kl, grpo_loss
 from grpo.learning.optimizer import check_optimizer
 from grpo.memory import Device, Fit, Size
 from grpo.memory.leaks.trend import find_trends
+from grpo.model import attention
 from grpo.model.adapters import add_adapters, save_adapters
-from grpo.model.cpu import attention
 from grpo.model.load import Policy, load_policy
 from grpo.model.target import choose_device
 from grpo.play.alone import read_mates, self_play
@@ -52,7 +52,7 @@ from grpo.run.loading import check_quantized, check_shard, prompt_room
 from grpo.run.setup import open_run
 from grpo.run.tracking import METRICS_FILE, RunTracker
 from grpo.scoring.logprobs import completion_logprobs
-from grpo.scoring.model_checks import check_recomputation, check_scorer
+from grpo.scoring.model_checks import check_scorer
 from grpo.trainer import Trainer
 from grpo.types import Prompt
 from grpo.workbench.calculate import Calculator, calculate, parse_calculator
@@ -622,10 +622,7 @@ REFUSED: dict[str, list[Row]] = {
         (lambda at: check_shape(check_scorer, MambaConfig(
             vocab_size=50, hidden_size=32, num_hidden_layers=1, state_size=4), 64),
          "MambaForCausalLM cannot be trained here"),
-        (lambda at: check_shape(check_recomputation, CTRLConfig(
-            vocab_size=50, n_positions=64, n_embd=32, dff=64, n_layer=2, n_head=4), "full"),
-         "gradient_checkpointing is full, but CTRLLMHeadModel", "give none"),
-        (lambda at: attention.attend(None, *[torch.zeros(1, 1, 1, 8)] * 4, softcap=50.0, s_aux=None),
+        (lambda at: attention.attend_in_fp32(None, *[torch.zeros(1, 1, 1, 8)] * 4, softcap=50.0, s_aux=None),
          "softcap, which is not supported here"),
         *[(lambda at, name=name: target_of(at, "gpt2", "c_attn", name), f"'{name}', which is none",
            "give some of c_attn, c_fc, c_proj, or") for name in ("q_proj", "lm_head", "wte", "attn")],

@@ -79,7 +79,7 @@ def test_i1_a_steps_gradient_and_metrics_do_not_depend_on_the_split_in_float64(l
     assert_same_step(whole, learn(policy, batch, KL, N, pass_tokens=0), exactness=1e-12)
     num_lengths = len(batch.rollout.lengths.view(-1, G).amax(1).unique())
     assert len(list(micro_batches(batch.rollout, N, pass_tokens=0))) == num_lengths
-    for checkpointing, rows in (("selective", 2), ("selective", N), ("full", 5)):
+    for checkpointing, rows in (("full", 2), ("full", N)):
         again = learn(policy, batch, KL, rows, checkpointing=checkpointing)
         assert_same_step(whole, again, exactness=1e-12)
 

@@ -140,6 +140,14 @@ def test_whatever_was_seen_no_bytes_are_negative_and_more_rows_take_no_less(seen
     assert len(formula) <= len(seen)
 
 
+def test_what_was_seen_itself_is_not_estimated():
+    """Peaks bend: 40 rows and 48 are alike, and one of them is not corrected by the other."""
+    formula = Formula()
+    for rows, size in ((8, 80), (40, 400), (48, 470)):
+        formula.see(rows, 10 * rows, size)
+    assert formula(48, 480) == pytest.approx(470) and formula(40, 400) == pytest.approx(400)
+
+
 def test_one_size_is_taken_for_its_tokens_and_of_sizes_alike_the_newest_count():
     formula = Formula()
     for _ in range(20):

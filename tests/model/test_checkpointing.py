@@ -1,5 +1,6 @@
 """Recomputed activations: the same log-probs and gradients, fewer bytes, and nothing left behind."""
 
+import copy
 import dataclasses
 import gc
 import math
@@ -15,15 +16,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from whole_runs import train
 
-from grpo.config.groups import Checkpointing
+from grpo.config.groups import Checkpointing, LoraSettings
 from grpo.memory.live import LiveBytes
-from grpo.model.cpu.feed_forward import slice_feed_forward
+from grpo.model.activation_checkpointing import recompute_activations
+from grpo.model.adapters import add_adapters
 from grpo.model.prefill import pad_prompts
 from grpo.scoring.forward import completion_hidden
 from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs
-from grpo.scoring.model_checks import check_recomputation, check_scorer, made_up_batch
+from grpo.scoring.model_checks import check_scorer
 
-RECOMPUTED: tuple[Checkpointing, ...] = ("selective", "full")
 SIZES = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
     "num_attention_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.3,
@@ -54,7 +55,7 @@ def learn(model, batch: MicroBatch, dtype: torch.dtype, *, checkpointing: Checkp
     logp, _ = micro_batch_logprobs(model, batch, temperature=0.7, dtype=dtype, checkpointing=checkpointing)
     weights = torch.randn(logp.shape, generator=torch.Generator().manual_seed(1)).to(logp)
     (logp * weights).sum().backward()
-    return logp.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+    return logp.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def difference(one: dict, other: dict) -> float:
@@ -75,10 +76,9 @@ def test_log_probs_and_gradients_are_the_same_in_float64(load, architecture):
     def holds(groups, width, seed):
         batch = made_up(groups, width, seed)
         logp, gradient = learn(model, batch, torch.float64, checkpointing="none")
-        for checkpointing in RECOMPUTED:
-            again, recomputed = learn(model, batch, torch.float64, checkpointing=checkpointing)
-            assert torch.equal(logp, again) and difference(gradient, recomputed) < 1e-10
-            torch.testing.assert_close(recomputed, gradient, rtol=1e-10, atol=1e-12)  # not only in norm
+        again, recomputed = learn(model, batch, torch.float64, checkpointing="full")
+        assert torch.equal(logp, again) and difference(gradient, recomputed) < 1e-10
+        torch.testing.assert_close(recomputed, gradient, rtol=1e-10, atol=1e-12)  # not only in norm
 
     holds()
 
@@ -88,16 +88,12 @@ def test_log_probs_and_gradients_are_the_same_in_float64(load, architecture):
     [("gpt2", torch.bfloat16), ("llama", torch.float32), ("llama", torch.bfloat16), ("qwen", torch.bfloat16)],
 )
 def test_gradients_are_the_same_in_training_precisions(load, architecture, dtype):
-    """Selective checkpointing casts a weight for prompts and again for completions, so that their gradients
-    are added in fp32 and not in bf16."""
     model = load(architecture, "bf16" if dtype == torch.bfloat16 else "fp32").model
     batch = made_up(COMPLETIONS_OF_PROMPTS, 9)
     logp, gradient = learn(model, batch, dtype, checkpointing="none")
-    for checkpointing in RECOMPUTED:
-        again, recomputed = learn(model, batch, dtype, checkpointing=checkpointing)
-        assert torch.allclose(logp, again, rtol=1e-6, atol=0)
-        rounding = 5e-3 if (checkpointing, dtype) == ("selective", torch.bfloat16) else 1e-6
-        assert difference(gradient, recomputed) < rounding
+    again, recomputed = learn(model, batch, dtype, checkpointing="full")
+    assert torch.allclose(logp, again, rtol=1e-6, atol=0)
+    assert difference(gradient, recomputed) < 1e-6
 
 
 GROUPS = {"num_key_value_heads": 2}
@@ -117,8 +113,30 @@ def test_many_families_of_models_can_be_recomputed(kind):
     """Grouped keys, sliding windows, layers that return tuples, positions by bias."""
     model = made(kind, **FAMILY[kind])
     check_scorer(model, 24)
-    for checkpointing in RECOMPUTED:
-        check_recomputation(model, checkpointing)
+    batch = made_up(COMPLETIONS_OF_PROMPTS, 9)
+    (logp, gradient), (again, recomputed) = (
+        learn(model, batch, torch.float32, checkpointing=name) for name in ("none", "full")
+    )
+    assert torch.equal(logp, again) and difference(gradient, recomputed) < 1e-6
+
+
+@pytest.mark.parametrize(("kind", "adapted"), [("gpt2", False), ("qwen2", False), ("qwen2", True)])
+@pytest.mark.parametrize("checkpointing", get_args(Checkpointing))
+def test_activations_that_are_computed_again_change_nothing(kind, adapted, checkpointing):
+    """Not with adapters in the products' place either; and a copy has weights of its own."""
+    models = [made(kind, **FAMILY.get(kind, {})) for _ in range(2)]
+    recompute_activations(models[1])
+    names, batch, results = set(models[0].state_dict()), made_up(COMPLETIONS_OF_PROMPTS, 9), []
+    for model in models:
+        if adapted:
+            add_adapters(model, LoraSettings(lora_rank=2, lora_targets=("all-linear",)))
+        results.append(learn(model, batch, torch.float32, checkpointing=checkpointing))
+    (logp, gradient), (again, recomputed) = results
+    assert torch.equal(logp, again) and difference(gradient, recomputed) < 1e-6
+    copied = copy.deepcopy(models[1])
+    torch.nn.init.zeros_(next(p for name, p in models[1].named_parameters() if "proj" in name and p.ndim > 1))
+    copied_logp, _ = learn(copied, batch, torch.float32, checkpointing=checkpointing)
+    assert torch.equal(copied_logp, logp) and (adapted or set(copied.state_dict()) == names)
 
 
 def gpt2(num_layers: int = 2) -> PreTrainedModel:
@@ -130,13 +148,13 @@ def hidden_of(model, batch: MicroBatch, checkpointing: Checkpointing) -> torch.T
     return completion_hidden(*inputs, checkpointing=checkpointing)
 
 
-def stored_per_layer(*, checkpointing: Checkpointing, sliced: bool = False) -> float:
+def stored_per_layer(*, checkpointing: Checkpointing, recomputed: bool = False) -> float:
     """What one layer more leaves for the backward pass of 10 rows, kept by the graph or by closures."""
     stored = []
     for num_layers in (2, 5):
         model, batch = gpt2(num_layers), made_up(COMPLETIONS_OF_PROMPTS, 9)
-        if sliced:
-            slice_feed_forward(model)
+        if recomputed:
+            recompute_activations(model)
         with LiveBytes() as live:
             hidden = hidden_of(model, batch, checkpointing)
             assert hidden.requires_grad
@@ -144,16 +162,13 @@ def stored_per_layer(*, checkpointing: Checkpointing, sliced: bool = False) -> f
     return (stored[1] - stored[0]) / 3
 
 
-def test_a_layer_stores_its_input_and_prompts_keys_alone_and_selectively_its_products_too():
+def test_a_layer_stores_its_input_and_prompts_keys_alone():
     """4 prompts of 12 tokens and 10 rows of 8 have 32 floats each, and the prompts' keys and values are views
-    of a product of 96, not repeated to rows. Selectively each token has 32 that come in, 96 and 32 from the
-    attention's linear layers, 32 from itself and 1 from each of its 4 heads, 128 and 32 from the MLP."""
+    of a product of 96, not repeated to rows. What its activation function makes of 128 a token is a fifth of
+    what it stores else."""
     plain, full = (stored_per_layer(checkpointing=name) for name in ("none", "full"))
     assert full == 4 * ((4 * 12 + 10 * 8) * 32 + 4 * 12 * 96) and plain > 9 * full
-    for sliced, share in ((False, 0.65), (True, 0.8)):
-        selective = stored_per_layer(checkpointing="selective", sliced=sliced)
-        assert 0 <= selective - 4 * (4 * 12 + 10 * 8) * (32 + 96 + 32 + 32 + 4 + 128 + 32) < 64
-        assert selective < share * (stored_per_layer(checkpointing="none", sliced=True) if sliced else plain)
+    assert plain - stored_per_layer(checkpointing="none", recomputed=True) >= 4 * (4 * 12 + 10 * 8) * 128
 
 
 @pytest.mark.parametrize("checkpointing", get_args(Checkpointing))
@@ -187,53 +202,20 @@ def test_a_layer_with_a_forward_of_its_own_keeps_it():
     assert layer.forward is own and len(calls) == 4  # prompts and completions, forward and again
 
 
-def test_a_model_that_does_not_name_its_layers_is_left_as_it_is_by_selective_checkpointing():
-    model = made("ctrl", dff=64)
-    check_scorer(model, 24)
-    check_recomputation(model, "selective")
-    learn(model, made_up_batch(model, 24), torch.float32, checkpointing="selective")
-
-
-@pytest.mark.parametrize(
-    ("changes", "checkpointing"), [("values", "selective"), ("values", "full"), ("shapes", "full")]
-)
-def test_a_model_whose_layers_do_not_repeat_themselves_is_refused(monkeypatch, changes, checkpointing):
-    """What a layer computes the second time would be silently wrong, or fail in the first backward pass."""
-    model, calls = gpt2(), []
-
-    def change(module, args):
-        calls.append(1)
-        if changes == "values":
-            return args[0] * (1 + len(calls))
-        return args[0] + module.forward(*args) if len(calls) % 2 else args[0]
-
-    def unshaken(*args, **kwargs):  # forward passes all begin at the same count
-        calls.clear()
-        return micro_batch_logprobs(*args, **kwargs)
-
-    model.transformer.h[1].mlp.register_forward_pre_hook(change)
-    monkeypatch.setattr("grpo.scoring.model_checks.micro_batch_logprobs", unshaken)
-    with pytest.raises(ValueError, match=f"ing is {checkpointing}, but GPT2LMHeadModel cann"):
-        check_recomputation(model, checkpointing, made_up([(5, 2)], 4))
-
-
-def test_a_kept_product_that_is_written_to_is_refused():
-    """It would be wrong when it is used again."""
-    model = gpt2()
-    model.transformer.h[1].attn.c_proj.register_forward_hook(lambda module, _, made: made.mul_(2))
-    check_recomputation(model, "full")
-    with pytest.raises(ValueError, match=r"gradient_checkpointing is selective, but .* give none"):
-        check_recomputation(model, "selective")
+def test_a_model_that_does_not_name_its_layers_is_refused():
+    with pytest.raises(ValueError, match=r"full, but CTRLLMHeadModel does not say .* give none"):
+        learn(made("ctrl", dff=64), made_up([(5, 2)], 4), torch.float32, checkpointing="full")
 
 
 @pytest.mark.parametrize("checkpointing", get_args(Checkpointing))
 @pytest.mark.usefixtures("made_up_plans")
 def test_the_setting_reaches_learning_and_only_learning(config, monkeypatch, checkpointing):
-    calls, place = [], "grpo.model.activation_checkpointing.checkpoint"
+    calls, place = [], "grpo.model.activation_checkpointing._recompute"
 
-    def recompute(*args, **kwargs):
-        calls.append(torch.is_grad_enabled())
-        return checkpoint(*args, **kwargs)
+    def recompute(function, *args, **kwargs):
+        if kwargs:  # a layer's, not those of an activation
+            calls.append(torch.is_grad_enabled())
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
     config = dataclasses.replace(config, steps=1, gradient_checkpointing=checkpointing)
     train(config, lambda trainer: monkeypatch.setattr(place, recompute))

@@ -199,7 +199,7 @@ def test_layers_are_recomputed_only_where_not_one_row_would_learn_otherwise(made
     made_up(type("Learning", (Traced,), {"added_bytes": only_learning}))
     assert settled(scarce) == ("full", 1)  # one row takes 70 MB, or half of that
     assert "INFO gradient checkpointing is full: not one row would learn otherwise" in logged
-    assert settled(GB, gradient_checkpointing="selective")[0] == "selective"
+    assert settled(GB, gradient_checkpointing="full")[0] == "full"
     with pytest.raises(DoesNotFit, match=r"learn does not fit: one row .*checkpointing full saves"):
         settled(scarce - 30 * MIB)
     made_up(type("Learning", (WithoutLayers,), {"added_bytes": only_learning}))

@@ -18,7 +18,7 @@ from whole_runs import train
 
 from grpo.config.groups import OptimizerSettings
 from grpo.learning.optimizer import make_optimizer
-from grpo.model.cpu.feed_forward import slice_feed_forward
+from grpo.model.activation_checkpointing import recompute_activations
 from grpo.run import checkpoint as checkpoint_module
 from grpo.run.checkpoint import CheckpointFolder, find_damage
 from grpo.run.folder import checkpoint_of
@@ -67,7 +67,7 @@ def test_a_checkpoint_is_a_plain_hugging_face_folder(folder, save, policy, monke
     model = AutoModelForCausalLM.from_pretrained(path).eval()
     ids = torch.tensor([[5, 6, 7, 8]])
     torch.testing.assert_close(model(input_ids=ids).logits, policy.model(input_ids=ids).logits)
-    slice_feed_forward(model)  # and computed as the policy is, bit for bit
+    recompute_activations(model)  # and computed as the policy is, bit for bit
     assert torch.equal(model(input_ids=ids).logits, policy.model(input_ids=ids).logits)
     text = "P: 8/8/R7/7p/P2K2k1/7r/8/8 w - - 0 56 M: d4c5"
     assert AutoTokenizer.from_pretrained(path)(text)["input_ids"] == policy.tokenizer(text)["input_ids"]

@@ -42,7 +42,7 @@ def fp64(model_folders: dict[str, Path], data_file: Path, tmp_path_factory: pyte
         sampling=SamplingSettings(max_new_tokens=NEW), loss=LossSettings(kl_coef=0.05),
         optimizer=OptimizerSettings(learning_rate=1e-3), eval_interval=1, eval_prompts=4,
         runs_dir=tmp_path_factory.mktemp("runs"), name="plain", checkpoint_interval=1, trackers=(),
-        gradient_checkpointing="selective",
+        gradient_checkpointing="full",
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from grpo.data.split import heldout_fraction
 from grpo.memory import DoesNotFit
 from grpo.model.load import load_policy
 from grpo.model.names import base_of
-from grpo.run import planning, setup
+from grpo.run import planning
 from grpo.run.folder import LOCK_FILE, hold_folder
 from grpo.run.given import Given
 from grpo.run.loading import LEAST_HELDOUT, load_source, prompt_room
@@ -169,7 +169,7 @@ def test_a_run_without_a_name_never_meets_another_and_its_yaml_repeats_it(config
     assert len(folders) == 3 and {folder.parent for folder in folders} == {config.runs_dir}
 
 
-def test_checkpointing_that_the_plan_came_to_is_checked(config, monkeypatch):
+def test_a_run_recomputes_layers_where_the_plan_came_to_it(config, monkeypatch):
     """Memory is made up to be so short that nothing else fits."""
     warm_up = planning.warm_up  # made up
 
@@ -178,11 +178,10 @@ def test_checkpointing_that_the_plan_came_to_is_checked(config, monkeypatch):
             raise DoesNotFit("not one row")
         warm_up(fit, work, *rest, **options)
 
-    checked = []
+    chosen = []
     monkeypatch.setattr(planning, "warm_up", short)
-    monkeypatch.setattr(setup, "check_recomputation", lambda model, kind: checked.append(kind))
-    train(config, lambda trainer: checked.append(trainer.config.gradient_checkpointing))
-    assert checked == ["full", "full"]
+    train(config, lambda trainer: chosen.append(trainer.config.gradient_checkpointing))
+    assert chosen == ["full"]
 
 
 def test_held_out_prompts_are_of_both_tasks_and_not_trained_on(config):

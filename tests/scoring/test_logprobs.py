@@ -16,9 +16,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo.memory.live import LiveBytes
-from grpo.model.cpu import slices
 from grpo.model.head import centred_head
-from grpo.scoring import fused, head
+from grpo.scoring import fused, head, logprobs
 from grpo.scoring.logprobs import completion_logprobs
 
 R, C, D, V = 3, 5, 4, 11
@@ -58,11 +57,10 @@ def test_one_token_by_hand():
 @examples(40)
 @given(
     st.integers(0, 1000), st.integers(1, R * C + 2), st.sampled_from([0.5, 1.0, 1.7]), st.booleans(),
-    st.booleans(), st.sampled_from([1, 2 * V, 2**19]),
+    st.booleans(),
 )  # fmt: skip
-def test_equals_log_softmax_for_any_chunk(monkeypatch, seed, chunk, temperature, bias, masked, numbers):
+def test_equals_log_softmax_for_any_chunk(seed, chunk, temperature, bias, masked):
     """And so do its gradients, whether the loss is known beforehand or not."""
-    monkeypatch.setattr("grpo.model.cpu.slices.slice_numbers", lambda device: numbers)
     hidden, weight, offset, targets, mask = example(seed=seed, bias=bias)
     mask = mask if masked else torch.ones_like(mask)
     options = {"temperature": temperature, "chunk_tokens": chunk, "entropy": True, "bias": offset}
@@ -149,8 +147,7 @@ class _Meter(TorchDispatchMode):
 
 @pytest.mark.parametrize("loss", [None, Tensor.sum])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_the_logits_of_all_tokens_never_exist_and_masked_tokens_cost_nothing(autocast, loss, monkeypatch):
-    monkeypatch.setattr("grpo.model.cpu.slices.slice_numbers", lambda device: 5 * 50)
+def test_the_logits_of_all_tokens_never_exist_and_masked_tokens_cost_nothing(autocast, loss):
     hidden, weight = torch.randn(8, 16, 3, requires_grad=True), torch.randn(50, 3, requires_grad=True)
     targets = torch.ones(8, 16).long()
     scored = places(torch.arange(16).expand(8, 16) < 4)  # 32 of 128 tokens
@@ -161,9 +158,10 @@ def test_the_logits_of_all_tokens_never_exist_and_masked_tokens_cost_nothing(aut
         assert seen.rows == 32
         logp.sum().backward()
     assert seen.rows == (32 if loss else 64)  # once more in the backward pass, where the loss was not known
-    products, parts = (2, 2) if autocast else (4, 1)  # bytes of a number; slices that are no products
-    assert seen.chunk_bytes == 10 * 50 * products + parts * 5 * 50 * 4
-    assert seen.largest == max(products * 10 * 50, 4 * 8 * 16 * 3)  # all logits would be products * 6400
+    assert seen.chunk_bytes == 10 * 50 * head.logit_bytes(
+        torch.bfloat16 if autocast else torch.float32, "cpu"
+    )
+    assert seen.largest == 4 * 10 * 50  # all logits would be 4 * 6400
 
 
 def test_without_gradients_nothing_is_kept():
@@ -323,6 +321,7 @@ def test_fused_no_kernel_is_made_twice(monkeypatch):
     """Not for fewer tokens, for one, nor with gradients on: after eight of a function torch goes without."""
     counter = CompileCounter()
     compiled = cache(partial(torch.compile, dynamic=True, backend=counter))
+    monkeypatch.setattr(fused, "COMPILED_ON", ("cpu",))
     monkeypatch.setattr(fused, "_compiled", compiled)
     for tokens in (8, 300, 1, 40, 2):
         products = torch.randn(tokens, 128).bfloat16()[:, :100]  # of rows that are padded
@@ -371,9 +370,10 @@ def test_a_head_is_padded_and_its_chunks_are_large_on_accelerators_alone():
     assert head.vocabulary_padding(50304, torch.bfloat16, "cuda") == 0
     for dtype, kind in (torch.float32, "cuda"), (torch.float64, "cuda"), (torch.bfloat16, "cpu"):
         assert head.vocabulary_padding(50257, dtype, kind) == 0  # a copy for its own sake
-    assert head.tokens_at_once(50257, torch.bfloat16, "cuda") == 2670
-    assert head.tokens_at_once(50257, torch.float32, "cuda") == 1335
-    assert head.tokens_at_once(50257, torch.float32, "cpu") == 1024
+    assert head.tokens_at_once(50257, torch.bfloat16, "cuda") == 2**28 // (50257 * (2 + 4 + 4)) == 534
+    assert head.tokens_at_once(50257, torch.float32, "cuda") == 2**28 // (50257 * (4 + 4)) == 667
+    assert head.tokens_at_once(50257, torch.float32, "cpu") == 2**27 // (50257 * (4 + 4)) == 333
+    assert head.tokens_at_once(256, torch.float32, "cpu") == 1024
     assert head.tokens_at_once(10**9, torch.float32, "cuda") == 1
     assert head.tokens_at_once(256, torch.float32, "cuda") == 16384
 
@@ -396,18 +396,19 @@ def test_whether_products_are_added_in_fp32_is_tried_once(monkeypatch, logged, a
     monkeypatch.setattr(torch, "ones", lambda *shape, dtype, device: ones(*shape, dtype=dtype))
     monkeypatch.setattr(torch, "addmm", add)
     cuda = torch.device("cuda", 0)
-    assert slices._adds_in.__wrapped__(torch.float32, torch.bfloat16, cuda) == works
+    assert logprobs._adds_in.__wrapped__(torch.float32, torch.bfloat16, cuda) == works
     assert [line for line in logged if "slower: " in line] == logged and len(logged) == (not works)
-    assert not slices._adds_in(torch.float32, torch.bfloat16, torch.device("cpu"))
+    assert not logprobs._adds_in(torch.float32, torch.bfloat16, torch.device("cpu"))
 
 
-def test_a_trace_knows_that_no_slices_are_held(untried):
-    """For a device on which it was tried in this process; of others the slices are counted."""
+def test_a_trace_knows_that_kernels_are_fused(untried):
+    """For a device on which it was tried in this process; of others what they would save is counted."""
     weight, hidden, targets = torch.zeros(2000, 4), torch.zeros(2, 8, 4), torch.zeros(2, 8).long()
+    cuda = torch.device("cuda")
     for worked in (False, True):
-        with slices.traced_for(torch.device("cuda"), parts_too=True):
-            assert fused.is_fused(weight.device, torch.float32) == worked
-            assert completion_logprobs(hidden, weight, targets)[0].shape == (2, 8)
+        assert fused.is_fused(cuda, torch.float32, traced=True) == worked
+        assert completion_logprobs(hidden, weight, targets, device=cuda)[0].shape == (2, 8)
         assert fused.was_fused("cuda", torch.float32) == worked
         fused._works["cuda", torch.float32] = True
+    assert head.tokens_at_once(50257, torch.float32, "cuda") == 1335
     assert not fused.was_fused("cuda", torch.bfloat16)

@@ -105,7 +105,7 @@ def test_the_language_loss_is_hugging_faces_and_no_split_changes_it(arch):
 
 @pytest.mark.parametrize(
     ("arch", "dtype", "checkpointing"),
-    [("gpt2", torch.float32, "selective"), ("llama", torch.bfloat16, "none")],
+    [("gpt2", torch.float32, "full"), ("llama", torch.bfloat16, "none")],
 )
 def test_learning_from_windows_holds_what_was_predicted(arch, dtype, checkpointing):
     target = make_target(made(arch=arch, vocab=300, context=96).config(), CPU, dtype)
