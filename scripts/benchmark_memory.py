@@ -8,11 +8,10 @@ from benchmarks.limits import limits
 from benchmarks.planning import overhead, rows
 from benchmarks.results import CONSOLE
 
-from grpo.environment import restart_without_thread_cache, set_library_defaults
+from grpo.environment import set_library_defaults
 from grpo.run.screen import configure_logging
 
 if __name__ == "__main__":
-    restart_without_thread_cache()  # seconds and bytes are to be those of train_lean.py
     set_library_defaults()
     configure_logging("INFO", CONSOLE)
     commands = {"accuracy": accuracy, "limits": limits, "rows": rows, "overhead": overhead}
