@@ -53,8 +53,7 @@ class Part:
 CARD = "card", "nvidia-smi"
 CHROMIUM = "Chromium", "chromium", "chromium-browser"
 TOGETHER = (
-    Part("accuracy", 8, "benchmark_memory.py accuracy --quick", "tensors add what was said before"),
-    Part("rows", 5, "benchmark_memory.py rows --quick", "the plan's rows are those of brute force"),
+    Part("accuracy", 8, "benchmark_memory.py --quick", "tensors add what was said before"),
     Part("faults", 8, "pytest tests/proof/faults_on_the_disk.py", "full disks and SIGKILL lose nothing"),
     Part("fuzz", 10, "pytest tests/proof/bad_input.py", "whatever comes in, no traceback"),
     Part("leaks", 10, "pytest tests/proof/leak_rates.py", "leaks are found, and not where none is"),
@@ -75,9 +74,10 @@ TOGETHER = (
 """That may share the machine."""
 ALONE = (
     Part("race", 8, "benchmark.py --only shape --quick --best", "no slower than TRL, in less memory"),
-    Part("overhead", 5, "benchmark_memory.py overhead --steps 8", "watching memory takes 1 % of a step"),
-    Part("limits", 8, "benchmark_memory.py limits --how 'ulimit -d' --batch-size 64 --rungs 2 --no-large"
-         " --quick", "the least limit that is named is enough, and twice the need costs no time"),
+    Part("overhead", 5, "pytest tests/proof/memory_at_work.py -k percent",
+         "watching memory takes 1 % of a step"),
+    Part("limits", 15, "pytest tests/proof/memory_at_work.py -k limit",
+         "the least limit that is named is enough, and twice the need costs no time"),
     Part("improves", 30, "demo.py --steps 20 --minutes 30 --must-improve", "GRPO improves rook-tiny"),
     Part("card", 8, "sh scripts/gpu_check.sh --quick --output {folder}/card.json", "a card's speed", CARD),
     Part("mutants", 20, "mutants.py", "faults made in the source are noticed by the tests"),
