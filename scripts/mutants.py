@@ -7,10 +7,8 @@ there once, what takes its place, and the tests of which one must fail. One that
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,8 +26,10 @@ LEAST = 40
 """Mutants that there have to be."""
 TIMEOUT_S, ALL_TIMEOUT_S = 180.0, 1200.0
 """For the tests of one mutant, which may hang by it, and for all of them without any."""
-MADE = shutil.ignore_patterns(".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "runs")
-"""What is no part of the repository, where no git says so."""
+MADE = shutil.ignore_patterns(
+    ".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "runs", "build"
+)
+"""What is no part of the repository."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,6 @@ def read_mutants(root: Path = ROOT) -> list[Mutant]:
             if not found or f"def {function.partition('[')[0]}" not in found:
                 raise ValueError(f"mutant {mutant.name} names {test}, which is not there.")
     return mutants
-
-
-def copy_repository(folder: Path) -> None:
-    """What git knows or would add."""
-    command = ["git", "-C", str(ROOT), "ls-files", "-coz", "--exclude-standard"]
-    try:
-        names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\0")
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        shutil.copytree(ROOT, folder, ignore=MADE)
-        return
-    for name in filter(lambda name: (ROOT / name).is_file(), names):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, folder / name)
 
 
 def run_tests(folder: Path, tests: Sequence[str], *, timeout_s: float) -> tuple[int | None, str]:
@@ -108,27 +95,24 @@ def try_out(mutant: Mutant, folder: Path) -> tuple[bool, str]:
         file.write_text(text)
 
 
-def try_all(mutants: Sequence[Mutant], folder: Path, jobs: int) -> list[tuple[bool, str, float]]:
-    """What becomes of each, and seconds. RuntimeError where tests do not pass without any."""
+def try_all(mutants: Sequence[Mutant], folder: Path, jobs: int) -> list[tuple[bool, str]]:
+    """What becomes of each. RuntimeError where tests do not pass without any."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
     free: SimpleQueue[Path] = SimpleQueue()
 
     def prepare(job: int) -> None:
-        copy = folder / f"copy-{job}"
-        copy_repository(copy)
-        share = tests[len(tests) * job // jobs : len(tests) * (job + 1) // jobs]
-        status, said = run_tests(copy, share, timeout_s=ALL_TIMEOUT_S)
+        copy = shutil.copytree(ROOT, folder / f"copy-{job}", ignore=shutil.ignore_patterns(*MADE))
+        status, printed = run_tests(copy, tests[job::jobs], timeout_s=ALL_TIMEOUT_S)
         if status != 0:
-            raise RuntimeError(f"tests fail without a mutant (exit status {status}):\n{said[-3000:]}")
+            raise RuntimeError(f"tests fail without a mutant (exit status {status}):\n{printed[-3000:]}")
         free.put(copy)
 
-    def one(mutant: Mutant) -> tuple[bool, str, float]:
-        began, copy = time.monotonic(), free.get()
+    def one(mutant: Mutant) -> tuple[bool, str]:
+        copy = free.get()
         killed, what = try_out(mutant, copy)
         free.put(copy)
-        seconds = time.monotonic() - began
-        sys.stderr.write(f"{mutant.name}: {what}, {seconds:.0f} s\n")
-        return killed, what, seconds
+        print(f"{mutant.name}: {what}", file=sys.stderr, flush=True)
+        return killed, what
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(prepare, range(jobs)))
@@ -152,12 +136,11 @@ def main(
         return int(len(mutants) < len(only))
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         outcomes = try_all(mutants, Path(folder).resolve(), min(jobs, len(mutants)))
-    rows = []
-    for mutant, (_, what, seconds) in zip(mutants, outcomes, strict=True):
-        row = {"mutant": mutant.name, "guarantee": mutant.guarantee, "file": mutant.file}
-        rows.append({**row, "noticed by": what, "s": f"{seconds:.0f}"})
-    CONSOLE.print(table(rows))
-    num_killed = sum(killed for killed, _, _ in outcomes)
+    CONSOLE.print(table(
+        {"mutant": mutant.name, "guarantee": mutant.guarantee, "file": mutant.file, "noticed by": what}
+        for mutant, (_, what) in zip(mutants, outcomes, strict=True)
+    ))  # fmt: skip
+    num_killed = sum(killed for killed, _ in outcomes)
     CONSOLE.print(f"mutants: {num_killed} of {len(mutants)} killed", highlight=False)
     return int(num_killed < len(mutants))
 

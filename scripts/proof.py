@@ -73,7 +73,7 @@ TOGETHER = (
 )  # fmt: skip
 """That may share the machine."""
 ALONE = (
-    Part("race", 8, "benchmark.py --only shape --quick --best", "no slower than TRL, in less memory"),
+    Part("race", 8, "benchmark.py --only shape --rounds 1 --best", "no slower than TRL, in less memory"),
     Part("overhead", 5, "pytest tests/proof/memory_at_work.py -k percent",
          "watching memory takes 1 % of a step"),
     Part("limits", 15, "pytest tests/proof/memory_at_work.py -k limit",
@@ -127,7 +127,13 @@ def run(part: Part, folder: Path, **environment: str) -> str:
     """passed, failed, or why it is skipped; printed, of one that failed with the last that it said."""
     begun, file, failure = time.monotonic(), folder / f"{part.name}.txt", ""
     if not (lack := part.lack):
-        failure = attempt(part, folder, file, environment)
+        shutil.rmtree(own := folder / part.name, ignore_errors=True)
+        own.mkdir()
+        everything = {**os.environ, "PYTHON": sys.executable, **environment}
+        status = run_to_end(part.words(own), file, 60 * part.minutes, cwd=ROOT, env=everything)
+        failure = f"exit status {status}" if status else ""
+        if status is None:
+            failure = f"no end within {part.minutes:g} minutes"
     line = f"{part.name:15} {time.monotonic() - begun:5.0f} s  {part.proves}"
     if failure:
         said = [*file.read_text(errors="replace").splitlines()[-SHOWN:], f"{failure}: {file}"]
@@ -135,18 +141,6 @@ def run(part: Part, folder: Path, **environment: str) -> str:
     verdict = "failed" if failure else "skipped" if lack else "passed"
     print(f"{verdict:8} {line}{lack and f': {lack}'}", flush=True)
     return lack or verdict
-
-
-def attempt(part: Part, folder: Path, file: Path, environment: dict[str, str]) -> str:
-    """How it failed, or nothing."""
-    environment = {**os.environ, "PYTHON": sys.executable, **environment}
-    own = folder / part.name
-    shutil.rmtree(own, ignore_errors=True)
-    own.mkdir()
-    status = run_to_end(part.words(own), file, 60 * part.minutes, cwd=ROOT, env=environment)
-    if status is None:
-        return f"no end within {part.minutes:g} minutes"
-    return f"exit status {status}" if status else ""
 
 
 if __name__ == "__main__":

@@ -90,7 +90,6 @@ def main(output: Path | None = None, small: bool = False, quick: bool = False) -
             "recorded steps": lambda: _recorded(config),
             "invariances": lambda: {name: _invariances(config, name) for name in ("fp64", "fp32", "bf16")},
             "race": lambda: _race(small),
-            "whole rollout": lambda: _whole(config, limit, max(sizes)),
             "limit": lambda: _limited(config, limit, many),
             "recovery": lambda: _recovery(config, limit),
             "emptied cache": lambda: _emptied(config),
@@ -204,12 +203,6 @@ def _race(small: bool) -> Figures:
         **{f"times {other}": outcome.ratio(other) for other in contenders[1:]},
         **{f"memory of {other}": outcome.memory_ratio(other) for other in contenders[1:]},
     }
-
-
-def _whole(config: Config, limit: str, rows: int) -> Figures:
-    """Whether so many rows are sampled at once under a limit."""
-    found = train(replace(config, batch_size=rows, memory_limit=limit))
-    return {"limit": limit, "whole": found["rows"]["sample"] == rows, **found}
 
 
 def _limited(config: Config, limit: str, many: int) -> Figures:
