@@ -26,9 +26,7 @@ LEAST = 40
 """Mutants that there have to be."""
 TIMEOUT_S, ALL_TIMEOUT_S = 180.0, 1200.0
 """For the tests of one mutant, which may hang by it, and for all of them without any."""
-MADE = shutil.ignore_patterns(
-    ".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "runs", "build"
-)
+MADE = ".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "runs", "build"
 """What is no part of the repository."""
 
 
