@@ -8,16 +8,17 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
-from benchmarks.processes import end_all, run_to_end
 
 ROOT = Path(__file__).parents[1]
 SHOWN = 15
@@ -80,9 +81,45 @@ ALONE = (
          "the least limit that is named is enough, and twice the need costs no time"),
     Part("improves", 30, "demo.py --steps 20 --minutes 30 --must-improve", "GRPO improves rook-tiny"),
     Part("card", 8, "sh scripts/gpu_check.sh --quick --output {folder}/card.json", "a card's speed", CARD),
-    Part("mutants", 20, "mutants.py", "faults made in the source are noticed by the tests"),
+    Part("mutants", 30, "pytest -n 2 --dist=load tests/proof/mutants.py",
+         "faults made in the source are noticed by the tests"),
 )  # fmt: skip
 """That compare speeds, or keep all cores busy by themselves."""
+
+
+_RUNNING: set[subprocess.Popen[bytes]] = set()
+
+
+def run_to_end(command: Sequence[str], said: Path, timeout_s: float, **options: Any) -> int | None:
+    """The exit status, None if it had to be ended; what is left of its processes is killed.
+
+    said: what it prints. options: as of Popen.
+    """
+    with said.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, **options
+        )
+        _RUNNING.add(process)
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end(process)
+
+
+def end_all() -> None:
+    """Those that run, in whichever thread."""
+    for process in [*_RUNNING]:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """With all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    _RUNNING.discard(process)
 
 
 def main(
