@@ -22,8 +22,6 @@ from grpo.workbench.pictures import picture
 
 DEMO_SETTINGS = Path(__file__).parents[2] / "grpo" / "assets" / "demo.yaml"
 RESAMPLES = 5_000
-MARGIN = -0.02
-"""A column has fallen if its change is significantly below this."""
 
 
 def demo_config(**changes: Any) -> Config:
@@ -70,17 +68,6 @@ def change_rows(before: Evaluation, after: Sequence[Evaluation]) -> Iterator[dic
 
 def _signed(value: float) -> str:
     return f"{100 * value:+.1f}"
-
-
-def fallen(before: Evaluation, after: Sequence[Evaluation]) -> list[str]:
-    """Columns whose change is significantly below −2 points, Holm-corrected at 5 %."""
-    p_values = {name: float((seed_bootstrap(before, after, name) >= MARGIN).mean()) for name in before.scores}
-    result: list[str] = []
-    for rank, (column, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
-        if p > 0.05 / (len(p_values) - rank):
-            break
-        result.append(column)
-    return result
 
 
 def draw(runs: Path, results: Mapping[str, Quality], names: Sequence[str], file: Path) -> None:
