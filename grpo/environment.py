@@ -1,12 +1,15 @@
-"""What torch and its libraries read from the environment when they are loaded; call it before they are."""
+"""What torch and its libraries read from the environment when they are loaded, and what malloc keeps.
 
+Called before torch is loaded, so no torch here. Left out: starting again without malloc's cache of small
+blocks, which only `GLIBC_TUNABLES` can switch off (docs/design.md says what that is worth).
+"""
+
+import ctypes
 import logging
 import os
 import sys
 import threading
 from pathlib import Path
-
-from grpo.malloc import keep_freed, user_tunes_malloc
 
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -90,8 +93,7 @@ def set_library_defaults() -> None:
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     # Python's threads (a progress bar, a tracker): 8 MB of stack each would count towards a limit.
     threading.stack_size(2**20)
-    if not user_tunes_malloc(NO_THREAD_CACHE):
-        keep_freed()
+    keep_freed()
 
 
 _GROWING = "expandable_segments:True"
@@ -103,33 +105,55 @@ def grows_segments() -> bool:
     return _GROWING in settings.replace(" ", "")
 
 
-def restart_without_thread_cache() -> None:
-    """Start this program again, once and in the same process, with malloc's cache of small blocks off.
+def keep_freed() -> None:
+    """Have glibc's malloc keep what is freed for the next tensor, unless the user tunes it.
 
-    glibc before 2.38 cuts a tensor out of a block a few bytes larger. What is cut off goes into that cache
-    and not back to its block, which is then too small for the next tensor of that size: the heap grows, and
-    fresh pages are what takes time. GPT-2 124 M learns a seventh faster without, in less memory. Only the
-    environment can say so, and only before a program starts. Where the user says something about malloc,
-    or a debugger looks on, nothing happens.
+    A fresh page costs more than what is then done with it: a step of GPT-2 124 M spent a third of its time on
+    them. Until memory has run out once, see `give_back`.
     """
-    version = _glibc_version()
-    if version is None or version >= (2, 38):
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    tuned = "malloc.mmap" in tunables or "malloc.trim" in tunables
+    if not tuned and not any(name.startswith("MALLOC_") for name in os.environ):
+        _tune_malloc(mapped_from=2**31 - 1, trim_above=-1)
+
+
+def give_back() -> None:
+    """Give freed memory back from here on, and what is free now: it has run out, and gaps may be why."""
+    if (libc := _glibc()) is not None:
+        libc.malloc_trim(0)
+        _tune_malloc(mapped_from=2**20, trim_above=2**20)
+
+
+def free_bytes() -> int:
+    """What malloc holds and nobody uses; 0 where that is not known (glibc before 2.33, other libraries)."""
+    mallinfo = getattr(_glibc(), "mallinfo2", None)
+    if mallinfo is None:
+        return 0
+    mallinfo.restype = _Mallinfo
+    return int(mallinfo().numbers[8])  # fordblks
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [("numbers", ctypes.c_size_t * 10)]
+
+
+def _tune_malloc(*, mapped_from: int, trim_above: int) -> None:
+    """mallopt(3): blocks from so many bytes on get a mapping of their own; free ends of the heap go back."""
+    if (libc := _glibc()) is None:
         return
-    if user_tunes_malloc(NO_THREAD_CACHE) or "GLIBC_TUNABLES" in os.environ or sys.gettrace() is not None:
-        return
-    os.environ["GLIBC_TUNABLES"] = NO_THREAD_CACHE
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    taken = [libc.mallopt(_MMAP_THRESHOLD, mapped_from), libc.mallopt(_TRIM_THRESHOLD, trim_above)]
+    if not all(taken):
+        from loguru import logger
+
+        logger.info("this C library does not keep freed memory: steps on a CPU may be up to a third slower")
 
 
-NO_THREAD_CACHE = "glibc.malloc.tcache_count=0"
-"""What `GLIBC_TUNABLES` is then."""
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # as malloc.h numbers them
 
 
-def _glibc_version() -> tuple[int, ...] | None:
-    """Such as (2, 36); None where there is another C library."""
+def _glibc() -> ctypes.CDLL | None:
     try:
-        name = os.confstr("CS_GNU_LIBC_VERSION") or ""  # "glibc 2.36"
-        return tuple(map(int, name.removeprefix("glibc ").split(".")[:2]))
-    except (AttributeError, OSError, ValueError):
+        libc = ctypes.CDLL("libc.so.6")
+        return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None
+    except OSError:
         return None

@@ -24,7 +24,6 @@ def main(
     best: bool = False,
     rounds: int | None = None,
     output: Path | None = None,
-    quick: bool = False,
 ) -> int:
     """Race, and print what was found. Needs trl (pip install -e '.[trl]').
 
@@ -34,8 +33,6 @@ def main(
         best: Against TRL in its best configuration alone, not as it comes too.
         rounds: Of each row; None: 5, or 2 of GPT-2 124 M. One has no interval, but shows memory.
         output: A JSON file for every step.
-        quick: One round of the smallest, held against what is so on any machine and not against our goals: we
-            are no slower than the others, and hold less.
     """
     if rounds is not None and rounds < 1:
         sys.exit(f"--rounds is {rounds}: give at least 1.")
@@ -43,7 +40,6 @@ def main(
     if not chosen:
         sys.exit(f"--only is {only!r}: the rows are {'; '.join(case.name for case in CASES)}.")
     configure_logging("INFO", CONSOLE)
-    rounds = rounds or (1 if quick else None)
     contenders = CONTENDERS[: 1 if alone else 2 if best else 3]
     outcomes = []
     for case in chosen:
@@ -55,7 +51,7 @@ def main(
     CONSOLE.print(f"{versions}, {torch.get_num_threads()} threads", highlight=False)
     CONSOLE.print(table(race_rows(outcomes)))
     write(output, {"cases": [{"name": each.case.name, "steps": each.steps} for each in outcomes]})
-    return conclude(race_verdicts(outcomes, goals=not quick))
+    return conclude(race_verdicts(outcomes))
 
 
 if __name__ == "__main__":

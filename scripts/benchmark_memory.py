@@ -1,19 +1,136 @@
-"""How well memory is predicted and planned, and what that costs: four benchmarks on the CPU."""
+"""How well memory is predicted, in whole runs on the CPU: what tensors were said to add, and did."""
 
+import re
+import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import torch
 import tyro
-from benchmarks.accuracy import accuracy
-from benchmarks.limits import limits
-from benchmarks.planning import overhead, rows
-from benchmarks.results import CONSOLE
+from benchmarks.models import GPT2_3M, GPT2_30M, GPT2_124M, write_model
+from benchmarks.results import CONSOLE, conclude, table, write
+from loguru import logger
 
-from grpo.environment import restart_without_thread_cache, set_library_defaults
+from grpo.model.target import multiplies_in_bf16
 from grpo.run.screen import configure_logging
+from grpo.run.tracking import MEMORY_FILE, read_lines
+
+ROOT = Path(__file__).parents[1]
+SHAPES = {"3m": GPT2_3M, "30m": GPT2_30M, "124m": GPT2_124M}
+"""Of models with random weights, whose texts never end."""
+KINDS = {
+    "fp32": ("--precision", "fp32"), "bf16": ("--precision", "bf16"),
+    "auto": (), "lora": ("--lora-rank", "16"),
+}  # fmt: skip
+RUNS = {
+    ("rook-tiny", "fp32"): (8, 32, 128, 512), ("rook-tiny", "bf16"): (8, 64, 512),
+    ("rook-tiny", "lora"): (16, 256),
+    ("3m", "fp32"): (8, 64, 256, 512), ("3m", "bf16"): (16, 128), ("3m", "lora"): (64,),
+    ("30m", "fp32"): (8, 32, 64), ("30m", "bf16"): (16,), ("30m", "lora"): (32,),
+    ("124m", "fp32"): (8,), ("124m", "auto"): (16,), ("124m", "lora"): (16,),
+}  # fmt: skip
+"""Batch sizes by model and kind: 24 runs, and 19 where there are no products in bf16."""
+QUICK = {
+    ("rook-tiny", "fp32"): (64,), ("rook-tiny", "bf16"): (8,), ("rook-tiny", "lora"): (16,),
+    ("3m", "fp32"): (16,),
+}  # fmt: skip
+PHASES = ("sample", "score", "learn")
+MEDIAN, WORST = 0.02, 0.08
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a run ended, what it printed, and the lines of its memory.jsonl."""
+
+    name: str
+    size: int
+    status: int
+    printed: str
+    passes: list[dict[str, Any]]
+
+    def compared(self) -> Iterator[dict[str, Any]]:
+        """Of each phase that is planned all at once, the predicted pass that is furthest off."""
+        planned = re.search(r"rows at once" + 3 * r"\D+(\d+)", self.printed)
+        for phase, rows in zip(PHASES, planned.groups() if planned else (), strict=False):
+            errors = {
+                line["predicted_bytes"] / line["added_bytes"] - 1: line
+                for line in self.passes
+                if line["phase"] == phase and line["added_bytes"] and line["predicted_bytes"] is not None
+            }
+            if errors and int(rows) >= self.size:
+                line = errors[error := max(errors, key=abs)]
+                yield {"run": self.name, "phase": phase, "error": error} | {
+                    name: line[name] for name in ("rows", "predicted_bytes", "added_bytes")
+                }
+
+
+def main(quick: bool = False, output: Path | None = None) -> int:
+    """Print what tensors add, against what was said before the first step; 1 if a bar is missed.
+
+    Args:
+        quick: Four runs of small models, not 24.
+        output: A JSON file for every phase.
+    """
+    configure_logging("INFO", CONSOLE)
+    runs: list[Run] = []
+    with TemporaryDirectory() as folder:
+        try:
+            runs.extend(train_all(Path(folder), QUICK if quick else RUNS))
+        except KeyboardInterrupt:
+            logger.warning("stopped: this is what was measured so far")
+    rows = [row for run in runs for row in run.compared()]
+    middle = median([abs(row["error"]) for row in rows] or [1.0])
+    retries, phases = sum(line["retries"] for run in runs for line in run.passes), len(PHASES) * len(runs)
+    verdicts = {
+        f"{len(runs)} runs, and all end well": bool(runs) and not any(run.status for run in runs),
+        f"{len(rows)} of {phases} phases are compared (at least half)": 2 * len(rows) >= phases,
+        f"in the median they are off by {middle:.2%} (at most {MEDIAN:.0%})": middle <= MEDIAN,
+        f"memory ran out {retries} times (never)": retries == 0,
+    }
+    for phase in PHASES:
+        worst = max((row["error"] for row in rows if row["phase"] == phase), key=abs, default=0.0)
+        verdicts[f"{phase}: at worst {worst:+.2%} (at most {WORST:.0%})"] = abs(worst) <= WORST
+    shown = [
+        {"run": row["run"], "phase": row["phase"], "rows": row["rows"]}
+        | {f"{name}, MB": f"{row[f'{name}_bytes'] / 2**20:.1f}" for name in ("predicted", "added")}
+        | {"off by": f"{row['error']:+.1%}"}
+        for row in rows
+    ]
+    CONSOLE.print(table(shown, "What tensors add"))
+    write(output, {"verdicts": verdicts, "rows": rows})
+    return conclude(verdicts)
+
+
+def train_all(folder: Path, chosen: dict[tuple[str, str], tuple[int, ...]]) -> Iterator[Run]:
+    """Two steps of each, in a folder of its own."""
+    for (model, kind), sizes in chosen.items():
+        if kind == "bf16" and not multiplies_in_bf16(torch.device("cpu")):
+            sizes = sizes[:1] if model == "rook-tiny" else ()  # emulated, a step takes minutes
+        if model in SHAPES and sizes and not (folder / model).exists():
+            write_model(folder / model, SHAPES[model])
+        for size in sizes:
+            source, runs = (
+                str(folder / model) if model in SHAPES else model,
+                folder / f"{model}-{kind}-{size}",
+            )
+            ended = subprocess.run(
+                [sys.executable, ROOT / "train_lean.py", "--model", source,
+                 *KINDS[kind], "--batch-size", str(size), "--max-new-tokens", "48", "--device", "cpu",
+                 "--engine", "off", "--steps", "2", "--eval-interval", "0", "--runs-dir", runs],
+                capture_output=True, text=True,
+            )  # fmt: skip
+            passes = [line for path in runs.glob(f"*/{MEMORY_FILE}") for line in read_lines(path)]
+            printed = " ".join((ended.stdout + ended.stderr).split())
+            run = Run(f"{model} {kind} {size}", size, ended.returncode, printed, passes)
+            errors = [f"{row['error']:+.1%}" for row in run.compared()]
+            logger.info("{}: status {}, {}", run.name, run.status, errors)
+            yield run
+
 
 if __name__ == "__main__":
-    restart_without_thread_cache()  # seconds and bytes are to be those of train_lean.py
-    set_library_defaults()
-    configure_logging("INFO", CONSOLE)
-    commands = {"accuracy": accuracy, "limits": limits, "rows": rows, "overhead": overhead}
-    sys.exit(tyro.extras.subcommand_cli_from_dict(commands, description=__doc__))
+    sys.exit(tyro.cli(main))

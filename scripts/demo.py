@@ -85,7 +85,4 @@ def main(
 
 
 if __name__ == "__main__":
-    from grpo.environment import restart_without_thread_cache
-
-    restart_without_thread_cache()
     sys.exit(tyro.cli(main))

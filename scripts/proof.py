@@ -8,16 +8,17 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
-from benchmarks.processes import end_all, run_to_end
 
 ROOT = Path(__file__).parents[1]
 SHOWN = 15
@@ -53,8 +54,7 @@ class Part:
 CARD = "card", "nvidia-smi"
 CHROMIUM = "Chromium", "chromium", "chromium-browser"
 TOGETHER = (
-    Part("accuracy", 8, "benchmark_memory.py accuracy --quick", "tensors add what was said before"),
-    Part("rows", 5, "benchmark_memory.py rows --quick", "the plan's rows are those of brute force"),
+    Part("accuracy", 8, "benchmark_memory.py --quick", "tensors add what was said before"),
     Part("faults", 8, "pytest tests/proof/faults_on_the_disk.py", "full disks and SIGKILL lose nothing"),
     Part("fuzz", 10, "pytest tests/proof/bad_input.py", "whatever comes in, no traceback"),
     Part("leaks", 10, "pytest tests/proof/leak_rates.py", "leaks are found, and not where none is"),
@@ -62,7 +62,7 @@ TOGETHER = (
     Part("trl-tests", 5, "pytest tests/proof/own_tests_of_trl.py", "tests of its kind run with ours"),
     Part("uci", 5, "pytest tests/proof/uci_games.py", "games by the clock, and nonsense"),
     Part("learning-curve", 5, "learning_curve.py --output {folder} --seeds 1 --steps 1"
-         " --batch-size 16 --heldout 4 --games 0 --minutes 0.03", "at learning rate 0 nothing moves"),
+         " --batch-size 16 --heldout 4 --minutes 0.03", "at learning rate 0 nothing moves"),
     Part("card-small", 8, "sh scripts/gpu_check.sh --small --output {folder}/small.json", "its parts run"),
     Part("documented", 8, "pytest tests/proof/as_documented.py", "accelerate; plans as on the pages"),
     Part("installed", 8, "pytest tests/proof/installed.py", "the wheel trains anywhere"),
@@ -74,15 +74,52 @@ TOGETHER = (
 )  # fmt: skip
 """That may share the machine."""
 ALONE = (
-    Part("race", 8, "benchmark.py --only shape --quick --best", "no slower than TRL, in less memory"),
-    Part("overhead", 5, "benchmark_memory.py overhead --steps 8", "watching memory takes 1 % of a step"),
-    Part("limits", 8, "benchmark_memory.py limits --how 'ulimit -d' --batch-size 64 --rungs 2 --no-large"
-         " --quick", "the least limit that is named is enough, and twice the need costs no time"),
+    Part("race", 8, "benchmark.py --only shape --rounds 1 --best", "no slower than TRL, in less memory"),
+    Part("overhead", 5, "pytest tests/proof/memory_at_work.py -k percent",
+         "watching memory takes 1 % of a step"),
+    Part("limits", 15, "pytest tests/proof/memory_at_work.py -k limit",
+         "the least limit that is named is enough, and twice the need costs no time"),
     Part("improves", 30, "demo.py --steps 20 --minutes 30 --must-improve", "GRPO improves rook-tiny"),
     Part("card", 8, "sh scripts/gpu_check.sh --quick --output {folder}/card.json", "a card's speed", CARD),
-    Part("mutants", 20, "mutants.py", "faults made in the source are noticed by the tests"),
+    Part("mutants", 30, "pytest -n 2 --dist=load tests/proof/mutants.py",
+         "faults made in the source are noticed by the tests"),
 )  # fmt: skip
 """That compare speeds, or keep all cores busy by themselves."""
+
+
+_RUNNING: set[subprocess.Popen[bytes]] = set()
+
+
+def run_to_end(command: Sequence[str], said: Path, timeout_s: float, **options: Any) -> int | None:
+    """The exit status, None if it had to be ended; what is left of its processes is killed.
+
+    said: what it prints. options: as of Popen.
+    """
+    with said.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, **options
+        )
+        _RUNNING.add(process)
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end(process)
+
+
+def end_all() -> None:
+    """Those that run, in whichever thread."""
+    for process in [*_RUNNING]:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """With all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    _RUNNING.discard(process)
 
 
 def main(
@@ -127,7 +164,13 @@ def run(part: Part, folder: Path, **environment: str) -> str:
     """passed, failed, or why it is skipped; printed, of one that failed with the last that it said."""
     begun, file, failure = time.monotonic(), folder / f"{part.name}.txt", ""
     if not (lack := part.lack):
-        failure = attempt(part, folder, file, environment)
+        shutil.rmtree(own := folder / part.name, ignore_errors=True)
+        own.mkdir()
+        everything = {**os.environ, "PYTHON": sys.executable, **environment}
+        status = run_to_end(part.words(own), file, 60 * part.minutes, cwd=ROOT, env=everything)
+        failure = f"exit status {status}" if status else ""
+        if status is None:
+            failure = f"no end within {part.minutes:g} minutes"
     line = f"{part.name:15} {time.monotonic() - begun:5.0f} s  {part.proves}"
     if failure:
         said = [*file.read_text(errors="replace").splitlines()[-SHOWN:], f"{failure}: {file}"]
@@ -135,18 +178,6 @@ def run(part: Part, folder: Path, **environment: str) -> str:
     verdict = "failed" if failure else "skipped" if lack else "passed"
     print(f"{verdict:8} {line}{lack and f': {lack}'}", flush=True)
     return lack or verdict
-
-
-def attempt(part: Part, folder: Path, file: Path, environment: dict[str, str]) -> str:
-    """How it failed, or nothing."""
-    environment = {**os.environ, "PYTHON": sys.executable, **environment}
-    own = folder / part.name
-    shutil.rmtree(own, ignore_errors=True)
-    own.mkdir()
-    status = run_to_end(part.words(own), file, 60 * part.minutes, cwd=ROOT, env=environment)
-    if status is None:
-        return f"no end within {part.minutes:g} minutes"
-    return f"exit status {status}" if status else ""
 
 
 if __name__ == "__main__":

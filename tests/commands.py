@@ -24,10 +24,9 @@ from loguru import logger
 from several_processes import fork
 
 from grpo import commands, waiting
-from grpo.environment import NO_THREAD_CACHE
 
 ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "GLIBC_TUNABLES": NO_THREAD_CACHE}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
 Ended = subprocess.CompletedProcess[str]
 
 

@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from grpo.memory.leaks.leak import MB, MIN_GROWTH_BYTES
-from grpo.memory.leaks.trend import Array, find_trends, without_covariate
+from grpo.memory.leaks.leak import MB, MIN_GROWTH_BYTES, Array, steady_growth, without_tokens
 
 STEPS = 200
 NOISES_MB = (5, 10, 20, 40, 80)
 LEAK_MB = 0.25
-POWER = 0.95
+POWER, WANDERING_POWER = 0.9, 0.6
 
 Shape = Callable[[Array, Array, np.random.Generator], Array]
 """White noise (K, T) and a leak (T,), both in bytes, to what is tested (K, T)."""
@@ -53,7 +52,7 @@ def growing_completions(noise: Array, leak: Array, rng: np.random.Generator) -> 
     progress = np.linspace(0, 1, steps) ** rng.uniform(0.5, 2, (num, 1))
     tokens = 1000 * (1 + progress * rng.uniform(1, 4, (num, 1))) * rng.normal(1, 0.1, noise.shape)
     bytes_per_token = MB * 10 ** rng.uniform(-2.5, -1, (num, 1))
-    return without_covariate(noise + leak + bytes_per_token * tokens, tokens)
+    return without_tokens(noise + leak + bytes_per_token * tokens, tokens)
 
 
 def late_jump(noise: Array, leak: Array, rng: np.random.Generator) -> Array:
@@ -74,6 +73,8 @@ SHAPES: Mapping[str, Shape] = {
     "running maximum": running_maximum,
     "growing completions": growing_completions,
 }
+WANDERING = ("AR(1) 0.8", "running maximum")
+"""Noise that stays where it is for many steps hides a small leak."""
 HARDER: Mapping[str, Shape] = {"late jump": late_jump, "plateau in AR(1) 0.8": plateau_of_ar1}
 """Beyond what is promised, to know where the test ends."""
 
@@ -82,9 +83,9 @@ def share_found(shape: Shape, noise_mb: float, leak_mb: float, num_series: int, 
     """Share of series that are called a leak. One seed gives the same noise for every leak."""
     rng = np.random.default_rng([seed, int(noise_mb * 1000)])
     noise = rng.normal(0, noise_mb * MB, (num_series, STEPS))
-    steps = np.arange(STEPS, dtype=float)
-    series = shape(noise, leak_mb * MB * steps, rng)
-    return float(find_trends(series, steps, min_growth=MIN_GROWTH_BYTES).rising.mean())
+    series = shape(noise, leak_mb * MB * np.arange(STEPS), rng)
+    steady, gained = steady_growth(series, MIN_GROWTH_BYTES)
+    return float((steady & (gained >= MIN_GROWTH_BYTES)).mean())
 
 
 Shares = dict[str, list[float]]
@@ -112,9 +113,12 @@ def promises(alarms: Shares, found: Shares) -> dict[str, bool]:
     """What docs/measurements.md says of the test, with some room for other seeds."""
     sound = max(float(np.mean(alarms[name])) for name in SHAPES)
     hard = max(float(np.mean(alarms[name])) for name in HARDER)
-    least = min(found[name][0] for name in SHAPES)
+    least = {name: shares[0] for name, shares in found.items()}
+    hidden = min(least.pop(name) for name in WANDERING)
+    leak = f"{LEAK_MB} MB a step are found in {NOISES_MB[0]} MB of noise"
     return {
-        f"of no shape are more than {sound:.1%} called a leak (at most 1 %)": sound <= 0.01,
-        f"of no harder one more than {hard:.1%} (at most 3 %)": hard <= 0.03,
-        f"{LEAK_MB} MB a step are found in {NOISES_MB[0]} MB of noise: {least:.0%} (95 %)": least >= POWER,
+        f"of no shape are more than {sound:.1%} called a leak (at most 0.5 %)": sound <= 0.005,
+        f"of no harder one more than {hard:.1%} (at most 1 %)": hard <= 0.01,
+        f"{leak}: {min(least.values()):.0%} (90 %)": min(least.values()) >= POWER,
+        f"{leak} that wanders: {hidden:.0%} (60 %)": hidden >= WANDERING_POWER,
     }

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from grpo.environment import (
     launched_processes,
-    restart_without_thread_cache,
     set_library_defaults,
     unsupported,
 )
@@ -35,18 +34,16 @@ class Command(NamedTuple):
     """MODULE:NAME of a dataclass for tyro, or of what reads the words by itself."""
     level: str = "INFO"
     """What is logged at least."""
-    trains: bool = False
-    """Whether it takes steps, for which malloc is tuned (`restart_without_thread_cache`)."""
 
 
 COMMANDS = {
     "train": Command(
         "train a language model with GRPO", "--steps 5 --batch-size 16",
-        "grpo.config:parse_command_line", trains=True,
+        "grpo.config:parse_command_line",
     ),
     "monitor": Command(
         "train and watch: is memory growing?", "200 64", "grpo.commands.monitor:parse_monitor",
-        level="WARNING", trains=True,
+        level="WARNING",
     ),
     "evaluate": Command(
         "held-out quality of a model or a run", "runs/NAME", "grpo.commands.evaluate:EvaluateConfig"
@@ -60,7 +57,7 @@ COMMANDS = {
     ),
     "find-max": Command(
         "the largest batch that fits, by real steps", "--memory-limit 800MB",
-        "grpo.workbench.find_max:parse_find_max", trains=True,
+        "grpo.workbench.find_max:parse_find_max",
     ),
     "calculate": Command(
         "the largest batch for a card that is not there", "--gpu rtx4090",
@@ -68,7 +65,6 @@ COMMANDS = {
     ),
     "sweep": Command(
         "one model at several batch sizes", "--batch-sizes 8 32", "grpo.workbench.sweep:parse_sweep",
-        trains=True,
     ),
     "report": Command("a run or a sweep as one page", "runs/NAME", "grpo.commands.report:ReportConfig"),
     "check": Command(
@@ -98,8 +94,6 @@ def run(name: str) -> int:
     if trouble := unsupported():
         print(f"error {trouble}", file=sys.stderr)
         return WRONG_USAGE
-    if COMMANDS[name].trains:
-        restart_without_thread_cache()
     set_library_defaults()
     return call(name)
 

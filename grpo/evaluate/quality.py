@@ -38,10 +38,6 @@ class Quality:
     sampled: Evaluation
     greedy: Evaluation
 
-    def __or__(self, other: "Quality") -> "Quality":
-        """The columns of both."""
-        return Quality(self.sampled | other.sampled, self.greedy | other.greedy)
-
     def save(self, folder: Path, name: str) -> None:
         for mode in MODES:
             getattr(self, mode).save(folder / f"{name}-{mode}.json")

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from grpo import malloc
+from grpo.environment import free_bytes
 from grpo.memory.budget import (
     CONTEXT_BYTES,
     GB,
@@ -117,7 +117,7 @@ class Device:
         What a CUDA graph's pool keeps is for its replays alone.
         """
         if self.on_host:
-            return self._process_bytes() - malloc.free_bytes()
+            return self._process_bytes() - free_bytes()
         if self.device.type == "mps":
             return torch.mps.current_allocated_memory()
         allocated = torch.accelerator.memory_allocated(self.device)

@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch
 from loguru import logger
 
-from grpo import malloc
+from grpo.environment import give_back
 from grpo.memory.rows import DoesNotFit, smaller_rows
 
 T = TypeVar("T")
@@ -175,7 +175,7 @@ def _let_go(error: Exception, discard: Callable[[], None]) -> None:
     gc.collect()
     release_cache()
     if not any(isinstance(link, torch.OutOfMemoryError) for link in linked):  # the host's
-        malloc.give_back()
+        give_back()
     if any(_ONEDNN_FAILED in str(link) for link in linked) and torch.backends.mkldnn.enabled:
         # Its compiler remembers, thread by thread, that it failed once, and refuses every new shape.
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # torch declares it oddly

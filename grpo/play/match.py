@@ -6,21 +6,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import chess
-import numpy as np
 from loguru import logger
 from rich.table import Table
 
 from grpo.data import load_prompts
-from grpo.evaluate.evaluation import Evaluation
 from grpo.play.opponents import Opponent
 from grpo.play.player import settings_of
 from grpo.play.record import Game, Match
 from grpo.play.thought import Position, game_seed
 from grpo.run.interrupt import stop_on_signal
-from grpo.types import Prompt
 from grpo.waiting import waiting
 
-GAMES = "games/score"
 _SAVE_EVERY_S = 20.0
 
 
@@ -102,20 +98,6 @@ def play_match(
                     saved = time.monotonic()
         finally:
             match.save(folder)
-
-
-def score_against(
-    player: Opponent, other: Opponent, fens: Sequence[str], *, seed: int, at_once: int
-) -> Evaluation:
-    """Column `GAMES`: what a player scores from each position, the mean over both colours.
-
-    Illegal answers lose: between weak models whose answers are replaced nearly all games are drawn.
-    """
-    games = [Game.begin(fen, first_is_white=white) for fen in fens for white in (True, False)]
-    for _ in play_games(games, (player, other), seed=seed, at_once=at_once, replace=False):
-        pass
-    points = np.array([game.points for game in games]).reshape(-1, 2)
-    return Evaluation.of([Prompt(fen, fen, {}) for fen in fens], {GAMES: points})
 
 
 def score_table(match: Match) -> Table:

@@ -17,9 +17,9 @@ from accelerate.utils import DistributedType
 from loguru import logger
 from torch import Tensor, nn
 
-from grpo import malloc
 from grpo.config.sizes import parse_size
 from grpo.distributed.gradients import aside, average_gradients, drop
+from grpo.environment import keep_freed
 from grpo.memory import Device, Fit, Size
 from grpo.memory.budget import data_limit
 from grpo.trl.parts import LOSSES, Part, completion_lengths, fields_by_row, merged, parts
@@ -100,8 +100,8 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
                 "depends on how a batch is split: set GRPOConfig(router_aux_loss_coef=0.0)."
             )
         device = self.accelerator.device
-        if device.type == "cpu" and data_limit() is None and not malloc.user_tunes_malloc(""):
-            malloc.keep_freed()  # fresh pages would cost more than what is done with them
+        if device.type == "cpu" and data_limit() is None:
+            keep_freed()  # fresh pages would cost more than what is done with them
         self.is_sharded = self.accelerator.distributed_type in SHARDED
         self.fit = Fit(
             Device(device, utilization=memory_utilization, limit_bytes=limit),

@@ -16,8 +16,7 @@ from rich.console import Console
 from grpo.config import Config
 from grpo.files import shown
 from grpo.memory.budget import GB, readable
-from grpo.memory.leaks.leak import LeakVerdict, LeakWatch, MemorySample, detect_leak
-from grpo.memory.leaks.trend import MIN_STEPS
+from grpo.memory.leaks.leak import MIN_STEPS, LeakVerdict, LeakWatch, MemorySample, detect_leak
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import open_run
 from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, NewLines, read_lines

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo.environment import restart_without_thread_cache, set_library_defaults
+from grpo.environment import set_library_defaults
 
 Name = Literal["ours", "trl", "trl defaults"]
 REWARDS = "policy", "environment"
@@ -160,7 +160,6 @@ def run_trl(work: Work, turns: Turns, *, best: bool) -> None:
 def main() -> None:
     work = Work(**json.loads(sys.argv[1]))
     if work.name == "ours":  # as train_lean.py does
-        restart_without_thread_cache()
         set_library_defaults()
     turns = Turns(sys.stdout)
     with redirect_stdout(sys.stderr):

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -90,10 +90,8 @@ def main(output: Path | None = None, small: bool = False, quick: bool = False) -
             "recorded steps": lambda: _recorded(config),
             "invariances": lambda: {name: _invariances(config, name) for name in ("fp64", "fp32", "bf16")},
             "race": lambda: _race(small),
-            "whole rollout": lambda: _whole(config, limit, max(sizes)),
             "limit": lambda: _limited(config, limit, many),
             "recovery": lambda: _recovery(config, limit),
-            "emptied cache": lambda: _emptied(config),
         }
         results: Figures = {"device": device, "torch": torch.__version__, "model": model.name}
         results["max_new_tokens"] = config.sampling.max_new_tokens
@@ -124,7 +122,7 @@ def _attempt(name: str, part: Callable[[], Any]) -> Any:
 # --------------------------------------------------------------------------------- parts that are runs
 
 
-def train(config: Config, *, bias: float = 1.0, after_step: Callable[[], None] = lambda: None) -> Figures:
+def train(config: Config, *, bias: float = 1.0) -> Figures:
     """A run, read from what it wrote: where its memory stood, and how fast it was. Bytes, seconds.
 
     bias: times as high as they should be predictions are, after the warm-up. `phases` has, of each, seconds
@@ -135,7 +133,7 @@ def train(config: Config, *, bias: float = 1.0, after_step: Callable[[], None] =
     if bias != 1.0:
         _mispredict(trainer.run.fit, bias)
     for _ in trainer:
-        after_step()
+        pass
     folder, size = trainer.run.folder, trainer.config.num_rows
     memory = read_lines(folder / MEMORY_FILE)
     metrics = [line for line in read_lines(folder / METRICS_FILE) if "step_time" in line]
@@ -206,12 +204,6 @@ def _race(small: bool) -> Figures:
     }
 
 
-def _whole(config: Config, limit: str, rows: int) -> Figures:
-    """Whether so many rows are sampled at once under a limit."""
-    found = train(replace(config, batch_size=rows, memory_limit=limit))
-    return {"limit": limit, "whole": found["rows"]["sample"] == rows, **found}
-
-
 def _limited(config: Config, limit: str, many: int) -> Figures:
     """The largest batch that needs no splitting under a limit, for many steps; none may run out."""
     auto = train(replace(config, batch_size="auto", memory_limit=limit))
@@ -224,19 +216,6 @@ def _limited(config: Config, limit: str, many: int) -> Figures:
 def _recovery(config: Config, limit: str) -> Figures:
     """Predictions 70 % too low: the plan is too large, memory does run out, the run goes on."""
     return train(replace(config, batch_size=config.max_batch_size, memory_limit=limit), bias=0.3)
-
-
-def _emptied(config: Config) -> Figures:
-    """The folk advice of emptying the cache after each step, against leaving it: speed and reserved bytes."""
-    config = replace(config, steps=2 * config.steps)
-    emptied = partial(train, config, after_step=torch.cuda.empty_cache)
-    runs = in_turns({"kept": partial(train, config), "emptied": emptied}, rounds=2)
-
-    def ratio(figure: str) -> float:
-        kept, emptied = (median(run[figure] for run in some) for some in runs.values())
-        return emptied / max(1, kept)
-
-    return {"speed": ratio("samples_per_minute"), "reserved": ratio("reserved_bytes")}
 
 
 # ----------------------------------------------------------------------- parts that look at single passes

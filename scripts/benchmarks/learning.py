@@ -1,50 +1,33 @@
-"""Does it learn? Held-out quality before and after, what supervised training gains instead, a picture."""
+"""Does it learn? Held-out quality before and after, and a picture of both."""
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
-from torch.nn.utils.rnn import pad_sequence
 
 from grpo.config import Config, read_config
 from grpo.data import load_prompts
-from grpo.data.load import POSITIONS
 from grpo.evaluate import Evaluation
-from grpo.evaluate.quality import ROWS, Quality
-from grpo.learning.loss import LossSettings, loss_counts
-from grpo.learning.objectives import GRPOBatch, accumulate_grpo, finish_grpo
-from grpo.learning.optimizer import make_optimizer, set_learning_rate
-from grpo.learning.step import Stepper
-from grpo.model.load import Policy, RolloutModel, load_policy
-from grpo.model.target import choose_device
-from grpo.play.match import GAMES, score_against
-from grpo.play.player import Player
+from grpo.evaluate.quality import Quality
+from grpo.model.load import Policy
 from grpo.run.interrupt import stop_on_signal
 from grpo.run.setup import open_run
 from grpo.run.tracking import METRICS_FILE, read_lines
 from grpo.trainer import Trainer
-from grpo.types import Prompt, Rollout
+from grpo.types import Prompt
 from grpo.workbench.pictures import picture
 
 DEMO_SETTINGS = Path(__file__).parents[2] / "grpo" / "assets" / "demo.yaml"
 RESAMPLES = 5_000
-MARGIN = -0.02
-"""A column has fallen if its change is significantly below this."""
 
 
 def demo_config(**changes: Any) -> Config:
     """The demo's settings, as the bundled YAML has them, but for changes that are not None."""
     given = {name: value for name, value in changes.items() if value is not None}
     return replace(read_config(DEMO_SETTINGS), **given)
-
-
-def untrained(config: Config) -> Policy:
-    return load_policy(config.model, choose_device(config.device), config.precision)
 
 
 def heldout_prompts(config: Config, count: int) -> list[Prompt]:
@@ -59,69 +42,6 @@ def train_grpo(config: Config, console: Console) -> tuple[Path, Policy, bool]:
         return run.folder, run.policy, stop.requested
 
 
-def train_supervised(config: Config, *, minutes: float, learning_rate: float = 1e-4) -> Policy:
-    """Likelihood of the bundled training lines for as long as GRPO took.
-
-    As a GRPO step: of given completions that all have an advantage of 1, and no KL.
-    """
-    policy, rows = untrained(config), 96
-    optimizer = make_optimizer(policy.model, config.optimizer)
-    set_learning_rate(optimizer, learning_rate)
-    stepper, source = Stepper(policy.model, optimizer, 1.0), load_prompts("bundled", seed=config.seed)
-
-    def accumulate() -> dict[str, float]:
-        batch = _labelled(source.draw(rows), policy)
-        sums = accumulate_grpo(
-            policy.model, batch, settings=LossSettings(kl_coef=0.0), temperature=1.0, rows=rows,
-            dtype=policy.target.dtype, pass_tokens=policy.target.pass_tokens,
-        )  # fmt: skip
-        return finish_grpo([sums], batch.counts)
-
-    end = time.monotonic() + 60 * minutes
-    while time.monotonic() < end:
-        stepper.step(accumulate)
-    return policy
-
-
-def _labelled(prompts: list[Prompt], policy: Policy) -> GRPOBatch:
-    """Bundled prompts with what comes after them in their lines, which their ids number."""
-    lines = POSITIONS.joinpath("train.txt").read_text().splitlines()
-    whole = [lines[int(prompt.id.rpartition(":")[2]) - 1] for prompt in prompts]
-    assert all(line.startswith(prompt.text) for line, prompt in zip(whole, prompts, strict=True))
-    texts = [line.removeprefix(prompt.text) for line, prompt in zip(whole, prompts, strict=True)]
-    tokens = [
-        torch.tensor([*each, policy.tokenizer.eos_token_id]) for each in policy.tokenizer(texts)["input_ids"]
-    ]
-    ids, lengths = pad_sequence(tokens, batch_first=True), torch.tensor([*map(len, tokens)])
-    rollout = Rollout(
-        prompts, policy.tokenizer([prompt.text for prompt in prompts])["input_ids"], ids, lengths,
-        terminated=torch.ones_like(lengths, dtype=torch.bool), sampler_logp=torch.zeros(ids.shape),
-        completions=texts,
-    )  # fmt: skip
-    return GRPOBatch(rollout, torch.ones(len(lengths)), rollout.mask, loss_counts(rollout.mask, ids.shape[1]))
-
-
-def play_untrained(policy: Policy | None, other: Policy, config: Config, fens: Sequence[str]) -> Quality:
-    """Column `GAMES`, in both modes: what a model scores against the untrained one from these positions.
-
-    None: the untrained model itself, which scores a half by definition.
-    """
-    if policy is None:
-        half = np.full((len(fens), 1), 0.5)
-        even = Evaluation.of([Prompt(fen, fen, {}) for fen in fens], {GAMES: half})
-        return Quality(even, even)
-
-    def scored(temperature: float) -> Evaluation:
-        settings = replace(config.sampling, temperature=temperature)
-        players = [
-            Player(RolloutModel(each.model, each.target.dtype).model, each.tokenizer, settings, rows=ROWS)
-            for each in (policy, other)
-        ]
-        return score_against(*players, fens, seed=config.seed, at_once=ROWS)
-
-    return Quality(scored(config.sampling.temperature), scored(0.0))
-
-
 def seed_bootstrap(before: Evaluation, after: Sequence[Evaluation], column: str) -> np.ndarray:
     """Resampled mean changes of a column, (RESAMPLES,): seeds and prompts are both drawn anew."""
     changes = np.stack([each.scores[column] - before.scores[column] for each in after])  # (S, prompts)
@@ -132,10 +52,8 @@ def seed_bootstrap(before: Evaluation, after: Sequence[Evaluation], column: str)
     return np.take_along_axis(drawn @ changes, prompts, axis=1).mean(1)
 
 
-def change_rows(
-    before: Evaluation, after: Sequence[Evaluation], controls: Mapping[str, Evaluation]
-) -> Iterator[dict[str, str]]:
-    """Of each column, in hundredths: before, the mean over seeds, its change with its interval, controls."""
+def change_rows(before: Evaluation, after: Sequence[Evaluation]) -> Iterator[dict[str, str]]:
+    """Of each column, in hundredths: before, the mean over seeds, and its change with its interval."""
     for column in before.scores:
         low, high = np.quantile(seed_bootstrap(before, after, column), [0.025, 0.975])
         was = before.mean(column)
@@ -145,23 +63,11 @@ def change_rows(
             "": column, "before": f"{100 * was:.1f}", "GRPO": f"{100 * (was + change):.1f}",
             "change": _signed(change), "95 %": f"{_signed(low)} to {_signed(high)}",
             "each seed": " ".join(map(_signed, changes)),
-            **{name: _signed(control.mean(column) - was) for name, control in controls.items()},
         }  # fmt: skip
 
 
 def _signed(value: float) -> str:
     return f"{100 * value:+.1f}"
-
-
-def fallen(before: Evaluation, after: Sequence[Evaluation]) -> list[str]:
-    """Columns whose change is significantly below −2 points, Holm-corrected at 5 %."""
-    p_values = {name: float((seed_bootstrap(before, after, name) >= MARGIN).mean()) for name in before.scores}
-    result: list[str] = []
-    for rank, (column, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
-        if p > 0.05 / (len(p_values) - rank):
-            break
-        result.append(column)
-    return result
 
 
 def draw(runs: Path, results: Mapping[str, Quality], names: Sequence[str], file: Path) -> None:

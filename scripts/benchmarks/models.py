@@ -11,7 +11,6 @@ from transformers import (
     GPT2Config,
     PretrainedConfig,
     PreTrainedModel,
-    Qwen2Config,
 )
 
 from grpo.model.names import BUNDLED_FOLDER
@@ -28,11 +27,6 @@ GPT2_30M = gpt2(8, 512)
 GPT2_3M = gpt2(6, 192, n_head=6)
 GPT2_MINUTE = gpt2(2, 32, n_positions=256)
 LIKE_ROOK_TINY = AutoConfig.from_pretrained(BUNDLED_FOLDER)
-LIKE_QWEN = Qwen2Config(
-    vocab_size=32_000, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
-    num_key_value_heads=2, max_position_embeddings=512, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-)  # fmt: skip
-"""Its texts may end, at one token in 32,000."""
 
 
 def write_model(folder: Path, shape: PretrainedConfig) -> Path:

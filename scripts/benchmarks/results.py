@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from loguru import logger
 from rich import box
 from rich.table import Table
 from scipy.stats import t as student
@@ -36,17 +35,6 @@ def times_as_much(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float
     return math.exp(mean), math.exp(mean - reach), math.exp(mean + reach)
 
 
-def until_stopped(rows: Iterable[T]) -> list[T]:
-    """All of them, or those before Ctrl-C."""
-    done = []
-    try:
-        for row in rows:
-            done.append(row)
-    except KeyboardInterrupt:
-        logger.warning("stopped: this is what was measured so far")
-    return done
-
-
 def table(rows: Iterable[Mapping[str, object]], title: str = "") -> Table:
     """A row each; the columns are the first one's. What begins a row, and words, stand on the left."""
     rows = list(rows)
@@ -71,16 +59,3 @@ def write(output: Path | None, content: Any) -> None:
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def finish(
-    title: str,
-    shown: Iterable[Mapping[str, object]],
-    verdicts: Mapping[str, bool],
-    rows: Sequence[Mapping[str, Any]],
-    output: Path | None,
-) -> int:
-    """Print a table of what is shown of the rows, and the verdicts, and write both; the exit status."""
-    CONSOLE.print(table(shown, title))
-    write(output, {"verdicts": verdicts, "rows": rows})
-    return conclude(verdicts)

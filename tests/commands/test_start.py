@@ -15,7 +15,7 @@ from commands import ENVIRONMENT, ROOT
 from setuptools import build_meta
 
 from grpo import commands, environment
-from grpo.environment import NO_THREAD_CACHE, _glibc_version, typed
+from grpo.environment import typed
 
 FILES = {
     "train": "train_lean.py", "monitor": "monitor_memory.py", "evaluate": "scripts/evaluate.py",
@@ -145,33 +145,6 @@ def test_the_help_can_be_printed_where_only_ascii_can():
     done = fresh("train_lean.py", "--help", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert done.returncode == 0, done.stderr
     assert "--batch-size" in done.stdout and done.stdout.isascii()
-
-
-RESTARTING = """
-import os, sys
-from grpo.environment import restart_without_thread_cache
-first = os.environ.setdefault("FIRST", str(os.getpid()))
-restart_without_thread_cache()
-restart_without_thread_cache()  # once is enough
-print(first == str(os.getpid()), os.environ.get("GLIBC_TUNABLES"), sys.flags.optimize, *sys.argv[1:])
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
-def test_a_program_starts_again_as_it_was_unless_the_user_tunes_malloc(tmp_path):
-    if (version := _glibc_version()) is None or version >= (2, 38):
-        pytest.skip("this C library does without")
-    (script := tmp_path / "script.py").write_text(RESTARTING)
-    free = {name: value for name, value in os.environ.items() if not name.startswith(("GLIBC", "MALLOC"))}
-    few = "glibc.malloc.arena_max=2"
-    for of_user, tunables in (
-        ({}, NO_THREAD_CACHE), ({"MALLOC_ARENA_MAX": "2"}, "None"), ({"GLIBC_TUNABLES": few}, few),
-    ):  # fmt: skip
-        said = subprocess.check_output(
-            [sys.executable, "-O", script, "--name", "two words"], text=True, timeout=60,
-            env={**free, **of_user, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        assert said.split() == ["True", tunables, "1", "--name", "two", "words"]
 
 
 def test_windows_and_too_small_an_address_space_are_refused_before_a_library_aborts(tmp_path):

@@ -14,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import huggingface_hub
-import numpy as np
 import pytest
 import torch
 from chess import STARTING_FEN as START
@@ -38,7 +37,6 @@ from grpo.learning.advantages import group_advantages
 from grpo.learning.loss import StepCounts, adaptive_kl, grpo_loss
 from grpo.learning.optimizer import check_optimizer
 from grpo.memory import Device, Fit, Size
-from grpo.memory.leaks.trend import find_trends
 from grpo.model import attention
 from grpo.model.adapters import add_adapters, save_adapters
 from grpo.model.load import Policy, load_policy
@@ -583,7 +581,6 @@ REFUSED: dict[str, list[Row]] = {
         ),
     ],
     "memory": [
-        (lambda at: find_trends(np.zeros((1, 39)), np.arange(39.0)), "39 steps are too few", "at least 40"),
         (lambda at: Fit(Device()).predict("learn", Size(4)), "nothing was measured yet"),
     ],
     "model": [

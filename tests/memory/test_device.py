@@ -17,7 +17,6 @@ from several_processes import in_processes, values
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from grpo import malloc
 from grpo.memory import Device, budget, is_out_of_memory, peak_live_bytes
 from grpo.memory import device as devices
 from grpo.memory.budget import (
@@ -208,7 +207,7 @@ def test_under_a_limit_what_the_limit_counts_is_what_the_process_holds():
 
 
 def test_what_malloc_keeps_is_not_used_and_who_else_is_on_a_host_is_not_said(monkeypatch):
-    monkeypatch.setattr(malloc, "free_bytes", lambda: 64 * MB)
+    monkeypatch.setattr(devices, "free_bytes", lambda: 64 * MB)
     assert abs(resident_bytes() - 64 * MB - Device().used_bytes()) < 4 * MB
     assert Device().neighbours() == "" and Device().slack == FIRST_SLACK
     said = str(Device().read())
@@ -220,7 +219,7 @@ def test_where_a_peak_cannot_be_reset_nothing_seems_to_have_grown_by_it(monkeypa
     """In a sandbox it is the whole life's; elsewhere than on Linux, what is held when it is read."""
     told = {"VmRSS": 300, "VmHWM": 900, "VmData": 400}
     monkeypatch.setattr(devices, "_status", lambda: told)
-    monkeypatch.setattr(malloc, "free_bytes", lambda: 0)
+    monkeypatch.setattr(devices, "free_bytes", lambda: 0)
     monkeypatch.setattr(Path, "write_text", mock.Mock(side_effect=PermissionError))
     monkeypatch.setattr(sys, "platform", "linux")
     with Device().measure() as peak:

@@ -15,7 +15,6 @@ from out_of_memory import OUT_OF_MEMORY, FailAtAllocation, count_allocations
 from several_processes import in_processes, values
 from torch import Tensor, nn
 
-from grpo import malloc
 from grpo.memory import Device, DoesNotFit, is_out_of_memory, survive
 from grpo.memory.recovery import Retry
 
@@ -225,7 +224,7 @@ def test_a_cache_is_emptied_before_a_retry_malloc_gives_back_and_onednn_is_given
         monkeypatch.setattr(torch.mps, "empty_cache", partial(emptied.append, "mps"))
         survive(fits(4, []), 8, phase="learn")
         assert emptied == ([device.type] * 2 if device else [])
-    with mock.patch.object(malloc, "give_back") as give_back:
+    with mock.patch("grpo.memory.recovery.give_back") as give_back:
         survive(fits(4, []), 4, phase="learn")
         with pytest.raises(DoesNotFit):
             survive(mock.Mock(side_effect=torch.OutOfMemoryError("a card's")), 1, phase="learn")

@@ -1,7 +1,8 @@
-"""The faults in this folder, which `scripts/mutants.py` tries out: they apply, and their tests are there."""
+"""The faults in this folder, of `make proof PARTS=mutants`: they apply, and their tests are there."""
 
 import pytest
-from mutants import ROOT, judged, read_mutants
+from commands import ROOT
+from mutant_trials import judged, read_mutants
 
 
 def test_every_mutant_applies_once_and_names_tests_that_are_there():

@@ -19,9 +19,8 @@ import pytest
 from uci_client import ENDGAME, nonsense
 
 from grpo.play import opponents
-from grpo.play.match import GAMES, play_games, random_openings, score_against
+from grpo.play.match import play_games, random_openings
 from grpo.play.opponents import AtRandom, UciOpponent, engine_command, make_opponent
-from grpo.play.player import Player
 from grpo.play.record import FILE, Game, Match
 from grpo.play.score import Score, elo_difference
 from grpo.play.thought import Line, Position, Thought, any_move, conclude, game_seed, read_answer
@@ -366,19 +365,6 @@ def test_a_match_goes_on_only_as_it_was_begun_whatever_its_settings_are_called(t
     ):
         with pytest.raises(ValueError, match=reason):
             other.gone_on_with(tmp_path)
-
-
-NEARLY_FIFTY = ["8/8/4k3/8/8/4K3/R7/8 w - - 97 80", "8/8/4k3/8/r7/4K3/8/8 b - - 97 80"]
-
-
-def test_a_score_from_positions_is_a_column_of_an_evaluation(load, config):
-    fens = [board.fen() for board in random_openings(4, seed=2)]
-    scores = score_against(AtRandom(), AtRandom(), fens, seed=3, at_once=8).scores[GAMES]
-    assert scores.shape == (4,) and set(scores) <= {0, 0.25, 0.5, 0.75, 1}
-    model, tokenizer = load("gpt2").model, load("gpt2").tokenizer
-    players = [Player(model, tokenizer, config.sampling, rows=8) for _ in range(2)]
-    scores = score_against(*players, NEARLY_FIFTY, seed=3, at_once=8).scores[GAMES]
-    assert scores.tolist() == [0.5, 0.5]  # whoever is to move first loses, in either colour
 
 
 def test_score_and_interval_are_those_worked_out_by_hand():

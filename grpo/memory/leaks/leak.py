@@ -8,32 +8,42 @@
 
 Readings are taken at step boundaries, where nothing of a step should be left. What rises tells the
 kind: allocated bytes are tensors that somebody holds, reserved bytes alone are fragmentation, the
-device's used bytes alone are not torch's. The test is in trend.py. Left out: growth that is less
-than `min_growth_bytes` over the run, and growth that stops.
+device's used bytes alone are not torch's.
+
+Start-up, a cache that fills, a high-water mark, a jump and noise all grow too. A leak is growth that goes
+on: after the first tenth of the run, each sixth of the rest has a higher median than the one before. Left
+out: p-values (noise that wanders slowly hides a small leak), growth of less than MIN_GROWTH_BYTES over
+the run, and growth that stops.
 """
 
 import importlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from grpo.memory.device import Device
-from grpo.memory.leaks.census import Group, Held, count_tensors, grown_tensors
-from grpo.memory.leaks.culprits import Culprit, name_culprits
-from grpo.memory.leaks.recording import Recorded, Recording
-from grpo.memory.leaks.trend import MIN_STEPS, Array, find_trends, settled, without_covariate
+from grpo.memory.leaks.culprits import Culprit, Recorded, Recording, count_tensors
+
+Array = NDArray[np.float64]
 
 MB = 2**20
 MIN_GROWTH_BYTES = 4 * MB
 """Interpreters and allocators settle for hundreds of steps: less than this over a run is no leak."""
 SETTLING = 0.03
 """Share of a process's resident memory that its heap may gain in the same way, through fragments."""
+MIN_STEPS = 40
+WARM_UP = 0.1
+"""Share of the run that is dropped at its start."""
+PARTS = 6
+SAME_LINE = 0.98
+"""Correlation of tokens with time from which on growth with the one and with the other look the same."""
 RECORDED_STEPS = 4
 _BASELINE_STEP = MIN_STEPS // 2
-_SUSPICION = 0.01
 
 Kind = Literal["held tensors", "fragmentation", "not torch", "memory of unknown kind"]
 
@@ -51,23 +61,24 @@ class MemorySample:
 
 @dataclass(frozen=True)
 class Growth:
-    """One kind of memory: bytes a step over the second half of the run, with a 95 % interval."""
+    """One kind of memory. steady: it rises from each part of the run to the next."""
 
     kind: Kind
     leak: bool
+    steady: bool
     bytes_per_step: float
-    low: float
-    high: float
-    p_value: float
-    why_none: str = ""
-    """Why growth that is hardly chance is no leak of this kind."""
+    gained_bytes: float
+    least_bytes: float
+    """What a leak gains at least."""
 
     def __str__(self) -> str:
-        text = (
-            f"{self.kind}: {self.bytes_per_step / MB:+.3f} MB a step "
-            f"(95 % interval {self.low / MB:+.3f} to {self.high / MB:+.3f}, p = {self.p_value:.1g})"
-        )
-        return f"{text}: {self.why_none}" if self.why_none else text
+        text = f"{self.kind}: {self.bytes_per_step / MB:+.3f} MB a step"
+        if 0 < self.gained_bytes < self.least_bytes:
+            in_all, settling = self.gained_bytes / MB, self.least_bytes / MB
+            return f"{text}: {in_all:.1f} MB in all, and up to {settling:.0f} MB a run may settle by"
+        if self.gained_bytes > 0 and not self.steady:
+            return f"{text}: not all the way to the end, or in one jump"
+        return text
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,7 @@ class LeakVerdict:
         return "\n".join(lines)
 
 
-def detect_leak(samples: Sequence[MemorySample], *, min_growth_bytes: int = MIN_GROWTH_BYTES) -> LeakVerdict:
+def detect_leak(samples: Sequence[MemorySample]) -> LeakVerdict:
     """The verdict over one run's samples, in order.
 
     Where all samples have tokens, growth that these explain is no leak. The kind is the first of
@@ -111,89 +122,89 @@ def detect_leak(samples: Sequence[MemorySample], *, min_growth_bytes: int = MIN_
     """
     if len(samples) < MIN_STEPS:
         return LeakVerdict(len(samples), ())
-    kinds, levels = _levels(samples)
-    steps = np.array([sample.step for sample in samples], float)
-    raw = found = find_trends(levels, steps, min_growth=min_growth_bytes)
+    used = [sample.device_used_bytes for sample in samples]
+    levels: dict[Kind, Sequence[int | None]] = {  # each holds the one before
+        "held tensors": [sample.allocated_bytes for sample in samples],
+        "fragmentation": [sample.reserved_bytes for sample in samples],
+        "not torch": used,
+    }
+    if samples[0].allocated_bytes is None:
+        levels = {"memory of unknown kind": used}
+    kinds = [kind for kind, level in levels.items() if None not in level]
+    series = np.array([levels[kind] for kind in kinds], float)
+    least = np.full(len(kinds), float(MIN_GROWTH_BYTES))
+    if samples[0].reserved_bytes is None:  # a host: the last level is the process's resident memory
+        least[-1] = max(least[-1], SETTLING * series[-1].mean())
+    steady, gained = steady_growth(series, least)
+    grew = bool((steady & (gained >= least)).any())
     tokens = [sample.tokens for sample in samples if sample.tokens is not None]
     if len(tokens) == len(samples):
-        levels = without_covariate(levels, np.array(tokens, float))
-        found = find_trends(levels, steps, min_growth=min_growth_bytes)
-    span = np.ptp(settled(steps))
-    least = _least_growth(samples, levels, min_growth_bytes)
-    rising = found.rising & (found.slope >= least / span)
-    growth = tuple(
-        Growth(
-            kind,
-            bool(rising[row] and not rising[:row].any()),
-            float(found.slope[row]),
-            float(found.low[row]),
-            float(found.high[row]),
-            float(found.p_value[row]),
-            _why_none(
-                float(found.p_value[row]),
-                float(found.slope[row] * span),
-                float(least[row]),
-                leak=bool(rising[row] and not rising[:row].any()),
-                in_another=bool(rising[:row].any()),
-            ),
-        )
-        for row, kind in enumerate(kinds)
-    )
-    follows_tokens = bool((raw.rising & (raw.slope >= least / span)).any() and not rising.any())
-    return LeakVerdict(len(samples), growth, follows_tokens)
+        steady, gained = steady_growth(without_tokens(series, np.array(tokens, float)), least)
+    leaks = steady & (gained >= least)
+    leaks &= np.cumsum(leaks) == 1  # the first
+    rates = gained / np.ptp(_settled(np.array([sample.step for sample in samples])))
+    columns = (column.tolist() for column in (leaks, steady, rates, gained, least))
+    growth = tuple(Growth(*row) for row in zip(kinds, *columns, strict=True))
+    return LeakVerdict(len(samples), growth, grew and not leaks.any())
 
 
-def _why_none(p_value: float, gained: float, least: float, *, leak: bool, in_another: bool) -> str:
-    """Of a kind that grew by `gained` bytes, hardly by chance; in_another: that grows, and is held in it."""
-    if leak or p_value >= _SUSPICION or gained <= 0:
-        return ""
-    if in_another:
-        return "it holds what grows above"
-    if gained < least:
-        return f"{gained / MB:.1f} MB in all, and up to {least / MB:.0f} MB a run may settle by"
-    return "not all the way to the end, or in one jump"
+def steady_growth(series: Array, least: Array | float) -> tuple[NDArray[np.bool_], Array]:
+    """Whether each row of (K, T) grows steadily, and what it gains after the warm-up, both (K,).
+
+    Steadily: each part's median is above the one before by at least a quarter of what a part holds (the
+    median of their interquartile ranges; a line's is half of its rise), and half of a part of `least`.
+    """
+    settled = _settled(series)
+    length = settled.shape[1] // PARTS
+    parts = settled[:, -PARTS * length :].reshape(-1, PARTS, length)
+    low, medians, high = np.percentile(parts, (25, 50, 75), axis=2)
+    rises = np.diff(medians, axis=1)
+    spread = np.median(high - low, axis=1)
+    steady = (rises >= np.maximum(spread / 4, np.asarray(least) / PARTS / 2)[:, None]).all(1)
+    return steady, np.median(rises, axis=1) / length * (settled.shape[1] - 1)
 
 
-def _levels(samples: Sequence[MemorySample]) -> tuple[list[Kind], Array]:
-    """The kinds that were measured and their bytes (kinds, T), each level holding the one before."""
-    device = [sample.device_used_bytes for sample in samples]
-    allocated = [sample.allocated_bytes for sample in samples]
-    reserved = [sample.reserved_bytes for sample in samples]
-    if None in allocated:
-        return ["memory of unknown kind"], np.array([device], float)
-    if None in reserved:
-        return ["held tensors", "not torch"], np.array([allocated, device], float)
-    return ["held tensors", "fragmentation", "not torch"], np.array([allocated, reserved, device], float)
+def without_tokens(series: Array, tokens: Array) -> Array:
+    """`series` (K, T) less what the tokens of its steps, (T,) or (K, T), explain.
+
+    By least squares beside a line in time, so that a leak keeps what is its own; never more than without that
+    line, nor less than nothing. Tokens that are themselves a line in time explain all of the growth.
+    """
+    x, y = (values - values.mean(-1, keepdims=True) for values in (_settled(tokens), _settled(series)))
+    time = np.arange(x.shape[-1]) - (x.shape[-1] - 1) / 2
+    line = _coefficient(time, x) * time
+    alone, beside = _coefficient(x, y), _coefficient(x - line, y - _coefficient(time, y) * time)
+    same = (line**2).sum(-1, keepdims=True) > SAME_LINE**2 * (x**2).sum(-1, keepdims=True)
+    explained = np.where(same, alone, np.minimum(beside, alone)).clip(0)
+    return series - explained * (tokens - _settled(tokens).mean(-1, keepdims=True))
 
 
-def _least_growth(samples: Sequence[MemorySample], levels: Array, min_growth_bytes: int) -> Array:
-    """Bytes that each of the levels (kinds, T) has to gain, (kinds,)."""
-    least = np.full(len(levels), float(min_growth_bytes))
-    if samples[0].reserved_bytes is None:  # a host: the last level is the process's resident memory
-        least[-1] = max(least[-1], SETTLING * levels[-1].mean())
-    return least
+def _settled(series: Array) -> Array:
+    """What remains of (..., T) without the warm-up."""
+    return series[..., int(series.shape[-1] * WARM_UP) :]
+
+
+def _coefficient(x: Array, y: Array) -> Array:
+    """Of y (..., T) on x (..., T), both centred, by least squares, (..., 1); 0 where x is constant."""
+    spread = (x**2).sum(-1, keepdims=True)
+    return (x * y).sum(-1, keepdims=True) / np.where(spread > 0, spread, 1.0)
 
 
 class LeakWatch:
     """Samples a device at step boundaries; once something seems to grow, records who makes it.
 
-    Cost: some 0.1 ms a step. With `count` on the host also a count of the live tensors, see
-    census.py: call `gc.freeze()` after set-up to keep it small, and leave `count` off in training,
-    where the kind of a leak then stays unknown. The RECORDED_STEPS steps after steps 40, 60, 90 and so
-    on, if the test finds growth by then, take several times as long.
+    Cost: some 0.1 ms a step, on the host also a count of the live tensors (culprits.py): call `gc.freeze()`
+    after set-up to keep it small. The RECORDED_STEPS steps after steps 40, 60, 90 and so on, where
+    something grows steadily by then, take several times as long, until a culprit is found.
 
     Call it from the thread that trains. On an accelerator the used bytes are those of all processes.
     """
 
-    def __init__(
-        self, device: torch.device, *, count: bool = True, min_growth_bytes: int = MIN_GROWTH_BYTES
-    ) -> None:
+    def __init__(self, device: torch.device) -> None:
         importlib.import_module("torch._dynamo")  # a recording would: some 90 s while allocations are traced
         self.samples: list[MemorySample] = []
         self._device = Device(device)
-        self._count = count
-        self._min_growth_bytes = min_growth_bytes
-        self._baseline: dict[Group, Held] = {}
+        self._baseline: Counter[str] = Counter()
         self._recording: Recording | None = None
         self._recorded = Recorded()
         self._next_check = MIN_STEPS
@@ -207,8 +218,7 @@ class LeakWatch:
     def close(self) -> None:
         """Stop recording, if a recording is on."""
         if self._recording is not None:
-            self._recorded = self._recording.stop() or self._recorded
-            self._recording = None
+            self._recorded, self._recording = self._recording.stop(), None
 
     def sample(self, step: int, tokens: int | None = None) -> MemorySample:
         """To be called at the end of every step."""
@@ -222,34 +232,36 @@ class LeakWatch:
             self._baseline = count_tensors()
         if len(self.samples) == self._next_check:
             self._next_check += self._next_check // 2
-            if self._recording is None and self._seems_to_grow():
+            grows = any(growth.steady for growth in detect_leak(self.samples).growth)
+            if grows and self._recording is None and not self._recorded.culprits:
                 self._recording = Recording()
         return sample
 
     def verdict(self) -> LeakVerdict:
         """Over all samples so far, with the culprits if there is a leak."""
         self.close()
-        verdict = detect_leak(self.samples, min_growth_bytes=self._min_growth_bytes)
+        verdict = detect_leak(self.samples)
         if not verdict.leak:
             return verdict
-        grown = grown_tensors(self._baseline, count_tensors())
-        culprits = name_culprits(grown, len(self.samples) - _BASELINE_STEP, self._recorded)
+        grown = count_tensors() - self._baseline  # what there is more of
+        num_steps = len(self.samples) - _BASELINE_STEP
+        culprits = [
+            *self._recorded.culprits,
+            *(
+                Culprit(f"tensors {look}", more, num_steps)
+                for look, more in grown.items()
+                if look not in self._recorded.looks
+            ),
+        ]
         rate = sum(each.bytes_per_step for each in verdict.growth if each.leak)
-        main = (each for each in culprits if each.num_bytes / each.num_steps > rate / 10)
+        main = [culprit for culprit in culprits if culprit.bytes_per_step > rate / 10]
+        main.sort(key=lambda culprit: -culprit.bytes_per_step)
         return replace(verdict, culprits=tuple(main))
-
-    def _seems_to_grow(self) -> bool:
-        """Asks less than the verdict: a recording costs little, and a leak is better caught early."""
-        return any(
-            each.p_value < _SUSPICION and each.bytes_per_step * len(self.samples) > self._min_growth_bytes / 4
-            for each in detect_leak(self.samples).growth
-        )
 
     def _read(self, step: int, tokens: int | None) -> MemorySample:
         reading = self._device.read()
         if self._device.on_host:
-            held = sum(count.num_bytes for count in count_tensors().values()) if self._count else None
-            return MemorySample(step, reading.allocated_bytes, held, None, tokens)
+            return MemorySample(step, reading.allocated_bytes, count_tensors().total(), None, tokens)
         memory = self._device.memory()
         used = memory.total_bytes - memory.free_bytes
         return MemorySample(step, used, reading.allocated_bytes, reading.reserved_bytes, tokens)
