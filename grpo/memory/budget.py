@@ -6,6 +6,7 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 GB = 2**30
@@ -118,30 +119,23 @@ def _room_of_addresses() -> int:
 
 
 def _cgroups() -> Iterator[str]:
-    """Folders of the control group this process is in and of those around it, up to where they are mounted.
+    """Folders of the control group this process is in and of those around it; the limit of each holds.
 
-    Of version 2 or of version 1's memory controller; see cgroups(7). The limit of each of them holds.
+    Where they are always mounted, of version 2 and of version 1's memory controller (cgroups(7)). A container
+    may see the path that its host knows, of which it has only the end.
     """
     try:
-        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
-    own = {
-        "cgroup" if names else "cgroup2": path
-        for _, names, path in groups
-        if not names or "memory" in names.split(",")
-    }
-    for mount in mounts:
-        root, folder, rest = mount[3], mount[4].replace("\\040", " "), mount[mount.index("-") + 1 :]
-        kind = rest[0]
-        if kind not in own or (kind == "cgroup" and "memory" not in rest[-1].split(",")):
+    for _, names, path in (line.split(":", 2) for line in groups):
+        if names and "memory" not in names.split(","):
             continue
-        path = own[kind]
-        below = path.removeprefix(root.rstrip("/")) if path.startswith(root) else ""
-        parts = [part for part in below.split("/") if part not in ("", "..")]
-        for depth in range(len(parts), -1, -1):
-            yield "/".join([folder, *parts[:depth]])
+        mount = "/sys/fs/cgroup/memory" if names else "/sys/fs/cgroup"
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for start, end in combinations(range(len(parts) + 1), 2):
+            yield "/".join([mount, *parts[start:end]])
+        yield mount
 
 
 def _limit_and_use(folder: str) -> tuple[int, int]:

@@ -407,20 +407,10 @@ def test_on_linux_the_system_enforces_the_budget_and_a_limit_that_is_there_is_al
 # ------------------------------------------------------------------------------- control groups
 
 MEMINFO = "MemTotal:       1000 kB\nMemFree:  10 kB\nMemAvailable:    700 kB\nHugePages_Total:   0\n"
-MOUNTS = {
-    "/proc/meminfo": MEMINFO,
-    "/proc/self/mountinfo": (
-        "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
-        "31 20 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
-        "32 20 0:28 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
-    ),
-}  # fmt: skip
-ROOT = MOUNTS | {"/proc/self/cgroup": "4:memory:/\n3:cpu:/x\n0::/\n"}
-NESTED = MOUNTS | {"/proc/self/cgroup": "4:memory:/a/b\n0::/a.slice/b\n"}
-MOUNTED_AS_ROOT = {
-    "/proc/meminfo": MEMINFO, "/proc/self/cgroup": "0::/docker/1/job\n",
-    "/proc/self/mountinfo": "30 20 0:26 /docker/1 /sys/fs/cgroup ro - cgroup2 cgroup2 rw\n",
-}  # fmt: skip
+HOST = {"/proc/meminfo": MEMINFO}
+ROOT = HOST | {"/proc/self/cgroup": "4:memory:/\n3:cpu:/x\n0::/\n"}
+NESTED = HOST | {"/proc/self/cgroup": "4:memory:/a/b\n0::/a.slice/b\n"}
+MOUNTED_AS_ROOT = HOST | {"/proc/self/cgroup": "0::/docker/1/job\n"}
 """A container without a namespace of its own: /proc names the path that the host sees."""
 V2, V1 = ("max", "current"), ("limit_in_bytes", "usage_in_bytes")
 
