@@ -12,9 +12,6 @@ A decoder is made for a model and used for one batch of groups:
 Rows stand group by group: row r belongs to prompt r // rows_per_prompt.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
-
 import torch
 from loguru import logger
 from torch import Tensor
@@ -25,53 +22,12 @@ from grpo.memory import is_out_of_memory
 from grpo.model.load import context_length
 from grpo.model.prefill import crossed_window, layers_with_window
 from grpo.model.stand_ins import NEVER, exact_products
-from grpo.rollout.cache import CacheBytes
 from grpo.rollout.cuda_graphs import Recorder, recorder_of
 from grpo.rollout.generic import GenericDecoder
 from grpo.rollout.native import NativeDecoder
 from grpo.rollout.static_cache import static_cache_length
 
-__all__ = [
-    "CacheBytes",
-    "Decoder",
-    "cache_tokens",
-    "has_static_cache",
-    "joining_groups",
-    "make_decoder",
-    "prompt_places",
-    "records_steps",
-    "remaining_places",
-    "replaced_at_once",
-    "step_recorder",
-]
-
-
-class Decoder(Protocol):
-    def prefill(
-        self, prompt_ids: Sequence[Sequence[int]], rows_per_prompt: int, *, longest_prompt: int = 0
-    ) -> Tensor:
-        """longest_prompt: tokens of the longest that may take another's place later."""
-
-    def next_step(self) -> tuple[Hashable, Callable[[Tensor], Tensor]]:
-        """The next token's step, from tokens (R,) to logits (R, V), and what makes it alike to others."""
-
-    @property
-    def counters(self) -> Sequence[Tensor]:
-        """What steps change beside the cache."""
-
-    def keep(self, groups: Sequence[int]) -> None: ...
-
-    def replace(self, groups: Sequence[int], prompt_ids: Sequence[Sequence[int]]) -> Tensor:
-        """NotImplementedError unless `has_static_cache`, and so are other decoders' groups."""
-
-    def take_over(self, other: Any, groups: Sequence[int], places: int) -> None:
-        """Go on with some groups of another of the same kind, in the first of so many places."""
-
-    def skip(self, num_tokens: int) -> None:
-        """Stand where that many more tokens lead, whatever they are: for tracing memory."""
-
-    @property
-    def cache_bytes(self) -> CacheBytes: ...
+Decoder = NativeDecoder | GenericDecoder
 
 
 def make_decoder(model: PreTrainedModel, max_new_tokens: int, *, recorded: bool = False) -> Decoder:
@@ -207,11 +163,6 @@ def prompt_places(model: PretrainedConfig, tokens: int, device_type: str) -> int
 def replaced_at_once(groups: int) -> int:
     """How many of so many groups have to end before others take their places: one prefill serves them."""
     return max(1, groups // 8)
-
-
-def joining_groups(model: PretrainedConfig, groups: int) -> int:
-    """How many groups' prompts are computed at once while so many groups decode and others wait."""
-    return replaced_at_once(groups) if _is_native(model) and groups > 1 else 0
 
 
 def cache_tokens(model: PretrainedConfig, new_tokens: int) -> int:

@@ -15,7 +15,7 @@ from grpo.rollout.cache import CacheBytes, rows_of_groups
 
 
 class GenericDecoder:
-    """See `decoder.Decoder`, whose way it goes for models that hand their cache to nobody."""
+    """Has what `NativeDecoder` has, for models that hand their cache to nobody."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

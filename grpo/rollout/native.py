@@ -12,7 +12,7 @@ tokens, K places for own tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ class NativeDecoder:
     def prefill(
         self, prompt_ids: Sequence[Sequence[int]], rows_per_prompt: int, *, longest_prompt: int = 0
     ) -> Tensor:
+        """longest_prompt: tokens of the longest that may take another's place later."""
         if self._layers:  # from a batch before
             return self.replace(range(len(prompt_ids)), prompt_ids)
         prompts = self._encode(prompt_ids, max(longest_prompt, *map(len, prompt_ids)))
@@ -88,6 +89,7 @@ class NativeDecoder:
         )
 
     def next_step(self) -> tuple[int, Callable[[Tensor], Tensor]]:
+        """The next token's step, from tokens (R,) to logits (R, V), and what makes it alike to others."""
         last = self._layers[0].own_values.shape[2] - 1  # a row that has ended overwrites its last
         at = [min(count, last) for count in self._num_own]
         self._num_own = [place + 1 for place in at]
@@ -105,6 +107,7 @@ class NativeDecoder:
 
     @property
     def counters(self) -> Sequence[Tensor]:
+        """What steps change beside the cache."""
         return self._own, self._positions
 
     def _logits(self, tokens: Tensor, num_blocks: int, place: int | None) -> Tensor:
@@ -161,8 +164,8 @@ class NativeDecoder:
         self._positions, self._own = self._positions[rows], self._own[rows]
         self._num_own = [self._num_own[group] for group in groups]
 
-    def take_over(self, other: "NativeDecoder", groups: Sequence[int], places: int) -> None:
-        """Go on with some groups of one that has more places, in the first of these."""
+    def take_over(self, other: Any, groups: Sequence[int], places: int) -> None:
+        """Go on with some groups of another of this class, which has more places, in the first of these."""
         width = self._rows_per_prompt = other._rows_per_prompt
         if not self._layers:
             self._layers = [layer.like(places, places * width) for layer in other._layers]
@@ -188,6 +191,7 @@ class NativeDecoder:
         yield from self.counters
 
     def skip(self, num_tokens: int) -> None:
+        """Stand where that many more tokens lead, whatever they are: for tracing memory."""
         self._num_own = [count + num_tokens for count in self._num_own]
         self._positions, self._own = self._positions + num_tokens, self._own + num_tokens
 

@@ -17,8 +17,8 @@ from grpo.config.groups import SamplingSettings
 from grpo.data.tokens import tokenize
 from grpo.distributed.shard import any_process, inside
 from grpo.model.load import context_length, end_tokens
+from grpo.rollout.cache import CacheBytes
 from grpo.rollout.decoder import (
-    CacheBytes,
     has_static_cache,
     prompt_places,
     remaining_places,

@@ -14,7 +14,8 @@ from grpo.memory.live import LiveBytes
 from grpo.memory.rows import positions
 from grpo.model.adapters import add_adapters, store_base
 from grpo.model.load import Policy, RolloutModel, end_names, end_tokens, load_for
-from grpo.rollout.decoder import CacheBytes, check_decoder, has_static_cache, make_decoder
+from grpo.rollout.cache import CacheBytes
+from grpo.rollout.decoder import check_decoder, has_static_cache, make_decoder
 from grpo.rollout.generic import GenericDecoder
 from grpo.rollout.native import NativeDecoder
 from grpo.rollout.sample import rollout
