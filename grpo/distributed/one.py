@@ -1,7 +1,6 @@
 """What a run asks of its processes, answered where there is one."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TypeVar
 
 import torch
@@ -54,15 +53,6 @@ class World:
     def from_main(self, what: str, value: T) -> T:
         """What the first process gave."""
         return self.exchange(what, value)[0]
-
-    @contextmanager
-    def main_first(self, what: str) -> Iterator[None]:
-        """Inside, the first process is alone; the others follow, and find what it has left in a cache."""
-        if not self.is_main:
-            self.exchange(what, None)
-        yield
-        if self.is_main:
-            self.exchange(what, None)
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Make every `.grad` the sum over the processes; one that is missing here counts as zeros."""

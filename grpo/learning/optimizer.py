@@ -14,8 +14,6 @@ WHERE_8BIT = ("cuda", "cpu")
 """Devices that bitsandbytes was tried on."""
 _LEAST_8BIT, _BLOCK, _CODE_BYTES = 4096, 256, 1024
 """bitsandbytes': smaller tensors keep fp32 moments; numbers that share a scale; each of two code books."""
-_SCRATCH_8BIT = 5
-"""Tensors of a parameter's size in fp32 that its step on a CPU holds."""
 
 
 def learning_rate(done: float, num_steps: int, settings: OptimizerSettings) -> float:
@@ -98,13 +96,6 @@ def moment_bytes(sizes: Iterable[int], settings: OptimizerSettings, itemsize: in
     scales = sum(-(-size // _BLOCK) for size in large)
     codes = 2 * _CODE_BYTES if large else 0
     return 2 * 4 * sum(small) + 2 * (sum(large) + 4 * scales) + codes
-
-
-def step_bytes(sizes: Iterable[int], settings: OptimizerSettings, device_type: str) -> int:
-    """What the optimizer's step holds besides gradients: 8-bit moments are fp32 for a while on a CPU."""
-    if settings.optimizer_kind == "adamw" or device_type != "cpu":
-        return 0
-    return _SCRATCH_8BIT * 4 * max(_by_size(sizes)[1], default=0)
 
 
 def _by_size(sizes: Iterable[int]) -> tuple[list[int], list[int]]:

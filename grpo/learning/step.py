@@ -113,7 +113,10 @@ class Stepper:
 
 
 def begin_gradients(model: nn.Module) -> None:
-    """Where `Target.gradients_first`, make the gradients that are not there yet: zeros, to be added to."""
+    """On a CPU, make the gradients that are not there yet: zeros, to be added to.
+
+    Among activations they would tear malloc's heap apart.
+    """
     if is_sharded(model) or next(model.parameters()).device.type != "cpu":
         return
     for parameter in model.parameters():

@@ -231,7 +231,6 @@ class Fit:
         self._replays, self._agree, self._obeys = replays, agree, obeys
         self._phases: defaultdict[str, _Phase] = defaultdict(_Phase)
         self._passes: list[Pass] = []
-        self._counts_tensors = True
 
     # ------------------------------------------------------------------------------------ what is known
 
@@ -350,10 +349,6 @@ class Fit:
         """Plan anew what was planned from less, before a run begins."""
         state = self._phases[phase]
         state.rows, state.explores = None, True
-
-    def count_no_tensors(self) -> None:
-        """From here on, where that takes time, unless a pass is larger than all before."""
-        self._counts_tensors = False
 
     def planned(self) -> dict[str, int]:
         """Rows at once by phase, as planned last."""
@@ -474,9 +469,7 @@ class Fit:
     def _counts(self, phase: str, size: Size, batch_size: int) -> bool:
         """Whether tensors are counted one by one: it takes as long in a pass of one row as in a hundred."""
         state = self._phases[phase]
-        new = self._counts_tensors and state.counted < EXACT_RUNS and batch_size <= 4 * size.rows
-        if not self._counts_tensors and not self.knows(phase):
-            return False
+        new = state.counted < EXACT_RUNS and batch_size <= 4 * size.rows
         return new or self.positions(size) > LONGER * state.formula.most
 
     def _note(

@@ -60,11 +60,6 @@ class Target:
         return segment if segment - rounded <= MIB else rounded
 
     @property
-    def gradients_first(self) -> bool:
-        """Whether gradients are made before activations, among which they would tear malloc's heap apart."""
-        return self.on_cpu
-
-    @property
     def pass_tokens(self) -> int:
         """Tokens that take as long as what a pass costs besides: its Python, and weights read once more.
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from grpo.config.groups import OptimizerSettings
-from grpo.learning.optimizer import learning_rate, make_optimizer, moment_bytes, set_learning_rate, step_bytes
+from grpo.learning.optimizer import learning_rate, make_optimizer, moment_bytes, set_learning_rate
 
 HALF = math.sqrt(0.5)
 
@@ -102,9 +102,6 @@ EIGHT = OptimizerSettings(optimizer_kind="adamw8bit", learning_rate=1e-2)
 
 def test_8_bit_moments_are_there_before_the_first_step_and_steps_are_nearly_those_of_fp32():
     """On a CPU a step holds the largest tensor in fp32."""
-    assert step_bytes([100, 5000, 9000], EIGHT, "cpu") == 5 * 4 * 9000
-    assert step_bytes([100], EIGHT, "cpu") == step_bytes([9000], EIGHT, "cuda") == 0
-    assert step_bytes([9000], OptimizerSettings(), "cpu") == 0
     pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     start = nn.Linear(100, 100)
