@@ -26,12 +26,8 @@ def launched_processes() -> tuple[int, int]:
 
 def typed(command: str) -> str:
     """How to start one of `grpo.commands` from where the present one was: what to tell people to type."""
-    if Path(sys.argv[0]).name.startswith("grpo-lean"):
-        return f"grpo-lean {command}"
-    return f"python {_FILES[command]}"
-
-
-_FILES = {"train": "train_lean.py", "sweep": "scripts/sweep_batch_sizes.py", "report": "scripts/report.py"}
+    from_a_file = not Path(sys.argv[0]).name.startswith("grpo-lean")
+    return "python train_lean.py" if command == "train" and from_a_file else f"grpo-lean {command}"
 
 
 def unsupported() -> str | None:

@@ -249,9 +249,10 @@ def test_word_problems_are_trained_on_and_evaluated_as_the_page_says(tmp_path, m
     assert record["prompt"].endswith("<|im_start|>assistant\n")
     assert AutoTokenizer.from_pretrained(folder / "model").chat_template == CHAT
     words = [chat_model, *typed("evaluate", {"--prompts": "test.jsonl"})[1:]]
-    done = succeeded(tmp_path, "scripts/evaluate.py", *words)
+    done = succeeded(tmp_path, "tests/grpo_lean.py", "evaluate", *words)
     assert done.stdout.count("rewards/right/mean") == 2 and " 20 │" in done.stdout  # greedy and sampled
-    succeeded(tmp_path, "scripts/evaluate.py", *words[1:2], "--json", "one.json")  # held out of the run's
+    # held out of the run's
+    succeeded(tmp_path, "tests/grpo_lean.py", "evaluate", *words[1:2], "--json", "one.json")
     assert "sampled/rewards/right/mean" in Evaluation.load(tmp_path / "one.json").scores
 
 

@@ -44,7 +44,7 @@ def nonsense(rng: random.Random) -> str:
 
 def command(model: str) -> list[str]:
     """That a chess program starts."""
-    return [sys.executable, str(Path(__file__).parents[1] / "scripts/play.py"), "--model", model]
+    return [sys.executable, str(Path(__file__).with_name("grpo_lean.py")), "uci", "--model", model]
 
 
 @dataclass

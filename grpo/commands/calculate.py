@@ -1,4 +1,4 @@
-"""The largest batch for a card that is not there: `python scripts/calculate_batch_size.py --gpu h100`."""
+"""The largest batch for a card that is not there: `grpo-lean calculate --gpu h100`."""
 
 import json
 

@@ -1,7 +1,7 @@
 """What this machine reaches in training, in tokens a second, and which switches are off.
 
-python scripts/check_performance.py
-python scripts/check_performance.py --arch llama --layers 8 --width 512 --heads 8 --compile
+grpo-lean check
+grpo-lean check --arch llama --layers 8 --width 512 --heads 8 --compile
 """
 
 import torch

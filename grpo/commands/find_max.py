@@ -1,8 +1,8 @@
 """The largest batch that fits this device, by real training steps, each size in a fresh process.
 
-python scripts/find_max_batch_size.py                                     # GRPO, on rook-tiny
-python scripts/find_max_batch_size.py --objective lm --arch llama --data corpus.txt
-python scripts/find_max_batch_size.py --prompt-tokens 16 --max-new-tokens 16 --memory-limit 800MB --start 32
+grpo-lean find-max                                     # GRPO, on rook-tiny
+grpo-lean find-max --objective lm --arch llama --data corpus.txt
+grpo-lean find-max --prompt-tokens 16 --max-new-tokens 16 --memory-limit 800MB --start 32
 """
 
 import json

@@ -1,6 +1,6 @@
 """Games of a model against Stockfish, another engine, another model or chance: how much stronger is it?
 
-python scripts/match.py runs/NAME --against rook-tiny --games 100
+grpo-lean match runs/NAME --against rook-tiny --games 100
 """
 
 from dataclasses import dataclass

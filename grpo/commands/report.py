@@ -1,6 +1,6 @@
 """What a sweep or a training run found, as one HTML page; several of a kind side by side.
 
-python scripts/report.py RUN_OR_SWEEP [ANOTHER ...]
+grpo-lean report RUN_OR_SWEEP [ANOTHER ...]
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Train one model at several batch sizes, each on equally many tokens or samples.
 
-    python scripts/sweep_batch_sizes.py --data bundled --arch gpt2 --batch-sizes 8 32 128
-    python scripts/sweep_batch_sizes.py --objective grpo --batch-sizes 16 64 256
+    grpo-lean sweep --data bundled --arch gpt2 --batch-sizes 8 32 128
+    grpo-lean sweep --objective grpo --batch-sizes 16 64 256
 
 Finished sizes are kept in the output folder, so a stopped command goes on where it was.
 """

@@ -1,6 +1,6 @@
 """A model as an engine for any chess program that speaks UCI.
 
-python scripts/play.py --model runs/NAME
+grpo-lean uci --model runs/NAME
 """
 
 import os

@@ -135,7 +135,7 @@ def test_ctrl_c_keeps_the_games_and_the_same_command_goes_on(model_folders, tmp_
     (tmp_path / "longer.fen").write_text(POSITIONS[0].replace("97", "60"))
     start = ("--from", "prompts", "--prompts", tmp_path / "longer.fen")
     words = (model_folders["gpt2"], "--against", "random", "--games", 2, *start, "--output", tmp_path / "m")
-    typed = Command("scripts/match.py", *words, cwd=tmp_path)
+    typed = Command("tests/grpo_lean.py", "match", *words, cwd=tmp_path)
     typed.wait_for("playing; Ctrl-C keeps")
     typed.interrupt()
     ended = typed.finish()
@@ -165,7 +165,7 @@ def test_only_uci_is_on_stdout_and_where_lines_end_all_they_ask_for_is_answered(
              f"position fen {ONE_MOVE}", "go"]  # fmt: skip
     assert answers(str(model_folders["llama"]), lines, "--log", log)[-1] == "bestmove a1b1"
     assert "playing by" in log.read_text()
-    ended = run("scripts/play.py", "--model", "no/such/model/here", cwd=tmp_path)
+    ended = run("tests/grpo_lean.py", "uci", "--model", "no/such/model/here", cwd=tmp_path)
     assert ended.returncode == 2 and "there is no such folder" in ended.stderr
     assert ended.stdout.startswith("info string error: model is 'no/such/model/here'")
     assert "Traceback" not in ended.stderr  # a word to the program, and to people

@@ -116,7 +116,7 @@ def test_a_trial_runs_out_of_a_real_limit_and_both_objectives_say_so(tmp_path):
 def test_the_command_finds_tabulates_and_draws(tmp_path):
     words = "--objective lm --device cpu --arch gpt2 --layers 1 --width 32 --heads 2 --context 32 --start 8"
     done = run(
-        "scripts/find_max_batch_size.py", *words.split(), "--max-batch-size", 8, "--output", "out",
+        "tests/grpo_lean.py", "find-max", *words.split(), "--max-batch-size", 8, "--output", "out",
         "--data", ROOT / "README.md", cwd=tmp_path, traced=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

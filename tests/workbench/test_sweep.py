@@ -288,13 +288,13 @@ def test_a_sweep_is_stopped_goes_on_and_survives_running_out_of_memory(tmp_path)
         "--data bundled --arch gpt2 --layers 1 --width 32 --heads 2 --context 64 --total-tokens 131072 "
         "--eval-prompts 8 --evaluations 1 --memory-limit 550MB --batch-sizes 128 2048"
     )
-    command = ["scripts/sweep_batch_sizes.py", *words.split()]
+    command = ["tests/grpo_lean.py", "sweep", *words.split()]
     first = Command(*command, cwd=tmp_path)
     first.wait_for("size 128: ok")
     first.interrupt()
     stopped = first.finish(timeout_s=60)
     assert stopped.returncode == 130 and "Traceback" not in stopped.stderr, stopped.stderr
-    assert "Go on with: python" in stopped.stderr
+    assert "Go on with: grpo-lean sweep" in stopped.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     header = read_json(folder / "sweep.json")
     size = read_size(folder, 128, header)
@@ -303,7 +303,7 @@ def test_a_sweep_is_stopped_goes_on_and_survives_running_out_of_memory(tmp_path)
 
     again = run(*command, "--output", folder, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    assert "size 128: kept from before (ok)" in again.stderr and "scripts/report.py" in again.stderr
+    assert "size 128: kept from before (ok)" in again.stderr and "grpo-lean report" in again.stderr
     assert "held-out" in again.stdout and "out of memory" in again.stdout
     lost = read_size(folder, 2048, header)
     assert lost.status == "out of memory" and lost.predicted_bytes > 2e8

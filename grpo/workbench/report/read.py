@@ -88,7 +88,7 @@ def read_folder(folder: Path) -> Sweep | Run:
         return _read_run(folder)
     raise ValueError(
         f"{folder} is neither a run nor a sweep: it holds no {METRICS_FILE} and no {SWEEP_FILE}. Give the "
-        "folder that train_lean.py or scripts/sweep_batch_sizes.py wrote."
+        "folder that train_lean.py or grpo-lean sweep wrote."
     )
 
 
