@@ -6,36 +6,28 @@ python scripts/find_max_batch_size.py --prompt-tokens 16 --max-new-tokens 16 --m
 """
 
 import json
+from dataclasses import asdict
 
 from rich.console import Console
 
-from grpo.workbench.find_max import FindMax, check, find, flags_of, trials_table
-from grpo.workbench.find_max import as_json as trials_as_json
+from grpo.workbench.find_max import check, find
+from grpo.workbench.findings import as_json, draw, facts, findings, flags_of, next_rows, recommended
+from grpo.workbench.settings import FindMax, new_folder
+from grpo.workbench.tables import table
 
 
 def main(settings: FindMax, console: Console) -> None:
     """Check, try, and say what follows."""
     checked = check(settings)
-    console.print(checked.table)
-    folder = settings.folder()
+    console.print(table("Before the first trial", checked.rows))
+    folder = settings.output or new_folder("max-batch")
     trials = find(checked, folder)
-    console.print(trials_table(trials))
-    from grpo.workbench.findings import (
-        as_json,
-        cards_table,
-        draw,
-        findings,
-        next_table,
-        recommendation_table,
-        sentences,
-    )
-
+    console.print(table("Trials", [trial.row() for trial in trials]))
     found = findings(checked, trials, flags_of(settings.train))
-    for sentence in sentences(found):
-        console.print(sentence, highlight=False, soft_wrap=True)
-    for table in (next_table(found), recommendation_table(found), cards_table(found)):
-        console.print(table)
-    content = {**as_json(found), "trials": trials_as_json(trials)}
+    console.print(table("What follows", facts(found)))
+    console.print(table("Next sizes", next_rows(found)))
+    console.print(table("Recommended", recommended(found)))
+    content = {**as_json(found), "trials": [asdict(trial) for trial in trials]}
     (folder / "max_batch.json").write_text(json.dumps(content, indent=1) + "\n")
     draw(found, folder / "max_batch.png")
     console.print(f"{folder / 'max_batch.json'}\n{folder / 'max_batch.png'}", highlight=False, soft_wrap=True)

@@ -21,8 +21,7 @@ from grpo.config import Config, SettingsError
 from grpo.data.load import POSITIONS
 from grpo.files import replacing, write_whole
 from grpo.model.load import context_length, load_tokenizer
-from grpo.workbench.spec import MadeModel
-from grpo.workbench.task import model_name, model_shape
+from grpo.workbench.task import MadeModel, model_name, model_shape
 
 BUNDLED_TEXT = "bundled"
 BYTES = 256

@@ -1,30 +1,24 @@
 """What follows from the trials of find-max: the largest size, the line, the sizes beyond it, what to use."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
+from grpo.config import Config, to_flat
 from grpo.environment import typed
 from grpo.memory.budget import GB, readable
 from grpo.workbench.find_max import INCREMENT, Checked, Trial
-from grpo.workbench.line import (
-    LEAST_FOR_A_LINE,
-    Line,
-    Risk,
-    explaining_margin,
-    fit_line,
-    leaves_the_line,
-    unseen_margin,
-)
+from grpo.workbench.line import LEAST_FOR_A_LINE, Line, Risk, fit_line, leaves_the_line, unseen_margin
 from grpo.workbench.pictures import picture
+from grpo.workbench.settings import FindMax
+from grpo.workbench.tables import Row
 
 SAFE_SHARE = 0.8
-CARDS = (1, 2, 4, 8)
-_RISKS = {"fits": "no", "likely": "likely: a risk", "certain": "certain"}
+CARDS = (2, 4, 8)
+"""Numbers of cards that the safe size is multiplied for."""
 
 
 @dataclass(frozen=True)
@@ -57,167 +51,163 @@ class Findings:
         """Through all sizes that fitted, if it can be drawn and rises."""
         return fit_line(self.peaks)
 
-    def risk(self, batch_size: int) -> Risk:
-        """Whether the line puts a size beyond the device, or within its margin."""
-        assert self.line is not None
-        return self.line.risk(batch_size, self.total_bytes, self.margin_bytes)
-
-    def next_sizes(self) -> list[int]:
+    def next_sizes(self) -> dict[int, Risk]:
         """After the maximum: the next two, those at risk (first and last), and the first ruled out."""
         line = self.line
         if line is None:
-            return []
-        step = self.multiple if self.maximum < 4 * INCREMENT else _rounded_up(INCREMENT, self.multiple)
+            return {}
+        step = self.multiple
+        if self.maximum >= 4 * INCREMENT:
+            step *= -(-INCREMENT // step)  # the next multiple of it
 
         def steps_within(usable_bytes: float) -> int:
             """So many steps above the maximum the line stays within these bytes."""
             return max(0, (line.largest(usable_bytes) - self.maximum) // step)
 
         safe, possible = steps_within(self.total_bytes - self.margin_bytes), steps_within(self.total_bytes)
-        wanted = [*range(1, min(safe, 2) + 1), possible + 1]
+        wanted = {*range(1, min(safe, 2) + 1), possible + 1}
         if possible > safe:
-            wanted += [safe + 1, possible]
-        return [self.maximum + step * count for count in sorted(set(wanted))]
+            wanted |= {safe + 1, possible}
+        sizes = (self.maximum + step * count for count in sorted(wanted))
+        return {size: line.risk(size, self.total_bytes, self.margin_bytes) for size in sizes}
 
 
-def findings(checked: Checked, trials: Sequence[Trial], flags: str) -> Findings:
+def findings(checked: Checked, trials: Sequence[Trial], flags: str = "") -> Findings:
     """What follows from trials. flags: of train_lean.py. ValueError where no size fitted."""
-    broken = next((trial for trial in trials if trial.status not in ("ok", "out of memory")), None)
-    if broken is not None:
-        raise ValueError(
-            f"batch {broken.batch_size} {broken.status}, and not for want of memory: {broken.message}"
-        )
+    settings, usable = checked.settings, checked.usable_bytes
+    for trial in trials:
+        if trial.status not in ("ok", "out of memory"):
+            raise ValueError(
+                f"batch {trial.batch_size} {trial.status}, and not for want of memory: {trial.message}"
+            )
     peaks = {trial.batch_size: float(trial.line_bytes) for trial in trials if trial.fits}
     if not peaks:
         smallest = min(trials, key=lambda trial: trial.batch_size)
         raise ValueError(
-            f"not even a batch of {smallest.batch_size} fits in {readable(checked.usable_bytes)} "
+            f"not even a batch of {smallest.batch_size} fits in {readable(usable)} "
             f"({smallest.message}): give a smaller model, shorter texts, --gradient-checkpointing full, or "
             "more memory."
         )
-    total = float(checked.usable_bytes)
-    settings = checked.settings
     return Findings(
-        peaks, [trial.batch_size for trial in trials if not trial.fits], total,
-        unseen_margin(total, checked.device_type), settings.multiple, settings.train.max_batch_size,
+        peaks, [trial.batch_size for trial in trials if not trial.fits], usable,
+        unseen_margin(usable, checked.device_type), settings.multiple, settings.train.max_batch_size,
         flags=flags, no_command=checked.no_command,
     )  # fmt: skip
 
 
-def sentences(found: Findings) -> list[str]:
-    """What was found, in words."""
-    line, room = found.line, found.headroom_bytes
-    largest = f"Largest batch that fitted: {found.maximum}"
-    of_all = f"{room / found.total_bytes:.0%} of the {found.total_bytes / GB:.2f} that may be used"
-    if found.at_most is not None and found.maximum + found.multiple > found.at_most:
-        largest += " (no larger one was to be tried: --max-batch-size)"
-    said = [f"{largest}; headroom {room / GB:.2f} GB, {of_all}."]
+def flags_of(train: Config) -> str:
+    """What train_lean.py has to be given besides the batch size, to do what was tried."""
+    defaults, words = to_flat(Config()), []
+    for name, value in to_flat(train).items():
+        if value == defaults[name] or name in FindMax.CHOSEN:
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
+    return shlex.join(words)
+
+
+# ---------------------------------------------------------------------------------------- for people
+
+
+def facts(found: Findings) -> list[Row]:
+    """What was found: a figure, and how far it can be trusted."""
+    rows: list[Row] = []
+
+    def fact(what: str, value: object, note: str = "") -> None:
+        rows.append({"what": what, "value": value, "note": note})
+
+    total, margin, line = found.total_bytes, found.margin_bytes, found.line
+    capped = found.at_most is not None and found.maximum + found.multiple > found.at_most
+    fact("largest batch that fitted", found.maximum,
+         "no larger one was to be tried: --max-batch-size" if capped else "")  # fmt: skip
+    fact("peak", _gb(found.peaks[found.maximum]), f"of {_gb(total)} that may be used")
+    fact("headroom", _gb(found.headroom_bytes), f"{found.headroom_bytes / total:.0%} of that")
     if found.no_command is not None:
-        said.append(f"No command of train_lean.py is recommended: {found.no_command}.")
+        fact("command", "none", f"of train_lean.py: {found.no_command}")
     if line is None:
-        said.append(
-            "No line of memory over the batch size: it takes two sizes that fit, and peaks that rise."
+        fact(
+            "line", "none", "of memory over the batch size: it takes two sizes that fit, and peaks that rise"
         )
-        return said
-    concludes = len(found.peaks) >= LEAST_FOR_A_LINE
-    fit = f", R² {line.r_squared:.4f}" if concludes else ""
-    said.append(
-        f"GB = {line.start_bytes / GB:.2f} + {line.bytes_per_sample / GB:.4g} × (batch - {line.first}){fit}."
-    )
-    bend = leaves_the_line(found.peaks)
-    if not concludes:
-        said.append(f"Whether it is a line cannot be told from {len(found.peaks)} sizes: it takes four.")
-    elif bend is not None:
-        said.append(f"It stops being a line at {bend}: the sizes below it foretell another peak.")
+        return rows
+    slope = f"{line.bytes_per_sample / GB:.4g} × (batch - {line.first})"
+    fact("line, GB", f"{line.start_bytes / GB:.2f} + {slope}", f"through {len(found.peaks)} sizes")
+    if len(found.peaks) < LEAST_FOR_A_LINE:
+        fact("R²", "not known", f"whether it is a line takes {LEAST_FOR_A_LINE} sizes to tell")
     else:
-        said.append("Nowhere in what was measured does it stop being a line.")
-    said += _about_margins(found, line)
-    return said
+        bend = leaves_the_line(found.peaks)
+        note = (
+            f"no line from {bend} on: the sizes below it foretell another peak"
+            if bend
+            else "a line throughout"
+        )
+        fact("R²", f"{line.r_squared:.4f}", note)
+    fact(
+        "margin",
+        _gb(margin),
+        "for what an allocator does not show, by one published case: within it is a risk",
+    )
+    if found.failed:
+        first = min(found.failed)
+        needed = total - line(first)
+        verdict = "the line ruled it out"
+        if needed > 0:
+            enough = "is enough" if margin >= needed else "was not"
+            verdict = (
+                f"a margin of {_gb(needed)} ({needed / total:.1%}) would have told it, and this one {enough}"
+            )
+        fact(f"{first} on the line", _gb(line(first)), f"it ran out of memory: {verdict}")
+    return rows
 
 
-def _about_margins(found: Findings, line: Line) -> list[str]:
-    """How far the line can be trusted, and what would have told a failure."""
-    margin, total = found.margin_bytes, found.total_bytes
-    needed = explaining_margin(line, found.failed, total)
-    if needed is None:
-        return [
-            f"A size whose line comes within {margin / GB:.2f} GB of that is a risk: a margin by one "
-            "published case, for what an allocator does not show."
-        ]
-    first = min(found.failed)
-    where = f"{first} ran out of memory where the line puts {line(first) / GB:.2f} GB"
-    if needed <= 0:
-        return [f"{where}, more than there is."]
-    enough = "is enough" if margin >= needed else "was not"
-    return [
-        f"{where}, of {total / GB:.2f}: a margin of {needed / GB:.2f} GB ({needed / total:.1%}) would have "
-        f"predicted that; the margin here, {margin / GB:.2f} GB, {enough}."
-    ]
+def _gb(size: float) -> str:
+    return f"{size / GB:.2f} GB"
 
 
-def next_table(found: Findings) -> Table:
+def next_rows(found: Findings) -> list[Row]:
     """The sizes beyond, and whether they run out of memory."""
-    table = Table("batch", "GB on the line", "out of memory?", title="Next sizes", title_justify="left")
-    for size in found.next_sizes():
-        how = "yes, tried" if size in found.failed else _RISKS[found.risk(size)]
-        table.add_row(str(size), f"{found.line(size) / GB:.2f}" if found.line else "", how)
-    return table
+    words = {"fits": "no", "likely": "likely: a risk", "certain": "certain"}
+    return [
+        {
+            "batch": size, "GB on the line": f"{found.line(size) / GB:.2f}" if found.line else None,
+            "out of memory?": "yes, tried" if size in found.failed else words[risk],
+        }
+        for size, risk in found.next_sizes().items()
+    ]  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------- recommendations
-
-
-def recommendations(found: Findings) -> dict[str, dict[str, Any]]:
-    """Full, safe and accumulated sizes: rows at once, passes to accumulate, rows an optimizer step."""
-
-    def size(rows: int, passes: int = 1) -> dict[str, Any]:
-        rows = max(found.multiple, rows // found.multiple * found.multiple)
-        return {"rows": rows, "accumulate": passes, "batch_size": rows * passes}
-
+def recommended(found: Findings) -> list[Row]:
+    """Full, safe and accumulated sizes, and the safe one on several cards; each with its command, if any."""
     full = found.maximum
-    return {"full": size(full), "safe": size(int(SAFE_SHARE * full)), "accumulated": size(full // 2, 2)}
-
-
-def recommendation_table(found: Findings) -> Table:
-    table = Table("use", "rows at once", "accumulate", "batch", title="Recommended", title_justify="left")
-    if found.no_command is None:
-        table.add_column("command")
-    for name, size in recommendations(found).items():
-        flags = (f" --train-rows {size['rows']}" if size["accumulate"] > 1 else "") + found.flags
-        command = []
-        if found.no_command is None:
-            command = [f"{typed('train')} --batch-size {size['batch_size']}{flags}"]
-        table.add_row(name, *(str(size[key]) for key in ("rows", "accumulate", "batch_size")), *command)
-    return table
-
-
-def cards_table(found: Findings) -> Table:
-    """The safe size on several cards of this kind."""
-    safe = recommendations(found)["safe"]["rows"]
-    table = Table("cards", "total batch", "launch", title="On several such cards", title_justify="left")
-    for count in CARDS:
-        grpo = f"train_lean.py --batch-size {count * safe}{found.flags}"
-        script = grpo if found.no_command is None else "YOUR_SCRIPT"
-        how = "python" if count == 1 else f"accelerate launch --num_processes {count}"
-        table.add_row(str(count), str(count * safe), f"{how} {script}")
-    return table
-
-
-# ------------------------------------------------------------------------------------------ files
+    wanted = [("full", full, 1, 1), ("safe", int(SAFE_SHARE * full), 1, 1), ("accumulated", full // 2, 2, 1)]
+    wanted += [("safe", int(SAFE_SHARE * full), 1, count) for count in CARDS]
+    rows: list[Row] = []
+    for use, size, passes, cards in wanted:
+        at_once = max(found.multiple, size // found.multiple * found.multiple)
+        batch = at_once * passes * cards
+        launch = typed("train")
+        if cards > 1:
+            launch = f"accelerate launch --num_processes {cards} train_lean.py"
+        split = f" --train-rows {at_once}" if passes > 1 else ""
+        command = f"{launch} --batch-size {batch}{split} {found.flags}".rstrip()
+        row = {"use": use, "cards": cards, "rows at once": at_once, "accumulate": passes, "batch": batch}
+        rows.append(row | ({"command": command} if found.no_command is None else {}))
+    return rows
 
 
 def as_json(found: Findings) -> dict[str, Any]:
-    line = found.line
     return {
         "maximum": found.maximum,
         "total_bytes": found.total_bytes,
         "margin_bytes": found.margin_bytes,
         "headroom_bytes": found.headroom_bytes,
-        "line": asdict(line) if line is not None else None,
+        "line": asdict(found.line) if found.line is not None else None,
         "leaves_the_line_at": leaves_the_line(found.peaks),
-        "next": {str(size): found.risk(size) for size in found.next_sizes()},
-        "recommended": recommendations(found),
-        "sentences": sentences(found),
+        "next": found.next_sizes(),
+        "recommended": recommended(found),
+        "facts": facts(found),
     }
 
 
@@ -239,7 +229,3 @@ def draw(found: Findings, file: Path) -> None:
         axes.set(xlabel="batch size", ylabel="GB (2**30 bytes)", ylim=(0, None))
         axes.set_title(f"Largest batch that fitted: {found.maximum}", loc="left")
         axes.legend(frameon=False, ncols=2)
-
-
-def _rounded_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

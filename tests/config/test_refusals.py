@@ -55,15 +55,17 @@ from grpo.scoring.logprobs import completion_logprobs
 from grpo.scoring.model_checks import check_recomputation, check_scorer
 from grpo.trainer import Trainer
 from grpo.types import Prompt
-from grpo.workbench.calculate import Calculator, calculate, parse_calculator
+from grpo.workbench.calculate import calculate
 from grpo.workbench.corpus import byte_corpus, open_corpus, train_tokenizer
-from grpo.workbench.find_max import FindMax, Trial, parse_find_max
+from grpo.workbench.find_max import Trial
 from grpo.workbench.find_max import check as check_max
 from grpo.workbench.findings import findings
 from grpo.workbench.machine import look
 from grpo.workbench.report import write_report
-from grpo.workbench.spec import MadeModel
-from grpo.workbench.sweep import Sweep, open_sweep, parse_sweep
+from grpo.workbench.settings import Calculator, FindMax, parse_calculator, parse_find_max
+from grpo.workbench.sweep import open_sweep
+from grpo.workbench.sweep_settings import Sweep, parse_sweep
+from grpo.workbench.task import MadeModel
 from rewards import REWARDS
 from rewards.analysis import Analysis
 from rewards.engine import EnginePool
@@ -794,7 +796,7 @@ REFUSED: dict[str, list[Row]] = {
         ),
         *each_of(
             lambda trials=(), **given: findings(
-                check_max(FindMax("lm", made=TINY, **ON_CPU, **given)), trials, ""
+                check_max(FindMax("lm", made=TINY, **ON_CPU, **given)), trials
             ),
             ({}, "data is not given", "--data FILE"),
             ({"data": "nowhere.txt"}, "'nowhere.txt', which is no file"),

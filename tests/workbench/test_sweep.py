@@ -18,8 +18,9 @@ from grpo.run.tracking import read_lines
 from grpo.workbench import lm, trial
 from grpo.workbench.corpus import open_corpus, text_file
 from grpo.workbench.sizes import Size, read_json, read_size, size_folder
-from grpo.workbench.spec import MadeModel
-from grpo.workbench.sweep import OF_LM, Sweep, open_sweep, parse_sweep, run_sweep, shrunk
+from grpo.workbench.sweep import open_sweep, run_sweep
+from grpo.workbench.sweep_settings import OF_LM, Sweep, parse_sweep, shrunk
+from grpo.workbench.task import MadeModel
 from grpo.workbench.trial import Ended, do_task, write_ended
 
 TINY = MadeModel(arch="gpt2", layers=1, width=32, heads=2, context=32)
@@ -157,9 +158,9 @@ def test_divergence_is_a_result_of_a_size(tmp_path):
     assert size.message == "after 1 updates the held-out loss is nan" and size.updates == 1
 
 
-def in_this_process(task, folder, watch=lambda line: None, *, facts=None):
+def in_this_process(task, folder, watch=None):
     """In place of a process of its own."""
-    trial.write_task(task, folder, facts)
+    trial.write_task(task, folder)
     return do_task(folder)
 
 
@@ -178,8 +179,7 @@ def test_a_size_of_grpo_is_a_run_of_the_trainer_of_whole_batches(
     monkeypatch.setattr(trial, "run_task", in_this_process)
     settings, folder = open_sweep(parse_sweep(words.split()))
     with untraced(counted=True):
-        run_sweep(settings, folder)
-    size = read_size(out, 8, read_json(out / "sweep.json"))
+        (size,) = run_sweep(settings, folder)
     assert size.status == "ok", size.message
     points = [(line["step"], line["eval_reward"]) for line in size.evaluations]
     assert [step for step, _ in points] == [0, 2, 4] and size.done == 32 and size.updates == 4
@@ -198,9 +198,9 @@ class Trained:
         self.lines, self.ended, self.best_rate = lines, Ended(ended, "SIGKILL"), best_rate
         self.tasks: list[trial.Task] = []
 
-    def __call__(self, task, folder, watch=lambda line: None, *, facts=None):
+    def __call__(self, task, folder, watch=None):
         self.tasks.append(task)
-        trial.write_task(task, folder, facts)
+        trial.write_task(task, folder)
         lines = list(self.lines)
         if self.best_rate is not None:
             off = abs(math.log(task.train.optimizer.learning_rate / self.best_rate))
@@ -220,9 +220,7 @@ def swept(tmp_path, monkeypatch):
     def sizes(trained: Trained, **changes) -> list[Size]:
         monkeypatch.setattr(trial, "run_task", trained)
         settings, folder = open_sweep(replace(SMALL, output=tmp_path / "out", **changes))
-        run_sweep(settings, folder)
-        header = read_json(folder / "sweep.json")
-        return [read_size(folder, size, header) for size in settings.batch_sizes]
+        return run_sweep(settings, folder)
 
     return sizes
 
@@ -231,7 +229,7 @@ def test_sizes_that_fail_have_rows_finished_ones_are_kept_and_others_done_again(
     lost, _ = swept(Trained(*LINES, ended="out of memory"))
     assert (lost.batch_size, lost.status, lost.message) == (4, "out of memory", "SIGKILL")
     assert (lost.updates, lost.done, lost.final_train, lost.final_heldout) == (1, 128, 4.0, None)
-    assert (lost.learning_rate, lost.task["updates"], lost.warmup_updates) == (1e-3, 8, 0)
+    assert (lost.learning_rate, lost.task["steps"], lost.warmup_updates) == (1e-3, 8, 0)
 
     def done(*batch_sizes: int, ended: str = "ok", **changes) -> list[int]:
         trained = Trained(*LINES, ended=ended)
@@ -299,7 +297,7 @@ def test_a_sweep_is_stopped_goes_on_and_survives_running_out_of_memory(tmp_path)
     header = read_json(folder / "sweep.json")
     size = read_size(folder, 128, header)
     assert size.status == "ok" and size.updates == 16 and size.final_heldout < 5
-    assert size.fullest["added_bytes"] == pytest.approx(size.fullest["predicted_bytes"], rel=0.03)
+    assert size.added_bytes == pytest.approx(size.predicted_bytes, rel=0.03)
 
     again = run(*command, "--output", folder, cwd=tmp_path)
     assert again.returncode == 0, again.stderr

@@ -19,13 +19,12 @@ from grpo.learning.step import Diverged
 from grpo.memory import DoesNotFit, peak_live_bytes
 from grpo.model.load import context_length
 from grpo.model.target import make_target
-from grpo.workbench import lm, trial
+from grpo.workbench import trial
 from grpo.workbench.corpus import byte_corpus, open_corpus, token_corpus, train_tokenizer
-from grpo.workbench.find_max import parse_find_max
 from grpo.workbench.lm import accumulate_lm, added_bytes, heldout_losses, num_parameters, random_model
+from grpo.workbench.settings import parse_find_max
 from grpo.workbench.sizes import paired_difference
-from grpo.workbench.spec import MadeModel
-from grpo.workbench.task import Task, model_name, model_shape
+from grpo.workbench.task import MadeModel, Task, model_name, model_shape
 
 CPU = torch.device("cpu")
 
@@ -118,8 +117,9 @@ def test_learning_from_windows_holds_what_was_predicted(arch, dtype, checkpointi
 
 
 def test_tasks_survive_json_and_flags_are_those_of_train_over_a_file(tmp_path):
-    task = Task("lm", Config(sampling=SamplingSettings(20)), 12, made(), "a.txt", True, prompt_tokens=5)
-    assert Task.of(json.loads(json.dumps({**task.as_json(), "tuned": []}))) == task
+    train = Config(sampling=SamplingSettings(20))
+    task = Task("lm", train, 12, made(), "a.txt", True, prompt_tokens=5, tuned=[])
+    assert Task.of(json.loads(json.dumps(task.as_json()))) == task
     assert replace(task, train=replace(task.train, train_rows=4)).rows == 4 and task.rows == 12
     file = tmp_path / "train.yaml"
     file.write_text("group_size: 4\nprofiles:\n  small:\n    max_new_tokens: 20\n")
@@ -175,7 +175,7 @@ def test_what_a_process_writes_is_seen_as_it_comes_and_its_end_or_death_is_a_res
 )  # fmt: skip
 def test_how_a_task_ended_is_in_its_folder(tmp_path, monkeypatch, error, status, message):
     (tmp_path / "task.json").write_text(json.dumps(Task("lm", made=made(), data="bundled").as_json()))
-    monkeypatch.setattr(lm, "train_lm", mock.Mock(side_effect=error))
+    monkeypatch.setattr(trial, "train_lm", mock.Mock(side_effect=error))
     assert trial.do_task(tmp_path) == trial.Ended(status, message)
     assert json.loads((tmp_path / "ended.json").read_text()) == {"status": status, "message": message}
 
