@@ -122,7 +122,7 @@ def training_rates(settings: CheckSettings, device: torch.device) -> Iterator[Ro
 
 def _step_times(settings: CheckSettings, way: Way, target: Target, context: int) -> list[float]:
     """Seconds of real steps: forward, backward, clipping, AdamW."""
-    model = random_model(target.model_config, target)
+    model = random_model(target)
     if way.compiled:
         model.base_model.compile()
     stepper = Stepper(model, make_optimizer(model, OptimizerSettings()), 1.0)

@@ -56,7 +56,7 @@ from grpo.scoring.model_checks import check_recomputation, check_scorer
 from grpo.trainer import Trainer
 from grpo.types import Prompt
 from grpo.workbench.calculate import calculate
-from grpo.workbench.corpus import byte_corpus, open_corpus, train_tokenizer
+from grpo.workbench.corpus import open_corpus
 from grpo.workbench.find_max import Trial
 from grpo.workbench.find_max import check as check_max
 from grpo.workbench.findings import findings
@@ -751,12 +751,10 @@ REFUSED: dict[str, list[Row]] = {
             ({"arch": "llama", "width": 12, "heads": 4}, "width 3", "rotated in pairs", "multiple of two"),
         ),
         (lambda at: open_corpus(None, Config(), TINY), "data is not given", "--data FILE"),
-        (lambda at: byte_corpus(Path("nowhere")), "data is 'nowhere', which is no file", "give a text file"),
-        (lambda at: byte_corpus(at.file("empty")), "which is empty", "give a text file"),
+        (lambda at: open_corpus("nowhere", Config(), TINY), "data is 'nowhere', which is no file", "a text"),
+        (lambda at: open_corpus(str(at.file("empty")), Config(), TINY), "which is empty", "a text file"),
         (lambda at: open_corpus(str(at.file("short", "short")), Config(), TINY),
          "5 tokens", "331", "a longer file"),
-        (lambda at: byte_corpus(at.file("a", "short")).check(97, 8), "vocabulary has 97", "--vocab 256"),
-        (lambda at: train_tokenizer(at.file("a", "short"), 100), "vocab is 100", "at least 256"),
         (lambda at: look("cuda:77", "auto"), "device is 'cuda:77'"),
         *each_value(Calculator, "a share ", overhead_share=1.0),
         *each_of(

@@ -147,7 +147,7 @@ def test_a_size_of_lm_learns_from_its_tokens_and_splitting_a_batch_changes_no_lo
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
     assert whole.heldout == pytest.approx(parts.heldout, abs=1e-4)
     rows = [call.kwargs["rows"] for call in watched.call_args_list]
-    assert rows == [1, 16, 16, 1, 4, 4]  # the first is a rehearsal
+    assert rows == [16] * 3 + [4] * 3  # the first of each is a rehearsal
 
 
 def test_divergence_is_a_result_of_a_size(tmp_path):
