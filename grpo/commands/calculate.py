@@ -16,18 +16,23 @@ def main(settings: Calculator, console: Console) -> None:
         console.print(table("Cards known here (1 GB is 2**30 bytes)", cards_rows()))
         console.print("Choose one with --gpu, or give any other card's size: --gpu-memory 20GB.")
         return
-    from grpo.workbench import calculate  # slow: which cards there are need not wait for it
+    from grpo.workbench.calculate import (  # which takes torch
+        budget_rows,
+        calculate,
+        share_rows,
+        write_profiles,
+    )
 
-    found = calculate.calculate(settings, card)
-    if found.work is not None:
-        console.print(calculate.what_is_planned(found), highlight=False)
-    console.print(table(f"Budget of {card.name}, 1 GB is 2**30 bytes", calculate.budget_rows(found)))
-    shares = "Shares" if found.batch_size is None else "Largest batch in shares"
-    console.print(table(f"{shares} of {card.name}", calculate.share_rows(found)))
-    for note in calculate.notes(found):
+    figures = calculate(settings, card)
+    if figures["planned"]:
+        console.print(figures["planned"], highlight=False)
+    console.print(table(f"Budget of {card.name}, 1 GB is 2**30 bytes", budget_rows(figures)))
+    shares = "Shares" if figures["batch_size"] is None else "Largest batch in shares"
+    console.print(table(f"{shares} of {card.name}", share_rows(figures, settings.accumulate)))
+    for note in figures["notes"]:
         console.print(note, highlight=False, soft_wrap=True)
     if settings.yaml is not None:
-        names = calculate.write_profiles(found, settings.yaml)
+        names = write_profiles(settings, figures, settings.yaml)
         console.print(f"{settings.yaml}: profiles {', '.join(names)}", highlight=False)
     if settings.json is not None:
-        settings.json.write_text(json.dumps(calculate.as_json(found), indent=1) + "\n")
+        settings.json.write_text(json.dumps(figures, indent=1) + "\n")

@@ -19,15 +19,7 @@ from grpo.plan.trace import TracedPhases
 from grpo.run.loading import load_source
 from grpo.run.tracking import read_lines
 from grpo.workbench import find_max, findings, line
-from grpo.workbench.calculate import (
-    Calculation,
-    as_json,
-    budget_rows,
-    calculate,
-    notes,
-    share_rows,
-    write_profiles,
-)
+from grpo.workbench.calculate import Figures, Model, budget_rows, calculate, share_rows, write_profiles
 from grpo.workbench.cards import CARDS, Card, card_of_size, find_card
 from grpo.workbench.check import switches, training_rates
 from grpo.workbench.find_max import Trial, next_size
@@ -226,13 +218,21 @@ def test_recommendations_are_whole_groups():
 COUNTS = {"gpu": "h100", "frozen": (8e9, 7e9), "trainable": 1e8}
 
 
-def calculated(train: Config = ON_A_CARD, **settings) -> Calculation:
-    wanted = Calculator(**settings, train=dataclasses.replace(train, max_batch_size=65536))
+def asked(train: Config = ON_A_CARD, **settings) -> Calculator:
+    return Calculator(**settings, train=dataclasses.replace(train, max_batch_size=65536))
+
+
+def calculated(**settings) -> Figures:
+    wanted = asked(**settings)
     return calculate(wanted, wanted.card())
 
 
-def lines(found: Calculation) -> dict[str, float]:
-    return {line.name: line.bytes for line in found.lines}
+def lines(figures: Figures) -> dict[str, float]:
+    return {line["name"]: line["bytes"] for line in figures["lines"]}
+
+
+def batch_sizes(figures: Figures) -> list[int | None]:
+    return [share["batch_size"] for share in figures["shares"]]
 
 
 def test_a_card_is_found_however_it_is_written_and_offers_less_than_it_is_sold_with():
@@ -255,13 +255,13 @@ def test_the_published_h100_budget_follows_from_its_counts_and_they_tell_no_batc
         "card": ("78.40", "80.00"), "frozen, 8 + 7 B": ("27.94", "30.00"), "optimizer": ("1.12", "1.20"),
         "overhead": ("6.27", "6.40"), "remains": ("42.70", "42.00"),  # 80 - 30 - 0.2 - 1.2 - 0.2 - 6.4
     }.items()  # fmt: skip
-    assert [share.batch_size for share in found.shares] == [None] * 3 and found.totals() == {}
-    assert "no batch follows" in notes(found)[0] and "--sample-memory" in notes(found)[0]
+    assert batch_sizes(found) == [None] * 3 and found["totals"] == {}
+    assert "no batch follows" in found["notes"][0] and "--sample-memory" in found["notes"][0]
     layouts = {("fp32", None): [4, 8, 4], ("bf16", "adamw-8bit"): [2, 2, 2], (None, "sgd"): [2, 4, 2]}
     for (weights, optimizer), sizes in layouts.items():
         found = calculated(**{**COUNTS, "trainable": 1e9}, weights=weights, optimizer=optimizer)
-        assert [line.bytes / 1e9 for line in found.lines[1:4]] == sizes
-    assert calculated(**COUNTS, frozen_dtype="int4").lines[0].bytes == 7.5e9
+        assert [line["bytes"] / 1e9 for line in found["lines"][1:4]] == sizes
+    assert calculated(**COUNTS, frozen_dtype="int4")["lines"][0]["bytes"] == 7.5e9
 
 
 def test_batches_of_samples_of_a_known_size(tmp_path):
@@ -269,11 +269,12 @@ def test_batches_of_samples_of_a_known_size(tmp_path):
     small = {"sample_memory": "450.56MB", "gpus": 3}
     small["train"] = Config(sampling=SamplingSettings(20), loss=LossSettings(kl_coef=0.0))
     found = calculated(**COUNTS, **small, accumulate=2)
-    assert [share.batch_size for share in found.shares] == [61, 70, 79]
-    assert found.totals() == {1: 140, 2: 280, 3: 420, 4: 560, 8: 1120}
-    row = [cell for cell in share_rows(found)[1].values() if cell is not None]
+    assert batch_sizes(found) == [61, 70, 79]
+    assert found["totals"] == {1: 140, 2: 280, 3: 420, 4: 560, 8: 1120}
+    row = [cell for cell in share_rows(found, 2)[1].values() if cell is not None]
     assert row == ["85%", "66.64", "30.94", 70, 140, 280, 420, 560, 1120]
-    names = write_profiles(calculated(**COUNTS, **small), tmp_path / "p.yaml")
+    wanted = asked(**COUNTS, **small)
+    names = write_profiles(wanted, calculate(wanted, wanted.card()), tmp_path / "p.yaml")
     assert names == ["h100_single", "h100_dual", "h100_x3", "h100_quad", "h100_octo"]
     for name, count in zip(names, (1, 2, 3, 4, 8), strict=True):
         config = parse_command_line(["--config", str(tmp_path / "p.yaml"), "--profile", name])
@@ -296,14 +297,15 @@ def test_adapters_freeze_the_base_and_in_4_bits_it_leaves_more_room(made_up_plan
         "frozen base and adapters": 2 * count + 4 * trained, "optimizer": 8 * trained,
         "gradients": 4 * trained, "sampler's copy": 2 * gpt2.vocab_size * width,  # of the head alone, centred
     }.items()  # fmt: skip
-    plain, packed = (
-        calculated(**named(model_folders["llama"], LoraSettings(4, load_in_4bit=packed)))
+    wanted = [
+        asked(**named(model_folders["llama"], LoraSettings(4, load_in_4bit=packed)))
         for packed in (False, True)
-    )
+    ]
+    plain, packed = (calculate(settings, settings.card()) for settings in wanted)
     base = lines(plain)["frozen base and adapters"]
     assert lines(packed)["frozen base in 4 bits and adapters"] < base
-    assert "frozen reference" not in lines(plain) and packed.fixed_bytes < plain.fixed_bytes
-    write_profiles(packed, tmp_path / "p.yaml")
+    assert "frozen reference" not in lines(plain) and packed["fixed_bytes"] < plain["fixed_bytes"]
+    write_profiles(wanted[1], packed, tmp_path / "p.yaml")
     assert "load_in_4bit: true" in (tmp_path / "p.yaml").read_text()
 
 
@@ -316,19 +318,22 @@ def test_a_models_budget_is_the_planners_as_it_is_printed_and_written(model_fold
         "frozen, 0.5 B": 1e9, "trainable weights": 4 * count, "optimizer": 8 * count,
         "gradients": 4 * count, "overhead": CONTEXT_BYTES,
     }.items()  # fmt: skip
-    assert [share.share for share in found.shares] == [0.6, 0.8, 0.85, 0.9]
-    assert found.batch_size == found.shares[0].batch_size
+    assert [share["share"] for share in found["shares"]] == [0.6, 0.8, 0.85, 0.9]
+    assert found["batch_size"] == found["shares"][0]["batch_size"]
     resident = sum(lines(found).values()) - 4 * count  # without gradients, which are added
-    traced = TracedPhases(found.work.phase_settings())
-    for row in found.shares:
-        added = {p: traced.added_bytes(p, found.work.size(row.batch_size)) for p in ("sample", "learn")}
-        assert row.fullest == max(added, key=added.get)
-        assert row.peak_bytes == pytest.approx(resident + max(added.values()))
-        assert row.peak_bytes == pytest.approx(row.share * 0.98 * 4 * GB, rel=0.01)  # by a fitted line
-    stored = json.loads(json.dumps(as_json(found)))
-    assert stored["fixed_bytes"] + stored["remaining_bytes"] == pytest.approx(found.card.usable_bytes)
-    assert stored["totals"]["4"] == 4 * found.batch_size
-    assert notes(dataclasses.replace(found, card=CARDS["t4"]))[-1].startswith("t4 has no native bf16: it is")
+    wanted = asked(**settings)
+    work = Model(wanted, wanted.card(), beside_bytes=0).work
+    traced = TracedPhases(work.phase_settings())
+    for share in found["shares"]:
+        added = {p: traced.added_bytes(p, work.size(share["batch_size"])) for p in ("sample", "learn")}
+        assert share["fullest"] == max(added, key=added.get)
+        assert share["peak_bytes"] == pytest.approx(resident + max(added.values()))
+        assert share["peak_bytes"] == pytest.approx(share["usable_bytes"], rel=0.01)  # by a fitted line
+        assert share["usable_bytes"] == pytest.approx(share["share"] * 0.98 * 4 * GB)
+    assert found["fixed_bytes"] + found["remaining_bytes"] == pytest.approx(0.98 * 4 * GB)
+    assert found["totals"][4] == 4 * found["batch_size"]
+    old = calculate(wanted, Card("old", 4, bf16=False))
+    assert old["notes"][-1] == "old has no native bf16: this is for fp32."
 
 
 def test_the_calculator_as_it_is_typed_of_counts_and_of_the_bundled_model(tmp_path, monkeypatch):
