@@ -11,7 +11,8 @@ from dataclasses import asdict
 from rich.console import Console
 
 from grpo.workbench.find_max import check, find
-from grpo.workbench.findings import as_json, draw, facts, findings, flags_of, next_rows, recommended
+from grpo.workbench.findings import findings, flags_of
+from grpo.workbench.line import leaves_the_line
 from grpo.workbench.settings import FindMax, new_folder
 from grpo.workbench.tables import table
 
@@ -24,10 +25,17 @@ def main(settings: FindMax, console: Console) -> None:
     trials = find(checked, folder)
     console.print(table("Trials", [trial.row() for trial in trials]))
     found = findings(checked, trials, flags_of(settings.train))
-    console.print(table("What follows", facts(found)))
-    console.print(table("Next sizes", next_rows(found)))
-    console.print(table("Recommended", recommended(found)))
-    content = {**as_json(found), "trials": [asdict(trial) for trial in trials]}
+    console.print(table("What follows", found.facts()))
+    console.print(table("Next sizes", found.next_sizes()))
+    console.print(table("Recommended", found.recommended()))
+    content = {
+        "maximum": found.maximum, "total_bytes": found.total_bytes, "margin_bytes": found.margin_bytes,
+        "headroom_bytes": found.total_bytes - found.peaks[found.maximum],
+        "line": asdict(found.line) if found.line is not None else None,
+        "leaves_the_line_at": leaves_the_line(found.peaks), "facts": found.facts(),
+        "next": found.next_sizes(), "recommended": found.recommended(),
+        "trials": [asdict(trial) for trial in trials],
+    }  # fmt: skip
     (folder / "max_batch.json").write_text(json.dumps(content, indent=1) + "\n")
-    draw(found, folder / "max_batch.png")
+    found.draw(folder / "max_batch.png")
     console.print(f"{folder / 'max_batch.json'}\n{folder / 'max_batch.png'}", highlight=False, soft_wrap=True)

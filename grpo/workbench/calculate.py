@@ -40,9 +40,9 @@ OVERHEAD_SHARE = 0.08
 NOMINAL_GB = 10**9
 CARD_NAMES = {1: "single", 2: "dual", 4: "quad", 8: "octo"}
 
-Line = dict[str, Any]
+Line = Row
 """Of the budget: its name, bytes and detail, and the share of the card that it is, if it is one."""
-Figures = dict[str, Any]
+Figures = Row
 """All that was calculated, as JSON has it; bytes are bytes."""
 
 
@@ -63,12 +63,8 @@ def calculate(settings: Calculator, card: Card) -> Figures:
     for share in sorted({*SHARES, settings.train.memory_utilization}):
         usable_bytes = share * card.usable_bytes
         left_bytes = usable_bytes - fixed_bytes
-        row: dict[str, Any] = {
-            "share": share,
-            "usable_bytes": usable_bytes,
-            "left_bytes": left_bytes,
-            "batch_size": None,
-        }
+        row: Row = {"share": share, "usable_bytes": usable_bytes, "left_bytes": left_bytes}
+        row["batch_size"] = None
         if model is not None:
             row |= model.largest(usable_bytes)
         elif settings.sample_memory is not None:

@@ -57,7 +57,7 @@ class Trial:
 
     def row(self) -> Row:
         """For people: rows, what they held in GB, samples a minute, status."""
-        row: dict[str, object] = {"batch": self.batch_size, "status": self.status}
+        row: Row = {"batch": self.batch_size, "status": self.status}
         sizes = {"peak": self.peak_bytes, "allocated": self.allocated_bytes, "reserved": self.reserved_bytes}
         row |= {f"{name}, GB": f"{size / GB:.3f}" if size else None for name, size in sizes.items()}
         if not self.fits:

@@ -8,7 +8,6 @@ it a size is a risk.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from scipy.stats import linregress
 
@@ -26,7 +25,6 @@ at 208, which the line puts at 44.34 GB: there it was at least 3.06 GB.
 """
 HOST_MARGIN_SHARE = 0.02
 """On a host the peaks are the process's own: only their scatter is left."""
-Risk = Literal["fits", "likely", "certain"]
 
 
 @dataclass(frozen=True)
@@ -46,12 +44,12 @@ class Line:
         """The largest batch that it puts within so many bytes; 0 for none. It has to rise."""
         return max(0, int(self.first + (usable_bytes - self.start_bytes) / self.bytes_per_sample))
 
-    def risk(self, batch_size: int, total_bytes: float, margin_bytes: float) -> Risk:
-        """Whether a size runs out of memory: certainly beyond the device, likely within the margin of it."""
+    def risk(self, batch_size: int, total_bytes: float, margin_bytes: float) -> str:
+        """Whether a size runs out of memory: certain beyond the device, likely within its margin, or no."""
         peak = self(batch_size)
         if peak > total_bytes:
             return "certain"
-        return "likely" if peak > total_bytes - margin_bytes else "fits"
+        return "likely" if peak > total_bytes - margin_bytes else "no"
 
 
 def fit_line(peaks: Mapping[int, float]) -> Line | None:

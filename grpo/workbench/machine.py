@@ -38,10 +38,6 @@ class Machine:
     no_compiler: str | None
     """Why torch.compile cannot work, or None."""
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return compute_dtype(self.precision, torch.device(self.device))
-
 
 def look(device: str, precision: Precision, memory_limit: str | None = None) -> Machine:
     """The device, from a process of its own where to look at it opens a context that would stay.

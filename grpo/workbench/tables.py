@@ -1,10 +1,11 @@
-"""Rows as a person sees them: mappings of a column's name to what stands there, as JSON has them, too."""
+"""Rows as a person sees them: by a column's name what stands there, as JSON has them, too."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from rich.table import Table
 
-Row = Mapping[str, object]
+Row = dict[str, Any]
 
 
 def table(title: str, rows: Sequence[Row]) -> Table:

@@ -133,8 +133,8 @@ def test_the_command_to_use_names_every_setting_and_what_train_lean_cannot_do_ha
     assert "language modelling" in no_command(FindMax("lm", "bundled", made=TINY))
     without, with_flags = published(no_command="it trains chess alone"), published(flags="--lora-rank 4")
     assert "it trains chess alone" in facts_of(without)["command"][1]
-    assert all("command" not in row for row in findings.recommended(without))
-    commands = [row["command"] for row in findings.recommended(with_flags)]
+    assert all("command" not in row for row in without.recommended())
+    commands = [row["command"] for row in with_flags.recommended()]
     assert {command.endswith(" --lora-rank 4") for command in commands} == {True}
     assert "--batch-size 192 --train-rows 96" in commands[2] and "--num_processes 2 " in commands[3]
 
@@ -171,7 +171,7 @@ def published(**changes) -> findings.Findings:
 
 
 def facts_of(found: findings.Findings) -> dict:
-    return {row["what"]: (row["value"], row["note"]) for row in findings.facts(found)}
+    return {row["what"]: (row["value"], row["note"]) for row in found.facts()}
 
 
 def test_the_published_law_follows_from_its_first_three_points_and_what_is_no_line_is_said():
@@ -180,13 +180,15 @@ def test_the_published_law_follows_from_its_first_three_points_and_what_is_no_li
     assert law.bytes_per_sample / GB == pytest.approx(0.2052, rel=0.01)
     assert law.start_bytes / GB == pytest.approx(14.80, rel=0.001)
     assert law(208) / GB == pytest.approx(44.3, abs=0.05) and law(208) < DEVICE
-    risks = {176: "fits", 192: "fits", 208: "likely", 224: "certain"}
+    risks = {176: "no", 192: "no", 208: "likely", 224: "certain"}
     assert {size: law.risk(size, DEVICE, margin) for size in risks} == risks
     enough, small = (facts_of(published(margin_bytes=size))["208 on the line"] for size in (margin, GB))
     assert enough[0] == "44.34 GB" and "a margin of 3.06 GB (6.5%)" in enough[1]
     assert "is enough" in enough[1] and "was not" in small[1]
-    assert list(published(peaks=first(3), failed=[]).next_sizes()) == [112, 128, 208, 224]
-    assert [row["out of memory?"] for row in findings.next_rows(published())] == ["yes, tried", "certain"]
+    following = published(peaks=first(3), failed=[]).next_sizes()
+    assert [row["batch"] for row in following] == [112, 128, 208, 224]
+    assert [row["out of memory?"] for row in following] == ["no", "no", "likely", "certain"]
+    assert [row["out of memory?"] for row in published().next_sizes()] == ["yes, tried", "certain"]
     assert line.unseen_margin(100.0, "cpu") == pytest.approx(2.0)  # on a host the scatter alone
     bent = {**first(5), 144: PUBLISHED[144] + 2 * GB}
     assert "no line from 144 on" in facts_of(published(peaks=bent, failed=[]))["R²"][1]
@@ -195,7 +197,7 @@ def test_the_published_law_follows_from_its_first_three_points_and_what_is_no_li
     assert line.leaves_the_line(PUBLISHED) is None and line.leaves_the_line(first(3)) is None
     assert line.fit_line({1: 1.0, 2: 3.0, 3: 2.0}).r_squared == pytest.approx(0.25)
     flat = published(peaks={8: 5.0 * GB, 16: 5.0 * GB}, failed=[])
-    assert flat.line is None and flat.next_sizes() == {} and facts_of(flat)["line"][0] == "none"
+    assert flat.line is None and flat.next_sizes() == [] and facts_of(flat)["line"][0] == "none"
 
 
 def test_what_others_hold_is_not_there_to_be_used(monkeypatch):
@@ -210,7 +212,7 @@ def test_what_others_hold_is_not_there_to_be_used(monkeypatch):
 
 def test_recommendations_are_whole_groups():
     found = published(multiple=8, peaks={96: 10 * GB, 104: 11 * GB}, failed=[], no_command="none")
-    rows = [tuple(row.values()) for row in findings.recommended(found)]
+    rows = [tuple(row.values()) for row in found.recommended()]
     assert rows == [("full", 1, 104, 1, 104), ("safe", 1, 80, 1, 80), ("accumulated", 1, 48, 2, 96),
                     ("safe", 2, 80, 1, 160), ("safe", 4, 80, 1, 320), ("safe", 8, 80, 1, 640)]  # fmt: skip
 
