@@ -19,7 +19,7 @@ import transformers
 from loguru import logger
 
 from grpo.config import SettingsError, to_flat
-from grpo.config.sizes import parse_size
+from grpo.config.sizes import GB, parse_size
 from grpo.data.reward_files import PROMPTS_LOOKED_AT
 from grpo.data.reward_functions import RewardFunctions
 from grpo.files import write_whole
@@ -40,7 +40,6 @@ KEPT = ("ok", "out of memory", "diverged")
 """How a size may have ended that is not tried again."""
 MAY_CHANGE = ("batch_sizes", "output", "again")
 """Of the settings, when a sweep goes on."""
-GB = 2**30
 
 
 def open_sweep(settings: Sweep) -> tuple[Sweep, Path]:
