@@ -26,7 +26,8 @@ def main(settings: FindMax, console: Console) -> None:
     console.print(table("Trials", [trial.row() for trial in trials]))
     found = findings(checked, trials, flags_of(settings.train))
     console.print(table("What follows", found.facts()))
-    console.print(table("Next sizes", found.next_sizes()))
+    if following := found.next_sizes():
+        console.print(table("Next sizes", following))
     console.print(table("Recommended", found.recommended()))
     content = {
         "maximum": found.maximum, "total_bytes": found.total_bytes, "margin_bytes": found.margin_bytes,

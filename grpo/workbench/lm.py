@@ -184,6 +184,7 @@ def train_lm(task: Task, folder: Path) -> None:
             opened.enter_context(device.capped())
         if task.compile:
             model.base_model.compile()
+        every = train.eval_interval
         for number in range(train.steps + 1):
             start = time.perf_counter()
             if number:
@@ -194,11 +195,10 @@ def train_lm(task: Task, folder: Path) -> None:
                 with fit.watch("learn", size):
                     metrics = stepper.step(partial(learn, windows))
                 tokens = number * task.batch_size * made.context
-                memory, seconds = device.read().as_metrics(), time.perf_counter() - start
+                seconds, memory = time.perf_counter() - start, device.read().as_metrics()
                 known = {"num_tokens": tokens, "learning_rate": rate, "step_time": seconds}
                 tracker.log(number, {**known, **metrics, **memory})
                 tracker.log_memory(number, [[one.as_dict() for one in fit.take_passes()]])
-            every = train.eval_interval
             if every and (number == train.steps or number % every == 0):
                 losses = heldout_losses(model, heldout, dtype=target.dtype, rows=EVAL_ROWS)
                 mean = losses.mean().item()

@@ -38,7 +38,7 @@ from grpo.workbench.trial import Ended
 TUNE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 KEPT = ("ok", "out of memory", "diverged")
 """How a size may have ended that is not tried again."""
-MAY_CHANGE = ("batch_sizes", "output", "again")
+MAY_CHANGE = ("batch_sizes", "again")
 """Of the settings, when a sweep goes on."""
 
 
@@ -68,7 +68,7 @@ def open_sweep(settings: Sweep) -> tuple[Sweep, Path]:
         raise SettingsError(f"tf32 is on, but {machine.device} has no such mode: leave it out.")
     settings = replace(settings, train=replace(train, device=machine.device, precision=machine.precision))
     folder = settings.output or new_folder("sweep")
-    _open_folder(folder, _in_common(settings, machine))
+    _open_folder(folder, settings, machine)
     if tokenizer:
         shutil.copyfile(tokenizer, folder / "tokenizer.json")
     tf32, compiled = ("on" if on else "off" for on in (settings.tf32, settings.compile))
@@ -76,53 +76,45 @@ def open_sweep(settings: Sweep) -> tuple[Sweep, Path]:
     return settings, folder
 
 
-def _in_common(settings: Sweep, machine: Machine) -> dict[str, Any]:
-    """Of sweep.json: what all sizes have in common, and all that repeats the sweep."""
-    train, made, is_lm = settings.train, settings.made, settings.objective == "lm"
-    quality = {"name": "held-out loss", "better": "lower", "unit": "nats a token"}
-    if not is_lm:
-        quality = {"name": "held-out reward", "better": "higher", "unit": ""}
-    optimizer = asdict(train.optimizer)
-    shown = ("learning_rate", "lr_schedule", "min_lr_ratio", "adam_beta1", "adam_beta2", "weight_decay")
-    own = {name: value for name, value in vars(settings).items() if name not in ("made", "train")}
-    return {
-        "objective": settings.objective, "unit": settings.unit, "total": settings.total,
-        "batch_sizes": sorted(set(settings.batch_sizes)), "model": model_name(train, made),
-        "precision": train.precision, **{name: optimizer[name] for name in shown},
-        "base_batch_size": settings.base, "scale_lr": settings.scale_lr, "warmup_share": settings.warm_up,
-        "context": made.context if is_lm else None, "group_size": None if is_lm else train.group_size,
-        "memory_limit_bytes": parse_size(train.memory_limit) if train.memory_limit else None,
-        "compile": settings.compile, "tf32": settings.tf32, "quality": quality, "seed": train.seed,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "started": datetime.now().isoformat(timespec="seconds"),
-        "settings": {**own, "output": str(settings.output), **asdict(made), **to_flat(train)},
-        "num_parameters": num_parameters(model_shape(train, made)), "device_name": machine.device_name,
-        "usable_bytes": machine.usable_bytes,
-    }  # fmt: skip
-
-
-def _open_folder(folder: Path, header: Mapping[str, Any]) -> None:
+def _open_folder(folder: Path, settings: Sweep, machine: Machine) -> None:
     """Make the folder, or go on in it. SettingsError if it holds a sweep with other settings."""
-    file, merged = folder / SWEEP_FILE, json.loads(json.dumps(header))  # as it will be read again
+    train, made = settings.train, settings.made
+    own = {name: value for name, value in vars(settings).items() if name not in ("made", "train", "output")}
+    of_train = {name: value for name, value in to_flat(train).items() if name not in Sweep.CHOSEN}
+    common = {
+        **own, **asdict(made), **of_train, "model": model_name(train, made),
+        "batch_sizes": sorted(set(settings.batch_sizes)), "base_batch_size": settings.base,
+        "warmup_share": settings.warm_up,
+    }  # fmt: skip
+    file, started = folder / SWEEP_FILE, datetime.now().isoformat(timespec="seconds")
     if file.exists():
         before = read_json(file)
         if not before:
             raise SettingsError(f"output is {str(folder)!r}, whose {SWEEP_FILE} is broken: choose another.")
-        old, new = before.get("settings", {}), merged["settings"]
         differing = [
-            f"{name} is {old.get(name)} there and {value} here"
-            for name, value in new.items()
-            if old.get(name) != value and name not in MAY_CHANGE
+            f"{name} is {before.get(name)} there and {value} here"
+            for name, value in json.loads(json.dumps(common)).items()  # as it was when it was written
+            if before.get(name) != value and name not in MAY_CHANGE
         ]
         if differing:
             raise SettingsError(
                 f"output is {str(folder)!r}, which holds a sweep with other settings: "
                 f"{'; '.join(differing)}. Give the same ones, or another --output."
             )
-        merged["batch_sizes"] = sorted({*before["batch_sizes"], *merged["batch_sizes"]})
-        merged["started"] = before["started"]
+        common["batch_sizes"] = sorted({*before["batch_sizes"], *settings.batch_sizes})
+        started = before["started"]
+    quality = {"name": "held-out reward", "better": "higher", "unit": ""}
+    if settings.objective == "lm":
+        quality = {"name": "held-out loss", "better": "lower", "unit": "nats a token"}
+    facts = {
+        "unit": settings.unit, "total": settings.total, "quality": quality, "started": started,
+        "memory_limit_bytes": parse_size(train.memory_limit) if train.memory_limit else None,
+        "num_parameters": num_parameters(model_shape(train, made)), "device_name": machine.device_name,
+        "usable_bytes": machine.usable_bytes,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(file, json.dumps(merged, indent=1) + "\n")
+    write_whole(file, json.dumps({**common, **facts}, indent=1) + "\n")
 
 
 def run_sweep(settings: Sweep, folder: Path) -> list[Size]:

@@ -15,7 +15,7 @@ def table(title: str, rows: Sequence[Row]) -> Table:
     """
     shown = Table(title=title, title_justify="left")
     columns = {}
-    for name in rows[0] if rows else ():
+    for name in rows[0]:
         cells = ["" if row[name] is None else str(row[name]) for row in rows]
         if any(cells):
             columns[name] = cells

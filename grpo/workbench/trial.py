@@ -39,7 +39,7 @@ from grpo.workbench.sizes import ENDED_FILE, HELDOUT_FILE, TASK_FILE, read_json
 from grpo.workbench.task import Task, alone
 
 Status = Literal["ok", "out of memory", "diverged", "failed"]
-PRINTED_FILE = "said.txt"
+PRINTED_FILE = "printed.txt"
 """What the process printed."""
 WATCHED_EVERY_S = 0.2
 _TAIL_LINES = 3
