@@ -10,11 +10,14 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from grpo.workbench.find_max import check, find
+from grpo.workbench.find_max import check, find, trial_row
 from grpo.workbench.findings import findings, flags_of
 from grpo.workbench.line import leaves_the_line
 from grpo.workbench.settings import FindMax, new_folder
 from grpo.workbench.tables import table
+
+TRIAL = ("batch_size", "status", "message", "peak_bytes", "allocated_bytes", "reserved_bytes", "steps")
+"""Of a trial, in JSON."""
 
 
 def main(settings: FindMax, console: Console) -> None:
@@ -23,7 +26,7 @@ def main(settings: FindMax, console: Console) -> None:
     console.print(table("Before the first trial", checked.rows))
     folder = settings.output or new_folder("max-batch")
     trials = find(checked, folder)
-    console.print(table("Trials", [trial.row() for trial in trials]))
+    console.print(table("Trials", [trial_row(trial) for trial in trials]))
     found = findings(checked, trials, flags_of(settings.train))
     console.print(table("What follows", found.facts()))
     if following := found.next_sizes():
@@ -35,7 +38,7 @@ def main(settings: FindMax, console: Console) -> None:
         "line": asdict(found.line) if found.line is not None else None,
         "leaves_the_line_at": leaves_the_line(found.peaks), "facts": found.facts(),
         "next": found.next_sizes(), "recommended": found.recommended(),
-        "trials": [asdict(trial) for trial in trials],
+        "trials": [{name: getattr(trial, name) for name in TRIAL} for trial in trials],
     }  # fmt: skip
     (folder / "max_batch.json").write_text(json.dumps(content, indent=1) + "\n")
     found.draw(folder / "max_batch.png")

@@ -5,7 +5,7 @@ runs out. `classic` is the manual recipe: 16 more after a success, half after ru
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,12 +16,12 @@ from grpo.memory.budget import GB, readable
 from grpo.model.load import context_length, load_tokenizer
 from grpo.plan.workload import longest_prompt
 from grpo.run.loading import load_source
-from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.line import LEAST_FOR_A_LINE, fit_line
 from grpo.workbench.lm import num_parameters
 from grpo.workbench.machine import look
 from grpo.workbench.settings import FindMax
+from grpo.workbench.sizes import Size, read_size, size_folder
 from grpo.workbench.tables import Row
 from grpo.workbench.task import Task, alone, model_name, model_shape, settled
 from grpo.workbench.trial import run_task
@@ -31,44 +31,26 @@ INCREMENT = 16
 """Rows more after a success in the classic recipe."""
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One size: how it went, its peaks in bytes, and its steps' losses and seconds."""
+def line_bytes(trial: Size) -> int:
+    """What the line is drawn through: the allocator's peak, on a host the process's."""
+    return trial.allocated_bytes or trial.peak_bytes or 0
 
-    batch_size: int
-    status: str
-    message: str | None = None
-    peak_bytes: int | None = None
-    """Most that the process held (on an accelerator: of the device)."""
-    allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
-    """By torch's allocator; None on a host."""
-    losses: list[float] = field(default_factory=list)
-    step_s: list[float] = field(default_factory=list)
 
-    @property
-    def fits(self) -> bool:
-        return self.status == "ok"
-
-    @property
-    def line_bytes(self) -> int:
-        """What the line is drawn through: the allocator's peak, on a host the process's."""
-        return self.allocated_bytes or self.peak_bytes or 0
-
-    def row(self) -> Row:
-        """For people: rows, what they held in GB, samples a minute, status."""
-        row: Row = {"batch": self.batch_size, "status": self.status}
-        sizes = {"peak": self.peak_bytes, "allocated": self.allocated_bytes, "reserved": self.reserved_bytes}
-        row |= {f"{name}, GB": f"{size / GB:.3f}" if size else None for name, size in sizes.items()}
-        if not self.fits:
-            return row | {"loss": None, "s a step": None, "samples/min": None}
-        fastest_s = min(self.step_s)
-        speed = f"{60 * self.batch_size / fastest_s:,.0f}"
-        return row | {"loss": f"{self.losses[-1]:.4f}", "s a step": f"{fastest_s:.2f}", "samples/min": speed}
+def trial_row(trial: Size) -> Row:
+    """For people: rows, status, what they held in GB, samples a minute."""
+    sizes = {"peak": trial.peak_bytes, "allocated": trial.allocated_bytes, "reserved": trial.reserved_bytes}
+    row: Row = {"batch": trial.batch_size, "status": trial.status}
+    row |= {f"{name}, GB": f"{size / GB:.3f}" if size else None for name, size in sizes.items()}
+    row |= {"loss": None, "s a step": None, "samples/min": None}
+    if trial.is_finished:
+        fastest_s, loss = min(trial.step_s), trial.steps[-1]["loss"]
+        speed = f"{60 * trial.batch_size / fastest_s:,.0f}"
+        row |= {"loss": f"{loss:.4f}", "s a step": f"{fastest_s:.2f}", "samples/min": speed}
+    return row
 
 
 def next_size(
-    trials: Sequence[Trial], usable_bytes: float, *, start: int, multiple: int, at_most: int, classic: bool
+    trials: Sequence[Size], usable_bytes: float, *, start: int, multiple: int, at_most: int, classic: bool
 ) -> int:
     """What to try after these trials; 0 where the search is done. Sizes are multiples, and none is above.
 
@@ -80,9 +62,9 @@ def next_size(
         return int(size // multiple) * multiple
 
     at_most = whole(at_most)
-    peaks = {trial.batch_size: float(trial.line_bytes) for trial in trials if trial.fits}
+    peaks = {trial.batch_size: float(line_bytes(trial)) for trial in trials if trial.is_finished}
     fitted, beyond = max(peaks, default=0), at_most + multiple
-    failed = min((trial.batch_size for trial in trials if not trial.fits), default=beyond)
+    failed = min((trial.batch_size for trial in trials if not trial.is_finished), default=beyond)
     if not trials:
         return min(at_most, max(multiple, whole(start)))
     if not fitted:
@@ -161,9 +143,9 @@ def check(settings: FindMax) -> Checked:
     )  # fmt: skip
 
 
-def find(checked: Checked, folder: Path) -> list[Trial]:
+def find(checked: Checked, folder: Path) -> list[Size]:
     """All trials, the search done; each leaves a run's files in `folder`."""
-    settings, trials = checked.settings, list[Trial]()
+    settings, trials = checked.settings, list[Size]()
     limits = {
         "multiple": settings.multiple,
         "at_most": settings.train.max_batch_size,
@@ -172,28 +154,19 @@ def find(checked: Checked, folder: Path) -> list[Trial]:
     classic = settings.strategy == "classic"
     while size := next_size(trials, checked.usable_bytes, classic=classic, **limits):
         logger.info("batch {}: {} training steps in a new process", size, TRIAL_STEPS)
-        trials.append(try_size(settings, size, folder / f"batch-{size:05d}"))
+        trials.append(try_size(settings, size, folder))
     return trials
 
 
-def try_size(settings: FindMax, batch_size: int, folder: Path) -> Trial:
-    """Real steps of full length at this size, in a fresh process."""
+def try_size(settings: FindMax, batch_size: int, folder: Path) -> Size:
+    """Real steps of full length at this size, in a fresh process, whose run is in `folder`."""
     sampling = replace(settings.train.sampling, ignore_ends=True)
     train = alone(settings.train, steps=TRIAL_STEPS, eval_interval=0, sampling=sampling, logged_completions=0)
     task = Task(
         settings.objective, train, batch_size, settings.made, settings.data,
         prompt_tokens=settings.prompt_tokens,
     )  # fmt: skip
-    ended = run_task(task, folder)
-    logger.info("batch {}: {}", batch_size, ended)
-    steps = [line for line in read_lines(folder / METRICS_FILE) if "step_time" in line]
-    on_card = [line for line in steps if "memory/reserved_gb" in line]
-
-    def most(name: str) -> int | None:
-        return max((int(GB * line[name]) for line in on_card), default=None)
-
-    held = (line["process_bytes"] for line in read_lines(folder / MEMORY_FILE) if line["step"])
-    return Trial(
-        batch_size, ended.status, ended.message, max(held, default=None), most("memory/peak_gb"),
-        most("memory/reserved_gb"), [line["loss"] for line in steps], [line["step_time"] for line in steps],
-    )  # fmt: skip
+    run_task(task, size_folder(folder, batch_size))
+    trial = read_size(folder, batch_size, {"objective": settings.objective})
+    logger.info("batch {}: {}{}", batch_size, trial.status, f" ({trial.message})" if trial.message else "")
+    return trial

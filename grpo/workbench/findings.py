@@ -9,10 +9,11 @@ from pathlib import Path
 from grpo.config import Config, to_flat
 from grpo.environment import typed
 from grpo.memory.budget import GB, readable
-from grpo.workbench.find_max import INCREMENT, Checked, Trial
+from grpo.workbench.find_max import INCREMENT, Checked, line_bytes
 from grpo.workbench.line import LEAST_FOR_A_LINE, Line, fit_line, leaves_the_line, unseen_margin
 from grpo.workbench.pictures import picture
 from grpo.workbench.settings import FindMax
+from grpo.workbench.sizes import Size
 from grpo.workbench.tables import Row
 
 SAFE_SHARE = 0.8
@@ -146,7 +147,7 @@ def _gb(size: float) -> str:
     return f"{size / GB:.2f} GB"
 
 
-def findings(checked: Checked, trials: Sequence[Trial], flags: str = "") -> Findings:
+def findings(checked: Checked, trials: Sequence[Size], flags: str = "") -> Findings:
     """What follows from trials. flags: of train_lean.py. ValueError where no size fitted."""
     settings, usable = checked.settings, checked.usable_bytes
     for trial in trials:
@@ -154,7 +155,7 @@ def findings(checked: Checked, trials: Sequence[Trial], flags: str = "") -> Find
             raise ValueError(
                 f"batch {trial.batch_size} {trial.status}, and not for want of memory: {trial.message}"
             )
-    peaks = {trial.batch_size: float(trial.line_bytes) for trial in trials if trial.fits}
+    peaks = {trial.batch_size: float(line_bytes(trial)) for trial in trials if trial.is_finished}
     if not peaks:
         smallest = min(trials, key=lambda trial: trial.batch_size)
         raise ValueError(
@@ -163,7 +164,8 @@ def findings(checked: Checked, trials: Sequence[Trial], flags: str = "") -> Find
             "more memory."
         )
     return Findings(
-        peaks=peaks, failed=[trial.batch_size for trial in trials if not trial.fits], total_bytes=usable,
+        peaks=peaks, total_bytes=usable,
+        failed=[trial.batch_size for trial in trials if not trial.is_finished],
         margin_bytes=unseen_margin(usable, checked.device_type), multiple=settings.multiple,
         at_most=settings.train.max_batch_size, flags=flags, no_command=checked.no_command,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What each size of a sweep came to, from the files that its run wrote.
+"""What each size of a sweep or of a search came to, from the files that its run wrote.
 
     sweep.json              what the sizes have in common
     notes.md                a person's own words, if there are any
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import sem, t
 
+from grpo.config.sizes import GB
 from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 
 Record = Mapping[str, Any]
@@ -118,24 +119,25 @@ class Size:
         return sorted(points, key=lambda point: point["update"])
 
     @property
-    def _step_times(self) -> list[float]:
+    def step_s(self) -> list[float]:
+        """Seconds of each update."""
         return [time for line in self.steps if (time := figure(line, "step_time")) is not None]
 
     @property
     def seconds(self) -> float | None:
         """Of training alone, evaluations left out."""
-        return math.fsum(self._step_times) or None
+        return math.fsum(self.step_s) or None
 
     @property
     def steady_s(self) -> float | None:
         """Of an update, once everything is loaded."""
-        times = self._step_times
+        times = self.step_s
         return median(times[min(WARM_UP_UPDATES, len(times) - 1) :]) if times else None
 
     @property
     def start_s(self) -> float | None:
         """What the first updates took beyond that: compiling, loading kernels, counting tensors."""
-        times, steady = self._step_times[:WARM_UP_UPDATES], self.steady_s
+        times, steady = self.step_s[:WARM_UP_UPDATES], self.steady_s
         return None if steady is None else max(0.0, math.fsum(times) - len(times) * steady)
 
     @property
@@ -175,6 +177,19 @@ class Size:
     def peak_bytes(self) -> int | None:
         """The most that the process held (on an accelerator, of the device)."""
         return max((line["process_bytes"] for line in self.memory if line.get("process_bytes")), default=None)
+
+    @property
+    def allocated_bytes(self) -> int | None:
+        """The most by torch's allocator; None on a host, where it is not asked."""
+        return self._most_on_card("memory/peak_gb")
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        return self._most_on_card("memory/reserved_gb")
+
+    def _most_on_card(self, name: str) -> int | None:
+        on_card = (line for line in self.steps if "memory/reserved_gb" in line)
+        return max((int(GB * line[name]) for line in on_card), default=None)
 
     @property
     def _fullest(self) -> Record:

@@ -55,9 +55,9 @@ from grpo.scoring.logprobs import completion_logprobs
 from grpo.scoring.model_checks import check_recomputation, check_scorer
 from grpo.trainer import Trainer
 from grpo.types import Prompt
+from grpo.workbench import sizes
 from grpo.workbench.calculate import calculate
 from grpo.workbench.corpus import open_corpus
-from grpo.workbench.find_max import Trial
 from grpo.workbench.find_max import check as check_max
 from grpo.workbench.findings import findings
 from grpo.workbench.machine import look
@@ -798,9 +798,9 @@ REFUSED: dict[str, list[Row]] = {
             ),
             ({}, "data is not given", "--data FILE"),
             ({"data": "nowhere.txt"}, "'nowhere.txt', which is no file"),
-            ({"data": "bundled", "trials": [Trial(4, "failed", "nowhere.txt")]},
+            ({"data": "bundled", "trials": [sizes.Size(4, "failed", "nowhere.txt")]},
              "batch 4 failed, and not for want of memory", "nowhere.txt"),
-            ({"data": "bundled", "trials": [Trial(4, "out of memory", "learn took more")]},
+            ({"data": "bundled", "trials": [sizes.Size(4, "out of memory", "learn took more")]},
              "not even a batch of 4 fits", "learn took more", "--gradient-checkpointing full"),
         ),
         (lambda at: check_max(FindMax(prompt_tokens=500, **ON_CPU)), "500 and 144", "512 tokens", "less"),

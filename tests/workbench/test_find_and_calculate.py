@@ -17,15 +17,15 @@ from grpo.memory.budget import CONTEXT_BYTES, GB
 from grpo.model.load import load_tokenizer, shape_of
 from grpo.plan.trace import TracedPhases
 from grpo.run.loading import load_source
-from grpo.run.tracking import read_lines
 from grpo.workbench import find_max, findings, line
 from grpo.workbench.calculate import Figures, Model, budget_rows, calculate, share_rows, write_profiles
 from grpo.workbench.cards import CARDS, Card, card_of_size, find_card
 from grpo.workbench.check import switches, training_rates
-from grpo.workbench.find_max import Trial, next_size
+from grpo.workbench.find_max import next_size, trial_row
 from grpo.workbench.lm import num_parameters
 from grpo.workbench.machine import look, no_compiler
 from grpo.workbench.settings import ON_A_CARD, Calculator, CheckSettings, FindMax, parse_find_max
+from grpo.workbench.sizes import Size
 from grpo.workbench.tables import table
 from grpo.workbench.task import MadeModel
 from grpo.workbench.trial import made_up_prompts
@@ -34,17 +34,23 @@ CPU = torch.device("cpu")
 TINY = MadeModel(arch="gpt2", layers=1, width=32, heads=2, context=64)
 
 
+def tried(size: int, *, peak: float, step_s=(1.0,), **metrics: float) -> Size:
+    """A trial that went well; peak: of the process, in bytes."""
+    steps = [{"loss": 0.5, "step_time": seconds, **metrics} for seconds in step_s]
+    return Size(size, "ok", memory=[{"process_bytes": int(peak)}], steps=steps)
+
+
 def searched(room, *, believed=None, overhead=0.0, each=10.0, at_most=1024, multiple=1, classic=False):
     """Sizes that are tried on a device of `room` bytes from 64 on, and the largest that fits.
 
     believed: the room that the search is told of, if another. each: bytes of a row.
     """
     limits = {"start": 64, "multiple": multiple, "at_most": at_most, "classic": classic}
-    trials: list[Trial] = []
+    trials: list[Size] = []
     while size := next_size(trials, believed or room, **limits):
         peak = overhead + each * size
-        trials.append(Trial(size, "ok" if peak <= room else "out of memory", peak_bytes=int(peak)))
-    fitted = (trial.batch_size for trial in trials if trial.fits)
+        trials.append(tried(size, peak=peak) if peak <= room else Size(size, "out of memory"))
+    fitted = (trial.batch_size for trial in trials if trial.is_finished)
     return [trial.batch_size for trial in trials], max(fitted, default=0)
 
 
@@ -73,12 +79,11 @@ def test_a_trial_of_a_made_up_prompt_takes_real_steps_of_full_length(tmp_path):
     assert len(prompts) == 2
     assert {len(load_tokenizer("rook-tiny")(row["prompt"])["input_ids"]) for row in prompts} == {16}
     with forked_workers():
-        trial = find_max.try_size(FindMax(train=train, prompt_tokens=16), 8, tmp_path / "batch-00008")
-    assert trial.status == "ok" and len(trial.losses) == 3 and trial.peak_bytes > 0, trial
-    steps = read_lines(tmp_path / "batch-00008/metrics.jsonl")
-    assert [step["completions/min_length"] for step in steps] == [6.0] * 3
-    assert [step["num_tokens"] for step in steps] == [8 * 22, 16 * 22, 24 * 22]
-    assert not (tmp_path / "batch-00008/checkpoints").exists()
+        trial = find_max.try_size(FindMax(train=train, prompt_tokens=16), 8, tmp_path)
+    assert trial.status == "ok" and trial.peak_bytes > 0, trial
+    assert [step["completions/min_length"] for step in trial.steps] == [6.0] * 3
+    assert [step["num_tokens"] for step in trial.steps] == [8 * 22, 16 * 22, 24 * 22]
+    assert not (tmp_path / "size-00008/checkpoints").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -105,7 +110,7 @@ def test_the_command_finds_tabulates_and_draws(tmp_path):
     assert found["maximum"] == 8
     assert [trial["batch_size"] for trial in found["trials"]] == [8, 4, 6, 2]
     for trial in found["trials"]:
-        assert trial["status"] == "ok" and len(trial["losses"]) == 3 and trial["peak_bytes"] > 0
+        assert trial["status"] == "ok" and len(trial["steps"]) == 3 and trial["peak_bytes"] > 0
     assert (tmp_path / "out" / "max_batch.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -136,8 +141,9 @@ def test_the_command_to_use_names_every_setting_and_what_train_lean_cannot_do_ha
 
 def test_the_table_of_trials_is_that_of_the_guide_on_a_card():
     """Rows, allocated, reserved, samples a minute, status; on a host there is no allocator to be asked."""
-    on_card = Trial(64, "ok", None, 3 * GB, 2 * GB, 5 * GB // 2, [0.5], [30.0, 24.0])
-    shown = table("", [on_card.row(), Trial(128, "out of memory").row()])
+    on_card = {"memory/peak_gb": 2.0, "memory/reserved_gb": 2.5}
+    trials = [tried(64, peak=3 * GB, step_s=(30.0, 24.0), **on_card), Size(128, "out of memory")]
+    shown = table("", list(map(trial_row, trials)))
     cells = {column.header: list(column.cells) for column in shown.columns}
     assert cells["batch"] == ["64", "128"] and cells["status"] == ["ok", "out of memory"]
     assert [cells[f"{name}, GB"][0] for name in ("peak", "allocated", "reserved")] == [
@@ -146,7 +152,7 @@ def test_the_table_of_trials_is_that_of_the_guide_on_a_card():
         "2.500",
     ]
     assert cells["samples/min"] == ["160", ""]  # 64 in 24 s
-    host = table("", [Trial(64, "ok", None, GB, losses=[1.0], step_s=[2.0]).row()])
+    host = table("", [trial_row(tried(64, peak=GB))])
     assert "reserved, GB" not in [column.header for column in host.columns]
 
 
@@ -201,8 +207,7 @@ def test_what_others_hold_is_not_there_to_be_used(monkeypatch):
     monkeypatch.setattr(find_max, "look", lambda *args: there)
     checked = find_max.check(FindMax("lm", "bundled", made=TINY, train=Config(device="cpu")))
     assert checked.usable_bytes == 14 * GB and checked.settings.train.memory_limit == str(14 * GB)
-    trials = [Trial(8, "ok", None, GB, losses=[1.0], step_s=[1.0])]
-    assert findings.findings(checked, trials).total_bytes == 14 * GB
+    assert findings.findings(checked, [tried(8, peak=GB)]).total_bytes == 14 * GB
 
 
 def test_recommendations_are_whole_groups():
