@@ -67,15 +67,20 @@ def next_size(
     failed = min((trial.batch_size for trial in trials if not trial.is_finished), default=beyond)
     if not trials:
         return min(at_most, max(multiple, whole(start)))
+    if not classic and len(trials) == MAX_TRIALS:
+        return 0
     if not fitted:
         return whole(failed / 2)
     if classic:
         size = min(at_most, fitted + max(multiple, whole(INCREMENT)))
         return size if fitted < size < failed else 0
-    if failed < fitted or len(trials) == MAX_TRIALS:
-        return 0  # what is free has changed meanwhile, or it is enough
-    halfway, line = whole((fitted + failed) / 2), fit_line(peaks)
-    allowed = whole(line.largest(usable_bytes)) if line else 2 * fitted if len(peaks) == 1 else beyond
+    if failed < fitted:
+        return 0  # what is free has changed meanwhile
+    halfway, line, allowed = whole((fitted + failed) / 2), fit_line(peaks), beyond
+    if len(peaks) == 1:
+        allowed = 2 * fitted
+    elif line is not None:
+        allowed = whole(line.largest(usable_bytes))
     if failed < beyond and (allowed >= failed or len(peaks) == 1):
         allowed = halfway  # it ran out where the line saw room: the truth lies between, nobody knows where
     if (size := min(allowed, failed - multiple)) > fitted:

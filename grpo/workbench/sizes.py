@@ -23,7 +23,6 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from scipy.stats import sem, t
 
 from grpo.config.sizes import GB
 from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
@@ -255,6 +254,8 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[f
     Neighbouring windows of a text are alike, so the mean's error is that of the means of at most twenty
     stretches of neighbours (batch means), by Student's t; single rows where there are no more than twenty.
     """
+    from scipy.stats import sem, t  # 23 MB, which no trial is to hold
+
     if len(ours) != len(theirs) or len(ours) < 2:
         return None
     stretches = np.array_split(np.subtract(ours, theirs), min(MOST_STRETCHES, len(ours)))
