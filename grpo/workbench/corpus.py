@@ -78,15 +78,12 @@ def open_corpus(data: str | None, train: Config, made: MadeModel) -> Corpus:
     if tokenizer is not None:
         vocab = tokenizer.get_vocab_size()
         dtype = "uint16" if vocab <= 2**16 else "uint32"
-        file = _cached(
-            f"{_version(path)} {tokenizer.to_str()}", "bin", partial(_encoded, path, tokenizer, dtype)
-        )
+        key = f"{_version(path)} {tokenizer.to_str()}"
+        file = _cached(key, "bin", partial(_encoded, path, tokenizer, dtype))
     if not file.stat().st_size:
         raise SettingsError(f"data is {str(path)!r}, which is empty: give a text file.")
-    corpus, known = (
-        Corpus(np.memmap(file, dtype, mode="r"), vocab),
-        shape.get_text_config(decoder=True).vocab_size,
-    )
+    corpus = Corpus(np.memmap(file, dtype, mode="r"), vocab)
+    known = shape.get_text_config(decoder=True).vocab_size
     if vocab > known:
         raise SettingsError(
             f"data has {vocab} different tokens, but the model's vocabulary has {known}: "
