@@ -79,7 +79,7 @@ def calculate(settings: Calculator, card: Card) -> Figures:
         "planned": model and model.planned(), "lines": lines, "fixed_bytes": fixed_bytes,
         "remaining_bytes": card.usable_bytes - fixed_bytes, "shares": shares, "batch_size": size,
         "totals": {count: count * size * settings.accumulate for count in counts},
-        "notes": _notes(settings, card, model, size),
+        "notes": notes(settings, card, model, size),
     }  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def _sample_bytes(text: str) -> int:
         raise SettingsError(f"sample_memory is {error}") from error
 
 
-def _notes(settings: Calculator, card: Card, model: Model | None, size: int | None) -> list[str]:
+def notes(settings: Calculator, card: Card, model: Model | None, size: int | None) -> list[str]:
     """How far to trust it, and what does not follow."""
     if model is None and size is not None:
         return ["A sample's bytes are as given: their error is not known."]
@@ -212,16 +212,16 @@ def _notes(settings: Calculator, card: Card, model: Model | None, size: int | No
             "Counts do not tell what a sample takes, so no batch follows: give --sample-memory 450MB, or a "
             "--model instead of counts."
         ]
-    notes = [
+    told = [
         "Tensors are traced, not measured on this card; what its allocator and kernels take besides is what "
         "a share below 100% leaves room for."
     ]
     if size and size + settings.train.group_size > settings.train.max_batch_size:
-        notes.append("No larger batch was looked for: --max-batch-size.")
+        told.append("No larger batch was looked for: --max-batch-size.")
     if not card.bf16 and settings.train.precision in ("auto", "bf16"):
         falls = "it is emulated, and slow" if model.work.target.is_lower else "this is for fp32"
-        notes.append(f"{card.name} has no native bf16: {falls}.")
-    return notes
+        told.append(f"{card.name} has no native bf16: {falls}.")
+    return told
 
 
 # ---------------------------------------------------------------------------------------- for people

@@ -18,7 +18,15 @@ from grpo.model.load import load_tokenizer, shape_of
 from grpo.plan.trace import TracedPhases
 from grpo.run.loading import load_source
 from grpo.workbench import find_max, findings, line
-from grpo.workbench.calculate import Figures, Model, budget_rows, calculate, share_rows, write_profiles
+from grpo.workbench.calculate import (
+    Figures,
+    Model,
+    budget_rows,
+    calculate,
+    notes,
+    share_rows,
+    write_profiles,
+)
 from grpo.workbench.cards import CARDS, Card, card_of_size, find_card
 from grpo.workbench.check import switches, training_rates
 from grpo.workbench.find_max import next_size, trial_row
@@ -324,7 +332,8 @@ def test_a_models_budget_is_the_planners_as_it_is_printed_and_written(model_fold
     assert found["batch_size"] == found["shares"][0]["batch_size"]
     resident = sum(lines(found).values()) - 4 * count  # without gradients, which are added
     wanted = asked(**settings)
-    work = Model(wanted, wanted.card(), beside_bytes=0).work
+    model = Model(wanted, wanted.card(), beside_bytes=0)
+    work = model.work
     traced = TracedPhases(work.phase_settings())
     for share in found["shares"]:
         added = {p: traced.added_bytes(p, work.size(share["batch_size"])) for p in ("sample", "learn")}
@@ -334,8 +343,7 @@ def test_a_models_budget_is_the_planners_as_it_is_printed_and_written(model_fold
         assert share["usable_bytes"] == pytest.approx(share["share"] * 0.98 * 4 * GB)
     assert found["fixed_bytes"] + found["remaining_bytes"] == pytest.approx(0.98 * 4 * GB)
     assert found["totals"][4] == 4 * found["batch_size"]
-    old = calculate(wanted, Card("old", 4, bf16=False))
-    assert old["notes"][-1] == "old has no native bf16: this is for fp32."
+    assert notes(wanted, CARDS["t4"], model, 8)[-1] == "t4 has no native bf16: it is emulated, and slow."
 
 
 def test_the_calculator_as_it_is_typed_of_counts_and_of_the_bundled_model(tmp_path, monkeypatch):
