@@ -16,12 +16,8 @@ def main(settings: Calculator, console: Console) -> None:
         console.print(table("Cards known here (1 GB is 2**30 bytes)", cards_rows()))
         console.print("Choose one with --gpu, or give any other card's size: --gpu-memory 20GB.")
         return
-    from grpo.workbench.calculate import (  # which takes torch
-        budget_rows,
-        calculate,
-        share_rows,
-        write_profiles,
-    )
+    # Not before: it takes torch.
+    from grpo.workbench.calculate import budget_rows, calculate, share_rows, write_profiles
 
     figures = calculate(settings, card)
     if figures["planned"]:

@@ -18,15 +18,7 @@ from grpo.model.load import load_tokenizer, shape_of
 from grpo.plan.trace import TracedPhases
 from grpo.run.loading import load_source
 from grpo.workbench import find_max, findings, line
-from grpo.workbench.calculate import (
-    Figures,
-    Model,
-    budget_rows,
-    calculate,
-    notes,
-    share_rows,
-    write_profiles,
-)
+from grpo.workbench.calculate import Figures, Model, budget_rows, calculate, notes, share_rows, write_profiles
 from grpo.workbench.cards import CARDS, Card, card_of_size, find_card
 from grpo.workbench.check import switches, training_rates
 from grpo.workbench.find_max import next_size, trial_row
