@@ -19,8 +19,8 @@ from grpo.workbench.task import model_name
 def main(settings: CheckSettings, console: Console) -> None:
     """Look, measure, and say what is off."""
     device = choose_device(settings.device)
-    found = switches(device, compute_dtype(settings.precision, device))
-    console.print(table(device_name(device), found))
+    states = switches(device, compute_dtype(settings.precision, device))
+    console.print(table(device_name(device), states))
     for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
         rate = matmul_rate(device, dtype) / 1e9
         console.print(f"matrix products in {name}: {rate:,.0f} GFLOP/s", highlight=False)

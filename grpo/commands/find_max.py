@@ -27,19 +27,19 @@ def main(settings: FindMax, console: Console) -> None:
     folder = settings.output or new_folder("max-batch")
     trials = find(checked, folder)
     console.print(table("Trials", [trial_row(trial) for trial in trials]))
-    found = findings(checked, trials, flags_of(settings.train))
-    console.print(table("What follows", found.facts()))
-    if following := found.next_sizes():
+    result = findings(checked, trials, flags_of(settings.train))
+    console.print(table("What follows", result.facts()))
+    if following := result.next_sizes():
         console.print(table("Next sizes", following))
-    console.print(table("Recommended", found.recommended()))
+    console.print(table("Recommended", result.recommended()))
     content = {
-        "maximum": found.maximum, "total_bytes": found.total_bytes, "margin_bytes": found.margin_bytes,
-        "headroom_bytes": found.total_bytes - found.peaks[found.maximum],
-        "line": asdict(found.line) if found.line is not None else None,
-        "leaves_the_line_at": leaves_the_line(found.peaks), "facts": found.facts(),
-        "next": found.next_sizes(), "recommended": found.recommended(),
+        "maximum": result.maximum, "total_bytes": result.total_bytes, "margin_bytes": result.margin_bytes,
+        "headroom_bytes": result.total_bytes - result.peaks[result.maximum],
+        "line": asdict(result.line) if result.line is not None else None,
+        "leaves_the_line_at": leaves_the_line(result.peaks), "facts": result.facts(),
+        "next": result.next_sizes(), "recommended": result.recommended(),
         "trials": [{name: getattr(trial, name) for name in TRIAL} for trial in trials],
     }  # fmt: skip
     (folder / "max_batch.json").write_text(json.dumps(content, indent=1) + "\n")
-    found.draw(folder / "max_batch.png")
+    result.draw(folder / "max_batch.png")
     console.print(f"{folder / 'max_batch.json'}\n{folder / 'max_batch.png'}", highlight=False, soft_wrap=True)

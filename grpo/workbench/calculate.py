@@ -56,8 +56,8 @@ def calculate(settings: Calculator, card: Card) -> Figures:
     model = None
     if settings.trainable is None:
         model = Model(settings, card, beside_bytes=_sum([*frozen, overhead]))
-    own = _trained(settings, settings.trainable or 0) if model is None else model.lines()
-    lines = [*frozen, *own, overhead]
+    needed = _trained(settings, settings.trainable or 0) if model is None else model.lines()
+    lines = [*frozen, *needed, overhead]
     _check_fixed(settings, card, lines)
     fixed_bytes, shares = _sum(lines), []
     for share in sorted({*SHARES, settings.train.memory_utilization}):
@@ -212,16 +212,16 @@ def notes(settings: Calculator, card: Card, model: Model | None, size: int | Non
             "Counts do not tell what a sample takes, so no batch follows: give --sample-memory 450MB, or a "
             "--model instead of counts."
         ]
-    told = [
+    words = [
         "Tensors are traced, not measured on this card; what its allocator and kernels take besides is what "
         "a share below 100% leaves room for."
     ]
     if size and size + settings.train.group_size > settings.train.max_batch_size:
-        told.append("No larger batch was looked for: --max-batch-size.")
+        words.append("No larger batch was looked for: --max-batch-size.")
     if not card.bf16 and settings.train.precision in ("auto", "bf16"):
         falls = "it is emulated, and slow" if model.work.target.is_lower else "this is for fp32"
-        told.append(f"{card.name} has no native bf16: {falls}.")
-    return told
+        words.append(f"{card.name} has no native bf16: {falls}.")
+    return words
 
 
 # ---------------------------------------------------------------------------------------- for people

@@ -52,15 +52,15 @@ def switches(device: torch.device, dtype: torch.dtype) -> list[Row]:
         why, _, remedy = reason.partition(": ")
         compiler = (OFF if device.type in ("cpu", "cuda") else NOT_HERE, why, remedy)
     cores, threads = available_cores(), torch.get_num_threads()
-    found = f"{threads} of {cores} cores"
-    thread = (ON, found, "")
+    counted = f"{threads} of {cores} cores"
+    thread = (ON, counted, "")
     if threads < cores:
-        thread = (OFF, found, f"export OMP_NUM_THREADS={cores}")
+        thread = (OFF, counted, f"export OMP_NUM_THREADS={cores}")
         if device.type != "cpu":
-            thread = (NOT_HERE, f"{found}, which matters little on {device.type}", "")
-    found_of = {"bf16": bf16, "TF32": tf32, "compile": compiler, "threads": thread}
+            thread = (NOT_HERE, f"{counted}, which matters little on {device.type}", "")
+    states = {"bf16": bf16, "TF32": tf32, "compile": compiler, "threads": thread}
     columns = ("state", "found", "to switch it on")
-    return [{"switch": name, **dict(zip(columns, found, strict=True))} for name, found in found_of.items()]
+    return [{"switch": name, **dict(zip(columns, state, strict=True))} for name, state in states.items()]
 
 
 def available_cores() -> int:

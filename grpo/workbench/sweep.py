@@ -79,10 +79,12 @@ def open_sweep(settings: Sweep) -> tuple[Sweep, Path]:
 def _open_folder(folder: Path, settings: Sweep, machine: Machine) -> None:
     """Make the folder, or go on in it. SettingsError if it holds a sweep with other settings."""
     train, made = settings.train, settings.made
-    own = {name: value for name, value in vars(settings).items() if name not in ("made", "train", "output")}
+    of_sweep = {
+        name: value for name, value in vars(settings).items() if name not in ("made", "train", "output")
+    }
     of_train = {name: value for name, value in to_flat(train).items() if name not in Sweep.CHOSEN}
     common = {
-        **own, **asdict(made), **of_train, "model": model_name(train, made),
+        **of_sweep, **asdict(made), **of_train, "model": model_name(train, made),
         "batch_sizes": sorted(set(settings.batch_sizes)), "base_batch_size": settings.base,
         "warmup_share": settings.warm_up,
     }  # fmt: skip

@@ -150,9 +150,9 @@ def train_grpo(task: Task, folder: Path) -> None:
         task.train, batch_size=rows, rollout_rows=rows, score_rows=rows, train_rows=task.rows,
         runs_dir=folder.parent, name=folder.name,
     )  # fmt: skip
-    given = Given(is_trial=True)
+    inputs = Given(is_trial=True)
     if task.prompt_tokens is not None:
-        given = replace(given, prompts=made_up_prompts(config, task.prompt_tokens), rewards=[by_chance])
+        inputs = replace(inputs, prompts=made_up_prompts(config, task.prompt_tokens), rewards=[by_chance])
         config = replace(
             config,
             asking=PromptSettings(),
@@ -161,7 +161,7 @@ def train_grpo(task: Task, folder: Path) -> None:
             heldout_share=0.0,
             credit="whole",
         )
-    with open_run(config, given) as run:
+    with open_run(config, inputs) as run:
         trainer = Trainer(run)
         for _ in trainer:
             pass

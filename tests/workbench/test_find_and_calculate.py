@@ -40,15 +40,15 @@ def tried(size: int, *, peak: float, step_s=(1.0,), **metrics: float) -> Size:
     return Size(size, "ok", memory=[{"process_bytes": int(peak)}], steps=steps)
 
 
-def searched(room, *, believed=None, overhead=0.0, each=10.0, at_most=1024, multiple=1, classic=False):
+def searched(room, *, believed=None, overhead=0.0, row_bytes=10.0, at_most=1024, multiple=1, classic=False):
     """Sizes that are tried on a device of `room` bytes from 64 on, and the largest that fits.
 
-    believed: the room that the search is told of, if another. each: bytes of a row.
+    believed: the room that the search is told of, if another.
     """
     limits = {"start": 64, "multiple": multiple, "at_most": at_most, "classic": classic}
     trials: list[Size] = []
     while size := next_size(trials, believed or room, **limits):
-        peak = overhead + each * size
+        peak = overhead + row_bytes * size
         trials.append(tried(size, peak=peak) if peak <= room else Size(size, "out of memory"))
     fitted = (trial.batch_size for trial in trials if trial.is_finished)
     return [trial.batch_size for trial in trials], max(fitted, default=0)
@@ -66,7 +66,7 @@ def test_classic_adds_sixteen_or_halves_and_the_line_comes_close_in_whole_groups
     assert searched(1000) == ([64, 128, 96, 100, 32], 100)
     assert searched(1000, multiple=8, at_most=72) == ([64, 72, 32, 48], 72)
     assert searched(50, multiple=8) == ([64, 32, 16, 8], 0)
-    sizes, largest = searched(1000, each=40.0)
+    sizes, largest = searched(1000, row_bytes=40.0)
     assert sizes[:3] == [64, 32, 16] and 24 <= largest <= 25
     sizes, largest = searched(5000, believed=6000, overhead=300.0, multiple=8, at_most=4096)
     assert len(sizes) <= 8 and len(set(sizes)) == len(sizes) and 440 <= largest <= 470  # room was overrated
