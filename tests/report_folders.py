@@ -67,7 +67,7 @@ def write_size(sweep: Path, batch_size: int) -> None:
         ended = {"status": "out of memory", "message": "DefaultCPUAllocator: can't allocate memory"}
     else:
         write_json(folder / "heldout.json", {"step": updates, "values": windows(batch_size)})
-    write_json(folder / "task.json", {"learning_rate": 3e-4, "warmup_updates": round(0.05 * updates)})
+    write_json(folder / "task.json", {"learning_rate": 3e-4, "warmup_steps": round(0.05 * updates)})
     write_json(folder / "ended.json", ended)
     write_lines(folder / "metrics.jsonl", lines)
     write_lines(folder / "memory.jsonl", memory)

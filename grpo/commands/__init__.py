@@ -57,18 +57,19 @@ COMMANDS = {
     ),
     "find-max": Command(
         "the largest batch that fits, by real steps", "--memory-limit 800MB",
-        "grpo.workbench.find_max:parse_find_max",
+        "grpo.workbench.settings:parse_find_max",
     ),
     "calculate": Command(
         "the largest batch for a card that is not there", "--gpu rtx4090",
-        "grpo.workbench.calculate:parse_calculator", level="WARNING",
+        "grpo.workbench.settings:parse_calculator", level="WARNING",
     ),
     "sweep": Command(
-        "one model at several batch sizes", "--batch-sizes 8 32", "grpo.workbench.sweep:parse_sweep",
+        "one model at several batch sizes", "--batch-sizes 8 32",
+        "grpo.workbench.sweep_settings:parse_sweep",
     ),
     "report": Command("a run or a sweep as one page", "runs/NAME", "grpo.commands.report:ReportConfig"),
     "check": Command(
-        "what this machine reaches, and what is switched off", "", "grpo.workbench.check:parse_check"
+        "what this machine reaches, and what is switched off", "", "grpo.workbench.settings:parse_check"
     ),
 }  # fmt: skip
 """By name."""

@@ -8,10 +8,9 @@ import difflib
 import re
 from dataclasses import dataclass
 
-from rich.table import Table
-
 from grpo.config import SettingsError
 from grpo.config.sizes import GB, parse_size
+from grpo.workbench.tables import Row
 
 ECC_SHARE = 15 / 16
 """What error correction leaves of GDDR memory. nvidia-smi on a T4: 15360 MiB of 16 GB, A10: 23028 of
@@ -82,12 +81,12 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9.]", "", name.lower())
 
 
-def cards_table() -> Table:
+def cards_rows() -> list[Row]:
     """Every card, smallest first."""
-    table = Table(title="Cards known here (1 GB is 2**30 bytes)", title_justify="left")
-    for column in ("--gpu", "sold, GB", "usable, GB", "native bf16"):
-        table.add_column(column, justify="right" if "GB" in column else "left")
-    for card in CARDS.values():
-        usable = f"{card.usable_bytes / GB:.2f}"
-        table.add_row(card.name, f"{card.sold_gb:g}", usable, "yes" if card.bf16 else "no")
-    return table
+    return [
+        {
+            "--gpu": card.name, "sold, GB": f"{card.sold_gb:g}", 
+            "usable, GB": f"{card.usable_bytes / GB:.2f}", "native bf16": "yes" if card.bf16 else "no",
+        }
+        for card in CARDS.values()
+    ]  # fmt: skip

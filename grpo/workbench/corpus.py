@@ -7,8 +7,9 @@ out from what is not learned. Left out: several files, shuffled documents, anyth
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,9 @@ from torch import Tensor
 
 from grpo.config import Config, SettingsError
 from grpo.data.load import POSITIONS
-from grpo.files import replacing, write_whole
+from grpo.files import replacing
 from grpo.model.load import context_length, load_tokenizer
-from grpo.workbench.spec import MadeModel
-from grpo.workbench.task import model_name, model_shape
+from grpo.workbench.task import MadeModel, model_name, model_shape
 
 BUNDLED_TEXT = "bundled"
 BYTES = 256
@@ -57,120 +57,80 @@ class Corpus:
         rows = [self.ids[start : start + context + 1].astype(np.int64) for start in starts.tolist()]
         return torch.from_numpy(np.stack(rows))
 
-    def check(self, vocab: int, context: int) -> None:
-        """SettingsError unless a model of `vocab` entries can be trained on windows of `context` tokens."""
-        if self.vocab > vocab:
-            raise SettingsError(
-                f"data has {self.vocab} different tokens, but the model's vocabulary has {vocab}: "
-                f"give --vocab {self.vocab} or more, or a model whose tokenizer is used instead of bytes."
-            )
-        if (len(self.ids) - self.num_train - 1) // context < 1:
-            needed = int((context + 1) / HELDOUT_SHARE) + 1
-            raise SettingsError(
-                f"data has {len(self.ids)} tokens; windows of {context}, a tenth of the file held out, "
-                f"need {needed}: give a longer file, or a smaller --context."
-            )
-
-
-def check_file(path: Path | None) -> Path:
-    """The corpus's file. SettingsError where there is none."""
-    if path is None:
-        raise SettingsError("data is not given, but --objective lm trains on a text: give --data FILE.")
-    if not path.is_file():
-        raise SettingsError(f"data is {str(path)!r}, which is no file: give a text file.")
-    return path
-
 
 def open_corpus(data: str | None, train: Config, made: MadeModel) -> Corpus:
-    """The text as the model reads it. With --vocab above 256 a tokenizer is trained on it, once.
+    """The text as the model reads it: a made one in bytes, or with more entries in tokens of its own.
 
     SettingsError unless this model can learn from windows of this text.
     """
-    path, config = text_file(data), model_shape(train, made)
-    if made.context > context_length(config):
+    path, shape, context = text_file(data), model_shape(train, made), made.context
+    if context > context_length(shape):
         raise SettingsError(
-            f"context is {made.context}, but {model_name(train, made)} reaches {context_length(config)} "
-            "tokens: give no more."
+            f"context is {context}, but {model_name(train, made)} reaches {context_length(shape)} tokens: "
+            "give no more."
         )
-    if tokenizer := trained_tokenizer(path, made):
-        corpus = token_corpus(path, Tokenizer.from_file(str(tokenizer)))
-    elif made.arch is None:
-        corpus = token_corpus(path, load_tokenizer(model_name(train, made)).backend_tokenizer)
+    if made.arch is None:
+        tokenizer = load_tokenizer(model_name(train, made)).backend_tokenizer
     else:
-        corpus = byte_corpus(path)
-    corpus.check(config.get_text_config(decoder=True).vocab_size, made.context)
+        trained = trained_tokenizer(path, made)
+        tokenizer = Tokenizer.from_file(str(trained)) if trained else None
+    file, vocab, dtype = path, BYTES, "uint8"
+    if tokenizer is not None:
+        vocab = tokenizer.get_vocab_size()
+        dtype = "uint16" if vocab <= 2**16 else "uint32"
+        key = f"{_version(path)} {tokenizer.to_str()}"
+        file = _cached(key, "bin", partial(_encoded, path, tokenizer, dtype))
+    if not file.stat().st_size:
+        raise SettingsError(f"data is {str(path)!r}, which is empty: give a text file.")
+    corpus = Corpus(np.memmap(file, dtype, mode="r"), vocab)
+    known = shape.get_text_config(decoder=True).vocab_size
+    if vocab > known:
+        raise SettingsError(
+            f"data has {vocab} different tokens, but the model's vocabulary has {known}: "
+            f"give --vocab {vocab} or more, or a model whose tokenizer is used instead of bytes."
+        )
+    if (len(corpus.ids) - corpus.num_train - 1) // context < 1:
+        raise SettingsError(
+            f"data has {len(corpus.ids)} tokens; windows of {context}, a tenth of the file held out, need "
+            f"{int((context + 1) / HELDOUT_SHARE) + 1}: give a longer file, or a smaller --context."
+        )
     return corpus
 
 
 def text_file(data: str | None) -> Path:
     """The file that --data means. SettingsError where there is none."""
-    if data != BUNDLED_TEXT:
-        return check_file(Path(data).expanduser() if data else None)
-    lines = POSITIONS.joinpath("train.txt").read_text().splitlines()
-    random.Random(0).shuffle(lines)
-    text = "\n".join(lines) + "\n"
-    path = _cached(text.encode(), "txt")
-    if not path.exists():
-        _write(path, text)
+    if data is None:
+        raise SettingsError("data is not given, but --objective lm trains on a text: give --data FILE.")
+    if data == BUNDLED_TEXT:
+        lines = POSITIONS.joinpath("train.txt").read_text().splitlines()
+        random.Random(0).shuffle(lines)
+        text = "\n".join(lines) + "\n"
+        return _cached(text, "txt", text.encode)
+    path = Path(data).expanduser()
+    if not path.is_file():
+        raise SettingsError(f"data is {data!r}, which is no file: give a text file.")
     return path
 
 
 def trained_tokenizer(path: Path, made: MadeModel) -> Path | None:
-    """The file of a tokenizer trained on the text, if the model is made with more entries than bytes."""
+    """The file of a tokenizer trained on the text, once, if the model has more entries than bytes.
+
+    Byte-level BPE (Sennrich et al. 2016), the 256 bytes among its entries.
+    """
     if made.arch is None or made.vocab <= BYTES:
         return None
-    stat = path.stat()
-    file = _cached(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {made.vocab}".encode(), "json")
-    if not file.exists():
-        _write(file, train_tokenizer(path, made.vocab).to_str())
-    return file
+
+    def train() -> bytes:
+        tokenizer = ByteLevelBPETokenizer()
+        tokenizer.train_from_iterator(_texts(path), vocab_size=made.vocab, show_progress=False)
+        return tokenizer.to_str().encode()
+
+    return _cached(f"{_version(path)} {made.vocab}", "json", train)
 
 
-def _cached(key: bytes, suffix: str) -> Path:
-    name = hashlib.sha256(key).hexdigest()[:24]
-    return platformdirs.user_cache_path("grpo-lean") / "corpora" / f"{name}.{suffix}"
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text)
-
-
-def byte_corpus(path: Path) -> Corpus:
-    """The file's bytes; nothing is read until it is used."""
-    check_file(path)
-    if not path.stat().st_size:
-        raise SettingsError(f"data is {str(path)!r}, which is empty: give a text file.")
-    return Corpus(np.memmap(path, np.uint8, mode="r"), BYTES)
-
-
-def token_corpus(path: Path, tokenizer: Tokenizer) -> Corpus:
-    """The file's tokens, encoded once and kept in the user's cache directory."""
-    check_file(path)
-    vocab = tokenizer.get_vocab_size()
-    dtype = np.uint16 if vocab <= 2**16 else np.uint32
-    stat = path.stat()
-    key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {tokenizer.to_str()}"
-    file = _cached(key.encode(), "bin")
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file, "wb") as out:
-            for text in _texts(path):
-                ids = tokenizer.encode(text, add_special_tokens=False).ids
-                out.write(np.array(ids, dtype).tobytes())
-    if not file.stat().st_size:
-        raise SettingsError(f"data is {str(path)!r}, which is empty: give a text file.")
-    return Corpus(np.memmap(file, dtype, mode="r"), vocab)
-
-
-def train_tokenizer(path: Path, vocab: int) -> Tokenizer:
-    """Byte-level BPE (Sennrich et al. 2016) of at most `vocab` entries, the 256 bytes among them."""
-    check_file(path)
-    if vocab < BYTES:
-        raise SettingsError(f"vocab is {vocab}: a byte-level tokenizer has at least {BYTES} entries.")
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(_texts(path), vocab_size=vocab, show_progress=False)
-    return Tokenizer.from_str(tokenizer.to_str())
+def _encoded(path: Path, tokenizer: Tokenizer, dtype: str) -> bytes:
+    parts = (tokenizer.encode(text, add_special_tokens=False).ids for text in _texts(path))
+    return b"".join(np.array(ids, dtype).tobytes() for ids in parts)
 
 
 def _texts(path: Path) -> Iterator[str]:
@@ -178,3 +138,19 @@ def _texts(path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         while lines := file.readlines(_CHUNK_BYTES):
             yield "".join(lines)
+
+
+def _version(path: Path) -> str:
+    stat = path.stat()
+    return f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+
+
+def _cached(key: str, suffix: str, make: Callable[[], bytes]) -> Path:
+    """A file of the user's cache directory, made where it is not there yet."""
+    name = hashlib.sha256(key.encode()).hexdigest()[:24]
+    path = platformdirs.user_cache_path("grpo-lean") / "corpora" / f"{name}.{suffix}"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, "wb") as file:
+            file.write(make())
+    return path

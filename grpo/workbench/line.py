@@ -6,9 +6,8 @@ What an allocator's peak does not show (the context, blocks of fixed sizes, work
 it a size is a risk.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from scipy.stats import linregress
 
@@ -26,7 +25,6 @@ at 208, which the line puts at 44.34 GB: there it was at least 3.06 GB.
 """
 HOST_MARGIN_SHARE = 0.02
 """On a host the peaks are the process's own: only their scatter is left."""
-Risk = Literal["fits", "likely", "certain"]
 
 
 @dataclass(frozen=True)
@@ -42,28 +40,27 @@ class Line:
         """Peak bytes."""
         return self.start_bytes + self.bytes_per_sample * (batch_size - self.first)
 
-    def largest(self, usable_bytes: float, *, multiple: int = 1) -> int:
+    def largest(self, usable_bytes: float) -> int:
         """The largest batch that it puts within so many bytes; 0 for none. It has to rise."""
-        size = self.first + (usable_bytes - self.start_bytes) / self.bytes_per_sample
-        return max(0, int(size // multiple) * multiple)
+        return max(0, int(self.first + (usable_bytes - self.start_bytes) / self.bytes_per_sample))
 
-    def risk(self, batch_size: int, total_bytes: float, margin_bytes: float) -> Risk:
-        """Whether a size runs out of memory: certainly beyond the device, likely within the margin of it."""
+    def risk(self, batch_size: int, total_bytes: float, margin_bytes: float) -> str:
+        """Whether a size runs out of memory: certain beyond the device, likely within its margin, or no."""
         peak = self(batch_size)
         if peak > total_bytes:
             return "certain"
-        return "likely" if peak > total_bytes - margin_bytes else "fits"
+        return "likely" if peak > total_bytes - margin_bytes else "no"
 
 
 def fit_line(peaks: Mapping[int, float]) -> Line | None:
     """By least squares, through peak bytes by batch size; None where that does not rise, or is one size."""
     if len(peaks) < 2:
         return None
-    sizes = sorted(peaks)
-    found = linregress([size - sizes[0] for size in sizes], [peaks[size] for size in sizes])
-    if found.slope <= 0:
+    first = min(peaks)
+    line = linregress([size - first for size in peaks], list(peaks.values()))
+    if line.slope <= 0:
         return None
-    return Line(sizes[0], float(found.intercept), float(found.slope), float(found.rvalue**2))
+    return Line(first, float(line.intercept), float(line.slope), float(line.rvalue**2))
 
 
 def leaves_the_line(peaks: Mapping[int, float]) -> int | None:
@@ -81,8 +78,3 @@ def unseen_margin(total_bytes: float, device_type: str) -> float:
     if device_type == "cpu":
         return HOST_MARGIN_SHARE * total_bytes
     return CONTEXT_BYTES + MARGIN_SHARE * total_bytes
-
-
-def explaining_margin(line: Line, failed: Sequence[int], total_bytes: float) -> float | None:
-    """The least margin that would have told the sizes that ran out of memory; None where none did."""
-    return total_bytes - line(min(failed)) if failed else None

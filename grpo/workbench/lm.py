@@ -7,8 +7,9 @@ it would not be full.
 import json
 import math
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,14 +18,14 @@ from loguru import logger
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from grpo.config import CONFIG_FILE
+from grpo.config import CONFIG_FILE, to_flat
 from grpo.config.groups import Checkpointing, LoraSettings, SamplingSettings
 from grpo.config.sizes import parse_size
 from grpo.files import write_whole
 from grpo.learning.loss import LossSettings
 from grpo.learning.optimizer import learning_rate, make_optimizer, set_learning_rate
 from grpo.learning.step import Stepper, begin_gradients
-from grpo.memory import Device, Fit, Size
+from grpo.memory import Device, Fit, Pass, Size
 from grpo.model.activation_checkpointing import (
     choose_checkpointing,
     recompute_activations,
@@ -39,7 +40,7 @@ from grpo.run.tracking import RunTracker
 from grpo.scoring.forward import empty_cache
 from grpo.scoring.logprobs import TokenLoss, completion_logprobs
 from grpo.scoring.micro_batches import computing_in
-from grpo.workbench.corpus import Corpus, open_corpus
+from grpo.workbench.corpus import open_corpus
 from grpo.workbench.sizes import HELDOUT_FILE
 from grpo.workbench.task import Task, model_name, model_shape
 
@@ -137,12 +138,12 @@ def added_bytes(
     return TracedPhases(settings, WindowPhases).added_bytes("learn", Size(rows, context))
 
 
-def random_model(shape: PretrainedConfig, target: Target, *, seed: int = 0) -> PreTrainedModel:
+def random_model(target: Target, *, seed: int = 0) -> PreTrainedModel:
     """A model with random weights in fp32 (float64 for fp64), as training holds it."""
     torch.manual_seed(seed)
     with target.device:
         model = AutoModelForCausalLM.from_config(
-            shape, dtype=target.exact_dtype, attn_implementation=target.attention
+            target.model_config, dtype=target.exact_dtype, attn_implementation=target.attention
         )
     if target.on_cpu:
         recompute_activations(model)
@@ -164,112 +165,77 @@ def train_lm(task: Task, folder: Path) -> None:
 
     FloatingPointError where the loss ends up not finite. Memory may run out.
     """
-    with ExitStack() as limited:
-        run, every = _Run(task, folder, limited), task.train.eval_interval
-        for number in range(task.train.steps + 1):
-            if number:
-                run.update(number)
-            if every and (number == task.train.steps or number % every == 0):
-                run.evaluate(number)
-
-
-class _Run:
-    """What updates and evaluations share. limited: what ends the limit of memory, and closes files."""
-
-    def __init__(self, task: Task, folder: Path, limited: ExitStack) -> None:
-        self._task, self._folder, train = task, folder, task.train
-        _say_settings(task, folder)
-        self._tracker = RunTracker(folder, trackers=(), settings={}, before_step=-1)
-        limited.callback(self._tracker.close)
-        target = make_target(model_shape(train, task.made), choose_device(train.device), train.precision)
-        self._dtype, self._corpus = target.dtype, open_corpus(task.data, train, task.made)
-        self._heldout = self._corpus.heldout_windows(max(1, train.eval_prompts), task.made.context)
-        self._model = _model(task, target)
-        self._optimizer = make_optimizer(self._model, train.optimizer)
-        self._stepper = Stepper(self._model, self._optimizer, train.optimizer.max_grad_norm)
-        self._checkpointing = choose_checkpointing(train.gradient_checkpointing)
-        self._windows = _batches(self._corpus, task)
-        limit = parse_size(train.memory_limit) if train.memory_limit else None
-        self._device = Device(target.device, utilization=1.0, limit_bytes=limit)
-        self._fit = Fit(self._device)
-        self._predict(target)
-        self._first_pass()
-        if limit is not None:
-            limited.enter_context(self._device.capped())
-        if task.compile:
-            self._model.base_model.compile()
-
-    def _predict(self, target: Target) -> None:
-        """What an update will hold, said before the first one: also where that runs out of memory."""
-        size = Size(self._task.rows, self._task.made.context)
-        try:
-            added = added_bytes(
-                target, size.rows, size.tokens, checkpointing=self._checkpointing, lora=self._task.train.lora
+    train, made = task.train, task.made
+    flat = {**to_flat(train), **asdict(made), "data": task.data, "batch_size": task.batch_size,
+            "objective": task.objective, "compile": task.compile, "tf32": task.tf32}  # fmt: skip
+    write_whole(folder / CONFIG_FILE, yaml.safe_dump(flat, sort_keys=False))
+    target = make_target(model_shape(train, made), choose_device(train.device), train.precision)
+    corpus, generator = open_corpus(task.data, train, made), torch.Generator().manual_seed(train.seed)
+    heldout = corpus.heldout_windows(max(1, train.eval_prompts), made.context)
+    model = _model(task, target)
+    optimizer = make_optimizer(model, train.optimizer)
+    stepper = Stepper(model, optimizer, train.optimizer.max_grad_norm)
+    kind, size = choose_checkpointing(train.gradient_checkpointing), Size(task.rows, made.context)
+    learn = partial(accumulate_lm, model, dtype=target.dtype, rows=task.rows, checkpointing=kind)
+    limit = parse_size(train.memory_limit) if train.memory_limit else None
+    device = Device(target.device, utilization=1.0, limit_bytes=limit)
+    fit = Fit(device)
+    with ExitStack() as opened:
+        tracker = RunTracker(folder, trackers=(), settings={}, before_step=-1)
+        opened.callback(tracker.close)
+        predicted = _predicted(fit, target, size, kind, train.lora)
+        if predicted is not None:
+            line = Pass(
+                "learn", size.rows, size.tokens, predicted, None, device.used_bytes(), 0.0, 0, None, []
             )
-            self._fit.see("learn", size, added)
-        except Exception as error:  # a model that only real tensors run
-            logger.debug("an update is not traced: {}", error)
-            return
-        line = {
-            "phase": "learn", "rows": size.rows, "tokens": size.tokens,
-            "predicted_bytes": int(self._fit.predict("learn", size)), "added_bytes": None,
-            "process_bytes": self._device.read().reserved_bytes, "seconds": 0.0, "retries": 0, "reason": None,
-        }  # fmt: skip
-        self._tracker.log_memory(0, [[line]])
+            tracker.log_memory(0, [[line.as_dict()]])
+        learn(heldout[:1])  # and drop it: threads and kernels are there before memory is limited
+        model.zero_grad(set_to_none=True)
+        if limit is not None:
+            opened.enter_context(device.capped())
+        if task.compile:
+            model.base_model.compile()
+        every = train.eval_interval
+        for number in range(train.steps + 1):
+            start = time.perf_counter()
+            if number:
+                rate = learning_rate(number - 1, train.steps, train.optimizer)
+                set_learning_rate(optimizer, rate)
+                # The same windows in the same order for a seed, however they are cut into batches.
+                windows = corpus.train_windows(task.batch_size, made.context, generator)
+                with fit.watch("learn", size):
+                    metrics = stepper.step(partial(learn, windows))
+                tokens = number * task.batch_size * made.context
+                seconds, memory = time.perf_counter() - start, device.read().as_metrics()
+                known = {"num_tokens": tokens, "learning_rate": rate, "step_time": seconds}
+                tracker.log(number, {**known, **metrics, **memory})
+                tracker.log_memory(number, [[one.as_dict() for one in fit.take_passes()]])
+            if every and (number == train.steps or number % every == 0):
+                losses = heldout_losses(model, heldout, dtype=target.dtype, rows=EVAL_ROWS)
+                mean = losses.mean().item()
+                if not math.isfinite(mean) or (number and stepper.num_skipped == number):
+                    raise FloatingPointError(f"after {number} updates the held-out loss is {mean}")
+                tracker.log(number, {"eval_loss": mean})
+                content = {"step": number, "values": losses.tolist()}
+                write_whole(folder / HELDOUT_FILE, json.dumps(content))
 
-    def _first_pass(self) -> None:
-        """Take a gradient and drop it, so that threads and kernels are there before memory is limited."""
-        accumulate_lm(self._model, self._heldout[:1], dtype=self._dtype, rows=1)
-        self._model.zero_grad(set_to_none=True)
 
-    def update(self, number: int) -> None:
-        task, start = self._task, time.perf_counter()
-        rate = learning_rate(number - 1, task.train.steps, task.train.optimizer)
-        set_learning_rate(self._optimizer, rate)
-        windows = next(self._windows)
-        with self._fit.watch("learn", Size(task.rows, task.made.context)):
-            metrics = self._stepper.step(
-                lambda: accumulate_lm(
-                    self._model, windows, dtype=self._dtype, rows=task.rows,
-                    checkpointing=self._checkpointing,
-                )
-            )  # fmt: skip
-        tokens = number * task.batch_size * task.made.context
-        seconds = time.perf_counter() - start
-        memory = self._device.read().as_metrics()
-        line = {"num_tokens": tokens, **metrics, "learning_rate": rate, **memory, "step_time": seconds}
-        self._tracker.log(number, line)
-        self._tracker.log_memory(number, [[each.as_dict() for each in self._fit.take_passes()]])
-
-    def evaluate(self, number: int) -> None:
-        losses = heldout_losses(self._model, self._heldout, dtype=self._dtype, rows=EVAL_ROWS)
-        mean = losses.mean().item()
-        if not math.isfinite(mean) or (number and self._stepper.num_skipped == number):
-            raise FloatingPointError(f"after {number} updates the held-out loss is {mean}")
-        self._tracker.log(number, {"eval_loss": mean})
-        write_whole(self._folder / HELDOUT_FILE, json.dumps({"step": number, "values": losses.tolist()}))
+def _predicted(fit: Fit, target: Target, size: Size, kind: Checkpointing, lora: LoraSettings) -> int | None:
+    """Bytes that an update will add, told to `fit` before the first one, which may not fit."""
+    try:
+        fit.see("learn", size, added_bytes(target, size.rows, size.tokens, checkpointing=kind, lora=lora))
+    except Exception as error:  # a model that only real tensors run
+        logger.debug("an update is not traced: {}", error)
+        return None
+    return int(fit.predict("learn", size))
 
 
 def _model(task: Task, target: Target) -> PreTrainedModel:
     """A named model with its own weights, or one from numbers with random ones."""
     if task.made.arch is not None:
-        return random_model(task.made.config(), target, seed=task.train.seed)
+        return random_model(target, seed=task.train.seed)
     model = load_for(target, model_name(task.train, task.made)).model
     if task.train.lora.on:
         add_adapters(model, task.train.lora)
         store_base(model, target.dtype)
     return model
-
-
-def _batches(corpus: Corpus, task: Task) -> Iterator[Tensor]:
-    """The same windows in the same order for a seed, cut into batches."""
-    generator = torch.Generator().manual_seed(task.train.seed)
-    while True:
-        yield corpus.train_windows(task.batch_size, task.made.context, generator)
-
-
-def _say_settings(task: Task, folder: Path) -> None:
-    """As a run does: flat."""
-    values = task.as_json()
-    flat = {**values.pop("train"), **values.pop("made"), **values}
-    write_whole(folder / CONFIG_FILE, yaml.safe_dump(flat, sort_keys=False))

@@ -38,10 +38,6 @@ class Machine:
     no_compiler: str | None
     """Why torch.compile cannot work, or None."""
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return compute_dtype(self.precision, torch.device(self.device))
-
 
 def look(device: str, precision: Precision, memory_limit: str | None = None) -> Machine:
     """The device, from a process of its own where to look at it opens a context that would stay.
@@ -74,16 +70,11 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
         return f"{device.type} ({platform.machine()})"
-    return f"{_processor()}, {torch.get_num_threads()} threads"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    processor = next(names, platform.processor() or platform.machine())
+    return f"{processor}, {torch.get_num_threads()} threads"
 
 
 def no_compiler(device: torch.device) -> str | None:

@@ -1,26 +1,84 @@
 """What one process of the workbench trains: settings of train_lean.py, and what language modelling wants.
 
-A trial of find-max, a size of a sweep and a try of a learning rate are tasks; `trial.py` does one.
+A trial of find-max, a size of a sweep and a try of a learning rate are tasks; `trial.py` does one. All of
+it is settings, so transformers is imported where a model's shape is made of them.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
-
-import tyro
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from grpo.config import Config, SettingsError, from_flat, to_flat
 from grpo.config.groups import BUNDLED
-from grpo.config.reading import take_config
-from grpo.workbench.spec import MadeModel
+from grpo.config.limits import COUNT, at_least, check_limits
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Objective = Literal["grpo", "lm"]
 """What is trained for: GRPO, or plain language modelling."""
-T = TypeVar("T")
+OR_NONE = at_least(1, "give at least 1, or leave it out")
+
+
+@dataclass(frozen=True)
+class MadeModel:
+    """A causal language model from numbers, if `arch` is given; else --model names one."""
+
+    arch: Literal["gpt2", "llama"] | None = None
+    """Make a model of this architecture, with random weights, from the numbers below (lm)."""
+    layers: Annotated[int, COUNT] = 4
+    """Transformer blocks."""
+    width: Annotated[int, COUNT] = 256
+    """Residual width."""
+    d_ff: Annotated[int | None, OR_NONE] = None
+    """Width of the feed-forward layers; None: 4 times width (gpt2), 8/3 times, in steps of 64 (llama)."""
+    heads: Annotated[int, COUNT] = 4
+    """Attention heads."""
+    kv_heads: Annotated[int | None, OR_NONE] = None
+    """Heads of keys and values (llama); None: as many."""
+    vocab: Annotated[int, COUNT] = 256
+    """Entries of the vocabulary; 256 are bytes."""
+    context: Annotated[int, COUNT] = 256
+    """Tokens of a training window (lm); a model that is made reaches as many."""
+    rope_theta: float = 10000.0
+    """Base of the rotary positions (llama)."""
+    untied: bool = False
+    """An output head of its own instead of the embedding's transpose."""
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+        if self.width % self.heads:
+            raise SettingsError(f"width is {self.width}, not a multiple of {self.heads} heads: change one.")
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise SettingsError(
+                f"kv_heads is {self.kv_heads}, no divisor of {self.heads} heads: give one, or leave it out."
+            )
+        if self.arch == "llama" and self.width // self.heads % 2:
+            raise SettingsError(
+                f"heads of width {self.width // self.heads} cannot be rotated in pairs: "
+                "choose width and heads so that one is a multiple of two of the other."
+            )
+
+    def config(self) -> "PretrainedConfig":
+        """Its shape, dropout off."""
+        from transformers import AutoConfig
+
+        special: dict[str, Any] = {
+            "gpt2": {
+                "n_inner": self.d_ff, "activation_function": "gelu_pytorch_tanh", "resid_pdrop": 0.0,
+                "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+            },
+            "llama": {
+                "intermediate_size": self.d_ff or -(-8 * self.width // (3 * 64)) * 64,
+                "num_key_value_heads": self.kv_heads or self.heads,
+                "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            },
+        }  # fmt: skip
+        return AutoConfig.for_model(
+            self.arch, hidden_size=self.width, num_hidden_layers=self.layers, num_attention_heads=self.heads,
+            max_position_embeddings=self.context, vocab_size=self.vocab, tie_word_embeddings=not self.untied,
+            bos_token_id=0, eos_token_id=0, **special[self.arch or "gpt2"],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,6 +95,8 @@ class Task:
     tf32: bool = False
     prompt_tokens: int | None = None
     """If given, all prompts are made up, with so many tokens, and rewards are drawn at random (grpo)."""
+    tuned: Sequence[Mapping[str, float | None]] = ()
+    """The learning rates that were tried before, each with the held-out quality that it came to."""
 
     @property
     def rows(self) -> int:
@@ -50,26 +110,15 @@ class Task:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Task":
-        """What `as_json` made; other names are left aside."""
-        known = {item.name: values[item.name] for item in fields(cls)}
-        return cls(**{
-            **known, "train": from_flat(values["train"]), "made": MadeModel(**values["made"]),
-        })  # fmt: skip
+        """What `as_json` made."""
+        return cls(**{**values, "train": from_flat(values["train"]), "made": MadeModel(**values["made"])})
 
 
 def model_name(train: Config, made: MadeModel) -> str:
     """Of the model that is meant."""
     if made.arch is not None:
-        return made.name
+        return f"{made.arch} {made.layers} x {made.width}, vocabulary {made.vocab}"
     return BUNDLED if train.model == "auto" else train.model
-
-
-def check_objective(objective: Objective, made: MadeModel) -> None:
-    """SettingsError for GRPO on a model that is made."""
-    if objective == "grpo" and made.arch is not None:
-        raise SettingsError(
-            f"arch is {made.arch!r}, but grpo improves a model that can write already: give --model."
-        )
 
 
 def settled(train: Config, made: MadeModel) -> Config:
@@ -88,30 +137,6 @@ def model_shape(train: Config, made: MadeModel) -> "PretrainedConfig":
     from grpo.model.load import shape_of
 
     return shape_of(model_name(train, made))
-
-
-def parse_flags(
-    kind: type[T],
-    base: Config,
-    *,
-    chosen: Sequence[str] = (),
-    arguments: Sequence[str] | None = None,
-    **defaults: Any,
-) -> T:
-    """Settings of a command whose field `train` has the flags of train_lean.py, over `--config FILE`.
-
-    base: the defaults of `train`. chosen: flags of it that the command decides by itself, which nobody gives.
-    SettingsError for bad ones.
-    """
-    base, words = take_config(sys.argv[1:] if arguments is None else arguments, base)
-    for word in words:
-        flag = word.partition("=")[0]
-        if flag.removeprefix("--").replace("-", "_") in chosen:
-            raise SettingsError(f"{flag} is given, which is chosen by itself here: leave it out.")
-    make: Any = kind
-    return tyro.cli(
-        kind, args=words, default=make(train=base, **defaults), config=(tyro.conf.OmitArgPrefixes,)
-    )
 
 
 def alone(train: Config, **changes: Any) -> Config:

@@ -14,9 +14,9 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import torch
 from loguru import logger
@@ -27,13 +27,19 @@ from grpo.config.groups import PromptSettings
 from grpo.files import write_whole
 from grpo.learning.step import Diverged
 from grpo.memory import DoesNotFit, is_out_of_memory
+from grpo.model.load import load_tokenizer
+from grpo.model.target import choose_device, choose_model
+from grpo.run.given import Given
 from grpo.run.screen import configure_logging
+from grpo.run.setup import open_run
 from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, NewLines
+from grpo.trainer import Trainer
+from grpo.workbench.lm import train_lm
 from grpo.workbench.sizes import ENDED_FILE, HELDOUT_FILE, TASK_FILE, read_json
 from grpo.workbench.task import Task, alone
 
 Status = Literal["ok", "out of memory", "diverged", "failed"]
-SAID_FILE = "said.txt"
+PRINTED_FILE = "printed.txt"
 """What the process printed."""
 WATCHED_EVERY_S = 0.2
 _TAIL_LINES = 3
@@ -47,70 +53,62 @@ class Ended:
     status: Status
     message: str | None = None
 
+    def __str__(self) -> str:
+        return f"{self.status} ({self.message})" if self.message else self.status
 
-def run_task(
-    task: Task,
-    folder: Path,
-    watch: Callable[[Mapping[str, Any]], None] = lambda line: None,
-    *,
-    facts: Mapping[str, Any] | None = None,
-) -> Ended:
+
+def run_task(task: Task, folder: Path, watch: Callable[[Mapping[str, Any]], None] | None = None) -> Ended:
     """Do `task` in a process of its own, in a folder that is emptied of an earlier try.
 
-    watch: given each line of metrics.jsonl as it comes. facts: see `write_task`. Ctrl-C ends the process as
-    well.
+    watch: given each line of metrics.jsonl as it comes. Ctrl-C ends the process as well.
     """
-    write_task(task, folder, facts)
+    write_task(task, folder)
     for name in (ENDED_FILE, METRICS_FILE, MEMORY_FILE, COMPLETIONS_FILE, HELDOUT_FILE):
         (folder / name).unlink(missing_ok=True)
-    with (folder / SAID_FILE).open("w+") as said:
-        code = _run(folder, said, watch)
-        said.seek(0)
-        text = said.read()
+    new_lines, code = NewLines(folder / METRICS_FILE), None
+    with (folder / PRINTED_FILE).open("w") as printed:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(folder)], stdout=printed, stderr=printed
+        )
+        try:
+            while code is None:
+                time.sleep(WATCHED_EVERY_S)
+                code = process.poll()
+                for line in new_lines():
+                    if watch is not None:
+                        watch(line)
+        finally:
+            process.kill()
+            process.wait()
     if content := read_json(folder / ENDED_FILE):
         return Ended(content["status"], content["message"])
-    ended = Ended(*_death(code, text, limited=task.train.memory_limit is not None))
+    ended = _death(code, (folder / PRINTED_FILE).read_text(), limited=task.train.memory_limit is not None)
     write_ended(folder, ended)
     return ended
 
 
-def _run(folder: Path, said: TextIO, watch: Callable[[Mapping[str, Any]], None]) -> int:
-    command = [sys.executable, "-m", __name__, str(folder)]
-    process = subprocess.Popen(command, stdout=said, stderr=said)
-    new_lines = NewLines(folder / METRICS_FILE)
-    try:
-        while True:
-            code = process.poll()
-            for line in new_lines():
-                watch(line)
-            if code is not None:
-                return code
-            time.sleep(WATCHED_EVERY_S)
-    finally:
-        process.kill()
-        process.wait()
-
-
-def write_task(task: Task, folder: Path, facts: Mapping[str, Any] | None = None) -> None:
-    """What a folder's process is to do. facts: what a reader wants to know of it besides."""
+def write_task(task: Task, folder: Path) -> None:
+    """What a folder's process is to do."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / TASK_FILE, json.dumps({**(facts or {}), **task.as_json()}, indent=1))
+    write_whole(folder / TASK_FILE, json.dumps(task.as_json(), indent=1))
 
 
 def write_ended(folder: Path, ended: Ended) -> None:
     """How a run ended, for whoever comes later."""
-    write_whole(folder / ENDED_FILE, json.dumps({"status": ended.status, "message": ended.message}) + "\n")
+    write_whole(folder / ENDED_FILE, json.dumps(asdict(ended)) + "\n")
 
 
-def _death(code: int, text: str, *, limited: bool) -> tuple[Status, str]:
+def _death(code: int, text: str, *, limited: bool) -> Ended:
     """What the end of a process says that did not say it itself."""
     last = "; ".join(text.strip().splitlines()[-_TAIL_LINES:])
     if code == -signal.SIGKILL:
-        return "out of memory", "the system ended the process (SIGKILL), as it does when memory runs out"
+        return Ended(
+            "out of memory", "the system ended the process (SIGKILL), as it does when memory runs out"
+        )
     if limited and (code < 0 or any(words in text for words in _THREADS_NEED_MEMORY)):
         name = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-        return "out of memory", f"ended under its limit of memory ({name}) {last}".strip()
-    return "failed", last or f"exit status {code}"
+        return Ended("out of memory", f"ended under its limit of memory ({name}) {last}".strip())
+    return Ended("failed", last or f"exit status {code}")
 
 
 # ------------------------------------------------------------------------------- within the process
@@ -118,29 +116,23 @@ def _death(code: int, text: str, *, limited: bool) -> tuple[Status, str]:
 
 def do_task(folder: Path) -> Ended:
     """The task of a folder, in this process; anything that ends it is a result."""
+    ended = Ended("ok")
     try:
         task = Task.of(json.loads((folder / TASK_FILE).read_text()))
         if task.tf32:
             torch.backends.cuda.matmul.allow_tf32 = True
-        if task.objective == "lm":
-            from grpo.workbench.lm import train_lm
-
-            train_lm(task, folder)
-        else:
-            train_grpo(task, folder)
+        train = train_lm if task.objective == "lm" else train_grpo
+        train(task, folder)
     except Exception as error:
         ended = _ended_by(error)
         if ended.status == "failed":
             logger.opt(exception=error).error("the task failed")
-    else:
-        ended = Ended("ok")
     write_ended(folder, ended)
     return ended
 
 
 def _ended_by(error: Exception) -> Ended:
-    text = str(error).strip().splitlines()
-    reason = text[0] if text else type(error).__name__
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     if isinstance(error, DoesNotFit | MemoryError) or is_out_of_memory(error):
         return Ended("out of memory", reason)
     if isinstance(error, FloatingPointError | Diverged):
@@ -153,18 +145,14 @@ def train_grpo(task: Task, folder: Path) -> None:
 
     Memory may run out.
     """
-    from grpo.run.given import Given
-    from grpo.run.setup import open_run
-    from grpo.trainer import Trainer
-
     rows = task.batch_size
     config = alone(
         task.train, batch_size=rows, rollout_rows=rows, score_rows=rows, train_rows=task.rows,
         runs_dir=folder.parent, name=folder.name,
     )  # fmt: skip
-    given = Given(is_trial=True)
+    inputs = Given(is_trial=True)
     if task.prompt_tokens is not None:
-        given = replace(given, prompts=made_up_prompts(config, task.prompt_tokens), rewards=[by_chance])
+        inputs = replace(inputs, prompts=made_up_prompts(config, task.prompt_tokens), rewards=[by_chance])
         config = replace(
             config,
             asking=PromptSettings(),
@@ -173,7 +161,7 @@ def train_grpo(task: Task, folder: Path) -> None:
             heldout_share=0.0,
             credit="whole",
         )
-    with open_run(config, given) as run:
+    with open_run(config, inputs) as run:
         trainer = Trainer(run)
         for _ in trainer:
             pass
@@ -184,9 +172,6 @@ def train_grpo(task: Task, folder: Path) -> None:
 
 def made_up_prompts(config: Config, num_tokens: int) -> list[dict[str, str]]:
     """As many as a step has, of exactly so many tokens if the tokenizer makes them, and never of more."""
-    from grpo.model.load import load_tokenizer
-    from grpo.model.target import choose_device, choose_model
-
     tokenizer = load_tokenizer(choose_model(config.model, choose_device(config.device)))
     text = "a b c d e f g h " * num_tokens
     letters = bisect_right(

@@ -53,15 +53,17 @@ from grpo.scoring.logprobs import completion_logprobs
 from grpo.scoring.model_checks import check_scorer
 from grpo.trainer import Trainer
 from grpo.types import Prompt
-from grpo.workbench.calculate import Calculator, calculate, parse_calculator
-from grpo.workbench.corpus import byte_corpus, open_corpus, train_tokenizer
-from grpo.workbench.find_max import FindMax, Trial, parse_find_max
+from grpo.workbench import sizes
+from grpo.workbench.calculate import calculate
+from grpo.workbench.corpus import open_corpus
 from grpo.workbench.find_max import check as check_max
 from grpo.workbench.findings import findings
 from grpo.workbench.machine import look
 from grpo.workbench.report import write_report
-from grpo.workbench.spec import MadeModel
-from grpo.workbench.sweep import Sweep, open_sweep, parse_sweep
+from grpo.workbench.settings import Calculator, FindMax, parse_calculator, parse_find_max
+from grpo.workbench.sweep import open_sweep
+from grpo.workbench.sweep_settings import Sweep, parse_sweep
+from grpo.workbench.task import MadeModel
 from rewards import REWARDS
 from rewards.analysis import Analysis
 from rewards.engine import EnginePool
@@ -743,12 +745,10 @@ REFUSED: dict[str, list[Row]] = {
             ({"arch": "llama", "width": 12, "heads": 4}, "width 3", "rotated in pairs", "multiple of two"),
         ),
         (lambda at: open_corpus(None, Config(), TINY), "data is not given", "--data FILE"),
-        (lambda at: byte_corpus(Path("nowhere")), "data is 'nowhere', which is no file", "give a text file"),
-        (lambda at: byte_corpus(at.file("empty")), "which is empty", "give a text file"),
+        (lambda at: open_corpus("nowhere", Config(), TINY), "data is 'nowhere', which is no file", "a text"),
+        (lambda at: open_corpus(str(at.file("empty")), Config(), TINY), "which is empty", "a text file"),
         (lambda at: open_corpus(str(at.file("short", "short")), Config(), TINY),
          "5 tokens", "331", "a longer file"),
-        (lambda at: byte_corpus(at.file("a", "short")).check(97, 8), "vocabulary has 97", "--vocab 256"),
-        (lambda at: train_tokenizer(at.file("a", "short"), 100), "vocab is 100", "at least 256"),
         (lambda at: look("cuda:77", "auto"), "device is 'cuda:77'"),
         *each_value(Calculator, "a share ", overhead_share=1.0),
         *each_of(
@@ -788,13 +788,13 @@ REFUSED: dict[str, list[Row]] = {
         ),
         *each_of(
             lambda trials=(), **given: findings(
-                check_max(FindMax("lm", made=TINY, **ON_CPU, **given)), trials, ""
+                check_max(FindMax("lm", made=TINY, **ON_CPU, **given)), trials
             ),
             ({}, "data is not given", "--data FILE"),
             ({"data": "nowhere.txt"}, "'nowhere.txt', which is no file"),
-            ({"data": "bundled", "trials": [Trial(4, "failed", "nowhere.txt")]},
+            ({"data": "bundled", "trials": [sizes.Size(4, "failed", "nowhere.txt")]},
              "batch 4 failed, and not for want of memory", "nowhere.txt"),
-            ({"data": "bundled", "trials": [Trial(4, "out of memory", "learn took more")]},
+            ({"data": "bundled", "trials": [sizes.Size(4, "out of memory", "learn took more")]},
              "not even a batch of 4 fits", "learn took more", "--gradient-checkpointing full"),
         ),
         (lambda at: check_max(FindMax(prompt_tokens=500, **ON_CPU)), "500 and 144", "512 tokens", "less"),

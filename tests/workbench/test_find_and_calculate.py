@@ -1,7 +1,6 @@
 """The largest batch: by trials, on a line through peaks, for a card that is not there; and rates here."""
 
 import dataclasses
-import io
 import json
 import shlex
 import sys
@@ -11,7 +10,6 @@ import torch
 from commands import ROOT, here, run
 from conftest import untraced
 from forked import forked_workers
-from rich.console import Console
 
 from grpo.config import Config, parse_command_line
 from grpo.config.groups import LoraSettings, LossSettings, SamplingSettings
@@ -19,69 +17,58 @@ from grpo.memory.budget import CONTEXT_BYTES, GB
 from grpo.model.load import load_tokenizer, shape_of
 from grpo.plan.trace import TracedPhases
 from grpo.run.loading import load_source
-from grpo.run.tracking import read_lines
 from grpo.workbench import find_max, findings, line
-from grpo.workbench.calculate import (
-    Calculation,
-    Calculator,
-    as_json,
-    calculate,
-    notes,
-    show,
-    write_profiles,
-)
+from grpo.workbench.calculate import Figures, Model, budget_rows, calculate, notes, share_rows, write_profiles
 from grpo.workbench.cards import CARDS, Card, card_of_size, find_card
-from grpo.workbench.check import CheckSettings, switches, training_rates
-from grpo.workbench.find_max import FindMax, Trial, classic_sizes, run_search, sizes_by_line
+from grpo.workbench.check import switches, training_rates
+from grpo.workbench.find_max import next_size, trial_row
 from grpo.workbench.lm import num_parameters
 from grpo.workbench.machine import look, no_compiler
-from grpo.workbench.spec import MadeModel
+from grpo.workbench.settings import ON_A_CARD, Calculator, CheckSettings, FindMax, parse_find_max
+from grpo.workbench.sizes import Size
+from grpo.workbench.tables import table
+from grpo.workbench.task import MadeModel
 from grpo.workbench.trial import made_up_prompts
 
 CPU = torch.device("cpu")
 TINY = MadeModel(arch="gpt2", layers=1, width=32, heads=2, context=64)
 
 
-def plain(text: str) -> str:
-    """Without the lines of tables."""
-    return " ".join(text.replace("│", " ").split())
+def tried(size: int, *, peak: float, step_s=(1.0,), **metrics: float) -> Size:
+    """A trial that went well; peak: of the process, in bytes."""
+    steps = [{"loss": 0.5, "step_time": seconds, **metrics} for seconds in step_s]
+    return Size(size, "ok", memory=[{"process_bytes": int(peak)}], steps=steps)
 
 
-def tried(search, room, bytes_per_row=10.0, overhead=0.0) -> tuple[list[int], int]:
-    """The sizes of a search on a device of `room` bytes, and the largest that fits."""
+def searched(room, *, believed=None, overhead=0.0, row_bytes=10.0, at_most=1024, multiple=1, classic=False):
+    """Sizes that are tried on a device of `room` bytes from 64 on, and the largest that fits.
 
-    def attempt(size):
-        peak = overhead + bytes_per_row * size
-        if peak > room:
-            return Trial(size, "out of memory")
-        return Trial(size, "ok", peak_bytes=int(peak), losses=[1.0], step_s=[1.0])
-
-    trials = run_search(search, attempt)
-    fitted = (trial.batch_size for trial in trials if trial.fits)
+    believed: the room that the search is told of, if another.
+    """
+    limits = {"start": 64, "multiple": multiple, "at_most": at_most, "classic": classic}
+    trials: list[Size] = []
+    while size := next_size(trials, believed or room, **limits):
+        peak = overhead + row_bytes * size
+        trials.append(tried(size, peak=peak) if peak <= room else Size(size, "out of memory"))
+    fitted = (trial.batch_size for trial in trials if trial.is_finished)
     return [trial.batch_size for trial in trials], max(fitted, default=0)
-
-
-def by_line(room, *, start=64, multiple=1, at_most=1024, believed=None, **device) -> tuple[list[int], int]:
-    """What the search by the line tries, and finds; believed: the room that it is told of, if another."""
-    search = sizes_by_line(believed or room, start=start, multiple=multiple, at_most=at_most)
-    return tried(search, room, **device)
 
 
 def test_classic_adds_sixteen_or_halves_and_the_line_comes_close_in_whole_groups():
     """What failed is not tried again, nor more than may be used; four sizes that fit make it a line."""
     for multiple, at_most, room, expected in (
         (1, 1024, 1000, ([64, 80, 96, 112], 96)), (8, 1024, 250, ([64, 32, 16], 16)),
-        (8, 1024, 50, ([64, 32, 16, 8], 0)), (8, 90, 10_000, ([64, 80, 90], 90)),
+        (8, 1024, 50, ([64, 32, 16, 8], 0)), (8, 90, 10_000, ([64, 80, 88], 88)),
     ):  # fmt: skip
-        assert tried(classic_sizes(64, multiple=multiple, at_most=at_most), room) == expected
-    assert by_line(10_000, at_most=4096, overhead=700.0) == ([64, 128, 930, 529], 930)
-    assert by_line(1000, multiple=8) == ([64, 128, 96, 32, 80], 96)  # the last two for the line alone
-    assert by_line(1000) == ([64, 128, 96, 100, 32], 100)
-    assert by_line(1000, multiple=8, at_most=72) == ([64, 72, 32, 48], 72)
-    assert by_line(50, multiple=8) == ([64, 32, 16, 8], 0)
-    sizes, largest = by_line(1000, bytes_per_row=40.0)
+        assert searched(room, multiple=multiple, at_most=at_most, classic=True) == expected
+    assert searched(10_000, at_most=4096, overhead=700.0) == ([64, 128, 930, 529], 930)
+    assert searched(1000, multiple=8) == ([64, 128, 96, 32, 80], 96)  # the last two for the line alone
+    assert searched(1000) == ([64, 128, 96, 100, 32], 100)
+    assert searched(1000, multiple=8, at_most=72) == ([64, 72, 32, 48], 72)
+    assert searched(50, multiple=8) == ([64, 32, 16, 8], 0)
+    sizes, largest = searched(1000, row_bytes=40.0)
     assert sizes[:3] == [64, 32, 16] and 24 <= largest <= 25
-    sizes, largest = by_line(5000, believed=6000, overhead=300.0, multiple=8, at_most=4096)
+    sizes, largest = searched(5000, believed=6000, overhead=300.0, multiple=8, at_most=4096)
     assert len(sizes) <= 8 and len(set(sizes)) == len(sizes) and 440 <= largest <= 470  # room was overrated
 
 
@@ -90,14 +77,13 @@ def test_a_trial_of_a_made_up_prompt_takes_real_steps_of_full_length(tmp_path):
     train = Config(device="cpu", precision="fp32", group_size=4, sampling=SamplingSettings(6), engine="off")
     prompts = made_up_prompts(dataclasses.replace(train, batch_size=8), 16)
     assert len(prompts) == 2
-    assert {len(load_tokenizer("rook-tiny")(each["prompt"])["input_ids"]) for each in prompts} == {16}
+    assert {len(load_tokenizer("rook-tiny")(row["prompt"])["input_ids"]) for row in prompts} == {16}
     with forked_workers():
-        trial = find_max.try_size(FindMax(train=train, prompt_tokens=16), 8, tmp_path / "batch-00008")
-    assert trial.status == "ok" and len(trial.losses) == 3 and trial.peak_bytes > 0, trial
-    steps = read_lines(tmp_path / "batch-00008/metrics.jsonl")
-    assert [each["completions/min_length"] for each in steps] == [6.0] * 3
-    assert [each["num_tokens"] for each in steps] == [8 * 22, 16 * 22, 24 * 22]
-    assert not (tmp_path / "batch-00008/checkpoints").exists()
+        trial = find_max.try_size(FindMax(train=train, prompt_tokens=16), 8, tmp_path)
+    assert trial.status == "ok" and trial.peak_bytes > 0, trial
+    assert [step["completions/min_length"] for step in trial.steps] == [6.0] * 3
+    assert [step["num_tokens"] for step in trial.steps] == [8 * 22, 16 * 22, 24 * 22]
+    assert not (tmp_path / "size-00008/checkpoints").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -105,10 +91,9 @@ def test_a_trial_runs_out_of_a_real_limit_and_both_objectives_say_so(tmp_path):
     """What a plan would have put in parts is tried all at once."""
     train = Config(device="cpu", precision="fp32", memory_limit="1200MB", engine="off")
     wide = dataclasses.replace(train, sampling=SamplingSettings(100), max_batch_size=4096)
+    text = FindMax("lm", str(ROOT / "README.md"), made=TINY, train=train)
     with forked_workers():
-        lm = find_max.try_size(
-            FindMax("lm", str(ROOT / "README.md"), made=TINY, train=train), 60_000, tmp_path / "lm"
-        )
+        lm = find_max.try_size(text, 60_000, tmp_path / "lm")
         grpo = find_max.try_size(FindMax(train=wide, prompt_tokens=16), 4096, tmp_path / "grpo")
     assert (lm.status, grpo.status) == ("out of memory", "out of memory"), (lm, grpo)
 
@@ -120,18 +105,13 @@ def test_the_command_finds_tabulates_and_draws(tmp_path):
         "--data", ROOT / "README.md", cwd=tmp_path, traced=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "Before the first trial" in done.stdout and "Largest batch that fitted: 8" in done.stdout
+    assert "Before the first trial" in done.stdout and "no larger one was to be tried" in done.stdout
     found = json.loads((tmp_path / "out" / "max_batch.json").read_text())
     assert found["maximum"] == 8
-    assert [each["batch_size"] for each in found["trials"]] == [8, 4, 6, 2]
-    for each in found["trials"]:
-        assert each["status"] == "ok" and len(each["losses"]) == 3 and each["peak_bytes"] > 0
+    assert [trial["batch_size"] for trial in found["trials"]] == [8, 4, 6, 2]
+    for trial in found["trials"]:
+        assert trial["status"] == "ok" and len(trial["steps"]) == 3 and trial["peak_bytes"] > 0
     assert (tmp_path / "out" / "max_batch.png").read_bytes().startswith(b"\x89PNG")
-    lines = read_lines(tmp_path / "out/batch-00008/memory.jsonl")
-    counted = [each for each in lines if each["added_bytes"]]
-    assert counted and all(
-        each["predicted_bytes"] == pytest.approx(each["added_bytes"], rel=0.03) for each in counted
-    )
 
 
 def test_the_command_to_use_names_every_setting_and_what_train_lean_cannot_do_has_none(monkeypatch):
@@ -139,38 +119,41 @@ def test_the_command_to_use_names_every_setting_and_what_train_lean_cannot_do_ha
         "--model 'my models/a' --group-size 4 --max-new-tokens 16 --kl-coef 0 --lora-rank 4 --device cuda:1 "
         "--gradient-checkpointing full --precision bf16 --memory-limit 800MB --stop a b --lora-merge"
     )
-    flags = find_max.flags_of(find_max.parse_find_max(shlex.split(words)).train)
+    flags = findings.flags_of(parse_find_max(shlex.split(words)).train)
     assert parse_command_line(shlex.split(flags)) == parse_command_line(shlex.split(words))
-    assert find_max.flags_of(Config()) == ""
+    assert findings.flags_of(Config()) == ""
 
     def no_command(settings):
         return find_max.check(dataclasses.replace(settings, train=Config(device="cpu"))).no_command
 
     source = load_source(Config(model="rook-tiny"))
-    monkeypatch.setattr("grpo.run.loading.load_source", lambda config: source)  # it takes seconds
+    monkeypatch.setattr(find_max, "load_source", lambda config: source)  # it takes seconds
     assert no_command(FindMax()) is None and no_command(FindMax(prompt_tokens=59)) is None
-    assert "up to 59 tokens, and this is --prompt-tokens 16" in no_command(FindMax(prompt_tokens=16))
+    assert "up to 59 tokens, unlike --prompt-tokens 16" in no_command(FindMax(prompt_tokens=16))
     assert "language modelling" in no_command(FindMax("lm", "bundled", made=TINY))
-    without, found = published(no_command="it trains chess alone"), published(flags=" --lora-rank 4")
-    assert any("it trains chess alone" in sentence for sentence in findings.sentences(without))
-    assert findings.recommendation_table(without).columns[-1].header == "batch"
-    assert all("YOUR_SCRIPT" in command for command in findings.cards_table(without).columns[-1].cells)
-    for table in (findings.recommendation_table(found), findings.cards_table(found)):
-        assert {command.endswith(" --lora-rank 4") for command in table.columns[-1].cells} == {True}
+    without, with_flags = published(no_command="it trains chess alone"), published(flags="--lora-rank 4")
+    assert "it trains chess alone" in facts_of(without)["command"][1]
+    assert all("command" not in row for row in without.recommended())
+    commands = [row["command"] for row in with_flags.recommended()]
+    assert {command.endswith(" --lora-rank 4") for command in commands} == {True}
+    assert "--batch-size 192 --train-rows 96" in commands[2] and "--num_processes 2 " in commands[3]
 
 
 def test_the_table_of_trials_is_that_of_the_guide_on_a_card():
     """Rows, allocated, reserved, samples a minute, status; on a host there is no allocator to be asked."""
-    on_card = [
-        Trial(64, "ok", None, 3 * GB, 2 * GB, 5 * GB // 2, [0.5], [30.0, 24.0]), Trial(128, "out of memory"),
-    ]  # fmt: skip
-    table = find_max.trials_table(on_card)
-    cells = {column.header: list(column.cells) for column in table.columns}
+    on_card = {"memory/peak_gb": 2.0, "memory/reserved_gb": 2.5}
+    trials = [tried(64, peak=3 * GB, step_s=(30.0, 24.0), **on_card), Size(128, "out of memory")]
+    shown = table("", list(map(trial_row, trials)))
+    cells = {column.header: list(column.cells) for column in shown.columns}
     assert cells["batch"] == ["64", "128"] and cells["status"] == ["ok", "out of memory"]
-    assert (cells["peak, GB"][0], cells["allocated"][0], cells["reserved"][0]) == ("3.000", "2.000", "2.500")
+    assert [cells[f"{name}, GB"][0] for name in ("peak", "allocated", "reserved")] == [
+        "3.000",
+        "2.000",
+        "2.500",
+    ]
     assert cells["samples/min"] == ["160", ""]  # 64 in 24 s
-    host = find_max.trials_table([Trial(64, "ok", None, GB, losses=[1.0], step_s=[2.0])])
-    assert "reserved" not in [column.header for column in host.columns]
+    host = table("", [trial_row(tried(64, peak=GB))])
+    assert "reserved, GB" not in [column.header for column in host.columns]
 
 
 # As the manual recipe published them: a device of 47.4 GB, out of memory at 208.
@@ -184,8 +167,12 @@ def first(count):
 
 
 def published(**changes) -> findings.Findings:
-    given = {"peaks": PUBLISHED, "failed": [208], "total_bytes": DEVICE, "multiple": 1}
-    return findings.Findings(**{**given, "margin_bytes": line.unseen_margin(DEVICE, "cuda"), **changes})
+    known = {"peaks": PUBLISHED, "failed": [208], "total_bytes": DEVICE, "multiple": 1}
+    return findings.Findings(**{**known, "margin_bytes": line.unseen_margin(DEVICE, "cuda"), **changes})
+
+
+def facts_of(found: findings.Findings) -> dict:
+    return {row["what"]: (row["value"], row["note"]) for row in found.facts()}
 
 
 def test_the_published_law_follows_from_its_first_three_points_and_what_is_no_line_is_said():
@@ -194,63 +181,60 @@ def test_the_published_law_follows_from_its_first_three_points_and_what_is_no_li
     assert law.bytes_per_sample / GB == pytest.approx(0.2052, rel=0.01)
     assert law.start_bytes / GB == pytest.approx(14.80, rel=0.001)
     assert law(208) / GB == pytest.approx(44.3, abs=0.05) and law(208) < DEVICE
-    risks = {176: "fits", 192: "fits", 208: "likely", 224: "certain"}
+    risks = {176: "no", 192: "no", 208: "likely", 224: "certain"}
     assert {size: law.risk(size, DEVICE, margin) for size in risks} == risks
-    enough, small = (" ".join(findings.sentences(published(margin_bytes=each))) for each in (margin, GB))
-    assert "a margin of 3.06 GB (6.5%)" in enough and "is enough" in enough and "was not" in small
-    assert published(peaks=first(3), failed=[]).next_sizes() == [112, 128, 208, 224]
-    assert list(findings.next_table(published()).columns[2].cells) == ["yes, tried", "certain"]
+    enough, small = (facts_of(published(margin_bytes=size))["208 on the line"] for size in (margin, GB))
+    assert enough[0] == "44.34 GB" and "a margin of 3.06 GB (6.5%)" in enough[1]
+    assert "is enough" in enough[1] and "was not" in small[1]
+    following = published(peaks=first(3), failed=[]).next_sizes()
+    assert [row["batch"] for row in following] == [112, 128, 208, 224]
+    assert [row["out of memory?"] for row in following] == ["no", "no", "likely", "certain"]
+    assert [row["out of memory?"] for row in published().next_sizes()] == ["yes, tried", "certain"]
     assert line.unseen_margin(100.0, "cpu") == pytest.approx(2.0)  # on a host the scatter alone
-    assert line.leaves_the_line(PUBLISHED) is None and line.leaves_the_line(first(3)) is None
     bent = {**first(5), 144: PUBLISHED[144] + 2 * GB}
-    assert "line at 144" in " ".join(findings.sentences(published(peaks=bent, failed=[])))
-    told = {count: " ".join(findings.sentences(published(peaks=first(count), failed=[]))) for count in (3, 4)}
-    assert "cannot be told from 3 sizes" in told[3] and "R²" not in told[3]
-    assert "Nowhere in what was measured" in told[4] and "R² 1.0000" in told[4]
+    assert "no line from 144 on" in facts_of(published(peaks=bent, failed=[]))["R²"][1]
+    assert facts_of(published(peaks=first(3)))["R²"][0] == "not known"
+    assert facts_of(published(peaks=first(4)))["R²"] == ("1.0000", "a line throughout")
+    assert line.leaves_the_line(PUBLISHED) is None and line.leaves_the_line(first(3)) is None
     assert line.fit_line({1: 1.0, 2: 3.0, 3: 2.0}).r_squared == pytest.approx(0.25)
     flat = published(peaks={8: 5.0 * GB, 16: 5.0 * GB}, failed=[])
-    assert flat.line is None and flat.next_sizes() == []
-    assert "No line" in " ".join(findings.sentences(flat))
+    assert flat.line is None and flat.next_sizes() == [] and facts_of(flat)["line"][0] == "none"
 
 
 def test_what_others_hold_is_not_there_to_be_used(monkeypatch):
     """Of a card of 24 GB on which 14 are free, as trials are bounded by what is free."""
     there = dataclasses.replace(look("cpu", "fp32"), total_bytes=24 * GB, usable_bytes=14 * GB)
-    monkeypatch.setattr("grpo.workbench.machine.look", lambda *args: there)
+    monkeypatch.setattr(find_max, "look", lambda *args: there)
     checked = find_max.check(FindMax("lm", "bundled", made=TINY, train=Config(device="cpu")))
     assert checked.usable_bytes == 14 * GB and checked.settings.train.memory_limit == str(14 * GB)
-    trials = [Trial(8, "ok", None, GB, losses=[1.0], step_s=[1.0])]
-    assert findings.findings(checked, trials, "").total_bytes == 14 * GB
+    assert findings.findings(checked, [tried(8, peak=GB)]).total_bytes == 14 * GB
 
 
 def test_recommendations_are_whole_groups():
-    found = published(multiple=8, peaks={96: 10 * GB, 104: 11 * GB}, failed=[])
-    assert findings.recommendations(found) == {
-        "full": {"rows": 104, "accumulate": 1, "batch_size": 104},
-        "safe": {"rows": 80, "accumulate": 1, "batch_size": 80},
-        "accumulated": {"rows": 48, "accumulate": 2, "batch_size": 96},
-    }
-    assert list(findings.cards_table(found).columns[1].cells) == ["80", "160", "320", "640"]
-    for most, capped in ((192, True), (256, False)):
-        assert ("--max-batch-size" in findings.sentences(published(at_most=most))[0]) == capped
+    found = published(multiple=8, peaks={96: 10 * GB, 104: 11 * GB}, failed=[], no_command="none")
+    rows = [tuple(row.values()) for row in found.recommended()]
+    assert rows == [("full", 1, 104, 1, 104), ("safe", 1, 80, 1, 80), ("accumulated", 1, 48, 2, 96),
+                    ("safe", 2, 80, 1, 160), ("safe", 4, 80, 1, 320), ("safe", 8, 80, 1, 640)]  # fmt: skip
 
 
 COUNTS = {"gpu": "h100", "frozen": (8e9, 7e9), "trainable": 1e8}
 
 
-def calculated(train: Config | None = None, **settings) -> Calculation:
-    wanted = Calculator(**settings, train=dataclasses.replace(train or Config(), max_batch_size=65536))
+def asked(train: Config = ON_A_CARD, **settings) -> Calculator:
+    return Calculator(**settings, train=dataclasses.replace(train, max_batch_size=65536))
+
+
+def calculated(**settings) -> Figures:
+    wanted = asked(**settings)
     return calculate(wanted, wanted.card())
 
 
-def shown(found: Calculation) -> str:
-    console = Console(width=120, record=True, file=io.StringIO())
-    show(found, console)
-    return plain(console.export_text())
+def lines(figures: Figures) -> dict[str, float]:
+    return {line["name"]: line["bytes"] for line in figures["lines"]}
 
 
-def lines(found: Calculation) -> dict[str, float]:
-    return {each.name: each.bytes for each in found.lines}
+def batch_sizes(figures: Figures) -> list[int | None]:
+    return [share["batch_size"] for share in figures["shares"]]
 
 
 def test_a_card_is_found_however_it_is_written_and_offers_less_than_it_is_sold_with():
@@ -268,17 +252,18 @@ def test_the_published_h100_budget_follows_from_its_counts_and_they_tell_no_batc
         "frozen, 8 + 7 B": 30e9, "trainable, 0.1 B": 0.2e9, "gradients": 0.2e9,
         "optimizer": pytest.approx(1.2e9), "overhead": pytest.approx(0.08 * 78.4 * GB),
     }  # fmt: skip
-    assert found.fixed_bytes == pytest.approx(31.6e9 + 0.08 * 78.4 * GB)
-    rows = ("card 78.40 80.00", "frozen, 8 + 7 B 27.94 30.00", "optimizer 1.12 1.20", "overhead 6.27 6.40",
-            "remains 42.70 42.00")  # fmt: skip
-    assert all(f" {row} " in shown(found) for row in rows)  # 80 - 30 - 0.2 - 1.2 - 0.2 - 6.4
-    assert [row.batch_size for row in found.rows] == [None] * 3 and found.totals() == {}
-    assert "no batch follows" in notes(found)[0] and "--sample-memory" in notes(found)[0]
+    rows = {row["line"]: (row["GB"], row["10**9 bytes"]) for row in budget_rows(found)}
+    assert rows.items() >= {
+        "card": ("78.40", "80.00"), "frozen, 8 + 7 B": ("27.94", "30.00"), "optimizer": ("1.12", "1.20"),
+        "overhead": ("6.27", "6.40"), "remains": ("42.70", "42.00"),  # 80 - 30 - 0.2 - 1.2 - 0.2 - 6.4
+    }.items()  # fmt: skip
+    assert batch_sizes(found) == [None] * 3 and found["totals"] == {}
+    assert "no batch follows" in found["notes"][0] and "--sample-memory" in found["notes"][0]
     layouts = {("fp32", None): [4, 8, 4], ("bf16", "adamw-8bit"): [2, 2, 2], (None, "sgd"): [2, 4, 2]}
     for (weights, optimizer), sizes in layouts.items():
         found = calculated(**{**COUNTS, "trainable": 1e9}, weights=weights, optimizer=optimizer)
-        assert [each.bytes / 1e9 for each in found.lines[1:4]] == sizes
-    assert calculated(**COUNTS, frozen_dtype="int4").lines[0].bytes == 7.5e9
+        assert [line["bytes"] / 1e9 for line in found["lines"][1:4]] == sizes
+    assert calculated(**COUNTS, frozen_dtype="int4")["lines"][0]["bytes"] == 7.5e9
 
 
 def test_batches_of_samples_of_a_known_size(tmp_path):
@@ -286,10 +271,12 @@ def test_batches_of_samples_of_a_known_size(tmp_path):
     small = {"sample_memory": "450.56MB", "gpus": 3}
     small["train"] = Config(sampling=SamplingSettings(20), loss=LossSettings(kl_coef=0.0))
     found = calculated(**COUNTS, **small, accumulate=2)
-    assert [row.batch_size for row in found.rows] == [61, 70, 79]
-    assert found.totals() == {1: 140, 2: 280, 3: 420, 4: 560, 8: 1120}
-    assert "85% 66.64 30.94 70 140 280 420" in shown(found)
-    names = write_profiles(calculated(**COUNTS, **small), tmp_path / "p.yaml")
+    assert batch_sizes(found) == [61, 70, 79]
+    assert found["totals"] == {1: 140, 2: 280, 3: 420, 4: 560, 8: 1120}
+    row = [cell for cell in share_rows(found, 2)[1].values() if cell is not None]
+    assert row == ["85%", "66.64", "30.94", 70, 140, 280, 420, 560, 1120]
+    wanted = asked(**COUNTS, **small)
+    names = write_profiles(wanted, calculate(wanted, wanted.card()), tmp_path / "p.yaml")
     assert names == ["h100_single", "h100_dual", "h100_x3", "h100_quad", "h100_octo"]
     for name, count in zip(names, (1, 2, 3, 4, 8), strict=True):
         config = parse_command_line(["--config", str(tmp_path / "p.yaml"), "--profile", name])
@@ -312,14 +299,15 @@ def test_adapters_freeze_the_base_and_in_4_bits_it_leaves_more_room(made_up_plan
         "frozen base and adapters": 2 * count + 4 * trained, "optimizer": 8 * trained,
         "gradients": 4 * trained, "sampler's copy": 2 * gpt2.vocab_size * width,  # of the head alone, centred
     }.items()  # fmt: skip
-    plain, packed = (
-        calculated(**named(model_folders["llama"], LoraSettings(4, load_in_4bit=packed)))
+    wanted = [
+        asked(**named(model_folders["llama"], LoraSettings(4, load_in_4bit=packed)))
         for packed in (False, True)
-    )
+    ]
+    plain, packed = (calculate(settings, settings.card()) for settings in wanted)
     base = lines(plain)["frozen base and adapters"]
     assert lines(packed)["frozen base in 4 bits and adapters"] < base
-    assert "frozen reference" not in lines(plain) and packed.fixed_bytes < plain.fixed_bytes
-    write_profiles(packed, tmp_path / "p.yaml")
+    assert "frozen reference" not in lines(plain) and packed["fixed_bytes"] < plain["fixed_bytes"]
+    write_profiles(wanted[1], packed, tmp_path / "p.yaml")
     assert "load_in_4bit: true" in (tmp_path / "p.yaml").read_text()
 
 
@@ -332,36 +320,38 @@ def test_a_models_budget_is_the_planners_as_it_is_printed_and_written(model_fold
         "frozen, 0.5 B": 1e9, "trainable weights": 4 * count, "optimizer": 8 * count,
         "gradients": 4 * count, "overhead": CONTEXT_BYTES,
     }.items()  # fmt: skip
-    assert [row.share for row in found.rows] == [0.6, 0.8, 0.85, 0.9] and found.row.share == 0.6
+    assert [share["share"] for share in found["shares"]] == [0.6, 0.8, 0.85, 0.9]
+    assert found["batch_size"] == found["shares"][0]["batch_size"]
     resident = sum(lines(found).values()) - 4 * count  # without gradients, which are added
-    traced = TracedPhases(found.work.phase_settings())
-    for row in found.rows:
-        added = {p: traced.added_bytes(p, found.work.size(row.batch_size)) for p in ("sample", "learn")}
-        assert row.fullest == max(added, key=added.get)
-        assert row.peak_bytes == pytest.approx(resident + max(added.values()))
-        assert row.peak_bytes == pytest.approx(row.share * 0.98 * 4 * GB, rel=0.01)  # by a fitted line
-    assert "bfloat16, 16 + 16 tokens, groups of 8" in shown(found)
-    stored = json.loads(json.dumps(as_json(found)))
-    assert stored["fixed_bytes"] + stored["remaining_bytes"] == pytest.approx(found.card.usable_bytes)
-    assert stored["totals"]["4"] == 4 * found.row.batch_size
-    settings["train"] = dataclasses.replace(settings["train"], precision="fp32")
-    assert dataclasses.replace(found, card=CARDS["t4"]).card.bf16 is False
-    assert notes(dataclasses.replace(found, card=CARDS["t4"]))[-1].startswith("t4 has no native bf16: it is")
+    wanted = asked(**settings)
+    model = Model(wanted, wanted.card(), beside_bytes=0)
+    work = model.work
+    traced = TracedPhases(work.phase_settings())
+    for share in found["shares"]:
+        added = {p: traced.added_bytes(p, work.size(share["batch_size"])) for p in ("sample", "learn")}
+        assert share["fullest"] == max(added, key=added.get)
+        assert share["peak_bytes"] == pytest.approx(resident + max(added.values()))
+        assert share["peak_bytes"] == pytest.approx(share["usable_bytes"], rel=0.01)  # by a fitted line
+        assert share["usable_bytes"] == pytest.approx(share["share"] * 0.98 * 4 * GB)
+    assert found["fixed_bytes"] + found["remaining_bytes"] == pytest.approx(0.98 * 4 * GB)
+    assert found["totals"][4] == 4 * found["batch_size"]
+    assert notes(wanted, CARDS["t4"], model, 8)[-1] == "t4 has no native bf16: it is emulated, and slow."
 
 
 def test_the_calculator_as_it_is_typed_of_counts_and_of_the_bundled_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = "--gpu h100 --frozen 8e9 --frozen 7e9 --trainable 1e8 --yaml p.yaml"
     done = here("calculate", *words.split())
-    assert done.returncode == 2 and "remains 42.70 42.00" in plain(done.stdout)
-    assert "error yaml is p.yaml, but no batch of whole groups of 8 is known to fit" in plain(done.stderr)
+    assert done.returncode == 2 and "42.70" in done.stdout and "10**9 bytes" in done.stdout
+    assert "error yaml is p.yaml, but no batch of whole groups of 8 is known to fit" in done.stderr
     assert not (tmp_path / "p.yaml").exists()
 
     words = "--gpu rtx4090 --model rook-tiny --prompt-tokens 16 --max-new-tokens 16 --kl-coef 0 --yaml p.yaml"
     with untraced(1e7):
         done = here("calculate", *words.split(), "--json", "p.json")
     assert done.returncode == 0, done.stderr
-    assert "rook-tiny, bfloat16, 16 + 16 tokens, groups of 8" in plain(done.stdout)
+    assert "rook-tiny, bfloat16, 16 + 16 tokens, groups of 8" in done.stdout
+    assert "10**9 bytes" not in done.stdout
     stored = json.loads((tmp_path / "p.json").read_text())
     held = {line["name"]: line["bytes"] for line in stored["lines"]}
     weights, size = held["trainable weights"], stored["shares"][1]["batch_size"]
@@ -370,6 +360,7 @@ def test_the_calculator_as_it_is_typed_of_counts_and_of_the_bundled_model(tmp_pa
     config = parse_command_line(["--config", "p.yaml", "--profile", "rtx4090_dual"])
     assert (config.model, config.batch_size, config.precision) == ("rook-tiny", 2 * size, "bf16")
     assert size > 0 and size % 8 == 0 and config.loss.kl_coef == 0
+    assert "rtx4090" in here("calculate").stdout  # all cards
 
 
 def test_without_a_hub_the_shape_of_the_usual_model_is_built_in(monkeypatch, logged):
@@ -382,7 +373,7 @@ def test_without_a_hub_the_shape_of_the_usual_model_is_built_in(monkeypatch, log
 def test_switches_that_are_off_say_what_to_type(monkeypatch):
     def found(flags: set[str], dtype: torch.dtype = torch.float32) -> dict:
         monkeypatch.setattr("grpo.model.target._cpu_flags", lambda: flags)
-        return {switch.name: (switch.state, switch.remedy) for switch in switches(CPU, dtype)}
+        return {row["switch"]: (row["state"], row["to switch it on"]) for row in switches(CPU, dtype)}
 
     monkeypatch.setattr("grpo.workbench.check.available_cores", lambda: 96)
     monkeypatch.setenv("CXX", "/no/such/compiler")
@@ -404,10 +395,12 @@ def test_rates_are_of_the_first_way_and_of_others_and_the_command_says_them(monk
         patched.setattr("grpo.model.target._cpu_flags", lambda: {"amx_bf16"})
         patched.setattr("grpo.workbench.check.available_cores", lambda: 2)
         settings = CheckSettings(made=TINY, batch_size=2, steps=1, precision="fp32")
-        names = [rate.name for rate in training_rates(settings, CPU)]
-    assert names == ["as it is, in fp32", "in bf16", f"with {2 if threads < 2 else 1} threads"]
-    assert torch.get_num_threads() == threads
+        rates = list(training_rates(settings, CPU))
+    assert [row["step"] for row in rates] == [
+        "as it is, in fp32", "in bf16", f"with {2 if threads < 2 else 1} threads",
+    ]  # fmt: skip
+    assert rates[0]["of the first"] == "1.00" and torch.get_num_threads() == threads
     words = "--arch gpt2 --layers 1 --width 32 --heads 2 --context 32 --steps 1"
     done = here("check", *words.split())
     assert done.returncode == 0, done.stderr
-    assert all(words in done.stdout for words in ("tokens/s", "GFLOP/s", "TF32", "off: compile"))
+    assert all(words in done.stdout for words in ("tokens/s", "GFLOP/s", "TF32", "compile"))

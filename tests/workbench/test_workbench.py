@@ -7,11 +7,13 @@ from functools import partial
 from typing import get_args
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from forked import forked_workers
 from scipy.stats import ttest_1samp
+from tokenizers import Tokenizer
 
 from grpo.config import Config
 from grpo.config.groups import Checkpointing, SamplingSettings
@@ -19,13 +21,12 @@ from grpo.learning.step import Diverged
 from grpo.memory import DoesNotFit, peak_live_bytes
 from grpo.model.load import context_length
 from grpo.model.target import make_target
-from grpo.workbench import lm, trial
-from grpo.workbench.corpus import byte_corpus, open_corpus, token_corpus, train_tokenizer
-from grpo.workbench.find_max import parse_find_max
+from grpo.workbench import trial
+from grpo.workbench.corpus import Corpus, open_corpus, trained_tokenizer
 from grpo.workbench.lm import accumulate_lm, added_bytes, heldout_losses, num_parameters, random_model
+from grpo.workbench.settings import parse_find_max
 from grpo.workbench.sizes import paired_difference
-from grpo.workbench.spec import MadeModel
-from grpo.workbench.task import Task, model_name, model_shape
+from grpo.workbench.task import MadeModel, Task, model_name, model_shape
 
 CPU = torch.device("cpu")
 
@@ -48,43 +49,38 @@ def test_models_from_numbers_have_the_parameters_that_follow_and_named_ones_thei
     assert num_parameters(model_shape(Config(), MadeModel())) == 3_521_536
 
 
-def test_a_byte_corpus_is_the_file_and_its_last_tenth_is_held_out(tmp_path):
-    def corpus(size):
-        (tmp_path / "text").write_bytes(bytes(range(size)))
-        return byte_corpus(tmp_path / "text")
-
-    found, generator = corpus(200), torch.Generator().manual_seed(0)
-    assert found.num_train == 180 and found.vocab == 256
-    windows = found.train_windows(50, 8, generator)
+def test_windows_are_cut_from_all_but_the_last_tenth_which_is_held_out():
+    corpus, generator = Corpus(np.arange(200), 256), torch.Generator().manual_seed(0)
+    assert corpus.num_train == 180
+    windows = corpus.train_windows(50, 8, generator)
     assert windows.shape == (50, 9) and (windows[:, 1:] - windows[:, :-1] == 1).all()
-    assert found.heldout_windows(10, 8).tolist() == [list(range(180, 189)), list(range(188, 197))]
-    windows = corpus(100).train_windows(3000, 8, generator)
+    assert corpus.heldout_windows(10, 8).tolist() == [list(range(180, 189)), list(range(188, 197))]
+    windows = Corpus(np.arange(100), 256).train_windows(3000, 8, generator)
     assert windows.min() == 0 and windows.max() == 89  # both ends of the training part
 
 
 def test_a_tokenizer_is_trained_once_where_the_vocabulary_asks_for_it(tmp_path, monkeypatch):
-    """It has the size that was asked for, and gives the text back."""
+    """It has the size that was asked for, and gives the text back; elsewhere a text is its bytes."""
     monkeypatch.setattr("platformdirs.user_cache_path", lambda _: tmp_path / "cache")
     text = "the cat sat on the mat, and the dog sat on the cat. " * 50
     (tmp_path / "text").write_text(text)
-    tokenizer = train_tokenizer(tmp_path / "text", 270)
-    assert tokenizer.get_vocab_size() == 270
-    corpus = token_corpus(tmp_path / "text", tokenizer)
-    assert tokenizer.decode(corpus.ids.tolist()) == text and len(corpus.ids) < len(text) / 2
-    larger = made(context=16, vocab=270)
-    stored = []
+    larger, stored = made(context=16, vocab=270), []
     for _ in range(2):
-        assert open_corpus(str(tmp_path / "text"), Config(), larger).vocab == 270
+        corpus = open_corpus(str(tmp_path / "text"), Config(), larger)
         stored.append([(file, file.stat().st_mtime_ns) for file in (tmp_path / "cache/corpora").iterdir()])
     assert stored[0] == stored[1] and len(stored[0]) == 2  # the tokenizer, and the text in its tokens
-    assert open_corpus(str(tmp_path / "text"), Config(), replace(larger, vocab=256)).vocab == 256
+    tokenizer = Tokenizer.from_file(str(trained_tokenizer(tmp_path / "text", larger)))
+    assert tokenizer.get_vocab_size() == corpus.vocab == 270
+    assert tokenizer.decode(corpus.ids.tolist()) == text and len(corpus.ids) < len(text) / 2
+    of_bytes = open_corpus(str(tmp_path / "text"), Config(), replace(larger, vocab=256))
+    assert of_bytes.vocab == 256 and bytes(of_bytes.ids) == text.encode()
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
 def test_the_language_loss_is_hugging_faces_and_no_split_changes_it(arch):
     """A row at a time has fewer tokens than words: its embeddings get their gradient in place."""
     shape = made(arch=arch).config()
-    model = random_model(shape, make_target(shape, CPU, "fp64"))
+    model = random_model(make_target(shape, CPU, "fp64"))
     windows = torch.randint(64, (6, 21), generator=torch.Generator().manual_seed(0))
     logits = model(input_ids=windows[:, :-1]).logits
     expected = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
@@ -109,7 +105,7 @@ def test_the_language_loss_is_hugging_faces_and_no_split_changes_it(arch):
 )
 def test_learning_from_windows_holds_what_was_predicted(arch, dtype, checkpointing):
     target = make_target(made(arch=arch, vocab=300, context=96).config(), CPU, dtype)
-    model, windows = random_model(target.model_config, target), torch.randint(300, (24, 97))
+    model, windows = random_model(target), torch.randint(300, (24, 97))
     for rows in (24, 8):
         model.zero_grad(set_to_none=True)
         learn = partial(accumulate_lm, model, windows, dtype=dtype, rows=rows, checkpointing=checkpointing)
@@ -118,8 +114,9 @@ def test_learning_from_windows_holds_what_was_predicted(arch, dtype, checkpointi
 
 
 def test_tasks_survive_json_and_flags_are_those_of_train_over_a_file(tmp_path):
-    task = Task("lm", Config(sampling=SamplingSettings(20)), 12, made(), "a.txt", True, prompt_tokens=5)
-    assert Task.of(json.loads(json.dumps({**task.as_json(), "tuned": []}))) == task
+    train = Config(sampling=SamplingSettings(20))
+    task = Task("lm", train, 12, made(), "a.txt", True, prompt_tokens=5, tuned=[])
+    assert Task.of(json.loads(json.dumps(task.as_json()))) == task
     assert replace(task, train=replace(task.train, train_rows=4)).rows == 4 and task.rows == 12
     file = tmp_path / "train.yaml"
     file.write_text("group_size: 4\nprofiles:\n  small:\n    max_new_tokens: 20\n")
@@ -175,7 +172,7 @@ def test_what_a_process_writes_is_seen_as_it_comes_and_its_end_or_death_is_a_res
 )  # fmt: skip
 def test_how_a_task_ended_is_in_its_folder(tmp_path, monkeypatch, error, status, message):
     (tmp_path / "task.json").write_text(json.dumps(Task("lm", made=made(), data="bundled").as_json()))
-    monkeypatch.setattr(lm, "train_lm", mock.Mock(side_effect=error))
+    monkeypatch.setattr(trial, "train_lm", mock.Mock(side_effect=error))
     assert trial.do_task(tmp_path) == trial.Ended(status, message)
     assert json.loads((tmp_path / "ended.json").read_text()) == {"status": status, "message": message}
 
