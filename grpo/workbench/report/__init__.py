@@ -17,10 +17,9 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
 from grpo.workbench.report.charts import anchor
-from grpo.workbench.report.compare import runs_page
 from grpo.workbench.report.page import Page, Table
 from grpo.workbench.report.read import NoSteps, Run, Sweep, read_folder
-from grpo.workbench.report.run import run_page
+from grpo.workbench.report.run import run_page, runs_page
 from grpo.workbench.report.sweep import sweep_page, sweeps_page
 from grpo.workbench.report.wording import NOTHING
 

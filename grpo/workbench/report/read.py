@@ -107,10 +107,6 @@ def _read_sweep(folder: Path, tried: set[int]) -> Sweep:
     planned = tried | set(header.get("batch_sizes") or [])
     sizes = [read_size(folder, batch_size, header) for batch_size in sorted(planned)]
     for size in sizes:
-        if size.status in ("unfinished", "not run"):
-            missing.append(f"Size {size.batch_size} has no end: it is {size.status}.")
-        elif size.is_finished and size.final_heldout is None:
-            missing.append(f"Size {size.batch_size} has no held-out figure from after training.")
         for name in (METRICS_FILE, MEMORY_FILE):
             _lines(folder, f"{size_folder(folder, size.batch_size).name}/{name}", missing)
     notes, quality = folder / NOTES_FILE, header.get("quality") or {}

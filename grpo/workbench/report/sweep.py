@@ -129,9 +129,9 @@ def _half_interval(size: Size) -> float | None:
 
 
 def _rated(size: Size) -> str:
-    """2.300 ± 0.012"""
-    half = _half_interval(size)
-    return cell(size.final_heldout, fixed) + ("" if half is None else f" ± {fixed(half)}")
+    """2.300 ± 0.012, as far as it is known."""
+    half, end = _half_interval(size), cell(size.final_heldout, fixed)
+    return end if half is None or end == NOTHING else f"{end} ± {fixed(half)}"
 
 
 def _results(sweep: Sweep) -> Table:
