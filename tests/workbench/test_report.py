@@ -234,10 +234,11 @@ def test_runs_with_different_metrics_are_compared_as_far_as_it_goes(tmp_path, lo
     assert any("left out" in line and "waiting" in line for line in logged)
     assert missing(page) == ["y/run: memory.jsonl is missing: memory by phase is not shown."]
     ends = {
-        "training KL": ["0.039", "–"], "training reward": ["0.695", "0.695"],
-        "held-out reward": ["0.700 (0.660 to 0.740)", "0.700"], "time of a step": ["4.0 s", "4.0 s"],
+        "KL to the reference": ["0.04 nats a token", "–"], "Training reward": ["0.515 → 0.695"] * 2,
+        "Held-out reward": ["0.600 → 0.700"] * 2, "Time of a step": ["4.0 s"] * 2,
     }  # fmt: skip
     assert {what: cells(page, "How they ended", what) for what in ends} == ends
+    assert cells(page, "Held-out quality", "reward") == ["0.700 (0.660 to 0.740)", "0.700"]
     assert list(rows(page, "Where their settings differ")) == ["--learning-rate"]
     assert cells(page, "Where their settings differ", "--learning-rate") == ["1e-05", "2e-05"]
     assert to_html(page).count("-curve-") == 2

@@ -4,7 +4,7 @@ Left out of several: curves but held-out quality, which `tensorboard --logdir ru
 statistics over runs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -37,10 +37,12 @@ _SHOWN = (
     "arrow is a move, red where it is illegal; squares of a predicted position are red where it is wrong."
 )
 _OWN = ("name", "runs_dir", "resume", "log_level", "trackers")
+_ENDS = (
+    "From the first tenth of the steps to the last, or the first evaluation to the last; time: the median."
+)
 _CHANCE = (
-    "Held-out: the last evaluation. Whether a difference is chance is told on the same prompts, by grpo-lean "
-    "evaluate: --json of the one, --before of the other. Training: the last tenth of the steps. Time: the "
-    "median."
+    "The last evaluation. Whether a difference is chance is told on the same prompts, by grpo-lean evaluate: "
+    "--json of the one, --before of the other."
 )
 _HELDOUT = "Where prompts, heldout-share, eval-prompts or seed differ, held-out prompts may not be the same."
 
@@ -123,12 +125,6 @@ def interval(record: Record, name: str) -> str:
     return "" if low is None or high is None else between(low, high)
 
 
-def with_interval(record: Record, name: str) -> str:
-    """0.788 (0.741 to 0.835), or without what is in brackets."""
-    text, ends = cell(figure(record, name), fixed), interval(record, name)
-    return f"{text} ({ends})" if ends else text
-
-
 def _before_after(run: Run) -> Section:
     """What was measured before training and after it, and some answers, as `make demo` does."""
     tables = [
@@ -171,19 +167,28 @@ def _games(run: Run) -> Section:
 def _heldout(run: Run) -> Section:
     """Evaluations, eval_TASK[/COLUMN]: the first and the last in a table, all of them as curves by task."""
     ends = {f"step {record.get('step')}": record for record in (*run.evaluations[:1], *run.evaluations[-1:])}
-    rows: list[dict[str, str]] = []
     tasks: dict[str, dict[str, charts.Curve]] = {}
     for metric in metric_names(run.evaluations, "eval_"):
-        name = metric.removeprefix("eval_")
-        task, _, column = name.removesuffix("/mean").partition("/")
+        task, _, column = metric.removeprefix("eval_").removesuffix("/mean").partition("/")
         drawn = curve(run.evaluations, "step", metric, "o-")
         tasks.setdefault(task, {})[column.replace("_", " ")] = drawn
-        rows.append({"column": name} | {step: with_interval(line, metric) for step, line in ends.items()})
     caption = (
         "Greedy answers to the same held-out prompts each time; in brackets 95 % intervals over prompts."
     )
     pictures = [charts.line(f"Held-out {task}", drawn, x="step", y="mean") for task, drawn in tasks.items()]
-    return Section("Held-out quality", tables=[Table(rows, caption)], pictures=pictures)
+    return Section("Held-out quality", tables=[_heldout_table(ends, caption)], pictures=pictures)
+
+
+def _heldout_table(evaluations: Mapping[str, Record], caption: str) -> Table:
+    """Columns of evaluations by heading: 0.788 (0.741 to 0.835), or without what is in brackets."""
+    rows = []
+    for metric in metric_names(evaluations.values(), "eval_"):
+        row = {"column": metric.removeprefix("eval_")}
+        for heading, record in evaluations.items():
+            ends = interval(record, metric)
+            row[heading] = cell(figure(record, metric), fixed) + (f" ({ends})" if ends else "")
+        rows.append(row)
+    return Table(rows, caption)
 
 
 def _rewards(run: Run) -> list[Picture | None]:
@@ -246,44 +251,21 @@ def _memory(run: Run) -> Section:
 
 
 def runs_page(runs: Sequence[Run]) -> Page:
+    """The facts of all beside each other, their last evaluations, and where their settings differ."""
     curves = {run.name: curve(run.evaluations, "step", "eval_reward", "o-") for run in runs}
+    by_run = {run.name: {fact.what: fact.value for fact in facts(run)} for run in runs}
+    names = dict.fromkeys(what for values in by_run.values() for what in values)
+    rows = [{"": what} | {run: values.get(what, NOTHING) for run, values in by_run.items()} for what in names]
+    last = {run.name: run.evaluations[-1] if run.evaluations else {} for run in runs}
     return page(
         f"Runs compared: {', '.join(run.name for run in runs)}",
         ", ".join(f"{len(run.steps):,} steps of {run.name}" for run in runs),
-        Section("How they ended", tables=[Table(_ends(runs), _CHANCE)]),
-        Section("Held-out quality", pictures=[charts.line("Held-out reward", curves, x="step", y="mean")]),
+        Section("How they ended", tables=[Table(rows, _ENDS)]),
+        Section("Held-out quality", tables=[_heldout_table(last, _CHANCE)],
+                pictures=[charts.line("Held-out reward", curves, x="step", y="mean")]),
         Section("Where their settings differ", tables=[Table(_differing(runs), _HELDOUT)]),
         Section("What is missing", [f"{run.name}: {text}" for run in runs for text in run.missing]),
-    )
-
-
-def _ends(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """What a run has not logged is a dash."""
-    heldout = metric_names((record for run in runs for record in run.evaluations), "eval_")
-    rewards = metric_names((step for run in runs for step in run.steps), "rewards/", "/mean")
-    last = {run.name: run.evaluations[-1] if run.evaluations else {} for run in runs}
-    rows = [
-        {"": f"held-out {name.removeprefix('eval_')}"}
-        | {run: with_interval(record, name) for run, record in last.items()}
-        for name in heldout
-    ]
-    rows += [
-        {"": f"training {name.removesuffix('/mean')}"} | {run.name: _end(run, name, fixed) for run in runs}
-        for name in ("reward", *rewards)
-    ]
-    rows.append({"": "training KL"} | {run.name: _end(run, "kl", number) for run in runs})
-    times = {run.name: run.logged("step_time") for run in runs}
-    rows.append(
-        {"": "time of a step"}
-        | {run: duration(median(seconds)) if seconds else NOTHING for run, seconds in times.items()}
-    )
-    return rows
-
-
-def _end(run: Run, name: str, how: Callable[[float], str]) -> str:
-    """The mean of a metric over the last tenth of the steps."""
-    values = run.logged(name)
-    return how(fmean(values[-max(1, len(values) // 10) :])) if values else NOTHING
+    )  # fmt: skip
 
 
 def _differing(runs: Sequence[Run]) -> list[dict[str, str]]:
