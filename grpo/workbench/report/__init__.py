@@ -1,7 +1,7 @@
 """Reports on sweeps and training runs: one HTML page that needs nothing else.
 
 Folders are read into plain data (`read`), whose figures become facts, tables, pictures and cards (`run`,
-`sweep`, `compare`), which a template writes down. Left out: anything live. A page is made anew in seconds.
+`sweep`), which a template writes down. Left out: anything live. A page is made anew in seconds.
 """
 
 import re
@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 
 from grpo.workbench.report.charts import anchor
 from grpo.workbench.report.page import Page, Table
-from grpo.workbench.report.read import NoSteps, Run, Sweep, read_folder
+from grpo.workbench.report.read import Run, Sweep, read_folder
 from grpo.workbench.report.run import run_page, runs_page
 from grpo.workbench.report.sweep import sweep_page, sweeps_page
 from grpo.workbench.report.wording import NOTHING
@@ -57,17 +57,13 @@ def make_page(folders: Sequence[Path]) -> Page:
         raise ValueError("no folder is given: give that of a run or of a sweep, or several of a kind.")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ValueError("a folder is given twice: give each once.")
-    results: dict[Path, Sweep | Run] = {}
-    empty: list[NoSteps] = []
-    for folder in folders:
-        try:
-            results[folder.resolve()] = read_folder(folder)
-        except NoSteps as error:
-            empty.append(error)
-    if not results:
-        raise empty[0]
-    for reason in empty:
-        logger.warning("left out: {}", reason)
+    results = {folder.resolve(): read_folder(folder) for folder in folders}
+    waiting = [path for path, result in results.items() if isinstance(result, Run) and result.is_empty]
+    if len(waiting) == len(results):
+        raise ValueError(f"{waiting[0]} is a run that has logged no step yet: wait for its first one.")
+    for path in waiting:
+        logger.warning("left out: {}, which has logged no step yet", path)
+        del results[path]
     alike = Counter(path.name for path in results)
     named = [
         replace(result, name=f"{path.parent.name}/{path.name}") if alike[path.name] > 1 else result

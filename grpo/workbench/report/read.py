@@ -1,6 +1,6 @@
 """Folders of runs and sweeps as plain data. What is missing or broken becomes a sentence, not an error.
 
-An error is only what leaves nothing to report: no folder, neither a run nor a sweep, nothing logged.
+An error is only what leaves nothing to report: no folder, or neither a run nor a sweep.
 Left out: checkpoints and TensorBoard's files, which hold nothing that the JSON lines do not.
 """
 
@@ -43,6 +43,10 @@ class Run:
     matches: Sequence[Match]
     missing: Sequence[str]
 
+    @property
+    def is_empty(self) -> bool:
+        return not self.steps and not self.evaluations
+
     def logged(self, name: str) -> list[float]:
         """A metric, of those steps that have it."""
         return [value for (value,) in points(self.steps, name)]
@@ -69,10 +73,6 @@ class Sweep:
     @property
     def finished(self) -> list[Size]:
         return [size for size in self.sizes if size.is_finished]
-
-
-class NoSteps(ValueError):
-    """A run that has logged nothing yet."""
 
 
 def points(records: Iterable[Record], *names: str) -> list[tuple[float, ...]]:
@@ -121,8 +121,6 @@ def _read_sweep(folder: Path, tried: set[int]) -> Sweep:
 def _read_run(folder: Path) -> Run:
     missing: list[str] = []
     lines = [line for line in _lines(folder, METRICS_FILE, missing) if figure(line, "step") is not None]
-    if not lines:
-        raise NoSteps(f"{folder} is a run that has logged no step yet: wait for its first one.")
     settings: Record = {}
     changes: list[Change] = []
     examples: list[Example] = []
