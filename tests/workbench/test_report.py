@@ -19,16 +19,10 @@ from grpo.play.thought import Thought
 from grpo.workbench import report
 from grpo.workbench.report import make_page, to_html
 from grpo.workbench.report.boards import BAD, GOOD, WRONG_SQUARE, answer_card, cards, chosen
-from grpo.workbench.report.charts import PHASE_COLORS, Curve, line
+from grpo.workbench.report.charts import PHASE_COLORS, Curve, curve, line
 from grpo.workbench.report.page import Page, Section
 from grpo.workbench.report.read import Sweep, read_folder
-from grpo.workbench.report.sweep import (
-    behind,
-    best_by_quality,
-    fastest,
-    not_told_from,
-    sweep_page,
-)
+from grpo.workbench.report.sweep import behind, best_by_quality, fastest, not_told_from, sweep_page
 from grpo.workbench.report.sweep import facts as sweep_facts
 from grpo.workbench.report.wording import duration, number, setting
 from grpo.workbench.sizes import Size
@@ -149,15 +143,10 @@ def test_the_page_of_a_run(of_run, run_folder):
     assert said["Held-out reward"][2] == "At step 0 and at step 20; the 95 % interval is the last one's."
     assert said["KL to the reference"][0] == "0.04 nats a token"
     assert said["Groups of equal rewards"] == ("25%", "", "They teach nothing but the KL.")
-    assert said["Time of a step"] == (
-        "4.0 s",
-        "1 min 20 s in all",
-        "learn 50%, sample 25%, score 12%, other 12%",
-    )
-    assert said["Phases that ran out of memory"][::2] == (
-        "1",
-        "And went on with fewer rows: learn at step 3.",
-    )
+    shares = "learn 50%, sample 25%, score 12%, other 12%"
+    assert said["Time of a step"] == ("4.0 s", "1 min 20 s in all", shares)
+    fewer = "And went on with fewer rows: learn at step 3."
+    assert said["Phases that ran out of memory"][::2] == ("1", fewer)
     assert said["Leak test"][0] == "no leak" and "Updates left out" not in said
     early = report.run_page(replace(read_folder(run_folder), settings={}))
     assert facts(early)["Groups of equal rewards"][2] == "They teach nothing."
@@ -223,11 +212,8 @@ def test_runs_with_different_metrics_are_compared_as_far_as_it_goes(tmp_path, lo
     (waiting := tmp_path / "waiting").mkdir()
     (waiting / "metrics.jsonl").write_text("")
     lines = [json.loads(line) for line in (b / "metrics.jsonl").read_text().splitlines()]
-    without = [
-        {name: value for name, value in line.items() if name != "kl" and not name.endswith(("/low", "/high"))}
-        for line in lines
-    ]
-    write_lines(b / "metrics.jsonl", without)
+    lost = {name for line in lines for name in line if name == "kl" or name.endswith(("/low", "/high"))}
+    write_lines(b / "metrics.jsonl", [{n: line[n] for n in line.keys() - lost} for line in lines])
     (b / "memory.jsonl").unlink()
     page = make_page([a, waiting, b])
     assert page.title == "Runs compared: x/run, y/run"  # of one name, and told apart
@@ -247,14 +233,10 @@ def test_runs_with_different_metrics_are_compared_as_far_as_it_goes(tmp_path, lo
 def test_sweeps_stand_side_by_side_and_one_that_was_cut_short_is_reported_as_far_as_it_goes(tmp_path):
     folder, other = write_sweep(tmp_path / "sweep"), write_sweep(tmp_path / "b")
     page = make_page([folder, other])
-    assert (
-        titles(page) == ["Quality", "Results of sweep", "Results of b"]
-        and to_html(page).count("-curve-") == 2
-    )
-    assert (
-        facts(page, "Results of b")["Best held-out loss"][0] == "size 64"
-        and len(rows(page, "Results of b")) == 6
-    )
+    assert titles(page) == ["Quality", "Results of sweep", "Results of b"]
+    assert to_html(page).count("-curve-") == 2
+    assert facts(page, "Results of b")["Best held-out loss"][0] == "size 64"
+    assert len(rows(page, "Results of b")) == 6
     header = report_folders.sweep_settings()
     write_json(other / "sweep.json", header | {"quality": {"name": "held-out reward", "better": "higher"}})
     assert "Not comparable" in section(make_page([folder, other]), "Quality").sentences[0]
@@ -382,6 +364,14 @@ def test_a_single_point_is_seen_and_nothing_is_drawn_of_none():
     picture = line("X", {"a": Curve([1.0], [2.0])}, x="step", y="y")
     assert "<use" in picture.svg and 'id="x-curve-0"' in picture.svg
     assert line("X", {"a": Curve([], [])}, x="step", y="y") is None
+
+
+def test_a_curve_has_bars_where_all_its_points_have_the_ends_of_their_intervals():
+    records = [{"step": 1, "m": 2.0, "m/low": 1.0, "m/high": 3.0}, {"step": 2, "n": 5.0}]
+    whole, partly = (curve([*records, *more], "step", "m", unit=2.0) for more in ([], [{"step": 3, "m": 1}]))
+    assert whole == Curve([1.0], [1.0], low=[0.5], high=[1.5]) and partly == Curve([1.0, 3.0], [1.0, 0.5])
+    bars = ["LineCollection" in line("X", {"": each}, x="x", y="y").svg for each in (whole, partly)]
+    assert bars == [True, False]
 
 
 def sweep_of(*sizes: Size, **header: object) -> Sweep:

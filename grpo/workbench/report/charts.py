@@ -92,7 +92,10 @@ def line(
             axes.xaxis.set(major_locator=ticks, major_formatter="{x:.0f}", minor_locator=NullLocator())
         else:
             axes.xaxis.set_major_locator(MaxNLocator(5, integer=all(float(at).is_integer() for at in places)))
-        for axis, largest in ((axes.xaxis, 0 if by_size else places[-1]), (axes.yaxis, max(values))):
+        for axis, largest in (
+            (axes.xaxis, 0 if by_size else places[-1]),
+            (axes.yaxis, max(map(abs, values))),
+        ):
             if largest >= 10_000:
                 axis.set_major_formatter(EngFormatter(sep=" "))
         late = [

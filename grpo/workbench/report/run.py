@@ -38,7 +38,8 @@ _SHOWN = (
 )
 _OWN = ("name", "runs_dir", "resume", "log_level", "trackers")
 _ENDS = (
-    "From the first tenth of the steps to the last, or the first evaluation to the last; time: the median."
+    "From the first tenth of the steps to the last, or the first evaluation to the last; of KL the last "
+    "step's, of times the median."
 )
 _CHANCE = (
     "The last evaluation. Whether a difference is chance is told on the same prompts, by grpo-lean evaluate: "
