@@ -3,7 +3,6 @@
 import math
 import os
 import sqlite3
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,20 +82,11 @@ class AnalysisCache:
     def _open(path: str | Path) -> sqlite3.Connection:
         # Used from several threads, which take turns.
         db = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, check_same_thread=False, isolation_level=None)
-        _switch_to_wal(db)
+        try:
+            db.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
+                raise  # else another process, which this statement alone does not wait for, switches the file
         db.execute("PRAGMA synchronous=NORMAL")
         db.execute("CREATE TABLE IF NOT EXISTS analysis (key TEXT PRIMARY KEY, value TEXT)")
         return db
-
-
-def _switch_to_wal(db: sqlite3.Connection) -> None:
-    """Two processes that make the file at once: this statement alone does not wait for the other."""
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
-    while True:
-        try:
-            db.execute("PRAGMA journal_mode=WAL")
-            return
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)

@@ -17,7 +17,7 @@ import chess
 
 from rewards.analysis import Analysis
 from rewards.engine import EnginePool
-from rewards.formats import BY_ROOK, PolicyCompletion, parse_policy_completion, policy_field, usual_move
+from rewards.formats import PolicyCompletion, parse_policy_completion, policy_field, usual_move
 from rewards.weighted import Text, WeightedReward
 
 TOP = 5
@@ -25,24 +25,22 @@ EVAL_FLOOR_PAWNS = 1.0
 """Eval errors are relative to the true eval, but to no less than this: 0.0 is a common truth."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Position:
     """A position to be played on, and the moves legal in it (UCI)."""
 
+    board: chess.Board
     fen: str
     legal: frozenset[str]
-    castling: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
-    """Of BY_ROOK what is castling here."""
 
     @staticmethod
     def of(board: chess.Board) -> "Position":
-        castling = {text: king for text, king in BY_ROOK.items() if usual_move(board, text) == king}
-        return Position(board.fen(), frozenset(move.uci() for move in board.legal_moves), castling)
+        return Position(board, board.fen(), frozenset(move.uci() for move in board.legal_moves))
 
     def usual(self, written: PolicyCompletion) -> PolicyCompletion:
         """The same with moves as `legal` has them, see `usual_move`."""
-        moves = tuple(move and self.castling.get(move, move) for move in written.moves)
-        return dataclasses.replace(written, moves=moves, best=self.castling.get(written.best, written.best))
+        moves = tuple(move and usual_move(self.board, move) for move in written.moves)
+        return dataclasses.replace(written, moves=moves, best=usual_move(self.board, written.best))
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Truth:
     @staticmethod
     def from_labels(position: Position, labels: Analysis) -> "Truth | None":
         """By eval alone: labels come shuffled, so equal evals share the better rank."""
-        moves = [position.castling.get(move, move) for move in labels.moves]
+        moves = [usual_move(position.board, move) for move in labels.moves]
         evals = dict(zip(reversed(moves), reversed(labels.evals), strict=True))
         evals = {move: value for move, value in evals.items() if move in position.legal}
         ranks = {move: sum(other > value for other in evals.values()) for move, value in evals.items()}

@@ -19,14 +19,8 @@ Text = str | Sequence[Mapping[str, Any]]
 
 
 FORMAT = "format"
-_said: set[str] = set()
-
-
-def _warn_once(what: str, detail: str) -> None:
-    """Log `what`, with the first `detail`, once a process."""
-    if what not in _said:
-        _said.add(what)
-        logger.warning("{} ({})", what, detail)
+_warnings: set[str] = set()
+"""Those that were logged."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -141,8 +135,12 @@ class WeightedReward(abc.ABC):
         return [name for name in self.weights if name != FORMAT]
 
     def _leave_out(self, why: str, detail: str) -> None:
+        """Warn once a process, with the first `detail`."""
         names = ", ".join(self._needs_truth())
-        _warn_once(f"{self.name} reward: {names} left out of the weighted mean: {why}", detail)
+        warning = f"{self.name} reward: {names} left out of the weighted mean: {why}"
+        if warning not in _warnings:
+            _warnings.add(warning)
+            logger.warning("{} ({})", warning, detail)
 
 
 def _text(text: Text) -> str:

@@ -836,7 +836,7 @@ REFUSED: dict[str, list[Row]] = {
         (lambda at: write_report([at.file("metrics.jsonl").parent]), "logged no step yet", "wait"),
         (lambda at: write_report([write_run(at.folder / "a"), write_sweep(at.folder / "b")]), "of one kind"),
         (lambda at: write_report([at.folder, at.folder / "a" / ".."]), "given twice", "give each once"),
-        (lambda at: write_report([at.file("a/metrics.jsonl", '{"step": 1}').parent], at.file("out")),
+        (lambda at: write_report([at.file("a/metrics.jsonl", '{"step": 1, "kl": 0}').parent], at.file("out")),
          "cannot be written to", "/out", "--output"),
         *each_typed("report", (["nowhere"], "no folder", "that of a run"), (["[/x]"], "[/x] is no folder")),
     ],

@@ -71,7 +71,7 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def forget_warnings(monkeypatch):
-    monkeypatch.setattr(rewards.weighted, "_said", set())
+    monkeypatch.setattr(rewards.weighted, "_warnings", set())
 
 
 def test_the_published_lines_are_read_and_written():

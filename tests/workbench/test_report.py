@@ -17,14 +17,15 @@ from grpo.evaluate.quality import Example, Quality
 from grpo.play.record import Match
 from grpo.play.thought import Thought
 from grpo.workbench import report
-from grpo.workbench.report import findings, make_page, to_html
+from grpo.workbench.report import make_page, to_html
 from grpo.workbench.report.boards import BAD, GOOD, WRONG_SQUARE, answer_card, cards, chosen
-from grpo.workbench.report.charts import PHASE_COLORS, line
+from grpo.workbench.report.charts import PHASE_COLORS, Curve, curve, line
 from grpo.workbench.report.page import Page, Section
 from grpo.workbench.report.read import Sweep, read_folder
-from grpo.workbench.report.sweep import sweep_page
+from grpo.workbench.report.sweep import behind, best_by_quality, fastest, not_told_from, sweep_page
+from grpo.workbench.report.sweep import facts as sweep_facts
 from grpo.workbench.report.wording import duration, number, setting
-from grpo.workbench.sizes import Size, read_size
+from grpo.workbench.sizes import Size
 
 EVIL = "</pre><script>alert(1)</script>\n````\n<img src=x onerror=alert(1)>"
 """A completion is a model's output, and notes may hold anything."""
@@ -48,9 +49,14 @@ def missing(page: Page) -> list[str]:
     return section(page, "What is missing").sentences
 
 
-def rows(page: Page, title: str) -> dict[str, tuple[str, ...]]:
+def rows(page: Page, title: str) -> dict[str, dict[str, str]]:
     """Of a section's first table, by their first cell."""
-    return {row[0]: tuple(row[1:]) for row in section(page, title).tables[0].rows}
+    return {next(iter(row.values())): row for row in section(page, title).tables[0].rows}
+
+
+def cells(page: Page, title: str, row: str) -> list[str]:
+    """Of one row, without the first."""
+    return list(rows(page, title)[row].values())[1:]
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +99,7 @@ def of_run(run_folder) -> Page:
 def test_the_page_of_a_sweep(sweep):
     """256 updates of 0.02 + 64 · 0.004 s, 2 s of compiling. Of a difference: 0.05 · t(19) / √19 = 0.024."""
     assert titles(sweep) == [
-        "What it says", "Notes", "Results", "Learning curves", "Quality and time", "Memory",
-        "What the sizes had in common",
+        "What it says", "Notes", "Results", "Learning curves", "Memory", "What the sizes had in common",
     ]  # fmt: skip
     said = facts(sweep)
     assert said["Best held-out loss"][:2] == ("size 64", "2.300 ± 0.019 nats a token")
@@ -106,19 +111,25 @@ def test_the_page_of_a_sweep(sweep):
     )  # fmt: skip
     assert said["Learning rate"][:2] == ("the same at every size", "0.0003")
     results = rows(sweep, "Results")
-    assert results["64"][:6] == ("ok", "256", "0.0003", "13", "1 min 13 s", "29,681")
-    assert results["64"][7:9] == ("2.300 ± 0.019", "2.300 at 100%")
-    assert results["64"][10:] == ("0.81 GB", "0.59 GB", "0.56 GB")
-    assert results["512"][0] == "out of memory" and results["512"][-1] == "–"
-    times = rows(sweep, "Quality and time")
-    assert times["32"][:4] == ("0.012", "-0.012 to 0.036", "1 min 18 s", "2.0 s")
-    assert times["64"][:2] == ("0.000", "–") and times["128"][3] == "2 min 30 s"
-    assert rows(sweep, "What the sizes had in common")["quality: unit"] == ("nats a token",)
+    assert results["64"] == {
+        "size": "64", "status": "ok", "held-out": "2.300 ± 0.019", "behind the best": "0.000",
+        "time": "1 min 13 s", "tokens a second": "29,681", "memory": "0.81 GB",
+        "tensors, predicted": "0.59 GB", "measured": "0.56 GB", "training": "2.253", "gap": "0.047",
+        "best held-out": "2.300 at 100%",
+        "updates": "256", "learning rate": "0.0003", "warm-up": "13", "start": "2.0 s",
+    }  # fmt: skip
+    assert results["32"]["behind the best"] == "0.012 (-0.012 to 0.036)"
+    assert results["128"]["start"] == "2 min 30 s"
+    lost = results["512"]
+    assert (lost["status"], lost["tensors, predicted"]) == ("out of memory", "4.72 GB")
+    assert (lost["measured"], lost["behind the best"]) == ("–", "–")
+    assert cells(sweep, "What the sizes had in common", "quality: unit") == ["nats a token"]
     shown = [picture.title for each in sweep.sections for picture in each.pictures]
-    assert shown[:3] == [
-        "Held-out loss over tokens", "Training loss over tokens", "Held-out loss over seconds of training",
+    assert shown == [
+        "Held-out loss by batch size", "Quality against time", "Throughput", "Held-out loss over tokens",
+        "Training loss over tokens", "Held-out loss over seconds of training", "Tensors by batch size",
+        "Memory by batch size",
     ]  # fmt: skip
-    assert len(shown) == len(set(shown)) == 3 + 5 + 2
 
 
 def test_the_page_of_a_run(of_run, run_folder):
@@ -132,41 +143,36 @@ def test_the_page_of_a_run(of_run, run_folder):
     assert said["Held-out reward"][2] == "At step 0 and at step 20; the 95 % interval is the last one's."
     assert said["KL to the reference"][0] == "0.04 nats a token"
     assert said["Groups of equal rewards"] == ("25%", "", "They teach nothing but the KL.")
-    assert said["Time of a step"] == (
-        "4.0 s",
-        "1 min 20 s in all",
-        "learn 50%, sample 25%, score 12%, other 12%",
-    )
-    assert said["Phases that ran out of memory"][::2] == (
-        "1",
-        "And went on with fewer rows: learn at step 3.",
-    )
+    shares = "learn 50%, sample 25%, score 12%, other 12%"
+    assert said["Time of a step"] == ("4.0 s", "1 min 20 s in all", shares)
+    fewer = "And went on with fewer rows: learn at step 3."
+    assert said["Phases that ran out of memory"][::2] == ("1", fewer)
     assert said["Leak test"][0] == "no leak" and "Updates left out" not in said
     early = report.run_page(replace(read_folder(run_folder), settings={}))
     assert facts(early)["Groups of equal rewards"][2] == "They teach nothing."
-    assert rows(of_run, "Held-out quality")["reward"] == ("0.600 (0.560 to 0.640)", "0.700 (0.660 to 0.740)")
-    memory = rows(of_run, "Memory")
-    assert memory["learn"] == ("32", "1.00 GB", "1.25 GB", "-20.0 %", "2.00 GB", "1")  # of step 2
-    assert memory["sample"] == ("32", "1.00 GB", "0.80 GB", "+25.0 %", "2.00 GB", "0")
-    assert len(set(PHASE_COLORS.values())) == 8
+    ends = cells(of_run, "Held-out quality", "reward")
+    assert ends == ["0.600 (0.560 to 0.640)", "0.700 (0.660 to 0.740)"]
+    of_step_2 = ["32", "1.00 GB", "1.25 GB", "-20.0 %", "2.00 GB", "1"]
+    assert cells(of_run, "Memory", "learn") == of_step_2
+    assert cells(of_run, "Memory", "sample") == ["32", "1.00 GB", "0.80 GB", "+25.0 %", "2.00 GB", "0"]
+    assert len(set(PHASE_COLORS.values())) == 9
 
 
 def test_what_a_run_of_language_modelling_wrote_is_shown_as_well(tmp_path):
     page = make_page([write_sweep(tmp_path / "sweep") / "size-00064"])
     assert facts(page)["Held-out loss"][0] == "5.500 → 2.300" and "Training loss" in facts(page)
-    assert [picture.title for picture in section(page, "Reward").pictures if picture] == ["Loss"]
-    assert not any("logged no" in sentence for sentence in missing(page))
+    assert [picture.title for picture in section(page, "Reward").pictures] == ["Loss"]
 
 
 def test_a_run_was_measured_before_and_after_and_played(of_run):
     found = section(of_run, "Before and after")
-    assert [table.columns[0] for table in found.tables] == ["sampled", "greedy"]
-    assert found.tables[0].rows[0][:4] == ("a legal move", "50.0", "100.0", "+50.0")
+    assert [next(iter(table.rows[0])) for table in found.tables] == ["sampled", "greedy"]
+    assert list(found.tables[0].rows[0].values())[:4] == ["a legal move", "50.0", "100.0", "+50.0"]
     assert [card.title for card in found.cards] == ["position 1, before", "position 1, after"]
     assert "illegal" in found.cards[1].remark and found.cards[0].boards
-    row = rows(of_run, "Games")["rook-tiny"]
-    assert row[:3] == ("1.0", "–", "resign") and row[3:7] == ("5", "1", "2", "2")
-    assert row[7].startswith("40.0 % (") and row[9:] == ("0.60", "3")
+    row = cells(of_run, "Games", "rook-tiny")
+    assert row[:3] == ["1.0", "–", "resign"] and row[3:7] == ["5", "1", "2", "2"]
+    assert row[7].startswith("40.0 % (") and row[9:] == ["0.60", "3"]
     (last,) = section(of_run, "Games").cards
     assert last.title == "The last game: run step-000009 against rook-tiny, 1/2-1/2"
     assert len(last.boards) == 1 and last.prompt == FEN and last.completion == "56. Ra5 h4 57. Ke4"
@@ -206,35 +212,31 @@ def test_runs_with_different_metrics_are_compared_as_far_as_it_goes(tmp_path, lo
     (waiting := tmp_path / "waiting").mkdir()
     (waiting / "metrics.jsonl").write_text("")
     lines = [json.loads(line) for line in (b / "metrics.jsonl").read_text().splitlines()]
-    without = [
-        {name: value for name, value in line.items() if name != "kl" and not name.endswith(("/low", "/high"))}
-        for line in lines
-    ]
-    write_lines(b / "metrics.jsonl", without)
+    lost = {name for line in lines for name in line if name == "kl" or name.endswith(("/low", "/high"))}
+    write_lines(b / "metrics.jsonl", [{n: line[n] for n in line.keys() - lost} for line in lines])
     (b / "memory.jsonl").unlink()
     page = make_page([a, waiting, b])
     assert page.title == "Runs compared: x/run, y/run"  # of one name, and told apart
     assert any("left out" in line and "waiting" in line for line in logged)
     assert missing(page) == ["y/run: memory.jsonl is missing: memory by phase is not shown."]
-    ends = rows(page, "How they ended")
-    assert ends["training KL"] == ("0.039", "–") and ends["training reward"] == ("0.695", "0.695")
-    assert ends["held-out reward"] == ("0.700 (0.660 to 0.740)", "0.700")
-    assert ends["time of a step"] == ("4.0 s", "4.0 s")
-    assert rows(page, "Where their settings differ") == {"--learning-rate": ("1e-05", "2e-05")}
+    ends = {
+        "KL to the reference": ["0.04 nats a token", "–"], "Training reward": ["0.515 → 0.695"] * 2,
+        "Held-out reward": ["0.600 → 0.700"] * 2, "Time of a step": ["4.0 s"] * 2,
+    }  # fmt: skip
+    assert {what: cells(page, "How they ended", what) for what in ends} == ends
+    assert cells(page, "Held-out quality", "reward") == ["0.700 (0.660 to 0.740)", "0.700"]
+    assert list(rows(page, "Where their settings differ")) == ["--learning-rate"]
+    assert cells(page, "Where their settings differ", "--learning-rate") == ["1e-05", "2e-05"]
     assert to_html(page).count("-curve-") == 2
 
 
 def test_sweeps_stand_side_by_side_and_one_that_was_cut_short_is_reported_as_far_as_it_goes(tmp_path):
     folder, other = write_sweep(tmp_path / "sweep"), write_sweep(tmp_path / "b")
     page = make_page([folder, other])
-    assert (
-        titles(page) == ["Quality", "Results of sweep", "Results of b"]
-        and to_html(page).count("-curve-") == 2
-    )
-    assert (
-        facts(page, "Results of b")["Best held-out loss"][0] == "size 64"
-        and len(rows(page, "Results of b")) == 6
-    )
+    assert titles(page) == ["Quality", "Results of sweep", "Results of b"]
+    assert to_html(page).count("-curve-") == 2
+    assert facts(page, "Results of b")["Best held-out loss"][0] == "size 64"
+    assert len(rows(page, "Results of b")) == 6
     header = report_folders.sweep_settings()
     write_json(other / "sweep.json", header | {"quality": {"name": "held-out reward", "better": "higher"}})
     assert "Not comparable" in section(make_page([folder, other]), "Quality").sentences[0]
@@ -249,13 +251,13 @@ def test_sweeps_stand_side_by_side_and_one_that_was_cut_short_is_reported_as_far
     (folder / "size-00256").rmdir()
     page = make_page([folder])
     assert missing(page) == [
-        "Size 32 has no end: it is unfinished.",
         "size-00064/metrics.jsonl has lines that cannot be read, 1 of them; the others are shown.",
-        "Size 128 has no held-out figure from after training.", "Size 256 has no end: it is not run.",
     ]  # fmt: skip
-    status = [row[1] for row in section(page, "Results").tables[0].rows]
+    results = rows(page, "Results")
+    status = [row["status"] for row in results.values()]
     assert status == ["ok", "unfinished", "ok", "ok", "not run", "out of memory"]
-    assert rows(page, "Quality and time")["16"][1] == "–"  # what cannot be paired is not told
+    assert results["128"]["held-out"] == "–" and facts(page)["Size 256"][0] == "not run"
+    assert results["16"]["behind the best"] == "0.098"  # what cannot be paired has no interval
     assert "Not told from the best" not in facts(page)
     (folder / "sweep.json").write_text('{"objec')
     for each in folder.glob("size-*/ended.json"):
@@ -286,9 +288,8 @@ def test_a_run_that_lacks_files_or_holds_broken_ones_says_so(tmp_path):
     folder = write_run(tmp_path / "begun")
     (folder / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5, "kl": null}\n{"step": 2, "rew')
     page = make_page([folder])
-    broken, lacked = missing(page)
+    (broken,) = missing(page)
     assert broken.startswith("metrics.jsonl has lines that cannot be read, 1 of them")
-    assert lacked.startswith("The run logged no KL and no times") and lacked.endswith("no evaluations.")
     assert to_html(page).count("curve-0") == 1 + 2  # the reward, and memory
 
 
@@ -360,9 +361,17 @@ def test_numbers_times_and_settings():
 
 
 def test_a_single_point_is_seen_and_nothing_is_drawn_of_none():
-    picture = line("X", {"a": ([1.0], [2.0])}, x="step", y="y")
+    picture = line("X", {"a": Curve([1.0], [2.0])}, x="step", y="y")
     assert "<use" in picture.svg and 'id="x-curve-0"' in picture.svg
-    assert line("X", {"a": ([], [])}, x="step", y="y") is None
+    assert line("X", {"a": Curve([], [])}, x="step", y="y") is None
+
+
+def test_a_curve_has_bars_where_all_its_points_have_the_ends_of_their_intervals():
+    records = [{"step": 1, "m": 2.0, "m/low": 1.0, "m/high": 3.0}, {"step": 2, "n": 5.0}]
+    whole, partly = (curve([*records, *more], "step", "m", unit=2.0) for more in ([], [{"step": 3, "m": 1}]))
+    assert whole == Curve([1.0], [1.0], low=[0.5], high=[1.5]) and partly == Curve([1.0, 3.0], [1.0, 0.5])
+    bars = ["LineCollection" in line("X", {"": each}, x="x", y="y").svg for each in (whole, partly)]
+    assert bars == [True, False]
 
 
 def sweep_of(*sizes: Size, **header: object) -> Sweep:
@@ -370,7 +379,7 @@ def sweep_of(*sizes: Size, **header: object) -> Sweep:
     better = described["quality"]["better"]
     return Sweep(
         name="by hand", header=described, sizes=sizes, unit="tokens", quality=described["quality"]["name"],
-        quality_unit="", sign=1 if better == "higher" else -1, usable_bytes=None, notes="", missing=(),
+        quality_unit="", sign=1 if better == "higher" else -1, notes="", missing=(),
     )  # fmt: skip
 
 
@@ -388,37 +397,20 @@ def test_best_by_quality_by_speed_and_those_that_are_not_told_from_the_best():
     apart, unknown = ok(32, 2.1, 50, [1.1, 3.1]), ok(64, 2.5, 40)
     lost = replace(ok(128, 1.0, 1.0), status="out of memory")
     made = sweep_of(best, close, apart, unknown, lost)
-    assert findings.best_by_quality(made) is best and findings.fastest(made.finished) is unknown
-    assert findings.not_told_from(made, best) == [close]
-    said = {fact.what: fact[1:] for fact in findings.facts(made)}
+    assert best_by_quality(made) is best and fastest(made.finished) is unknown
+    assert not_told_from(made, best) == [close]
+    said = {fact.what: fact[1:] for fact in sweep_facts(made)}
     assert said["Trade-off"][:2] == ("size 16", "1 min 0 s")
-    alone = {fact.what: fact for fact in findings.facts(sweep_of(best, apart))}
+    alone = {fact.what: fact for fact in sweep_facts(sweep_of(best, apart))}
     assert not {"Not told from the best", "Trade-off"} & set(alone)
-    alike = {fact.what: fact for fact in findings.facts(sweep_of(unknown, ok(8, 2, 43.9), ok(16, 2, 44.1)))}
+    alike = {fact.what: fact for fact in sweep_facts(sweep_of(unknown, ok(8, 2, 43.9), ok(16, 2, 44.1)))}
     assert alike["Fastest"].note.endswith("cannot tell: size 8.")
 
     low, high = ok(8, 0.5, 10, [0.2, 0.8], reward=True), ok(16, 0.8, 20, [0.75, 0.85], reward=True)
     other = sweep_of(low, high, quality={"name": "held-out reward", "better": "higher", "unit": ""})
-    assert findings.best_by_quality(other) is high and findings.not_told_from(other, high) == [low]
-    low, high = findings.behind(other, low, high)  # 0.55 and 0.05
+    assert best_by_quality(other) is high and not_told_from(other, high) == [low]
+    low, high = behind(other, low, high)  # 0.55 and 0.05
     assert low + high == pytest.approx(0.6)
-
-
-def test_a_common_quality_is_the_worst_end_and_the_untrained_model_does_not_reach_it(tmp_path):
-    values = {0: 5.0, 1: 6.0, 2: 3.0, 3: 2.0, 4: 2.5}
-    size = Size(
-        8, "ok", steps=[{"step": step, "step_time": 10.0} for step in (1, 2, 3, 4)],
-        evaluations=[{"step": step, "eval_loss": value} for step, value in values.items()],
-    )  # fmt: skip
-    made = sweep_of(size, ok(16, 2.8, 1))
-    assert findings.common_quality(made) == 2.8 and findings.common_quality(sweep_of(size)) is None
-    reached = {5.0: 20, 3.0: 20, 2.9: 30, 1.0: None}
-    assert {goal: findings.seconds_to_reach(made, size, goal) for goal in reached} == reached
-    folder = write_sweep(tmp_path / "sweep")
-    size = read_size(folder, 64, report_folders.sweep_settings())
-    assert (size.added_bytes, size.predicted_bytes) == (64 * 9 * 2**20, round(1.05 * 64 * 9 * 2**20))
-    lost = read_size(folder, 512, report_folders.sweep_settings())  # of which nothing was measured
-    assert lost.added_bytes is None and lost.predicted_bytes == round(1.05 * 512 * 9 * 2**20)
 
 
 def test_what_the_learning_rate_has_to_do_with_it():
@@ -427,7 +419,7 @@ def test_what_the_learning_rate_has_to_do_with_it():
         "sqrt": "with the square root of the size", None: "not known",
     }  # fmt: skip
     for scale_lr, words in confounds.items():
-        (*_, fact) = findings.facts(sweep_of(scale_lr=scale_lr))
+        (*_, fact) = sweep_facts(sweep_of(scale_lr=scale_lr))
         assert fact.value == words and "may be that of its learning rate" in fact.note
     tried = [{"learning_rate": rate, "heldout": end} for rate, end in ((1e-4, 2.0), (3e-4, 1.9), (1e-3, 1.8))]
     sizes = [
@@ -435,8 +427,7 @@ def test_what_the_learning_rate_has_to_do_with_it():
         for size, rate in ((8, 1e-3), (16, 3e-4))
     ]
     made = sweep_of(*sizes, scale_lr="tuned")
-    (*_, fact) = findings.facts(made)
+    (*_, fact) = sweep_facts(made)
     assert fact.value == "tuned at each size" and "tried at size 8: search further" in fact.note
-    table = section(sweep_page(made), "Learning rates tried").tables[0]
-    assert table.columns == ("size", "0.0001", "0.0003", "0.001")
-    assert table.rows[0] == ("8", "2.000", "1.900", "1.800")
+    tries = {"size": "8", "0.0001": "2.000", "0.0003": "1.900", "0.001": "1.800"}
+    assert rows(sweep_page(made), "Learning rates tried")["8"] == tries

@@ -1,10 +1,11 @@
 """Reports on sweeps and training runs: one HTML page that needs nothing else.
 
 Folders are read into plain data (`read`), whose figures become facts, tables, pictures and cards (`run`,
-`sweep`, `compare`), which a template writes down. Left out: anything live. A page is made anew in seconds.
+`sweep`), which a template writes down. Left out: anything live. A page is made anew in seconds.
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
@@ -16,10 +17,9 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
 from grpo.workbench.report.charts import anchor
-from grpo.workbench.report.compare import runs_page
 from grpo.workbench.report.page import Page, Table
-from grpo.workbench.report.read import NoSteps, Run, Sweep, read_folder
-from grpo.workbench.report.run import run_page
+from grpo.workbench.report.read import Run, Sweep, read_folder
+from grpo.workbench.report.run import run_page, runs_page
 from grpo.workbench.report.sweep import sweep_page, sweeps_page
 from grpo.workbench.report.wording import NOTHING
 
@@ -49,15 +49,28 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
 def make_page(folders: Sequence[Path]) -> Page:
     """The report on one folder, or on several of a kind side by side.
 
-    ValueError where a folder holds nothing to report on, is given twice, or is not of the others' kind.
+    A run among others that has no step yet is left out, with a word; where two have the same name, their
+    parents are named as well. ValueError where a folder holds nothing to report on, is given twice, or is not
+    of the others' kind.
     """
     if not folders:
         raise ValueError("no folder is given: give that of a run or of a sweep, or several of a kind.")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ValueError("a folder is given twice: give each once.")
-    given = _read(folders)
-    runs = [each for each in given if isinstance(each, Run)]
-    sweeps = [each for each in given if isinstance(each, Sweep)]
+    results = {folder.resolve(): read_folder(folder) for folder in folders}
+    waiting = [path for path, result in results.items() if isinstance(result, Run) and result.is_empty]
+    if len(waiting) == len(results):
+        raise ValueError(f"{waiting[0]} is a run that has logged no step yet: wait for its first one.")
+    for path in waiting:
+        logger.warning("left out: {}, which has logged no step yet", path)
+        del results[path]
+    alike = Counter(path.name for path in results)
+    named = [
+        replace(result, name=f"{path.parent.name}/{path.name}") if alike[path.name] > 1 else result
+        for path, result in results.items()
+    ]
+    runs = [result for result in named if isinstance(result, Run)]
+    sweeps = [result for result in named if isinstance(result, Sweep)]
     if runs and sweeps:
         raise ValueError(
             "both runs and sweeps are given: give folders of one kind, and the others in a second call."
@@ -65,29 +78,6 @@ def make_page(folders: Sequence[Path]) -> Page:
     if sweeps:
         return sweep_page(sweeps[0]) if len(sweeps) == 1 else sweeps_page(sweeps)
     return run_page(runs[0]) if len(runs) == 1 else runs_page(runs)
-
-
-def _read(folders: Sequence[Path]) -> list[Sweep | Run]:
-    """What the folders hold; a run among others that has no step yet is left out, with a word.
-
-    Where two have the same name, their parents are named as well.
-    """
-    found: dict[Path, Sweep | Run] = {}
-    empty: list[NoSteps] = []
-    for folder in folders:
-        try:
-            found[folder] = read_folder(folder)
-        except NoSteps as error:
-            empty.append(error)
-    if not found:
-        raise empty[0]
-    for reason in empty:
-        logger.warning("left out: {}", reason)
-    names = [each.name for each in found.values()]
-    for folder, each in found.items():
-        if names.count(each.name) > 1:
-            found[folder] = replace(each, name=f"{folder.resolve().parent.name}/{each.name}")
-    return [*found.values()]
 
 
 def to_html(page: Page) -> str:
@@ -101,7 +91,7 @@ def to_html(page: Page) -> str:
     )
     reader = MarkdownIt("js-default").disable("image")
     environment.filters.update(
-        anchor=anchor, breakable=_breakable, drawing=Markup, numeric=_numeric_columns,
+        anchor=anchor, breakable=_breakable, drawing=Markup, is_numeric=_is_numeric,
         notes=lambda text: Markup(reader.render(text)),
     )  # fmt: skip
     template = environment.from_string(files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8"))
@@ -113,9 +103,6 @@ def _breakable(name: str) -> Markup:
     return Markup(re.sub(r"([/_])", r"\1<wbr>", str(escape(name))))
 
 
-def _numeric_columns(table: Table) -> list[bool]:
-    """Which columns hold figures, and so stand to the right."""
-    return [
-        place > 0 and all(_NUMERIC.fullmatch(row[place]) for row in table.rows)
-        for place in range(len(table.columns))
-    ]
+def _is_numeric(table: Table, heading: str) -> bool:
+    """Whether a column holds figures alone, and so stands to the right."""
+    return all(_NUMERIC.fullmatch(row[heading]) for row in table.rows)

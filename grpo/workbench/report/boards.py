@@ -55,7 +55,9 @@ def answer_card(title: str, name: str, prompt: str, completion: str) -> Card:
 
 def cards(run: Run) -> list[Card]:
     """Of the last logged steps, the best and the worst of each task by reward, as the run weighs it."""
-    weights = _weights(run.settings)
+    names, given = run.settings.get("reward") or [], run.settings.get("reward_weights") or []
+    functions = [str(name).rpartition(":")[2] for name in names]
+    weights = dict(zip(functions, map(float, given), strict=True)) if len(names) == len(given) else {}
     return [
         _card(record, f"card {place}", _reward(record, weights))
         for place, record in enumerate(chosen(run.completions, weights))
@@ -89,16 +91,9 @@ def _by_prompt(ranked: Sequence[Record]) -> list[Record]:
 
 
 def _reward(record: Record, weights: Mapping[str, float]) -> float:
+    """weights: by reward function; one that is not in them counts once."""
     rewards = record.get("rewards") or {}
     return sum(weights.get(name, 1.0) * (figure(rewards, name) or 0.0) for name in rewards)
-
-
-def _weights(settings: Record) -> dict[str, float]:
-    """By reward function, as named in the completions; {} where all count the same."""
-    names, weights = settings.get("reward") or [], settings.get("reward_weights") or []
-    if len(names) != len(weights):
-        return {}
-    return {str(name).rpartition(":")[2]: float(weight) for name, weight in zip(names, weights, strict=True)}
 
 
 def _task(prompt: str) -> str:
@@ -118,7 +113,7 @@ def _card(record: Record, name: str, reward: float) -> Card:
     title += "" if advantage is None else f", advantage {advantage:+.2f}"
     card = answer_card(title, name, prompt, str(record.get("completion") or ""))
     parts = record.get("components") or record.get("rewards") or {}
-    scores = [(part, value) for part in parts if (value := figure(parts, part)) is not None]
+    scores = {part: value for part in parts if (value := figure(parts, part)) is not None}
     cut = f"Cut off after {record.get('num_tokens')} tokens." if record.get("terminated") is False else ""
     return card._replace(scores=scores, remark=f"{card.remark} {cut}".strip())
 

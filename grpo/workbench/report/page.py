@@ -1,7 +1,6 @@
 """What a page consists of, before it is HTML."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from grpo.workbench.report.wording import setting
@@ -17,10 +16,9 @@ class Fact(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Cells as people read them; the first column names the row. One without rows is not shown."""
+    """Rows of cells by heading, the same headings in each, the first of which names the row."""
 
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Mapping[str, str]]
     caption: str = ""
 
 
@@ -39,12 +37,11 @@ class Card(NamedTuple):
     boards: Sequence[Picture]
     prompt: str
     completion: str
-    scores: Sequence[tuple[str, float]] = ()
+    scores: Mapping[str, float] = {}
     remark: str = ""
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A titled part of a page, left out where it holds nothing.
 
     notes: Markdown of a person's own. row: so many cards belong side by side. folded: closed until asked for.
@@ -61,9 +58,8 @@ class Section:
     folded: bool = False
 
     @property
-    def is_empty(self) -> bool:
-        shown = (*self.sentences, *self.facts, self.notes, *self.pictures, *self.cards)
-        return not any((*shown, *(table.rows for table in self.tables)))
+    def holds_something(self) -> bool:
+        return any((self.sentences, self.facts, self.notes, self.tables, self.pictures, self.cards))
 
 
 class Page(NamedTuple):
@@ -73,14 +69,22 @@ class Page(NamedTuple):
 
 
 def page(title: str, lede: str, *sections: Section) -> Page:
-    return Page(title, lede, [section for section in sections if not section.is_empty])
+    """Without the tables that have no row, the pictures that have no curve, and the sections left empty."""
+    filled = [
+        part._replace(
+            tables=[table for table in part.tables if table.rows],
+            pictures=[picture for picture in part.pictures if picture],
+        )
+        for part in sections
+    ]
+    return Page(title, lede, [part for part in filled if part.holds_something])
 
 
 def settings_section(title: str, settings: Mapping[str, object]) -> Section:
     """Folded; settings within settings go by both names."""
     flat: dict[str, object] = {}
     for name, value in settings.items():
-        inner = {f"{name}: {key}": each for key, each in value.items()} if isinstance(value, dict) else {}
+        inner = {f"{name}: {key}": item for key, item in value.items()} if isinstance(value, dict) else {}
         flat |= inner or {name: value}
-    rows = [(name, setting(name, value)) for name, value in flat.items()]
-    return Section(title, tables=[Table(("setting", "value"), rows)], folded=True)
+    rows = [{"setting": name, "value": setting(name, value)} for name, value in flat.items()]
+    return Section(title, tables=[Table(rows)], folded=True)

@@ -1,11 +1,11 @@
 """Folders of runs and sweeps as plain data. What is missing or broken becomes a sentence, not an error.
 
-An error is only what leaves nothing to report: no folder, neither a run nor a sweep, nothing logged.
+An error is only what leaves nothing to report: no folder, or neither a run nor a sweep.
 Left out: checkpoints and TensorBoard's files, which hold nothing that the JSON lines do not.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,11 @@ _SIZE_FOLDER = re.compile(r"size-(\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A training run: its settings, and the lines it wrote."""
+    """A training run: its settings, and the lines it wrote.
+
+    changes: of held-out quality from before training to after it, where that was measured. matches: the last
+    played comes last.
+    """
 
     name: str
     settings: Record
@@ -35,11 +39,17 @@ class Run:
     memory: Sequence[Record]
     leak: Record
     changes: Sequence[Change]
-    """Of held-out quality from before training to after it, where that was measured."""
     examples: Sequence[Example]
     matches: Sequence[Match]
-    """The last played comes last."""
     missing: Sequence[str]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.steps and not self.evaluations
+
+    def logged(self, name: str) -> list[float]:
+        """A metric, of those steps that have it."""
+        return [value for (value,) in points(self.steps, name)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +67,6 @@ class Sweep:
     quality: str
     quality_unit: str
     sign: int
-    usable_bytes: float | None
     notes: str
     missing: Sequence[str]
 
@@ -66,15 +75,10 @@ class Sweep:
         return [size for size in self.sizes if size.is_finished]
 
 
-class NoSteps(ValueError):
-    """A run that has logged nothing yet."""
-
-
-def points(records: Sequence[Record], x: str, y: str, unit: float = 1.0) -> tuple[list[float], list[float]]:
-    """The columns `x` and `y` (in so many `unit`s) of those records that have both."""
-    pairs = [(figure(record, x), figure(record, y)) for record in records]
-    whole = [(a, b / unit) for a, b in pairs if a is not None and b is not None]
-    return [a for a, _ in whole], [b for _, b in whole]
+def points(records: Iterable[Record], *names: str) -> list[tuple[float, ...]]:
+    """The figures `names` of those records that have them all."""
+    rows = [[figure(record, name) for name in names] for record in records]
+    return [tuple(value for value in row if value is not None) for row in rows if None not in row]
 
 
 def read_folder(folder: Path) -> Sweep | Run:
@@ -103,18 +107,13 @@ def _read_sweep(folder: Path, tried: set[int]) -> Sweep:
     planned = tried | set(header.get("batch_sizes") or [])
     sizes = [read_size(folder, batch_size, header) for batch_size in sorted(planned)]
     for size in sizes:
-        if size.status in ("unfinished", "not run"):
-            missing.append(f"Size {size.batch_size} has no end: it is {size.status}.")
-        elif size.is_finished and size.final_heldout is None:
-            missing.append(f"Size {size.batch_size} has no held-out figure from after training.")
         for name in (METRICS_FILE, MEMORY_FILE):
             _lines(folder, f"{size_folder(folder, size.batch_size).name}/{name}", missing)
-    notes, told = folder / NOTES_FILE, header.get("quality") or {}
+    notes, quality = folder / NOTES_FILE, header.get("quality") or {}
     return Sweep(
         name=folder.resolve().name, header=header, sizes=sizes, unit=str(header.get("unit") or "units"),
-        quality=told.get("name", "held-out loss"), quality_unit=told.get("unit") or "",
-        sign=1 if told.get("better") == "higher" else -1,
-        usable_bytes=figure(header, "memory_limit_bytes") or figure(header, "usable_bytes"),
+        quality=quality.get("name", "held-out loss"), quality_unit=quality.get("unit") or "",
+        sign=1 if quality.get("better") == "higher" else -1,
         notes=notes.read_text(errors="replace").strip() if notes.exists() else "", missing=missing,
     )  # fmt: skip
 
@@ -122,11 +121,10 @@ def _read_sweep(folder: Path, tried: set[int]) -> Sweep:
 def _read_run(folder: Path) -> Run:
     missing: list[str] = []
     lines = [line for line in _lines(folder, METRICS_FILE, missing) if figure(line, "step") is not None]
-    if not lines:
-        raise NoSteps(f"{folder} is a run that has logged no step yet: wait for its first one.")
     settings: Record = {}
     changes: list[Change] = []
     examples: list[Example] = []
+    matches: list[Match] = []
     try:
         settings = read_yaml(folder / CONFIG_FILE)
     except SettingsError as error:
@@ -135,6 +133,11 @@ def _read_run(folder: Path) -> Run:
         changes, examples = quality.load(folder)
     except ValueError as error:
         missing.append(f"Before and after training is not shown: {error}.")
+    for file in sorted((folder / MATCHES).glob(f"*/{MATCH_FILE}"), key=lambda file: file.stat().st_mtime):
+        try:
+            matches.append(Match.load(file.parent))
+        except ValueError as error:
+            missing.append(f"A match is not shown: {error}.")
     return Run(
         name=folder.resolve().name, settings=settings,
         steps=[line for line in lines if any(not name.startswith(("eval_", "step")) for name in line)],
@@ -142,19 +145,8 @@ def _read_run(folder: Path) -> Run:
         completions=_lines(folder, COMPLETIONS_FILE, missing, "no completions are shown"),
         memory=_lines(folder, MEMORY_FILE, missing, "memory by phase is not shown"),
         leak=read_json(folder / LEAK_FILE), changes=changes, examples=examples,
-        matches=_read_matches(folder / MATCHES, missing), missing=missing,
+        matches=[match for match in matches if match.finished], missing=missing,
     )  # fmt: skip
-
-
-def _read_matches(folder: Path, missing: list[str]) -> list[Match]:
-    """Those of which a game is finished, the last played last."""
-    matches = []
-    for file in sorted(folder.glob(f"*/{MATCH_FILE}"), key=lambda file: file.stat().st_mtime):
-        try:
-            matches.append(Match.load(file.parent))
-        except ValueError as error:
-            missing.append(f"A match is not shown: {error}.")
-    return [match for match in matches if match.finished]
 
 
 def _lines(folder: Path, name: str, missing: list[str], lost: str = "") -> list[dict[str, Any]]:

@@ -31,9 +31,9 @@ def cell(value: float | None, how: Callable[[float], str] = number) -> str:
     return NOTHING if value is None else how(value)
 
 
-def between(ends: tuple[float, float] | None) -> str:
-    """Of an interval."""
-    return "" if ends is None else f"{fixed(ends[0])} to {fixed(ends[1])}"
+def between(low: float, high: float) -> str:
+    """An interval."""
+    return f"{fixed(low)} to {fixed(high)}"
 
 
 def setting(name: str, value: object) -> str:
