@@ -37,10 +37,10 @@ def test_the_run_is_the_cpus(found, run: str):
 
 
 def test_peaks_are_what_was_predicted_and_out_of_memory_costs_a_retry(found):
-    """By the allocator's own statistics. What is foretold is for texts without gaps: up to a fifth more."""
+    """By the allocator's own statistics. What is foretold is for texts without gaps: up to a quarter more."""
     for phase, line in found["plain"]["phases"].items():
         assert line["process_bytes"] > line["added_bytes"] > 0
-        assert 0.97 < line["predicted_bytes"] / line["added_bytes"] < 1.2, phase
+        assert 0.97 < line["predicted_bytes"] / line["added_bytes"] < 1.25, phase
     assert found["short"]["phases"]["learn"]["rows"] < 16
     assert any(
         "learn: out of memory with 16 rows (OutOfMemoryError: pretend" in line for line in found["said"]

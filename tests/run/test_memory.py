@@ -188,7 +188,7 @@ def leave_room(run: Run, room: int) -> None:
     """
     run.device.slack, run.device.used_bytes = 0.0, lambda: 1000 * GB
     run.device.budget = lambda: Budget(1000 * GB + room, "test")
-    run.fit.count_no_tensors()
+    run.fit._counts = lambda *_: False
 
 
 @pytest.mark.parametrize("rows", [8, 1])
