@@ -14,6 +14,7 @@ from grpo.memory.live import LiveBytes
 from grpo.memory.rows import positions
 from grpo.model.adapters import add_adapters, store_base
 from grpo.model.load import Policy, RolloutModel, end_names, end_tokens, load_for
+from grpo.rollout import static_cache
 from grpo.rollout.cache import CacheBytes
 from grpo.rollout.decoder import check_decoder, has_static_cache, make_decoder
 from grpo.rollout.generic import GenericDecoder
@@ -250,9 +251,15 @@ def decoder_of(kind, model, tokens: int):
     ("kind", "name"),
     [*((NativeDecoder, name) for name in FAMILY), (GenericDecoder, "gpt2"), (GenericDecoder, "gemma3_text")],
 )
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
 @torch.no_grad()
-def test_a_token_is_what_the_whole_text_says(name, kind):
-    """Prompts of one token to three windows, groups that leave, and one that starts in another's place."""
+def test_a_token_is_what_the_whole_text_says(name, kind, fused, monkeypatch):
+    """Prompts of one token to three windows, groups that leave, and one that starts in another's place.
+
+    plain: attention as devices that are no CPU have it.
+    """
+    if not fused:
+        monkeypatch.setattr(static_cache, "_attend_twice", static_cache._attend_once)
     model = made(shaped(name))
     texts = [[*range(1, n + 1)] for n in (36, 1, 20) for _ in range(2)]
     decoder = decoder_of(kind, model, 20)
