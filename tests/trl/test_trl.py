@@ -1,6 +1,6 @@
 """Our trainer beside stock TRL's: the same steps in float64, in parts of any size; and what TRL's users do.
 
-`scripts/benchmark_trl.py equal` does all 384 cases.
+`make proof PARTS=trl` does all 384 cases.
 """
 
 import json
