@@ -91,10 +91,10 @@ def _project(project: Callable[..., Tensor], product: nn.Module, *inputs: Tensor
     A frozen one does not, and an adapter around one computes more than that product again.
     """
     keeps = isinstance(product, nn.Linear | Conv1D) and product.weight.requires_grad
-    recomputed: Tensor = (
-        _recompute(project, *inputs) if keeps and torch.is_grad_enabled() else project(*inputs)
-    )
-    return recomputed
+    if not keeps or not torch.is_grad_enabled():
+        return project(*inputs)
+    outer: Tensor = _recompute(project, *inputs)
+    return outer
 
 
 _FORWARD: dict[str, Callable[[Any, Tensor], Tensor]] = {

@@ -82,10 +82,10 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
         return self, self
 
     def make_room(self, rows: int, places: int) -> None:
-        for name in ("keys", "values"):
-            prompts: Tensor = getattr(self, f"prompt_{name}")
-            room = prompts.new_zeros(rows, prompts.shape[1], places, prompts.shape[3])
-            setattr(self, f"own_{name}", room)
+        self.own_keys, self.own_values = (
+            each.new_zeros(rows, each.shape[1], places, each.shape[3])
+            for each in (self.prompt_keys, self.prompt_values)
+        )
         self._has_room = True
 
     def like(self, groups: int, rows: int) -> "StaticLayer":
