@@ -116,22 +116,19 @@ class PlannedPhases:
         """See `micro_batches`; the processes of a sharded model make the same passes."""
         return None if self._run.config.shard else self._run.policy.target.pass_tokens
 
-    def accumulate(
-        self, batch: GRPOBatch, settings: LossSettings, *, noise_share: float | None = None
-    ) -> Sums:
+    def accumulate(self, batch: GRPOBatch, settings: LossSettings) -> Sums:
         """Add a step's gradients to the policy's; what `finish_grpo` makes metrics of."""
         config, run = self._run.config, self._run
         if not batch.rollout.prompts:
             return {}
         checkpointing = choose_checkpointing(config.gradient_checkpointing)
-        halves, pass_tokens = noise_share == 1, self._pass_tokens()
+        pass_tokens = self._pass_tokens()
 
         def work(rows: int) -> Sums:
             return accumulate_grpo(
                 run.policy.model, batch, settings=settings, temperature=config.sampling.temperature,
                 dtype=run.policy.target.dtype, rows=rows, pass_tokens=pass_tokens,
                 importance_cap=config.importance_cap, checkpointing=checkpointing,
-                noise_share=noise_share,
             )  # fmt: skip
 
         def discard() -> None:
@@ -140,7 +137,7 @@ class PlannedPhases:
 
         return run.fit.run(
             "learn", work, self._batch(len(batch.mask), batch.rollout.prompt_ids),
-            took=lambda rows, _: largest_pass(batch.rollout, rows, pass_tokens=pass_tokens, halves=halves),
+            took=lambda rows, _: largest_pass(batch.rollout, rows, pass_tokens=pass_tokens),
             discard=discard,
         )  # fmt: skip
 

@@ -71,7 +71,7 @@ class Trainer:
         self.run = run
         self.stepper = Stepper(
             run.policy.model, run.optimizer, self.config.optimizer.max_grad_norm,
-            num_rows=self.config.num_rows, updating=self._updating,
+            updating=self._updating,
         )  # fmt: skip
         self.field_credit = FieldCredit(run.rewards, run.policy.tokenizer, self.config.advantage_scale)
         self.kl_coef = self.config.loss.kl_coef
@@ -236,7 +236,7 @@ class Trainer:
             batch = batch.without_dull_groups()
 
         def accumulate() -> dict[str, float]:
-            sums = self.phases.accumulate(batch, settings, noise_share=run.noise_share(step, share))
+            sums = self.phases.accumulate(batch, settings)
             with run.clock("wait"):
                 parts = run.world.exchange(f"the learning of step {step}", sums)  # all went well
             if not config.shard:  # there the backward passes have done it

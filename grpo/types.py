@@ -63,22 +63,18 @@ class Rollout:
         """N prompts, each repeated for its rows."""
         return [prompt for prompt in self.prompts for _ in range(self.group_size)]
 
-    def groups(self, which: range) -> "Rollout":
-        """Some of the B groups alone: neighbours, perhaps none. Completions keep their width C."""
-        rows = slice(which.start * self.group_size, which.stop * self.group_size)
-        prompts = slice(which.start, which.stop)
+    def groups(self, which: Sequence[int]) -> "Rollout":
+        """Some of the B groups, by their numbers; perhaps none. Completions keep their width C."""
+        rows = [group * self.group_size + row for group in which for row in range(self.group_size)]
         return Rollout(
-            prompts=self.prompts[prompts],
-            prompt_ids=self.prompt_ids[prompts],
+            prompts=[self.prompts[group] for group in which],
+            prompt_ids=[self.prompt_ids[group] for group in which],
             completion_ids=self.completion_ids[rows],
             lengths=self.lengths[rows],
             terminated=self.terminated[rows],
             sampler_logp=self.sampler_logp[rows],
-            completions=self.completions[rows],
+            completions=[self.completions[row] for row in rows],
         )
-
-    def one_group(self, index: int) -> "Rollout":
-        return self.groups(range(index, index + 1))
 
     @staticmethod
     def join(parts: Sequence["Rollout"]) -> "Rollout":
@@ -100,12 +96,10 @@ class Rollout:
 
     def replace_groups(self, groups: Sequence[int], others: "Rollout") -> "Rollout":
         """With `groups` (indices among the B) taken from `others`, in order."""
-        new = dict(zip(groups, range(len(groups)), strict=True))
-
-        def group(index: int) -> Rollout:
-            return others.one_group(new[index]) if index in new else self.one_group(index)
-
-        return Rollout.join([group(index) for index in range(len(self.prompts))])
+        order = list(range(len(self.prompts)))
+        for place, group in enumerate(groups, start=len(order)):
+            order[group] = place
+        return Rollout.join([self, others]).groups(order)
 
 
 @dataclass(frozen=True)

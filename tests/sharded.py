@@ -22,7 +22,7 @@ from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import open_run
-from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs
+from grpo.scoring.micro_batches import MicroBatch, token_logprobs
 from grpo.trainer import Trainer
 from grpo.types import Prompt
 
@@ -67,10 +67,10 @@ def compared(rank: int, folder: Path, prompts: list[Prompt]) -> tuple[list[float
             for model, batches in ((policy.model, _batches(rank)), (one, _batches(0) + _batches(1))):
                 model.zero_grad(set_to_none=True)
                 for batch in batches:
-                    logp, _ = micro_batch_logprobs(
-                        model, batch, temperature=1.0, dtype=torch.float64, checkpointing=checkpointing
-                    )
-                    logp.sum().backward()
+                    token_logprobs(
+                        model, batch, temperature=1.0, dtype=torch.float64, checkpointing=checkpointing,
+                        slope=lambda logp, _: torch.ones_like(logp),
+                    )  # fmt: skip
             mine = torch.cat([whole(p.grad).flatten() for p in policy.model.parameters()])
             theirs = torch.cat([p.grad.flatten() for p in one.parameters()])
             errors.append(((mine - theirs).norm() / theirs.norm()).item())

@@ -11,7 +11,6 @@ from torch import nn
 
 from grpo.distributed import World, sum_of_bits
 from grpo.distributed.shard import is_sharded, whole
-from grpo.learning.noise import NoiseScale
 
 
 class Diverged(RuntimeError):
@@ -34,7 +33,6 @@ class Stepper:
         optimizer: torch.optim.Optimizer,
         max_grad_norm: float,
         *,
-        num_rows: int = 1,
         updating: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -42,7 +40,6 @@ class Stepper:
         self._optimizer = optimizer
         self._max_grad_norm = max_grad_norm or math.inf
         self._updating = updating
-        self.noise = NoiseScale(num_rows)
         self.moved = False
         """Whether the weights have moved since the caller last set this."""
         self.num_skipped = 0
@@ -51,12 +48,10 @@ class Stepper:
     def step(self, accumulate: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Run `accumulate` (backward passes; returns metrics, `loss` among them) and apply it.
 
-        Returns its metrics with `grad_norm`, before clipping, `skipped`, 0 or 1, and the noise scale, where
-        it is known.
+        Returns its metrics with `grad_norm`, before clipping, and `skipped`, 0 or 1.
         """
         self._optimizer.zero_grad(set_to_none=True)
         metrics = accumulate()
-        part = {name: metrics.pop(name) for name in [*metrics] if name.startswith("part/")}
         with self._updating():
             norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self._max_grad_norm)).item()
             watched = {"loss": metrics["loss"], "kl": metrics.get("kl", 0.0), "grad_norm": norm}
@@ -65,15 +60,10 @@ class Stepper:
                 self._skip(broken)
             else:
                 self.moved = True
-                if part:
-                    self.noise.observe(norm, part)
                 self._optimizer.step()
                 self.skipped_in_a_row = 0
         self._optimizer.zero_grad(set_to_none=True)
-        if advice := self.noise.advice():
-            logger.info("{}", advice)
-        noise = {} if self.noise.rows is None else {"gradient/noise_scale": self.noise.rows}
-        return {**metrics, "grad_norm": norm, "skipped": float(self.skipped_in_a_row > 0), **noise}
+        return {**metrics, "grad_norm": norm, "skipped": float(self.skipped_in_a_row > 0)}
 
     @torch.no_grad()
     def keep_together(self, world: World) -> None:
@@ -92,13 +82,10 @@ class Stepper:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        counts = {"num_skipped": self.num_skipped, "skipped_in_a_row": self.skipped_in_a_row}
-        return {**counts, "noise": self.noise.state()}
+        return {"num_skipped": self.num_skipped, "skipped_in_a_row": self.skipped_in_a_row}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.num_skipped, self.skipped_in_a_row = state["num_skipped"], state["skipped_in_a_row"]
-        if "noise" in state:  # which older checkpoints lack
-            self.noise.restore(state["noise"])
 
     def _skip(self, broken: dict[str, float]) -> None:
         self.num_skipped += 1

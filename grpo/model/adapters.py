@@ -2,7 +2,7 @@
 
 The model keeps its class and its names, so that whatever decides by them (the native decoder, for one)
 works as before. Left out on purpose: dropout, as no phase has any; adapters of the output head, whose
-weight is read directly (`logprobs.py`), and of embeddings.
+weight is read directly (`scoring/head.py`), and of embeddings.
 """
 
 import copy

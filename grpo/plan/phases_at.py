@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 
 from grpo.config.groups import Checkpointing, LoraSettings, SamplingSettings
 from grpo.distributed.shard import inside
-from grpo.learning.loss import LossSettings, StepCounts, grpo_loss
+from grpo.learning.loss import LossSettings, Tokens
+from grpo.learning.objectives import learn_tokens
 from grpo.memory import Size
 from grpo.model.prefill import pad_prompts
 from grpo.model.target import Target
 from grpo.rollout.decoder import has_static_cache, prompt_places, replaced_at_once
 from grpo.rollout.slots import Slots
-from grpo.scoring.logprobs import TokenLoss
-from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs
+from grpo.scoring.micro_batches import MicroBatch, token_logprobs
 
 
 @dataclass(frozen=True)
@@ -105,26 +105,26 @@ class PhasesAt:
     def score(self, size: Size) -> None:
         """Log-probs of whole texts."""
         with self._reference() as model:
-            self._logprobs(model, size, entropy=False)
+            token_logprobs(
+                model, self._batch(size), temperature=self.settings.sampling.temperature,
+                dtype=self.settings.target.dtype, traced=self.settings.target.device,
+            )  # fmt: skip
 
     def learn(self, size: Size) -> None:
         """The loss and its backward pass, with gradients of a part before."""
         self.begin_gradients()
-        settings, rows, tokens = self.settings.loss, size.rows, size.tokens
-        counts = StepCounts(rows, rows * tokens, tokens)
-
-        def loss(logp: Tensor, *, measured: bool = False) -> Tensor:
-            ref_logp = torch.zeros_like(logp) if settings.kl_coef else None
-            mask, advantages = torch.ones_like(logp, dtype=torch.bool), logp.new_zeros(rows)
-            return grpo_loss(
-                logp, None, ref_logp, advantages, mask, counts=counts, settings=settings, measured=measured
-            )[0]
-
-        logp, _ = self._logprobs(
-            self.policy, size, entropy=True, loss=loss if settings.is_per_token else None,
-            checkpointing=self.settings.checkpointing,
+        settings, device, batch = self.settings, self.policy.device, self._batch(size)
+        row = torch.arange(len(batch.rows), device=device).repeat_interleave(size.tokens)
+        weight, advantage, sampler_logp, ref_logp = torch.zeros(4, len(row), device=device)
+        tokens = Tokens(
+            len(batch.rows), row, weight, advantage, sampler_logp,
+            ref_logp=ref_logp if settings.loss.kl_coef else None,
         )  # fmt: skip
-        loss(logp, measured=True).backward()  # type: ignore[no-untyped-call]
+        learn_tokens(
+            self.policy, batch, tokens, settings=settings.loss, dtype=settings.target.dtype,
+            temperature=settings.sampling.temperature, checkpointing=settings.checkpointing,
+            traced=settings.target.device,
+        )  # fmt: skip
         self.forget()
 
     def begin_gradients(self) -> None:
@@ -137,28 +137,15 @@ class PhasesAt:
         for parameter in self.trained:
             parameter.grad = None
 
-    def _logprobs(
-        self,
-        model: PreTrainedModel,
-        size: Size,
-        *,
-        entropy: bool,
-        loss: TokenLoss | None = None,
-        checkpointing: Checkpointing = "none",
-    ) -> tuple[Tensor, Tensor | None]:
+    def _batch(self, size: Size) -> MicroBatch:
         prompts, per_prompt = self._prompts(size)
         rows = len(prompts) * per_prompt
-        batch = MicroBatch(
+        return MicroBatch(
             rows=torch.arange(rows),
             prompts=pad_prompts(prompts)._replace(is_padded=True),  # which takes more
             row_to_prompt=torch.arange(rows) // per_prompt,
             completion_ids=torch.zeros(rows, size.tokens, dtype=torch.long),
         )
-        return micro_batch_logprobs(
-            model, batch, temperature=self.settings.sampling.temperature,
-            dtype=self.settings.target.dtype, entropy=entropy, loss=loss, checkpointing=checkpointing,
-            traced=self.settings.target.device,
-        )  # fmt: skip
 
     def _prompts(self, size: Size) -> tuple[list[list[int]], int]:
         """Prompts of equal length, and rows of each: whole groups, or part of one."""

@@ -115,7 +115,7 @@ class Workload:
             }
         at_once = tokens_at_once(target.vocab_size, target.dtype, target.device.type)
         numbers = min(size.rows * size.tokens, at_once) * target.vocab_size
-        logits = {"logits": numbers * logit_bytes(target.dtype, target.device.type)}
+        logits = {"logits": numbers * logit_bytes(target.dtype, target.device.type, entropy=phase == "learn")}
         if phase == "learn":
             return {**logits, "gradients": target.exact_dtype.itemsize * -(-trained // self.shards)}
         return logits

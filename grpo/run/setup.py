@@ -47,8 +47,6 @@ from rewards.engine import EnginePool, find_stockfish
 
 NOTHING = Given()
 """Not given: the settings name it."""
-NOISE_INTERVAL = 4
-"""Steps; one that is parted in halves, to tell its noise, has more padding."""
 
 
 @dataclass
@@ -88,12 +86,6 @@ class Run:
         groups = self.world.share(num_groups)
         idle = self.world.largest_share(num_groups) - len(groups) if self.config.shard else 0
         return Share(groups, self.config.group_size, idle)
-
-    def noise_share(self, step: int, share: Share) -> float | None:
-        """Of the step's groups that are here, where the gradient's noise is to be measured."""
-        if self.config.shard or (self.world.size == 1 and step % NOISE_INTERVAL):
-            return None
-        return len(share.groups) / self.config.num_prompts
 
 
 @contextmanager

@@ -1,19 +1,31 @@
-"""The vocabulary head of a chunk of tokens: its products, and what is done with them number by number.
+"""Log-probs of given tokens, and gradients of a loss of them, without the logits of all tokens.
 
-Shared by all chunks there are one (chunk_tokens, V) buffer in the dtype of products, and in fp32 one for what
-is made of them, or two where products are in lower precision; and, where the head is computed in another
-dtype than it is stored in or in lower precision, one (V, D) copy. On an accelerator the vocabulary of that
-copy and of the buffer is padded to a multiple of 64: products of an odd vocabulary, such as GPT-2's 50,257,
-cannot use a card's fast kernels, as their rows begin at odd addresses.
+Logits for a batch are (rows, tokens, vocabulary), usually the largest tensor of a step. Here they exist for a
+chunk of tokens at once: they are multiplied, scored and, where something is learned, turned into the gradient
+in their own place, so that the vocabulary's matrix is multiplied three times and not four.
+
+In lower precision the head is a copy, centred and, on an accelerator, padded to a multiple of 64 rows:
+products of an odd vocabulary, such as GPT-2's 50,257, cannot use a card's fast kernels, as their rows begin
+at odd addresses. What is done with logits number by number stands in `kernels.py`.
+
+Left out on purpose: heads that are not a plain linear layer (soft-capped logits), and gradients of the
+entropy, which is a metric here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
 
 import torch
+from loguru import logger
 from torch import Tensor
 
-from grpo.model.head import centred_head, parts
-from grpo.scoring import fused
+from grpo.model.head import CAST_ROWS, centred_head, parts
+from grpo.model.stand_ins import product_dtype
+from grpo.scoring.kernels import compiled, fill_softmax, is_compiled, scores_of, were_compiled
+
+Slope = Callable[[Tensor, slice], Tensor]
+"""From log-probs (k,) of some of the K tokens, and which ones, to the loss's derivative by each (k,)."""
 
 HOST_TOKENS, HOST_BYTES = 2**10, 2**27
 """Of a chunk on a CPU, at most."""
@@ -23,17 +35,97 @@ _MULTIPLE = 64
 """Of a padded vocabulary: rows of products in 16 bits then begin at multiples of 128 bytes."""
 
 
+class HeadPass(NamedTuple):
+    logp: Tensor
+    """(K,) in nats, fp32 or float64."""
+    entropy: Tensor
+    """(K,) in nats; zeros where it is not asked for."""
+    hidden_gradient: Tensor | None
+    """Of the loss, by the hidden states and in their shape; None without a slope."""
+
+
+@torch.no_grad()
+def head_pass(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    scored: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    slope: Slope | None = None,
+    chunk_tokens: int | None = None,
+    device: torch.device | None = None,
+) -> HeadPass:
+    """log softmax((hidden @ weightᵀ + bias) / temperature) at `targets`, and the gradients of a loss of it.
+
+    hidden: (R, C, D), the states that predict `targets` (R, C). weight: (V, D), bias: (V,). scored: (K,)
+    places among the R·C tokens, nothing else is computed or read; None: all of them, so that shapes are known
+    beforehand and fake tensors can trace it.
+
+    slope: the derivative of a loss, asked for each chunk as soon as its log-probs are there. The gradients of
+    `weight` and `bias`, where they require one, are ADDED to their `.grad`; hidden's is returned, and left to
+    the caller: `hidden.backward(gradient)`.
+
+    The matrix product is taken in autocast's dtype where autocast is on, else in hidden's; from the logits on
+    everything is fp32 (float64 for float64), and weight gradients are summed in it, too. A head in lower
+    precision is centred, see `centred_head`. chunk_tokens: None: as `tokens_at_once` has it. device: whose
+    memory a trace is of, if not hidden's. ValueError for arguments that do not go together.
+    """
+    if hidden.shape[:-1] != targets.shape or (scored is not None and scored.ndim != 1):
+        shapes = [tuple(t.shape) for t in (hidden, targets, scored) if t is not None]
+        raise ValueError(f"hidden (R, C, D), targets (R, C) and scored (K,) do not go together: {shapes}.")
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; log-probs need one above 0 (usual: 1.0).")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be 1 or more (usual: 256 to 4096).")
+    states, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)  # (R·C, D), (R·C,)
+    dtype, device = product_dtype(hidden), device or hidden.device
+    exact = torch.promote_types(dtype, torch.float32)
+    count = len(states) if scored is None else len(scored)
+    logp, entropies = hidden.new_zeros(2, count, dtype=exact)
+    hidden_gradient = None if slope is None else torch.zeros_like(states)
+    learning = [] if slope is None else [p for p in (weight, bias) if p is not None and p.requires_grad]
+    sums = [(parameter, _room_for_gradient(parameter, exact)) for parameter in learning]
+    with torch.autocast(hidden.device.type, enabled=False):
+        is_traced = device.type != hidden.device.type
+        head = _Head(weight, bias, dtype, temperature, device, is_traced=is_traced)
+        chunk_tokens = min(chunk_tokens or tokens_at_once(len(weight), dtype, device.type), max(1, count))
+        room = hidden.new_empty(chunk_tokens, len(head.weight), dtype=dtype)  # (k, V + padding)
+        for chunk in parts(count, chunk_tokens, hidden):
+            places = chunk if scored is None else scored[chunk]
+            inputs = states[places].to(dtype)  # (k, D)
+            products = head.multiply(inputs, room[: len(inputs)])
+            scores = head.score(products, targets[places], entropy=entropy)  # (k, 4)
+            logp[chunk], entropies[chunk] = scores[:, 0], scores[:, 1]
+            if slope is None or hidden_gradient is None:
+                continue
+            head.to_gradient(products, scores, targets[places], slope(logp[chunk], chunk))
+            hidden_gradient[places] = (products @ head.weight).to(hidden.dtype)
+            for parameter, total in sums:
+                if parameter is weight:
+                    _add_product(total, products[:, : len(weight)], inputs)
+                else:
+                    total += products[:, : len(weight)].sum(0, dtype=exact)
+    for parameter, total in sums:
+        _add_gradient(parameter, total)
+    return HeadPass(logp, entropies, None if hidden_gradient is None else hidden_gradient.view(hidden.shape))
+
+
+# ------------------------------------------------------------------------------------ what a chunk takes
+
+
 def tokens_at_once(vocabulary: int, dtype: torch.dtype, device_type: str) -> int:
     """Tokens of a chunk, whose products in `dtype`, and what is made of them, exist at once."""
     most, num_bytes = (HOST_TOKENS, HOST_BYTES) if device_type == "cpu" else (LAUNCHED_TOKENS, LAUNCHED_BYTES)
     return max(1, min(most, num_bytes // (vocabulary * logit_bytes(dtype, device_type))))
 
 
-def logit_bytes(dtype: torch.dtype, device_type: str) -> int:
-    """Of one logit of a chunk: its product, and unless kernels are fused what is made of it in fp32."""
-    if fused.was_fused(device_type, dtype):
-        return dtype.itemsize
-    return dtype.itemsize + (2 if dtype.itemsize < 4 else 1) * max(4, dtype.itemsize)
+def logit_bytes(dtype: torch.dtype, device_type: str, *, entropy: bool = True) -> int:
+    """Of one logit of a chunk: its product, and unless kernels are compiled one or two numbers made of it."""
+    made = 0 if were_compiled(device_type, dtype) else 1 + entropy
+    return dtype.itemsize + made * max(4, dtype.itemsize)
 
 
 def vocabulary_padding(vocabulary: int, dtype: torch.dtype, device_type: str) -> int:
@@ -41,11 +133,8 @@ def vocabulary_padding(vocabulary: int, dtype: torch.dtype, device_type: str) ->
     return -vocabulary % _MULTIPLE if dtype.itemsize < 4 and device_type != "cpu" else 0
 
 
-class Head:
-    """The vocabulary head in the dtype of its products, a chunk's products, and room for their logits.
-
-    All chunks share their tensors: on a CPU fresh pages would take longer than what is written on them.
-    """
+class _Head:
+    """The vocabulary's matrix in the dtype of its products, and what is done with these."""
 
     def __init__(
         self,
@@ -53,102 +142,42 @@ class Head:
         bias: Tensor | None,
         dtype: torch.dtype,
         temperature: float,
-        tokens: int,
         device: torch.device,
+        *,
+        is_traced: bool,
     ) -> None:
-        """tokens: of a chunk, at most. device: that it runs on, or whose memory is traced."""
-        self.vocabulary = len(weight)
+        """device: that it runs on, or whose memory is traced."""
+        self._vocabulary, self._temperature = len(weight), temperature
         padding = vocabulary_padding(len(weight), dtype, device.type)
         cast = centred_head if dtype.itemsize < 4 else Tensor.to
         self.weight = _padded(cast(weight, dtype), padding)  # (V + padding, D)
         self._bias = None if bias is None else _padded(cast(bias, dtype), padding)
-        self._temperature, self._chunk_tokens = temperature, max(1, tokens)
-        self._room_for_products = weight.new_empty(tokens, len(weight) + padding, dtype=dtype)
-        self._products = self._room_for_products
-        """(K, V + padding): 0 beyond the vocabulary, as products and as gradients."""
-        self._are_shifted = False
-        """Whether products are logits by now, less the largest of each token."""
-        self._is_fused = fused.is_fused(device, dtype, traced=weight.device.type != device.type)
-        self._room: Tensor | None = None
-        self._room_for_logits = None if dtype.itemsize >= 4 or self._is_fused else self._new_room()
+        self._is_traced = is_traced
+        self._is_compiled = is_compiled(device, dtype, is_traced=is_traced)
 
-    def chunks(self, hidden: Tensor, rows: Tensor | None) -> Iterator[tuple[slice, slice | Tensor, Tensor]]:
-        """Of hidden (R·C, D), or some of its rows (K,), a chunk after the other, which is multiplied.
-
-        Its place among those rows, its place in hidden, and its states in the dtype of products.
-        """
-        count = len(hidden) if rows is None else len(rows)
-        for chunk in parts(count, self._chunk_tokens, hidden):
-            part = chunk if rows is None else rows[chunk]
-            states = hidden[part].to(self.weight.dtype)
-            self.multiply(states)
-            yield chunk, part, states
-
-    @property
-    def _numbers(self) -> Tensor:
-        """The products (K, V) without the padding."""
-        return self._products[:, : self.vocabulary]
-
-    def multiply(self, states: Tensor) -> None:
-        """states (K, D) @ weightᵀ + bias: the products (K, V) that all else is about."""
-        self._products, self._are_shifted = self._room_for_products[: len(states)], False
+    def multiply(self, states: Tensor, products: Tensor) -> Tensor:
+        """states (k, D) @ weightᵀ + bias, written to products (k, V + padding), 0 in the padding."""
         if self._bias is None:
-            torch.mm(states, self.weight.T, out=self._products)
-        else:
-            torch.addmm(self._bias, states, self.weight.T, out=self._products)
+            return torch.mm(states, self.weight.T, out=products)
+        return torch.addmm(self._bias, states, self.weight.T, out=products)
 
-    def score(self, targets: Tensor, scores: Tensor, *, entropy: bool) -> None:
-        """Write log-prob, entropy, largest logit and log-sum to scores (K, 4).
+    def score(self, products: Tensor, targets: Tensor, *, entropy: bool) -> Tensor:
+        """Log-prob, entropy or 0, largest logit and log-sum of each token: (k, 4)."""
+        if self._is_compiled and self._is_traced:  # which takes nothing but its results
+            exact = torch.promote_types(products.dtype, torch.float32)
+            return products.new_empty(len(products), 4, dtype=exact)
+        score = compiled(scores_of, len(products)) if self._is_compiled else scores_of
+        scores: Tensor = score(products[:, : self._vocabulary], targets, self._temperature, entropy)
+        return scores
 
-        entropy: whether it is asked for; where it would take time of its own it is 0 else.
-        """
-        if self._is_fused:
-            scores.copy_(fused.scores(self._numbers, targets, self._temperature))
-            return
-        if self._room is None:
-            self._room = self._new_room()
-        logits = self._logits()
-        scores.copy_(_score(logits, self._room[: len(logits)], targets, entropy))
-        self._are_shifted = self._room_for_logits is None
-
-    def gradient(
-        self, normalizers: Tensor, targets: Tensor, slope: Tensor, *, of_bias: Tensor | None
-    ) -> Tensor:
-        """What slope (K, 1) to log-probs is to products, in their place: (K, V + padding), 0 in the padding.
-
-        Added up in of_bias. normalizers: largest logits and log-sums (K, 2).
-        """
-        grad, slope = self._numbers, slope / self._temperature
-        if self._is_fused:
-            fused.to_gradient(grad, normalizers, targets, slope, self._temperature)
-            if of_bias is not None:
-                of_bias += grad.sum(dim=0, dtype=of_bias.dtype)
-            return self._products
-        logits = self._logits()
-        largest = 0 if self._are_shifted else normalizers[:, :1]
-        _logits_gradient(logits, largest, normalizers[:, 1:], targets, slope)
-        if of_bias is not None:
-            of_bias += logits.sum(dim=0)
-        if logits.dtype != grad.dtype:
-            grad.copy_(logits)
-        return self._products
-
-    def _new_room(self) -> Tensor:
-        """For a chunk's logits (K, V) in fp32, or float64."""
-        exact = torch.promote_types(self._products.dtype, torch.float32)
-        return self._products.new_empty(len(self._room_for_products), self.vocabulary, dtype=exact)
-
-    def _logits(self) -> Tensor:
-        """The chunk's (K, V) in fp32 or float64, to be overwritten.
-
-        They are the products themselves where those are as exact: once scored, less the largest.
-        """
-        logits = self._numbers
-        if self._room_for_logits is not None:
-            logits = self._room_for_logits[: len(logits)].copy_(logits)
-        if self._temperature != 1 and not self._are_shifted:
-            logits.div_(self._temperature)
-        return logits
+    def to_gradient(self, products: Tensor, scores: Tensor, targets: Tensor, slope: Tensor) -> None:
+        """slope (k,) times (one-hot(targets) - softmax), by the products, in their place."""
+        slope = slope.to(scores.dtype).unsqueeze(1) / self._temperature  # (k, 1)
+        if not (self._is_compiled and self._is_traced):
+            fill = compiled(fill_softmax, len(products)) if self._is_compiled else fill_softmax
+            fill(products[:, : self._vocabulary], scores[:, 2:], slope, self._temperature)
+        of_targets = slope * -torch.expm1(scores[:, :1])
+        products.scatter_(1, targets.unsqueeze(1), of_targets.to(products.dtype))
 
 
 def _padded(values: Tensor, padding: int) -> Tensor:
@@ -156,27 +185,50 @@ def _padded(values: Tensor, padding: int) -> Tensor:
     return torch.cat([values, values.new_zeros(padding, *values.shape[1:])]) if padding else values
 
 
-def _score(logits: Tensor, room: Tensor, targets: Tensor, entropy: bool) -> Tensor:
-    """Log-prob, entropy (or 0), largest logit and log-sum of each token: (k, 4).
-
-    Overwrites `logits` (k, V) and `room` (k, V).
-    """
-    # Shifted by the largest, as log_softmax does: GPT-2's logits lie near -100, where fp32 is coarse.
-    largest = logits.amax(dim=1, keepdim=True)
-    probs = torch.exp(logits.sub_(largest), out=room)
-    total = probs.sum(dim=1, keepdim=True)
-    log_total = total.log()
-    logp = logits.gather(1, targets.unsqueeze(1)) - log_total
-    entropies = torch.zeros_like(logp)
-    if entropy:  # a token that cannot occur (logit -inf) adds 0, not 0 * -inf
-        lowest = torch.finfo(logits.dtype).min
-        entropies = log_total - probs.mul_(logits.clamp_(min=lowest)).sum(dim=1, keepdim=True) / total
-    return torch.cat([logp, entropies, largest, log_total], dim=1)
+# --------------------------------------------------------------------------- sums of weight gradients
 
 
-def _logits_gradient(
-    logits: Tensor, largest: Tensor | float, log_total: Tensor, targets: Tensor, slope: Tensor
-) -> None:
-    """slope * (one-hot(targets) - softmax(logits)), (k, V), in place of `logits`."""
-    probs = logits.sub_(largest).sub_(log_total).exp_()
-    probs.mul_(-slope).scatter_add_(1, targets.unsqueeze(1), slope)
+def _room_for_gradient(parameter: Tensor, exact: torch.dtype) -> Tensor:
+    """Where its gradient is summed: in its `.grad`, if there is one that is exact enough."""
+    if parameter.grad is not None and parameter.grad.dtype == exact:
+        return parameter.grad
+    return torch.zeros_like(parameter, dtype=exact)
+
+
+def _add_gradient(parameter: Tensor, total: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = total.to(parameter.dtype)
+    elif parameter.grad is not total:
+        parameter.grad += total
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total (M, N) += leftᵀ @ right, for left (T, M) and right (T, N); they may be less exact than it."""
+    if total.dtype == right.dtype:
+        total.addmm_(left.T, right)
+        return
+    if _adds_in(total.dtype, right.dtype, total.device):
+        torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
+        return
+    for rows in parts(len(total), CAST_ROWS, total):
+        total[rows] += left[:, rows].T @ right
+
+
+@cache
+def _adds_in(exact: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a product of numbers in `dtype` can be added to ones that are more exact; tried once."""
+    if device.type != "cuda":
+        return False
+    ones, total = torch.ones(8, 8, dtype=dtype, device=device), torch.ones(8, 8, dtype=exact, device=device)
+    try:
+        torch.addmm(total, ones.T, ones, out_dtype=exact, out=total)
+        works = bool((total == 9).all())
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError) as error:
+        works, reason = False, str(error).splitlines()[0]
+    else:
+        reason = "they come out wrong"
+    if not works:
+        logger.info("products are not added to a head's gradient at once, slower: {}", reason)
+    return works

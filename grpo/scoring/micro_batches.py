@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from grpo.memory.rows import positions
 from grpo.model.prefill import PromptBatch, pad_prompts
 from grpo.model.transfer import to_device
 from grpo.scoring.forward import completion_hidden
-from grpo.scoring.logprobs import TokenLoss, completion_logprobs
+from grpo.scoring.head import HeadPass, Slope, head_pass
 from grpo.types import Rollout
 
 
@@ -45,25 +46,30 @@ class MicroBatch:
         prompts = PromptBatch(ids, lengths, self.prompts.is_padded)
         return replace(self, prompts=prompts, **own), moved
 
+    def padded(self, values: Tensor) -> Tensor:
+        """Values (K,) of the scored tokens in the shape of completions (R, C), 0 elsewhere."""
+        shape = self.completion_ids.shape
+        if self.scored is None:
+            return values.view(shape)
+        return values.new_zeros(shape.numel()).index_copy(0, self.scored, values).view(shape)
+
 
 def micro_batches(
-    rollout: Rollout, rows: int, *, pass_tokens: int | None = None, halves: bool = False
+    rollout: Rollout, rows: int, *, mask: Tensor | None = None, pass_tokens: int | None = None
 ) -> Iterator[MicroBatch]:
     """All N rows, at most `rows` at a time: groups of like length together, whole where they fit.
 
-    pass_tokens: tokens that take as long as another pass does; rows are parted further where that saves
-    more of padding. None: no more passes than needed. halves: where there are several, every other group
-    first, then the rest: each half is as good a sample of the step.
+    mask: (N, C), the tokens that are scored; None: all of the completions'. pass_tokens: tokens that take as
+    long as another pass does; rows are parted further where that saves more of padding. None: no more passes
+    than needed.
     """
+    mask = rollout.mask if mask is None else mask
     longest_prompt = max(map(len, rollout.prompt_ids))
     by_prompt = torch.tensor([len(ids) for ids in rollout.prompt_ids])
     # Of one length, prompts of one length are together: see `model/attention.py`.
     groups = torch.argsort(_longest(rollout) * (longest_prompt + 1) + by_prompt, stable=True)
-    chunks = _chunks(rollout, groups, rows, pass_tokens)
-    if halves and len(chunks) > 1 and rows >= rollout.group_size:
-        first, second = (_chunks(rollout, groups[groups % 2 == odd], rows, pass_tokens) for odd in (0, 1))
-        chunks = second + first  # from the last on
-    for chunk in reversed(chunks):  # what the largest has freed, the others fit into
+    # From the largest on: what it has freed, the others fit into.
+    for chunk in reversed(_chunks(rollout, groups, rows, pass_tokens)):
         prompts, row_to_prompt = torch.unique(chunk // rollout.group_size, return_inverse=True)
         width = max(1, int(rollout.lengths[chunk].max()))
         yield MicroBatch(
@@ -71,7 +77,7 @@ def micro_batches(
             prompts=pad_prompts([rollout.prompt_ids[prompt] for prompt in prompts]),
             row_to_prompt=row_to_prompt,
             completion_ids=rollout.completion_ids[chunk, :width],
-            scored=rollout.mask[chunk, :width].flatten().nonzero().squeeze(1),
+            scored=mask[chunk, :width].flatten().nonzero().squeeze(1),
         )
 
 
@@ -110,50 +116,57 @@ def _lengths_apart(longest: list[int], worth: int) -> list[int]:
     return _lengths_apart(longest[:place], worth) + _lengths_apart(longest[place:], worth)
 
 
-def largest_pass(
-    rollout: Rollout, rows: int, *, pass_tokens: int | None = None, halves: bool = False
-) -> Size:
+def largest_pass(rollout: Rollout, rows: int, *, pass_tokens: int | None = None) -> Size:
     """That of the most tokens among `micro_batches`: what their memory depends on."""
     sizes = (
         Size(len(batch.rows), batch.completion_ids.shape[1], batch.prompts.ids.shape[1])
-        for batch in micro_batches(rollout, rows, pass_tokens=pass_tokens, halves=halves)
+        for batch in micro_batches(rollout, rows, pass_tokens=pass_tokens)
     )
     return max(sizes, key=lambda size: positions(size.rows, size.tokens, size.shared, rollout.group_size))
 
 
-def micro_batch_logprobs(
+def token_logprobs(
     model: PreTrainedModel,
     batch: MicroBatch,
     *,
     temperature: float,
     dtype: torch.dtype,
     entropy: bool = False,
-    loss: TokenLoss | None = None,
+    slope: Slope | None = None,
+    per_token: bool = True,
     checkpointing: Checkpointing = "none",
     traced: torch.device | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probs (R, C) of a micro-batch's tokens on the model's device, 0 on the padding.
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies (or zeros) of a micro-batch's scored tokens, (K,) each, on the model's device.
 
-    Of the temperature-scaled, untruncated distribution; entropies (R, C) on request. `dtype` is
-    what matrix products are computed in. `loss`: what backward is going to be called on, if known, see
-    `completion_logprobs`. `checkpointing`: see `recomputed_layers`. `traced`: the device whose memory a trace
-    is of.
+    Of the temperature-scaled, untruncated distribution. dtype: what matrix products are computed in. With
+    `slope`, see `head_pass`, gradients are added to the parameters' `.grad`; per_token: whether the slope at
+    a token depends on its log-prob alone; if not, all are computed first, and the head is multiplied again.
+    checkpointing: see `recomputed_layers`. traced: the device whose memory a trace is of.
     """
     device = model.device
     batch, _ = batch.to(device)
 
-    def work() -> tuple[Tensor, Tensor | None]:
-        with computing_in(dtype, device):
+    def work() -> tuple[Tensor, HeadPass]:
+        with computing_in(dtype, device), torch.set_grad_enabled(slope is not None):
             hidden = completion_hidden(
                 model, batch.prompts, batch.row_to_prompt, batch.completion_ids, checkpointing=checkpointing
             )
             head = model.get_output_embeddings()
-            return completion_logprobs(
-                hidden, head.weight, batch.completion_ids, batch.scored,
-                bias=head.bias, temperature=temperature, entropy=entropy, loss=loss, device=traced,
+            scores = partial(
+                head_pass, hidden.detach(), head.weight, batch.completion_ids, batch.scored,
+                bias=head.bias, temperature=temperature, entropy=entropy, device=traced,
             )  # fmt: skip
+            if slope is None or per_token:
+                return hidden, scores(slope=slope)
+            logp = scores(entropy=False).logp
+            slopes = slope(logp, slice(0, len(logp)))
+            return hidden, scores(slope=lambda _, part: slopes[part])
 
-    return inside(model, work)
+    hidden, found = inside(model, work)
+    if found.hidden_gradient is not None and hidden.requires_grad:
+        hidden.backward(found.hidden_gradient)  # type: ignore[no-untyped-call]
+    return found.logp, found.entropy
 
 
 def computing_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:
@@ -177,6 +190,6 @@ def score(
     logp = torch.zeros(rollout.completion_ids.shape, dtype=exact, device=model.device)
     for micro in micro_batches(rollout, rows, pass_tokens=pass_tokens):
         batch, there = micro.to(model.device, {"rows": micro.rows})
-        part, _ = micro_batch_logprobs(model, batch, temperature=temperature, dtype=dtype)
+        part = batch.padded(token_logprobs(model, batch, temperature=temperature, dtype=dtype)[0])
         logp[there["rows"], : part.shape[1]] = part.to(exact)
     return logp.cpu()

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 from grpo.model.attention import needs_no_mask
 from grpo.model.prefill import crossed_window, pad_prompts
 from grpo.model.stand_ins import NEVER, exact_products
-from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs
+from grpo.scoring.micro_batches import MicroBatch, token_logprobs
 
 
 @exact_products()
@@ -26,7 +26,7 @@ def check_scorer(model: PreTrainedModel, context: int) -> None:
 
 def _check_scorer(model: PreTrainedModel, batch: MicroBatch) -> None:
     try:
-        ours, _ = micro_batch_logprobs(model, batch, temperature=1.0, dtype=model.dtype)
+        ours = batch.padded(token_logprobs(model, batch, temperature=1.0, dtype=model.dtype)[0])
     except (TypeError, AttributeError, ValueError, NotImplementedError) as error:
         raise ValueError(f"{type(model).__name__} cannot be trained here: {error}") from error
     for row, (prompt, length) in enumerate(zip(batch.prompts.ids, batch.prompts.lengths, strict=True)):

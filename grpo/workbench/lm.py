@@ -38,7 +38,7 @@ from grpo.plan.phases_at import PhasesAt, PhaseSettings
 from grpo.plan.trace import TracedPhases
 from grpo.run.tracking import RunTracker
 from grpo.scoring.forward import empty_cache
-from grpo.scoring.logprobs import TokenLoss, completion_logprobs
+from grpo.scoring.head import Slope, head_pass
 from grpo.scoring.micro_batches import computing_in
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.sizes import HELDOUT_FILE
@@ -55,23 +55,26 @@ def window_logprobs(
     windows: Tensor,
     *,
     dtype: torch.dtype,
-    loss: TokenLoss | None = None,
+    slope: Slope | None = None,
     traced: torch.device | None = None,
 ) -> Tensor:
-    """Log-probs (R, T) of each token but the first of `windows` (R, T + 1), in nats, with gradients.
+    """Log-probs (R, T) of each token but the first of `windows` (R, T + 1), in nats.
 
-    loss: see `completion_logprobs`. traced: the device whose memory a trace is of.
+    slope: see `head_pass`; with it gradients are added to the parameters'. traced: the device whose memory a
+    trace is of.
     """
     windows = windows.to(model.device)
-    with computing_in(dtype, model.device):
+    with computing_in(dtype, model.device), torch.set_grad_enabled(slope is not None):
         hidden = model.base_model(
             input_ids=windows[:, :-1], past_key_values=empty_cache(model), use_cache=True
         ).last_hidden_state  # (R, T, D)
         head = model.get_output_embeddings()
-        logp, _ = completion_logprobs(
-            hidden, head.weight, windows[:, 1:], bias=head.bias, loss=loss, device=traced
+        found = head_pass(
+            hidden.detach(), head.weight, windows[:, 1:], bias=head.bias, slope=slope, device=traced
         )
-    return logp
+    if found.hidden_gradient is not None:
+        hidden.backward(found.hidden_gradient)
+    return found.logp.view(windows[:, 1:].shape)
 
 
 def accumulate_lm(
@@ -89,16 +92,14 @@ def accumulate_lm(
     num_tokens = windows[:, 1:].numel()
     exact = torch.float32 if model.device.type == "mps" else torch.float64
 
-    def mean_loss(logp: Tensor) -> Tensor:
-        return -logp.sum() / num_tokens
+    def slope(logp: Tensor, _: slice) -> Tensor:
+        return torch.full_like(logp, -1 / num_tokens)
 
     total = torch.zeros((), device=model.device, dtype=exact)
     begin_gradients(model)
     with recomputed_layers(model, checkpointing):
         for part in windows.split(rows):
-            loss = mean_loss(window_logprobs(model, part, dtype=dtype, loss=mean_loss))
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+            total -= window_logprobs(model, part, dtype=dtype, slope=slope).sum() / num_tokens
     return {"loss": total.item()}
 
 
@@ -116,10 +117,9 @@ class WindowPhases(PhasesAt):
         windows = torch.zeros(size.rows, 1 + size.tokens, dtype=torch.long)
         with recomputed_layers(self.policy, self.settings.checkpointing):
             target = self.settings.target
-            logp = window_logprobs(
-                self.policy, windows, dtype=target.dtype, loss=Tensor.sum, traced=target.device
+            window_logprobs(
+                self.policy, windows, dtype=target.dtype, slope=lambda logp, _: logp, traced=target.device
             )
-            logp.sum().backward()  # type: ignore[no-untyped-call]
         self.forget()
 
 

@@ -77,7 +77,7 @@ def copies_of_learning(config: Config) -> dict[str, int]:
         count["micro batches"] += len(list(micro_batches(batch.rollout, **rows)))
         count["steps"] += 1
         with copies:
-            return accumulate_grpo(model, batch, **{**settings, "noise_share": None})
+            return accumulate_grpo(model, batch, **settings)
 
     phases.accumulate_grpo = accumulate
     train(config)

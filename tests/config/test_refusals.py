@@ -49,7 +49,7 @@ from grpo.run.dry_run import dry_run
 from grpo.run.loading import check_quantized, check_shard, prompt_room
 from grpo.run.setup import open_run
 from grpo.run.tracking import METRICS_FILE, RunTracker
-from grpo.scoring.logprobs import completion_logprobs
+from grpo.scoring.head import head_pass
 from grpo.scoring.model_checks import check_scorer
 from grpo.trainer import Trainer
 from grpo.types import Prompt
@@ -219,7 +219,7 @@ def rolled_out(at: Given, text: str) -> None:
 def scored(**given: Any) -> None:
     """Log-probs of 3 rows of 5 tokens, of a vocabulary of 11."""
     hidden, weight, targets = torch.zeros(3, 5, 4), torch.zeros(11, 4), torch.zeros(3, 5, dtype=torch.long)
-    completion_logprobs(hidden, **{"weight": weight, "targets": targets, **given})
+    head_pass(hidden, **{"weight": weight, "targets": targets, **given})
 
 
 CPU = torch.device("cpu")

@@ -21,8 +21,7 @@ OTHER_PLANS = {
     1: {"rollout_rows": 2, "train_rows": 2, "score_rows": 4},
     2: {"rollout_rows": 4, "train_rows": 1},
 }
-# The noise is told from what each process has, or from halves: the same only in expectation.
-NOT_THE_SAME = (*PASSING, "processes/", "gradient/noise_scale")
+NOT_THE_SAME = (*PASSING, "processes/")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from grpo import phases
 from grpo.config.groups import Checkpointing, OptimizerSettings, SamplingSettings
 from grpo.data import load_prompts
 from grpo.data.reward_functions import RewardFunctions
-from grpo.learning import objectives
 from grpo.learning.advantages import group_advantages
 from grpo.learning.credit import FieldCredit
 from grpo.learning.loss import LossSettings, loss_counts
@@ -23,8 +22,8 @@ from grpo.learning.objectives import GRPOBatch, accumulate_grpo, finish_grpo
 from grpo.model.load import load_policy
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
-from grpo.scoring.head import Head
-from grpo.scoring.logprobs import completion_logprobs
+from grpo.scoring import head
+from grpo.scoring.head import head_pass
 from grpo.scoring.micro_batches import micro_batches, score
 
 G, LENGTH = 3, 12
@@ -89,23 +88,19 @@ def test_i1_a_steps_gradient_and_metrics_do_not_depend_on_the_split_in_float64(l
     [*itertools.product(LOSSES, ("token", "sequence"), ("k3",)), ("dapo", "token", "k2")],
 )
 def test_i1_holds_for_every_loss(load, prompts, monkeypatch, loss_type, level, estimator):
-    """And for chunks of the head: multiplied once where a token's loss is known from it, else twice."""
+    """And for chunks of the head: multiplied once where a token's loss depends on it alone, else twice."""
     policy = load("gpt2", "fp64")
     batch = frozen_batch(policy, prompts)
     loss = LossSettings(loss_type, importance_level=level, kl_coef=0.1, kl_estimator=estimator)
-    logprobs = objectives.micro_batch_logprobs
-    with monkeypatch.context() as patch:  # autograd's way, by logits that are multiplied again
-        again = {"loss": None}
-        patch.setattr(objectives, "micro_batch_logprobs", lambda *of, **more: logprobs(*of, **more | again))
-        whole = learn(policy, batch, loss, N)
+    whole = learn(policy, batch, loss, N)
     for rows in (1, 2, 5, N):
         assert_same_step(whole, learn(policy, batch, loss, rows), exactness=1e-12)
     multiplied = []
-    multiply = Head.multiply
-    monkeypatch.setattr(Head, "multiply", lambda *args: [multiplied.append(1), multiply(*args)])
-    monkeypatch.setitem(completion_logprobs.__kwdefaults__, "chunk_tokens", 7)
+    multiply = head._Head.multiply
+    monkeypatch.setattr(head._Head, "multiply", lambda *args: [multiplied.append(1), multiply(*args)][1])
+    monkeypatch.setitem(head_pass.__wrapped__.__kwdefaults__, "chunk_tokens", 7)
     assert_same_step(whole, learn(policy, batch, loss, N), exactness=1e-12)
-    chunks = -(-int(batch.rollout.lengths.sum()) // 7)
+    chunks = -(-batch.counts.tokens // 7)
     assert len(multiplied) == (chunks if level == "token" else 2 * chunks) > 4
 
 

@@ -15,7 +15,7 @@ from trl_cases import LENGTH, Case, Stock, make
 
 from grpo.config.groups import LossSettings
 from grpo.learning.loss import finish_metrics, grpo_loss, loss_counts, truncated_importance_weights
-from grpo.scoring.logprobs import completion_logprobs
+from grpo.scoring.head import head_pass
 
 R, C = 6, LENGTH
 
@@ -76,7 +76,7 @@ def compare(monkeypatch, trainer, settings, *, on_policy=False, sampler=None):
     inputs = step_of(ones, mask, advantages, None if on_policy else old, ref)
     weights = None
     if sampler is not None:
-        weights = truncated_importance_weights(old, sampler, mask, cap=1.3)
+        weights = truncated_importance_weights(old, sampler, cap=1.3)
         # as TRL has it where it scores a rollout ("token_truncate")
         inputs["importance_sampling_ratio"] = torch.exp((old - sampler) * mask).clamp(max=1.3)
 
@@ -141,27 +141,33 @@ def test_parameter_gradients_through_the_model_and_the_chunked_head(trainer):
     settings = LossSettings(kl_coef=0.04)
     model = trainer.model.train()
 
-    def scored():
-        hidden = model.transformer(input_ids=ids, attention_mask=attention).last_hidden_state[:, 1:-1]
-        head = model.lm_head.weight
-        return completion_logprobs(hidden, head, ids[:, 2:], places(mask), chunk_tokens=4, entropy=True)
+    hidden = model.transformer(input_ids=ids, attention_mask=attention).last_hidden_state[:, 1:-1]
+    head = model.lm_head.weight, ids[:, 2:], places(mask)
 
-    with torch.no_grad():
-        logp, entropy = scored()
+    def padded(values):
+        return values.new_zeros(R, C).index_put((mask,), values)
+
+    found = head_pass(hidden.detach(), *head, chunk_tokens=4, entropy=True)
+    logp = padded(found.logp)
     old = logp + 0.3 * torch.randn(R, C, generator=generator)
     ref = logp + 0.3 * torch.randn(R, C, generator=generator)
     inputs = step_of(ids[:, 2:], mask, advantages, old, ref) | {"prompt_ids": ids[:, :2]}
 
-    def gradients(loss):
-        model.zero_grad()
-        loss.backward()
+    def gradients():
         return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
     their_loss, their_metrics = trl_loss(trainer, settings, inputs)
-    theirs = gradients(their_loss)
-    counts = loss_counts(mask, LENGTH)
-    loss, _ = grpo_loss(scored()[0], old, ref, advantages, mask, counts=counts, settings=settings)
-    ours = gradients(loss)
+    model.zero_grad()
+    their_loss.backward()
+    theirs = gradients()
+    model.zero_grad()
+    leaf = logp.requires_grad_()
+    loss, _ = grpo_loss(leaf, old, ref, advantages, mask, counts=loss_counts(mask, LENGTH), settings=settings)
+    loss.backward()
+    slope = leaf.grad[mask]
+    again = head_pass(hidden.detach(), *head, chunk_tokens=4, slope=lambda _, part: slope[part])
+    hidden.backward(again.hidden_gradient)
+    ours = gradients()
     assert loss.item() == pytest.approx(their_loss.item(), rel=1e-10)
     assert (ours - theirs).norm() < 1e-10 * theirs.norm()
-    assert (entropy.sum() / mask.sum()).item() == pytest.approx(their_metrics["entropy"], rel=1e-10)
+    assert (found.entropy.sum() / mask.sum()).item() == pytest.approx(their_metrics["entropy"], rel=1e-10)

@@ -21,7 +21,7 @@ def make(max_grad_norm: float = 0.0) -> tuple[nn.Linear, Stepper]:
     """A weight of two numbers, [1, 2], under plain gradient descent at rate 0.1."""
     model = nn.Linear(2, 1, bias=False)
     model.weight.data = torch.tensor([[1.0, 2.0]])
-    return model, Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm, num_rows=32)
+    return model, Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm)
 
 
 def giving(model: nn.Linear, gradient: tuple[float, float], **metrics: float):
@@ -66,16 +66,6 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_reported(logged, value
     assert model.weight.grad is None
     assert metrics["skipped"] == 1.0 and stepper.num_skipped == 1
     assert any(f"step skipped: {where} is " in line and "1 skipped" in line for line in logged)
-
-
-def test_the_gradients_noise_is_measured_and_then_kept_and_parts_are_no_metrics():
-    """By hand: 25 is the whole's square, and (25 / 2 - 7) / (1/2 - 1/4) = 22 without the noise."""
-    model, stepper = make()
-    half = {"part/share": 0.5, "part/share_squared": 0.25, "part/squared": 7.0}
-    for parts in (half, {}):  # not every step measures
-        metrics = stepper.step(giving(model, (3.0, 4.0), **parts))
-        assert metrics["gradient/noise_scale"] == pytest.approx(32 * (25 / 22 - 1))
-        assert not any(name.startswith("part/") for name in metrics) and stepper.noise.measured == 1
 
 
 def test_adams_moments_do_not_move_either():

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import CPU
+from conftest import CPU, learned_logprobs
 from peft import PeftModel
 from real_phases import RealPhases, Setting, allocator_peak
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -27,7 +27,7 @@ from grpo.plan.trace import TracedPhases
 from grpo.run.checkpoint import CheckpointFolder
 from grpo.run.loading import check_quantized
 from grpo.run.setup import Run, open_run
-from grpo.scoring.micro_batches import micro_batch_logprobs
+from grpo.scoring.micro_batches import token_logprobs
 from grpo.scoring.model_checks import made_up_batch
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
@@ -241,9 +241,8 @@ def test_gradients_are_those_of_the_dequantized_base(load, model_folders, tmp_pa
         store_base(model, dtype)
         batch = made_up_batch(model, 24)
         with adapters_off(model), torch.no_grad():  # layers are used without gradients first, as in sampling
-            micro_batch_logprobs(model, batch, temperature=1.0, dtype=dtype)
-        logp, _ = micro_batch_logprobs(model, batch, temperature=1.0, dtype=dtype)
-        logp.sum().backward()
+            token_logprobs(model, batch, temperature=1.0, dtype=dtype)
+        learned_logprobs(model, batch, temperature=1.0, dtype=dtype)
         gradients.append({name: each.grad for name, each in adapter_parameters(model).items()})
     found, expected = gradients
     assert found.keys() == expected.keys() and all(gradient.any() for gradient in found.values())

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from conftest import learned_logprobs
 from test_checkpointing import made, made_up
 from transformers.masking_utils import sdpa_mask
 from whole_runs import train
@@ -12,7 +13,6 @@ from whole_runs import train
 from grpo.memory.live import LiveBytes
 from grpo.model import attention
 from grpo.model.target import choose_attention
-from grpo.scoring.micro_batches import micro_batch_logprobs
 from grpo.scoring.model_checks import check_scorer
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -20,9 +20,10 @@ F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 def learned(model, batch, dtype: torch.dtype = F64) -> list[torch.Tensor]:
     """Log-probs, and the gradients of some sum of them by all parameters."""
-    logp, _ = micro_batch_logprobs(model, batch, temperature=1.0, dtype=dtype)
-    (logp * torch.arange(1, 1 + logp.numel()).view_as(logp)).sum().backward()
-    return [logp.detach(), *(parameter.grad for parameter in model.parameters())]
+    ids = batch.completion_ids
+    weights = torch.arange(1.0, 1 + ids.numel()).view_as(ids)
+    logp = learned_logprobs(model, batch, weights, temperature=1.0, dtype=dtype)
+    return [logp, *(parameter.grad for parameter in model.parameters())]
 
 
 R, H, Q, K, D = 5, 6, 7, 11, 8

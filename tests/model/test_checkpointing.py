@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, examples, places
+from conftest import ARCHITECTURES, examples, learned_logprobs, places
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +22,7 @@ from grpo.model.activation_checkpointing import recompute_activations
 from grpo.model.adapters import add_adapters
 from grpo.model.prefill import pad_prompts
 from grpo.scoring.forward import completion_hidden
-from grpo.scoring.micro_batches import MicroBatch, micro_batch_logprobs
+from grpo.scoring.micro_batches import MicroBatch
 from grpo.scoring.model_checks import check_scorer
 
 SIZES = {
@@ -52,10 +52,10 @@ def made_up(groups: list[tuple[int, int]], width: int, seed: int = 0) -> MicroBa
 def learn(model, batch: MicroBatch, dtype: torch.dtype, *, checkpointing: Checkpointing):
     """Log-probs, and the gradient by all parameters of some weighted sum of them."""
     model.zero_grad()
-    logp, _ = micro_batch_logprobs(model, batch, temperature=0.7, dtype=dtype, checkpointing=checkpointing)
-    weights = torch.randn(logp.shape, generator=torch.Generator().manual_seed(1)).to(logp)
-    (logp * weights).sum().backward()
-    return logp.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+    weights = torch.randn(batch.completion_ids.shape, generator=torch.Generator().manual_seed(1))
+    options = {"temperature": 0.7, "dtype": dtype, "checkpointing": checkpointing}
+    logp = learned_logprobs(model, batch, weights, **options)
+    return logp, {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def difference(one: dict, other: dict) -> float:

@@ -80,11 +80,11 @@ def test_of_what_a_phase_adds_a_part_has_a_closed_form():
     work, size = workload(), Size(16, 20, 50)
     cache = (2 * 50 + 16 * 48) * 256 * 2  # the cache has whole blocks of 48 tokens
     assert work.added_parts("sample", size, 0) == {"KV cache": cache, "logits": 16 * VOCABULARY * 8}
-    logits = {"logits": 16 * 20 * VOCABULARY * 8}
-    assert work.added_parts("score", size, 0) == logits
-    assert work.added_parts("learn", size, 300) == logits | {"gradients": 4 * 300}
+    assert work.added_parts("score", size, 0) == {"logits": 16 * 20 * VOCABULARY * 8}
+    expected = {"logits": 16 * 20 * VOCABULARY * 12, "gradients": 4 * 300}
+    assert work.added_parts("learn", size, 300) == expected
     # More tokens than the head takes at once.
-    assert work.added_parts("learn", Size(64, 20, 50), 0)["logits"] == 1024 * VOCABULARY * 8
+    assert work.added_parts("learn", Size(64, 20, 50), 0)["logits"] == 1024 * VOCABULARY * 12
 
 
 def test_on_cuda_tensors_have_blocks():

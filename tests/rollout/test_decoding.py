@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, CONTEXT, LONG_MOVE_PROMPT, decode, let_norms_be_exact
+from conftest import ARCHITECTURES, CONTEXT, LONG_MOVE_PROMPT, decode, learned_logprobs, let_norms_be_exact
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import grpo.rollout.decoder
@@ -22,7 +22,7 @@ from grpo.rollout.native import NativeDecoder
 from grpo.rollout.sample import rollout
 from grpo.rollout.static_cache import StaticLayer
 from grpo.rollout.tokens import step_uniforms
-from grpo.scoring.micro_batches import largest_pass, micro_batch_logprobs, micro_batches, score
+from grpo.scoring.micro_batches import largest_pass, micro_batches, score, token_logprobs
 from grpo.scoring.model_checks import check_scorer
 from grpo.types import Prompt, Rollout
 
@@ -97,9 +97,9 @@ def test_the_scorer_equals_a_plain_forward_pass(
     sum((logp * weights[row, : len(logp)]).sum() for row, (logp, _) in enumerate(plain)).backward()
     expected = gradients(exact)
     for batch in micro_batches(sampled, 5):
-        logp, entropy = micro_batch_logprobs(policy.model, batch, entropy=True, **options)
-        (logp * weights[batch.rows, : logp.shape[1]]).sum().backward()
-        for row, ours in zip(batch.rows.tolist(), entropy, strict=True):
+        learned_logprobs(policy.model, batch, weights[batch.rows, : batch.completion_ids.shape[1]], **options)
+        _, entropy = token_logprobs(policy.model, batch, entropy=True, **options)
+        for row, ours in zip(batch.rows.tolist(), batch.padded(entropy), strict=True):
             assert (ours[: sampled.lengths[row]] - plain[row][1]).abs().max() < nats
     assert (gradients(policy.model) - expected).norm() < gradient * expected.norm()
 

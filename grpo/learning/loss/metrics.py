@@ -8,50 +8,54 @@ import torch
 from torch import Tensor
 
 from grpo.config.groups import LossSettings
+from grpo.learning.loss.tokens import Tokens
 
 
-def loss_metrics(
-    ratio: Tensor, kl: Tensor | None, advantages: Tensor, mask: Tensor, settings: LossSettings
-) -> dict[str, Tensor]:
-    """What `finish_metrics` needs. Names in `_min` and `_max` combine so, all others by adding.
+@torch.no_grad()
+def loss_metrics(ratios: Mapping[str, Tensor], tokens: Tokens, settings: LossSettings) -> dict[str, Tensor]:
+    """What `finish_metrics` needs, of what `token_loss` says.
 
+    Names in `_min` and `_max` combine so, all others by adding.
     At the sequence level a ratio belongs to a row, and rows without tokens count (as in TRL).
     """
-    per_row = settings.importance_level == "sequence"
-    valid = torch.ones_like(ratio, dtype=torch.bool) if per_row else mask  # where a ratio is one
-    row_ratios = valid.sum(dim=1)
+    ratio, row, advantage = ratios["log_ratio"].exp(), tokens.row, tokens.advantage
+    if settings.importance_level == "sequence":
+        row = torch.arange(tokens.num_rows, device=ratio.device)
+        advantage = advantage.new_zeros(tokens.num_rows).index_copy(0, tokens.row, advantage)
 
-    def total(flags: Tensor) -> Tensor:
-        return (flags & valid).sum().to(ratio)
+    def by_row(values: Tensor) -> Tensor:
+        return ratio.new_zeros(tokens.num_rows).index_add(0, row, values.to(ratio))
 
-    def largest(values: Tensor, where: Tensor) -> Tensor:  # -inf where there is none
-        nothing = values.new_full((1,), -math.inf)
-        return torch.cat([values.masked_fill(~where, -math.inf).flatten(), nothing]).max()
+    row_ratios = by_row(torch.ones_like(ratio))
 
-    def row_share(flags: Tensor) -> Tensor:  # of a row's ratios
-        return (flags & valid).sum(dim=1) / row_ratios.clamp(min=1).to(ratio)
+    def largest(values: Tensor) -> Tensor:  # -inf where there is none
+        return torch.cat([values, values.new_full((1,), -math.inf)]).max()
+
+    def largest_share(flags: Tensor, sign: int) -> Tensor:  # of a row's ratios, of rows that have some
+        share = sign * by_row(flags) / row_ratios.clamp(min=1)
+        return sign * largest(share.masked_fill(row_ratios == 0, -math.inf))
 
     metrics = {
-        "tokens": mask.sum().to(ratio),
-        "ratios": valid.sum().to(ratio),
-        "ratio": torch.where(valid, ratio, 0.0).sum(),
-        "ratio_min": -largest(-ratio, valid),
-        "ratio_max": largest(ratio, valid),
+        "tokens": ratio.new_full((), len(tokens.row)),
+        "ratios": ratio.new_full((), len(ratio)),
+        "ratio": ratio.sum(),
+        "ratio_min": -largest(-ratio),
+        "ratio_max": largest(ratio),
     }
-    high = (ratio > settings.ratio_high) & (advantages > 0)
+    high = (ratio > settings.ratio_high) & (advantage > 0)
     if settings.loss_type == "cispo":
-        metrics["cispo_clip"] = total(high)
+        metrics["cispo_clip"] = high.sum().to(ratio)
     else:
-        low = (ratio < settings.ratio_low) & (advantages < 0)
-        metrics["clip_low"] = total(low)
-        metrics["clip_low_min"] = -largest(-row_share(low), row_ratios > 0)
-        metrics["clip_high"] = total(high)
-        metrics["clip_high_max"] = largest(row_share(high), row_ratios > 0)
-        metrics["clip_region"] = total(low | high)
+        low = (ratio < settings.ratio_low) & (advantage < 0)
+        metrics["clip_low"] = low.sum().to(ratio)
+        metrics["clip_low_min"] = largest_share(low, -1)
+        metrics["clip_high"] = high.sum().to(ratio)
+        metrics["clip_high_max"] = largest_share(high, 1)
+        metrics["clip_region"] = (low | high).sum().to(ratio)
         if settings.dual_clip is not None:
-            metrics["clip_dual"] = total((ratio > settings.dual_clip) & (advantages < 0))
-    if kl is not None:
-        metrics["kl"] = torch.where(mask, kl, 0.0).sum()
+            metrics["clip_dual"] = ((ratio > settings.dual_clip) & (advantage < 0)).sum().to(ratio)
+    if "kl" in ratios:
+        metrics["kl"] = ratios["kl"].sum()
     return metrics
 
 

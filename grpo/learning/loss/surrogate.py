@@ -1,30 +1,55 @@
-"""The loss of a micro-batch: clipped policy gradient and KL, and what both are weighted by."""
+"""The loss of tokens: clipped policy gradient and KL, and what both are weighted by."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from grpo.config.groups import LossSettings
 from grpo.learning.loss.metrics import loss_metrics
+from grpo.learning.loss.tokens import StepCounts, Tokens, token_weights
 
 
-@dataclass(frozen=True)
-class StepCounts:
-    """What the losses are divided by: counts of the whole step, summed over processes."""
+def token_loss(
+    logp: Tensor,
+    tokens: Tokens,
+    settings: LossSettings,
+    *,
+    importance_cap: float | None = None,
+    importance_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What each of the tokens adds to the step's loss (K,), and what `loss_metrics` is made of.
 
-    rows: int
-    """Completions in the step, those without a token in the mask included."""
-    tokens: int
-    """Completion tokens in the mask."""
-    max_length: int
-    """The longest a completion may be (a setting, not what was seen)."""
+    logp: (K,) log-probs, of which the losses are: PPO's clip (1707.06347, eq. 7) with dual clip (1912.09729),
+    averaged as GRPO (2402.03300, eq. 3), DAPO (2503.14476, eq. 8) or Dr. GRPO (2503.20783) do; CISPO
+    (2506.13585, eq. 4); sequence ratios by GSPO (2507.18071, eq. 7), for which all tokens of a row have to be
+    here. Computed in fp32 or finer.
 
-
-def loss_counts(mask: Tensor, max_length: int) -> StepCounts:
-    """The counts of a step whose completion mask is (N, C), before it is split."""
-    return StepCounts(rows=mask.shape[0], tokens=int(mask.bool().sum()), max_length=max_length)
+    importance_cap: see `truncated_importance_weights`; those, or given `importance_weights` (K,), multiply
+    the policy's loss, not the KL. The second result: the log-ratios, (K,) or of sequences (num_rows,), and
+    the KL (K,), if there is a reference.
+    """
+    dtype = torch.promote_types(logp.dtype, torch.float32)
+    logp = logp.to(dtype)
+    old_logp = logp.detach() if tokens.old_logp is None else tokens.old_logp.to(dtype)
+    log_ratio = logp - old_logp
+    ratios = {"log_ratio": log_ratio}
+    if settings.importance_level == "sequence":  # the mean over the row
+        lengths = logp.new_zeros(tokens.num_rows).index_add(0, tokens.row, torch.ones_like(logp))
+        ratios["log_ratio"] = log_ratio.new_zeros(tokens.num_rows).index_add(0, tokens.row, log_ratio)
+        ratios["log_ratio"] = ratios["log_ratio"] / lengths.clamp(min=1)
+        log_ratio = ratios["log_ratio"][tokens.row]
+    loss = _policy_loss(logp, log_ratio, tokens.advantage.to(dtype), settings)
+    if importance_cap is not None:
+        importance_weights = truncated_importance_weights(old_logp, tokens.sampler_logp, cap=importance_cap)
+    if importance_weights is not None:
+        loss = loss * importance_weights.to(dtype)
+    if tokens.ref_logp is not None:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and settings.kl_coef != 0):
+            ratios["kl"] = _kl(logp, tokens.ref_logp.to(dtype), log_ratio, settings)
+        if settings.kl_coef != 0:
+            loss = loss + settings.kl_coef * ratios["kl"]
+    return tokens.weight.to(dtype) * loss, ratios
 
 
 def grpo_loss(
@@ -37,23 +62,18 @@ def grpo_loss(
     counts: StepCounts,
     settings: LossSettings,
     importance_weights: Tensor | None = None,
-    measured: bool = True,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A micro-batch's share of the step's loss, to call backward on, and of its metrics.
 
     logp: (R, C) log-probs with gradient. old_logp: (R, C) of the policy that is corrected for, or
     None for `logp` itself (one update per rollout). ref_logp: (R, C) or None; needed unless
     kl_coef is 0, and only measured if it is. advantages: (R,), or (R, C) where tokens have credit of their
-    own. mask: (R, C) bool or 0/1.
-    importance_weights: (R, C) or (R, 1), multiply the policy's loss, not the KL.
-    measured: whether metrics are wanted, which take as long as the loss.
+    own. mask: (R, C) bool or 0/1: what stands outside is never read, not even as NaN, and gets a gradient of
+    exactly zero. importance_weights: (R, C) or (R, 1), multiply the policy's loss, not the KL. The loss of
+    rows is the sum of `token_loss`.
 
-    Losses: PPO's clip (1707.06347, eq. 7) with dual clip (1912.09729), averaged as GRPO
-    (2402.03300, eq. 3), DAPO (2503.14476, eq. 8) or Dr. GRPO (2503.20783) do; CISPO (2506.13585,
-    eq. 4); sequence ratios by GSPO (2507.18071, eq. 7).
-
-    Computed in fp32 or finer. Metrics are detached scalars for `merge_metrics`, `finish_metrics`.
-    Zero rows give a loss of 0 and metrics that change nothing.
+    Metrics are detached scalars for `merge_metrics`, `finish_metrics`. Zero rows give a loss of 0 and metrics
+    that change nothing. ValueError for shapes that do not go together.
     """
     shapes = [tuple(t.shape) for t in (logp, old_logp, ref_logp, mask) if t is not None]
     if logp.ndim != 2 or len(set(shapes)) > 1 or advantages.shape not in (logp.shape, logp.shape[:1]):
@@ -66,56 +86,39 @@ def grpo_loss(
             f"kl_coef is {settings.kl_coef} but ref_logp is None: score the reference, or set it to 0."
         )
     mask = mask.bool()
-    dtype = torch.promote_types(logp.dtype, torch.float32)
+    rows, places = mask.nonzero(as_tuple=True)  # (K,) each
 
-    def inside(values: Tensor) -> Tensor:  # before any exp: 0 * exp(inf) is NaN, in backward too
-        return torch.where(mask, values.to(dtype), 0.0)
+    def learned(values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        return values.detach().expand_as(mask)[rows, places]
 
-    logp = inside(logp)
-    old_logp = logp.detach() if old_logp is None else inside(old_logp.detach())
-    advantages = advantages.to(dtype)
-    if advantages.ndim == 1:
-        advantages = advantages.unsqueeze(1)  # (R, 1)
-    row_tokens = mask.sum(dim=1).clamp(min=1)  # (R,)
-
-    log_ratio = logp - old_logp
-    if settings.importance_level == "sequence":
-        log_ratio = log_ratio.sum(dim=1, keepdim=True) / row_tokens.unsqueeze(1)  # (R, 1)
-
-    token_loss = _policy_loss(logp, log_ratio, advantages, settings)  # (R, C) or (R, 1)
-    if importance_weights is not None:
-        token_loss = token_loss * inside(importance_weights.detach().expand_as(mask))
-    kl = None
-    if ref_logp is not None:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and settings.kl_coef != 0):
-            kl = _kl(logp, inside(ref_logp.detach()), log_ratio, settings)  # (R, C)
-        if settings.kl_coef != 0:
-            token_loss = token_loss + settings.kl_coef * kl
-    token_loss = torch.where(mask, token_loss, 0.0)  # (R, C)
-
-    if settings.loss_type == "grpo":
-        loss = (token_loss.sum(dim=1) / row_tokens).sum() / max(counts.rows, 1)
-    elif settings.loss_type == "dr_grpo":
-        loss = token_loss.sum() / max(counts.rows * counts.max_length, 1)
-    else:
-        loss = token_loss.sum() / max(counts.tokens, 1)
-    with torch.no_grad():
-        return loss, loss_metrics(log_ratio.exp(), kl, advantages, mask, settings) if measured else {}
+    learned_logp = logp[rows, places]
+    tokens = Tokens(
+        num_rows=len(logp), row=rows, sampler_logp=learned_logp.detach(),
+        weight=token_weights(mask.sum(1), counts, settings.loss_type)[rows],
+        advantage=advantages[rows] if advantages.ndim == 1 else advantages[rows, places],
+        old_logp=learned(old_logp), ref_logp=learned(ref_logp),
+    )  # fmt: skip
+    losses, ratios = token_loss(
+        learned_logp, tokens, settings, importance_weights=learned(importance_weights)
+    )
+    return losses.sum(), loss_metrics(ratios, tokens, settings)
 
 
-def _policy_loss(logp: Tensor, log_ratio: Tensor, advantages: Tensor, settings: LossSettings) -> Tensor:
-    taught = advantages != 0  # a row without advantage teaches nothing, whatever its ratio (0 * inf is NaN)
+def _policy_loss(logp: Tensor, log_ratio: Tensor, advantage: Tensor, settings: LossSettings) -> Tensor:
+    taught = advantage != 0  # a row without advantage teaches nothing, whatever its ratio (0 * inf is NaN)
     ratio = torch.where(taught, log_ratio, 0.0).exp()
     if settings.loss_type == "cispo":
-        return -ratio.detach().clamp(max=settings.ratio_high) * advantages * torch.where(taught, logp, 0.0)
+        return -ratio.detach().clamp(max=settings.ratio_high) * advantage * torch.where(taught, logp, 0.0)
     clipped = ratio.clamp(settings.ratio_low, settings.ratio_high)
     if settings.dual_clip is not None:
         ratio = ratio.clamp(max=settings.dual_clip)
-    return -torch.min(ratio * advantages, clipped * advantages)
+    return -torch.min(ratio * advantage, clipped * advantage)
 
 
 def _kl(logp: Tensor, ref_logp: Tensor, log_ratio: Tensor, settings: LossSettings) -> Tensor:
-    """KL(policy, reference) per token, (R, C): Schulman's k2 or k3 (joschu.net/blog/kl-approx.html).
+    """KL(policy, reference) per token, (K,): Schulman's k2 or k3 (joschu.net/blog/kl-approx.html).
 
     Corrected (DeepSeek-V3.2, 2512.02556), the expected gradient over the old policy's samples is
     that of the reverse KL. For k3 the ratio must carry gradient; for k2 it must not, because k2's
@@ -129,15 +132,12 @@ def _kl(logp: Tensor, ref_logp: Tensor, log_ratio: Tensor, settings: LossSetting
     return kl * log_ratio.exp() if settings.kl_correction else kl
 
 
-def truncated_importance_weights(
-    old_logp: Tensor, sampler_logp: Tensor, mask: Tensor, *, cap: float
-) -> Tensor:
-    """min(p_scorer / p_sampler, cap) per token, (R, C): corrects for a sampler that rounds differently.
+def truncated_importance_weights(old_logp: Tensor, sampler_logp: Tensor, *, cap: float) -> Tensor:
+    """min(p_scorer / p_sampler, cap) per token: corrects for a sampler that rounds differently.
 
-    Truncated importance sampling (Yao et al. 2025; TRL's "token_truncate"). 1 outside the mask.
+    Truncated importance sampling (Yao et al. 2025; TRL's "token_truncate").
     """
-    log_weight = torch.where(mask.bool(), old_logp.detach() - sampler_logp.detach(), 0.0)
-    return log_weight.exp().clamp(max=cap)
+    return (old_logp.detach() - sampler_logp.detach()).exp().clamp(max=cap)
 
 
 def adaptive_kl(
