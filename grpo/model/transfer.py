@@ -19,7 +19,8 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         return [tensor.to(device) for tensor in tensors]
     room = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors]
     starts = [0, *accumulate(room)]
-    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    is_pinned = device.type == "cuda"  # from other memory, nobody may change it before it is there
+    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=is_pinned)
 
     def views(of: Tensor) -> list[Tensor]:
         return [
@@ -29,4 +30,4 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
     for place, tensor in zip(views(packed), tensors, strict=True):
         place.copy_(tensor)
-    return views(packed.to(device, non_blocking=True))
+    return views(packed.to(device, non_blocking=is_pinned))

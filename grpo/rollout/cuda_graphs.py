@@ -5,10 +5,12 @@ What is recorded reads and writes tensors that stay where they are. All recordin
 pool of memory: none runs beside another, and nothing in the pool is read after its replay.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+import gc
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from loguru import logger
@@ -28,19 +30,14 @@ class Recorder(Protocol):
 class RecordedSteps:
     """Runs work as it is the first time, then records and replays it; one recording for each key.
 
-    What it reads is changed in place between calls, if at all. A driver that refuses, and a first replay that
-    shows something else than the work it was recorded from, end recording: work then runs as it is, and a
-    warning says so.
+    What it reads is changed in place between calls, if at all. A driver that refuses, and a recording whose
+    first replay shows something else than the work it was made from, end recording: work then runs as it is,
+    and a warning says so.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._checked = False
         self._replays: dict[Hashable, Replay] = {}
-
-    def forget(self) -> None:
-        """Tensors have moved, or their shapes have changed."""
-        self._replays.clear()
 
     def __call__(
         self, key: Hashable, work: Callable[[], None], *, changed: Sequence[Tensor], shown: Sequence[Tensor]
@@ -61,15 +58,13 @@ class RecordedSteps:
     def _record(
         self, key: Hashable, work: Callable[[], None], undo: Callable[[], None], differs: Callable[[], bool]
     ) -> None:
-        """It may run meanwhile, and does where a replay has to be judged."""
+        """It runs meanwhile, for its first replay to be judged."""
         try:
             replay = self._recorder.record(work)
-            if not self._checked:
-                undo()
-                replay()
-                if differs():
-                    raise RuntimeError("the first replay gave other tokens")
-                self._checked = True
+            undo()
+            replay()
+            if differs():
+                raise RuntimeError("the first replay gave other tokens")
             self._replays[key] = replay
         except torch.OutOfMemoryError:
             raise
@@ -111,17 +106,18 @@ def recorder_of(device: torch.device) -> Recorder | None:
 
 
 class _CUDAGraphs:
-    """All in one pool. One whose last graph has gone is not used again, and its memory is given back only
-    when there is none left: one small graph stays.
+    """All that there are at a time share a pool of memory. One whose last graph has gone cannot be used
+    again, and is given back by `empty_cache`: those that come later have another.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.works = True
         self._device = device
         with torch.cuda.device(device):
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            self._stream = torch.cuda.Stream()
             number = torch.zeros(1, device=device).add_(1)  # a kernel is loaded when it first runs
-        self._stays = self.record(lambda: number.add_(1))
+        self._graphs: WeakSet[Any] = WeakSet()
+        self.record(lambda: number.add_(1))  # an error where the driver refuses
 
     def record(self, work: Callable[[], object]) -> Replay:
         try:
@@ -136,8 +132,11 @@ class _CUDAGraphs:
             raise
 
     def _capture(self, work: Callable[[], object]) -> Replay:
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device):
+        self._graphs.add(graph)
+        with torch.cuda.device(self._device), _uncollected():
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 # torch.cuda.graph would also collect garbage and empty the cache, each time.
@@ -151,3 +150,15 @@ class _CUDAGraphs:
                 graph.capture_end()
             torch.cuda.current_stream().wait_stream(self._stream)
         return graph.replay
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside, no garbage is collected: a graph that is freed while another is captured spoils it."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

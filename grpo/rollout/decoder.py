@@ -5,7 +5,7 @@ A decoder is made for a model and used for one batch of groups:
     logits = decoder.prefill(prompt_ids, rows_per_prompt)   # (R, V)
     key, step = decoder.next_step()
     logits = step(tokens)                                   # (R, V), tokens (R,)
-    decoder.keep(groups)                                    # finished groups leave
+    decoder.keep(groups, places)                            # finished groups leave, others move to the front
     logits = decoder.replace(groups, prompt_ids)            # (…, V): others take finished groups' places
     decoder.cache_bytes                                     # what keys and values take up
 

@@ -49,7 +49,7 @@ class GenericDecoder:
         self._positions = self._positions + 1
         return self._head(hidden)
 
-    def keep(self, groups: Sequence[int]) -> None:
+    def keep(self, groups: Sequence[int], places: int) -> None:
         rows = rows_of_groups(groups, self._rows_per_prompt, self._positions.device)
         self._cache.batch_select_indices(rows)
         self._mask = self._mask[rows]
@@ -57,9 +57,6 @@ class GenericDecoder:
 
     def replace(self, groups: Sequence[int], prompt_ids: Sequence[Sequence[int]]) -> Tensor:
         raise NotImplementedError("a growing cache holds rows that have started together")
-
-    def take_over(self, other: object, groups: Sequence[int], places: int) -> None:
-        raise NotImplementedError("a growing cache has no places for others")
 
     def skip(self, num_tokens: int) -> None:
         for index, layer in enumerate(self._cache.layers):

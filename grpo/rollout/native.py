@@ -4,15 +4,16 @@ its whole group.
 The model's own forward pass runs, and with it all of its modules; what is ours is the cache that it hands
 keys and values to, and the attention that it calls (`static_cache.py`).
 
-A group may take the place of a finished one: groups then have different numbers of own tokens.
-Where steps are recorded and replayed (`slots.py`), tensors stay where they are.
+A group may take the place of a finished one: groups then have different numbers of own tokens. As groups
+leave, the others move to the first places, and tensors stay where they are: what is recorded of so many
+places (`slots.py`) stays of use.
 
 Shapes: b groups of g rows, R = b·g rows, H heads that share H' of keys and values, of width d, P prompt
 tokens, K places for own tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,17 +49,19 @@ class NativeDecoder:
     ) -> Tensor:
         """longest_prompt: tokens of the longest that may take another's place later."""
         if self._layers:  # from a batch before
+            self._use_first(len(prompt_ids))
             return self.replace(range(len(prompt_ids)), prompt_ids)
         prompts = self._encode(prompt_ids, max(longest_prompt, *map(len, prompt_ids)))
-        self._layers, self._prompt_bias = prompts.layers, prompts.bias
-        self._cache = Cache(self._layers)
+        self._layers, self._cache = prompts.layers, Cache(prompts.layers)
         self._rows_per_prompt = rows_per_prompt
         rows = len(prompt_ids) * rows_per_prompt
         for layer in self._layers:
             layer.make_room(rows, static_cache_length(self._max_new_tokens))
-        self._num_own = [0] * len(prompt_ids)  # own tokens of each group's rows
-        self._positions = prompts.lengths.repeat_interleave(rows_per_prompt)  # (R,)
-        self._own = torch.zeros_like(self._positions)  # (R,) own tokens, for the device
+        positions = prompts.lengths.repeat_interleave(rows_per_prompt)  # (R,)
+        own = torch.zeros_like(positions)  # (R,) own tokens, for the device
+        self._room = prompts.bias, positions, own
+        self._num_own: list[int] = []  # own tokens of each group's rows
+        self._use_first(len(prompt_ids))
         return prompts.logits.repeat_interleave(rows_per_prompt, 0)
 
     def replace(self, groups: Sequence[int], prompt_ids: Sequence[Sequence[int]]) -> Tensor:
@@ -94,6 +97,8 @@ class NativeDecoder:
         at = [min(count, last) for count in self._num_own]
         self._num_own = [place + 1 for place in at]
         num_blocks = max(at) // BLOCK + 1
+        if self._is_recorded:  # for few lengths: by powers of two
+            num_blocks = min(2 ** (num_blocks - 1).bit_length(), (last + 1) // BLOCK)
         place = at[0] if min(at) == max(at) and not self._is_recorded else None
 
         def step(tokens: Tensor) -> Tensor:
@@ -152,52 +157,36 @@ class NativeDecoder:
             torch.arange(bias.shape[1], device=bias.device) < first.unsqueeze(1), -torch.inf
         )
 
-    def keep(self, groups: Sequence[int]) -> None:
+    def keep(self, groups: Sequence[int], places: int) -> None:
+        """Go on with some groups, in the first of so many places; the rest of these are over."""
         rows = rows_of_groups(groups, self._rows_per_prompt, self._positions.device)
-        places = torch.tensor(groups, device=rows.device)
-        for layer in self._layers:  # one by one: never two copies of the whole cache
-            layer.prompt_keys = layer.prompt_keys.index_select(0, places)
-            layer.prompt_values = layer.prompt_values.index_select(0, places)
-            layer.own_keys = layer.own_keys.index_select(0, rows)
-            layer.own_values = layer.own_values.index_select(0, rows)
-        self._prompt_bias = self._prompt_bias[places]
-        self._positions, self._own = self._positions[rows], self._own[rows]
-        self._num_own = [self._num_own[group] for group in groups]
-
-    def take_over(self, other: Any, groups: Sequence[int], places: int) -> None:
-        """Go on with some groups of another of this class, which has more places, in the first of these."""
-        width = self._rows_per_prompt = other._rows_per_prompt
-        if not self._layers:
-            self._layers = [layer.like(places, places * width) for layer in other._layers]
-            self._cache = Cache(self._layers)
-            self._prompt_bias = torch.zeros_like(other._prompt_bias[:places])
-            self._own, self._positions = (torch.zeros_like(each[: places * width]) for each in other.counters)
-        rows = rows_of_groups(groups, width, other._own.device)
         chosen = torch.tensor(groups, device=rows.device)
-        for mine, theirs in zip(self._of_groups(), other._of_groups(), strict=True):
-            mine[: len(groups)] = theirs[chosen]
-        for mine, theirs in zip(self._of_rows(), other._of_rows(), strict=True):
-            mine[: len(rows)] = theirs[rows]
-        self._num_own = [*(other._num_own[group] for group in groups), *[0] * (places - len(groups))]
-
-    def _of_groups(self) -> Iterator[Tensor]:
         for layer in self._layers:
-            yield from (layer.prompt_keys, layer.prompt_values)
-        yield self._prompt_bias
+            layer.move_to_front(chosen, rows)
+        for tensor, index in zip(self._room, (chosen, rows, rows), strict=True):
+            tensor[: len(index)] = tensor.index_select(0, index)
+        self._num_own = [self._num_own[group] for group in groups]
+        self._use_first(places)
 
-    def _of_rows(self) -> Iterator[Tensor]:
+    def _use_first(self, places: int) -> None:
+        """From here on so many groups decode. Tensors stay where they are, whatever is recorded of them."""
+        rows = places * self._rows_per_prompt
         for layer in self._layers:
-            yield from (layer.own_keys, layer.own_values)
-        yield from self.counters
+            layer.use_first(places, rows)
+        bias, positions, own = self._room
+        self._prompt_bias, self._positions, self._own = bias[:places], positions[:rows], own[:rows]
+        self._num_own += [0] * (places - len(self._num_own))
 
     def skip(self, num_tokens: int) -> None:
         """Stand where that many more tokens lead, whatever they are: for tracing memory."""
         self._num_own = [count + num_tokens for count in self._num_own]
-        self._positions, self._own = self._positions + num_tokens, self._own + num_tokens
+        self._positions.add_(num_tokens)
+        self._own.add_(num_tokens)
 
     @property
     def cache_bytes(self) -> CacheBytes:
+        held = sum(layer.room_bytes for layer in self._layers)
         prompt = sum(layer.prompt_keys.nbytes + layer.prompt_values.nbytes for layer in self._layers)
         own = sum(layer.own_keys.nbytes + layer.own_values.nbytes for layer in self._layers)
         places = len(self._num_own) * self._layers[0].own_values.shape[2]
-        return CacheBytes(held=prompt + own, used=prompt + own * sum(self._num_own) // places)
+        return CacheBytes(held=held, used=prompt + own * sum(self._num_own) // places)

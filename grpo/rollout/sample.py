@@ -177,7 +177,7 @@ class _Sampling:
                     self._take_ended(slots, running, rows_of)
                     if not any_process(self._model, any(group is not None for group in running)):
                         break
-                slots, running = self._fill(slots, running, waiting, rows_of)
+                running = self._fill(slots, running, waiting, rows_of)
                 slots.advance()
             self.watch_cache = None  # it has seen the first rows
 
@@ -191,7 +191,7 @@ class _Sampling:
 
     def _fill(
         self, slots: Slots, running: list[int | None], waiting: deque[int], rows_of: Tensor
-    ) -> tuple[Slots, list[int | None]]:
+    ) -> list[int | None]:
         """Waiting groups take the places of those that have ended, or the places are given up."""
         free = [place for place, group in enumerate(running) if group is None]
         if waiting and has_static_cache(self._model):
@@ -202,24 +202,15 @@ class _Sampling:
                 slots.replace(places, self._prompts(groups), self._uniforms[rows_of[groups].flatten()])
                 for place, group in zip(places, groups, strict=True):
                     running[place] = group
-            return slots, running
+            return running
         going_on = _in_use(running) or [0]
-        if not slots.is_recorded:
-            if len(going_on) < len(running):
-                slots.keep(going_on)
-            return slots, [running[place] for place in going_on]
-        width = rows_of.shape[1]
-        remaining = remaining_places(len(running), len(going_on), width)
+        remaining = len(going_on)
+        if slots.is_recorded:
+            remaining = remaining_places(len(running), len(going_on), rows_of.shape[1])
         if remaining == len(running):
-            return slots, running
-        if self._kept is None:  # without a second cache beside the first
-            over = [place for place in free if place not in going_on]
-            places = [*going_on, *over[: remaining - len(going_on)]]
-            slots.keep(places)
-            return slots, [running[place] for place in places]
-        fewer = self._slots(remaining, width)
-        fewer.take_over(slots, going_on)
-        return fewer, [*(running[place] for place in going_on), *[None] * (remaining - len(going_on))]
+            return running
+        slots.keep(going_on, remaining)
+        return [*(running[place] for place in going_on), *[None] * (remaining - len(going_on))]
 
     def _prompts(self, groups: Sequence[int]) -> list[list[int]]:
         return [self._prompt_ids[group] for group in groups]

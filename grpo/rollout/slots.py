@@ -16,15 +16,20 @@ from grpo.rollout.cuda_graphs import RecordedSteps, Recorder
 from grpo.rollout.decoder import make_decoder, step_recorder
 from grpo.rollout.tokens import sample_tokens
 
-_BY_ROW = ("ids", "logp", "lengths", "terminated", "_uniforms", "_tokens", "_newest_logp")
-"""What slots hold of each row, beside the decoder."""
-
 
 class Slots:
     """b groups of g rows: R = b·g places, group by group, for at most T tokens each.
 
     A row that has ended runs on with the others: what it samples goes to a column that nobody reads.
     """
+
+    ids: Tensor  # (R, T + 1)
+    logp: Tensor
+    lengths: Tensor  # (R,)
+    terminated: Tensor
+    _uniforms: Tensor  # (R, T)
+    _tokens: Tensor  # (R,), the newest, and its log-prob
+    _newest_logp: Tensor
 
     def __init__(
         self,
@@ -50,10 +55,15 @@ class Slots:
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=model.device)
 
-        self.ids, self.logp = zeros(self._longest + 1), zeros(self._longest + 1, dtype=exact)
-        self.lengths, self.terminated = zeros(), zeros(dtype=torch.bool)
-        self._uniforms = zeros(self._longest, dtype=torch.float32)
-        self._tokens, self._newest_logp = zeros(), zeros(dtype=exact)
+        self._all_groups = groups
+        self._room = {
+            "ids": zeros(self._longest + 1), "logp": zeros(self._longest + 1, dtype=exact),
+            "lengths": zeros(), "terminated": zeros(dtype=torch.bool),
+            "_uniforms": zeros(self._longest, dtype=torch.float32),
+            "_tokens": zeros(), "_newest_logp": zeros(dtype=exact),
+        }  # fmt: skip
+        """Of all places; the attributes of these names are of the first ones, that are in use."""
+        self._use_first(groups)
 
     @property
     def is_recorded(self) -> bool:
@@ -65,6 +75,7 @@ class Slots:
 
         longest_prompt: tokens of the longest that may take another's place later.
         """
+        self._use_first(self._all_groups)
         logits = self._decoder.prefill(prompt_ids, self._width, longest_prompt=longest_prompt)
         self._begin(slice(None), logits, uniforms)
 
@@ -105,7 +116,7 @@ class Slots:
         else:
             shown = self._tokens, self._newest_logp
             changed = *shown, self.ids, self.logp, self.lengths, self.terminated, *self._decoder.counters
-            self._recorded(key, work, changed=changed, shown=shown)
+            self._recorded((self.groups, key), work, changed=changed, shown=shown)
 
     def cut(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """These rows (places) have ended after so many tokens: what they said beyond is dropped."""
@@ -129,26 +140,22 @@ class Slots:
         """Stand where that many more tokens lead, whatever they are: for tracing memory."""
         self._decoder.skip(num_tokens)
 
-    def keep(self, groups: Sequence[int]) -> None:
-        """The others leave, and with them their places, and what was recorded for so many."""
-        rows = self.rows_of(groups)
-        if self._recorded is not None:
-            self._recorded.forget()
-        self._decoder.keep(groups)
-        self.groups = len(groups)
-        for name in _BY_ROW:
-            # Not an index, which layers are selected by: traces tell loops over layers by their operations.
-            setattr(self, name, getattr(self, name).index_select(0, rows))
-
     @torch.no_grad()
-    def take_over(self, other: "Slots", groups: Sequence[int]) -> None:
-        """Go on with some of the other's groups, in the first places; the rest of them are over."""
-        self._decoder.take_over(other._decoder, groups, self.groups)
-        rows = other.rows_of(groups)
-        count = len(rows)
-        self.lengths[count:] = self._longest  # over
-        for name in _BY_ROW:
-            getattr(self, name)[:count] = getattr(other, name)[rows]
+    def keep(self, groups: Sequence[int], places: int | None = None) -> None:
+        """Go on with some groups, in the first of so many places (None: one for each); the others leave."""
+        rows = self.rows_of(groups)
+        places = places or len(groups)
+        self._decoder.keep(groups, places)
+        for tensor in self._room.values():
+            tensor[: len(rows)] = tensor.index_select(0, rows)
+        self._use_first(places)
+        self.lengths[len(rows) :] = self._longest  # over
+
+    def _use_first(self, groups: int) -> None:
+        """From here on there are so many groups, in the first places."""
+        self.groups = groups
+        for name, tensor in self._room.items():
+            setattr(self, name, tensor[: groups * self._width])
 
     def rows_of(self, groups: Sequence[int]) -> Tensor:
         """Their places, in the groups' order."""

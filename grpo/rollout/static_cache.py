@@ -69,11 +69,13 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
 
     def __init__(self, is_sliding: bool) -> None:
         super().__init__()
-        self.is_sliding, self._has_room = is_sliding, False
+        self.is_sliding = is_sliding
+        self._room: tuple[Tensor, ...] = ()
+        """Keys and values of all places; those above are of the first ones, that are in use."""
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """key, value: the prompts' (b, H', P, d), or (R, H', 1, d)."""
-        if not self._has_room:
+        if not self._room:
             self.prompt_keys, self.prompt_values = key.contiguous(), value.contiguous()
             return key, value
         rows, place = self.places.rows, self.places.place
@@ -82,23 +84,24 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
         return self, self
 
     def make_room(self, rows: int, places: int) -> None:
-        self.own_keys, self.own_values = (
-            each.new_zeros(rows, each.shape[1], places, each.shape[3])
-            for each in (self.prompt_keys, self.prompt_values)
-        )
-        self._has_room = True
+        prompts = self.prompt_keys, self.prompt_values
+        own = (each.new_zeros(rows, each.shape[1], places, each.shape[3]) for each in prompts)
+        self._room = (*prompts, *own)
+        self.use_first(len(self.prompt_keys), rows)
 
-    def like(self, groups: int, rows: int) -> "StaticLayer":
-        """An empty one of as many or fewer places."""
-        layer = StaticLayer(self.is_sliding)
-        layer.prompt_keys, layer.prompt_values = (
-            torch.zeros_like(each[:groups]) for each in (self.prompt_keys, self.prompt_values)
-        )
-        layer.own_keys, layer.own_values = (
-            torch.zeros_like(each[:rows]) for each in (self.own_keys, self.own_values)
-        )
-        layer._has_room = True
-        return layer
+    def move_to_front(self, groups: Tensor, rows: Tensor) -> None:
+        """What these groups and their rows have goes to the first places, tensor by tensor."""
+        for tensor, index in zip(self._room, (groups, groups, rows, rows), strict=True):
+            tensor[: len(index)] = tensor.index_select(0, index)
+
+    def use_first(self, groups: int, rows: int) -> None:
+        """From here on only so many places are in use."""
+        self.prompt_keys, self.prompt_values = (tensor[:groups] for tensor in self._room[:2])
+        self.own_keys, self.own_values = (tensor[:rows] for tensor in self._room[2:])
+
+    @property
+    def room_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._room)
 
     def attend(self, query: Tensor, scale: float) -> Tensor:
         """What each row's newest token reads, of the prompt and its own; query and result (R, H, d)."""

@@ -266,7 +266,7 @@ def test_a_token_is_what_the_whole_text_says(name, kind, fused, monkeypatch):
     logits = decoder.prefill(texts[::2], 2)
     for turn in range(20):
         if turn == 12:
-            decoder.keep([0, 2])
+            decoder.keep([0, 2], 2)
             texts, logits = texts[:2] + texts[4:], logits[[0, 1, 4, 5]]
         if turn == 15 and kind is NativeDecoder:
             texts[:2] = [[5, 6, 7], [5, 6, 7]]
@@ -394,7 +394,7 @@ def test_a_cache_takes_up_what_its_tokens_do(load, architecture, kind):
     assert decode(skipping, tokens).shape == logits.shape
     assert skipping.cache_bytes == decoder.cache_bytes
     assert torch.equal(skipping._positions, decoder._positions)
-    decoder.keep([1])
+    decoder.keep([1], 1)
     assert decoder.cache_bytes.used == (prompt_tokens // 2 + G * 4) * size
 
 
