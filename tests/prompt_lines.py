@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import chess
 
 from grpo.data import Prompt
+from grpo.data.source import Lane
 from rewards.environment import referee
 from rewards.formats import environment_prompt, parse_environment_completion, parse_policy_completion
 
@@ -116,6 +117,12 @@ def write(path: Path, rows: Iterable[Any]) -> str:
 
 
 write_records = write
+
+
+def lane_of(texts: list[str], *, seed: int = 0, task: str = "custom") -> Lane:
+    """A lane of prompts with these texts, "custom:0" the first."""
+    prompts = [Prompt(f"{task}:{n}", text, {}) for n, text in enumerate(texts)]
+    return Lane(prompts, range(len(texts)), [len(text) for text in texts], seed=seed, task=task)
 
 
 def ids(prompts: list[Prompt]) -> list[str]:

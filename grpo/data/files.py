@@ -18,7 +18,7 @@ from typing import Any, TextIO, cast
 
 import chess.pgn
 
-from grpo.data.intake import Convert, Intake
+from grpo.data.maker import Convert, PromptMaker
 from grpo.data.rows import finite, from_game, from_json, from_line, from_position, from_record
 from grpo.prompt import Prompt
 
@@ -26,11 +26,11 @@ File = Path | Traversable
 Rows = Iterator[tuple[int, Any]]
 
 
-def read_prompts(file: File, intake: Intake) -> list[Prompt]:
-    """All prompts of a file, in its order. `intake` counts the rows it cannot use."""
+def read_prompts(file: File, maker: PromptMaker) -> list[Prompt]:
+    """All prompts of a file, in its order. The maker counts the rows that cannot be used."""
     prompts: list[Prompt] = []
     for row_id, content, convert in file_rows(file):
-        prompts += intake.prompts(row_id, content, convert)
+        prompts += maker.make_or_count(row_id, content, convert)
     if file.name.lower().endswith(".pgn"):  # games share their openings
         prompts = list({prompt.text: prompt for prompt in reversed(prompts)}.values())[::-1]
     return fill_columns(prompts)

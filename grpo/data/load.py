@@ -1,8 +1,8 @@
 """From what a person types after `--prompts` to a source of prompts."""
 
-import re
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -12,19 +12,19 @@ from loguru import logger
 
 from grpo.config.groups import PromptSettings
 from grpo.data.files import check_file, fill_columns, is_local, read_prompts
-from grpo.data.hub import HubStream, StreamLane
-from grpo.data.intake import Intake, Room
+from grpo.data.hub import HUB_NAME, HubRows
+from grpo.data.maker import PromptMaker, Room
 from grpo.data.rows import from_record
-from grpo.data.source import Lane, MemoryLane, PromptSource, digest
-from grpo.data.split import HELDOUT_SHARE, position, split
+from grpo.data.source import ByNumber, Lane, PromptSource, digest
+from grpo.data.split import HELDOUT_SHARE, heldout_fraction, lowest_hashes, position
 from grpo.prompt import Prompt
 
 POSITIONS: Traversable = resources.files("grpo").joinpath("assets", "positions")
 Rows = Iterable[Mapping[str, Any]]
 """Rows of columns in memory, such as a list of dictionaries or a `datasets.Dataset`."""
+Numbered = Iterable[tuple[int, Prompt]]
 IN_MEMORY = "in-memory"
 """What stands in a run's settings for what has no name."""
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 
 
 def load_prompts(
@@ -55,33 +55,72 @@ def load_prompts(
     """
     name = spec if isinstance(spec, str) else "the prompts given"
     check_spec(spec)
-    intake = Intake(name, max_bad_share=max_bad_share, settings=settings, room=room)
-    lanes: dict[str, Lane] = {}
-    if is_stream := _is_hub_id(spec):
-        stream = HubStream(name, intake)
-        heldout, counts, rows_digest = stream.head(heldout_share, heldout_count)
-        for task in counts:
-            lanes[task] = StreamLane(stream, seed=seed, task=task, heldout_share=heldout_share)
+    maker = PromptMaker(name, max_bad_share=max_bad_share, settings=settings, room=room)
+    if name == "bundled":
+        train, heldout = _bundled(maker)
+        sides = _Sides(train, enumerate(train), 0.0, heldout_count)
+        sides.heldout = heldout
+    elif isinstance(spec, str) and _is_on_hub(spec):
+        rows = HubRows(spec, maker)
+        sides = _Sides(rows, rows.numbered(), heldout_share, heldout_count)
     else:
-        train, heldout = _read(spec, intake, heldout_share, heldout_count)
-        counts = Counter(prompt.task for prompt in train)
-        rows_digest = digest(train)
-        for task in counts:
-            mine = [prompt for prompt in train if prompt.task == task]
-            lanes[task] = MemoryLane(mine, seed=seed, task=task)
-    intake.report()
+        prompts = _read(spec, maker)
+        sides = _Sides(prompts, enumerate(prompts), heldout_share, heldout_count)
+    maker.check_bad_share()
+    heldout = lowest_hashes(sides.heldout, heldout_count)
+    counts = Counter({task: len(numbers) for task, numbers in sides.numbers.items()})
     if not counts and (to_train or not heldout):
         reason = "give other --prompts"
         if heldout:
             reason = "all of them are held out: lower --heldout-share"
-        elif intake.num_rows > intake.num_bad:
+        elif maker.num_rows > maker.num_bad:
             reason = f"none of its rows has a position to play from: {reason}"
         raise ValueError(f"no prompts to train on in {name}: {reason}")
-    if "custom" not in counts and counts and settings is not None and settings.is_own:
+    if "custom" not in counts and counts and maker.settings.is_own:
         raise ValueError(f"{name} holds chess positions: leave the settings of chats and templates out")
     share = _mixing_share(name, counts, policy_share) if counts else 0.0
-    _announce(name, counts, heldout, partial=is_stream)
-    return PromptSource(lanes, heldout, seed=seed, policy_share=share, rows_digest=rows_digest)
+    held = Counter(prompt.task for prompt in heldout)
+    tasks = (f"{counts[task]:,} {task} (held out {held[task]:,})" for task in sorted(counts | held))
+    logger.info("prompts from {}: {}", name, ", ".join(tasks))
+    return PromptSource(
+        sides.lanes(seed), heldout, seed=seed, policy_share=share, rows_digest=sides.rows_digest
+    )
+
+
+class _Sides:
+    """Prompts parted in one pass: of those to train on numbers alone are kept, by task."""
+
+    def __init__(
+        self,
+        prompts: ByNumber,
+        numbered: Iterable[tuple[int, Prompt]],
+        heldout_share: float,
+        heldout_count: int,
+    ) -> None:
+        self._prompts = prompts
+        self.numbers: dict[str, array[int]] = {}
+        self._lengths: dict[str, array[int]] = {}
+        self.heldout: list[Prompt] = []
+        """At least the `heldout_count` of each task that have the lowest hashes."""
+        self.rows_digest = digest(self._train(numbered, heldout_share, heldout_count))
+
+    def _train(self, numbered: Numbered, heldout_share: float, heldout_count: int) -> Iterator[Prompt]:
+        for number, prompt in numbered:
+            if heldout_share and heldout_fraction(prompt) < heldout_share:
+                self.heldout.append(prompt)
+                if len(self.heldout) > 10_000 + 10 * heldout_count:  # the others are not used at all
+                    self.heldout = lowest_hashes(self.heldout, heldout_count)
+            else:
+                self.numbers.setdefault(prompt.task, array("q")).append(number)
+                self._lengths.setdefault(prompt.task, array("q")).append(len(prompt.text))
+                yield prompt
+
+    def lanes(self, seed: int) -> dict[str, Lane]:
+        """By task."""
+        return {
+            task: Lane(self._prompts, numbers, self._lengths[task], seed=seed, task=task)
+            for task, numbers in self.numbers.items()
+        }
 
 
 def check_spec(spec: str | Rows) -> None:
@@ -108,43 +147,33 @@ def _no_rows(given: Any, row: Any = None) -> str:
 
 def is_file(spec: str) -> bool:
     """Whether a file is meant, there or not."""
-    return spec != "bundled" and not _is_hub_id(spec)
+    return spec != "bundled" and not _is_on_hub(spec)
 
 
-def _is_hub_id(spec: str | Rows) -> bool:
-    if not isinstance(spec, str):
-        return False
-    return _HUB_ID.fullmatch(spec) is not None and not is_local(Path(spec).expanduser())
+def _is_on_hub(spec: str) -> bool:
+    return HUB_NAME.fullmatch(spec) is not None and not is_local(Path(spec).expanduser())
 
 
-def _read(
-    spec: str | Rows, intake: Intake, heldout_share: float, heldout_count: int
-) -> tuple[list[Prompt], list[Prompt]]:
-    """Training and held-out prompts of the bundle or of a local file."""
-    if isinstance(spec, str) and spec == "bundled":
-        train, heldout = (_bundled(name, intake) for name in ("train.txt", "heldout.txt"))
-        assert not set(map(position, train)) & set(map(position, heldout)), "bundled files overlap"
-        _, heldout = split(heldout, 1.0, heldout_count)
-    else:
-        if isinstance(spec, str):
-            prompts = read_prompts(Path(spec).expanduser(), intake)
-        else:
-            made: list[Prompt] = []
-            for number, row in enumerate(spec, start=1):
-                if not isinstance(row, Mapping):
-                    raise ValueError(_no_rows(spec, row))
-                made += intake.prompts(f"row {number}", row, from_record)
-            prompts = fill_columns(made)
-        train, heldout = split(prompts, heldout_share, heldout_count)
-    intake.check()
+def _read(spec: str | Rows, maker: PromptMaker) -> list[Prompt]:
+    """Of a local file, or of rows in memory."""
+    if isinstance(spec, str):
+        return read_prompts(Path(spec).expanduser(), maker)
+    prompts: list[Prompt] = []
+    for number, row in enumerate(spec, start=1):
+        if not isinstance(row, Mapping):
+            raise ValueError(_no_rows(spec, row))
+        prompts += maker.make_or_count(f"row {number}", row, from_record)
+    return fill_columns(prompts)
+
+
+def _bundled(maker: PromptMaker) -> tuple[list[Prompt], list[Prompt]]:
+    """To train on, and held out."""
+    files = [POSITIONS.joinpath(name) for name in ("train.txt", "heldout.txt")]
+    if missing := [str(file) for file in files if not file.is_file()]:
+        raise ValueError(f"the bundled positions are incomplete, {missing[0]} is missing: install again")
+    train, heldout = (read_prompts(file, maker) for file in files)
+    assert not set(map(position, train)) & set(map(position, heldout)), "bundled files overlap"
     return train, heldout
-
-
-def _bundled(name: str, intake: Intake) -> list[Prompt]:
-    file = POSITIONS.joinpath(name)
-    if not file.is_file():
-        raise ValueError(f"the bundled positions are incomplete, {file} is missing: install again")
-    return read_prompts(file, intake)
 
 
 def _mixing_share(spec: str, counts: Counter[str], policy_share: float | None) -> float:
@@ -164,9 +193,3 @@ def _mixing_share(spec: str, counts: Counter[str], policy_share: float | None) -
     if len(counts) == 1 and 0 < policy_share < 1:
         logger.info("{} has {} prompts alone: --policy-share plays no part", spec, *counts)
     return policy_share
-
-
-def _announce(spec: str, counts: Counter[str], heldout: list[Prompt], *, partial: bool) -> None:
-    held = Counter(prompt.task for prompt in heldout)
-    tasks = (f"{counts[task]:,} {task} (held out {held[task]:,})" for task in sorted(counts | held))
-    logger.info("prompts from {}{}: {}", spec, ", in its first rows" if partial else "", ", ".join(tasks))

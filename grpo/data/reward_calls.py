@@ -1,65 +1,72 @@
-"""One call of a reward function of the user's, who may do anything in it."""
+"""Calls of the user's reward functions, who may do anything in them."""
 
 import asyncio
 import copy
+import functools
 import hashlib
+import inspect
 import itertools
 import math
 import random
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from grpo.data.foreign import process_as_it_was
-from grpo.data.reward_files import RewardFunction, taken
+from grpo.data.reward_files import RewardFunction, arguments_of
 
 
 class RewardFailed(RuntimeError):
     """An error in a reward function of the user's."""
 
 
-def call(name: str, function: RewardFunction, arguments: dict[str, Any]) -> list[float | None]:
-    """What it says of each of the completions.
-
-    It gets copies, which it may change. RewardFailed for an error in it, but for Ctrl-C; ValueError for an
-    answer that is not one score a completion.
-    """
-    count = len(arguments["completions"])
-    with _errors_of(name), _as_it_was(arguments):
-        answer = _as_list(function(**_own(function, arguments)), count)
-    return _numbers(name, answer, count)
-
-
-def call_together(
+def call_all(
     functions: Mapping[str, RewardFunction], arguments: dict[str, Any]
 ) -> dict[str, list[float | None]]:
-    """The same of coroutine functions, which are awaited together."""
+    """What they say of each of the completions: one after another, and coroutine functions together.
+
+    They get copies, which they may change. RewardFailed for an error in one, but for Ctrl-C; ValueError for
+    an answer that is not one score a completion.
+    """
     count = len(arguments["completions"])
+    answers: dict[str, Any] = {}
+    waiting = {name: function for name, function in functions.items() if _is_async(function)}
+    for name, function in functions.items():
+        if name not in waiting:
+            with _errors_of(name), _as_it_was(arguments):
+                answers[name] = _as_list(function(**_copies(function, arguments)), count)
 
-    async def one(name: str, function: RewardFunction) -> Any:
+    async def wait_for(name: str) -> None:
         with _errors_of(name):
-            return _as_list(await function(**_own(function, arguments)), count)
+            answers[name] = _as_list(await waiting[name](**_copies(waiting[name], arguments)), count)
 
-    async def together() -> Sequence[Any]:
-        return await asyncio.gather(*(one(name, function) for name, function in functions.items()))
+    async def together() -> None:
+        await asyncio.gather(*map(wait_for, waiting))
 
-    with _as_it_was(arguments):
-        asked = asyncio.run_coroutine_threadsafe(together(), _loop())
-        try:
-            answers = asked.result()
-        except BaseException:  # of one, or Ctrl-C: nobody waits for the others
-            asked.cancel()
-            raise
-    return {name: _numbers(name, answer, count) for name, answer in zip(functions, answers, strict=True)}
+    if waiting:
+        with _as_it_was(arguments):
+            asked = asyncio.run_coroutine_threadsafe(together(), _loop())
+            try:
+                asked.result()
+            except BaseException:  # of one, or Ctrl-C: nobody waits for the others
+                asked.cancel()
+                raise
+    return {name: _numbers(name, answers[name], count) for name in functions}
 
 
-@cache
+def _is_async(function: RewardFunction) -> bool:
+    """Whether calling it gives a coroutine: a function's own, or that of an object which is called."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+
+
+@functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
     """One for all calls, so that a client that a reward keeps open stays of use; in a thread of its own."""
     loop = asyncio.new_event_loop()
@@ -81,9 +88,9 @@ def _errors_of(name: str) -> Iterator[None]:
         raise RewardFailed(f"reward {name!r} failed with {type(error).__name__}{where}: {error}") from error
 
 
-def _own(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of the arguments that a function takes."""
-    return {name: _copied(value) for name, value in taken(function, arguments).items()}
+def _copies(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the arguments that a function takes; of lists row by row, as rows may share what they hold."""
+    return {name: _copied(value) for name, value in arguments_of(function, arguments).items()}
 
 
 def _copied(values: Any) -> Any:

@@ -9,6 +9,7 @@ import hashlib
 import heapq
 import math
 import random
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -17,49 +18,49 @@ from grpo.prompt import Prompt
 CHESS_COLUMNS = ("task", "fen", "moves", "evals", "action", "history")
 
 
-class Lane(Protocol):
-    """An endless order of one task's prompts."""
+class ByNumber(Protocol):
+    """Prompts, in memory or made when they are asked for."""
 
-    def take(self) -> Prompt: ...
-    def longest(self, count: int) -> list[Prompt]: ...
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: dict[str, Any]) -> None: ...
+    def __getitem__(self, number: int, /) -> Prompt: ...
 
 
-class MemoryLane:
-    """Prompts that are all in memory, in a new order every epoch."""
+class Lane:
+    """One task's prompts, each once an epoch, in a new order every epoch, without an end.
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, task: str) -> None:
-        assert prompts
-        self._prompts = prompts
+    numbers: those among `prompts` that are this task's. lengths: characters of each.
+    """
+
+    def __init__(
+        self, prompts: ByNumber, numbers: Sequence[int], lengths: Sequence[int], *, seed: int, task: str
+    ) -> None:
+        assert len(numbers) == len(lengths) > 0
+        self._prompts, self._numbers, self._lengths = prompts, numbers, lengths
         self._seed = f"{seed} {task}"
         self._position: int
         self._begin(0)
 
     def take(self) -> Prompt:
-        prompt = self._next()
+        prompt = self._prompts[self._numbers[self._order[self._position]]]
         self._position += 1
         if self._position == len(self._order):
             self._begin(self._epoch + 1)
         return prompt
 
     def longest(self, count: int) -> list[Prompt]:
-        return heapq.nlargest(count, self._prompts, key=lambda prompt: len(prompt.text))
+        """Those of most characters."""
+        places = heapq.nlargest(count, range(len(self._lengths)), key=self._lengths.__getitem__)
+        return [self._prompts[self._numbers[place]] for place in places]
 
-    def state(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "position": self._position, "next": self._next().id}
+    def state(self) -> dict[str, int]:
+        return {"epoch": self._epoch, "position": self._position}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, int]) -> None:
         self._begin(state["epoch"])
         self._position = state["position"]
-        assert self._next().id == state["next"], "the source compares the rows before"
 
     def _begin(self, epoch: int) -> None:
         self._epoch, self._position = epoch, 0
-        self._order = shuffled(len(self._prompts), f"{self._seed} {epoch}")
-
-    def _next(self) -> Prompt:
-        return self._prompts[self._order[self._position]]
+        self._order = shuffled(len(self._numbers), f"{self._seed} {epoch}")
 
 
 class PromptSource:
@@ -101,12 +102,11 @@ class PromptSource:
         return [self._take() for _ in range(count)]
 
     def longest(self, count: int) -> list[Prompt]:
-        """The prompts with the most characters, `count` of each lane; of a stream the held-out ones."""
-        known = [prompt for lane in self._lanes.values() for prompt in lane.longest(count)]
-        return known or self.heldout
+        """The prompts with the most characters, `count` of each lane."""
+        return [prompt for lane in self._lanes.values() for prompt in lane.longest(count)]
 
     def state(self) -> dict[str, Any]:
-        """Where the next draw begins, as JSON: per task the epoch and the row."""
+        """Where the next draw begins, as JSON: per task the epoch, and the place in its order."""
         return {
             "seed": self._seed,
             "rows_digest": self._rows_digest,
@@ -116,6 +116,11 @@ class PromptSource:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. ValueError if that was with other rows or another seed."""
+        if any("row" in lane for lane in state["lanes"].values()):  # which says where a block began
+            raise ValueError(
+                "the checkpoint is of a run that streamed its prompts from the hub, in an order that is not "
+                "made any more: start a new run from its weights, with its folder as --model"
+            )
         if state["seed"] != self._seed:
             raise ValueError(f"the checkpoint drew its prompts with seed {state['seed']}, not {self._seed}")
         if state["rows_digest"] != self._rows_digest:
@@ -156,8 +161,8 @@ def digest(prompts: Iterable[Prompt]) -> str:
     return total.hexdigest()[:16]
 
 
-def shuffled(count: int, seed: str) -> list[int]:
-    """The numbers below `count` in an order that is the same on every machine."""
-    order = list(range(count))
+def shuffled(count: int, seed: str) -> Sequence[int]:
+    """The numbers below `count` in an order that is the same on every machine, in 8 bytes each."""
+    order = array("q", range(count))
     random.Random(seed).shuffle(order)
     return order

@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +10,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from grpo.config import Config, SettingsError
 from grpo.config.groups import PromptSettings
 from grpo.data import Room, load_prompts
-from grpo.data.beforehand import check_beforehand
-from grpo.data.intake import TooLong
+from grpo.data.maker import TooLong
 from grpo.data.tokens import tokenize
 from grpo.prompt import Prompt
 
@@ -156,17 +153,6 @@ def test_plain_columns_become_a_conversation(template):
     other = made({"prompt": "2 + 2?"}, chat_template=template(MARK + HEADERS.encode()))
     assert other.text == "<first><|header|>user<|headed|>\n\n2 + 2?<|end|><|header|>assistant<|headed|>\n\n"
     assert other.messages == [{"role": "user", "content": "2 + 2?"}]
-
-
-def test_a_missing_chat_template_is_known_before_anything_is_loaded(tmp_path, model_folders, template):
-    prompts = str(template(json.dumps({"prompt": TALK}), "talk.jsonl"))
-    config = Config(model=str(model_folders["gpt2"]), prompts=prompts, reward=("policy",))
-    chat_on = replace(config, prompts="bundled", asking=PromptSettings(chat="on"))
-    for each in (config, replace(config, model="rook-tiny"), chat_on):
-        with pytest.raises(SettingsError, match="no chat template: give --chat-template"):
-            check_beforehand(each)
-    check_beforehand(replace(config, asking=PromptSettings(chat_template=template(CHATML))))
-    check_beforehand(replace(config, model="owner/name"))  # of which nothing is known
 
 
 WAYS_OUT = [

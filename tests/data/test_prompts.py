@@ -26,6 +26,7 @@ from prompt_lines import (
     boards,
     game_lines,
     ids,
+    lane_of,
     policy_line,
     write,
 )
@@ -33,12 +34,11 @@ from pyarrow import Table, parquet
 from safetensors import safe_open
 
 from grpo.config.groups import BUNDLED, PromptSettings, SamplingSettings
-from grpo.data import Prompt, PromptSource, collate, is_heldout, load_prompts
+from grpo.data import Prompt, PromptSource, collate, load_prompts
 from grpo.data import load as load_module
 from grpo.data.files import FORMATS
-from grpo.data.intake import Intake
-from grpo.data.source import MemoryLane
-from grpo.data.split import position
+from grpo.data.maker import PromptMaker
+from grpo.data.split import heldout_fraction, position
 from grpo.evaluate import evaluate
 from grpo.model.load import RolloutModel, load_policy
 from grpo.model.names import BUNDLED_FOLDER
@@ -77,9 +77,9 @@ def test_plain_and_padded_lines_are_one_prompt_and_labels_that_tie_are_not_upsid
     moves = ["e2e4", "d2d4", "a2a3"]
     assert {n: prompt.columns["moves"] for n, prompt in found.items()} == {"1": moves, "2": moves, "3": None}
     for best, upside_down in {"d2d4": 0, "a2a3": 1, "h2h3": 1}.items():
-        intake = Intake("data", max_bad_share=0)
-        FORMATS[".txt"][1](lines[0].replace("B: d2d4", f"B: {best}"), "id", intake)
-        assert (intake.num_labelled, intake.num_upside_down) == (1, upside_down)
+        maker = PromptMaker("data", max_bad_share=0)
+        FORMATS[".txt"][1](lines[0].replace("B: d2d4", f"B: {best}"), "id", maker)
+        assert (maker.num_labelled, maker.num_upside_down) == (1, upside_down)
 
 
 def test_bad_rows_are_skipped_and_shown_up_to_a_share(tmp_path, logged):
@@ -111,11 +111,11 @@ NAMES = st.sampled_from(["prompt", "text", "fen", "moves", "evals", "action", "h
 @examples(100)
 def test_no_line_or_record_however_broken_raises(kind, line, share, record, is_position):
     position = {"fen": START, "moves": ["e2e4"], "evals": [0.1]} if is_position else {}
-    intake = Intake("data", max_bad_share=0)
+    maker = PromptMaker("data", max_bad_share=0)
     for row in [position | record] if kind == ".parquet" else [line, line[: int(share * len(line))]]:
-        prompts = intake.prompts("data:1", row, FORMATS[kind][1])
+        prompts = maker.make_or_count("data:1", row, FORMATS[kind][1])
         collate(prompts)
-        assert all(isinstance(prompt.text, str) for prompt in prompts) and intake.num_rows
+        assert all(isinstance(prompt.text, str) for prompt in prompts) and maker.num_rows
 
 
 def test_a_fen_column_with_labels_or_an_action(tmp_path):
@@ -202,8 +202,8 @@ def test_a_game_gives_positions_and_moves_with_their_real_history(tmp_path, capl
 @given(st.integers(1, 12), st.integers(0, 99), st.integers(1, 4))
 def test_each_row_comes_once_an_epoch_in_an_order_of_seed_and_epoch(count: int, seed: int, epochs: int):
     def order(count: int, seed: int, drawn: int) -> list[str]:
-        lane = MemoryLane([Prompt(f"{n}", "", {}) for n in range(count)], seed=seed, task="custom")
-        return [lane.take().id for _ in range(drawn)]
+        lane = lane_of([f"{n}" for n in range(count)], seed=seed)
+        return [lane.take().text for _ in range(drawn)]
 
     every = order(count, seed, count * epochs)
     for start in range(0, len(every), count):
@@ -214,18 +214,17 @@ def test_each_row_comes_once_an_epoch_in_an_order_of_seed_and_epoch(count: int, 
 
 
 def test_the_longest_prompts_are_known_for_each_lane_and_drawing_goes_on():
-    def source(**lengths: tuple[int, ...]) -> PromptSource:
-        lanes = {
-            task: MemoryLane([Prompt(f"{task}:{n}", "x" * n, {}) for n in each], seed=0, task=task)
-            for task, each in lengths.items()
-        }
-        return PromptSource(lanes, [Prompt("held", "xxx", {})], seed=0, policy_share=0.5, rows_digest="")
-
-    made, again = (source(policy=(3, 9, 1, 7), environment=(2, 4)) for _ in range(2))
+    lengths = {"policy": (3, 9, 1, 7), "environment": (2, 4)}
+    made, again = (
+        PromptSource(
+            {task: lane_of(["x" * n for n in each], task=task) for task, each in lengths.items()},
+            [], seed=0, policy_share=0.5, rows_digest="",
+        )
+        for _ in range(2)
+    )  # fmt: skip
     before = made.draw(3)
-    assert ids(made.longest(2)) == ["policy:9", "policy:7", "environment:4", "environment:2"]
+    assert [len(prompt.text) for prompt in made.longest(2)] == [9, 7, 4, 2]
     assert before + made.draw(3) == again.draw(6)
-    assert ids(source().longest(2)) == ["held"]  # of a stream, that is all that is known
 
 
 @pytest.fixture(scope="module")
@@ -295,12 +294,12 @@ def test_collate_gives_every_column_a_value_for_every_prompt(mixed_file):
 
 def test_the_split_is_a_property_of_the_position_and_not_of_the_counters():
     fens = [board.fen() for board in boards(400)]
-    assert {is_heldout(fen) for fen in fens} == {True, False}
-    for fen in fens:
-        assert is_heldout(fen) == is_heldout(" ".join(fen.split()[:4]) + " 49 99")
-    assert 0.3 < sum(is_heldout(fen, 0.4) for fen in fens) / 400 < 0.5
+    fractions = [heldout_fraction(Prompt("", "", {"fen": fen})) for fen in fens]
+    for fen, fraction in zip(fens, fractions, strict=True):
+        assert heldout_fraction(Prompt("", "", {"fen": " ".join(fen.split()[:4]) + " 49 99"})) == fraction
+    assert 0.3 < sum(fraction < 0.4 for fraction in fractions) / 400 < 0.5
     # printf '<first four fields>' | sha256sum begins with 05bd4852: 0x05bd4852 / 2**32 = 0.02242
-    assert is_heldout(START, 0.02243) and not is_heldout(START, 0.02241)
+    assert 0.02241 < heldout_fraction(Prompt("", "", {"fen": START})) < 0.02243
     for placed, square in {"pppppppp/8/8/4P3": "-", "ppp1pppp/8/8/3pP3": "e3"}.items():  # where it is usable
         fen = f"rnbqkbnr/{placed}/8/PPPP1PPP/RNBQKBNR b KQkq"
         assert position(Prompt("", "", {"fen": f"{fen} e3 0 1"})) == f"{fen} {square}"

@@ -3,8 +3,9 @@
 import chess
 from prompt_lines import EnvironmentSample, PolicySample, parse_line
 
-from grpo.data import is_heldout
+from grpo.data import Prompt
 from grpo.data.load import POSITIONS
+from grpo.data.split import HELDOUT_SHARE, heldout_fraction
 from rewards.environment import referee
 
 TRAIN, HELDOUT = (POSITIONS.joinpath(name).read_text().splitlines() for name in ("train.txt", "heldout.txt"))
@@ -14,8 +15,10 @@ def test_bundled_sets_have_no_position_in_common_and_are_split_by_the_hash():
     train, heldout = ([parse_line(line) for line in lines] for lines in (TRAIN, HELDOUT))
     kinds = [sum(isinstance(each, kind) for each in heldout) for kind in (PolicySample, EnvironmentSample)]
     assert kinds == [1000, 1000] and len(train) == 8000
-    assert all(is_heldout(sample.fen) for sample in heldout)
-    assert not any(is_heldout(sample.fen) for sample in train)
+    for samples, are_held_out in ((heldout, True), (train, False)):
+        for sample in samples:
+            fraction = heldout_fraction(Prompt("", "", {"fen": sample.fen}))
+            assert (fraction < HELDOUT_SHARE) == are_held_out
 
 
 def test_bundled_lines_are_true():

@@ -30,16 +30,15 @@ _REFUSALS = (jinja2.TemplateError, TypeError, ArithmeticError, AttributeError, L
 Columns = Mapping[str, Any]
 
 
-class Asking:
-    """Makes prompts of rows, by the settings and the model's tokenizer.
+class Renderer:
+    """Renders prompts by the settings and the model's tokenizer, without which there are no conversations.
 
-    tokenizer: None for checks beforehand, where a conversation's text is that of its messages. SettingsError
-    for files and templates that are not there.
+    SettingsError for files and templates that are not there.
     """
 
     def __init__(self, settings: PromptSettings, tokenizer: Tokenizer | None = None) -> None:
         self._settings, self._tokenizer = settings, tokenizer
-        self._template = None
+        self._template, self._chat_template = None, getattr(tokenizer, "chat_template", None)
         if settings.prompt_template is not None:
             text = template_text(settings.prompt_template, "prompt_template")
             try:
@@ -49,27 +48,25 @@ class Asking:
                     f"prompt_template is {str(settings.prompt_template)!r}, which is no Jinja template: line "
                     f"{error.lineno}: {error.message}."
                 ) from error
-        self._chat_template = getattr(tokenizer, "chat_template", None)
         if settings.chat_template is not None:
             self._chat_template = template_text(settings.chat_template, "chat_template")
-        if settings.chats and tokenizer is not None and self._chat_template is None:
-            raise SettingsError(NO_CHAT_TEMPLATE)
+        from_template = self._template is not None and settings.chat == "auto"
+        self._text_is_message = settings.chats or (from_template and self._chat_template is not None)
 
     @property
     def is_chosen(self) -> bool:
         """Whether the settings say what is asked, so that rows are the user's own whatever else they have."""
         return self._settings.prompt_column is not None or self._template is not None
 
-    def prompt(self, row_id: str, record: Columns) -> Prompt:
+    def render_prompt(self, row_id: str, record: Columns) -> Prompt:
         """ValueError for a row that cannot be asked, SettingsError for what is wrong with them all."""
-        column = self._settings.prompt_column or "prompt"
         if (task := record.get("task")) in ("policy", "environment"):
             raise ValueError(f"rename column `task`: {task!r} in it means a chess prompt, which this is not")
-        asked = self._asked(record, column)
+        asked = self._asked(record, self._settings.prompt_column or "prompt")
         columns = {"task": "custom", **other_columns(record, "prompt")}
         if isinstance(asked, str):
             return Prompt(row_id, asked, columns)
-        return Prompt(row_id, self._rendered(asked, record), columns, asked)
+        return Prompt(row_id, self._conversation(asked, record), columns, asked)
 
     def _asked(self, record: Columns, column: str) -> str | Messages:
         """What a row asks, as text or messages."""
@@ -85,7 +82,7 @@ class Asking:
         if isinstance(asked, str):
             if not asked.strip():
                 raise ValueError(f"`{column}` is empty")
-            if not self._chats():
+            if not self._text_is_message:
                 return asked
             asked = [{"role": "user", "content": asked}]
         messages = checked_messages(asked, column)
@@ -93,15 +90,9 @@ class Asking:
             messages = [{"role": "system", "content": self._settings.system_prompt}, *messages]
         return messages
 
-    def _chats(self) -> bool:
-        """Whether text is a user's message."""
-        from_template = self._template is not None and self._settings.chat == "auto"
-        return self._settings.chats or (from_template and self._chat_template is not None)
-
-    def _rendered(self, messages: Messages, record: Columns) -> str:
-        if self._tokenizer is None:
-            return "\n".join(str(message.get("content", "")) for message in messages)
-        if self._chat_template is None:
+    def _conversation(self, messages: Messages, record: Columns) -> str:
+        """As the chat template has it, with the beginning of an answer."""
+        if self._tokenizer is None or self._chat_template is None:
             raise SettingsError(NO_CHAT_TEMPLATE)
         tools, options = record.get("tools"), record.get("chat_template_kwargs")
         if isinstance(tools, str):  # as some datasets store them
@@ -133,17 +124,17 @@ def other_columns(record: Columns, used: str) -> dict[str, Any]:
 def _with_empty_texts(value: Any) -> Any:
     """Nothing as a text without letters, at any depth: a template would write "None"."""
     if isinstance(value, Mapping):
-        return {name: _with_empty_texts(each) for name, each in value.items()}
+        return {name: _with_empty_texts(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_with_empty_texts(each) for each in value]
+        return [_with_empty_texts(inner) for inner in value]
     return "" if value is None else value
 
 
 def _without_nulls(value: Any) -> Any:
     """What conversations hold without names of nothing, which tables give all rows that one has."""
     if isinstance(value, Mapping):
-        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def template_text(file: Path, setting: str) -> str:

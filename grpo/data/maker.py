@@ -1,4 +1,4 @@
-"""Rows of a source on their way in: which become prompts, which are skipped, and what is said of those.
+"""Rows of a source become prompts, or are counted as bad and skipped.
 
 A prompt that the model's context has no room for makes its row as unusable as one that cannot be read.
 Left out on purpose: cutting prompts to the room there is, which would change what they ask.
@@ -14,7 +14,7 @@ from loguru import logger
 
 from grpo.config.groups import PromptSettings
 from grpo.config.limits import SettingsError
-from grpo.data.asking import Asking
+from grpo.data.render import Renderer
 from grpo.data.tokens import Tokenizer, tokenize
 from grpo.prompt import Prompt
 
@@ -61,8 +61,8 @@ def _num_bytes(text: str) -> int:
     return max(len(form.encode()) for form in forms)
 
 
-class Intake:
-    """Turns rows of one source into prompts and keeps count of those it cannot use."""
+class PromptMaker:
+    """Makes prompts of the rows of one source, by the settings and in the room there is (None: any)."""
 
     def __init__(
         self,
@@ -72,56 +72,58 @@ class Intake:
         settings: PromptSettings | None = None,
         room: Room | None = None,
     ) -> None:
-        settings = settings or PromptSettings()
         self.name = name
         self.max_bad_share = max_bad_share
-        self.trailing_space = settings.trailing_space
-        self.asking = Asking(settings, room.tokenizer if room else None)
+        self.settings = settings or PromptSettings()
+        self.renderer = Renderer(self.settings, room.tokenizer if room else None)
         self.num_rows = 0
         self.num_bad = 0
         self.num_labelled = 0
         self.num_upside_down = 0
         self._room = room
         self._examples: dict[bool, str] = {}  # the first row that is too long (True), or unreadable
-        self._reported = False
 
-    def prompts(self, row_id: str, content: Any, convert: "Convert", *, counted: bool = True) -> list[Prompt]:
-        """The prompts of a row, none if it is bad. A row read again is not `counted` again."""
-        self.num_rows += counted
+    def make(self, row_id: str, content: Any, convert: "Convert") -> list[Prompt]:
+        """The prompts of a row. ValueError for one that cannot be used."""
+        if isinstance(content, str) and not _NOT_UTF8.isdisjoint(content):
+            raise ValueError("bytes that are no UTF-8: save the file in that encoding")
+        prompts = convert(content, row_id, self)
+        if self._room is not None:
+            for prompt in prompts:
+                self._room.check(prompt)
+        return prompts
+
+    def make_or_count(self, row_id: str, content: Any, convert: "Convert") -> list[Prompt]:
+        """The same, and none of a row that cannot be used, which is counted."""
+        self.num_rows += 1
         try:
-            if isinstance(content, str) and not _NOT_UTF8.isdisjoint(content):
-                raise ValueError("bytes that are no UTF-8: save the file in that encoding")
-            prompts = convert(content, row_id, self)
-            if self._room is not None:
-                for prompt in prompts:
-                    self._room.check(prompt)
-            return prompts
+            return self.make(row_id, content, convert)
         except SettingsError:  # which no other row would mend
             raise
         except ValueError as error:
-            self.num_bad += counted
-            self._keep_example(f"{row_id}: {error}", too_long=isinstance(error, TooLong))
+            self.num_bad += 1
+            self._examples.setdefault(isinstance(error, TooLong), f"{row_id}: {error}")
             return []
 
-    def check(self) -> None:
-        """ValueError if more than the allowed share of the rows was bad."""
-        if self.num_bad <= self.max_bad_share * self.num_rows:
-            return
-        remedies = {False: "repair them", True: "lower --max-new-tokens, choose another --model"}
-        advice = ", ".join(remedies[too_long] for too_long in sorted(self._examples))
-        if self.num_bad == self.num_rows:
-            raise ValueError(f"{self._bad()}: {advice}, or give other --prompts")
-        needed = math.ceil(self.num_bad / self.num_rows * 1000) / 1000
-        raise ValueError(
-            f"{self._bad()}; at most {self.max_bad_share:.1%} may be: {advice}, or allow more with "
-            f"--max-bad-share {needed}"
+    def check_bad_share(self) -> None:
+        """ValueError if too large a share of the rows was bad; else it is said what was skipped, or odd."""
+        share = self.num_bad / max(1, self.num_rows)
+        examples = [self._examples[too_long] for too_long in sorted(self._examples)]
+        bad = (
+            f"{self.num_bad:,} of {self.num_rows:,} rows ({share:.1%}) of {self.name} cannot be used, for "
+            f"example {' and '.join(examples)}"
         )
-
-    def report(self) -> None:
-        """Say once what was skipped, and what was found odd. Of later rows the first of a kind is said."""
-        self._reported = True
+        if share > self.max_bad_share:
+            remedies = {False: "repair them", True: "lower --max-new-tokens, choose another --model"}
+            advice = ", ".join(remedies[too_long] for too_long in sorted(self._examples))
+            if self.num_bad == self.num_rows:
+                raise ValueError(f"{bad}: {advice}, or give other --prompts")
+            raise ValueError(
+                f"{bad}; at most {self.max_bad_share:.1%} may be: {advice}, or allow more with "
+                f"--max-bad-share {math.ceil(share * 1000) / 1000}"
+            )
         if self.num_bad:
-            logger.warning("{}: skipped", self._bad())
+            logger.warning("{}: skipped", bad)
         if self.num_upside_down:
             logger.info(
                 "{:,} of {:,} labelled policy lines in {} name a B: move other than their highest eval; "
@@ -129,17 +131,6 @@ class Intake:
                 self.num_upside_down, self.num_labelled, self.name,
             )  # fmt: skip
 
-    def _keep_example(self, example: str, *, too_long: bool) -> None:
-        if too_long in self._examples:
-            return
-        self._examples[too_long] = example
-        if self._reported:
-            logger.warning("{}: skipped, as are others like it", example)
 
-    def _bad(self) -> str:
-        share = f"{self.num_bad:,} of {self.num_rows:,} rows ({self.num_bad / self.num_rows:.1%})"
-        examples = " and ".join(self._examples[too_long] for too_long in sorted(self._examples))
-        return f"{share} of {self.name} cannot be used, for example {examples}"
-
-
-Convert = Callable[[Any, str, Intake], list[Prompt]]
+Convert = Callable[[Any, str, PromptMaker], list[Prompt]]
+"""From what a row holds, and its id. ValueError, with the reason, for one that cannot be used."""
