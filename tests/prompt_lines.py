@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import chess
 
-from grpo.data import Prompt
-from grpo.data.source import Lane
+from grpo.data import Prompt, PromptSource
 from rewards.environment import referee
 from rewards.formats import environment_prompt, parse_environment_completion, parse_policy_completion
 
@@ -119,10 +118,13 @@ def write(path: Path, rows: Iterable[Any]) -> str:
 write_records = write
 
 
-def lane_of(texts: list[str], *, seed: int = 0, task: str = "custom") -> Lane:
-    """A lane of prompts with these texts, "custom:0" the first."""
-    prompts = [Prompt(f"{task}:{n}", text, {}) for n, text in enumerate(texts)]
-    return Lane(prompts, range(len(texts)), [len(text) for text in texts], seed=seed, task=task)
+def source_of(*, seed: int = 0, **texts: list[str]) -> PromptSource:
+    """Of prompts with these texts, by task."""
+    prompts = [Prompt("", text, {"task": task}) for task, several in texts.items() for text in several]
+    source = PromptSource(prompts, seed=seed)
+    for number, prompt in enumerate(prompts):
+        source.add(number, prompt)
+    return source
 
 
 def ids(prompts: list[Prompt]) -> list[str]:

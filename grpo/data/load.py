@@ -1,8 +1,7 @@
 """From what a person types after `--prompts` to a source of prompts."""
 
-from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -15,14 +14,13 @@ from grpo.data.files import check_file, fill_columns, is_local, read_prompts
 from grpo.data.hub import HUB_NAME, HubRows
 from grpo.data.maker import PromptMaker, Room
 from grpo.data.rows import from_record
-from grpo.data.source import ByNumber, Lane, PromptSource, digest
-from grpo.data.split import HELDOUT_SHARE, heldout_fraction, lowest_hashes, position
+from grpo.data.source import PromptSource
+from grpo.data.split import HELDOUT_SHARE, position
 from grpo.prompt import Prompt
 
 POSITIONS: Traversable = resources.files("grpo").joinpath("assets", "positions")
 Rows = Iterable[Mapping[str, Any]]
 """Rows of columns in memory, such as a list of dictionaries or a `datasets.Dataset`."""
-Numbered = Iterable[tuple[int, Prompt]]
 IN_MEMORY = "in-memory"
 """What stands in a run's settings for what has no name."""
 
@@ -53,74 +51,39 @@ def load_prompts(
     Shares are between 0 and 1, which those check who ask a person for them. ValueError, with the remedy,
     for every file and row that cannot be used, and for shares that this data cannot have.
     """
-    name = spec if isinstance(spec, str) else "the prompts given"
     check_spec(spec)
+    name = spec if isinstance(spec, str) else "the prompts given"
     maker = PromptMaker(name, max_bad_share=max_bad_share, settings=settings, room=room)
-    if name == "bundled":
-        train, heldout = _bundled(maker)
-        sides = _Sides(train, enumerate(train), 0.0, heldout_count)
-        sides.heldout = heldout
-    elif isinstance(spec, str) and _is_on_hub(spec):
-        rows = HubRows(spec, maker)
-        sides = _Sides(rows, rows.numbered(), heldout_share, heldout_count)
+    heldout: list[Prompt] = []
+    if isinstance(spec, str) and _is_on_hub(spec):
+        prompts: HubRows | list[Prompt] = HubRows(spec, maker)
+    elif name == "bundled":
+        prompts, heldout = _bundled(maker)
+        heldout_share = 0.0
     else:
         prompts = _read(spec, maker)
-        sides = _Sides(prompts, enumerate(prompts), heldout_share, heldout_count)
+    source = PromptSource(prompts, seed=seed, heldout_share=heldout_share, heldout_count=heldout_count)
+    for number, prompt in enumerate(prompts) if isinstance(prompts, list) else prompts.numbered():
+        source.add(number, prompt)
+    for prompt in heldout:
+        source.hold_out(prompt)
     maker.check_bad_share()
-    heldout = lowest_hashes(sides.heldout, heldout_count)
-    counts = Counter({task: len(numbers) for task, numbers in sides.numbers.items()})
-    if not counts and (to_train or not heldout):
+    counts = Counter({task: len(lane.numbers) for task, lane in source.lanes.items()})
+    held = Counter(prompt.task for prompt in source.heldout)
+    if not counts and (to_train or not held):
         reason = "give other --prompts"
-        if heldout:
+        if held:
             reason = "all of them are held out: lower --heldout-share"
         elif maker.num_rows > maker.num_bad:
             reason = f"none of its rows has a position to play from: {reason}"
         raise ValueError(f"no prompts to train on in {name}: {reason}")
     if "custom" not in counts and counts and maker.settings.is_own:
         raise ValueError(f"{name} holds chess positions: leave the settings of chats and templates out")
-    share = _mixing_share(name, counts, policy_share) if counts else 0.0
-    held = Counter(prompt.task for prompt in heldout)
+    if counts:
+        source.policy_share = _mixing_share(name, counts, policy_share)
     tasks = (f"{counts[task]:,} {task} (held out {held[task]:,})" for task in sorted(counts | held))
     logger.info("prompts from {}: {}", name, ", ".join(tasks))
-    return PromptSource(
-        sides.lanes(seed), heldout, seed=seed, policy_share=share, rows_digest=sides.rows_digest
-    )
-
-
-class _Sides:
-    """Prompts parted in one pass: of those to train on numbers alone are kept, by task."""
-
-    def __init__(
-        self,
-        prompts: ByNumber,
-        numbered: Iterable[tuple[int, Prompt]],
-        heldout_share: float,
-        heldout_count: int,
-    ) -> None:
-        self._prompts = prompts
-        self.numbers: dict[str, array[int]] = {}
-        self._lengths: dict[str, array[int]] = {}
-        self.heldout: list[Prompt] = []
-        """At least the `heldout_count` of each task that have the lowest hashes."""
-        self.rows_digest = digest(self._train(numbered, heldout_share, heldout_count))
-
-    def _train(self, numbered: Numbered, heldout_share: float, heldout_count: int) -> Iterator[Prompt]:
-        for number, prompt in numbered:
-            if heldout_share and heldout_fraction(prompt) < heldout_share:
-                self.heldout.append(prompt)
-                if len(self.heldout) > 10_000 + 10 * heldout_count:  # the others are not used at all
-                    self.heldout = lowest_hashes(self.heldout, heldout_count)
-            else:
-                self.numbers.setdefault(prompt.task, array("q")).append(number)
-                self._lengths.setdefault(prompt.task, array("q")).append(len(prompt.text))
-                yield prompt
-
-    def lanes(self, seed: int) -> dict[str, Lane]:
-        """By task."""
-        return {
-            task: Lane(self._prompts, numbers, self._lengths[task], seed=seed, task=task)
-            for task, numbers in self.numbers.items()
-        }
+    return source
 
 
 def check_spec(spec: str | Rows) -> None:

@@ -26,15 +26,15 @@ from prompt_lines import (
     boards,
     game_lines,
     ids,
-    lane_of,
     policy_line,
+    source_of,
     write,
 )
 from pyarrow import Table, parquet
 from safetensors import safe_open
 
 from grpo.config.groups import BUNDLED, PromptSettings, SamplingSettings
-from grpo.data import Prompt, PromptSource, collate, load_prompts
+from grpo.data import Prompt, collate, load_prompts
 from grpo.data import load as load_module
 from grpo.data.files import FORMATS
 from grpo.data.maker import PromptMaker
@@ -202,8 +202,8 @@ def test_a_game_gives_positions_and_moves_with_their_real_history(tmp_path, capl
 @given(st.integers(1, 12), st.integers(0, 99), st.integers(1, 4))
 def test_each_row_comes_once_an_epoch_in_an_order_of_seed_and_epoch(count: int, seed: int, epochs: int):
     def order(count: int, seed: int, drawn: int) -> list[str]:
-        lane = lane_of([f"{n}" for n in range(count)], seed=seed)
-        return [lane.take().text for _ in range(drawn)]
+        source = source_of(custom=[f"{n}" for n in range(count)], seed=seed)
+        return [prompt.text for prompt in source.draw(drawn)]
 
     every = order(count, seed, count * epochs)
     for start in range(0, len(every), count):
@@ -214,14 +214,8 @@ def test_each_row_comes_once_an_epoch_in_an_order_of_seed_and_epoch(count: int, 
 
 
 def test_the_longest_prompts_are_known_for_each_lane_and_drawing_goes_on():
-    lengths = {"policy": (3, 9, 1, 7), "environment": (2, 4)}
-    made, again = (
-        PromptSource(
-            {task: lane_of(["x" * n for n in each], task=task) for task, each in lengths.items()},
-            [], seed=0, policy_share=0.5, rows_digest="",
-        )
-        for _ in range(2)
-    )  # fmt: skip
+    texts = {"policy": ["aaa", "a" * 9, "a", "a" * 7], "environment": ["aa", "aaaa"]}
+    made, again = source_of(**texts), source_of(**texts)
     before = made.draw(3)
     assert [len(prompt.text) for prompt in made.longest(2)] == [9, 7, 4, 2]
     assert before + made.draw(3) == again.draw(6)

@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ARCHITECTURES
-from prompt_lines import lane_of
+from prompt_lines import source_of
 from transformers import GPT2Config
 
 from grpo.config import Config
 from grpo.config.groups import LoraSettings, OptimizerSettings, SamplingSettings
-from grpo.data import PromptSource
 from grpo.learning.loss import LossSettings
 from grpo.memory import Size
 from grpo.model.target import Target
@@ -116,7 +115,6 @@ def test_what_settings_say_of_rows_and_of_what_is_scored():
 def test_the_longest_prompt_is_the_one_of_most_tokens_of_all_lanes(tokenizer):
     """Not always the one of most characters."""
     words, digits = "e" * 90, " ".join("1234567890" * 4)
-    lanes = {"policy": lane_of([words, "a"]), "environment": lane_of([digits, "b"])}
-    source = PromptSource(lanes, [], seed=0, policy_share=0.5, rows_digest="")
+    source = source_of(policy=[words, "a"], environment=[digits, "b"])
     counts = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (words, digits)]
     assert longest_prompt(source, tokenizer) == max(counts)
