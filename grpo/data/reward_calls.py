@@ -25,21 +25,18 @@ class RewardFailed(RuntimeError):
     """An error in a reward function of the user's."""
 
 
-def call_all(
-    functions: Mapping[str, RewardFunction], arguments: dict[str, Any]
-) -> dict[str, list[float | None]]:
-    """What they say of each of the completions: one after another, and coroutine functions together.
+def call_all(functions: Mapping[str, RewardFunction], arguments: dict[str, Any]) -> dict[str, list[float]]:
+    """What they say of each of the completions, NaN for None; coroutine functions are awaited together.
 
     They get copies, which they may change. RewardFailed for an error in one, but for Ctrl-C; ValueError for
     an answer that is not one score a completion.
     """
     count = len(arguments["completions"])
-    answers: dict[str, Any] = {}
     waiting = {name: function for name, function in functions.items() if _is_async(function)}
-    for name, function in functions.items():
-        if name not in waiting:
-            with _errors_of(name), _as_it_was(arguments):
-                answers[name] = _as_list(function(**_copies(function, arguments)), count)
+    answers: dict[str, Any] = {}
+    for name in [name for name in functions if name not in waiting]:
+        with _errors_of(name), _as_it_was(arguments):
+            answers[name] = _as_list(functions[name](**_copies(functions[name], arguments)), count)
 
     async def wait_for(name: str) -> None:
         with _errors_of(name):
@@ -127,36 +124,25 @@ def _as_it_was(arguments: Mapping[str, Any]) -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def _numbers(name: str, scores: Any, count: int) -> list[float | None]:
-    """What a function of the user's returned, as `count` numbers or Nones; ValueError if it is not that."""
+def _numbers(name: str, answer: Any, count: int) -> list[float]:
+    """What a function returned, as `count` numbers, NaN for None. ValueError if it is not that."""
     wanted = f"it must return a list of {count}, one number, or None, for each completion."
     try:
-        if isinstance(scores, str | bytes | Mapping):
-            raise TypeError(f"a {type(scores).__name__} is no list")
-        numbers = [_number(score) for score in scores]
+        if isinstance(answer, str | bytes | Mapping):
+            raise TypeError("which is no list")
+        if texts := [score for score in answer if isinstance(score, str | bytes)]:
+            raise TypeError(f"{texts[0]!r} is text, not a number")
+        numbers = [math.nan if score is None else float(score) for score in answer]
     except Exception as error:  # of __float__, which may be the user's
-        raise ValueError(f"reward {name!r} returned {_shown(scores)} ({error}): {wanted}") from error
+        raise ValueError(f"reward {name!r} returned a {type(answer).__name__} ({error}): {wanted}") from error
     if len(numbers) != count:
         number = len(numbers) if len(numbers) < count else f"more than {count}"
         raise ValueError(f"reward {name!r} returned {number} scores for {count} completions: {wanted}")
-    for row, value in enumerate(numbers):
-        if value is not None and not math.isfinite(value):
+    for row, (score, value) in enumerate(zip(answer, numbers, strict=True)):
+        if score is not None and not math.isfinite(value):
             kind = "NaN" if math.isnan(value) else value
             raise ValueError(
                 f"reward {name!r} returned {kind} for completion {row}: return finite numbers, or None "
                 "for what it does not judge."
             )
     return numbers
-
-
-def _number(score: Any) -> float | None:
-    if isinstance(score, str | bytes):
-        raise TypeError(f"{score!r} is text, not a number")
-    return None if score is None else float(score)
-
-
-def _shown(scores: Any) -> str:
-    try:
-        return repr(str(scores)[:60])
-    except Exception:  # of __str__
-        return f"a {type(scores).__name__}"

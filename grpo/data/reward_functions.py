@@ -167,12 +167,11 @@ class RewardFunctions:
         for name, function in self._functions.items():
             if isinstance(function, WeightedReward):
                 parts = function.components(**arguments)
-                scores[name] = [None if part is None else function.mean(part) for part in parts]
+                means = (None if part is None else function.mean(part) for part in parts)
+                scores[name] = [torch.nan if mean is None else mean for mean in means]
                 for row, part in zip(components, parts, strict=True):
                     row.update({f"{name}/{key}": value for key, value in (part or {}).items()})
-        columns = [
-            [torch.nan if score is None else score for score in scores[name]] for name in self._functions
-        ]
+        columns = [scores[name] for name in self._functions]
         table = torch.tensor(columns, dtype=torch.float64).T  # (N, F)
         return Scores(tuple(self._functions), table, self._weights, components, log.rows, log.metrics)
 

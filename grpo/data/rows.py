@@ -14,8 +14,7 @@ from typing import Any
 import chess
 import chess.pgn
 
-from grpo.data.maker import PromptMaker
-from grpo.data.render import Columns, other_columns
+from grpo.data.maker import Columns, PromptMaker, other_columns
 from grpo.prompt import Prompt
 from rewards.formats import (
     BY_ROOK,
@@ -43,8 +42,8 @@ def from_record(record: Columns | ValueError, row_id: str, maker: PromptMaker) -
     """
     if isinstance(record, ValueError):
         raise record
-    if maker.renderer.is_chosen or record.get("prompt") is not None:
-        return [maker.renderer.render_prompt(row_id, record)]
+    if maker.is_asked or record.get("prompt") is not None:
+        return [maker.render_prompt(row_id, record)]
     name = next((name for name in ("text", "fen") if record.get(name) is not None), None)
     if name is None:
         raise ValueError(

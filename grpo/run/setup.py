@@ -14,7 +14,7 @@ from rich.console import Console
 from grpo.config import Config
 from grpo.config.sizes import parse_size
 from grpo.data import PromptSource, check_spec
-from grpo.data.render import template_text
+from grpo.data.maker import template_text
 from grpo.data.reward_files import PROMPTS_LOOKED_AT
 from grpo.data.reward_functions import RewardFunctions
 from grpo.data.split import lowest_hashes
