@@ -15,7 +15,7 @@ from grpo.data.hub import HUB_NAME, HubRows
 from grpo.data.maker import PromptMaker, Room
 from grpo.data.rows import from_record
 from grpo.data.source import PromptSource
-from grpo.data.split import HELDOUT_SHARE, position
+from grpo.data.split import HELDOUT_SHARE
 from grpo.prompt import Prompt
 
 POSITIONS: Traversable = resources.files("grpo").joinpath("assets", "positions")
@@ -44,8 +44,8 @@ def load_prompts(
     rewards; a column `fen` (with `moves` and `evals`, or `action` and `history`), `.fen`, `.epd` and `.pgn`
     hold positions. settings: which column is asked, and how.
 
-    policy_share: of the prompts drawn; None is the share in the data. heldout_share: of positions;
-    the bundled ones are split already. heldout_count: most held-out prompts of each task. room: rows
+    policy_share: of the prompts drawn; None is the share in the data. heldout_share: of positions; of
+    the bundled ones it is 0.05. heldout_count: most held-out prompts of each task. room: rows
     whose prompts do not fit are skipped, as those are that cannot be read. to_train: whether there have to
     be some that are not held out.
     Shares are between 0 and 1, which those check who ask a person for them. ValueError, with the remedy,
@@ -54,19 +54,11 @@ def load_prompts(
     check_spec(spec)
     name = spec if isinstance(spec, str) else "the prompts given"
     maker = PromptMaker(name, max_bad_share=max_bad_share, settings=settings, room=room)
-    heldout: list[Prompt] = []
-    if isinstance(spec, str) and _is_on_hub(spec):
-        prompts: HubRows | list[Prompt] = HubRows(spec, maker)
-    elif name == "bundled":
-        prompts, heldout = _bundled(maker)
-        heldout_share = 0.0
-    else:
-        prompts = _read(spec, maker)
-    source = PromptSource(prompts, seed=seed, heldout_share=heldout_share, heldout_count=heldout_count)
+    prompts = _read(spec, maker)
+    share = HELDOUT_SHARE if name == "bundled" else heldout_share
+    source = PromptSource(prompts, seed=seed, heldout_share=share, heldout_count=heldout_count)
     for number, prompt in enumerate(prompts) if isinstance(prompts, list) else prompts.numbered():
         source.add(number, prompt)
-    for prompt in heldout:
-        source.hold_out(prompt)
     maker.check_bad_share()
     counts = Counter({task: len(lane.numbers) for task, lane in source.lanes.items()})
     held = Counter(prompt.task for prompt in source.heldout)
@@ -117,26 +109,23 @@ def _is_on_hub(spec: str) -> bool:
     return HUB_NAME.fullmatch(spec) is not None and not is_local(Path(spec).expanduser())
 
 
-def _read(spec: str | Rows, maker: PromptMaker) -> list[Prompt]:
-    """Of a local file, or of rows in memory."""
-    if isinstance(spec, str):
+def _read(spec: str | Rows, maker: PromptMaker) -> list[Prompt] | HubRows:
+    if isinstance(spec, str) and _is_on_hub(spec):
+        return HubRows(spec, maker)
+    if isinstance(spec, str) and spec != "bundled":
         return read_prompts(Path(spec).expanduser(), maker)
     prompts: list[Prompt] = []
+    if isinstance(spec, str):
+        for file in (POSITIONS / "train.txt", POSITIONS / "heldout.txt"):
+            if not file.is_file():
+                raise ValueError(f"the bundled positions are incomplete, {file} is missing: install again")
+            prompts += read_prompts(file, maker)
+        return prompts
     for number, row in enumerate(spec, start=1):
         if not isinstance(row, Mapping):
             raise ValueError(_no_rows(spec, row))
         prompts += maker.make_or_count(f"row {number}", row, from_record)
     return fill_columns(prompts)
-
-
-def _bundled(maker: PromptMaker) -> tuple[list[Prompt], list[Prompt]]:
-    """To train on, and held out."""
-    files = [POSITIONS.joinpath(name) for name in ("train.txt", "heldout.txt")]
-    if missing := [str(file) for file in files if not file.is_file()]:
-        raise ValueError(f"the bundled positions are incomplete, {missing[0]} is missing: install again")
-    train, heldout = (read_prompts(file, maker) for file in files)
-    assert not set(map(position, train)) & set(map(position, heldout)), "bundled files overlap"
-    return train, heldout
 
 
 def _mixing_share(spec: str, counts: Counter[str], policy_share: float | None) -> float:

@@ -79,7 +79,9 @@ class PromptSource:
     def add(self, number: int, prompt: Prompt) -> None:
         """The prompt of this number, to the side that its position is on."""
         if self._heldout_share and heldout_fraction(prompt) < self._heldout_share:
-            self.hold_out(prompt)
+            self._held.append(prompt)
+            if len(self._held) > 10_000 + 10 * self._heldout_count:  # of which most are not used at all
+                self._held = self.heldout
             return
         if prompt.task not in self.lanes:
             self.lanes[prompt.task] = Lane(f"{self._seed} {prompt.task}")
@@ -87,11 +89,6 @@ class PromptSource:
         lane.numbers.append(number)
         lane.lengths.append(len(prompt.text))
         self._digest.update(_identity(prompt))
-
-    def hold_out(self, prompt: Prompt) -> None:
-        self._held.append(prompt)
-        if len(self._held) > 10_000 + 10 * self._heldout_count:  # of a large dataset most are not used at all
-            self._held = self.heldout
 
     @property
     def heldout(self) -> list[Prompt]:

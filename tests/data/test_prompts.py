@@ -332,28 +332,14 @@ def test_prompts_without_a_position_are_split_by_all_of_their_text(tmp_path):
     assert not {p.text for p in source.heldout} & {p.text for p in source.draw(300)}
 
 
-def test_the_bundle_brings_its_own_split(tmp_path, monkeypatch):
-    monkeypatch.setattr(load_module, "POSITIONS", tmp_path)
-    with pytest.raises(ValueError, match=r"train.txt is missing"):
-        load_prompts("bundled", seed=0)
-    lines = game_lines(60, 60)
-    fens = sorted({line[3:].split("M:")[0].split("+")[0].strip() for line in lines})
-    train = [line for line in lines if any(fen in line.split("+")[0] for fen in fens[:40])]
-    write(tmp_path / "train.txt", train)
-    write(tmp_path / "heldout.txt", [line for line in lines if line not in train])
-    source = load_prompts("bundled", seed=0, policy_share=0.5, heldout_count=15)
-    assert Counter(p.task for p in source.heldout) == {"policy": 15, "environment": 15}
-    assert all(p.id.startswith("heldout.txt:") for p in source.heldout)
-    assert sorted(set(ids(source.draw(80)))) == sorted(f"train.txt:{n}" for n in range(1, 81))
-    write(tmp_path / "heldout.txt", train[:1])
-    with pytest.raises(AssertionError, match="overlap"):
-        load_prompts("bundled", seed=0)
-
-
-def test_the_bundled_positions_are_whole():
-    source = load_prompts("bundled", seed=0, policy_share=0.5, max_bad_share=0.0)
+def test_the_bundled_positions_are_whole_and_in_two_files_by_their_hash(tmp_path, monkeypatch):
+    source = load_prompts("bundled", seed=0, policy_share=0.5, heldout_share=1.0, max_bad_share=0.0)
     assert Counter(p.task for p in source.heldout) == {"policy": 1000, "environment": 1000}
-    assert Counter(p.task for p in source.draw(8)) == {"policy": 4, "environment": 4}
+    assert {p.id.partition(":")[0] for p in source.heldout} == {"heldout.txt"}
+    assert {*ids(source.draw(8000))} == {f"train.txt:{n}" for n in range(1, 8001)}
+    monkeypatch.setattr(load_module, "POSITIONS", tmp_path)
+    with pytest.raises(ValueError, match=r"train.txt is missing: install again"):
+        load_prompts("bundled", seed=0)
 
 
 def test_the_model_is_a_small_folder_of_the_shape_on_its_card():
