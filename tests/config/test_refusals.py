@@ -408,6 +408,8 @@ REFUSED: dict[str, list[Row]] = {
               ("a.jsonl", '{"question": "?"}', "name one of question with --prompt-column"),
               ("a.jsonl", '{"prompt": {"role": "user"}}', "`prompt` is dict, and neither text nor a list"),
               ("a.jsonl", '{"prompt": " "}', "`prompt` is empty"),
+              ("a.jsonl", '{"prompt": "a", "answer": -1e400}', "-1e400 is beyond the largest number"),
+              ("a.csv", "prompt,answer\na,-1e400", "-1e400 is beyond the largest number"),
               ("a.jsonl", '{"prompt": "hi", "completions": "x"}', "rename column `completions`"),
               ("a.jsonl", '{"prompt": "hi", "task": "policy"}', "rename column `task`: 'policy' in it means"),
               ("a.jsonl", f'{{"fen": "{START}", "moves": ["e2e4"]}}', "1 moves and 0 evals"),

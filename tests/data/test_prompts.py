@@ -82,17 +82,6 @@ def test_plain_and_padded_lines_are_one_prompt_and_labels_that_tie_are_not_upsid
         assert (maker.num_labelled, maker.num_upside_down) == (1, upside_down)
 
 
-def test_bad_rows_are_skipped_and_shown_up_to_a_share(tmp_path, logged):
-    spec = write(tmp_path / "lines.txt", [ENVIRONMENT_LINE] * 98 + ["hello", "A: 8/8"])
-    load_prompts(spec, seed=0, heldout_share=0, max_bad_share=0.02)
-    (warning,) = [message for message in logged if message.startswith("WARNING")]
-    assert "2 of 100 rows (2.0%)" in warning and "lines.txt:99: " in warning
-    with pytest.raises(ValueError, match=r"lines.txt:99: .*--max-bad-share 0.02"):
-        load_prompts(spec, seed=0, max_bad_share=0.01)
-    path = write(tmp_path / "mine.jsonl", ['{"prompt": "a"', '{"prompt": "b"}'])
-    assert set(drawn(path, 1, max_bad_share=0.5)) == {"2"}
-
-
 PIECES = (BLACK_LINE, ENVIRONMENT_LINE, START, '{"fen": "', '", "moves": ', "bm Nf3;", '"}')
 LETTERS = "PA:+ 8/kKqQpP-wb0101e2e4MEB.;\"'{}[]é\n\0"
 LINES = st.lists(st.text(LETTERS, max_size=60) | st.sampled_from(PIECES), max_size=4).map("".join)
@@ -213,14 +202,6 @@ def test_each_row_comes_once_an_epoch_in_an_order_of_seed_and_epoch(count: int, 
     assert first[:50] != [str(n) for n in range(50)]
 
 
-def test_the_longest_prompts_are_known_for_each_lane_and_drawing_goes_on():
-    texts = {"policy": ["aaa", "a" * 9, "a", "a" * 7], "environment": ["aa", "aaaa"]}
-    made, again = source_of(**texts), source_of(**texts)
-    before = made.draw(3)
-    assert [len(prompt.text) for prompt in made.longest(2)] == [9, 7, 4, 2]
-    assert before + made.draw(3) == again.draw(6)
-
-
 @pytest.fixture(scope="module")
 def mixed_file(tmp_path_factory) -> str:
     return write(tmp_path_factory.mktemp("prompts") / "mixed.txt", game_lines(30, 12))
@@ -302,26 +283,20 @@ def test_the_split_is_a_property_of_the_position_and_not_of_the_counters():
 @examples(15)
 @given(st.integers(0, 10**6), st.floats(0.05, 0.6))
 def test_no_position_is_on_both_sides_whichever_task(tmp_path, seed: int, share: float):
-    spec = write(tmp_path / "lines.txt", game_lines(20, 20, seed % 50))
-    source = load_prompts(spec, seed=seed, policy_share=0.5, heldout_share=share)
-    trained = source.draw(100)  # more than an epoch of each task
-    assert not {p.columns["fen"] for p in trained} & {p.columns["fen"] for p in source.heldout}
-    assert {*ids(trained), *ids(source.heldout)} == {f"lines.txt:{n}" for n in range(1, 41)}
-
-
-def test_the_heldout_side_is_the_same_for_every_seed_and_order_and_limited_by_task(tmp_path):
-    lines = game_lines(100, 60)
+    """And which are held out depends on neither seed nor order; of those that are too many, none is drawn."""
+    lines = game_lines(20, 20, seed % 50)
     spec, turned = write(tmp_path / "lines.txt", lines), write(tmp_path / "turned.txt", lines[::-1])
-    one, seeded, reversed_ = (
-        load_prompts(each, seed=seed, heldout_share=0.3, heldout_count=7)
-        for each, seed in ((spec, 1), (spec, 2), (turned, 1))
+    every, few, other = (
+        load_prompts(each, seed=seed + n, policy_share=0.5, heldout_share=share, heldout_count=count)
+        for n, (each, count) in enumerate([(spec, 100), (spec, 3), (turned, 3)])
     )
-    assert one.heldout == seeded.heldout
-    assert {p.text for p in one.heldout} == {p.text for p in reversed_.heldout}
-    assert Counter(p.task for p in one.heldout) == {"policy": 7, "environment": 7}
-    everything = load_prompts(spec, seed=1, heldout_share=0.3).heldout
-    assert not {p.columns["fen"] for p in everything} & {p.columns["fen"] for p in one.draw(200)}  # dropped
-    numbers = [int(p.id.split(":")[1]) for p in everything]
+    trained = few.draw(100)  # more than an epoch of each task
+    assert not {p.columns["fen"] for p in trained} & {p.columns["fen"] for p in every.heldout}
+    assert {*ids(trained), *ids(every.heldout)} == {f"lines.txt:{n}" for n in range(1, 41)}
+    assert {p.text for p in few.heldout} == {p.text for p in other.heldout} <= {p.text for p in every.heldout}
+    held = Counter(p.task for p in every.heldout)
+    assert Counter(p.task for p in few.heldout) == {task: min(3, count) for task, count in held.items()}
+    numbers = [int(p.id.split(":")[1]) for p in every.heldout]
     assert numbers == sorted(numbers)
 
 

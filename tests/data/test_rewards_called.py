@@ -91,16 +91,6 @@ def test_a_file_that_fails_on_import_says_why_and_is_not_kept(tmp_path):
         assert "reward_file_mine" not in sys.modules
 
 
-@pytest.mark.parametrize("name", ["random.py", "rewards.py"])
-def test_a_users_file_may_have_the_name_of_a_module_and_does_not_take_its_place(tmp_path, monkeypatch, name):
-    """rewards.py is the obvious name for a file of rewards, and ours is called so, too."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    score = in_file(tmp_path, "def f(completions, **k):\n    return [2.0] * len(completions)\n", name)
-    RewardFunctions(["policy"])
-    assert sys.modules["rewards"] is rewards_package and sys.modules["random"] is random
-    assert score(rollout_of(OWN, ["a", "b"])).rewards.tolist() == [2.0, 2.0]
-
-
 POOLED = """
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -116,13 +106,20 @@ def length(text):
 
 
 def test_a_file_elsewhere_may_import_its_neighbour_and_start_processes(tmp_path, monkeypatch):
-    """Which import it by its name, whatever the folder that the run was started in."""
+    """Which import it by its name, whatever the folder that the run was started in; unless the name is a
+    module's, whose place it does not take: rewards.py is the obvious name, and ours is called so, too.
+    """
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "neighbour.py").write_text("def half(number):\n    return number / 2\n")
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path / "run")
-    judge = in_file(Path(".."), POOLED, "pooled_rewards.py")
-    assert judge(rollout_of(OWN, ["a", "bcd"])).rewards.tolist() == [0.5, 1.5]
+    asked = rollout_of(OWN, ["a", "bcd"])
+    assert in_file(Path(".."), POOLED, "pooled_rewards.py")(asked).rewards.tolist() == [0.5, 1.5]
+    for name in ("random.py", "rewards.py"):
+        score = in_file(tmp_path, "def f(completions, **k):\n    return [2.0] * len(completions)\n", name)
+        RewardFunctions(["policy"])
+        assert score(asked).rewards.tolist() == [2.0, 2.0]
+    assert sys.modules["rewards"] is rewards_package and sys.modules["random"] is random
 
 
 def test_functions_score_with_weights_and_none_means_not_mine():
@@ -306,7 +303,9 @@ def state_of_the_process() -> tuple:
     return os.getcwd(), mask, handlers, timer, torch.get_default_dtype(), torch.get_num_threads(), path
 
 
-def test_what_a_reward_changes_of_the_process_is_put_back():
+def test_what_a_reward_changes_of_the_process_is_put_back(tmp_path, monkeypatch):
+    """Whoever changes it, and however that ends; but a file may change where it looks for what it imports."""
+
     def plain(completions, **columns):
         change()
         return [1.0] * len(completions)
@@ -319,20 +318,16 @@ def test_what_a_reward_changes_of_the_process_is_put_back():
         change()
         raise RuntimeError("at once")
 
+    monkeypatch.setattr(sys, "path", list(sys.path))
     before = state_of_the_process()
     for reward in (plain, waiting, failing):
         with pytest.raises(RewardFailed, match="at once") if reward is failing else nullcontext():
             RewardFunctions([reward])(ASKED)
         assert state_of_the_process() == before
-
-
-def test_a_file_may_change_where_it_looks_and_nothing_else(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "later.py").write_text("SCORES = [2.0, 3.0]")
     source = f"import os, signal, sys, tempfile\nimport torch\n\n{inspect.getsource(change)}\nchange()\n"
     source += f"sys.path.insert(0, '{tmp_path / 'elsewhere'}')\ndef f(**columns):\n    import later\n"
-    before = state_of_the_process()
     judge = in_file(tmp_path, source + "    return later.SCORES")
     assert state_of_the_process()[:-1] == before[:-1]
     assert judge(rollout_of(OWN, ["a", "b"])).rewards.tolist() == [2, 3]
