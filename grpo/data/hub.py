@@ -46,12 +46,9 @@ class HubRows:
                 f"cannot read the hub dataset {spec!r} ({type(error).__name__}: {error}). "
                 f"Is its name right, and the network up? If not, {WAYS_OUT}"
             ) from error
-        if len(self._rows) >= MANY_ROWS:
-            some = f"{path}:{config + ':' if config else ''}train[:{MANY_ROWS}]"
-            logger.info(
-                "reading all {:,} rows of {}; to take less time, name a part, as {}",
-                len(self._rows), spec, some,
-            )  # fmt: skip
+        if len(self._rows) >= MANY_ROWS and "[" not in spec:
+            part = f"{spec if split else spec + ':train'}[:{MANY_ROWS}]"
+            logger.info("reading {:,} rows of {}; a part, as {}, takes less", len(self._rows), spec, part)
 
     def numbered(self) -> Iterator[tuple[int, Prompt]]:
         """The prompts of all rows that can be used, with the row's number; the others are counted."""

@@ -12,7 +12,7 @@ from loguru import logger
 from grpo.config.groups import PromptSettings
 from grpo.data.files import check_file, fill_columns, is_local, read_prompts
 from grpo.data.hub import HUB_NAME, HubRows
-from grpo.data.maker import PromptMaker, Room
+from grpo.data.maker import PLAIN, PromptMaker, Room
 from grpo.data.rows import from_record
 from grpo.data.source import PromptSource
 from grpo.data.split import HELDOUT_SHARE
@@ -33,7 +33,7 @@ def load_prompts(
     heldout_share: float = HELDOUT_SHARE,
     heldout_count: int = 1_000,
     max_bad_share: float = 0.01,
-    settings: PromptSettings | None = None,
+    settings: PromptSettings = PLAIN,
     room: Room | None = None,
     to_train: bool = True,
 ) -> PromptSource:
@@ -80,15 +80,15 @@ def load_prompts(
 
 def check_spec(spec: str | Rows) -> None:
     """ValueError for what is neither "bundled", a file that is there, nor the name of a hub dataset."""
-    if isinstance(spec, str) and spec == IN_MEMORY:
+    if not isinstance(spec, str):
+        if isinstance(spec, Mapping) or not isinstance(spec, Iterable):
+            raise ValueError(_no_rows(spec))
+    elif spec == IN_MEMORY:
         raise ValueError(
             "the prompts of that run were rows in memory: give them again, here as --prompts FILE"
         )
-    if isinstance(spec, str):
-        if is_file(spec):
-            check_file(Path(spec).expanduser())
-    elif isinstance(spec, Mapping) or not isinstance(spec, Iterable):
-        raise ValueError(_no_rows(spec))
+    elif is_file(spec):
+        check_file(Path(spec).expanduser())
 
 
 def _no_rows(given: Any, row: Any = None) -> str:
@@ -102,18 +102,14 @@ def _no_rows(given: Any, row: Any = None) -> str:
 
 def is_file(spec: str) -> bool:
     """Whether a file is meant, there or not."""
-    return spec != "bundled" and not _is_on_hub(spec)
-
-
-def _is_on_hub(spec: str) -> bool:
-    return HUB_NAME.fullmatch(spec) is not None and not is_local(Path(spec).expanduser())
+    return spec != "bundled" and (HUB_NAME.fullmatch(spec) is None or is_local(Path(spec).expanduser()))
 
 
 def _read(spec: str | Rows, maker: PromptMaker) -> list[Prompt] | HubRows:
-    if isinstance(spec, str) and _is_on_hub(spec):
-        return HubRows(spec, maker)
-    if isinstance(spec, str) and spec != "bundled":
+    if isinstance(spec, str) and is_file(spec):
         return read_prompts(Path(spec).expanduser(), maker)
+    if isinstance(spec, str) and spec != "bundled":
+        return HubRows(spec, maker)
     prompts: list[Prompt] = []
     if isinstance(spec, str):
         for file in (POSITIONS / "train.txt", POSITIONS / "heldout.txt"):

@@ -39,6 +39,8 @@ _NOT_UTF8 = {chr(0xDC00 + byte) for byte in range(0x80, 0x100)}
 """What Python reads such bytes as, with errors="surrogateescape"."""
 
 Columns = Mapping[str, Any]
+PLAIN = PromptSettings()
+"""Rows are asked by their columns `prompt`, `text` or `fen`, as they are."""
 
 
 class TooLong(ValueError):
@@ -85,14 +87,9 @@ class PromptMaker:
     """
 
     def __init__(
-        self,
-        name: str,
-        *,
-        max_bad_share: float,
-        settings: PromptSettings | None = None,
-        room: Room | None = None,
+        self, name: str, *, max_bad_share: float, settings: PromptSettings = PLAIN, room: Room | None = None
     ) -> None:
-        self.settings = settings = settings or PromptSettings()
+        self.settings = settings
         self.num_rows = self.num_bad = self.num_labelled = self.num_upside_down = 0
         self._name, self._max_bad_share, self._room = name, max_bad_share, room
         self._examples: dict[bool, str] = {}  # the first row that is too long (True), or unreadable
@@ -139,14 +136,14 @@ class PromptMaker:
     def check_bad_share(self) -> None:
         """ValueError if too large a share of the rows was bad; else it is said what was skipped, or odd."""
         share = self.num_bad / max(1, self.num_rows)
-        kinds = sorted(self._examples)
+        examples = [self._examples[too_long] for too_long in sorted(self._examples)]
         bad = (
             f"{self.num_bad:,} of {self.num_rows:,} rows ({share:.1%}) of {self._name} cannot be used, for "
-            f"example {' and '.join(self._examples[too_long] for too_long in kinds)}"
+            f"example {' and '.join(examples)}"
         )
         if share > self._max_bad_share:
             remedies = {False: "repair them", True: "lower --max-new-tokens, choose another --model"}
-            advice = ", ".join(remedies[too_long] for too_long in kinds)
+            advice = ", ".join(remedies[too_long] for too_long in sorted(self._examples))
             if self.num_bad == self.num_rows:
                 raise ValueError(f"{bad}: {advice}, or give other --prompts")
             raise ValueError(

@@ -62,7 +62,7 @@ def test_the_same_rows_come_as_from_a_file_made_when_they_are_drawn(on_hub, monk
     options = {"seed": 3, "heldout_share": 0.2, "heldout_count": 5, "max_bad_share": 0.02}
     source, resumed = (load_prompts("owner/name", **options) for _ in range(2))
     file = load_prompts(write(tmp_path / "file.jsonl", rows), **options)
-    assert any("all 101 rows of owner/name; " in said and "train[:100]" in said for said in logged)
+    assert any("101 rows of owner/name; a part, as owner/name:train[:100], " in said for said in logged)
     assert any("1 of 101 rows" in said and "owner/name:100: " in said for said in logged)
     made, make = [], PromptMaker.make
     monkeypatch.setattr(PromptMaker, "make", lambda *given: made.append(given[1]) or make(*given))

@@ -304,6 +304,10 @@ def test_prompts_without_a_position_are_split_by_all_of_their_text(tmp_path):
     records = [{"prompt": f"Write a short poem about {n}"} for n in range(300)]
     source = load_prompts(write(tmp_path / "mine.jsonl", records), seed=0, heldout_share=0.2)
     assert 30 < len(source.heldout) < 90  # the first four words alone would give 0 or 300
+    many = [{"prompt": f"{n}"} for n in range(11_000)]  # of which not all are kept on the way
+    heldout = load_prompts(many, seed=0, heldout_share=1, heldout_count=3, to_train=False).heldout
+    lowest = sorted((heldout_fraction(Prompt("", row["prompt"], {})), row["prompt"]) for row in many)[:3]
+    assert {prompt.text for prompt in heldout} == {text for _, text in lowest}
     assert not {p.text for p in source.heldout} & {p.text for p in source.draw(300)}
 
 
