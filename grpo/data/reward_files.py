@@ -119,7 +119,9 @@ def check_tasks(functions: Mapping[str, RewardFunction], tasks: Collection[str])
 
 
 def check_columns(functions: Mapping[str, RewardFunction], prompts: Sequence[Prompt]) -> None:
-    """ValueError if a user's reward needs what no prompt has, or does not take what it is given."""
+    """ValueError if a reward needs what no prompt has, or does not take what it is given."""
+    if not prompts:  # as an evaluation without any finds, which says so
+        return
     names = ["prompts", "completions", "completion_ids", *collate(prompts)]
     for name, function in functions.items():
         arguments = arguments_of(function, dict.fromkeys([*names, *_ON_REQUEST]))
@@ -127,8 +129,8 @@ def check_columns(functions: Mapping[str, RewardFunction], prompts: Sequence[Pro
             _signature(function).bind(**arguments)
         except TypeError as error:
             raise ValueError(
-                f"reward {name!r} is called with {', '.join(names)}: {error}. Give --prompts with a column "
-                "that is missing, or the function a default; and it **columns, for those it does not use."
+                f"reward {name!r} is called with {', '.join(names)}: {error}. Give --prompts "
+                "that have it, or the function a default, and **columns for what it does not use."
             ) from error
 
 

@@ -73,14 +73,15 @@ def test_a_reward_and_prompts_that_are_not_for_each_other_are_refused_beforehand
     for functions, prompts, said in (
         ([content, two], OWN, r"'two' is called with .*: missing a required .*'limit'. Give --prompts"),
         ([Called()], OWN, "'Called' is called with prompts, .*, task, answer: missing a required .*'limit'"),
-        ([closed], OWN, r"'closed' is called .* unexpected .*'completion_ids'.*and it \*\*columns"),
+        ([closed], OWN, r"'closed' is called .* unexpected .*'completion_ids'.*and \*\*columns"),
         ([all_by_name, without_ids], OWN, "'without_ids' is called .* unexpected .*'completion_ids'"),
     ):
         with pytest.raises(ValueError, match=said):
             RewardFunctions(functions).check((), prompts)
     RewardFunctions([content, all_by_name, "policy", "environment"]).check((), OWN)
     some = [*OWN, Prompt("o:3", "question", {"limit": 3, "colour": "red"})]  # None for the others
-    RewardFunctions([two, Called()]).check((), some)
+    for prompts in ([], some):
+        RewardFunctions([two, Called()]).check((), prompts)
 
 
 def test_a_file_that_fails_on_import_says_why_and_is_not_kept(tmp_path):
