@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import chess
 
-from grpo.data import Prompt
+from grpo.data import Prompt, PromptSource
 from rewards.environment import referee
 from rewards.formats import environment_prompt, parse_environment_completion, parse_policy_completion
 
@@ -116,6 +116,15 @@ def write(path: Path, rows: Iterable[Any]) -> str:
 
 
 write_records = write
+
+
+def source_of(*, seed: int = 0, **texts: list[str]) -> PromptSource:
+    """Of prompts with these texts, by task."""
+    prompts = [Prompt("", text, {"task": task}) for task, several in texts.items() for text in several]
+    source = PromptSource(prompts, seed=seed)
+    for number, prompt in enumerate(prompts):
+        source.add(number, prompt)
+    return source
 
 
 def ids(prompts: list[Prompt]) -> list[str]:

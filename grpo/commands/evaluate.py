@@ -15,8 +15,8 @@ from grpo.commands.screen import check_least
 from grpo.config import CONFIG_FILE, Config, from_flat
 from grpo.config.groups import Precision, PromptSettings, SamplingSettings
 from grpo.config.reading import read_run_settings
-from grpo.data.beforehand import check_beforehand
-from grpo.data.load import IN_MEMORY
+from grpo.data.load import IN_MEMORY, check_spec
+from grpo.data.reward_files import PROMPTS_LOOKED_AT, load_rewards
 from rewards import REWARDS
 from rewards.engine import EnginePool
 
@@ -121,7 +121,8 @@ class EvaluateConfig:
 
 def main(config: EvaluateConfig, console: Console) -> None:
     """Measure, print, and save what is to be saved."""
-    check_beforehand(config.task)
+    check_spec(config.task.prompts)
+    load_rewards(config.task.reward, config.task.reward_weights)
     logger.info("loading torch and {}", ", ".join(config.models))
     # Imported here and below: a wrong flag need not wait for the large libraries.
     from grpo.evaluate import Evaluation, results_table
@@ -156,7 +157,6 @@ def main(config: EvaluateConfig, console: Console) -> None:
 def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "dict[str, Evaluation]":
     """By mode, a model's columns; with the first those of games and mates, where these are asked for."""
     from grpo.data import load_prompts
-    from grpo.data.reward_files import PROMPTS_LOOKED_AT
     from grpo.data.reward_functions import RewardFunctions
     from grpo.evaluate import evaluate
     from grpo.model.load import RolloutModel, load_policy

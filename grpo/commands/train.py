@@ -11,7 +11,8 @@ from rich.console import Console
 from grpo.commands import DONE, FAILED, INTERRUPTED, WRONG_USAGE
 from grpo.commands.screen import screen, shortened
 from grpo.config import Config
-from grpo.data.beforehand import check_beforehand
+from grpo.data.load import check_spec
+from grpo.data.reward_files import load_rewards
 from grpo.environment import launched_processes
 from grpo.files import shown
 from grpo.run.screen import configure_logging
@@ -25,7 +26,8 @@ def main(config: Config, _: Console) -> int:
     """Train; the exit status. All that is said is progress, and goes to stderr."""
     process, _size = launched_processes()
     console = screen(stderr=True, quiet=process > 0)
-    check_beforehand(config)
+    check_spec(config.prompts)
+    load_rewards(config.reward, config.reward_weights)
     configure_logging(config.log_level, console, process=process)
     logger.info("loading torch and {}", "the model" if config.model == "auto" else config.model)
     # Imported here: a wrong setting need not wait for the large libraries.

@@ -4,13 +4,12 @@ Which side a prompt is on is a property of its position, so that no position is 
 whichever task and whichever file it comes from.
 """
 
-from grpo.data.intake import Room
 from grpo.data.load import check_spec, load_prompts
+from grpo.data.maker import Room
 from grpo.data.source import PromptSource, collate
-from grpo.data.split import is_heldout
 from grpo.data.tokens import Tokenizer
 from grpo.prompt import Prompt
 
 __all__ = [
-    "Prompt", "PromptSource", "Room", "Tokenizer", "check_spec", "collate", "is_heldout", "load_prompts",
+    "Prompt", "PromptSource", "Room", "Tokenizer", "check_spec", "collate", "load_prompts",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Any, TextIO, cast
 
 import chess.pgn
 
-from grpo.data.intake import Convert, Intake
+from grpo.data.maker import Convert, PromptMaker
 from grpo.data.rows import finite, from_game, from_json, from_line, from_position, from_record
 from grpo.prompt import Prompt
 
@@ -26,11 +26,11 @@ File = Path | Traversable
 Rows = Iterator[tuple[int, Any]]
 
 
-def read_prompts(file: File, intake: Intake) -> list[Prompt]:
-    """All prompts of a file, in its order. `intake` counts the rows it cannot use."""
+def read_prompts(file: File, maker: PromptMaker) -> list[Prompt]:
+    """All prompts of a file, in its order. The maker counts the rows that cannot be used."""
     prompts: list[Prompt] = []
     for row_id, content, convert in file_rows(file):
-        prompts += intake.prompts(row_id, content, convert)
+        prompts += maker.make_or_count(row_id, content, convert)
     if file.name.lower().endswith(".pgn"):  # games share their openings
         prompts = list({prompt.text: prompt for prompt in reversed(prompts)}.values())[::-1]
     return fill_columns(prompts)
@@ -110,41 +110,37 @@ def _records(file: File) -> Rows:
 def _table(file: File, *, delimiter: str) -> Rows:
     """Rows by the names in the first line. A column of numbers alone is numbers, and nothing is None."""
     csv.field_size_limit(sys.maxsize)  # a prompt may be long
+    rows, began = [], 1
     with file.open("r", encoding="utf-8-sig", errors="surrogateescape") as text:
-        rows = csv.reader(text, delimiter=delimiter, strict=True)
-        lines, began = [], 1
+        reader = csv.reader(text, delimiter=delimiter, strict=True)
         try:
-            for row in rows:
-                lines.append(row)
-                began = rows.line_num + 1
+            for row in reader:
+                rows.append(row)
+                began = reader.line_num + 1
         except csv.Error as error:  # at the end of the file, of a quote that is not closed
             raise ValueError(f"{file}, in the row that begins in line {began}: {error}") from error
-        header, *content = [row for row in lines if row] or [[]]
-    if len(set(header)) < len(header):
-        raise ValueError(f"{file} names a column twice in its first line: {', '.join(header)}")
-    whole = [row for row in content if len(row) == len(header)]
-    numbers = {name for place, name in enumerate(header) if _are_numbers([row[place] for row in whole])}
+    names, *content = [row for row in rows if row] or [[]]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{file} names a column twice in its first line: {', '.join(names)}")
+    columns = list(zip(*(row for row in content if len(row) == len(names)), strict=True)) or [()] * len(names)
+    are_numbers = [all(_NUMBER.fullmatch(field) for field in column if field) for column in columns]
     for number, row in enumerate(content, start=1):
         try:
-            if len(row) != len(header):
-                raise ValueError(f"{len(row)} fields, and {len(header)} names in the first line")
-            record = {
-                name: (_number(field) if name in numbers else field) if field else None
-                for name, field in zip(header, row, strict=True)
-            }
+            if len(row) != len(names):
+                raise ValueError(f"{len(row)} fields, and {len(names)} names in the first line")
+            yield number, dict(zip(names, map(_value, row, are_numbers), strict=True))
         except ValueError as error:
             yield number, error
-        else:
-            yield number, record
 
 
-def _are_numbers(fields: list[str]) -> bool:
-    """Whether they are, and not codes of digits such as 007."""
-    return all(re.fullmatch(r"-?(0|[1-9]\d*)(\.\d+)?(e[+-]?\d+)?", field, re.I) for field in fields if field)
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?(e[+-]?\d+)?", re.IGNORECASE)
+"""Not a code of digits such as 007."""
 
 
-def _number(text: str) -> int | float:
-    return int(text) if re.fullmatch(r"-?\d+", text) else finite(text)
+def _value(field: str, is_number: bool) -> str | int | float | None:
+    if not field or not is_number:
+        return field or None
+    return int(field) if re.fullmatch(r"-?\d+", field) else finite(field)
 
 
 def _games(file: File) -> Rows:

@@ -1,65 +1,69 @@
-"""One call of a reward function of the user's, who may do anything in it."""
+"""Calls of the user's reward functions, who may do anything in them."""
 
 import asyncio
 import copy
+import functools
 import hashlib
+import inspect
 import itertools
 import math
 import random
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from grpo.data.foreign import process_as_it_was
-from grpo.data.reward_files import RewardFunction, taken
+from grpo.data.reward_files import RewardFunction, arguments_of
 
 
 class RewardFailed(RuntimeError):
     """An error in a reward function of the user's."""
 
 
-def call(name: str, function: RewardFunction, arguments: dict[str, Any]) -> list[float | None]:
-    """What it says of each of the completions.
+def call_all(functions: Mapping[str, RewardFunction], arguments: dict[str, Any]) -> dict[str, list[float]]:
+    """What they say of each of the completions, NaN for None; coroutine functions are awaited together.
 
-    It gets copies, which it may change. RewardFailed for an error in it, but for Ctrl-C; ValueError for an
-    answer that is not one score a completion.
+    They get copies, which they may change. RewardFailed for an error in one, but for Ctrl-C; ValueError for
+    an answer that is not one score a completion.
     """
     count = len(arguments["completions"])
-    with _errors_of(name), _as_it_was(arguments):
-        answer = _as_list(function(**_own(function, arguments)), count)
-    return _numbers(name, answer, count)
+    waiting = {name: function for name, function in functions.items() if _is_async(function)}
+    answers: dict[str, Any] = {}
+    for name in [name for name in functions if name not in waiting]:
+        with _errors_of(name), _as_it_was(arguments):
+            answers[name] = _as_list(functions[name](**_copies(functions[name], arguments)), count)
 
-
-def call_together(
-    functions: Mapping[str, RewardFunction], arguments: dict[str, Any]
-) -> dict[str, list[float | None]]:
-    """The same of coroutine functions, which are awaited together."""
-    count = len(arguments["completions"])
-
-    async def one(name: str, function: RewardFunction) -> Any:
+    async def wait_for(name: str) -> None:
         with _errors_of(name):
-            return _as_list(await function(**_own(function, arguments)), count)
+            answers[name] = _as_list(await waiting[name](**_copies(waiting[name], arguments)), count)
 
-    async def together() -> Sequence[Any]:
-        return await asyncio.gather(*(one(name, function) for name, function in functions.items()))
+    async def together() -> None:
+        await asyncio.gather(*map(wait_for, waiting))
 
-    with _as_it_was(arguments):
-        asked = asyncio.run_coroutine_threadsafe(together(), _loop())
-        try:
-            answers = asked.result()
-        except BaseException:  # of one, or Ctrl-C: nobody waits for the others
-            asked.cancel()
-            raise
-    return {name: _numbers(name, answer, count) for name, answer in zip(functions, answers, strict=True)}
+    if waiting:
+        with _as_it_was(arguments):
+            asked = asyncio.run_coroutine_threadsafe(together(), _loop())
+            try:
+                asked.result()
+            except BaseException:  # of one, or Ctrl-C: nobody waits for the others
+                asked.cancel()
+                raise
+    return {name: _numbers(name, answers[name], count) for name in functions}
 
 
-@cache
+def _is_async(function: RewardFunction) -> bool:
+    """Whether calling it gives a coroutine: a function's own, or that of an object which is called."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+
+
+@functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
     """One for all calls, so that a client that a reward keeps open stays of use; in a thread of its own."""
     loop = asyncio.new_event_loop()
@@ -81,9 +85,9 @@ def _errors_of(name: str) -> Iterator[None]:
         raise RewardFailed(f"reward {name!r} failed with {type(error).__name__}{where}: {error}") from error
 
 
-def _own(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of the arguments that a function takes."""
-    return {name: _copied(value) for name, value in taken(function, arguments).items()}
+def _copies(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the arguments that a function takes; of lists row by row, as rows may share what they hold."""
+    return {name: _copied(value) for name, value in arguments_of(function, arguments).items()}
 
 
 def _copied(values: Any) -> Any:
@@ -120,36 +124,25 @@ def _as_it_was(arguments: Mapping[str, Any]) -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def _numbers(name: str, scores: Any, count: int) -> list[float | None]:
-    """What a function of the user's returned, as `count` numbers or Nones; ValueError if it is not that."""
+def _numbers(name: str, answer: Any, count: int) -> list[float]:
+    """What a function returned, as `count` numbers, NaN for None. ValueError if it is not that."""
     wanted = f"it must return a list of {count}, one number, or None, for each completion."
     try:
-        if isinstance(scores, str | bytes | Mapping):
-            raise TypeError(f"a {type(scores).__name__} is no list")
-        numbers = [_number(score) for score in scores]
+        if isinstance(answer, str | bytes | Mapping):
+            raise TypeError("which is no list")
+        if texts := [score for score in answer if isinstance(score, str | bytes)]:
+            raise TypeError(f"{texts[0]!r} is text, not a number")
+        numbers = [math.nan if score is None else float(score) for score in answer]
     except Exception as error:  # of __float__, which may be the user's
-        raise ValueError(f"reward {name!r} returned {_shown(scores)} ({error}): {wanted}") from error
+        raise ValueError(f"reward {name!r} returned a {type(answer).__name__} ({error}): {wanted}") from error
     if len(numbers) != count:
         number = len(numbers) if len(numbers) < count else f"more than {count}"
         raise ValueError(f"reward {name!r} returned {number} scores for {count} completions: {wanted}")
-    for row, value in enumerate(numbers):
-        if value is not None and not math.isfinite(value):
+    for row, (score, value) in enumerate(zip(answer, numbers, strict=True)):
+        if score is not None and not math.isfinite(value):
             kind = "NaN" if math.isnan(value) else value
             raise ValueError(
                 f"reward {name!r} returned {kind} for completion {row}: return finite numbers, or None "
                 "for what it does not judge."
             )
     return numbers
-
-
-def _number(score: Any) -> float | None:
-    if isinstance(score, str | bytes):
-        raise TypeError(f"{score!r} is text, not a number")
-    return None if score is None else float(score)
-
-
-def _shown(scores: Any) -> str:
-    try:
-        return repr(str(scores)[:60])
-    except Exception:  # of __str__
-        return f"a {type(scores).__name__}"

@@ -1,4 +1,4 @@
-"""Reward functions by name or file, and what can be known of them before anything large is loaded."""
+"""Reward functions by name or file, and whether they and the prompts are for each other."""
 
 import functools
 import importlib.util
@@ -19,10 +19,8 @@ RewardFunction = Callable[..., Any]
 """In TRL's convention, perhaps a coroutine function."""
 
 PROMPTS_LOOKED_AT = 1000
-"""Of each task, or of a file's rows, for whether there are the columns that rewards need."""
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_ALWAYS_GIVEN = ("prompts", "completions", "completion_ids")
-ON_REQUEST = ("trainer_state", "log_extra", "log_metric")
+"""Of each task, for whether there are the columns that rewards need."""
+_ON_REQUEST = ("trainer_state", "log_extra", "log_metric")
 """What a reward gets that has a parameter for it."""
 
 
@@ -56,15 +54,10 @@ def load_reward(spec: str) -> tuple[str, RewardFunction]:
         )
     if not path.is_file():
         raise ValueError(f"reward {spec!r}: there is no file {str(path)!r}.")
-    try:
-        module = _module(path, path.stat().st_mtime_ns)
-    except ImportError as error:
-        if not isinstance(error.__cause__, Exception):
-            raise ValueError(f"reward {spec!r}: {str(path)!r} is not a Python file.") from error
-        raise ValueError(f"reward {spec!r}: {str(path)!r} fails on import: {error.__cause__!r}") from error
+    module = _module(path, path.stat().st_mtime_ns)
     function = getattr(module, name, None)
     if not callable(function):
-        there = [n for n, value in vars(module).items() if inspect.isfunction(value)]
+        there = [name for name, value in vars(module).items() if inspect.isfunction(value)]
         raise ValueError(
             f"reward {spec!r}: {str(path)!r} has no function {name!r}; it has {', '.join(there)}."
         )
@@ -82,7 +75,7 @@ def _module(path: Path, changed_ns: int) -> ModuleType:
     """Run once as it is; its folder is searched last for what it imports.
 
     Processes that it starts import it by its name, the file's: but where that is a module's that is there, as
-    of a file called rewards.py. ImportError where that cannot be, caused by what the file raised.
+    of a file called rewards.py. ValueError where that cannot be, with what the file raised.
     """
     path = path.resolve()
     if str(path.parent) not in sys.path:
@@ -92,7 +85,7 @@ def _module(path: Path, changed_ns: int) -> ModuleType:
     name = path.stem if own else f"reward_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ImportError(path)
+        raise ValueError(f"reward file {str(path)!r} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
@@ -102,55 +95,8 @@ def _module(path: Path, changed_ns: int) -> ModuleType:
         sys.path[:] = places  # where it wants to find what it imports later
     except Exception as error:
         del sys.modules[spec.name]
-        raise ImportError(path) from error
+        raise ValueError(f"reward file {str(path)!r} fails on import: {error!r}") from error
     return module
-
-
-def is_async(function: RewardFunction) -> bool:
-    """Whether calling it gives a coroutine: a function's own, or that of an object which is called."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
-
-
-def taken(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the arguments all that it has to take, and those on request that it takes."""
-    refused = _not_taken(function, ON_REQUEST)
-    return {name: value for name, value in arguments.items() if name not in refused}
-
-
-def check_tasks(functions: Mapping[str, RewardFunction], tasks: Collection[str]) -> None:
-    """ValueError if there are prompts that no reward will score. A user's own scores any."""
-    known = {"policy": "P:", "environment": "A:"}
-    own = [function for function in functions.values() if isinstance(function, WeightedReward)]
-    if len(own) < len(functions):
-        return
-    scored = {function.prefix for function in own}
-    for task in sorted(tasks):
-        if known.get(task) not in scored:
-            other = {"policy": "--policy-share 0", "environment": "--policy-share 1"}.get(task)
-            remedy = f"add --reward {task}, or give {other}" if other else "give --reward file.py:name"
-            raise ValueError(f"no reward in {', '.join(functions)} scores {task} prompts: {remedy}.")
-
-
-def check_columns(functions: Mapping[str, RewardFunction], prompts: Sequence[Prompt]) -> None:
-    """ValueError if a user's reward needs what no prompt has, or does not take what it is given."""
-    there = list(collate(prompts))
-    for name, function in functions.items():
-        if isinstance(function, WeightedReward):
-            continue
-        missing = [column for column in _needed_columns(function) if column not in there]
-        if missing and prompts:
-            columns = f"column{'s' * (len(missing) > 1)} {', '.join(missing)}"
-            raise ValueError(
-                f"reward {name!r} needs the {columns}; the prompts have {', '.join(there) or 'none'}: "
-                "give --prompts with it, or the function a default."
-            )
-        if too_many := _not_taken(function, [*_ALWAYS_GIVEN, *there]):
-            raise ValueError(
-                f"reward {name!r} does not take {', '.join(too_many)}, which every reward is given: "
-                "add **columns to its parameters."
-            )
 
 
 def _name(function: RewardFunction) -> str:
@@ -159,22 +105,48 @@ def _name(function: RewardFunction) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _parameters(function: RewardFunction) -> list[inspect.Parameter]:
+def check_tasks(functions: Mapping[str, RewardFunction], tasks: Collection[str]) -> None:
+    """ValueError if there are prompts that no reward will score. A user's own scores any."""
+    known = {"policy": "P:", "environment": "A:"}
+    scored = {function.prefix for function in functions.values() if isinstance(function, WeightedReward)}
+    if not all(isinstance(function, WeightedReward) for function in functions.values()):
+        return
+    for task in sorted(tasks):
+        if known.get(task) not in scored:
+            other = {"policy": "--policy-share 0", "environment": "--policy-share 1"}.get(task)
+            remedy = f"add --reward {task}, or give {other}" if other else "give --reward file.py:name"
+            raise ValueError(f"no reward in {', '.join(functions)} scores {task} prompts: {remedy}.")
+
+
+def check_columns(functions: Mapping[str, RewardFunction], prompts: Sequence[Prompt]) -> None:
+    """ValueError if a reward needs what no prompt has, or does not take what it is given."""
+    if not prompts:  # as an evaluation without any finds, which says so
+        return
+    names = ["prompts", "completions", "completion_ids", *collate(prompts)]
+    for name, function in functions.items():
+        arguments = arguments_of(function, dict.fromkeys([*names, *_ON_REQUEST]))
+        try:
+            _signature(function).bind(**arguments)
+        except TypeError as error:
+            raise ValueError(
+                f"reward {name!r} is called with {', '.join(names)}: {error}. Give --prompts "
+                "that have it, or the function a default, and **columns for what it does not use."
+            ) from error
+
+
+def arguments_of(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that it is called with: all, but of those on request the ones that it has a parameter for."""
+    parameters = _signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {
+        name: value
+        for name, value in arguments.items()
+        if takes_any or name in parameters or name not in _ON_REQUEST
+    }
+
+
+def _signature(function: RewardFunction) -> inspect.Signature:
     try:
-        return list(inspect.signature(function).parameters.values())
+        return inspect.signature(function)
     except (TypeError, ValueError):  # not written in Python: it may take anything
-        return [inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)]
-
-
-def _needed_columns(function: RewardFunction) -> list[str]:
-    """What it wants by name besides what is always given."""
-    needed = [p.name for p in _parameters(function) if p.kind in _BY_NAME and p.default is p.empty]
-    return [name for name in needed if name not in (*_ALWAYS_GIVEN, *ON_REQUEST)]
-
-
-def _not_taken(function: RewardFunction, given: Sequence[str]) -> list[str]:
-    """What it is given by name and has no parameter for."""
-    parameters = _parameters(function)
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return []
-    return sorted({*given} - {p.name for p in parameters if p.kind in _BY_NAME})
+        return inspect.signature(lambda **columns: None)

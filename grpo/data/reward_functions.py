@@ -2,15 +2,15 @@
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo.data import collate
-from grpo.data.reward_calls import call, call_together
-from grpo.data.reward_files import RewardFunction, check_columns, check_tasks, is_async, load_rewards
+from grpo.data.reward_calls import call_all
+from grpo.data.reward_files import RewardFunction, check_columns, check_tasks, load_rewards
 from grpo.types import Prompt, Rollout, exchanged
 from rewards.engine import EnginePool
 from rewards.policy import PolicyReward
@@ -38,15 +38,20 @@ class Scores:
     @property
     def rewards(self) -> Tensor:
         """(N,) weighted sums. ValueError for a row that no function scored."""
-        return combine_rewards(self.table, self.weights)
+        rewards = self.rewards_where_scored
+        if rows := rewards.isnan().nonzero().flatten().tolist():
+            raise ValueError(
+                f"No reward function scored row {rows[0]} ({len(rows)} of {len(rewards)} rows). Every "
+                "completion needs at least one number: add a reward function for that kind of prompt, or "
+                "leave such prompts out."
+            )
+        return rewards
 
     @property
     def rewards_where_scored(self) -> Tensor:
-        """(N,) weighted sums, NaN for a row that no function scored."""
-        scored = ~self.table.isnan().all(1)
-        rewards = torch.full((len(self.table),), torch.nan, dtype=self.table.dtype)
-        rewards[scored] = combine_rewards(self.table[scored], self.weights)
-        return rewards
+        """(N,) weighted sums, in which NaN adds nothing, as in TRL; NaN for a row that no function scored."""
+        rewards = (self.table * self.weights).nansum(dim=1)
+        return rewards.masked_fill(self.table.isnan().all(dim=1), torch.nan)
 
     @staticmethod
     def join(parts: Sequence["Scores"]) -> "Scores":
@@ -87,30 +92,25 @@ class TrainerState:
     max_steps: int = 0
 
 
-@dataclass
-class _Said:
+class _Log:
     """What rewards log about N completions."""
 
-    count: int
-    extra: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: dict[str, list[float]] = field(default_factory=dict)
+    def __init__(self, count: int) -> None:
+        self.rows: list[dict[str, Any]] = [{} for _ in range(count)]
+        self.metrics: dict[str, list[float]] = {}
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """A column of the completions' table, one value a completion. ValueError for another number."""
-        if len(values) != self.count:
-            raise ValueError(f"log_extra({column!r}) got {len(values)} values for {self.count} completions")
-        self.extra[column] = [_plain(value) for value in values]
+        if len(values) != len(self.rows):
+            raise ValueError(
+                f"log_extra({column!r}) got {len(values)} values for {len(self.rows)} completions"
+            )
+        for row, value in zip(self.rows, values, strict=True):
+            row[column] = value if isinstance(value, bool | int | float | str | None) else str(value)
 
     def log_metric(self, name: str, value: float) -> None:
         """One number for the step; of several the mean is logged."""
         self.metrics.setdefault(name, []).append(float(value))
-
-    def rows(self) -> list[dict[str, Any]]:
-        return [{name: values[row] for name, values in self.extra.items()} for row in range(self.count)]
-
-
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def _joined(parts: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
@@ -150,81 +150,43 @@ class RewardFunctions:
 
     def __call__(self, rollout: Rollout) -> Scores:
         """Score a rollout. RewardFailed, or ValueError for an answer that is not one score a completion."""
-        prompts, said = rollout.row_prompts, _Said(len(rollout.completions))
+        prompts, log = rollout.row_prompts, _Log(len(rollout.completions))
+        ids = zip(rollout.completion_ids.tolist(), rollout.lengths.tolist(), strict=True)
         arguments: dict[str, Any] = {
             "prompts": [prompt.asked for prompt in prompts],
-            "completions": [
-                prompt.said(text) for prompt, text in zip(prompts, rollout.completions, strict=True)
-            ],
-            "completion_ids": [
-                row[:length]
-                for row, length in zip(rollout.completion_ids.tolist(), rollout.lengths.tolist(), strict=True)
-            ],
+            "completions": list(map(Prompt.said, prompts, rollout.completions)),
+            "completion_ids": [row[:length] for row, length in ids],
             **collate(prompts),
             "trainer_state": self.state,
-            "log_extra": said.log_extra,
-            "log_metric": said.log_metric,
+            "log_extra": log.log_extra,
+            "log_metric": log.log_metric,
         }
         components: list[dict[str, float]] = [{} for _ in prompts]
-        scores: dict[str, list[float | None]] = {}
+        users = {name: each for name, each in self._functions.items() if not isinstance(each, WeightedReward)}
+        scores = call_all(users, arguments)
         for name, function in self._functions.items():
             if isinstance(function, WeightedReward):
                 parts = function.components(**arguments)
-                scores[name] = [None if row is None else function.mean(row) for row in parts]
-                for row, part in enumerate(parts):
-                    components[row].update({f"{name}/{key}": value for key, value in (part or {}).items()})
-            elif not is_async(function):
-                scores[name] = call(name, function, arguments)
-        if waiting := {name: each for name, each in self._functions.items() if is_async(each)}:
-            scores |= call_together(waiting, arguments)
-        columns = [
-            [torch.nan if score is None else score for score in scores[name]] for name in self._functions
-        ]
+                means = (None if part is None else function.mean(part) for part in parts)
+                scores[name] = [torch.nan if mean is None else mean for mean in means]
+                for row, part in zip(components, parts, strict=True):
+                    row.update({f"{name}/{key}": value for key, value in (part or {}).items()})
+        columns = [scores[name] for name in self._functions]
         table = torch.tensor(columns, dtype=torch.float64).T  # (N, F)
-        return Scores(tuple(self._functions), table, self._weights, components, said.rows(), said.metrics)
+        return Scores(tuple(self._functions), table, self._weights, components, log.rows, log.metrics)
 
     def judged(self, scores: Scores, completions: Sequence[str]) -> Iterator[Judged]:
         """By component of our own rewards, what it adds to `scores.rewards`, and what it judges."""
         for (name, function), weight in zip(self._functions.items(), self._weights.tolist(), strict=True):
-            if isinstance(function, WeightedReward):
-                names = {f"{name}/{key}": key for key in function.weights}
-                rows = [
-                    {names[each]: value for each, value in row.items() if each in names}
-                    for row in scores.components
-                ]
-                yield from judged_by(function, rows, completions, weight)
-
-
-def judged_by(
-    function: WeightedReward,
-    rows: Sequence[Mapping[str, float]],
-    completions: Sequence[str],
-    weight: float = 1.0,
-) -> Iterator[Judged]:
-    """By component of one reward. rows: the components of each completion, none where it is another's."""
-    shares = [function.shares(row) for row in rows]
-    for component in dict.fromkeys(key for row in shares for key in row):
-        values = torch.tensor([weight * row.get(component, 0.0) for row in shares], dtype=torch.float64)
-        yield Judged(values, [function.field_of(component, text) for text in completions])
-
-
-def combine_rewards(rewards_per_function: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of what each reward function said, `(N, F)` and `(F,)` to `(N,)`.
-
-    NaN means "not mine" (a reward function returned None) and adds nothing, as in TRL's weighted
-    `nansum`. A row that every function left out raises a ValueError that names it.
-    """
-    if rewards_per_function.ndim != 2 or weights.shape != rewards_per_function.shape[1:]:
-        raise ValueError(
-            f"Rewards of shape {tuple(rewards_per_function.shape)} do not go with weights of shape "
-            f"{tuple(weights.shape)}: give (N, F) rewards and one weight for each of the F functions."
-        )
-    unscored = rewards_per_function.isnan().all(dim=1)
-    if unscored.any():
-        rows = unscored.nonzero().flatten().tolist()
-        raise ValueError(
-            f"No reward function scored row {rows[0]} ({len(rows)} of {len(unscored)} rows). Every "
-            "completion needs at least one number: add a reward function for that kind of prompt, or "
-            "leave such prompts out."
-        )
-    return (rewards_per_function * weights.to(rewards_per_function)).nansum(dim=1)
+            if not isinstance(function, WeightedReward):
+                continue
+            names = {f"{name}/{key}": key for key in function.weights}
+            shares = [
+                function.shares({names[key]: value for key, value in row.items() if key in names})
+                for row in scores.components
+            ]
+            for component in dict.fromkeys(key for row in shares for key in row):
+                values = torch.tensor(
+                    [weight * row.get(component, 0.0) for row in shares], dtype=torch.float64
+                )
+                yield Judged(values, [function.field_of(component, text) for text in completions])

@@ -14,8 +14,7 @@ from typing import Any
 import chess
 import chess.pgn
 
-from grpo.data.asking import Columns, other_columns
-from grpo.data.intake import Intake
+from grpo.data.maker import Columns, PromptMaker, other_columns
 from grpo.prompt import Prompt
 from rewards.formats import (
     BY_ROOK,
@@ -27,33 +26,38 @@ from rewards.formats import (
     usual_move,
 )
 
-_NO_COLUMNS: Columns = {}
+Question = tuple[str, dict[str, Any]]
+"""The text and the columns of a prompt."""
 
 
-def from_line(line: str, row_id: str, intake: Intake) -> list[Prompt]:
+def from_line(line: str, row_id: str, maker: PromptMaker) -> list[Prompt]:
     """A RookWorld line, padded or not; everything after the prompt may be missing."""
-    return [_line_prompt(line, row_id, intake, {})]
+    return [Prompt(row_id, *_line(line, maker))]
 
 
-def from_record(record: Columns | ValueError, row_id: str, intake: Intake) -> list[Prompt]:
+def from_record(record: Columns | ValueError, row_id: str, maker: PromptMaker) -> list[Prompt]:
     """A row of columns, or why there is none. The others are kept for the rewards.
 
     The first of `prompt`, `text` and `fen` that has a value says what it is, if the settings do not.
     """
     if isinstance(record, ValueError):
         raise record
-    if intake.asking.is_chosen or record.get("prompt") is not None:
-        return [intake.asking.prompt(row_id, record)]
-    for name, build in (("text", _text), ("fen", _position)):
-        if record.get(name) is not None:
-            return [build(record, row_id, intake)]
-    raise ValueError(
-        f"none of the columns `prompt`, `text`, `fen` has a value: name one of {', '.join(record)} with "
-        "--prompt-column"
-    )
+    if maker.is_asked or record.get("prompt") is not None:
+        return [maker.render_prompt(row_id, record)]
+    name = next((name for name in ("text", "fen") if record.get(name) is not None), None)
+    if name is None:
+        raise ValueError(
+            f"none of the columns `prompt`, `text`, `fen` has a value: name one of {', '.join(record)} with "
+            "--prompt-column"
+        )
+    if not isinstance(record[name], str):
+        raise ValueError(f"`{name}` is {type(record[name]).__name__}, not text")
+    others = other_columns(record, name)
+    text, columns = _line(record[name], maker) if name == "text" else _position(record, maker)
+    return [Prompt(row_id, text, others | columns)]
 
 
-def from_json(line: str, row_id: str, intake: Intake) -> list[Prompt]:
+def from_json(line: str, row_id: str, maker: PromptMaker) -> list[Prompt]:
     """One JSON object, its keys the columns."""
     try:
         record = json.loads(line, parse_float=finite)
@@ -61,7 +65,7 @@ def from_json(line: str, row_id: str, intake: Intake) -> list[Prompt]:
         raise ValueError("nested too deep") from None
     if not isinstance(record, dict):
         raise ValueError(f"not a JSON object: {line[:60]!r}")
-    return from_record(record, row_id, intake)
+    return from_record(record, row_id, maker)
 
 
 def finite(text: str) -> float:
@@ -71,7 +75,7 @@ def finite(text: str) -> float:
     return number
 
 
-def from_position(line: str, row_id: str, intake: Intake) -> list[Prompt]:
+def from_position(line: str, row_id: str, maker: PromptMaker) -> list[Prompt]:
     """A FEN or EPD line: what to play there, and what one random legal move leads to.
 
     The move is drawn with the position as the seed, so that a held-out set is the same in all runs.
@@ -83,13 +87,13 @@ def from_position(line: str, row_id: str, intake: Intake) -> list[Prompt]:
         board = chess.Board(None)
         board.set_epd(line.strip())
     fen = board.fen()
-    policy = _policy(board, fen, None, f"{row_id}:policy", intake)
+    policy = Prompt(f"{row_id}:policy", *_policy(board, fen, None, maker))
     moves = sorted(move.uci() for move in board.legal_moves)
     move = random.Random(f"move {fen}").choice(moves)
-    return [policy, _environment(board, fen, move, [move], f"{row_id}:environment")]
+    return [policy, Prompt(f"{row_id}:environment", *_environment(board, fen, move, [move]))]
 
 
-def from_game(game: chess.pgn.Game, row_id: str, intake: Intake) -> list[Prompt]:
+def from_game(game: chess.pgn.Game, row_id: str, maker: PromptMaker) -> list[Prompt]:
     """All positions of a game's main line, and all its moves with their real history.
 
     Ids count half-moves: "games.pgn:3.17:policy" is what to play after 17 of them in game 3.
@@ -99,72 +103,50 @@ def from_game(game: chess.pgn.Game, row_id: str, intake: Intake) -> list[Prompt]
     board = game.board()
     if board.uci_variant != "chess" or board.chess960:
         raise ValueError("not standard chess")
-    prompts: list[Prompt] = []
-    history: list[str] = []
     moves = list(game.mainline_moves())
     if not all(moves):
         raise ValueError("there is a null move in it")
+    prompts: list[Prompt] = []
     for ply in range(len(moves) + 1):
         fen, row = board.fen(), f"{row_id}.{ply}"
         if moves and not board.is_game_over():
-            prompts.append(_policy(board, fen, None, f"{row}:policy", intake))
-        if ply == len(moves):
-            break
-        move = moves[ply]
-        history = [*history, move.uci()][-MAX_HISTORY:]
-        prompts.append(_environment(board, fen, move.uci(), history, f"{row}:environment"))
-        board.push(move)
+            prompts.append(Prompt(f"{row}:policy", *_policy(board, fen, None, maker)))
+        if ply < len(moves):
+            history = [move.uci() for move in moves[: ply + 1][-MAX_HISTORY:]]
+            prompts.append(Prompt(f"{row}:environment", *_environment(board, fen, history[-1], history)))
+            board.push(moves[ply])
     return prompts
 
 
-# ------------------------------------------------------------------------------------------ records
+# ---------------------------------------------------------------------------------------- questions
 
 
-def _text(record: Columns, row_id: str, intake: Intake) -> Prompt:
-    if not isinstance(record["text"], str):
-        raise ValueError(f"`text` is {type(record['text']).__name__}, not text")
-    return _line_prompt(record["text"], row_id, intake, other_columns(record, "text"))
-
-
-def _position(record: Columns, row_id: str, intake: Intake) -> Prompt:
-    if not isinstance(record["fen"], str):
-        raise ValueError(f"`fen` is {type(record['fen']).__name__}, not text")
-    board = chess.Board(record["fen"])
-    others = other_columns(record, "fen")
-    if (action := record.get("action")) is None:
-        moves, evals = _entries(record.get("moves")), _entries(record.get("evals"))
-        labels = None if moves is None and evals is None else (moves or [], evals or [])
-        return _policy(board, board.fen(), labels, row_id, intake, others)
-    history = _entries(record.get("history")) or [action]
-    if usual_move(board, str(history[-1])) != usual_move(board, str(action)):
-        raise ValueError(f"`history` ends with the action: {history[-1]!r} is not {action!r}")
-    return _environment(board, board.fen(), action, history, row_id, others)
-
-
-def _entries(value: Any) -> list[Any] | None:
-    """A list, or text of words."""
-    if value is None:
-        return None
-    entries = value.split() if isinstance(value, str) else value
-    if not isinstance(entries, list):
-        raise ValueError(f"expected a list, not {str(value)[:60]!r}")
-    return entries
-
-
-# ------------------------------------------------------------------------------------------ prompts
-
-
-def _line_prompt(line: str, row_id: str, intake: Intake, others: Columns) -> Prompt:
+def _line(line: str, maker: PromptMaker) -> Question:
     line = line.strip()
     if line.startswith("P:"):
-        return _policy_line(line, row_id, intake, others)
+        return _policy_line(line, maker)
     if not line.startswith("A:"):
         raise ValueError(f"a RookWorld line starts with 'P:' or 'A:', not {line[:10]!r}")
     fields = line[2:].split("+")
     if len(fields) != 7 and (len(fields) != 4 or fields[3]):
         raise ValueError(f"an environment line has seven fields joined by '+', this one {len(fields)}")
     fen, board = _set_up(fields[0])
-    return _environment(board, fen, fields[1].strip(), fields[2].split(), row_id, others)
+    return _environment(board, fen, fields[1].strip(), fields[2].split())
+
+
+def _policy_line(line: str, maker: PromptMaker) -> Question:
+    fen, label, rest = line[2:].partition("M:")
+    fen, board = _set_up(fen)
+    if not label:
+        return _policy(board, fen, None, maker)
+    answer = parse_policy_completion(label + rest)
+    if not answer.well_formed:
+        raise ValueError(f"moves, evals or best move missing or malformed: {rest[:60]!r}")
+    text, columns = _policy(board, fen, (answer.moves, answer.evals), maker)
+    best = usual_move(board, answer.best), max(columns["evals"])
+    maker.num_labelled += 1
+    maker.num_upside_down += best not in zip(columns["moves"], columns["evals"], strict=True)
+    return text, columns
 
 
 def _set_up(text: str) -> tuple[str, chess.Board]:
@@ -175,38 +157,38 @@ def _set_up(text: str) -> tuple[str, chess.Board]:
     return fen, chess.Board(fen)
 
 
-def _policy_line(line: str, row_id: str, intake: Intake, others: Columns) -> Prompt:
-    fen, label, rest = line[2:].partition("M:")
-    fen, board = _set_up(fen)
-    if not label:
-        return _policy(board, fen, None, row_id, intake, others)
-    answer = parse_policy_completion(label + rest)
-    if not answer.well_formed:
-        raise ValueError(f"moves, evals or best move missing or malformed: {rest[:60]!r}")
-    prompt = _policy(board, fen, (answer.moves, answer.evals), row_id, intake, others)
-    intake.num_labelled += 1
-    moves, evals = prompt.columns["moves"], prompt.columns["evals"]
-    intake.num_upside_down += (usual_move(board, answer.best), max(evals)) not in zip(
-        moves, evals, strict=True
-    )
-    return prompt
+def _position(record: Columns, maker: PromptMaker) -> Question:
+    """Of a record with a column `fen`."""
+    board = chess.Board(record["fen"])
+    if (action := record.get("action")) is None:
+        moves, evals = _entries(record.get("moves")), _entries(record.get("evals"))
+        labels = None if moves is None and evals is None else (moves or [], evals or [])
+        return _policy(board, board.fen(), labels, maker)
+    history = _entries(record.get("history")) or [action]
+    if usual_move(board, str(history[-1])) != usual_move(board, str(action)):
+        raise ValueError(f"`history` ends with the action: {history[-1]!r} is not {action!r}")
+    return _environment(board, board.fen(), action, history)
+
+
+def _entries(value: Any) -> list[Any] | None:
+    """A list, or text of words."""
+    entries = value.split() if isinstance(value, str) else value
+    if not isinstance(entries, list | None):
+        raise ValueError(f"expected a list, not {str(value)[:60]!r}")
+    return entries
 
 
 def _policy(
-    board: chess.Board,
-    fen: str,
-    labels: tuple[Sequence[Any], Sequence[Any]] | None,
-    row_id: str,
-    intake: Intake,
-    others: Columns = _NO_COLUMNS,
-) -> Prompt:
+    board: chess.Board, fen: str, labels: tuple[Sequence[Any], Sequence[Any]] | None, maker: PromptMaker
+) -> Question:
+    """labels: moves and their evals."""
     if not board.is_valid():
         raise ValueError(f"not a possible position: {fen} ({board.status().name})")
     if board.is_game_over():
         raise ValueError(f"the game is over in {fen}")
     moves, evals = (None, None) if labels is None else _labels(board, *labels)
-    columns = {**others, "task": "policy", "fen": fen, "moves": moves, "evals": evals}
-    return Prompt(row_id, policy_prompt(fen, trailing_space=intake.trailing_space), columns)
+    columns = {"task": "policy", "fen": fen, "moves": moves, "evals": evals}
+    return policy_prompt(fen, trailing_space=maker.settings.trailing_space), columns
 
 
 def _labels(board: chess.Board, moves: Sequence[Any], evals: Sequence[Any]) -> tuple[list[str], list[float]]:
@@ -226,20 +208,14 @@ def _labels(board: chess.Board, moves: Sequence[Any], evals: Sequence[Any]) -> t
     return [usual_move(board, move) for move in moves], numbers
 
 
-def _environment(
-    board: chess.Board,
-    fen: str,
-    action: Any,
-    history: Sequence[Any],
-    row_id: str,
-    others: Columns = _NO_COLUMNS,
-) -> Prompt:
+def _environment(board: chess.Board, fen: str, action: Any, history: Sequence[Any]) -> Question:
+    """history: moves up to the action."""
     moves = list(history)[-MAX_HISTORY:]
     if not all(isinstance(move, str) and is_move(move) for move in [action, *moves]):
         raise ValueError(f"not all UCI moves: {action!r}, history {moves}")
     action, moves = usual_move(board, action), _usual_history(board, moves)
-    columns = {**others, "task": "environment", "fen": fen, "action": action, "history": moves}
-    return Prompt(row_id, environment_prompt(fen, action, moves), columns)
+    columns = {"task": "environment", "fen": fen, "action": action, "history": moves}
+    return environment_prompt(fen, action, moves), columns
 
 
 def _usual_history(board: chess.Board, moves: Sequence[str]) -> list[str]:

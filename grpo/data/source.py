@@ -9,133 +9,143 @@ import hashlib
 import heapq
 import math
 import random
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from grpo.data.split import heldout_fraction, lowest_hashes
 from grpo.prompt import Prompt
 
 CHESS_COLUMNS = ("task", "fen", "moves", "evals", "action", "history")
 
 
-class Lane(Protocol):
-    """An endless order of one task's prompts."""
+class ByNumber(Protocol):
+    """Prompts, in memory or made when they are asked for."""
 
-    def take(self) -> Prompt: ...
-    def longest(self, count: int) -> list[Prompt]: ...
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: dict[str, Any]) -> None: ...
+    def __getitem__(self, number: int, /) -> Prompt: ...
 
 
-class MemoryLane:
-    """Prompts that are all in memory, in a new order every epoch."""
+class Lane:
+    """One task's prompts, each once an epoch, in a new order every epoch, without an end.
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, task: str) -> None:
-        assert prompts
-        self._prompts = prompts
-        self._seed = f"{seed} {task}"
-        self._position: int
-        self._begin(0)
+    Of each prompt its number among all is kept, and how many characters it has.
+    """
 
-    def take(self) -> Prompt:
-        prompt = self._next()
+    def __init__(self, seed: str) -> None:
+        self.numbers, self.lengths = array("q"), array("q")
+        self._seed, self._epoch, self._position = seed, 0, 0
+        self._order: Sequence[int] = ()
+        """Of the epoch, from its first draw on."""
+
+    def take(self) -> int:
+        """The next number."""
+        self._order = self._order or shuffled(len(self.numbers), f"{self._seed} {self._epoch}")
+        number = self.numbers[self._order[self._position]]
         self._position += 1
         if self._position == len(self._order):
-            self._begin(self._epoch + 1)
-        return prompt
+            self._epoch, self._position, self._order = self._epoch + 1, 0, ()
+        return number
 
-    def longest(self, count: int) -> list[Prompt]:
-        return heapq.nlargest(count, self._prompts, key=lambda prompt: len(prompt.text))
+    def longest(self, count: int) -> list[int]:
+        """Numbers of the prompts with the most characters."""
+        places = heapq.nlargest(count, range(len(self.lengths)), key=self.lengths.__getitem__)
+        return [self.numbers[place] for place in places]
 
-    def state(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "position": self._position, "next": self._next().id}
+    def state(self) -> dict[str, int]:
+        return {"epoch": self._epoch, "position": self._position}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        self._begin(state["epoch"])
-        self._position = state["position"]
-        assert self._next().id == state["next"], "the source compares the rows before"
-
-    def _begin(self, epoch: int) -> None:
-        self._epoch, self._position = epoch, 0
-        self._order = shuffled(len(self._prompts), f"{self._seed} {epoch}")
-
-    def _next(self) -> Prompt:
-        return self._prompts[self._order[self._position]]
+    def restore(self, state: dict[str, int]) -> None:
+        self._epoch, self._position, self._order = state["epoch"], state["position"], ()
 
 
 class PromptSource:
     """The prompts of a run: `draw` the next ones for training, `heldout` for evaluation.
 
-    The two have no position in common. With lanes for both chess tasks, `policy_share` of the
-    prompts are policy prompts, spread evenly; with one lane it plays no part.
+    It is filled once, by `add`. The two have no position in common. With lanes for both chess tasks,
+    `policy_share` of the prompts are policy prompts, spread evenly; with one lane it plays no part.
     """
 
     def __init__(
-        self,
-        lanes: dict[str, Lane],
-        heldout: list[Prompt],
-        *,
-        seed: int,
-        policy_share: float,
-        rows_digest: str,
+        self, prompts: ByNumber, *, seed: int, heldout_share: float = 0.0, heldout_count: int = 0
     ) -> None:
-        self.heldout = heldout
-        self._lanes = lanes
-        self._seed = seed
-        self._policy_share = policy_share
-        self._rows_digest = rows_digest
+        self.lanes: dict[str, Lane] = {}
+        self._held: list[Prompt] = []
+        self.policy_share = 0.5
+        self._prompts, self._seed = prompts, seed
+        self._heldout_share, self._heldout_count = heldout_share, heldout_count
+        self._digest = hashlib.sha256()
         self._num_drawn = 0
+
+    def add(self, number: int, prompt: Prompt) -> None:
+        """The prompt of this number, to the side that its position is on."""
+        if self._heldout_share and heldout_fraction(prompt) < self._heldout_share:
+            self._held.append(prompt)
+            if len(self._held) > 10_000 + 10 * self._heldout_count:  # of which most are not used at all
+                self._held = self.heldout
+            return
+        if prompt.task not in self.lanes:
+            self.lanes[prompt.task] = Lane(f"{self._seed} {prompt.task}")
+        lane = self.lanes[prompt.task]
+        lane.numbers.append(number)
+        lane.lengths.append(len(prompt.text))
+        self._digest.update(_identity(prompt))
+
+    @property
+    def heldout(self) -> list[Prompt]:
+        """Those of the lowest hashes, at most `heldout_count` of each task; the others are not trained on."""
+        return lowest_hashes(self._held, self._heldout_count)
 
     @property
     def tasks(self) -> set[str]:
         """The tasks that draws come from."""
-        if len(self._lanes) == 1:
-            return set(self._lanes)
-        return {
-            task
-            for task, share in (("policy", self._policy_share), ("environment", 1 - self._policy_share))
-            if share
-        }
+        if len(self.lanes) == 1:
+            return set(self.lanes)
+        shares = {"policy": self.policy_share, "environment": 1 - self.policy_share}
+        return {task for task, share in shares.items() if share}
 
     def draw(self, count: int) -> list[Prompt]:
         """The next `count` prompts."""
         return [self._take() for _ in range(count)]
 
     def longest(self, count: int) -> list[Prompt]:
-        """The prompts with the most characters, `count` of each lane; of a stream the held-out ones."""
-        known = [prompt for lane in self._lanes.values() for prompt in lane.longest(count)]
-        return known or self.heldout
+        """The prompts with the most characters, `count` of each lane."""
+        return [self._prompts[number] for lane in self.lanes.values() for number in lane.longest(count)]
 
     def state(self) -> dict[str, Any]:
-        """Where the next draw begins, as JSON: per task the epoch and the row."""
+        """Where the next draw begins, as JSON: per task the epoch, and the place in its order."""
         return {
             "seed": self._seed,
-            "rows_digest": self._rows_digest,
+            "rows_digest": _shown(self._digest),
             "num_drawn": self._num_drawn,
-            "lanes": {task: lane.state() for task, lane in self._lanes.items()},
+            "lanes": {task: lane.state() for task, lane in self.lanes.items()},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. ValueError if that was with other rows or another seed."""
+        if any("row" in lane for lane in state["lanes"].values()):  # which says where a block began
+            raise ValueError(
+                "the checkpoint is of a run that streamed its prompts from the hub, in an order that is not "
+                "made any more: start a new run from its weights, with its folder as --model"
+            )
         if state["seed"] != self._seed:
             raise ValueError(f"the checkpoint drew its prompts with seed {state['seed']}, not {self._seed}")
-        if state["rows_digest"] != self._rows_digest:
+        if state["rows_digest"] != _shown(self._digest):
             raise ValueError(
                 "the training prompts are not those of the checkpoint: resume with the same --prompts, "
                 "prompt settings and --max-new-tokens, or start a new run from the checkpoint's weights with "
                 "--model"
             )
-        for task, lane in self._lanes.items():
+        for task, lane in self.lanes.items():
             lane.restore(state["lanes"][task])
         self._num_drawn = state["num_drawn"]
 
     def _take(self) -> Prompt:
-        before, after = (math.floor(n * self._policy_share) for n in (self._num_drawn, self._num_drawn + 1))
+        before, after = (math.floor(n * self.policy_share) for n in (self._num_drawn, self._num_drawn + 1))
         task = "policy" if after > before else "environment"
-        if len(self._lanes) == 1:
-            (task,) = self._lanes
-        prompt = self._lanes[task].take()
+        if len(self.lanes) == 1:
+            (task,) = self.lanes
         self._num_drawn += 1
-        return prompt
+        return self._prompts[self.lanes[task].take()]
 
 
 def collate(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
@@ -150,14 +160,19 @@ def collate(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
 
 def digest(prompts: Iterable[Prompt]) -> str:
     """Tells two sets of prompts apart."""
-    total = hashlib.sha256()
-    for prompt in prompts:
-        total.update(f"{prompt.id}\0{prompt.text}\0".encode(errors="surrogatepass"))
-    return total.hexdigest()[:16]
+    return _shown(hashlib.sha256(b"".join(map(_identity, prompts))))
 
 
-def shuffled(count: int, seed: str) -> list[int]:
-    """The numbers below `count` in an order that is the same on every machine."""
-    order = list(range(count))
+def _identity(prompt: Prompt) -> bytes:
+    return f"{prompt.id}\0{prompt.text}\0".encode(errors="surrogatepass")
+
+
+def _shown(digest: Any) -> str:
+    return digest.hexdigest()[:16]
+
+
+def shuffled(count: int, seed: str) -> Sequence[int]:
+    """The numbers below `count` in an order that is the same on every machine, in 8 bytes each."""
+    order = array("q", range(count))
     random.Random(seed).shuffle(order)
     return order

@@ -1,6 +1,7 @@
 """Which side of the held-out split a position is on: a property of the position, not of the data."""
 
 import hashlib
+import heapq
 from collections.abc import Iterable
 
 import chess
@@ -10,36 +11,13 @@ from grpo.prompt import Prompt
 HELDOUT_SHARE = 0.05
 
 
-def is_heldout(fen: str, share: float = HELDOUT_SHARE) -> bool:
-    """Whether a position belongs to the held-out side: a property of the position alone.
-
-    Only placement, side to move, castling and en passant count, not the move counters.
-    """
-    return _fraction(_first_fields(fen)) < share
-
-
-def split(prompts: Iterable[Prompt], share: float, heldout_count: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Training and held-out prompts, both in the order they came.
-
-    Of each task at most `heldout_count` are held out, those of the lowest hashes, so that the
-    choice depends on neither seed nor order; the other prompts of the held-out side are dropped:
-    their positions may not be trained on.
-    """
-    train: list[Prompt] = []
-    hashed: list[tuple[float, int, Prompt]] = []
-    for index, prompt in enumerate(prompts):
-        fraction = heldout_fraction(prompt)
-        if fraction < share:
-            hashed.append((fraction, index, prompt))
-        else:
-            train.append(prompt)
-    chosen: list[tuple[int, Prompt]] = []
-    taken: dict[str, int] = {}
-    for _, index, prompt in sorted(hashed, key=lambda entry: entry[:2]):
-        taken[prompt.task] = taken.get(prompt.task, 0) + 1
-        if taken[prompt.task] <= heldout_count:
-            chosen.append((index, prompt))
-    return train, [prompt for _, prompt in sorted(chosen, key=lambda entry: entry[0])]
+def lowest_hashes(prompts: Iterable[Prompt], count: int) -> list[Prompt]:
+    """At most `count` of each task, in the order they came; which ones depends on neither seed nor order."""
+    by_task: dict[str, list[tuple[float, int, Prompt]]] = {}
+    for place, prompt in enumerate(prompts):
+        by_task.setdefault(prompt.task, []).append((heldout_fraction(prompt), place, prompt))
+    chosen = [entry for entries in by_task.values() for entry in heapq.nsmallest(count, entries)]
+    return [prompt for _, _, prompt in sorted(chosen, key=lambda entry: entry[1])]
 
 
 def heldout_fraction(prompt: Prompt) -> float:

@@ -130,9 +130,6 @@ def kv_bytes_per_token(model: PretrainedConfig, dtype: torch.dtype) -> int:
     return int(2 * text.num_hidden_layers * kv_heads * width * dtype.itemsize)
 
 
-def longest_prompt(source: PromptSource, tokenizer: Tokenizer, config: Config) -> int:
-    """Tokens of the longest prompt that is known beforehand: among the longest texts."""
-    prompts = source.longest(LONGEST_TEXTS)
-    if not prompts:
-        return config.sampling.max_new_tokens
-    return max(1, *map(len, tokenize(prompts, tokenizer)))
+def longest_prompt(source: PromptSource, tokenizer: Tokenizer) -> int:
+    """Tokens of the longest prompt: among the longest texts."""
+    return max(1, *map(len, tokenize(source.longest(LONGEST_TEXTS), tokenizer)))

@@ -66,7 +66,7 @@ def workload(config: Config, device: torch.device, *, absent: str | None = None)
     precision = "bf16" if absent and config.precision == "auto" else config.precision
     source = load_source(config, room_in(model, tokenizer, config.sampling.max_new_tokens))
     return Workload(
-        config, make_target(model, device, precision), longest_prompt(source, tokenizer, config),
+        config, make_target(model, device, precision), longest_prompt(source, tokenizer),
         reference_here=config.reference_device in (None, device.type), processes=launched_processes()[1],
     )  # fmt: skip
 

@@ -33,9 +33,6 @@ from grpo.rollout.decoder import check_decoder
 from grpo.run.checkpoint import Checkpoint
 from grpo.scoring.model_checks import check_scorer
 
-LEAST_HELDOUT = 64
-"""Held-out prompts of a task, if there are any: by them a stream's longest prompts are known beforehand."""
-
 
 def check_shard(config: Config, world: World) -> None:
     """SettingsError for what cannot be sharded."""
@@ -92,10 +89,9 @@ def load_source(config: Config, room: Room | None = None, prompts: str | Rows | 
     prompts = config.prompts if prompts is None else prompts
     check_spec(prompts)
     room = room or prompt_room(config.model, config.sampling.max_new_tokens)
-    num_evaluated = config.eval_prompts if config.eval_interval else 0
     return load_prompts(
         prompts, seed=config.seed, policy_share=config.policy_share,
-        heldout_share=config.heldout_share, heldout_count=max(num_evaluated, LEAST_HELDOUT),
+        heldout_share=config.heldout_share, heldout_count=config.eval_prompts,
         max_bad_share=config.max_bad_share, settings=config.asking, room=room,
     )  # fmt: skip
 

@@ -14,10 +14,10 @@ from rich.console import Console
 from grpo.config import Config
 from grpo.config.sizes import parse_size
 from grpo.data import PromptSource, check_spec
-from grpo.data.asking import template_text
+from grpo.data.maker import template_text
 from grpo.data.reward_files import PROMPTS_LOOKED_AT
 from grpo.data.reward_functions import RewardFunctions
-from grpo.data.split import split
+from grpo.data.split import lowest_hashes
 from grpo.data.tokens import put_behind
 from grpo.distributed import World, open_world
 from grpo.distributed.share import Share
@@ -72,7 +72,7 @@ class Run:
     """As it was before the first step."""
     measured: Measured
     longest_prompt: int
-    """Tokens, of the prompts that are known beforehand."""
+    """Tokens."""
     is_trial: bool = False
     """Whether nothing is to be saved."""
     stays_gathered: bool = False
@@ -139,7 +139,7 @@ def _make_run(config: Config, given: Given, world: World, device: torch.device, 
         optimizer = make_optimizer(policy.model, config.optimizer)
     _tidy_up(device)
     _say_where_texts_end(policy, config)
-    longest = longest_prompt(source, policy.tokenizer, config)
+    longest = longest_prompt(source, policy.tokenizer)
     work = Workload(config, target, longest, reference_device == device, world.size)
     with ExitStack() as limited:
         work, fit, plan = plan_run(
@@ -256,7 +256,7 @@ def _choose_eval_prompts(config: Config, heldout: list[Prompt]) -> list[Prompt]:
     """As many held-out prompts of each task, those of the lowest hashes. It is said where they are few."""
     num_heldout = Counter(prompt.task for prompt in heldout)
     each = -(-config.eval_prompts // max(1, len(num_heldout)))
-    _, chosen = split(heldout, 1.0, each)
+    chosen = lowest_hashes(heldout, each)
     if config.eval_interval and not chosen:
         why = f"--heldout-share {config.heldout_share} holds out no prompts"
         if not config.eval_prompts:

@@ -131,7 +131,7 @@ def check(settings: FindMax) -> Checked:
                 f"prompt_tokens and max_new_tokens are {settings.prompt_tokens} and {new}, but the model "
                 f"reaches {reach} tokens in all: give less."
             )
-        longest = longest_prompt(load_source(train), load_tokenizer(train.model), train)
+        longest = longest_prompt(load_source(train), load_tokenizer(train.model))
         prompt = settings.prompt_tokens or longest
         known["lengths"] = f"{prompt} prompt and {new} new tokens"
         if longest > prompt:

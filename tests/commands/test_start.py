@@ -92,6 +92,7 @@ print(json.dumps(found))
 """
 WRONG = {
     "train_lean.py --stps 3": "--steps", "train_lean.py --memory-limit 24": "no size",
+    "train_lean.py --prompts no.txt": "no file no.txt", "train_lean.py --reward polcy": "not known",
     "train_lean.py --lora-alpha 8": "lora_rank is 0", "monitor_memory.py 20 63": "batch_size is 63",
     "tests/grpo_lean.py evaluate auto --max-new-tokens 0": "max_new_tokens is 0",
     "tests/grpo_lean.py find-max --group-size 1": "group_size is 1",

@@ -29,9 +29,7 @@ from grpo.config import Config, from_flat, parse_command_line
 from grpo.config.groups import LoraSettings, LossSettings, OptimizerSettings, PromptSettings, SamplingSettings
 from grpo.config.reading import read_yaml
 from grpo.data import load_prompts
-from grpo.data.beforehand import check_beforehand
 from grpo.data.reward_files import load_reward, load_rewards
-from grpo.data.reward_functions import combine_rewards
 from grpo.evaluate import Evaluation, evaluate, paired_difference
 from grpo.learning.advantages import group_advantages
 from grpo.learning.loss import StepCounts, adaptive_kl, grpo_loss
@@ -410,6 +408,8 @@ REFUSED: dict[str, list[Row]] = {
               ("a.jsonl", '{"question": "?"}', "name one of question with --prompt-column"),
               ("a.jsonl", '{"prompt": {"role": "user"}}', "`prompt` is dict, and neither text nor a list"),
               ("a.jsonl", '{"prompt": " "}', "`prompt` is empty"),
+              ("a.jsonl", '{"prompt": "a", "answer": -1e400}', "-1e400 is beyond the largest number"),
+              ("a.csv", "prompt,answer\na,-1e400", "-1e400 is beyond the largest number"),
               ("a.jsonl", '{"prompt": "hi", "completions": "x"}', "rename column `completions`"),
               ("a.jsonl", '{"prompt": "hi", "task": "policy"}', "rename column `task`: 'policy' in it means"),
               ("a.jsonl", f'{{"fen": "{START}", "moves": ["e2e4"]}}', "1 moves and 0 evals"),
@@ -504,7 +504,7 @@ REFUSED: dict[str, list[Row]] = {
             ({"before": Path("none.json")}, "none.json is no saved evaluation", "--json"),
             ({"max_new_tokens": 500}, "leaves 12 beside --max-new-tokens 500", "lower"),
         ),
-        (lambda at: check_beforehand(EvaluateConfig(("x",), prompts="no.txt").task), "no file no.txt"),
+        (lambda at: evaluate_models(EvaluateConfig(("x",), prompts="no.txt"), Console()), "no file no.txt"),
         *[(lambda at, text=text: Evaluation.load(at.file("a.json", text)), "a.json is no saved", "--json")
           for text in ("", "[1]", '{"a": {"scores": ["x"], "prompts": ""}}')],
         *each_at(
@@ -570,16 +570,13 @@ REFUSED: dict[str, list[Row]] = {
             ({"rewards": [1.0] * 6, "scale": "std"}, "'std'", "'batch'"),
             ({"rewards": [0.0, 1.0, math.nan, 1.0]}, "row 2 is nan", "finite"),
         ),
-        (lambda at: combine_rewards(torch.ones(3, 2), torch.ones(3)), "(3,)", "one weight for each"),
-        (lambda at: combine_rewards(torch.tensor([[1.0], [math.nan]]), torch.ones(1)),
-         "row 1 (1 of 2 rows)", "add a reward function"),
         *each_at(  # the trainer as a library
             lambda at, given: Trainer(at.config, **{"prompts": LETTERS, "rewards": [short], **given}),
             ({"model": 3}, "model is a int", "give a name"),
             ({"prompts": []}, "no prompts to train on", "the prompts given"),
             ({"prompts": [{"question": "?"}]}, "none of the columns `prompt`"),
             ({"rewards": [short, short]}, "two rewards are called 'short'", "rename one"),
-            ({"rewards": [lambda completions, limit, **columns: []]}, "needs the column limit"),
+            ({"rewards": [lambda completions, limit, **columns: []]}, "missing a required argument: 'limit'"),
         ),
     ],
     "memory": [

@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +10,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from grpo.config import Config, SettingsError
 from grpo.config.groups import PromptSettings
 from grpo.data import Room, load_prompts
-from grpo.data.beforehand import check_beforehand
-from grpo.data.intake import TooLong
+from grpo.data.maker import TooLong
 from grpo.data.tokens import tokenize
 from grpo.prompt import Prompt
 
@@ -158,17 +155,6 @@ def test_plain_columns_become_a_conversation(template):
     assert other.messages == [{"role": "user", "content": "2 + 2?"}]
 
 
-def test_a_missing_chat_template_is_known_before_anything_is_loaded(tmp_path, model_folders, template):
-    prompts = str(template(json.dumps({"prompt": TALK}), "talk.jsonl"))
-    config = Config(model=str(model_folders["gpt2"]), prompts=prompts, reward=("policy",))
-    chat_on = replace(config, prompts="bundled", asking=PromptSettings(chat="on"))
-    for each in (config, replace(config, model="rook-tiny"), chat_on):
-        with pytest.raises(SettingsError, match="no chat template: give --chat-template"):
-            check_beforehand(each)
-    check_beforehand(replace(config, asking=PromptSettings(chat_template=template(CHATML))))
-    check_beforehand(replace(config, model="owner/name"))  # of which nothing is known
-
-
 WAYS_OUT = [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ x['__class__']['__base__'] }}",
     "{{ x|attr('__class__') }}", "{{ x['_' ~ '_class_' ~ '_'] }}", "{{ joiner.__init__.__globals__ }}",
@@ -221,26 +207,11 @@ def test_what_a_row_says_is_never_a_template(template):
 @pytest.mark.parametrize(("name", "mark"), [("sums.csv", ","), ("sums.tsv", "\t")])
 def test_tables_are_read_by_the_names_in_their_first_line(tmp_path, name: str, mark: str):
     lines = [("question", "answer", "code", "share"), (f'"say ""a""{mark}\nand b"', "4", "007", "0.5"),
-             ("b", "", "010", "1e-2")]  # fmt: skip
+             ("b", "", "010", "1e-2"), ("c", "", "", "1e400")]  # fmt: skip
     (tmp_path / name).write_text("\n".join(mark.join(line) for line in lines) + "\n")
     settings = PromptSettings(prompt_column="question")
-    source = load_prompts(str(tmp_path / name), seed=0, heldout_share=0, settings=settings)
+    source = load_prompts(str(tmp_path / name), seed=0, heldout_share=0, settings=settings, max_bad_share=0.5)
     first, second = sorted(source.draw(2), key=lambda prompt: prompt.id)
     assert (first.id, first.text) == (f"{name}:1", f'say "a"{mark}\nand b')
     read = [[row.columns[key] for key in ("answer", "code", "share")] for row in (first, second)]
     assert read == [[4, "007", 0.5], [None, "010", 0.01]]
-
-
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [
-        ("sums.csv", "prompt,answer\na,1.5\na,-1e400\na,2"),
-        ("sums.jsonl", "\n".join(f'{{"prompt": "a", "answer": {n}}}' for n in ("1.5", "-1e400", "2"))),
-    ],
-)
-def test_a_number_beyond_all_numbers_is_not_infinity(tmp_path, file, text):
-    (tmp_path / file).write_text(text)
-    with pytest.raises(ValueError, match=rf"{file}:2: -1e400 is beyond the largest number"):
-        load_prompts(str(tmp_path / file), seed=0)
-    source = load_prompts(str(tmp_path / file), seed=0, heldout_share=0, max_bad_share=0.5)
-    assert sorted(prompt.columns["answer"] for prompt in source.draw(2)) == [1.5, 2]

@@ -27,18 +27,18 @@ from prompt_lines import (
     game_lines,
     ids,
     policy_line,
+    source_of,
     write,
 )
 from pyarrow import Table, parquet
 from safetensors import safe_open
 
 from grpo.config.groups import BUNDLED, PromptSettings, SamplingSettings
-from grpo.data import Prompt, PromptSource, collate, is_heldout, load_prompts
+from grpo.data import Prompt, collate, load_prompts
 from grpo.data import load as load_module
 from grpo.data.files import FORMATS
-from grpo.data.intake import Intake
-from grpo.data.source import MemoryLane
-from grpo.data.split import position
+from grpo.data.maker import PromptMaker
+from grpo.data.split import heldout_fraction, position
 from grpo.evaluate import evaluate
 from grpo.model.load import RolloutModel, load_policy
 from grpo.model.names import BUNDLED_FOLDER
@@ -77,20 +77,9 @@ def test_plain_and_padded_lines_are_one_prompt_and_labels_that_tie_are_not_upsid
     moves = ["e2e4", "d2d4", "a2a3"]
     assert {n: prompt.columns["moves"] for n, prompt in found.items()} == {"1": moves, "2": moves, "3": None}
     for best, upside_down in {"d2d4": 0, "a2a3": 1, "h2h3": 1}.items():
-        intake = Intake("data", max_bad_share=0)
-        FORMATS[".txt"][1](lines[0].replace("B: d2d4", f"B: {best}"), "id", intake)
-        assert (intake.num_labelled, intake.num_upside_down) == (1, upside_down)
-
-
-def test_bad_rows_are_skipped_and_shown_up_to_a_share(tmp_path, logged):
-    spec = write(tmp_path / "lines.txt", [ENVIRONMENT_LINE] * 98 + ["hello", "A: 8/8"])
-    load_prompts(spec, seed=0, heldout_share=0, max_bad_share=0.02)
-    (warning,) = [message for message in logged if message.startswith("WARNING")]
-    assert "2 of 100 rows (2.0%)" in warning and "lines.txt:99: " in warning
-    with pytest.raises(ValueError, match=r"lines.txt:99: .*--max-bad-share 0.02"):
-        load_prompts(spec, seed=0, max_bad_share=0.01)
-    path = write(tmp_path / "mine.jsonl", ['{"prompt": "a"', '{"prompt": "b"}'])
-    assert set(drawn(path, 1, max_bad_share=0.5)) == {"2"}
+        maker = PromptMaker("data", max_bad_share=0)
+        FORMATS[".txt"][1](lines[0].replace("B: d2d4", f"B: {best}"), "id", maker)
+        assert (maker.num_labelled, maker.num_upside_down) == (1, upside_down)
 
 
 PIECES = (BLACK_LINE, ENVIRONMENT_LINE, START, '{"fen": "', '", "moves": ', "bm Nf3;", '"}')
@@ -111,11 +100,11 @@ NAMES = st.sampled_from(["prompt", "text", "fen", "moves", "evals", "action", "h
 @examples(100)
 def test_no_line_or_record_however_broken_raises(kind, line, share, record, is_position):
     position = {"fen": START, "moves": ["e2e4"], "evals": [0.1]} if is_position else {}
-    intake = Intake("data", max_bad_share=0)
+    maker = PromptMaker("data", max_bad_share=0)
     for row in [position | record] if kind == ".parquet" else [line, line[: int(share * len(line))]]:
-        prompts = intake.prompts("data:1", row, FORMATS[kind][1])
+        prompts = maker.make_or_count("data:1", row, FORMATS[kind][1])
         collate(prompts)
-        assert all(isinstance(prompt.text, str) for prompt in prompts) and intake.num_rows
+        assert all(isinstance(prompt.text, str) for prompt in prompts) and maker.num_rows
 
 
 def test_a_fen_column_with_labels_or_an_action(tmp_path):
@@ -202,8 +191,8 @@ def test_a_game_gives_positions_and_moves_with_their_real_history(tmp_path, capl
 @given(st.integers(1, 12), st.integers(0, 99), st.integers(1, 4))
 def test_each_row_comes_once_an_epoch_in_an_order_of_seed_and_epoch(count: int, seed: int, epochs: int):
     def order(count: int, seed: int, drawn: int) -> list[str]:
-        lane = MemoryLane([Prompt(f"{n}", "", {}) for n in range(count)], seed=seed, task="custom")
-        return [lane.take().id for _ in range(drawn)]
+        source = source_of(custom=[f"{n}" for n in range(count)], seed=seed)
+        return [prompt.text for prompt in source.draw(drawn)]
 
     every = order(count, seed, count * epochs)
     for start in range(0, len(every), count):
@@ -211,21 +200,6 @@ def test_each_row_comes_once_an_epoch_in_an_order_of_seed_and_epoch(count: int, 
     first, again, other = (order(50, each, 100) for each in (seed, seed, seed + 1))
     assert first == again != other and first[:50] != first[50:]
     assert first[:50] != [str(n) for n in range(50)]
-
-
-def test_the_longest_prompts_are_known_for_each_lane_and_drawing_goes_on():
-    def source(**lengths: tuple[int, ...]) -> PromptSource:
-        lanes = {
-            task: MemoryLane([Prompt(f"{task}:{n}", "x" * n, {}) for n in each], seed=0, task=task)
-            for task, each in lengths.items()
-        }
-        return PromptSource(lanes, [Prompt("held", "xxx", {})], seed=0, policy_share=0.5, rows_digest="")
-
-    made, again = (source(policy=(3, 9, 1, 7), environment=(2, 4)) for _ in range(2))
-    before = made.draw(3)
-    assert ids(made.longest(2)) == ["policy:9", "policy:7", "environment:4", "environment:2"]
-    assert before + made.draw(3) == again.draw(6)
-    assert ids(source().longest(2)) == ["held"]  # of a stream, that is all that is known
 
 
 @pytest.fixture(scope="module")
@@ -295,12 +269,12 @@ def test_collate_gives_every_column_a_value_for_every_prompt(mixed_file):
 
 def test_the_split_is_a_property_of_the_position_and_not_of_the_counters():
     fens = [board.fen() for board in boards(400)]
-    assert {is_heldout(fen) for fen in fens} == {True, False}
-    for fen in fens:
-        assert is_heldout(fen) == is_heldout(" ".join(fen.split()[:4]) + " 49 99")
-    assert 0.3 < sum(is_heldout(fen, 0.4) for fen in fens) / 400 < 0.5
+    fractions = [heldout_fraction(Prompt("", "", {"fen": fen})) for fen in fens]
+    for fen, fraction in zip(fens, fractions, strict=True):
+        assert heldout_fraction(Prompt("", "", {"fen": " ".join(fen.split()[:4]) + " 49 99"})) == fraction
+    assert 0.3 < sum(fraction < 0.4 for fraction in fractions) / 400 < 0.5
     # printf '<first four fields>' | sha256sum begins with 05bd4852: 0x05bd4852 / 2**32 = 0.02242
-    assert is_heldout(START, 0.02243) and not is_heldout(START, 0.02241)
+    assert 0.02241 < heldout_fraction(Prompt("", "", {"fen": START})) < 0.02243
     for placed, square in {"pppppppp/8/8/4P3": "-", "ppp1pppp/8/8/3pP3": "e3"}.items():  # where it is usable
         fen = f"rnbqkbnr/{placed}/8/PPPP1PPP/RNBQKBNR b KQkq"
         assert position(Prompt("", "", {"fen": f"{fen} e3 0 1"})) == f"{fen} {square}"
@@ -309,26 +283,20 @@ def test_the_split_is_a_property_of_the_position_and_not_of_the_counters():
 @examples(15)
 @given(st.integers(0, 10**6), st.floats(0.05, 0.6))
 def test_no_position_is_on_both_sides_whichever_task(tmp_path, seed: int, share: float):
-    spec = write(tmp_path / "lines.txt", game_lines(20, 20, seed % 50))
-    source = load_prompts(spec, seed=seed, policy_share=0.5, heldout_share=share)
-    trained = source.draw(100)  # more than an epoch of each task
-    assert not {p.columns["fen"] for p in trained} & {p.columns["fen"] for p in source.heldout}
-    assert {*ids(trained), *ids(source.heldout)} == {f"lines.txt:{n}" for n in range(1, 41)}
-
-
-def test_the_heldout_side_is_the_same_for_every_seed_and_order_and_limited_by_task(tmp_path):
-    lines = game_lines(100, 60)
+    """And which are held out depends on neither seed nor order; of those that are too many, none is drawn."""
+    lines = game_lines(20, 20, seed % 50)
     spec, turned = write(tmp_path / "lines.txt", lines), write(tmp_path / "turned.txt", lines[::-1])
-    one, seeded, reversed_ = (
-        load_prompts(each, seed=seed, heldout_share=0.3, heldout_count=7)
-        for each, seed in ((spec, 1), (spec, 2), (turned, 1))
+    every, few, other = (
+        load_prompts(each, seed=seed + n, policy_share=0.5, heldout_share=share, heldout_count=count)
+        for n, (each, count) in enumerate([(spec, 100), (spec, 3), (turned, 3)])
     )
-    assert one.heldout == seeded.heldout
-    assert {p.text for p in one.heldout} == {p.text for p in reversed_.heldout}
-    assert Counter(p.task for p in one.heldout) == {"policy": 7, "environment": 7}
-    everything = load_prompts(spec, seed=1, heldout_share=0.3).heldout
-    assert not {p.columns["fen"] for p in everything} & {p.columns["fen"] for p in one.draw(200)}  # dropped
-    numbers = [int(p.id.split(":")[1]) for p in everything]
+    trained = few.draw(100)  # more than an epoch of each task
+    assert not {p.columns["fen"] for p in trained} & {p.columns["fen"] for p in every.heldout}
+    assert {*ids(trained), *ids(every.heldout)} == {f"lines.txt:{n}" for n in range(1, 41)}
+    assert {p.text for p in few.heldout} == {p.text for p in other.heldout} <= {p.text for p in every.heldout}
+    held = Counter(p.task for p in every.heldout)
+    assert Counter(p.task for p in few.heldout) == {task: min(3, count) for task, count in held.items()}
+    numbers = [int(p.id.split(":")[1]) for p in every.heldout]
     assert numbers == sorted(numbers)
 
 
@@ -336,31 +304,21 @@ def test_prompts_without_a_position_are_split_by_all_of_their_text(tmp_path):
     records = [{"prompt": f"Write a short poem about {n}"} for n in range(300)]
     source = load_prompts(write(tmp_path / "mine.jsonl", records), seed=0, heldout_share=0.2)
     assert 30 < len(source.heldout) < 90  # the first four words alone would give 0 or 300
+    many = [{"prompt": f"{n}"} for n in range(11_000)]  # of which not all are kept on the way
+    heldout = load_prompts(many, seed=0, heldout_share=1, heldout_count=3, to_train=False).heldout
+    lowest = sorted((heldout_fraction(Prompt("", row["prompt"], {})), row["prompt"]) for row in many)[:3]
+    assert {prompt.text for prompt in heldout} == {text for _, text in lowest}
     assert not {p.text for p in source.heldout} & {p.text for p in source.draw(300)}
 
 
-def test_the_bundle_brings_its_own_split(tmp_path, monkeypatch):
-    monkeypatch.setattr(load_module, "POSITIONS", tmp_path)
-    with pytest.raises(ValueError, match=r"train.txt is missing"):
-        load_prompts("bundled", seed=0)
-    lines = game_lines(60, 60)
-    fens = sorted({line[3:].split("M:")[0].split("+")[0].strip() for line in lines})
-    train = [line for line in lines if any(fen in line.split("+")[0] for fen in fens[:40])]
-    write(tmp_path / "train.txt", train)
-    write(tmp_path / "heldout.txt", [line for line in lines if line not in train])
-    source = load_prompts("bundled", seed=0, policy_share=0.5, heldout_count=15)
-    assert Counter(p.task for p in source.heldout) == {"policy": 15, "environment": 15}
-    assert all(p.id.startswith("heldout.txt:") for p in source.heldout)
-    assert sorted(set(ids(source.draw(80)))) == sorted(f"train.txt:{n}" for n in range(1, 81))
-    write(tmp_path / "heldout.txt", train[:1])
-    with pytest.raises(AssertionError, match="overlap"):
-        load_prompts("bundled", seed=0)
-
-
-def test_the_bundled_positions_are_whole():
-    source = load_prompts("bundled", seed=0, policy_share=0.5, max_bad_share=0.0)
+def test_the_bundled_positions_are_whole_and_in_two_files_by_their_hash(tmp_path, monkeypatch):
+    source = load_prompts("bundled", seed=0, policy_share=0.5, heldout_share=1.0, max_bad_share=0.0)
     assert Counter(p.task for p in source.heldout) == {"policy": 1000, "environment": 1000}
-    assert Counter(p.task for p in source.draw(8)) == {"policy": 4, "environment": 4}
+    assert {p.id.partition(":")[0] for p in source.heldout} == {"heldout.txt"}
+    assert {*ids(source.draw(8000))} == {f"train.txt:{n}" for n in range(1, 8001)}
+    monkeypatch.setattr(load_module, "POSITIONS", tmp_path)
+    with pytest.raises(ValueError, match=r"train.txt is missing: install again"):
+        load_prompts("bundled", seed=0)
 
 
 def test_the_model_is_a_small_folder_of_the_shape_on_its_card():

@@ -71,35 +71,25 @@ def test_a_reward_and_prompts_that_are_not_for_each_other_are_refused_beforehand
     def without_ids(prompts, completions, *, task=None, answer=None): ...
 
     for functions, prompts, said in (
-        ([content, two], OWN, r"'two' needs the columns limit, colour; .* give --prompts with it"),
-        ([Called()], OWN, "'Called' needs the column limit; the prompts have task, answer: give --prompts"),
-        ([closed], OWN, r"'closed' does not take answer, completion_ids, task, .* add \*\*columns"),
-        ([all_by_name, without_ids], [], "'without_ids' does not take completion_ids, which"),
+        ([content, two], OWN, r"'two' is called with .*: missing a required .*'limit'. Give --prompts"),
+        ([Called()], OWN, "'Called' is called with prompts, .*, task, answer: missing a required .*'limit'"),
+        ([closed], OWN, r"'closed' is called .* unexpected .*'completion_ids'.*and \*\*columns"),
+        ([all_by_name, without_ids], OWN, "'without_ids' is called .* unexpected .*'completion_ids'"),
     ):
         with pytest.raises(ValueError, match=said):
             RewardFunctions(functions).check((), prompts)
     RewardFunctions([content, all_by_name, "policy", "environment"]).check((), OWN)
     some = [*OWN, Prompt("o:3", "question", {"limit": 3, "colour": "red"})]  # None for the others
-    for prompts in ([], some):  # of a stream nothing is known
+    for prompts in ([], some):
         RewardFunctions([two, Called()]).check((), prompts)
 
 
 def test_a_file_that_fails_on_import_says_why_and_is_not_kept(tmp_path):
     for source, said in {"import no_such": r"ModuleNotFoundError\(.*no_such", "def f(:": "SyntaxError",
                          "1 / 0": "ZeroDivisionError"}.items():  # fmt: skip
-        with pytest.raises(ValueError, match=rf"^reward '.*mine.py:f': .*fails on import: {said}"):
+        with pytest.raises(ValueError, match=rf"^reward file '.*mine.py' fails on import: {said}"):
             in_file(tmp_path, source)
         assert "reward_file_mine" not in sys.modules
-
-
-@pytest.mark.parametrize("name", ["random.py", "rewards.py"])
-def test_a_users_file_may_have_the_name_of_a_module_and_does_not_take_its_place(tmp_path, monkeypatch, name):
-    """rewards.py is the obvious name for a file of rewards, and ours is called so, too."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    score = in_file(tmp_path, "def f(completions, **k):\n    return [2.0] * len(completions)\n", name)
-    RewardFunctions(["policy"])
-    assert sys.modules["rewards"] is rewards_package and sys.modules["random"] is random
-    assert score(rollout_of(OWN, ["a", "b"])).rewards.tolist() == [2.0, 2.0]
 
 
 POOLED = """
@@ -117,13 +107,20 @@ def length(text):
 
 
 def test_a_file_elsewhere_may_import_its_neighbour_and_start_processes(tmp_path, monkeypatch):
-    """Which import it by its name, whatever the folder that the run was started in."""
+    """Which import it by its name, whatever the folder that the run was started in; unless the name is a
+    module's, whose place it does not take: rewards.py is the obvious name, and ours is called so, too.
+    """
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "neighbour.py").write_text("def half(number):\n    return number / 2\n")
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path / "run")
-    judge = in_file(Path(".."), POOLED, "pooled_rewards.py")
-    assert judge(rollout_of(OWN, ["a", "bcd"])).rewards.tolist() == [0.5, 1.5]
+    asked = rollout_of(OWN, ["a", "bcd"])
+    assert in_file(Path(".."), POOLED, "pooled_rewards.py")(asked).rewards.tolist() == [0.5, 1.5]
+    for name in ("random.py", "rewards.py"):
+        score = in_file(tmp_path, "def f(completions, **k):\n    return [2.0] * len(completions)\n", name)
+        RewardFunctions(["policy"])
+        assert score(asked).rewards.tolist() == [2.0, 2.0]
+    assert sys.modules["rewards"] is rewards_package and sys.modules["random"] is random
 
 
 def test_functions_score_with_weights_and_none_means_not_mine():
@@ -134,7 +131,7 @@ def test_functions_score_with_weights_and_none_means_not_mine():
     assert scores.rewards.tolist() == [-0.5 + 3, -1.0, -0.5 + 3, 0.0]
     assert RewardFunctions([brevity, right])(ASKED).rewards.tolist() == [0.0, -2.0, 0.0, 0.0]  # each once
     scores = RewardFunctions([right])(ASKED)  # a row that none scores: nan in an evaluation
-    with pytest.raises(ValueError, match=r"No reward function scored row 1 \(2 of 4 rows\)"):
+    with pytest.raises(ValueError, match=r"scored row 1 \(2 of 4 rows\).* add a reward function"):
         _ = scores.rewards
     assert scores.rewards_where_scored.nan_to_num(99).tolist() == [1.0, 99.0, 1.0, 99.0]
     for kind in (tuple, numpy.array, torch.tensor):  # other sequences of numbers will do
@@ -217,9 +214,9 @@ class Bad:
         ([1.0] * 3, "returned 3 scores for 4 completions: it must return a list of 4"),
         ([], "returned 0 scores for 4 completions"),
         (itertools.repeat(1.0), "returned more than 4 scores for 4 completions"),
-        (0.5, "returned '0.5' .*: it must return a list of 4"),
+        (0.5, "returned a float .*: it must return a list of 4"),
         (["1"] * 4, "'1' is text, not a number.*: it must return a list of 4, one number, or None"),
-        ("1234", "a str is no list"), ({0: 1.0, 1: 2.0}, "a dict is no list"),
+        ("1234", "returned a str .which is no list"), ({0: 1.0, 1: 2.0}, "returned a dict .which is no list"),
         ([[1.0]] * 4, "returned .*: it must return a list of 4"),
         ([1.0, math.nan] * 2, "returned NaN for completion 1: .* or None for what it does"),
         ([1.0, -math.inf] * 2, "returned -inf for completion 1: return finite numbers"),
@@ -307,7 +304,9 @@ def state_of_the_process() -> tuple:
     return os.getcwd(), mask, handlers, timer, torch.get_default_dtype(), torch.get_num_threads(), path
 
 
-def test_what_a_reward_changes_of_the_process_is_put_back():
+def test_what_a_reward_changes_of_the_process_is_put_back(tmp_path, monkeypatch):
+    """Whoever changes it, and however that ends; but a file may change where it looks for what it imports."""
+
     def plain(completions, **columns):
         change()
         return [1.0] * len(completions)
@@ -320,20 +319,16 @@ def test_what_a_reward_changes_of_the_process_is_put_back():
         change()
         raise RuntimeError("at once")
 
+    monkeypatch.setattr(sys, "path", list(sys.path))
     before = state_of_the_process()
     for reward in (plain, waiting, failing):
         with pytest.raises(RewardFailed, match="at once") if reward is failing else nullcontext():
             RewardFunctions([reward])(ASKED)
         assert state_of_the_process() == before
-
-
-def test_a_file_may_change_where_it_looks_and_nothing_else(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "later.py").write_text("SCORES = [2.0, 3.0]")
     source = f"import os, signal, sys, tempfile\nimport torch\n\n{inspect.getsource(change)}\nchange()\n"
     source += f"sys.path.insert(0, '{tmp_path / 'elsewhere'}')\ndef f(**columns):\n    import later\n"
-    before = state_of_the_process()
     judge = in_file(tmp_path, source + "    return later.SCORES")
     assert state_of_the_process()[:-1] == before[:-1]
     assert judge(rollout_of(OWN, ["a", "b"])).rewards.tolist() == [2, 3]

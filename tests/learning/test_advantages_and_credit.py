@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo.config.groups import LossSettings
-from grpo.data.reward_functions import Judged, combine_rewards
+from grpo.data.reward_functions import Judged, Scores
 from grpo.learning.advantages import group_advantages, zero_variance_groups
 from grpo.learning.credit import field_credit
 from grpo.learning.loss import loss_counts
@@ -58,8 +58,9 @@ def test_advantages_sum_to_zero_and_keep_the_order_within_a_group(groups):
 
 
 def test_rewards_are_weighted_and_not_mine_adds_nothing():
-    rewards = torch.tensor([[1.0, NAN], [NAN, 0.5], [0.25, 0.5]])
-    assert combine_rewards(rewards, torch.tensor([2.0, 4.0])).tolist() == [2.0, 2.0, 2.5]
+    table = torch.tensor([[1.0, NAN], [NAN, 0.5], [0.25, 0.5]])
+    scores = Scores(("a", "b"), table, torch.tensor([2.0, 4.0]), [], [], {})
+    assert scores.rewards.tolist() == [2.0, 2.0, 2.5]
 
 
 # ------------------------------------------------------------------------------------ credit by field

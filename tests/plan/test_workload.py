@@ -1,22 +1,19 @@
 """What a run is to hold, in closed form: bytes by hand."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from conftest import ARCHITECTURES
+from prompt_lines import source_of
 from transformers import GPT2Config
 
 from grpo.config import Config
 from grpo.config.groups import LoraSettings, OptimizerSettings, SamplingSettings
-from grpo.data import PromptSource
-from grpo.data.source import MemoryLane
 from grpo.learning.loss import LossSettings
 from grpo.memory import Size
 from grpo.model.target import Target
 from grpo.plan.workload import Workload, kv_bytes_per_token, longest_prompt
-from grpo.types import Prompt
 
 VOCABULARY, G, MIB = 100, 8, 2**20
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -118,11 +115,6 @@ def test_what_settings_say_of_rows_and_of_what_is_scored():
 def test_the_longest_prompt_is_the_one_of_most_tokens_of_all_lanes(tokenizer):
     """Not always the one of most characters."""
     words, digits = "e" * 90, " ".join("1234567890" * 4)
-    lanes = {
-        task: MemoryLane([Prompt(f"{task}:{i}", text, {}) for i, text in enumerate(texts)], seed=0, task=task)
-        for task, texts in {"policy": [words, "a"], "environment": [digits, "b"]}.items()
-    }
-    source = partial(PromptSource, heldout=[], seed=0, policy_share=0.5, rows_digest="")
+    source = source_of(policy=[words, "a"], environment=[digits, "b"])
     counts = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (words, digits)]
-    assert longest_prompt(source(lanes), tokenizer, Config()) == max(counts)
-    assert longest_prompt(source({}), tokenizer, Config()) == 144  # unknown: as long as completions
+    assert longest_prompt(source, tokenizer) == max(counts)

@@ -23,7 +23,7 @@ from whole_runs import train
 from grpo.config import CONFIG_FILE, from_flat, read_yaml
 from grpo.config.groups import LoraSettings
 from grpo.data import Prompt, load_prompts
-from grpo.data.intake import TooLong
+from grpo.data.maker import TooLong
 from grpo.data.split import heldout_fraction
 from grpo.memory import DoesNotFit
 from grpo.model.load import load_policy
@@ -31,7 +31,7 @@ from grpo.model.names import base_of
 from grpo.run import planning
 from grpo.run.folder import LOCK_FILE, hold_folder
 from grpo.run.given import Given
-from grpo.run.loading import LEAST_HELDOUT, load_source, prompt_room
+from grpo.run.loading import load_source, prompt_room
 from grpo.run.setup import open_run
 from grpo.trainer import Trainer
 
@@ -70,8 +70,10 @@ def test_what_is_cheap_to_find_out_is_found_before_the_model_is_loaded(config, m
     monkeypatch.setattr("grpo.run.setup.load_models", None)  # a reward's columns are looked for before that
     logged.clear()
     message = refused(config, model="auto", reward=(f"{tmp_path}/mine.py:brevity",))
-    assert "needs the column limit; the prompts have task, fen, moves, evals, action, history" in message
+    assert "task, fen, moves, evals, action, history: missing a required argument: 'limit'" in message
     assert logged[0].startswith("INFO model: rook-tiny")  # the first line of all says which model it is
+    talk = Given(prompts=[{"prompt": [{"role": "user", "content": "2 + 2?"}]}])
+    assert "has no chat template: give --chat-template" in refused(config, talk, model="auto")
     assert not config.runs_dir.exists()  # and no run folder is left behind by any of them
 
 
@@ -216,9 +218,9 @@ def test_as_many_prompts_are_held_out_as_are_evaluated_few_are_counted_and_none_
         assert f"--{setting.replace('_', '-')}" in line
     assert said(heldout_share=0, eval_interval=0)[2] == []
     path = write_records(tmp_path / "mine.jsonl", [{"prompt": f"{n}"} for n in range(1500)])
-    for wanted, interval, count in ((1200, 2, 1200), (1, 2, LEAST_HELDOUT), (100, 0, LEAST_HELDOUT)):
-        asked = replace(config, prompts=path, heldout_share=0.9, eval_prompts=wanted, eval_interval=interval)
-        assert len(load_source(asked).heldout) == count
+    for wanted in (1200, 1):
+        asked = replace(config, prompts=path, heldout_share=0.9, eval_prompts=wanted)
+        assert len(load_source(asked).heldout) == wanted
 
 
 def one_too_long(folder, *, rows=100, last=""):
@@ -278,7 +280,7 @@ def test_a_held_out_prompt_fits_as_well_and_where_all_fit_nothing_changes(config
     fitting = load_source(replace(config, prompts=path, heldout_share=share)).heldout
     assert fitting and "mine.jsonl:7" not in ids(fitting)
     one = load_source(config)
-    other = load_prompts(str(data_file), seed=0, policy_share=0.5, heldout_share=0.2)
+    other = load_prompts(str(data_file), seed=0, policy_share=0.5, heldout_share=0.2, heldout_count=4)
     assert one.state() == other.state() and one.heldout == other.heldout
     assert one.draw(150) == other.draw(150)
 

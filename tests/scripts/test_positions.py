@@ -1,21 +1,12 @@
-"""The bundled positions are true and split by their hash, and the bundled tokens say where a piece stands."""
+"""The bundled positions are true, and the bundled tokens say where a piece stands."""
 
 import chess
-from prompt_lines import EnvironmentSample, PolicySample, parse_line
+from prompt_lines import EnvironmentSample, parse_line
 
-from grpo.data import is_heldout
 from grpo.data.load import POSITIONS
 from rewards.environment import referee
 
-TRAIN, HELDOUT = (POSITIONS.joinpath(name).read_text().splitlines() for name in ("train.txt", "heldout.txt"))
-
-
-def test_bundled_sets_have_no_position_in_common_and_are_split_by_the_hash():
-    train, heldout = ([parse_line(line) for line in lines] for lines in (TRAIN, HELDOUT))
-    kinds = [sum(isinstance(each, kind) for each in heldout) for kind in (PolicySample, EnvironmentSample)]
-    assert kinds == [1000, 1000] and len(train) == 8000
-    assert all(is_heldout(sample.fen) for sample in heldout)
-    assert not any(is_heldout(sample.fen) for sample in train)
+HELDOUT = POSITIONS.joinpath("heldout.txt").read_text().splitlines()
 
 
 def test_bundled_lines_are_true():

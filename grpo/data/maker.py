@@ -1,0 +1,256 @@
+"""Rows of a source become prompts, or are counted as bad and skipped.
+
+A row of a user's own columns asks a text, or a conversation in the model's chat template. A prompt that the
+model's context has no room for makes its row as unusable as one that cannot be read.
+Left out on purpose: cutting prompts to the room there is, which would change what they ask.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unicodedata import normalize
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from loguru import logger
+
+from grpo.config.groups import PromptSettings
+from grpo.config.limits import SettingsError
+from grpo.data.tokens import Tokenizer, tokenize
+from grpo.prompt import Messages, Prompt, checked_messages
+
+RESERVED_COLUMNS = frozenset(
+    {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+)
+"""Arguments every reward function gets besides the columns (TRL's names)."""
+
+NO_CHAT_TEMPLATE = (
+    "prompts are conversations, but the model's tokenizer has no chat template: give --chat-template FILE, a "
+    "model that has been tuned to chat, or prompts that are text, with --chat off."
+)
+_TEMPLATES = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
+_TEMPLATES.tests["none"] = lambda value: isinstance(value, str) and value == ""  # as which nothing comes
+_REFUSALS = (jinja2.TemplateError, TypeError, ArithmeticError, AttributeError, LookupError)
+"""What templates raise for what they do not take, and the sandbox for what they may not do."""
+_NOT_UTF8 = {chr(0xDC00 + byte) for byte in range(0x80, 0x100)}
+"""What Python reads such bytes as, with errors="surrogateescape"."""
+
+Columns = Mapping[str, Any]
+PLAIN = PromptSettings()
+"""Rows are asked by their columns `prompt`, `text` or `fen`, as they are."""
+
+
+class TooLong(ValueError):
+    """A prompt of more tokens than there is room for."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a model's context leaves for a prompt beside `max_new_tokens`."""
+
+    tokenizer: Tokenizer
+    context: int
+    max_new_tokens: int
+    without_row: tuple[str, ...] = ()
+    """Texts of tokens that have been added to the tokenizer, and that the model has no row for."""
+
+    def check(self, prompt: Prompt) -> None:
+        """TooLong for one of more tokens than that; ValueError for a text that is none in Unicode, or has a
+        token that the model does not know.
+
+        A token is a byte or more: a text of few is not tokenized, which takes a microsecond a byte.
+        """
+        if unknown := [token for token in self.without_row if token in prompt.text]:
+            raise ValueError(f"the token {unknown[0]!r}, which the tokenizer knows and the model does not")
+        longest = self.context - self.max_new_tokens
+        forms = [prompt.text]
+        if not prompt.text.isascii():  # which a tokenizer may write otherwise first
+            forms += [normalize(form, prompt.text) for form in ("NFC", "NFKC")]
+        if max(len(form.encode()) for form in forms) + 1 < longest:  # some put a token in front, and a space
+            return
+        num_tokens = len(tokenize([prompt], self.tokenizer)[0])
+        if num_tokens > longest:
+            raise TooLong(
+                f"a prompt of {num_tokens:,} tokens, but the model's context of {self.context:,} leaves "
+                f"{longest:,} beside --max-new-tokens {self.max_new_tokens}"
+            )
+
+
+class PromptMaker:
+    """Makes prompts of the rows of one source, by the settings.
+
+    room: of the model; None: any, and no tokenizer, without which there are no conversations. SettingsError
+    for files and templates that are not there.
+    """
+
+    def __init__(
+        self, name: str, *, max_bad_share: float, settings: PromptSettings = PLAIN, room: Room | None = None
+    ) -> None:
+        self.settings = settings
+        self.num_rows = self.num_bad = self.num_labelled = self.num_upside_down = 0
+        self._name, self._max_bad_share, self._room = name, max_bad_share, room
+        self._examples: dict[bool, str] = {}  # the first row that is too long (True), or unreadable
+        self._template = None
+        if settings.prompt_template is not None:
+            text = template_text(settings.prompt_template, "prompt_template")
+            try:
+                self._template = _TEMPLATES.from_string(text)
+            except jinja2.TemplateSyntaxError as error:
+                raise SettingsError(
+                    f"prompt_template is {str(settings.prompt_template)!r}, which is no Jinja template: line "
+                    f"{error.lineno}: {error.message}."
+                ) from error
+        self._chat_template = getattr(room.tokenizer, "chat_template", None) if room else None
+        if settings.chat_template is not None:
+            self._chat_template = template_text(settings.chat_template, "chat_template")
+        from_template = self._template is not None and settings.chat == "auto"
+        self._text_is_message = settings.chats or (from_template and self._chat_template is not None)
+        self.is_asked = settings.prompt_column is not None or self._template is not None
+        """Whether the settings say what is asked, so that rows are the user's own whatever else they have."""
+
+    def make(self, row_id: str, content: Any, convert: "Convert") -> list[Prompt]:
+        """The prompts of a row. ValueError for one that cannot be used."""
+        if isinstance(content, str) and not _NOT_UTF8.isdisjoint(content):
+            raise ValueError("bytes that are no UTF-8: save the file in that encoding")
+        prompts = convert(content, row_id, self)
+        if self._room is not None:
+            for prompt in prompts:
+                self._room.check(prompt)
+        return prompts
+
+    def make_or_count(self, row_id: str, content: Any, convert: "Convert") -> list[Prompt]:
+        """The same, and none of a row that cannot be used, which is counted."""
+        self.num_rows += 1
+        try:
+            return self.make(row_id, content, convert)
+        except SettingsError:  # which no other row would mend
+            raise
+        except ValueError as error:
+            self.num_bad += 1
+            self._examples.setdefault(isinstance(error, TooLong), f"{row_id}: {error}")
+            return []
+
+    def check_bad_share(self) -> None:
+        """ValueError if too large a share of the rows was bad; else it is said what was skipped, or odd."""
+        share = self.num_bad / max(1, self.num_rows)
+        examples = [self._examples[too_long] for too_long in sorted(self._examples)]
+        bad = (
+            f"{self.num_bad:,} of {self.num_rows:,} rows ({share:.1%}) of {self._name} cannot be used, for "
+            f"example {' and '.join(examples)}"
+        )
+        if share > self._max_bad_share:
+            remedies = {False: "repair them", True: "lower --max-new-tokens, choose another --model"}
+            advice = ", ".join(remedies[too_long] for too_long in sorted(self._examples))
+            if self.num_bad == self.num_rows:
+                raise ValueError(f"{bad}: {advice}, or give other --prompts")
+            raise ValueError(
+                f"{bad}; at most {self._max_bad_share:.1%} may be: {advice}, or allow more with "
+                f"--max-bad-share {math.ceil(share * 1000) / 1000}"
+            )
+        if self.num_bad:
+            logger.warning("{}: skipped", bad)
+        if self.num_upside_down:
+            logger.info(
+                "{:,} of {:,} labelled policy lines in {} name a B: move other than their highest eval; "
+                "the best move is taken from the evals",
+                self.num_upside_down, self.num_labelled, self._name,
+            )  # fmt: skip
+
+    def render_prompt(self, row_id: str, record: Columns) -> Prompt:
+        """Of a row of the user's own. ValueError where it asks nothing, SettingsError where none could."""
+        if (task := record.get("task")) in ("policy", "environment"):
+            raise ValueError(f"rename column `task`: {task!r} in it means a chess prompt, which this is not")
+        asked = self._asked(record, self.settings.prompt_column or "prompt")
+        columns = {"task": "custom", **other_columns(record, "prompt")}
+        if isinstance(asked, str):
+            return Prompt(row_id, asked, columns)
+        return Prompt(row_id, self._conversation(asked, record), columns, asked)
+
+    def _asked(self, record: Columns, column: str) -> str | Messages:
+        """What a row asks, as text or messages."""
+        if self._template is not None:
+            try:
+                asked: Any = self._template.render(_with_empty_texts(record))
+            except jinja2.UndefinedError as error:
+                raise ValueError(f"prompt_template: {error.message}; there are {', '.join(record)}") from None
+            except _REFUSALS as error:
+                raise ValueError(f"prompt_template: {error}") from error
+        elif (asked := record.get(column)) is None:
+            raise ValueError(f"there is no `{column}`; there are {', '.join(record)}")
+        if isinstance(asked, str):
+            if not asked.strip():
+                raise ValueError(f"`{column}` is empty")
+            if not self._text_is_message:
+                return asked
+            asked = [{"role": "user", "content": asked}]
+        messages = checked_messages(asked, column)
+        if self.settings.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.settings.system_prompt}, *messages]
+        return messages
+
+    def _conversation(self, messages: Messages, record: Columns) -> str:
+        """As the chat template has it, with the beginning of an answer."""
+        if self._room is None or self._chat_template is None:
+            raise SettingsError(NO_CHAT_TEMPLATE)
+        tools, options = record.get("tools"), record.get("chat_template_kwargs")
+        if isinstance(tools, str):  # as some datasets store them
+            tools = json.loads(tools)
+        messages, tools, options = _without_nulls([messages, tools or None, options or {}])
+        render: Any = getattr(self._room.tokenizer, "apply_chat_template", None)
+        try:
+            text: str = render(
+                messages, tools=tools, chat_template=self._chat_template,
+                add_generation_prompt=True, tokenize=False, **options,
+            )  # fmt: skip
+        except jinja2.TemplateSyntaxError as error:
+            raise SettingsError(
+                f"the chat template is no Jinja template: line {error.lineno}: {error.message}; give another "
+                "--chat-template."
+            ) from error
+        except _REFUSALS as error:
+            raise ValueError(f"the chat template does not take it: {error}") from error
+        return text
+
+
+Convert = Callable[[Any, str, PromptMaker], list[Prompt]]
+"""From what a row holds, and its id. ValueError, with the reason, for one that cannot be used."""
+
+
+def other_columns(record: Columns, used: str) -> dict[str, Any]:
+    """Those besides the `used` one, which the rewards get. ValueError for a name that is taken."""
+    if taken := RESERVED_COLUMNS & record.keys():
+        raise ValueError(f"rename column `{min(taken)}`: every reward function already gets that argument")
+    return {name: value for name, value in record.items() if name != used}
+
+
+def _with_empty_texts(value: Any) -> Any:
+    """Nothing as a text without letters, at any depth: a template would write "None"."""
+    if isinstance(value, Mapping):
+        return {name: _with_empty_texts(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_empty_texts(inner) for inner in value]
+    return "" if value is None else value
+
+
+def _without_nulls(value: Any) -> Any:
+    """What conversations hold without names of nothing, which tables give all rows that one has."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def template_text(file: Path, setting: str) -> str:
+    """SettingsError for a file that cannot be read, or has nothing in it."""
+    try:
+        text = file.expanduser().read_text(encoding="utf-8-sig")  # a mark of Notepad's is no part of it
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SettingsError(
+            f"{setting} is {str(file)!r}, which cannot be read ({reason}): give a file."
+        ) from None
+    if not text.strip():
+        raise SettingsError(f"{setting} is {str(file)!r}, which is empty: write a Jinja template into it.")
+    return text
