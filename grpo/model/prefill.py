@@ -87,27 +87,38 @@ def pad_prompts(prompt_ids: Sequence[Sequence[int]], *, width: int | None = None
     return PromptBatch(torch.tensor(padded), torch.tensor(lengths), min(lengths) < width)
 
 
+@contextmanager
+def padding_unknown(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model knows of no token for padding.
+
+    Without a mask GPT-2 looks for it among the tokens, which waits for the device, and warns.
+    """
+    token = getattr(model.config, "pad_token_id", None)
+    if token is not None:
+        model.config.pad_token_id = None
+    try:
+        yield
+    finally:
+        if token is not None:
+            model.config.pad_token_id = token
+
+
 def encode_prompts(
     model: PreTrainedModel, prompts: PromptBatch, cache: Cache | None = None
 ) -> tuple[Tensor, Cache]:
     """Hidden states (b, D) of each prompt's last token, and the cache of all layers (None: a new one).
 
     Positions are explicit. There is no mask where the padding lies to the right: causal attention does not
-    look there, and without one the fast attention kernels serve, and nothing waits for the device. GPT-2 with
-    a token for padding would look for it then, and warn: it gets one of all ones.
+    look there, and without one the fast attention kernels serve, and nothing waits for the device.
     """
-    mask = None
-    if prompts.on_left:
-        mask = prompts.mask.long()
-    elif model.config.model_type == "gpt2" and model.config.pad_token_id is not None:
-        mask = torch.ones_like(prompts.ids)
-    output = model.base_model(
-        input_ids=prompts.ids,
-        attention_mask=mask,
-        position_ids=prompts.positions.clamp(min=0),
-        past_key_values=DynamicCache(config=model.config) if cache is None else cache,
-        use_cache=True,
-    )
+    with padding_unknown(model):
+        output = model.base_model(
+            input_ids=prompts.ids,
+            attention_mask=prompts.mask.long() if prompts.on_left else None,
+            position_ids=prompts.positions.clamp(min=0),
+            past_key_values=DynamicCache(config=model.config) if cache is None else cache,
+            use_cache=True,
+        )
     if prompts.on_left:
         return output.last_hidden_state[:, -1], output.past_key_values
     rows = torch.arange(len(prompts.lengths), device=prompts.ids.device)

@@ -21,7 +21,7 @@ from grpo.config.groups import Checkpointing
 from grpo.distributed.shard import is_sharded
 from grpo.model.activation_checkpointing import recomputed_layers
 from grpo.model.attention import needs_no_mask
-from grpo.model.prefill import PromptBatch, encode_prompts, layers_with_window
+from grpo.model.prefill import PromptBatch, encode_prompts, layers_with_window, padding_unknown
 
 
 def completion_hidden(
@@ -59,13 +59,14 @@ def completion_hidden(
         mask = None
         if prompts.is_padded or not needs_no_mask(model.config._attn_implementation):
             mask = torch.cat([prompts.mask[row_to_prompt].to(own), own], 1)
-        hidden = model.base_model(
-            input_ids=inputs,
-            attention_mask=mask,
-            position_ids=prompts.lengths[row_to_prompt].unsqueeze(1) + own.cumsum(1) - 1,
-            past_key_values=Cache(layers),
-            use_cache=True,
-        ).last_hidden_state
+        with padding_unknown(model):
+            hidden = model.base_model(
+                input_ids=inputs,
+                attention_mask=mask,
+                position_ids=prompts.lengths[row_to_prompt].unsqueeze(1) + own.cumsum(1) - 1,
+                past_key_values=Cache(layers),
+                use_cache=True,
+            ).last_hidden_state
     return torch.cat([first, hidden], 1)[:, :width]
 
 

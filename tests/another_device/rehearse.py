@@ -51,12 +51,19 @@ def train(
     }
 
 
+WAIT_FOR = (
+    torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select,
+    torch.ops.aten.bincount, torch.ops.aten.equal,
+)  # fmt: skip
+"""Operations whose result, or its shape, the host has to know."""
+
+
 class Copies(TorchDispatchMode):
-    """Counts copies between host and device."""
+    """Counts copies between host and device, and how often the host waits for a number or a shape."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.to_device = self.to_host = 0
+        self.to_device = self.to_host = self.waits = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
@@ -64,6 +71,8 @@ class Copies(TorchDispatchMode):
             target, source = (args[0], args[1]) if len(args) > 1 else (made, args[0])
             self.to_device += source.device.type == "cpu" and target.device.type == NAME
             self.to_host += source.device.type == NAME and target.device.type == "cpu"
+        if func.overloadpacket in WAIT_FOR:
+            self.waits += args[0].device.type == NAME
         return made
 
 
@@ -82,7 +91,7 @@ def copies_of_learning(config: Config) -> dict[str, int]:
     phases.accumulate_grpo = accumulate
     train(config)
     phases.accumulate_grpo = accumulate_grpo
-    return {**count, "to device": copies.to_device, "to host": copies.to_host}
+    return {**count, "to device": copies.to_device, "to host": copies.to_host, "waits": copies.waits}
 
 
 def compared(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ def test_a_micro_batch_is_one_copy_and_nothing_is_left_on_the_device(found):
     copies = found["copies"]
     assert copies["steps"] == 3 and copies["micro batches"] >= 12
     assert copies["to device"] == copies["micro batches"] and copies["to host"] == copies["steps"]
+    assert copies["waits"] == 0
     assert found["left behind"] == 0
 
 
