@@ -3,23 +3,16 @@
 from grpo.config.limits import SettingsError
 from grpo.config.reading import (
     CONFIG_FILE,
-    from_flat,
+    from_plain,
     parse_command_line,
     read_config,
     read_yaml,
-    to_flat,
+    to_plain,
     write_yaml,
-)
+)  # fmt: skip
 from grpo.config.settings import Config
 
 __all__ = [
-    "CONFIG_FILE",
-    "Config",
-    "SettingsError",
-    "from_flat",
-    "parse_command_line",
-    "read_config",
-    "read_yaml",
-    "to_flat",
-    "write_yaml",
-]
+    "CONFIG_FILE", "Config", "SettingsError", "from_plain", "parse_command_line", "read_config", "read_yaml",
+    "to_plain", "write_yaml",
+]  # fmt: skip

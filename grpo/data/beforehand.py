@@ -19,23 +19,23 @@ def check_beforehand(config: Config) -> None:
     """ValueError for prompts, templates and rewards that are not there, or not for each other."""
     functions = load_rewards(config.reward, config.reward_weights)
     check_spec(config.prompts)
-    Asking(config.asking)
+    Asking(config)
     prompts: list[Prompt] = []
     if is_file(config.prompts):
-        intake = Intake(config.prompts, max_bad_share=config.max_bad_share, settings=config.asking)
+        intake = Intake(config.prompts, max_bad_share=config.max_bad_share, settings=config)
         rows = file_rows(Path(config.prompts).expanduser())
         for row_id, content, convert in islice(rows, PROMPTS_LOOKED_AT):
             prompts += intake.prompts(row_id, content, convert)
         if intake.num_rows < PROMPTS_LOOKED_AT or not prompts:  # of a longer one the others may be good
             intake.check()
     check_columns(functions, prompts)
-    if config.asking.chats or any(prompt.messages for prompt in prompts):
+    if config.chats or any(prompt.messages for prompt in prompts):
         _check_chat_template(config)
 
 
 def _check_chat_template(config: Config) -> None:
     """SettingsError where a model in a folder, or the bundled one, is known to have none."""
-    if config.asking.chat_template is not None:
+    if config.chat_template is not None:
         return
     bundled = Path(str(resources.files("grpo"))) / "assets" / BUNDLED
     folder = bundled if config.model == BUNDLED else Path(config.model)

@@ -77,7 +77,7 @@ def load_prompts(
         elif intake.num_rows > intake.num_bad:
             reason = f"none of its rows has a position to play from: {reason}"
         raise ValueError(f"no prompts to train on in {name}: {reason}")
-    if "custom" not in counts and counts and settings is not None and settings.is_own:
+    if "custom" not in counts and counts and settings is not None and settings.has_custom_prompts:
         raise ValueError(f"{name} holds chess positions: leave the settings of chats and templates out")
     share = _mixing_share(name, counts, policy_share) if counts else 0.0
     _announce(name, counts, heldout, partial=is_stream)

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedModel
 
-from grpo.config import Config, SettingsError, to_flat
+from grpo.config import Config, SettingsError, to_plain
 from grpo.data import PromptSource
 from grpo.distributed import World, sum_of_bits
 from grpo.run.checkpoint import Checkpoint
@@ -22,7 +22,7 @@ def check_same(
     if world.size == 1:
         return
     of_this_machine = _OF_THIS_MACHINE - ({"memory_limit"} if config.shard else set())
-    settings = {name: value for name, value in to_flat(config).items() if name not in of_this_machine}
+    settings = {name: value for name, value in to_plain(config).items() if name not in of_this_machine}
     mine = settings | {
         "the checkpoint to go on from": checkpoint.folder.name if checkpoint else None,
         "the prompts (a digest)": source.state()["rows_digest"],

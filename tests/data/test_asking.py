@@ -161,11 +161,11 @@ def test_plain_columns_become_a_conversation(template):
 def test_a_missing_chat_template_is_known_before_anything_is_loaded(tmp_path, model_folders, template):
     prompts = str(template(json.dumps({"prompt": TALK}), "talk.jsonl"))
     config = Config(model=str(model_folders["gpt2"]), prompts=prompts, reward=("policy",))
-    chat_on = replace(config, prompts="bundled", asking=PromptSettings(chat="on"))
+    chat_on = replace(config, prompts="bundled", chat="on")
     for each in (config, replace(config, model="rook-tiny"), chat_on):
         with pytest.raises(SettingsError, match="no chat template: give --chat-template"):
             check_beforehand(each)
-    check_beforehand(replace(config, asking=PromptSettings(chat_template=template(CHATML))))
+    check_beforehand(replace(config, chat_template=template(CHATML)))
     check_beforehand(replace(config, model="owner/name"))  # of which nothing is known
 
 
