@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 from grpo.config.sizes import is_size
 
@@ -36,15 +36,13 @@ PART = Limit(lambda value: 0 < value <= 1, "give a share above 0 and up to 1")
 ROWS = at_least(1, "give at least 1, or leave it out for all rows")
 DECAY = Limit(lambda value: 0 <= value < 1, "give at least 0 and less than 1")
 SIZE = Limit(is_size, "that is no size, write it like 24GB or 512MB")
-NAME = Limit(
-    lambda value: all(len(part.encode(errors="replace")) < 256 for part in Path(value).parts),
-    "a disk takes names of up to 255 letters, give a shorter one",
-)
-BY_KIND: dict[type, Limit] = {
-    float: Limit(lambda value: abs(value) < 1e30 or not math.isfinite(value), "give a number below 1e30"),
+BY_KIND: dict[Any, Limit] = {
+    float: Limit(lambda value: not 1e30 <= abs(value) < math.inf, "give a number below 1e30"),
     int: Limit(lambda value: abs(value) < 2**31, "give a number below 2^31"),
-    str: NAME,
-    Path: NAME,
+    (str, Path): Limit(
+        lambda value: all(len(part.encode(errors="replace")) < 256 for part in Path(value).parts),
+        "a disk takes names of up to 255 letters, give a shorter one",
+    ),
 }
 """Of all settings of a run: what single precision has room for with some to spare, a count, a name."""
 
@@ -77,12 +75,12 @@ def _values(hint: Any) -> Values:
         return _values(options[0])._replace(limits=tuple(limits))
     if origin is tuple:
         return _values(options[0])._replace(is_tuple=True)
-    if origin in (Union, UnionType):
+    if origin is Literal:
+        return Values(words=options)
+    if options:  # X | Y
         parts = [_values(option) for option in options]
         return Values(sum((part.kinds for part in parts), ()), sum((part.words for part in parts), ()))
-    if origin is Literal or hint is NoneType:
-        return Values(words=options or (None,))
-    return Values(kinds=(hint,))
+    return Values(words=(None,)) if hint is NoneType else Values(kinds=(hint,))
 
 
 def check_limits(settings: Any) -> None:

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
+from os.path import isfile
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import tyro
@@ -47,9 +49,8 @@ def from_plain(values: Mapping[str, Any], base: Config | None = None) -> Config:
     if values.get("gradient_checkpointing") == "selective":
         logger.info("gradient_checkpointing is auto: selective, of an older version, is no longer known")
         values = {**values, "gradient_checkpointing": "auto"}
-    return replace(
-        base or Config(), **{name: _read(name, value, known[name]) for name, value in values.items()}
-    )
+    changes = {name: _read(name, value, known[name]) for name, value in values.items()}
+    return replace(base or Config(), **changes)
 
 
 def _near(name: str, names: Iterable[str]) -> str:
@@ -57,13 +58,7 @@ def _near(name: str, names: Iterable[str]) -> str:
     return f"Did you mean {near[0]!r}? " if near else ""
 
 
-_READ_FROM: dict[type, Any] = {
-    bool: bool,
-    int: int,
-    float: int | float | str,
-    str: str | int | float,
-    Path: str,
-}
+_YAML: dict[type, Any] = {bool: bool, int: int, float: int | float | str, str: str | int | float, Path: str}
 """By type of a setting what YAML makes of it: to YAML 1e-5 is text, and a name of digits a number."""
 
 
@@ -77,8 +72,8 @@ def _read(name: str, value: Any, allowed: Values) -> Any:
     if value in allowed.words or not allowed.kinds:  # another word is refused with the words there are
         return value
     (kind,) = allowed.kinds
-    if isinstance(value, _READ_FROM[kind]) and (kind is bool or not isinstance(value, bool)):
-        with suppress(ValueError):
+    if isinstance(value, _YAML[kind]) and (kind is bool or not isinstance(value, bool)):
+        with suppress(ValueError, OverflowError):
             return kind(value)
     options = kind.__name__ + (f" or {allowed.choices}" if allowed.choices else "")
     raise SettingsError(f"{name} is {value!r}: give a value of type {options}.")
@@ -86,25 +81,26 @@ def _read(name: str, value: Any, allowed: Values) -> Any:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """A flat mapping of settings. SettingsError if the file is not one."""
+    file = f"config file {str(path)!r}"
     try:
         text = path.read_text(encoding="utf-8-sig")
         is_cut = text.startswith(_WHOLE) and text.rstrip().rpartition("\n")[2] != _END
         values = None if is_cut else yaml.safe_load(text)
     except FileNotFoundError:
-        raise SettingsError(f"config file {str(path)!r} does not exist.") from None
+        raise SettingsError(f"{file} does not exist.") from None
     except RecursionError:
-        raise SettingsError(f"config file {str(path)!r} cannot be read: it is nested too deep.") from None
+        raise SettingsError(f"{file} cannot be read: it is nested too deep.") from None
     except yaml.MarkedYAMLError as error:
         where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise SettingsError(f"config file {str(path)!r} cannot be read: {where}{error.problem}.") from error
+        raise SettingsError(f"{file} cannot be read: {where}{error.problem}.") from error
     except (OSError, yaml.YAMLError, ValueError) as error:  # a date in month 13 is a ValueError
-        raise SettingsError(f"config file {str(path)!r} cannot be read: {error}") from error
+        raise SettingsError(f"{file} cannot be read: {error}") from error
     if is_cut:
-        raise CutOff(f"config file {str(path)!r} was cut off: its last line, {_END!r}, is missing.")
+        raise CutOff(f"{file} was cut off: its last line, {_END!r}, is missing.")
     if not isinstance(values, dict):
-        raise SettingsError(f"config file {str(path)!r} holds no settings: write lines like 'steps: 100'.")
+        raise SettingsError(f"{file} holds no settings: write lines like 'steps: 100'.")
     if strange := [key for key in values if not isinstance(key, str)]:
-        raise SettingsError(f"config file {str(path)!r} has {strange[0]!r} where a setting's name belongs.")
+        raise SettingsError(f"{file} has {strange[0]!r} where a setting's name belongs.")
     return values
 
 
@@ -153,27 +149,19 @@ def read_config(path: Path, profile: str | None = None, base: Config | None = No
     values, file = read_yaml(path), f"config file {str(path)!r}"
     if PROFILES not in values:
         if profile is not None:
-            raise SettingsError(
-                f"profile is {profile!r}, but {file} has none: leave it out, or write some under 'profiles:'."
-            )
+            raise SettingsError(f"profile is {profile!r}, but {file} has none: leave it out.")
         return from_plain(values, base)
     profiles = values.pop(PROFILES)
-    if not (isinstance(profiles, dict) and profiles and all(map(_is_mapping, profiles.values()))):
-        raise SettingsError(
-            f"profiles in {file} are no named settings: write a name below 'profiles:', and below that lines "
-            "like 'batch_size: 64'."
-        )
-    named = {str(name): settings or {} for name, settings in profiles.items()}
+    if not isinstance(profiles, dict) or not profiles or {*map(type, profiles.values())} - {dict, NoneType}:
+        hint = "write a name below 'profiles:', and below that lines like 'batch_size: 64'."
+        raise SettingsError(f"profiles in {file} are no named settings: {hint}")
+    named = {str(name): part or {} for name, part in profiles.items()}  # none: only what is shared
     if profile is None:
         raise SettingsError(f"{file} holds profiles: choose one with --profile, of {', '.join(named)}.")
     if profile not in named:
         hint = f"{_near(profile, named)}There are {', '.join(named)}."
         raise SettingsError(f"profile is {profile!r}, which is none of {file}: {hint}")
     return from_plain({**values, **named[profile]}, base)
-
-
-def _is_mapping(value: Any) -> bool:
-    return value is None or isinstance(value, dict)  # None: a profile that only has what is shared
 
 
 def parse_command_line(arguments: Sequence[str] | None = None) -> Config:
@@ -185,37 +173,28 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> Config:
         print(help_text(Path(sys.argv[0]).name))  # noqa: T201
         sys.exit(0)
     resumed, _ = _take_option(arguments, "--resume")
-    if resumed and not _is_file(Path(resumed) / CONFIG_FILE):
-        raise SettingsError(
-            f"resume is {resumed!r}, which is no run folder: give one that holds a {CONFIG_FILE}."
-        )
     name, _ = _take_option(arguments, "--name")
-    if resumed and name not in (None, Path(resumed).name):
-        raise SettingsError(
-            f"name is {name!r}, but resume is {resumed!r}: a run goes on in its own folder; leave --name out."
-        )
-    stored = {**read_run_settings(Path(resumed)), "resume": resumed} if resumed else {}
+    stored: dict[str, Any] = {}
+    if resumed:
+        if not isfile(Path(resumed) / CONFIG_FILE):
+            hint = f"give one that holds a {CONFIG_FILE}."
+            raise SettingsError(f"resume is {resumed!r}, which is no run folder: {hint}")
+        if name not in (None, Path(resumed).name):
+            raise SettingsError(
+                f"name is {name!r}, but resume is {resumed!r}, a run of a name; leave --name out."
+            )
+        stored = {**read_run_settings(Path(resumed)), "resume": resumed}
     base, rest = take_config(arguments, from_plain(stored))
     return tyro.cli(Config, args=rest, default=base)
 
 
 def take_config(arguments: Sequence[str], base: Config) -> tuple[Config, list[str]]:
-    """`base` with the settings of `--config FILE [--profile NAME]` over it, and the arguments without these.
-
-    SettingsError for what is wrong with them.
-    """
+    """`base` with `--config FILE [--profile NAME]` over it, and the arguments without these."""
     file, rest = _take_option(list(arguments), "--config")
     profile, rest = _take_option(rest, "--profile")
     if profile is not None and not file:
         raise SettingsError(f"profile is {profile!r}, which wants a file to be in: add --config FILE.yaml.")
     return (read_config(Path(file), profile, base) if file else base), rest
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a name that is too long, or has a null byte
-        return False
 
 
 def _take_option(arguments: list[str], option: str) -> tuple[str | None, list[str]]:

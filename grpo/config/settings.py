@@ -222,20 +222,9 @@ class FolderSettings(Settings):
 
 @dataclass(frozen=True)
 class Config(
-    RunSettings,
-    ModelSettings,
-    LoraSettings,
-    DataSettings,
-    PromptSettings,
-    RewardSettings,
-    SamplingSettings,
-    AlgorithmSettings,
-    LossSettings,
-    OptimizerSettings,
-    MemorySettings,
-    EvaluationSettings,
-    FolderSettings,
-):
+    RunSettings, ModelSettings, LoraSettings, DataSettings, PromptSettings, RewardSettings, SamplingSettings,
+    AlgorithmSettings, LossSettings, OptimizerSettings, MemorySettings, EvaluationSettings, FolderSettings,
+):  # fmt: skip
     """Train a language model with GRPO: groups of completions, compared with their siblings."""
 
     def conflicts(self) -> Iterator[str]:
@@ -261,9 +250,6 @@ def _not_whole(name: str, rows: int, group_size: int, *, parts: bool = False) ->
     """parts: whether a group may be divided, too."""
     fitting = [size for size in range(1, group_size) if parts and group_size % size == 0]
     fitting += [rows // group_size * group_size, -(-rows // group_size) * group_size]
-    below, above = (
-        max((size for size in fitting if size < rows), default=0),
-        min(size for size in fitting if size > rows),
-    )
-    nearest = f"{below} or {above}" if below else above
+    below, above = [size for size in fitting if 0 < size < rows], [size for size in fitting if size > rows]
+    nearest = " or ".join(map(str, [*sorted(below)[-1:], min(above)]))
     return f"{name} is {rows}, and groups of {group_size} stay whole: give {nearest}, or another group_size."
