@@ -20,7 +20,7 @@ def sections() -> dict[str, list[tuple[str, str, str]]]:
     """By title (flag, default, text) of settings, each once: what people need first, the others by class."""
     first: dict[str, tuple[str, str, str]] = {}
     others: dict[str, list[tuple[str, str, str]]] = {}
-    for group in Config.__bases__:
+    for group in reversed(Config.__bases__):
         written = parse_from_object(group)  # with the strings below its fields
         texts = {field.arg_name: " ".join((field.description or "").split()) for field in written.params}
         members = others[(written.short_description or "").rstrip(".")] = []

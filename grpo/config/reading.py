@@ -28,9 +28,8 @@ PROFILES = "profiles"
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """Settings by name, section by section, as YAML and JSON can hold them."""
-    values = {item.name: getattr(config, item.name) for group in Config.__bases__ for item in fields(group)}
-    return {name: _plain(value) for name, value in values.items()}
+    """Settings by name, as YAML and JSON can hold them."""
+    return {item.name: _plain(getattr(config, item.name)) for item in fields(config)}
 
 
 def _plain(value: Any) -> Any:
@@ -181,7 +180,7 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> Config:
             raise SettingsError(f"resume is {resumed!r}, which is no run folder: {hint}")
         if name not in (None, Path(resumed).name):
             raise SettingsError(
-                f"name is {name!r}, but resume is {resumed!r}, a run of a name; leave --name out."
+                f"name is {name!r}, but resume is {resumed!r}, which has one: leave --name out."
             )
         stored = {**read_run_settings(Path(resumed)), "resume": resumed}
     base, rest = take_config(arguments, from_plain(stored))

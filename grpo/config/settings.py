@@ -222,10 +222,12 @@ class FolderSettings(Settings):
 
 @dataclass(frozen=True)
 class Config(
-    RunSettings, ModelSettings, LoraSettings, DataSettings, PromptSettings, RewardSettings, SamplingSettings,
-    AlgorithmSettings, LossSettings, OptimizerSettings, MemorySettings, EvaluationSettings, FolderSettings,
+    FolderSettings, EvaluationSettings, MemorySettings, OptimizerSettings, LossSettings, AlgorithmSettings,
+    SamplingSettings, RewardSettings, PromptSettings, DataSettings, LoraSettings, ModelSettings, RunSettings,
 ):  # fmt: skip
     """Train a language model with GRPO: groups of completions, compared with their siblings."""
+
+    # A dataclass has the fields of its last base first: so they come in the order of the help.
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
