@@ -171,7 +171,7 @@ class LoraSettings(Settings):
 
     lora_rank: Annotated[int, at_least(0, "give 0 or more (usual: 16)")] = 0
     """Train adapters of this rank (LoRA) and leave the model's own weights as they are; 0: no adapters."""
-    lora_alpha: Annotated[float | None, POSITIVE, NOT_NEGATIVE] = None
+    lora_alpha: Annotated[float | None, POSITIVE, NOT_NEGATIVE] = None  # which is finite
     """Adapters are scaled by lora_alpha / lora_rank; None: twice the rank, the same scale at any rank."""
     lora_targets: tuple[str, ...] = ()
     """Linear layers with adapters, by the end of their names, or all-linear; none given: peft's choice."""

@@ -91,34 +91,18 @@ def test_the_home_is_meant_by_its_sign(monkeypatch, tmp_path):
     assert from_plain({"runs_dir": "~nobody-is-called-so/mine"}).runs_dir == Path("~nobody-is-called-so/mine")
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("24GB", 24 * 2**30), ("24 gib", 24 * 2**30), ("1.5G", 3 * 2**29), ("512MB", 2**29), (".5k", 512),
-     ("2TB", 2**41), ("1048576", 2**20), (" 7B ", 7)],
-)  # fmt: skip
-def test_a_size_is_read_as_people_write_it(text, size):
-    assert parse_size(text) == size
-
-
-def test_what_is_no_size_says_how_to_write_one():
+def test_a_size_is_read_as_people_write_it_and_what_is_none_is_refused():
+    sizes = {"24GB": 24 * 2**30, "24 gib": 24 * 2**30, "1.5G": 3 * 2**29, "512MB": 2**29, ".5k": 512,
+             "2TB": 2**41, "1048576": 2**20, " 7B ": 7}  # fmt: skip
+    assert {text: parse_size(text) for text in sizes} == sizes
     for text in ("", "GB", "0", "0GB", "0.4", "-1GB", "24 G B", "24XB", "1e9", "nan", "24GBs", "24"):
         with pytest.raises(ValueError, match="is no size: write it like 24GB"):
             parse_size(text)
+    config = parse_command_line(["--memory-limit", "24GB", "--dry-run", "--device-memory", "512 MB"])
+    assert (config.memory_limit, config.device_memory, config.dry_run) == ("24GB", "512 MB", True)
 
 
 # ---------------------------------------------------------------------------------------- YAML and flags
-
-
-def test_a_file_sets_defaults_that_flags_override(tmp_path):
-    file = yaml_file(tmp_path, "steps: 7\nlearning_rate: 3.0e-5\nbatch_size: 32\n")
-    for arguments in (
-        ["--config", file, "--steps", "9"],
-        ["--steps", "9", "--config", file],
-        ["--steps=9", f"--config={file}"],
-    ):
-        config = parse_command_line(arguments)
-        assert (config.steps, config.learning_rate, config.batch_size) == (9, 3e-5, 32)
-        assert config.group_size == 8  # and the rest stays
 
 
 def test_yamls_own_traps(tmp_path):
@@ -132,17 +116,6 @@ def test_yamls_own_traps(tmp_path):
     assert (config.memory_limit, config.name) == ("8000000000", "20261121")
 
 
-def test_what_is_written_reads_back_the_same(tmp_path):
-    config = Config(
-        steps=3, reward=("policy", "a b.py:f"), reward_weights=(1.0, 1e-7), minutes=2.5, engine="off",
-        runs_dir=tmp_path / "a", name="123", trackers=(), stockfish_path="/opt/off",
-        top_p=0.9, loss_type="cispo", clip_range_high=4.0, learning_rate=1e-7, lr_schedule="cosine",
-    )  # fmt: skip
-    write_yaml(config, tmp_path / "c.yaml")
-    assert parse_command_line(["--config", str(tmp_path / "c.yaml")]) == config
-    assert from_plain(read_yaml(tmp_path / "c.yaml")) == config
-
-
 ANY_SETTINGS = {
     "steps": st.integers(1, 10**6),
     "seed": st.integers(),
@@ -153,6 +126,12 @@ ANY_SETTINGS = {
     "model": st.text(st.characters(codec="utf-8"), min_size=1, max_size=60),
     "trailing_space": st.booleans(),
     "advantage_scale": st.sampled_from(["group", "batch", "none"]),
+    "reward": st.sampled_from([["policy"], ["policy", "a b.py:f"]]),
+    "reward_weights": st.sampled_from([[], [1.0, 1e-7]]),
+    "trackers": st.sampled_from([[], ["tensorboard", "wandb"]]),
+    "runs_dir": st.sampled_from(["runs", "/a b/c"]),
+    "stockfish_path": st.sampled_from(["/opt/off", "off"]),
+    "engine": st.sampled_from(["auto", "off"]),
     "name": st.none() | st.sampled_from(["null", "1", "on", "~"]),
 }
 
@@ -162,12 +141,7 @@ ANY_SETTINGS = {
 def test_any_settings_survive_yaml(tmp_path_factory, values):
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     write_yaml(from_plain(values), path)
-    assert from_plain(read_yaml(path)) == from_plain(values)
-
-
-def test_memory_settings_are_sizes_as_people_write_them():
-    config = parse_command_line(["--memory-limit", "24GB", "--dry-run", "--device-memory", "512 MB"])
-    assert (config.memory_limit, config.device_memory, config.dry_run) == ("24GB", "512 MB", True)
+    assert parse_command_line(["--config", str(path)]) == from_plain(read_yaml(path)) == from_plain(values)
 
 
 # -------------------------------------------------------------------------------- profiles, resumed runs
@@ -184,43 +158,38 @@ profiles:
 """
 
 
-def test_a_profile_is_what_it_says_over_what_the_file_shares_under_the_flags(tmp_path):
+def test_a_file_and_a_profile_over_what_it_shares_set_defaults_that_flags_override(tmp_path):
     file = yaml_file(tmp_path, PROFILES)
-    for arguments in (
-        ["--config", file, "--profile", "h100_quad", "--steps", "9"],
-        ["--steps", "9", "--profile=h100_quad", f"--config={file}"],
+    for arguments, *expected in (
+        (["--config", file, "--profile", "h100_quad", "--steps", "9"], 9, 256, 3e-5),
+        (["--steps=9", "--profile=h100_quad", f"--config={file}"], 9, 256, 3e-5),
+        (["--config", file, "--profile", "h100_quad", "--batch-size", "8"], 7, 8, 3e-5),
+        (["--config", file, "--profile", "24gb_single"], 7, 32, 1e-5),  # only what is shared
     ):
         config = parse_command_line(arguments)
-        assert (config.steps, config.batch_size, config.learning_rate) == (9, 256, 3e-5)
-    config = parse_command_line(["--config", file, "--profile", "24gb_single"])  # only what is shared
-    assert (config.steps, config.batch_size, config.learning_rate) == (7, 32, 1e-5)
-    config = parse_command_line(["--config", file, "--profile", "h100_quad", "--batch-size", "8"])
-    assert (config.steps, config.batch_size) == (7, 8)
+        assert [config.steps, config.batch_size, config.learning_rate] == expected
+    plain = yaml_file(tmp_path, "steps: 7\nbatch_size: 32\n")
+    assert parse_command_line(["--steps", "9", "--config", plain]) == Config(steps=9, batch_size=32)
 
 
-def test_a_resumed_run_has_its_own_settings_as_defaults_under_a_profile_and_flags(tmp_path):
-    write_yaml(Config(steps=7, batch_size=16, name="x"), tmp_path / CONFIG_FILE)
-    config = parse_command_line(["--resume", str(tmp_path), "--steps", "9"])
-    assert (config.resume, config.steps, config.batch_size, config.name) == (tmp_path, 9, 16, "x")
-    assert parse_command_line([f"--resume={tmp_path}"]).resume == tmp_path
-    file = yaml_file(tmp_path, PROFILES)
-    config = parse_command_line(["--resume", str(tmp_path), "--config", file, "--profile", "h100_single"])
-    assert (config.resume, config.name, config.steps, config.batch_size) == (tmp_path, "x", 7, 64)
+def test_a_resumed_run_has_its_own_settings_and_name_as_defaults_under_a_profile_and_flags(tmp_path):
+    run = tmp_path / "a"
+    run.mkdir()
+    write_yaml(Config(steps=7, batch_size=16, name="once-elsewhere"), run / CONFIG_FILE)  # and moved since
+    config = parse_command_line(["--resume", str(run), "--steps", "9"])
+    assert config == Config(resume=run, steps=9, batch_size=16, name="once-elsewhere")
+    assert parse_command_line([f"--resume={run}", "--name", "a"]).resume == run
+    words = ["--config", yaml_file(tmp_path, PROFILES), "--profile", "h100_single"]
+    config = parse_command_line(["--resume", str(run), *words])
+    assert config == Config(resume=run, name="once-elsewhere", steps=7, batch_size=64)
+    with pytest.raises(SettingsError, match=r"name is 'b', but resume is .*: leave --name out"):
+        parse_command_line(["--resume", str(run), "--name", "b"])
 
 
 def test_settings_of_an_older_version_are_read(logged):
     """Its third kind of checkpointing is gone."""
     assert from_plain({"gradient_checkpointing": "selective"}).gradient_checkpointing == "auto"
     assert [line for line in logged if "no longer known" in line]
-
-
-def test_a_resumed_run_keeps_its_name(tmp_path):
-    folder = tmp_path / "a"
-    folder.mkdir()
-    write_yaml(Config(name="once-elsewhere"), folder / CONFIG_FILE)  # and moved since
-    assert parse_command_line(["--resume", str(folder), "--name", "a"]).resume == folder
-    with pytest.raises(SettingsError, match=r"name is 'b', but resume is .*: leave --name out"):
-        parse_command_line(["--resume", str(folder), "--name", "b"])
 
 
 # -------------------------------------------------------------------------------------------------- help

@@ -373,7 +373,7 @@ REFUSED: dict[str, list[Row]] = {
         *each_typed(
             "monitor",
             ([39, 64, "--model", "/no/such/model"], "no verdict: a trend needs 40 steps, and these are 39"),
-            ([10, 60], "batch_size is 60", "56 or 64"), (["--attach", "/"], "holds no memory.jsonl"),
+            (["--attach", "/"], "holds no memory.jsonl"),
             (["--attach", "x", "--learning-rate", 1], "leave out --learning-rate 1"),
         ),
         *each_typed(
@@ -396,11 +396,9 @@ REFUSED: dict[str, list[Row]] = {
         ),
         *each_at(
             lambda at, content: read_yaml(at.file("bad.yaml", content)), (b"", "bad.yaml' holds no settings"),
-            (b"- 1", "bad.yaml' ", "steps: 100"), (b"a: [", "bad.yaml' cannot be read"),
-            (b"5: 1", "bad.yaml", "has 5 where a setting's name belongs"), (b"~: 1", "has None where"),
-            (b"2026-01-01: 1", "where a setting's name belongs"), (b"\xff\xfe\x00", "cannot be read"),
+            (b"- 1", "bad.yaml' ", "steps: 100"), (b"\xff\xfe\x00", "bad.yaml' cannot be read"),
+            (b"~: 1", "bad.yaml", "has None where a setting's name belongs"),
             (b"steps: 2026-13-45", "cannot be read: month must be in"),
-            (b"steps: " + b"9" * 5001, "cannot be read: Exceeds the limit"),
             (b"[" * 3000 + b"]" * 3000, "nested too deep"), (b"'", "line 1: found unexpected end of stream"),
             (b"!!python/object/apply:os.system ['true']", "could not determine a constructor"),
         ),
@@ -742,7 +740,6 @@ REFUSED: dict[str, list[Row]] = {
             ({"json": Path("nowhere/p.json")}, "json is nowhere/p.json", "no folder nowhere", "make it"),
         ),
         (lambda at: parse_calculator(["--gpu", "h100", "--dry-run"]), "--dry-run is given", "leave it out"),
-        (lambda at: parse_calculator(["--profile", "x"]), "profile is 'x'", "add --config FILE.yaml"),
         *each_of(
             lambda **given: calculate(Calculator(**given), Calculator(**given).card()),
             ({"gpu": "h10"}, "gpu is 'h10'", "Did you mean h100?", "--gpu-memory"),
@@ -806,7 +803,6 @@ REFUSED: dict[str, list[Row]] = {
         ),
         *each_at(
             lambda at, words: parse_sweep(words),
-            (["--config", "a.yaml"], "config file 'a.yaml' does not exist"),
             (["--eval-interval", "5"], "--eval-interval is given", "leave it out"),
         ),
         (lambda at: write_report([]), "no folder is given", "give that of a run"),
