@@ -66,8 +66,8 @@ class Workload:
         beforehand = config.num_iterations > 1 or config.kl_in_reward
         follows = config.uses_lora and config.reference_sync > 0  # with adapters of its own
         return PhaseSettings(
-            self.target, config.group_size, config, config,
-            choose_checkpointing(config.gradient_checkpointing),
+            self.target, config.group_size, sampling=config, loss=config,
+            checkpointing=choose_checkpointing(config.gradient_checkpointing),
             scores="policy" if beforehand or follows else "reference" if config.uses_reference else "nothing",
             lora=config, batch_rows=self.rows_here,
         )  # fmt: skip

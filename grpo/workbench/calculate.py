@@ -115,15 +115,15 @@ class Model:
 
     def lines(self) -> list[Line]:
         """Of the optimizer's step, when weights, moments and gradients are all there."""
-        trained, lora = sum(self._traced.trained_sizes), self.work.config
+        trained, config = sum(self._traced.trained_sizes), self.work.config
         gradients = self.work.target.exact_dtype.itemsize * trained
         names = {"reference": "frozen reference", "weights": "trainable weights"}
-        if lora.uses_lora:
-            names["weights"] = f"frozen base{' in 4 bits' * lora.load_in_4bit} and adapters"
+        if config.uses_lora:
+            names["weights"] = f"frozen base{' in 4 bits' * config.load_in_4bit} and adapters"
         lines = []
         for part, size in {**self._resident, "gradients": gradients}.items():
-            detail = f"{size / trained:.3g} bytes a {'trained ' if lora.uses_lora else ''}parameter"
-            if lora.uses_lora and part == "weights":
+            detail = f"{size / trained:.3g} bytes a {'trained ' if config.uses_lora else ''}parameter"
+            if config.uses_lora and part == "weights":
                 detail = f"the reference, too; {trained / 1e6:.3g} million are trained"
             lines.append({"name": names.get(part, part), "bytes": size, "detail": detail})
         return sorted(lines, key=lambda line: line["name"] != names["reference"])
