@@ -250,7 +250,7 @@ class Config(
 
 def _not_whole(name: str, rows: int, group_size: int, *, parts: bool = False) -> str:
     """parts: whether a group may be divided, too."""
-    fitting = [size for size in range(1, group_size) if parts and group_size % size == 0]
+    fitting = [size for size in range(1, group_size if parts else 1) if group_size % size == 0]
     fitting += [rows // group_size * group_size, -(-rows // group_size) * group_size]
     below, above = [size for size in fitting if 0 < size < rows], [size for size in fitting if size > rows]
     nearest = " or ".join(map(str, [*sorted(below)[-1:], min(above)]))
