@@ -1,6 +1,7 @@
 """What a setting may be, as an annotation on its field: `steps: Annotated[int, at_least(1)] = 100`."""
 
 import math
+import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
@@ -89,7 +90,7 @@ def check_limits(settings: Any) -> None:
         value = getattr(settings, name)
         for word in value if allowed.is_tuple else (value,):
             if not allowed.kinds and word not in allowed.words:
-                raise SettingsError(f"{name} is {word!r}: give one of {allowed.choices}.")
+                raise SettingsError(f"{name} is {reprlib.repr(word)}: give one of {allowed.choices}.")
         if value not in allowed.words:
             _check(name, value, allowed.limits)
 

@@ -75,7 +75,7 @@ def _read(name: str, value: Any, allowed: Values) -> Any:
         with suppress(ValueError, OverflowError):
             return kind(value)
     options = kind.__name__ + (f" or {allowed.choices}" if allowed.choices else "")
-    raise SettingsError(f"{name} is {value!r}: give a value of type {options}.")
+    raise SettingsError(f"{name} is {reprlib.repr(value)}: give a value of type {options}.")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
