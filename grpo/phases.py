@@ -1,7 +1,6 @@
 """Sampling, scoring, learning, evaluating and saving of one run, as its memory plan says."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from loguru import logger
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from grpo.config.groups import SamplingSettings
 from grpo.data.tokens import tokenize
 from grpo.distributed.share import Share
 from grpo.evaluate import Evaluation, interleave, score_heldout
@@ -40,7 +40,7 @@ class PlannedPhases:
     def _batch(self, rows: int, prompt_ids: Sequence[Sequence[int]] = ()) -> Size:
         """With texts as long as there may be: rows are planned for them, and so stay what they are."""
         self._longest_prompt = max([self._longest_prompt, *map(len, prompt_ids)])
-        return Size(rows, self._run.config.sampling.max_new_tokens, self._longest_prompt)
+        return Size(rows, self._run.config.max_new_tokens, self._longest_prompt)
 
     def sample(self, step: int, prompts: list[Prompt], share: Share, *, draw: int) -> Rollout:
         """`group_size` completions of each of the step's prompts that this process has a share in.
@@ -49,7 +49,7 @@ class PlannedPhases:
         """
         config = self._run.config
         uniforms = step_uniforms(
-            len(prompts) * config.group_size, config.sampling.max_new_tokens,
+            len(prompts) * config.group_size, config.max_new_tokens,
             seed=config.seed, step=step, draw=draw,
         )  # fmt: skip
         sampled = self._rollout(share.prompts(prompts) + prompts[: share.idle], share.rows(uniforms))
@@ -64,7 +64,7 @@ class PlannedPhases:
         def work(rows: int) -> Rollout:
             kv_growth.clear()
             return rollout(
-                run.sampler.model, run.policy.tokenizer, prompts, uniforms, config.sampling,
+                run.sampler.model, run.policy.tokenizer, prompts, uniforms, config,
                 rows=rows, kept=run.kept, stay_gathered=run.stays_gathered,
                 watch_cache=lambda tokens, size: kv_growth.append((tokens, size.held + size.growing)),
             )  # fmt: skip
@@ -105,7 +105,7 @@ class PlannedPhases:
             "score",
             lambda rows: score(
                 model, sampled, rows=rows, pass_tokens=pass_tokens,
-                temperature=config.sampling.temperature, dtype=run.policy.target.dtype,
+                temperature=config.temperature, dtype=run.policy.target.dtype,
             ),
             self._batch(len(sampled.completion_ids), sampled.prompt_ids),
             took=lambda rows, _: largest_pass(sampled, rows, pass_tokens=pass_tokens),
@@ -126,7 +126,7 @@ class PlannedPhases:
 
         def work(rows: int) -> Sums:
             return accumulate_grpo(
-                run.policy.model, batch, settings=settings, temperature=config.sampling.temperature,
+                run.policy.model, batch, settings=settings, temperature=config.temperature,
                 dtype=run.policy.target.dtype, rows=rows, pass_tokens=pass_tokens,
                 importance_cap=config.importance_cap, checkpointing=checkpointing,
             )  # fmt: skip
@@ -152,13 +152,13 @@ class PlannedPhases:
         def work(rows: int) -> dict[str, Column]:
             return score_heldout(
                 run.sampler.model, run.policy.tokenizer, own + idle,
-                settings=replace(config.sampling, temperature=0.0), rows=rows,
+                settings=SamplingSettings.of(config, temperature=0.0), rows=rows,
                 seed=config.seed, engine=run.engine, judge=run.rewards,
             )  # fmt: skip
 
         scores: dict[str, Column] = {}
         if own + idle:
-            longest = self._longest_prompt + config.sampling.max_new_tokens  # each has a prompt of its own
+            longest = self._longest_prompt + config.max_new_tokens  # each has a prompt of its own
             rows = min(len(own + idle), config.rollout_rows or EVAL_ROWS)
             scores = run.fit.run("evaluate", work, Size(rows, longest), like="sample", discard=self._release)
             release_cache()  # of rows that are no step's

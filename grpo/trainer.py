@@ -11,7 +11,8 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.config import Config, to_flat
+from grpo.config import Config, to_plain
+from grpo.config.groups import LossSettings
 from grpo.data.load import Rows
 from grpo.data.reward_files import RewardFunction
 from grpo.data.reward_functions import Scores
@@ -70,11 +71,11 @@ class Trainer:
         self.config = run.config
         self.run = run
         self.stepper = Stepper(
-            run.policy.model, run.optimizer, self.config.optimizer.max_grad_norm,
+            run.policy.model, run.optimizer, self.config.max_grad_norm,
             updating=self._updating,
         )  # fmt: skip
         self.field_credit = FieldCredit(run.rewards, run.policy.tokenizer, self.config.advantage_scale)
-        self.kl_coef = self.config.loss.kl_coef
+        self.kl_coef = self.config.kl_coef
         self.best_reward: float | None = None
         self.evaluation: Evaluation | None = None
         """The last one, of held-out prompts."""
@@ -221,17 +222,17 @@ class Trainer:
     ) -> dict[str, float]:
         """`num_iterations` optimizer steps on a rollout; metrics of the last."""
         config, run = self.config, self.run
-        rate = learning_rate(self.progress.position(step - 1), config.steps, config.optimizer)
+        rate = learning_rate(self.progress.position(step - 1), config.steps, config)
         set_learning_rate(run.optimizer, rate)
         mask = sampled.mask
         if config.mask_truncated:
             mask = mask & sampled.terminated.unsqueeze(1)
-        counts = loss_counts(mask, config.sampling.max_new_tokens)  # of the whole step
+        counts = loss_counts(mask, config.max_new_tokens)  # of the whole step
         share = run.share(len(sampled.prompts))
         batch = GRPOBatch(
             share.rollout(sampled), share.rows(advantages), share.rows(mask), counts, old_logp, ref_logp
         )
-        settings = replace(config.loss, kl_coef=0.0 if config.kl_in_reward else self.kl_coef)
+        settings = LossSettings.of(config, kl_coef=0.0 if config.kl_in_reward else self.kl_coef)
         if settings.kl_coef == 0 and not config.shard:  # there all make the same passes
             batch = batch.without_dull_groups()
 
@@ -282,14 +283,14 @@ class Trainer:
         if not run.world.is_main:
             return
         self.tracker = RunTracker(
-            run.folder, trackers=config.trackers, settings=to_flat(config),
+            run.folder, trackers=config.trackers, settings=to_plain(config),
             before_step=self.finished or -1,  # evaluation 0 is done again
         )  # fmt: skip
         self._opened.callback(self.tracker.close)
         self.bar = StepProgress(self.console, self.progress, finished=self.finished)
         self._opened.callback(self.bar.close)
-        ends = end_names(run.policy.model, run.policy.tokenizer, config.sampling.stop_texts)
-        self.doubt = Doubts(config.num_rows, config.sampling.max_new_tokens, ends)
+        ends = end_names(run.policy.model, run.policy.tokenizer, config.stop_texts)
+        self.doubt = Doubts(config.num_rows, config.max_new_tokens, ends)
 
     def log(
         self, step: int, sampled: Rollout, scores: Scores, advantages: Tensor, learned: dict[str, float]
@@ -342,7 +343,7 @@ class Trainer:
             **self.progress.state(self.finished),
             **self.stepper.state(),
             "memory": self.run.fit.state(),
-            "settings": to_flat(replace(self.config, resume=None)),
+            "settings": to_plain(replace(self.config, resume=None)),
         }
         if self.phases.save(self.finished, state, best=best):
             self.saved = self.finished

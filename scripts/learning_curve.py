@@ -18,7 +18,7 @@ from benchmarks.learning import change_rows, demo_config, draw, heldout_prompts,
 from benchmarks.results import CONSOLE, conclude, table
 from loguru import logger
 
-from grpo.config import Config, from_flat
+from grpo.config import Config, from_plain
 from grpo.evaluate.quality import MODES, Quality, measure
 from grpo.model.load import load_policy
 from grpo.model.target import choose_device
@@ -58,13 +58,12 @@ def main(
     config = demo_config(
         runs_dir=output, eval_interval=0, steps=steps, batch_size=batch_size, minutes=minutes
     )
-    config = from_flat(changes, config)
+    config = from_plain(changes, config)
     output.mkdir(parents=True, exist_ok=True)
     names = [f"seed-{seed}" for seed in range(seeds)]
     settings = {"before": config} | {name: replace(config, seed=seed) for seed, name in enumerate(names)}
     if controls:  # nothing can move at rate 0, so a few steps show it
-        unmoved = replace(config.optimizer, learning_rate=0.0)
-        settings["rate-0"] = replace(config, steps=min(4, config.steps), optimizer=unmoved)
+        settings["rate-0"] = replace(config, steps=min(4, config.steps), learning_rate=0.0)
     prompts = heldout_prompts(config, heldout)
     for name, each in settings.items():
         if not (output / f"{name}-greedy.json").exists():

@@ -34,9 +34,8 @@ from transformers import (
 )
 
 from grpo.config import Config
-from grpo.config.groups import Precision, SamplingSettings
+from grpo.config.groups import Precision
 from grpo.data.load import POSITIONS
-from grpo.learning.loss import LossSettings
 from grpo.memory import Fit
 from grpo.memory.fit import EXACT_RUNS
 from grpo.model.load import Policy, load_policy
@@ -266,8 +265,8 @@ def config(model_folders: dict[str, Path], data_file: Path, tmp_path: Path) -> C
     """A run of a second: 2 steps of 8 completions without engine or trackers."""
     return Config(
         steps=2, batch_size=8, group_size=4, model=str(model_folders["gpt2"]), device="cpu", precision="fp32",
-        prompts=str(data_file), heldout_share=0.2, engine="off", sampling=SamplingSettings(max_new_tokens=10),
-        loss=LossSettings(kl_coef=0.05), eval_interval=0, eval_prompts=4, runs_dir=tmp_path / "runs",
+        prompts=str(data_file), heldout_share=0.2, engine="off", max_new_tokens=10,
+        kl_coef=0.05, eval_interval=0, eval_prompts=4, runs_dir=tmp_path / "runs",
         name="test", checkpoint_interval=0, trackers=(), logged_completions=4,
     )  # fmt: skip
 

@@ -14,8 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from grpo.config import Config
-from grpo.config.groups import Checkpointing, LoraSettings, SamplingSettings
-from grpo.learning.loss import LossSettings
+from grpo.config.groups import Checkpointing, LoraSettings
 from grpo.memory import Size
 from grpo.model.activation_checkpointing import recompute_activations
 from grpo.model.adapters import add_adapters, store_base
@@ -67,9 +66,8 @@ class Setting:
         """What the planner is told: batches of `longest.rows`, and texts as long."""
         config = Config(
             device="cpu", batch_size=longest.rows, group_size=self.group_size,
-            sampling=SamplingSettings(max_new_tokens=longest.tokens),
-            loss=LossSettings(kl_coef=0.02 if self.kl else 0.0), gradient_checkpointing=self.checkpointing,
-            lora=self.lora,
+            max_new_tokens=longest.tokens, kl_coef=0.02 if self.kl else 0.0,
+            gradient_checkpointing=self.checkpointing, **vars(self.lora),
         )  # fmt: skip
         return Workload(config, self.target, longest.shared)
 
@@ -89,7 +87,7 @@ class RealPhases(PhasesAt):
                 model.save_pretrained(folder)
                 model = load_model(folder, setting.target, in_4bit=True)
         recompute_activations(model)
-        if setting.lora.on:
+        if setting.lora.uses_lora:
             add_adapters(model, setting.lora)
             store_base(model, setting.compute_dtype)
         sampler = RolloutModel(model, setting.compute_dtype).model

@@ -107,7 +107,7 @@ def rows_taken(rank: int, config: Config) -> tuple[dict[str, int], dict[str, int
     with open_run(config) as run:
         planned = run.fit.planned()
         if rank:
-            texts = config.sampling.max_new_tokens, run.longest_prompt
+            texts = config.max_new_tokens, run.longest_prompt
             room = int(sum(run.fit.predict("learn", Size(rows, *texts)) for rows in (4, 8)) / 2)
             run.device.slack, run.device.used_bytes = 0.0, lambda: 0
             run.device.budget = lambda: Budget(room, "test")

@@ -11,7 +11,6 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from grpo.config import Config
-from grpo.config.groups import SamplingSettings
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import open_run
 from grpo.run.tracking import COMPLETIONS_FILE, METRICS_FILE, read_lines
@@ -19,7 +18,7 @@ from grpo.trainer import Trainer
 
 BY_FIELD = {
     "model": "rook-tiny", "prompts": "bundled", "credit": "field", "advantage_scale": "batch",
-    "reward": ("policy-legal", "environment-sparse"), "sampling": SamplingSettings(max_new_tokens=64),
+    "reward": ("policy-legal", "environment-sparse"), "max_new_tokens": 64,
 }  # fmt: skip
 """Settings: the demo's credit, with a model whose rows are split by field, as the tests' own never are."""
 PASSING = ("timing/", "memory/", "step_time")

@@ -12,7 +12,7 @@ from loguru import logger
 from rich.console import Console
 
 from grpo.commands.screen import check_least
-from grpo.config import CONFIG_FILE, Config, from_flat
+from grpo.config import CONFIG_FILE, Config, from_plain
 from grpo.config.groups import Precision, PromptSettings, SamplingSettings
 from grpo.config.reading import read_run_settings
 from grpo.data.load import IN_MEMORY, check_spec
@@ -95,7 +95,7 @@ class EvaluateConfig:
     @cached_property
     def task(self) -> Config:
         """What is asked, and how it is judged: as the first run that is named has it, and as flags say."""
-        base = from_flat(read_run_settings(self.runs[0])) if self.runs else Config()
+        base = from_plain(read_run_settings(self.runs[0])) if self.runs else Config()
         in_python = [name for name in base.reward if ":" not in name and name not in REWARDS]
         without_rows = self.prompts is None and base.prompts == IN_MEMORY
         if in_python and (not self.reward or without_rows):
@@ -105,18 +105,18 @@ class EvaluateConfig:
             )
         names = ("prompts", "heldout_share", "max_bad_share", "max_new_tokens")
         flags = {name: value for name in names if (value := getattr(self, name)) is not None}
-        task = from_flat(flags, base)
+        task = from_plain(flags, base)
         if self.reward:
             task = replace(task, reward=self.reward, reward_weights=self.reward_weights)
-        return task if self.asking == PromptSettings() else replace(task, asking=self.asking)
+        return task if self.asking == PromptSettings() else replace(task, **vars(self.asking))
 
     @property
     def modes(self) -> dict[str, SamplingSettings]:
         """By name, how answers are sampled."""
         if self.temperature is None:
-            return {"greedy": replace(self.task.sampling, temperature=0.0), "sampled": self.task.sampling}
+            return {"greedy": SamplingSettings.of(self.task, temperature=0.0), "sampled": self.task}
         name = f"temperature {self.temperature:g}" if self.temperature else "greedy"
-        return {name: replace(self.task.sampling, temperature=self.temperature)}
+        return {name: SamplingSettings.of(self.task, temperature=self.temperature)}
 
 
 def main(config: EvaluateConfig, console: Console) -> None:
@@ -172,8 +172,8 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
     logger.info("evaluating {}", name)
     heldout = load_prompts(
         task.prompts, seed=seed, heldout_share=task.heldout_share, heldout_count=config.limit,
-        max_bad_share=config.max_bad_share, settings=task.asking, to_train=False,
-        room=prompt_room(name, task.sampling.max_new_tokens),
+        max_bad_share=config.max_bad_share, settings=task, to_train=False,
+        room=prompt_room(name, task.max_new_tokens),
     ).heldout  # fmt: skip
     ranked = config.stockfish or config.stockfish_path
     with EnginePool(config.stockfish_path, depth=config.engine_depth) if ranked else nullcontext() as engine:
@@ -198,9 +198,7 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
         )
     if "policy/legal" in first.scores and "policy/best_move" not in first.scores:
         logger.info("the prompts have no labels: --stockfish ranks the moves for best_move and top5")
-    player = Player(
-        sampler, tokenizer, config.modes[mode], trailing_space=task.asking.trailing_space, rows=rows
-    )
+    player = Player(sampler, tokenizer, config.modes[mode], trailing_space=task.trailing_space, rows=rows)
     if config.self_play:
         fens = [prompt.columns["fen"] for prompt in heldout if prompt.task == "policy"]
         starts = fens if config.self_play_from == "prompts" else None

@@ -93,7 +93,7 @@ def main(config: Config, _: Console) -> int:
 def how_to_load(run: "Run") -> str:
     """For whoever wants to use the model."""
     where = str(shown(run.checkpoints.to_use or run.checkpoints.model))
-    needs = " (needs peft)" if run.config.lora.on else ""
+    needs = " (needs peft)" if run.config.uses_lora else ""
     return (
         f"To use it in transformers{needs}:\n"
         f"    model = AutoModelForCausalLM.from_pretrained({where!r})\n"

@@ -1,26 +1,22 @@
-"""Settings in groups, one for each piece of code that goes by them, and the words they are chosen from.
+"""Settings of single pieces of code, which can be made alone too, and the words they are chosen from.
 
-Nothing large is imported here: a wrong flag need not wait for torch, which takes seconds to load.
+A class is a section of the help, the first line of its docstring the title, and a string below a field its
+text. A function that wants one of these classes takes a `Config`, which inherits them all. Nothing large
+is imported here: a wrong flag need not wait for torch, which takes seconds to load.
 """
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
-from grpo.config.limits import DECAY, NOT_NEGATIVE, SHARE, Limit, at_least, check_limits
+from grpo.config.limits import DECAY, NOT_NEGATIVE, PART, POSITIVE, SHARE, Limit, Settings, at_least
 
 Precision = Literal["auto", "fp32", "bf16", "fp64"]
 Checkpointing = Literal["none", "full"]
 CheckpointingSetting = Literal["auto", "none", "full"]
 Scale = Literal["group", "batch", "none"]
-Credit = Literal["whole", "field"]
-Schedule = Literal["constant", "cosine", "linear"]
-OptimizerKind = Literal["adamw", "adamw8bit"]
 LossType = Literal["grpo", "dapo", "dr_grpo", "cispo"]
-ImportanceLevel = Literal["token", "sequence"]
-KLEstimator = Literal["k3", "k2"]
-Chat = Literal["auto", "on", "off"]
 
 BUNDLED = "rook-tiny"
 """The model that comes with the package."""
@@ -28,8 +24,8 @@ _CISPO_CAP = 5.0
 
 
 @dataclass(frozen=True)
-class SamplingSettings:
-    """How completions are sampled."""
+class SamplingSettings(Settings):
+    """Sampling."""
 
     max_new_tokens: Annotated[int, at_least(1)] = 144
     """Longest completion in tokens, the end-of-text token included."""
@@ -37,21 +33,14 @@ class SamplingSettings:
     """Logits are divided by it, here and where completions are scored; 0 is greedy (evaluation only)."""
     top_k: Annotated[int, at_least(0, "give 0 (all tokens) or more")] = 0
     """Sample among the k most likely tokens only; 0 for all."""
-    top_p: Annotated[
-        float, Limit(lambda share: 0 < share <= 1, "give more than 0, at most 1 (all tokens)")
-    ] = 1.0
+    top_p: Annotated[float, PART] = 1.0
     """Sample among the fewest tokens that hold this much probability; 1 for all."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], Limit(all, "leave out the empty text, which all begin with")] = ()
     """Texts any of which ends a completion, which is learned from up to the token that completes it;
     "\\n" is a line's end."""
 
     ignore_ends: bool = False
     """Give every completion max_new_tokens, whatever the model writes: to try out memory and speed."""
-
-    def __post_init__(self) -> None:
-        check_limits(self)
-        if "" in self.stop:
-            raise ValueError("stop has an empty text, which every completion begins with: leave it out.")
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -62,16 +51,16 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True)
-class PromptSettings:
-    """How a row of data becomes what the model is asked."""
+class PromptSettings(Settings):
+    """The prompts: how a row of data becomes what the model is asked."""
 
     prompt_column: str | None = None
     """The column that is asked, text or messages; None: prompt (for chess: text, or fen)."""
     prompt_template: Path | None = None
     """A file with what is asked instead, in Jinja: {{ question }} stands for a row's column of that name."""
-    system_prompt: str | None = None
+    system_prompt: Annotated[str | None, Limit(str.strip, "say something in it, or leave it out")] = None
     """A system message before what is asked, which makes text a conversation."""
-    chat: Chat = "auto"
+    chat: Literal["auto", "on", "off"] = "auto"
     """Whether text is a user's message, which the chat template renders; auto: with system_prompt or
     chat_template, and with prompt_template if the tokenizer has a chat template. Messages always are."""
     chat_template: Path | None = None
@@ -79,16 +68,15 @@ class PromptSettings:
     trailing_space: bool = False
     """End policy prompts with a space, as some of RookWorld's own scripts do."""
 
-    def __post_init__(self) -> None:
-        if self.system_prompt is not None and not self.system_prompt.strip():
-            raise ValueError("system_prompt is empty: say something in it, or leave it out.")
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
         if self.chat == "off" and (self.system_prompt is not None or self.chat_template is not None):
-            given = "chat_template" if self.system_prompt is None else "system_prompt"
-            raise ValueError(f"chat is off, but {given} is given: leave one of the two out.")
+            other = "chat_template" if self.system_prompt is None else "system_prompt"
+            yield f"chat is off, but {other} is given: leave one of the two out."
 
     @property
-    def is_own(self) -> bool:
-        """Whether they say anything about prompts of the user's own."""
+    def has_custom_prompts(self) -> bool:
+        """Whether anything is said about how prompts of the user's are asked."""
         return self.chats or self.prompt_column is not None or self.prompt_template is not None
 
     @property
@@ -98,52 +86,43 @@ class PromptSettings:
 
 
 @dataclass(frozen=True)
-class LossSettings:
-    """What the loss is; a ValueError with the remedy when it is nothing sensible."""
+class LossSettings(Settings):
+    """The loss."""
 
     loss_type: LossType = "dapo"
     """grpo: each row's mean over its tokens; dapo: mean over the step's tokens; dr_grpo: sum over
     rows × maximum length; cispo: the ratio only weights the log-prob, capped, without gradient."""
-    clip_range: float = 0.2
+    clip_range: Annotated[float, Limit(lambda part: 0 < part < 1, "give more than 0 and less than 1")] = 0.2
     """The ratio's lower clip is 1 - clip_range."""
     clip_range_high: float | None = None
     """The ratio's upper clip is 1 + clip_range_high (None: clip_range; DAPO recommends 0.28). For
     cispo it is the cap itself (None: 5.0, as ScaleRL recommends)."""
     dual_clip: float | None = None
     """Cap on the ratio where the advantage is negative (Ye et al. 2020; TRL calls it delta). Usually 3."""
-    importance_level: ImportanceLevel = "token"
+    importance_level: Literal["token", "sequence"] = "token"
     """One ratio per token, or one per sequence: the geometric mean of its tokens' (GSPO)."""
-    kl_coef: float = 0.02
+    kl_coef: Annotated[float, at_least(0, "give 0 or more (usual: 0 to 0.1)")] = 0.02
     """Weight of the KL divergence from the reference model; 0 needs no reference."""
-    kl_estimator: KLEstimator = "k3"
+    kl_estimator: Literal["k3", "k2"] = "k3"
     """k3 (unbiased, never negative) or k2 (half the squared log-ratio), named by Schulman (2020)."""
     kl_correction: bool = True
     """Weight the KL by the ratio, so that its gradient is the reverse KL's (TRL: use_bias_correction_kl)."""
 
-    def __post_init__(self) -> None:
-        choices = {"loss_type": LossType, "importance_level": ImportanceLevel, "kl_estimator": KLEstimator}
-        for name, choice in choices.items():
-            if (value := getattr(self, name)) not in get_args(choice):
-                raise ValueError(f"{name} is {value!r}; choose one of {', '.join(get_args(choice))}.")
-        cispo, high = self.loss_type == "cispo", f"clip_range_high is {self.clip_range_high}"
-        if not 0 < self.clip_range < 1:
-            raise ValueError(f"clip_range is {self.clip_range}; it must lie between 0 and 1 (usual: 0.2).")
-        if cispo and not self.ratio_high >= 1:
-            raise ValueError(
-                f"{high}; for cispo it is the cap on the ratio itself, and a cap below 1 shrinks every "
-                "gradient. Give 1 or more (usual: 5.0)."
-            )
-        if not cispo and not self.ratio_high > 1:
-            raise ValueError(f"{high}; it must be above 0 (usual: 0.2 to 0.28).")
-        if self.dual_clip is not None and cispo:
-            raise ValueError("dual_clip has no meaning for cispo, which caps every ratio; leave it out.")
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
+        is_cispo, high = self.loss_type == "cispo", f"clip_range_high is {self.clip_range_high}"
+        if is_cispo and not self.ratio_high >= 1:
+            yield f"{high}, which is cispo's cap on the ratio itself: give 1 or more (usual: 5.0)."
+        if not is_cispo and not self.ratio_high > 1:
+            yield f"{high}: give more than 0 (usual: 0.2 to 0.28)."
+        if self.dual_clip is not None and is_cispo:
+            yield f"dual_clip is {self.dual_clip}, but cispo caps every ratio: leave it out."
         if self.dual_clip is not None and not self.dual_clip > self.ratio_high:
-            raise ValueError(
-                f"dual_clip is {self.dual_clip}; it must be above the upper clip, {self.ratio_high} "
-                "(usual: 3)."
-            )
-        if not 0 <= self.kl_coef < math.inf:
-            raise ValueError(f"kl_coef is {self.kl_coef}; it must be 0 or more (usual: 0 to 0.1).")
+            yield f"dual_clip is {self.dual_clip}: give more than the upper clip, {self.ratio_high}."
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.kl_coef > 0
 
     @property
     def is_per_token(self) -> bool:
@@ -164,14 +143,14 @@ class LossSettings:
 
 
 @dataclass(frozen=True)
-class OptimizerSettings:
-    """How weights move."""
+class OptimizerSettings(Settings):
+    """The optimizer."""
 
-    optimizer_kind: OptimizerKind = "adamw"
+    optimizer_kind: Literal["adamw", "adamw8bit"] = "adamw"
     """adamw8bit: moments in 8 bits (bitsandbytes), two bytes a trained parameter instead of eight."""
     learning_rate: Annotated[float, NOT_NEGATIVE] = 1e-5
     """Peak learning rate."""
-    lr_schedule: Schedule = "constant"
+    lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
     """After the warm-up: constant, or down to the floor along a cosine or a line."""
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Steps of linear warm-up from zero; as large a share of the run where its minutes end it."""
@@ -186,17 +165,14 @@ class OptimizerSettings:
     max_grad_norm: Annotated[float, NOT_NEGATIVE] = 1.0
     """Gradients are scaled down to this global norm; 0 for no clipping."""
 
-    def __post_init__(self) -> None:
-        check_limits(self)
-
 
 @dataclass(frozen=True)
-class LoraSettings:
-    """Which adapters are trained, if any, instead of the model's own weights."""
+class LoraSettings(Settings):
+    """Adapters (LoRA)."""
 
     lora_rank: Annotated[int, at_least(0, "give 0 or more (usual: 16)")] = 0
     """Train adapters of this rank (LoRA) and leave the model's own weights as they are; 0: no adapters."""
-    lora_alpha: float | None = None
+    lora_alpha: Annotated[float | None, POSITIVE, NOT_NEGATIVE] = None  # which is finite
     """Adapters are scaled by lora_alpha / lora_rank; None: twice the rank, the same scale at any rank."""
     lora_targets: tuple[str, ...] = ()
     """Linear layers with adapters, by the end of their names, or all-linear; none given: peft's choice."""
@@ -205,22 +181,17 @@ class LoraSettings:
     load_in_4bit: bool = False
     """Hold the model's own weights in 4 bits (QLoRA: NF4 by bitsandbytes), the reference's among them."""
 
-    def __post_init__(self) -> None:
-        check_limits(self)
-        alpha = self.lora_alpha
-        if alpha is not None and not (math.isfinite(alpha) and alpha > 0):
-            raise ValueError(f"lora_alpha is {alpha}: give more than 0, or leave it out.")
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
         for name in ("lora_alpha", "lora_targets", "lora_merge", "load_in_4bit"):
             value = getattr(self, name)
-            if value and not self.on:
-                raise ValueError(
-                    f"{name} is {value}, but lora_rank is 0: add --lora-rank 16, or leave it out."
-                )
+            if value and not self.uses_lora:
+                yield f"{name} is {value}, but lora_rank is 0: add --lora-rank 16, or leave it out."
 
     @property
-    def on(self) -> bool:
+    def uses_lora(self) -> bool:
         return self.lora_rank > 0
 
     @property
-    def alpha(self) -> float:
+    def used_alpha(self) -> float:
         return 2.0 * self.lora_rank if self.lora_alpha is None else self.lora_alpha

@@ -1,9 +1,15 @@
-"""Limits of single settings, as annotations on their fields: `steps: Annotated[int, at_least(1)] = 100`."""
+"""What a setting may be, as an annotation on its field: `steps: Annotated[int, at_least(1)] = 100`."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+import reprlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
+
+from grpo.config.sizes import is_size
 
 
 class SettingsError(ValueError):
@@ -14,7 +20,7 @@ class SettingsError(ValueError):
 class Limit:
     """Which values a setting may have, and what to give instead of another."""
 
-    holds: Callable[[Any], bool]
+    holds: Callable[[Any], Any]
     remedy: str
 
 
@@ -27,22 +33,92 @@ NOT_NEGATIVE = at_least(0, "give 0 or more")
 POSITIVE = Limit(lambda value: value > 0, "give more than 0, or leave it out")
 COUNT = at_least(1)
 SHARE = Limit(lambda value: 0 <= value <= 1, "give a share between 0 and 1")
+PART = Limit(lambda value: 0 < value <= 1, "give a share above 0 and up to 1")
 ROWS = at_least(1, "give at least 1, or leave it out for all rows")
 DECAY = Limit(lambda value: 0 <= value < 1, "give at least 0 and less than 1")
+SIZE = Limit(is_size, "that is no size, write it like 24GB or 512MB")
+BY_KIND: dict[Any, Limit] = {
+    float: Limit(lambda value: not 1e30 <= abs(value) < math.inf, "give a number below 1e30"),
+    int: Limit(lambda value: abs(value) < 2**31, "give a number below 2^31"),
+    (str, Path): Limit(
+        lambda value: all(len(part.encode(errors="replace")) < 256 for part in Path(value).parts),
+        "a disk takes names of up to 255 letters, give a shorter one",
+    ),
+}
+"""Of all settings of a run: what single precision has room for with some to spare, a count, a name."""
+
+
+class Values(NamedTuple):
+    """Which values an annotation lets a setting have."""
+
+    kinds: tuple[Any, ...] = ()
+    words: tuple[Any, ...] = ()
+    """Single values besides: those of a Literal, and None."""
+    limits: tuple[Limit, ...] = ()
+    is_tuple: bool = False
+    """Whether there are several, each of which is one of the kinds or words."""
+
+    @property
+    def choices(self) -> str:
+        return ", ".join(word for word in self.words if word is not None)
+
+
+@cache
+def values_of(settings: type) -> dict[str, Values]:
+    """By field of a dataclass."""
+    return {name: _values(hint) for name, hint in get_type_hints(settings, include_extras=True).items()}
+
+
+def _values(hint: Any) -> Values:
+    origin, options = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        limits = [remark for remark in hint.__metadata__ if isinstance(remark, Limit)]
+        return _values(options[0])._replace(limits=tuple(limits))
+    if origin is tuple:
+        return _values(options[0])._replace(is_tuple=True)
+    if origin is Literal:
+        return Values(words=options)
+    if options:  # X | Y
+        parts = [_values(option) for option in options]
+        return Values(sum((part.kinds for part in parts), ()), sum((part.words for part in parts), ()))
+    return Values(words=(None,)) if hint is NoneType else Values(kinds=(hint,))
 
 
 def check_limits(settings: Any) -> None:
-    """SettingsError for the first field of a dataclass beyond its limit. None, and words, have none."""
-    for name, hint in get_type_hints(type(settings), include_extras=True).items():
-        if get_origin(hint) is not Annotated:
-            continue
-        value, (kind, *remarks) = getattr(settings, name), get_args(hint)
-        if value is None or value in _words(kind):
-            continue
-        for limit in remarks:
-            if isinstance(limit, Limit) and not limit.holds(value):
-                raise SettingsError(f"{name} is {value}: {limit.remedy}.")
+    """SettingsError for the first field of a dataclass that is no word of its own, or beyond a limit."""
+    for name, allowed in values_of(settings.__class__).items():
+        value = getattr(settings, name)
+        for word in value if allowed.is_tuple else (value,):
+            if not allowed.kinds and word not in allowed.words:
+                raise SettingsError(f"{name} is {reprlib.repr(word)}: give one of {allowed.choices}.")
+        if value not in allowed.words:
+            _check(name, value, allowed.limits)
 
 
-def _words(kind: Any) -> list[str]:
-    return [word for option in get_args(kind) if get_origin(option) is Literal for word in get_args(option)]
+def _check(name: str, value: Any, limits: tuple[Limit, ...]) -> None:
+    for limit in limits:
+        if not limit.holds(value):
+            shown = list(value) if isinstance(value, tuple) else value
+            raise SettingsError(f"{name} is {shown!r}: {limit.remedy}.")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What groups of settings have in common: they are checked where they are made, alone or together."""
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+        for name, value in vars(self).items():
+            if name != "seed":
+                _check(name, value, tuple(BY_KIND[kind] for kind in BY_KIND if isinstance(value, kind)))
+        for message in self.conflicts():
+            raise SettingsError(message)
+
+    def conflicts(self) -> Iterator[str]:
+        """What does not go together, and what to give instead; each group adds to what the others have."""
+        yield from ()
+
+    @classmethod
+    def of(cls, settings: "Settings", **changes: Any) -> Self:
+        """This group alone, of settings that have it among others, whose rules it need not keep."""
+        return cls(**{item.name: getattr(settings, item.name) for item in fields(cls)} | changes)

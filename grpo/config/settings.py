@@ -1,18 +1,14 @@
-"""Every knob once: its name, its default, and one line of help; what is wrong with it is in checks.py.
+"""Every setting once: its name, its limits, its default, and its text for the help."""
 
-Settings that one piece of code goes by are groups of their own (`groups.py`) and are only gathered
-here; on the command line and in YAML all are flat.
-"""
-
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Literal
 
-from grpo.config.checks import check
 from grpo.config.groups import (
     CheckpointingSetting,
-    Credit,
     LoraSettings,
     LossSettings,
     OptimizerSettings,
@@ -21,18 +17,28 @@ from grpo.config.groups import (
     SamplingSettings,
     Scale,
 )
-from grpo.config.limits import NOT_NEGATIVE, POSITIVE, ROWS, SHARE, Limit, at_least
+from grpo.config.limits import NOT_NEGATIVE, PART, POSITIVE, ROWS, SHARE, SIZE, Limit, Settings, at_least
 
-UTILIZATION = Limit(lambda share: 0 < share <= 1, "give a share above 0 and up to 1 (usual: 0.85)")
-Tracker = Literal["tensorboard", "wandb"]
-LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+REWARDS = Limit(len, "give at least one, such as policy")
+DISTINCT = Limit(
+    lambda specs: len({spec.rpartition(":")[2] for spec in specs}) == len(specs),
+    "two have one name, rename one",
+)
+FINITE = Limit(lambda weights: all(map(math.isfinite, weights)), "give finite numbers")
+NOT_ALL_ZERO = Limit(
+    lambda weights: any(weights) or not weights, "nothing would count, give one that is not 0"
+)
+FOLDER_NAME = Limit(
+    lambda name: name not in ("", ".", "..") and not set(name) & set("/\\\0"),
+    "that is no name of one folder, give one without / and \\, and --runs-dir for where it is made",
+)
+PRINTABLE = Limit(str.isprintable, "that cannot be printed, give one without control characters")
 
 
 @dataclass(frozen=True)
-class Config:
-    """Train a language model with GRPO: groups of completions, compared with their siblings."""
+class RunSettings(Settings):
+    """The run."""
 
-    # The run
     steps: Annotated[int, at_least(1)] = 100
     """Optimizer steps (rollouts, where num_iterations is above 1)."""
     batch_size: Annotated[int | Literal["auto"], at_least(1)] = 64
@@ -40,9 +46,7 @@ class Config:
     found once before the first step; a larger batch is faster, not better."""
     max_batch_size: int = 1024
     """What batch_size auto does not exceed."""
-    group_size: Annotated[
-        int, at_least(2, "a completion is compared with its siblings, so give at least 2")
-    ] = 8
+    group_size: Annotated[int, at_least(2, "a completion is compared with siblings, give at least 2")] = 8
     """Completions of one prompt, compared with each other."""
     seed: int = 0
     """Of the order of prompts and of every sampled token."""
@@ -53,7 +57,30 @@ class Config:
     wait_minutes: Annotated[float, POSITIVE] = 30.0
     """Of several processes, started by accelerate launch or torchrun: how long they wait for one another."""
 
-    # The model
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
+        if self.batch_size != "auto" and self.batch_size % self.group_size:
+            yield _not_whole("batch_size", self.batch_size, self.group_size)
+        if self.max_batch_size < self.group_size:
+            yield f"max_batch_size is {self.max_batch_size}: give at least one group, {self.group_size}."
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts a step."""
+        return self.num_rows // self.group_size
+
+    @property
+    def num_rows(self) -> int:
+        """Completions a step, N; ValueError while batch_size is still auto."""
+        if self.batch_size == "auto":
+            raise ValueError("batch_size is auto: it has not been found yet.")
+        return self.batch_size
+
+
+@dataclass(frozen=True)
+class ModelSettings(Settings):
+    """The model."""
+
     model: str = "auto"
     """Hub id or folder of a causal language model; auto: RookWorld-LM-124M on CUDA, else rook-tiny."""
     device: str = "auto"
@@ -67,13 +94,15 @@ class Config:
 
     shard: bool = False
     """Several processes hold one model together, each a part of every weight: for one that fits no card."""
-    lora: LoraSettings = field(default_factory=LoraSettings)
 
-    # The data
+
+@dataclass(frozen=True)
+class DataSettings(Settings):
+    """The data."""
+
     prompts: str = "bundled"
     """bundled, a file (.txt .jsonl .csv .tsv .parquet .fen .epd .pgn), or a dataset on the hub:
     OWNER/NAME, OWNER/NAME:SPLIT, OWNER/NAME:CONFIG:SPLIT."""
-    asking: PromptSettings = field(default_factory=PromptSettings)
     policy_share: Annotated[float, SHARE] = 0.5
     """Share of policy prompts among the prompts of a step; the others are environment prompts."""
     heldout_share: Annotated[float, SHARE] = 0.05
@@ -81,10 +110,14 @@ class Config:
     max_bad_share: Annotated[float, SHARE] = 0.01
     """More rows than this that cannot be read, or whose prompt is too long for the model, are an error."""
 
-    # The rewards
-    reward: tuple[str, ...] = ("policy", "environment")
+
+@dataclass(frozen=True)
+class RewardSettings(Settings):
+    """The rewards."""
+
+    reward: Annotated[tuple[str, ...], REWARDS, DISTINCT] = ("policy", "environment")
     """Reward names, or functions of your own as file.py:name, in TRL's signature."""
-    reward_weights: tuple[float, ...] = ()
+    reward_weights: Annotated[tuple[float, ...], FINITE, NOT_ALL_ZERO] = ()
     """One weight a reward; none given: 1 each."""
     engine: Literal["auto", "off"] = "auto"
     """auto: Stockfish judges policy prompts where it is installed; off: the labels of the prompts do."""
@@ -95,13 +128,14 @@ class Config:
     num_engines: Annotated[int, at_least(1)] = 1
     """Stockfish processes."""
 
-    # The algorithm
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    loss: LossSettings = field(default_factory=LossSettings)
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+
+@dataclass(frozen=True)
+class AlgorithmSettings(Settings):
+    """The algorithm."""
+
     advantage_scale: Scale = "group"
     """Divide advantages by the deviation of their group, of the batch, or by none (Dr. GRPO)."""
-    credit: Credit = "whole"
+    credit: Literal["whole", "field"] = "whole"
     """Which tokens a completion's advantage goes to: all (whole), or of our own rewards each component's to
     the field that it judges (field), which is less noise where few tokens decide."""
     num_iterations: Annotated[int, at_least(1)] = 1
@@ -117,12 +151,16 @@ class Config:
     kl_target: Annotated[float | None, POSITIVE] = None
     """Adapt kl_coef so that the KL settles at this many nats a token."""
 
-    # Memory: changes rows at once and speed, not the result
-    memory_utilization: Annotated[float, UTILIZATION] = 0.85
+
+@dataclass(frozen=True)
+class MemorySettings(Settings):
+    """Memory: rows at once and speed, not the result."""
+
+    memory_utilization: Annotated[float, PART] = 0.85
     """Share of the device's memory that may be used."""
-    memory_limit: str | None = None
+    memory_limit: Annotated[str | None, SIZE] = None
     """The most this process may hold, such as 24GB (2**30 bytes each); enforced on CUDA and on Linux."""
-    device_memory: str | None = None
+    device_memory: Annotated[str | None, SIZE] = None
     """With dry_run: plan for a card that is not there, such as 24GB as it is sold with."""
     dry_run: bool = False
     """Print the plan for the longest prompts and completions, and stop."""
@@ -136,16 +174,29 @@ class Config:
     """What layers compute again in the backward pass: all (full), or nothing (none); auto: nothing, or all
     where not one completion would fit otherwise."""
 
-    # Evaluation
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
+        if self.device_memory is not None and not self.dry_run:
+            yield f"device_memory is {self.device_memory}, of a card that is not there: add --dry-run."
+
+
+@dataclass(frozen=True)
+class EvaluationSettings(Settings):
+    """Evaluation."""
+
     eval_interval: Annotated[int, NOT_NEGATIVE] = 50
     """Steps between evaluations on held-out prompts; 0: none at all."""
     eval_prompts: Annotated[int, NOT_NEGATIVE] = 200
     """Held-out prompts an evaluation uses."""
 
-    # The run folder
+
+@dataclass(frozen=True)
+class FolderSettings(Settings):
+    """The run folder."""
+
     runs_dir: Path = Path("runs")
     """Where run folders are made."""
-    name: str | None = None
+    name: Annotated[str | None, FOLDER_NAME, PRINTABLE] = None
     """Name of the run folder; None: date and time."""
     resume: Path | None = None
     """A run folder to go on with; its settings are the defaults."""
@@ -153,33 +204,54 @@ class Config:
     """Steps between checkpoints; 0: only at the end, and of the best evaluation."""
     keep_checkpoints: Annotated[int, at_least(1)] = 2
     """Checkpoints kept, the newest; the best one is kept besides."""
-    trackers: tuple[Tracker, ...] = ("tensorboard",)
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
     """Where metrics go besides metrics.jsonl."""
     logged_completions: Annotated[int, NOT_NEGATIVE] = 16
     """Completions of each step written to completions.jsonl."""
     show_completions: Annotated[int, NOT_NEGATIVE] = 25
     """Steps after which a completion is shown with its scores, each time; 0: never."""
-    log_level: LogLevel = "INFO"
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severity that is shown."""
 
     def __post_init__(self) -> None:
         for name in ("runs_dir", "resume"):
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, Path(expanduser(path)))
-        check(self)
+        super().__post_init__()
 
-    @property
-    def num_prompts(self) -> int:
-        """Prompts a step."""
-        return self.num_rows // self.group_size
 
-    @property
-    def num_rows(self) -> int:
-        """Completions a step, N; ValueError while batch_size is still auto."""
-        if self.batch_size == "auto":
-            raise ValueError("batch_size is auto: it has not been found yet.")
-        return self.batch_size
+@dataclass(frozen=True)
+class Config(
+    FolderSettings, EvaluationSettings, MemorySettings, OptimizerSettings, LossSettings, AlgorithmSettings,
+    SamplingSettings, RewardSettings, PromptSettings, DataSettings, LoraSettings, ModelSettings, RunSettings,
+):  # fmt: skip
+    """Train a language model with GRPO: groups of completions, compared with their siblings."""
 
-    @property
-    def uses_reference(self) -> bool:
-        return self.loss.kl_coef > 0
+    # A dataclass has the fields of its last base first: so they come in the order of the help.
+
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
+        for name in ("rollout_rows", "score_rows", "train_rows"):
+            rows = getattr(self, name)
+            if rows and rows % self.group_size and self.group_size % rows:
+                yield _not_whole(name, rows, self.group_size, parts=True)
+        if self.temperature == 0:
+            yield "temperature is 0: a group of equal completions teaches nothing, give more (usual: 1.0)."
+        if self.credit == "field" and not self.is_per_token:
+            yield "credit is field, but importance_level is sequence: give token, or credit whole."
+        for name in ("kl_in_reward", "kl_target", "reference_sync"):
+            if (value := getattr(self, name)) and not self.uses_reference:
+                yield f"{name} is {value}, but kl_coef is 0: give kl_coef more than 0 (usual: 0.02)."
+        if (device := self.reference_device) is not None and self.uses_lora:
+            yield f"reference_device is {device}, but the reference of lora_rank is the policy: leave it out."
+        if self.load_in_4bit and self.precision == "fp64":
+            yield "precision is fp64, but load_in_4bit has products in fp32 at most: give bf16 or fp32."
+
+
+def _not_whole(name: str, rows: int, group_size: int, *, parts: bool = False) -> str:
+    """parts: whether a group may be divided, too."""
+    fitting = [size for size in range(1, group_size if parts else 1) if group_size % size == 0]
+    fitting += [rows // group_size * group_size, -(-rows // group_size) * group_size]
+    below, above = [size for size in fitting if 0 < size < rows], [size for size in fitting if size > rows]
+    nearest = " or ".join(map(str, [*sorted(below)[-1:], min(above)]))
+    return f"{name} is {rows}, and groups of {group_size} stay whole: give {nearest}, or another group_size."

@@ -69,7 +69,7 @@ def load_prompts(
         elif maker.num_rows > maker.num_bad:
             reason = f"none of its rows has a position to play from: {reason}"
         raise ValueError(f"no prompts to train on in {name}: {reason}")
-    if "custom" not in counts and counts and maker.settings.is_own:
+    if "custom" not in counts and counts and maker.settings.has_custom_prompts:
         raise ValueError(f"{name} holds chess positions: leave the settings of chats and templates out")
     if counts:
         source.policy_share = _mixing_share(name, counts, policy_share)

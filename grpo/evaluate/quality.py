@@ -79,18 +79,18 @@ def measure(policy: Policy, config: Config, prompts: Sequence[Prompt], *, sample
     rewards = RewardFunctions(config.reward, config.reward_weights)
 
     def run(temperature: float, samples: int) -> Evaluation:
-        settings = SamplingSettings(config.sampling.max_new_tokens, temperature)
+        settings = SamplingSettings(config.max_new_tokens, temperature)
         return evaluate(
             model, policy.tokenizer, prompts, settings=settings, rows=ROWS, seed=SEED,
             samples=samples, judge=rewards,
         )  # fmt: skip
 
-    return Quality(run(config.sampling.temperature, samples), run(0.0, 1))
+    return Quality(run(config.temperature, samples), run(0.0, 1))
 
 
 def answers(policy: Policy, config: Config, prompts: Sequence[Prompt]) -> list[str]:
     """Greedy ones."""
-    settings = SamplingSettings(config.sampling.max_new_tokens, 0.0)
+    settings = SamplingSettings(config.max_new_tokens, 0.0)
     uniforms = step_uniforms(len(prompts), settings.max_new_tokens, seed=SEED, step=EVALUATION_STEP)
     model = RolloutModel(policy.model, policy.target.dtype).model
     return rollout(model, policy.tokenizer, prompts, uniforms, settings, rows=ROWS).completions

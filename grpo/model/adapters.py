@@ -34,7 +34,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def check_peft(lora: LoraSettings) -> None:
     """ValueError where adapters are wanted and peft is not installed, or bitsandbytes for their base."""
     check_bitsandbytes(lora)
-    if lora.on and importlib.util.find_spec("peft") is None:
+    if lora.uses_lora and importlib.util.find_spec("peft") is None:
         raise ValueError(
             f"lora_rank is {lora.lora_rank}, which needs the package peft: pip install peft, or leave it out."
         )
@@ -63,7 +63,7 @@ def add_adapters(
             raise ValueError(_no_such_target(f"{target!r}, which is none of the model's", layers))
     conv1d = any(type(layer).__name__ == "Conv1D" for layer in layers.values())  # GPT-2's are transposed
     config = LoraConfig(
-        r=lora.lora_rank, lora_alpha=_whole(lora.alpha), lora_dropout=0.0, fan_in_fan_out=conv1d,
+        r=lora.lora_rank, lora_alpha=_whole(lora.used_alpha), lora_dropout=0.0, fan_in_fan_out=conv1d,
         target_modules=ALL_LINEAR if ALL_LINEAR in targets else sorted(targets),
         task_type="CAUSAL_LM", base_model_name_or_path=base,
     )  # fmt: skip
@@ -151,10 +151,10 @@ def save_adapters(model: nn.Module, folder: Path) -> None:
 def check_resumed(lora: LoraSettings, folder: Path) -> None:
     """ValueError unless a checkpoint has adapters of this kind, or none where none are trained."""
     file = folder / CONFIG
-    stored = json.loads(file.read_text()) if file.is_file() else {"r": 0, "lora_alpha": lora.alpha}
+    stored = json.loads(file.read_text()) if file.is_file() else {"r": 0, "lora_alpha": lora.used_alpha}
     for name, now, then in (
         ("lora_rank", lora.lora_rank, stored["r"]),
-        ("lora_alpha", lora.alpha, stored["lora_alpha"]),
+        ("lora_alpha", lora.used_alpha, stored["lora_alpha"]),
     ):
         if now != then:
             raise ValueError(f"{name} is {now}, but {str(folder)!r} has {then}: go on with that.")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from grpo.config.groups import LoraSettings
 from grpo.memory import DoesNotFit, Fit, Size
 from grpo.memory.budget import GB, MEMORY_LIMIT, readable
 from grpo.model.target import make_target
@@ -70,15 +71,15 @@ def _remedies(work: Workload, traced: TracedPhases, phase: str, missing_bytes: f
         with suppress(ValueError):  # a model that does not say what its layers are
             savings["--gradient-checkpointing full"] = now - with_other(checkpointing="full")
     resident = work.resident(traced.num_parameters, traced.trained_sizes, traced.frozen_bytes)
-    if "reference" in resident and not config.lora.on:
+    if "reference" in resident and not config.uses_lora:
         elsewhere = "" if work.target.on_cpu else ", or --reference-device cpu"
         savings[f"--kl-coef 0{elsewhere}"] = resident["reference"]
-    if not config.lora.on and work.shards == 1:  # adapters themselves are small
+    if not config.uses_lora and work.shards == 1:  # adapters themselves are small
         frozen = work.target.dtype.itemsize * traced.num_parameters
         savings["--lora-rank 16"] = sum(resident.values()) - frozen
-    if config.lora.on and not config.lora.load_in_4bit:
+    if config.uses_lora and not config.load_in_4bit:
         with suppress(ImportError):  # of bitsandbytes, where it is not installed
-            in_4bit = TracedPhases(replace(settings, lora=replace(config.lora, load_in_4bit=True)))
+            in_4bit = TracedPhases(replace(settings, lora=LoraSettings.of(config, load_in_4bit=True)))
             savings["--load-in-4bit"] = traced.frozen_bytes - in_4bit.frozen_bytes
     if work.target.dtype == torch.float32:
         target = make_target(work.target.model_config, work.target.device, torch.bfloat16)

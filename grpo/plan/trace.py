@@ -76,10 +76,10 @@ class TracedPhases:
             self.num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
         self.frozen_bytes = 0
         """Of weights that have adapters beside them."""
-        if settings.lora.on:
+        if settings.lora.uses_lora:
             self._add_adapters(dtype)
         sampler = self._policy
-        if target.is_lower and not settings.lora.on:
+        if target.is_lower and not settings.lora.uses_lora:
             with self._mode:
                 sampler = self._make_model(dtype).requires_grad_(False)
                 for parameter in sampler.parameters():  # not the buffers

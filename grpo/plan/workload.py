@@ -59,17 +59,17 @@ class Workload:
 
     def size(self, rows: int) -> Size:
         """A pass of the longest texts."""
-        return Size(rows, self.config.sampling.max_new_tokens, self.longest_prompt)
+        return Size(rows, self.config.max_new_tokens, self.longest_prompt)
 
     def phase_settings(self) -> PhaseSettings:
         config = self.config
         beforehand = config.num_iterations > 1 or config.kl_in_reward
-        follows = config.lora.on and config.reference_sync > 0  # with adapters of its own
+        follows = config.uses_lora and config.reference_sync > 0  # with adapters of its own
         return PhaseSettings(
-            self.target, config.group_size, config.sampling, config.loss,
-            choose_checkpointing(config.gradient_checkpointing),
+            self.target, config.group_size, sampling=config, loss=config,
+            checkpointing=choose_checkpointing(config.gradient_checkpointing),
             scores="policy" if beforehand or follows else "reference" if config.uses_reference else "nothing",
-            lora=config.lora, batch_rows=self.rows_here,
+            lora=config, batch_rows=self.rows_here,
         )  # fmt: skip
 
     def resident(
@@ -83,10 +83,10 @@ class Workload:
         config, target, model = self.config, self.target, self.target.model_config
         sizes = [-(-size // self.shards) for size in trained_sizes or [num_parameters]]
         num_parameters, exact = -(-num_parameters // self.shards), target.exact_dtype.itemsize
-        moments = moment_bytes(sizes, config.optimizer, exact)
+        moments = moment_bytes(sizes, config, exact)
         text = model.get_text_config(decoder=True)
         head = int(text.vocab_size * text.hidden_size)
-        if config.lora.on:
+        if config.uses_lora:
             parts = {"weights": frozen_bytes + exact * sum(sizes), "optimizer": moments}
             if config.reference_sync > 0:
                 parts["reference"] = exact * sum(sizes)

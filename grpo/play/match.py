@@ -38,9 +38,7 @@ def heldout_positions(count: int, *, model: str, prompts: str | None, seed: int)
     task = settings_of(model)
     prompts = prompts or task.prompts
     share = task.heldout_share if prompts == task.prompts else 1.0
-    heldout = load_prompts(
-        prompts, seed=seed, heldout_share=share, settings=task.asking, to_train=False
-    ).heldout
+    heldout = load_prompts(prompts, seed=seed, heldout_share=share, settings=task, to_train=False).heldout
     fens = dict.fromkeys(prompt.columns["fen"] for prompt in heldout if prompt.task == "policy")
     boards = [board for board in map(chess.Board, fens) if not board.is_game_over()]
     if len(boards) < count:

@@ -9,7 +9,7 @@ import torch
 from loguru import logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.config import CONFIG_FILE, Config, from_flat
+from grpo.config import CONFIG_FILE, Config, from_plain
 from grpo.config.groups import Precision, SamplingSettings
 from grpo.config.reading import read_run_settings
 from grpo.model.load import RolloutModel, context_length, load_policy
@@ -109,7 +109,7 @@ class Player:
 def settings_of(model: str) -> Config:
     """Those that a run was trained with; of another model the defaults."""
     is_run = (Path(model) / CONFIG_FILE).is_file()
-    return from_flat(read_run_settings(Path(model))) if is_run else Config()
+    return from_plain(read_run_settings(Path(model))) if is_run else Config()
 
 
 def known_as(model: str) -> str:
@@ -135,10 +135,9 @@ def load_player(
     room = context_length(policy.model.config) - _LONGEST_PROMPT
     if room < 1:
         raise ValueError(f"model {model!r} has a context too short for a position: give another one")
-    sampling = changed(
-        settings.sampling, temperature=temperature, max_new_tokens=min(settings.sampling.max_new_tokens, room)
-    )
+    tokens = min(settings.max_new_tokens, room)
+    sampling = SamplingSettings.of(settings, temperature=temperature, max_new_tokens=tokens)
     return Player(
         RolloutModel(policy.model, policy.target.dtype).model, policy.tokenizer, sampling,
-        trailing_space=settings.asking.trailing_space, rows=rows,
+        trailing_space=settings.trailing_space, rows=rows,
     )  # fmt: skip

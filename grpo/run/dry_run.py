@@ -48,7 +48,7 @@ def dry_run(config: Config, console: Console) -> None:
     work, plan = plan_without_weights(work, card)
     logger.info(
         "{} rows of up to {} prompt and {} new tokens, {}",
-        work.config.num_rows, work.longest_prompt, work.config.sampling.max_new_tokens,
+        work.config.num_rows, work.longest_prompt, work.config.max_new_tokens,
         str(work.target.dtype).removeprefix("torch."),
     )  # fmt: skip
     console.print(plan_table(plan))
@@ -60,11 +60,11 @@ def workload(config: Config, device: torch.device, *, absent: str | None = None)
     absent: how that card is called; precision auto is bf16 on it. ValueError for what a user can mend.
     """
     config = replace(config, model=choose_model(config.model, device, absent=absent))
-    check_peft(config.lora)
+    check_peft(config)
     model, tokenizer = _shape_and_tokenizer(config.model)
     config = check_quantized(config, model)
     precision = "bf16" if absent and config.precision == "auto" else config.precision
-    source = load_source(config, room_in(model, tokenizer, config.sampling.max_new_tokens))
+    source = load_source(config, room_in(model, tokenizer, config.max_new_tokens))
     return Workload(
         config, make_target(model, device, precision), longest_prompt(source, tokenizer),
         reference_here=config.reference_device in (None, device.type), processes=launched_processes()[1],

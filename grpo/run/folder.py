@@ -15,7 +15,7 @@ from typing import Any
 
 from loguru import logger
 
-from grpo.config import CONFIG_FILE, Config, SettingsError, read_yaml, to_flat, write_yaml
+from grpo.config import CONFIG_FILE, Config, SettingsError, read_yaml, to_plain, write_yaml
 from grpo.data.reward_files import reward_file
 from grpo.files import shown
 from grpo.memory.budget import readable
@@ -143,7 +143,7 @@ def open_checkpoints(config: Config, folder: Path) -> tuple[CheckpointFolder, Ch
     SettingsError where there is none, or nothing left to do.
     """
     checkpoints = CheckpointFolder(
-        folder / "checkpoints", keep=config.keep_checkpoints, merge=config.lora.lora_merge
+        folder / "checkpoints", keep=config.keep_checkpoints, merge=config.lora_merge
     )
     if not config.resume:
         return checkpoints, None
@@ -152,7 +152,7 @@ def open_checkpoints(config: Config, folder: Path) -> tuple[CheckpointFolder, Ch
         raise SettingsError(
             f"resume: {str(shown(folder))!r} holds no intact checkpoint; start without --resume."
         )
-    check_resumed(config.lora, checkpoint.folder)
+    check_resumed(config, checkpoint.folder)
     if config.steps <= (done := checkpoint.state["step"]):
         raise SettingsError(f"steps is {config.steps}, but {done} steps are done: give --steps above {done}.")
     checkpoints.mend()
@@ -181,7 +181,7 @@ def _changes(config: Config, folder: Path, saved: dict[str, Any] | None) -> list
     """What of a resumed run's settings is no longer as it was when its checkpoint was `saved`."""
     file = folder / CONFIG_FILE
     before = saved or (read_yaml(file) if file.is_file() else {})
-    now = to_flat(replace(config, resume=None))
+    now = to_plain(replace(config, resume=None))
     return [
         f"{name} {before[name]} -> {value}"
         for name, value in now.items()

@@ -51,7 +51,7 @@ class Given:
                 f"model is a {type(self.model).__name__}: give a name, or a model of transformers' without "
                 "adapters (lora_rank makes them)."
             )
-        if config.lora.load_in_4bit:
+        if config.load_in_4bit:
             raise SettingsError(
                 "load_in_4bit is True, but the model is loaded already: give its name or folder, to be read "
                 "in 4 bits."
@@ -65,17 +65,17 @@ def _name(model: PreTrainedModel) -> str:
 
 def from_anywhere(config: Config) -> Config:
     """The settings, with files and folders that are there named so that they are found from any folder."""
-    asking = {
+    templates = {
         name: path.resolve()
         for name in ("prompt_template", "chat_template")
-        if (path := getattr(config.asking, name)) is not None
+        if (path := getattr(config, name)) is not None
     }
     return replace(
         config,
         model=config.model if config.model in (AUTO, BUNDLED) else _absolute(config.model),
         prompts=_absolute(config.prompts) if is_file(config.prompts) else config.prompts,
         reward=tuple(_absolute_reward(spec) for spec in config.reward),
-        asking=replace(config.asking, **asking),
+        **templates,
     )
 
 

@@ -41,14 +41,14 @@ def check_shard(config: Config, world: World) -> None:
             "shard is on, but there is one process: start several, one a device, with "
             "torchrun --nproc_per_node N train_lean.py --shard, or leave it off."
         )
-    if config.lora.on:
+    if config.uses_lora:
         raise SettingsError(
-            f"shard is on, and lora_rank is {config.lora.lora_rank}: adapters cannot be sharded yet; leave "
+            f"shard is on, and lora_rank is {config.lora_rank}: adapters cannot be sharded yet; leave "
             "one of the two out."
         )
-    if config.optimizer.optimizer_kind != "adamw":
+    if config.optimizer_kind != "adamw":
         raise SettingsError(
-            f"shard is on, and optimizer_kind is {config.optimizer.optimizer_kind}, whose moments cannot be "
+            f"shard is on, and optimizer_kind is {config.optimizer_kind}, whose moments cannot be "
             "sharded: give adamw."
         )
     if config.reference_device is not None:
@@ -64,20 +64,20 @@ def check_quantized(config: Config, model: PretrainedConfig) -> Config:
     SettingsError where its weights themselves are to be trained.
     """
     method = quantized_by(model)
-    if method is not None and not config.lora.on:
+    if method is not None and not config.uses_lora:
         raise SettingsError(
             f"model is {config.model!r}, whose weights are quantized ({method}) and cannot be trained "
             "themselves: give --lora-rank 16, or the model that they were quantized from."
         )
-    if method not in (None, BITSANDBYTES) and config.lora.lora_merge:
+    if method not in (None, BITSANDBYTES) and config.lora_merge:
         raise SettingsError(
             f"lora_merge is True, but the weights of {config.model!r} are quantized ({method}), into which "
             "nothing can be merged here: leave it out."
         )
-    if method != BITSANDBYTES or config.lora.load_in_4bit:
+    if method != BITSANDBYTES or config.load_in_4bit:
         return config
     logger.info("load_in_4bit is on: the weights of {} are quantized already", config.model)
-    return replace(config, lora=replace(config.lora, load_in_4bit=True))
+    return replace(config, load_in_4bit=True)
 
 
 def load_source(config: Config, room: Room | None = None, prompts: str | Rows | None = None) -> PromptSource:
@@ -88,11 +88,11 @@ def load_source(config: Config, room: Room | None = None, prompts: str | Rows | 
     """
     prompts = config.prompts if prompts is None else prompts
     check_spec(prompts)
-    room = room or prompt_room(config.model, config.sampling.max_new_tokens)
+    room = room or prompt_room(config.model, config.max_new_tokens)
     return load_prompts(
         prompts, seed=config.seed, policy_share=config.policy_share,
         heldout_share=config.heldout_share, heldout_count=config.eval_prompts,
-        max_bad_share=config.max_bad_share, settings=config.asking, room=room,
+        max_bad_share=config.max_bad_share, settings=config, room=room,
     )  # fmt: skip
 
 
@@ -141,12 +141,12 @@ def load_models(
 
     folder: the run's, where a base goes that is nowhere as a whole: one that had adapters of its own.
     """
-    on_host = config.lora.on or config.shard  # whole, in fp32, it may not fit the device
+    on_host = config.uses_lora or config.shard  # whole, in fp32, it may not fit the device
     reference_device = torch.device("cpu") if config.shard else reference_device
     is_nowhere = source.model is not None or base_of(source.name) is not None
-    in_4bit = config.lora.load_in_4bit
+    in_4bit = config.load_in_4bit
     policy = source.load(target, on_host=on_host, in_4bit=in_4bit and not is_nowhere)
-    if config.lora.on:
+    if config.uses_lora:
         base = findable(source.name)
         if folder is not None and is_nowhere:
             base = str((folder / BASE_FOLDER).resolve())
@@ -155,16 +155,16 @@ def load_models(
             if in_4bit:
                 target = replace(target, model_config=policy.model.config)  # not quantized any more
                 policy = load_for(target, base, in_4bit=True)._replace(tokenizer=policy.tokenizer)
-        add_adapters(policy.model, config.lora, seed=config.seed, base=base)
+        add_adapters(policy.model, config, seed=config.seed, base=base)
     check_scorer(policy.model, context_length(policy.model.config))
     check_decoder(policy.model)
-    if config.lora.on:  # after the check, which wants to be exact, and not on the device before
+    if config.uses_lora:  # after the check, which wants to be exact, and not on the device before
         store_base(policy.model, target.dtype)
         policy.model.to(target.device)
     if checkpoint is None:
         return policy, make_reference(policy.model, reference_device) if config.uses_reference else None
     logger.info("going on from {}", shown(checkpoint.folder))
-    if config.lora.on:
+    if config.uses_lora:
         reference = make_reference(policy.model, reference_device)
         load_adapters(policy.model, checkpoint.folder)
     else:

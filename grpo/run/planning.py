@@ -56,7 +56,7 @@ def plan_run(
     counted = policy.num_parameters()
     trained = [parameter.numel() for parameter in policy.parameters() if parameter.requires_grad]
     frozen = sum(each.nbytes for each in policy.parameters() if not each.requires_grad)
-    base = counted - sum(trained) if work.config.lora.on else counted
+    base = counted - sum(trained) if work.config.uses_lora else counted
     resident = work.resident(base, trained, frozen)
     return work, fit, plan_of(fit, work, resident, trained=sum(trained))
 

@@ -1,16 +1,18 @@
 """Whether the processes of a run are about to do the same."""
 
+from dataclasses import fields
+
 from transformers import PreTrainedModel
 
-from grpo.config import Config, SettingsError, to_flat
+from grpo.config import Config, SettingsError, to_plain
+from grpo.config.settings import MemorySettings
 from grpo.data import PromptSource
 from grpo.distributed import World, sum_of_bits
 from grpo.run.checkpoint import Checkpoint
 
 _OF_THIS_MACHINE = {
-    *("device", "reference_device", "memory_utilization", "memory_limit", "gradient_checkpointing"),
-    *("rollout_rows", "score_rows", "train_rows"),
-    *("stockfish_path", "num_engines", "runs_dir", "name", "resume"),
+    *("device", "reference_device", "stockfish_path", "num_engines", "runs_dir", "name", "resume"),
+    *(item.name for item in fields(MemorySettings)),
 }
 """Settings in which processes may differ."""
 
@@ -22,7 +24,7 @@ def check_same(
     if world.size == 1:
         return
     of_this_machine = _OF_THIS_MACHINE - ({"memory_limit"} if config.shard else set())
-    settings = {name: value for name, value in to_flat(config).items() if name not in of_this_machine}
+    settings = {name: value for name, value in to_plain(config).items() if name not in of_this_machine}
     mine = settings | {
         "the checkpoint to go on from": checkpoint.folder.name if checkpoint else None,
         "the prompts (a digest)": source.state()["rows_digest"],

@@ -115,7 +115,7 @@ def _make_run(config: Config, given: Given, world: World, device: torch.device, 
     model_source = given.model_source(config)
     shape = model_source.load_config()
     config = check_quantized(config, shape)
-    room = room_in(shape, model_source.load_tokenizer(), config.sampling.max_new_tokens)
+    room = room_in(shape, model_source.load_tokenizer(), config.max_new_tokens)
     source = load_source(config, room, given.prompts)
     rewards.check(source.tasks, source.longest(PROMPTS_LOOKED_AT))
     engine = _start_engine(config, stack) if "policy" in source.tasks else None
@@ -128,7 +128,7 @@ def _make_run(config: Config, given: Given, world: World, device: torch.device, 
         policy, reference = load_models(
             config, model_source, checkpoint, target, reference_device, folder if world.is_main else None
         )
-        if file := config.asking.chat_template:  # which is saved with the model
+        if file := config.chat_template:  # which is saved with the model
             policy.tokenizer.chat_template = template_text(file, "chat_template")
         if world.is_main and not given.is_trial:
             checkpoints.try_out(policy.model, policy.tokenizer)
@@ -136,7 +136,7 @@ def _make_run(config: Config, given: Given, world: World, device: torch.device, 
         if config.shard:
             shard_models(config, policy, reference)
         sampler = RolloutModel(policy.model, target.exact_dtype if config.shard else target.dtype)
-        optimizer = make_optimizer(policy.model, config.optimizer)
+        optimizer = make_optimizer(policy.model, config)
     _tidy_up(device)
     _say_where_texts_end(policy, config)
     longest = longest_prompt(source, policy.tokenizer)
@@ -182,8 +182,8 @@ def _explaining_what_stays(work: Workload, meter: Device) -> Iterator[None]:
 def _check_installed(config: Config, device: torch.device) -> None:
     """ValueError for trackers, packages and a Stockfish that are asked for and not there."""
     check_trackers(config.trackers)
-    check_peft(config.lora)
-    check_optimizer(config.optimizer, device, compute_dtype(config.precision, device))
+    check_peft(config)
+    check_optimizer(config, device, compute_dtype(config.precision, device))
     if config.engine != "off":
         find_stockfish(config.stockfish_path)
 
@@ -205,13 +205,11 @@ def _warn(config: Config, device: torch.device) -> None:
 
 def _say_where_texts_end(policy: Policy, config: Config) -> None:
     """Completions, by which tokens; of these what the model cannot write; and prompts, where that is open."""
-    if config.sampling.ignore_ends:
-        logger.info("completions all have {} tokens: nothing ends them", config.sampling.max_new_tokens)
+    if config.ignore_ends:
+        logger.info("completions all have {} tokens: nothing ends them", config.max_new_tokens)
         return
-    ends = end_names(policy.model, policy.tokenizer, config.sampling.stop_texts)
-    logger.info(
-        "completions end at {}, or after {} tokens", " or ".join(ends), config.sampling.max_new_tokens
-    )
+    ends = end_names(policy.model, policy.tokenizer, config.stop_texts)
+    logger.info("completions end at {}, or after {} tokens", " or ".join(ends), config.max_new_tokens)
     rows = policy.model.get_output_embeddings().weight.shape[0]
     for token, name in zip(end_tokens(policy.model, policy.tokenizer), ends, strict=False):
         if token >= rows:  # one that only the generation configuration names others do without

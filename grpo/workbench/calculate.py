@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import yaml
 
-from grpo.config import SettingsError, to_flat
+from grpo.config import SettingsError, to_plain
 from grpo.config.sizes import GB, parse_size
 from grpo.memory import Fit
 from grpo.memory.budget import CONTEXT_BYTES, DeviceMemory, readable
@@ -107,7 +107,7 @@ class Model:
     def planned(self) -> str:
         """What is planned for, in a line."""
         config, dtype = self.work.config, str(self.work.target.dtype).removeprefix("torch.")
-        tokens = f"{self.work.longest_prompt} + {config.sampling.max_new_tokens} tokens"
+        tokens = f"{self.work.longest_prompt} + {config.max_new_tokens} tokens"
         parts = [config.model, dtype, tokens, f"groups of {config.group_size}"]
         if config.gradient_checkpointing not in ("auto", "none"):
             parts.append(f"{config.gradient_checkpointing} gradient checkpointing")
@@ -115,15 +115,15 @@ class Model:
 
     def lines(self) -> list[Line]:
         """Of the optimizer's step, when weights, moments and gradients are all there."""
-        trained, lora = sum(self._traced.trained_sizes), self.work.config.lora
+        trained, config = sum(self._traced.trained_sizes), self.work.config
         gradients = self.work.target.exact_dtype.itemsize * trained
         names = {"reference": "frozen reference", "weights": "trainable weights"}
-        if lora.on:
-            names["weights"] = f"frozen base{' in 4 bits' * lora.load_in_4bit} and adapters"
+        if config.uses_lora:
+            names["weights"] = f"frozen base{' in 4 bits' * config.load_in_4bit} and adapters"
         lines = []
         for part, size in {**self._resident, "gradients": gradients}.items():
-            detail = f"{size / trained:.3g} bytes a {'trained ' if lora.on else ''}parameter"
-            if lora.on and part == "weights":
+            detail = f"{size / trained:.3g} bytes a {'trained ' if config.uses_lora else ''}parameter"
+            if config.uses_lora and part == "weights":
                 detail = f"the reference, too; {trained / 1e6:.3g} million are trained"
             lines.append({"name": names.get(part, part), "bytes": size, "detail": detail})
         return sorted(lines, key=lambda line: line["name"] != names["reference"])
@@ -285,8 +285,8 @@ def write_profiles(settings: Calculator, figures: Figures, file: Path) -> list[s
             f"{train.memory_utilization:.0%} of {card}: give a larger card, shorter texts, or what "
             "a sample takes."
         )
-    defaults, always = to_flat(ON_A_CARD), {"group_size", "max_new_tokens", "memory_utilization"}
-    shared = {name: value for name, value in to_flat(train).items()
+    defaults, always = to_plain(ON_A_CARD), {"group_size", "max_new_tokens", "memory_utilization"}
+    shared = {name: value for name, value in to_plain(train).items()
               if name in always or (value != defaults[name] and "batch_size" not in name)}  # fmt: skip
     remarks = [f"# Calculated for {card}, not measured on it: {size} samples at once at most on each card."]
     if figures["model"] is not None:

@@ -125,7 +125,7 @@ def check(settings: FindMax) -> Checked:
         known["data"] = f"{settings.data}: {len(corpus.ids):,} tokens, windows of {made.context}"
         no_command = "it trains with GRPO alone, and this is language modelling"
     else:
-        reach, new = context_length(shape), train.sampling.max_new_tokens
+        reach, new = context_length(shape), train.max_new_tokens
         if (settings.prompt_tokens or 0) + new > reach:
             raise SettingsError(
                 f"prompt_tokens and max_new_tokens are {settings.prompt_tokens} and {new}, but the model "
@@ -165,8 +165,7 @@ def find(checked: Checked, folder: Path) -> list[Size]:
 
 def try_size(settings: FindMax, batch_size: int, folder: Path) -> Size:
     """Real steps of full length at this size, in a fresh process, whose run is in `folder`."""
-    sampling = replace(settings.train.sampling, ignore_ends=True)
-    train = alone(settings.train, steps=TRIAL_STEPS, eval_interval=0, sampling=sampling, logged_completions=0)
+    train = alone(settings.train, steps=TRIAL_STEPS, eval_interval=0, ignore_ends=True, logged_completions=0)
     task = Task(
         settings.objective, train, batch_size, settings.made, settings.data,
         prompt_tokens=settings.prompt_tokens,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from grpo.config import Config, to_flat
+from grpo.config import Config, to_plain
 from grpo.environment import typed
 from grpo.memory.budget import GB, readable
 from grpo.workbench.find_max import INCREMENT, Checked, line_bytes
@@ -173,8 +173,8 @@ def findings(checked: Checked, trials: Sequence[Size], flags: str = "") -> Findi
 
 def flags_of(train: Config) -> str:
     """What train_lean.py has to be given besides the batch size, to do what was tried."""
-    defaults, words = to_flat(Config()), []
-    for name, value in to_flat(train).items():
+    defaults, words = to_plain(Config()), []
+    for name, value in to_plain(train).items():
         if value == defaults[name] or name in FindMax.CHOSEN:
             continue
         flag = name.replace("_", "-")

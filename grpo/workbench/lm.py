@@ -18,7 +18,7 @@ from loguru import logger
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from grpo.config import CONFIG_FILE, to_flat
+from grpo.config import CONFIG_FILE, to_plain
 from grpo.config.groups import Checkpointing, LoraSettings, SamplingSettings
 from grpo.config.sizes import parse_size
 from grpo.files import write_whole
@@ -166,15 +166,15 @@ def train_lm(task: Task, folder: Path) -> None:
     FloatingPointError where the loss ends up not finite. Memory may run out.
     """
     train, made = task.train, task.made
-    flat = {**to_flat(train), **asdict(made), "data": task.data, "batch_size": task.batch_size,
+    flat = {**to_plain(train), **asdict(made), "data": task.data, "batch_size": task.batch_size,
             "objective": task.objective, "compile": task.compile, "tf32": task.tf32}  # fmt: skip
     write_whole(folder / CONFIG_FILE, yaml.safe_dump(flat, sort_keys=False))
     target = make_target(model_shape(train, made), choose_device(train.device), train.precision)
     corpus, generator = open_corpus(task.data, train, made), torch.Generator().manual_seed(train.seed)
     heldout = corpus.heldout_windows(max(1, train.eval_prompts), made.context)
     model = _model(task, target)
-    optimizer = make_optimizer(model, train.optimizer)
-    stepper = Stepper(model, optimizer, train.optimizer.max_grad_norm)
+    optimizer = make_optimizer(model, train)
+    stepper = Stepper(model, optimizer, train.max_grad_norm)
     kind, size = choose_checkpointing(train.gradient_checkpointing), Size(task.rows, made.context)
     learn = partial(accumulate_lm, model, dtype=target.dtype, rows=task.rows, checkpointing=kind)
     limit = parse_size(train.memory_limit) if train.memory_limit else None
@@ -183,7 +183,7 @@ def train_lm(task: Task, folder: Path) -> None:
     with ExitStack() as opened:
         tracker = RunTracker(folder, trackers=(), settings={}, before_step=-1)
         opened.callback(tracker.close)
-        predicted = _predicted(fit, target, size, kind, train.lora)
+        predicted = _predicted(fit, target, size, kind, train)
         if predicted is not None:
             line = Pass(
                 "learn", size.rows, size.tokens, predicted, None, device.used_bytes(), 0.0, 0, None, []
@@ -199,7 +199,7 @@ def train_lm(task: Task, folder: Path) -> None:
         for number in range(train.steps + 1):
             start = time.perf_counter()
             if number:
-                rate = learning_rate(number - 1, train.steps, train.optimizer)
+                rate = learning_rate(number - 1, train.steps, train)
                 set_learning_rate(optimizer, rate)
                 # The same windows in the same order for a seed, however they are cut into batches.
                 windows = corpus.train_windows(task.batch_size, made.context, generator)
@@ -235,7 +235,7 @@ def _model(task: Task, target: Target) -> PreTrainedModel:
     if task.made.arch is not None:
         return random_model(target, seed=task.train.seed)
     model = load_for(target, model_name(task.train, task.made)).model
-    if task.train.lora.on:
-        add_adapters(model, task.train.lora)
+    if task.train.uses_lora:
+        add_adapters(model, task.train)
         store_base(model, target.dtype)
     return model

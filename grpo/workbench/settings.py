@@ -185,9 +185,9 @@ def _wrong_counts(settings: Calculator) -> Iterator[str]:
         return
     if model != "auto":
         yield f"trainable is {trainable:g}, and there is a model, {model}: give one of the two."
-    if settings.prompt_tokens or settings.train.lora.on:
+    if settings.prompt_tokens or settings.train.uses_lora:
         name = "prompt_tokens" if settings.prompt_tokens else "lora_rank"
-        value = settings.prompt_tokens or settings.train.lora.lora_rank
+        value = settings.prompt_tokens or settings.train.lora_rank
         yield f"{name} is {value}, which counts alone do not know: leave it out, or --trainable."
 
 

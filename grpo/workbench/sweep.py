@@ -18,7 +18,7 @@ import torch
 import transformers
 from loguru import logger
 
-from grpo.config import SettingsError, to_flat
+from grpo.config import SettingsError, to_plain
 from grpo.config.sizes import GB, parse_size
 from grpo.data.reward_files import PROMPTS_LOOKED_AT
 from grpo.data.reward_functions import RewardFunctions
@@ -82,7 +82,7 @@ def _open_folder(folder: Path, settings: Sweep, machine: Machine) -> None:
     of_sweep = {
         name: value for name, value in vars(settings).items() if name not in ("made", "train", "output")
     }
-    of_train = {name: value for name, value in to_flat(train).items() if name not in Sweep.CHOSEN}
+    of_train = {name: value for name, value in to_plain(train).items() if name not in Sweep.CHOSEN}
     common = {
         **of_sweep, **asdict(made), **of_train, "model": model_name(train, made),
         "batch_sizes": sorted(set(settings.batch_sizes)), "base_batch_size": settings.base,

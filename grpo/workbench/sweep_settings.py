@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from grpo.config import Config, SettingsError
-from grpo.config.groups import OptimizerSettings
 from grpo.config.limits import COUNT, SHARE, check_limits
 from grpo.workbench.settings import check_objective, parse_flags
 from grpo.workbench.task import MadeModel, Objective, Task, alone
@@ -23,9 +22,11 @@ LOW_RESOURCE = {
 }  # fmt: skip
 """What --low-resource lets no setting exceed; layers and width are of a model made by --arch."""
 OF_LM = Config(
-    optimizer=OptimizerSettings(
-        learning_rate=1e-3, lr_schedule="cosine", weight_decay=0.1, adam_beta2=0.95, warmup_steps=5
-    ),
+    learning_rate=1e-3,
+    lr_schedule="cosine",
+    weight_decay=0.1,
+    adam_beta2=0.95,
+    warmup_steps=5,
     eval_prompts=128,
 )
 """Defaults of language modelling; of its 100 steps, 5 to warm up."""
@@ -111,7 +112,7 @@ class Sweep:
     @property
     def warm_up(self) -> float:
         """Share of the updates."""
-        of_train = self.train.optimizer.warmup_steps / self.train.steps
+        of_train = self.train.warmup_steps / self.train.steps
         return min(1.0, of_train if self.warmup_share is None else self.warmup_share)
 
     @property
@@ -127,7 +128,7 @@ class Sweep:
         """The peak learning rate of a size; with scale_lr tuned, the middle of the grid."""
         ratio = batch_size / self.base
         factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio), "tuned": math.sqrt(ratio)}
-        return self.train.optimizer.learning_rate * factor[self.scale_lr]
+        return self.train.learning_rate * factor[self.scale_lr]
 
     def tune_total(self, batch_size: int) -> int:
         """Units of a try of a learning rate."""
@@ -136,11 +137,11 @@ class Sweep:
 
     def task(self, batch_size: int, rate: float, *, total: int | None = None, evaluations: int = 0) -> Task:
         """What a size's process trains. SettingsError where that cannot be."""
-        steps, optimizer = self.num_updates(batch_size, total), self.train.optimizer
-        optimizer = replace(optimizer, learning_rate=rate, warmup_steps=round(self.warm_up * steps))
+        steps = self.num_updates(batch_size, total)
         every = max(1, round(steps / (evaluations or self.evaluations)))
         train = alone(
-            self.train, steps=steps, optimizer=optimizer, eval_interval=every,
+            self.train, steps=steps, learning_rate=rate, warmup_steps=round(self.warm_up * steps),
+            eval_interval=every,
             batch_size=batch_size if self.objective == "grpo" else self.train.batch_size,
         )  # fmt: skip
         return Task(self.objective, train, batch_size, self.made, self.data, self.compile, self.tf32)
@@ -169,5 +170,5 @@ def shrunk(settings: Sweep) -> tuple[Sweep, list[str]]:
         changes.extend(f"{name} {getattr(part, name)} to {value}" for name, value in less.items())
         return replace(part, **less)
 
-    train = replace(lowered(settings.train), sampling=lowered(settings.train.sampling))
+    train = lowered(settings.train)
     return lowered(replace(settings, batch_sizes=sizes, made=lowered(settings.made), train=train)), changes

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from grpo.config import Config, SettingsError, from_flat, to_flat
+from grpo.config import Config, SettingsError, from_plain, to_plain
 from grpo.config.groups import BUNDLED
 from grpo.config.limits import COUNT, at_least, check_limits
 
@@ -106,12 +106,12 @@ class Task:
     def as_json(self) -> dict[str, Any]:
         """All of it, as JSON can hold it."""
         flat = {item.name: getattr(self, item.name) for item in fields(self)}
-        return flat | {"train": to_flat(self.train), "made": asdict(self.made)}
+        return flat | {"train": to_plain(self.train), "made": asdict(self.made)}
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Task":
         """What `as_json` made."""
-        return cls(**{**values, "train": from_flat(values["train"]), "made": MadeModel(**values["made"])})
+        return cls(**{**values, "train": from_plain(values["train"]), "made": MadeModel(**values["made"])})
 
 
 def model_name(train: Config, made: MadeModel) -> str:

@@ -155,7 +155,7 @@ def train_grpo(task: Task, folder: Path) -> None:
         inputs = replace(inputs, prompts=made_up_prompts(config, task.prompt_tokens), rewards=[by_chance])
         config = replace(
             config,
-            asking=PromptSettings(),
+            **vars(PromptSettings()),
             reward_weights=(),
             engine="off",
             heldout_share=0.0,

@@ -84,17 +84,13 @@ def read(work: Work) -> list[dict[str, Any]]:
 def run_ours(work: Work, turns: Turns) -> None:
     """Our trainer as train_lean.py runs it, less evaluation and checkpoints."""
     from grpo.config import Config
-    from grpo.config.groups import OptimizerSettings, SamplingSettings
-    from grpo.learning.loss import LossSettings
     from grpo.memory.budget import GB
     from grpo.trainer import Trainer
 
     config = Config(
         steps=work.steps, batch_size=work.batch_size, group_size=work.group_size, model=work.model,
         device=work.device, policy_share=0.5, heldout_share=0.0, engine="off", reward=REWARDS,
-        sampling=SamplingSettings(max_new_tokens=work.max_new_tokens),
-        loss=LossSettings(kl_coef=work.kl_coef),
-        optimizer=OptimizerSettings(learning_rate=work.learning_rate),
+        max_new_tokens=work.max_new_tokens, kl_coef=work.kl_coef, learning_rate=work.learning_rate,
         train_rows=work.train_rows, score_rows=work.train_rows, eval_interval=0, checkpoint_interval=0,
         runs_dir=Path(work.folder), name="ours", trackers=(),
     )  # fmt: skip

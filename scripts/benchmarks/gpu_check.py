@@ -81,7 +81,7 @@ def main(output: Path | None = None, small: bool = False, quick: bool = False) -
         config = Config(
             model=str(model), runs_dir=Path(folder) / "runs", engine="off", eval_interval=0,
             checkpoint_interval=0, trackers=(), steps=1 if small else 6,
-            sampling=SamplingSettings(max_new_tokens=16 if small else 144),
+            max_new_tokens=16 if small else 144,
             batch_size=8 if small else 64, max_batch_size=16 if small else 1024,
         )  # fmt: skip
         parts: dict[str, Callable[[], Any]] = {
@@ -94,7 +94,7 @@ def main(output: Path | None = None, small: bool = False, quick: bool = False) -
             "recovery": lambda: _recovery(config, limit),
         }
         results: Figures = {"device": device, "torch": torch.__version__, "model": model.name}
-        results["max_new_tokens"] = config.sampling.max_new_tokens
+        results["max_new_tokens"] = config.max_new_tokens
         for name in [*parts][: 4 if quick else None]:
             results[name] = _attempt(name, parts[name])
             write(file, results)
@@ -178,7 +178,7 @@ def _row(config: Config) -> Figures:
     whole = all(each >= rows for each in found["rows"].values())
     status = "split after running out" if found["retries"] else "fits" if whole else "split as planned"
     # Forward and backward, 6 operations a weight and token (Kaplan et al. 2020); prompts count once a group.
-    tokens = rows * (config.sampling.max_new_tokens + PROMPT_TOKENS / config.group_size)
+    tokens = rows * (config.max_new_tokens + PROMPT_TOKENS / config.group_size)
     return {**found, "status": status, "learning_flops": 6 * _num_parameters(config.model) * tokens}
 
 
@@ -241,7 +241,7 @@ def _sample(policy: Policy, prompts: list[Prompt], rows: int, tokens: int, *, at
 def _recorded(config: Config, rounds: int = 5) -> Figures:
     """Seconds of a rollout with recorded steps and with plain ones, in turns (medians); equal completions."""
     policy = load_policy(config.model, choose_device(config.device), config.precision)
-    rows, tokens = config.num_rows, config.sampling.max_new_tokens
+    rows, tokens = config.num_rows, config.max_new_tokens
     prompts = [Prompt(str(n), "P: 8/8/8/8/8/8/8/8 w - - 0 1", {}) for n in range(config.num_prompts)]
 
     def recorded() -> tuple[float, list[str]]:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from grpo.config import Config, read_config
+from grpo.config import Config
+from grpo.config.reading import read_config
 from grpo.data import load_prompts
 from grpo.evaluate import Evaluation
 from grpo.evaluate.quality import Quality

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from another_device import NAME, AnotherDevice
 from grpo import phases
 from grpo.config import Config
-from grpo.config.groups import LoraSettings, OptimizerSettings, SamplingSettings
 from grpo.learning.objectives import accumulate_grpo
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import Run, open_run
@@ -26,7 +25,7 @@ from grpo.trainer import Trainer
 
 RICH = {
     "num_iterations": 2, "refill_groups": 1, "importance_cap": 2.0, "mask_truncated": True, "kl_target": 0.01,
-    "gradient_checkpointing": "full", "reference_sync": 1, "lora": LoraSettings(lora_rank=2),
+    "gradient_checkpointing": "full", "reference_sync": 1, "lora_rank": 2,
 }  # fmt: skip
 
 
@@ -112,8 +111,8 @@ def rehearse(rank: int, library: Path, model: Path, prompts: Path, folder: Path)
     logger.add(said.append, format="{message}")
     cpu = Config(
         steps=3, batch_size=16, group_size=4, model=str(model), device="cpu", precision="fp64",
-        prompts=str(prompts), heldout_share=0.2, engine="off", sampling=SamplingSettings(max_new_tokens=16),
-        eval_prompts=4, eval_interval=2, optimizer=OptimizerSettings(learning_rate=1e-3), runs_dir=folder,
+        prompts=str(prompts), heldout_share=0.2, engine="off", max_new_tokens=16,
+        eval_prompts=4, eval_interval=2, learning_rate=1e-3, runs_dir=folder,
         trackers=(), checkpoint_interval=0, logged_completions=16,
     )  # fmt: skip
 

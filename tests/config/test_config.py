@@ -5,7 +5,6 @@ What is refused stands in test_refusals.py.
 
 import dataclasses
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,16 +17,15 @@ from grpo.config import (
     CONFIG_FILE,
     Config,
     SettingsError,
-    from_flat,
+    from_plain,
     parse_command_line,
     read_yaml,
-    to_flat,
+    to_plain,
     write_yaml,
 )
-from grpo.config.groups import OptimizerSettings, SamplingSettings
-from grpo.config.help import FIRST, help_text, sections, settings_page
-from grpo.config.sizes import SizeError, parse_size
-from grpo.learning.loss import LossSettings
+from grpo.config.groups import LossSettings, SamplingSettings
+from grpo.config.help import FIRST, sections, settings_page
+from grpo.config.sizes import parse_size
 
 
 def yaml_file(folder: Path, text: str) -> str:
@@ -44,10 +42,10 @@ def yaml_file(folder: Path, text: str) -> str:
 def test_the_multiples_that_are_named_are_the_nearest(batch_size, group_size):
     values = {"batch_size": batch_size, "group_size": group_size}
     if batch_size % group_size == 0:
-        assert from_flat(values).num_prompts == batch_size // group_size
+        assert from_plain(values).num_prompts == batch_size // group_size
         return
     with pytest.raises(SettingsError) as error:
-        from_flat(values)
+        from_plain(values)
     below = batch_size - batch_size % group_size
     named = set(map(int, re.findall(r"\d+", str(error.value))))
     assert named == {batch_size, group_size, below, below + group_size} - {0}
@@ -56,9 +54,9 @@ def test_the_multiples_that_are_named_are_the_nearest(batch_size, group_size):
 def test_the_defaults_are_the_ones_people_know():
     config = parse_command_line([])
     assert (config.steps, config.batch_size, config.group_size) == (100, 64, 8)
-    assert config.optimizer.learning_rate == 1e-5
-    assert (config.loss.loss_type, config.loss.clip_range, config.loss.kl_coef) == ("dapo", 0.2, 0.02)
-    assert (config.sampling.max_new_tokens, config.sampling.temperature) == (144, 1.0)
+    assert config.learning_rate == 1e-5
+    assert (config.loss_type, config.clip_range, config.kl_coef) == ("dapo", 0.2, 0.02)
+    assert (config.max_new_tokens, config.temperature) == (144, 1.0)
     assert (config.memory_limit, config.memory_utilization, config.max_batch_size) == (None, 0.85, 1024)
     known = "--steps 100 --batch-size 64 --group-size 8 --learning-rate 1e-5 --clip-range 0.2 --kl-coef 0.02"
     assert parse_command_line([*known.split(), "--log-level", "INFO"]) == config == Config()
@@ -74,45 +72,37 @@ def test_the_batch_size_may_be_left_to_the_planner(tmp_path):
     assert (found.num_rows, found.num_prompts) == (98, 14)
 
 
-def test_a_reference_is_loaded_only_where_it_is_used():
-    assert Config().uses_reference
-    assert not from_flat({"kl_coef": 0.0}).uses_reference
+def test_settings_are_those_of_their_groups_which_stand_alone_too():
+    """Alone they need not keep the rules of the whole: evaluation is greedy, a coefficient adapts to 0."""
+    config = Config(max_new_tokens=9, top_k=3, kl_in_reward=True)
+    assert isinstance(config, SamplingSettings) and isinstance(config, LossSettings)
+    assert SamplingSettings.of(config, temperature=0.0) == SamplingSettings(9, temperature=0.0, top_k=3)
+    assert LossSettings.of(config, kl_coef=0.0) == LossSettings(kl_coef=0.0)
+    assert config.uses_reference and not LossSettings(kl_coef=0.0).uses_reference
+    for kind, wrong in ((Config, {"temperature": 0.0}), (Config, {"kl_coef": 0.0, "kl_in_reward": True}),
+                        (SamplingSettings, {"max_new_tokens": 0})):  # fmt: skip
+        with pytest.raises(SettingsError, match=f"{next(iter(wrong))} is 0|kl_coef is 0"):
+            kind.of(config, **wrong)
 
 
 def test_the_home_is_meant_by_its_sign(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert from_flat({"runs_dir": "~/mine", "resume": "~/old"}).runs_dir == tmp_path / "mine"
-    assert from_flat({"runs_dir": "~nobody-is-called-so/mine"}).runs_dir == Path("~nobody-is-called-so/mine")
+    assert from_plain({"runs_dir": "~/mine", "resume": "~/old"}).runs_dir == tmp_path / "mine"
+    assert from_plain({"runs_dir": "~nobody-is-called-so/mine"}).runs_dir == Path("~nobody-is-called-so/mine")
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("24GB", 24 * 2**30), ("24 gib", 24 * 2**30), ("1.5G", 3 * 2**29), ("512MB", 2**29), (".5k", 512),
-     ("2TB", 2**41), ("1048576", 2**20), (" 7B ", 7)],
-)  # fmt: skip
-def test_a_size_is_read_as_people_write_it(text, size):
-    assert parse_size(text) == size
-
-
-def test_what_is_no_size_says_how_to_write_one():
+def test_a_size_is_read_as_people_write_it_and_what_is_none_is_refused():
+    sizes = {"24GB": 24 * 2**30, "24 gib": 24 * 2**30, "1.5G": 3 * 2**29, "512MB": 2**29, ".5k": 512,
+             "2TB": 2**41, "1048576": 2**20, " 7B ": 7}  # fmt: skip
+    assert {text: parse_size(text) for text in sizes} == sizes
     for text in ("", "GB", "0", "0GB", "0.4", "-1GB", "24 G B", "24XB", "1e9", "nan", "24GBs", "24"):
-        with pytest.raises(SizeError, match="is no size: write it like 24GB"):
+        with pytest.raises(ValueError, match="is no size: write it like 24GB"):
             parse_size(text)
+    config = parse_command_line(["--memory-limit", "24GB", "--dry-run", "--device-memory", "512 MB"])
+    assert (config.memory_limit, config.device_memory, config.dry_run) == ("24GB", "512 MB", True)
 
 
 # ---------------------------------------------------------------------------------------- YAML and flags
-
-
-def test_a_file_sets_defaults_that_flags_override(tmp_path):
-    file = yaml_file(tmp_path, "steps: 7\nlearning_rate: 3.0e-5\nbatch_size: 32\n")
-    for arguments in (
-        ["--config", file, "--steps", "9"],
-        ["--steps", "9", "--config", file],
-        ["--steps=9", f"--config={file}"],
-    ):
-        config = parse_command_line(arguments)
-        assert (config.steps, config.optimizer.learning_rate, config.batch_size) == (9, 3e-5, 32)
-        assert config.group_size == 8  # and the rest stays
 
 
 def test_yamls_own_traps(tmp_path):
@@ -120,22 +110,10 @@ def test_yamls_own_traps(tmp_path):
     text = "learning_rate: 1e-5\nengine: off\nreward: policy\nkl_coef: 0\ntrackers: []\n"
     text += "memory_limit: 8000000000\nname: 20261121\n"
     config = parse_command_line(["--config", yaml_file(tmp_path, text)])
-    assert config.optimizer.learning_rate == 1e-5
+    assert config.learning_rate == 1e-5
     assert (config.engine, config.reward, config.trackers) == ("off", ("policy",), ())
-    assert isinstance(config.loss.kl_coef, float) and config.loss.kl_coef == 0
+    assert isinstance(config.kl_coef, float) and config.kl_coef == 0
     assert (config.memory_limit, config.name) == ("8000000000", "20261121")
-
-
-def test_what_is_written_reads_back_the_same(tmp_path):
-    config = Config(
-        steps=3, reward=("policy", "a b.py:f"), reward_weights=(1.0, 1e-7), minutes=2.5, engine="off",
-        runs_dir=tmp_path / "a", name="123", trackers=(), stockfish_path="/opt/off",
-        sampling=SamplingSettings(top_p=0.9), loss=LossSettings("cispo", clip_range_high=4.0),
-        optimizer=OptimizerSettings(learning_rate=1e-7, lr_schedule="cosine"),
-    )  # fmt: skip
-    write_yaml(config, tmp_path / "c.yaml")
-    assert parse_command_line(["--config", str(tmp_path / "c.yaml")]) == config
-    assert from_flat(read_yaml(tmp_path / "c.yaml")) == config
 
 
 ANY_SETTINGS = {
@@ -148,6 +126,12 @@ ANY_SETTINGS = {
     "model": st.text(st.characters(codec="utf-8"), min_size=1, max_size=60),
     "trailing_space": st.booleans(),
     "advantage_scale": st.sampled_from(["group", "batch", "none"]),
+    "reward": st.sampled_from([["policy"], ["policy", "a b.py:f"]]),
+    "reward_weights": st.sampled_from([[], [1.0, 1e-7]]),
+    "trackers": st.sampled_from([[], ["tensorboard", "wandb"]]),
+    "runs_dir": st.sampled_from(["runs", "/a b/c"]),
+    "stockfish_path": st.sampled_from(["/opt/off", "off"]),
+    "engine": st.sampled_from(["auto", "off"]),
     "name": st.none() | st.sampled_from(["null", "1", "on", "~"]),
 }
 
@@ -156,13 +140,8 @@ ANY_SETTINGS = {
 @examples(40)
 def test_any_settings_survive_yaml(tmp_path_factory, values):
     path = tmp_path_factory.getbasetemp() / "any.yaml"
-    write_yaml(from_flat(values), path)
-    assert from_flat(read_yaml(path)) == from_flat(values)
-
-
-def test_memory_settings_are_sizes_as_people_write_them():
-    config = parse_command_line(["--memory-limit", "24GB", "--dry-run", "--device-memory", "512 MB"])
-    assert (config.memory_limit, config.device_memory, config.dry_run) == ("24GB", "512 MB", True)
+    write_yaml(from_plain(values), path)
+    assert parse_command_line(["--config", str(path)]) == from_plain(read_yaml(path)) == from_plain(values)
 
 
 # -------------------------------------------------------------------------------- profiles, resumed runs
@@ -179,71 +158,60 @@ profiles:
 """
 
 
-def test_a_profile_is_what_it_says_over_what_the_file_shares_under_the_flags(tmp_path):
+def test_a_file_and_a_profile_over_what_it_shares_set_defaults_that_flags_override(tmp_path):
     file = yaml_file(tmp_path, PROFILES)
-    for arguments in (
-        ["--config", file, "--profile", "h100_quad", "--steps", "9"],
-        ["--steps", "9", "--profile=h100_quad", f"--config={file}"],
+    for arguments, *expected in (
+        (["--config", file, "--profile", "h100_quad", "--steps", "9"], 9, 256, 3e-5),
+        (["--steps=9", "--profile=h100_quad", f"--config={file}"], 9, 256, 3e-5),
+        (["--config", file, "--profile", "h100_quad", "--batch-size", "8"], 7, 8, 3e-5),
+        (["--config", file, "--profile", "24gb_single"], 7, 32, 1e-5),  # only what is shared
     ):
         config = parse_command_line(arguments)
-        assert (config.steps, config.batch_size, config.optimizer.learning_rate) == (9, 256, 3e-5)
-    config = parse_command_line(["--config", file, "--profile", "24gb_single"])  # only what is shared
-    assert (config.steps, config.batch_size, config.optimizer.learning_rate) == (7, 32, 1e-5)
-    config = parse_command_line(["--config", file, "--profile", "h100_quad", "--batch-size", "8"])
-    assert (config.steps, config.batch_size) == (7, 8)
+        assert [config.steps, config.batch_size, config.learning_rate] == expected
+    plain = yaml_file(tmp_path, "steps: 7\nbatch_size: 32\n")
+    assert parse_command_line(["--steps", "9", "--config", plain]) == Config(steps=9, batch_size=32)
 
 
-def test_a_resumed_run_has_its_own_settings_as_defaults_under_a_profile_and_flags(tmp_path):
-    write_yaml(Config(steps=7, batch_size=16, name="x"), tmp_path / CONFIG_FILE)
-    config = parse_command_line(["--resume", str(tmp_path), "--steps", "9"])
-    assert (config.resume, config.steps, config.batch_size, config.name) == (tmp_path, 9, 16, "x")
-    assert parse_command_line([f"--resume={tmp_path}"]).resume == tmp_path
-    file = yaml_file(tmp_path, PROFILES)
-    config = parse_command_line(["--resume", str(tmp_path), "--config", file, "--profile", "h100_single"])
-    assert (config.resume, config.name, config.steps, config.batch_size) == (tmp_path, "x", 7, 64)
+def test_a_resumed_run_has_its_own_settings_and_name_as_defaults_under_a_profile_and_flags(tmp_path):
+    run = tmp_path / "a"
+    run.mkdir()
+    write_yaml(Config(steps=7, batch_size=16, name="once-elsewhere"), run / CONFIG_FILE)  # and moved since
+    config = parse_command_line(["--resume", str(run), "--steps", "9"])
+    assert config == Config(resume=run, steps=9, batch_size=16, name="once-elsewhere")
+    assert parse_command_line([f"--resume={run}", "--name", "a"]).resume == run
+    words = ["--config", yaml_file(tmp_path, PROFILES), "--profile", "h100_single"]
+    config = parse_command_line(["--resume", str(run), *words])
+    assert config == Config(resume=run, name="once-elsewhere", steps=7, batch_size=64)
+    with pytest.raises(SettingsError, match=r"name is 'b', but resume is .*: leave --name out"):
+        parse_command_line(["--resume", str(run), "--name", "b"])
 
 
 def test_settings_of_an_older_version_are_read(logged):
     """Its third kind of checkpointing is gone."""
-    assert from_flat({"gradient_checkpointing": "selective"}).gradient_checkpointing == "auto"
+    assert from_plain({"gradient_checkpointing": "selective"}).gradient_checkpointing == "auto"
     assert [line for line in logged if "no longer known" in line]
-
-
-def test_a_resumed_run_keeps_its_name(tmp_path):
-    folder = tmp_path / "a"
-    folder.mkdir()
-    write_yaml(Config(name="once-elsewhere"), folder / CONFIG_FILE)  # and moved since
-    assert parse_command_line(["--resume", str(folder), "--name", "a"]).resume == folder
-    with pytest.raises(SettingsError, match=r"name is 'b', but resume is .*; leave --name out"):
-        parse_command_line(["--resume", str(folder), "--name", "b"])
 
 
 # -------------------------------------------------------------------------------------------------- help
 
 
 def test_every_setting_is_there_once_in_one_section_with_a_line_of_help(capsys):
-    """Names are flat, so those of the parts must not meet; each is a flag with its doc."""
-    parts = [f for f in dataclasses.fields(Config) if dataclasses.is_dataclass(getattr(Config(), f.name))]
-    names = [f.name for f in dataclasses.fields(Config) if f not in parts]
-    names += [f.name for part in parts for f in dataclasses.fields(getattr(Config(), part.name))]
-    found = [each for members in sections().values() for each in members]
-    assert Counter(names) == Counter(list(to_flat(Config()))) == Counter(each.name for each in found)
-    assert max(Counter(names).values()) == 1 and all(len(each.text) > 10 for each in found)
+    """Groups must not have names in common; what people need first comes first."""
+    names = [field.name for group in reversed(Config.__bases__) for field in dataclasses.fields(group)]
+    flags = [f"--{name.replace('_', '-')}" for name in names]
+    found = [setting for members in sections().values() for setting in members]
+    assert sorted(names) == sorted({*names}) and list(to_plain(Config())) == names and names[0] == "steps"
+    assert sorted(flags) == sorted(flag for flag, *_ in found)
+    assert all(len(text) > 10 for *_, text in found)
     with pytest.raises(SystemExit) as ended:
         parse_command_line(["--help"])
     shown = capsys.readouterr().out
-    assert ended.value.code == 0 and all(f"--{name.replace('_', '-')}" in shown for name in names)
-    assert "Longest completion in tokens" in shown and "Completions a step sees" in shown
-
-
-def test_the_help_says_first_what_people_need_first():
-    text = help_text("grpo-lean train")
-    shown = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
-    assert shown[: len(FIRST)] == [f"--{name.replace('_', '-')}" for name in FIRST]
-    assert {"--steps", "--batch-size", "--model", "--prompts", "--reward"} <= set(shown[:15])
-    assert len(shown) == len(to_flat(Config()))
-    assert "[auto; of auto, fp32, bf16, fp64]" in " ".join(text.split())
-    assert max(map(len, text.splitlines())) <= 100
+    assert ended.value.code == 0 and max(map(len, shown.splitlines())) <= 100
+    listed = [line.split()[0] for line in shown.splitlines() if line.startswith("  --")]
+    assert sorted(listed) == sorted(flags)
+    assert listed[: len(FIRST)] == [f"--{name.replace('_', '-')}" for name in FIRST]
+    assert "Longest completion in tokens" in shown and "\nAdapters (LoRA)\n" in shown
+    assert "One of auto, fp32, bf16, fp64. [auto]" in " ".join(shown.split())
 
 
 def test_the_page_is_as_it_is_made():

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from whole_runs import PASSING, metrics_of
 
 from grpo.config import Config
-from grpo.config.groups import LossSettings, OptimizerSettings, SamplingSettings
 from grpo.distributed import World
 from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, process_file, read_lines
 
@@ -30,8 +29,8 @@ def fp64(model_folders, data_file, tmp_path_factory) -> Config:
     return Config(
         steps=3, batch_size=20, group_size=4, model=str(model_folders["gpt2"]), prompts=str(data_file),
         precision="fp64", device="cpu", heldout_share=0.2, engine="off",
-        sampling=SamplingSettings(max_new_tokens=10),
-        loss=LossSettings(kl_coef=0.05), optimizer=OptimizerSettings(learning_rate=1e-3), eval_interval=1,
+        max_new_tokens=10,
+        kl_coef=0.05, learning_rate=1e-3, eval_interval=1,
         eval_prompts=5, checkpoint_interval=0, trackers=(), logged_completions=20, name="alone",
         runs_dir=tmp_path_factory.mktemp("runs"),
     )  # fmt: skip

@@ -14,7 +14,6 @@ from sharded import compared, rows_taken, trained
 from transformers import LlamaConfig
 from whole_runs import metrics_of
 
-from grpo.config.groups import OptimizerSettings
 from grpo.distributed.share import Share
 from grpo.memory import DoesNotFit, survive
 from grpo.model.target import make_target
@@ -64,7 +63,7 @@ def test_a_sharded_run_is_the_run_of_one_and_each_goes_on_with_the_other_s(confi
     """Three groups, so that one of two processes has an idle one."""
     config = replace(
         config, model=str(model_folders["qwen"]), batch_size=12, precision="fp64", num_iterations=2,
-        eval_interval=2, eval_prompts=5, optimizer=OptimizerSettings(learning_rate=1e-3), kl_in_reward=True,
+        eval_interval=2, eval_prompts=5, learning_rate=1e-3, kl_in_reward=True,
         refill_groups=1, mask_truncated=True, gradient_checkpointing="full", train_rows=2, rollout_rows=4,
         reference_sync=1,
     )  # fmt: skip

@@ -124,15 +124,15 @@ def test_settings_are_replaced_whole_or_not_at_all(tmp_path):
 def test_settings_of_a_run_may_be_changed_or_cut_off_and_are_never_taken_for_others(config, logged):
     """What a file lacks is as the checkpoint has it (a rate of 7e-5 once became the default, silently). What
     somebody changed is said; older files have no mark of their end."""
-    train(replace(config, steps=1, optimizer=replace(config.optimizer, learning_rate=7e-5)))
+    train(replace(config, steps=1, learning_rate=7e-5))
     file = config.runs_dir / "test" / CONFIG_FILE
     text, resume = file.read_text(), ["--resume", str(file.parent)]
     file.write_text("steps: 3\n")
     resumed = parse_command_line(resume)
-    assert (resumed.steps, resumed.optimizer.learning_rate, resumed.batch_size) == (3, 7e-5, 8)
+    assert (resumed.steps, resumed.learning_rate, resumed.batch_size) == (3, 7e-5, 8)
     assert "lacks batch_size" in logged[-1]
     file.write_text("\n".join(text.splitlines()[1:-1]))
-    assert parse_command_line(resume).loss.kl_coef == 0.05
+    assert parse_command_line(resume).kl_coef == 0.05
     file.write_text(text.replace("kl_coef: 0.05", "kl_coef: 0.5"))
     train(parse_command_line([*resume, "--steps", "2"]))
     assert any("kl_coef 0.05 -> 0.5" in line for line in logged)
@@ -142,7 +142,7 @@ def test_settings_of_a_run_may_be_changed_or_cut_off_and_are_never_taken_for_oth
         with pytest.raises(SettingsError, match="was cut off: its last line, '# end', is missing"):
             read_yaml(file)
         resumed = parse_command_line(typed)
-        assert resumed.optimizer.learning_rate == 7e-5 and resumed.steps == 3
+        assert resumed.learning_rate == 7e-5 and resumed.steps == 3
         assert "Its settings are taken from" in logged[-1]
     train(resumed)
     assert read_yaml(file)["learning_rate"] == 7e-5  # written again

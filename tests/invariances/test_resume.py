@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from whole_runs import BY_FIELD, assert_same_outcome, outcome, train
 
 from grpo import phases
-from grpo.config.groups import LoraSettings, OptimizerSettings
 from grpo.learning.objectives import accumulate_grpo
 from grpo.learning.step import Stepper
 from grpo.run.interrupt import StopRequest
@@ -28,22 +27,22 @@ KNIGHTS = """
 def knights(completions, **kwargs):  # often the same for a whole group
     return [float("n" in completion) for completion in completions]
 """
-LORA = LoraSettings(lora_rank=4)
-IN_4_BITS = LoraSettings(lora_rank=4, lora_targets=("all-linear",), load_in_4bit=True)
+LORA = {"lora_rank": 4}
+IN_4_BITS = {"lora_rank": 4, "lora_targets": ("all-linear",), "load_in_4bit": True}
 FEATURES = {
     "plain": {},
     # everything that a step remembers of the steps before
     "rich": {
         "num_iterations": 2, "kl_target": 0.01, "refill_groups": 2, "importance_cap": 2.0,
-        "optimizer": OptimizerSettings(lr_schedule="cosine", warmup_steps=2, learning_rate=2e-3),
+        "lr_schedule": "cosine", "warmup_steps": 2, "learning_rate": 2e-3,
     },
     "credit by field": BY_FIELD,
     "bf16": {"precision": "bf16"},
-    "adapters": {"lora": LORA},
-    "adapters on 4 bits": {"lora": IN_4_BITS, "precision": "bf16"},
-    "moments in 8 bits": {"optimizer": OptimizerSettings(optimizer_kind="adamw8bit", learning_rate=1e-2)},
+    "adapters": LORA,
+    "adapters on 4 bits": {**IN_4_BITS, "precision": "bf16"},
+    "moments in 8 bits": {"optimizer_kind": "adamw8bit", "learning_rate": 1e-2},
     "a reference that follows": {"reference_sync": 1},
-    "adapters that are followed": {"reference_sync": 2, "lora": LORA},
+    "adapters that are followed": {"reference_sync": 2, **LORA},
     "sliding windows": {"model": "windows", "precision": "fp64", "rollout_rows": 4, "train_rows": 4},
 }  # fmt: skip
 
@@ -53,7 +52,7 @@ def feature(request, config, tokenizer, tmp_path):
     (tmp_path / "mine.py").write_text(KNIGHTS)
     config = dataclasses.replace(
         config, steps=STEPS, reward=("policy", "environment", f"{tmp_path}/mine.py:knights"), eval_interval=2,
-        optimizer=OptimizerSettings(learning_rate=2e-3), keep_checkpoints=9, checkpoint_interval=1,
+        learning_rate=2e-3, keep_checkpoints=9, checkpoint_interval=1,
     )  # fmt: skip
     changes = dict(FEATURES[request.param])
     if changes.get("model") == "windows":

@@ -12,7 +12,7 @@ from conftest import ARCHITECTURES, CPU
 from whole_runs import BY_FIELD, assert_close_outcome, outcome, train
 
 from grpo import phases
-from grpo.config.groups import Checkpointing, OptimizerSettings, SamplingSettings
+from grpo.config.groups import Checkpointing, SamplingSettings
 from grpo.data import load_prompts
 from grpo.data.reward_functions import RewardFunctions
 from grpo.learning.advantages import group_advantages
@@ -162,7 +162,7 @@ def test_a_whole_run_depends_neither_on_its_rows_nor_on_memory_running_out(confi
     """To 1e-12 in float64: by plans that have nothing in common, and where each phase is replayed smaller."""
     config = dataclasses.replace(
         config, precision="fp64", reward=("policy", "environment"), checkpoint_interval=2,
-        optimizer=OptimizerSettings(learning_rate=1e-3), logged_completions=16,
+        learning_rate=1e-3, logged_completions=16,
     )  # fmt: skip
     config = dataclasses.replace(config, **changes)
     straight = outcome(train(dataclasses.replace(config, name="straight")))

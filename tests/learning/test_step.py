@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from whole_runs import metrics_of, train
 
-from grpo.config.groups import OptimizerSettings
 from grpo.data.reward_functions import Scores
 from grpo.learning.step import Diverged, Stepper
 from grpo.trainer import Trainer
@@ -141,15 +140,14 @@ def test_a_skipped_step_does_not_move_the_adaptive_kl_coefficient(config):
 
     seen: list = []
     train(replace(config, kl_target=1e-6), noting(seen, spoil_the_kl))
-    assert seen[0].stepper.num_skipped == 2 and seen[0].kl_coef == config.loss.kl_coef
+    assert seen[0].stepper.num_skipped == 2 and seen[0].kl_coef == config.kl_coef
 
 
 def test_with_the_kl_in_the_reward_metrics_are_of_the_rewards_alone(config, monkeypatch, logged):
     """All rewards equal: their deviation is none, whatever the KL; and a warning says where that leads."""
     leave_the_reference = noting([], lambda trainer: trainer.model.lm_head.weight.mul_(1.1))
     monkeypatch.setattr(Scores, "rewards", property(lambda self: torch.zeros(len(self.table))))
-    faster = OptimizerSettings(learning_rate=0.01)
-    folder = train(replace(config, steps=3, kl_in_reward=True, optimizer=faster), leave_the_reference)
+    folder = train(replace(config, steps=3, kl_in_reward=True, learning_rate=0.01), leave_the_reference)
     lines = metrics_of(folder)
     assert len(lines) == 3 and any(line["grad_norm"] > 0 for line in lines)  # the KL's
     assert all((line["reward"], line["reward_std"]) == (0, 0) for line in lines)
@@ -160,9 +158,9 @@ def test_with_the_kl_in_the_reward_metrics_are_of_the_rewards_alone(config, monk
 def test_a_step_without_a_token_to_learn_from_is_no_error(config):
     """All completions cut, and cut ones masked: nothing is learned, nothing breaks."""
     seen: list = []
-    sampling = replace(config.sampling, max_new_tokens=1, top_k=1)
-    faster = OptimizerSettings(learning_rate=1.0)
-    config = replace(config, steps=1, mask_truncated=True, kl_target=0.1, sampling=sampling, optimizer=faster)
+    config = replace(
+        config, steps=1, mask_truncated=True, kl_target=0.1, max_new_tokens=1, top_k=1, learning_rate=1.0
+    )
     train(config, noting(seen, lambda trainer: trainer.model.lm_head.weight[0].zero_()))  # none ends
     trainer, before = seen
     assert trainer.finished == 1 and all(map(torch.equal, before, trainer.model.parameters()))

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from whole_runs import metrics_of, train
 
 from grpo.config.groups import LoraSettings, OptimizerSettings
-from grpo.learning.loss import LossSettings
 from grpo.learning.optimizer import make_optimizer
 from grpo.memory import Size
 from grpo.memory.live import LiveBytes
@@ -67,7 +66,7 @@ def trained(config, **changes) -> Run:
 
 @pytest.fixture
 def lora_config(config):
-    return replace(config, lora=LoraSettings(lora_rank=4), optimizer=OptimizerSettings(learning_rate=1e-2))
+    return replace(config, lora_rank=4, learning_rate=1e-2)
 
 
 @pytest.mark.parametrize(("name", "precision"), [("gpt2", "bf16"), ("llama", "fp32"), ("qwen", "fp64")])
@@ -109,7 +108,7 @@ def test_peft_chooses_the_targets_where_none_are_given_and_alpha_is_twice_the_ra
     for name, layers in (("gpt2", {"c_attn"}), ("llama", {"q_proj", "v_proj"})):
         model = adapted(load, name, LoraSettings(lora_rank=2))
         assert {each.split(".lora_")[0].rpartition(".")[2] for each in adapter_parameters(model)} == layers
-    assert LoraSettings(lora_rank=8).alpha == 16 and LoraSettings(lora_rank=8, lora_alpha=4).alpha == 4
+    assert [LoraSettings(lora_rank=8, lora_alpha=alpha).used_alpha for alpha in (None, 4)] == [16, 4]
     model = adapted(load, lora=LoraSettings(lora_rank=4, lora_alpha=6))
     assert model.transformer.h[0].attn.c_attn.scaling == {"default": 1.5}
 
@@ -148,7 +147,7 @@ def test_a_run_on_adapters_may_be_moved(lora_config):
     """Its base, with adapters merged, is nowhere else as a whole: the run keeps it, and reads it there."""
     first = train(replace(lora_config, steps=1, name="first"))
     second = trained(lora_config, steps=1, name="second", model=str(first))
-    third = trained(lora_config, steps=1, name="third", model=str(first), lora=IN_4_BITS)
+    third = trained(lora_config, steps=1, name="third", model=str(first), **vars(IN_4_BITS))
     assert layers_in_4_bits(third.policy.model)
     expected = logprobs(load_policy(str(second.folder), CPU, "fp32").model)
     moved = second.folder.with_name("moved").resolve()
@@ -164,7 +163,7 @@ def test_a_run_on_adapters_may_be_moved(lora_config):
     "changes",
     [
         {"num_iterations": 2, "kl_in_reward": True, "gradient_checkpointing": "full"},
-        {"precision": "bf16"}, {"lora": IN_4_BITS},
+        {"precision": "bf16"}, vars(IN_4_BITS),
     ], ids=["rich", "bf16", "4 bits"],
 )  # fmt: skip
 def test_a_run_moves_the_adapters_and_nothing_else(lora_config, changes):
@@ -188,7 +187,7 @@ def test_the_reference_needs_no_weights(lora_config):
     """Bytes that set-up leaves behind, counted tensor by tensor, with and without a reference."""
     held = []
     for kl_coef in (0.05, 0.0):
-        config = replace(lora_config, loss=LossSettings(kl_coef=kl_coef), name=f"kl{kl_coef}")
+        config = replace(lora_config, kl_coef=kl_coef, name=f"kl{kl_coef}")
         with LiveBytes() as live, open_run(config) as run:
             assert (run.reference is None) == (not kl_coef)
             held.append(live.live_bytes)
@@ -202,18 +201,18 @@ def test_a_run_goes_on_with_the_adapters_it_began_with(config, lora_config):
     without = train(replace(config, steps=1, name="without"))
     assert not [*without.rglob("reference.safetensors")]  # as it never followed
     for folder, lora, said in (
-        (with_, LoraSettings(lora_rank=8), r"lora_rank is 8, but .* has 4: go on with that"),
-        (with_, LoraSettings(lora_rank=4, lora_alpha=1), r"lora_alpha is 1, but .* has 8"),
-        (with_, LoraSettings(lora_rank=4, lora_targets=("c_fc",)), "lora_targets are others than .* c_attn"),
-        (with_, LoraSettings(), r"lora_rank is 0, but .* has 4"),
-        (without, LoraSettings(lora_rank=8), r"lora_rank is 8, but .* has 0"),
+        (with_, {"lora_rank": 8}, r"lora_rank is 8, but .* has 4: go on with that"),
+        (with_, {"lora_rank": 4, "lora_alpha": 1}, r"lora_alpha is 1, but .* has 8"),
+        (with_, {"lora_rank": 4, "lora_targets": ("c_fc",)}, "lora_targets are others than .* c_attn"),
+        (with_, {"lora_rank": 0}, r"lora_rank is 0, but .* has 4"),
+        (without, {"lora_rank": 8}, r"lora_rank is 8, but .* has 0"),
     ):
         with pytest.raises(ValueError, match=said):
-            train(replace(lora_config, resume=folder, lora=lora))
+            train(replace(lora_config, resume=folder, **lora))
 
 
 def test_a_checkpoint_is_merged_on_request_and_evaluated_as_it_is(lora_config):
-    run = trained(lora_config, lora=LoraSettings(lora_rank=4, lora_merge=True))
+    run = trained(lora_config, lora_rank=4, lora_merge=True)
     folder = run.folder / "checkpoints/step-000002"
     expected = logprobs(run.policy.model)
     for each in (load_policy(str(folder), CPU, "fp32"), load_policy(str(folder / "merged"), CPU, "fp32")):
@@ -321,7 +320,7 @@ def test_it_stays_what_the_policy_was_until_it_follows_and_can_be_restored(load,
 @pytest.mark.parametrize("rank", [0, 4], ids=["copy", "adapters"])
 def test_a_run_has_the_reference_follow_every_so_many_steps(lora_config, rank):
     """Step 3 is scored by the policy of step 2; what never followed is in no checkpoint."""
-    config = replace(lora_config, steps=3, reference_sync=2, lora=LoraSettings(lora_rank=rank))
+    config = replace(lora_config, steps=3, reference_sync=2, lora_rank=rank)
     folder = train(config)
     _, moved, followed = (metrics["kl"] for metrics in metrics_of(folder))
     assert followed < 1e-6 < moved

@@ -14,7 +14,6 @@ from rich.table import Table
 from test_workload import BF16, VOCABULARY, WITHOUT_KL, G, workload
 
 from grpo.config import SettingsError
-from grpo.config.groups import LoraSettings
 from grpo.config.sizes import parse_size
 from grpo.memory import Budget, DoesNotFit, Fit, Pass, Size, largest_rows
 from grpo.memory.budget import GB, DeviceMemory
@@ -255,7 +254,7 @@ def test_a_refusal_names_phase_needs_and_remedies_and_with_the_least_that_it_say
 
 @pytest.mark.usefixtures("made_up")
 def test_only_what_can_be_done_and_helps_is_advised_and_that_all_of_it_is_not_enough():
-    adapters = {"lora": LoraSettings(lora_rank=16), **WITHOUT_KL}
+    adapters = {"lora_rank": 16, **WITHOUT_KL}
     said = refusal(workload(BF16, gradient_checkpointing="full", **adapters), 5 * MIB)
     assert savings(said).keys() == {"--max-new-tokens 10"} and "not enough: " in said
     work = workload(gradient_checkpointing="none")

@@ -9,19 +9,17 @@ from prompt_lines import source_of
 from transformers import GPT2Config
 
 from grpo.config import Config
-from grpo.config.groups import LoraSettings, OptimizerSettings, SamplingSettings
-from grpo.learning.loss import LossSettings
 from grpo.memory import Size
 from grpo.model.target import Target
 from grpo.plan.workload import Workload, kv_bytes_per_token, longest_prompt
 
 VOCABULARY, G, MIB = 100, 8, 2**20
 BF16, FP32 = torch.bfloat16, torch.float32
-WITHOUT_KL = {"loss": LossSettings(kl_coef=0.0)}
+WITHOUT_KL = {"kl_coef": 0.0}
 
 
 def workload(dtype: torch.dtype = FP32, name: str = "gpt2", **settings: object) -> Workload:
-    usual = {"batch_size": 64, "group_size": G, "sampling": SamplingSettings(max_new_tokens=20)}
+    usual = {"batch_size": 64, "group_size": G, "max_new_tokens": 20}
     config = Config(**{**usual, **settings})  # type: ignore[arg-type]
     target = Target(ARCHITECTURES[name](VOCABULARY).config, torch.device("cpu"), dtype, "sdpa")
     return Workload(config, target, 50)
@@ -44,7 +42,7 @@ def test_what_exists_all_along_in_bytes_a_parameter(dtype, settings, expected):
     bytes_of.pop("reference", None)
     assert replace(work, reference_here=False).resident(1000) == bytes_of
     # With adapters the base is there once: 1000 bytes of it, and 50 numbers of adapters in two tensors.
-    work = workload(dtype, lora=LoraSettings(lora_rank=2), reference_sync=5 * (dtype == BF16))
+    work = workload(dtype, lora_rank=2, reference_sync=5 * (dtype == BF16))
     size = work.target.exact_dtype.itemsize
     adapters = {"weights": 1000 + size * 50, "optimizer": 2 * size * 50}
     if dtype == BF16:  # the sampler has a head of its own, a reference that follows its adapters
@@ -61,7 +59,7 @@ def test_of_a_sharded_model_each_process_holds_its_part_and_gathers_what_it_samp
 
 def test_moments_in_8_bits_are_a_quarter():
     """1000 numbers are too few; 10 000 have 40 blocks of a scale each, and two code books of 256."""
-    work = workload(optimizer=OptimizerSettings(optimizer_kind="adamw8bit"))
+    work = workload(optimizer_kind="adamw8bit")
     moments = work.resident(11_000, [1000, 10_000])["optimizer"]
     assert moments == 8 * 1000 + 2 * (10_000 + 4 * 40) + 2 * 4 * 256
 
@@ -103,7 +101,7 @@ def test_what_settings_say_of_rows_and_of_what_is_scored():
     assert [replace(work, processes=count).rows_here for count in (1, 3, 8)] == [64, 24, 8]
     auto = workload(batch_size="auto", max_batch_size=150)
     assert (auto.rows_here, replace(auto, processes=2).rows_here) == (144, 72)
-    adapters = {"lora": LoraSettings(lora_rank=2), "reference_sync": 5}
+    adapters = {"lora_rank": 2, "reference_sync": 5}
     for settings, scored in (
         ({}, "reference"), (WITHOUT_KL, "nothing"), ({"num_iterations": 2, **WITHOUT_KL}, "policy"),
         (adapters, "policy"),

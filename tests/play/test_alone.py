@@ -72,7 +72,7 @@ def test_it_plays_from_seeded_openings_or_given_positions_and_the_same_every_tim
     from_given = self_play(Somebody(only_white), 3, seed=0, fens=[FEN, chess.STARTING_FEN, BEFORE_MATE])
     assert sorted(from_given.scores[HALF_MOVES]) == [0, 1, 1]
     model, tokenizer, _ = load("gpt2")
-    found = [self_play(Player(model, tokenizer, config.sampling, rows=rows), 3, seed=0) for rows in (1, 8)]
+    found = [self_play(Player(model, tokenizer, config, rows=rows), 3, seed=0) for rows in (1, 8)]
     assert found[0].scores[HALF_MOVES].tolist() == found[1].scores[HALF_MOVES].tolist()
     assert found[0].prompts == found[1].prompts
 

@@ -18,7 +18,7 @@ from disk_calls import run_command
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from grpo.config import Config, to_flat
+from grpo.config import Config, to_plain
 
 MOST_LINES, PATIENCE_S, _COLUMNS = 5, 60, 160
 
@@ -33,7 +33,7 @@ _VALUES = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(_TEXTS, inner, max_size=3)),
     max_leaves=6,
 )
-_NAMES = st.sampled_from(sorted(to_flat(Config())))
+_NAMES = st.sampled_from(sorted(to_plain(Config())))
 _CODE = st.sampled_from(
     """
 10**400

@@ -16,8 +16,6 @@ from whole_runs import assert_close_outcome, assert_same_outcome, outcome, train
 
 from grpo import phases as planned
 from grpo.config import CONFIG_FILE, Config, SettingsError, parse_command_line, read_yaml
-from grpo.config.groups import OptimizerSettings, SamplingSettings
-from grpo.learning.loss import LossSettings
 from grpo.memory import Budget, Device, DoesNotFit, Pass, Size
 from grpo.memory.budget import GB
 from grpo.memory.rows import smaller_rows
@@ -39,8 +37,8 @@ def fp64(model_folders: dict[str, Path], data_file: Path, tmp_path_factory: pyte
     return Config(
         steps=STEPS, batch_size=BATCH, group_size=G, model=str(model_folders["gpt2"]), device="cpu",
         precision="fp64", prompts=str(data_file), heldout_share=0.2, engine="off",
-        sampling=SamplingSettings(max_new_tokens=NEW), loss=LossSettings(kl_coef=0.05),
-        optimizer=OptimizerSettings(learning_rate=1e-3), eval_interval=1, eval_prompts=4,
+        max_new_tokens=NEW, kl_coef=0.05,
+        learning_rate=1e-3, eval_interval=1, eval_prompts=4,
         runs_dir=tmp_path_factory.mktemp("runs"), name="plain", checkpoint_interval=1, trackers=(),
         gradient_checkpointing="full",
     )  # fmt: skip

@@ -117,8 +117,7 @@ def test_it_is_said_after_some_steps_what_will_end_the_run_and_at_last_what_has(
 
 def test_a_run_of_minutes_anneals_in_metrics_and_checkpoints_and_ends_once(config, made_up_plans):
     """Every look at the clock is 15 s of a minute and a half later, whatever the machine."""
-    optimizer = replace(config.optimizer, lr_schedule="linear", min_lr_ratio=0.0)
-    config = replace(config, steps=50, minutes=1.5, optimizer=optimizer)
+    config = replace(config, steps=50, minutes=1.5, lr_schedule="linear", min_lr_ratio=0.0)
     clock = Seconds()
 
     def by_the_clock(trainer) -> None:
@@ -133,7 +132,7 @@ def test_a_run_of_minutes_anneals_in_metrics_and_checkpoints_and_ends_once(confi
     folder = train(config, by_the_clock)
     state = CheckpointFolder(folder / "checkpoints", keep=1).newest_intact().state
     lines = read_lines(folder / METRICS_FILE)
-    peak = config.optimizer.learning_rate
+    peak = config.learning_rate
     assert [line["learning_rate"] for line in lines] == pytest.approx([peak, 2 / 3 * peak, peak / 3])
     assert [line["progress"] for line in lines] == pytest.approx([0.02, 1 / 3, 2 / 3])
     assert (state["step"], state["trained_s"], state["progress"]) == (3, 90, 1.0)

@@ -20,8 +20,7 @@ from several_processes import fork
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from whole_runs import train
 
-from grpo.config import CONFIG_FILE, from_flat, read_yaml
-from grpo.config.groups import LoraSettings
+from grpo.config import CONFIG_FILE, from_plain, read_yaml
 from grpo.data import Prompt, load_prompts
 from grpo.data.maker import TooLong
 from grpo.data.split import heldout_fraction
@@ -36,7 +35,7 @@ from grpo.run.setup import open_run
 from grpo.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
-CPU, LORA = torch.device("cpu"), LoraSettings(lora_rank=2)
+CPU = torch.device("cpu")
 NEW = 10  # tokens of a completion in `config`
 LONG = "a" * (CONTEXT - NEW + 1)  # a token each, and one more than there is room for
 REWARD = "def f(completions, **columns):\n    return [float(len(text) % 3) for text in completions]\n"
@@ -166,7 +165,7 @@ def test_a_run_without_a_name_never_meets_another_and_its_yaml_repeats_it(config
     for _ in range(3):
         with open_run(config) as run:
             folders.add(run.folder)
-            stored = from_flat(read_yaml(run.folder / CONFIG_FILE))
+            stored = from_plain(read_yaml(run.folder / CONFIG_FILE))
             assert stored == run.config == replace(config, gradient_checkpointing="none")  # auto
     assert len(folders) == 3 and {folder.parent for folder in folders} == {config.runs_dir}
 
@@ -269,7 +268,7 @@ def test_a_prompt_too_long_for_the_model_is_skipped_and_named_and_too_many_are_a
         load_source(config)
     for said in ("leaves 182 beside", "lower --max-new-tokens", "another --model", "--max-bad-share 0.04"):
         assert said in str(error.value)
-    config = replace(config, sampling=replace(config.sampling, max_new_tokens=9), max_bad_share=0.02)
+    config = replace(config, max_new_tokens=9, max_bad_share=0.02)
     assert len(set(ids(load_source(replace(config, heldout_share=0)).draw(50)))) == 50
 
 
@@ -331,9 +330,9 @@ def trained(config, name: str, **changes) -> Trainer:
     return trainer
 
 
-@pytest.mark.parametrize("lora", [LoraSettings(), LORA], ids=["whole", "adapters"])
-def test_the_model_to_use_is_what_the_last_step_left(config, lora):
-    trainer = trained(config, "a", model="rook-tiny", lora=lora)
+@pytest.mark.parametrize("rank", [0, 2], ids=["whole", "adapters"])
+def test_the_model_to_use_is_what_the_last_step_left(config, rank):
+    trainer = trained(config, "a", model="rook-tiny", lora_rank=rank)
     folder = trainer.run.checkpoints.model
     assert folder == trainer.run.folder / "model"
     files = list(folder.iterdir())
@@ -348,7 +347,7 @@ def test_the_model_to_use_is_what_the_last_step_left(config, lora):
         loaded = load_policy(str(name), CPU, "fp32").model
         assert torch.allclose(logits(loaded), logits(trainer.model), atol=1e-5)
         assert all(parameter.requires_grad for parameter in loaded.parameters())
-    if lora.on:  # whose bundled base is found where it is now
+    if rank:  # whose bundled base is found where it is now
         file = folder / "adapter_config.json"
         written = json.loads(file.read_text())
         assert Path(written["base_model_name_or_path"]).is_dir()
@@ -358,8 +357,8 @@ def test_the_model_to_use_is_what_the_last_step_left(config, lora):
 
 
 def test_adapters_on_a_model_that_had_some_have_a_base_that_is_found(config):
-    first = trained(config, "a", lora=LORA)
-    again = trained(config, "b", lora=LORA, model=str(first.run.folder))
+    first = trained(config, "a", lora_rank=2)
+    again = trained(config, "b", lora_rank=2, model=str(first.run.folder))
     model = again.run.checkpoints.model
     base = json.loads((model / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert Path(base) == again.run.folder / "base"

@@ -12,7 +12,6 @@ from conftest import untraced
 from forked import forked_workers
 
 from grpo.config import Config, parse_command_line
-from grpo.config.groups import LoraSettings, LossSettings, SamplingSettings
 from grpo.memory.budget import CONTEXT_BYTES, GB
 from grpo.model.load import load_tokenizer, shape_of
 from grpo.plan.trace import TracedPhases
@@ -74,7 +73,7 @@ def test_classic_adds_sixteen_or_halves_and_the_line_comes_close_in_whole_groups
 
 def test_a_trial_of_a_made_up_prompt_takes_real_steps_of_full_length(tmp_path):
     """In a process, on the bundled model: 16 tokens that the tokenizer makes, 6 new ones in each row."""
-    train = Config(device="cpu", precision="fp32", group_size=4, sampling=SamplingSettings(6), engine="off")
+    train = Config(device="cpu", precision="fp32", group_size=4, max_new_tokens=6, engine="off")
     prompts = made_up_prompts(dataclasses.replace(train, batch_size=8), 16)
     assert len(prompts) == 2
     assert {len(load_tokenizer("rook-tiny")(row["prompt"])["input_ids"]) for row in prompts} == {16}
@@ -90,7 +89,7 @@ def test_a_trial_of_a_made_up_prompt_takes_real_steps_of_full_length(tmp_path):
 def test_a_trial_runs_out_of_a_real_limit_and_both_objectives_say_so(tmp_path):
     """What a plan would have put in parts is tried all at once."""
     train = Config(device="cpu", precision="fp32", memory_limit="1200MB", engine="off")
-    wide = dataclasses.replace(train, sampling=SamplingSettings(100), max_batch_size=4096)
+    wide = dataclasses.replace(train, max_new_tokens=100, max_batch_size=4096)
     text = FindMax("lm", str(ROOT / "README.md"), made=TINY, train=train)
     with forked_workers():
         lm = find_max.try_size(text, 60_000, tmp_path / "lm")
@@ -269,7 +268,7 @@ def test_the_published_h100_budget_follows_from_its_counts_and_they_tell_no_batc
 def test_batches_of_samples_of_a_known_size(tmp_path):
     """At 85 %: 66.64 - 27.94 - 1.49 - 6.27 = 30.94 GB, of 0.44 GB each; 70 are 64 in whole groups of 8."""
     small = {"sample_memory": "450.56MB", "gpus": 3}
-    small["train"] = Config(sampling=SamplingSettings(20), loss=LossSettings(kl_coef=0.0))
+    small["train"] = Config(max_new_tokens=20, kl_coef=0.0)
     found = calculated(**COUNTS, **small, accumulate=2)
     assert batch_sizes(found) == [61, 70, 79]
     assert found["totals"] == {1: 140, 2: 280, 3: 420, 4: 560, 8: 1120}
@@ -281,13 +280,13 @@ def test_batches_of_samples_of_a_known_size(tmp_path):
     for name, count in zip(names, (1, 2, 3, 4, 8), strict=True):
         config = parse_command_line(["--config", str(tmp_path / "p.yaml"), "--profile", name])
         assert (config.batch_size, config.memory_utilization) == (count * 64, 0.85)
-        assert (config.sampling.max_new_tokens, config.loss.kl_coef) == (20, 0)
+        assert (config.max_new_tokens, config.kl_coef) == (20, 0)
     assert config.model == "auto" and "--model FOLDER" in (tmp_path / "p.yaml").read_text()  # no name known
 
 
-def named(folder, lora=None, **changes) -> dict:
+def named(folder, **changes) -> dict:
     """A model's budget on 4 GB with short texts."""
-    train = Config(model=str(folder), sampling=SamplingSettings(16), lora=lora or LoraSettings(), **changes)
+    train = Config(model=str(folder), max_new_tokens=16, **changes)
     return {"gpu_memory": "4GB", "prompt_tokens": 16, "train": train}
 
 
@@ -295,13 +294,12 @@ def test_adapters_freeze_the_base_and_in_4_bits_it_leaves_more_room(made_up_plan
     gpt2 = shape_of(str(model_folders["gpt2"]))
     width, count = gpt2.n_embd, num_parameters(gpt2)
     trained = gpt2.n_layer * 4 * (width + 3 * width)  # A and B of each c_attn
-    assert lines(calculated(**named(model_folders["gpt2"], LoraSettings(4)))).items() >= {
+    assert lines(calculated(**named(model_folders["gpt2"], lora_rank=4))).items() >= {
         "frozen base and adapters": 2 * count + 4 * trained, "optimizer": 8 * trained,
         "gradients": 4 * trained, "sampler's copy": 2 * gpt2.vocab_size * width,  # of the head alone, centred
     }.items()  # fmt: skip
     wanted = [
-        asked(**named(model_folders["llama"], LoraSettings(4, load_in_4bit=packed)))
-        for packed in (False, True)
+        asked(**named(model_folders["llama"], lora_rank=4, load_in_4bit=packed)) for packed in (False, True)
     ]
     plain, packed = (calculate(settings, settings.card()) for settings in wanted)
     base = lines(plain)["frozen base and adapters"]
@@ -313,7 +311,7 @@ def test_adapters_freeze_the_base_and_in_4_bits_it_leaves_more_room(made_up_plan
 
 def test_a_models_budget_is_the_planners_as_it_is_printed_and_written(model_folders):
     """Four GB, a frozen model of half a billion parameters beside a tiny one, whose peaks are traced."""
-    settings = named(model_folders["gpt2"], loss=LossSettings(kl_coef=0.0), memory_utilization=0.6)
+    settings = named(model_folders["gpt2"], kl_coef=0.0, memory_utilization=0.6)
     found = calculated(**settings, frozen=(0.5e9,))
     count = num_parameters(shape_of(str(model_folders["gpt2"])))
     assert lines(found).items() >= {
@@ -359,7 +357,7 @@ def test_the_calculator_as_it_is_typed_of_counts_and_of_the_bundled_model(tmp_pa
     assert held["sampler's copy"] == weights / 2 + 2 * 902 * 256  # a head of its own
     config = parse_command_line(["--config", "p.yaml", "--profile", "rtx4090_dual"])
     assert (config.model, config.batch_size, config.precision) == ("rook-tiny", 2 * size, "bf16")
-    assert size > 0 and size % 8 == 0 and config.loss.kl_coef == 0
+    assert size > 0 and size % 8 == 0 and config.kl_coef == 0
     assert "rtx4090" in here("calculate").stdout  # all cards
 
 

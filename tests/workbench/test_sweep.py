@@ -14,7 +14,6 @@ from commands import Command, run
 from conftest import untraced
 
 from grpo.config import Config, SettingsError
-from grpo.config.groups import SamplingSettings
 from grpo.run.tracking import read_lines
 from grpo.workbench import lm, trial
 from grpo.workbench.corpus import open_corpus, text_file
@@ -32,8 +31,7 @@ SMALL = Sweep(
 
 
 def with_optimizer(settings: Sweep, **changes) -> Sweep:
-    optimizer = replace(settings.train.optimizer, **changes)
-    return replace(settings, train=replace(settings.train, optimizer=optimizer))
+    return replace(settings, train=replace(settings.train, **changes))
 
 
 def test_rates_are_kept_or_scaled_updates_are_of_whole_batches_and_one_size_of_grpo_is_a_run_so_long():
@@ -44,14 +42,12 @@ def test_rates_are_kept_or_scaled_updates_are_of_whole_batches_and_one_size_of_g
     tuned = replace(SMALL, total_tokens=100_000, tune_share=0.1)
     # A tenth; eight updates, more than a tenth; not more than the whole.
     assert [tuned.tune_total(size) for size in (4, 64, 512)] == [10_000, 16_384, 100_000]
-    sampling = SamplingSettings(20, top_k=5)
     grpo = Sweep("grpo", (16,), total_samples=1000, warmup_share=0.1, evaluations=5,
-                 train=Config(group_size=4, sampling=sampling))  # fmt: skip
+                 train=Config(group_size=4, max_new_tokens=20, top_k=5))  # fmt: skip
     task = grpo.task(16, 2e-5)
     assert (task.train.steps, task.train.batch_size, task.train.group_size, task.rows) == (62, 16, 4, 16)
-    optimizer = task.train.optimizer
-    assert (task.train.eval_interval, optimizer.warmup_steps, optimizer.learning_rate) == (12, 6, 2e-5)
-    assert task.train.sampling == sampling
+    assert (task.train.eval_interval, task.train.warmup_steps, task.train.learning_rate) == (12, 6, 2e-5)
+    assert (task.train.max_new_tokens, task.train.top_k) == (20, 5)
 
 
 def test_settings_are_those_of_a_file_and_are_lowered_where_resources_are_low(tmp_path):
@@ -61,11 +57,11 @@ def test_settings_are_those_of_a_file_and_are_lowered_where_resources_are_low(tm
     words = ["--objective", "grpo", "--config", str(file), "--profile", "small"]
     settings = parse_sweep(words)
     assert settings.train.group_size == 2 and settings.batch_sizes[0] == 4 and settings.base == 32
-    assert settings.train.optimizer.learning_rate == 3e-5 and settings.warm_up == 0.1
+    assert settings.train.learning_rate == 3e-5 and settings.warm_up == 0.1
     assert parse_sweep([*words, "--batch-sizes", "8", "12"]).batch_sizes == (8, 12)
     of_lm = parse_sweep(["--arch", "llama", "--data", "text.txt", "--scale-lr", "sqrt"])
     assert of_lm.objective == "lm" and of_lm.made.arch == "llama" and of_lm.warm_up == 0.05
-    assert of_lm.batch_sizes == (8, 16, 32, 64, 128, 256) and of_lm.train.optimizer.learning_rate == 1e-3
+    assert of_lm.batch_sizes == (8, 16, 32, 64, 128, 256) and of_lm.train.learning_rate == 1e-3
 
     wide = MadeModel(arch="gpt2", width=256, context=256)
     train = replace(TRAIN, eval_prompts=20)
@@ -194,7 +190,7 @@ class Trained:
         trial.write_task(task, folder)
         lines = list(self.lines)
         if self.best_rate is not None:
-            off = abs(math.log(task.train.optimizer.learning_rate / self.best_rate))
+            off = abs(math.log(task.train.learning_rate / self.best_rate))
             lines.append({"step": 1, "eval_loss": off})
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         write_ended(folder, self.ended)
@@ -257,7 +253,7 @@ def test_the_best_of_a_grid_of_learning_rates_is_trained_with(swept, logged):
     size = tuned(trained := Trained(*LINES, best_rate=2.1e-3))
     tried = [rate for rate, _ in size.tuned]
     assert tried == pytest.approx([0.25e-3, 0.5e-3, 1e-3, 2e-3, 4e-3])
-    assert size.learning_rate == trained.tasks[-1].train.optimizer.learning_rate == tried[3]
+    assert size.learning_rate == trained.tasks[-1].train.learning_rate == tried[3]
     assert [task.train.eval_interval for task in trained.tasks] == [2, 2, 2, 2, 2, 1]
     assert not any("edge" in line for line in logged)
     tuned(Trained(*LINES, best_rate=1.0), again=True)

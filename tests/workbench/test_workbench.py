@@ -16,7 +16,7 @@ from scipy.stats import ttest_1samp
 from tokenizers import Tokenizer
 
 from grpo.config import Config
-from grpo.config.groups import Checkpointing, SamplingSettings
+from grpo.config.groups import Checkpointing
 from grpo.learning.step import Diverged
 from grpo.memory import DoesNotFit, peak_live_bytes
 from grpo.model.load import context_length
@@ -114,15 +114,15 @@ def test_learning_from_windows_holds_what_was_predicted(arch, dtype, checkpointi
 
 
 def test_tasks_survive_json_and_flags_are_those_of_train_over_a_file(tmp_path):
-    train = Config(sampling=SamplingSettings(20))
+    train = Config(max_new_tokens=20)
     task = Task("lm", train, 12, made(), "a.txt", True, prompt_tokens=5, tuned=[])
     assert Task.of(json.loads(json.dumps(task.as_json()))) == task
     assert replace(task, train=replace(task.train, train_rows=4)).rows == 4 and task.rows == 12
     file = tmp_path / "train.yaml"
     file.write_text("group_size: 4\nprofiles:\n  small:\n    max_new_tokens: 20\n")
     found = parse_find_max(["--config", str(file), "--profile", "small", "--start", "8", "--kl-coef", "0"])
-    assert (found.train.group_size, found.train.sampling.max_new_tokens, found.start) == (4, 20, 8)
-    assert found.train.loss.kl_coef == 0 and found.multiple == 4
+    assert (found.train.group_size, found.train.max_new_tokens, found.start) == (4, 20, 8)
+    assert found.train.kl_coef == 0 and found.multiple == 4
 
 
 @pytest.mark.parametrize(
