@@ -165,9 +165,10 @@ class PlannedPhases:
             rows = min(len(own + idle), config.rollout_rows or EVAL_ROWS)
             scores = run.fit.run("evaluate", work, Size(rows, longest), like="sample", discard=self._release)
             release_cache()  # of rows that are no step's
-        mine = {name: column[: len(own)] for name, column in scores.items()}
+        mine = {name: torch.from_numpy(column[: len(own)]) for name, column in scores.items()}
         parts = run.world.exchange(f"the evaluation at step {step}", mine)
-        return Evaluation.of(run.eval_prompts, interleave(parts))
+        everybodys = [{name: column.numpy() for name, column in part.items()} for part in parts]
+        return Evaluation.of(run.eval_prompts, interleave(everybodys))
 
     def save(self, step: int, state: dict[str, Any], *, best: bool) -> bool:
         """A checkpoint of the run, which the first process writes; whether this one has written it."""

@@ -117,7 +117,7 @@ def _make_run(config: Config, given: Given, world: World, device: torch.device, 
     _warn(config, device)
     rewards = RewardFunctions(given.rewards or config.reward, config.reward_weights)
     folder = stack.enter_context(hold_folder(config)) if world.is_main else Path()
-    folder = world.from_main("the choice of a folder", folder)
+    folder = Path(world.from_main("the choice of a folder", str(folder)))
     checkpoints, checkpoint = open_checkpoints(config, folder)
     check_spec(config.prompts if given.prompts is None else given.prompts)
     model_source = given.model_source(config)

@@ -46,7 +46,8 @@ class World:
     def exchange(self, what: str, value: T) -> list[T]:
         """What every process gave, in the order of their ranks. ProcessLost if one does not come.
 
-        what: named in the error. Whoever has come so far says with it that all went well.
+        what: named in the error. Whoever has come so far says with it that all went well. value: what JSON
+        can say, and tensors on the CPU; another process's tuples come as lists.
         """
         return [value]
 
