@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo.data.tokens import tokenize
+from grpo.distributed import largest_share
 from grpo.distributed.share import Share
 from grpo.evaluate import Evaluation, interleave, score_heldout
 from grpo.evaluate.scores import Column
@@ -150,7 +151,7 @@ class PlannedPhases:
         own = run.eval_prompts[run.world.rank :: run.world.size]
         idle: list[Prompt] = []
         if config.shard:  # the same passes everywhere
-            idle = run.eval_prompts[: run.world.largest_share(len(run.eval_prompts)) - len(own)]
+            idle = run.eval_prompts[: largest_share(len(run.eval_prompts), run.world.size) - len(own)]
 
         def work(rows: int) -> dict[str, Column]:
             return score_heldout(

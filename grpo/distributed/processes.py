@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors import torch as safetensors
 from torch import Tensor
 from torch import distributed as dist
+from torch._utils import _take_tensors
 
 from grpo.distributed.world import ProcessLost, World
 
@@ -26,9 +27,7 @@ T = TypeVar("T")
 THE_END = "the end"
 """The last exchange of a run: a connection may close after it."""
 BUCKET_BYTES, IN_FLIGHT = 16 * 2**20, 2
-"""Gradients that are summed at once, and how many times: some are packed while others are on their way. What
-a step holds beside them; a larger one goes by itself.
-"""
+"""Gradients that are summed at once, and how many times: what a step holds beside them."""
 _PAUSE_S = 0.0002
 """Between looks at whether a sum is done."""
 _LAST_WORDS_S = 2.0
@@ -119,7 +118,9 @@ class Processes(World):
         return into
 
     def _loss(self, what: str, late: Sequence[int]) -> ProcessLost:
-        """Whom this process misses, and why."""
+        """Whom this process misses, and why. It may only now hear who is gone: it may have been stopped."""
+        with self._news:
+            self._news.wait_for(lambda: self._lost, _LAST_WORDS_S)
         for rank, words in self._lost.items():
             return ProcessLost(f"{self._called(rank)} {words}; this process came to {what}.", rank=rank)
         return ProcessLost(
@@ -163,10 +164,7 @@ class Processes(World):
         try:
             work.wait()
         except RuntimeError as error:  # a connection has broken: whose, its listener will tell
-            with self._news:
-                if self._news.wait_for(lambda: self._lost, _LAST_WORDS_S):
-                    raise self._loss(what, self._others) from error
-            raise ProcessLost(f"{what} failed though all processes live: {error}", rank=self.rank) from error
+            raise self._loss(what, self._others) from error
 
     def take_traffic(self) -> dict[str, float]:
         taken = dict(self._traffic)
@@ -178,7 +176,7 @@ class Processes(World):
     def leave(self, error: BaseException | None) -> None:
         """Tell the others why this process ends, if not because all is done, and hang up."""
         if error is not None:
-            words = f"ended with {type(error).__name__}: {error}".strip().splitlines()[0][:500]
+            words = f"ended with {type(error).__name__}: {error}".strip().splitlines()[0][:500].rstrip(".")
             self._send([None, words])
         until = time.monotonic() + _LAST_WORDS_S
         for sending in self._sending:
@@ -203,7 +201,10 @@ class Processes(World):
 
 
 def sum_in_buckets(tensors: Sequence[Tensor], *, wait: Callable[[Any], object]) -> Any:
-    """Make each tensor its sum over the processes, in lots; the last collective. wait: for each of them."""
+    """Make each tensor its sum over the processes, in lots of one kind; the last collective.
+
+    wait: for each of them. A lot is no larger than BUCKET_BYTES unless it is one tensor.
+    """
     on_their_way: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
 
     def finish() -> Any:
@@ -215,7 +216,7 @@ def sum_in_buckets(tensors: Sequence[Tensor], *, wait: Callable[[Any], object]) 
         return sending
 
     last = None
-    for bucket in buckets(tensors):
+    for bucket in _take_tensors(tensors, BUCKET_BYTES):
         if len(on_their_way) == IN_FLIGHT:
             finish()
         alone = len(bucket) == 1 and bucket[0].is_contiguous()
@@ -224,19 +225,6 @@ def sum_in_buckets(tensors: Sequence[Tensor], *, wait: Callable[[Any], object]) 
     while on_their_way:
         last = finish()
     return last
-
-
-def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one dtype and device, together no more than BUCKET_BYTES unless one alone is."""
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        full = sum(other.nbytes for other in bucket) + tensor.nbytes > BUCKET_BYTES
-        if bucket and (full or tensor.dtype != bucket[0].dtype or tensor.device != bucket[0].device):
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
 
 
 # ------------------------------------------------------------------------------------ messages

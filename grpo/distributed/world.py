@@ -39,10 +39,6 @@ class World:
         """Of so many groups, those of this process: neighbours, as even as can be, perhaps none."""
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
-    def largest_share(self, count: int) -> int:
-        """Groups of the process that has most of them."""
-        return largest_share(count, self.size)
-
     def exchange(self, what: str, value: T) -> list[T]:
         """What every process gave, in the order of their ranks. ProcessLost if one does not come.
 

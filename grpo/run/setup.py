@@ -19,7 +19,7 @@ from grpo.data.reward_files import PROMPTS_LOOKED_AT
 from grpo.data.reward_functions import RewardFunctions
 from grpo.data.split import split
 from grpo.data.tokens import put_behind
-from grpo.distributed import World, open_world
+from grpo.distributed import World, largest_share, open_world
 from grpo.distributed.share import Share
 from grpo.learning.optimizer import check_optimizer, make_optimizer
 from grpo.memory import Device, DoesNotFit, Fit, is_out_of_memory
@@ -86,7 +86,7 @@ class Run:
     def share(self, num_groups: int) -> Share:
         """This process's of a step's groups."""
         groups = self.world.share(num_groups)
-        idle = self.world.largest_share(num_groups) - len(groups) if self.config.shard else 0
+        idle = largest_share(num_groups, self.world.size) - len(groups) if self.config.shard else 0
         return Share(groups, self.config.group_size, idle)
 
     def noise_share(self, step: int, share: Share) -> float | None:

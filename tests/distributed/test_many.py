@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save
 from several_processes import begin, in_processes, values
 
-from grpo.distributed import ProcessLost, World, launch, open_world, processes
+from grpo.distributed import ProcessLost, World, largest_share, launch, open_world, processes
 from grpo.distributed.processes import pack, unpack
 from grpo.environment import launched_processes
 from grpo.evaluate import interleave
@@ -30,7 +30,7 @@ def test_groups_are_dealt_once_each_as_evenly_as_can_be(size, count):
         shares.append(world.share(count))
     assert [group for share in shares for group in share] == [*range(count)]
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert max(map(len, shares)) <= world.largest_share(count)
+    assert max(map(len, shares)) <= largest_share(count, size)
 
 
 def test_one_process_has_nobody_to_wait_for():
@@ -128,6 +128,7 @@ def lose_the_third(rank: int, kind: str) -> float:
         pytest.raises(ProcessLost) as caught,
         open_world("cpu", wait_minutes=0.1 if kind == "stopped" else 1) as (world, _),
     ):
+        time.sleep(0.5)  # what was said first has come
         begun = time.monotonic()
         if rank == 2:
             if kind == "stopped":
@@ -146,7 +147,6 @@ def lose_the_third(rank: int, kind: str) -> float:
 def test_a_process_that_dies_is_named_at_once_and_one_that_is_stopped_after_wait_minutes():
     begun = {kind: begin(3, lose_the_third, kind) for kind in ("killed", "killed in a sum", "stopped")}
     waited = {kind: [one.value for one in ended()[:2]] for kind, ended in begun.items()}
-    print(waited)
     assert max(waited["killed"][0], *waited["killed in a sum"]) < 3
     assert 6 <= max(waited["stopped"]) < 12
 
