@@ -31,7 +31,7 @@ BUCKET_BYTES, IN_FLIGHT = 16 * 2**20, 2
 _PAUSE_S = 0.0002
 """Between looks at whether a sum is done."""
 _LAST_WORDS_S = 2.0
-"""How long a process that ends tries to say why, and how long one whose sum has failed listens for that."""
+"""How long a process that ends tries to say why, and how long one that misses another listens for that."""
 _MESSAGES, _NOTHING = 0, 1
 """Tags in the group of messages: they, and what is never sent."""
 
@@ -105,7 +105,7 @@ class Processes(World):
                     else:
                         self._inbox[other].append(message)
                     self._news.notify()
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             broke = isinstance(error, RuntimeError)
             with self._news:
                 self._lost[other] = "is gone: its connection is closed" if broke else f"said what is {error}"
@@ -201,9 +201,9 @@ class Processes(World):
 
 
 def sum_in_buckets(tensors: Sequence[Tensor], *, wait: Callable[[Any], object]) -> Any:
-    """Make each tensor its sum over the processes, in lots of one kind; the last collective.
+    """Make each tensor its sum over the processes, in lots of one kind, and return the last collective.
 
-    wait: for each of them. A lot is no larger than BUCKET_BYTES unless it is one tensor.
+    wait: for each collective. A lot is no larger than BUCKET_BYTES unless it is one tensor.
     """
     on_their_way: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
 
