@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from grpo.config.groups import SamplingSettings
 from grpo.data.tokens import tokenize
+from grpo.distributed import largest_share
 from grpo.distributed.share import Share
 from grpo.evaluate import Evaluation, interleave, score_heldout
 from grpo.evaluate.scores import Column
@@ -147,7 +148,7 @@ class PlannedPhases:
         own = run.eval_prompts[run.world.rank :: run.world.size]
         idle: list[Prompt] = []
         if config.shard:  # the same passes everywhere
-            idle = run.eval_prompts[: run.world.largest_share(len(run.eval_prompts)) - len(own)]
+            idle = run.eval_prompts[: largest_share(len(run.eval_prompts), run.world.size) - len(own)]
 
         def work(rows: int) -> dict[str, Column]:
             return score_heldout(
@@ -162,9 +163,10 @@ class PlannedPhases:
             rows = min(len(own + idle), config.rollout_rows or EVAL_ROWS)
             scores = run.fit.run("evaluate", work, Size(rows, longest), like="sample", discard=self._release)
             release_cache()  # of rows that are no step's
-        mine = {name: column[: len(own)] for name, column in scores.items()}
+        mine = {name: torch.from_numpy(column[: len(own)]) for name, column in scores.items()}
         parts = run.world.exchange(f"the evaluation at step {step}", mine)
-        return Evaluation.of(run.eval_prompts, interleave(parts))
+        everybodys = [{name: column.numpy() for name, column in part.items()} for part in parts]
+        return Evaluation.of(run.eval_prompts, interleave(everybodys))
 
     def save(self, step: int, state: dict[str, Any], *, best: bool) -> bool:
         """A checkpoint of the run, which the first process writes; whether this one has written it."""

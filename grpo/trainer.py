@@ -186,11 +186,12 @@ class Trainer:
             sampled = self.phases.sample(step, prompts, share, draw=draw) if share else None
         if sampled and share.groups:
             with run.clock("reward"):
-                mine = replace(sampled, prompts=[]), run.rewards(sampled)  # prompts all have
+                rollout = replace(sampled, prompts=[])  # prompts all have
+                mine = {"rollout": vars(rollout), "scores": vars(run.rewards(sampled))}
         with run.clock("wait"):
             made = [part for part in run.world.exchange(f"the sampling of step {step}", mine) if part]
-        joined = replace(Rollout.join([part for part, _ in made]), prompts=prompts)
-        return joined, Scores.join([scores for _, scores in made])
+        joined = replace(Rollout.join([Rollout(**part["rollout"]) for part in made]), prompts=prompts)
+        return joined, Scores.join([Scores(**part["scores"]) for part in made])
 
     def score(self, sampled: Rollout, scores: Scores) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Rewards (N,), and this process's log-probs (n, C) under the policy so far and the reference."""

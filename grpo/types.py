@@ -6,7 +6,6 @@ C completion tokens; V vocabulary, D hidden width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,20 +13,9 @@ from torch import Tensor
 
 from grpo.prompt import TASKS, Prompt
 
-__all__ = ["EXCHANGED", "TASKS", "Prompt", "Rollout", "Step", "exchanged"]
-
-T = TypeVar("T")
-EXCHANGED: dict[str, type] = {}
-"""By name, the classes whose objects the processes of a run give each other."""
+__all__ = ["TASKS", "Prompt", "Rollout", "Step"]
 
 
-def exchanged(cls: type[T]) -> type[T]:
-    """Let processes give each other objects of this dataclass."""
-    EXCHANGED[cls.__name__] = cls
-    return cls
-
-
-@exchanged
 @dataclass(frozen=True)
 class Rollout:
     """A step's completions: B prompts, G rows each, N = B * G rows group by group.

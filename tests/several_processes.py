@@ -5,7 +5,6 @@ process that has once gone backward could not do so again.
 """
 
 import dataclasses
-import gc
 import os
 import pickle
 import signal
@@ -24,14 +23,11 @@ from unittest import mock
 
 import torch
 from conftest import untraced
-from torch._C._distributed_c10d import TCPStore
 
-import grpo.distributed.heartbeat
 import grpo.phases
 from grpo.config import Config
 from grpo.config.groups import OptimizerSettings
 from grpo.distributed import open_world
-from grpo.distributed.store import Store
 from grpo.learning.optimizer import make_optimizer
 from grpo.learning.step import Stepper
 from grpo.run.setup import open_run
@@ -39,8 +35,6 @@ from grpo.trainer import Trainer
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__, "sharded", "grpo.run.dry_run", "grpo.workbench.report", "tyro"])
-PATIENCE_S = 60.0
-"""With a silent process, unless a test is about one: a busy machine may keep one waiting for long."""
 PLACES = {"sample": "rollout", "score": "score", "learn": "accumulate_grpo", "evaluation": "score_heldout"}
 """What a phase calls in grpo.phases."""
 
@@ -146,7 +140,6 @@ def train(
     faults: Sequence[tuple[int, str, int]] = (),
     during: Callable[[int, int], None] = lambda rank, step: None,
     stop_after: tuple[int, int] | None = None,
-    patience_s: float = PATIENCE_S,
 ) -> Trained:
     """One process of a run.
 
@@ -159,11 +152,7 @@ def train(
     fired: list[tuple[int, str]] = []
     credit: list[torch.Tensor] = []
     rows: list[int] = []
-    with (
-        untraced(),
-        mock.patch.object(grpo.distributed.heartbeat, "PATIENCE_S", patience_s),
-        open_run(config) as run,
-    ):
+    with untraced(), open_run(config) as run:
         run.optimizer.register_step_pre_hook(lambda *_: gradients.append(_flat(run, "grad")))
         trainer = Trainer(run)
         sample, learn, accumulate = trainer.sample_and_reward, trainer.learn, trainer.phases.accumulate
@@ -209,11 +198,11 @@ def _failing(work: Any, phase: str, trainer: Trainer, due: set[tuple[int, str]],
     return work_or_fail
 
 
-def accident(kind: str, told: Path, rank: int, step: int) -> None:
+def accident(kind: str, rank: int, step: int) -> None:
     """What happens to the second process of two in its second step.
 
     killed: without a word, in the third step. stuck: for longer than the others wait. stopped: the first,
-    which keeps the store. attacked: a stranger who knows the port writes pickles that, opened, leave a trace.
+    which keeps torch's own store.
     """
     if (rank, step) != {"killed": (1, 3), "stopped": (0, 2)}.get(kind, (1, 2)):
         return
@@ -223,19 +212,10 @@ def accident(kind: str, told: Path, rank: int, step: int) -> None:
         raise ValueError("the reward broke")
     elif kind == "stuck":
         time.sleep(15)
-    elif kind == "stopped":
-        subprocess.Popen(["sh", "-c", f"sleep 12; kill -CONT {os.getpid()}"])
-        os.kill(os.getpid(), signal.SIGSTOP)
     else:
-        assert kind == "attacked"
-        (port,) = (each._client.port for each in gc.get_objects() if type(each) is Store)
-        for content in (b"\x80\x04", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096)):
-            with socket.create_connection(("127.0.0.1", port)) as stranger:
-                stranger.sendall(content)
-        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        for number in range(1, 60):
-            # A pickle of `os.mkdir(told)`, to be done where it is opened.
-            store.set(f"{number}/1", b"\0\0\0\1" + f"cos\nmkdir\n(V{told}\ntR.".encode())
+        assert kind == "stopped"
+        subprocess.Popen(["sh", "-c", f"sleep 15; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def kept_together(rank: int, apart: float) -> tuple[torch.Tensor, torch.Tensor]:

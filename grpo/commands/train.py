@@ -1,8 +1,6 @@
 """Train a language model with GRPO."""
 
 import gc
-import os
-import sys
 from typing import TYPE_CHECKING
 
 from loguru import logger
@@ -83,9 +81,6 @@ def main(config: Config, _: Console) -> int:
         level = "ERROR" if process == 0 or first_is_lost else "DEBUG"
         logger.log(level, "{} ({})", reason or "stopped at once", go_on)
         logger.opt(exception=True).debug("where it happened")
-        if first_is_lost:  # a call to it may still wait in a thread, which an ordinary end would abort
-            sys.stderr.flush()
-            os._exit(FAILED)
         return status
     return DONE
 

@@ -11,13 +11,12 @@ from torch import Tensor
 from grpo.data import collate
 from grpo.data.reward_calls import call_all
 from grpo.data.reward_files import RewardFunction, check_columns, check_tasks, load_rewards
-from grpo.types import Prompt, Rollout, exchanged
+from grpo.types import Prompt, Rollout
 from rewards.engine import EnginePool
 from rewards.policy import PolicyReward
 from rewards.weighted import WeightedReward
 
 
-@exchanged
 @dataclass(frozen=True)
 class Scores:
     """What the reward functions said of N completions."""

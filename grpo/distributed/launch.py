@@ -1,7 +1,6 @@
 """From what a launcher has put into the environment to the processes of a run."""
 
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,13 +8,11 @@ from datetime import timedelta
 import torch
 from accelerate import PartialState
 from accelerate.utils import get_int_from_env
+from torch import distributed as dist
 
-from grpo.distributed.many import Processes
-from grpo.distributed.one import World
+from grpo.distributed.processes import THE_END, Processes
+from grpo.distributed.world import World
 from grpo.environment import launched_processes
-
-_LAST_WORDS_S = 2.0
-"""What the first process, which keeps the store, leaves the others to read there why it ends."""
 
 
 @contextmanager
@@ -30,17 +27,13 @@ def open_world(device: str, *, wait_minutes: float) -> Iterator[tuple[World, str
         return
     device = _device_of(device)
     state = PartialState(cpu=device == "cpu", timeout=timedelta(minutes=wait_minutes + 10))
-    world = Processes(
-        rank, size,
-        name=f"{socket.gethostname()}, {device}", wait_s=60 * wait_minutes,
-    )  # fmt: skip
+    world = Processes(rank, size, name=f"{socket.gethostname()}, {device}", wait_s=60 * wait_minutes)
     try:
         yield world, device
-        world.exchange("the end", None)
+        world.exchange(THE_END, None)
     except BaseException as error:
         world.leave(error)
-        if world.is_main:  # it keeps the store, from which the others read why
-            time.sleep(_LAST_WORDS_S)
+        dist.distributed_c10d._abort_process_group()  # else NCCL's end would wait for a sum that hangs
         raise
     world.leave(None)
     state.destroy_process_group()

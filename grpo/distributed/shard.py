@@ -12,8 +12,7 @@ forward pass never runs.
 import warnings
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any, TypeVar
-from weakref import WeakSet
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -52,7 +51,7 @@ def shard_model(model: PreTrainedModel, compute_dtype: torch.dtype, device: torc
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
     warnings.filterwarnings("ignore", message=".*returned a view tensor")  # nobody writes into it
-    gather_by(model, MethodType(lambda self, work: work(), model))
+    model.run_inside = MethodType(lambda self, work: work(), model)  # type: ignore[assignment]
     register_fsdp_forward_method(model, "run_inside")
 
 
@@ -65,18 +64,9 @@ def decoder_layers(module: nn.Module) -> Iterator[nn.Module]:
             yield from decoder_layers(child)
 
 
-_GATHERED: WeakSet[nn.Module] = WeakSet()
-
-
-def gather_by(model: nn.Module, run_inside: Callable[[Callable[[], Any]], Any]) -> None:
-    """From here on the model is sharded, or behaves so in a trace: `inside` runs work by this."""
-    model.run_inside = run_inside  # type: ignore[assignment]
-    _GATHERED.add(model)
-
-
 def is_sharded(model: nn.Module) -> bool:
     """Whether its weights are gathered for each pass."""
-    return model in _GATHERED
+    return isinstance(model, FSDPModule)
 
 
 def inside(model: PreTrainedModel, work: Callable[[], T], *, stay_gathered: bool = False) -> T:
@@ -96,7 +86,7 @@ def inside(model: PreTrainedModel, work: Callable[[], T], *, stay_gathered: bool
         for part in parts:
             part.set_reshard_after_forward(True, recurse=False)
             part.reshard()
-    if isinstance(model, FSDPModule) and not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         # There is no backward pass to let go of what this one remembers. Before torch 2.13: of weights.
         getattr(model, "reset_iter_state", model.reshard)()
     return result

@@ -19,7 +19,7 @@ from grpo.data.reward_files import PROMPTS_LOOKED_AT
 from grpo.data.reward_functions import RewardFunctions
 from grpo.data.split import lowest_hashes
 from grpo.data.tokens import put_behind
-from grpo.distributed import World, open_world
+from grpo.distributed import World, largest_share, open_world
 from grpo.distributed.share import Share
 from grpo.learning.optimizer import check_optimizer, make_optimizer
 from grpo.memory import Device, DoesNotFit, Fit, is_out_of_memory
@@ -84,7 +84,7 @@ class Run:
     def share(self, num_groups: int) -> Share:
         """This process's of a step's groups."""
         groups = self.world.share(num_groups)
-        idle = self.world.largest_share(num_groups) - len(groups) if self.config.shard else 0
+        idle = largest_share(num_groups, self.world.size) - len(groups) if self.config.shard else 0
         return Share(groups, self.config.group_size, idle)
 
 
@@ -109,7 +109,7 @@ def _make_run(config: Config, given: Given, world: World, device: torch.device, 
     _warn(config, device)
     rewards = RewardFunctions(given.rewards or config.reward, config.reward_weights)
     folder = stack.enter_context(hold_folder(config)) if world.is_main else Path()
-    folder = world.from_main("the choice of a folder", folder)
+    folder = Path(world.from_main("the choice of a folder", str(folder)))
     checkpoints, checkpoint = open_checkpoints(config, folder)
     check_spec(config.prompts if given.prompts is None else given.prompts)
     model_source = given.model_source(config)

@@ -18,10 +18,10 @@ from loguru import logger
 from torch import Tensor, nn
 
 from grpo.config.sizes import parse_size
-from grpo.distributed.gradients import aside, average_gradients, drop
 from grpo.environment import keep_freed
 from grpo.memory import Device, Fit, Size
 from grpo.memory.budget import data_limit
+from grpo.trl.gradients import aside, average_gradients, drop
 from grpo.trl.parts import LOSSES, Part, completion_lengths, fields_by_row, merged, parts
 from grpo.trl.processes import Alone, extremes_and_means, least, unwrapped
 from grpo.trl.random_state import RandomState

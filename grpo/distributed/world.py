@@ -39,14 +39,11 @@ class World:
         """Of so many groups, those of this process: neighbours, as even as can be, perhaps none."""
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
-    def largest_share(self, count: int) -> int:
-        """Groups of the process that has most of them."""
-        return largest_share(count, self.size)
-
     def exchange(self, what: str, value: T) -> list[T]:
         """What every process gave, in the order of their ranks. ProcessLost if one does not come.
 
-        what: named in the error. Whoever has come so far says with it that all went well.
+        what: named in the error. Whoever has come so far says with it that all went well. value: what JSON
+        can say, and tensors on the CPU; another process's tuples come as lists.
         """
         return [value]
 

@@ -7,7 +7,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from grpo.distributed.many import buckets
+from grpo.distributed.processes import sum_in_buckets
 
 
 @contextmanager
@@ -42,9 +42,6 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad = torch.zeros_like(parameter)
         if parameter.grad is not None:
             gradients.append(parameter.grad)
-    for bucket in buckets(gradients):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        for gradient, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+    sum_in_buckets(gradients, wait=lambda work: work.wait())
+    for gradient in gradients:
+        gradient /= dist.get_world_size()
