@@ -74,3 +74,25 @@ def test_memory_and_rewards_stand_alone() -> None:
             assert ours <= {room.replace("/", "."), "grpo.environment"}, (
                 f"{path.relative_to(ROOT)} imports {ours}"
             )
+
+
+LINES = {
+    "grpo": 1050, "grpo.commands": 925, "grpo.config": 910, "grpo.data": 1720, "grpo.distributed": 575,
+    "grpo.evaluate": 690, "grpo.learning": 945, "grpo.memory": 1865, "grpo.model": 1550, "grpo.plan": 875,
+    "grpo.play": 1140, "grpo.rollout": 1400, "grpo.run": 2050, "grpo.scoring": 760, "grpo.trl": 645,
+    "grpo.workbench": 4100, "rewards": 1100, "scripts": 1515,
+}  # fmt: skip
+"""Lines of Python that each room has at most: who adds more raises the number, and says in the commit why."""
+
+
+def test_no_room_grows_unnoticed() -> None:
+    """Nor does one that has shrunk keep much more than it needs."""
+    found = dict.fromkeys(LINES, 0)
+    for name in ("grpo", "rewards", "scripts"):
+        for path in (ROOT / name).rglob("*.py"):
+            room = ".".join(path.relative_to(ROOT).parts[: 2 if name == "grpo" else 1])
+            found[room if room in LINES else name] += len(path.read_text().splitlines())
+    grown = {room: lines for room, lines in found.items() if lines > LINES[room]}
+    assert not grown, f"more lines than {LINES}: {grown}"
+    spare = {room: lines for room, lines in found.items() if lines < 0.95 * LINES[room]}
+    assert not spare, f"lower the limit of {spare}"
