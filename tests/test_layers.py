@@ -80,7 +80,7 @@ LINES = {
     "grpo": 1050, "grpo.commands": 925, "grpo.config": 910, "grpo.data": 1720, "grpo.distributed": 575,
     "grpo.evaluate": 690, "grpo.learning": 945, "grpo.memory": 1865, "grpo.model": 1550, "grpo.plan": 875,
     "grpo.play": 1140, "grpo.rollout": 1400, "grpo.run": 2050, "grpo.scoring": 760, "grpo.trl": 645,
-    "grpo.workbench": 4100, "rewards": 1100, "scripts": 1515,
+    "grpo.workbench": 4100, "rewards": 1100, "scripts": 1630,
 }  # fmt: skip
 """Lines of Python that each room has at most: who adds more raises the number, and says in the commit why."""
 

@@ -36,6 +36,15 @@ def test_the_demo_shows_before_and_after_and_can_be_asked_to_improve(tmp_path: P
     assert "Before and after" in (folder / "report.html").read_text()
 
 
+def test_the_smallest_trainer_takes_a_step(tmp_path: Path):
+    """A step on the model and the prompts that are there; a minute of it is for people."""
+    done = run("scripts/minimal_grpo.py", "--seconds", 0.1, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, last = done.stdout.splitlines()[0], done.stdout.splitlines()[-1]
+    assert first.startswith("step   1: reward 0.") and "8 rows at once" in first
+    assert last.startswith("reward of the first quarter of 1 steps 0.")
+
+
 def test_the_proof_counts_what_passed_failed_and_was_left_out(tmp_path: Path, monkeypatch, capsys):
     parts = (
         Part("good", 1, "sh -c 'touch {folder}/made'", "something"),
