@@ -65,9 +65,10 @@ class GRPOBatch:
 
     def tokens(self, micro: MicroBatch, loss_type: LossType, dtype: torch.dtype) -> Tokens:
         """Those of a micro-batch that are learned from, the ones that it scores; numbers in `dtype`."""
+        assert micro.scored is not None
         rows, width = micro.rows, micro.completion_ids.shape[1]
-        row, place = self.mask[rows, :width].nonzero(as_tuple=True)  # (K,) each
-        at = rows[row], place
+        row = micro.scored // width  # (K,)
+        at = rows[row], micro.scored % width
 
         def learned(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[at].to(dtype)

@@ -3,7 +3,7 @@
 Rows stand group by group: row r is of group r // rows_per_prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,12 @@ class CacheBytes(NamedTuple):
     held: int
     used: int
     growing: int = 0
+
+
+def move_to_front(tensors: Iterable[Tensor], index: Tensor) -> None:
+    """What stands at these places goes to the first ones, tensor by tensor: never two copies of them all."""
+    for tensor in tensors:
+        tensor[: len(index)] = tensor.index_select(0, index)
 
 
 def rows_of_groups(groups: Sequence[int], rows_per_prompt: int, device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ from transformers import Cache, PreTrainedModel
 
 from grpo.model.load import context_length
 from grpo.model.prefill import encode_prompts, layers_with_window, pad_prompts, sliding_window
-from grpo.rollout.cache import CacheBytes, rows_of_groups
+from grpo.rollout.cache import CacheBytes, move_to_front, rows_of_groups
 from grpo.rollout.static_cache import BLOCK, Places, StaticLayer, decoding, make_bias, static_cache_length
 
 
@@ -163,8 +163,8 @@ class NativeDecoder:
         chosen = torch.tensor(groups, device=rows.device)
         for layer in self._layers:
             layer.move_to_front(chosen, rows)
-        for tensor, index in zip(self._room, (chosen, rows, rows), strict=True):
-            tensor[: len(index)] = tensor.index_select(0, index)
+        move_to_front(self._room[:1], chosen)
+        move_to_front(self._room[1:], rows)
         self._num_own = [self._num_own[group] for group in groups]
         self._use_first(places)
 

@@ -193,8 +193,8 @@ class _Sampling:
         self, slots: Slots, running: list[int | None], waiting: deque[int], rows_of: Tensor
     ) -> list[int | None]:
         """Waiting groups take the places of those that have ended, or the places are given up."""
-        free = [place for place, group in enumerate(running) if group is None]
         if waiting and has_static_cache(self._model):
+            free = [place for place, group in enumerate(running) if group is None]
             at_once = replaced_at_once(len(running))
             if len(free) >= at_once:
                 places = free[: min(len(waiting), at_once)]

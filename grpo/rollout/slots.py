@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo.config.groups import SamplingSettings
-from grpo.rollout.cache import CacheBytes, rows_of_groups
+from grpo.rollout.cache import CacheBytes, move_to_front, rows_of_groups
 from grpo.rollout.cuda_graphs import RecordedSteps, Recorder
 from grpo.rollout.decoder import make_decoder, step_recorder
 from grpo.rollout.tokens import sample_tokens
@@ -146,8 +146,7 @@ class Slots:
         rows = self.rows_of(groups)
         places = places or len(groups)
         self._decoder.keep(groups, places)
-        for tensor in self._room.values():
-            tensor[: len(rows)] = tensor.index_select(0, rows)
+        move_to_front(self._room.values(), rows)
         self._use_first(places)
         self.lengths[len(rows) :] = self._longest  # over
 

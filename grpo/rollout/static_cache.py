@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from grpo.model.stand_ins import refuse_unknown
+from grpo.rollout.cache import move_to_front
 
 BLOCK = 48
 """Own tokens are attended to in multiples of this: a step is recorded for each length anew."""
@@ -90,9 +91,9 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
         self.use_first(len(self.prompt_keys), rows)
 
     def move_to_front(self, groups: Tensor, rows: Tensor) -> None:
-        """What these groups and their rows have goes to the first places, tensor by tensor."""
-        for tensor, index in zip(self._room, (groups, groups, rows, rows), strict=True):
-            tensor[: len(index)] = tensor.index_select(0, index)
+        """What these groups and their rows have goes to the first places."""
+        move_to_front(self._room[:2], groups)
+        move_to_front(self._room[2:], rows)
 
     def use_first(self, groups: int, rows: int) -> None:
         """From here on only so many places are in use."""
