@@ -91,7 +91,7 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         if not 0 < memory_utilization <= 1:
             raise ValueError(f"memory_utilization={memory_utilization}: a share of the device, up to 1.")
         limit = parse_size(memory_limit) if isinstance(memory_limit, str) else memory_limit
-        given = inspect.signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
+        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         _refuse(given.get("args"))
         super().__init__(*args, **kwargs)
         if getattr(self, "aux_loss_enabled", False):
@@ -264,7 +264,7 @@ def _refuse(settings: Any) -> None:
             f"how the loss {settings.loss_type!r} adds up over parts is not known: set loss_type to one of "
             f"{', '.join(LOSSES)}."
         )
-    if settings.use_liger_kernel and hasattr(trl.GRPOTrainer, "compute_liger_loss"):
+    if settings.use_liger_kernel and hasattr(GRPOTrainer, "compute_liger_loss"):
         raise ValueError(
             "Liger's fused loss divides by the rows that are on the device at once: set "
             "use_liger_kernel=False, or install TRL 1.15 or newer, which takes only its layers."
