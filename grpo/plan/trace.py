@@ -26,8 +26,8 @@ from grpo.model.activation_checkpointing import recompute_activations
 from grpo.model.adapters import adapters_off, add_adapters, has_adapters, linear_layers, store_base
 from grpo.model.four_bits import outline
 from grpo.plan.phases_at import PhasesAt, PhaseSettings
-from grpo.rollout.decoder import has_static_cache, records_steps
-from grpo.rollout.slots import Slots
+from grpo.rollout.arena import Arena
+from grpo.rollout.decoder import records_steps
 
 SCRATCH_BYTES = 2 * 2**20
 """Workspace of CUDA's libraries, for models so small that it counts."""
@@ -121,16 +121,16 @@ class TracedPhases:
         blocks = -(-max(0, size.tokens - 1) // 64)
         return SCRATCH_BYTES + size.rows * text.num_attention_heads * blocks * 4 * 64 * width
 
-    def _hold_recording(self, slots: Slots) -> Tensor | None:
+    def _hold_recording(self, arena: Arena) -> Tensor | None:
         """One token more; what its recording holds between its runs: room for all but what stays."""
         live = self._live
         held, peak = live.live_bytes, live.peak_bytes
         live.reset_peak()
-        slots.advance()
+        arena.advance()
         stays = live.peak_bytes - held
         live.peak_bytes = max(peak, live.peak_bytes)
-        model, device_type = self.settings.target.model_config, self.settings.target.device.type
-        if not (has_static_cache(self._policy) and records_steps(model, device_type)):
+        target = self.settings.target
+        if not records_steps(target.model_config, target.device.type):
             return None
         return torch.empty(max(0, stays), dtype=torch.uint8)
 

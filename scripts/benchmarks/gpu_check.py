@@ -39,7 +39,7 @@ from grpo.memory.recovery import release_cache
 from grpo.model.load import Policy, RolloutModel, load_policy
 from grpo.model.target import choose_device, compute_dtype
 from grpo.plan.trace import SCRATCH_BYTES
-from grpo.rollout import slots
+from grpo.rollout import decoder
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
@@ -250,7 +250,7 @@ def _recorded(config: Config, rounds: int = 5) -> Figures:
         return time.perf_counter() - start, made.completions
 
     def plain() -> tuple[float, list[str]]:
-        with mock.patch.object(slots, "step_recorder", lambda model: None):
+        with mock.patch.object(decoder, "step_graphs", lambda model: None):
             return recorded()
 
     found = in_turns({"recorded": recorded, "plain": plain}, 1 + rounds)
