@@ -1,50 +1,68 @@
 """What is wrong with a model that cannot be loaded, or is not the one that its configuration describes."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
 from grpo.config.groups import BUNDLED
-from grpo.model.hub import may_be_hub_id
+from grpo.memory import is_out_of_memory
+from grpo.model.names import may_be_hub_id
 
-LOADING_ERRORS = (OSError, ValueError, KeyError, SafetensorError, ImportError)
-"""What transformers raises for what is not there, or not whole."""
+LOADING_ERRORS = (OSError, ValueError, KeyError, SafetensorError, ImportError, RuntimeError)
+"""What transformers, peft and sentencepiece raise for what is not there, or not whole."""
 
-logging.getLogger("transformers.modeling_utils").addFilter(  # a table of what is an error of ours
-    lambda record: "LOAD REPORT" not in record.getMessage()
-)
+_VERBS = {"missing": "lacks", "mismatched": "has in another shape", "unexpected": "has besides"}
 
 
-def check_whole(name: str, found: Mapping[str, Collection[Any]]) -> None:
+@contextmanager
+def loading(name: str, quantized: str | None = None) -> Iterator[None]:
+    """Inside, what is raised becomes a ValueError with a remedy; transformers' table of faults is not shown.
+
+    quantized: by what the weights are.
+    """
+    log = logging.getLogger("transformers.modeling_utils")
+    log.addFilter(_is_no_table)
+    try:
+        yield
+    except LOADING_ERRORS as error:
+        if is_out_of_memory(error):
+            raise
+        raise ValueError(_remedy(name, error, quantized)) from error
+    finally:
+        log.removeFilter(_is_no_table)
+
+
+def _is_no_table(record: logging.LogRecord) -> bool:
+    return "LOAD REPORT" not in record.getMessage()
+
+
+def check_whole(name: str, report: Mapping[str, Collection[Any]]) -> None:
     """ValueError unless all weights were there and were the model's; those that are tied need not be.
 
-    found: what transformers says of the loading.
+    report: what transformers says of the loading.
     """
-    said = []
-    for fault, what in (
-        ("missing", "lacks"),
-        ("mismatched", "has in another shape"),
-        ("unexpected", "has besides"),
-    ):
-        names = sorted(each if isinstance(each, str) else each[0] for each in found[f"{fault}_keys"])
+    faults = []
+    for fault, verb in _VERBS.items():
+        names = sorted(key if isinstance(key, str) else key[0] for key in report[f"{fault}_keys"])
         if names:
-            said.append(f"{what} {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}")
-    if said:
+            faults.append(f"{verb} {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}")
+    if faults:
         raise ValueError(
             f"model {name!r} does not hold the weights of the causal language model that its config.json "
-            f"describes: it {'; '.join(said)}. Give the folder of a whole one, saved as such (a classifier "
+            f"describes: it {'; '.join(faults)}. Give the folder of a whole one, saved as such (a classifier "
             "has no vocabulary head)."
         )
 
 
-def cannot_load(name: str, error: Exception, quantized: str | None = None) -> str:
-    """The remedy for whoever gave this name. quantized: by what the weights are."""
+def _remedy(name: str, error: Exception, quantized: str | None) -> str:
+    """For whoever gave this name."""
     if name == BUNDLED:
         return f"the bundled model is incomplete ({error}): install again."
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     if quantized is not None:
         return (
             f"model {name!r} has weights that are quantized ({quantized}), which cannot be loaded here "

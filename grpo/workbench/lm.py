@@ -32,7 +32,7 @@ from grpo.model.activation_checkpointing import (
     recomputed_layers,
 )
 from grpo.model.adapters import add_adapters, store_base
-from grpo.model.load import load_for
+from grpo.model.load import ModelSource
 from grpo.model.target import Target, choose_device, make_target
 from grpo.plan.phases_at import PhasesAt, PhaseSettings
 from grpo.plan.trace import TracedPhases
@@ -234,7 +234,7 @@ def _model(task: Task, target: Target) -> PreTrainedModel:
     """A named model with its own weights, or one from numbers with random ones."""
     if task.made.arch is not None:
         return random_model(target, seed=task.train.seed)
-    model = load_for(target, model_name(task.train, task.made)).model
+    model = ModelSource(model_name(task.train, task.made)).load(target).model
     if task.train.uses_lora:
         add_adapters(model, task.train)
         store_base(model, target.dtype)

@@ -36,8 +36,9 @@ from grpo.learning.objectives import GRPOBatch, accumulate_grpo
 from grpo.memory import Fit
 from grpo.memory.budget import GB
 from grpo.memory.recovery import release_cache
-from grpo.model.load import Policy, RolloutModel, load_policy
+from grpo.model.load import Policy, load_policy
 from grpo.model.target import choose_device, compute_dtype
+from grpo.model.weights import RolloutModel
 from grpo.plan.trace import SCRATCH_BYTES
 from grpo.rollout import slots
 from grpo.rollout.sample import rollout
