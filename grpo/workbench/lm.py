@@ -19,10 +19,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from grpo.config import CONFIG_FILE, to_plain
-from grpo.config.groups import Checkpointing, LoraSettings, SamplingSettings
+from grpo.config.groups import Checkpointing, LoraSettings, LossSettings, SamplingSettings
 from grpo.config.sizes import parse_size
 from grpo.files import write_whole
-from grpo.learning.loss import LossSettings
 from grpo.learning.optimizer import learning_rate, make_optimizer, set_learning_rate
 from grpo.learning.step import Stepper, begin_gradients
 from grpo.memory import Device, Fit, Pass, Size
