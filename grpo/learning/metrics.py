@@ -1,7 +1,7 @@
 """What a loss says of itself: sums and extremes of micro-batches, and a step's metrics made of them.
 
-A metric has its final name from the start, which tells how it combines: the least of `min`, the most of `max`,
-the sum of all others.
+A metric has its final name from the start, which tells how it combines: the least of `min`, the most of
+`max`, the sum of all others.
 """
 
 import math

@@ -24,31 +24,34 @@ class MemoryRecord:
         self._measured.note(passes)
         metrics: dict[str, float] = {}
         for phase in dict.fromkeys(each.phase for each in passes):
-            own = [each for each in passes if each.phase == phase]
-            most = max(own, key=lambda each: each.rows * each.tokens)
+            of_phase = [each for each in passes if each.phase == phase]
+            largest = max(of_phase, key=lambda each: each.rows * each.tokens)
             metrics |= {
-                f"memory/{phase}_rows": float(most.rows),
-                f"memory/{phase}_peak_gb": max(each.process_bytes for each in own) / GB,
-                f"memory/{phase}_retries": float(sum(each.retries for each in own)),
+                f"memory/{phase}_rows": float(largest.rows),
+                f"memory/{phase}_peak_gb": max(each.process_bytes for each in of_phase) / GB,
+                f"memory/{phase}_retries": float(sum(each.retries for each in of_phase)),
             }
         return metrics
 
-    def show(self, title: str, *, planned: bool = False) -> None:
-        """A table: what the next step will take at once, or what the largest passes have taken."""
-        if planned:
-            table = self._planned(title)
-            self._measured.begin()
-        else:
-            table = self._measured.table(self._fit.device.budget(), title=title)
-        Console().print("\n", table, sep="")  # below what may stand there, such as a progress bar
-
-    def _planned(self, title: str) -> Table:
-        table = Table(title=f"{title}; budget {self._fit.device.budget()}", title_justify="left")
-        for heading in ("", "rows at once", "tensors add, GB", "process, GB"):
-            table.add_column(heading, justify="right" if heading else "left")
-        used = self._fit.device.used_bytes()
-        for phase, (rows, batch) in self._fit.plan_again().items():
+    def show_plan(self) -> None:
+        """What the next step will take at once."""
+        fit = self._fit
+        title = f"Memory planned after the first step; budget {fit.device.budget()}"
+        table = Table("", title=title, title_justify="left")
+        for heading in ("rows at once", "tensors add, GB", "process, GB"):
+            table.add_column(heading, justify="right")
+        used = fit.device.used_bytes()
+        for phase, (rows, batch) in fit.plan_again().items():
             size = batch._replace(rows=rows)
-            added, needs = self._fit.predict(phase, size), used + self._fit.needs(phase, size)
-            table.add_row(phase, str(rows), f"{added / GB:.2f}", f"{needs / GB:.2f}")
-        return table
+            gigabytes = fit.predict(phase, size) / GB, (used + fit.needs(phase, size)) / GB
+            table.add_row(phase, str(rows), *(f"{number:.2f}" for number in gigabytes))
+        self._measured.begin()
+        _print(table)
+
+    def show_measured(self) -> None:
+        """What the largest passes have taken."""
+        _print(self._measured.table(self._fit.device.budget(), title="Memory, most of all steps"))
+
+
+def _print(table: Table) -> None:
+    Console().print("\n", table, sep="")  # below what may stand there, such as a progress bar

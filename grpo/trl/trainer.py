@@ -21,11 +21,10 @@ from grpo.config.sizes import parse_size
 from grpo.environment import keep_freed
 from grpo.memory import Device, Fit, Size
 from grpo.memory.budget import data_limit
-from grpo.trl.gradients import aside, average_gradients, drop
 from grpo.trl.parts import LOSSES, Part, completion_lengths, fields_by_row, merged, parts
-from grpo.trl.processes import Alone, extremes_and_means, least, unwrapped
-from grpo.trl.random_state import RandomState
+from grpo.trl.processes import Alone, average_gradients, metric_values, smallest, unwrapped
 from grpo.trl.record import MemoryRecord
+from grpo.trl.replay import RandomState, drop_gradients, gradients_apart
 
 SHARDED = DistributedType.DEEPSPEED, DistributedType.FSDP
 """Where processes have to do as many passes, and cannot do one again by themselves."""
@@ -43,24 +42,23 @@ class _StepInParts(transformers.Trainer):
         ends = self.accelerator.sync_gradients
         if self.is_sharded:
 
-            def shards_part(part: Part) -> Tensor:
-                self.accelerator.gradient_state._set_sync_gradients(
-                    ends and part.is_last
-                )  # DeepSpeed steps then
+            def learn(part: Part) -> Tensor:
+                ends_step = ends and part.is_last  # when DeepSpeed steps
+                self.accelerator.gradient_state._set_sync_gradients(ends_step)
                 return step(model, part, num_items_in_batch)
 
-            return self._in_parts("learn", inputs, shards_part)
+            return self._in_parts("learn", inputs, learn)
 
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         begin = RandomState(self.accelerator.device)
         entropy_so_far = getattr(self, "_entropy_window_stats", None)
 
         def discard() -> None:
-            drop(parameters)
+            drop_gradients(parameters)
             begin.restore()
             self._entropy_window_stats = entropy_so_far
 
-        with aside(parameters):
+        with gradients_apart(parameters):
             loss = self._in_parts(
                 "learn", inputs, lambda part: step(unwrapped(model), part, num_items_in_batch), discard
             )
@@ -106,7 +104,7 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         self.fit = Fit(
             Device(device, utilization=memory_utilization, limit_bytes=limit),
             group_size=self.num_generations, replays=not self.is_sharded,
-            agree=(lambda rows: least(rows, device)) if self.is_sharded else (lambda rows: rows),
+            agree=(lambda rows: smallest(rows, device)) if self.is_sharded else (lambda rows: rows),
         )  # fmt: skip
         self.memory = MemoryRecord(self.fit)
         if any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.model.modules()):
@@ -115,23 +113,19 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
                 "not depend on them set GRPOConfig(disable_dropout=True)"
             )
 
-    # ------------------------------------------------------------------------------------ a run
-
     def train(self, *args: Any, **kwargs: Any) -> Any:
         result = super().train(*args, **kwargs)
         if self.accelerator.is_main_process:
-            self.memory.show("Memory, most of all steps")
+            self.memory.show_measured()
         return result
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.memory.steps == self.current_gradient_accumulation_steps and self.accelerator.is_main_process:
-            self.memory.show("Memory planned after the first step", planned=True)
+            self.memory.show_plan()
         loss = super().training_step(*args, **kwargs)
         for name, value in self.memory.note(self.fit.take_passes()).items():
             self._metrics["train"][name].append(value)
         return loss
-
-    # ------------------------------------------------------------------------------------ sample
 
     def _generate_single_turn(
         self,
@@ -143,8 +137,10 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
     ) -> tuple[list[list[int]], Any]:
         """Whole groups at a time; a part that ran out of memory begins again from the same random state."""
         generate = super()._generate_single_turn
+        # vLLM and transformers' continuous batching mind memory themselves.
+        engines = "use_vllm", "use_transformers_continuous_batching", "use_transformers_paged"
         fields = fields_by_row(multimodal_fields, images, len(prompt_ids))
-        if self.use_vllm or self._samples_continuously or fields is None:
+        if fields is None or any(getattr(self, engine, False) for engine in engines):
             return generate(prompt_ids, images, multimodal_fields, *args, **kwargs)
         done: list[list[int]] = []
         longest = max(map(len, prompt_ids))
@@ -162,14 +158,6 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
             )  # fmt: skip
         return done, None
 
-    @property
-    def _samples_continuously(self) -> bool:
-        """By transformers' own batching, which minds memory itself."""
-        names = "use_transformers_continuous_batching", "use_transformers_paged"
-        return any(getattr(self, name, False) for name in names)
-
-    # ------------------------------------------------------------------------------------- score
-
     def _get_per_token_logps_and_entropies(
         self, model: nn.Module, input_ids: Tensor, *args: Any, batch_size: int | None = None, **kwargs: Any
     ) -> Any:
@@ -181,8 +169,6 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
             "score", lambda rows: score(model, input_ids, *args, batch_size=rows, **kwargs),
             Size(len(input_ids), input_ids.size(1)),
         )  # fmt: skip
-
-    # ------------------------------------------------------------------------------------- learn
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         if isinstance(generation_batch, Part):
@@ -228,7 +214,7 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         found = self.fit.run(phase, work, Size(len(inputs["prompt_ids"]), tokens), discard=discard)
         by_sequence = self.importance_sampling_level == "sequence"
         metrics = merged(found, loss_type=self.loss_type, by_sequence=by_sequence)
-        for name, value in extremes_and_means(metrics, self.accelerator).items():
+        for name, value in metric_values(metrics, self.accelerator).items():
             self._metrics[self._mode][name].append(value)
         if self._mode == "train" and self.accelerator.sync_gradients and self._entropy_bonus_enabled:
             self._control_entropy()
