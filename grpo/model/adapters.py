@@ -88,7 +88,7 @@ def _target_modules(model: Any, layers: Mapping[str, nn.Module], wanted: tuple[s
     return ALL_LINEAR if ALL_LINEAR in targets else sorted(targets)
 
 
-def linear_layers(model: Any) -> dict[str, nn.Module]:
+def linear_layers(model: Any) -> dict[str, Any]:
     """The layers that can have adapters, by name: all linear ones but the output head."""
     head = model.get_output_embeddings()
     return {
@@ -120,32 +120,27 @@ def store_base(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def adapters_off(model: Model) -> Iterator[Model]:
-    """Inside, the model is what it was without adapters, exactly."""
+def adapters_off(model: Model, instead: Mapping[str, Tensor] | None = None) -> Iterator[Model]:
+    """Inside, the model is what it was without adapters, exactly, or has others.
+
+    instead: those, by the names of `adapter_parameters`.
+    """
     from peft.tuners.lora import LoraLayer
 
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    parameters, others = adapter_parameters(model), instead or {}
+    layers = [] if others else [module for module in model.modules() if isinstance(module, LoraLayer)]
+    before = [parameter.data for parameter in parameters.values()]
     for layer in layers:
         layer.enable_adapters(False)
+    for name, tensor in others.items():
+        parameters[name].data = tensor
     try:
         yield model
     finally:
         for layer in layers:
             layer.enable_adapters(True)
-
-
-@contextmanager
-def other_adapters(model: Model, tensors: Mapping[str, Tensor]) -> Iterator[Model]:
-    """Inside, the model has these adapters, by the names of `adapter_parameters`."""
-    parameters = adapter_parameters(model)
-    before = {name: parameter.data for name, parameter in parameters.items()}
-    for name, parameter in parameters.items():
-        parameter.data = tensors[name]
-    try:
-        yield model
-    finally:
-        for name, parameter in parameters.items():
-            parameter.data = before[name]
+        for parameter, tensor in zip(parameters.values(), before, strict=True):
+            parameter.data = tensor
 
 
 def save_adapters(model: Any, folder: Path) -> None:

@@ -87,7 +87,7 @@ class ModelSource:
 
 
 def load_policy(name: str, device: torch.device, precision: Precision = "auto") -> Policy:
-    """Load any Hugging Face causal language model. ValueError says what to do when it cannot."""
+    """Load any Hugging Face causal language model. ValueError says what to do when it cannot be."""
     return ModelSource(name).load(make_target(load_config(name), device, precision))
 
 
@@ -107,15 +107,10 @@ def load_model(name: str, target: Target, *, in_4bit: bool = False) -> PreTraine
         options["quantization_config"] = quantization()
     with loading(name, method):
         model, report = AutoModelForCausalLM.from_pretrained(
-            **_where(name),
-            config=target.model_config,
-            dtype=target.exact_dtype,
-            use_safetensors=True,
-            attn_implementation=target.attention,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # an error of ours
-            **options,
-        )
+            **_from(name), config=target.model_config, dtype=target.exact_dtype, use_safetensors=True,
+            attn_implementation=target.attention, output_loading_info=True,
+            ignore_mismatched_sizes=True, **options,  # of which `check_whole` tells
+        )  # fmt: skip
     check_whole(name, report)
     if method is not None:  # what is not comes in the dtype it is stored in, or in that asked for
         for parameter in model.parameters():
@@ -125,14 +120,11 @@ def load_model(name: str, target: Target, *, in_4bit: bool = False) -> PreTraine
     return model.eval()
 
 
-def _where(name: str) -> dict[str, Any]:
+def _from(name: str) -> dict[str, Any]:
     """What every `from_pretrained` is given."""
     source = source_of(name)
-    return {
-        "pretrained_model_name_or_path": source,
-        "trust_remote_code": False,
-        "local_files_only": out_of_reach(source),
-    }
+    options = {"trust_remote_code": False, "local_files_only": out_of_reach(source)}
+    return {"pretrained_model_name_or_path": source, **options}
 
 
 def load_config(name: str) -> PretrainedConfig:
@@ -140,7 +132,7 @@ def load_config(name: str) -> PretrainedConfig:
     if (base := base_of(name)) is not None:
         return load_config(base)
     with loading(name):
-        return _as_trained(AutoConfig.from_pretrained(**_where(name)))
+        return _as_trained(AutoConfig.from_pretrained(**_from(name)))
 
 
 def shape_of(name: str) -> PretrainedConfig:
@@ -185,7 +177,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if base is not None and not (Path(source_of(name)) / "tokenizer_config.json").is_file():
         return load_tokenizer(base)
     with loading(name):
-        tokenizer = AutoTokenizer.from_pretrained(**_where(name))
+        tokenizer = AutoTokenizer.from_pretrained(**_from(name))
         if not tokenizer("text")["input_ids"]:  # transformers makes an empty one where there are no files
             raise ValueError("there is no tokenizer in it")
     return _ends_texts(tokenizer, name)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo.distributed.shard import shard_model, whole
-from grpo.model.adapters import adapter_parameters, adapters_off, has_adapters, other_adapters
+from grpo.model.adapters import adapter_parameters, adapters_off, has_adapters
 from grpo.model.head import centred_head
 
 
@@ -78,7 +78,7 @@ class Reference:
         """Inside, the model that scores: the policy may not be used as such meanwhile."""
         if not has_adapters(self._model):
             return nullcontext(self._model)
-        return other_adapters(self._model, self._synced) if self._synced else adapters_off(self._model)
+        return adapters_off(self._model, instead=self._synced)
 
     def shard(self, compute_dtype: torch.dtype, device: torch.device) -> None:
         """Over all processes: from here on what scores is a collective, and what is saved, too."""
@@ -86,8 +86,7 @@ class Reference:
 
     def sync(self, policy: PreTrainedModel) -> None:
         """Become what the policy is now."""
-        has_own = has_adapters(self._model)
-        self.restore(adapter_parameters(policy) if has_own else dict(policy.named_parameters()))
+        self.restore(adapter_parameters(policy) or dict(policy.named_parameters()))
 
     def tensors(self) -> dict[str, Tensor]:
         """What to save and to `restore`, on the CPU; nothing as long as it is as it was at first."""

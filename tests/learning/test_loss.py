@@ -11,13 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo.config.groups import LossSettings
-from grpo.learning.loss import (
-    StepCounts,
-    adaptive_kl,
-    grpo_loss,
-    loss_counts,
-    truncated_importance_weights,
-)
+from grpo.learning.loss import StepCounts, adaptive_kl, grpo_loss, loss_counts, truncated_importance_weights
 from grpo.learning.metrics import finish_metrics, merge_metrics
 
 LN2 = math.log(2)
