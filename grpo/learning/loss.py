@@ -157,24 +157,18 @@ def grpo_loss(
         raise ValueError(
             f"kl_coef is {settings.kl_coef} but ref_logp is None: score the reference, or set it to 0."
         )
-    mask = mask.bool()
-    rows, places = mask.nonzero(as_tuple=True)  # (K,) each
+    at = mask.nonzero(as_tuple=True)  # rows and places, (K,) each
 
     def learned(values: Tensor | None) -> Tensor | None:
-        if values is None:
-            return None
-        return values.detach().expand_as(mask)[rows, places]
+        return None if values is None else values.detach().expand_as(logp)[at]
 
-    learned_logp = logp[rows, places]
     tokens = Tokens(
-        num_rows=len(logp), row=rows, sampler_logp=learned_logp.detach(),
-        weight=token_weights(mask.sum(1), counts, settings.loss_type)[rows],
-        advantage=advantages[rows] if advantages.ndim == 1 else advantages[rows, places],
+        num_rows=len(logp), row=at[0], sampler_logp=logp.detach()[at],
+        weight=token_weights(mask.bool().sum(1), counts, settings.loss_type)[at[0]],
+        advantage=advantages[at[0]] if advantages.ndim == 1 else advantages[at],
         old_logp=learned(old_logp), ref_logp=learned(ref_logp),
     )  # fmt: skip
-    losses, ratios = token_loss(
-        learned_logp, tokens, settings, importance_weights=learned(importance_weights)
-    )
+    losses, ratios = token_loss(logp[at], tokens, settings, importance_weights=learned(importance_weights))
     return losses.sum(), loss_metrics(ratios, tokens, settings)
 
 
@@ -221,12 +215,8 @@ def adaptive_kl(
     relative error, clipped to ±max_error, times `gain`, is the coefficient's relative change.
     """
     if not target > 0:
-        raise ValueError(
-            f"The KL target is {target}; it must be above 0 nats per token (usual: 0.01 to 0.1)."
-        )
+        raise ValueError(f"The KL target is {target}; it must be above 0 nats a token (usual: 0.01 to 0.1).")
     if not math.isfinite(kl):
-        raise ValueError(
-            f"The KL is {kl}: such a step must be skipped, its KL says nothing about the coefficient."
-        )
+        raise ValueError(f"The KL is {kl}: such a step must be skipped, it tells nothing of the coefficient.")
     error = min(max(kl / target - 1, -max_error), max_error)
     return kl_coef * (1 + gain * error)

@@ -12,12 +12,11 @@ from torch import nn
 from grpo.distributed import World, sum_of_bits
 from grpo.distributed.shard import is_sharded, whole
 
+MAX_SKIPPED_IN_A_ROW = 3
+
 
 class Diverged(RuntimeError):
     """Several steps in a row were not finite: going on would only waste time."""
-
-
-MAX_SKIPPED_IN_A_ROW = 3
 
 
 class Stepper:

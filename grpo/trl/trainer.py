@@ -15,15 +15,18 @@ import transformers
 import trl
 from accelerate.utils import DistributedType
 from loguru import logger
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 
 from grpo.config.sizes import parse_size
 from grpo.environment import keep_freed
 from grpo.memory import Device, Fit, Size
 from grpo.memory.budget import data_limit
+from grpo.plan.tables import Measured
 from grpo.trl.parts import LOSSES, Part, completion_lengths, fields_by_row, merged, parts
 from grpo.trl.processes import Alone, average_gradients, metric_values, smallest, unwrapped
-from grpo.trl.record import MemoryRecord
+from grpo.trl.record import plan_table, step_metrics
 from grpo.trl.replay import RandomState, drop_gradients, gradients_apart
 
 SHARDED = DistributedType.DEEPSPEED, DistributedType.FSDP
@@ -106,7 +109,7 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
             group_size=self.num_generations, replays=not self.is_sharded,
             agree=(lambda rows: smallest(rows, device)) if self.is_sharded else (lambda rows: rows),
         )  # fmt: skip
-        self.memory = MemoryRecord(self.fit)
+        self._measured, self._num_steps = Measured(self.fit), 0
         if any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.model.modules()):
             logger.warning(
                 "the model has dropout, which differs with the rows that are done at once: for steps that do "
@@ -115,17 +118,24 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         result = super().train(*args, **kwargs)
-        if self.accelerator.is_main_process:
-            self.memory.show_measured()
+        self._show(self._measured.table(self.fit.device.budget(), title="Memory, most of all steps"))
         return result
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self.memory.steps == self.current_gradient_accumulation_steps and self.accelerator.is_main_process:
-            self.memory.show_plan()
+        if self._num_steps == self.current_gradient_accumulation_steps:
+            self._show(plan_table(self.fit))
+            self._measured.begin()
         loss = super().training_step(*args, **kwargs)
-        for name, value in self.memory.note(self.fit.take_passes()).items():
+        passes = self.fit.take_passes()
+        self._num_steps += 1
+        self._measured.note(passes)
+        for name, value in step_metrics(passes).items():
             self._metrics["train"][name].append(value)
         return loss
+
+    def _show(self, table: Table) -> None:
+        if self.accelerator.is_main_process:
+            Console().print("\n", table, sep="")  # below what may stand there, such as a progress bar
 
     def _generate_single_turn(
         self,
