@@ -27,8 +27,7 @@ from grpo.config.groups import Precision
 from grpo.model.activation_checkpointing import recompute_activations
 from grpo.model.adapters import merged_copy, merged_with
 from grpo.model.four_bits import compute_in, layers_in_4_bits, quantization, quantized_by
-from grpo.model.loading_errors import LOADING_ERRORS, check_whole, loading
-from grpo.model.names import base_of, out_of_reach, source_of
+from grpo.model.names import LOADING_ERRORS, base_of, check_whole, loading, out_of_reach, source_of
 from grpo.model.target import HUB_DEFAULT, Target, make_target
 
 transformers_logging.disable_progress_bar()
