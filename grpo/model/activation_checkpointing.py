@@ -1,10 +1,8 @@
 """Gradient checkpointing: what the backward pass computes again instead of having kept it.
 
 Hugging Face's own drops a cache that is passed to a layer, because layers write to it and would do so
-again when they are recomputed. The caches of `forward` may be written to any number of times.
-
-Left out: keeping products alone and recomputing the rest of a layer. Half the rows at once save as much
-memory, and cost less time.
+again when they are recomputed. The caches of `forward` may be written to any number of times. Left out:
+keeping products alone. Half the rows at once save as much memory, and cost less time.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,11 +1,9 @@
 """Low-rank adapters (LoRA) by peft: put into a model in place, switched off, saved, loaded, merged.
 
-The model keeps its class and its names, so that whatever decides by them (the native decoder, for one)
-works as before. Transformers' own `add_adapter` and `get_adapter_state_dict` do not serve: they overwrite the
-base's name, cannot do without values, and ask the hub about the base's vocabulary.
-
-Left out on purpose: dropout, as no phase has any; adapters of the output head, whose weight is read directly
-(`scoring/head.py`), and of embeddings.
+The model keeps its class and names, by which the native decoder is chosen. Transformers' own `add_adapter`
+and `get_adapter_state_dict` do not serve: they overwrite the base's name, need values, and ask the hub about
+the base's vocabulary. Left out on purpose: dropout, as no phase has any; adapters of the output head, whose
+weight is read directly (`scoring/head.py`), and of embeddings.
 """
 
 import copy

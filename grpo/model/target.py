@@ -17,7 +17,6 @@ MIB = 2**20
 HUB_DEFAULT = "jrahn/RookWorld-LM-124M"
 
 _CPU_FLAGS_OF_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -117,8 +116,8 @@ def choose_model(name: str, device: torch.device, *, absent: str | None = None) 
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     """The dtype of matrix products; `auto` is bf16 where the device multiplies in it natively."""
     if precision == "auto":
-        return torch.bfloat16 if multiplies_in_bf16(device) else torch.float32
-    return _DTYPES[precision]
+        precision = "bf16" if multiplies_in_bf16(device) else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[precision]
 
 
 def multiplies_in_bf16(device: torch.device) -> bool:
