@@ -7,7 +7,7 @@ weighted so that it does not depend on the parts.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -138,12 +138,7 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
             Console().print("\n", table, sep="")  # below what may stand there, such as a progress bar
 
     def _generate_single_turn(
-        self,
-        prompt_ids: Sequence[Sequence[int]],
-        images: Any,
-        multimodal_fields: Any,
-        *args: Any,
-        **kwargs: Any,
+        self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, *args: Any, **kwargs: Any
     ) -> tuple[list[list[int]], Any]:
         """Whole groups at a time; a part that ran out of memory begins again from the same random state."""
         generate = super()._generate_single_turn
