@@ -40,17 +40,17 @@ class GRPOBatch:
         """Only groups in which something has an advantage: without a KL the others have no gradient.
 
         `counts` stay those of the whole step, and so does the gradient. Of groups of which none has any, the
-        first is kept: something has to be measured.
+        first stays: something has to be measured.
         """
         taught = (self.advantages != 0).view(len(self.rollout.prompts), -1).any(1)  # (B,)
         if taught.all() or not self.rollout.prompts:
             return self
-        kept = taught.nonzero().flatten() if taught.any() else torch.zeros(1, dtype=torch.long)
+        groups = taught.nonzero().flatten() if taught.any() else torch.zeros(1, dtype=torch.long)
         size = self.rollout.group_size
-        rows = (kept.unsqueeze(1) * size + torch.arange(size)).flatten()
+        rows = (groups.unsqueeze(1) * size + torch.arange(size)).flatten()
         by_row = {name: getattr(self, name) for name in ("advantages", "mask", "old_logp", "ref_logp")}
         chosen = {name: values[rows] for name, values in by_row.items() if values is not None}
-        return replace(self, rollout=self.rollout.groups(kept.tolist()), **chosen)
+        return replace(self, rollout=self.rollout.groups(groups.tolist()), **chosen)
 
     def tokens(self, micro: MicroBatch, loss_type: LossType, dtype: torch.dtype) -> Tokens:
         """Those of a micro-batch that are learned from, the ones that it scores; numbers in `dtype`."""
@@ -147,7 +147,7 @@ def finish_grpo(parts: Sequence[Sums], counts: StepCounts) -> dict[str, float]:
     and scorer in log-prob, and the metrics of `loss_metrics`.
     """
     sums = reduce(merge_metrics, parts, Sums())
-    own = {name: sums.pop(name).item() for name in ("loss", "entropy", f"{_GAP}/mean", f"{_GAP}/max")}
+    metrics = {name: sums.pop(name).item() for name in ("loss", "entropy", f"{_GAP}/mean", f"{_GAP}/max")}
     for name in ("entropy", f"{_GAP}/mean"):
-        own[name] /= max(sums["tokens"].item(), 1)
-    return own | (finish_metrics(sums) if counts.tokens else {})
+        metrics[name] /= max(sums["tokens"].item(), 1)
+    return metrics | (finish_metrics(sums) if counts.tokens else {})

@@ -66,7 +66,7 @@ def attend_from_lower_right(
 
     dtype = product_dtype(query)
     sharing = query.shape[1] // key.shape[1]
-    key, value = (repeat_kv(each.to(dtype), sharing) for each in (key, value))
+    key, value = (repeat_kv(states.to(dtype), sharing) for states in (key, value))
     mixed = F.scaled_dot_product_attention(
         query.to(dtype), key, value, attn_mask=causal_lower_right(queries, keys),
         dropout_p=options.get("dropout", 0.0), scale=options.get("scaling"),
@@ -95,6 +95,6 @@ def attend_in_fp32(
         return saved.to(exact) if saved.dtype == dtype else saved
 
     with torch.autocast("cpu", enabled=False), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        inputs = (each.to(dtype).to(exact) for each in (query, key, value))
+        inputs = (states.to(dtype).to(exact) for states in (query, key, value))
         mixed, _ = sdpa_attention_forward(module, *inputs, attention_mask, **options)
     return mixed.to(dtype), None

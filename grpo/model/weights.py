@@ -34,21 +34,23 @@ class RolloutModel:
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         self.model, self._copies = model, list[tuple[Tensor, Tensor, bool]]()
         if dtype.itemsize < 4 and has_adapters(model):
-            self.model = copy.deepcopy(model, {id(part): part for part in (model.base_model, model.config)})
+            shared = model.base_model, model.config, *model.get_output_embeddings().parameters()
+            self.model = copy.deepcopy(model, {id(part): part for part in shared})
         elif model.dtype != dtype:
             self.model = frozen_copy(model)
         else:
             return
         trained = dict(model.named_parameters(remove_duplicate=False))
         head = self.model.get_output_embeddings()
-        head.weight = nn.Parameter(head.weight.data, requires_grad=False)  # no longer the embedding
+        for name, parameter in list(head.named_parameters()):  # neither the embedding nor the policy's
+            setattr(head, name, nn.Parameter(parameter.data, requires_grad=False))
         for name, parameter in self.model.named_parameters():  # not the buffers: rotary frequencies stay fp32
             if parameter is not trained[name]:
                 parameter.data = torch.empty_like(parameter.data, dtype=dtype)
                 is_head = parameter is head.weight or parameter is head.bias
                 self._copies.append((parameter, trained[name], is_head))
         self.refresh()
-        self._copies = [each for each in self._copies if each[1].requires_grad]
+        self._copies = [copied for copied in self._copies if copied[1].requires_grad]
 
     @torch.no_grad()
     def refresh(self) -> None:

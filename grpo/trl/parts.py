@@ -62,10 +62,10 @@ def parts(inputs: Mapping[str, Any], rows: int, *, multiple: int = 1) -> Iterato
     samples = split_pixel_values_by_grid(dict(inputs))
     for start in range(0, of_rows, rows):
         chosen = order[start : start + rows]
-        some = {name: _take(value, chosen) for name, value in samples.items()}
+        taken = {name: _take(value, chosen) for name, value in samples.items()}
         columns = max(2, int(lengths[chosen[0]]))
         part = Part(
-            _without_padding(_together(some), -(-columns // multiple) * multiple),
+            _without_padding(_together(taken), -(-columns // multiple) * multiple),
             rows=len(chosen), tokens=int(sum(tokens[row] for row in chosen)),
             of_rows=of_rows, of_tokens=int(sum(tokens)),
         )  # fmt: skip
@@ -145,7 +145,7 @@ def fields_by_row(
         return lambda part: {}
     batch = {name: value if isinstance(value, Tensor) else list(value) for name, value in fields.items()}
     if images is not None:
-        batch["num_images"] = [len(each) if each else 0 for each in images]
+        batch["num_images"] = [len(of_row) if of_row else 0 for of_row in images]
     try:
         samples = split_pixel_values_by_grid(batch)
     except (KeyError, ValueError, RuntimeError, TypeError, AttributeError):
@@ -153,8 +153,8 @@ def fields_by_row(
     if any(len(value) != rows for value in samples.values()):
         return None
 
-    def some(part: slice) -> dict[str, Any]:
+    def of_rows(part: slice) -> dict[str, Any]:
         chosen = _together({name: value[part] for name, value in samples.items()})
         return {name: value for name, value in chosen.items() if name != "num_images"}
 
-    return some
+    return of_rows

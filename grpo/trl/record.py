@@ -1,4 +1,4 @@
-"""What a trainer of TRL's says of memory: metrics of each step, and a table of what it plans."""
+"""What a trainer of TRL's says of memory: metrics of one step, and a table of what it plans."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,13 @@ from grpo.memory.budget import GB
 def step_metrics(passes: Sequence[Pass]) -> dict[str, float]:
     """Of a step's passes, by name."""
     metrics: dict[str, float] = {}
-    for phase in dict.fromkeys(each.phase for each in passes):
-        of_phase = [each for each in passes if each.phase == phase]
-        largest = max(of_phase, key=lambda each: each.rows * each.tokens)
+    for phase in dict.fromkeys(one.phase for one in passes):
+        of_phase = [one for one in passes if one.phase == phase]
+        largest = max(of_phase, key=lambda one: one.rows * one.tokens)
         metrics |= {
             f"memory/{phase}_rows": float(largest.rows),
-            f"memory/{phase}_peak_gb": max(each.process_bytes for each in of_phase) / GB,
-            f"memory/{phase}_retries": float(sum(each.retries for each in of_phase)),
+            f"memory/{phase}_peak_gb": max(one.process_bytes for one in of_phase) / GB,
+            f"memory/{phase}_retries": float(sum(one.retries for one in of_phase)),
         }
     return metrics
 

@@ -92,8 +92,8 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         if not 0 < memory_utilization <= 1:
             raise ValueError(f"memory_utilization={memory_utilization}: a share of the device, up to 1.")
         limit = parse_size(memory_limit) if isinstance(memory_limit, str) else memory_limit
-        given = inspect.signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
-        _refuse(given.get("args"))
+        arguments = inspect.signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
+        _refuse(arguments.get("args"))
         super().__init__(*args, **kwargs)
         if getattr(self, "aux_loss_enabled", False):
             raise ValueError(
@@ -150,14 +150,14 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         done: list[list[int]] = []
         longest = max(map(len, prompt_ids))
 
-        def some(rows: int) -> list[list[int]]:
+        def sample(rows: int) -> list[list[int]]:
             part = slice(len(done), len(done) + rows)
             of_part = images and images[part]
             return generate(prompt_ids[part], of_part, fields(part), *args, **kwargs)[0]
 
         while len(done) < len(prompt_ids):
             done += self.fit.run(
-                "sample", some, Size(len(prompt_ids) - len(done), longest + self.max_completion_length),
+                "sample", sample, Size(len(prompt_ids) - len(done), longest + self.max_completion_length),
                 took=lambda rows, ids: Size(rows, longest + max(map(len, ids))),
                 discard=RandomState(self.accelerator.device).restore,
             )  # fmt: skip
@@ -216,14 +216,14 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
             return done
 
         tokens = inputs["prompt_ids"].size(1) + int(completion_lengths(inputs).max())
-        found = self.fit.run(phase, work, Size(len(inputs["prompt_ids"]), tokens), discard=discard)
+        done = self.fit.run(phase, work, Size(len(inputs["prompt_ids"]), tokens), discard=discard)
         by_sequence = self.importance_sampling_level == "sequence"
-        metrics = merged(found, loss_type=self.loss_type, by_sequence=by_sequence)
+        metrics = merged(done, loss_type=self.loss_type, by_sequence=by_sequence)
         for name, value in metric_values(metrics, self.accelerator).items():
             self._metrics[self._mode][name].append(value)
         if self._mode == "train" and self.accelerator.sync_gradients and self._entropy_bonus_enabled:
             self._control_entropy()
-        return torch.stack([part.loss for part in found]).sum()
+        return torch.stack([part.loss for part in done]).sum()
 
     def _control_entropy(self) -> None:
         """The end of a step to TRL's control of the entropy, which its parts are not."""
