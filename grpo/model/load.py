@@ -98,7 +98,7 @@ def load_model(name: str, target: Target, *, in_4bit: bool = False) -> PreTraine
             model = merged_copy(model)
         try:
             return merged_with(model, Path(source_of(name))).eval()
-        except LOADING_ERRORS as error:  # such as shapes of another model
+        except (*LOADING_ERRORS, RuntimeError) as error:  # the latter of shapes of another model
             raise ValueError(f"the adapters in {name!r} do not fit their base {base!r}: {error}") from error
     method = quantized_by(target.model_config)
     options: dict[str, Any] = {"device_map": {"": target.device}} if in_4bit else {}
@@ -175,7 +175,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     base = base_of(name)
     if base is not None and not (Path(source_of(name)) / "tokenizer_config.json").is_file():
         return load_tokenizer(base)
-    with loading(name):
+    with loading(name, is_tokenizer=True):
         tokenizer = AutoTokenizer.from_pretrained(**_from(name))
         if not tokenizer("text")["input_ids"]:  # transformers makes an empty one where there are no files
             raise ValueError("there is no tokenizer in it")

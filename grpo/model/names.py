@@ -28,8 +28,8 @@ MODEL_FOLDER = "model"
 """In a run's folder: the model that it has come to."""
 ANSWER_S = 10.0
 """How long is waited for the hub's answer."""
-LOADING_ERRORS = (OSError, ValueError, KeyError, SafetensorError, ImportError, RuntimeError)
-"""What transformers, peft and sentencepiece raise for what is not there, or not whole."""
+LOADING_ERRORS = (OSError, ValueError, KeyError, SafetensorError, ImportError)
+"""What transformers raises for what is not there, or not whole."""
 
 _VERBS = {"missing": "lacks", "mismatched": "has in another shape", "unexpected": "has besides"}
 
@@ -106,16 +106,17 @@ def _answers(name: str) -> bool:
 
 
 @contextmanager
-def loading(name: str, quantized: str | None = None) -> Iterator[None]:
+def loading(name: str, quantized: str | None = None, *, is_tokenizer: bool = False) -> Iterator[None]:
     """Inside, what is raised becomes a ValueError with a remedy; transformers' table of faults is not shown.
 
     quantized: by what the weights are.
     """
+    more = [RuntimeError] if is_tokenizer or quantized else []  # sentencepiece's, and of those that quantize
     log = logging.getLogger("transformers.modeling_utils")
     log.addFilter(_is_no_table)
     try:
         yield
-    except LOADING_ERRORS as error:
+    except (*LOADING_ERRORS, *more) as error:
         if is_out_of_memory(error):
             raise
         raise ValueError(_remedy(name, error, quantized)) from error
