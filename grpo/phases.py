@@ -8,13 +8,12 @@ from loguru import logger
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo.config.groups import SamplingSettings
+from grpo.config.groups import LossSettings, SamplingSettings
 from grpo.data.tokens import tokenize
 from grpo.distributed import largest_share
 from grpo.distributed.share import Share
 from grpo.evaluate import Evaluation, interleave, score_heldout
 from grpo.evaluate.scores import Column
-from grpo.learning.loss import LossSettings
 from grpo.learning.objectives import GRPOBatch, Sums, accumulate_grpo
 from grpo.memory import DoesNotFit, Size, survive
 from grpo.memory.recovery import release_cache

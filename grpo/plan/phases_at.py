@@ -13,9 +13,9 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from grpo.config.groups import Checkpointing, LoraSettings, SamplingSettings
+from grpo.config.groups import Checkpointing, LoraSettings, LossSettings, SamplingSettings
 from grpo.distributed.shard import inside
-from grpo.learning.loss import LossSettings, Tokens
+from grpo.learning.loss import Tokens
 from grpo.learning.objectives import learn_tokens
 from grpo.memory import Size
 from grpo.model.prefill import pad_prompts

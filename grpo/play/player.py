@@ -12,8 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo.config import CONFIG_FILE, Config, from_plain
 from grpo.config.groups import Precision, SamplingSettings
 from grpo.config.reading import read_run_settings
-from grpo.model.load import RolloutModel, context_length, load_policy
+from grpo.model.load import context_length, load_policy
 from grpo.model.target import choose_device, choose_model
+from grpo.model.weights import RolloutModel
 from grpo.play.thought import MOST_ANSWERS, Position, Thought, conclude, read_answer
 from grpo.rollout.decoder import KeptArena, records_steps
 from grpo.rollout.sample import rollout

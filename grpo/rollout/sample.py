@@ -72,37 +72,18 @@ def rollout(
 ) -> Rollout:
     """Sample N = len(uniforms) completions, N / B of each prompt, at most `rows` at once.
 
-    uniforms: (N, max_new_tokens), see `step_uniforms`. Whole groups are sampled together where
-    `rows` allows, and a group is split where it does not; neither changes what is sampled.
-    ends: tokens any of which ends a completion; None: all that the model and its tokenizer name.
-    kept: where to find the arena of an earlier rollout of this model, and to leave it for the next.
-    stay_gathered: of a sharded model all weights at once, instead of a layer's for each token anew.
-    watch_cache: told, every few steps, how many the first rows have done and the cache's bytes.
-    watch_rows: told, as often, what share of all is done.
-    stopped: asked after every token; once it says so, rows are left as they are, most of them cut short.
+    uniforms: (N, max_new_tokens), see `step_uniforms`. ends: tokens any of which ends a completion; None: all
+    that the model and its tokenizer name. All else: see `sample_completions`.
     """
     room = context_length(model.config) - settings.max_new_tokens
     prompt_ids = tokenize_prompts(prompts, tokenizer, longest=room)
-    group_size = len(uniforms) // len(prompts)
     if ends is None:
         ends = () if settings.ignore_ends else end_tokens(model, tokenizer)
-    sampling = _Sampling(
-        tokenizer, prompt_ids, uniforms.to(model.device), settings,
-        Completions.empty(len(uniforms), settings.max_new_tokens, model),
-        watch_cache, watch_rows, stopped,
+    completion_ids, logp, lengths, terminated = sample_completions(
+        model, tokenizer, prompt_ids, uniforms, settings,
+        rows=rows, ends=ends, kept=kept, stay_gathered=stay_gathered, watch_cache=watch_cache,
+        watch_rows=watch_rows, stopped=stopped,
     )  # fmt: skip
-    prompt_tokens = prompt_places(model.config, max(map(len, prompt_ids)), model.device.type)
-    width = min(rows, group_size)
-
-    def work() -> None:
-        for column in range(0, group_size, width):  # rows of a group that decode together
-            num_rows = min(width, group_size - column)
-            num_groups = min(max(1, rows // num_rows), len(prompts))
-            room = Room(num_groups, num_rows, prompt_tokens, settings.max_new_tokens, tuple(ends))
-            sampling.sample(open_arena(model, room, kept), range(column, len(uniforms), group_size))
-
-    inside(model, work, stay_gathered=stay_gathered)
-    completion_ids, logp, lengths, terminated = (values.cpu() for values in sampling.completions)
     longest = int(lengths.max())
     texts = zip(completion_ids.tolist(), lengths.tolist(), strict=True)
     return Rollout(
@@ -114,6 +95,52 @@ def rollout(
         sampler_logp=logp[:, :longest],
         completions=tokenizer.batch_decode([ids[:n] for ids, n in texts], skip_special_tokens=True),
     )
+
+
+@torch.no_grad()
+def sample_completions(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: list[list[int]],
+    uniforms: Tensor,
+    settings: SamplingSettings,
+    *,
+    rows: int,
+    ends: Sequence[int],
+    kept: KeptArena | None = None,
+    stay_gathered: bool = False,
+    watch_cache: Callable[[int, int], object] | None = None,
+    watch_rows: Callable[[float], None] | None = None,
+    stopped: Callable[[], bool] | None = None,
+) -> Completions:
+    """Tokens of N = len(uniforms) completions on the CPU, N / B of each prompt, at most `rows` at once.
+
+    Whole groups are sampled together where `rows` allows, and a group is split where it does not; neither
+    changes what is sampled.
+    kept: where to find the arena of an earlier rollout of this model, and to leave it for the next.
+    stay_gathered: of a sharded model all weights at once, instead of a layer's for each token anew.
+    watch_cache: told, every few steps, how many the first rows have done and the cache's bytes.
+    watch_rows: told, as often, what share of all is done.
+    stopped: asked after every token; once it says so, rows are left as they are, most of them cut short.
+    """
+    group_size = len(uniforms) // len(prompt_ids)
+    sampling = _Sampling(
+        tokenizer, prompt_ids, uniforms.to(model.device), settings,
+        Completions.empty(len(uniforms), settings.max_new_tokens, model),
+        watch_cache, watch_rows, stopped,
+    )  # fmt: skip
+    prompt_tokens = prompt_places(model.config, max(map(len, prompt_ids)), model.device.type)
+    width = min(rows, group_size)
+
+    def work() -> None:
+        for column in range(0, group_size, width):  # rows of a group that decode together
+            num_rows = min(width, group_size - column)
+            num_groups = min(max(1, rows // num_rows), len(prompt_ids))
+            room = Room(num_groups, num_rows, prompt_tokens, settings.max_new_tokens, tuple(ends))
+            sampling.sample(open_arena(model, room, kept), range(column, len(uniforms), group_size))
+
+    inside(model, work, stay_gathered=stay_gathered)
+    return Completions(*(values.cpu() for values in sampling.completions))
 
 
 @dataclass

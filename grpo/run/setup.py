@@ -25,9 +25,9 @@ from grpo.learning.optimizer import check_optimizer, make_optimizer
 from grpo.memory import Device, DoesNotFit, Fit, is_out_of_memory
 from grpo.memory.recovery import release_cache
 from grpo.model.adapters import check_peft
-from grpo.model.load import Policy, RolloutModel, end_names, end_tokens
-from grpo.model.reference import Reference
+from grpo.model.load import Policy, end_names, end_tokens
 from grpo.model.target import choose_device, choose_model, compute_dtype, make_target, multiplies_in_bf16
+from grpo.model.weights import Reference, RolloutModel
 from grpo.plan.advice import does_not_stay
 from grpo.plan.tables import Measured, Plan, plan_table
 from grpo.plan.workload import Workload, longest_prompt

@@ -28,16 +28,17 @@ from benchmarks.models import GPT2_124M, GPT2_MINUTE, LIKE_ROOK_TINY, write_mode
 from benchmarks.results import CONSOLE, conclude, in_turns, table, write
 from benchmarks.speed import CONTENDERS, Case, race
 from grpo.config import Config
-from grpo.config.groups import BUNDLED, Precision, SamplingSettings
+from grpo.config.groups import BUNDLED, LossSettings, Precision, SamplingSettings
 from grpo.config.sizes import parse_size
 from grpo.data import load_prompts
-from grpo.learning.loss import LossSettings, loss_counts
+from grpo.learning.loss import loss_counts
 from grpo.learning.objectives import GRPOBatch, accumulate_grpo
 from grpo.memory import Fit
 from grpo.memory.budget import GB
 from grpo.memory.recovery import release_cache
-from grpo.model.load import Policy, RolloutModel, load_policy
+from grpo.model.load import Policy, load_policy
 from grpo.model.target import choose_device, compute_dtype
+from grpo.model.weights import RolloutModel
 from grpo.plan.trace import SCRATCH_BYTES
 from grpo.rollout import decoder
 from grpo.rollout.sample import rollout

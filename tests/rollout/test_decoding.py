@@ -13,7 +13,8 @@ from grpo.memory import Size
 from grpo.memory.live import LiveBytes
 from grpo.memory.rows import positions
 from grpo.model.adapters import add_adapters, store_base
-from grpo.model.load import Policy, RolloutModel, end_names, end_tokens, load_for
+from grpo.model.load import ModelSource, Policy, end_names, end_tokens
+from grpo.model.weights import RolloutModel
 from grpo.rollout import static_cache
 from grpo.rollout.arena import Arena, Completions, Room
 from grpo.rollout.decoder import check_decoder, has_static_cache, open_arena
@@ -110,7 +111,7 @@ def test_with_adapters_in_bf16_logits_are_as_fine_as_without(load, model_folders
     for lora in (True, False):
         policy = load("gpt2", "bf16")
         if lora and in_4bit:
-            policy = load_for(policy.target, str(model_folders["gpt2"]), in_4bit=True)
+            policy = ModelSource(str(model_folders["gpt2"])).load(policy.target, in_4bit=True)
         with torch.no_grad():  # all states and the whole vocabulary have something in common
             policy.model.transformer.ln_f.bias[0] += 20
             policy.model.transformer.wte.weight[:, 0] -= 5
