@@ -1,8 +1,8 @@
-"""TRL's completions by our own decoder: prompts once a group, and waiting groups in the places of finished ones.
+"""TRL's completions by our own decoder: prompts once a group, waiting groups where others have finished.
 
 Where it gives the distribution that TRL's `generate` gives, it takes its place: temperature, top-k, top-p,
-tokens that end a completion, tools turn by turn. A token is the inverse CDF at a uniform number of its own, so
-that what a row says does not depend on how many are sampled at once.
+tokens that end a completion, tools turn by turn. A token is the inverse CDF at a uniform number of its own,
+so that what a row says does not depend on how many are sampled at once.
 """
 
 from collections.abc import Sequence
