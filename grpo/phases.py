@@ -8,13 +8,12 @@ from loguru import logger
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo.config.groups import SamplingSettings
+from grpo.config.groups import LossSettings, SamplingSettings
 from grpo.data.tokens import tokenize
 from grpo.distributed import largest_share
 from grpo.distributed.share import Share
 from grpo.evaluate import Evaluation, interleave, score_heldout
 from grpo.evaluate.scores import Column
-from grpo.learning.loss import LossSettings
 from grpo.learning.objectives import GRPOBatch, Sums, accumulate_grpo
 from grpo.memory import DoesNotFit, Size, survive
 from grpo.memory.recovery import release_cache
@@ -67,16 +66,16 @@ class PlannedPhases:
             return rollout(
                 run.sampler.model, run.policy.tokenizer, prompts, uniforms, config,
                 rows=rows, kept=run.kept, stay_gathered=run.stays_gathered,
-                watch_cache=lambda tokens, size: kv_growth.append((tokens, size.held + size.growing)),
+                watch_cache=lambda *seen: kv_growth.append(seen),
             )  # fmt: skip
 
         def took(rows: int, made: Rollout) -> Size:
-            tokens = longest if has_static_cache(run.policy.model) else int(made.lengths.max())
+            tokens = longest if has_static_cache(run.policy.model.config) else int(made.lengths.max())
             return Size(min(rows, num_rows), tokens, max(map(len, made.prompt_ids)))
 
         made = run.fit.run(
             "sample", work, self._batch(num_rows, prompt_ids), took=took, kv_growth=kv_growth,
-            discard=self._release, reused=lambda: run.kept.largest_nbytes if run.kept else 0,
+            discard=self._release, reused=lambda: run.kept.nbytes if run.kept else 0,
         )  # fmt: skip
         self._keep_what_has_room()
         return made
@@ -95,7 +94,8 @@ class PlannedPhases:
             for phase, rows in run.fit.planned().items()
             if phase in ("score", "learn")
         ]
-        run.kept.trim(run.fit.room_bytes() + run.kept.nbytes - max(others, default=0.0))
+        if run.fit.room_bytes() < max(others, default=0.0):
+            run.kept.release()
 
     def logprobs(self, model: PreTrainedModel, sampled: Rollout) -> Tensor:
         """Log-probs (N, C) of a rollout's tokens under the policy or the reference, without gradients."""

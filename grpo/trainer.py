@@ -17,8 +17,7 @@ from grpo.data.load import Rows
 from grpo.data.reward_files import RewardFunction
 from grpo.data.reward_functions import Scores
 from grpo.evaluate import Evaluation
-from grpo.learning.advantages import group_advantages, zero_variance_groups
-from grpo.learning.credit import FieldCredit
+from grpo.learning.advantages import field_credit, group_advantages, zero_variance_groups
 from grpo.learning.loss import adaptive_kl, loss_counts
 from grpo.learning.objectives import GRPOBatch, finish_grpo
 from grpo.learning.optimizer import learning_rate, set_learning_rate
@@ -74,7 +73,6 @@ class Trainer:
             run.policy.model, run.optimizer, self.config.max_grad_norm,
             updating=self._updating,
         )  # fmt: skip
-        self.field_credit = FieldCredit(run.rewards, run.policy.tokenizer, self.config.advantage_scale)
         self.kl_coef = self.config.kl_coef
         self.best_reward: float | None = None
         self.evaluation: Evaluation | None = None
@@ -140,7 +138,9 @@ class Trainer:
                 advantages = group_advantages(rewards, config.group_size, scale=config.advantage_scale)
                 credit = advantages
                 if config.credit == "field":
-                    credit = self.field_credit(advantages, rewards, sampled, scores)
+                    judged, scale = run.rewards.judged(scores, sampled.completions), config.advantage_scale
+                    tokenizer = run.policy.tokenizer
+                    credit = field_credit(advantages, rewards, judged, sampled, tokenizer, scale=scale)
                 learned = self.learn(step, sampled, credit, old_logp, ref_logp)
                 if run.reference is not None and self._due(step, config.reference_sync):
                     run.reference.sync(run.policy.model)

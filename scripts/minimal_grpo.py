@@ -25,8 +25,9 @@ from grpo.learning.loss import loss_counts
 from grpo.learning.objectives import GRPOBatch, finish_grpo, learn_tokens
 from grpo.learning.optimizer import make_optimizer
 from grpo.memory import Device, Fit, Size
-from grpo.model.load import frozen_copy, load_policy
+from grpo.model.load import load_policy
 from grpo.model.target import choose_device
+from grpo.model.weights import frozen_copy
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.scoring.micro_batches import micro_batches, score

@@ -41,7 +41,6 @@ from grpo.memory.fit import EXACT_RUNS
 from grpo.model.load import Policy, load_policy
 from grpo.model.names import BUNDLED_FOLDER
 from grpo.plan.workload import Workload
-from grpo.rollout.decoder import Decoder
 from grpo.scoring.micro_batches import MicroBatch, token_logprobs
 from grpo.types import Prompt
 from rewards.formats import policy_prompt
@@ -75,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
 LONGEST = [
     "test_trl", "test_trace", "test_processes", "test_resume", "test_sampled", "test_split", "test_others",
     "test_another_device", "test_pages", "test_memory", "test_train", "test_scripts", "test_shard",
-    "test_adapters", "test_decoding", "test_prompts", "test_start", "test_cuda_graphs",
+    "test_adapters", "test_decoding", "test_prompts", "test_start", "test_graphs",
     "test_find_and_calculate", "test_checkpointing", "test_setup", "test_refusals", "test_positions",
 ]  # fmt: skip
 """Modules that take longest, the longest first: processes that share the tests do not come to them last."""
@@ -184,12 +183,6 @@ def learned_logprobs(model, batch: MicroBatch, weights=None, **options) -> torch
     ones = torch.ones(batch.completion_ids.shape, dtype=torch.float64) if weights is None else weights
     slopes = ones.flatten()[scored]
     return batch.padded(token_logprobs(model, batch, slope=lambda _, part: slopes[part], **options)[0])
-
-
-def decode(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits (R, V) after each row's newest token (R,)."""
-    _, work = decoder.next_step()
-    return work(tokens)
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,9 @@ from grpo.config.groups import Checkpointing, LoraSettings
 from grpo.memory import Size
 from grpo.model.activation_checkpointing import recompute_activations
 from grpo.model.adapters import add_adapters, store_base
-from grpo.model.load import RolloutModel, load_model
-from grpo.model.reference import make_reference
+from grpo.model.load import load_model
 from grpo.model.target import Target, make_target
+from grpo.model.weights import RolloutModel, make_reference
 from grpo.plan.phases_at import PhasesAt, PhaseSettings
 from grpo.plan.workload import Workload
 from grpo.types import Prompt

@@ -16,8 +16,9 @@ from grpo.config import Config
 from grpo.config.groups import SamplingSettings
 from grpo.distributed.shard import shard_model, whole
 from grpo.memory import Budget, Size
-from grpo.model.load import frozen_copy, load_policy
+from grpo.model.load import load_policy
 from grpo.model.prefill import pad_prompts
+from grpo.model.weights import frozen_copy
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.interrupt import StopRequest

@@ -67,6 +67,10 @@ COMMANDS = {
         "one model at several batch sizes", "--batch-sizes 8 32",
         "grpo.workbench.sweep_settings:parse_sweep",
     ),
+    "trl": Command(
+        "what `trl grpo` runs, with a batch that fits", "--config grpo.yaml",
+        "grpo.commands.trl:parse",
+    ),
     "report": Command("a run or a sweep as one page", "runs/NAME", "grpo.commands.report:ReportConfig"),
     "check": Command(
         "what this machine reaches, and what is switched off", "", "grpo.workbench.settings:parse_check"

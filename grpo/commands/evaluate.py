@@ -159,8 +159,9 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
     from grpo.data import load_prompts
     from grpo.data.reward_functions import RewardFunctions
     from grpo.evaluate import evaluate
-    from grpo.model.load import RolloutModel, load_policy
+    from grpo.model.load import load_policy
     from grpo.model.target import choose_device, choose_model
+    from grpo.model.weights import RolloutModel
     from grpo.play.alone import mate_in_one, self_play
     from grpo.play.player import Player
     from grpo.run.folder import checkpoint_of

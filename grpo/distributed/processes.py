@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 from safetensors import torch as safetensors
 from torch import Tensor
 from torch import distributed as dist
-from torch._utils import _take_tensors
 
 from grpo.distributed.world import ProcessLost, World
 
@@ -216,7 +215,7 @@ def sum_in_buckets(tensors: Sequence[Tensor], *, wait: Callable[[Any], object]) 
         return sending
 
     last = None
-    for bucket in _take_tensors(tensors, BUCKET_BYTES):
+    for bucket in _buckets(tensors):
         if len(on_their_way) == IN_FLIGHT:
             finish()
         alone = len(bucket) == 1 and bucket[0].is_contiguous()
@@ -225,6 +224,20 @@ def sum_in_buckets(tensors: Sequence[Tensor], *, wait: Callable[[Any], object]) 
     while on_their_way:
         last = finish()
     return last
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype together, as many as BUCKET_BYTES hold."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket: list[Tensor] = []
+        for tensor in tensors:
+            if tensor.dtype != dtype:
+                continue
+            if bucket and sum(each.nbytes for each in [*bucket, tensor]) > BUCKET_BYTES:
+                yield bucket
+                bucket = []
+            bucket.append(tensor)
+        yield bucket
 
 
 # ------------------------------------------------------------------------------------ messages

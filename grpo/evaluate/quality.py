@@ -12,7 +12,8 @@ from grpo.config.groups import SamplingSettings
 from grpo.data.reward_functions import RewardFunctions
 from grpo.evaluate.evaluation import Evaluation, paired_difference
 from grpo.evaluate.heldout import EVALUATION_STEP, evaluate
-from grpo.model.load import Policy, RolloutModel
+from grpo.model.load import Policy
+from grpo.model.weights import RolloutModel
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.types import Prompt

@@ -1,15 +1,22 @@
-"""Group-relative advantages: the only part of a step that needs a whole group at once.
+"""Group-relative advantages, and which tokens of a completion they go to.
 
-Everything here is a list of N numbers in rows of consecutive groups, so it is computed before any
-split into micro-batches. Left out on purpose: normalising each reward function by itself before
-summing (GDPO), and unscored completions inside a group (an error here, because a row that no
-reward function recognises is a mistake in the prompts or in the rewards).
+The only part of a step that needs a whole group at once. Everything here is a list of numbers in N rows of
+consecutive groups, so it is computed before any split into micro-batches. Left out on purpose: normalising
+each reward function by itself before summing (GDPO); unscored completions inside a group (an error here,
+because a row that no reward function recognises is a mistake in the prompts or in the rewards); credit to the
+tokens at which siblings part, by the mean of those that share the text so far (2505.23564, 2601.03703), which
+was tried (docs/measurements.md, "What was tried").
 """
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from grpo.config.groups import Scale
+from grpo.data.reward_functions import Judged
+from grpo.types import Rollout
 
 _EPSILON = 1e-4  # TRL's, so that advantages carry over
 
@@ -54,11 +61,9 @@ def _deviation(groups: Tensor, scale: Scale) -> Tensor | float:
     """What advantages are divided by."""
     if scale == "group":
         return groups.std(dim=1, keepdim=True) + _EPSILON
-    if scale == "batch":
-        return groups.std() + _EPSILON
-    if scale == "none":
-        return 1.0
-    raise ValueError(f"scale is {scale!r}; choose 'group', 'batch' or 'none'.")
+    if scale not in ("batch", "none"):
+        raise ValueError(f"scale is {scale!r}; choose 'group', 'batch' or 'none'.")
+    return groups.std() + _EPSILON if scale == "batch" else 1.0
 
 
 def zero_variance_groups(rewards: Tensor, group_size: int) -> Tensor:
@@ -84,3 +89,45 @@ def _in_groups(rewards: Tensor, group_size: int) -> Tensor:
         row = int((~rewards.isfinite()).nonzero()[0])
         raise ValueError(f"The reward of row {row} is {rewards[row].item()}; advantages need finite rewards.")
     return rewards.to(torch.promote_types(rewards.dtype, torch.float32)).reshape(-1, group_size)
+
+
+def field_credit(
+    advantages: Tensor,
+    rewards: Tensor,
+    judged: Iterable[Judged],
+    rollout: Rollout,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    scale: Scale,
+) -> Tensor:
+    """Each token's own advantage (N, C): a component's goes to the tokens of the field that it judges.
+
+    advantages: (N,), of `group_advantages(rewards)`; what no component accounts for goes to all tokens, as it
+    does where a text cannot be cut at its tokens. Process supervision (DeepSeekMath, 2402.03300, section
+    4.1.3) gives a step's advantage to its tokens; here steps are fields. 0 on the padding.
+    """
+    ends = _token_ends(rollout, tokenizer)  # (N, C)
+    starts = torch.cat([ends.new_zeros(len(ends), 1), ends[:, :-1]], dim=1)
+    lengths = torch.tensor([[len(text)] for text in rollout.completions])  # (N, 1)
+    is_unclear = ends[:, -1:] != lengths
+    fields = list(judged)  # F of them
+    values = torch.stack([field.values for field in fields]) if fields else rewards.new_empty(0, len(rewards))
+    parts = part_advantages(values, rewards, rollout.group_size, scale=scale).to(advantages.dtype)  # (F, N)
+    rest = advantages.clone()
+    credit = torch.zeros(ends.shape, dtype=advantages.dtype)
+    for field, part in zip(fields, parts, strict=True):
+        first, last = torch.tensor(field.letters).unsqueeze(2).unbind(1)  # (N, 1)
+        is_end = last == lengths  # and what ends the text, which has no letters
+        is_whole = (first == 0) & is_end | is_unclear
+        inside = (ends > first) & ((starts < last) | is_end) & ~is_whole & rollout.mask  # (N, C)
+        credit += part.unsqueeze(1) * inside
+        rest -= part * inside.any(1)
+    return (credit + rest.unsqueeze(1)) * rollout.mask
+
+
+def _token_ends(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """How many letters of its completion have been written after each token: (N, C)."""
+    known, places = rollout.completion_ids.unique(return_inverse=True)
+    texts = tokenizer.batch_decode(known.unsqueeze(1).tolist(), skip_special_tokens=True)
+    letters = torch.tensor([len(text) for text in texts])[places]
+    return (letters * rollout.mask).cumsum(1)

@@ -2,29 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo.config.groups import Checkpointing, LossType
-from grpo.learning.loss import (
-    LossSettings,
-    StepCounts,
-    Tokens,
-    finish_metrics,
-    loss_metrics,
-    merge_metrics,
-    token_loss,
-    token_weights,
-)
+from grpo.config.groups import Checkpointing, LossSettings, LossType
+from grpo.learning.loss import StepCounts, Tokens, token_loss, token_weights
+from grpo.learning.metrics import finish_metrics, loss_metrics, merge_metrics
 from grpo.learning.step import begin_gradients
 from grpo.scoring.micro_batches import MicroBatch, micro_batches, token_logprobs
 from grpo.types import Rollout
 
 Sums = dict[str, Tensor]
 """Sums, least and largest values over rows, as `merge_metrics` puts them together; empty without rows."""
+_GAP = "sampling/sampling_logp_difference"
+"""Between sampler and scorer, by TRL's name."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +40,17 @@ class GRPOBatch:
         """Only groups in which something has an advantage: without a KL the others have no gradient.
 
         `counts` stay those of the whole step, and so does the gradient. Of groups of which none has any, the
-        first is kept: something has to be measured.
+        first stays: something has to be measured.
         """
         taught = (self.advantages != 0).view(len(self.rollout.prompts), -1).any(1)  # (B,)
         if taught.all() or not self.rollout.prompts:
             return self
-        kept = taught.nonzero().flatten() if taught.any() else torch.zeros(1, dtype=torch.long)
+        groups = taught.nonzero().flatten() if taught.any() else torch.zeros(1, dtype=torch.long)
         size = self.rollout.group_size
-        rows = (kept.unsqueeze(1) * size + torch.arange(size)).flatten()
-
-        def of_rows(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[rows]
-
-        return replace(
-            self, rollout=self.rollout.groups(kept.tolist()), advantages=self.advantages[rows],
-            mask=self.mask[rows], old_logp=of_rows(self.old_logp), ref_logp=of_rows(self.ref_logp),
-        )  # fmt: skip
+        rows = (groups.unsqueeze(1) * size + torch.arange(size)).flatten()
+        by_row = {name: getattr(self, name) for name in ("advantages", "mask", "old_logp", "ref_logp")}
+        chosen = {name: values[rows] for name, values in by_row.items() if values is not None}
+        return replace(self, rollout=self.rollout.groups(groups.tolist()), **chosen)
 
     def tokens(self, micro: MicroBatch, loss_type: LossType, dtype: torch.dtype) -> Tokens:
         """Those of a micro-batch that are learned from, the ones that it scores; numbers in `dtype`."""
@@ -146,11 +135,9 @@ def learn_tokens(
         gap = (logp - tokens.sampler_logp).abs()
         return {
             **loss_metrics(ratios, tokens, settings),
-            "loss": losses.sum(),
-            "entropy": entropy.sum(),
-            "gap": gap.sum(),
-            "gap_max": torch.cat([gap, gap.new_zeros(1)]).max(),
-        }
+            "loss": losses.sum(), "entropy": entropy.sum(), f"{_GAP}/mean": gap.sum(),
+            f"{_GAP}/max": torch.cat([gap, gap.new_zeros(1)]).max(),
+        }  # fmt: skip
 
 
 def finish_grpo(parts: Sequence[Sums], counts: StepCounts) -> dict[str, float]:
@@ -159,15 +146,8 @@ def finish_grpo(parts: Sequence[Sums], counts: StepCounts) -> dict[str, float]:
     The loss, and of the tokens that were learned from: the entropy in nats, the difference between sampler
     and scorer in log-prob, and the metrics of `loss_metrics`.
     """
-    sums: Sums = {}
-    for part in parts:
-        sums = merge_metrics(sums, part)
-    tokens = max(sums["tokens"].item(), 1)
-    loss, entropy, gap, gap_max = (sums.pop(name).item() for name in ("loss", "entropy", "gap", "gap_max"))
-    return {
-        "loss": loss,
-        "entropy": entropy / tokens,
-        "sampling/sampling_logp_difference/mean": gap / tokens,
-        "sampling/sampling_logp_difference/max": gap_max,
-        **(finish_metrics(sums) if counts.tokens else {}),
-    }
+    sums = reduce(merge_metrics, parts, Sums())
+    metrics = {name: sums.pop(name).item() for name in ("loss", "entropy", f"{_GAP}/mean", f"{_GAP}/max")}
+    for name in ("entropy", f"{_GAP}/mean"):
+        metrics[name] /= max(sums["tokens"].item(), 1)
+    return metrics | (finish_metrics(sums) if counts.tokens else {})

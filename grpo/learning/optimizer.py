@@ -13,7 +13,7 @@ from grpo.config.groups import OptimizerSettings
 WHERE_8BIT = ("cuda", "cpu")
 """Devices that bitsandbytes was tried on."""
 _LEAST_8BIT, _BLOCK, _CODE_BYTES = 4096, 256, 1024
-"""bitsandbytes': smaller tensors keep fp32 moments; numbers that share a scale; each of two code books."""
+"""bitsandbytes': smaller tensors keep fp32 moments; numbers that share a scale; of a code book."""
 
 
 def learning_rate(done: float, num_steps: int, settings: OptimizerSettings) -> float:
@@ -34,74 +34,55 @@ def learning_rate(done: float, num_steps: int, settings: OptimizerSettings) -> f
 
 def check_optimizer(settings: OptimizerSettings, device: torch.device, dtype: torch.dtype) -> None:
     """ValueError where this kind cannot be had: not installed, not on this device, not in this dtype."""
-    kind = settings.optimizer_kind
+    kind, fault = settings.optimizer_kind, ""
     if kind == "adamw":
         return
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError(
-            f"optimizer_kind is {kind}, which needs the package bitsandbytes: pip install bitsandbytes, or "
-            "give adamw."
-        )
-    if device.type not in WHERE_8BIT:
-        raise ValueError(
-            f"optimizer_kind is {kind}, which runs on {' and '.join(WHERE_8BIT)}, not on {device.type}: "
-            "give adamw."
-        )
-    if dtype == torch.float64:
-        raise ValueError(f"optimizer_kind is {kind}, but precision is fp64, which it has not: give adamw.")
+        fault = "which needs the package bitsandbytes: pip install bitsandbytes, or"
+    elif device.type not in WHERE_8BIT:
+        fault = f"which runs on {' and '.join(WHERE_8BIT)}, not on {device.type}:"
+    elif dtype == torch.float64:
+        fault = "but precision is fp64, which it has not:"
+    if fault:
+        raise ValueError(f"optimizer_kind is {kind}, {fault} give adamw.")
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
     """AdamW of what is trained; its moments exist from the start: memory does not grow at the second step."""
-    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    plain = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    groups = [
-        {"params": decayed, "weight_decay": settings.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    make = _make_adamw8bit if settings.optimizer_kind == "adamw8bit" else _make_adamw
-    return make(groups, settings)
-
-
-def _make_adamw(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
     betas = settings.adam_beta1, settings.adam_beta2
+    if settings.optimizer_kind == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        in_8_bits: Any = AdamW8bit(groups, lr=settings.learning_rate, betas=betas)
+        for i, group in enumerate(in_8_bits.param_groups):
+            for j, parameter in enumerate(group["params"]):
+                in_8_bits.init_state(group, parameter, i, j)
+        return in_8_bits  # type: ignore[no-any-return]
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, fused=True)
-    for group in groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            }
-    return optimizer
-
-
-def _make_adamw8bit(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    from bitsandbytes.optim import AdamW8bit
-
-    betas = settings.adam_beta1, settings.adam_beta2
-    optimizer: Any = AdamW8bit(groups, lr=settings.learning_rate, betas=betas)
-    for i, group in enumerate(optimizer.param_groups):
-        for j, parameter in enumerate(group["params"]):
-            optimizer.init_state(group, parameter, i, j)
+    for parameter in trained:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        }
     return optimizer
 
 
 def moment_bytes(sizes: Iterable[int], settings: OptimizerSettings, itemsize: int) -> int:
     """What the moments of trained tensors hold, of so many numbers each, of `itemsize` bytes."""
+    sizes = list(sizes)
     if settings.optimizer_kind == "adamw":
-        return sum(2 * itemsize * size for size in sizes)
-    small, large = _by_size(sizes)
+        return 2 * itemsize * sum(sizes)
+    large = [size for size in sizes if size >= _LEAST_8BIT]
     scales = sum(-(-size // _BLOCK) for size in large)
-    codes = 2 * _CODE_BYTES if large else 0
-    return 2 * 4 * sum(small) + 2 * (sum(large) + 4 * scales) + codes
-
-
-def _by_size(sizes: Iterable[int]) -> tuple[list[int], list[int]]:
-    """Those that keep moments in fp32, and those that have them in 8 bits."""
-    every = list(sizes)
-    return [n for n in every if n < _LEAST_8BIT], [n for n in every if n >= _LEAST_8BIT]
+    exact = sum(sizes) - sum(large)
+    return 2 * (4 * exact + sum(large) + 4 * scales + (_CODE_BYTES if large else 0))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -12,12 +12,11 @@ from torch import nn
 from grpo.distributed import World, sum_of_bits
 from grpo.distributed.shard import is_sharded, whole
 
+MAX_SKIPPED_IN_A_ROW = 3
+
 
 class Diverged(RuntimeError):
     """Several steps in a row were not finite: going on would only waste time."""
-
-
-MAX_SKIPPED_IN_A_ROW = 3
 
 
 class Stepper:
@@ -55,9 +54,9 @@ class Stepper:
         with self._updating():
             norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self._max_grad_norm)).item()
             watched = {"loss": metrics["loss"], "kl": metrics.get("kl", 0.0), "grad_norm": norm}
-            broken = {name: value for name, value in watched.items() if not math.isfinite(value)}
+            broken = [f"{name} is {value}" for name, value in watched.items() if not math.isfinite(value)]
             if broken:
-                self._skip(broken)
+                self._skip(", ".join(broken))
             else:
                 self.moved = True
                 self._optimizer.step()
@@ -87,14 +86,13 @@ class Stepper:
     def restore(self, state: Mapping[str, Any]) -> None:
         self.num_skipped, self.skipped_in_a_row = state["num_skipped"], state["skipped_in_a_row"]
 
-    def _skip(self, broken: dict[str, float]) -> None:
+    def _skip(self, fault: str) -> None:
         self.num_skipped += 1
         self.skipped_in_a_row += 1
-        what = ", ".join(f"{name} is {value}" for name, value in broken.items())
-        logger.warning("step skipped: {} ({} skipped so far)", what, self.num_skipped)
+        logger.warning("step skipped: {} ({} skipped so far)", fault, self.num_skipped)
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise Diverged(
-                f"{self.skipped_in_a_row} steps in a row were not finite ({what}). "
+                f"{self.skipped_in_a_row} steps in a row were not finite ({fault}). "
                 "Lower --learning-rate or raise --kl-coef."
             )
 

@@ -1,10 +1,8 @@
 """Gradient checkpointing: what the backward pass computes again instead of having kept it.
 
 Hugging Face's own drops a cache that is passed to a layer, because layers write to it and would do so
-again when they are recomputed. The caches of `forward` may be written to any number of times.
-
-Left out: keeping products alone and recomputing the rest of a layer. Half the rows at once save as much
-memory, and cost less time.
+again when they are recomputed. The caches of `forward` may be written to any number of times. Left out:
+keeping products alone. Half the rows at once save as much memory, and cost less time.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,16 +44,16 @@ def recomputed_layers(model: PreTrainedModel, checkpointing: Checkpointing) -> I
             f"gradient_checkpointing is full, but {type(model).__name__} does not say which of its layers "
             "can be recomputed: give none (fewer train_rows need less memory, too)."
         )
-    instances_own = [vars(layer).get("forward") for layer in layers]
+    patched = [(layer, vars(layer).get("forward")) for layer in layers]
     for layer in layers:
         layer.forward = partial(_recompute, layer.forward)
     try:
         yield
     finally:
-        for layer, own in zip(layers, instances_own, strict=True):
+        for layer, before in patched:
             del layer.forward  # the class's shows again
-            if own is not None:
-                layer.forward = own
+            if before is not None:
+                layer.forward = before
 
 
 def recompute_activations(model: PreTrainedModel) -> None:
@@ -70,30 +68,22 @@ def recompute_activations(model: PreTrainedModel) -> None:
 
 
 def _forward_gpt2(mlp: Any, hidden_states: Tensor) -> Tensor:
-    def project(inner: Tensor) -> Tensor:
-        outer: Tensor = mlp.dropout(mlp.c_proj(mlp.act(inner)))
-        return outer
-
-    return _project(project, mlp.c_proj, mlp.c_fc(hidden_states))
+    inner = mlp.c_fc(hidden_states)
+    return _project(lambda inner: mlp.dropout(mlp.c_proj(mlp.act(inner))), mlp.c_proj, inner)
 
 
 def _forward_gated(mlp: Any, hidden_states: Tensor) -> Tensor:
-    def project(gate: Tensor, up: Tensor) -> Tensor:
-        outer: Tensor = mlp.down_proj(mlp.act_fn(gate) * up)
-        return outer
-
-    return _project(project, mlp.down_proj, mlp.gate_proj(hidden_states), mlp.up_proj(hidden_states))
+    inner = mlp.gate_proj(hidden_states), mlp.up_proj(hidden_states)
+    return _project(lambda gate, up: mlp.down_proj(mlp.act_fn(gate) * up), mlp.down_proj, *inner)
 
 
-def _project(project: Callable[..., Tensor], product: nn.Module, *inputs: Tensor) -> Tensor:
-    """`project(*inputs)`, recomputed where `product`, its last step, would keep what it reads.
+def _project(project: Callable[..., Tensor], product: nn.Module, *inner: Tensor) -> Tensor:
+    """`project(*inner)`, recomputed where `product`, its last step, would keep what it reads.
 
     A frozen one does not, and an adapter around one computes more than that product again.
     """
     keeps = isinstance(product, nn.Linear | Conv1D) and product.weight.requires_grad
-    if not keeps or not torch.is_grad_enabled():
-        return project(*inputs)
-    outer: Tensor = _recompute(project, *inputs)
+    outer: Tensor = _recompute(project, *inner) if keeps and torch.is_grad_enabled() else project(*inner)
     return outer
 
 

@@ -1,12 +1,11 @@
 """Attention in training: torch's fused one, called as each kind of device does it best.
 
-On CUDA, of completions to prompts of one length: causal from the lower right, without a mask. With a mask,
-torch's fused attention takes a slower kernel there, which reads it and holds a workspace. Where all prompts
-of a micro-batch are of one length none is needed, but queries stand at the keys' end, while `is_causal` alone
-would put them at the beginning. All else is as Hugging Face's "sdpa" does it, and so are layers that see a
+On CUDA, of completions to prompts of one length: causal from the lower right, without a mask, with which
+torch takes a slower kernel that holds a workspace. (`is_causal` alone would put queries, which stand at the
+keys' end, at their beginning.) All else is as Hugging Face's "sdpa" does it, and so are layers that see a
 window of the newest tokens or a chunk of them, which only a mask can tell.
 
-On a CPU in bf16: in fp32. Torch's kernel takes twice as long in bf16 there, with and without tiles. What is
+On a CPU in bf16: in fp32, for which torch's kernel takes half as long there, with and without tiles. What is
 kept for the backward pass is in bf16 nevertheless.
 """
 
@@ -67,7 +66,7 @@ def attend_from_lower_right(
 
     dtype = product_dtype(query)
     sharing = query.shape[1] // key.shape[1]
-    key, value = (repeat_kv(each.to(dtype), sharing) for each in (key, value))
+    key, value = (repeat_kv(states.to(dtype), sharing) for states in (key, value))
     mixed = F.scaled_dot_product_attention(
         query.to(dtype), key, value, attn_mask=causal_lower_right(queries, keys),
         dropout_p=options.get("dropout", 0.0), scale=options.get("scaling"),
@@ -88,14 +87,14 @@ def attend_in_fp32(
     dtype = product_dtype(query)
     exact = torch.promote_types(dtype, torch.float32)
 
-    def pack(kept: Tensor) -> Tensor:
-        is_sum = kept.ndim < 4  # over exponentials, by row
-        return kept if is_sum or not kept.is_floating_point() else kept.to(dtype)
+    def pack(saved: Tensor) -> Tensor:
+        is_sum = saved.ndim < 4  # over exponentials, by row
+        return saved if is_sum or not saved.is_floating_point() else saved.to(dtype)
 
-    def unpack(kept: Tensor) -> Tensor:
-        return kept.to(exact) if kept.dtype == dtype else kept
+    def unpack(saved: Tensor) -> Tensor:
+        return saved.to(exact) if saved.dtype == dtype else saved
 
     with torch.autocast("cpu", enabled=False), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        inputs = (each.to(dtype).to(exact) for each in (query, key, value))
+        inputs = (states.to(dtype).to(exact) for states in (query, key, value))
         mixed, _ = sdpa_attention_forward(module, *inputs, attention_mask, **options)
     return mixed.to(dtype), None

@@ -4,33 +4,14 @@ The linear layers but the output head: NF4 in blocks of 64 numbers with a scale 
 blocks of 256. A layer is dequantized whole for every product.
 """
 
-import importlib.util
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from grpo.config.groups import LoraSettings
-
 BITSANDBYTES = "bitsandbytes in 4 bits"
-_BLOCK, _SCALES = 64, 256
-_TABLE_BYTES = 4 * (16 + 256 + 1)
-"""Of a layer: what 4 and 8 bits stand for, and the scales' mean."""
-
-
-def check_bitsandbytes(lora: LoraSettings) -> None:
-    """ValueError where it is wanted and not installed."""
-    if lora.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError(
-            "load_in_4bit is True, which needs the package bitsandbytes: pip install bitsandbytes, or leave "
-            "it out."
-        )
 
 
 def quantization() -> Any:
@@ -68,7 +49,10 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def dequantized(layer: Any) -> Tensor:
-    """A layer's weight as the model has it: (out, in), or (in, out) of GPT-2's, in fp32."""
+    """A layer's weight as the model has it: (out, in), or (in, out) of GPT-2's; of one in 4 bits in fp32."""
+    if getattr(layer.weight, "quant_state", None) is None:
+        plain: Tensor = layer.weight
+        return plain
     from bitsandbytes.functional import dequantize_4bit
 
     weight: Tensor = dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
@@ -76,46 +60,6 @@ def dequantized(layer: Any) -> Tensor:
 
 
 def packed_bytes(numbers: int) -> int:
-    """What a layer's weight of so many numbers takes: half a byte each, and 0.0164 of scales."""
-    blocks = -(-numbers // _BLOCK)
-    return -(-numbers // 2) + blocks + 4 * -(-blocks // _SCALES) + _TABLE_BYTES
-
-
-# ------------------------------------------------------------------------------------------ traces
-
-
-class _Product(torch.autograd.Function):
-    """What a product with a layer in 4 bits makes and keeps; nothing is computed."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, bias: Tensor | None, outer: int) -> Tensor:
-        ctx.shape = outer, values.shape[-1]
-        bias = None if bias is None else bias.to(values.dtype)
-        return F.linear(values, values.new_empty(ctx.shape), bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad @ grad.new_empty(ctx.shape), None, None
-
-
-def outline(model: nn.Module, names: Iterable[str], mode: AbstractContextManager[object]) -> None:
-    """Put layers that say they are in 4 bits in the place of these linear ones. mode: what fakes tensors."""
-    from bitsandbytes.nn import Linear4bit
-
-    for name in names:
-        parent, _, own = name.rpartition(".")
-        plain: Any = model.get_submodule(name)
-        outer, inner = reversed(plain.weight.shape) if isinstance(plain, Conv1D) else plain.weight.shape
-        layer = Linear4bit(inner, outer, bias=False, quant_type="nf4", device="meta")
-        with mode:
-            packed = plain.weight.new_empty(packed_bytes(plain.weight.numel()), dtype=torch.uint8)
-            layer.weight = nn.Parameter(packed, requires_grad=False)
-        layer.weight.compress_statistics, layer.weight.quant_type = True, "nf4"  # which peft asks for
-        layer.bias, layer.forward = plain.bias, partial(_forward, layer)
-        setattr(model.get_submodule(parent), own, layer)
-    model.is_loaded_in_4bit = True  # type: ignore[assignment]
-
-
-def _forward(layer: Any, values: Tensor) -> Tensor:
-    product: Tensor = _Product.apply(values.to(layer.compute_dtype), layer.bias, layer.out_features)
-    return product.to(values.dtype)
+    """Of a layer's weight: half a byte a number, a byte for 64, 4 for 64 * 256, and tables."""
+    scales = -(-numbers // 64)
+    return -(-numbers // 2) + scales + 4 * -(-scales // 256) + 4 * (16 + 256 + 1)

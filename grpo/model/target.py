@@ -1,5 +1,6 @@
 """What a model runs on, and how: settled once from the settings, handed on to whoever needs to know."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +46,19 @@ class Target:
         """Whether products are less exact than the weights they are taken with."""
         return self.dtype != self.exact_dtype
 
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens that take as long as what a pass costs besides: its Python, and weights read once more.
+
+        On a CPU measured with the bundled model, whose tokens cost least; elsewhere an estimate: an
+        accelerator computes so many while it waits for a pass's kernels to be launched.
+        """
+        return 512 if self.on_cpu else 8192
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model_config.get_text_config(decoder=True).vocab_size)
+
     def block_bytes(self, size: int) -> int:
         """What the allocator takes for a tensor of so many bytes.
 
@@ -58,19 +72,6 @@ class Target:
             return rounded
         segment = -(-rounded // (2 * MIB)) * 2 * MIB
         return segment if segment - rounded <= MIB else rounded
-
-    @property
-    def pass_tokens(self) -> int:
-        """Tokens that take as long as what a pass costs besides: its Python, and weights read once more.
-
-        On a CPU measured with the bundled model, whose tokens cost least; elsewhere an estimate: an
-        accelerator computes so many while it waits for a pass's kernels to be launched.
-        """
-        return 512 if self.on_cpu else 8192
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.model_config.get_text_config(decoder=True).vocab_size)
 
 
 def make_target(
@@ -92,9 +93,8 @@ def choose_device(name: str = AUTO) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         there = f"cpu and {accelerator.type}" if accelerator else "cpu"
         reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"device is {name!r}, which cannot be used here ({reason}): give {there}."
-        ) from error
+        message = f"device is {name!r}, which cannot be used here ({reason}): give {there}."
+        raise ValueError(message) from error
 
 
 def choose_model(name: str, device: torch.device, *, absent: str | None = None) -> str:
@@ -104,8 +104,9 @@ def choose_model(name: str, device: torch.device, *, absent: str | None = None) 
     """
     if name != AUTO:
         return name
-    chosen = HUB_DEFAULT if device.type == "cuda" else BUNDLED
-    why = f"{'a' if device.type == 'cuda' else 'no'} CUDA device is present"
+    on_cuda = device.type == "cuda"
+    chosen = HUB_DEFAULT if on_cuda else BUNDLED
+    why = f"{'a' if on_cuda else 'no'} CUDA device is present"
     if absent is not None:
         why = f"a card of {absent} is planned for"
     logger.info("model: {} ({}); choose with --model {}, a hub id or a folder", chosen, why, BUNDLED)
@@ -127,13 +128,10 @@ def multiplies_in_bf16(device: torch.device) -> bool:
 
 
 def _cpu_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    for line in lines:
-        if line.startswith(("flags", "Features")):
-            return set(line.split(":", 1)[1].split())
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return set(line.partition(":")[2].split())
     return set()
 
 

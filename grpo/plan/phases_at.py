@@ -6,23 +6,22 @@ model that is there or on one without storage. Nothing is learned: gradients are
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo.config.groups import Checkpointing, LoraSettings, SamplingSettings
+from grpo.config.groups import Checkpointing, LoraSettings, LossSettings, SamplingSettings
 from grpo.distributed.shard import inside
-from grpo.learning.loss import LossSettings, Tokens
+from grpo.learning.loss import Tokens
 from grpo.learning.objectives import learn_tokens
 from grpo.memory import Size
 from grpo.model.prefill import pad_prompts
 from grpo.model.target import Target
-from grpo.rollout.decoder import has_static_cache, prompt_places, replaced_at_once
-from grpo.rollout.slots import Slots
+from grpo.rollout.arena import Arena, Room
+from grpo.rollout.decoder import open_arena, prompt_places, replaced_at_once
 from grpo.scoring.micro_batches import MicroBatch, token_logprobs
 
 
@@ -57,7 +56,7 @@ class PhasesAt:
         sampler: PreTrainedModel,
         reference: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None,
         *,
-        hold_recording: Callable[[Slots], object] = Slots.advance,
+        hold_recording: Callable[[Arena], object] = Arena.advance,
     ) -> None:
         """hold_recording: a token more, and what its recording holds between its runs, if that is faked."""
         self.settings = settings
@@ -81,24 +80,24 @@ class PhasesAt:
         others_wait = rows < self.settings.batch_rows
         made = (1 + others_wait) * rows, tokens + 1  # by a whole rollout
         written = torch.zeros(made, dtype=torch.long, device=device), torch.zeros(made, device=device)
-        settings = replace(self.settings.sampling, max_new_tokens=tokens)
-        slots = Slots(self._sampler, len(prompts), per_prompt, settings, ends=(0,))
+        width = prompt_places(self._sampler.config, size.shared, self.settings.target.device.type)
+        arena = open_arena(self._sampler, Room(len(prompts), per_prompt, width, tokens, ends=(0,)))
+        arena.restart(self.settings.sampling, len(prompts))
 
-        def uniforms(groups: int) -> Tensor:
-            return torch.zeros(groups * per_prompt, tokens, device=device)
+        def fill(groups: int) -> None:
+            uniforms = torch.zeros(groups * per_prompt, tokens, device=device)
+            arena.fill({group: group for group in range(groups)}, prompts[:groups], uniforms)
 
-        device_type = self.settings.target.device.type
-        width = prompt_places(self._sampler.config, size.shared, device_type)
-        slots.start(prompts, uniforms(len(prompts)), longest_prompt=width)
-        slots.skip(max(0, tokens - 2))
+        fill(len(prompts))
+        arena.skip(max(0, tokens - 2))
         if tokens > 1:
-            recording = self._hold_recording(slots)
-            if others_wait and has_static_cache(self._sampler) and len(prompts) > 1:
-                replaced = replaced_at_once(len(prompts))
-                slots.replace(range(replaced), prompts[:replaced], uniforms(replaced))
+            recording = self._hold_recording(arena)
+            if others_wait and arena.joins and len(prompts) > 1:
+                fill(replaced_at_once(len(prompts)))
             del recording
             if len(prompts) > 1:
-                slots.keep(range(1, len(prompts)))
+                arena.groups[0] = None
+                arena.compact()
         del written
 
     @torch.no_grad()

@@ -24,10 +24,10 @@ from grpo.memory.fit import Peak
 from grpo.memory.live import LiveBytes
 from grpo.model.activation_checkpointing import recompute_activations
 from grpo.model.adapters import adapters_off, add_adapters, has_adapters, linear_layers, store_base
-from grpo.model.four_bits import outline
+from grpo.model.four_bits import packed_bytes
 from grpo.plan.phases_at import PhasesAt, PhaseSettings
-from grpo.rollout.decoder import has_static_cache, records_steps
-from grpo.rollout.slots import Slots
+from grpo.rollout.arena import Arena
+from grpo.rollout.decoder import records_steps
 
 SCRATCH_BYTES = 2 * 2**20
 """Workspace of CUDA's libraries, for models so small that it counts."""
@@ -76,6 +76,8 @@ class TracedPhases:
             self.num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
         self.frozen_bytes = 0
         """Of weights that have adapters beside them."""
+        self._dequantized_bytes = 0
+        """Of the largest layer in 4 bits, which is whole while it is multiplied: added to every peak."""
         if settings.lora.uses_lora:
             self._add_adapters(dtype)
         sampler = self._policy
@@ -94,7 +96,7 @@ class TracedPhases:
         """What a pass adds at its peak. KeyError for an unknown phase."""
         key = phase, size
         if key not in self._known:
-            self._known[key] = self._trace(phase, size) + self._unseen(phase, size)
+            self._known[key] = self._trace(phase, size) + self._unseen(phase, size) + self._dequantized_bytes
         return self._known[key]
 
     def _trace(self, phase: str, size: Size) -> int:
@@ -121,16 +123,16 @@ class TracedPhases:
         blocks = -(-max(0, size.tokens - 1) // 64)
         return SCRATCH_BYTES + size.rows * text.num_attention_heads * blocks * 4 * 64 * width
 
-    def _hold_recording(self, slots: Slots) -> Tensor | None:
+    def _hold_recording(self, arena: Arena) -> Tensor | None:
         """One token more; what its recording holds between its runs: room for all but what stays."""
         live = self._live
         held, peak = live.live_bytes, live.peak_bytes
         live.reset_peak()
-        slots.advance()
+        arena.advance()
         stays = live.peak_bytes - held
         live.peak_bytes = max(peak, live.peak_bytes)
-        model, device_type = self.settings.target.model_config, self.settings.target.device.type
-        if not (has_static_cache(self._policy) and records_steps(model, device_type)):
+        target = self.settings.target
+        if not records_steps(target.model_config, target.device.type):
             return None
         return torch.empty(max(0, stays), dtype=torch.uint8)
 
@@ -148,8 +150,8 @@ class TracedPhases:
             self._policy.requires_grad_(True)
 
     def _add_adapters(self, dtype: torch.dtype) -> None:
-        if self.settings.lora.load_in_4bit:
-            outline(self._policy, linear_layers(self._policy), self._mode)
+        in_4_bits = linear_layers(self._policy) if self.settings.lora.load_in_4bit else {}
+        numbers = [layer.weight.numel() for layer in in_4_bits.values()]
         # Not inside the mode, in which peft cannot move them: made without storage, then faked.
         add_adapters(self._policy, self.settings.lora, empty=True)
         with self._mode:
@@ -158,7 +160,10 @@ class TracedPhases:
                     if parameter.is_meta:
                         setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
             store_base(self._policy, self.settings.target.dtype)
+        itemsize = self.settings.target.dtype.itemsize
         self.frozen_bytes = sum(each.nbytes for each in self._policy.parameters() if not each.requires_grad)
+        self.frozen_bytes += sum(packed_bytes(count) - itemsize * count for count in numbers)
+        self._dequantized_bytes = itemsize * max(numbers, default=0)
 
     def _make_model(self, dtype: torch.dtype) -> PreTrainedModel:
         target = self.settings.target

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo.config import CONFIG_FILE, Config, from_plain
 from grpo.config.groups import Precision, SamplingSettings
 from grpo.config.reading import read_run_settings
-from grpo.model.load import RolloutModel, context_length, load_policy
+from grpo.model.load import context_length, load_policy
 from grpo.model.target import choose_device, choose_model
+from grpo.model.weights import RolloutModel
 from grpo.play.thought import MOST_ANSWERS, Position, Thought, conclude, read_answer
-from grpo.rollout.decoder import records_steps
+from grpo.rollout.decoder import KeptArena, records_steps
 from grpo.rollout.sample import rollout
-from grpo.rollout.slots import KeptSlots
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.folder import checkpoint_of
 from grpo.types import Prompt
@@ -45,7 +45,7 @@ class Player:
     ) -> None:
         self._model, self._tokenizer, self._settings = model, tokenizer, settings
         self._trailing_space, self._rows = trailing_space, rows
-        self._kept = KeptSlots() if records_steps(model.config, model.device.type) else None
+        self._kept = KeptArena() if records_steps(model.config, model.device.type) else None
 
     def think(
         self,
@@ -97,8 +97,6 @@ class Player:
             self._model, self._tokenizer, prompts, torch.cat(uniforms), settings,
             rows=self._rows, kept=self._kept, stopped=stopped,
         )  # fmt: skip
-        if self._kept is not None:  # as games end, there are fewer rows
-            self._kept.trim(2 * self._kept.largest_nbytes)
         whole = (written.terminated | (written.lengths == settings.max_new_tokens)).tolist()
         return [
             read_answer(position, text, is_whole=is_whole)

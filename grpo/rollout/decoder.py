@@ -1,75 +1,99 @@
-"""Decoding one token at a time over a prompt that is computed and stored once a group.
+"""The arena that a model decodes in: chosen by what the model can do, compared with it at load."""
 
-A decoder is made for a model and used for one batch of groups:
-
-    logits = decoder.prefill(prompt_ids, rows_per_prompt)   # (R, V)
-    key, step = decoder.next_step()
-    logits = step(tokens)                                   # (R, V), tokens (R,)
-    decoder.keep(groups, places)                            # finished groups leave, others move to the front
-    logits = decoder.replace(groups, prompt_ids)            # (…, V): others take finished groups' places
-    decoder.cache_bytes                                     # what keys and values take up
-
-Rows stand group by group: row r belongs to prompt r // rows_per_prompt.
-"""
+from dataclasses import dataclass
 
 import torch
 from loguru import logger
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from grpo.config.groups import SamplingSettings
 from grpo.distributed.shard import is_sharded
 from grpo.memory import is_out_of_memory
 from grpo.model.load import context_length
 from grpo.model.prefill import crossed_window, layers_with_window
-from grpo.model.stand_ins import NEVER, exact_products
-from grpo.rollout.cuda_graphs import Recorder, recorder_of
-from grpo.rollout.generic import GenericDecoder
-from grpo.rollout.native import NativeDecoder
+from grpo.model.stand_ins import exact_products
+from grpo.rollout.arena import Arena, Room
+from grpo.rollout.graphs import CUDAGraphs, graphs_of
+from grpo.rollout.growing import GrowingArena
 from grpo.rollout.static_cache import static_cache_length
 
-Decoder = NativeDecoder | GenericDecoder
+_refused: set[str] = set()
+"""Kinds of models that turned out to compute something else over a static cache, until the process ends."""
 
 
-def make_decoder(model: PreTrainedModel, max_new_tokens: int, *, recorded: bool = False) -> Decoder:
-    """Over a static cache where the model's attention can be ours, else over Hugging Face's own.
+@dataclass
+class KeptArena:
+    """An arena that stays from one rollout to the next, with what was recorded of it."""
 
-    recorded: steps of one key are the same work on the same tensors.
+    arena: Arena | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of its cache; the rest is little."""
+        return self.arena.cache_bytes if self.arena else 0
+
+    def release(self) -> None:
+        self.arena = None
+
+
+def open_arena(model: PreTrainedModel, room: Room, kept: KeptArena | None = None) -> Arena:
+    """One with so much room, over a static cache where the model can decode over one.
+
+    kept: where to find that of an earlier rollout, and to leave it for the next.
     """
-    if not has_static_cache(model):
-        return GenericDecoder(model)
-    return NativeDecoder(model, max_new_tokens, recorded=recorded)
+    kept = kept or KeptArena()
+    if kept.arena is not None:
+        has = kept.arena.room
+        if has == room._replace(
+            groups=max(room.groups, has.groups), prompt_tokens=max(room.prompt_tokens, has.prompt_tokens)
+        ):
+            return kept.arena
+        kept.release()  # before there is another
+    if has_static_cache(model.config):
+        kept.arena = Arena(model, room, step_graphs(model))
+    else:
+        kept.arena = GrowingArena(model, room)
+    return kept.arena
 
 
-def step_recorder(model: PreTrainedModel) -> Recorder | None:
-    """By which a model's steps are recorded: where it has a static cache, and on CUDA."""
-    if has_static_cache(model) and records_steps(model.config, model.device.type):
-        return recorder_of(model.device)
+def step_graphs(model: PreTrainedModel) -> CUDAGraphs | None:
+    """What records a model's steps: on CUDA, unless other processes take part in them."""
+    if not is_sharded(model) and records_steps(model.config, model.device.type):
+        return graphs_of(model.device)
     return None
 
 
 def records_steps(model: PretrainedConfig, device_type: str) -> bool:
     """Whether decoding runs recorded steps, each for a fixed number of rows, unless the model is sharded."""
-    return device_type == "cuda" and _is_native(model)
+    return device_type == "cuda" and has_static_cache(model)
 
 
-def has_static_cache(model: PreTrainedModel) -> bool:
-    """Whether a decoder of this model holds `max_new_tokens` from the start, or grows."""
-    return not is_sharded(model) and _is_native(model.config)
-
-
-def _is_native(model: PretrainedConfig) -> bool:
+def has_static_cache(model: PretrainedConfig) -> bool:
     """Whether a model of this kind hands keys and values to a cache, and calls attention by its name."""
-    if model.model_type in _refused or not _calls_attention_by_name(type(model)):
-        return False
     try:
+        kind = AutoModelForCausalLM._model_mapping[type(model)]
         layers_with_window(model)
-    except ValueError:
+    except (KeyError, ValueError):  # transformers does not know it, or it remembers something else
         return False
-    return True
+    return kind._supports_attention_backend and model.model_type not in _refused
 
 
-_refused: set[str] = set()
-"""Kinds of models, for as long as the process lives, that turned out to compute something else."""
+def prompt_places(model: PretrainedConfig, tokens: int, device_type: str) -> int:
+    """Tokens that prompts are padded to while they decode: on CUDA, where steps are recorded, few sizes."""
+    if not records_steps(model, device_type):
+        return tokens
+    return max(tokens, min(-(-tokens // 64) * 64, context_length(model)))
+
+
+def cache_tokens(model: PretrainedConfig, new_tokens: int) -> int:
+    """Places that a row's cache has for its own tokens in the end."""
+    return static_cache_length(new_tokens) if has_static_cache(model) else new_tokens
+
+
+def replaced_at_once(groups: int) -> int:
+    """How many of so many groups have to end before others take their places: one prefill serves them."""
+    return max(1, groups // 8)
 
 
 @exact_products()
@@ -79,10 +103,8 @@ def check_decoder(model: PreTrainedModel) -> None:
 
     Where it does not, and where its kind cannot, a line says that it is over Hugging Face's own cache.
     """
-    if is_sharded(model):
-        return
     reason = "its attention cannot be called by name"
-    if _is_native(model.config):
+    if has_static_cache(model.config):
         try:
             difference = _difference(model)
             if difference < 1e-3:
@@ -93,78 +115,38 @@ def check_decoder(model: PreTrainedModel) -> None:
                 raise
             reason = str(error).splitlines()[0].rstrip(".")
         _refused.add(model.config.model_type)
-    logger.info(
-        "{} decodes over Hugging Face's growing cache, which is slower: {}", type(model).__name__, reason
-    )
+    name = type(model).__name__
+    logger.info("{} decodes over Hugging Face's growing cache, which is slower: {}", name, reason)
 
 
 def _difference(model: PreTrainedModel) -> float:
-    """The largest between log-probs of the decoder and of whole texts, in nats."""
-    longest = min(280, context_length(model.config) - 3)
-    with crossed_window(model, longest):
-        return _difference_at(model, longest)
+    """The largest between log-probs (nats) as sampled and of the model's own forward pass over whole texts.
 
-
-def _difference_at(model: PreTrainedModel, longest: int) -> float:
-    config = model.config.get_text_config(decoder=True)
-    generator = torch.Generator().manual_seed(0)
-    texts = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in (longest, 5, 9)]
-    decoder = NativeDecoder(model, 3)
-    logits = decoder.prefill(texts[:2], 1)
-    differences = []
-    for turn in range(3):
-        if turn == 1:  # another takes the second's place
-            texts[1] = texts.pop()
-            logits[1:] = decoder.replace([1], texts[1:])
-        for text, ours in zip(texts, logits, strict=False):
-            ids = torch.tensor([text], device=model.device)
-            theirs = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1]
-            differences.append((_logp(ours) - _logp(theirs)).abs().max())
-        tokens = torch.tensor([turn, 3 - turn], device=model.device) % config.vocab_size
-        for text, token in zip(texts, tokens.tolist(), strict=False):
-            text.append(token)
-        logits = decoder.next_step()[1](tokens)
-    return torch.stack(differences).max().item()
-
-
-def _logp(logits: Tensor) -> Tensor:
-    """Log-probs, alike of all tokens that are never sampled."""
-    return logits.log_softmax(-1).clamp(min=NEVER)
-
-
-def _calls_attention_by_name(kind: type[PretrainedConfig]) -> bool:
-    try:
-        model = AutoModelForCausalLM._model_mapping[kind]
-    except KeyError:  # not known to transformers
-        return False
-    return bool(model._supports_attention_backend)
-
-
-FEW_ROWS = 64
-"""On CUDA so many rows of a small model take as long as one."""
-
-
-def remaining_places(places: int, going_on: int, width: int) -> int:
-    """Places for groups of `width` rows that go on where steps are recorded: of all, a half, a quarter and so
-    on, as recordings are for a number of rows; fewer than FEW_ROWS rows save nothing.
+    Of two groups, and a third that takes the second's place.
     """
-    while places > 1 and -(-places // 2) >= going_on and -(-places // 2) * width >= FEW_ROWS:
-        places = -(-places // 2)
-    return places
+    longest, generator = min(280, context_length(model.config) - 3), torch.Generator().manual_seed(0)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    texts = [torch.randint(vocabulary, (n,), generator=generator) for n in (longest, 5, 9)]
+    uniforms = torch.rand(4, 3, generator=generator).to(model.device)
+    arena = Arena(model, Room(2, 2, longest, 3, ends=()))
+    arena.restart(SamplingSettings(max_new_tokens=3), 2)
+    differences: list[Tensor] = []
 
+    def compare(text: Tensor, place: int) -> None:
+        ids, logp, lengths, _ = arena.rows([place])
+        ids = ids[:, : lengths.max()]  # (2, n)
+        whole = torch.cat([text.to(ids.device).expand(2, -1), ids], 1)
+        logits = model(input_ids=whole, attention_mask=torch.ones_like(whole), use_cache=False).logits
+        expected = logits[:, len(text) - 1 : -1].log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)
+        differences.append((logp[:, : lengths.max()] - expected).abs().max())
 
-def prompt_places(model: PretrainedConfig, tokens: int, device_type: str) -> int:
-    """Tokens that prompts are padded to while they decode: on CUDA, where steps are recorded, few sizes."""
-    if not records_steps(model, device_type):
-        return tokens
-    return max(tokens, min(-(-tokens // 64) * 64, context_length(model)))
-
-
-def replaced_at_once(groups: int) -> int:
-    """How many of so many groups have to end before others take their places: one prefill serves them."""
-    return max(1, groups // 8)
-
-
-def cache_tokens(model: PretrainedConfig, new_tokens: int) -> int:
-    """Places a row's cache has for its own tokens: a static one has whole blocks."""
-    return static_cache_length(new_tokens) if _is_native(model) else new_tokens
+    with crossed_window(model, longest):
+        arena.fill({0: 0, 1: 1}, [text.tolist() for text in texts[:2]], uniforms)
+        arena.advance()
+        compare(texts[1], 1)
+        arena.fill({1: 2}, [texts[2].tolist()], uniforms[:2])
+        arena.advance()
+        arena.advance()
+        compare(texts[0], 0)
+        compare(texts[2], 1)
+    return torch.stack(differences).max().item()

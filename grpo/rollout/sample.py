@@ -6,7 +6,8 @@ of a group share their prompt's keys, and end within a few tokens of each other.
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 import torch
@@ -17,14 +18,8 @@ from grpo.config.groups import SamplingSettings
 from grpo.data.tokens import tokenize
 from grpo.distributed.shard import any_process, inside
 from grpo.model.load import context_length, end_tokens
-from grpo.rollout.cache import CacheBytes
-from grpo.rollout.decoder import (
-    has_static_cache,
-    prompt_places,
-    remaining_places,
-    replaced_at_once,
-)
-from grpo.rollout.slots import KeptSlots, Slots
+from grpo.rollout.arena import Arena, Completions, Room
+from grpo.rollout.decoder import KeptArena, open_arena, prompt_places, replaced_at_once
 from grpo.types import Prompt, Rollout
 
 _CHECK_EVERY = 8
@@ -69,191 +64,167 @@ def rollout(
     *,
     rows: int,
     ends: Sequence[int] | None = None,
-    kept: KeptSlots | None = None,
+    kept: KeptArena | None = None,
     stay_gathered: bool = False,
-    watch_cache: Callable[[int, CacheBytes], None] | None = None,
+    watch_cache: Callable[[int, int], object] | None = None,
     watch_rows: Callable[[float], None] | None = None,
     stopped: Callable[[], bool] | None = None,
 ) -> Rollout:
     """Sample N = len(uniforms) completions, N / B of each prompt, at most `rows` at once.
 
-    uniforms: (N, max_new_tokens), see `step_uniforms`. Whole groups are sampled together where
-    `rows` allows, and a group is split where it does not; neither changes what is sampled.
-    ends: tokens any of which ends a completion; None: all that the model and its tokenizer name.
-    kept: where to find what an earlier rollout of this model has recorded, and to leave it for the next.
-    stay_gathered: of a sharded model all weights at once, instead of a layer's for each token anew.
-    watch_cache: told, every few steps, how many the first rows have done and what the cache takes up.
-    watch_rows: told, as often, what share of all is done.
-    stopped: asked after every token; once it says so, rows are left as they are, most of them cut short.
+    uniforms: (N, max_new_tokens), see `step_uniforms`. ends: tokens any of which ends a completion; None: all
+    that the model and its tokenizer name. All else: see `sample_completions`.
     """
     room = context_length(model.config) - settings.max_new_tokens
     prompt_ids = tokenize_prompts(prompts, tokenizer, longest=room)
-    num_rows = len(uniforms)
-    group_size = num_rows // len(prompts)
     if ends is None:
         ends = () if settings.ignore_ends else end_tokens(model, tokenizer)
-    sampling = _Sampling(model, tokenizer, ends, prompt_ids, uniforms.to(model.device), settings, kept)
-    sampling.watch_cache, sampling.watch_rows, sampling.stopped = watch_cache, watch_rows, stopped
-    width = min(rows, group_size)  # rows of one group that decode together
-
-    def work() -> None:
-        for columns in torch.arange(group_size).split(width):
-            rows_of = torch.arange(num_rows).view(-1, group_size)[:, columns].to(model.device)  # (B, width)
-            sampling.sample(rows_of, groups_at_once=max(1, rows // width))
-            sampling.watch_cache = None
-
-    inside(model, work, stay_gathered=stay_gathered)
-    lengths = sampling.lengths.cpu()
+    completion_ids, logp, lengths, terminated = sample_completions(
+        model, tokenizer, prompt_ids, uniforms, settings,
+        rows=rows, ends=ends, kept=kept, stay_gathered=stay_gathered, watch_cache=watch_cache,
+        watch_rows=watch_rows, stopped=stopped,
+    )  # fmt: skip
     longest = int(lengths.max())
-    ids = sampling.ids[:, :longest].cpu()
+    texts = zip(completion_ids.tolist(), lengths.tolist(), strict=True)
     return Rollout(
         prompts=list(prompts),
         prompt_ids=prompt_ids,
-        completion_ids=ids,
+        completion_ids=completion_ids[:, :longest],
         lengths=lengths,
-        terminated=sampling.terminated.cpu(),
-        sampler_logp=sampling.logp[:, :longest].cpu(),
-        completions=tokenizer.batch_decode(
-            [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)],
-            skip_special_tokens=True,
-        ),
+        terminated=terminated,
+        sampler_logp=logp[:, :longest],
+        completions=tokenizer.batch_decode([ids[:n] for ids, n in texts], skip_special_tokens=True),
     )
 
 
+@torch.no_grad()
+def sample_completions(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: list[list[int]],
+    uniforms: Tensor,
+    settings: SamplingSettings,
+    *,
+    rows: int,
+    ends: Sequence[int],
+    kept: KeptArena | None = None,
+    stay_gathered: bool = False,
+    watch_cache: Callable[[int, int], object] | None = None,
+    watch_rows: Callable[[float], None] | None = None,
+    stopped: Callable[[], bool] | None = None,
+) -> Completions:
+    """Tokens of N = len(uniforms) completions on the CPU, N / B of each prompt, at most `rows` at once.
+
+    Whole groups are sampled together where `rows` allows, and a group is split where it does not; neither
+    changes what is sampled.
+    kept: where to find the arena of an earlier rollout of this model, and to leave it for the next.
+    stay_gathered: of a sharded model all weights at once, instead of a layer's for each token anew.
+    watch_cache: told, every few steps, how many the first rows have done and the cache's bytes.
+    watch_rows: told, as often, what share of all is done.
+    stopped: asked after every token; once it says so, rows are left as they are, most of them cut short.
+    """
+    group_size = len(uniforms) // len(prompt_ids)
+    sampling = _Sampling(
+        tokenizer, prompt_ids, uniforms.to(model.device), settings,
+        Completions.empty(len(uniforms), settings.max_new_tokens, model),
+        watch_cache, watch_rows, stopped,
+    )  # fmt: skip
+    prompt_tokens = prompt_places(model.config, max(map(len, prompt_ids)), model.device.type)
+    width = min(rows, group_size)
+
+    def work() -> None:
+        for column in range(0, group_size, width):  # rows of a group that decode together
+            num_rows = min(width, group_size - column)
+            num_groups = min(max(1, rows // num_rows), len(prompt_ids))
+            room = Room(num_groups, num_rows, prompt_tokens, settings.max_new_tokens, tuple(ends))
+            sampling.sample(open_arena(model, room, kept), range(column, len(uniforms), group_size))
+
+    inside(model, work, stay_gathered=stay_gathered)
+    return Completions(*(values.cpu() for values in sampling.completions))
+
+
+@dataclass
 class _Sampling:
-    """All N rows of a rollout, written as their groups end, and the groups that decode meanwhile."""
+    """All N rows of a rollout: groups are dealt to the places of an arena, and written as they end."""
 
-    watch_cache: Callable[[int, CacheBytes], None] | None = None
-    watch_rows: Callable[[float], None] | None = None
-    stopped: Callable[[], bool] | None = None
+    tokenizer: PreTrainedTokenizerBase
+    prompt_ids: list[list[int]]
+    uniforms: Tensor
+    settings: SamplingSettings
+    completions: Completions
+    watch_cache: Callable[[int, int], object] | None
+    watch_rows: Callable[[float], None] | None
+    stopped: Callable[[], bool] | None
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        ends: Sequence[int],
-        prompt_ids: list[list[int]],
-        uniforms: Tensor,
-        settings: SamplingSettings,
-        kept: KeptSlots | None,
-    ) -> None:
-        self._model, self._ends, self._prompt_ids, self._uniforms = model, ends, prompt_ids, uniforms
-        self._tokenizer, self._settings, self._kept = tokenizer, settings, kept
-        num_rows, self._longest = uniforms.shape
-        longest_prompt = max(map(len, prompt_ids))
-        self._prompt_places = prompt_places(model.config, longest_prompt, model.device.type)
-        # One column more: slots have it.
-        self.ids = uniforms.new_zeros(num_rows, self._longest + 1, dtype=torch.long)
-        exact = torch.promote_types(model.dtype, torch.float32)
-        self.logp = uniforms.new_zeros(num_rows, self._longest + 1, dtype=exact)
-        self.lengths = uniforms.new_zeros(num_rows, dtype=torch.long)
-        self.terminated = uniforms.new_zeros(num_rows, dtype=torch.bool)
-
-    def sample(self, rows_of: Tensor, *, groups_at_once: int) -> None:
-        """Sample rows_of (B, width), the rows of each prompt, so many groups at once."""
-        check_every = 1 if self._model.device.type == "cpu" else _CHECK_EVERY
-        waiting = deque(range(len(self._prompt_ids)))
+    def sample(self, arena: Arena, groups: Iterable[int]) -> None:
+        """Sample groups, by their first rows, as many at once as there are places."""
+        longest, waiting = self.settings.max_new_tokens, deque(groups)
+        check_every = 1 if self.uniforms.device.type == "cpu" else _CHECK_EVERY
         while waiting:
-            groups = [waiting.popleft() for _ in range(min(groups_at_once, len(waiting)))]
-            slots = self._slots(len(groups), rows_of.shape[1])
-            slots.start(
-                self._prompts(groups), self._uniforms[rows_of[groups].flatten()],
-                longest_prompt=self._prompt_places,
-            )  # fmt: skip
-            running: list[int | None] = [*groups]  # in each place
+            num_groups = min(arena.room.groups, len(waiting))
+            arena.restart(self.settings, num_groups)
+            self._fill(arena, range(num_groups), waiting)
             for steps in count(1):
                 if self.stopped is not None and self.stopped():
-                    self._take(_in_use(running), slots, running, rows_of)
+                    self._take(arena, arena.in_use)
                     return
-                longest = steps == self._longest
-                looks = steps < self._longest and steps % _CHECK_EVERY == 1
-                if self.watch_cache is not None and (looks or longest):
-                    self.watch_cache(steps, slots.cache_bytes)
-                if self.watch_rows is not None and looks:
-                    self.watch_rows(self._share_done(slots, running))
-                if steps % check_every == 0 or longest:
-                    if steps % _CHECK_EVERY == 0 or longest:
-                        self._stop(slots, _in_use(running))
-                    self._take_ended(slots, running, rows_of)
-                    if not any_process(self._model, any(group is not None for group in running)):
+                self._watch(arena, steps)
+                if steps % check_every == 0 or steps == longest:
+                    if steps % _CHECK_EVERY == 0 or steps == longest:
+                        self._stop(arena, arena.in_use)
+                    ended = arena.ended()
+                    self._stop(arena, ended)
+                    self._take(arena, ended)
+                    if not any_process(arena.model, bool(arena.in_use)):
                         break
-                running = self._fill(slots, running, waiting, rows_of)
-                slots.advance()
+                free = [place for place, group in enumerate(arena.groups) if group is None]
+                at_once = replaced_at_once(len(arena.groups))
+                if not (waiting and arena.joins):
+                    arena.compact()
+                elif len(free) >= at_once:
+                    self._fill(arena, free[:at_once], waiting)
+                arena.advance()
             self.watch_cache = None  # it has seen the first rows
 
-    def _slots(self, groups: int, width: int) -> Slots:
-        def make() -> Slots:
-            return Slots(self._model, groups, width, self._settings, ends=self._ends)
+    def _fill(self, arena: Arena, places: Iterable[int], waiting: deque[int]) -> None:
+        """Waiting groups take free places, and have their first tokens."""
+        groups = {place: waiting.popleft() for place in places if waiting}
+        group_size = len(self.uniforms) // len(self.prompt_ids)
+        prompt_ids = [self.prompt_ids[first // group_size] for first in groups.values()]
+        uniforms = [self.uniforms[first : first + arena.room.width] for first in groups.values()]
+        arena.fill(groups, prompt_ids, torch.cat(uniforms))
 
-        if self._kept is None:
-            return make()
-        return self._kept.get((groups, width, self._prompt_places, self._settings), make)
+    def _take(self, arena: Arena, places: Sequence[int]) -> None:
+        """Write what groups in these places have sampled; the places then are free."""
+        for place in places:
+            first = arena.groups[place]
+            assert first is not None
+            for values, sampled in zip(self.completions, arena.rows([place]), strict=True):
+                values[first : first + arena.room.width] = sampled
+            arena.groups[place] = None
 
-    def _fill(
-        self, slots: Slots, running: list[int | None], waiting: deque[int], rows_of: Tensor
-    ) -> list[int | None]:
-        """Waiting groups take the places of those that have ended, or the places are given up."""
-        if waiting and has_static_cache(self._model):
-            free = [place for place, group in enumerate(running) if group is None]
-            at_once = replaced_at_once(len(running))
-            if len(free) >= at_once:
-                places = free[: min(len(waiting), at_once)]
-                groups = [waiting.popleft() for _ in places]
-                slots.replace(places, self._prompts(groups), self._uniforms[rows_of[groups].flatten()])
-                for place, group in zip(places, groups, strict=True):
-                    running[place] = group
-            return running
-        going_on = _in_use(running) or [0]
-        remaining = len(going_on)
-        if slots.is_recorded:
-            remaining = remaining_places(len(running), len(going_on), rows_of.shape[1])
-        if remaining == len(running):
-            return running
-        slots.keep(going_on, remaining)
-        return [*(running[place] for place in going_on), *[None] * (remaining - len(going_on))]
-
-    def _prompts(self, groups: Sequence[int]) -> list[list[int]]:
-        return [self._prompt_ids[group] for group in groups]
-
-    def _take_ended(self, slots: Slots, running: list[int | None], rows_of: Tensor) -> None:
-        """Write what groups say that have ended since one last looked."""
-        ended = [place for place, over in enumerate(slots.ended()) if over and running[place] is not None]
-        if ended:
-            self._stop(slots, ended)
-            self._take(ended, slots, running, rows_of)
-
-    def _take(self, taken: Sequence[int], slots: Slots, running: list[int | None], rows_of: Tensor) -> None:
-        """Write what groups in these places say, which then are free."""
-        rows = rows_of[[running[place] for place in taken]].flatten()
-        places = slots.rows_of(taken)
-        for name in ("ids", "logp", "lengths", "terminated"):
-            getattr(self, name)[rows] = getattr(slots, name)[places]
-        for place in taken:
-            running[place] = None
-
-    def _stop(self, slots: Slots, groups: Sequence[int]) -> None:
+    def _stop(self, arena: Arena, places: Sequence[int]) -> None:
         """End rows in which a stop text stands, after the token that completes the first."""
-        if not self._settings.stop or not groups:
+        if not self.settings.stop or not places:
             return
-        rows = slots.rows_of(groups)
-        stops = self._settings.stop_texts
-        said = zip(rows.tolist(), slots.ids[rows].tolist(), slots.lengths[rows].tolist(), strict=True)
+        stops, sampled = self.settings.stop_texts, arena.rows(places)
         cut: dict[int, int] = {}
-        for row, ids, length in said:
-            kept = stop_length(ids[:length], self._tokenizer, stops)
-            if kept is not None:
-                cut[row] = kept
+        rows = (each.tolist() for each in (arena.rows_of(places), sampled.ids, sampled.lengths))
+        for row, ids, length in zip(*rows, strict=True):
+            stopped_at = stop_length(ids[:length], self.tokenizer, stops)
+            if stopped_at is not None:
+                cut[row] = stopped_at
         if cut:
-            slots.cut([*cut], [*cut.values()])
+            arena.cut([*cut], [*cut.values()])
 
-    def _share_done(self, slots: Slots, running: list[int | None]) -> float:
-        """Of all tokens that there may be; a row that has ended has no more to come."""
-        places = slots.rows_of(_in_use(running))
-        done = torch.where(slots.terminated, self._longest, slots.lengths)[places].sum().item()
-        ended = int((self.lengths > 0).sum().item())
-        return (ended + done / self._longest) / len(self.lengths)
-
-
-def _in_use(running: Sequence[int | None]) -> list[int]:
-    """Places that have a group."""
-    return [place for place, group in enumerate(running) if group is not None]
+    def _watch(self, arena: Arena, steps: int) -> None:
+        longest = self.settings.max_new_tokens
+        if steps % _CHECK_EVERY != 1 and steps != longest:
+            return
+        if self.watch_cache is not None and steps <= longest:
+            self.watch_cache(steps, arena.cache_bytes)
+        if self.watch_rows is not None:
+            sampled = arena.rows(arena.in_use)  # a row that has ended has no more to come
+            done = torch.where(sampled.terminated, longest, sampled.lengths).sum() / longest
+            ended = (self.completions.lengths > 0).sum()
+            self.watch_rows(float((ended + done) / len(self.uniforms)))

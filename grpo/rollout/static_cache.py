@@ -1,11 +1,11 @@
-"""A cache for models to decode over, of a fixed size, and the attention that reads it.
+"""A cache of fixed size for a model to decode over, and the attention that reads it.
 
-Two parts, the group's prompt and the row's own tokens, with one softmax over both. The model's own layers
-hand keys and values to the cache and call the attention, by the names and the arguments that transformers
-has for them.
+A group's prompt is held once, and each row's own tokens beside it; one softmax goes over both. The model's
+own layers hand keys and values to the cache and call the attention, by the names and with the arguments that
+transformers has for them.
 
 Shapes: b groups of g rows, R = b·g rows, H heads that share H' of keys and values, h each, of width d,
-P prompt tokens, K places for own tokens.
+P prompt tokens, L own tokens that are read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,135 +18,115 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from grpo.model.stand_ins import refuse_unknown
-from grpo.rollout.cache import move_to_front
 
 BLOCK = 48
-"""Own tokens are attended to in multiples of this: a step is recorded for each length anew."""
+"""Own tokens are read in multiples of this: a step is recorded for each length anew."""
 
 
 def static_cache_length(tokens: int) -> int:
-    """Places the cache has for so many tokens."""
+    """Places that the cache has for so many tokens of a row."""
     return -(-tokens // BLOCK) * BLOCK
 
 
-class Places(NamedTuple):
-    """Where each row's newest token goes, (rows, place): the same place for all, or (R,) tensors."""
+class Mask(NamedTuple):
+    """What is added to scores: 0 where a token is read, else the lowest number there is."""
 
-    rows: slice | Tensor
-    place: int | Tensor
-    length: int  # so many places are attended to
-    bias: "Bias"
-    window_bias: "Bias"  # of layers with a sliding window
+    prompt: Tensor  # (b, 1, 1, P)
+    own: Tensor  # (R, 1, 1, L)
 
 
-class Bias(NamedTuple):
-    """What is added to scores: 0 where a row has a token, else next to nothing can be read."""
+class Reading(NamedTuple):
+    """Where each row's newest token is written, (rows, place), and what it reads."""
 
-    whole: Tensor  # (R, 1, P + length), -inf
-    prompt: Tensor | None  # (b, 1, g·h, P), the lowest finite number; where attention is in two parts
-    own: Tensor | None  # (R, 1, 1, length), likewise
-
-
-def make_bias(whole: Tensor, *, prompts: int, length: int, sharing: int) -> Bias:
-    """whole: (R, P + length). prompts: b. sharing: heads h that have keys in common."""
-    if whole.device.type != "cpu":
-        return Bias(whole.unsqueeze(1), None, None)
-    finite = whole.clamp(min=torch.finfo(whole.dtype).min)
-    of_prompt = finite[:, :-length].unflatten(0, (prompts, -1)).repeat_interleave(sharing, 1)
-    return Bias(whole.unsqueeze(1), of_prompt.unsqueeze(1), finite[:, None, None, -length:])
+    rows: Tensor  # (R,)
+    place: Tensor  # (R,)
+    mask: Mask
+    window_mask: Mask  # of layers with a sliding window
 
 
 class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
-    """One layer's cache: first given the prompts', then a token of each row at a time.
+    """One layer's keys and values, of all groups and rows that there are places for.
 
-    The model's attention is handed the layer itself for a token's keys and values.
+    Given prompts' keys, it keeps them for `groups`. While there is a `reading`, it is given a token of each
+    row, and hands itself to the model's attention in place of keys and values.
     """
 
-    places: Places
-    prompt_keys: Tensor  # (b, H', P, d), and the values likewise
-    prompt_values: Tensor
-    own_keys: Tensor  # (R, H', K, d), and the values likewise
-    own_values: Tensor
+    groups: Tensor
+    reading: Reading | None = None
 
-    def __init__(self, is_sliding: bool) -> None:
+    def __init__(self, num_groups: int, num_rows: int, num_places: int, *, is_sliding: bool) -> None:
         super().__init__()
         self.is_sliding = is_sliding
-        self._room: tuple[Tensor, ...] = ()
-        """Keys and values of all places; those above are of the first ones, that are in use."""
+        self._shape = num_groups, num_rows, num_places
+        self.prompts: list[Tensor] = []
+        """Keys and values, each (groups, H', P, d)."""
+        self.own: list[Tensor] = []
+        """Keys and values, each (rows, H', places, d)."""
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """key, value: the prompts' (b, H', P, d), or (R, H', 1, d)."""
-        if not self._room:
-            self.prompt_keys, self.prompt_values = key.contiguous(), value.contiguous()
-            return key, value
-        rows, place = self.places.rows, self.places.place
-        self.own_keys[rows, :, place] = key.squeeze(2)
-        self.own_values[rows, :, place] = value.squeeze(2)
-        return self, self
+        """key, value: of prompts (b, H', P, d), or of a token (R, H', 1, d)."""
+        if self.reading is not None:
+            for own, new in zip(self.own, (key, value), strict=True):
+                own[self.reading.rows, :, self.reading.place] = new.squeeze(2)
+            return self, self
+        if not self.prompts:
+            self.prompts = [new.new_zeros(self._shape[0], *new.shape[1:]) for new in (key, value)]
+        for prompts, new in zip(self.prompts, (key, value), strict=True):
+            prompts[self.groups] = new
+        return key, value
 
-    def make_room(self, rows: int, places: int) -> None:
-        prompts = self.prompt_keys, self.prompt_values
-        own = (each.new_zeros(rows, each.shape[1], places, each.shape[3]) for each in prompts)
-        self._room = (*prompts, *own)
-        self.use_first(len(self.prompt_keys), rows)
-
-    def move_to_front(self, groups: Tensor, rows: Tensor) -> None:
-        """What these groups and their rows have goes to the first places."""
-        move_to_front(self._room[:2], groups)
-        move_to_front(self._room[2:], rows)
-
-    def use_first(self, groups: int, rows: int) -> None:
-        """From here on only so many places are in use."""
-        self.prompt_keys, self.prompt_values = (tensor[:groups] for tensor in self._room[:2])
-        self.own_keys, self.own_values = (tensor[:rows] for tensor in self._room[2:])
-
-    @property
-    def room_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._room)
+    def clear(self, rows: Tensor) -> None:
+        """Forget these rows' own tokens: a NaN would outlive its mask."""
+        if not self.own:
+            _, num_rows, places = self._shape
+            self.own = [
+                each.new_zeros(num_rows, each.shape[1], places, each.shape[3]) for each in self.prompts
+            ]
+        for own in self.own:
+            own.index_fill_(0, rows, 0.0)
 
     def attend(self, query: Tensor, scale: float) -> Tensor:
         """What each row's newest token reads, of the prompt and its own; query and result (R, H, d)."""
-        places = self.places
-        bias = places.window_bias if self.is_sliding else places.bias
-        prompts, heads = self.prompt_keys.shape[:2]
-        by_head = query.unflatten(1, (heads, -1))  # (R, H', h, d)
+        assert self.reading is not None
+        mask = self.reading.window_mask if self.is_sliding else self.reading.mask
+        prompts, rows, length = len(mask.prompt), len(query), mask.own.shape[-1]
+        by_head = query.unflatten(1, (self.own[0].shape[1], -1))  # (R, H', h, d)
         by_prompt = by_head.unflatten(0, (prompts, -1)).transpose(1, 2).flatten(2, 3)  # (b, H', g·h, d)
-        of_prompt = by_prompt, self.prompt_keys, self.prompt_values
-        of_own = by_head, self.own_keys[:, :, : places.length], self.own_values[:, :, : places.length]
+        of_prompt = by_prompt, *(each[:prompts] for each in self.prompts), mask.prompt
+        of_own = by_head, *(each[:rows, :, :length] for each in self.own), mask.own
         attend = _attend_twice if query.device.type == "cpu" else _attend_once
-        return attend(of_prompt, of_own, bias, scale)
+        return attend(of_prompt, of_own, scale)
 
 
-QueryKeysValues = tuple[Tensor, Tensor, Tensor]
+Part = tuple[Tensor, ...]
+"""Query, keys, values and mask: of prompts (b, H', g·h, …), or of rows' own tokens (R, H', h, …)."""
 
 
-def _attend_once(of_prompt: QueryKeysValues, of_own: QueryKeysValues, bias: Bias, scale: float) -> Tensor:
+def _attend_once(of_prompt: Part, of_own: Part, scale: float) -> Tensor:
     """Plain products, and one softmax over the prompt and the row's own tokens."""
-    (by_prompt, prompt_keys, prompt_values), (by_head, own_keys, own_values) = of_prompt, of_own
-    parts = [_by_row(by_prompt @ prompt_keys.mT, by_head), (by_head @ own_keys.mT).flatten(1, 2)]
-    weights = torch.add(bias.whole, torch.cat(parts, -1), alpha=scale).softmax(-1)  # (R, H, P + length)
+    (folded, _, prompt_values, _), (query, _, own_values, _) = of_prompt, of_own
+    prompt, own = (torch.add(mask, q @ keys.mT, alpha=scale) for q, keys, _, mask in (of_prompt, of_own))
+    parts = [_by_row(prompt, query), own.flatten(1, 2)]
+    weights = torch.cat(parts, -1).softmax(-1)  # (R, H, P + L)
     from_prompt, from_own = weights.split([part.shape[-1] for part in parts], -1)
-    rows, heads, sharing, _ = by_head.shape
-    shape = len(by_prompt), rows // len(by_prompt), heads, sharing, -1
-    folded = from_prompt.view(shape).transpose(1, 2).flatten(2, 3)  # (b, H', g·h, P)
-    read = (from_own.unflatten(1, (heads, sharing)) @ own_values).flatten(1, 2)
-    return _by_row(folded @ prompt_values, by_head) + read
+    by_prompt = from_prompt.view(len(folded), -1, *query.shape[1:3], from_prompt.shape[-1])
+    read = _by_row(by_prompt.transpose(1, 2).flatten(2, 3) @ prompt_values, query)
+    return read + (from_own.unflatten(1, query.shape[1:3]) @ own_values).flatten(1, 2)
 
 
-def _attend_twice(of_prompt: QueryKeysValues, of_own: QueryKeysValues, bias: Bias, scale: float) -> Tensor:
+def _attend_twice(of_prompt: Part, of_own: Part, scale: float) -> Tensor:
     """Torch's fused attention of either part, merged by their log-sum-exps, as cascade attention does.
 
     With weights e^l of each part: o = o₁ σ(l₁ - l₂) + o₂ σ(l₂ - l₁).
     """
     (first, first_sum), (second, second_sum) = (
-        _fused(*part, attn_mask=mask, scale=scale)
-        for part, mask in ((of_prompt, bias.prompt), (of_own, bias.own))
+        _fused(*part[:3], attn_mask=part[3], scale=scale) for part in (of_prompt, of_own)
     )
-    by_head = of_own[0]
-    share = _by_row(first_sum.unsqueeze(-1), by_head) - second_sum.flatten(1, 2).unsqueeze(-1)
+    query = of_own[0]
+    share = _by_row(first_sum.unsqueeze(-1), query) - second_sum.flatten(1, 2).unsqueeze(-1)
     exact = share.dtype
-    merged = second.flatten(1, 2).to(exact).lerp(_by_row(first, by_head).to(exact), share.sigmoid())
-    return merged.to(by_head.dtype)
+    merged = second.flatten(1, 2).to(exact).lerp(_by_row(first, query).to(exact), share.sigmoid())
+    return merged.to(query.dtype)
 
 
 _fused: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -182,15 +162,15 @@ AttentionInterface.register(_NAME, _attend)
 
 
 @contextmanager
-def decoding(config: PretrainedConfig, layers: Sequence[StaticLayer], places: Places) -> Iterator[None]:
+def decoding(config: PretrainedConfig, layers: Sequence[StaticLayer], reading: Reading) -> Iterator[None]:
     """Inside, a model's layers attend to these, and each row's newest token goes to its place."""
     before = config._attn_implementation
     config._attn_implementation = _NAME
     for layer in layers:
-        layer.places = places
+        layer.reading = reading
     try:
         yield
     finally:
         config._attn_implementation = before
         for layer in layers:
-            del layer.places
+            layer.reading = None

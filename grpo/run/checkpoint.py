@@ -28,8 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.environment import typed
 from grpo.files import put_back, shown, take_place
-from grpo.model.adapters import MERGED, has_adapters, save_adapters
-from grpo.model.load import save_merged
+from grpo.model.adapters import MERGED, has_adapters, save_adapters, save_merged
 from grpo.model.names import MODEL_FOLDER
 from grpo.run.training_state import Snapshot, take_snapshot
 

@@ -16,18 +16,10 @@ from grpo.distributed.shard import shard_model
 from grpo.files import shown
 from grpo.model.adapters import add_adapters, load_adapters, store_base
 from grpo.model.four_bits import BITSANDBYTES, quantized_by
-from grpo.model.load import (
-    ModelSource,
-    Policy,
-    context_length,
-    frozen_copy,
-    load_config,
-    load_for,
-    load_tokenizer,
-)
+from grpo.model.load import ModelSource, Policy, context_length, load_config, load_tokenizer
 from grpo.model.names import BASE_FOLDER, base_of, findable
-from grpo.model.reference import FrozenCopy, Reference, make_reference
 from grpo.model.target import Target
+from grpo.model.weights import Reference, frozen_copy, make_reference
 from grpo.prompt import Prompt
 from grpo.rollout.decoder import check_decoder
 from grpo.run.checkpoint import Checkpoint
@@ -154,7 +146,7 @@ def load_models(
             policy.tokenizer.save_pretrained(base)
             if in_4bit:
                 target = replace(target, model_config=policy.model.config)  # not quantized any more
-                policy = load_for(target, base, in_4bit=True)._replace(tokenizer=policy.tokenizer)
+                policy = ModelSource(base, tokenizer=policy.tokenizer).load(target, in_4bit=True)
         add_adapters(policy.model, config, seed=config.seed, base=base)
     check_scorer(policy.model, context_length(policy.model.config))
     check_decoder(policy.model)
@@ -168,7 +160,7 @@ def load_models(
         reference = make_reference(policy.model, reference_device)
         load_adapters(policy.model, checkpoint.folder)
     else:
-        reference = FrozenCopy(
+        reference = Reference(
             policy.model.to(reference_device)
             if source.model is None
             else frozen_copy(policy.model, reference_device)
@@ -182,5 +174,5 @@ def shard_models(config: Config, policy: Policy, reference: Reference | None) ->
     """Over all processes, to the device they compute on."""
     target = policy.target
     shard_model(policy.model, target.dtype, target.device)
-    if isinstance(reference, FrozenCopy):
+    if reference is not None:
         reference.shard(target.dtype, target.device)

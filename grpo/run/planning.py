@@ -10,8 +10,8 @@ from loguru import logger
 from grpo.distributed import World
 from grpo.memory import Device, DoesNotFit, Fit, Size
 from grpo.memory.budget import readable
-from grpo.model.load import Policy, RolloutModel
-from grpo.model.reference import Reference
+from grpo.model.load import Policy
+from grpo.model.weights import Reference, RolloutModel
 from grpo.plan.absent import see_trace
 from grpo.plan.advice import explain
 from grpo.plan.phases_at import PhasesAt

@@ -25,14 +25,13 @@ from grpo.learning.optimizer import check_optimizer, make_optimizer
 from grpo.memory import Device, DoesNotFit, Fit, is_out_of_memory
 from grpo.memory.recovery import release_cache
 from grpo.model.adapters import check_peft
-from grpo.model.load import Policy, RolloutModel, end_names, end_tokens
-from grpo.model.reference import Reference
+from grpo.model.load import Policy, end_names, end_tokens
 from grpo.model.target import choose_device, choose_model, compute_dtype, make_target, multiplies_in_bf16
+from grpo.model.weights import Reference, RolloutModel
 from grpo.plan.advice import does_not_stay
 from grpo.plan.tables import Measured, Plan, plan_table
 from grpo.plan.workload import Workload, longest_prompt
-from grpo.rollout.decoder import records_steps
-from grpo.rollout.slots import KeptSlots
+from grpo.rollout.decoder import KeptArena, records_steps
 from grpo.run.checkpoint import Checkpoint, CheckpointFolder, checkpoint_bytes
 from grpo.run.clock import Clock
 from grpo.run.folder import check_room, hold_folder, keep_rewards, open_checkpoints, write_settings
@@ -77,7 +76,7 @@ class Run:
     """Whether nothing is to be saved."""
     stays_gathered: bool = False
     """Whether a sharded model's weights are all gathered while it samples."""
-    kept: KeptSlots | None = None
+    kept: KeptArena | None = None
     """What decoding leaves for the next rollout, where it records."""
     world: World = field(default_factory=World)
 
@@ -163,7 +162,7 @@ def _make_run(config: Config, given: Given, world: World, device: torch.device, 
         clock=Clock(device), device=meter, fit=fit, plan=plan, measured=Measured(fit),
         longest_prompt=work.longest_prompt, is_trial=given.is_trial,
         stays_gathered=config.shard and stays_gathered(world, fit, work, policy),
-        kept=KeptSlots() if records else None, world=world,
+        kept=KeptArena() if records else None, world=world,
     )  # fmt: skip
 
 

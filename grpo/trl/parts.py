@@ -62,10 +62,10 @@ def parts(inputs: Mapping[str, Any], rows: int, *, multiple: int = 1) -> Iterato
     samples = split_pixel_values_by_grid(dict(inputs))
     for start in range(0, of_rows, rows):
         chosen = order[start : start + rows]
-        some = {name: _take(value, chosen) for name, value in samples.items()}
+        taken = {name: _take(value, chosen) for name, value in samples.items()}
         columns = max(2, int(lengths[chosen[0]]))
         part = Part(
-            _without_padding(_together(some), -(-columns // multiple) * multiple),
+            _without_padding(_together(taken), -(-columns // multiple) * multiple),
             rows=len(chosen), tokens=int(sum(tokens[row] for row in chosen)),
             of_rows=of_rows, of_tokens=int(sum(tokens)),
         )  # fmt: skip
@@ -94,42 +94,47 @@ def _together(samples: dict[str, Any]) -> dict[str, Any]:
 
 def _without_padding(inputs: dict[str, Any], columns: int) -> dict[str, Any]:
     """On the right. What pads prompts, on the left, stays: positions are counted from there."""
-    padding = max(0, inputs["completion_ids"].size(1) - columns)
-    if not padding:
-        return inputs
     width = inputs["completion_ids"].size(1)
-    own = dict.fromkeys(OF_COMPLETIONS, width) | {
-        name: inputs["prompt_ids"].size(1) + width for name in OF_TEXTS
-    }
-    return {
-        name: value[:, :-padding]
-        if name in own and value is not None and value.size(1) == own[name]
-        else value
-        for name, value in inputs.items()
-    }
+    padding = max(0, width - columns)
+    widths = dict.fromkeys(OF_COMPLETIONS, width)
+    widths |= dict.fromkeys(OF_TEXTS, width + inputs["prompt_ids"].size(1))
+
+    def cut(name: str, value: Any) -> Any:
+        is_padded = name in widths and value is not None and value.size(1) == widths[name]
+        return value[:, : widths[name] - padding] if is_padded else value
+
+    return {name: cut(name, value) for name, value in inputs.items()}
 
 
 def merged(done: Sequence[Part], *, loss_type: str, by_sequence: bool) -> dict[str, tuple[float, float]]:
-    """Of each metric what to sum, over parts and processes, and what to divide the sum by.
+    """Of each metric what to sum, over parts and processes, and what to divide the sum by; see `combined`.
 
-    An extreme, `*_min` or `*_max`, comes with 0: it is none of a sum. by_sequence: ratios are a row's.
+    by_sequence: ratios are a row's.
     """
-    together: dict[str, tuple[float, float]] = {}
-    for name in sorted({name for part in done for name in part.metrics}):
-        values = [part.metrics[name][-1] for part in done]
-        if name.endswith(("_min", "_max")):
-            known = [value for value in values if not math.isnan(value)] or [math.nan]
-            together[name] = (min(known) if name.endswith("_min") else max(known)), 0.0
-            continue
+
+    def pair(part: Part, name: str) -> tuple[float, float]:
+        value = part.metrics[name][-1]
         if name == "policy_loss":
-            counts, total = [part.weight(loss_type) for part in done], 1.0
-        else:
-            of_rows = name.startswith("vespo/") or (by_sequence and name not in ("kl", "entropy"))
-            of_rows = of_rows or done[0].has_one_column
-            counts = [float(part.rows if of_rows else part.tokens) for part in done]
-            total = sum(counts)
-        together[name] = sum(v * n for v, n in zip(values, counts, strict=True)), total
-    return together
+            return value * part.weight(loss_type), part.row_share
+        is_of_rows = name.startswith("vespo/") or (by_sequence and name not in ("kl", "entropy"))
+        count = part.rows if is_of_rows or part.has_one_column else part.tokens
+        return (value, 0.0) if is_extreme(name) else (value * count, float(count))
+
+    names = sorted({name for part in done for name in part.metrics})
+    return {name: combined(name, [pair(part, name) for part in done]) for name in names}
+
+
+def combined(name: str, pairs: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Of one metric, (sum, count) of parts or processes: their sums; (extreme, 0) of a `*_min` or `*_max`."""
+    values, counts = zip(*pairs, strict=True)
+    if not is_extreme(name):
+        return sum(values), sum(counts)
+    known = [value for value in values if not math.isnan(value)] or [math.nan]
+    return (min(known) if name.endswith("_min") else max(known)), 0.0
+
+
+def is_extreme(name: str) -> bool:
+    return name.endswith(("_min", "_max"))
 
 
 def fields_by_row(
@@ -140,7 +145,7 @@ def fields_by_row(
         return lambda part: {}
     batch = {name: value if isinstance(value, Tensor) else list(value) for name, value in fields.items()}
     if images is not None:
-        batch["num_images"] = [len(each) if each else 0 for each in images]
+        batch["num_images"] = [len(of_row) if of_row else 0 for of_row in images]
     try:
         samples = split_pixel_values_by_grid(batch)
     except (KeyError, ValueError, RuntimeError, TypeError, AttributeError):
@@ -148,8 +153,8 @@ def fields_by_row(
     if any(len(value) != rows for value in samples.values()):
         return None
 
-    def some(part: slice) -> dict[str, Any]:
+    def of_rows(part: slice) -> dict[str, Any]:
         chosen = _together({name: value[part] for name, value in samples.items()})
         return {name: value for name, value in chosen.items() if name != "num_images"}
 
-    return some
+    return of_rows

@@ -1,11 +1,15 @@
 """Processes under TRL: nothing waits for another while rows are done, and gradients meet once a step."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+from grpo.distributed.processes import sum_in_buckets
+from grpo.trl.parts import combined
 
 
 class Alone:
@@ -34,27 +38,39 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def least(number: int, device: torch.device) -> int:
+def smallest(number: int, device: torch.device) -> int:
     """Of all processes' numbers."""
-    found = torch.tensor(number, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MIN)
-    return int(found.item())
+    everyones = torch.tensor(number, device=device)
+    dist.all_reduce(everyones, op=dist.ReduceOp.MIN)
+    return int(everyones.item())
 
 
-def extremes_and_means(metrics: dict[str, tuple[float, float]], accelerator: Any) -> dict[str, float]:
+def metric_values(metrics: Mapping[str, tuple[float, float]], accelerator: Any) -> dict[str, float]:
     """Of `merged` metrics, their values over all processes."""
     if not metrics:
         return {}
     pairs = torch.tensor([*metrics.values()], dtype=torch.float64)  # (M, 2)
     if accelerator.num_processes > 1:
         pairs = accelerator.gather(pairs.to(accelerator.device)).cpu()
-    everywhere = pairs.view(-1, len(metrics), 2)  # (processes, M, 2)
+    by_process = pairs.view(-1, len(metrics), 2).tolist()
     values = {}
-    for name, (sums, counts) in zip(metrics, everywhere.permute(1, 2, 0), strict=True):
-        if name.endswith(("_min", "_max")):
-            known = sums[~sums.isnan()]
-            extreme = (known.min() if name.endswith("_min") else known.max()) if len(known) else sums[0]
-            values[name] = extreme.item()
-        else:
-            values[name] = (sums.sum() / counts.sum().clamp(min=1.0)).item()
+    for name, *of_metric in zip(metrics, *by_process, strict=True):
+        value, count = combined(name, of_metric)
+        values[name] = value / count if count else value
     return values
+
+
+def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Over the processes, as DDP would; one that a process has not counts as zeros."""
+    is_there = [int(parameter.grad is not None) for parameter in parameters]
+    anywhere = torch.tensor(is_there, device=parameters[0].device)
+    dist.all_reduce(anywhere)
+    gradients = []
+    for parameter, somebody_has in zip(parameters, anywhere.tolist(), strict=True):
+        if somebody_has:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+    sum_in_buckets(gradients, wait=lambda work: work.wait())
+    for gradient in gradients:
+        gradient /= dist.get_world_size()

@@ -7,7 +7,7 @@ weighted so that it does not depend on the parts.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,17 +15,20 @@ import transformers
 import trl
 from accelerate.utils import DistributedType
 from loguru import logger
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 
 from grpo.config.sizes import parse_size
 from grpo.environment import keep_freed
 from grpo.memory import Device, Fit, Size
 from grpo.memory.budget import data_limit
-from grpo.trl.gradients import aside, average_gradients, drop
+from grpo.plan.tables import Measured
 from grpo.trl.parts import LOSSES, Part, completion_lengths, fields_by_row, merged, parts
-from grpo.trl.processes import Alone, extremes_and_means, least, unwrapped
-from grpo.trl.random_state import RandomState
-from grpo.trl.record import MemoryRecord
+from grpo.trl.processes import Alone, average_gradients, metric_values, smallest, unwrapped
+from grpo.trl.record import plan_table, step_metrics
+from grpo.trl.replay import RandomState, drop_gradients, gradients_apart
+from grpo.trl.sampling import NativeSampler, obstacle
 
 SHARDED = DistributedType.DEEPSPEED, DistributedType.FSDP
 """Where processes have to do as many passes, and cannot do one again by themselves."""
@@ -43,24 +46,23 @@ class _StepInParts(transformers.Trainer):
         ends = self.accelerator.sync_gradients
         if self.is_sharded:
 
-            def shards_part(part: Part) -> Tensor:
-                self.accelerator.gradient_state._set_sync_gradients(
-                    ends and part.is_last
-                )  # DeepSpeed steps then
+            def learn(part: Part) -> Tensor:
+                ends_step = ends and part.is_last  # when DeepSpeed steps
+                self.accelerator.gradient_state._set_sync_gradients(ends_step)
                 return step(model, part, num_items_in_batch)
 
-            return self._in_parts("learn", inputs, shards_part)
+            return self._in_parts("learn", inputs, learn)
 
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         begin = RandomState(self.accelerator.device)
         entropy_so_far = getattr(self, "_entropy_window_stats", None)
 
         def discard() -> None:
-            drop(parameters)
+            drop_gradients(parameters)
             begin.restore()
             self._entropy_window_stats = entropy_so_far
 
-        with aside(parameters):
+        with gradients_apart(parameters):
             loss = self._in_parts(
                 "learn", inputs, lambda part: step(unwrapped(model), part, num_items_in_batch), discard
             )
@@ -73,7 +75,8 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
     """`trl.GRPOTrainer`, and its batch fits.
 
     memory_utilization: share of the device that may be held. memory_limit: the most, such as "20GB", which
-    is planned for and not enforced. All other arguments are TRL's.
+    is planned for and not enforced. native_sampling: whether completions are sampled by the decoder of this
+    project where it gives the same distribution as TRL's `generate`. All other arguments are TRL's.
 
     ValueError for settings that a batch in parts cannot have; `DoesNotFit` when one row is too much.
     """
@@ -86,13 +89,14 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         *args: Any,
         memory_utilization: float = 0.85,
         memory_limit: str | int | None = None,
+        native_sampling: bool = True,
         **kwargs: Any,
     ) -> None:
         if not 0 < memory_utilization <= 1:
             raise ValueError(f"memory_utilization={memory_utilization}: a share of the device, up to 1.")
         limit = parse_size(memory_limit) if isinstance(memory_limit, str) else memory_limit
-        given = inspect.signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
-        _refuse(given.get("args"))
+        arguments = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
+        _refuse(arguments.get("args"))
         super().__init__(*args, **kwargs)
         if getattr(self, "aux_loss_enabled", False):
             raise ValueError(
@@ -106,69 +110,74 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         self.fit = Fit(
             Device(device, utilization=memory_utilization, limit_bytes=limit),
             group_size=self.num_generations, replays=not self.is_sharded,
-            agree=(lambda rows: least(rows, device)) if self.is_sharded else (lambda rows: rows),
+            agree=(lambda rows: smallest(rows, device)) if self.is_sharded else (lambda rows: rows),
         )  # fmt: skip
-        self.memory = MemoryRecord(self.fit)
+        self._measured, self._num_steps = Measured(self.fit), 0
+        self._sampler = None
+        if native_sampling and not self._has_engine:
+            reason = obstacle(self)
+            if reason is None:
+                self._sampler = NativeSampler(self, self.fit)
+            else:
+                logger.info("TRL samples completions by itself, without sharing prompts: {}", reason)
         if any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.model.modules()):
             logger.warning(
                 "the model has dropout, which differs with the rows that are done at once: for steps that do "
                 "not depend on them set GRPOConfig(disable_dropout=True)"
             )
 
-    # ------------------------------------------------------------------------------------ a run
-
     def train(self, *args: Any, **kwargs: Any) -> Any:
         result = super().train(*args, **kwargs)
-        if self.accelerator.is_main_process:
-            self.memory.show("Memory, most of all steps")
+        self._show(self._measured.table(self.fit.device.budget(), title="Memory, most of all steps"))
         return result
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self.memory.steps == self.current_gradient_accumulation_steps and self.accelerator.is_main_process:
-            self.memory.show("Memory planned after the first step", planned=True)
+        if self._num_steps == self.current_gradient_accumulation_steps:
+            self._show(plan_table(self.fit))
+            self._measured.begin()
         loss = super().training_step(*args, **kwargs)
-        for name, value in self.memory.note(self.fit.take_passes()).items():
+        passes = self.fit.take_passes()
+        self._num_steps += 1
+        self._measured.note(passes)
+        for name, value in step_metrics(passes).items():
             self._metrics["train"][name].append(value)
         return loss
 
-    # ------------------------------------------------------------------------------------ sample
+    def _show(self, table: Table) -> None:
+        if self.accelerator.is_main_process:
+            Console().print("\n", table, sep="")  # below what may stand there, such as a progress bar
 
     def _generate_single_turn(
-        self,
-        prompt_ids: Sequence[Sequence[int]],
-        images: Any,
-        multimodal_fields: Any,
-        *args: Any,
-        **kwargs: Any,
+        self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, *args: Any, **kwargs: Any
     ) -> tuple[list[list[int]], Any]:
         """Whole groups at a time; a part that ran out of memory begins again from the same random state."""
+        if self._sampler is not None and images is None and not multimodal_fields:
+            return self._sampler.sample(prompt_ids), None
         generate = super()._generate_single_turn
         fields = fields_by_row(multimodal_fields, images, len(prompt_ids))
-        if self.use_vllm or self._samples_continuously or fields is None:
+        if fields is None or self._has_engine:
             return generate(prompt_ids, images, multimodal_fields, *args, **kwargs)
         done: list[list[int]] = []
         longest = max(map(len, prompt_ids))
 
-        def some(rows: int) -> list[list[int]]:
+        def sample(rows: int) -> list[list[int]]:
             part = slice(len(done), len(done) + rows)
             of_part = images and images[part]
             return generate(prompt_ids[part], of_part, fields(part), *args, **kwargs)[0]
 
         while len(done) < len(prompt_ids):
             done += self.fit.run(
-                "sample", some, Size(len(prompt_ids) - len(done), longest + self.max_completion_length),
+                "sample", sample, Size(len(prompt_ids) - len(done), longest + self.max_completion_length),
                 took=lambda rows, ids: Size(rows, longest + max(map(len, ids))),
                 discard=RandomState(self.accelerator.device).restore,
             )  # fmt: skip
         return done, None
 
     @property
-    def _samples_continuously(self) -> bool:
-        """By transformers' own batching, which minds memory itself."""
-        names = "use_transformers_continuous_batching", "use_transformers_paged"
-        return any(getattr(self, name, False) for name in names)
-
-    # ------------------------------------------------------------------------------------- score
+    def _has_engine(self) -> bool:
+        """Whether vLLM or transformers' continuous batching samples, which mind memory themselves."""
+        engines = "use_vllm", "use_transformers_continuous_batching", "use_transformers_paged"
+        return any(getattr(self, engine, False) for engine in engines)
 
     def _get_per_token_logps_and_entropies(
         self, model: nn.Module, input_ids: Tensor, *args: Any, batch_size: int | None = None, **kwargs: Any
@@ -181,8 +190,6 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
             "score", lambda rows: score(model, input_ids, *args, batch_size=rows, **kwargs),
             Size(len(input_ids), input_ids.size(1)),
         )  # fmt: skip
-
-    # ------------------------------------------------------------------------------------- learn
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         if isinstance(generation_batch, Part):
@@ -225,14 +232,14 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
             return done
 
         tokens = inputs["prompt_ids"].size(1) + int(completion_lengths(inputs).max())
-        found = self.fit.run(phase, work, Size(len(inputs["prompt_ids"]), tokens), discard=discard)
+        done = self.fit.run(phase, work, Size(len(inputs["prompt_ids"]), tokens), discard=discard)
         by_sequence = self.importance_sampling_level == "sequence"
-        metrics = merged(found, loss_type=self.loss_type, by_sequence=by_sequence)
-        for name, value in extremes_and_means(metrics, self.accelerator).items():
+        metrics = merged(done, loss_type=self.loss_type, by_sequence=by_sequence)
+        for name, value in metric_values(metrics, self.accelerator).items():
             self._metrics[self._mode][name].append(value)
         if self._mode == "train" and self.accelerator.sync_gradients and self._entropy_bonus_enabled:
             self._control_entropy()
-        return torch.stack([part.loss for part in found]).sum()
+        return torch.stack([part.loss for part in done]).sum()
 
     def _control_entropy(self) -> None:
         """The end of a step to TRL's control of the entropy, which its parts are not."""
@@ -264,7 +271,7 @@ def _refuse(settings: Any) -> None:
             f"how the loss {settings.loss_type!r} adds up over parts is not known: set loss_type to one of "
             f"{', '.join(LOSSES)}."
         )
-    if settings.use_liger_kernel and hasattr(trl.GRPOTrainer, "compute_liger_loss"):
+    if settings.use_liger_kernel and hasattr(GRPOTrainer, "compute_liger_loss"):
         raise ValueError(
             "Liger's fused loss divides by the rows that are on the device at once: set "
             "use_liger_kernel=False, or install TRL 1.15 or newer, which takes only its layers."

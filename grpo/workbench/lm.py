@@ -19,10 +19,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from grpo.config import CONFIG_FILE, to_plain
-from grpo.config.groups import Checkpointing, LoraSettings, SamplingSettings
+from grpo.config.groups import Checkpointing, LoraSettings, LossSettings, SamplingSettings
 from grpo.config.sizes import parse_size
 from grpo.files import write_whole
-from grpo.learning.loss import LossSettings
 from grpo.learning.optimizer import learning_rate, make_optimizer, set_learning_rate
 from grpo.learning.step import Stepper, begin_gradients
 from grpo.memory import Device, Fit, Pass, Size
@@ -32,7 +31,7 @@ from grpo.model.activation_checkpointing import (
     recomputed_layers,
 )
 from grpo.model.adapters import add_adapters, store_base
-from grpo.model.load import load_for
+from grpo.model.load import ModelSource
 from grpo.model.target import Target, choose_device, make_target
 from grpo.plan.phases_at import PhasesAt, PhaseSettings
 from grpo.plan.trace import TracedPhases
@@ -234,7 +233,7 @@ def _model(task: Task, target: Target) -> PreTrainedModel:
     """A named model with its own weights, or one from numbers with random ones."""
     if task.made.arch is not None:
         return random_model(target, seed=task.train.seed)
-    model = load_for(target, model_name(task.train, task.made)).model
+    model = ModelSource(model_name(task.train, task.made)).load(target).model
     if task.train.uses_lora:
         add_adapters(model, task.train)
         store_base(model, target.dtype)

@@ -28,18 +28,19 @@ from benchmarks.models import GPT2_124M, GPT2_MINUTE, LIKE_ROOK_TINY, write_mode
 from benchmarks.results import CONSOLE, conclude, in_turns, table, write
 from benchmarks.speed import CONTENDERS, Case, race
 from grpo.config import Config
-from grpo.config.groups import BUNDLED, Precision, SamplingSettings
+from grpo.config.groups import BUNDLED, LossSettings, Precision, SamplingSettings
 from grpo.config.sizes import parse_size
 from grpo.data import load_prompts
-from grpo.learning.loss import LossSettings, loss_counts
+from grpo.learning.loss import loss_counts
 from grpo.learning.objectives import GRPOBatch, accumulate_grpo
 from grpo.memory import Fit
 from grpo.memory.budget import GB
 from grpo.memory.recovery import release_cache
-from grpo.model.load import Policy, RolloutModel, load_policy
+from grpo.model.load import Policy, load_policy
 from grpo.model.target import choose_device, compute_dtype
+from grpo.model.weights import RolloutModel
 from grpo.plan.trace import SCRATCH_BYTES
-from grpo.rollout import slots
+from grpo.rollout import decoder
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
@@ -250,7 +251,7 @@ def _recorded(config: Config, rounds: int = 5) -> Figures:
         return time.perf_counter() - start, made.completions
 
     def plain() -> tuple[float, list[str]]:
-        with mock.patch.object(slots, "step_recorder", lambda model: None):
+        with mock.patch.object(decoder, "step_graphs", lambda model: None):
             return recorded()
 
     found = in_turns({"recorded": recorded, "plain": plain}, 1 + rounds)

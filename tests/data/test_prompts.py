@@ -40,8 +40,9 @@ from grpo.data.files import FORMATS
 from grpo.data.maker import PromptMaker
 from grpo.data.split import heldout_fraction, position
 from grpo.evaluate import evaluate
-from grpo.model.load import RolloutModel, load_policy
+from grpo.model.load import load_policy
 from grpo.model.names import BUNDLED_FOLDER
+from grpo.model.weights import RolloutModel
 from rewards.environment import referee
 from rewards.formats import environment_prompt, policy_prompt
 

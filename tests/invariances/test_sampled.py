@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from grpo.config.groups import SamplingSettings
-from grpo.model.load import RolloutModel, load_policy
+from grpo.model.load import load_policy
+from grpo.model.weights import RolloutModel
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.types import Prompt, Rollout

@@ -12,12 +12,11 @@ from conftest import ARCHITECTURES, CPU
 from whole_runs import BY_FIELD, assert_close_outcome, outcome, train
 
 from grpo import phases
-from grpo.config.groups import Checkpointing, SamplingSettings
+from grpo.config.groups import Checkpointing, LossSettings, SamplingSettings
 from grpo.data import load_prompts
 from grpo.data.reward_functions import RewardFunctions
-from grpo.learning.advantages import group_advantages
-from grpo.learning.credit import FieldCredit
-from grpo.learning.loss import LossSettings, loss_counts
+from grpo.learning.advantages import field_credit, group_advantages
+from grpo.learning.loss import loss_counts
 from grpo.learning.objectives import GRPOBatch, accumulate_grpo, finish_grpo
 from grpo.model.load import load_policy
 from grpo.rollout.sample import rollout
@@ -141,10 +140,11 @@ def test_i1_holds_where_each_field_has_its_advantage():
     batch = frozen_batch(policy, source.draw(4), length=64)
     rewards = RewardFunctions(["policy-legal", "environment-sparse"], [2.0, 1.0])
     scores = rewards(batch.rollout)
-    credit = FieldCredit(rewards, policy.tokenizer, "batch")
-    advantages = credit(
-        group_advantages(scores.rewards, G, scale="batch"), scores.rewards, batch.rollout, scores
-    )
+    judged = rewards.judged(scores, batch.rollout.completions)
+    advantages = field_credit(
+        group_advantages(scores.rewards, G, scale="batch"), scores.rewards, judged, batch.rollout,
+        policy.tokenizer, scale="batch",
+    )  # fmt: skip
     split = [len(row[mask].unique()) > 1 for row, mask in zip(advantages, batch.rollout.mask, strict=True)]
     assert sum(split) >= 3 and advantages.shape == batch.mask.shape
     batch = dataclasses.replace(batch, advantages=advantages)

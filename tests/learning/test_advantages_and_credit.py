@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from grpo.config.groups import LossSettings
 from grpo.data.reward_functions import Judged, Scores
-from grpo.learning.advantages import group_advantages, zero_variance_groups
-from grpo.learning.credit import field_credit
+from grpo.learning.advantages import field_credit, group_advantages, zero_variance_groups
 from grpo.learning.loss import loss_counts
 from grpo.learning.objectives import GRPOBatch, accumulate_grpo, finish_grpo
 from grpo.types import Prompt, Rollout

@@ -10,16 +10,9 @@ from conftest import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.learning.loss import (
-    LossSettings,
-    StepCounts,
-    adaptive_kl,
-    finish_metrics,
-    grpo_loss,
-    loss_counts,
-    merge_metrics,
-    truncated_importance_weights,
-)
+from grpo.config.groups import LossSettings
+from grpo.learning.loss import StepCounts, adaptive_kl, grpo_loss, loss_counts, truncated_importance_weights
+from grpo.learning.metrics import finish_metrics, merge_metrics
 
 LN2 = math.log(2)
 LOSSES, LEVELS = ("grpo", "dapo", "dr_grpo", "cispo"), ("token", "sequence")
@@ -264,7 +257,7 @@ def test_counts_are_of_the_whole_step_and_one_without_any_token_is_zero_and_says
     assert finish_metrics(merge_metrics({}, {})) == {}  # a process that had no rows at all
     half = (each.bfloat16() for each in (PROBS.log(), OLD, REF, ADVANTAGES))  # computed in fp32
     loss, metrics = grpo_loss(*half, MASK, counts=COUNTS, settings=LossSettings())
-    assert loss.dtype == metrics["ratio"].dtype == torch.float32
+    assert loss.dtype == metrics["ratio/mean"].dtype == torch.float32
 
 
 @pytest.mark.parametrize(("kl", "factor"), [(0.11, 1.01), (0.09, 0.99), (9.0, 1.02), (0.0, 0.98)])

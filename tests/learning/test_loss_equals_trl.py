@@ -14,7 +14,8 @@ from conftest import places
 from trl_cases import LENGTH, Case, Stock, make
 
 from grpo.config.groups import LossSettings
-from grpo.learning.loss import finish_metrics, grpo_loss, loss_counts, truncated_importance_weights
+from grpo.learning.loss import grpo_loss, loss_counts, truncated_importance_weights
+from grpo.learning.metrics import finish_metrics
 from grpo.scoring.head import head_pass
 
 R, C = 6, LENGTH

@@ -58,24 +58,19 @@ def test_a_step_applies_the_accumulated_gradient_and_forgets_it():
     ],
 )  # fmt: skip
 def test_a_step_that_is_not_finite_is_skipped_counted_and_reported(logged, value, where, max_grad_norm):
-    model, stepper = make(max_grad_norm)
-    broken = ((value, 4.0), {}) if where == "grad_norm" else ((3.0, 4.0), {where: value})
-    metrics = stepper.step(giving(model, broken[0], **broken[1]))
-    assert torch.equal(model.weight, torch.tensor([[1.0, 2.0]]))
-    assert model.weight.grad is None
-    assert metrics["skipped"] == 1.0 and stepper.num_skipped == 1
-    assert any(f"step skipped: {where} is " in line and "1 skipped" in line for line in logged)
-
-
-def test_adams_moments_do_not_move_either():
+    """Nor do Adam's moments move."""
     model, _ = make()
     optimizer = torch.optim.AdamW(model.parameters())
-    stepper = Stepper(model, optimizer, 1.0)
+    stepper = Stepper(model, optimizer, max_grad_norm)
     stepper.step(giving(model, (3.0, 4.0)))
-    before = {name: value.clone() for name, value in optimizer.state[model.weight].items()}
-    stepper.step(giving(model, (math.nan, 4.0)))
-    after = optimizer.state[model.weight]
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    weight = model.weight.detach().clone()
+    moments = {name: moment.clone() for name, moment in optimizer.state[model.weight].items()}
+    broken = ((value, 4.0), {}) if where == "grad_norm" else ((3.0, 4.0), {where: value})
+    metrics = stepper.step(giving(model, broken[0], **broken[1]))
+    assert torch.equal(model.weight, weight) and model.weight.grad is None
+    assert all(torch.equal(optimizer.state[model.weight][name], moment) for name, moment in moments.items())
+    assert metrics["skipped"] == 1.0 and stepper.num_skipped == 1
+    assert any(f"step skipped: {where} is " in line and "1 skipped" in line for line in logged)
 
 
 def test_three_in_a_row_end_the_run_two_do_not():
@@ -90,20 +85,6 @@ def test_three_in_a_row_end_the_run_two_do_not():
     assert torch.allclose(model.weight, torch.tensor([[0.7, 1.6]]))
     with pytest.raises(Diverged, match="4 steps in a row"):  # a count from a checkpoint is no fresh start
         stepper.step(bad)
-
-
-def test_an_exception_in_the_middle_leaves_the_weights():
-    model, stepper = make()
-
-    def breaks() -> dict[str, float]:
-        giving(model, (3.0, 4.0))()
-        raise MemoryError
-
-    with pytest.raises(MemoryError):
-        stepper.step(breaks)
-    assert torch.equal(model.weight, torch.tensor([[1.0, 2.0]]))
-    stepper.step(giving(model, (3.0, 4.0)))  # and what it left in .grad does no harm
-    assert torch.allclose(model.weight, torch.tensor([[0.7, 1.6]]))
 
 
 def noting(seen: list, prepare: Callable[[Trainer], object]) -> Callable[[Trainer], None]:

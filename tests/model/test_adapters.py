@@ -18,10 +18,17 @@ from grpo.config.groups import LoraSettings, OptimizerSettings
 from grpo.learning.optimizer import make_optimizer
 from grpo.memory import Size
 from grpo.memory.live import LiveBytes
-from grpo.model.adapters import adapter_parameters, adapters_off, add_adapters, save_adapters, store_base
+from grpo.model.adapters import (
+    adapter_parameters,
+    adapters_off,
+    add_adapters,
+    save_adapters,
+    save_merged,
+    store_base,
+)
 from grpo.model.four_bits import dequantized, layers_in_4_bits
-from grpo.model.load import RolloutModel, load_config, load_for, load_policy, save_merged
-from grpo.model.reference import make_reference
+from grpo.model.load import ModelSource, load_config, load_policy
+from grpo.model.weights import RolloutModel, make_reference
 from grpo.plan.trace import TracedPhases
 from grpo.run.checkpoint import CheckpointFolder
 from grpo.run.loading import check_quantized
@@ -228,7 +235,7 @@ def test_a_checkpoint_is_merged_on_request_and_evaluated_as_it_is(lora_config):
 def test_gradients_are_those_of_the_dequantized_base(load, model_folders, tmp_path, name, dtype, exactness):
     """Relative to their norm: in bf16 to a few times its rounding, 2⁻⁸. Merged it is what it was."""
     target, theirs = load(name).target, load(name).model
-    ours = load_for(target, str(model_folders[name]), in_4bit=True).model
+    ours = ModelSource(str(model_folders[name])).load(target, in_4bit=True).model
     assert len(layers_in_4_bits(ours)) > 7 and not layers_in_4_bits(theirs)
     with torch.no_grad():
         for layer_name, layer in layers_in_4_bits(ours).items():
@@ -256,7 +263,7 @@ def test_gradients_are_those_of_the_dequantized_base(load, model_folders, tmp_pa
 
 def test_weights_that_come_in_4_bits_are_trained_by_adapters(lora_config, load, model_folders, tmp_path):
     target, tokenizer = load("gpt2").target, load("gpt2").tokenizer
-    load_for(target, str(model_folders["gpt2"]), in_4bit=True).model.save_pretrained(tmp_path)
+    ModelSource(str(model_folders["gpt2"])).load(target, in_4bit=True).model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     run = trained(lora_config, model=str(tmp_path), steps=1)
     assert len(layers_in_4_bits(run.policy.model)) == 8
@@ -268,7 +275,7 @@ def test_weights_that_come_in_4_bits_are_trained_by_adapters(lora_config, load, 
 
 
 def test_the_plan_counts_a_base_in_4_bits():
-    """Its bytes exactly, and what a phase adds, where layers are dequantized in turn."""
+    """Its bytes exactly, and what a phase adds, with the largest layer dequantized at the peak or not."""
     sizes = LlamaConfig(
         vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=192,
@@ -283,7 +290,8 @@ def test_the_plan_counts_a_base_in_4_bits():
     assert traced.frozen_bytes == held
     for phase in setting.phase_settings().phases:
         allocated = allocator_peak(partial(real.run, phase, size))
-        assert held + traced.added_bytes(phase, size) == pytest.approx(held + allocated, rel=0.02), phase
+        planned, largest_layer = traced.added_bytes(phase, size), 4 * 128 * 256
+        assert 0.98 * (held + allocated) < held + planned < 1.02 * (held + allocated) + largest_layer, phase
 
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["copy", "adapters"])

@@ -10,9 +10,10 @@ from conftest import ARCHITECTURES, CPU
 from test_checkpointing import made
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from grpo.model.hub import out_of_reach
-from grpo.model.load import RolloutModel, context_length, default_shape, load_policy
+from grpo.model.load import context_length, load_policy
+from grpo.model.names import out_of_reach
 from grpo.model.target import HUB_DEFAULT, choose_model, compute_dtype
+from grpo.model.weights import RolloutModel
 from grpo.scoring.model_checks import check_scorer
 
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -34,13 +35,6 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
     assert out_of_reach("nobody/asked-once") and out_of_reach("nobody/asked-once")
     assert no_network.call_count == 1 and "nobody/asked-once" in no_network.call_args.args
     assert not out_of_reach("/tmp/no-model-here")
-
-
-def test_the_built_in_shape_is_gpt2s():
-    shape = default_shape()
-    assert (shape.vocab_size, shape.n_positions, shape.n_embd) == (50257, 1024, 768)
-    assert (shape.n_layer, shape.n_head, shape.resid_pdrop) == (12, 12, 0.0)
-    assert shape.activation_function == "gelu_pytorch_tanh"
 
 
 def test_a_classifier_is_an_error(tmp_path, model_folders, tokenizer, capfd):

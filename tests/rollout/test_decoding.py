@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, CONTEXT, LONG_MOVE_PROMPT, decode, learned_logprobs, let_norms_be_exact
+from conftest import ARCHITECTURES, CONTEXT, LONG_MOVE_PROMPT, learned_logprobs, let_norms_be_exact
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import grpo.rollout.decoder
@@ -13,12 +13,12 @@ from grpo.memory import Size
 from grpo.memory.live import LiveBytes
 from grpo.memory.rows import positions
 from grpo.model.adapters import add_adapters, store_base
-from grpo.model.load import Policy, RolloutModel, end_names, end_tokens, load_for
+from grpo.model.load import ModelSource, Policy, end_names, end_tokens
+from grpo.model.weights import RolloutModel
 from grpo.rollout import static_cache
-from grpo.rollout.cache import CacheBytes
-from grpo.rollout.decoder import check_decoder, has_static_cache, make_decoder
-from grpo.rollout.generic import GenericDecoder
-from grpo.rollout.native import NativeDecoder
+from grpo.rollout.arena import Arena, Completions, Room
+from grpo.rollout.decoder import check_decoder, has_static_cache, open_arena
+from grpo.rollout.growing import GrowingArena
 from grpo.rollout.sample import rollout
 from grpo.rollout.static_cache import StaticLayer
 from grpo.rollout.tokens import step_uniforms
@@ -111,7 +111,7 @@ def test_with_adapters_in_bf16_logits_are_as_fine_as_without(load, model_folders
     for lora in (True, False):
         policy = load("gpt2", "bf16")
         if lora and in_4bit:
-            policy = load_for(policy.target, str(model_folders["gpt2"]), in_4bit=True)
+            policy = ModelSource(str(model_folders["gpt2"])).load(policy.target, in_4bit=True)
         with torch.no_grad():  # all states and the whole vocabulary have something in common
             policy.model.transformer.ln_f.bias[0] += 20
             policy.model.transformer.wte.weight[:, 0] -= 5
@@ -243,40 +243,55 @@ def made(config: PretrainedConfig):
     return model
 
 
-def decoder_of(kind, model, tokens: int):
-    return kind(model, tokens) if kind is NativeDecoder else kind(model)
+def arena_of(
+    model, groups: int, width: int, prompt_tokens: int, new_tokens: int, kind: type = Arena
+) -> Arena:
+    arena = kind(model, Room(groups, width, prompt_tokens, new_tokens, ends=()))
+    arena.restart(SamplingSettings(max_new_tokens=new_tokens), groups)
+    return arena
+
+
+def assert_said_by_the_whole_text(model, prompt: list[int], rows: Completions) -> None:
+    for ids, logp, length, _ in zip(*rows, strict=True):
+        logits = plain_logits(model, prompt, ids[:length].tolist())
+        expected = logits.log_softmax(-1).gather(1, ids[:length].unsqueeze(1)).squeeze(1)
+        assert torch.allclose(logp[:length], expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [*((NativeDecoder, name) for name in FAMILY), (GenericDecoder, "gpt2"), (GenericDecoder, "gemma3_text")],
+    [*((Arena, name) for name in FAMILY), (GrowingArena, "gpt2"), (GrowingArena, "gemma3_text")],
 )
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
 @torch.no_grad()
 def test_a_token_is_what_the_whole_text_says(name, kind, fused, monkeypatch):
-    """Prompts of one token to three windows, groups that leave, and one that starts in another's place.
+    """Prompts of one token to three windows, groups that leave, and one that starts in another's place, after
+    rows that were NaN throughout.
 
     plain: attention as devices that are no CPU have it.
     """
     if not fused:
         monkeypatch.setattr(static_cache, "_attend_twice", static_cache._attend_once)
-    model = made(shaped(name))
-    texts = [[*range(1, n + 1)] for n in (36, 1, 20) for _ in range(2)]
-    decoder = decoder_of(kind, model, 20)
-    logits = decoder.prefill(texts[::2], 2)
-    for turn in range(20):
+    model, uniforms = made(shaped(name)), torch.rand(6, 60, generator=torch.Generator().manual_seed(0))
+    prompts, arena = [[*range(1, n + 1)] for n in (36, 1, 20)], arena_of(model, 3, 2, 36, 60, kind)
+    arena.fill({0: 0, 1: 1, 2: 2}, prompts, uniforms)
+    for turn in range(59):
         if turn == 12:
-            decoder.keep([0, 2], 2)
-            texts, logits = texts[:2] + texts[4:], logits[[0, 1, 4, 5]]
-        if turn == 15 and kind is NativeDecoder:
-            texts[:2] = [[5, 6, 7], [5, 6, 7]]
-            logits[:2] = decoder.replace([0], texts[:1])
-        for text, ours in zip(texts, logits, strict=True):
-            theirs = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
-            assert torch.allclose(ours, theirs, atol=1e-12, rtol=0)
-        tokens = (torch.arange(len(texts)) * 7 + turn) % 60
-        texts = [[*text, token] for text, token in zip(texts, tokens.tolist(), strict=True)]
-        logits = decode(decoder, tokens)
+            assert_said_by_the_whole_text(model, prompts[1], arena.rows([1]))
+            arena.groups[1] = None
+            arena.compact()
+            assert arena.groups == [0, 2]
+        if turn == 15 and arena.joins:
+            assert_said_by_the_whole_text(model, prompts[0], arena.rows([0]))
+            for layer in arena._layers:
+                for own in layer.own:
+                    own[:2] = torch.nan
+            prompts[0] = [5, 6, 7]
+            arena.fill({0: 3}, prompts[:1], uniforms[4:])
+        arena.advance()
+    assert arena.rows([0, 1]).lengths.tolist() == [45 if arena.joins else 60] * 2 + [60] * 2
+    for place, prompt in enumerate(prompts[::2]):
+        assert_said_by_the_whole_text(model, prompt, arena.rows([place]))
 
 
 @pytest.fixture
@@ -293,38 +308,14 @@ def test_tokens_do_not_depend_on_rows_or_decoder(name, tokenizer, refused):
     policy = Policy(made(AutoConfig.for_model(**shaped(name).to_dict() | sizes)), tokenizer, None)
     many = [Prompt(f"{n}", LONG_MOVE_PROMPT[:n], {}) for n in (30, 2, 17, 5, 24, 9)]
     options = {"width": 2, "ends": range(0, len(tokenizer), 7)}
-    with mock.patch.object(
-        NativeDecoder, "replace", autospec=True, side_effect=NativeDecoder.replace
-    ) as replace:
+    with mock.patch.object(Arena, "fill", autospec=True, side_effect=Arena.fill) as fill:
         whole, *others = [sample(policy, many, rows=rows, **options) for rows in (12, 4, 1)]
-    assert replace.call_count > 1 and len(whole.lengths.unique()) > 3
+    assert fill.call_count > 5 and len(whole.lengths.unique()) > 3
     refused.add(policy.model.config.model_type)
-    assert not has_static_cache(policy.model)
+    assert not has_static_cache(policy.model.config)
     for each in [*others, sample(policy, many, rows=12, **options)]:
         assert torch.equal(each.completion_ids, whole.completion_ids)
         assert torch.allclose(each.sampler_logp, whole.sampler_logp, atol=1e-12, rtol=0)
-
-
-@torch.no_grad()
-def test_a_group_that_takes_anothers_place_decodes_as_if_alone(load):
-    """Beside one of other length, across blocks, and after a row that was NaN throughout."""
-    model, long = load("gpt2", "fp64").model, 60
-    decoder, alone = make_decoder(model, long), make_decoder(model, long)
-    logits = decoder.prefill([[1, 2, 3], [4, 5]], G, longest_prompt=4)
-    tokens = torch.arange(2 * G)
-    for step in range(110):  # group 1 starts over at 30 and 80, group 0 runs into the cache's end
-        if step in (30, 80):
-            for layer in range(2):
-                cache = decoder._layers[layer]
-                cache.own_keys[G:] = cache.own_values[G:] = torch.nan
-            prompt = [7, 8, 9, 10] if step == 30 else [11]
-            logits[G:] = decoder.replace([1], [prompt])
-            expected = alone.prefill([prompt], G)
-        if step >= 30:
-            assert torch.allclose(logits[G:], expected, atol=1e-12, rtol=0)
-            expected = decode(alone, tokens[G:] + step)
-        logits = decode(decoder, tokens + step)
-    assert logits.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -342,10 +333,12 @@ def test_what_computes_something_else_decodes_the_usual_way_and_says_so(config, 
     model = AutoModelForCausalLM.from_config(config).eval()
     if config.model_type == "llama":
         check_decoder(model)
-        assert has_static_cache(model) and not logged
+        assert has_static_cache(model.config) and not logged
         monkeypatch.setattr(StaticLayer, "attend", lambda self, query, scale: query)
     check_decoder(model)
-    assert not has_static_cache(model) and isinstance(make_decoder(model, 4), GenericDecoder)
+    assert not has_static_cache(model.config) and isinstance(
+        open_arena(model, Room(1, 1, 4, 4, ())), GrowingArena
+    )
     assert len(logged) == 1 and "growing cache" in logged[0] and reason in logged[0]
 
 
@@ -361,41 +354,37 @@ def test_tokens_that_are_never_sampled_do_not_decide_how_a_model_decodes(logit, 
     (head.bias.data if logit == -torch.inf else head.weight.data[:, 0])[3:30] = logit
     check_decoder(model)
     check_scorer(model, 64)
-    assert has_static_cache(model) and not logged
+    assert has_static_cache(model.config) and not logged
 
 
 PER_TOKEN = {"gpt2": 2 * 2 * 32 * 4, "llama": 2 * 2 * 2 * 8 * 4, "qwen": 2 * 2 * 1 * 16 * 4}
 """Bytes: keys and values · layers · heads that have them · width · 4."""
 
 
-@pytest.mark.parametrize(
-    ("architecture", "kind"), [*((name, NativeDecoder) for name in ARCHITECTURES), ("llama", GenericDecoder)]
-)
+@pytest.mark.parametrize("kind", [Arena, GrowingArena])
+@EVERY_ARCHITECTURE
 @torch.no_grad()
 def test_a_cache_takes_up_what_its_tokens_do(load, architecture, kind):
     """A static one is there at once, the prompt once a group; Hugging Face's grows, a prompt for each row.
 
-    Tokens that are skipped lead to the same bytes, shapes and positions, though not to the same logits.
+    Tokens that are skipped lead to the same bytes, though not to the same log-probs.
     """
-    model, size, static = load(architecture).model, PER_TOKEN[architecture], kind is NativeDecoder
-    decoder, skipping = decoder_of(kind, model, LENGTH), decoder_of(kind, model, LENGTH)
-    for each in (decoder, skipping):
-        each.prefill([[5] * 20, [6] * 20], G)
-    tokens, prompt_tokens = torch.full((2 * G,), 7), 2 * 20 if static else 2 * G * 20
+    model, size = load(architecture).model, PER_TOKEN[architecture]
+    arena, skipping = (arena_of(model, 2, G, 20, LENGTH, kind) for _ in range(2))
+    for each in (arena, skipping):
+        each.fill({0: 0, 1: 1}, [[5] * 20, [6] * 20], torch.rand(2 * G, LENGTH))
     for own in range(4):
-        used = (prompt_tokens + 2 * G * own) * size
-        held = (prompt_tokens + 2 * G * PLACES) * size if static else used
-        growing = 0 if static else used // 2  # one of two layers is there twice while it grows
-        assert decoder.cache_bytes == CacheBytes(held, used, growing)
+        held = (2 * 20 + 2 * G * PLACES) * size
+        if kind is GrowingArena:  # one of two layers is there twice while it grows
+            held = 2 * G * (20 + own) * size * 3 // 2
+        assert arena.cache_bytes == held
         with LiveBytes() as live:
-            logits = decode(decoder, tokens)
-        assert static or live.peak_bytes > growing
+            arena.advance()
+        assert kind is Arena or live.peak_bytes > held // 3
     skipping.skip(3)
-    assert decode(skipping, tokens).shape == logits.shape
-    assert skipping.cache_bytes == decoder.cache_bytes
-    assert torch.equal(skipping._positions, decoder._positions)
-    decoder.keep([1], 1)
-    assert decoder.cache_bytes.used == (prompt_tokens // 2 + G * 4) * size
+    skipping.advance()
+    assert skipping.cache_bytes == arena.cache_bytes
+    assert torch.equal(skipping.rows([0, 1]).lengths, arena.rows([0, 1]).lengths)
 
 
 def test_the_cache_is_watched_during_the_first_rows_and_changes_nothing(load, prompts):
@@ -403,9 +392,8 @@ def test_the_cache_is_watched_during_the_first_rows_and_changes_nothing(load, pr
     watched = sample(policy, prompts, rows=2 * G, watch_cache=seen.setdefault)
     assert torch.equal(watched.completion_ids, sample(policy, prompts, rows=2 * G).completion_ids)
     assert [*seen] in ([1, 9], [1, 9, LENGTH])
-    longest = max(len(ids) for ids in watched.prompt_ids[:2])
-    full = (2 * longest + 2 * G * PLACES) * PER_TOKEN["gpt2"]
-    assert seen[1] == CacheBytes(full, 2 * longest * PER_TOKEN["gpt2"])
+    longest = max(map(len, watched.prompt_ids))
+    assert seen[1] == (2 * longest + 2 * G * PLACES) * PER_TOKEN["gpt2"]
 
 
 def test_every_end_that_the_model_names_ends_a_text(load, prompts):

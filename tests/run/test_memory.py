@@ -298,7 +298,7 @@ def test_a_dry_run_prints_the_plan_and_needs_no_hub(dry, monkeypatch, logged: li
     assert all(float(cell) > 0 for cell in cells(table, "peak"))
     assert "budget 2.00 GB (--memory-limit)" in dry(device_memory="24GB", memory_limit="2GB")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("grpo.model.hub._answers", lambda name: False)
+    monkeypatch.setattr("grpo.model.names._answers", lambda name: False)
     assert cells(dry(model="auto", device_memory="24GB"), "rows at once") == ["8"] * 3
     (line,) = (line for line in logged if "the hub was not reached" in line)
     assert line.startswith("INFO") and "built-in shape" in line

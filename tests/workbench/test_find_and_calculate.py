@@ -363,7 +363,7 @@ def test_the_calculator_as_it_is_typed_of_counts_and_of_the_bundled_model(tmp_pa
 
 def test_without_a_hub_the_shape_of_the_usual_model_is_built_in(monkeypatch, logged):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("grpo.model.hub._answers", lambda name: False)
+    monkeypatch.setattr("grpo.model.names._answers", lambda name: False)
     assert num_parameters(shape_of("jrahn/RookWorld-LM-124M")) == 124_439_808
     assert any("built-in shape of jrahn/RookWorld-LM-124M" in line for line in logged)
 

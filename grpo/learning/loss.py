@@ -1,13 +1,85 @@
-"""The loss of tokens: clipped policy gradient and KL, and what both are weighted by."""
+"""The clipped policy-gradient losses of GRPO and its kin, as pure functions of tensors.
+
+A step of any number of rows may be split into micro-batches: each loss is a SUM over tokens, of what a token
+weighs (`token_weights`: one over a count of the WHOLE step) times the loss of that token. Micro-batch losses,
+gradients and metric sums therefore add up to the step's, however the rows were split (invariance I1).
+
+Shapes: K tokens that are learned from, of R rows of a micro-batch with C completion tokens at most. What is
+not finite is not hidden: it reaches the loss and the metrics, so that the caller can skip the step.
+
+TRL 1.16's `GRPOTrainer._compute_loss` is the measure; tests/learning/test_loss_equals_trl.py
+compares values, gradients and metrics. Left out on purpose: bnpo (its value depends on the split), sapo,
+luspo, vespo, the entropy bonus, and k1 in the loss (its gradient has zero mean on-policy; it goes
+into the reward).
+"""
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from grpo.config.groups import LossSettings
-from grpo.learning.loss.metrics import loss_metrics
-from grpo.learning.loss.tokens import StepCounts, Tokens, token_weights
+from grpo.config.groups import LossSettings, LossType
+from grpo.learning.metrics import loss_metrics
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What the losses are divided by: counts of the whole step, summed over processes."""
+
+    rows: int
+    """Completions in the step, those without a token in the mask included."""
+    tokens: int
+    """Completion tokens in the mask."""
+    max_length: int
+    """The longest a completion may be (a setting, not what was seen)."""
+
+
+def loss_counts(mask: Tensor, max_length: int) -> StepCounts:
+    """The counts of a step whose completion mask is (N, C), before it is split."""
+    return StepCounts(rows=mask.shape[0], tokens=int(mask.bool().sum()), max_length=max_length)
+
+
+def token_weights(row_tokens: Tensor, counts: StepCounts, loss_type: LossType) -> Tensor:
+    """What a token of each row weighs in the step's loss, (R,) in float64; they are fixed before any pass.
+
+    row_tokens: (R,) tokens of the rows that are learned from.
+    """
+    if loss_type == "grpo":  # each row's mean
+        return 1 / (row_tokens.clamp(min=1).double() * max(counts.rows, 1))
+    total = counts.rows * counts.max_length if loss_type == "dr_grpo" else counts.tokens
+    return torch.full_like(row_tokens, 1 / max(total, 1), dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of `num_rows` rows that are learned from, row by row: (K,) each, nothing is padded."""
+
+    num_rows: int
+    row: Tensor
+    """Which of the rows it belongs to, from 0 on."""
+    weight: Tensor
+    """Its weight in the step's loss, which is sum(weight * loss of the token)."""
+    advantage: Tensor
+    sampler_logp: Tensor
+    """As the sampler saw it, for what `importance_cap` corrects for."""
+    old_logp: Tensor | None = None
+    """By the policy that is corrected for; None: the policy as it is (one update a rollout)."""
+    ref_logp: Tensor | None = None
+    """By the reference model, where there is one."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that there are, by name."""
+        return {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
+
+    def part(self, which: slice) -> "Tokens":
+        """Some of the K tokens."""
+        return self.with_tensors({name: value[which] for name, value in self.tensors().items()})
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Tokens":
+        """With others in place of its `tensors`."""
+        return replace(self, **tensors)  # type: ignore[arg-type]  # none of them is the number of rows
 
 
 def token_loss(
@@ -32,12 +104,12 @@ def token_loss(
     dtype = torch.promote_types(logp.dtype, torch.float32)
     logp = logp.to(dtype)
     old_logp = logp.detach() if tokens.old_logp is None else tokens.old_logp.to(dtype)
-    log_ratio = logp - old_logp
+    log_ratio = logp - old_logp  # (K,)
     ratios = {"log_ratio": log_ratio}
     if settings.importance_level == "sequence":  # the mean over the row
-        lengths = logp.new_zeros(tokens.num_rows).index_add(0, tokens.row, torch.ones_like(logp))
-        ratios["log_ratio"] = log_ratio.new_zeros(tokens.num_rows).index_add(0, tokens.row, log_ratio)
-        ratios["log_ratio"] = ratios["log_ratio"] / lengths.clamp(min=1)
+        sums = logp.new_zeros(2, tokens.num_rows)  # of log-ratios and of tokens: (2, R)
+        sums = sums.index_add(1, tokens.row, torch.stack([log_ratio, torch.ones_like(logp)]))
+        ratios["log_ratio"] = sums[0] / sums[1].clamp(min=1)
         log_ratio = ratios["log_ratio"][tokens.row]
     loss = _policy_loss(logp, log_ratio, tokens.advantage.to(dtype), settings)
     if importance_cap is not None:
@@ -85,24 +157,18 @@ def grpo_loss(
         raise ValueError(
             f"kl_coef is {settings.kl_coef} but ref_logp is None: score the reference, or set it to 0."
         )
-    mask = mask.bool()
-    rows, places = mask.nonzero(as_tuple=True)  # (K,) each
+    at = mask.nonzero(as_tuple=True)  # rows and places, (K,) each
 
     def learned(values: Tensor | None) -> Tensor | None:
-        if values is None:
-            return None
-        return values.detach().expand_as(mask)[rows, places]
+        return None if values is None else values.detach().expand_as(logp)[at]
 
-    learned_logp = logp[rows, places]
     tokens = Tokens(
-        num_rows=len(logp), row=rows, sampler_logp=learned_logp.detach(),
-        weight=token_weights(mask.sum(1), counts, settings.loss_type)[rows],
-        advantage=advantages[rows] if advantages.ndim == 1 else advantages[rows, places],
+        num_rows=len(logp), row=at[0], sampler_logp=logp.detach()[at],
+        weight=token_weights(mask.bool().sum(1), counts, settings.loss_type)[at[0]],
+        advantage=advantages[at[0]] if advantages.ndim == 1 else advantages[at],
         old_logp=learned(old_logp), ref_logp=learned(ref_logp),
     )  # fmt: skip
-    losses, ratios = token_loss(
-        learned_logp, tokens, settings, importance_weights=learned(importance_weights)
-    )
+    losses, ratios = token_loss(logp[at], tokens, settings, importance_weights=learned(importance_weights))
     return losses.sum(), loss_metrics(ratios, tokens, settings)
 
 
@@ -149,12 +215,8 @@ def adaptive_kl(
     relative error, clipped to ±max_error, times `gain`, is the coefficient's relative change.
     """
     if not target > 0:
-        raise ValueError(
-            f"The KL target is {target}; it must be above 0 nats per token (usual: 0.01 to 0.1)."
-        )
+        raise ValueError(f"The KL target is {target}; it must be above 0 nats a token (usual: 0.01 to 0.1).")
     if not math.isfinite(kl):
-        raise ValueError(
-            f"The KL is {kl}: such a step must be skipped, its KL says nothing about the coefficient."
-        )
+        raise ValueError(f"The KL is {kl}: such a step must be skipped, it tells nothing of the coefficient.")
     error = min(max(kl / target - 1, -max_error), max_error)
     return kl_coef * (1 + gain * error)

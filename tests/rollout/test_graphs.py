@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo.config.groups import SamplingSettings
-from grpo.rollout.cuda_graphs import RecordedSteps, recorder_of
-from grpo.rollout.decoder import prompt_places, remaining_places
+from grpo.rollout.arena import Arena, Room
+from grpo.rollout.decoder import KeptArena, prompt_places
+from grpo.rollout.graphs import graphs_of, run_and_record
 from grpo.rollout.sample import rollout
-from grpo.rollout.slots import KeptSlots, Slots
 from grpo.rollout.tokens import step_uniforms
 from grpo.types import Prompt, Rollout
 
@@ -59,33 +59,37 @@ class _Noted(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_replayed_tokens_are_what_tokens_are_and_each_is_one_launch(load, architecture):
+def test_replayed_tokens_are_what_tokens_are_and_each_is_one_launch(load, architecture, monkeypatch):
     """Across blocks, while groups start over and go elsewhere; places are not the recorded ones."""
+    monkeypatch.setattr("grpo.rollout.arena.FEW_ROWS", 1)
     policy, recorder = load(architecture, "fp64"), OperationRecorder()
     settings = SamplingSettings(max_new_tokens=T)
     with torch.no_grad():
         policy.model.get_output_embeddings().weight[0] = 0  # nothing ends
-    plain = Slots(policy.model, 3, G, settings, ends=(0,), recorder=None)
-    replaying = Slots(policy.model, 3, G, settings, ends=(0,), recorder=recorder)
+    room = Room(3, G, 4, T, ends=(0,))
+    plain, replaying = arenas = Arena(policy.model, room), Arena(policy.model, room, recorder)
     uniforms = torch.rand(3 * G, T, generator=torch.Generator().manual_seed(0))
-    for slots in (plain, replaying):
-        slots.start([[1, 2, 3], [4, 5], [6]], uniforms, longest_prompt=4)
+    for arena in arenas:
+        arena.restart(settings, 3)
+        arena.fill({0: 0, 1: 1, 2: 2}, [[1, 2, 3], [4, 5], [6]], uniforms)
     for token in range(110):
         if token in (30, 80):
-            for slots in (plain, replaying):
-                slots.replace([1 if token == 30 else 0], [[7, 8, 9, 10]], uniforms[:G].flip(1))
+            for arena in arenas:
+                arena.fill({1 if token == 30 else 0: 9}, [[7, 8, 9, 10]], uniforms[:G].flip(1))
         if token == 70:
-            for slots in (plain, replaying):
-                slots.keep([1, 2])
+            for arena in arenas:
+                arena.groups[0] = None
+                arena.compact()
         plain.advance(), replaying.advance()
+        theirs, ours = (arena.rows(range(3 if token < 70 else 2)) for arena in arenas)
         for name in ("ids", "lengths", "terminated"):
-            assert torch.equal(getattr(replaying, name), getattr(plain, name))
-        assert torch.allclose(replaying.logp, plain.logp, atol=1e-12, rtol=0)
-    assert plain.lengths.max() == 111 and plain.lengths.min() == 31  # of the one that came at 80
+            assert torch.equal(getattr(ours, name), getattr(theirs, name))
+        assert torch.allclose(ours.logp, theirs.logp, atol=1e-12, rtol=0)
+    assert theirs.lengths.max() == 111 and theirs.lengths.min() == 31  # of the one that came at 80
     assert recorder.recorded == 4  # one and two blocks; then of fewer groups: two, and three
     assert recorder.replayed == 4 + 110 - 4  # the first of each are compared
     # Of the plain path's operations none is left outside; the sampler's part alone are some dozens.
-    replaying._recorded._replays = {key: lambda: None for key in replaying._recorded._replays}
+    replaying._replays = dict.fromkeys(replaying._replays, lambda: None)
     with _Noted() as outside:
         replaying.advance()
     assert outside.operations == [] and recorder.operations > 60
@@ -93,7 +97,7 @@ def test_replayed_tokens_are_what_tokens_are_and_each_is_one_launch(load, archit
     gone = weakref.ref(replaying)
     gc.disable()
     try:
-        del replaying, slots
+        del replaying, arenas, arena
         assert gone() is None
     finally:
         gc.enable()
@@ -112,17 +116,17 @@ def test_rollouts_of_recorded_tokens_are_the_same(load, prompts, rows, monkeypat
     if rows < G:
         orders = [many[:2]]  # a step at a time, in Python
 
-    def sample(turn: int, kept: KeptSlots | None = None) -> Rollout:
+    def sample(turn: int, kept: KeptArena | None = None) -> Rollout:
         uniforms = step_uniforms(len(orders[turn]) * G, 60, seed=0, step=1 + turn)
         return rollout(*policy[:2], orders[turn], uniforms, settings, rows=rows, kept=kept)
 
-    plain, recorder, kept = [sample(turn) for turn in range(len(orders))], OperationRecorder(), KeptSlots()
+    plain, recorder, kept = [sample(turn) for turn in range(len(orders))], OperationRecorder(), KeptArena()
     assert rows < G or (len(plain[0].lengths.unique()) > 4 and plain[0].lengths.max() > 48)
     # As if the model were on CUDA, where few rows leave nobody waiting.
-    monkeypatch.setattr("grpo.rollout.slots.step_recorder", lambda model: recorder)
-    monkeypatch.setattr("grpo.rollout.decoder.FEW_ROWS", 1)
+    monkeypatch.setattr("grpo.rollout.decoder.step_graphs", lambda model: recorder)
+    monkeypatch.setattr("grpo.rollout.arena.FEW_ROWS", 1)
 
-    def check(turn: int = 0, kept: KeptSlots | None = None) -> None:
+    def check(turn: int = 0, kept: KeptArena | None = None) -> None:
         again = sample(turn, kept)
         for name in ("completion_ids", "lengths", "terminated"):
             assert torch.equal(getattr(again, name), getattr(plain[turn], name))
@@ -139,21 +143,19 @@ def test_rollouts_of_recorded_tokens_are_the_same(load, prompts, rows, monkeypat
     assert counts[3] == counts[2]
     if rows == 100:  # lengths of the second may need other sizes, or blocks, than the first
         assert counts[2] <= counts[0] + 3
-        held = kept.nbytes
-        for room in (held, held - 1):  # they are let go of by need
-            kept.trim(room)
-            assert (kept.nbytes == held) == (room == held)
-        sample(0, kept)
+        assert kept.nbytes > 0
         kept.release()
         assert kept.nbytes == 0
 
 
 def test_places_are_given_up_by_halves_and_prompts_have_few_widths_where_steps_are_recorded(load):
-    assert [remaining_places(64, groups, 8) for groups in (64, 33, 32, 17, 16, 9, 8, 1)] == [
-        64, 64, 32, 32, 16, 16, 8, 8,
-    ]  # fmt: skip
-    assert [remaining_places(8, groups, 8) for groups in (8, 4, 1)] == [8, 8, 8]  # 64 rows are few
-    assert [remaining_places(9, groups, 16) for groups in (6, 5, 1)] == [9, 5, 5]
+    def places_left(places: int, going_on: tuple[int, ...], width: int) -> list[int]:
+        arena = Arena(load("gpt2").model, Room(places, width, 4, 4, ()), OperationRecorder())
+        return [arena._places_for(groups, places) for groups in going_on]
+
+    assert places_left(64, (64, 33, 32, 17, 16, 9, 8, 1), 8) == [64, 64, 32, 32, 16, 16, 8, 8]
+    assert places_left(8, (8, 4, 1), 8) == [8, 8, 8]  # 64 rows are few
+    assert places_left(9, (6, 5, 1), 16) == [9, 5, 5]
     config = load("gpt2").model.config  # 192 positions
     places = [prompt_places(config, tokens, "cuda") for tokens in (1, 64, 65, 150, 192)]
     assert places == [64, 64, 128, 192, 192]
@@ -161,65 +163,67 @@ def test_places_are_given_up_by_halves_and_prompts_have_few_widths_where_steps_a
     assert prompt_places(load("llama").model.config, 50, "cuda") == 64
 
 
-class Counter:
-    """Counts by itself: what it shows is n, 2 n, 3 n…"""
-
-    def __init__(self, recorder: Any) -> None:
-        self._steps, self.count = RecordedSteps(recorder), torch.zeros(2)
-
-    def __call__(self, by: float = 1.0) -> list[float]:
-        self._steps(by, lambda: self.count.add_(by), changed=[self.count], shown=[self.count])
-        return self.count.tolist()
+def added(recorder: Any, by: float) -> tuple[list[float], Callable[[], None] | None]:
+    """What a step shows that adds to a count, and what replays it."""
+    count = torch.zeros(2)
+    replay = run_and_record(recorder, lambda: count.add_(by), changed=[count], shown=[count])
+    return count.tolist(), replay
 
 
-def test_what_has_been_recorded_runs_once_for_each_token(logged):
-    counter = Counter(recorder := OperationRecorder())
-    assert [counter(by) for by in (1, 1, 5, 5, 1)] == [[1, 1], [2, 2], [7, 7], [12, 12], [13, 13]]
-    assert (recorder.recorded, recorder.replayed) == (2, 2 + 3)
-    counter = Counter(OperationRecorder())
-    for _ in range(3):  # numbers that are none are no reason to stop
-        assert counter(by=torch.nan) != counter.count.tolist()  # nan is not itself
-    assert not logged
+@pytest.mark.parametrize("by", [1.0, torch.nan])
+def test_a_step_is_run_once_though_its_recording_is_compared(logged, by):
+    """Numbers that are none are no reason to stop."""
+    recorder = OperationRecorder()
+    count, replay = added(recorder, by)
+    assert str(count) == str([by, by]) and recorder.replayed == 1 and replay is not None and not logged
 
 
 def test_a_driver_that_refuses_is_asked_once_and_a_replay_that_shows_something_else_is_not_used(logged):
     refuses = RuntimeError("CUDA error: operation not permitted when stream is capturing")
     driver = mock.Mock(works=True, **{"record.side_effect": refuses})
-    for counter in (Counter(driver), Counter(driver)):  # of one rollout and of the next
-        assert [counter() for _ in range(3)] == [[1, 1], [2, 2], [3, 3]]
-    assert driver.record.call_count == len(logged) == 1
-    assert "WARNING decoding goes on without recorded steps" in logged[0]
-    counter = Counter(mock.Mock(works=True))  # launches nothing
-    assert [counter() for _ in range(3)] == [[1, 1], [2, 2], [3, 3]]
+    assert added(driver, 1) == ([1, 1], None) and not driver.works
+    assert len(logged) == 1 and "WARNING decoding goes on without recorded steps" in logged[0]
+    driver = mock.Mock(works=True)  # launches nothing
+    assert added(driver, 1) == ([1, 1], None) and not driver.works
     assert len(logged) == 2 and "the first replay gave other tokens" in logged[1]
     driver = mock.Mock(works=True, **{"record.side_effect": torch.OutOfMemoryError})
     with pytest.raises(torch.OutOfMemoryError):  # which is for those who replay the phase
-        Counter(driver)()
+        added(driver, 1)
 
 
-def test_a_capture_that_fails_leaves_the_pool_and_memory_kept_for_later_is_freed_for_one(monkeypatch, logged):
-    """By what a CUDA device's recorder calls, without the device."""
+def test_without_graphs_that_work_steps_run_as_they_are(load):
+    recorder = OperationRecorder()
+    recorder.works = False
+    arena = Arena(load("gpt2").model, Room(1, G, 4, T, ()), recorder)
+    arena.restart(SamplingSettings(max_new_tokens=T), 1)
+    arena.fill({0: 0}, [[1, 2]], torch.rand(G, T))
+    arena.advance()
+    assert arena.rows([0]).lengths.tolist() == [2] * G and recorder.recorded == 0
+
+
+def test_a_capture_that_fails_leaves_the_pool(monkeypatch, logged):
+    """By what is called for a CUDA device, without the device."""
     device = torch.device("cpu", 0)  # whose tensors are here
     cuda, leaves_pool = mock.MagicMock(), mock.Mock()
-    cuda.graph_pool_handle.return_value, ends = (0, 1), cuda.CUDAGraph.return_value.capture_end
+    cuda.graph_pool_handle.return_value, ends = (0, 1), cuda.graph.return_value.__exit__
     monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", leaves_pool, raising=False)
-    recorder_of.cache_clear()
+    graphs_of.cache_clear()
     try:
         ends.side_effect = RuntimeError("CUDA error: operation failed due to a previous error during capture")
-        assert recorder_of(device) is recorder_of(device) is None  # a device that records nothing
+        assert graphs_of(device) is graphs_of(device) is None  # a device that records nothing
         assert len(logged) == 1 and "without recorded steps" in logged[0]
-        recorder_of.cache_clear()
+        graphs_of.cache_clear()
         ends.side_effect = None
-        recorder = recorder_of(device)
-        assert recorder is not None and recorder.works and recorder_of(device) is recorder
+        graphs = graphs_of(device)
+        assert graphs is not None and graphs.works and graphs_of(device) is graphs
         leaves_pool.reset_mock()
-        work = mock.Mock(side_effect=[torch.OutOfMemoryError, None])
-        recorder.record(work)
-        assert work.call_count == 2 and cuda.empty_cache.call_count == 1 and not leaves_pool.called
+        was_on = []
+        graphs.record(lambda: was_on.append(gc.isenabled()))
+        assert was_on == [False] and gc.isenabled() and not leaves_pool.called
         ends.side_effect = RuntimeError("the same again")
-        assert Counter(recorder)() == [1, 1] and not recorder.works
+        assert added(graphs, 1)[1] is None and not graphs.works and gc.isenabled()
         leaves_pool.assert_called_once_with(0, (0, 1))
-        assert cuda.empty_cache.call_count == 1 and len(logged) == 2
+        assert len(logged) == 2
     finally:
-        recorder_of.cache_clear()
+        graphs_of.cache_clear()

@@ -1,0 +1,94 @@
+"""`grpo-lean trl --config grpo.yaml`: what `trl grpo --config grpo.yaml` runs, and its batch fits.
+
+TRL's own script does everything: its flags, its file, datasets, PEFT, quantization, trackers, the hub. It
+only finds another class under the name `GRPOTrainer`. Flags of `accelerate launch` start more processes,
+as there.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from grpo.commands import run
+from grpo.config.sizes import parse_size
+
+
+class Words(NamedTuple):
+    """What was typed."""
+
+    parsed: tuple[Any, ...]
+    """TRL's own settings: of the script, of training, of the model, of datasets."""
+    memory: dict[str, Any]
+    """What our trainer takes besides."""
+    to_launch: list[str]
+    """Words for `accelerate launch`, where more processes are asked for."""
+    others: list[str]
+    """All the other words."""
+
+
+def parse(words: Sequence[str] | None = None) -> Words:
+    """Of `sys.argv`, or of `words`. ValueError where TRL is missing, and for a size that is none.
+
+    TRL's parser ends the process for flags that are wrong.
+    """
+    words = list(sys.argv[1:] if words is None else words)
+    own = argparse.ArgumentParser(prog="grpo-lean trl", add_help=False, allow_abbrev=False)
+    group = own.add_argument_group("memory (of grpo-lean)")
+    group.add_argument("--memory_utilization", "--memory-utilization", type=float, default=0.85,
+                       help="share of the device that may be held (default: 0.85)")  # fmt: skip
+    group.add_argument("--memory_limit", "--memory-limit", default=None,
+                       help="the most that may be held, such as 20GB (default: no limit)")  # fmt: skip
+    own.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)  # by accelerate, of `main`
+    if {"-h", "--help"} & {*words}:
+        print(own.format_help().partition("\n\n")[2])
+    parser = _script().make_parser(prog="grpo-lean trl")
+    *parsed, in_file, typed = parser.parse_args_and_config(
+        own.parse_known_args(words)[1], return_remaining_strings=True, separate_remaining_strings=True
+    )  # both of what TRL does not know
+    memory = vars(own.parse_known_args([*in_file, *words])[0])  # what was typed comes last, and counts
+    if memory["memory_limit"] is not None:
+        memory["memory_limit"] = parse_size(memory["memory_limit"])
+    to_launch = [] if memory.pop("launched") else [*own.parse_known_args(in_file)[1], *typed]
+    unknown = list(typed)
+    others = [word for word in words if not (unknown and word == unknown[0] and unknown.pop(0))]
+    return Words(tuple(parsed), memory, to_launch, others)
+
+
+def main(words: Words, console: object = None) -> None:
+    """Trains as the script does, in this process or in those that accelerate starts."""
+    if words.to_launch:
+        from accelerate.commands.launch import launch_command, launch_command_parser
+        from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
+        flags = resolve_accelerate_config_argument(words.to_launch)
+        module = ["--module", "grpo.commands.trl", "--launched", *words.others]
+        launch_command(launch_command_parser().parse_args([*flags, *module]))
+        return
+    import trl
+
+    try:
+        from grpo.trl import GRPOTrainer
+    except ImportError as error:  # of a TRL that is too old
+        raise ValueError(str(error)) from error
+    theirs = trl.GRPOTrainer
+    trl.GRPOTrainer = partial(
+        GRPOTrainer, **words.memory
+    )  # which the script imports by this name when it begins
+    try:
+        _script().main(*words.parsed)
+    finally:
+        trl.GRPOTrainer = theirs
+
+
+def _script() -> Any:
+    try:
+        return import_module("trl.scripts.grpo")
+    except ImportError as error:
+        raise ValueError(f"grpo-lean trl needs TRL, 1.10 or newer: pip install trl ({error}).") from error
+
+
+if __name__ == "__main__":
+    sys.exit(run("trl"))

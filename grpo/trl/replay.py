@@ -1,0 +1,42 @@
+"""What a pass starts from that may have to be done again: no gradients, and the same random numbers."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def gradients_apart(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Inside, gradients begin anew; those that were there before are added afterwards."""
+    before = [parameter.grad for parameter in parameters]
+    drop_gradients(parameters)
+    try:
+        yield
+    except BaseException:
+        drop_gradients(parameters)
+        raise
+    finally:
+        for parameter, old in zip(parameters, before, strict=True):
+            if old is not None:
+                parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
+
+
+def drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+class RandomState:
+    """Of the host's generator and the device's, as they are when this is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = torch.get_rng_state()
+        self._own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._host)
+        if self._own is not None:
+            torch.get_device_module(self._device).set_rng_state(self._own, self._device)

@@ -1,0 +1,151 @@
+"""TRL's completions by our own decoder: prompts once a group, waiting groups where others have finished.
+
+Where it gives the distribution that TRL's `generate` gives, it takes its place: temperature, top-k, top-p,
+tokens that end a completion, tools turn by turn. A token is the inverse CDF at a uniform number of its own,
+so that what a row says does not depend on how many are sampled at once.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from math import gcd
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from trl.models import unwrap_model_for_generation
+
+from grpo.config.groups import SamplingSettings
+from grpo.memory import Fit, Size
+from grpo.model.load import context_length
+from grpo.model.weights import RolloutModel
+from grpo.rollout.decoder import KeptArena, check_decoder, has_static_cache
+from grpo.rollout.sample import sample_completions
+from grpo.rollout.tokens import step_uniforms
+
+_OURS = {
+    "max_new_tokens", "do_sample", "pad_token_id", "bos_token_id", "eos_token_id", "temperature", "top_p",
+    "top_k",
+}  # fmt: skip
+"""Settings of generation that the decoder knows."""
+_WITHOUT = {"min_p": None, "repetition_penalty": 1.0, "cache_implementation": None}
+"""Those that it does without, as TRL sets them unless told."""
+
+
+def obstacle(trainer: Any) -> str | None:
+    """Why this trainer's completions are sampled by TRL itself; None where the decoder serves."""
+    model = _base(trainer.accelerator.unwrap_model(trainer.model))
+    known = _OURS | {name for name, value in _WITHOUT.items() if trainer.generation_kwargs.get(name) == value}
+    others = sorted(trainer.generation_kwargs.keys() - known)
+    if trainer.is_sharded:
+        return "the model is sharded"
+    if trainer.args.fp16:
+        return "fp16"
+    if trainer._is_vlm:
+        return "the model takes images"
+    if others:
+        return f"generation with {', '.join(others)}"
+    if not trainer.temperature > 0:
+        return "greedy generation"
+    if has_static_cache(model.config):
+        check_decoder(model)  # which says so where it computes something else
+    if not has_static_cache(model.config):
+        return f"{type(model).__name__} does not decode over a static cache"
+    return None
+
+
+class NativeSampler:
+    """Of one trainer, whose `Fit` says how many rows are sampled at once."""
+
+    def __init__(self, trainer: Any, fit: Fit) -> None:
+        self._trainer, self._fit = trainer, fit
+        self._arena = KeptArena()
+        self._sampler: RolloutModel | None = None
+        self._drawn = 0, 0  # the step that was sampled for last, and how often
+
+    def sample(self, prompt_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Tokens of a completion to each of N prompts, of which those that follow each other may be the same.
+
+        ValueError for a prompt that the model's context has no room for.
+        """
+        trainer = self._trainer
+        longest, new_tokens = max(map(len, prompt_ids)), trainer.max_completion_length
+        self._next_draw()
+        with unwrap_model_for_generation(
+            trainer.model_wrapped, trainer.accelerator,
+            generation_kwargs=trainer.generation_kwargs,
+            gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
+        ) as unwrapped, torch.no_grad():  # fmt: skip
+            model = _base(unwrapped)
+            room = context_length(model.config) - new_tokens
+            if longest > room:
+                raise ValueError(
+                    f"a prompt has {longest} tokens, but the model's context leaves {room} beside "
+                    f"max_completion_length={new_tokens}: lower that, or shorten prompts."
+                )
+            was_training = model.training
+            model.eval()
+            try:
+                return self._sample(model, [list(ids) for ids in prompt_ids], longest)
+            finally:
+                model.train(was_training)
+
+    def _sample(self, model: PreTrainedModel, prompt_ids: list[list[int]], longest: int) -> list[list[int]]:
+        trainer, size = self._trainer, _group_size(prompt_ids)
+        settings = SamplingSettings(
+            max_new_tokens=trainer.max_completion_length, temperature=trainer.temperature,
+            top_k=trainer.top_k or 0, top_p=1.0 if trainer.top_p is None else trainer.top_p,
+        )  # fmt: skip
+        model = self._in_step(model)
+        uniforms = step_uniforms(
+            len(prompt_ids), settings.max_new_tokens, seed=trainer.args.seed, step=self._drawn[0],
+            draw=self._drawn[1] * trainer.accelerator.num_processes + trainer.accelerator.process_index,
+        )  # (N, max_new_tokens)  # fmt: skip
+        done: list[list[int]] = []
+
+        def some(rows: int) -> list[list[int]]:
+            # At first so many rows alone, to see what they take; later all, those that wait for places too.
+            count = rows if not self._fit.knows("sample") else len(prompt_ids)
+            if in_group := len(done) % size:
+                count = min(count, size - in_group)  # the rest of a group that has been split
+            elif count > size:
+                count -= count % size
+            part = slice(len(done), len(done) + count)
+            completions = sample_completions(
+                model, trainer.processing_class, prompt_ids[part][::size], uniforms[part], settings,
+                rows=rows, ends=tuple(trainer.eos_token_ids), kept=self._arena,
+            )  # fmt: skip
+            pairs = zip(completions.ids.tolist(), completions.lengths.tolist(), strict=True)
+            return [ids[:length] for ids, length in pairs]
+
+        while len(done) < len(prompt_ids):
+            done += self._fit.run(
+                "sample", some, Size(len(prompt_ids) - len(done), settings.max_new_tokens, longest),
+                discard=self._arena.release, reused=lambda: self._arena.nbytes,
+            )  # fmt: skip
+        if trainer.accelerator.device.type != "cuda":  # where nothing is recorded
+            self._arena.release()
+        return done
+
+    def _in_step(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The model as the sampler runs it: with bf16 a copy in it, which is what autocast multiplies by."""
+        dtype = torch.bfloat16 if self._trainer.args.bf16 else model.dtype
+        if self._sampler is None:
+            self._sampler = RolloutModel(model, dtype)
+        self._sampler.refresh()
+        return self._sampler.model
+
+    def _next_draw(self) -> None:
+        """Each sampling of a step, of training or evaluation, has uniform numbers of its own."""
+        step, times = self._drawn
+        now = self._trainer.state.global_step
+        self._drawn = now, times + 1 if step == now else 0
+
+
+def _base(model: Any) -> Any:
+    """The model within peft's, which runs with its adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _group_size(prompt_ids: Sequence[Sequence[int]]) -> int:
+    """How many rows of one prompt follow each other, everywhere a multiple of it."""
+    return gcd(*(len(list(rows)) for _, rows in groupby(prompt_ids)))

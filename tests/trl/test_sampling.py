@@ -1,0 +1,104 @@
+"""TRL's completions by our decoder: of TRL's distribution, and the same however many are sampled at once."""
+
+import pytest
+import torch
+import trl
+from scipy.stats import chi2_contingency, chisquare
+from trl_cases import GROUP, Case, make
+
+from grpo.memory import recovery
+from grpo.trl import GRPOTrainer, sampling
+
+pytestmark = pytest.mark.usefixtures("own_accelerator")
+PROMPTS = [[1 + group] * (1 + group) for group in range(6) for _ in range(GROUP)]
+
+
+@pytest.fixture
+def trainer():
+    return make(GRPOTrainer, Case())
+
+
+def native(trainer, prompt_ids):
+    """As a new step samples."""
+    trainer.state.global_step += 1
+    ids, logprobs = trainer._generate_single_turn(prompt_ids, None, {}, GROUP)
+    assert logprobs is None
+    return ids
+
+
+def counts(rows: list[list[int]], position: int) -> list[int]:
+    """How often each of the eight tokens stands there."""
+    tokens = torch.tensor([row[position] for row in rows if len(row) > position])
+    return torch.bincount(tokens, minlength=8).tolist()
+
+
+def test_it_has_trls_distribution(trainer):
+    """Of 2,500 rows, 10,000 tokens and more; a sampler that is a little too bold is told."""
+    prompts = [[1, 2]] * 2500
+    ours = native(trainer, prompts)
+    torch.manual_seed(0)
+    theirs, _ = trl.GRPOTrainer._generate_single_turn(trainer, prompts, None, {}, GROUP)
+    trainer.temperature = 1.2
+    bold = native(trainer, prompts)
+    assert sum(map(len, ours)) > 10_000
+    expected = trainer.model(torch.tensor([[1, 2]])).logits[0, -1].softmax(-1).detach().numpy() * len(prompts)
+    for rows in (ours, theirs):
+        assert chisquare(counts(rows, 0), expected).pvalue > 0.001
+    assert chisquare(counts(bold, 0), expected).pvalue < 1e-6
+    for position in range(trainer.max_completion_length):
+        assert chi2_contingency([counts(ours, position), counts(theirs, position)]).pvalue > 0.001
+    ended = [[sum(row[-1] == 0 for row in rows), len(rows)] for rows in (ours, theirs)]
+    assert chi2_contingency(ended).pvalue > 0.001
+
+
+@pytest.mark.parametrize("rows", [1, 2, GROUP, 3 * GROUP, len(PROMPTS)])
+def test_what_a_row_says_does_not_depend_on_how_many_are_sampled_at_once(trainer, rows):
+    expected = native(trainer, PROMPTS)
+    again = make(GRPOTrainer, Case())
+    again.fit.fixed["sample"] = rows
+    assert native(again, PROMPTS) == expected
+    assert native(again, PROMPTS) != expected  # in the next step
+
+
+def test_prompts_of_turns_have_groups_of_any_size(trainer):
+    """A row's number decides its chances, wherever its group begins, and whether it is in one."""
+    prompts = [[1, 2]] * 6 + [[3]] * 2 + [[1, 2, 4]] * 4
+    assert sampling._group_size(prompts) == 2 and sampling._group_size(PROMPTS[:1]) == 1
+    expected = native(trainer, prompts)
+    alone = make(GRPOTrainer, Case())
+    alone.fit.fixed["sample"] = 1
+    assert native(alone, prompts) == expected
+
+
+def test_memory_that_runs_out_changes_no_token(trainer, monkeypatch):
+    expected = native(trainer, PROMPTS)
+    again = make(GRPOTrainer, Case())
+    sample, calls = sampling.sample_completions, []
+
+    def runs_out(*args, rows, **options):
+        calls.append(rows)
+        completions = sample(*args, rows=rows, **options)
+        if rows > GROUP:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return completions
+
+    monkeypatch.setattr(sampling, "sample_completions", runs_out)
+    assert native(again, PROMPTS) == expected
+    assert calls == [GROUP, 2 * GROUP, 2 * GROUP, GROUP]
+    assert recovery.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+
+
+@pytest.mark.parametrize("options, reason", [
+    ({"repetition_penalty": 1.1}, "generation with repetition_penalty"),
+    ({"min_p": 0.1}, "generation with min_p"),
+    ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "generation with no_repeat_ngram_size"),
+])  # fmt: skip
+def test_what_it_cannot_do_goes_trls_way_and_is_said(options, reason, logged):
+    trainer = make(GRPOTrainer, Case(more=tuple(options.items())))
+    assert trainer._sampler is None and logged[-1].endswith(reason)
+    assert len(trainer._generate_single_turn(PROMPTS, None, {}, GROUP)[0]) == len(PROMPTS)
+
+
+def test_a_prompt_too_long_for_the_context_is_told(trainer):
+    with pytest.raises(ValueError, match="leaves 9 beside max_completion_length=7"):
+        native(trainer, [[1] * 12])
