@@ -4,9 +4,13 @@ The linear layers but the output head: NF4 in blocks of 64 numbers with a scale 
 blocks of 256. A layer is dequantized whole for every product.
 """
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
@@ -59,7 +63,39 @@ def dequantized(layer: Any) -> Tensor:
     return weight.T if issubclass(layer.source_cls, Conv1D) else weight
 
 
-def packed_bytes(numbers: int) -> int:
+def outline(model: nn.Module, names: Iterable[str], mode: AbstractContextManager[object]) -> None:
+    """For traces: in the place of these linear layers such as are in 4 bits, without values.
+
+    mode: what fakes tensors.
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    for name in names:
+        parent, _, own = name.rpartition(".")
+        plain: Any = model.get_submodule(name)
+        outer, inner = reversed(plain.weight.shape) if isinstance(plain, Conv1D) else plain.weight.shape
+        layer = Linear4bit(inner, outer, bias=False, quant_type="nf4", device="meta")
+        with mode:
+            packed = torch.empty(_packed_bytes(plain.weight.numel()), dtype=torch.uint8)
+            layer.weight = nn.Parameter(packed, requires_grad=False)
+        layer.weight.compress_statistics, layer.weight.quant_type = True, "nf4"  # which peft asks for
+        layer.bias, layer.forward = plain.bias, partial(_traced_forward, layer)
+        setattr(model.get_submodule(parent), own, layer)
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
+
+
+def _packed_bytes(numbers: int) -> int:
     """Of a layer's weight: half a byte a number, a byte for 64, 4 for 64 * 256, and tables."""
     scales = -(-numbers // 64)
     return -(-numbers // 2) + scales + 4 * -(-scales // 256) + 4 * (16 + 256 + 1)
+
+
+def _traced_forward(layer: Any, values: Tensor) -> Tensor:
+    """The weight exists while it is multiplied, in both passes; nothing is computed."""
+    made = partial(torch.empty, dtype=layer.compute_dtype)
+    bias = None if layer.bias is None else layer.bias.to(layer.compute_dtype)
+    with torch.autograd.graph.saved_tensors_hooks(lambda weight: weight.shape, made):
+        weight = made((layer.out_features, layer.in_features))
+        product = F.linear(values.to(layer.compute_dtype), weight, bias)
+        del weight
+    return product.to(values.dtype)

@@ -24,7 +24,7 @@ from grpo.memory.fit import Peak
 from grpo.memory.live import LiveBytes
 from grpo.model.activation_checkpointing import recompute_activations
 from grpo.model.adapters import adapters_off, add_adapters, has_adapters, linear_layers, store_base
-from grpo.model.four_bits import packed_bytes
+from grpo.model.four_bits import outline
 from grpo.plan.phases_at import PhasesAt, PhaseSettings
 from grpo.rollout.arena import Arena
 from grpo.rollout.decoder import records_steps
@@ -76,8 +76,6 @@ class TracedPhases:
             self.num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
         self.frozen_bytes = 0
         """Of weights that have adapters beside them."""
-        self._dequantized_bytes = 0
-        """Of the largest layer in 4 bits, which is whole while it is multiplied: added to every peak."""
         if settings.lora.uses_lora:
             self._add_adapters(dtype)
         sampler = self._policy
@@ -96,7 +94,7 @@ class TracedPhases:
         """What a pass adds at its peak. KeyError for an unknown phase."""
         key = phase, size
         if key not in self._known:
-            self._known[key] = self._trace(phase, size) + self._unseen(phase, size) + self._dequantized_bytes
+            self._known[key] = self._trace(phase, size) + self._unseen(phase, size)
         return self._known[key]
 
     def _trace(self, phase: str, size: Size) -> int:
@@ -150,8 +148,8 @@ class TracedPhases:
             self._policy.requires_grad_(True)
 
     def _add_adapters(self, dtype: torch.dtype) -> None:
-        in_4_bits = linear_layers(self._policy) if self.settings.lora.load_in_4bit else {}
-        numbers = [layer.weight.numel() for layer in in_4_bits.values()]
+        if self.settings.lora.load_in_4bit:
+            outline(self._policy, linear_layers(self._policy), self._mode)
         # Not inside the mode, in which peft cannot move them: made without storage, then faked.
         add_adapters(self._policy, self.settings.lora, empty=True)
         with self._mode:
@@ -160,10 +158,7 @@ class TracedPhases:
                     if parameter.is_meta:
                         setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
             store_base(self._policy, self.settings.target.dtype)
-        itemsize = self.settings.target.dtype.itemsize
         self.frozen_bytes = sum(each.nbytes for each in self._policy.parameters() if not each.requires_grad)
-        self.frozen_bytes += sum(packed_bytes(count) - itemsize * count for count in numbers)
-        self._dequantized_bytes = itemsize * max(numbers, default=0)
 
     def _make_model(self, dtype: torch.dtype) -> PreTrainedModel:
         target = self.settings.target
