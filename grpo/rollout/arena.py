@@ -120,7 +120,9 @@ class Arena:
     @torch.no_grad()
     def advance(self) -> None:
         """One token more for each row that has not ended."""
-        num_blocks = -(-max(self._num_tokens[: len(self.groups)]) // BLOCK)
+        ages = self._num_tokens[: len(self.groups)]
+        num_blocks = -(-max(ages) // BLOCK)
+        self._same_place = ages[0] - 1 if self._graphs is None and min(ages) == max(ages) else None
         self._num_tokens = [min(count + 1, self.room.new_tokens) for count in self._num_tokens]
         if self._graphs is None or not self._graphs.works:
             self._add_token(num_blocks * BLOCK)
@@ -173,12 +175,15 @@ class Arena:
         return hidden.squeeze(1)
 
     def _reading(self, length: int) -> Reading:
-        """Each row's newest token goes behind its others; a row that has ended writes over its last."""
-        lengths = self._completions.lengths[: len(self.groups) * self.room.width]
+        """Each row's newest token goes behind its others; what a row writes that has ended is never read."""
+        rows, place = len(self.groups) * self.room.width, self._same_place
         mask = window_mask = self._mask_within(length, length + self.room.prompt_tokens)
         if self._window is not None:
             window_mask = self._mask_within(length, self._window)
-        return Reading(torch.arange(len(lengths), device=lengths.device), lengths - 1, mask, window_mask)
+        if place is not None:  # quicker than places of rows
+            return Reading(slice(rows), place, mask, window_mask)
+        lengths = self._completions.lengths[:rows]
+        return Reading(torch.arange(rows, device=lengths.device), lengths - 1, mask, window_mask)
 
     def _mask_within(self, length: int, window: int) -> Mask:
         """What layers read that see so many of the newest tokens. Own tokens begin where prompts end."""

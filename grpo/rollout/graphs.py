@@ -47,7 +47,8 @@ class CUDAGraphs:
         gc.disable()  # a graph that is freed while another is captured spoils it
         try:
             capture = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
-            with torch.cuda.device(self._device), capture:
+            stream = torch.cuda.current_stream(self._device)  # which a capture that cannot begin leaves
+            with torch.cuda.device(self._device), torch.cuda.stream(stream), capture:
                 work()
         except RuntimeError:
             # One that cannot begin or end leaves the allocator in the pool, where the cache is never freed.

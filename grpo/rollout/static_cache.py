@@ -38,8 +38,8 @@ class Mask(NamedTuple):
 class Reading(NamedTuple):
     """Where each row's newest token is written, (rows, place), and what it reads."""
 
-    rows: Tensor  # (R,)
-    place: Tensor  # (R,)
+    rows: slice | Tensor
+    place: int | Tensor  # the same place for all rows, or (R,)
     mask: Mask
     window_mask: Mask  # of layers with a sliding window
 
@@ -82,6 +82,7 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
             self.own = [
                 each.new_zeros(num_rows, each.shape[1], places, each.shape[3]) for each in self.prompts
             ]
+            return
         for own in self.own:
             own.index_fill_(0, rows, 0.0)
 
@@ -120,7 +121,9 @@ def _attend_twice(of_prompt: Part, of_own: Part, scale: float) -> Tensor:
     With weights e^l of each part: o = o₁ σ(l₁ - l₂) + o₂ σ(l₂ - l₁).
     """
     (first, first_sum), (second, second_sum) = (
-        _fused(*part[:3], attn_mask=part[3], scale=scale) for part in (of_prompt, of_own)
+        # A mask that is the same for all queries would be read more slowly.
+        _fused(query, *others, attn_mask=mask.expand(-1, -1, query.shape[2], -1).contiguous(), scale=scale)
+        for query, *others, mask in (of_prompt, of_own)
     )
     query = of_own[0]
     share = _by_row(first_sum.unsqueeze(-1), query) - second_sum.flatten(1, 2).unsqueeze(-1)
