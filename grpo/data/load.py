@@ -1,7 +1,7 @@
 """From what a person types after `--prompts` to a source of prompts."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -10,9 +10,9 @@ from typing import Any
 from loguru import logger
 
 from grpo.config.groups import PromptSettings
-from grpo.data.files import check_file, fill_columns, is_local, read_prompts
-from grpo.data.hub import HUB_NAME, HubRows
-from grpo.data.maker import PLAIN, PromptMaker, Room
+from grpo.data.files import check_file, file_rows, is_local
+from grpo.data.hub import HUB_NAME, open_dataset
+from grpo.data.maker import PLAIN, Convert, PromptMaker, Room
 from grpo.data.rows import from_record
 from grpo.data.source import PromptSource
 from grpo.data.split import HELDOUT_SHARE
@@ -54,10 +54,11 @@ def load_prompts(
     check_spec(spec)
     name = spec if isinstance(spec, str) else "the prompts given"
     maker = PromptMaker(name, max_bad_share=max_bad_share, settings=settings, room=room)
-    prompts = _read(spec, maker)
+    is_on_hub = isinstance(spec, str) and spec != "bundled" and not is_file(spec)
+    numbered, prompt_of = _on_hub(name, maker) if is_on_hub else _in_memory(spec, maker)
     share = HELDOUT_SHARE if name == "bundled" else heldout_share
-    source = PromptSource(prompts, seed=seed, heldout_share=share, heldout_count=heldout_count)
-    for number, prompt in enumerate(prompts) if isinstance(prompts, list) else prompts.numbered():
+    source = PromptSource(prompt_of, seed=seed, heldout_share=share, heldout_count=heldout_count)
+    for number, prompt in numbered:
         source.add(number, prompt)
     maker.check_bad_share()
     counts = Counter({task: len(lane.numbers) for task, lane in source.lanes.items()})
@@ -82,7 +83,7 @@ def check_spec(spec: str | Rows) -> None:
     """ValueError for what is neither "bundled", a file that is there, nor the name of a hub dataset."""
     if not isinstance(spec, str):
         if isinstance(spec, Mapping) or not isinstance(spec, Iterable):
-            raise ValueError(_no_rows(spec))
+            raise ValueError(_not_rows(type(spec).__name__))
     elif spec == IN_MEMORY:
         raise ValueError(
             "the prompts of that run were rows in memory: give them again, here as --prompts FILE"
@@ -91,8 +92,7 @@ def check_spec(spec: str | Rows) -> None:
         check_file(Path(spec).expanduser())
 
 
-def _no_rows(given: Any, row: Any = None) -> str:
-    kind = type(given).__name__ + (f" of {type(row).__name__}" if row is not None else "")
+def _not_rows(kind: str) -> str:
     return (
         f"prompts is a {kind}: give rows, each a dictionary of columns, as a list such as "
         "[{'prompt': 'Say hello.'}], as one split of a datasets.Dataset without a format, or of a DataFrame "
@@ -105,23 +105,48 @@ def is_file(spec: str) -> bool:
     return spec != "bundled" and (HUB_NAME.fullmatch(spec) is None or is_local(Path(spec).expanduser()))
 
 
-def _read(spec: str | Rows, maker: PromptMaker) -> list[Prompt] | HubRows:
-    if isinstance(spec, str) and is_file(spec):
-        return read_prompts(Path(spec).expanduser(), maker)
-    if isinstance(spec, str) and spec != "bundled":
-        return HubRows(spec, maker)
-    prompts: list[Prompt] = []
-    if isinstance(spec, str):
+Numbered = tuple[Iterable[tuple[int, Prompt]], Callable[[int], Prompt]]
+"""All prompts, each with a number, and what gives the prompt of a number again."""
+
+
+def _on_hub(spec: str, maker: PromptMaker) -> Numbered:
+    """Rows are made prompts when they are asked for: a dataset may be larger than memory."""
+    rows = open_dataset(spec)
+    maker.total_rows = len(rows)
+
+    def prompt_of(number: int) -> Prompt:
+        (prompt,) = maker.make(f"{spec}:{number}", rows[number], from_record)
+        return prompt
+
+    made = ((n, maker.make_or_count(f"{spec}:{n}", row, from_record)) for n, row in enumerate(rows))
+    return ((number, prompt) for number, prompts in made for prompt in prompts), prompt_of
+
+
+def _in_memory(spec: str | Rows, maker: PromptMaker) -> Numbered:
+    prompts = [prompt for row in _rows(spec) for prompt in maker.make_or_count(*row)]
+    if isinstance(spec, str) and spec.lower().endswith(".pgn"):  # games share their openings
+        prompts = list({prompt.text: prompt for prompt in reversed(prompts)}.values())[::-1]
+    custom = [prompt.columns for prompt in prompts if prompt.task == "custom"]
+    for name in dict.fromkeys(name for columns in custom for name in columns):
+        for columns in custom:  # all have the same, None where a row left one out
+            columns.setdefault(name)
+    return enumerate(prompts), prompts.__getitem__
+
+
+def _rows(spec: str | Rows) -> Iterator[tuple[str, Any, Convert]]:
+    """Each with its id, and what makes prompts of it."""
+    if isinstance(spec, str) and spec == "bundled":
         for file in (POSITIONS / "train.txt", POSITIONS / "heldout.txt"):
             if not file.is_file():
                 raise ValueError(f"the bundled positions are incomplete, {file} is missing: install again")
-            prompts += read_prompts(file, maker)
-        return prompts
-    for number, row in enumerate(spec, start=1):
-        if not isinstance(row, Mapping):
-            raise ValueError(_no_rows(spec, row))
-        prompts += maker.make_or_count(f"row {number}", row, from_record)
-    return fill_columns(prompts)
+            yield from file_rows(file)
+    elif isinstance(spec, str):
+        yield from file_rows(Path(spec).expanduser())
+    else:
+        for number, row in enumerate(spec, start=1):
+            if not isinstance(row, Mapping):
+                raise ValueError(_not_rows(f"{type(spec).__name__} of {type(row).__name__}"))
+            yield f"row {number}", row, from_record
 
 
 def _mixing_share(spec: str, counts: Counter[str], policy_share: float | None) -> float:

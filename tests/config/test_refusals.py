@@ -407,7 +407,7 @@ REFUSED: dict[str, list[Row]] = {
         *[(lambda at, file=file, row=row: load_prompts(str(at.file(file, row)), seed=0), said, f"{file}:1: ",
            "repair them, or give other --prompts")
           for file, row, said in (
-              ("a.txt", "hello", "starts with 'P:' or 'A:'"), ("a.txt", "P: 8/8/8/8/8/8/8/8", "not a FEN"),
+              ("a.txt", "hello", "starts with 'P:' or 'A:'"), ("a.txt", f"{START}+e2e4+", "starts with"), ("a.txt", "P: 8/8/8/8/8/8/8/8", "not a FEN"),
               ("a.txt", "P: 9/8/8/8/8/8/8/8 w - - 0 1 M: e2e4 E: 0.1 B: e2e4", "invalid character in posit"),
               ("a.txt", "P: 4k3/8/8/8/8/8/4Q3/4K3 w - - 0 1", "OPPOSITE_CHECK"),
               ("a.txt", "P: 7k/6Q1/6K1/8/8/8/8/8 b - - 0 1", "the game is over"),

@@ -77,6 +77,12 @@ def test_the_same_rows_come_as_from_a_file_made_when_they_are_drawn(on_hub, monk
         load_prompts("owner/name", seed=0, max_bad_share=0)
 
 
+def test_bad_rows_are_too_many_as_soon_as_they_are_more_than_all_may_have(on_hub):
+    on_hub([{"text": "bad"}] * 5 + LINES)
+    with pytest.raises(ValueError, match=r"3 of 3 rows.*owner/name:0: "):  # of 105 no more than 2 may be bad
+        load_prompts("owner/name", seed=0, max_bad_share=0.02)
+
+
 def test_a_checkpoint_of_a_stream_is_refused_with_the_way_out(on_hub):
     on_hub(LINES)
     state = load_prompts("owner/name", seed=0).state()

@@ -53,14 +53,15 @@ def drawn(spec: Path | str, count: int, **options: Any) -> dict[str, Prompt]:
 
 
 def test_lines_become_prompts_with_the_columns_rewards_read(tmp_path, logged):
-    spec = write(tmp_path / "lines.txt", [BLACK_LINE, "", ENVIRONMENT_LINE])
-    found = drawn(spec, 2, policy_share=0.5)
+    spec = write(tmp_path / "lines.txt", [BLACK_LINE, "", ENVIRONMENT_LINE, ENVIRONMENT_LINE[3:]])
+    found = drawn(spec, 4, policy_share=0.5)
     fen = "8/1p3pk1/p5p1/4p1b1/P1B1P3/1P3P2/2r3PP/3R2K1 b - - 1 30"
     moves, evals = ["g5e3", "g5f4", "c2c3", "b7b6", "g7f6"], [3.1, 1.2, 1.1, 1.0, 0.9]
     labels = {"task": "policy", "fen": fen, "moves": moves, "evals": evals}
     assert found["1"] == Prompt("lines.txt:1", f"P: {fen}", labels)
     columns = {"task": "environment", "fen": START, "action": "e2e4", "history": ["e2e4"]}
     assert found["3"] == Prompt("lines.txt:3", f"A: {START}+e2e4+e2e4+", columns)
+    assert found["4"] == Prompt("lines.txt:4", found["3"].text, columns)  # as published: without its A:
     assert sum("1 of 1 labelled policy lines" in message for message in logged) == 1  # B: is the worst move
     spaced = drawn(spec, 2, policy_share=0.5, settings=PromptSettings(trailing_space=True))
     assert spaced["1"].text == f"P: {fen} " and spaced["3"].text == found["3"].text
