@@ -85,6 +85,13 @@ def test_settings_are_those_of_their_groups_which_stand_alone_too():
             kind.of(config, **wrong)
 
 
+def test_values_are_what_their_settings_hold_wherever_they_come_from():
+    long = "Think. " * 100  # which is no name of a file
+    config = Config(learning_rate=1, reward="policy", runs_dir="a", model=Path("b/c"), system_prompt=long)
+    assert config == from_plain(to_plain(config))
+    assert isinstance(config.learning_rate, float) and (config.reward, config.model) == (("policy",), "b/c")
+
+
 def test_the_home_is_meant_by_its_sign(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert from_plain({"runs_dir": "~/mine", "resume": "~/old"}).runs_dir == tmp_path / "mine"

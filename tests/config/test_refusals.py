@@ -407,7 +407,7 @@ REFUSED: dict[str, list[Row]] = {
         *[(lambda at, file=file, row=row: load_prompts(str(at.file(file, row)), seed=0), said, f"{file}:1: ",
            "repair them, or give other --prompts")
           for file, row, said in (
-              ("a.txt", "hello", "starts with 'P:' or 'A:'"), ("a.txt", f"{START}+e2e4+", "starts with"), ("a.txt", "P: 8/8/8/8/8/8/8/8", "not a FEN"),
+              ("a.txt", "hello", "starts with 'P:' or 'A:'"), ("a.txt", "P: 8/8/8/8/8/8/8/8", "not a FEN"),
               ("a.txt", "P: 9/8/8/8/8/8/8/8 w - - 0 1 M: e2e4 E: 0.1 B: e2e4", "invalid character in posit"),
               ("a.txt", "P: 4k3/8/8/8/8/8/4Q3/4K3 w - - 0 1", "OPPOSITE_CHECK"),
               ("a.txt", "P: 7k/6Q1/6K1/8/8/8/8/8 b - - 0 1", "the game is over"),
@@ -415,7 +415,8 @@ REFUSED: dict[str, list[Row]] = {
               ("a.txt", f"P: {START} M: e2e5 E: 0.1 B: e2e5", "the best label, e2e5, is illegal"),
               ("a.txt", f"A: {START}+e2e4+e2e4+{START}", "seven fields"),
               ("a.txt", f"A: {START}+0000+0000+", "not all UCI moves"),
-              ("a.txt", "A: startpos+e2e4+e2e4+", "not a FEN"), ("a.jsonl", "[1]", "not a JSON object"),
+              ("a.txt", f"{START}+e2e4+e2e4+", "starts with"), ("a.jsonl", "[1]", "not a JSON object"),
+              ("a.txt", "A: startpos+e2e4+e2e4+", "not a FEN"),
               ("a.jsonl", '{"question": "?"}', "name one of question with --prompt-column"),
               ("a.jsonl", '{"prompt": {"role": "user"}}', "`prompt` is dict, and neither text nor a list"),
               ("a.jsonl", '{"prompt": " "}', "`prompt` is empty"),
