@@ -31,12 +31,6 @@ def file_rows(file: File) -> Iterator[tuple[str, Any, Convert]]:
     return ((f"{file.name}:{number}", content, convert) for number, content in read(file))
 
 
-def is_local(path: Path) -> bool:
-    """Whether a person means a file by it, there or not."""
-    has_ending = path.parent.is_dir() and bool(re.fullmatch(r"\.[A-Za-z]{3,8}", path.suffix))
-    return path.exists() or path.suffix.lower() in FORMATS or has_ending
-
-
 def check_file(path: Path) -> None:
     """ValueError unless `path` is a file of a kind that is read here."""
     accepted = ", ".join(FORMATS)

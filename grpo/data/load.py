@@ -1,5 +1,6 @@
 """From what a person types after `--prompts` to a source of prompts."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import resources
@@ -10,7 +11,7 @@ from typing import Any
 from loguru import logger
 
 from grpo.config.groups import PromptSettings
-from grpo.data.files import check_file, file_rows, is_local
+from grpo.data.files import FORMATS, check_file, file_rows
 from grpo.data.hub import HUB_NAME, open_dataset
 from grpo.data.maker import PLAIN, Convert, PromptMaker, Room
 from grpo.data.rows import from_record
@@ -101,8 +102,11 @@ def _not_rows(kind: str) -> str:
 
 
 def is_file(spec: str) -> bool:
-    """Whether a file is meant, there or not."""
-    return spec != "bundled" and (HUB_NAME.fullmatch(spec) is None or is_local(Path(spec).expanduser()))
+    """Whether a person means a file by it, there or not."""
+    path = Path(spec).expanduser()
+    has_ending = path.parent.is_dir() and bool(re.fullmatch(r"\.[A-Za-z]{3,8}", path.suffix))
+    looks_like_one = path.exists() or path.suffix.lower() in FORMATS or has_ending
+    return spec != "bundled" and (HUB_NAME.fullmatch(spec) is None or looks_like_one)
 
 
 Numbered = tuple[Iterable[tuple[int, Prompt]], Callable[[int], Prompt]]

@@ -19,7 +19,6 @@ from typing import Any
 from grpo.data.source import collate
 from grpo.prompt import Prompt
 from rewards import REWARDS
-from rewards.weighted import WeightedReward
 
 RewardFunction = Callable[..., Any]
 """In TRL's convention, perhaps a coroutine function."""
@@ -114,16 +113,13 @@ def _name(function: RewardFunction) -> str:
 
 def check_tasks(functions: Mapping[str, RewardFunction], tasks: Collection[str]) -> None:
     """ValueError if there are prompts that no reward will score. A user's own scores any."""
-    if not all(isinstance(function, WeightedReward) for function in functions.values()):
-        return
-    scored = {getattr(function, "prefix", None) for function in functions.values()}
-    remedies = {
-        "policy": ("P:", "add --reward policy, or give --policy-share 0"),
-        "environment": ("A:", "add --reward environment, or give --policy-share 1"),
-    }
-    for task in sorted(tasks):
-        prefix, remedy = remedies.get(task, ("", "give --reward file.py:name"))
+    scored = {getattr(function, "prefix", "") for function in functions.values()}
+    known = {"policy": ("P:", 0), "environment": ("A:", 1)}
+    for task in sorted(tasks if "" not in scored else ()):
+        prefix, other_share = known.get(task, (None, None))
         if prefix not in scored:
+            add = f"add --reward {task}, or give --policy-share {other_share}"
+            remedy = add if prefix else "give --reward file.py:name"
             raise ValueError(f"no reward in {', '.join(functions)} scores {task} prompts: {remedy}.")
 
 

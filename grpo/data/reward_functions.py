@@ -10,7 +10,7 @@ import math
 import random
 import threading
 import traceback
-from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -218,17 +218,19 @@ def call_all(functions: Mapping[str, RewardFunction], arguments: dict[str, Any])
     an answer that is not one score a completion.
     """
     answers: dict[str, Any] = {}
+    count = len(arguments["completions"])
     for name, function in functions.items():
         with _errors_of(name), _as_it_was(arguments):
-            answers[name] = _first(function(**_copies(arguments_of(function, arguments))), arguments)
+            copies = {key: _copied(values) for key, values in arguments_of(function, arguments).items()}
+            answers[name] = _as_list(function(**copies), count)
     coroutines = {name: answer for name, answer in answers.items() if inspect.isawaitable(answer)}
 
-    async def wait_for(name: str, coroutine: Awaitable[Any]) -> None:
+    async def wait_for(name: str) -> None:
         with _errors_of(name):
-            answers[name] = _first(await coroutine, arguments)
+            answers[name] = _as_list(await coroutines[name], count)
 
     async def wait_for_all() -> None:
-        await asyncio.gather(*itertools.starmap(wait_for, coroutines.items()))
+        await asyncio.gather(*map(wait_for, coroutines))
 
     if coroutines:
         with _as_it_was(arguments):
@@ -238,7 +240,7 @@ def call_all(functions: Mapping[str, RewardFunction], arguments: dict[str, Any])
             except BaseException:  # of one, or Ctrl-C: nobody waits for the others
                 waiting.cancel()
                 raise
-    return {name: _numbers(name, answer, len(arguments["completions"])) for name, answer in answers.items()}
+    return {name: _numbers(name, answer, count) for name, answer in answers.items()}
 
 
 @functools.cache
@@ -263,22 +265,18 @@ def _errors_of(name: str) -> Iterator[None]:
         raise RewardFailed(f"reward {name!r} failed with {type(error).__name__}{where}: {error}") from error
 
 
-def _copies(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Of lists row by row, as rows may share what they hold."""
-
-    def copied(values: Any) -> Any:
-        if not isinstance(values, list):
-            return values
-        return [copy.deepcopy(value) if isinstance(value, list | dict | set) else value for value in values]
-
-    return {name: copied(values) for name, values in arguments.items()}
+def _copied(values: Any) -> Any:
+    """Of a list row by row, as rows may share what they hold."""
+    if not isinstance(values, list):
+        return values
+    return [copy.deepcopy(row) if isinstance(row, list | dict | set) else row for row in values]
 
 
-def _first(answer: Any, arguments: Mapping[str, Any]) -> Any:
-    """A list if it is a sequence of any kind, at most one longer than it should be: it may have no end."""
+def _as_list(answer: Any, count: int) -> Any:
+    """A list if it is a sequence of any kind, `count` + 1 at most: it may have no end."""
     if isinstance(answer, str | bytes | Mapping) or not isinstance(answer, Iterable):
         return answer
-    return list(itertools.islice(answer, len(arguments["completions"]) + 1))
+    return list(itertools.islice(answer, count + 1))
 
 
 @contextmanager

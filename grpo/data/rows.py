@@ -15,6 +15,7 @@ import chess.pgn
 
 from grpo.data.maker import Columns, PromptMaker, other_columns
 from grpo.prompt import Prompt
+from rewards.analysis import Analysis
 from rewards.formats import (
     BY_ROOK,
     MAX_HISTORY,
@@ -194,16 +195,12 @@ def _policy(
 
 
 def _labels(board: chess.Board, moves: Sequence[Any], evals: Sequence[Any]) -> tuple[list[str], list[float]]:
-    if not moves or len(moves) != len(evals):
-        raise ValueError(f"{len(moves)} moves and {len(evals)} evals: expected one eval a move")
     _check_moves(moves)
     try:
         numbers = [float(number) for number in evals]
     except (TypeError, OverflowError) as error:
         raise ValueError(str(error)) from None
-    if not all(map(math.isfinite, numbers)):
-        raise ValueError(f"not all finite evals: {list(evals)}")
-    best = moves[numbers.index(max(numbers))]
+    best = Analysis.from_labels(moves, numbers).moves[0]
     if not board.is_legal(chess.Move.from_uci(best)):
         raise ValueError(f"the best label, {best}, is illegal in {board.fen()}")
     return [usual_move(board, move) for move in moves], numbers

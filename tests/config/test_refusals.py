@@ -425,7 +425,7 @@ REFUSED: dict[str, list[Row]] = {
               ("a.jsonl", '{"prompt": "hi", "completions": "x"}', "rename column `completions`"),
               ("a.jsonl", '{"prompt": "hi", "task": "policy"}', "rename column `task`: 'policy' in it means"),
               ("a.jsonl", f'{{"fen": "{START}", "moves": ["e2e4"]}}', "1 moves and 0 evals"),
-              ("a.jsonl", f'{{"fen": "{START}", "moves": ["e2e4"], "evals": [NaN]}}', "not all finite"),
+              ("a.jsonl", f'{{"fen": "{START}", "moves": ["e2e4"], "evals": [NaN]}}', "finite numbers"),
               ("a.jsonl", f'{{"fen": "{START}", "action": "e2e4", "history": ["d2d4"]}}', "with the action"),
               ("a.jsonl", '{"fen": "castle"}', "expected 8 rows"),
               ("a.pgn", '[Event "?"]\n\n1. e4 e5 2. Ke3 *', "illegal san: 'Ke3'"),
