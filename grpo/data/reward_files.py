@@ -87,9 +87,9 @@ def _module(path: Path, changed_ns: int) -> ModuleType:
     path = path.resolve()
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    found = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
-    is_it = found is not None and found.origin is not None and Path(found.origin).resolve() == path
-    name = path.stem if is_it else f"reward_file_{path.stem}"
+    by_name = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
+    is_same = by_name is not None and by_name.origin is not None and Path(by_name.origin).resolve() == path
+    name = path.stem if is_same else f"reward_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"reward file {str(path)!r} is not a Python file.")
