@@ -1,5 +1,9 @@
-"""From what a person types after `--prompts` to a source of prompts."""
+"""From what a person types after `--prompts` to a source of prompts.
 
+Left out on purpose: streaming, for datasets that are larger than the disk.
+"""
+
+import importlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,11 +16,9 @@ from loguru import logger
 
 from grpo.config.groups import PromptSettings
 from grpo.data.files import FORMATS, check_file, file_rows
-from grpo.data.hub import HUB_NAME, open_dataset
 from grpo.data.maker import PLAIN, Convert, PromptMaker, Room
 from grpo.data.rows import from_record
-from grpo.data.source import PromptSource
-from grpo.data.split import HELDOUT_SHARE
+from grpo.data.source import HELDOUT_SHARE, PromptSource
 from grpo.prompt import Prompt
 
 POSITIONS: Traversable = resources.files("grpo").joinpath("assets", "positions")
@@ -24,6 +26,12 @@ Rows = Iterable[Mapping[str, Any]]
 """Rows of columns in memory, such as a list of dictionaries or a `datasets.Dataset`."""
 IN_MEMORY = "in-memory"
 """What stands in a run's settings for what has no name."""
+_PART = r"[\w.-]+(?:\[[^\[\]]*\])?"
+HUB_NAME = re.compile(rf"([\w.-]+/[\w.-]+)(?::([\w.-]+)(?=:))?(?::({_PART}(?:\+{_PART})*))?")
+"""OWNER/NAME, perhaps a configuration, perhaps a split in the package's own words, such as train[:1000]."""
+MANY_ROWS = 100_000
+"""From which on it is said that reading takes a while: some 6,000 rows of chess a second, 20,000 of text."""
+WAYS_OUT = "give a local file (--prompts FILE) or take the bundled positions (--prompts bundled)"
 
 
 def load_prompts(
@@ -113,9 +121,36 @@ Numbered = tuple[Iterable[tuple[int, Prompt]], Callable[[int], Prompt]]
 """All prompts, each with a number, and what gives the prompt of a number again."""
 
 
+def _open_dataset(spec: str) -> Any:
+    """The rows of a `datasets.Dataset`, of which only those that are asked for are in memory.
+
+    ValueError where the package, the network, or the dataset is not there.
+    """
+    try:
+        datasets: Any = importlib.import_module("datasets")
+    except ImportError as error:
+        raise ValueError(
+            f"the hub dataset {spec!r} needs the package datasets: pip install datasets, or {WAYS_OUT}"
+        ) from error
+    match = HUB_NAME.fullmatch(spec)
+    assert match is not None
+    path, config, split = match.groups()
+    try:
+        rows = datasets.load_dataset(path, config, split=split or "train")
+    except Exception as error:
+        raise ValueError(
+            f"cannot read the hub dataset {spec!r} ({type(error).__name__}: {error}). "
+            f"Is its name right, and the network up? If not, {WAYS_OUT}"
+        ) from error
+    if len(rows) >= MANY_ROWS and "[" not in spec:
+        part = f"{spec if split else spec + ':train'}[:{MANY_ROWS}]"
+        logger.info("reading {:,} rows of {}; a part, as {}, takes less", len(rows), spec, part)
+    return rows
+
+
 def _on_hub(spec: str, maker: PromptMaker) -> Numbered:
     """Rows are made prompts when they are asked for: a dataset may be larger than memory."""
-    rows = open_dataset(spec)
+    rows = _open_dataset(spec)
     maker.total_rows = len(rows)
 
     def prompt_of(number: int) -> Prompt:

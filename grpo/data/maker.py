@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -34,8 +35,6 @@ _TEMPLATES = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
 _TEMPLATES.tests["none"] = lambda value: value == ""  # as which a missing value is given to a template
 _REFUSALS = (jinja2.TemplateError, TypeError, ArithmeticError, AttributeError, LookupError)
 """What templates raise for values they do not take, and the sandbox for what they may not do."""
-_NFKC_BYTES = 11
-"""Bytes that Unicode's normal forms make of one byte at most (of U+FDFA)."""
 
 Columns = Mapping[str, Any]
 PLAIN = PromptSettings()
@@ -64,8 +63,10 @@ class Room:
         if unknown := [token for token in self.without_row if token in prompt.text]:
             raise ValueError(f"the token {unknown[0]!r}, which the tokenizer knows and the model does not")
         longest = self.context - self.max_new_tokens
-        most_bytes = len(prompt.text.encode()) * (1 if prompt.text.isascii() else _NFKC_BYTES)
-        if most_bytes + 1 < longest:  # some tokenizers put a token in front, and a space
+        texts = [prompt.text]
+        if not prompt.text.isascii():  # which a tokenizer may write in another form first
+            texts += [normalize(form, prompt.text) for form in ("NFC", "NFKC")]
+        if max(len(text.encode()) for text in texts) + 1 < longest:  # some put a token in front, and a space
             return
         num_tokens = len(tokenize([prompt], self.tokenizer)[0])
         if num_tokens > longest:

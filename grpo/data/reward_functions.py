@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ class Scores:
     extra: list[dict[str, Any]]
     """N: what rewards had to say of a completion besides (`log_extra`), by column."""
     metrics: dict[str, list[float]]
-    """What they had to say of all (`log_metric`), by name."""
+    """What they had to say of all (`log_metric`), by name; of several numbers the mean is logged."""
 
     @property
     def rewards(self) -> Tensor:
@@ -105,21 +106,13 @@ class Judged:
     letters: list[tuple[int, int]]
 
 
-@dataclass
-class TrainerState:
-    """What a reward may know of the run it is part of, by the names of transformers' state."""
-
-    global_step: int = 0
-    """Steps that are done."""
-    max_steps: int = 0
-
-
 class RewardFunctions:
     """The run's reward functions and their weights."""
 
     def __init__(self, specs: Sequence[str | RewardFunction], weights: Sequence[float] = ()) -> None:
         self._functions = load_rewards(specs, weights)
-        self.state = TrainerState()
+        self.state = SimpleNamespace(global_step=0, max_steps=0)
+        """What a reward may know of the run: steps that are done, and to do, by transformers' names."""
         self._weights = torch.tensor(weights or [1.0] * len(specs), dtype=torch.float64)
 
     def with_engine(self, engine: EnginePool | None) -> "RewardFunctions":
@@ -146,7 +139,19 @@ class RewardFunctions:
 
     def __call__(self, rollout: Rollout) -> Scores:
         """Score a rollout. RewardFailed, or ValueError for an answer that is not one score a completion."""
-        prompts, log = rollout.row_prompts, _Log(len(rollout.completions))
+        prompts = rollout.row_prompts
+        components: list[dict[str, float]] = [{} for _ in prompts]
+        extra: list[dict[str, Any]] = [{} for _ in prompts]
+        metrics: dict[str, list[float]] = {}
+
+        def log_extra(column: str, values: Sequence[Any]) -> None:
+            if len(values) != len(prompts):
+                raise ValueError(
+                    f"log_extra({column!r}) got {len(values)} values for {len(prompts)} completions"
+                )
+            for row, value in zip(extra, values, strict=True):
+                row[column] = value if isinstance(value, bool | int | float | str | None) else str(value)
+
         ids = zip(rollout.completion_ids.tolist(), rollout.lengths.tolist(), strict=True)
         arguments: dict[str, Any] = {
             "prompts": [prompt.asked for prompt in prompts],
@@ -154,10 +159,9 @@ class RewardFunctions:
             "completion_ids": [row[:length] for row, length in ids],
             **collate(prompts),
             "trainer_state": self.state,
-            "log_extra": log.log_extra,
-            "log_metric": log.log_metric,
+            "log_extra": log_extra,
+            "log_metric": lambda name, value: metrics.setdefault(name, []).append(float(value)),
         }
-        components: list[dict[str, float]] = [{} for _ in prompts]
         users = {name: f for name, f in self._functions.items() if not isinstance(f, WeightedReward)}
         scores = call_all(users, arguments)
         for name, function in self._functions.items():
@@ -169,7 +173,7 @@ class RewardFunctions:
                     row.update({f"{name}/{key}": value for key, value in (part or {}).items()})
         columns = [scores[name] for name in self._functions]
         table = torch.tensor(columns, dtype=torch.float64).T  # (N, F)
-        return Scores(tuple(self._functions), table, self._weights, components, log.rows, log.metrics)
+        return Scores(tuple(self._functions), table, self._weights, components, extra, metrics)
 
     def judged(self, scores: Scores, completions: Sequence[str]) -> Iterator[Judged]:
         """By component of our own rewards, what it adds to `scores.rewards`, and what it judges."""
@@ -185,27 +189,6 @@ class RewardFunctions:
                 values = [weight * row.get(component, 0.0) for row in shares]
                 letters = [function.field_of(component, text) for text in completions]
                 yield Judged(torch.tensor(values, dtype=torch.float64), letters)
-
-
-class _Log:
-    """What rewards log about N completions."""
-
-    def __init__(self, count: int) -> None:
-        self.rows: list[dict[str, Any]] = [{} for _ in range(count)]
-        self.metrics: dict[str, list[float]] = {}
-
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """A column of the completions' table, one value a completion. ValueError for another number."""
-        if len(values) != len(self.rows):
-            raise ValueError(
-                f"log_extra({column!r}) got {len(values)} values for {len(self.rows)} completions"
-            )
-        for row, value in zip(self.rows, values, strict=True):
-            row[column] = value if isinstance(value, bool | int | float | str | None) else str(value)
-
-    def log_metric(self, name: str, value: float) -> None:
-        """One number for the step; of several the mean is logged."""
-        self.metrics.setdefault(name, []).append(float(value))
 
 
 # ------------------------------------------------------------------------------- functions of the user's

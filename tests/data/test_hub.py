@@ -8,7 +8,7 @@ import datasets
 import pytest
 from prompt_lines import game_lines, ids, write
 
-from grpo.data import hub as hub_module
+from grpo.data import load as load_module
 from grpo.data import load_prompts
 from grpo.data.load import is_file
 from grpo.data.maker import PromptMaker
@@ -58,7 +58,7 @@ def test_the_same_rows_come_as_from_a_file_made_when_they_are_drawn(on_hub, monk
     """And counted, held out and gone on with as those are."""
     rows = [*LINES, {"text": "bad"}]
     on_hub(rows)
-    monkeypatch.setattr(hub_module, "MANY_ROWS", 100)
+    monkeypatch.setattr(load_module, "MANY_ROWS", 100)
     options = {"seed": 3, "heldout_share": 0.2, "heldout_count": 5, "max_bad_share": 0.02}
     source, resumed = (load_prompts("owner/name", **options) for _ in range(2))
     file = load_prompts(write(tmp_path / "file.jsonl", rows), **options)

@@ -38,7 +38,7 @@ from grpo.data import Prompt, collate, load_prompts
 from grpo.data import load as load_module
 from grpo.data.files import FORMATS
 from grpo.data.maker import PromptMaker
-from grpo.data.split import heldout_fraction, position
+from grpo.data.source import heldout_fraction, position
 from grpo.evaluate import evaluate
 from grpo.model.load import RolloutModel, load_policy
 from grpo.model.names import BUNDLED_FOLDER
