@@ -129,8 +129,7 @@ def _line(line: str, maker: PromptMaker) -> Question:
     if line.startswith("P:"):
         return _policy_line(line, maker)
     fields = line.removeprefix("A:").split("+")
-    is_whole = len(fields) == 7 and is_fen(fields[0].strip())
-    if not line.startswith("A:") and not is_whole:
+    if not (line.startswith("A:") or (len(fields) == 7 and is_fen(fields[0].strip()))):
         raise ValueError(f"a RookWorld line starts with 'P:' or 'A:', not {line[:10]!r}")
     if len(fields) != 7 and (len(fields) != 4 or fields[3]):
         raise ValueError(f"an environment line has seven fields joined by '+', this one {len(fields)}")
