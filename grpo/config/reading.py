@@ -38,8 +38,9 @@ def _plain(value: Any) -> Any:
 
 
 def from_plain(values: Mapping[str, Any], base: Config | None = None) -> Config:
-    """Settings by name as a file has them, over `base`. SettingsError for what is none."""
-    known = [item.name for item in fields(Config)]
+    """Settings by name as a file has them, over `base`, and of its class. SettingsError for what is none."""
+    base = base or Config()
+    known = [item.name for item in fields(base)]
     for name in values:
         if name not in known:
             hint = f"{_near(name, known)}docs/settings.md and --help name them all."
@@ -47,7 +48,7 @@ def from_plain(values: Mapping[str, Any], base: Config | None = None) -> Config:
     if values.get("gradient_checkpointing") == "selective":
         logger.info("gradient_checkpointing is auto: selective, of an older version, is no longer known")
         values = {**values, "gradient_checkpointing": "auto"}
-    return replace(base or Config(), **values)
+    return replace(base, **values)
 
 
 def _near(name: str, names: Iterable[str]) -> str:

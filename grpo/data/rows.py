@@ -20,7 +20,6 @@ from rewards.formats import (
     BY_ROOK,
     MAX_HISTORY,
     environment_prompt,
-    is_fen,
     is_move,
     parse_policy_completion,
     policy_prompt,
@@ -129,7 +128,7 @@ def _line(line: str, maker: PromptMaker) -> Question:
     if line.startswith("P:"):
         return _policy_line(line, maker)
     fields = line.removeprefix("A:").split("+")
-    if not (line.startswith("A:") or (len(fields) == 7 and is_fen(fields[0].strip()))):
+    if not (line.startswith("A:") or (len(fields) == 7 and fields[0].count("/") == 7)):
         raise ValueError(f"a RookWorld line starts with 'P:' or 'A:', not {line[:10]!r}")
     if len(fields) != 7 and (len(fields) != 4 or fields[3]):
         raise ValueError(f"an environment line has seven fields joined by '+', this one {len(fields)}")

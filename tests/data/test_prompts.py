@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import chess
 import pytest
@@ -36,6 +37,7 @@ from safetensors import safe_open
 from grpo.config.groups import BUNDLED, PromptSettings, SamplingSettings
 from grpo.data import Prompt, collate, load_prompts
 from grpo.data import load as load_module
+from grpo.data import source as source_module
 from grpo.data.files import FORMATS
 from grpo.data.maker import PromptMaker
 from grpo.data.source import heldout_fraction, position
@@ -301,12 +303,15 @@ def test_no_position_is_on_both_sides_whichever_task(tmp_path, seed: int, share:
     assert numbers == sorted(numbers)
 
 
-def test_prompts_without_a_position_are_split_by_all_of_their_text(tmp_path):
+def test_prompts_without_a_position_are_split_by_all_of_their_text(tmp_path, monkeypatch):
     records = [{"prompt": f"Write a short poem about {n}"} for n in range(300)]
     source = load_prompts(write(tmp_path / "mine.jsonl", records), seed=0, heldout_share=0.2)
     assert 30 < len(source.heldout) < 90  # the first four words alone would give 0 or 300
-    many = [{"prompt": f"{n}"} for n in range(11_000)]  # of which not all are kept on the way
-    heldout = load_prompts(many, seed=0, heldout_share=1, heldout_count=3, to_train=False).heldout
+    many = [{"prompt": f"{n}"} for n in range(2_000)]  # each hashed once
+    monkeypatch.setattr(source_module, "heldout_fraction", hashed := mock.Mock(wraps=heldout_fraction))
+    held = load_prompts(many, seed=0, heldout_share=1, heldout_count=3, to_train=False)
+    heldout = [held.heldout, held.lowest_heldout(3)][1]
+    assert hashed.call_count == len(many)
     lowest = sorted((heldout_fraction(Prompt("", row["prompt"], {})), row["prompt"]) for row in many)[:3]
     assert {prompt.text for prompt in heldout} == {text for _, text in lowest}
     assert not {p.text for p in source.heldout} & {p.text for p in source.draw(300)}
