@@ -121,7 +121,7 @@ write_records = write
 def source_of(*, seed: int = 0, **texts: list[str]) -> PromptSource:
     """Of prompts with these texts, by task."""
     prompts = [Prompt("", text, {"task": task}) for task, several in texts.items() for text in several]
-    source = PromptSource(prompts, seed=seed)
+    source = PromptSource(prompts.__getitem__, seed=seed)
     for number, prompt in enumerate(prompts):
         source.add(number, prompt)
     return source

@@ -1,10 +1,16 @@
-"""What a setting may be, as an annotation on its field: `steps: Annotated[int, at_least(1)] = 100`."""
+"""What a setting may be, as an annotation on its field: `steps: Annotated[int, at_least(1)] = 100`.
+
+Settings are read and checked in one way, wherever they come from: Python, a file, or the command line.
+"""
 
 import math
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
+from numbers import Integral, Real
+from os.path import expanduser
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
@@ -37,6 +43,7 @@ PART = Limit(lambda value: 0 < value <= 1, "give a share above 0 and up to 1")
 ROWS = at_least(1, "give at least 1, or leave it out for all rows")
 DECAY = Limit(lambda value: 0 <= value < 1, "give at least 0 and less than 1")
 SIZE = Limit(is_size, "that is no size, write it like 24GB or 512MB")
+FINITE = Limit(lambda numbers: all(map(math.isfinite, numbers)), "give finite numbers")
 BY_KIND: dict[Any, Limit] = {
     float: Limit(lambda value: not 1e30 <= abs(value) < math.inf, "give a number below 1e30"),
     int: Limit(lambda value: abs(value) < 2**31, "give a number below 2^31"),
@@ -46,6 +53,16 @@ BY_KIND: dict[Any, Limit] = {
     ),
 }
 """Of all settings of a run: what single precision has room for with some to spare, a count, a name."""
+OF_ANY_SIZE = ("seed", "system_prompt")
+
+_MADE_OF: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
+    bool: (bool, bool),
+    int: (Integral, int),
+    float: (Real | str, float),
+    str: (str | int | float | Path, str),
+    Path: (str | Path, lambda value: Path(expanduser(value))),
+}
+"""By type of a setting, what it is made of: to YAML 1e-5 is text, and a name of digits a number."""
 
 
 class Values(NamedTuple):
@@ -64,7 +81,7 @@ class Values(NamedTuple):
 
 
 @cache
-def values_of(settings: type) -> dict[str, Values]:
+def values_of(settings: Any) -> dict[str, Values]:
     """By field of a dataclass."""
     return {name: _values(hint) for name, hint in get_type_hints(settings, include_extras=True).items()}
 
@@ -85,17 +102,34 @@ def _values(hint: Any) -> Values:
 
 
 def check_limits(settings: Any) -> None:
-    """SettingsError for the first field of a dataclass that is no word of its own, or beyond a limit."""
+    """Make each field of a dataclass what it has to be. SettingsError for the first that cannot be that."""
     for name, allowed in values_of(settings.__class__).items():
-        value = getattr(settings, name)
-        for word in value if allowed.is_tuple else (value,):
-            if not allowed.kinds and word not in allowed.words:
-                raise SettingsError(f"{name} is {reprlib.repr(word)}: give one of {allowed.choices}.")
+        value = _read(name, getattr(settings, name), allowed)
+        object.__setattr__(settings, name, value)
         if value not in allowed.words:
             _check(name, value, allowed.limits)
 
 
-def _check(name: str, value: Any, limits: tuple[Limit, ...]) -> None:
+def _read(name: str, value: Any, allowed: Values) -> Any:
+    if allowed.is_tuple:
+        items = value if isinstance(value, list | tuple) else [value]
+        return tuple(_read(name, item, allowed._replace(is_tuple=False)) for item in items)
+    if isinstance(value, bool) and "off" in allowed.words:  # YAML reads a bare off as false
+        value = "on" if value else "off"
+    if value in allowed.words:
+        return value
+    if not allowed.kinds:
+        raise SettingsError(f"{name} is {reprlib.repr(value)}: give one of {allowed.choices}.")
+    (kind,) = allowed.kinds
+    takes, make = _MADE_OF.get(kind, (object, lambda value: value))
+    if isinstance(value, takes) and (kind is bool or not isinstance(value, bool)):
+        with suppress(ValueError, OverflowError):
+            return make(value)
+    options = kind.__name__ + (f" or {allowed.choices}" if allowed.choices else "")
+    raise SettingsError(f"{name} is {reprlib.repr(value)}: give a value of type {options}.")
+
+
+def _check(name: str, value: Any, limits: Iterable[Limit]) -> None:
     for limit in limits:
         if not limit.holds(value):
             shown = list(value) if isinstance(value, tuple) else value
@@ -109,8 +143,8 @@ class Settings:
     def __post_init__(self) -> None:
         check_limits(self)
         for name, value in vars(self).items():
-            if name != "seed":
-                _check(name, value, tuple(BY_KIND[kind] for kind in BY_KIND if isinstance(value, kind)))
+            if name not in OF_ANY_SIZE:
+                _check(name, value, (BY_KIND[kind] for kind in BY_KIND if isinstance(value, kind)))
         for message in self.conflicts():
             raise SettingsError(message)
 

@@ -5,7 +5,6 @@ import json
 import reprlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields, replace
 from os.path import isfile
 from pathlib import Path
@@ -16,7 +15,7 @@ import tyro
 import yaml
 from loguru import logger
 
-from grpo.config.limits import SettingsError, Values, values_of
+from grpo.config.limits import SettingsError
 from grpo.config.settings import Config
 from grpo.files import write_whole
 
@@ -39,8 +38,9 @@ def _plain(value: Any) -> Any:
 
 
 def from_plain(values: Mapping[str, Any], base: Config | None = None) -> Config:
-    """Settings by name as a file has them, over `base`. SettingsError for what is none."""
-    known = values_of(Config)
+    """Settings by name as a file has them, over `base`, and of its class. SettingsError for what is none."""
+    base = base or Config()
+    known = [item.name for item in fields(base)]
     for name in values:
         if name not in known:
             hint = f"{_near(name, known)}docs/settings.md and --help name them all."
@@ -48,34 +48,12 @@ def from_plain(values: Mapping[str, Any], base: Config | None = None) -> Config:
     if values.get("gradient_checkpointing") == "selective":
         logger.info("gradient_checkpointing is auto: selective, of an older version, is no longer known")
         values = {**values, "gradient_checkpointing": "auto"}
-    changes = {name: _read(name, value, known[name]) for name, value in values.items()}
-    return replace(base or Config(), **changes)
+    return replace(base, **values)
 
 
 def _near(name: str, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1)
     return f"Did you mean {near[0]!r}? " if near else ""
-
-
-_YAML: dict[type, Any] = {bool: bool, int: int, float: int | float | str, str: str | int | float, Path: str}
-"""By type of a setting what YAML makes of it: to YAML 1e-5 is text, and a name of digits a number."""
-
-
-def _read(name: str, value: Any, allowed: Values) -> Any:
-    """One value as YAML gave it, as what its setting may be. SettingsError where it cannot be that."""
-    if allowed.is_tuple:
-        items = value if isinstance(value, list) else [value]
-        return tuple(_read(name, item, allowed._replace(is_tuple=False)) for item in items)
-    if isinstance(value, bool) and "off" in allowed.words:  # YAML reads a bare off as false
-        value = "on" if value else "off"
-    if value in allowed.words or not allowed.kinds:  # another word is refused with the words there are
-        return value
-    (kind,) = allowed.kinds
-    if isinstance(value, _YAML[kind]) and (kind is bool or not isinstance(value, bool)):
-        with suppress(ValueError, OverflowError):
-            return kind(value)
-    options = kind.__name__ + (f" or {allowed.choices}" if allowed.choices else "")
-    raise SettingsError(f"{name} is {reprlib.repr(value)}: give a value of type {options}.")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

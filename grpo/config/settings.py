@@ -1,9 +1,7 @@
 """Every setting once: its name, its limits, its default, and its text for the help."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,14 +15,24 @@ from grpo.config.groups import (
     SamplingSettings,
     Scale,
 )
-from grpo.config.limits import NOT_NEGATIVE, PART, POSITIVE, ROWS, SHARE, SIZE, Limit, Settings, at_least
+from grpo.config.limits import (
+    FINITE,
+    NOT_NEGATIVE,
+    PART,
+    POSITIVE,
+    ROWS,
+    SHARE,
+    SIZE,
+    Limit,
+    Settings,
+    at_least,
+)
 
 REWARDS = Limit(len, "give at least one, such as policy")
 DISTINCT = Limit(
     lambda specs: len({spec.rpartition(":")[2] for spec in specs}) == len(specs),
     "two have one name, rename one",
 )
-FINITE = Limit(lambda weights: all(map(math.isfinite, weights)), "give finite numbers")
 NOT_ALL_ZERO = Limit(
     lambda weights: any(weights) or not weights, "nothing would count, give one that is not 0"
 )
@@ -212,12 +220,6 @@ class FolderSettings(Settings):
     """Steps after which a completion is shown with its scores, each time; 0: never."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severity that is shown."""
-
-    def __post_init__(self) -> None:
-        for name in ("runs_dir", "resume"):
-            if (path := getattr(self, name)) is not None:
-                object.__setattr__(self, name, Path(expanduser(path)))
-        super().__post_init__()
 
 
 @dataclass(frozen=True)

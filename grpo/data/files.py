@@ -10,7 +10,6 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -18,34 +17,18 @@ from typing import Any, TextIO, cast
 
 import chess.pgn
 
-from grpo.data.maker import Convert, PromptMaker
+from grpo.data.maker import Convert
 from grpo.data.rows import finite, from_game, from_json, from_line, from_position, from_record
-from grpo.prompt import Prompt
 
 File = Path | Traversable
 Rows = Iterator[tuple[int, Any]]
-
-
-def read_prompts(file: File, maker: PromptMaker) -> list[Prompt]:
-    """All prompts of a file, in its order. The maker counts the rows that cannot be used."""
-    prompts: list[Prompt] = []
-    for row_id, content, convert in file_rows(file):
-        prompts += maker.make_or_count(row_id, content, convert)
-    if file.name.lower().endswith(".pgn"):  # games share their openings
-        prompts = list({prompt.text: prompt for prompt in reversed(prompts)}.values())[::-1]
-    return fill_columns(prompts)
+"""The number of each row, and what it holds; a ValueError where that cannot be read."""
 
 
 def file_rows(file: File) -> Iterator[tuple[str, Any, Convert]]:
     """The rows of a file, each with its id and what makes prompts of it."""
     read, convert = FORMATS[Path(file.name).suffix.lower()]
     return ((f"{file.name}:{number}", content, convert) for number, content in read(file))
-
-
-def is_local(path: Path) -> bool:
-    """Whether a person means a file by it, there or not."""
-    looks_it = path.parent.is_dir() and bool(re.fullmatch(r"\.[A-Za-z]{3,8}", path.suffix))
-    return path.exists() or path.suffix.lower() in FORMATS or looks_it
 
 
 def check_file(path: Path) -> None:
@@ -69,29 +52,17 @@ def _near(path: Path) -> str:
     return f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""
 
 
-def fill_columns(prompts: list[Prompt]) -> list[Prompt]:
-    """Give every prompt of the user's own the same columns, None where a row left one out."""
-    names = dict.fromkeys(name for prompt in prompts if prompt.task == "custom" for name in prompt.columns)
-    return [
-        replace(prompt, columns=names | prompt.columns)
-        if prompt.task == "custom" and len(prompt.columns) < len(names)
-        else prompt
-        for prompt in prompts
-    ]
-
-
 # ------------------------------------------------------------------------------------------ readers
 
 
-def _lines(file: File) -> Rows:
-    with file.open("r", encoding="utf-8-sig", errors="surrogateescape") as lines:
+def _lines(file: File, comment: bytes | None = None) -> Rows:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield number, line
-
-
-def _positions(file: File) -> Rows:
-    return ((number, line) for number, line in _lines(file) if not line.startswith("#"))
+            if line.strip() and not (comment and line.startswith(comment)):
+                try:
+                    yield number, line.decode("utf-8-sig")
+                except UnicodeDecodeError:
+                    yield number, ValueError("bytes that are no UTF-8: save the file in that encoding")
 
 
 def _records(file: File) -> Rows:
@@ -171,7 +142,7 @@ FORMATS: dict[str, tuple[Callable[[File], Rows], Convert]] = {
     ".csv": (partial(_table, delimiter=","), from_record),
     ".tsv": (partial(_table, delimiter="\t"), from_record),
     ".parquet": (_records, from_record),
-    ".fen": (_positions, from_position),
-    ".epd": (_positions, from_position),
+    ".fen": (partial(_lines, comment=b"#"), from_position),
+    ".epd": (partial(_lines, comment=b"#"), from_position),
     ".pgn": (_games, from_game),
 }

@@ -1,7 +1,12 @@
-"""From what a person types after `--prompts` to a source of prompts."""
+"""From what a person types after `--prompts` to a source of prompts.
 
+Left out on purpose: streaming, for datasets that are larger than the disk.
+"""
+
+import importlib
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -10,12 +15,10 @@ from typing import Any
 from loguru import logger
 
 from grpo.config.groups import PromptSettings
-from grpo.data.files import check_file, fill_columns, is_local, read_prompts
-from grpo.data.hub import HUB_NAME, HubRows
-from grpo.data.maker import PLAIN, PromptMaker, Room
+from grpo.data.files import FORMATS, check_file, file_rows
+from grpo.data.maker import PLAIN, Convert, PromptMaker, Room
 from grpo.data.rows import from_record
-from grpo.data.source import PromptSource
-from grpo.data.split import HELDOUT_SHARE
+from grpo.data.source import HELDOUT_SHARE, PromptSource
 from grpo.prompt import Prompt
 
 POSITIONS: Traversable = resources.files("grpo").joinpath("assets", "positions")
@@ -23,6 +26,12 @@ Rows = Iterable[Mapping[str, Any]]
 """Rows of columns in memory, such as a list of dictionaries or a `datasets.Dataset`."""
 IN_MEMORY = "in-memory"
 """What stands in a run's settings for what has no name."""
+_PART = r"[\w.-]+(?:\[[^\[\]]*\])?"
+HUB_NAME = re.compile(rf"([\w.-]+/[\w.-]+)(?::([\w.-]+)(?=:))?(?::({_PART}(?:\+{_PART})*))?")
+"""OWNER/NAME, perhaps a configuration, perhaps a split in the package's own words, such as train[:1000]."""
+MANY_ROWS = 100_000
+"""From which on it is said that reading takes a while: some 6,000 rows of chess a second, 20,000 of text."""
+WAYS_OUT = "give a local file (--prompts FILE) or take the bundled positions (--prompts bundled)"
 
 
 def load_prompts(
@@ -54,10 +63,11 @@ def load_prompts(
     check_spec(spec)
     name = spec if isinstance(spec, str) else "the prompts given"
     maker = PromptMaker(name, max_bad_share=max_bad_share, settings=settings, room=room)
-    prompts = _read(spec, maker)
+    is_on_hub = isinstance(spec, str) and spec != "bundled" and not is_file(spec)
+    numbered, prompt_of = _on_hub(name, maker) if is_on_hub else _in_memory(spec, maker)
     share = HELDOUT_SHARE if name == "bundled" else heldout_share
-    source = PromptSource(prompts, seed=seed, heldout_share=share, heldout_count=heldout_count)
-    for number, prompt in enumerate(prompts) if isinstance(prompts, list) else prompts.numbered():
+    source = PromptSource(prompt_of, seed=seed, heldout_share=share, heldout_count=heldout_count)
+    for number, prompt in numbered:
         source.add(number, prompt)
     maker.check_bad_share()
     counts = Counter({task: len(lane.numbers) for task, lane in source.lanes.items()})
@@ -82,7 +92,7 @@ def check_spec(spec: str | Rows) -> None:
     """ValueError for what is neither "bundled", a file that is there, nor the name of a hub dataset."""
     if not isinstance(spec, str):
         if isinstance(spec, Mapping) or not isinstance(spec, Iterable):
-            raise ValueError(_no_rows(spec))
+            raise ValueError(_not_rows(type(spec).__name__))
     elif spec == IN_MEMORY:
         raise ValueError(
             "the prompts of that run were rows in memory: give them again, here as --prompts FILE"
@@ -91,8 +101,7 @@ def check_spec(spec: str | Rows) -> None:
         check_file(Path(spec).expanduser())
 
 
-def _no_rows(given: Any, row: Any = None) -> str:
-    kind = type(given).__name__ + (f" of {type(row).__name__}" if row is not None else "")
+def _not_rows(kind: str) -> str:
     return (
         f"prompts is a {kind}: give rows, each a dictionary of columns, as a list such as "
         "[{'prompt': 'Say hello.'}], as one split of a datasets.Dataset without a format, or of a DataFrame "
@@ -101,27 +110,82 @@ def _no_rows(given: Any, row: Any = None) -> str:
 
 
 def is_file(spec: str) -> bool:
-    """Whether a file is meant, there or not."""
-    return spec != "bundled" and (HUB_NAME.fullmatch(spec) is None or is_local(Path(spec).expanduser()))
+    """Whether a person means a file by it, there or not."""
+    path = Path(spec).expanduser()
+    has_ending = path.parent.is_dir() and bool(re.fullmatch(r"\.[A-Za-z]{3,8}", path.suffix))
+    looks_like_one = path.exists() or path.suffix.lower() in FORMATS or has_ending
+    return spec != "bundled" and (HUB_NAME.fullmatch(spec) is None or looks_like_one)
 
 
-def _read(spec: str | Rows, maker: PromptMaker) -> list[Prompt] | HubRows:
-    if isinstance(spec, str) and is_file(spec):
-        return read_prompts(Path(spec).expanduser(), maker)
-    if isinstance(spec, str) and spec != "bundled":
-        return HubRows(spec, maker)
-    prompts: list[Prompt] = []
-    if isinstance(spec, str):
+Numbered = tuple[Iterable[tuple[int, Prompt]], Callable[[int], Prompt]]
+"""All prompts, each with a number, and what gives the prompt of a number again."""
+
+
+def _open_dataset(spec: str) -> Any:
+    """The rows of a `datasets.Dataset`, of which only those that are asked for are in memory.
+
+    ValueError where the package, the network, or the dataset is not there.
+    """
+    try:
+        datasets: Any = importlib.import_module("datasets")
+    except ImportError as error:
+        raise ValueError(
+            f"the hub dataset {spec!r} needs the package datasets: pip install datasets, or {WAYS_OUT}"
+        ) from error
+    match = HUB_NAME.fullmatch(spec)
+    assert match is not None
+    path, config, split = match.groups()
+    try:
+        rows = datasets.load_dataset(path, config, split=split or "train")
+    except Exception as error:
+        raise ValueError(
+            f"cannot read the hub dataset {spec!r} ({type(error).__name__}: {error}). "
+            f"Is its name right, and the network up? If not, {WAYS_OUT}"
+        ) from error
+    if len(rows) >= MANY_ROWS and "[" not in spec:
+        part = f"{spec if split else spec + ':train'}[:{MANY_ROWS}]"
+        logger.info("reading {:,} rows of {}; a part, as {}, takes less", len(rows), spec, part)
+    return rows
+
+
+def _on_hub(spec: str, maker: PromptMaker) -> Numbered:
+    """Rows are made prompts when they are asked for: a dataset may be larger than memory."""
+    rows = _open_dataset(spec)
+    maker.total_rows = len(rows)
+
+    def prompt_of(number: int) -> Prompt:
+        (prompt,) = maker.make(f"{spec}:{number}", rows[number], from_record)
+        return prompt
+
+    made = ((n, maker.make_or_count(f"{spec}:{n}", row, from_record)) for n, row in enumerate(rows))
+    return ((number, prompt) for number, prompts in made for prompt in prompts), prompt_of
+
+
+def _in_memory(spec: str | Rows, maker: PromptMaker) -> Numbered:
+    prompts = [prompt for row in _rows(spec) for prompt in maker.make_or_count(*row)]
+    if isinstance(spec, str) and spec.lower().endswith(".pgn"):  # games share their openings
+        prompts = list({prompt.text: prompt for prompt in reversed(prompts)}.values())[::-1]
+    custom = [prompt.columns for prompt in prompts if prompt.task == "custom"]
+    for name in dict.fromkeys(name for columns in custom for name in columns):
+        for columns in custom:  # all have the same, None where a row left one out
+            columns.setdefault(name)
+    return enumerate(prompts), prompts.__getitem__
+
+
+def _rows(spec: str | Rows) -> Iterator[tuple[str, Any, Convert]]:
+    """Each with its id, and what makes prompts of it."""
+    if isinstance(spec, str) and spec == "bundled":
         for file in (POSITIONS / "train.txt", POSITIONS / "heldout.txt"):
             if not file.is_file():
                 raise ValueError(f"the bundled positions are incomplete, {file} is missing: install again")
-            prompts += read_prompts(file, maker)
-        return prompts
-    for number, row in enumerate(spec, start=1):
-        if not isinstance(row, Mapping):
-            raise ValueError(_no_rows(spec, row))
-        prompts += maker.make_or_count(f"row {number}", row, from_record)
-    return fill_columns(prompts)
+            yield from file_rows(file)
+    elif isinstance(spec, str):
+        yield from file_rows(Path(spec).expanduser())
+    else:
+        for number, row in enumerate(spec, start=1):
+            if not isinstance(row, Mapping):
+                raise ValueError(_not_rows(f"{type(spec).__name__} of {type(row).__name__}"))
+            yield f"row {number}", row, from_record
 
 
 def _mixing_share(spec: str, counts: Counter[str], policy_share: float | None) -> float:

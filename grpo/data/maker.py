@@ -1,4 +1,4 @@
-"""Rows of a source become prompts, or are counted as bad and skipped.
+"""A row of data becomes prompts, or a reason why not, which is counted.
 
 A row of a user's own columns asks a text, or a conversation in the model's chat template. A prompt that the
 model's context has no room for makes its row as unusable as one that cannot be read.
@@ -32,11 +32,9 @@ NO_CHAT_TEMPLATE = (
     "model that has been tuned to chat, or prompts that are text, with --chat off."
 )
 _TEMPLATES = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
-_TEMPLATES.tests["none"] = lambda value: isinstance(value, str) and value == ""  # as which nothing comes
+_TEMPLATES.tests["none"] = lambda value: value == ""  # as which a missing value is given to a template
 _REFUSALS = (jinja2.TemplateError, TypeError, ArithmeticError, AttributeError, LookupError)
-"""What templates raise for what they do not take, and the sandbox for what they may not do."""
-_NOT_UTF8 = {chr(0xDC00 + byte) for byte in range(0x80, 0x100)}
-"""What Python reads such bytes as, with errors="surrogateescape"."""
+"""What templates raise for values they do not take, and the sandbox for what they may not do."""
 
 Columns = Mapping[str, Any]
 PLAIN = PromptSettings()
@@ -58,18 +56,17 @@ class Room:
     """Texts of tokens that have been added to the tokenizer, and that the model has no row for."""
 
     def check(self, prompt: Prompt) -> None:
-        """TooLong for one of more tokens than that; ValueError for a text that is none in Unicode, or has a
-        token that the model does not know.
+        """TooLong for a prompt of more tokens; ValueError for text that is not Unicode or has unknown tokens.
 
-        A token is a byte or more: a text of few is not tokenized, which takes a microsecond a byte.
+        A token is at least a byte, so short texts are not tokenized, which takes a microsecond a byte.
         """
         if unknown := [token for token in self.without_row if token in prompt.text]:
             raise ValueError(f"the token {unknown[0]!r}, which the tokenizer knows and the model does not")
         longest = self.context - self.max_new_tokens
-        forms = [prompt.text]
-        if not prompt.text.isascii():  # which a tokenizer may write otherwise first
-            forms += [normalize(form, prompt.text) for form in ("NFC", "NFKC")]
-        if max(len(form.encode()) for form in forms) + 1 < longest:  # some put a token in front, and a space
+        texts = [prompt.text]
+        if not prompt.text.isascii():  # which a tokenizer may write in another form first
+            texts += [normalize(form, prompt.text) for form in ("NFC", "NFKC")]
+        if max(len(text.encode()) for text in texts) + 1 < longest:  # some put a token in front, and a space
             return
         num_tokens = len(tokenize([prompt], self.tokenizer)[0])
         if num_tokens > longest:
@@ -80,41 +77,41 @@ class Room:
 
 
 class PromptMaker:
-    """Makes prompts of the rows of one source, by the settings.
+    """Makes prompts of the rows of one source, by the settings, and counts rows that cannot be used.
 
-    room: of the model; None: any, and no tokenizer, without which there are no conversations. SettingsError
-    for files and templates that are not there.
+    room: of the model; None: any length, and no tokenizer, without which there are no conversations.
+    SettingsError for files and templates that are not there.
     """
 
     def __init__(
         self, name: str, *, max_bad_share: float, settings: PromptSettings = PLAIN, room: Room | None = None
     ) -> None:
         self.settings = settings
+        self.total_rows = math.inf  # where it is known, too many bad rows are an error before all are read
         self.num_rows = self.num_bad = self.num_labelled = self.num_upside_down = 0
         self._name, self._max_bad_share, self._room = name, max_bad_share, room
-        self._examples: dict[bool, str] = {}  # the first row that is too long (True), or unreadable
+        self._examples: dict[str, str] = {}  # the first bad row, by what can be done about it
         self._template = None
-        if settings.prompt_template is not None:
-            text = template_text(settings.prompt_template, "prompt_template")
+        if (file := settings.prompt_template) is not None:
             try:
-                self._template = _TEMPLATES.from_string(text)
+                self._template = _TEMPLATES.from_string(template_text(file, "prompt_template"))
             except jinja2.TemplateSyntaxError as error:
+                where = f"line {error.lineno}: {error.message}"
                 raise SettingsError(
-                    f"prompt_template is {str(settings.prompt_template)!r}, which is no Jinja template: line "
-                    f"{error.lineno}: {error.message}."
+                    f"prompt_template is {str(file)!r}, which is no Jinja template: {where}."
                 ) from error
         self._chat_template = getattr(room.tokenizer, "chat_template", None) if room else None
         if settings.chat_template is not None:
             self._chat_template = template_text(settings.chat_template, "chat_template")
         from_template = self._template is not None and settings.chat == "auto"
         self._text_is_message = settings.chats or (from_template and self._chat_template is not None)
-        self.is_asked = settings.prompt_column is not None or self._template is not None
+        self.has_own_columns = settings.prompt_column is not None or self._template is not None
         """Whether the settings say what is asked, so that rows are the user's own whatever else they have."""
 
     def make(self, row_id: str, content: Any, convert: "Convert") -> list[Prompt]:
         """The prompts of a row. ValueError for one that cannot be used."""
-        if isinstance(content, str) and not _NOT_UTF8.isdisjoint(content):
-            raise ValueError("bytes that are no UTF-8: save the file in that encoding")
+        if isinstance(content, ValueError):  # why there is none
+            raise content
         prompts = convert(content, row_id, self)
         if self._room is not None:
             for prompt in prompts:
@@ -122,7 +119,7 @@ class PromptMaker:
         return prompts
 
     def make_or_count(self, row_id: str, content: Any, convert: "Convert") -> list[Prompt]:
-        """The same, and none of a row that cannot be used, which is counted."""
+        """The same, and none of a row that cannot be used, which is counted. ValueError for too many."""
         self.num_rows += 1
         try:
             return self.make(row_id, content, convert)
@@ -130,24 +127,26 @@ class PromptMaker:
             raise
         except ValueError as error:
             self.num_bad += 1
-            self._examples.setdefault(isinstance(error, TooLong), f"{row_id}: {error}")
-            return []
+            is_long = isinstance(error, TooLong)
+            remedy = "lower --max-new-tokens, choose another --model" if is_long else "repair them"
+            self._examples.setdefault(remedy, f"{row_id}: {error}")
+        if self.num_bad > self._max_bad_share * self.total_rows:
+            self.check_bad_share()
+        return []
 
     def check_bad_share(self) -> None:
-        """ValueError if too large a share of the rows was bad; else it is said what was skipped, or odd."""
+        """ValueError if too large a share of the rows was bad; else a warning of what was skipped, or odd."""
         share = self.num_bad / max(1, self.num_rows)
-        examples = [self._examples[too_long] for too_long in sorted(self._examples)]
         bad = (
             f"{self.num_bad:,} of {self.num_rows:,} rows ({share:.1%}) of {self._name} cannot be used, for "
-            f"example {' and '.join(examples)}"
+            f"example {' and '.join(self._examples.values())}"
         )
         if share > self._max_bad_share:
-            remedies = {False: "repair them", True: "lower --max-new-tokens, choose another --model"}
-            advice = ", ".join(remedies[too_long] for too_long in sorted(self._examples))
+            remedies = ", ".join(self._examples)
             if self.num_bad == self.num_rows:
-                raise ValueError(f"{bad}: {advice}, or give other --prompts")
+                raise ValueError(f"{bad}: {remedies}, or give other --prompts")
             raise ValueError(
-                f"{bad}; at most {self._max_bad_share:.1%} may be: {advice}, or allow more with "
+                f"{bad}; at most {self._max_bad_share:.1%} may be: {remedies}, or allow more with "
                 f"--max-bad-share {math.ceil(share * 1000) / 1000}"
             )
         if self.num_bad:
@@ -171,14 +170,15 @@ class PromptMaker:
 
     def _asked(self, record: Columns, column: str) -> str | Messages:
         """What a row asks, as text or messages."""
+        asked: Any = record.get(column)
         if self._template is not None:
             try:
-                asked: Any = self._template.render(_with_empty_texts(record))
+                asked = self._template.render(_with_empty_texts(record))
             except jinja2.UndefinedError as error:
                 raise ValueError(f"prompt_template: {error.message}; there are {', '.join(record)}") from None
             except _REFUSALS as error:
                 raise ValueError(f"prompt_template: {error}") from error
-        elif (asked := record.get(column)) is None:
+        elif asked is None:
             raise ValueError(f"there is no `{column}`; there are {', '.join(record)}")
         if isinstance(asked, str):
             if not asked.strip():
@@ -192,7 +192,7 @@ class PromptMaker:
         return messages
 
     def _conversation(self, messages: Messages, record: Columns) -> str:
-        """As the chat template has it, with the beginning of an answer."""
+        """The messages in the chat template, with the beginning of an answer."""
         if self._room is None or self._chat_template is None:
             raise SettingsError(NO_CHAT_TEMPLATE)
         tools, options = record.get("tools"), record.get("chat_template_kwargs")
@@ -206,9 +206,9 @@ class PromptMaker:
                 add_generation_prompt=True, tokenize=False, **options,
             )  # fmt: skip
         except jinja2.TemplateSyntaxError as error:
+            where = f"line {error.lineno}: {error.message}"
             raise SettingsError(
-                f"the chat template is no Jinja template: line {error.lineno}: {error.message}; give another "
-                "--chat-template."
+                f"the chat template is no Jinja template: {where}; give another --chat-template."
             ) from error
         except _REFUSALS as error:
             raise ValueError(f"the chat template does not take it: {error}") from error
@@ -227,7 +227,7 @@ def other_columns(record: Columns, used: str) -> dict[str, Any]:
 
 
 def _with_empty_texts(value: Any) -> Any:
-    """Nothing as a text without letters, at any depth: a template would write "None"."""
+    """None as an empty text, at any depth: a template would write "None"."""
     if isinstance(value, Mapping):
         return {name: _with_empty_texts(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -236,7 +236,7 @@ def _with_empty_texts(value: Any) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """What conversations hold without names of nothing, which tables give all rows that one has."""
+    """Without the names whose value is None, which tables give to all rows if one row has them."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -245,7 +245,7 @@ def _without_nulls(value: Any) -> Any:
 def template_text(file: Path, setting: str) -> str:
     """SettingsError for a file that cannot be read, or has nothing in it."""
     try:
-        text = file.expanduser().read_text(encoding="utf-8-sig")  # a mark of Notepad's is no part of it
+        text = file.expanduser().read_text(encoding="utf-8-sig")  # without the mark that Notepad begins with
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SettingsError(

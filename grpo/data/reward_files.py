@@ -1,19 +1,24 @@
-"""Reward functions by name or file, and whether they and the prompts are for each other."""
+"""Reward functions by name or file, what they are called with, and what is put back after their code has run.
+
+Nothing here loads torch, so that a wrong name is told at once.
+"""
 
 import functools
 import importlib.util
 import inspect
+import os
+import signal
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from grpo.data.foreign import process_as_it_was
 from grpo.data.source import collate
 from grpo.prompt import Prompt
 from rewards import REWARDS
-from rewards.weighted import WeightedReward
 
 RewardFunction = Callable[..., Any]
 """In TRL's convention, perhaps a coroutine function."""
@@ -21,7 +26,7 @@ RewardFunction = Callable[..., Any]
 PROMPTS_LOOKED_AT = 1000
 """Of each task, for whether there are the columns that rewards need."""
 _ON_REQUEST = ("trainer_state", "log_extra", "log_metric")
-"""What a reward gets that has a parameter for it."""
+"""Arguments that only a reward with a parameter for them gets."""
 
 
 def load_rewards(
@@ -35,11 +40,13 @@ def load_rewards(
         raise ValueError(
             f"reward_weights has {len(weights)} numbers for {len(specs)} rewards: give one each."
         )
-    loaded = [load_reward(spec) if isinstance(spec, str) else (_name(spec), spec) for spec in specs]
-    names = [name for name, _ in loaded]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"two rewards are called {min(twice)!r}: rename one")
-    return dict(loaded)
+    functions: dict[str, RewardFunction] = {}
+    for spec in specs:
+        name, function = load_reward(spec) if isinstance(spec, str) else (_name(spec), spec)
+        if name in functions:
+            raise ValueError(f"two rewards are called {name!r}: rename one")
+        functions[name] = function
+    return functions
 
 
 def load_reward(spec: str) -> tuple[str, RewardFunction]:
@@ -57,9 +64,9 @@ def load_reward(spec: str) -> tuple[str, RewardFunction]:
     module = _module(path, path.stat().st_mtime_ns)
     function = getattr(module, name, None)
     if not callable(function):
-        there = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
         raise ValueError(
-            f"reward {spec!r}: {str(path)!r} has no function {name!r}; it has {', '.join(there)}."
+            f"reward {spec!r}: {str(path)!r} has no function {name!r}; it has {', '.join(names)}."
         )
     return name, function
 
@@ -72,29 +79,28 @@ def reward_file(spec: str) -> tuple[Path | None, str]:
 
 @functools.cache
 def _module(path: Path, changed_ns: int) -> ModuleType:
-    """Run once as it is; its folder is searched last for what it imports.
+    """A file, run once as it is; its folder is searched last for what it imports.
 
-    Processes that it starts import it by its name, the file's: but where that is a module's that is there, as
-    of a file called rewards.py. ValueError where that cannot be, with what the file raised.
+    Processes that it starts import it by its name, the file's, unless another module has that name, as for a
+    file called rewards.py. ValueError, with what the file raised, if it cannot be run.
     """
     path = path.resolve()
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    there = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
-    own = there is not None and there.origin is not None and Path(there.origin).resolve() == path
-    name = path.stem if own else f"reward_file_{path.stem}"
+    by_name = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
+    is_same = by_name is not None and by_name.origin is not None and Path(by_name.origin).resolve() == path
+    name = path.stem if is_same else f"reward_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"reward file {str(path)!r} is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         with process_as_it_was():
             spec.loader.exec_module(module)
-            places = list(sys.path)
-        sys.path[:] = places  # where it wants to find what it imports later
+            search_path = list(sys.path)
+        sys.path[:] = search_path  # where it wants to find what it imports later
     except Exception as error:
-        del sys.modules[spec.name]
+        del sys.modules[name]
         raise ValueError(f"reward file {str(path)!r} fails on import: {error!r}") from error
     return module
 
@@ -107,14 +113,13 @@ def _name(function: RewardFunction) -> str:
 
 def check_tasks(functions: Mapping[str, RewardFunction], tasks: Collection[str]) -> None:
     """ValueError if there are prompts that no reward will score. A user's own scores any."""
-    known = {"policy": "P:", "environment": "A:"}
-    scored = {function.prefix for function in functions.values() if isinstance(function, WeightedReward)}
-    if not all(isinstance(function, WeightedReward) for function in functions.values()):
-        return
-    for task in sorted(tasks):
-        if known.get(task) not in scored:
-            other = {"policy": "--policy-share 0", "environment": "--policy-share 1"}.get(task)
-            remedy = f"add --reward {task}, or give {other}" if other else "give --reward file.py:name"
+    scored = {getattr(function, "prefix", "") for function in functions.values()}
+    known = {"policy": ("P:", 0), "environment": ("A:", 1)}
+    for task in sorted(tasks if "" not in scored else ()):
+        prefix, other_share = known.get(task, (None, None))
+        if prefix not in scored:
+            add = f"add --reward {task}, or give --policy-share {other_share}"
+            remedy = add if prefix else "give --reward file.py:name"
             raise ValueError(f"no reward in {', '.join(functions)} scores {task} prompts: {remedy}.")
 
 
@@ -135,14 +140,11 @@ def check_columns(functions: Mapping[str, RewardFunction], prompts: Sequence[Pro
 
 
 def arguments_of(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that it is called with: all, but of those on request the ones that it has a parameter for."""
+    """Those that it is called with: of those on request only the ones that it has a parameter for."""
     parameters = _signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {
-        name: value
-        for name, value in arguments.items()
-        if takes_any or name in parameters or name not in _ON_REQUEST
-    }
+    unasked = () if takes_any else set(_ON_REQUEST) - parameters.keys()
+    return {name: value for name, value in arguments.items() if name not in unasked}
 
 
 def _signature(function: RewardFunction) -> inspect.Signature:
@@ -150,3 +152,45 @@ def _signature(function: RewardFunction) -> inspect.Signature:
         return inspect.signature(function)
     except (TypeError, ValueError):  # not written in Python: it may take anything
         return inspect.signature(lambda **columns: None)
+
+
+@contextmanager
+def process_as_it_was() -> Iterator[None]:
+    """Afterwards folder, umask, `sys.path`, signal handlers, timer and torch's defaults are as they were.
+
+    Code that is run to be judged goes into folders of its own, and ends what takes too long by signals.
+    """
+    path, mask, folder = list(sys.path), os.umask(0o077), -1
+    os.umask(mask)
+    with suppress(OSError):  # of a folder that is gone, or may not be read
+        folder = os.open(".", os.O_RDONLY)
+    handlers, timer, defaults = _handlers(), signal.getitimer(signal.ITIMER_REAL), _torch_defaults()
+    try:
+        yield
+    finally:
+        if folder >= 0:
+            os.fchdir(folder)
+            os.close(folder)
+        os.umask(mask)
+        sys.path[:] = path
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        for number, handler in _handlers().items():
+            if handlers[number] not in (None, handler):  # None: not of Python
+                signal.signal(number, handlers[number])
+        if (now := _torch_defaults()) != defaults:
+            torch = sys.modules["torch"]
+            torch.set_default_dtype(defaults[0] or torch.float32)
+            torch.set_num_threads(defaults[1] or now[1])
+
+
+def _handlers() -> dict[int, Any]:
+    """By signal, where they can be set: in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+
+def _torch_defaults() -> tuple[Any, int]:
+    """The default dtype and the number of threads; nothing and 0 where torch is not loaded."""
+    torch: Any = sys.modules.get("torch")
+    return (torch.get_default_dtype(), torch.get_num_threads()) if torch else (None, 0)

@@ -1,20 +1,42 @@
-"""Calling reward functions, ours and the user's, all in TRL's convention."""
+"""Calling reward functions, ours and the user's, all in TRL's convention. A user's may do anything."""
 
+import asyncio
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import functools
+import hashlib
+import inspect
+import itertools
+import math
+import random
+import threading
+import traceback
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from grpo.data import collate
-from grpo.data.reward_calls import call_all
-from grpo.data.reward_files import RewardFunction, check_columns, check_tasks, load_rewards
+from grpo.data.reward_files import (
+    RewardFunction,
+    arguments_of,
+    check_columns,
+    check_tasks,
+    load_rewards,
+    process_as_it_was,
+)
+from grpo.data.source import collate
 from grpo.types import Prompt, Rollout
 from rewards.engine import EnginePool
 from rewards.policy import PolicyReward
 from rewards.weighted import WeightedReward
+
+
+class RewardFailed(RuntimeError):
+    """An error in a reward function of the user's."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +54,7 @@ class Scores:
     extra: list[dict[str, Any]]
     """N: what rewards had to say of a completion besides (`log_extra`), by column."""
     metrics: dict[str, list[float]]
-    """What they had to say of all (`log_metric`), by name."""
+    """What they had to say of all (`log_metric`), by name; of several numbers the mean is logged."""
 
     @property
     def rewards(self) -> Tensor:
@@ -55,23 +77,25 @@ class Scores:
     @staticmethod
     def join(parts: Sequence["Scores"]) -> "Scores":
         """One after the other."""
+        metrics: dict[str, list[float]] = {}
+        for name, values in (item for part in parts for item in part.metrics.items()):
+            metrics[name] = [*metrics.get(name, ()), *values]
         return replace(
             parts[0],
             table=torch.cat([part.table for part in parts]),
             components=[row for part in parts for row in part.components],
             extra=[row for part in parts for row in part.extra],
-            metrics=_joined([part.metrics for part in parts]),
+            metrics=metrics,
         )
 
     def replace_groups(self, groups: Sequence[int], others: "Scores", group_size: int) -> "Scores":
         """With `groups` (indices among the B) taken from `others`, in order."""
-        rows = [group * group_size + row for group in groups for row in range(group_size)]
-        table, components, extra = self.table.clone(), list(self.components), list(self.extra)
-        table[rows] = others.table
-        for place, row in enumerate(rows):
-            components[row], extra[row] = others.components[place], others.extra[place]
-        metrics = _joined([self.metrics, others.metrics])
-        return replace(self, table=table, components=components, extra=extra, metrics=metrics)
+        both, rows = Scores.join([self, others]), list(range(len(self.table)))
+        for place, group in enumerate(groups):
+            first = len(self.table) + place * group_size
+            rows[group * group_size : (group + 1) * group_size] = range(first, first + group_size)
+        components, extra = ([column[row] for row in rows] for column in (both.components, both.extra))
+        return replace(both, table=both.table[rows], components=components, extra=extra)
 
 
 @dataclass(frozen=True)
@@ -82,47 +106,13 @@ class Judged:
     letters: list[tuple[int, int]]
 
 
-@dataclass
-class TrainerState:
-    """What a reward may know of the run it is part of, by the names of transformers' state."""
-
-    global_step: int = 0
-    """Steps that are done."""
-    max_steps: int = 0
-
-
-class _Log:
-    """What rewards log about N completions."""
-
-    def __init__(self, count: int) -> None:
-        self.rows: list[dict[str, Any]] = [{} for _ in range(count)]
-        self.metrics: dict[str, list[float]] = {}
-
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """A column of the completions' table, one value a completion. ValueError for another number."""
-        if len(values) != len(self.rows):
-            raise ValueError(
-                f"log_extra({column!r}) got {len(values)} values for {len(self.rows)} completions"
-            )
-        for row, value in zip(self.rows, values, strict=True):
-            row[column] = value if isinstance(value, bool | int | float | str | None) else str(value)
-
-    def log_metric(self, name: str, value: float) -> None:
-        """One number for the step; of several the mean is logged."""
-        self.metrics.setdefault(name, []).append(float(value))
-
-
-def _joined(parts: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: [value for part in parts for value in part.get(name, ())] for name in names}
-
-
 class RewardFunctions:
     """The run's reward functions and their weights."""
 
     def __init__(self, specs: Sequence[str | RewardFunction], weights: Sequence[float] = ()) -> None:
         self._functions = load_rewards(specs, weights)
-        self.state = TrainerState()
+        self.state = SimpleNamespace(global_step=0, max_steps=0)
+        """What a reward may know of the run: steps that are done, and to do, by transformers' names."""
         self._weights = torch.tensor(weights or [1.0] * len(specs), dtype=torch.float64)
 
     def with_engine(self, engine: EnginePool | None) -> "RewardFunctions":
@@ -149,7 +139,19 @@ class RewardFunctions:
 
     def __call__(self, rollout: Rollout) -> Scores:
         """Score a rollout. RewardFailed, or ValueError for an answer that is not one score a completion."""
-        prompts, log = rollout.row_prompts, _Log(len(rollout.completions))
+        prompts = rollout.row_prompts
+        components: list[dict[str, float]] = [{} for _ in prompts]
+        extra: list[dict[str, Any]] = [{} for _ in prompts]
+        metrics: dict[str, list[float]] = {}
+
+        def log_extra(column: str, values: Sequence[Any]) -> None:
+            if len(values) != len(prompts):
+                raise ValueError(
+                    f"log_extra({column!r}) got {len(values)} values for {len(prompts)} completions"
+                )
+            for row, value in zip(extra, values, strict=True):
+                row[column] = value if isinstance(value, bool | int | float | str | None) else str(value)
+
         ids = zip(rollout.completion_ids.tolist(), rollout.lengths.tolist(), strict=True)
         arguments: dict[str, Any] = {
             "prompts": [prompt.asked for prompt in prompts],
@@ -157,11 +159,10 @@ class RewardFunctions:
             "completion_ids": [row[:length] for row, length in ids],
             **collate(prompts),
             "trainer_state": self.state,
-            "log_extra": log.log_extra,
-            "log_metric": log.log_metric,
+            "log_extra": log_extra,
+            "log_metric": lambda name, value: metrics.setdefault(name, []).append(float(value)),
         }
-        components: list[dict[str, float]] = [{} for _ in prompts]
-        users = {name: each for name, each in self._functions.items() if not isinstance(each, WeightedReward)}
+        users = {name: f for name, f in self._functions.items() if not isinstance(f, WeightedReward)}
         scores = call_all(users, arguments)
         for name, function in self._functions.items():
             if isinstance(function, WeightedReward):
@@ -172,7 +173,7 @@ class RewardFunctions:
                     row.update({f"{name}/{key}": value for key, value in (part or {}).items()})
         columns = [scores[name] for name in self._functions]
         table = torch.tensor(columns, dtype=torch.float64).T  # (N, F)
-        return Scores(tuple(self._functions), table, self._weights, components, log.rows, log.metrics)
+        return Scores(tuple(self._functions), table, self._weights, components, extra, metrics)
 
     def judged(self, scores: Scores, completions: Sequence[str]) -> Iterator[Judged]:
         """By component of our own rewards, what it adds to `scores.rewards`, and what it judges."""
@@ -185,7 +186,122 @@ class RewardFunctions:
                 for row in scores.components
             ]
             for component in dict.fromkeys(key for row in shares for key in row):
-                values = torch.tensor(
-                    [weight * row.get(component, 0.0) for row in shares], dtype=torch.float64
-                )
-                yield Judged(values, [function.field_of(component, text) for text in completions])
+                values = [weight * row.get(component, 0.0) for row in shares]
+                letters = [function.field_of(component, text) for text in completions]
+                yield Judged(torch.tensor(values, dtype=torch.float64), letters)
+
+
+# ------------------------------------------------------------------------------- functions of the user's
+
+
+def call_all(functions: Mapping[str, RewardFunction], arguments: dict[str, Any]) -> dict[str, list[float]]:
+    """What they say of each of the completions, NaN for None; coroutines are awaited together.
+
+    They get copies, which they may change. RewardFailed for an error in one, but for Ctrl-C; ValueError for
+    an answer that is not one score a completion.
+    """
+    answers: dict[str, Any] = {}
+    count = len(arguments["completions"])
+    for name, function in functions.items():
+        with _errors_of(name), _as_it_was(arguments):
+            copies = {key: _copied(values) for key, values in arguments_of(function, arguments).items()}
+            answers[name] = _as_list(function(**copies), count)
+    coroutines = {name: answer for name, answer in answers.items() if inspect.isawaitable(answer)}
+
+    async def wait_for(name: str) -> None:
+        with _errors_of(name):
+            answers[name] = _as_list(await coroutines[name], count)
+
+    async def wait_for_all() -> None:
+        await asyncio.gather(*map(wait_for, coroutines))
+
+    if coroutines:
+        with _as_it_was(arguments):
+            waiting = asyncio.run_coroutine_threadsafe(wait_for_all(), _loop())
+            try:
+                waiting.result()
+            except BaseException:  # of one, or Ctrl-C: nobody waits for the others
+                waiting.cancel()
+                raise
+    return {name: _numbers(name, answer, count) for name, answer in answers.items()}
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One for all calls, so that a client that a reward keeps open stays of use; in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+    return loop
+
+
+@contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    """RewardFailed for whatever a function of the user's raises, but for Ctrl-C."""
+    try:
+        yield
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise
+    except BaseException as error:  # sys.exit() as well, or training would end as if all were done
+        frames = traceback.extract_tb(error.__traceback__)
+        inside = [frame for frame in frames if frame.filename != __file__]
+        where = f" in {inside[-1].filename}, line {inside[-1].lineno}" if inside else ""
+        raise RewardFailed(f"reward {name!r} failed with {type(error).__name__}{where}: {error}") from error
+
+
+def _copied(values: Any) -> Any:
+    """Of a list row by row, as rows may share what they hold."""
+    if not isinstance(values, list):
+        return values
+    return [copy.deepcopy(row) if isinstance(row, list | dict | set) else row for row in values]
+
+
+def _as_list(answer: Any, count: int) -> Any:
+    """A list if it is a sequence of any kind, `count` + 1 at most: it may have no end."""
+    if isinstance(answer, str | bytes | Mapping) or not isinstance(answer, Iterable):
+        return answer
+    return list(itertools.islice(answer, count + 1))
+
+
+@contextmanager
+def _as_it_was(arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, random numbers depend on the completions alone; afterwards all is as before.
+
+    So a reward that draws some gives the same to the same completions, in a run that is resumed, too.
+    """
+    text = repr((arguments["prompts"], arguments["completions"]))
+    seed = int.from_bytes(hashlib.sha256(text.encode(errors="replace")).digest()[:4], "big")
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    try:
+        with process_as_it_was(), torch.set_grad_enabled(torch.is_grad_enabled()):  # which it may switch
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def _numbers(name: str, answer: Any, count: int) -> list[float]:
+    """What a function returned, as `count` numbers, NaN for None. ValueError if it is not that."""
+    wanted = f"it must return a list of {count}, one number, or None, for each completion."
+    try:
+        if isinstance(answer, str | bytes | Mapping):
+            raise TypeError("which is no list")
+        if texts := [score for score in answer if isinstance(score, str | bytes)]:
+            raise TypeError(f"{texts[0]!r} is text, not a number")
+        numbers = [math.nan if score is None else float(score) for score in answer]
+    except Exception as error:  # of __float__, which may be the user's
+        raise ValueError(f"reward {name!r} returned a {type(answer).__name__} ({error}): {wanted}") from error
+    if len(numbers) != count:
+        number = len(numbers) if len(numbers) < count else f"more than {count}"
+        raise ValueError(f"reward {name!r} returned {number} scores for {count} completions: {wanted}")
+    for row, (score, value) in enumerate(zip(answer, numbers, strict=True)):
+        if score is not None and not math.isfinite(value):
+            kind = "NaN" if math.isnan(value) else value
+            raise ValueError(
+                f"reward {name!r} returned {kind} for completion {row}: return finite numbers, or None "
+                "for what it does not judge."
+            )
+    return numbers

@@ -1,8 +1,7 @@
 """One row of data becomes prompts, or a ValueError with the reason why it cannot.
 
-Rows are RookWorld lines, records of columns, bare positions or games. What a row says the answer
-is gets no more checking than its use needs: the referee and the engine know better. So the answer
-of an environment line is ignored, and of a policy line's labels the best one must be legal.
+Rows are RookWorld lines, records of columns, bare positions or games. An environment line's answer is
+ignored, and of a policy line's labels only the best must be legal: the referee and the engine know better.
 """
 
 import json
@@ -16,6 +15,7 @@ import chess.pgn
 
 from grpo.data.maker import Columns, PromptMaker, other_columns
 from grpo.prompt import Prompt
+from rewards.analysis import Analysis
 from rewards.formats import (
     BY_ROOK,
     MAX_HISTORY,
@@ -30,19 +30,13 @@ Question = tuple[str, dict[str, Any]]
 """The text and the columns of a prompt."""
 
 
-def from_line(line: str, row_id: str, maker: PromptMaker) -> list[Prompt]:
-    """A RookWorld line, padded or not; everything after the prompt may be missing."""
-    return [Prompt(row_id, *_line(line, maker))]
+def from_record(record: Columns, row_id: str, maker: PromptMaker) -> list[Prompt]:
+    """A row of columns.
 
-
-def from_record(record: Columns | ValueError, row_id: str, maker: PromptMaker) -> list[Prompt]:
-    """A row of columns, or why there is none. The others are kept for the rewards.
-
-    The first of `prompt`, `text` and `fen` that has a value says what it is, if the settings do not.
+    The first of `prompt`, `text` (a RookWorld line) and `fen` that has a value says what is asked, unless the
+    settings do. The other columns are kept for the rewards.
     """
-    if isinstance(record, ValueError):
-        raise record
-    if maker.is_asked or record.get("prompt") is not None:
+    if maker.has_own_columns or record.get("prompt") is not None:
         return [maker.render_prompt(row_id, record)]
     name = next((name for name in ("text", "fen") if record.get(name) is not None), None)
     if name is None:
@@ -55,6 +49,11 @@ def from_record(record: Columns | ValueError, row_id: str, maker: PromptMaker) -
     others = other_columns(record, name)
     text, columns = _line(record[name], maker) if name == "text" else _position(record, maker)
     return [Prompt(row_id, text, others | columns)]
+
+
+def from_line(line: str, row_id: str, maker: PromptMaker) -> list[Prompt]:
+    """A line of text, which is its only column."""
+    return from_record({"text": line.rstrip("\r\n")}, row_id, maker)
 
 
 def from_json(line: str, row_id: str, maker: PromptMaker) -> list[Prompt]:
@@ -84,8 +83,7 @@ def from_position(line: str, row_id: str, maker: PromptMaker) -> list[Prompt]:
     if len(fields) >= 6 and fields[4].isdecimal() and fields[5].isdecimal():
         board = chess.Board(" ".join(fields[:6]))
     else:
-        board = chess.Board(None)
-        board.set_epd(line.strip())
+        board, _ = chess.Board.from_epd(line.strip())
     fen = board.fen()
     policy = Prompt(f"{row_id}:policy", *_policy(board, fen, None, maker))
     moves = sorted(move.uci() for move in board.legal_moves)
@@ -122,12 +120,16 @@ def from_game(game: chess.pgn.Game, row_id: str, maker: PromptMaker) -> list[Pro
 
 
 def _line(line: str, maker: PromptMaker) -> Question:
+    """Of a RookWorld line, padded or not; everything after the prompt may be missing.
+
+    An environment line may lack its `A:`, as all in the published datasets do, if it is whole.
+    """
     line = line.strip()
     if line.startswith("P:"):
         return _policy_line(line, maker)
-    if not line.startswith("A:"):
+    fields = line.removeprefix("A:").split("+")
+    if not (line.startswith("A:") or (len(fields) == 7 and fields[0].count("/") == 7)):
         raise ValueError(f"a RookWorld line starts with 'P:' or 'A:', not {line[:10]!r}")
-    fields = line[2:].split("+")
     if len(fields) != 7 and (len(fields) != 4 or fields[3]):
         raise ValueError(f"an environment line has seven fields joined by '+', this one {len(fields)}")
     fen, board = _set_up(fields[0])
@@ -162,18 +164,17 @@ def _position(record: Columns, maker: PromptMaker) -> Question:
     board = chess.Board(record["fen"])
     if (action := record.get("action")) is None:
         moves, evals = _entries(record.get("moves")), _entries(record.get("evals"))
-        labels = None if moves is None and evals is None else (moves or [], evals or [])
-        return _policy(board, board.fen(), labels, maker)
+        return _policy(board, board.fen(), (moves, evals) if moves or evals else None, maker)
     history = _entries(record.get("history")) or [action]
     if usual_move(board, str(history[-1])) != usual_move(board, str(action)):
         raise ValueError(f"`history` ends with the action: {history[-1]!r} is not {action!r}")
     return _environment(board, board.fen(), action, history)
 
 
-def _entries(value: Any) -> list[Any] | None:
-    """A list, or text of words."""
-    entries = value.split() if isinstance(value, str) else value
-    if not isinstance(entries, list | None):
+def _entries(value: Any) -> list[Any]:
+    """Of a list, or of a text of words."""
+    entries = value.split() if isinstance(value, str) else value or []
+    if not isinstance(entries, list):
         raise ValueError(f"expected a list, not {str(value)[:60]!r}")
     return entries
 
@@ -192,17 +193,12 @@ def _policy(
 
 
 def _labels(board: chess.Board, moves: Sequence[Any], evals: Sequence[Any]) -> tuple[list[str], list[float]]:
-    if not moves or len(moves) != len(evals):
-        raise ValueError(f"{len(moves)} moves and {len(evals)} evals: expected one eval a move")
-    if not all(isinstance(move, str) and is_move(move) for move in moves):
-        raise ValueError(f"not all UCI moves: {list(moves)}")
+    _check_moves(moves)
     try:
         numbers = [float(number) for number in evals]
     except (TypeError, OverflowError) as error:
         raise ValueError(str(error)) from None
-    if not all(map(math.isfinite, numbers)):
-        raise ValueError(f"not all finite evals: {list(evals)}")
-    best = moves[numbers.index(max(numbers))]
+    best = Analysis.from_labels(moves, numbers).moves[0]
     if not board.is_legal(chess.Move.from_uci(best)):
         raise ValueError(f"the best label, {best}, is illegal in {board.fen()}")
     return [usual_move(board, move) for move in moves], numbers
@@ -211,11 +207,15 @@ def _labels(board: chess.Board, moves: Sequence[Any], evals: Sequence[Any]) -> t
 def _environment(board: chess.Board, fen: str, action: Any, history: Sequence[Any]) -> Question:
     """history: moves up to the action."""
     moves = list(history)[-MAX_HISTORY:]
-    if not all(isinstance(move, str) and is_move(move) for move in [action, *moves]):
-        raise ValueError(f"not all UCI moves: {action!r}, history {moves}")
+    _check_moves([action, *moves])
     action, moves = usual_move(board, action), _usual_history(board, moves)
     columns = {"task": "environment", "fen": fen, "action": action, "history": moves}
     return environment_prompt(fen, action, moves), columns
+
+
+def _check_moves(moves: Sequence[Any]) -> None:
+    if not all(isinstance(move, str) and is_move(move) for move in moves):
+        raise ValueError(f"not all UCI moves: {list(moves)}")
 
 
 def _usual_history(board: chess.Board, moves: Sequence[str]) -> list[str]:

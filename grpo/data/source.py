@@ -10,19 +10,16 @@ import heapq
 import math
 import random
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
 
-from grpo.data.split import heldout_fraction, lowest_hashes
+import chess
+
 from grpo.prompt import Prompt
 
+HELDOUT_SHARE = 0.05
 CHESS_COLUMNS = ("task", "fen", "moves", "evals", "action", "history")
-
-
-class ByNumber(Protocol):
-    """Prompts, in memory or made when they are asked for."""
-
-    def __getitem__(self, number: int, /) -> Prompt: ...
 
 
 class Lane:
@@ -34,16 +31,17 @@ class Lane:
     def __init__(self, seed: str) -> None:
         self.numbers, self.lengths = array("q"), array("q")
         self._seed, self._epoch, self._position = seed, 0, 0
-        self._order: Sequence[int] = ()
-        """Of the epoch, from its first draw on."""
+        self._order = array("q")  # of the epoch, from its first draw on
 
     def take(self) -> int:
         """The next number."""
-        self._order = self._order or shuffled(len(self.numbers), f"{self._seed} {self._epoch}")
+        if not self._order:
+            self._order = array("q", range(len(self.numbers)))  # in 8 bytes each
+            random.Random(f"{self._seed} {self._epoch}").shuffle(self._order)
         number = self.numbers[self._order[self._position]]
         self._position += 1
         if self._position == len(self._order):
-            self._epoch, self._position, self._order = self._epoch + 1, 0, ()
+            self.restore({"epoch": self._epoch + 1, "position": 0})
         return number
 
     def longest(self, count: int) -> list[int]:
@@ -55,33 +53,43 @@ class Lane:
         return {"epoch": self._epoch, "position": self._position}
 
     def restore(self, state: dict[str, int]) -> None:
-        self._epoch, self._position, self._order = state["epoch"], state["position"], ()
+        self._epoch, self._position, self._order = state["epoch"], state["position"], array("q")
 
 
 class PromptSource:
     """The prompts of a run: `draw` the next ones for training, `heldout` for evaluation.
 
-    It is filled once, by `add`. The two have no position in common. With lanes for both chess tasks,
-    `policy_share` of the prompts are policy prompts, spread evenly; with one lane it plays no part.
+    It is filled once, by `add`; `prompt_of` gives the prompt of a number again. Training and evaluation have
+    no position in common. With lanes for both chess tasks, `policy_share` of the prompts are policy prompts,
+    spread evenly; with one lane it plays no part.
     """
 
     def __init__(
-        self, prompts: ByNumber, *, seed: int, heldout_share: float = 0.0, heldout_count: int = 0
+        self,
+        prompt_of: Callable[[int], Prompt],
+        *,
+        seed: int,
+        heldout_share: float = 0.0,
+        heldout_count: int = 0,
     ) -> None:
         self.lanes: dict[str, Lane] = {}
-        self._held: list[Prompt] = []
         self.policy_share = 0.5
-        self._prompts, self._seed = prompts, seed
+        self._prompt_of, self._seed = prompt_of, seed
         self._heldout_share, self._heldout_count = heldout_share, heldout_count
+        self._heldout: dict[str, list[tuple[float, int, Prompt]]] = {}
         self._digest = hashlib.sha256()
         self._num_drawn = 0
 
     def add(self, number: int, prompt: Prompt) -> None:
         """The prompt of this number, to the side that its position is on."""
-        if self._heldout_share and heldout_fraction(prompt) < self._heldout_share:
-            self._held.append(prompt)
-            if len(self._held) > 10_000 + 10 * self._heldout_count:  # of which most are not used at all
-                self._held = self.heldout
+        fraction = heldout_fraction(prompt) if self._heldout_share else 1.0
+        if fraction < self._heldout_share:
+            heap = self._heldout.setdefault(
+                prompt.task, []
+            )  # of the lowest fractions; the highest comes first
+            heapq.heappush(heap, (-fraction, -number, prompt))
+            if len(heap) > self._heldout_count:
+                heapq.heappop(heap)
             return
         if prompt.task not in self.lanes:
             self.lanes[prompt.task] = Lane(f"{self._seed} {prompt.task}")
@@ -92,8 +100,13 @@ class PromptSource:
 
     @property
     def heldout(self) -> list[Prompt]:
-        """Those of the lowest hashes, at most `heldout_count` of each task; the others are not trained on."""
-        return lowest_hashes(self._held, self._heldout_count)
+        """At most `heldout_count` of each task; the others are not trained on either."""
+        return self.lowest_heldout(self._heldout_count)
+
+    def lowest_heldout(self, count: int) -> list[Prompt]:
+        """`count` of each task, in the order they came; which ones depends on neither seed nor order."""
+        entries = [entry for heap in self._heldout.values() for entry in heapq.nlargest(count, heap)]
+        return [prompt for _, _, prompt in sorted(entries, key=lambda entry: -entry[1])]
 
     @property
     def tasks(self) -> set[str]:
@@ -105,11 +118,19 @@ class PromptSource:
 
     def draw(self, count: int) -> list[Prompt]:
         """The next `count` prompts."""
-        return [self._take() for _ in range(count)]
+        return [self._draw_one() for _ in range(count)]
+
+    def _draw_one(self) -> Prompt:
+        before, after = (math.floor(n * self.policy_share) for n in (self._num_drawn, self._num_drawn + 1))
+        task = "policy" if after > before else "environment"
+        if len(self.lanes) == 1:
+            (task,) = self.lanes
+        self._num_drawn += 1
+        return self._prompt_of(self.lanes[task].take())
 
     def longest(self, count: int) -> list[Prompt]:
         """The prompts with the most characters, `count` of each lane."""
-        return [self._prompts[number] for lane in self.lanes.values() for number in lane.longest(count)]
+        return [self._prompt_of(number) for lane in self.lanes.values() for number in lane.longest(count)]
 
     def state(self) -> dict[str, Any]:
         """Where the next draw begins, as JSON: per task the epoch, and the place in its order."""
@@ -139,13 +160,23 @@ class PromptSource:
             lane.restore(state["lanes"][task])
         self._num_drawn = state["num_drawn"]
 
-    def _take(self) -> Prompt:
-        before, after = (math.floor(n * self.policy_share) for n in (self._num_drawn, self._num_drawn + 1))
-        task = "policy" if after > before else "environment"
-        if len(self.lanes) == 1:
-            (task,) = self.lanes
-        self._num_drawn += 1
-        return self._prompts[self.lanes[task].take()]
+
+# Which side of the held-out split a position is on: a property of the position, not of the data.
+def heldout_fraction(prompt: Prompt) -> float:
+    """Where in [0, 1] the prompt's position hashes to."""
+    key = position(prompt).encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.sha256(key).digest()[:8]) / 2**64
+
+
+def position(prompt: Prompt) -> str:
+    """The first four fields of the prompt's FEN, or its text where it has none."""
+    fen = prompt.columns.get("fen")
+    if not isinstance(fen, str) or not fen.strip():
+        return prompt.text
+    if fen.split()[3:4] != ["-"]:  # an en-passant square that nobody can use: some tools leave it out
+        with suppress(ValueError):
+            fen = chess.Board(fen).fen()
+    return " ".join(fen.split()[:4])
 
 
 def collate(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
@@ -169,10 +200,3 @@ def _identity(prompt: Prompt) -> bytes:
 
 def _shown(digest: Any) -> str:
     return digest.hexdigest()[:16]
-
-
-def shuffled(count: int, seed: str) -> Sequence[int]:
-    """The numbers below `count` in an order that is the same on every machine, in 8 bytes each."""
-    order = array("q", range(count))
-    random.Random(seed).shuffle(order)
-    return order

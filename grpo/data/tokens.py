@@ -16,26 +16,27 @@ def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]
     A text that begins with that token already has it once, and what it puts behind a text is left out, since
     the text is to go on. A chat template has written all there is to be.
     """
-    first = getattr(tokenizer, "bos_token_id", None)
+    bos = getattr(tokenizer, "bos_token_id", None)
     ids: list[list[int]] = [[] for _ in prompts]
     for is_text in (True, False):
-        where = [place for place, prompt in enumerate(prompts) if (prompt.messages is None) is is_text]
-        if not where:
+        places = [place for place, prompt in enumerate(prompts) if (prompt.messages is None) is is_text]
+        if not places:
             continue
-        texts = [prompts[place].text for place in where]
-        # Not a warning for each that is longer than the model: those are said otherwise.
-        made = tokenizer(texts, add_special_tokens=is_text, verbose=False)["input_ids"]
-        for place, each in zip(where, made, strict=True):
-            twice = is_text and first is not None and each[:2] == [first, first]
-            ids[place] = each[twice : len(each) - (len(put_behind(tokenizer)) if is_text else 0)]
+        num_behind = len(put_behind(tokenizer)) if is_text else 0
+        texts = [prompts[place].text for place in places]
+        # No warning for each that is longer than the model's context: those are counted elsewhere.
+        rows = tokenizer(texts, add_special_tokens=is_text, verbose=False)["input_ids"]
+        for place, row in zip(places, rows, strict=True):
+            has_two = is_text and bos is not None and row[:2] == [bos, bos]
+            ids[place] = row[has_two : len(row) - num_behind]
     return ids
 
 
 @lru_cache(maxsize=8)
 def put_behind(tokenizer: Tokenizer) -> list[int]:
     """Tokens that it puts behind a text, such as the end that some are saved with (`add_eos_token`)."""
-    bare, whole = (
+    bare, full = (
         tokenizer(["a"], add_special_tokens=added, verbose=False)["input_ids"][0] for added in (False, True)
     )
-    places = [place for place in range(len(whole)) if whole[place : place + len(bare)] == bare]
-    return whole[places[0] + len(bare) :] if bare and places else []
+    places = [place for place in range(len(full)) if full[place : place + len(bare)] == bare]
+    return full[places[0] + len(bare) :] if bare and places else []

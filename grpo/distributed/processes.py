@@ -46,7 +46,7 @@ class Processes(World):
         self.rank, self.size, self._wait_s = rank, size, wait_s
         self._others = [other for other in range(size) if other != rank]
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
-        self._sending: list[Any] = []
+        self._sends: list[Any] = []
         self._traffic = {"processes/exchanged_bytes": 0.0, "processes/summed_bytes": 0.0}
         self._news = threading.Condition()
         self._inbox: dict[int, deque[list[Any]]] = {other: deque() for other in self._others}
@@ -64,31 +64,31 @@ class Processes(World):
     # ------------------------------------------------------------------------------ small things
 
     def exchange(self, what: str, value: T) -> list[T]:
-        begun = self._send([what, value])
+        sends = self._send([what, value])
         with self._news:
             self._news.wait_for(lambda: self._lost or all(self._inbox.values()), self._wait_s)
-            if late := [other for other in self._others if not self._inbox[other]]:
-                raise self._loss(what, late)
-            given = {other: self._inbox[other].popleft() for other in self._others}
-        self._sending = begun  # as all are here, all have read what was sent before
-        for other, (there, _) in given.items():
-            if there != what:
-                text = f"{self._called(other)} has come to {there} when this process came to {what}."
+            if missing := [other for other in self._others if not self._inbox[other]]:
+                raise self._loss(what, missing)
+            messages = {other: self._inbox[other].popleft() for other in self._others}
+        self._sends = sends  # as all are here, all have read what was sent before
+        for other, (their_place, _) in messages.items():
+            if their_place != what:
+                text = f"{self._called(other)} has come to {their_place} when this process came to {what}."
                 raise ProcessLost(text, rank=other)
-        given[self.rank] = [what, value]
-        return [given[rank][1] for rank in range(self.size)]
+        messages[self.rank] = [what, value]
+        return [messages[rank][1] for rank in range(self.size)]
 
     def _send(self, message: list[Any]) -> list[Any]:
         """To all others, without waiting: the length, then the bytes. Who is gone its listener tells."""
         content = torch.frombuffer(bytearray(pack(message)), dtype=torch.uint8)
         self._traffic["processes/exchanged_bytes"] += len(content)
-        begun = []
+        sends = []
         for other in self._others:
             with suppress(RuntimeError):
-                begun.append(dist.isend(torch.tensor([len(content)]), other, self._group, _MESSAGES))
-                begun.append(dist.isend(content, other, self._group, _MESSAGES))
-        self._sending += begun
-        return begun
+                sends.append(dist.isend(torch.tensor([len(content)]), other, self._group, _MESSAGES))
+                sends.append(dist.isend(content, other, self._group, _MESSAGES))
+        self._sends += sends
+        return sends
 
     def _listen(self, other: int) -> None:
         """All that another process says, to its end; in a thread of its own."""
@@ -116,17 +116,17 @@ class Processes(World):
         work.wait(timedelta(days=365))  # whoever waits for what is said has a patience of its own
         return into
 
-    def _loss(self, what: str, late: Sequence[int]) -> ProcessLost:
+    def _loss(self, what: str, missing: Sequence[int]) -> ProcessLost:
         """Whom this process misses, and why. It may only now hear who is gone: it may have been stopped."""
         with self._news:
             self._news.wait_for(lambda: self._lost, _LAST_WORDS_S)
         for rank, words in self._lost.items():
             return ProcessLost(f"{self._called(rank)} {words}; this process came to {what}.", rank=rank)
         return ProcessLost(
-            f"{' and '.join(map(self._called, late))} lives but has not come to {what} for "
+            f"{' and '.join(map(self._called, missing))} lives but has not come to {what} for "
             f"{self._wait_s / 60:.3g} minutes: it hangs or is stopped, or is that much slower; "
             "--wait-minutes is how long processes wait for one another.",
-            rank=late[0],
+            rank=missing[0],
         )
 
     def _called(self, rank: int) -> str:
@@ -149,9 +149,9 @@ class Processes(World):
 
     def copy_from_main(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            whole = tensor.contiguous()
-            self._finish(dist.broadcast(whole, src=0, async_op=True), "the copy of weights")
-            tensor.copy_(whole)
+            copied = tensor.contiguous()
+            self._finish(dist.broadcast(copied, src=0, async_op=True), "the copy of weights")
+            tensor.copy_(copied)
 
     def _finish(self, work: Any, what: str) -> None:
         """Wait for a collective, but not for one that is lost."""
@@ -178,9 +178,9 @@ class Processes(World):
             words = f"ended with {type(error).__name__}: {error}".strip().splitlines()[0][:500].rstrip(".")
             self._send([None, words])
         until = time.monotonic() + _LAST_WORDS_S
-        for sending in self._sending:
+        for send in self._sends:
             with suppress(RuntimeError):
-                sending.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
+                send.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
         self._hang_up(self._group)
         if error is not None and dist.get_backend() == "gloo":
             self._hang_up(None)
@@ -204,24 +204,24 @@ def sum_in_buckets(tensors: Sequence[Tensor], *, wait: Callable[[Any], object]) 
 
     wait: for each collective. A lot is no larger than BUCKET_BYTES unless it is one tensor.
     """
-    on_their_way: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
+    in_flight: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
 
     def finish() -> Any:
-        sending, flat, bucket = on_their_way.popleft()
-        wait(sending)
+        work, flat, bucket = in_flight.popleft()
+        wait(work)
         for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             if part.data_ptr() != tensor.data_ptr():
                 tensor.copy_(part.view_as(tensor))
-        return sending
+        return work
 
     last = None
     for bucket in _buckets(tensors):
-        if len(on_their_way) == IN_FLIGHT:
+        if len(in_flight) == IN_FLIGHT:
             finish()
-        alone = len(bucket) == 1 and bucket[0].is_contiguous()
-        flat = bucket[0].view(-1) if alone else torch.cat([tensor.reshape(-1) for tensor in bucket])
-        on_their_way.append((dist.all_reduce(flat, async_op=True), flat, bucket))
-    while on_their_way:
+        is_flat = len(bucket) == 1 and bucket[0].is_contiguous()
+        flat = bucket[0].view(-1) if is_flat else torch.cat([tensor.reshape(-1) for tensor in bucket])
+        in_flight.append((dist.all_reduce(flat, async_op=True), flat, bucket))
+    while in_flight:
         last = finish()
     return last
 
@@ -249,14 +249,14 @@ def pack(value: Any) -> bytes:
     """What JSON can say, and tensors, which come back on the CPU. TypeError for anything else."""
     tensors: dict[str, Tensor] = {}
 
-    def put_aside(tensor: Any) -> dict[str, str]:
+    def replaced(tensor: Any) -> dict[str, str]:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"processes cannot tell each other a {type(tensor).__name__}.")
         name = str(len(tensors))
         tensors[name] = tensor.detach().cpu().contiguous().clone()  # none may share another's memory
         return {_TENSOR: name}
 
-    text = json.dumps(value, default=put_aside).encode()
+    text = json.dumps(value, default=replaced).encode()
     return safetensors.save(tensors | {_TEXT: torch.frombuffer(bytearray(text), dtype=torch.uint8)})
 
 

@@ -17,7 +17,6 @@ from grpo.data import PromptSource, check_spec
 from grpo.data.maker import template_text
 from grpo.data.reward_files import PROMPTS_LOOKED_AT
 from grpo.data.reward_functions import RewardFunctions
-from grpo.data.split import lowest_hashes
 from grpo.data.tokens import put_behind
 from grpo.distributed import World, largest_share, open_world
 from grpo.distributed.share import Share
@@ -155,7 +154,7 @@ def _make_run(config: Config, given: Given, world: World, device: torch.device, 
     records = not config.shard and records_steps(target.model_config, device.type)
     return Run(
         config=config, folder=folder, source=source,
-        eval_prompts=_choose_eval_prompts(config, source.heldout),
+        eval_prompts=_choose_eval_prompts(config, source),
         engine=engine, rewards=rewards.with_engine(engine),
         policy=policy, reference=reference, sampler=sampler, optimizer=optimizer,
         checkpoints=checkpoints, checkpoint=checkpoint,
@@ -249,11 +248,11 @@ def _start_engine(config: Config, stack: ExitStack) -> EnginePool | None:
     )
 
 
-def _choose_eval_prompts(config: Config, heldout: list[Prompt]) -> list[Prompt]:
+def _choose_eval_prompts(config: Config, source: PromptSource) -> list[Prompt]:
     """As many held-out prompts of each task, those of the lowest hashes. It is said where they are few."""
-    num_heldout = Counter(prompt.task for prompt in heldout)
+    num_heldout = Counter(prompt.task for prompt in source.heldout)
     each = -(-config.eval_prompts // max(1, len(num_heldout)))
-    chosen = lowest_hashes(heldout, each)
+    chosen = source.lowest_heldout(each)
     if config.eval_interval and not chosen:
         why = f"--heldout-share {config.heldout_share} holds out no prompts"
         if not config.eval_prompts:

@@ -8,7 +8,7 @@ import datasets
 import pytest
 from prompt_lines import game_lines, ids, write
 
-from grpo.data import hub as hub_module
+from grpo.data import load as load_module
 from grpo.data import load_prompts
 from grpo.data.load import is_file
 from grpo.data.maker import PromptMaker
@@ -58,7 +58,7 @@ def test_the_same_rows_come_as_from_a_file_made_when_they_are_drawn(on_hub, monk
     """And counted, held out and gone on with as those are."""
     rows = [*LINES, {"text": "bad"}]
     on_hub(rows)
-    monkeypatch.setattr(hub_module, "MANY_ROWS", 100)
+    monkeypatch.setattr(load_module, "MANY_ROWS", 100)
     options = {"seed": 3, "heldout_share": 0.2, "heldout_count": 5, "max_bad_share": 0.02}
     source, resumed = (load_prompts("owner/name", **options) for _ in range(2))
     file = load_prompts(write(tmp_path / "file.jsonl", rows), **options)
@@ -75,6 +75,12 @@ def test_the_same_rows_come_as_from_a_file_made_when_they_are_drawn(on_hub, monk
     assert [p.text for p in source.longest(3)] == [p.text for p in file.longest(3)]
     with pytest.raises(ValueError, match=r"1 of 101 rows.*owner/name:100: "):
         load_prompts("owner/name", seed=0, max_bad_share=0)
+
+
+def test_bad_rows_are_too_many_as_soon_as_they_are_more_than_all_may_have(on_hub):
+    on_hub([{"text": "bad"}] * 5 + LINES)
+    with pytest.raises(ValueError, match=r"3 of 3 rows.*owner/name:0: "):  # of 105 no more than 2 may be bad
+        load_prompts("owner/name", seed=0, max_bad_share=0.02)
 
 
 def test_a_checkpoint_of_a_stream_is_refused_with_the_way_out(on_hub):

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import chess
 import pytest
@@ -36,9 +37,10 @@ from safetensors import safe_open
 from grpo.config.groups import BUNDLED, PromptSettings, SamplingSettings
 from grpo.data import Prompt, collate, load_prompts
 from grpo.data import load as load_module
+from grpo.data import source as source_module
 from grpo.data.files import FORMATS
 from grpo.data.maker import PromptMaker
-from grpo.data.split import heldout_fraction, position
+from grpo.data.source import heldout_fraction, position
 from grpo.evaluate import evaluate
 from grpo.model.load import load_policy
 from grpo.model.names import BUNDLED_FOLDER
@@ -54,14 +56,15 @@ def drawn(spec: Path | str, count: int, **options: Any) -> dict[str, Prompt]:
 
 
 def test_lines_become_prompts_with_the_columns_rewards_read(tmp_path, logged):
-    spec = write(tmp_path / "lines.txt", [BLACK_LINE, "", ENVIRONMENT_LINE])
-    found = drawn(spec, 2, policy_share=0.5)
+    spec = write(tmp_path / "lines.txt", [BLACK_LINE, "", ENVIRONMENT_LINE, ENVIRONMENT_LINE[3:]])
+    found = drawn(spec, 4, policy_share=0.5)
     fen = "8/1p3pk1/p5p1/4p1b1/P1B1P3/1P3P2/2r3PP/3R2K1 b - - 1 30"
     moves, evals = ["g5e3", "g5f4", "c2c3", "b7b6", "g7f6"], [3.1, 1.2, 1.1, 1.0, 0.9]
     labels = {"task": "policy", "fen": fen, "moves": moves, "evals": evals}
     assert found["1"] == Prompt("lines.txt:1", f"P: {fen}", labels)
     columns = {"task": "environment", "fen": START, "action": "e2e4", "history": ["e2e4"]}
     assert found["3"] == Prompt("lines.txt:3", f"A: {START}+e2e4+e2e4+", columns)
+    assert found["4"] == Prompt("lines.txt:4", found["3"].text, columns)  # as published: without its A:
     assert sum("1 of 1 labelled policy lines" in message for message in logged) == 1  # B: is the worst move
     spaced = drawn(spec, 2, policy_share=0.5, settings=PromptSettings(trailing_space=True))
     assert spaced["1"].text == f"P: {fen} " and spaced["3"].text == found["3"].text
@@ -301,12 +304,15 @@ def test_no_position_is_on_both_sides_whichever_task(tmp_path, seed: int, share:
     assert numbers == sorted(numbers)
 
 
-def test_prompts_without_a_position_are_split_by_all_of_their_text(tmp_path):
+def test_prompts_without_a_position_are_split_by_all_of_their_text(tmp_path, monkeypatch):
     records = [{"prompt": f"Write a short poem about {n}"} for n in range(300)]
     source = load_prompts(write(tmp_path / "mine.jsonl", records), seed=0, heldout_share=0.2)
     assert 30 < len(source.heldout) < 90  # the first four words alone would give 0 or 300
-    many = [{"prompt": f"{n}"} for n in range(11_000)]  # of which not all are kept on the way
-    heldout = load_prompts(many, seed=0, heldout_share=1, heldout_count=3, to_train=False).heldout
+    many = [{"prompt": f"{n}"} for n in range(2_000)]  # each hashed once
+    monkeypatch.setattr(source_module, "heldout_fraction", hashed := mock.Mock(wraps=heldout_fraction))
+    held = load_prompts(many, seed=0, heldout_share=1, heldout_count=3, to_train=False)
+    heldout = [held.heldout, held.lowest_heldout(3)][1]
+    assert hashed.call_count == len(many)
     lowest = sorted((heldout_fraction(Prompt("", row["prompt"], {})), row["prompt"]) for row in many)[:3]
     assert {prompt.text for prompt in heldout} == {text for _, text in lowest}
     assert not {p.text for p in source.heldout} & {p.text for p in source.draw(300)}

@@ -20,8 +20,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import rewards as rewards_package
-from grpo.data.reward_calls import RewardFailed
-from grpo.data.reward_functions import RewardFunctions
+from grpo.data.reward_functions import RewardFailed, RewardFunctions
 from grpo.run.metrics import reward_metrics
 from grpo.types import Prompt, Rollout
 from rewards.formats import environment_prompt, policy_prompt

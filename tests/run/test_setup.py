@@ -23,7 +23,7 @@ from whole_runs import train
 from grpo.config import CONFIG_FILE, from_plain, read_yaml
 from grpo.data import Prompt, load_prompts
 from grpo.data.maker import TooLong
-from grpo.data.split import heldout_fraction
+from grpo.data.source import heldout_fraction
 from grpo.memory import DoesNotFit
 from grpo.model.load import load_policy
 from grpo.model.names import base_of
@@ -264,7 +264,7 @@ def test_a_prompt_too_long_for_the_model_is_skipped_and_named_and_too_many_are_a
     (warning,) = [message for message in logged if message.startswith("WARNING")]
     assert "2 of 100 rows (2.0%)" in warning and "mine.jsonl:7: a prompt of 183 tokens" in warning
     config = replace(config, prompts=one_too_long(tmp_path, rows=50, last="{\n"))
-    with pytest.raises(ValueError, match=r"2 of 51 rows.*mine.jsonl:51: .* and mine.jsonl:7: ") as error:
+    with pytest.raises(ValueError, match=r"2 of 51 rows.*mine.jsonl:7: .* and mine.jsonl:51: ") as error:
         load_source(config)
     for said in ("leaves 182 beside", "lower --max-new-tokens", "another --model", "--max-bad-share 0.04"):
         assert said in str(error.value)
