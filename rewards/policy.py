@@ -8,6 +8,7 @@ never on the other completions of its group.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -58,11 +59,19 @@ class Truth:
         return Truth(position.legal, ranks, {**others, **dict(zip(best.moves, best.evals, strict=True))})
 
     @staticmethod
-    def from_labels(position: Position, labels: Analysis) -> "Truth | None":
-        """By eval alone: labels come shuffled, so equal evals share the better rank."""
-        moves = [usual_move(position.board, move) for move in labels.moves]
-        evals = dict(zip(reversed(moves), reversed(labels.evals), strict=True))
-        evals = {move: value for move, value in evals.items() if move in position.legal}
+    def from_labels(position: Position, moves: Sequence[str], numbers: Sequence[float]) -> "Truth | None":
+        """By eval alone: labels come shuffled, so equal evals share the better rank.
+
+        numbers: the evals. None where no move is legal. ValueError unless there is one finite eval a move.
+        """
+        if len(moves) != len(numbers):
+            raise ValueError(f"{len(moves)} moves and {len(numbers)} evals: expected one eval a move")
+        if not all(math.isfinite(number) for number in numbers):
+            raise ValueError(f"evals are finite numbers of pawns, not {list(numbers)}")
+        evals: dict[str, float] = {}
+        for text, number in zip(moves, numbers, strict=True):
+            if (move := usual_move(position.board, text)) in position.legal:
+                evals[move] = max(float(number), evals.get(move, -math.inf))
         ranks = {move: sum(other > value for other in evals.values()) for move, value in evals.items()}
         return Truth(position.legal, ranks, evals) if evals else None
 
@@ -216,7 +225,7 @@ class PolicyReward(WeightedReward):
         for position, row_moves, row_evals in zip(positions, moves, evals, strict=True):
             truth = None
             if position is not None and row_moves is not None and row_evals is not None and len(row_moves):
-                truth = Truth.from_labels(position, Analysis.from_labels(row_moves, row_evals))
+                truth = Truth.from_labels(position, row_moves, row_evals)
             if position is not None and truth is None:
                 self._leave_out("no engine and no labels", "see with_engine, or give columns moves and evals")
             truths.append(truth)

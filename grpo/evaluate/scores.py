@@ -60,7 +60,7 @@ def _position_and_truth(prompt: Prompt, ranked: Mapping[str, Analysis]) -> tuple
     if fen in ranked:
         truth = Truth.from_engine(position, ranked[fen], {})
     elif moves and evals:
-        truth = Truth.from_labels(position, Analysis.from_labels(moves, evals))
+        truth = Truth.from_labels(position, moves, evals)
     return position, truth if truth is not None and truth.ranks else None
 
 

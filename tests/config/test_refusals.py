@@ -63,9 +63,8 @@ from grpo.workbench.sweep import open_sweep
 from grpo.workbench.sweep_settings import Sweep, parse_sweep
 from grpo.workbench.task import MadeModel
 from rewards import REWARDS
-from rewards.analysis import Analysis
 from rewards.engine import EnginePool
-from rewards.policy import PolicyReward
+from rewards.policy import PolicyReward, Truth
 
 
 @dataclass
@@ -660,10 +659,9 @@ REFUSED: dict[str, list[Row]] = {
             ({"num_engines": 0}, "num_engines=0", "at least 1"),
         ),
         *each_of(
-            Analysis.from_labels,
-            ({"moves": ["a4a5"], "evals": []}, "1 moves and 0 evals", "one eval a move"),
-            ({"moves": [], "evals": []}, "0 moves and 0 evals"),
-            ({"moves": ["a4a5"], "evals": [math.nan]}, "finite", "[nan]"),
+            lambda **given: Truth.from_labels(None, **given),
+            ({"moves": ["a4a5"], "numbers": []}, "1 moves and 0 evals", "one eval a move"),
+            ({"moves": ["a4a5"], "numbers": [math.nan]}, "finite", "[nan]"),
         ),
         *each_of(
             lambda **given: REWARDS["policy"].with_weights(given),
