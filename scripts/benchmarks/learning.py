@@ -83,11 +83,11 @@ def draw(runs: Path, results: Mapping[str, Quality], names: Sequence[str], file:
         left.set(xlabel="step", ylabel="reward, sampled", title="Training reward, moving mean")
         left.legend(frameon=False, fontsize=8)
 
-        columns = [column for column in results["before"].sampled.scores if column != "reward"]
+        columns = [column for column in results["before"]["sampled"].scores if column != "reward"]
         places = np.arange(len(columns))[::-1]
         for mode, shift, color in (("sampled", 0.15, "tab:blue"), ("greedy", -0.15, "tab:orange")):
             was, *now = (
-                np.array([100 * getattr(results[name], mode).mean(column) for column in columns])
+                np.array([100 * results[name][mode].mean(column) for column in columns])
                 for name in ("before", *names)
             )
             mean = np.mean(now, axis=0)
