@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self, TypeVar
@@ -59,43 +59,35 @@ def require_stockfish(path: str | None = None) -> str:
 
 
 class UciEngines:
-    """Processes of one UCI engine, each asked one question at a time by a thread.
+    """Processes of one UCI engine, each asked one question at a time by a thread of its own.
 
     configure: sets options of an engine that has just started. timeout_s: after this long with one question
     an engine counts as hung. attempts: how often a question is asked where an engine dies or hangs, each time
     of a new process. EngineError where the command is no working engine.
-
-    Each has its own session: Ctrl-C in the terminal reaches only this process.
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        count: int,
-        configure: Callable[[SimpleEngine], None],
-        *,
-        timeout_s: float,
-        attempts: int = 1,
-    ) -> None:
+        self, command: Sequence[str], count: int, configure: Callable[[SimpleEngine], None], *,
+        timeout_s: float, attempts: int = 1,
+    ) -> None:  # fmt: skip
         self._command, self._configure = list(command), configure
         self._timeout_s, self._attempts = timeout_s, attempts
         self.engines: list[SimpleEngine | None] = [None] * count
-        """None where one has died, and is started again for the next question."""
+        """None where one has died, or has not been asked yet: it is started for the next question."""
         self._questions: SimpleQueue[tuple[Future[Any], Ask[Any], str] | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
         self._closed = False
+        self._threads = [
+            threading.Thread(target=self._serve, args=(place,), daemon=True) for place in range(count)
+        ]
         threading.Thread(target=self._close_with_the_program, daemon=True).start()
+        for thread in self._threads:
+            thread.start()
         try:
-            # In threads, where no Ctrl-C comes between the start of an engine and its entry in the list.
-            with ThreadPoolExecutor() as starting:
-                first, *_ = list(starting.map(self._start, range(count)))
+            names = [self.submit(lambda engine: engine.id.get("name", "unknown"), "") for _ in self._threads]
+            self.name, *_ = [name.result() for name in names]
         except BaseException:
             self.close()
             raise
-        self.name = first.id.get("name", "unknown")
-        for place in range(count):
-            self._threads.append(threading.Thread(target=self._serve, args=(place,), daemon=True))
-            self._threads[place].start()
 
     def submit(self, ask: Ask[T], fen: str) -> Future[T]:
         """What `ask` returns of an engine. EngineError, in the future, where all attempts fail."""
@@ -153,6 +145,7 @@ class UciEngines:
         raise EngineError(f"the engine failed on {fen!r}: {failure}")
 
     def _start(self, place: int) -> SimpleEngine:
+        """In its own session: Ctrl-C in the terminal reaches only this process."""
         self.check_open()
         try:
             engine = SimpleEngine.popen_uci(self._command, timeout=START_TIMEOUT_S, start_new_session=True)

@@ -41,6 +41,9 @@ def engines():
 
 
 def pids(engines: EnginePool) -> list[int]:
+    """Of its processes, when all have started."""
+    while None in engines._engines.engines:
+        time.sleep(0.01)
     return [engine.transport.get_pid() for engine in engines._engines.engines]
 
 
