@@ -76,9 +76,6 @@ class Truth:
         return Truth(position.legal, ranks, evals) if evals else None
 
 
-# -------------------------------------------------------------------------------------- components
-
-
 def best_move(written: PolicyCompletion, truth: Truth) -> float:
     """1.0 the best move, 0.7 in the top 3, 0.5 in the top 5, 0.1 legal, else 0."""
     if written.best not in truth.legal:
@@ -131,9 +128,6 @@ _LABELS = {"move_candidates": "M:", "evaluations": "E:", "best_move": "B:", "is_
 """Of the fields that components judge; the others judge all."""
 
 
-# ------------------------------------------------------------------------------------------ reward
-
-
 @dataclass(frozen=True, eq=False)
 class PolicyReward(WeightedReward):
     """The reward of completions of `P: {fen}`. `engine` must rank at least five moves.
@@ -181,10 +175,8 @@ class PolicyReward(WeightedReward):
         truths: list[Truth | None] = [None] * len(written)
         if self._needs_truth():
             positions = self._positions(prompts, columns)
-            written = [
-                said if position is None else position.usual(said)
-                for position, said in zip(positions, written, strict=True)
-            ]
+            pairs = zip(positions, written, strict=True)
+            written = [text if position is None else position.usual(text) for position, text in pairs]
             if self.engine is not None:
                 truths = self._from_engine(self.engine, positions, written)
             else:
@@ -196,11 +188,10 @@ class PolicyReward(WeightedReward):
     ) -> list[Position | None]:
         positions = []
         for prompt, fen in zip(prompts, columns["fen"], strict=True):
-            if fen is None:
-                fen = prompt.removeprefix(self.prefix).partition("M:")[0].strip()
-            positions.append(_position(fen))
-            if positions[-1] is None:
+            fen = prompt.removeprefix(self.prefix).partition("M:")[0].strip() if fen is None else fen
+            if (position := _position(fen)) is None:
                 self._leave_out("position illegal or game over", f"such as {fen[:100]!r}")
+            positions.append(position)
         return positions
 
     def _from_engine(
