@@ -54,6 +54,8 @@ WARM_UP_STEPS = 2
 PROMPT_TOKENS = 60
 """Of the bundled prompts, about."""
 TIMED = ("sample", "score", "learn", "update")
+FULL: Figures = {"steps": 6, "max_new_tokens": 144, "batch_size": 64, "max_batch_size": 1024}
+SMALL: Figures = {"steps": 1, "max_new_tokens": 16, "batch_size": 8, "max_batch_size": 16}
 
 
 def main(output: Path | None = None, small: bool = False, quick: bool = False) -> int:
@@ -75,14 +77,12 @@ def main(output: Path | None = None, small: bool = False, quick: bool = False) -
     name = re.sub(r"[^A-Za-z0-9]+", "_", device).strip("_")
     file = output or ROOT / "docs" / "measurements" / f"gpu_{name}.json"
     sizes = (8, 16) if small else (64, 512) if quick else (8, 32, 64, 128, 256, 512)
-    limit, many = ("8GB", 2) if small else ("24GB", 100)
+    shape, scale = (GPT2_MINUTE, SMALL) if small else (GPT2_124M, FULL)
     with TemporaryDirectory() as folder:
-        model = write_model(Path(folder) / "gpt2", GPT2_MINUTE if small else GPT2_124M)
+        model = write_model(Path(folder) / "gpt2", shape)
         config = Config(
             model=str(model), runs_dir=Path(folder) / "runs", engine="off", eval_interval=0,
-            checkpoint_interval=0, trackers=(), steps=1 if small else 6,
-            max_new_tokens=16 if small else 144,
-            batch_size=8 if small else 64, max_batch_size=16 if small else 1024,
+            checkpoint_interval=0, trackers=(), **scale,
         )  # fmt: skip
         parts: dict[str, Callable[[], Any]] = {
             "rates": lambda: _rates(config),
@@ -90,8 +90,8 @@ def main(output: Path | None = None, small: bool = False, quick: bool = False) -
             "recorded steps": lambda: _recorded(config),
             "invariances": lambda: {name: _invariances(config, name) for name in ("fp64", "fp32", "bf16")},
             "race": lambda: _race(small),
-            "limit": lambda: _limited(config, limit, many),
-            "recovery": lambda: _recovery(config, limit),
+            "limit": lambda: _limited(config, *(("8GB", 2) if small else ("24GB", 100))),
+            "recovery": lambda: _recovery(config, "8GB" if small else "24GB"),
         }
         results: Figures = {"device": device, "torch": torch.__version__, "model": model.name}
         results["max_new_tokens"] = config.max_new_tokens
@@ -119,9 +119,6 @@ def _attempt(name: str, part: Callable[[], Any]) -> Any:
     return result
 
 
-# --------------------------------------------------------------------------------- parts that are runs
-
-
 def train(config: Config, *, bias: float = 1.0) -> Figures:
     """A run, read from what it wrote: where its memory stood, and how fast it was. Bytes, seconds.
 
@@ -141,13 +138,15 @@ def train(config: Config, *, bias: float = 1.0) -> Figures:
     timed = metrics[WARM_UP_STEPS:] or metrics
     last = {line["phase"]: line for line in memory if line["step"] == memory[-1]["step"]}
     sampled = sum(size * line["completions/mean_length"] for line in timed)
-    phases: Figures = {}
-    for phase in filter(last.__contains__, TIMED):
-        phases[phase] = {
+    phases = {
+        phase: {
             "seconds": median(line.get(f"timing/{phase}_s", 0.0) for line in timed),
             "predicted_bytes": last[phase]["predicted_bytes"] or 0,
             "measured_bytes": last[phase]["added_bytes"] or 0,
         }
+        for phase in TIMED
+        if phase in last
+    }
     return {
         "batch_size": size,
         "steps": len(metrics),
@@ -218,9 +217,6 @@ def _recovery(config: Config, limit: str) -> Figures:
     return train(replace(config, batch_size=config.max_batch_size, memory_limit=limit), bias=0.3)
 
 
-# ----------------------------------------------------------------------- parts that look at single passes
-
-
 def _rates(config: Config) -> Figures:
     """What the card reaches at best: operations a second of products, bytes a second of copies."""
     device = choose_device(config.device)
@@ -244,19 +240,19 @@ def _recorded(config: Config, rounds: int = 5) -> Figures:
     rows, tokens = config.num_rows, config.max_new_tokens
     prompts = [Prompt(str(n), "P: 8/8/8/8/8/8/8/8 w - - 0 1", {}) for n in range(config.num_prompts)]
 
-    def recorded() -> tuple[float, list[str]]:
+    def timed() -> tuple[float, list[str]]:
         start = time.perf_counter()
         made = _sample(policy, prompts, rows, tokens, at_once=rows)
         return time.perf_counter() - start, made.completions
 
     def plain() -> tuple[float, list[str]]:
         with mock.patch.object(slots, "step_recorder", lambda model: None):
-            return recorded()
+            return timed()
 
-    found = in_turns({"recorded": recorded, "plain": plain}, 1 + rounds)
-    (_, texts), (_, others) = found["recorded"][-1], found["plain"][-1]
-    equal = sum(map(str.__eq__, texts, others)) / rows
-    return {"equal": equal, **{name: median(s for s, _ in some[1:]) for name, some in found.items()}}
+    results = in_turns({"recorded": timed, "plain": plain}, 1 + rounds)
+    (_, texts), (_, others) = results["recorded"][-1], results["plain"][-1]
+    seconds = {name: median(took for took, _ in pairs[1:]) for name, pairs in results.items()}
+    return {"equal": sum(map(str.__eq__, texts, others)) / rows, **seconds}
 
 
 def _invariances(config: Config, precision: Precision, rows: int = 32, tokens: int = 48) -> Figures:
@@ -283,9 +279,6 @@ def _invariances(config: Config, precision: Precision, rows: int = 32, tokens: i
     at_once = gradient(rows)
     differences = [(gradient(each) - at_once).norm() / at_once.norm() for each in (8, 3)]
     return {"same": float(same.sum() / whole.mask.sum()), "gradient": float(max(differences))}
-
-
-# -------------------------------------------------------------------------------------------- for people
 
 
 def _show(results: Figures) -> None:
