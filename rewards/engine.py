@@ -27,8 +27,12 @@ from rewards.formats import legal_move, usual_move
 MATE_SCORE = 100_000
 """Centipawns of a mate on the board; a mate in n is worth ±(1000 - n/100) pawns."""
 
-START_TIMEOUT_S = 10.0
-"""After this long without a `uciok` an executable counts as not being an engine."""
+MULTIPV, HASH_MB = 5, 4
+"""Best moves that an analysis holds, and the hash table of an engine, which can change an answer."""
+
+START_TIMEOUT_S, PATIENCE_S = 10.0, 30.0
+"""After this long without a `uciok` an executable counts as not being an engine, and without an answer one
+that has started as hung."""
 
 T = TypeVar("T")
 Ask = Callable[[SimpleEngine], T]
@@ -174,37 +178,23 @@ class UciEngines:
 class EnginePool:
     """`num_engines` Stockfish processes that analyse positions in the background.
 
-    depth: plies searched. multipv: how many best moves an analysis holds. hash_mb: hash table of
-    each engine; part of the cache key, as it can change an answer. timeout_s: after this long on
-    one position an engine counts as hung. cache_path: an SQLite file, None for the user's cache
-    folder, ":memory:" for none that lasts. A crashed or hung engine is restarted and the position
-    tried once more; a second failure is an EngineError in that position's future.
+    depth: plies searched. cache_path: an SQLite file, None for the user's cache folder, ":memory:" for
+    none that lasts. A crashed or hung engine is restarted and the position tried once more; a second
+    failure is an EngineError in that position's future.
 
     May be used from several threads, not across a fork: each process makes its own pool.
     """
 
     def __init__(
-        self,
-        path: str | None = None,
-        *,
-        depth: int = 8,
-        multipv: int = 5,
-        hash_mb: int = 4,
-        num_engines: int = 1,
-        timeout_s: float = 30.0,
+        self, path: str | None = None, *, depth: int = 8, num_engines: int = 1,
         cache_path: str | Path | None = None,
-    ) -> None:
-        for name, number in (("depth", depth), ("multipv", multipv), ("num_engines", num_engines)):
+    ) -> None:  # fmt: skip
+        for name, number in (("depth", depth), ("num_engines", num_engines)):
             if number < 1:
                 raise ValueError(f"{name}={number}: must be at least 1")
-        self.multipv, self._limit = multipv, Limit(depth=depth)
-
-        def configure(engine: SimpleEngine) -> None:
-            engine.configure({"Threads": 1, "Hash": hash_mb})
-
-        command = [require_stockfish(path)]
-        self._engines = UciEngines(command, num_engines, configure, timeout_s=timeout_s, attempts=2)
-        self._key = f"{self._engines.name}|depth {depth}|multipv {multipv}|hash {hash_mb}"
+        self._limit, command = Limit(depth=depth), [require_stockfish(path)]
+        self._engines = UciEngines(command, num_engines, _configure, timeout_s=PATIENCE_S, attempts=2)
+        self._key = f"{self._engines.name}|depth {depth}|multipv {MULTIPV}|hash {HASH_MB}"
         self._lock = threading.Lock()  # of the two that follow
         self._cache = AnalysisCache(cache_path)
         self._asked: WeakValueDictionary[str, Future[Analysis]] = WeakValueDictionary()
@@ -260,7 +250,7 @@ class EnginePool:
         lines = engine.analyse(
             board,
             self._limit,
-            multipv=len(moves) or self.multipv,
+            multipv=len(moves) or MULTIPV,
             game=object(),  # never the game before: clears the hash table
             root_moves=[chess.Move.from_uci(move) for move in moves] or None,
             info=INFO_SCORE | INFO_PV,
@@ -270,3 +260,7 @@ class EnginePool:
             tuple(line["pv"][0].uci() for line in best),
             tuple(line["score"].relative.score(mate_score=MATE_SCORE) / 100 for line in best),
         )
+
+
+def _configure(engine: SimpleEngine) -> None:
+    engine.configure({"Threads": 1, "Hash": HASH_MB})

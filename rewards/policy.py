@@ -17,11 +17,11 @@ from typing import Any, ClassVar, Self
 import chess
 
 from rewards.analysis import Analysis
-from rewards.engine import EnginePool
+from rewards.engine import MULTIPV, EnginePool
 from rewards.formats import PolicyCompletion, parse_policy_completion, policy_field, usual_move
 from rewards.weighted import Text, WeightedReward
 
-TOP = 5
+TOP = MULTIPV
 EVAL_FLOOR_PAWNS = 1.0
 """Eval errors are relative to the true eval, but to no less than this: 0.0 is a common truth."""
 
@@ -130,7 +130,7 @@ _LABELS = {"move_candidates": "M:", "evaluations": "E:", "best_move": "B:", "is_
 
 @dataclass(frozen=True, eq=False)
 class PolicyReward(WeightedReward):
-    """The reward of completions of `P: {fen}`. `engine` must rank at least five moves.
+    """The reward of completions of `P: {fen}`.
 
     EngineError where the engine fails on a position twice: a reward is never guessed.
     """
@@ -148,11 +148,6 @@ class PolicyReward(WeightedReward):
         "is_best": is_best,
         "legal": legal,
     }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.engine is not None and self.engine.multipv < TOP:
-            raise ValueError(f"multipv={self.engine.multipv}: the policy reward needs the best {TOP} moves")
 
     def field_of(self, component: str, completion: str) -> tuple[int, int]:
         return policy_field(completion, _LABELS[component]) if component in _LABELS else (0, len(completion))

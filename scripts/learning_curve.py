@@ -54,7 +54,7 @@ def main(
     if seeds < 1:
         sys.exit(f"--seeds is {seeds}: give at least 1.")
     configure_logging("WARNING", CONSOLE)
-    changes = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in change)}
+    changes = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in change)}
     config = demo_config(
         runs_dir=output, eval_interval=0, steps=steps, batch_size=batch_size, minutes=minutes
     )
@@ -65,9 +65,9 @@ def main(
     if controls:  # nothing can move at rate 0, so a few steps show it
         settings["rate-0"] = replace(config, steps=min(4, config.steps), learning_rate=0.0)
     prompts = heldout_prompts(config, heldout)
-    for name, each in settings.items():
+    for name, its_config in settings.items():
         if not (output / f"{name}-greedy.json").exists():
-            _run(name, each, prompts)
+            _run(name, its_config, prompts)
     results = {name: load_quality(output, name) for name in settings}
     times = sorted(float((output / f"{name}.minutes").read_text()) for name in names)
     took = f"{times[0]:.1f} to {times[-1]:.1f} minutes, seeds: {seeds}"

@@ -12,11 +12,9 @@ from typing import Protocol
 import chess.engine
 
 from grpo.play.thought import Position, Thought, any_move
-from rewards.engine import UciEngines, require_stockfish
+from rewards.engine import PATIENCE_S, UciEngines, require_stockfish
 
-RANDOM, STOCKFISH, ENGINE = "random", "stockfish", "uci:"
-_PATIENCE_S = 30.0
-"""Longer than its limit, after which an engine counts as hung; the limit itself where that is in nodes."""
+RANDOM, STOCKFISH, ENGINE = "random", "stockfish", "uci"
 
 
 class Opponent(Protocol):
@@ -45,23 +43,6 @@ class UciOpponent:
         return Thought(engine.play(position.board, self._limit, game=position.seed).move, "best")
 
 
-def engine_command(name: str) -> list[str] | None:
-    """The words that start an engine: stockfish[:ELO], its path, or uci:COMMAND. None for a model.
-
-    EngineError where Stockfish is meant and not installed, ValueError for a command that is no program.
-    """
-    if name.partition(":")[0] == STOCKFISH:
-        return [require_stockfish()]
-    if name.startswith(ENGINE):
-        command = shlex.split(name.removeprefix(ENGINE))
-        if not command or shutil.which(command[0]) is None:
-            words = " ".join(command)
-            raise ValueError(f"against is an engine, {words!r}, which is no program: give its path")
-        return command
-    path = Path(name).expanduser()
-    return [str(path.resolve())] if path.is_file() and os.access(path, os.X_OK) else None
-
-
 @contextmanager
 def make_opponent(
     name: str, limit: chess.engine.Limit, engines: int, load: Callable[[str], Opponent]
@@ -70,28 +51,45 @@ def make_opponent(
 
     engines: processes. ValueError or EngineError where there is no such opponent.
     """
-    elo = name.removeprefix(f"{STOCKFISH}:") if name.startswith(f"{STOCKFISH}:") else ""
-    if elo and not elo.isdecimal():
-        raise ValueError(f"against is {name!r}: give stockfish, or its Elo as in stockfish:1500")
-
-    def configure(engine: chess.engine.SimpleEngine) -> None:
-        if elo:
-            _limit_strength(engine, int(elo))
-
+    kind, _, rest = name.partition(":")
     if name == RANDOM:
         yield AtRandom()
     elif command := engine_command(name):
-        timeout_s = _PATIENCE_S + (limit.time or 0.0)
-        with closing(UciEngines(command, engines, configure, timeout_s=timeout_s)) as processes:
+        elo = rest if kind == STOCKFISH else ""
+        timeout_s = PATIENCE_S + (limit.time or 0.0)
+        processes = UciEngines(command, engines, partial(_configure, elo=elo), timeout_s=timeout_s)
+        with closing(processes):
             yield UciOpponent(processes, limit)
     else:
         yield load(name)
 
 
-def _limit_strength(engine: chess.engine.SimpleEngine, elo: int) -> None:
+def engine_command(name: str) -> list[str] | None:
+    """The words that start an engine: stockfish[:ELO], its path, or uci:COMMAND. None for a model.
+
+    EngineError where Stockfish is meant and not installed, ValueError for a command that is no program.
+    """
+    kind, _, rest = name.partition(":")
+    if kind == STOCKFISH:
+        if rest and not rest.isdecimal():
+            raise ValueError(f"against is {name!r}: give stockfish, or its Elo as in stockfish:1500")
+        return [require_stockfish()]
+    if kind == ENGINE:
+        command = shlex.split(rest)
+        if not command or shutil.which(command[0]) is None:
+            raise ValueError(f"against is an engine, {rest!r}, which is no program: give its path")
+        return command
+    path = Path(name).expanduser()
+    return [str(path.resolve())] if path.is_file() and os.access(path, os.X_OK) else None
+
+
+def _configure(engine: chess.engine.SimpleEngine, *, elo: str) -> None:
+    """Limit its strength, where an Elo is given."""
+    if not elo:
+        return
     option = engine.options.get("UCI_Elo")
     least, most = (option.min, option.max) if option is not None else (None, None)
-    if least is None or most is None or not least <= elo <= most:
+    if least is None or most is None or not least <= int(elo) <= most:
         name = engine.id.get("name", "this engine")
         raise ValueError(f"against is stockfish:{elo}, but UCI_Elo of {name} goes from {least} to {most}")
-    engine.configure({"UCI_LimitStrength": True, "UCI_Elo": elo})
+    engine.configure({"UCI_LimitStrength": True, "UCI_Elo": int(elo)})

@@ -19,6 +19,8 @@ FILE = "games.pgn"
 FOLDER = "matches"
 """In a run's folder."""
 _SITE = "grpo-lean"
+_MAY_DIFFER = {"Event", "Date", "Result", "Termination"}
+"""Headers in which a match that goes on is not what it was; the players stand in others."""
 _RESULTS = ("*", "1-0", "0-1", "1/2-1/2")
 _RESIGNED = "an illegal answer"
 _REMARKS: dict[How, str] = {
@@ -31,12 +33,14 @@ _REMARKS: dict[How, str] = {
 class Game:
     """One game, which is its PGN: a comment says what replaced an illegal answer, a header how it ended.
 
-    board: as it stands, with all moves.
+    fen: of the first position. board: as it stands, with all moves. ending: checkmate, stalemate and so on;
+    "" of a game that goes on.
     """
 
     def __init__(self, pgn: chess.pgn.Game, *, first_is_white: bool = True) -> None:
         self.pgn, self.first_is_white, self.board = pgn, first_is_white, pgn.end().board()
-        self._text = ""
+        self.fen, self._text = pgn.board().fen(), ""
+        self.result, self.ending = pgn.headers["Result"], pgn.headers.get("Termination", "")
         self._end_by_the_rules()
 
     @staticmethod
@@ -50,29 +54,9 @@ class Game:
         return Game(pgn, first_is_white=first_is_white)
 
     @property
-    def identity(self) -> dict[str, str]:
-        """The headers that were there before it was played, from any day."""
-        later = {"Date", "Result", "Termination"}
-        return {name: text for name, text in self.pgn.headers.items() if name not in later}
-
-    @property
-    def fen(self) -> str:
-        """Of the first position."""
-        return self.pgn.board().fen()
-
-    @property
     def moves(self) -> list[str]:
         """UCI."""
         return [move.uci() for move in self.board.move_stack]
-
-    @property
-    def result(self) -> str:
-        return self.pgn.headers["Result"]
-
-    @property
-    def ending(self) -> str:
-        """checkmate, stalemate and so on; "" of a game that goes on."""
-        return self.pgn.headers.get("Termination", "")
 
     @property
     def is_over(self) -> bool:
@@ -108,6 +92,7 @@ class Game:
             self._end("1/2-1/2", "fifty moves")
 
     def _end(self, result: str, ending: str) -> None:
+        self.result, self.ending = result, ending
         self.pgn.headers.update({"Result": result, "Termination": ending})
 
     def illegal(self, player: int) -> list[int]:
@@ -264,12 +249,13 @@ class Match:
             raise ValueError(
                 f"{folder} is a match of {begun} games: give --games {begun} or more, or another --output"
             )
-        for was, now in ((old.identity, new.identity) for old, new in zip(before, self.games, strict=False)):
-            for name in was | now:
-                if was.get(name) != now.get(name):
+        for old, new in zip(before, self.games, strict=False):
+            was, wanted = old.pgn.headers, new.pgn.headers
+            for name in {**was, **wanted}:
+                if name not in _MAY_DIFFER and was.get(name) != wanted.get(name):
+                    difference = f"{name} {was.get(name)}, not {wanted.get(name)}"
                     raise ValueError(
-                        f"{folder} is a match with {name} {was.get(name)}, not {now.get(name)}: give another "
-                        "--output, or remove it"
+                        f"{folder} is a match with {difference}: give another --output, or remove it"
                     )
         return Match([*before, *self.games[begun:]])
 

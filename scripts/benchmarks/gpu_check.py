@@ -173,12 +173,12 @@ def _mispredict(fit: Fit, factor: float) -> None:
 def _row(config: Config) -> Figures:
     """A batch all at once, as the well-known recipes do it."""
     rows = config.num_rows
-    found = train(replace(config, rollout_rows=rows, score_rows=rows, train_rows=rows))
-    whole = all(each >= rows for each in found["rows"].values())
-    status = "split after running out" if found["retries"] else "fits" if whole else "split as planned"
+    figures = train(replace(config, rollout_rows=rows, score_rows=rows, train_rows=rows))
+    whole = all(planned >= rows for planned in figures["rows"].values())
+    status = "split after running out" if figures["retries"] else "fits" if whole else "split as planned"
     # Forward and backward, 6 operations a weight and token (Kaplan et al. 2020); prompts count once a group.
     tokens = rows * (config.max_new_tokens + PROMPT_TOKENS / config.group_size)
-    return {**found, "status": status, "learning_flops": 6 * _num_parameters(config.model) * tokens}
+    return {**figures, "status": status, "learning_flops": 6 * _num_parameters(config.model) * tokens}
 
 
 @cache
@@ -262,7 +262,7 @@ def _invariances(config: Config, precision: Precision, rows: int = 32, tokens: i
     """
     policy = load_policy(BUNDLED, choose_device(config.device), precision)
     prompts = load_prompts("bundled", policy_share=0.5, seed=0).draw(rows // 8)
-    whole, parts = (_sample(policy, prompts, rows, tokens, at_once=each) for each in (rows, 8))
+    whole, parts = (_sample(policy, prompts, rows, tokens, at_once=number) for number in (rows, 8))
     width = min(whole.completion_ids.shape[1], parts.completion_ids.shape[1])
     same = (whole.completion_ids[:, :width] == parts.completion_ids[:, :width]) & whole.mask[:, :width]
     advantages, counts = torch.linspace(-1, 1, rows, dtype=torch.float64), loss_counts(whole.mask, tokens)
@@ -277,7 +277,7 @@ def _invariances(config: Config, precision: Precision, rows: int = 32, tokens: i
         return torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
 
     at_once = gradient(rows)
-    differences = [(gradient(each) - at_once).norm() / at_once.norm() for each in (8, 3)]
+    differences = [(gradient(number) - at_once).norm() / at_once.norm() for number in (8, 3)]
     return {"same": float(same.sum() / whole.mask.sum()), "gradient": float(max(differences))}
 
 
@@ -303,7 +303,7 @@ def _show(results: Figures) -> None:
 def _row_of_table(row: Figures) -> dict[str, str]:
     phases, learn = row["phases"], row["phases"]["learn"]
     shown = {"rows": str(row["batch_size"]), "samples a minute": f"{row['samples_per_minute']:,.0f}"}
-    shown |= {f"{name}, s": f"{found['seconds']:.3f}" for name, found in phases.items()}
+    shown |= {f"{name}, s": f"{phase['seconds']:.3f}" for name, phase in phases.items()}
     shown["learn adds, GB"] = f"{learn['measured_bytes'] / GB:.2f}"
     shown["predicted, of it"] = f"{learn['predicted_bytes'] / max(1, learn['measured_bytes']):.3f}"
     for name in ("allocated", "reserved", "process"):
@@ -315,18 +315,18 @@ def verdicts(results: Figures) -> dict[str, bool]:
     """What holds on any device, of the parts that were run."""
     parts = {name: part for name, part in results.items() if isinstance(part, dict | list)}
     done = {name: part for name, part in parts.items() if "failed" not in part}
-    found = {f"{name} ran": name in done for name in parts}
+    sentences = {f"{name} ran": name in done for name in parts}
     phases = [phase for row in done.get("rows", ()) for phase in row["phases"].values()]
     if phases:
         beyond = max(phase["measured_bytes"] - 1.1 * phase["predicted_bytes"] for phase in phases)
-        found["a phase takes at most 10 % and 2 MB more than was predicted"] = beyond <= SCRATCH_BYTES
+        sentences["a phase takes at most 10 % and 2 MB more than was predicted"] = beyond <= SCRATCH_BYTES
     if "recorded steps" in done and not results["device"].startswith("CPU"):  # where nothing is recorded
-        found["recorded steps sample the same"] = done["recorded steps"]["equal"] == 1
+        sentences["recorded steps sample the same"] = done["recorded steps"]["equal"] == 1
     if "invariances" in done:
         exact, fp32 = (done["invariances"][name] for name in ("fp64", "fp32"))
-        found["in float64 a step in parts is the step"] = exact["same"] == 1 and exact["gradient"] < 1e-10
-        found["in fp32 it is, to rounding"] = fp32["same"] > 0.99 and fp32["gradient"] < 1e-4
+        sentences["in float64 a step in parts is the step"] = exact["same"] == 1 and exact["gradient"] < 1e-10
+        sentences["in fp32 it is, to rounding"] = fp32["same"] > 0.99 and fp32["gradient"] < 1e-4
     if "limit" in done:
-        found["the largest batch never runs out of memory"] = done["limit"]["zero out of memory"]
-        found["a process stays below its limit"] = done["limit"]["limit held"]
-    return found
+        sentences["the largest batch never runs out of memory"] = done["limit"]["zero out of memory"]
+        sentences["a process stays below its limit"] = done["limit"]["limit held"]
+    return sentences

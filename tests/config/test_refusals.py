@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -655,7 +654,7 @@ REFUSED: dict[str, list[Row]] = {
     "rewards": [
         *each_of(
             EnginePool,
-            ({"depth": 0}, "depth=0", "at least 1"), ({"multipv": 0}, "multipv=0", "at least 1"),
+            ({"depth": 0}, "depth=0", "at least 1"),
             ({"num_engines": 0}, "num_engines=0", "at least 1"),
         ),
         *each_of(
@@ -670,7 +669,6 @@ REFUSED: dict[str, list[Row]] = {
         ),
         (lambda at: REWARDS["environment"].with_weights({"best_move": 1.0}), "['best_move']", "fen_match"),
         (lambda at: PolicyReward(weights={"format": 0.0}), "at least one weight above 0"),
-        (lambda at: PolicyReward(engine=SimpleNamespace(multipv=3)), "multipv=3", "best 5"),
         *each_of(
             REWARDS["policy"],
             ({"prompts": ["P: "] * 2, "completions": ["a"]}, "2 prompts and 1 completions", "as many"),

@@ -359,7 +359,7 @@ def test_a_match_goes_on_only_as_it_was_begun_whatever_its_settings_are_called(t
     assert again.settings == {"prompts": "a 'b' c.txt", "seed": "12", "temperature": "1.0"}
     again.save(tmp_path)
     for other, reason in (
-        (begun(6, players=("a", "b")), "is a match with Event uci:x 'y' against b, not a against b"),
+        (begun(6, players=("a", "b")), "is a match with White uci:x 'y', not a"),
         (begun(6, settings=named | {"nodes": 5}), "is a match with nodes None, not 5"),
         (begun(6, seed=2), "is a match with FEN r.*, not r"),
     ):
@@ -481,7 +481,7 @@ def test_an_engine_without_a_move_resigns_and_one_that_breaks_or_hangs_is_told_o
     for go in ("sys.exit(3)", 'print("bestmove e2e5", flush=True)'):
         with pytest.raises(EngineError, match=r"the engine failed on .*rnbqkbnr/pppppppp"):
             first_move(engine(go))
-    monkeypatch.setattr(opponents, "_PATIENCE_S", 1.0)
+    monkeypatch.setattr(opponents, "PATIENCE_S", 1.0)
     with pytest.raises(EngineError, match=r"the engine failed on .*no answer in 1 s"):
         first_move(engine("import time; time.sleep(60)"))
 

@@ -192,7 +192,8 @@ def test_an_engine_that_dies_or_hangs_is_restarted_and_asked_once_more(engines: 
         return ask(self, engine, board, moves)
 
     monkeypatch.setattr(EnginePool, "_analyse", ask_and_harm)
-    with pool(timeout_s=2.0) as own:
+    monkeypatch.setattr(rewards.engine, "PATIENCE_S", 2.0)
+    with pool() as own:
         assert own.submit(ROOK_ENDING).result(timeout=20) == undisturbed
         with pytest.raises(EngineError, match="failed on 'r1bqkbnr"):
             own.submit(MIDDLEGAMES[0]).result(timeout=20)

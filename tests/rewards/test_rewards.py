@@ -49,8 +49,6 @@ def judge(completion: str, *, reward=environment, fen: str = START, action="e2e4
 class Engine:
     """An engine that knows one position: the five best moves of `EVALS`, and all others at -2 pawns."""
 
-    multipv = 5
-
     def __init__(self) -> None:
         self.asked: list[tuple[str, tuple[str, ...]]] = []
 
