@@ -1,9 +1,7 @@
 """What an engine says of a position, and the file that remembers it from one run to the next."""
 
-import math
 import os
 import sqlite3
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,19 +21,6 @@ class Analysis:
 
     moves: tuple[str, ...]
     evals: tuple[float, ...]
-
-    @staticmethod
-    def from_labels(moves: Sequence[str], evals: Sequence[float]) -> "Analysis":
-        """Moves and evals in any order; equal evals keep the order they came in.
-
-        ValueError unless there is one finite eval a move, and at least one.
-        """
-        if len(moves) != len(evals) or not moves:
-            raise ValueError(f"{len(moves)} moves and {len(evals)} evals: expected one eval a move")
-        if not all(math.isfinite(number) for number in evals):
-            raise ValueError(f"evals are finite numbers of pawns, not {list(evals)}")
-        order = sorted(range(len(moves)), key=lambda i: -evals[i])
-        return Analysis(tuple(moves[i] for i in order), tuple(float(evals[i]) for i in order))
 
 
 class AnalysisCache:

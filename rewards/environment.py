@@ -5,6 +5,7 @@ repetition, which needs the whole game. Most of a next FEN is a copy of the one 
 alone pays 0.9 for copying: `exact` and `fen_gain` pay for the move.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -43,18 +44,11 @@ def referee(fen: str, action: str) -> Outcome:
         return Outcome(fen, ILLEGAL_REWARD, board.is_game_over(), True)
     board.push(move)
     terminated = board.is_game_over()
-    if board.is_checkmate():
-        reward = MATE_REWARD
-    else:
-        reward = DRAW_REWARD if terminated else LEGAL_REWARD
+    reward = MATE_REWARD if board.is_checkmate() else DRAW_REWARD if terminated else LEGAL_REWARD
     return Outcome(board.fen(), reward, terminated, False)
 
 
-# -------------------------------------------------------------------------------------- components
-
-
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A prompt's position, as it was, and the right answer to it."""
 
     fen: str
@@ -77,11 +71,8 @@ def fen_gain(written: EnvironmentCompletion, question: Question) -> float:
 
 def game_state(written: EnvironmentCompletion, question: Question) -> float:
     """1.0 terminated and truncated both right, 0.5 one of them."""
-    right = (
-        written.terminated is question.answer.terminated,
-        written.truncated is question.answer.truncated,
-    )
-    return sum(right) / 2
+    answer = question.answer
+    return ((written.terminated is answer.terminated) + (written.truncated is answer.truncated)) / 2
 
 
 def reward_value(written: EnvironmentCompletion, question: Question) -> float:
@@ -111,9 +102,6 @@ _FIELDS = {"fen_match": (0, 1), "fen_gain": (0, 1), "reward_value": (1, 2), "gam
 """The fields that components judge, from the first to before the last; the others judge all."""
 
 
-# ------------------------------------------------------------------------------------------ reward
-
-
 @dataclass(frozen=True, eq=False)
 class EnvironmentReward(WeightedReward):
     """The reward of completions of `A: {fen}+{action}+{history}+`."""
@@ -138,22 +126,23 @@ class EnvironmentReward(WeightedReward):
     def _score(
         self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
     ) -> list[dict[str, float]]:
-        questions: dict[tuple[str, str], Question | None] = {}
         rows = []
         for prompt, text, fen, action in zip(
             prompts, completions, columns["fen"], columns["action"], strict=True
         ):
             fields = [part.strip() for part in prompt.removeprefix(self.prefix).split("+")]
             fen = fields[0] if fen is None else fen
-            action = "".join(fields[1:2]) if action is None else action
-            if (fen, action) not in questions:
-                questions[fen, action] = self._question(fen, action)
-            rows.append(self._row(parse_environment_completion(text), questions[fen, action]))
+            question = _question(fen, "".join(fields[1:2]) if action is None else action)
+            if question is None:
+                self._leave_out("not a FEN in the prompt", f"such as {fen[:100]!r}")
+            rows.append(self._row(parse_environment_completion(text), question))
         return rows
 
-    def _question(self, fen: str, action: str) -> Question | None:
-        try:
-            return Question(fen, referee(fen, action))
-        except ValueError:
-            self._leave_out("not a FEN in the prompt", f"such as {fen[:100]!r}")
-            return None
+
+@functools.lru_cache(maxsize=4096)
+def _question(fen: str, action: str) -> Question | None:
+    """None where `fen` is no FEN."""
+    try:
+        return Question(fen, referee(fen, action))
+    except ValueError:
+        return None

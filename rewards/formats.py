@@ -70,9 +70,6 @@ class EnvironmentCompletion:
         )
 
 
-# ----------------------------------------------------------------------------------------- prompts
-
-
 def policy_prompt(fen: str, *, trailing_space: bool = False) -> str:
     """The text a model completes with moves.
 
@@ -84,9 +81,6 @@ def policy_prompt(fen: str, *, trailing_space: bool = False) -> str:
 def environment_prompt(fen: str, action: str, history: Sequence[str]) -> str:
     """`history` holds the recent moves, `action` last; the ten newest are written."""
     return f"A: {fen}+{action}+{' '.join(history[-MAX_HISTORY:])}+"
-
-
-# ------------------------------------------------------------------------------------- completions
 
 
 def is_move(text: str) -> bool:

@@ -8,6 +8,7 @@ never on the other completions of its group.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,11 +17,11 @@ from typing import Any, ClassVar, Self
 import chess
 
 from rewards.analysis import Analysis
-from rewards.engine import EnginePool
+from rewards.engine import MULTIPV, EnginePool
 from rewards.formats import PolicyCompletion, parse_policy_completion, policy_field, usual_move
 from rewards.weighted import Text, WeightedReward
 
-TOP = 5
+TOP = MULTIPV
 EVAL_FLOOR_PAWNS = 1.0
 """Eval errors are relative to the true eval, but to no less than this: 0.0 is a common truth."""
 
@@ -58,16 +59,21 @@ class Truth:
         return Truth(position.legal, ranks, {**others, **dict(zip(best.moves, best.evals, strict=True))})
 
     @staticmethod
-    def from_labels(position: Position, labels: Analysis) -> "Truth | None":
-        """By eval alone: labels come shuffled, so equal evals share the better rank."""
-        moves = [usual_move(position.board, move) for move in labels.moves]
-        evals = dict(zip(reversed(moves), reversed(labels.evals), strict=True))
-        evals = {move: value for move, value in evals.items() if move in position.legal}
+    def from_labels(position: Position, moves: Sequence[str], numbers: Sequence[float]) -> "Truth | None":
+        """By eval alone: labels come shuffled, so equal evals share the better rank.
+
+        numbers: the evals. None where no move is legal. ValueError unless there is one finite eval a move.
+        """
+        if len(moves) != len(numbers):
+            raise ValueError(f"{len(moves)} moves and {len(numbers)} evals: expected one eval a move")
+        if not all(math.isfinite(number) for number in numbers):
+            raise ValueError(f"evals are finite numbers of pawns, not {list(numbers)}")
+        evals: dict[str, float] = {}
+        for text, number in zip(moves, numbers, strict=True):
+            if (move := usual_move(position.board, text)) in position.legal:
+                evals[move] = max(float(number), evals.get(move, -math.inf))
         ranks = {move: sum(other > value for other in evals.values()) for move, value in evals.items()}
         return Truth(position.legal, ranks, evals) if evals else None
-
-
-# -------------------------------------------------------------------------------------- components
 
 
 def best_move(written: PolicyCompletion, truth: Truth) -> float:
@@ -122,12 +128,9 @@ _LABELS = {"move_candidates": "M:", "evaluations": "E:", "best_move": "B:", "is_
 """Of the fields that components judge; the others judge all."""
 
 
-# ------------------------------------------------------------------------------------------ reward
-
-
 @dataclass(frozen=True, eq=False)
 class PolicyReward(WeightedReward):
-    """The reward of completions of `P: {fen}`. `engine` must rank at least five moves.
+    """The reward of completions of `P: {fen}`.
 
     EngineError where the engine fails on a position twice: a reward is never guessed.
     """
@@ -145,11 +148,6 @@ class PolicyReward(WeightedReward):
         "is_best": is_best,
         "legal": legal,
     }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.engine is not None and self.engine.multipv < TOP:
-            raise ValueError(f"multipv={self.engine.multipv}: the policy reward needs the best {TOP} moves")
 
     def field_of(self, component: str, completion: str) -> tuple[int, int]:
         return policy_field(completion, _LABELS[component]) if component in _LABELS else (0, len(completion))
@@ -172,10 +170,8 @@ class PolicyReward(WeightedReward):
         truths: list[Truth | None] = [None] * len(written)
         if self._needs_truth():
             positions = self._positions(prompts, columns)
-            written = [
-                said if position is None else position.usual(said)
-                for position, said in zip(positions, written, strict=True)
-            ]
+            pairs = zip(positions, written, strict=True)
+            written = [text if position is None else position.usual(text) for position, text in pairs]
             if self.engine is not None:
                 truths = self._from_engine(self.engine, positions, written)
             else:
@@ -187,11 +183,10 @@ class PolicyReward(WeightedReward):
     ) -> list[Position | None]:
         positions = []
         for prompt, fen in zip(prompts, columns["fen"], strict=True):
-            if fen is None:
-                fen = prompt.removeprefix(self.prefix).partition("M:")[0].strip()
-            positions.append(_position(fen))
-            if positions[-1] is None:
+            fen = prompt.removeprefix(self.prefix).partition("M:")[0].strip() if fen is None else fen
+            if (position := _position(fen)) is None:
                 self._leave_out("position illegal or game over", f"such as {fen[:100]!r}")
+            positions.append(position)
         return positions
 
     def _from_engine(
@@ -216,7 +211,7 @@ class PolicyReward(WeightedReward):
         for position, row_moves, row_evals in zip(positions, moves, evals, strict=True):
             truth = None
             if position is not None and row_moves is not None and row_evals is not None and len(row_moves):
-                truth = Truth.from_labels(position, Analysis.from_labels(row_moves, row_evals))
+                truth = Truth.from_labels(position, row_moves, row_evals)
             if position is not None and truth is None:
                 self._leave_out("no engine and no labels", "see with_engine, or give columns moves and evals")
             truths.append(truth)

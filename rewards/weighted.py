@@ -78,10 +78,10 @@ class WeightedReward(abc.ABC):
         """
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: expected as many")
-        own, texts, own_columns = self._own(prompts, columns)
+        places, texts, own_columns = self._own(prompts, columns)
         rows: list[dict[str, float] | None] = [None] * len(prompts)
-        scores = self._score(texts, [_text(completions[i]) for i in own], own_columns)
-        for i, row in zip(own, scores, strict=True):
+        scores = self._score(texts, [_text(completions[i]) for i in places], own_columns)
+        for i, row in zip(places, scores, strict=True):
             rows[i] = row
         return rows
 
@@ -104,7 +104,7 @@ class WeightedReward(abc.ABC):
     ) -> tuple[list[int], list[str], dict[str, list[Any]]]:
         """Which prompts are this reward's, their texts, and their part of every column in `reads`."""
         texts = [_text(prompt) for prompt in prompts]
-        own = [i for i, text in enumerate(texts) if text.startswith(self.prefix)]
+        places = [i for i, text in enumerate(texts) if text.startswith(self.prefix)]
         picked = {}
         for name in self.reads:
             column = columns.get(name)
@@ -112,8 +112,8 @@ class WeightedReward(abc.ABC):
                 column = [None] * len(texts)
             if len(column) != len(texts):
                 raise ValueError(f"column {name!r} has {len(column)} rows for {len(texts)} prompts")
-            picked[name] = [column[i] for i in own]
-        return own, [texts[i] for i in own], picked
+            picked[name] = [column[i] for i in places]
+        return places, [texts[i] for i in places], picked
 
     @abc.abstractmethod
     def _score(

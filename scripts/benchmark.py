@@ -50,7 +50,7 @@ def main(
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, {precision}"
     CONSOLE.print(f"{versions}, {torch.get_num_threads()} threads", highlight=False)
     CONSOLE.print(table(race_rows(outcomes)))
-    write(output, {"cases": [{"name": each.case.name, "steps": each.steps} for each in outcomes]})
+    write(output, {"cases": [{"name": outcome.case.name, "steps": outcome.steps} for outcome in outcomes]})
     return conclude(race_verdicts(outcomes))
 
 

@@ -19,7 +19,7 @@ from benchmarks.results import CONSOLE, conclude, table
 from loguru import logger
 
 from grpo.config import Config, from_plain
-from grpo.evaluate.quality import MODES, Quality, measure
+from grpo.evaluate.quality import MODES, load_quality, measure, save_quality
 from grpo.model.load import load_policy
 from grpo.model.target import choose_device
 from grpo.run.screen import configure_logging
@@ -54,7 +54,7 @@ def main(
     if seeds < 1:
         sys.exit(f"--seeds is {seeds}: give at least 1.")
     configure_logging("WARNING", CONSOLE)
-    changes = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in change)}
+    changes = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in change)}
     config = demo_config(
         runs_dir=output, eval_interval=0, steps=steps, batch_size=batch_size, minutes=minutes
     )
@@ -65,18 +65,18 @@ def main(
     if controls:  # nothing can move at rate 0, so a few steps show it
         settings["rate-0"] = replace(config, steps=min(4, config.steps), learning_rate=0.0)
     prompts = heldout_prompts(config, heldout)
-    for name, each in settings.items():
+    for name, its_config in settings.items():
         if not (output / f"{name}-greedy.json").exists():
-            _run(name, each, prompts)
-    results = {name: Quality.load(output, name) for name in settings}
+            _run(name, its_config, prompts)
+    results = {name: load_quality(output, name) for name in settings}
     times = sorted(float((output / f"{name}.minutes").read_text()) for name in names)
     took = f"{times[0]:.1f} to {times[-1]:.1f} minutes, seeds: {seeds}"
     CONSOLE.print(f"GRPO for {took}. In percent, reward in hundredths.\n")
     unmoved = True
     for mode in MODES:
-        before, *after = (getattr(results[name], mode) for name in ("before", *names))
+        before, *after = (results[name][mode] for name in ("before", *names))
         CONSOLE.print(table(change_rows(before, after), f"Held out, {mode}"))
-        still = getattr(results["rate-0" if controls else "before"], mode).scores
+        still = results["rate-0" if controls else "before"][mode].scores
         unmoved &= all(np.array_equal(still[column], before.scores[column]) for column in still)
     draw(output, results, names, output / "learning.png")
     CONSOLE.print(f"picture: {output / 'learning.png'}")
@@ -97,7 +97,7 @@ def _run(name: str, config: Config, prompts: list[Prompt]) -> None:
             sys.exit(130)
     minutes = (time.monotonic() - start) / 60
     (output / f"{name}.minutes").write_text(f"{minutes:.3f}")
-    measure(policy, config, prompts, samples=SAMPLES).save(output, name)
+    save_quality(measure(policy, config, prompts, samples=SAMPLES), output, name)
     logger.warning("{}: trained for {:.1f} minutes", name, minutes)
 
 

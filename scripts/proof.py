@@ -90,12 +90,12 @@ ALONE = (
 _RUNNING: set[subprocess.Popen[bytes]] = set()
 
 
-def run_to_end(command: Sequence[str], said: Path, timeout_s: float, **options: Any) -> int | None:
+def run_to_end(command: Sequence[str], printed: Path, timeout_s: float, **options: Any) -> int | None:
     """The exit status, None if it had to be ended; what is left of its processes is killed.
 
-    said: what it prints. options: as of Popen.
+    printed: a file for what it prints. options: as of Popen.
     """
-    with said.open("wb") as output:
+    with printed.open("wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, **options
         )
@@ -106,12 +106,6 @@ def run_to_end(command: Sequence[str], said: Path, timeout_s: float, **options: 
             return None
         finally:
             _end(process)
-
-
-def end_all() -> None:
-    """Those that run, in whichever thread."""
-    for process in [*_RUNNING]:
-        _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -151,33 +145,35 @@ def main(
         verdicts += [run(part, folder) for part in chosen if part in ALONE]
     except KeyboardInterrupt:
         pool.shutdown(wait=False, cancel_futures=True)
-        end_all()
+        for process in [*_RUNNING]:
+            _end(process)
         return 130
-    counts = [f"{verdicts.count(each)} {each}" for each in ("passed", "failed")]
-    if reasons := [each for each in verdicts if each not in ("passed", "failed")]:
+    counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in ("passed", "failed")]
+    if reasons := [verdict for verdict in verdicts if verdict not in ("passed", "failed")]:
         counts.append(f"{len(reasons)} skipped ({', '.join(reasons)})")
     print(f"proof: {', '.join(counts)} in {(time.monotonic() - begun) / 60:.0f} min")
     return int("failed" in verdicts)
 
 
 def run(part: Part, folder: Path, **environment: str) -> str:
-    """passed, failed, or why it is skipped; printed, of one that failed with the last that it said."""
-    begun, file, failure = time.monotonic(), folder / f"{part.name}.txt", ""
-    if not (lack := part.lack):
-        shutil.rmtree(own := folder / part.name, ignore_errors=True)
-        own.mkdir()
-        everything = {**os.environ, "PYTHON": sys.executable, **environment}
-        status = run_to_end(part.words(own), file, 60 * part.minutes, cwd=ROOT, env=everything)
-        failure = f"exit status {status}" if status else ""
-        if status is None:
-            failure = f"no end within {part.minutes:g} minutes"
-    line = f"{part.name:15} {time.monotonic() - begun:5.0f} s  {part.proves}"
-    if failure:
-        said = [*file.read_text(errors="replace").splitlines()[-SHOWN:], f"{failure}: {file}"]
-        line += "".join(f"\n    {each}" for each in said)
-    verdict = "failed" if failure else "skipped" if lack else "passed"
-    print(f"{verdict:8} {line}{lack and f': {lack}'}", flush=True)
-    return lack or verdict
+    """passed, failed, or why it is skipped; printed, of one that failed with the last that it printed."""
+    if part.lack:
+        print(f"skipped  {part.name:15} {part.proves}: {part.lack}", flush=True)
+        return part.lack
+    begun, file = time.monotonic(), folder / f"{part.name}.txt"
+    shutil.rmtree(folder / part.name, ignore_errors=True)
+    (folder / part.name).mkdir()
+    environment = {**os.environ, "PYTHON": sys.executable, **environment}
+    words = part.words(folder / part.name)
+    status = run_to_end(words, file, 60 * part.minutes, cwd=ROOT, env=environment)
+    verdict = "failed" if status != 0 else "passed"
+    lines = [f"{verdict:8} {part.name:15} {time.monotonic() - begun:5.0f} s  {part.proves}"]
+    if status != 0:
+        failure = f"no end within {part.minutes:g} minutes" if status is None else f"exit status {status}"
+        last = file.read_text(errors="replace").splitlines()[-SHOWN:]
+        lines += [f"    {line}" for line in [*last, f"{failure}: {file}"]]
+    print("\n".join(lines), flush=True)
+    return verdict
 
 
 if __name__ == "__main__":

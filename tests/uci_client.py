@@ -1,14 +1,11 @@
 """`grpo-lean uci` as a chess program has it: whole games by the clock, the time it takes to start and stop,
 and lines that no program should send."""
 
-import logging
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 import chess
@@ -47,66 +44,35 @@ def command(model: str) -> list[str]:
     return [sys.executable, str(Path(__file__).with_name("grpo_lean.py")), "uci", "--model", model]
 
 
-@dataclass
-class Played:
-    """What became of the games."""
-
-    games: int = 0
-    moves: int = 0
-    """Of the engine."""
-    late: int = 0
-    """Moves after whose time the clock stood below zero."""
-    errors: list[str] = field(default_factory=list)
-    """Of the protocol, as python-chess logs them."""
-
-
-@contextmanager
-def _protocol_errors() -> Iterator[list[str]]:
-    found: list[str] = []
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
-
-    handler = Kept(logging.WARNING)
-    logging.getLogger("chess.engine").addHandler(handler)
-    try:
-        yield found
-    finally:
-        logging.getLogger("chess.engine").removeHandler(handler)
-
-
 def play_games(
     engine: chess.engine.SimpleEngine, games: int, *, seed: int, clock_s: float, added_s: float
-) -> Played:
-    """Whole games against random moves, in either colour in turn, of the start and of endgames in turn."""
-    rng, played = random.Random(seed), Played()
-    fens = [line.split("M:")[0][3:].strip() for line in (POSITIONS / "heldout.txt").read_text().splitlines()
-            if line.startswith("P:")]  # fmt: skip
-    with _protocol_errors() as errors:
-        for game in range(games):
-            board = chess.Board() if game % 4 < 2 else chess.Board(rng.choice(fens))
-            ours, clocks = game % 2 == 0, [clock_s, clock_s]
-            while board.outcome(claim_draw=False) is None and not board.is_repetition(3):
-                if board.turn != ours:
-                    board.push(rng.choice(list(board.legal_moves)))
-                    continue
-                limit = chess.engine.Limit(
-                    white_clock=max(0.001, clocks[chess.WHITE]), black_clock=max(0.001, clocks[chess.BLACK]),
-                    white_inc=added_s, black_inc=added_s,
-                )  # fmt: skip
-                begun = time.monotonic()
-                result = engine.play(board, limit, game=game, info=chess.engine.INFO_ALL)
-                took = time.monotonic() - begun
-                clocks[ours] -= took
-                played.late += clocks[ours] < 0
-                clocks[ours] += added_s
-                assert result.move in board.legal_moves, f"{result.move} in {board.fen()}"
-                board.push(result.move)
-                played.moves += 1
-            played.games += 1
-    played.errors = errors
-    return played
+) -> tuple[int, int]:
+    """Whole games against random moves, in either colour in turn, of the start and of endgames in turn.
+
+    Returns the engine's moves, and after how many of them its clock stood below zero. python-chess logs
+    errors of the protocol as warnings.
+    """
+    rng, moves, late = random.Random(seed), 0, 0
+    lines = (POSITIONS / "heldout.txt").read_text().splitlines()
+    fens = [line.split("M:")[0][3:].strip() for line in lines if line.startswith("P:")]
+    for game in range(games):
+        board = chess.Board() if game % 4 < 2 else chess.Board(rng.choice(fens))
+        ours, clock = game % 2 == 0, clock_s
+        while board.outcome(claim_draw=False) is None and not board.is_repetition(3):
+            if board.turn != ours:
+                board.push(rng.choice(list(board.legal_moves)))
+                continue
+            left = max(0.001, clock)
+            limit = chess.engine.Limit(
+                white_clock=left, black_clock=left, white_inc=added_s, black_inc=added_s
+            )
+            begun = time.monotonic()
+            result = engine.play(board, limit, game=game, info=chess.engine.INFO_ALL)
+            clock -= time.monotonic() - begun
+            moves, late, clock = moves + 1, late + (clock < 0), clock + added_s
+            assert result.move in board.legal_moves, f"{result.move} in {board.fen()}"
+            board.push(result.move)
+    return moves, late
 
 
 def stop_times(engine: chess.engine.SimpleEngine, times: int) -> list[float]:

@@ -16,14 +16,13 @@ from rewards.formats import is_fen, is_move, legal_move, parse_environment_compl
 class Answer:
     """What was asked about a position, and what is to be said of the answer.
 
-    given, question: White to move, What is best?
+    given: White to move, White plays Nf3.
     move: UCI, the policy's answer or the environment's question; "" where none can be read.
     predicted: the environment's answer, with the squares on which its pieces are wrong.
     """
 
     board: chess.Board
     given: str
-    question: str
     verdict: str
     right: bool
     move: str
@@ -50,8 +49,8 @@ def _judge_move(board: chess.Board, completion: str) -> Answer:
     move = legal_move(board, best)
     verdict = f"{best}, which is illegal" if is_move(best) else "no move can be read"
     return Answer(
-        board=board, given=f"{_side(board)} to move", question="What is best?", right=move is not None,
-        verdict=board.san(move) if move else verdict, move=best, move_is_legal=move is not None,
+        board=board, given=f"{_side(board)} to move", verdict=board.san(move) if move else verdict,
+        right=move is not None, move=best, move_is_legal=move is not None,
     )  # fmt: skip
 
 
@@ -60,7 +59,10 @@ def _judge_position(fen: str, action: str, completion: str) -> Answer:
     board = chess.Board(fen)
     move = legal_move(board, action)
     predicted = chess.Board(written) if is_fen(written) else None
-    wrong = _wrong_squares(predicted, chess.Board(truth)) if predicted else []
+    wrong: list[chess.Square] = []
+    if predicted is not None:
+        differing = predicted.piece_map().items() ^ chess.Board(truth).piece_map().items()
+        wrong = sorted({square for square, _ in differing})
     if predicted is None:
         verdict = f"no position: {written[:40]!r}"
     elif wrong:
@@ -69,9 +71,9 @@ def _judge_position(fen: str, action: str, completion: str) -> Answer:
         verdict = "the pieces right, not whose turn it is or how many moves"
     plays = board.san(move) if move else f"{action}, which is illegal"
     return Answer(
-        board=board, given=f"{_side(board)} plays {plays}", question="What is the position then?",
-        verdict="right" if written == truth else verdict, right=written == truth,
-        move=action, move_is_legal=move is not None, predicted=predicted, wrong=wrong,
+        board=board, given=f"{_side(board)} plays {plays}", right=written == truth,
+        verdict="right" if written == truth else verdict, move=action, move_is_legal=move is not None,
+        predicted=predicted, wrong=wrong,
     )  # fmt: skip
 
 
@@ -79,22 +81,12 @@ def _side(board: chess.Board) -> str:
     return "White" if board.turn else "Black"
 
 
-def _wrong_squares(board: chess.Board, truth: chess.Board) -> list[chess.Square]:
-    pieces, true_pieces = board.piece_map(), truth.piece_map()
-    return [square for square in chess.SQUARES if pieces.get(square) != true_pieces.get(square)]
-
-
 def example_boards(example: Example) -> RenderableType:
-    """A board, and beside it the question and what is to be said of both answers."""
+    """A board, and beside it what was asked and what is to be said of both answers."""
     before, after = judge(example.prompt, example.before), judge(example.prompt, example.after)
     if before is None or after is None:
         return Group(example.prompt, f"before: {example.before}", f"after:  {example.after}")
-    answers = (
-        f"{before.given}. {before.question}",
-        "",
-        f"before: {before.verdict}",
-        f"after:  {after.verdict}",
-    )
+    text = f"{before.given}\n\nbefore: {before.verdict}\nafter:  {after.verdict}"
     side_by_side = Table.grid(padding=(0, 3))
-    side_by_side.add_row(before.board.unicode(empty_square="·"), "\n".join(answers))
+    side_by_side.add_row(before.board.unicode(empty_square="·"), text)
     return side_by_side

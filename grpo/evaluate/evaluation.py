@@ -31,10 +31,10 @@ class Evaluation:
     def of(prompts: Sequence[Prompt], scores: Mapping[str, Column]) -> "Evaluation":
         """From scores (B, samples), NaN where there is none. A column without any score is left out."""
         scored = {name: np.flatnonzero(~np.isnan(values).all(1)) for name, values in scores.items()}
-        kept = [name for name in scores if len(scored[name])]
+        scored = {name: rows for name, rows in scored.items() if len(rows)}
         return Evaluation(
-            {name: np.nanmean(scores[name][scored[name]], axis=1) for name in kept},
-            {name: digest([prompts[i] for i in scored[name].tolist()]) for name in kept},
+            {name: np.nanmean(scores[name][rows], axis=1) for name, rows in scored.items()},
+            {name: digest([prompts[row] for row in rows.tolist()]) for name, rows in scored.items()},
         )
 
     def mean(self, column: str) -> float:
@@ -55,14 +55,14 @@ class Evaluation:
         """Columns that both have, but of different prompts: there is nothing to compare."""
         return [name for name, prompts in self.prompts.items() if other.prompts.get(name, prompts) != prompts]
 
-    def as_metrics(self, prefix: str = "eval_") -> dict[str, float]:
-        """Means by column, named as TRL names what it evaluates."""
-        return {f"{prefix}{column}": self.mean(column) for column in self.scores}
+    def as_metrics(self) -> dict[str, float]:
+        """Means by column, named as TRL names what it evaluates: `eval_reward`."""
+        return {f"eval_{column}": self.mean(column) for column in self.scores}
 
-    def interval_metrics(self, prefix: str = "eval_") -> dict[str, float]:
+    def interval_metrics(self) -> dict[str, float]:
         """The ends of the means' intervals, named after them: `eval_reward/low` and `eval_reward/high`."""
         ends = {column: zip(("low", "high"), self.interval(column), strict=True) for column in self.scores}
-        return {f"{prefix}{column}/{end}": value for column, pair in ends.items() for end, value in pair}
+        return {f"eval_{column}/{end}": value for column, pair in ends.items() for end, value in pair}
 
     def __or__(self, other: "Evaluation") -> "Evaluation":
         """The columns of both."""
@@ -71,8 +71,8 @@ class Evaluation:
     def prefixed(self, prefix: str) -> "Evaluation":
         """Its columns under other names."""
         return Evaluation(
-            {prefix + name: column for name, column in self.scores.items()},
-            {prefix + name: each for name, each in self.prompts.items()},
+            {prefix + name: scores for name, scores in self.scores.items()},
+            {prefix + name: prompts for name, prompts in self.prompts.items()},
         )
 
     def save(self, file: Path) -> None:
@@ -102,9 +102,7 @@ class Evaluation:
             raise ValueError(f"{file} is no saved evaluation ({reason}): give what --json wrote") from error
 
 
-def paired_difference(
-    before: Evaluation, after: Evaluation, column: str, *, seed: int = 0
-) -> tuple[float, float, float]:
+def paired_difference(before: Evaluation, after: Evaluation, column: str) -> tuple[float, float, float]:
     """Mean of after - before, and its 95 % bootstrap interval over prompts.
 
     ValueError unless both have the column, and for the same prompts.
@@ -115,7 +113,7 @@ def paired_difference(
     if column in before.of_other_prompts(after):
         raise ValueError(f"{column!r} is of other prompts before than after: evaluate both on the same ones")
     differences = after.scores[column] - before.scores[column]
-    return float(differences.mean()), *bootstrap_interval(differences, seed=seed)
+    return float(differences.mean()), *bootstrap_interval(differences)
 
 
 def wilson_interval(hits: int, num: int) -> tuple[float, float]:
@@ -126,10 +124,10 @@ def wilson_interval(hits: int, num: int) -> tuple[float, float]:
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
-def bootstrap_interval(values: Column, *, resamples: int = 10_000, seed: int = 0) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of the mean (Efron, 1979). resamples: a multiple of 100."""
-    rng, num = np.random.default_rng(seed), len(values)
-    drawn = (rng.integers(num, size=(100, num)) for _ in range(resamples // 100))  # not all in memory
+def bootstrap_interval(values: Column) -> tuple[float, float]:
+    """95 % percentile bootstrap interval of the mean (Efron, 1979), of 10,000 resamples."""
+    rng, num = np.random.default_rng(0), len(values)
+    drawn = (rng.integers(num, size=(100, num)) for _ in range(100))  # not all in memory
     means = np.concatenate([values[indices].mean(1) for indices in drawn])
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)

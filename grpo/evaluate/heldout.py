@@ -71,9 +71,9 @@ def score_heldout(
         )
     scores = score_completions(sampled.row_prompts, sampled.completions, engine=engine)  # each (N,)
     if judge is not None:
-        said = judge(sampled)
-        names = ["reward", *(f"rewards/{name}/mean" for name in said.names)]
-        columns = [said.rewards_where_scored, *said.table.T]
+        judgement = judge(sampled)
+        names = ["reward", *(f"rewards/{name}/mean" for name in judgement.names)]
+        columns = [judgement.rewards_where_scored, *judgement.table.T]
         scores |= {name: column.numpy() for name, column in zip(names, columns, strict=True)}
     back = np.argsort(order)
     return {name: row.reshape(-1, samples)[back] for name, row in scores.items()}

@@ -1,7 +1,7 @@
 """Held-out quality before and after training, on the same prompts by the same uniforms: little shows much."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -21,6 +21,9 @@ from grpo.types import Prompt
 FOLDER = "before-after"
 """In a run's folder."""
 MODES = ("sampled", "greedy")
+"""How answers are sampled: at the training temperature, and greedily."""
+Quality = Mapping[str, Evaluation]
+"""Held-out scores of one model, by mode."""
 NAMES = {
     "reward": "reward",
     "policy/best_move": "the engine's best move", "policy/top5": "in the engine's top five",
@@ -30,23 +33,6 @@ NAMES = {
 SEED, ROWS = 1234, 256
 ASKED, SHOWN = 48, 3
 """Prompts of which answers are compared, and those that are shown."""
-
-
-@dataclass(frozen=True)
-class Quality:
-    """Held-out scores of one model: sampled at the training temperature, and greedy."""
-
-    sampled: Evaluation
-    greedy: Evaluation
-
-    def save(self, folder: Path, name: str) -> None:
-        for mode in MODES:
-            getattr(self, mode).save(folder / f"{name}-{mode}.json")
-
-    @staticmethod
-    def load(folder: Path, name: str) -> "Quality":
-        """ValueError where it was not saved there, or was cut short."""
-        return Quality(*(Evaluation.load(folder / f"{name}-{mode}.json") for mode in MODES))
 
 
 @dataclass(frozen=True)
@@ -78,15 +64,13 @@ def measure(policy: Policy, config: Config, prompts: Sequence[Prompt], *, sample
     """Quality on `prompts`, judged by their labels; `reward` is the one that `config` trains on."""
     model = RolloutModel(policy.model, policy.target.dtype).model
     rewards = RewardFunctions(config.reward, config.reward_weights)
-
-    def run(temperature: float, samples: int) -> Evaluation:
-        settings = SamplingSettings(config.max_new_tokens, temperature)
-        return evaluate(
-            model, policy.tokenizer, prompts, settings=settings, rows=ROWS, seed=SEED,
-            samples=samples, judge=rewards,
-        )  # fmt: skip
-
-    return Quality(run(config.temperature, samples), run(0.0, 1))
+    return {
+        mode: evaluate(
+            model, policy.tokenizer, prompts, settings=SamplingSettings(config.max_new_tokens, temperature),
+            rows=ROWS, seed=SEED, samples=samples, judge=rewards,
+        )
+        for mode, temperature in zip(MODES, (config.temperature, 0.0), strict=True)
+    }  # fmt: skip
 
 
 def answers(policy: Policy, config: Config, prompts: Sequence[Prompt]) -> list[str]:
@@ -99,25 +83,26 @@ def answers(policy: Policy, config: Config, prompts: Sequence[Prompt]) -> list[s
 
 def changes(before: Quality, after: Quality) -> list[Change]:
     """Of each column in `NAMES` that both have."""
-    found = []
+    rows = []
     for mode in MODES:
-        was, now = getattr(before, mode), getattr(after, mode)
-        for column, name in NAMES.items():
-            if column in was.scores and column in now.scores:
-                moved = paired_difference(was, now, column)
-                figures = (100 * value for value in (was.mean(column), now.mean(column), *moved))
-                found.append(Change(mode, name, *figures))
-    return found
+        was, now = before[mode], after[mode]
+        for column in [name for name in NAMES if name in was.scores and name in now.scores]:
+            figures = was.mean(column), now.mean(column), *paired_difference(was, now, column)
+            rows.append(Change(mode, NAMES[column], *(100 * figure for figure in figures)))
+    return rows
 
 
-def in_words(found: Sequence[Change]) -> list[str]:
+def in_words(changes: Sequence[Change]) -> list[str]:
     """By mode, what improved, what got worse, and what so few prompts cannot tell from chance."""
     sentences = []
     for mode in MODES:
         parts = []
         for verdict, words in (("better", "better"), ("worse", "worse"), ("open", "too close to tell")):
-            named = [f"{each.name} ({each.change:+.1f})" for each in found
-                     if (each.mode, each.verdict) == (mode, verdict)]  # fmt: skip
+            named = [
+                f"{row.name} ({row.change:+.1f})"
+                for row in changes
+                if (row.mode, row.verdict) == (mode, verdict)
+            ]
             if named or verdict == "worse":
                 parts.append(f"{words}: {', '.join(named) or 'nothing'}")
         sentences.append(f"{mode.capitalize()}, {'; '.join(parts)}.")
@@ -131,15 +116,25 @@ def examples(prompts: Sequence[Prompt], before: Sequence[str], after: Sequence[s
         if was != now:
             by_task.setdefault(prompt.task, []).append(Example(prompt.text, was, now))
     in_turn = chain.from_iterable(zip_longest(*by_task.values()))
-    return [each for each in in_turn if each is not None][:SHOWN]
+    return [example for example in in_turn if example is not None][:SHOWN]
+
+
+def save_quality(quality: Quality, folder: Path, name: str) -> None:
+    for mode, evaluation in quality.items():
+        evaluation.save(folder / f"{name}-{mode}.json")
+
+
+def load_quality(folder: Path, name: str) -> Quality:
+    """ValueError where it was not saved there, or was cut short."""
+    return {mode: Evaluation.load(folder / f"{name}-{mode}.json") for mode in MODES}
 
 
 def save(run: Path, before: Quality, after: Quality, shown: Sequence[Example]) -> None:
     """Into a run's folder, for its report."""
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
-    before.save(folder, "before")
-    after.save(folder, "after")
+    save_quality(before, folder, "before")
+    save_quality(after, folder, "after")
     (folder / "examples.json").write_text(json.dumps([asdict(example) for example in shown]))
 
 
@@ -152,4 +147,4 @@ def load(run: Path) -> tuple[list[Change], list[Example]]:
         shown = [Example(**example) for example in json.loads((folder / "examples.json").read_text())]
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{folder / 'examples.json'} cannot be read ({error})") from error
-    return changes(Quality.load(folder, "before"), Quality.load(folder, "after")), shown
+    return changes(load_quality(folder, "before"), load_quality(folder, "after")), shown

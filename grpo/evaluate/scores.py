@@ -43,31 +43,24 @@ def score_completions(
     rows: list[dict[str, float]] = []
     for prompt, text in zip(prompts, completions, strict=True):
         if prompt.task == "policy":
-            rows.append(_policy_scores(text, *_position_and_truth(prompt, ranked)))
-        elif prompt.task == "environment":
-            rows.append(_environment_scores(text, prompt))
+            rows.append(_policy_scores(text, prompt, ranked))
         else:
-            rows.append({})
+            rows.append(_environment_scores(text, prompt) if prompt.task == "environment" else {})
     columns = dict.fromkeys(name for row in rows for name in row)
     return {name: np.array([row.get(name, math.nan) for row in rows]) for name in columns}
 
 
-def _position_and_truth(prompt: Prompt, ranked: Mapping[str, Analysis]) -> tuple[Position, Truth | None]:
+def _policy_scores(text: str, prompt: Prompt, ranked: Mapping[str, Analysis]) -> dict[str, float]:
     fen, moves, evals = (prompt.columns.get(name) for name in ("fen", "moves", "evals"))
     assert isinstance(fen, str)
-    position = Position.of(chess.Board(fen))
-    truth = None
+    position, truth = Position.of(chess.Board(fen)), None
     if fen in ranked:
         truth = Truth.from_engine(position, ranked[fen], {})
     elif moves and evals:
-        truth = Truth.from_labels(position, Analysis.from_labels(moves, evals))
-    return position, truth if truth is not None and truth.ranks else None
-
-
-def _policy_scores(text: str, position: Position, truth: Truth | None) -> dict[str, float]:
+        truth = Truth.from_labels(position, moves, evals)
     written = position.usual(parse_policy_completion(text))
     scores = {}
-    if truth is not None:
+    if truth is not None and truth.ranks:
         top = {move for move, rank in truth.ranks.items() if rank < TOP}
         scores["policy/best_move"] = is_best(written, truth)
         scores["policy/top5"] = len(top.intersection(written.moves)) / len(top)

@@ -33,7 +33,7 @@ def self_play(player: Player, num_games: int, *, seed: int, fens: Sequence[str] 
         raise ValueError(f"{num_games} games need as many positions: give at most {len(fens)} games")
     else:
         boards = [chess.Board(fen) for fen in random.Random(f"self-play {seed}").sample(fens, num_games)]
-    games = [Game.begin(board.fen()) for board in boards]
+    games = [Game.begin(board) for board in boards]
     for _ in play_games(games, (player, player), seed=seed, at_once=num_games, replace=False):
         pass
     num_legal = np.array([[len(game.moves)] for game in games], np.float64)
@@ -57,27 +57,22 @@ def is_mate(board: chess.Board, move: chess.Move) -> bool:
 def read_mates(file: Path) -> list[chess.Board]:
     """Positions of BIG-bench's checkmate_in_one, `{"examples": [{"input": "1. e4 e5 2. ..."}, ...]}`.
 
-    ValueError for a file that is anything else, or has a position without a mate in one.
+    ValueError for a file that is anything else, or has a position without a mate in one. Moves are read more
+    strictly than by a PGN reader, which skips what is none.
     """
     boards: list[chess.Board] = []
     place = "no JSON of examples"
     try:
         for number, example in enumerate(json.loads(file.read_text())["examples"], start=1):
-            place = f"example {number}"
-            boards.append(_position_after(example["input"]))
+            place, board = f"example {number}", chess.Board()
+            for move in re.sub(r"\d+\.+", " ", example["input"]).split():
+                board.push_san(move)
+            if not any(is_mate(board, move) for move in board.legal_moves):
+                raise ValueError("no move mates")
+            boards.append(board)
         if not boards:
             raise ValueError("no examples")
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{place}: {type(error).__name__}: {error}"
         raise ValueError(f"{file} is not BIG-bench's checkmate_in_one ({reason}): get {MATES_URL}") from error
     return boards
-
-
-def _position_after(game: str) -> chess.Board:
-    """The position after "1. e4 e5 2. Qh5 ...". Stricter than a PGN reader, which skips what is no move."""
-    board = chess.Board()
-    for move in re.sub(r"\d+\.+", " ", game).split():
-        board.push_san(move)
-    if not any(is_mate(board, move) for move in board.legal_moves):
-        raise ValueError("no move mates")
-    return board

@@ -20,13 +20,13 @@ from grpo.waiting import waiting
 _SAVE_EVERY_S = 20.0
 
 
-def random_openings(count: int, *, seed: int, plies: int = 4) -> list[chess.Board]:
-    """Positions after `plies` random legal half-moves, whose game is not over."""
+def random_openings(count: int, *, seed: int) -> list[chess.Board]:
+    """Positions after four random legal half-moves, whose game is not over."""
     rng = random.Random(f"openings {seed}")
     boards: list[chess.Board] = []
     while len(boards) < count:
         board = chess.Board()
-        while board.ply() < plies and not board.is_game_over():
+        for _ in range(4):
             board.push(rng.choice(list(board.legal_moves)))
         if not board.is_game_over():
             boards.append(board)
@@ -58,14 +58,14 @@ def play_games(
     What is at random in a game goes by its number alone. players: who may be twice the same. at_once: games.
     replace: illegal answers, instead of losing by them.
     """
-    seeds = [game_seed(seed, number) for number in range(len(games))]
-    while going_on := [pair for pair in zip(games, seeds, strict=True) if not pair[0].is_over][:at_once]:
+    seeds = {game: game_seed(seed, number) for number, game in enumerate(games)}
+    while going_on := [game for game in games if not game.is_over][:at_once]:
         for player in dict.fromkeys(players):
-            turns = [pair for pair in going_on if not pair[0].is_over and players[pair[0].turn] is player]
-            if turns:
-                positions = [Position(game.board, of_game) for game, of_game in turns]
-                for (game, _), thought in zip(turns, player.think(positions, replace=replace), strict=True):
-                    game.play(thought)
+            turns = [game for game in going_on if not game.is_over and players[game.turn] is player]
+            positions = [Position(game.board, seeds[game]) for game in turns]
+            thoughts = player.think(positions, replace=replace) if turns else []
+            for game, thought in zip(turns, thoughts, strict=True):
+                game.play(thought)
         yield sum(_share_played(game) for game in games) / len(games)
 
 
@@ -101,7 +101,9 @@ def play_match(
 def score_table(match: Match) -> Table:
     """What came of it."""
     score, (first, second) = match.score, match.players
-    table = Table(title=f"{first} against {second}, {score.games} games", show_header=False)
+    table = Table(
+        title=f"{first} against {second}, {score.games} games", show_header=False, caption="95 % intervals"
+    )
     table.add_row("won, drawn, lost", f"{score.wins}, {score.draws}, {score.losses}")
     table.add_row("score", score.share_in_words())
     table.add_row("Elo difference", score.elo_in_words())
@@ -109,5 +111,4 @@ def score_table(match: Match) -> Table:
         if (ply := match.first_illegal(player)) is not None:
             table.add_row(f"illegal answers a game, {name}", f"{match.illegal_a_game(player):.2f}")
             table.add_row("the first at half-move (median)", f"{ply:g}")
-    table.caption = "95 % intervals"
     return table

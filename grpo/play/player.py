@@ -54,7 +54,7 @@ class Player:
         temperature: float | None = None,
         replace: bool = True,
         most_answers: int = MOST_ANSWERS,
-        stopped: Callable[[], bool] | None = None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> list[Thought]:
         """A move for each position, in none of which the game is over.
 
@@ -63,17 +63,17 @@ class Player:
         """
         settings = self._settings if temperature is None else changed(self._settings, temperature=temperature)
         answers: list[list[Thought]] = [[] for _ in positions]
-        asked = list(range(len(positions)))
+        unanswered = list(range(len(positions)))
         for attempt in range(most_answers if replace else 1):
             if attempt and settings.temperature == 0:
                 settings = changed(settings, temperature=1.0)
-            said = self._answer([positions[i] for i in asked], attempt, settings, stopped)
-            for i, answer in zip(asked, said, strict=True):
+            asked = [positions[i] for i in unanswered]
+            for i, answer in zip(unanswered, self._answer(asked, attempt, settings, stopped), strict=True):
                 answers[i].append(answer)
-            asked = [i for i in asked if not answers[i][-1].lines]
-            if not asked or (stopped is not None and stopped()):
+            unanswered = [i for i in unanswered if not answers[i][-1].evals]
+            if not unanswered or stopped():
                 break
-        return [conclude(*each, replace=replace) for each in zip(positions, answers, strict=True)]
+        return [conclude(*pair, replace=replace) for pair in zip(positions, answers, strict=True)]
 
     def prompts(self, boards: Sequence[chess.Board]) -> list[Prompt]:
         """As the model is asked for moves, each known by its FEN."""
@@ -81,21 +81,16 @@ class Player:
         return [Prompt(fen, policy_prompt(fen, trailing_space=self._trailing_space), {}) for fen in fens]
 
     def _answer(
-        self,
-        positions: Sequence[Position],
-        attempt: int,
-        settings: SamplingSettings,
-        stopped: Callable[[], bool] | None,
-    ) -> list[Thought]:
-        # Each row's own, whichever games are beside it.
-        uniforms = [
-            step_uniforms(1, settings.max_new_tokens, seed=each.seed, step=each.board.ply(), draw=attempt)
-            for each in positions
+        self, positions: Sequence[Position], attempt: int, settings: SamplingSettings,
+        stopped: Callable[[], bool],
+    ) -> list[Thought]:  # fmt: skip
+        uniforms = [  # each row's own, whichever games are beside it
+            step_uniforms(1, settings.max_new_tokens, seed=seed, step=board.ply(), draw=attempt)
+            for board, seed in positions
         ]
-        prompts = self.prompts([each.board for each in positions])
         written = rollout(
-            self._model, self._tokenizer, prompts, torch.cat(uniforms), settings,
-            rows=self._rows, kept=self._kept, stopped=stopped,
+            self._model, self._tokenizer, self.prompts([board for board, _ in positions]),
+            torch.cat(uniforms), settings, rows=self._rows, kept=self._kept, stopped=stopped,
         )  # fmt: skip
         whole = (written.terminated | (written.lengths == settings.max_new_tokens)).tolist()
         return [

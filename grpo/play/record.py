@@ -1,59 +1,57 @@
 """A match as PGN, the only record of it: from there one that was stopped goes on, and reports are made."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import chess
 import chess.pgn
 
-from grpo.data.files import file_rows
+from grpo.evaluate.evaluation import LEVEL_Z
 from grpo.files import write_whole
-from grpo.play.score import Score
 from grpo.play.thought import How, Thought
 
 FILE = "games.pgn"
 FOLDER = "matches"
 """In a run's folder."""
 _SITE = "grpo-lean"
-_UNDECIDED = "*"
-_RESULTS = (_UNDECIDED, "1-0", "0-1", "1/2-1/2")
+_MAY_DIFFER = {"Event", "Date", "Result", "Termination"}
+"""Headers in which a match that goes on is not what it was; the players stand in others."""
+_RESULTS = ("*", "1-0", "0-1", "1/2-1/2")
 _RESIGNED = "an illegal answer"
 _REMARKS: dict[How, str] = {
     "candidate": "an illegal answer: its next candidate",
     "again": "an illegal answer: asked again",
     "random": "illegal answers: at random",
 }
-_ELSEWHERE = "give another --output, or remove it"
 
 
 class Game:
-    """One game, which is its PGN: a comment says what replaced an illegal answer, a header how it ended."""
+    """One game, which is its PGN: a comment says what replaced an illegal answer, a header how it ended.
+
+    fen: of the first position. board: as it stands, with all moves. ending: checkmate, stalemate and so on;
+    "" of a game that goes on.
+    """
 
     def __init__(self, pgn: chess.pgn.Game, *, first_is_white: bool = True) -> None:
-        self.pgn, self.first_is_white = pgn, first_is_white
-        self.board = pgn.end().board()
-        """As it stands, with all moves."""
-        self._text = ""
+        self.pgn, self.first_is_white, self.board = pgn, first_is_white, pgn.end().board()
+        self.fen, self._text = pgn.board().fen(), ""
+        self.result, self.ending = pgn.headers["Result"], pgn.headers.get("Termination", "")
+        self._end_by_the_rules()
 
     @staticmethod
     def begin(
-        fen: str, headers: Mapping[str, object] | None = None, *, first_is_white: bool = True
+        board: chess.Board, headers: Mapping[str, object] | None = None, *, first_is_white: bool = True
     ) -> "Game":
         """From this position, where it may be over already. Headers that are None are left out."""
         texts = {name: _text(value) for name, value in (headers or {}).items() if value is not None}
-        pgn = chess.pgn.Game({**texts, "Result": _UNDECIDED})
-        pgn.setup(chess.Board(fen))
-        game = Game(pgn, first_is_white=first_is_white)
-        game._end_by_the_rules()
-        return game
-
-    @property
-    def fen(self) -> str:
-        """Of the first position."""
-        return self.pgn.board().fen()
+        pgn = chess.pgn.Game({**texts, "Result": "*"})
+        pgn.setup(board)
+        return Game(pgn, first_is_white=first_is_white)
 
     @property
     def moves(self) -> list[str]:
@@ -61,17 +59,8 @@ class Game:
         return [move.uci() for move in self.board.move_stack]
 
     @property
-    def result(self) -> str:
-        return self.pgn.headers["Result"]
-
-    @property
-    def ending(self) -> str:
-        """checkmate, stalemate and so on; "" of a game that goes on."""
-        return self.pgn.headers.get("Termination", "")
-
-    @property
     def is_over(self) -> bool:
-        return self.result != _UNDECIDED
+        return self.result != "*"
 
     @property
     def turn(self) -> int:
@@ -88,8 +77,7 @@ class Game:
     def play(self, thought: Thought) -> None:
         """A move, and what the rules say of it: nothing else ends a game, but for whoever makes none."""
         if thought.move is None:
-            ending = _RESIGNED if thought.how == "resigned" else "no move"
-            self._end("0-1" if self.board.turn else "1-0", ending)
+            self._end("0-1" if self.board.turn else "1-0", _RESIGNED if thought.illegal else "no move")
         else:
             self.pgn.end().add_variation(thought.move, comment=_REMARKS.get(thought.how, ""))
             self.board.push(thought.move)
@@ -104,24 +92,73 @@ class Game:
             self._end("1/2-1/2", "fifty moves")
 
     def _end(self, result: str, ending: str) -> None:
-        self.pgn.headers["Result"], self.pgn.headers["Termination"] = result, ending
+        self.result, self.ending = result, ending
+        self.pgn.headers.update({"Result": result, "Termination": ending})
 
     def illegal(self, player: int) -> list[int]:
         """Half-moves of this game, from 1, at which a player's answer was illegal."""
-        nodes = enumerate(self.pgn.mainline(), start=1)
-        plies = [ply for ply, node in nodes if node.comment in _REMARKS.values()]
+        nodes = enumerate(self.pgn.mainline(), start=1)  # with who moves after them
+        answers = [(ply, node.turn()) for ply, node in nodes if node.comment in _REMARKS.values()]
         if self.ending == _RESIGNED:
-            plies.append(len(self.moves) + 1)
-        begins = 0 if self.pgn.board().turn == self.first_is_white else 1
-        return [ply for ply in plies if (ply - 1 + begins) % 2 == player]
+            answers.append((len(self.moves) + 1, not self.board.turn))
+        return [ply for ply, turn in answers if (turn == self.first_is_white) == bool(player)]
 
     @property
     def text(self) -> str:
         """Its PGN, which takes 10 ms: kept, once the game is over."""
-        if not self.is_over:
-            return str(self.pgn)
-        self._text = self._text or str(self.pgn)
-        return self._text
+        text = self._text or str(self.pgn)
+        if self.is_over:
+            self._text = text
+        return text
+
+
+class Score(NamedTuple):
+    """Games as the first player sees them."""
+
+    wins: int
+    draws: int
+    losses: int
+
+    @property
+    def games(self) -> int:
+        return sum(self)
+
+    @property
+    def share(self) -> float:
+        """Points a game: a win is 1, a draw a half."""
+        return (self.wins + self.draws / 2) / self.games
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % score interval of the expected points a game.
+
+        Wilson's (1927) for three outcomes: the ends are where the share lies z deviations away, with the
+        variance of a game s(1 - s) - d/4 at an expected score s and a share d of draws. As d that of the
+        games would be zero wide where all were drawn: it is taken of z² games more, none of them drawn.
+        """
+        n, s, z2 = self.games, self.share, LEVEL_Z**2
+        drawn = self.draws / (n + z2)
+        middle = s + z2 / (2 * n)
+        reach = math.sqrt(z2 / n * (s * (1 - s) + z2 / (4 * n) - drawn / 4 * (1 + z2 / n)))
+        low, high = ((middle + sign * reach) / (1 + z2 / n) for sign in (-1, 1))
+        return max(0.0, low), min(1.0, high)
+
+    def share_in_words(self) -> str:
+        """64.2 % (57.4 to 70.5)."""
+        low, high = self.interval
+        return f"{100 * self.share:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+
+    def elo_in_words(self) -> str:
+        """The first player's lead: +12 (-35 to +60), infinite where all games were won or lost."""
+        elo, low, high = map(elo_difference, (self.share, *self.interval))
+        return f"{elo:+.0f} ({low:+.0f} to {high:+.0f})"
+
+
+def elo_difference(share: float) -> float:
+    """Points of Elo at which so much is expected: 400 log10(s / (1 - s)) (Elo, 1978)."""
+    if share in (0.0, 1.0):
+        return math.copysign(math.inf, share - 0.5)
+    return 400 * math.log10(share / (1 - share)) + 0.0
 
 
 @dataclass
@@ -147,7 +184,7 @@ class Match:
                 "Event": f"{players[0]} against {players[1]}", "Site": _SITE, "Round": number + 1,
                 "Date": date.today().strftime("%Y.%m.%d"), "White": white, "Black": black, **settings,
             }  # fmt: skip
-            games.append(Game.begin(starts[number // 2].fen(), headers, first_is_white=first_is_white))
+            games.append(Game.begin(starts[number // 2], headers, first_is_white=first_is_white))
         return Match(games)
 
     @property
@@ -185,42 +222,42 @@ class Match:
     @staticmethod
     def load(folder: Path) -> "Match":
         """What `save` wrote. ValueError for anything else."""
-        file = folder / FILE
+        file, games = folder / FILE, list[Game]()
         try:
-            games = [game for _, game, _ in file_rows(file)]
-            for game in games:
-                if game.errors:
-                    raise ValueError(game.errors[0])
-                if game.headers["Site"] != _SITE or game.headers["Result"] not in _RESULTS:
-                    raise ValueError("it was not made here")
-            match = Match([Game(game, first_is_white=place % 2 == 0) for place, game in enumerate(games)])
-            _ = match.players
+            with file.open(encoding="utf-8") as lines:
+                while pgn := chess.pgn.read_game(lines):
+                    if pgn.errors:
+                        raise ValueError(pgn.errors[0])
+                    if pgn.headers["Site"] != _SITE or pgn.headers["Result"] not in _RESULTS:
+                        raise ValueError("it was not made here")
+                    games.append(Game(pgn, first_is_white=len(games) % 2 == 0))
+            if not games:
+                raise ValueError("it is empty")
         except (OSError, ValueError, LookupError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(
                 f"{file} is no match ({reason}): remove it, or play into another folder"
             ) from error
-        return match
+        return Match(games)
 
     def gone_on_with(self, folder: Path) -> "Match":
         """This one, or what was played of it before, with as many games. ValueError where that is another."""
         if not (folder / FILE).is_file():
             return self
-        before = Match.load(folder)
-        compared = [("players", *pair) for pair in zip(before.players, self.players, strict=True)]
-        for name in before.settings | self.settings:
-            compared.append((name, str(before.settings.get(name)), str(self.settings.get(name))))
-        for name, was, wanted in compared:
-            if was != wanted:
-                raise ValueError(f"{folder} is a match with {name} {was}, not {wanted}: {_ELSEWHERE}")
-        begun = len(before.games)
-        if len(self.games) < begun:
+        before = Match.load(folder).games
+        if len(self.games) < (begun := len(before)):
             raise ValueError(
                 f"{folder} is a match of {begun} games: give --games {begun} or more, or another --output"
             )
-        if [game.fen for game in before.games] != [game.fen for game in self.games[:begun]]:
-            raise ValueError(f"{folder} is a match from other positions: {_ELSEWHERE}")
-        return Match([*before.games, *self.games[begun:]])
+        for old, new in zip(before, self.games, strict=False):
+            was, wanted = old.pgn.headers, new.pgn.headers
+            for name in {**was, **wanted}:
+                if name not in _MAY_DIFFER and was.get(name) != wanted.get(name):
+                    difference = f"{name} {was.get(name)}, not {wanted.get(name)}"
+                    raise ValueError(
+                        f"{folder} is a match with {difference}: give another --output, or remove it"
+                    )
+        return Match([*before, *self.games[begun:]])
 
 
 def _text(value: object) -> str:

@@ -10,8 +10,8 @@ import re
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import chess
 from loguru import logger
 
-from grpo.play.thought import MOST_ANSWERS, How, IllegalMoves, Position, Thought, conclude, game_seed
+from grpo.play.thought import MOST_ANSWERS, IllegalMoves, Position, Thought, conclude, game_seed
+from rewards.engine import MATE_SCORE
 
 if TYPE_CHECKING:
     from grpo.play.player import Player
@@ -30,21 +31,17 @@ WRONG_MODEL = 2
 """Exit status."""
 MOST_SEED = 2**31 - 1
 _COMMANDS = {"uci", "isready", "ucinewgame", "setoption", "position", "go", "stop", "quit"}
-_READ: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "temperature": ("temperature", float),
-    "seed": ("seed", int),
-    "illegalmoves": ("illegal_moves", str),
+_OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "Temperature": ("temperature", float, "string default {:g}"),
+    "Seed": ("seed", int, f"spin default {{}} min 0 max {MOST_SEED}"),
+    "IllegalMoves": ("illegal_moves", str, "combo default {} var replace var resign"),
 }
-"""By an option's name, the field it sets, and what reads it."""
+"""By an option's name, the field it sets, what reads its value, and how UCI declares it."""
 _NUMBERS = {"movetime", "wtime", "btime", "winc", "binc", "nodes"}
 _OVERHEAD_S, _RESERVE_S = 0.03, 0.1
 """Between a move here and its arrival on the GUI's clock: usually, and where there is no time to lose."""
-_INSTEAD: dict[How, str] = {
-    "candidate": "its candidate {} instead",
-    "again": "asked again, it plays {}",
-    "random": "at random {}",
-    "resigned": "it resigns",
-}
+_LONGEST_MATE = 100
+"""In moves; an eval that says more is no mate."""
 _A_POSITION = "8/8/8/4k3/8/4K3/8/4R3 w - - 0 1"
 
 
@@ -68,34 +65,26 @@ class Options:
         if self.illegal_moves not in get_args(IllegalMoves):
             raise ValueError(f"illegal moves are {self.illegal_moves!r}: give replace or resign")
 
-    def declared(self) -> list[str]:
-        choices = " ".join(f"var {choice}" for choice in get_args(IllegalMoves))
-        return [
-            f"option name Temperature type string default {self.temperature:g}",
-            f"option name Seed type spin default {self.seed} min 0 max {MOST_SEED}",
-            f"option name IllegalMoves type combo default {self.illegal_moves} {choices}",
-        ]
-
     def changed(self, words: Sequence[str]) -> "Options":
         """By `name NAME value VALUE`. ValueError for what there is not, or cannot be."""
-        split = words.index("value") if "value" in words else len(words)
-        name, value = " ".join(words[1:split]), " ".join(words[split + 1 :])
-        if name.lower() not in _READ:
-            raise ValueError(f"there is no option {name!r}")
-        field, read = _READ[name.lower()]
-        return replace(self, **{field: read(value)})
+        wanted, _, value = " ".join(words[1:]).partition(" value ")
+        for name, (field, read, _) in _OPTIONS.items():
+            if name.lower() == wanted.lower():
+                return replace(self, **{field: read(value)})
+        raise ValueError(f"there is no option {wanted!r}")
 
 
 def read_position(words: Sequence[str]) -> chess.Board:
     """By `startpos` or `fen FEN`, then `moves MOVE …`. ValueError for what is no position."""
-    split = words.index("moves") if "moves" in words else len(words)
-    if words[:1] not in (["startpos"], ["fen"]):
+    start, _, moves = " ".join(words).partition(" moves")
+    kind, _, fen = start.partition(" ")
+    if kind not in ("startpos", "fen"):
         raise ValueError("say position startpos, or position fen FEN")
-    board = chess.Board(" ".join(words[1:split])) if words[0] == "fen" else chess.Board()
+    board = chess.Board(fen) if kind == "fen" else chess.Board()
     if not board.is_valid():
         raise ValueError(f"{board.fen()} is no legal position ({board.status()!r})")
-    for word in words[split + 1 :]:
-        board.push_uci(word)
+    for move in moves.split():
+        board.push_uci(move)
     return board
 
 
@@ -108,37 +97,28 @@ def read_go(words: Sequence[str]) -> dict[str, int]:
     return {word: int(value) for word, value in pairs if re.fullmatch(r"-?\d{1,11}", value, re.ASCII)}
 
 
-def seconds_for(go: dict[str, int], turn: chess.Color) -> float | None:
-    """For a move, at most; None: as long as it takes.
+def seconds_for(numbers: Mapping[str, int], turn: chess.Color) -> float:
+    """For a move, at most; infinite where nothing limits it.
 
     An answer is no better for more time: the clock only cuts short one that would be late. It has a
     tenth of what is left, or half of what the move adds.
     """
-    if "movetime" in go:
-        return max(0.0, go["movetime"] / 1000 - _OVERHEAD_S)
+    if "movetime" in numbers:
+        return max(0.0, numbers["movetime"] / 1000 - _OVERHEAD_S)
     side = "w" if turn else "b"
-    left, added = go.get(f"{side}time"), go.get(f"{side}inc", 0)
+    left, added = numbers.get(f"{side}time"), numbers.get(f"{side}inc", 0)
     if left is None:
-        return None
+        return float("inf")
     return max(0.0, min(left / 1000 - _RESERVE_S, max(left / 10, added / 2) / 1000))
 
 
-@dataclass(frozen=True)
-class Search:
-    """One `go`, and all that counts for its answer."""
-
-    position: Position
-    numbers: dict[str, int]
-    is_infinite: bool
-    options: Options
-    replaced: Counter[How]
-    """How moves of this game came about that were not the model's first answer."""
-    begun: float
-    stop: threading.Event
-
-    def is_over(self) -> bool:
-        seconds = seconds_for(self.numbers, self.position.board.turn)
-        return self.stop.is_set() or (seconds is not None and time.monotonic() - self.begun > seconds)
+def score_of(pawns: float) -> str:
+    """An eval as UCI says it: `cp 35`, `mate -2`."""
+    hundredths = round(100 * pawns)
+    to_mate = MATE_SCORE - abs(hundredths)
+    if to_mate <= _LONGEST_MATE:
+        return f"mate {max(1, to_mate) * (1 if hundredths > 0 else -1)}"
+    return f"cp {hundredths}"
 
 
 class Engine:
@@ -150,11 +130,12 @@ class Engine:
     def __init__(
         self, load: "Callable[[], Player]", send: Callable[[str], None], *, name: str, options: Options
     ) -> None:
-        self._introduction = [f"id name {name}", "id author grpo-lean", *options.declared(), "uciok"]
-        self._send, self._options = send, options
+        self._name, self._send, self._options = name, send, options
         self._board, self._game = chess.Board(), 0
-        self._replaced: Counter[How] = Counter()
-        self._search: Search | None = None
+        self._replaced: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        """By the seed of a game, how moves came about that were not the model's first answer."""
+        self._stop, self._is_infinite = threading.Event(), False
+        """Of the last search. It is stopped by `stop`, `quit` and the next `go`."""
         self._thinking = ThreadPoolExecutor(1, "thinking")
         self._player = self._thinking.submit(load)
 
@@ -165,75 +146,79 @@ class Engine:
             while words and words[0] not in _COMMANDS:
                 words.pop(0)  # the protocol wants unknown words skipped
             if words[:1] == ["quit"]:
-                self._stop()
+                self._stop.set()
                 self._thinking.shutdown(wait=False)
                 return
             try:
                 self._obey(words)
             except ValueError as error:
                 self._send(as_info(f"not obeyed, {line.strip()}: {error}"))
-        if self._search is not None and self._search.is_infinite:
-            self._stop()
+        if self._is_infinite:
+            self._stop.set()
         self._thinking.shutdown()
 
     def _obey(self, words: Sequence[str]) -> None:
         match words:
             case ["uci", *_]:
-                for line in self._introduction:
+                options = (
+                    f"option name {name} type {declaration.format(getattr(self._options, field))}"
+                    for name, (field, _, declaration) in _OPTIONS.items()
+                )
+                for line in (f"id name {self._name}", "id author grpo-lean", *options, "uciok"):
                     self._send(line)
             case ["isready", *_]:
                 self._player.add_done_callback(lambda _: self._send("readyok"))
             case ["ucinewgame", *_]:
-                self._game, self._replaced = self._game + 1, Counter()
+                self._game += 1
             case ["setoption", *rest]:
                 self._options = self._options.changed(rest)
             case ["position", *rest]:
                 self._board = read_position(rest)
             case ["stop", *_]:
-                self._stop()
+                self._stop.set()
             case ["go", *rest]:
-                self._stop()  # of a GUI that does not wait: each `go` has its answer, one after the other
+                self._stop.set()  # of a GUI that does not wait: each `go` has its answer, one after the other
+                self._stop, self._is_infinite = threading.Event(), "infinite" in rest
                 position = Position(self._board, game_seed(self._options.seed, self._game))
-                self._search = Search(
-                    position, read_go(rest), "infinite" in rest, self._options, self._replaced,
-                    begun=time.monotonic(), stop=threading.Event(),
+                self._thinking.submit(
+                    self._answer, position, self._options, read_go(rest), self._is_infinite, time.monotonic(),
+                    self._stop,
                 )  # fmt: skip
-                self._thinking.submit(self._answer, self._search)
 
-    def _stop(self) -> None:
-        if self._search is not None:
-            self._search.stop.set()
-
-    def _answer(self, search: Search) -> None:
+    def _answer(
+        self, position: Position, options: Options, numbers: Mapping[str, int], is_infinite: bool,
+        begun: float, stop: threading.Event,
+    ) -> None:  # fmt: skip
         """In the other thread: `bestmove`, whatever happens, as a GUI waits for it."""
+        deadline = begun + seconds_for(numbers, position.board.turn)
         thought = Thought(None, "best")
-        if any(search.position.board.legal_moves):
-            thought = self._think(search)
+        if any(position.board.legal_moves):
+            try:
+                thought = self._player.result().think(
+                    [position], temperature=options.temperature, replace=options.illegal_moves == "replace",
+                    most_answers=max(1, numbers.get("nodes", MOST_ANSWERS)),
+                    stopped=lambda: stop.is_set() or time.monotonic() > deadline,
+                )[0]  # fmt: skip
+            except Exception as error:
+                logger.exception("thinking about {}", position.board.fen())
+                self._send(as_info(f"error: {error}"))
+                thought = conclude(position, [], replace=True)
         played = "(none)" if thought.move is None else thought.move.uci()
-        effort = f"nodes {thought.answers} time {round(1000 * (time.monotonic() - search.begun))}"
-        for place, line in enumerate(thought.lines, start=1):  # the move first, by its own evals
-            score = f"score {line.score} " if line.score else ""
-            self._send(f"info depth 1 multipv {place} {score}{effort} pv {line.move.uci()}")
+        effort = f"nodes {thought.answers} time {round(1000 * (time.monotonic() - begun))}"
+        for place, (move, pawns) in enumerate(thought.evals.items(), start=1):
+            score = "" if pawns is None else f"score {score_of(pawns)} "
+            self._send(f"info depth 1 multipv {place} {score}{effort} pv {move.uci()}")
         if thought.how != "best":
-            search.replaced[thought.how] += 1
-            faults = f"illegal answer {', '.join(thought.faults)}" if thought.faults else "no answer in time"
-            counts = ", ".join(f"{how} {count}" for how, count in search.replaced.items())
-            self._send(as_info(f"{faults}: {_INSTEAD[thought.how].format(played)} (in this game: {counts})"))
-        if search.is_infinite:
-            search.stop.wait()
+            reason = (
+                f"illegal answer {', '.join(thought.illegal)}" if thought.illegal else "no answer in time"
+            )
+            replaced = self._replaced[position.seed]
+            replaced[thought.how] += 1
+            counts = ", ".join(f"{how} {count}" for how, count in replaced.items())
+            self._send(as_info(f"{reason}: {thought.how} {played} (in this game: {counts})"))
+        if is_infinite:
+            stop.wait()
         self._send(f"bestmove {played}")
-
-    def _think(self, search: Search) -> Thought:
-        try:
-            return self._player.result().think(
-                [search.position], temperature=search.options.temperature, stopped=search.is_over,
-                replace=search.options.illegal_moves == "replace",
-                most_answers=max(1, search.numbers.get("nodes", MOST_ANSWERS)),
-            )[0]  # fmt: skip
-        except Exception as error:
-            logger.exception("thinking about {}", search.position.board.fen())
-            self._send(as_info(f"error: {error}"))
-        return conclude(search.position, [], replace=True)
 
 
 def as_info(text: str) -> str:

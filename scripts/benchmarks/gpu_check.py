@@ -55,6 +55,8 @@ WARM_UP_STEPS = 2
 PROMPT_TOKENS = 60
 """Of the bundled prompts, about."""
 TIMED = ("sample", "score", "learn", "update")
+FULL: Figures = {"steps": 6, "max_new_tokens": 144, "batch_size": 64, "max_batch_size": 1024}
+SMALL: Figures = {"steps": 1, "max_new_tokens": 16, "batch_size": 8, "max_batch_size": 16}
 
 
 def main(output: Path | None = None, small: bool = False, quick: bool = False) -> int:
@@ -76,14 +78,12 @@ def main(output: Path | None = None, small: bool = False, quick: bool = False) -
     name = re.sub(r"[^A-Za-z0-9]+", "_", device).strip("_")
     file = output or ROOT / "docs" / "measurements" / f"gpu_{name}.json"
     sizes = (8, 16) if small else (64, 512) if quick else (8, 32, 64, 128, 256, 512)
-    limit, many = ("8GB", 2) if small else ("24GB", 100)
+    shape, scale = (GPT2_MINUTE, SMALL) if small else (GPT2_124M, FULL)
     with TemporaryDirectory() as folder:
-        model = write_model(Path(folder) / "gpt2", GPT2_MINUTE if small else GPT2_124M)
+        model = write_model(Path(folder) / "gpt2", shape)
         config = Config(
             model=str(model), runs_dir=Path(folder) / "runs", engine="off", eval_interval=0,
-            checkpoint_interval=0, trackers=(), steps=1 if small else 6,
-            max_new_tokens=16 if small else 144,
-            batch_size=8 if small else 64, max_batch_size=16 if small else 1024,
+            checkpoint_interval=0, trackers=(), **scale,
         )  # fmt: skip
         parts: dict[str, Callable[[], Any]] = {
             "rates": lambda: _rates(config),
@@ -91,8 +91,8 @@ def main(output: Path | None = None, small: bool = False, quick: bool = False) -
             "recorded steps": lambda: _recorded(config),
             "invariances": lambda: {name: _invariances(config, name) for name in ("fp64", "fp32", "bf16")},
             "race": lambda: _race(small),
-            "limit": lambda: _limited(config, limit, many),
-            "recovery": lambda: _recovery(config, limit),
+            "limit": lambda: _limited(config, *(("8GB", 2) if small else ("24GB", 100))),
+            "recovery": lambda: _recovery(config, "8GB" if small else "24GB"),
         }
         results: Figures = {"device": device, "torch": torch.__version__, "model": model.name}
         results["max_new_tokens"] = config.max_new_tokens
@@ -120,9 +120,6 @@ def _attempt(name: str, part: Callable[[], Any]) -> Any:
     return result
 
 
-# --------------------------------------------------------------------------------- parts that are runs
-
-
 def train(config: Config, *, bias: float = 1.0) -> Figures:
     """A run, read from what it wrote: where its memory stood, and how fast it was. Bytes, seconds.
 
@@ -142,13 +139,15 @@ def train(config: Config, *, bias: float = 1.0) -> Figures:
     timed = metrics[WARM_UP_STEPS:] or metrics
     last = {line["phase"]: line for line in memory if line["step"] == memory[-1]["step"]}
     sampled = sum(size * line["completions/mean_length"] for line in timed)
-    phases: Figures = {}
-    for phase in filter(last.__contains__, TIMED):
-        phases[phase] = {
+    phases = {
+        phase: {
             "seconds": median(line.get(f"timing/{phase}_s", 0.0) for line in timed),
             "predicted_bytes": last[phase]["predicted_bytes"] or 0,
             "measured_bytes": last[phase]["added_bytes"] or 0,
         }
+        for phase in TIMED
+        if phase in last
+    }
     return {
         "batch_size": size,
         "steps": len(metrics),
@@ -175,12 +174,12 @@ def _mispredict(fit: Fit, factor: float) -> None:
 def _row(config: Config) -> Figures:
     """A batch all at once, as the well-known recipes do it."""
     rows = config.num_rows
-    found = train(replace(config, rollout_rows=rows, score_rows=rows, train_rows=rows))
-    whole = all(each >= rows for each in found["rows"].values())
-    status = "split after running out" if found["retries"] else "fits" if whole else "split as planned"
+    figures = train(replace(config, rollout_rows=rows, score_rows=rows, train_rows=rows))
+    whole = all(planned >= rows for planned in figures["rows"].values())
+    status = "split after running out" if figures["retries"] else "fits" if whole else "split as planned"
     # Forward and backward, 6 operations a weight and token (Kaplan et al. 2020); prompts count once a group.
     tokens = rows * (config.max_new_tokens + PROMPT_TOKENS / config.group_size)
-    return {**found, "status": status, "learning_flops": 6 * _num_parameters(config.model) * tokens}
+    return {**figures, "status": status, "learning_flops": 6 * _num_parameters(config.model) * tokens}
 
 
 @cache
@@ -219,9 +218,6 @@ def _recovery(config: Config, limit: str) -> Figures:
     return train(replace(config, batch_size=config.max_batch_size, memory_limit=limit), bias=0.3)
 
 
-# ----------------------------------------------------------------------- parts that look at single passes
-
-
 def _rates(config: Config) -> Figures:
     """What the card reaches at best: operations a second of products, bytes a second of copies."""
     device = choose_device(config.device)
@@ -245,19 +241,19 @@ def _recorded(config: Config, rounds: int = 5) -> Figures:
     rows, tokens = config.num_rows, config.max_new_tokens
     prompts = [Prompt(str(n), "P: 8/8/8/8/8/8/8/8 w - - 0 1", {}) for n in range(config.num_prompts)]
 
-    def recorded() -> tuple[float, list[str]]:
+    def timed() -> tuple[float, list[str]]:
         start = time.perf_counter()
         made = _sample(policy, prompts, rows, tokens, at_once=rows)
         return time.perf_counter() - start, made.completions
 
     def plain() -> tuple[float, list[str]]:
         with mock.patch.object(decoder, "step_graphs", lambda model: None):
-            return recorded()
+            return timed()
 
-    found = in_turns({"recorded": recorded, "plain": plain}, 1 + rounds)
-    (_, texts), (_, others) = found["recorded"][-1], found["plain"][-1]
-    equal = sum(map(str.__eq__, texts, others)) / rows
-    return {"equal": equal, **{name: median(s for s, _ in some[1:]) for name, some in found.items()}}
+    results = in_turns({"recorded": timed, "plain": plain}, 1 + rounds)
+    (_, texts), (_, others) = results["recorded"][-1], results["plain"][-1]
+    seconds = {name: median(took for took, _ in pairs[1:]) for name, pairs in results.items()}
+    return {"equal": sum(map(str.__eq__, texts, others)) / rows, **seconds}
 
 
 def _invariances(config: Config, precision: Precision, rows: int = 32, tokens: int = 48) -> Figures:
@@ -267,7 +263,7 @@ def _invariances(config: Config, precision: Precision, rows: int = 32, tokens: i
     """
     policy = load_policy(BUNDLED, choose_device(config.device), precision)
     prompts = load_prompts("bundled", policy_share=0.5, seed=0).draw(rows // 8)
-    whole, parts = (_sample(policy, prompts, rows, tokens, at_once=each) for each in (rows, 8))
+    whole, parts = (_sample(policy, prompts, rows, tokens, at_once=number) for number in (rows, 8))
     width = min(whole.completion_ids.shape[1], parts.completion_ids.shape[1])
     same = (whole.completion_ids[:, :width] == parts.completion_ids[:, :width]) & whole.mask[:, :width]
     advantages, counts = torch.linspace(-1, 1, rows, dtype=torch.float64), loss_counts(whole.mask, tokens)
@@ -282,11 +278,8 @@ def _invariances(config: Config, precision: Precision, rows: int = 32, tokens: i
         return torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
 
     at_once = gradient(rows)
-    differences = [(gradient(each) - at_once).norm() / at_once.norm() for each in (8, 3)]
+    differences = [(gradient(number) - at_once).norm() / at_once.norm() for number in (8, 3)]
     return {"same": float(same.sum() / whole.mask.sum()), "gradient": float(max(differences))}
-
-
-# -------------------------------------------------------------------------------------------- for people
 
 
 def _show(results: Figures) -> None:
@@ -311,7 +304,7 @@ def _show(results: Figures) -> None:
 def _row_of_table(row: Figures) -> dict[str, str]:
     phases, learn = row["phases"], row["phases"]["learn"]
     shown = {"rows": str(row["batch_size"]), "samples a minute": f"{row['samples_per_minute']:,.0f}"}
-    shown |= {f"{name}, s": f"{found['seconds']:.3f}" for name, found in phases.items()}
+    shown |= {f"{name}, s": f"{phase['seconds']:.3f}" for name, phase in phases.items()}
     shown["learn adds, GB"] = f"{learn['measured_bytes'] / GB:.2f}"
     shown["predicted, of it"] = f"{learn['predicted_bytes'] / max(1, learn['measured_bytes']):.3f}"
     for name in ("allocated", "reserved", "process"):
@@ -323,18 +316,18 @@ def verdicts(results: Figures) -> dict[str, bool]:
     """What holds on any device, of the parts that were run."""
     parts = {name: part for name, part in results.items() if isinstance(part, dict | list)}
     done = {name: part for name, part in parts.items() if "failed" not in part}
-    found = {f"{name} ran": name in done for name in parts}
+    sentences = {f"{name} ran": name in done for name in parts}
     phases = [phase for row in done.get("rows", ()) for phase in row["phases"].values()]
     if phases:
         beyond = max(phase["measured_bytes"] - 1.1 * phase["predicted_bytes"] for phase in phases)
-        found["a phase takes at most 10 % and 2 MB more than was predicted"] = beyond <= SCRATCH_BYTES
+        sentences["a phase takes at most 10 % and 2 MB more than was predicted"] = beyond <= SCRATCH_BYTES
     if "recorded steps" in done and not results["device"].startswith("CPU"):  # where nothing is recorded
-        found["recorded steps sample the same"] = done["recorded steps"]["equal"] == 1
+        sentences["recorded steps sample the same"] = done["recorded steps"]["equal"] == 1
     if "invariances" in done:
         exact, fp32 = (done["invariances"][name] for name in ("fp64", "fp32"))
-        found["in float64 a step in parts is the step"] = exact["same"] == 1 and exact["gradient"] < 1e-10
-        found["in fp32 it is, to rounding"] = fp32["same"] > 0.99 and fp32["gradient"] < 1e-4
+        sentences["in float64 a step in parts is the step"] = exact["same"] == 1 and exact["gradient"] < 1e-10
+        sentences["in fp32 it is, to rounding"] = fp32["same"] > 0.99 and fp32["gradient"] < 1e-4
     if "limit" in done:
-        found["the largest batch never runs out of memory"] = done["limit"]["zero out of memory"]
-        found["a process stays below its limit"] = done["limit"]["limit held"]
-    return found
+        sentences["the largest batch never runs out of memory"] = done["limit"]["zero out of memory"]
+        sentences["a process stays below its limit"] = done["limit"]["limit held"]
+    return sentences

@@ -27,8 +27,8 @@ RESAMPLES = 5_000
 
 def demo_config(**changes: Any) -> Config:
     """The demo's settings, as the bundled YAML has them, but for changes that are not None."""
-    given = {name: value for name, value in changes.items() if value is not None}
-    return replace(read_config(DEMO_SETTINGS), **given)
+    changed = {name: value for name, value in changes.items() if value is not None}
+    return replace(read_config(DEMO_SETTINGS), **changed)
 
 
 def heldout_prompts(config: Config, count: int) -> list[Prompt]:
@@ -45,7 +45,8 @@ def train_grpo(config: Config, console: Console) -> tuple[Path, Policy, bool]:
 
 def seed_bootstrap(before: Evaluation, after: Sequence[Evaluation], column: str) -> np.ndarray:
     """Resampled mean changes of a column, (RESAMPLES,): seeds and prompts are both drawn anew."""
-    changes = np.stack([each.scores[column] - before.scores[column] for each in after])  # (S, prompts)
+    # (S, prompts)
+    changes = np.stack([evaluation.scores[column] - before.scores[column] for evaluation in after])
     rng = np.random.default_rng(0)
     num_seeds, num_prompts = changes.shape
     drawn = rng.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), RESAMPLES) / num_seeds
@@ -58,7 +59,7 @@ def change_rows(before: Evaluation, after: Sequence[Evaluation]) -> Iterator[dic
     for column in before.scores:
         low, high = np.quantile(seed_bootstrap(before, after, column), [0.025, 0.975])
         was = before.mean(column)
-        changes = [each.mean(column) - was for each in after]
+        changes = [evaluation.mean(column) - was for evaluation in after]
         change = float(np.mean(changes))
         yield {
             "": column, "before": f"{100 * was:.1f}", "GRPO": f"{100 * (was + change):.1f}",
@@ -83,11 +84,11 @@ def draw(runs: Path, results: Mapping[str, Quality], names: Sequence[str], file:
         left.set(xlabel="step", ylabel="reward, sampled", title="Training reward, moving mean")
         left.legend(frameon=False, fontsize=8)
 
-        columns = [column for column in results["before"].sampled.scores if column != "reward"]
+        columns = [column for column in results["before"]["sampled"].scores if column != "reward"]
         places = np.arange(len(columns))[::-1]
         for mode, shift, color in (("sampled", 0.15, "tab:blue"), ("greedy", -0.15, "tab:orange")):
             was, *now = (
-                np.array([100 * getattr(results[name], mode).mean(column) for column in columns])
+                np.array([100 * results[name][mode].mean(column) for column in columns])
                 for name in ("before", *names)
             )
             mean = np.mean(now, axis=0)

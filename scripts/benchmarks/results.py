@@ -19,11 +19,11 @@ CONSOLE = screen(width=180)  # tables are for docs/measurements.md, whatever the
 
 def in_turns(contenders: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
     """What each returns, round by round, in an order that changes: what slows the machine slows all."""
-    found: dict[str, list[T]] = {name: [] for name in contenders}
+    results: dict[str, list[T]] = {name: [] for name in contenders}
     for turn in range(rounds):
         for name in contenders if turn % 2 else reversed(contenders):
-            found[name].append(contenders[name]())
-    return found
+            results[name].append(contenders[name]())
+    return results
 
 
 def times_as_much(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:

@@ -142,7 +142,7 @@ def prompt_rows(count: int = 128) -> list[dict[str, Any]]:
     chosen = [prompt for pair in pairs for prompt in pair][:count]
     assert len(chosen) == count
     names = [name for name in CHESS_COLUMNS if name != "task"]
-    return [{"prompt": each.text} | {name: each.columns.get(name) for name in names} for each in chosen]
+    return [{"prompt": prompt.text} | {name: prompt.columns.get(name) for name in names} for prompt in chosen]
 
 
 def race_rows(outcomes: Sequence[Outcome]) -> Iterator[dict[str, str]]:
@@ -166,8 +166,8 @@ def race_verdicts(outcomes: Sequence[Outcome]) -> dict[str, bool]:
         for other in CONTENDERS[1:]:
             if other in outcome.steps:
                 ratio, share = outcome.ratio(other)[0], outcome.memory_ratio(other)
-                said = f"{outcome.case.name}: {ratio:.2f} times {other} (at least {LEAST:g})"
-                verdicts[said] = ratio >= LEAST
-                said = f"{outcome.case.name}: {share:.2f} of {other}'s memory (at most {MOST_MEMORY:g})"
-                verdicts[said] = share <= MOST_MEMORY
+                sentence = f"{outcome.case.name}: {ratio:.2f} times {other} (at least {LEAST:g})"
+                verdicts[sentence] = ratio >= LEAST
+                sentence = f"{outcome.case.name}: {share:.2f} of {other}'s memory (at most {MOST_MEMORY:g})"
+                verdicts[sentence] = share <= MOST_MEMORY
     return verdicts

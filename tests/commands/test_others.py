@@ -144,14 +144,14 @@ def test_ctrl_c_keeps_the_games_and_the_same_command_goes_on(model_folders, tmp_
     assert [game.result for game in games] == ["*", "*"] and "Traceback" not in ended.stderr
 
 
-def test_a_client_plays_whole_games_by_the_clock_in_either_colour(model_folders):
+def test_a_client_plays_whole_games_by_the_clock_in_either_colour(model_folders, caplog):
     """python-chess is the client, which starts `uci` as chess programs do."""
     words = command(str(model_folders["gpt2"]))
     with chess.engine.SimpleEngine.popen_uci(words, timeout=60, stderr=subprocess.DEVNULL) as engine:
         assert set(engine.options) == {"Temperature", "Seed", "IllegalMoves"}
         engine.configure({"Temperature": "0.8", "Seed": 3})
-        played = play_games(engine, 2, seed=2, clock_s=0.2, added_s=0.01)
-        assert played.games == 2 and played.moves > 10 and not played.errors
+        moves, _ = play_games(engine, 2, seed=2, clock_s=0.2, added_s=0.01)
+        assert moves > 10 and not caplog.records
         engine.configure({"IllegalMoves": "resign"})
         resigned = engine.play(chess.Board("8/8/4k3/8/8/4K3/R7/8 w - - 0 80"), chess.engine.Limit(nodes=1))
         assert resigned.move is None

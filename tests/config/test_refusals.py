@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -63,9 +62,8 @@ from grpo.workbench.sweep import open_sweep
 from grpo.workbench.sweep_settings import Sweep, parse_sweep
 from grpo.workbench.task import MadeModel
 from rewards import REWARDS
-from rewards.analysis import Analysis
 from rewards.engine import EnginePool
-from rewards.policy import PolicyReward
+from rewards.policy import PolicyReward, Truth
 
 
 @dataclass
@@ -657,14 +655,13 @@ REFUSED: dict[str, list[Row]] = {
     "rewards": [
         *each_of(
             EnginePool,
-            ({"depth": 0}, "depth=0", "at least 1"), ({"multipv": 0}, "multipv=0", "at least 1"),
+            ({"depth": 0}, "depth=0", "at least 1"),
             ({"num_engines": 0}, "num_engines=0", "at least 1"),
         ),
         *each_of(
-            Analysis.from_labels,
-            ({"moves": ["a4a5"], "evals": []}, "1 moves and 0 evals", "one eval a move"),
-            ({"moves": [], "evals": []}, "0 moves and 0 evals"),
-            ({"moves": ["a4a5"], "evals": [math.nan]}, "finite", "[nan]"),
+            lambda **given: Truth.from_labels(None, **given),
+            ({"moves": ["a4a5"], "numbers": []}, "1 moves and 0 evals", "one eval a move"),
+            ({"moves": ["a4a5"], "numbers": [math.nan]}, "finite", "[nan]"),
         ),
         *each_of(
             lambda **given: REWARDS["policy"].with_weights(given),
@@ -673,7 +670,6 @@ REFUSED: dict[str, list[Row]] = {
         ),
         (lambda at: REWARDS["environment"].with_weights({"best_move": 1.0}), "['best_move']", "fen_match"),
         (lambda at: PolicyReward(weights={"format": 0.0}), "at least one weight above 0"),
-        (lambda at: PolicyReward(engine=SimpleNamespace(multipv=3)), "multipv=3", "best 5"),
         *each_of(
             REWARDS["policy"],
             ({"prompts": ["P: "] * 2, "completions": ["a"]}, "2 prompts and 1 completions", "as many"),

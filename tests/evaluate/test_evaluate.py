@@ -20,7 +20,7 @@ from grpo.data.reward_functions import Scores
 from grpo.evaluate import Evaluation, heldout, paired_difference, quality
 from grpo.evaluate.boards import example_boards
 from grpo.evaluate.heldout import evaluate
-from grpo.evaluate.quality import Example, Quality
+from grpo.evaluate.quality import Example
 from grpo.evaluate.scores import HALF_MOVES, MATES, score_completions
 from grpo.evaluate.tables import change_table, results_table
 from grpo.types import Prompt, Rollout
@@ -256,8 +256,9 @@ def test_changes_are_paired_and_in_hundredths_said_in_words_and_in_a_table_and_s
     """Legal moves rise by 25 of 100, the next state falls, the reward stays; greedy nothing moves."""
     half, whole, rising = [0.5] * 100, [1.0] * 100, [0.5] * 50 + [1.0] * 50
     still = columns(reward=half, policy__legal=whole)
-    before = Quality(columns(reward=half, policy__legal=half, environment__next_state=whole), still)
-    after = Quality(columns(reward=half, policy__legal=rising, environment__next_state=half), still)
+    before = columns(reward=half, policy__legal=half, environment__next_state=whole)
+    after = columns(reward=half, policy__legal=rising, environment__next_state=half)
+    before, after = ({"sampled": sampled, "greedy": still} for sampled in (before, after))
     found = quality.changes(before, after)
     named = {(each.mode, each.name): each for each in found}
     legal = named["sampled", "a legal move"]

@@ -41,7 +41,10 @@ def engines():
 
 
 def pids(engines: EnginePool) -> list[int]:
-    return [engine.transport.get_pid() for engine in engines._engines]
+    """Of its processes, when all have started."""
+    while None in engines._engines.engines:
+        time.sleep(0.01)
+    return [engine.transport.get_pid() for engine in engines._engines.engines]
 
 
 def children() -> set[int]:
@@ -124,13 +127,13 @@ def test_answers_do_not_depend_on_order_engines_or_threads():
 @pytest.fixture
 def asked(monkeypatch):
     """What engines are asked."""
-    asked, ask = [], EnginePool._ask
+    asked, ask = [], EnginePool._analyse
 
-    def count(self, engine, fen, moves):
-        asked.append((fen, *moves))
-        return ask(self, engine, fen, moves)
+    def count(self, engine, board, moves):
+        asked.append((board.fen(), *moves))
+        return ask(self, engine, board, moves)
 
-    monkeypatch.setattr(EnginePool, "_ask", count)
+    monkeypatch.setattr(EnginePool, "_analyse", count)
     return asked
 
 
@@ -177,21 +180,22 @@ def test_a_damaged_cache_costs_a_warning_and_nothing_else(tmp_path, logged):
 def test_an_engine_that_dies_or_hangs_is_restarted_and_asked_once_more(engines: EnginePool, monkeypatch):
     """With the same answer; a second time on one position fails that, and the next is served."""
     (undisturbed,) = engines.analyse([ROOK_ENDING])
-    ask, harmed = EnginePool._ask, []
+    ask, harmed = EnginePool._analyse, []
     harm = {ROOK_ENDING: ["kill"], MIDDLEGAMES[0]: ["kill", "kill"], MIDDLEGAMES[1]: ["hang"]}
 
-    def ask_and_harm(self, engine, fen, moves):
-        if harm.get(fen):
+    def ask_and_harm(self, engine, board, moves):
+        if harm.get(fen := board.fen()):
             harmed.append(engine.transport.get_pid())
             os.kill(harmed[-1], signal.SIGSTOP)  # so that it cannot be done before it is killed
             if harm[fen].pop() == "kill":
                 threading.Timer(0.1, os.kill, (harmed[-1], signal.SIGKILL)).start()
-        return ask(self, engine, fen, moves)
+        return ask(self, engine, board, moves)
 
-    monkeypatch.setattr(EnginePool, "_ask", ask_and_harm)
-    with pool(timeout_s=2.0) as own:
+    monkeypatch.setattr(EnginePool, "_analyse", ask_and_harm)
+    monkeypatch.setattr(rewards.engine, "PATIENCE_S", 2.0)
+    with pool() as own:
         assert own.submit(ROOK_ENDING).result(timeout=20) == undisturbed
-        with pytest.raises(EngineError, match="failed twice on 'r1bqkbnr"):
+        with pytest.raises(EngineError, match="failed on 'r1bqkbnr"):
             own.submit(MIDDLEGAMES[0]).result(timeout=20)
         assert own.submit(MATE_IN_ONE, ["a1a8"]).result(timeout=20).evals == (999.99,)
         assert own.submit(MIDDLEGAMES[1]).result(timeout=20).moves
@@ -238,7 +242,7 @@ def test_a_program_that_forgets_to_close_still_ends_and_so_does_its_engine():
     script = (
         "from rewards.engine import EnginePool; import chess\n"
         "p = EnginePool(depth=40, cache_path=':memory:'); p.submit(chess.STARTING_FEN)\n"
-        "print(*[engine.transport.get_pid() for engine in p._engines])"
+        "print(*[engine.transport.get_pid() for engine in p._engines.engines])"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
     assert ran.returncode == 0 and ran.stderr == ""

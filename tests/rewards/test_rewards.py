@@ -9,16 +9,7 @@ import pytest
 from conftest import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
-from prompt_lines import (
-    AFTER_E4,
-    START,
-    EnvironmentSample,
-    PolicySample,
-    boards,
-    environment_line,
-    parse_line,
-    policy_line,
-)
+from prompt_lines import AFTER_E4, START
 
 import rewards.weighted
 from rewards import REWARDS, formats
@@ -34,6 +25,7 @@ COMPLETION = "M: a4a5 d4c4 a6g6 a6a8 d4c5      E: 0.0 0.0 0.0 0.0 0.0      B: d4
 MOVES = ["a4a5", "d4c4", "a6g6", "a6a8", "d4c5"]
 # By eval: a4a5 0.3, d4c5 0.2, a6g6 0.1, a6a8 0.0, d4c4 -4.0.
 EVALS = [0.3, -4.0, 0.1, 0.0, 0.2]
+RANKED = ("a4a5", "d4c5", "a6g6", "a6a8", "d4c4"), (0.3, 0.2, 0.1, 0.0, -4.0)
 policy = REWARDS["policy"]
 environment, sparse, gain = (REWARDS[f"environment{kind}"] for kind in ("", "-sparse", "-gain"))
 
@@ -57,14 +49,12 @@ def judge(completion: str, *, reward=environment, fen: str = START, action="e2e4
 class Engine:
     """An engine that knows one position: the five best moves of `EVALS`, and all others at -2 pawns."""
 
-    multipv = 5
-
     def __init__(self) -> None:
         self.asked: list[tuple[str, tuple[str, ...]]] = []
 
     def submit(self, fen: str, moves=()) -> "Future[Analysis]":
         self.asked.append((fen, tuple(moves)))
-        future, best = Future(), Analysis.from_labels(MOVES, EVALS)
+        future, best = Future(), Analysis(*RANKED)
         future.set_result(Analysis(tuple(moves), (-2.0,) * len(moves)) if moves else best)
         return future
 
@@ -74,31 +64,10 @@ def forget_warnings(monkeypatch):
     monkeypatch.setattr(rewards.weighted, "_warnings", set())
 
 
-def test_the_published_lines_are_read_and_written():
-    sample = PolicySample(FEN, tuple(MOVES), (0.0,) * 5, "d4c5")
-    line = f"P: {FEN} M: a4a5 d4c4 a6g6 a6a8 d4c5 E: 0.0 0.0 0.0 0.0 0.0 B: d4c5"
-    padded = f"P: {FEN:90}M: {' '.join(MOVES):30}E: {'0.0 0.0 0.0 0.0 0.0':40}B: d4c5"
-    assert parse_line(padded) == parse_line(line) == sample
-    assert policy_line(sample, padded=True) == padded and policy_line(sample) == line
-    answer = EnvironmentSample(START, "e2e4", ("e2e4",), AFTER_E4, 0.001, False, False)
-    assert parse_line(QUESTION + ANSWER) == answer and environment_line(answer) == QUESTION + ANSWER
+def test_prompts_are_written_with_the_ten_newest_moves():
     assert formats.policy_prompt(FEN, trailing_space=True) == formats.policy_prompt(FEN) + " " == PROMPT + " "
     history = [f"a{i}a{i + 1}" for i in range(1, 8)] * 2
     assert formats.environment_prompt("fen", "a7a8", history) == f"A: fen+a7a8+{' '.join(history[-10:])}+"
-
-
-@given(st.integers(0, 10**6))
-@examples(20)
-def test_lines_of_random_play_survive_the_round_trip(seed: int):
-    rng = random.Random(seed)
-    for board in boards(2, seed):
-        moves = [move.uci() for move in board.legal_moves][:5]
-        evals = tuple(round(rng.uniform(-1000, 1000), rng.randint(0, 3)) for _ in moves)
-        sample = PolicySample(board.fen(), tuple(moves), evals, rng.choice(moves))
-        for padded in (True, False):
-            assert parse_line(policy_line(sample, padded=padded)) == sample
-        answer = EnvironmentSample(board.fen(), moves[0], (moves[0],), board.fen(), -1.0, False, True)
-        assert parse_line(environment_line(answer)) == answer
 
 
 def test_numbers_moves_and_fens():
@@ -198,13 +167,9 @@ def test_a_legal_move_without_a_truth_is_left_out_with_labels_and_asked_of_an_en
 
 
 def test_the_lines_own_best_is_not_believed():
-    ranked = Analysis.from_labels(["a4a5", "d4c4", "a6g6"], [-1, 2.5, -1])
-    assert ranked == Analysis(("d4c4", "a4a5", "a6g6"), (2.5, -1.0, -1.0))
-    # Black to move promotes; the published data would name the lowest eval as B:.
-    line = "P: 8/8/8/8/3k4/8/3p4/K7 b - - 0 60 M: d4c3 d2d1q d2d1r d4d3 E: 4.5 9.9 5.1 0.0 B: d4d3"
-    sample = parse_line(line)
-    assert isinstance(sample, PolicySample) and sample.best == "d4d3"
-    labels = {"moves": list(sample.moves), "evals": list(sample.evals), "fen": sample.fen}
+    """Black to move promotes; the published data would name the lowest eval as B:, d4d3."""
+    labels = {"fen": "8/8/8/8/3k4/8/3p4/K7 b - - 0 60", "moves": ["d4c3", "d2d1q", "d2d1r", "d4d3"],
+              "evals": [4.5, 9.9, 5.1, 0.0]}  # fmt: skip
     assert score("M: d2d1q E: 9.9 B: d2d1q", **labels)[0]["best_move"] == 1.0
     assert score("M: d4d3 E: 0.0 B: d4d3", **labels)[0]["best_move"] == 0.5
 
@@ -326,9 +291,7 @@ def test_what_the_right_answer_a_copy_and_half_the_change_earn():
     row, total = judge(ANSWER + "+0")  # a fifth field costs the format and exactness
     assert row == {"format": 0.0, "fen_match": 1.0, "game_state": 1.0, "reward_value": 1.0}
     assert total == pytest.approx(0.6) and judge(ANSWER + "+0", reward=sparse)[1] == 0.0
-
-
-def test_an_illegal_move_leaves_the_position_and_gain_is_exact_or_nothing():
+    # An illegal move leaves the position: a copy is right, and gain is exact or nothing.
     right, wrong = f"{START}+-1.0+0+1", f"{AFTER_E4}+-1.0+0+1"
     assert [judge(right, reward=r, action="e2e5")[1] for r in (environment, sparse, gain)] == [1.0] * 3
     assert judge(wrong, reward=gain, action="e2e5")[0]["fen_gain"] == 0.0
@@ -353,24 +316,6 @@ def test_the_value_of_the_reward_and_the_state_of_the_game():
         assert judge(text, reward=sparse)[1] == float(earned == 1.0), flags
 
 
-LONG = ["M: " + "a4a5 " * 2000 + "E: 0 B: a4a5", "E:" * 5000, "M:E:B:" * 1667, "x" * 10_000, " " * 10_000,
-        "+" * 10_000, "M: a4a5\0 E: 0\0 B: a4a5\0", "M: a４a5 E: 0 B: a4a5", "♔♕♖ \ud800"]  # fmt: skip
-
-
-def test_texts_cut_anywhere_or_of_ten_thousand_letters_earn_less_than_whole():
-    for reward in (policy, policy.with_engine(Engine())):
-        for text in [*(COMPLETION[:end] for end in range(len(COMPLETION))), *LONG]:
-            row, total = score(text, reward=reward)
-            assert set(row) == set(reward.weights) and row["format"] == 0.0
-            assert 0 <= total < score(COMPLETION)[1], text
-    for reward in (environment, sparse, gain):
-        parts = [(ANSWER[:end], ANSWER[end + 1 :]) for end in range(len(ANSWER))]
-        for text in [*(part for pair in parts for part in pair), *LONG, f"{AFTER_E4}\0+0.001+0+0"]:
-            row, total = judge(text, reward=reward)
-            assert set(row) == set(reward.weights) and 0 <= total < 1, text
-            assert reward is not sparse or total == 0.0
-
-
 pieces = st.sampled_from(
     ["M:", "E:", "B:", " ", *MOVES, "a6h6", "0000", "0.3", "-4", "nan", "٣", "1e9", "\n", "x", "P@e4"]
 )
@@ -384,6 +329,10 @@ letters = st.sampled_from("+ /0123456789abcdefghKQRBNPkqrbnpw-.٣\x00")
     | st.text(letters, max_size=5).map(ANSWER.__add__)
 )
 @example("M: a4a5 E: 0.3 B: a4a5")
+@example("M: " + "a4a5 " * 2000 + "E: 0 B: a4a5")
+@example("M:E:B:" * 1667)
+@example("+" * 10_000)
+@example("M: a4a5\0 E: 0\0 B: a4a5\0 ♔ \ud800")
 @examples(200)
 def test_any_text_gets_a_score_and_fields(text: str):
     formats.is_fen(text)
@@ -400,6 +349,15 @@ def test_any_text_gets_a_score_and_fields(text: str):
             start, end = reward.field_of(component, text)
             assert 0 <= start <= end <= len(text)
     assert policy.field_of("format", text) == environment.field_of("format", text) == (0, len(text))
+
+
+def test_texts_cut_anywhere_earn_less_than_whole():
+    for end in range(len(COMPLETION)):
+        row, total = score(COMPLETION[:end])
+        assert row["format"] == 0.0 and total < score(COMPLETION)[1], end
+    for reward in (environment, sparse, gain):
+        for end in range(len(ANSWER)):
+            assert max(judge(part, reward=reward)[1] for part in (ANSWER[:end], ANSWER[end + 1 :])) < 1, end
 
 
 def test_which_letters_of_a_completion_a_component_judges():
@@ -429,7 +387,7 @@ def test_messages_count_by_their_last_content():
     prompt = [{"role": "system", "content": "A: no"}, {"role": "user", "content": PROMPT}]
     completion, labels = [{"content": "M: a4a5 E: 0.3 B: a4a5"}], {"moves": [MOVES], "evals": [EVALS]}
     assert policy([prompt], [completion], **labels) == [1.0]
-    for odd in ([], [{"role": "assistant"}], [{"role": "assistant", "content": None}]):
+    for odd in ([], [{"role": "assistant", "content": None}]):
         assert policy([prompt], [odd], **labels) == [0.0] and policy([odd], [completion]) == [None]
     assert environment([[{"role": "user", "content": QUESTION}]], [[{"content": ANSWER}]]) == [1.0]
 

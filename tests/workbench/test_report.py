@@ -13,7 +13,7 @@ from commands import here
 from report_folders import FEN, GB, NEXT_FEN, completion, write_json, write_lines, write_run, write_sweep
 
 from grpo.evaluate import Evaluation, quality
-from grpo.evaluate.quality import Example, Quality
+from grpo.evaluate.quality import Example
 from grpo.play.record import Match
 from grpo.play.thought import Thought
 from grpo.workbench import report
@@ -77,7 +77,7 @@ def run_folder(tmp_path_factory) -> Path:
         for scores in ([0.0, 1.0] * 50, [1.0] * 100)
     )
     shown = Example(f"P: {FEN}", " M: a6a8 E: 0.0 B: a6a8", " M: a6a8 E: 0.0 B: a1a1")
-    quality.save(folder, Quality(before, before), Quality(after, after), [shown])
+    quality.save(folder, *(dict.fromkeys(quality.MODES, score) for score in (before, after)), [shown])
     results = ("1-0", "1/2-1/2", "0-1", "1-0", "1/2-1/2", "*")  # as White and Black in turn
     settings = {"temperature": 1.0, "illegal_moves": "resign"}
     match = Match.begin(("run step-000009", "rook-tiny"), settings, [chess.Board(FEN)] * 3, 6)
