@@ -12,10 +12,9 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +63,14 @@ class CheckpointFolder:
 
     def __init__(self, folder: Path, *, keep: int, merge: bool = False) -> None:
         self.folder = folder
-        self._keep = keep
-        self._merge = merge
+        self.model = folder.parent / MODEL_FOLDER
+        """The model of the newest checkpoint, without what only training needs."""
+        self.to_use: Path | None = None
+        """Where a person finds the model that was saved last: that folder, or a checkpoint."""
         self.unwritten: list[int] = []
         """Steps whose checkpoint could not be written."""
-        self.to_use: Path | None = None
-        """Where a person finds the model that was saved last."""
+        self._keep, self._merge = keep, merge
         self._refused: set[str] = set()
-        """Of what a disk need not be able to do, what it was found not to."""
 
     def save(
         self,
@@ -90,22 +89,22 @@ class CheckpointFolder:
         reference: what the reference has become, if it is not as at first. snapshot: taken beforehand, as
         of a sharded model it has to be, by all processes.
         """
-        final = self.folder / f"step-{step:06d}"
+        final = self._of_step(step)
         temporary = self.folder / f".{final.name}.tmp"
         try:
             for left_over in self.folder.glob(".step-*.tmp"):  # of a process that was killed
                 shutil.rmtree(left_over, ignore_errors=True)
             temporary.mkdir(parents=True)
             weights, tensors = snapshot or take_snapshot(model, optimizer)
-            self._save_model(model, tokenizer, temporary, weights)
+            _save_model(model, tokenizer, temporary, weights)
             if self._merge and has_adapters(model):
                 save_merged(model, temporary / MERGED)
                 tokenizer.save_pretrained(temporary / MERGED)
             save_file(tensors, temporary / _TENSORS)
             if reference:
                 save_file(dict(reference), temporary / _REFERENCE)
-            written = {"step": step, **state} | ({"best": True} if best else {})
-            (temporary / _STATE).write_text(json.dumps(written, indent=1))
+            state = {"step": step, **state} | ({"best": True} if best else {})
+            (temporary / _STATE).write_text(json.dumps(state, indent=1))
             (temporary / _MANIFEST).write_text(json.dumps(_manifest(temporary), indent=1))
             self._flush_all(temporary)
             take_place(temporary, final)  # perhaps of the same step, before a resume
@@ -114,90 +113,41 @@ class CheckpointFolder:
             logger.warning("checkpoint of step {} could not be written ({}); training goes on", step, error)
             self.unwritten.append(step)
             return None
-        self._attempt("flush folders", partial(_flush, self.folder))
+        with self._optional("flush folders"):
+            _flush(self.folder)
         if best:
             self._mark_best(final)
         self.to_use = final
-        self._attempt(f"hold {MODEL_FOLDER}/ as well", partial(self._publish, final))
+        with self._optional(f"hold {MODEL_FOLDER}/ as well"):
+            self._publish(final)
+            self.to_use = self.model
         self._prune(final)
         return final
 
     def try_out(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """ValueError for what would stand in the way of saving: tried with a number for each tensor."""
-        trial = self.folder / ".trial.tmp"
-        known: dict[tuple[int, torch.Size], Tensor] = {}
-        few = {
-            name: known.setdefault((tensor.data_ptr(), tensor.shape), torch.zeros(1))
-            for name, tensor in ({} if has_adapters(model) else model.state_dict()).items()
+        trial, renamed = self.folder / ".trial.tmp", self.folder / ".trial.tried"
+        stand_ins: dict[tuple[int, torch.Size], Tensor] = {}  # tied weights have one
+        tensors = {} if has_adapters(model) else model.state_dict()
+        weights = {
+            name: stand_ins.setdefault((tensor.data_ptr(), tensor.shape), torch.zeros(1))
+            for name, tensor in tensors.items()
         }
         try:
             trial.mkdir(parents=True, exist_ok=True)
-            self._save_model(model, tokenizer, trial, few, save_original_format=False)
+            _save_model(model, tokenizer, trial, weights, save_original_format=False)
             self._flush_all(trial)
-            take_place(trial, trial.with_suffix(".tried"))
+            take_place(trial, renamed)
         except Exception as error:  # of whoever takes part: transformers, peft, a tokenizer, the disk
             raise ValueError(
                 f"the model could not be saved in {shown(self.folder.parent)} when it is trained: "
                 f"{' '.join(str(error).split())}"
             ) from error
         finally:
-            for folder in (trial, trial.with_suffix(".tried")):
+            for folder in (trial, renamed):
                 shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # of a resumed run it has others
+            with suppress(OSError):  # a resumed run has checkpoints in it
                 self.folder.rmdir()
-
-    def _flush_all(self, folder: Path) -> None:
-        """To the disk, and with the usual modes: safetensors makes files for their owner alone."""
-        usual = folder.stat().st_mode & 0o666
-        for path in (*folder.rglob("*"), folder):
-            if path.is_dir():
-                self._attempt("flush folders", partial(_flush, path))
-            else:
-                _flush(path)
-                self._attempt("change modes", partial(path.chmod, usual))
-
-    def _attempt(self, what: str, action: Callable[[], object]) -> None:
-        """What is only nice to have: where a disk refuses it, that is said once."""
-        try:
-            action()
-        except OSError as error:
-            if what not in self._refused:
-                logger.warning("{} does not {} ({}): it is done without", shown(self.folder), what, error)
-            self._refused.add(what)
-
-    def _save_model(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        folder: Path,
-        weights: Mapping[str, Tensor] | None,
-        **options: Any,
-    ) -> None:
-        if has_adapters(model):
-            save_adapters(model, folder)
-        else:
-            model.save_pretrained(folder, state_dict=weights, **options)
-        tokenizer.save_pretrained(folder)
-
-    @property
-    def model(self) -> Path:
-        """The model to use, of the newest checkpoint: without what only training needs."""
-        return self.folder.parent / MODEL_FOLDER
-
-    def _publish(self, checkpoint: Path) -> None:
-        """Make that folder: of the same files, which take no room on the disk twice, or of copies."""
-        made = self.model.with_name(f".{MODEL_FOLDER}.tmp")
-        shutil.rmtree(made, ignore_errors=True)
-        for path in checkpoint.rglob("*"):
-            if path.is_file() and path.name not in (_MANIFEST, _STATE, _TENSORS, _REFERENCE):
-                target = made / path.relative_to(checkpoint)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    os.link(path, target)
-                except OSError:  # a disk that has no links
-                    shutil.copyfile(path, target)
-        take_place(made, self.model)
-        self.to_use = self.model
 
     def how_to_go_on(self) -> str:
         """For somebody whose run has just ended before its end."""
@@ -208,7 +158,7 @@ class CheckpointFolder:
 
     def damage(self, step: int) -> str | None:
         """Why the checkpoint of `step` is not on the disk as it should be, read back from there; or None."""
-        folder = self.folder / f"step-{step:06d}"
+        folder = self._of_step(step)
         return find_damage(folder) if folder.is_dir() else "it could not be written"
 
     def newest_intact(self) -> Checkpoint | None:
@@ -242,16 +192,30 @@ class CheckpointFolder:
         if (best := self.best) is not None:
             self._mark_best(best)
 
-    def _mark_best(self, folder: Path) -> None:
-        """For people, a link; what it says is in the checkpoint."""
+    def _of_step(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
 
-        def mark() -> None:
-            link = self.folder / f".{_BEST}.tmp"
+    def _mark_best(self, folder: Path) -> None:
+        """With a link, for people; what it says is in the checkpoint, too."""
+        link = self.folder / f".{_BEST}.tmp"
+        with self._optional(f"hold links such as {_BEST}"):
             link.unlink(missing_ok=True)
             link.symlink_to(folder.name)
             os.replace(link, self.folder / _BEST)
 
-        self._attempt(f"hold links such as {_BEST}", mark)
+    def _publish(self, checkpoint: Path) -> None:
+        """Make `model/` of a checkpoint's files, which as links take no room twice, or of copies."""
+        temporary = self.model.with_name(f".{MODEL_FOLDER}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        for path in checkpoint.rglob("*"):
+            if path.is_file() and path.name not in (_MANIFEST, _STATE, _TENSORS, _REFERENCE):
+                target = temporary / path.relative_to(checkpoint)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    os.link(path, target)
+                except OSError:  # a disk that has no links
+                    shutil.copyfile(path, target)
+        take_place(temporary, self.model)
 
     def _prune(self, newest: Path) -> None:
         folders = self.all()
@@ -262,6 +226,28 @@ class CheckpointFolder:
         for folder in folders[:end][: -self._keep]:
             if folder.resolve() != best:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def _flush_all(self, folder: Path) -> None:
+        """To the disk, and with the usual modes: safetensors makes files for their owner alone."""
+        usual = folder.stat().st_mode & 0o666
+        for path in (*folder.rglob("*"), folder):
+            if path.is_dir():
+                with self._optional("flush folders"):
+                    _flush(path)
+            else:
+                _flush(path)
+                with self._optional("change modes"):
+                    path.chmod(usual)
+
+    @contextmanager
+    def _optional(self, what: str) -> Iterator[None]:
+        """What not every disk can do: where it refuses, that is said once, and it is done without."""
+        try:
+            yield
+        except OSError as error:
+            if what not in self._refused:
+                logger.warning("{} does not {} ({}): it is done without", shown(self.folder), what, error)
+            self._refused.add(what)
 
 
 def checkpoint_bytes(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> int:
@@ -293,12 +279,26 @@ def find_damage(folder: Path) -> str | None:
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of each file, by its path within the folder."""
-    found = {}
+    entries = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        found[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
-    return found
+        entries[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
+    return entries
+
+
+def _save_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    weights: Mapping[str, Tensor] | None,
+    **options: Any,
+) -> None:
+    if has_adapters(model):
+        save_adapters(model, folder)
+    else:
+        model.save_pretrained(folder, state_dict=weights, **options)
+    tokenizer.save_pretrained(folder)
 
 
 def _flush(path: Path) -> None:

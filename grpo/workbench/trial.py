@@ -29,9 +29,8 @@ from grpo.learning.step import Diverged
 from grpo.memory import DoesNotFit, is_out_of_memory
 from grpo.model.load import load_tokenizer
 from grpo.model.target import choose_device, choose_model
-from grpo.run.given import Given
 from grpo.run.screen import configure_logging
-from grpo.run.setup import open_run
+from grpo.run.setup import Given, open_run
 from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, NewLines
 from grpo.trainer import Trainer
 from grpo.workbench.lm import train_lm

@@ -22,8 +22,7 @@ from grpo.model.activation_checkpointing import recompute_activations
 from grpo.run import checkpoint as checkpoint_module
 from grpo.run.checkpoint import CheckpointFolder, find_damage
 from grpo.run.folder import checkpoint_of
-from grpo.run.given import Given
-from grpo.run.setup import open_run
+from grpo.run.setup import Given, open_run
 from grpo.run.training_state import restore_optimizer
 from grpo.trainer import Trainer
 

@@ -29,9 +29,8 @@ from grpo.model.load import load_policy
 from grpo.model.names import base_of
 from grpo.run import planning
 from grpo.run.folder import LOCK_FILE, hold_folder
-from grpo.run.given import Given
 from grpo.run.loading import load_source, prompt_room
-from grpo.run.setup import open_run
+from grpo.run.setup import Given, open_run
 from grpo.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
