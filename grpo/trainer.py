@@ -159,19 +159,14 @@ class Trainer:
         return rewards, old_logp, ref_logp
 
     def learn(
-        self,
-        step: int,
-        sampled: Rollout,
-        advantages: Tensor,
-        old_logp: Tensor | None,
-        ref_logp: Tensor | None,
+        self, step: int, sampled: Rollout, credit: Tensor, old_logp: Tensor | None, ref_logp: Tensor | None
     ) -> dict[str, float]:
-        """`num_iterations` optimizer steps on a rollout; metrics of the last."""
+        """`num_iterations` optimizer steps on a rollout; metrics of the last. credit: (N,) or (N, C)."""
         config, run = self.config, self.run
         rate = learning_rate(self.progress.position(step - 1), config.steps, config)
         set_learning_rate(run.optimizer, rate)
         kl_coef = 0.0 if config.kl_in_reward else self.kl_coef
-        gradients = self.phases.gradients(step, sampled, advantages, old_logp, ref_logp, kl_coef=kl_coef)
+        gradients = self.phases.gradients(step, sampled, credit, old_logp, ref_logp, kl_coef=kl_coef)
         with run.clock("learn"):
             metrics = self.stepper.step(gradients)
             rounding = {name: value for name, value in metrics.items() if name.startswith("sampling/")}

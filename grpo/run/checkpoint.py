@@ -89,27 +89,23 @@ class CheckpointFolder:
         reference: what the reference has become, if it is not as at first. snapshot: taken beforehand, as
         of a sharded model it has to be, by all processes.
         """
-        final = self._of_step(step)
-        temporary = self.folder / f".{final.name}.tmp"
+        final = self._of_step(step)  # perhaps one is there, of before a resume
+        state = {"step": step, **state} | ({"best": True} if best else {})
+        for left_over in self.folder.glob(".step-*.tmp"):  # of a process that was killed
+            shutil.rmtree(left_over, ignore_errors=True)
         try:
-            for left_over in self.folder.glob(".step-*.tmp"):  # of a process that was killed
-                shutil.rmtree(left_over, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            weights, tensors = snapshot or take_snapshot(model, optimizer)
-            _save_model(model, tokenizer, temporary, weights)
-            if self._merge and has_adapters(model):
-                save_merged(model, temporary / MERGED)
-                tokenizer.save_pretrained(temporary / MERGED)
-            save_file(tensors, temporary / _TENSORS)
-            if reference:
-                save_file(dict(reference), temporary / _REFERENCE)
-            state = {"step": step, **state} | ({"best": True} if best else {})
-            (temporary / _STATE).write_text(json.dumps(state, indent=1))
-            (temporary / _MANIFEST).write_text(json.dumps(_manifest(temporary), indent=1))
-            self._flush_all(temporary)
-            take_place(temporary, final)  # perhaps of the same step, before a resume
+            with self._replacing(final) as folder:
+                weights, tensors = snapshot or take_snapshot(model, optimizer)
+                _save_model(model, tokenizer, folder, weights)
+                if self._merge and has_adapters(model):
+                    save_merged(model, folder / MERGED)
+                    tokenizer.save_pretrained(folder / MERGED)
+                save_file(tensors, folder / _TENSORS)
+                if reference:
+                    save_file(dict(reference), folder / _REFERENCE)
+                (folder / _STATE).write_text(json.dumps(state, indent=1))
+                (folder / _MANIFEST).write_text(json.dumps(_manifest(folder), indent=1))
         except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
-            shutil.rmtree(temporary, ignore_errors=True)
             logger.warning("checkpoint of step {} could not be written ({}); training goes on", step, error)
             self.unwritten.append(step)
             return None
@@ -126,7 +122,7 @@ class CheckpointFolder:
 
     def try_out(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """ValueError for what would stand in the way of saving: tried with a number for each tensor."""
-        trial, renamed = self.folder / ".trial.tmp", self.folder / ".trial.tried"
+        trial = self.folder / ".trial"
         stand_ins: dict[tuple[int, torch.Size], Tensor] = {}  # tied weights have one
         tensors = {} if has_adapters(model) else model.state_dict()
         weights = {
@@ -134,18 +130,15 @@ class CheckpointFolder:
             for name, tensor in tensors.items()
         }
         try:
-            trial.mkdir(parents=True, exist_ok=True)
-            _save_model(model, tokenizer, trial, weights, save_original_format=False)
-            self._flush_all(trial)
-            take_place(trial, renamed)
+            with self._replacing(trial) as folder:
+                _save_model(model, tokenizer, folder, weights, save_original_format=False)
         except Exception as error:  # of whoever takes part: transformers, peft, a tokenizer, the disk
             raise ValueError(
                 f"the model could not be saved in {shown(self.folder.parent)} when it is trained: "
                 f"{' '.join(str(error).split())}"
             ) from error
         finally:
-            for folder in (trial, renamed):
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(trial, ignore_errors=True)
             with suppress(OSError):  # a resumed run has checkpoints in it
                 self.folder.rmdir()
 
@@ -227,17 +220,29 @@ class CheckpointFolder:
             if folder.resolve() != best:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _flush_all(self, folder: Path) -> None:
-        """To the disk, and with the usual modes: safetensors makes files for their owner alone."""
-        usual = folder.stat().st_mode & 0o666
-        for path in (*folder.rglob("*"), folder):
-            if path.is_dir():
-                with self._optional("flush folders"):
+    @contextmanager
+    def _replacing(self, place: Path) -> Iterator[Path]:
+        """A folder to write to, which takes the place of `place` when all is on the disk.
+
+        Its files get the usual modes: safetensors makes files for their owner alone.
+        """
+        temporary = place.with_name(f".{place.name}.tmp")
+        temporary.mkdir(parents=True, exist_ok=True)
+        try:
+            yield temporary
+            usual = temporary.stat().st_mode & 0o666
+            for path in (*temporary.rglob("*"), temporary):
+                if path.is_dir():
+                    with self._optional("flush folders"):
+                        _flush(path)
+                else:
                     _flush(path)
-            else:
-                _flush(path)
-                with self._optional("change modes"):
-                    path.chmod(usual)
+                    with self._optional("change modes"):
+                        path.chmod(usual)
+            take_place(temporary, place)
+        except Exception:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
 
     @contextmanager
     def _optional(self, what: str) -> Iterator[None]:

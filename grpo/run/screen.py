@@ -59,25 +59,22 @@ def configure_logging(level: str, console: Console, *, process: int = 0) -> None
 @contextmanager
 def keep_log(folder: Path) -> Iterator[None]:
     """Inside, log lines go to a run's folder, too, as long as they can be written there."""
+    file = folder / LOG_FILE
     try:
-        file = (folder / LOG_FILE).open("a", encoding="utf-8", buffering=1)
+        file.open("a").close()
     except OSError as error:
-        logger.warning("{} cannot be written ({})", folder / LOG_FILE, error.strerror)
-        yield
-        return
+        logger.warning("{} cannot be written ({})", file, error.strerror)
 
     def write(message: str) -> None:
-        with suppress(OSError, ValueError):  # a full disk: the console has it
-            file.write(message)
+        with suppress(OSError), file.open("a", encoding="utf-8") as log:  # a full disk: the console has it
+            log.write(message)
 
-    added = logger.add(write, level="INFO", format="{time:YYYY-MM-DD HH:mm:ss} {level: <7} {message}")
+    sink = logger.add(write, level="INFO", format="{time:YYYY-MM-DD HH:mm:ss} {level: <7} {message}")
     try:
         yield
     finally:
         with suppress(ValueError):  # somebody has removed all
-            logger.remove(added)
-        with suppress(OSError):
-            file.close()
+            logger.remove(sink)
 
 
 def in_one_line(metrics: Mapping[str, float], num_rows: int) -> str:

@@ -35,21 +35,10 @@ from grpo.plan.tables import Measured, plan_table
 from grpo.plan.workload import Workload, longest_prompt
 from grpo.rollout.decoder import records_steps
 from grpo.rollout.slots import KeptSlots
+from grpo.run import loading
 from grpo.run.checkpoint import checkpoint_bytes
 from grpo.run.clock import Clock
 from grpo.run.folder import check_room, hold_folder, keep_rewards, open_checkpoints, write_settings
-from grpo.run.loading import (
-    check_quantized,
-    check_same,
-    check_shard,
-    load_models,
-    load_source,
-    model_source,
-    room_in,
-    say_where_texts_end,
-    shard_models,
-    with_names,
-)
 from grpo.run.planning import plan_run, stays_gathered
 from grpo.run.screen import keep_log
 from grpo.run.tracking import check_trackers
@@ -81,7 +70,7 @@ def open_run(config: Config, given: Given = NOTHING) -> Iterator["Run"]:
     Under a launcher of several processes each builds its own, and they find each other first; ProcessLost
     where one of the others fails. given: instead of what the settings name.
     """
-    config = with_names(config, given.model, given.prompts, given.rewards)
+    config = loading.with_names(config, given.model, given.prompts, given.rewards)
     with open_world(config.device, wait_minutes=config.wait_minutes) as (world, device), ExitStack() as stack:
         yield Run(config, given, world, choose_device(device), stack)
 
@@ -109,11 +98,11 @@ class Run:
         self.folder = Path(self.world.from_main("the choice of a folder", str(folder)))
         self.checkpoints, self.checkpoint = open_checkpoints(config, self.folder)
         check_spec(config.prompts if given.prompts is None else given.prompts)
-        self._model_source = model_source(config, given.model, given.tokenizer)
+        self._model_source = loading.model_source(config, given.model, given.tokenizer)
         self._shape = self._model_source.load_config()
-        self.config = config = check_quantized(config, self._shape)
-        room = room_in(self._shape, self._model_source.load_tokenizer(), config.max_new_tokens)
-        self.source = load_source(config, room, given.prompts)
+        self.config = config = loading.check_quantized(config, self._shape)
+        room = loading.room_in(self._shape, self._model_source.load_tokenizer(), config.max_new_tokens)
+        self.source = loading.load_source(config, room, given.prompts)
         rewards.check(self.source.tasks, self.source.longest(PROMPTS_LOOKED_AT))
         self.engine = _start_engine(config, stack) if "policy" in self.source.tasks else None
         self.rewards = rewards.with_engine(self.engine)
@@ -128,7 +117,7 @@ class Run:
         target = make_target(self._shape, device, config.precision)
         self._work = Workload(config, target, 1, self._reference_device == device, world.size)
         with _explaining_what_stays(self._work, self.device):
-            self.policy, self.reference = load_models(
+            self.policy, self.reference = loading.load_models(
                 config, self._model_source, self.checkpoint, target, self._reference_device,
                 self.folder if world.is_main else None,
             )  # fmt: skip
@@ -136,9 +125,9 @@ class Run:
                 self.policy.tokenizer.chat_template = template_text(file, "chat_template")
             if world.is_main and not given.is_trial:
                 self.checkpoints.try_out(self.policy.model, self.policy.tokenizer)
-            check_same(world, config, self.checkpoint, self.source, self.policy.model)
+            loading.check_same(world, config, self.checkpoint, self.source, self.policy.model)
             if config.shard:
-                shard_models(self.policy, self.reference)
+                loading.shard_models(self.policy, self.reference)
             self.sampler = RolloutModel(
                 self.policy.model, target.exact_dtype if config.shard else target.dtype
             )
@@ -146,7 +135,7 @@ class Run:
         if device.type != "cpu":  # of what came before nothing is left: the plan takes it for always held
             gc.collect()
             release_cache()
-        say_where_texts_end(self.policy, config)
+        loading.say_where_texts_end(self.policy, config)
 
     def _warm_up(self, stack: ExitStack) -> None:
         """The first plan, by passes of each phase. Then the run has begun, and its folder is filled."""
@@ -229,7 +218,7 @@ def _explaining_what_stays(work: Workload, device: Device) -> Iterator[None]:
 def _check_settings(config: Config, world: World, device: torch.device) -> None:
     """ValueError for what cannot be, or is not installed; a warning of what is hardly wanted."""
     if config.shard:
-        check_shard(config, world)
+        loading.check_shard(config, world)
     check_trackers(config.trackers)
     check_peft(config)
     check_optimizer(config, device, compute_dtype(config.precision, device))

@@ -30,45 +30,40 @@ def process_file(file: str, process: int) -> str:
     return f"{path.stem}-process-{process}{path.suffix}" if process else file
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON-lines file; [] where there is no file, and without a broken last line."""
-    return _parse(path, path.read_bytes()) if path.exists() else []
-
-
 class NewLines:
     """Each call gives the records that a JSON-lines file has got since; half a line waits for its rest.
 
-    A file that is not there yet has none.
+    A file that is not there yet has none. Whatever is no JSON object is left out, with a warning.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
+        self._path, self._offset = path, 0
 
-    def __call__(self) -> list[dict[str, Any]]:
+    def __call__(self, *, to_the_end: bool = False) -> list[dict[str, Any]]:
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
             file.seek(self._offset)
-            new = file.read()
-        whole = new[: new.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return _parse(self._path, whole)
+            content = file.read()
+        if not to_the_end:
+            content = content[: content.rfind(b"\n") + 1]
+        self._offset += len(content)
+        records = []
+        for line in content.splitlines():
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if isinstance(record, dict):
+                records.append(record)
+            else:
+                logger.warning("{}: a broken line was left out", self._path)
+        return records
 
 
-def _parse(path: Path, content: bytes) -> list[dict[str, Any]]:
-    """Whatever is no JSON object is left out, with a warning."""
-    records = []
-    for line in content.splitlines():
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict):
-            records.append(record)
-        else:
-            logger.warning("{}: a broken line was left out", path)
-    return records
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All records of a JSON-lines file; a last line that was cut short is a broken one."""
+    return NewLines(path)(to_the_end=True)
 
 
 def check_trackers(names: Sequence[str]) -> None:

@@ -65,7 +65,7 @@ def test_what_is_cheap_to_find_out_is_found_before_the_model_is_loaded(config, m
         assert "trackers names wandb, which is not installed" in refused(config, trackers=("wandb",))
     assert "/no/such/model" in refused(config)
     (tmp_path / "mine.py").write_text("def brevity(completions, limit, **columns): ...")
-    monkeypatch.setattr("grpo.run.setup.load_models", None)  # a reward's columns are looked for before that
+    monkeypatch.setattr("grpo.run.loading.load_models", None)  # a reward's columns are looked for before that
     logged.clear()
     message = refused(config, model="auto", reward=(f"{tmp_path}/mine.py:brevity",))
     assert "task, fen, moves, evals, action, history: missing a required argument: 'limit'" in message
