@@ -26,10 +26,11 @@ from grpo.learning.step import Stepper
 from grpo.memory import Size
 from grpo.phases import Phases
 from grpo.run.checkpoint import Checkpoint
+from grpo.run.inputs import Inputs
 from grpo.run.interrupt import StopRequest, stop_on_signal
 from grpo.run.log import RunLog
 from grpo.run.progress import Progress
-from grpo.run.setup import Given, Run, open_run
+from grpo.run.setup import Run, open_run
 from grpo.run.training_state import restore_optimizer
 from grpo.types import Rollout, Step
 
@@ -57,7 +58,7 @@ class Trainer:
         self.stop = stop or StopRequest()
         with ExitStack() as opened:
             if isinstance(run, Config):
-                run = opened.enter_context(open_run(run, Given(model, tokenizer, prompts, rewards)))
+                run = opened.enter_context(open_run(run, Inputs(model, tokenizer, prompts, rewards)))
             self.run, self.config = run, run.config
             self.phases = Phases(run)
             self.stepper = Stepper(

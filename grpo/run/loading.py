@@ -1,20 +1,17 @@
-"""The prompts and the models of a run: named, checked, loaded whole, and models sharded if they are to be."""
+"""The prompts and the models of a run: checked, loaded whole, and models sharded if they are to be."""
 
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from loguru import logger
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel
 
 from grpo.config import Config, SettingsError, to_plain
-from grpo.config.groups import BUNDLED
 from grpo.config.settings import MemorySettings
 from grpo.data import PromptSource, Room, Tokenizer, check_spec, load_prompts
-from grpo.data.load import IN_MEMORY, Rows, is_file
-from grpo.data.reward_files import RewardFunction, load_rewards, reward_file
+from grpo.data.load import Rows
 from grpo.data.tokens import put_behind, tokenize
 from grpo.distributed import World, sum_of_bits
 from grpo.distributed.shard import shard_model
@@ -34,7 +31,7 @@ from grpo.model.load import (
 )
 from grpo.model.names import BASE_FOLDER, base_of, findable
 from grpo.model.reference import FrozenCopy, Reference, make_reference
-from grpo.model.target import AUTO, Target
+from grpo.model.target import Target
 from grpo.prompt import Prompt
 from grpo.rollout.decoder import check_decoder
 from grpo.run.checkpoint import Checkpoint
@@ -45,68 +42,6 @@ _OF_THIS_MACHINE = {
     *(item.name for item in fields(MemorySettings)),
 }
 """Settings in which the processes of a run may differ."""
-
-# --------------------------------------------------------------------------------------------- names
-
-
-def with_names(
-    config: Config,
-    model: str | PreTrainedModel | None,
-    prompts: str | Rows | None,
-    rewards: Sequence[str | RewardFunction],
-) -> Config:
-    """The settings with the names of what is given instead; files that are there are found from anywhere."""
-    if model is not None and not isinstance(model, str):
-        model = getattr(getattr(model, "config", None), "_name_or_path", "") or IN_MEMORY
-    if prompts is not None and not isinstance(prompts, str):
-        prompts = IN_MEMORY
-    model, prompts = model or config.model, prompts or config.prompts
-    return replace(
-        config,
-        model=model if model in (AUTO, BUNDLED) else _from_anywhere(model),
-        prompts=_from_anywhere(prompts) if is_file(prompts) else prompts,
-        reward=tuple(map(_reward_from_anywhere, load_rewards(rewards) if rewards else config.reward)),
-        prompt_template=config.prompt_template and config.prompt_template.resolve(),
-        chat_template=config.chat_template and config.chat_template.resolve(),
-    )
-
-
-def _from_anywhere(name: str) -> str:
-    path = Path(name).expanduser()
-    return str(path.resolve()) if path.exists() else name
-
-
-def _reward_from_anywhere(spec: str) -> str:
-    path, name = reward_file(spec)
-    return f"{path.resolve()}:{name}" if path is not None and path.is_file() else spec
-
-
-def model_source(
-    config: Config, model: str | PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase | None
-) -> ModelSource:
-    """What is given, or what the settings name; a resumed run's own base, where it has one, serves wherever
-    the first one has gone.
-
-    SettingsError for a model that is none of transformers', has adapters, or is wanted in 4 bits.
-    """
-    if model is None or isinstance(model, str):
-        base = config.resume / BASE_FOLDER if config.resume else None
-        name = str(base) if base is not None and base.is_dir() else config.model
-        return ModelSource(name, tokenizer=tokenizer)
-    if not isinstance(model, PreTrainedModel):
-        raise SettingsError(
-            f"model is a {type(model).__name__}: give a name, or a model of transformers' without "
-            "adapters (lora_rank makes them)."
-        )
-    if config.load_in_4bit:
-        raise SettingsError(
-            "load_in_4bit is True, but the model is loaded already: give its name or folder, to be read "
-            "in 4 bits."
-        )
-    return ModelSource(config.model, model, tokenizer)
-
-
-# -------------------------------------------------------------------------------------------- checks
 
 
 def check_shard(config: Config, world: World) -> None:
@@ -171,9 +106,6 @@ def check_same(
                 )
 
 
-# ------------------------------------------------------------------------------------------- prompts
-
-
 def load_source(config: Config, room: Room | None = None, prompts: str | Rows | None = None) -> PromptSource:
     """The prompts that a run draws from and evaluates: those that its model has room for. Without weights.
 
@@ -235,9 +167,6 @@ def say_where_texts_end(policy: Policy, config: Config) -> None:
     if behind := put_behind(policy.tokenizer):
         names = " ".join(policy.tokenizer.convert_ids_to_tokens(behind))
         logger.info("the tokenizer puts {} behind a text: prompts go without it, as they are to go on", names)
-
-
-# -------------------------------------------------------------------------------------------- models
 
 
 def load_models(

@@ -2,23 +2,21 @@
 
 import gc
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from loguru import logger
 from rich.console import Console
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.config import Config
 from grpo.config.sizes import parse_size
 from grpo.data import check_spec
-from grpo.data.load import Rows
 from grpo.data.maker import template_text
-from grpo.data.reward_files import PROMPTS_LOOKED_AT, RewardFunction
+from grpo.data.reward_files import PROMPTS_LOOKED_AT
 from grpo.data.reward_functions import RewardFunctions
 from grpo.data.split import lowest_hashes
 from grpo.distributed import World, largest_share, open_world
@@ -39,6 +37,7 @@ from grpo.run import loading
 from grpo.run.checkpoint import checkpoint_bytes
 from grpo.run.clock import Clock
 from grpo.run.folder import check_room, hold_folder, keep_rewards, open_checkpoints, write_settings
+from grpo.run.inputs import Inputs
 from grpo.run.planning import plan_run, stays_gathered
 from grpo.run.screen import keep_log
 from grpo.run.tracking import check_trackers
@@ -46,68 +45,54 @@ from grpo.run.training_state import take_snapshot
 from grpo.types import Prompt
 from rewards.engine import EnginePool, find_stockfish
 
-
-@dataclass(frozen=True)
-class Given:
-    """What a run is handed in Python, things or names; what is left out the settings name."""
-
-    model: str | PreTrainedModel | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
-    prompts: str | Rows | None = None
-    rewards: Sequence[str | RewardFunction] = ()
-    is_trial: bool = False
-    """Rows of the settings are taken at their word, to run out of memory is an error, and nothing is saved:
-    for whoever wants to know what fits, or how a few steps go."""
-
-
-NOTHING = Given()
+NOTHING = Inputs()
 
 
 @contextmanager
-def open_run(config: Config, given: Given = NOTHING) -> Iterator["Run"]:
+def open_run(config: Config, inputs: Inputs = NOTHING) -> Iterator["Run"]:
     """Build a run, and end its engine processes afterwards. ValueError for what a user can mend.
 
     Under a launcher of several processes each builds its own, and they find each other first; ProcessLost
-    where one of the others fails. given: instead of what the settings name.
+    where one of the others fails. inputs: instead of what the settings name.
     """
-    config = loading.with_names(config, given.model, given.prompts, given.rewards)
+    config = inputs.named_in(config)
     with open_world(config.device, wait_minutes=config.wait_minutes) as (world, device), ExitStack() as stack:
-        yield Run(config, given, world, choose_device(device), stack)
+        yield Run(config, inputs, world, choose_device(device), stack)
 
 
 class Run:
     """The parts of one run. Whatever is opened `stack` closes."""
 
     def __init__(
-        self, config: Config, given: Given, world: World, device: torch.device, stack: ExitStack
+        self, config: Config, inputs: Inputs, world: World, device: torch.device, stack: ExitStack
     ) -> None:
         self.config = replace(config, model=choose_model(config.model, device))
-        self.world, self.is_trial = world, given.is_trial
+        self.world, self.is_trial = world, inputs.is_trial
         self.clock = Clock(device)
-        self._open(given, device, stack)
-        self._load(given, device)
+        self._open(inputs, device, stack)
+        self._load(device)
         self._warm_up(stack)
 
-    def _open(self, given: Given, device: torch.device, stack: ExitStack) -> None:
+    def _open(self, inputs: Inputs, device: torch.device, stack: ExitStack) -> None:
         """The folder, the checkpoint to go on from, prompts and rewards: all that needs no weights."""
         config = self.config
         self._reference_device = choose_device(config.reference_device) if config.reference_device else device
         _check_settings(config, self.world, device)
-        rewards = RewardFunctions(given.rewards or config.reward, config.reward_weights)
+        rewards = RewardFunctions(inputs.rewards or config.reward, config.reward_weights)
         folder = stack.enter_context(hold_folder(config)) if self.world.is_main else Path()
         self.folder = Path(self.world.from_main("the choice of a folder", str(folder)))
         self.checkpoints, self.checkpoint = open_checkpoints(config, self.folder)
-        check_spec(config.prompts if given.prompts is None else given.prompts)
-        self._model_source = loading.model_source(config, given.model, given.tokenizer)
+        check_spec(config.prompts if inputs.prompts is None else inputs.prompts)
+        self._model_source = inputs.model_source(config)
         self._shape = self._model_source.load_config()
         self.config = config = loading.check_quantized(config, self._shape)
         room = loading.room_in(self._shape, self._model_source.load_tokenizer(), config.max_new_tokens)
-        self.source = loading.load_source(config, room, given.prompts)
+        self.source = loading.load_source(config, room, inputs.prompts)
         rewards.check(self.source.tasks, self.source.longest(PROMPTS_LOOKED_AT))
         self.engine = _start_engine(config, stack) if "policy" in self.source.tasks else None
         self.rewards = rewards.with_engine(self.engine)
 
-    def _load(self, given: Given, device: torch.device) -> None:
+    def _load(self, device: torch.device) -> None:
         """The policy, what it is compared with, what samples, and the optimizer."""
         config, world = self.config, self.world
         limit = parse_size(config.memory_limit) if config.memory_limit else None
@@ -123,7 +108,7 @@ class Run:
             )  # fmt: skip
             if file := config.chat_template:  # which is saved with the model
                 self.policy.tokenizer.chat_template = template_text(file, "chat_template")
-            if world.is_main and not given.is_trial:
+            if world.is_main and not self.is_trial:
                 self.checkpoints.try_out(self.policy.model, self.policy.tokenizer)
             loading.check_same(world, config, self.checkpoint, self.source, self.policy.model)
             if config.shard:
