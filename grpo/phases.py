@@ -91,7 +91,7 @@ class Phases:
             kv_growth.clear()
             return rollout(
                 run.sampler.model, run.policy.tokenizer, prompts, uniforms, config,
-                rows=rows, kept=run.kept if run.records else None, stay_gathered=run.stays_gathered,
+                rows=rows, kept=run.slots if run.records else None, stay_gathered=run.stays_gathered,
                 watch_cache=lambda tokens, size: kv_growth.append((tokens, size.held + size.growing)),
             )  # fmt: skip
 
@@ -101,14 +101,14 @@ class Phases:
 
         sampled = run.fit.run(
             "sample", work, self._batch(num_rows, prompt_ids), took=took, kv_growth=kv_growth,
-            discard=run.kept.release, reused=lambda: run.kept.largest_nbytes,
+            discard=run.slots.release, reused=lambda: run.slots.largest_nbytes,
         )  # fmt: skip
         # What decoding has recorded stays for the next rollout, unless another phase needs the room.
         planned = run.fit.planned().items()
         needs = [
             run.fit.needs(phase, self._batch(rows)) for phase, rows in planned if phase in ("score", "learn")
         ]
-        run.kept.trim(run.fit.room_bytes() + run.kept.nbytes - max(needs, default=0.0))
+        run.slots.trim(run.fit.room_bytes() + run.slots.nbytes - max(needs, default=0.0))
         return sampled
 
     def _batch(self, rows: int, prompt_ids: Sequence[Sequence[int]] = ()) -> Size:
@@ -143,7 +143,7 @@ class Phases:
             ),
             self._batch(len(sampled.completion_ids), sampled.prompt_ids),
             took=lambda rows, _: largest_pass(sampled, rows, pass_tokens=self._pass_tokens),
-            discard=run.kept.release,
+            discard=run.slots.release,
         )  # fmt: skip
 
     def kl(self, sampled: Rollout, old_logp: Tensor, ref_logp: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class Phases:
 
         def discard() -> None:
             run.optimizer.zero_grad(set_to_none=True)
-            run.kept.release()
+            run.slots.release()
 
         return run.fit.run(
             "learn", work, self._batch(len(batch.mask), batch.rollout.prompt_ids),
@@ -234,7 +234,7 @@ class Phases:
             tokens = self._longest_prompt + config.max_new_tokens  # each row has a prompt of its own
             rows = min(len(prompts), config.rollout_rows or EVAL_ROWS)
             scores = run.fit.run(
-                "evaluate", work, Size(rows, tokens), like="sample", discard=run.kept.release
+                "evaluate", work, Size(rows, tokens), like="sample", discard=run.slots.release
             )
             release_cache()  # of rows that are no step's
         columns = {name: torch.from_numpy(column[: len(mine)]) for name, column in scores.items()}

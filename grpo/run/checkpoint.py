@@ -23,12 +23,12 @@ from loguru import logger
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from grpo.environment import typed
 from grpo.files import put_back, shown, take_place
 from grpo.model.adapters import MERGED, has_adapters, save_adapters
-from grpo.model.load import save_merged
+from grpo.model.load import Policy, save_merged
 from grpo.model.names import MODEL_FOLDER
 from grpo.run.training_state import Snapshot, take_snapshot
 
@@ -75,8 +75,7 @@ class CheckpointFolder:
     def save(
         self,
         step: int,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        policy: Policy,
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
         *,
@@ -95,11 +94,11 @@ class CheckpointFolder:
             shutil.rmtree(left_over, ignore_errors=True)
         try:
             with self._replacing(final) as folder:
-                weights, tensors = snapshot or take_snapshot(model, optimizer)
-                _save_model(model, tokenizer, folder, weights)
-                if self._merge and has_adapters(model):
-                    save_merged(model, folder / MERGED)
-                    tokenizer.save_pretrained(folder / MERGED)
+                weights, tensors = snapshot or take_snapshot(policy.model, optimizer)
+                _save_model(policy, folder, weights)
+                if self._merge and has_adapters(policy.model):
+                    save_merged(policy.model, folder / MERGED)
+                    policy.tokenizer.save_pretrained(folder / MERGED)
                 save_file(tensors, folder / _TENSORS)
                 if reference:
                     save_file(dict(reference), folder / _REFERENCE)
@@ -120,18 +119,18 @@ class CheckpointFolder:
         self._prune(final)
         return final
 
-    def try_out(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def try_out(self, policy: Policy) -> None:
         """ValueError for what would stand in the way of saving: tried with a number for each tensor."""
         trial = self.folder / ".trial"
         stand_ins: dict[tuple[int, torch.Size], Tensor] = {}  # tied weights have one
-        tensors = {} if has_adapters(model) else model.state_dict()
+        tensors = {} if has_adapters(policy.model) else policy.model.state_dict()
         weights = {
             name: stand_ins.setdefault((tensor.data_ptr(), tensor.shape), torch.zeros(1))
             for name, tensor in tensors.items()
         }
         try:
             with self._replacing(trial) as folder:
-                _save_model(model, tokenizer, folder, weights, save_original_format=False)
+                _save_model(policy, folder, weights, save_original_format=False)
         except Exception as error:  # of whoever takes part: transformers, peft, a tokenizer, the disk
             raise ValueError(
                 f"the model could not be saved in {shown(self.folder.parent)} when it is trained: "
@@ -266,16 +265,16 @@ def checkpoint_bytes(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -
 def find_damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder, or None."""
     try:
-        written, found = json.loads((folder / _MANIFEST).read_text()), _manifest(folder)
-        models = {name for name in written if name.endswith(".safetensors")} - {_TENSORS, _REFERENCE}
-        if not models or not {_STATE, _TENSORS} <= set(written):
+        written, on_disk = json.loads((folder / _MANIFEST).read_text()), _manifest(folder)
+        weights = {name for name in written if name.endswith(".safetensors")} - {_TENSORS, _REFERENCE}
+        if not weights or not {_STATE, _TENSORS} <= set(written):
             return f"{_MANIFEST} cannot be read: it names no weights, {_STATE} and {_TENSORS}"
         for name, entry in written.items():
-            if name not in found:
+            if name not in on_disk:
                 return f"{name} is missing"
-            if found[name]["bytes"] != entry["bytes"]:
-                return f"{name} has {found[name]['bytes']} bytes instead of {entry['bytes']}"
-            if found[name]["sha256"] != entry["sha256"]:
+            if on_disk[name]["bytes"] != entry["bytes"]:
+                return f"{name} has {on_disk[name]['bytes']} bytes instead of {entry['bytes']}"
+            if on_disk[name]["sha256"] != entry["sha256"]:
                 return f"{name} does not have the content that was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{_MANIFEST} cannot be read: {error}"
@@ -292,18 +291,12 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def _save_model(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    weights: Mapping[str, Tensor] | None,
-    **options: Any,
-) -> None:
-    if has_adapters(model):
-        save_adapters(model, folder)
+def _save_model(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None, **options: Any) -> None:
+    if has_adapters(policy.model):
+        save_adapters(policy.model, folder)
     else:
-        model.save_pretrained(folder, state_dict=weights, **options)
-    tokenizer.save_pretrained(folder)
+        policy.model.save_pretrained(folder, state_dict=weights, **options)
+    policy.tokenizer.save_pretrained(folder)
 
 
 def _flush(path: Path) -> None:

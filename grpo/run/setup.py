@@ -101,7 +101,7 @@ class Run:
         )  # before anything is loaded
         target = make_target(self._shape, device, config.precision)
         self._work = Workload(config, target, 1, self._reference_device == device, world.size)
-        with _explaining_what_stays(self._work, self.device):
+        try:
             self.policy, self.reference = loading.load_models(
                 config, self._model_source, self.checkpoint, target, self._reference_device,
                 self.folder if world.is_main else None,
@@ -109,14 +109,18 @@ class Run:
             if file := config.chat_template:  # which is saved with the model
                 self.policy.tokenizer.chat_template = template_text(file, "chat_template")
             if world.is_main and not self.is_trial:
-                self.checkpoints.try_out(self.policy.model, self.policy.tokenizer)
+                self.checkpoints.try_out(self.policy)
             loading.check_same(world, config, self.checkpoint, self.source, self.policy.model)
             if config.shard:
                 loading.shard_models(self.policy, self.reference)
-            self.sampler = RolloutModel(
-                self.policy.model, target.exact_dtype if config.shard else target.dtype
-            )
+            sampled_in = target.exact_dtype if config.shard else target.dtype
+            self.sampler = RolloutModel(self.policy.model, sampled_in)
             self.optimizer = make_optimizer(self.policy.model, config)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise DoesNotFit(f"{does_not_stay(self._work, Fit(self.device))} ({reason})") from error
         if device.type != "cpu":  # of what came before nothing is left: the plan takes it for always held
             gc.collect()
             release_cache()
@@ -142,7 +146,7 @@ class Run:
         self.stays_gathered = config.shard and stays_gathered(world, self.fit, work, self.policy)
         device_type = self.device.device.type
         self.records = not config.shard and records_steps(work.target.model_config, device_type)
-        self.kept = KeptSlots()  # what decoding leaves for the next rollout, where it records
+        self.slots = KeptSlots()  # what decoding leaves for the next rollout, where it records
 
     def _phases_at(self, work: Workload) -> PhasesAt:
         settings = work.phase_settings()
@@ -157,18 +161,18 @@ class Run:
 
     def save(self, step: int, state: dict[str, Any], *, best: bool) -> bool:
         """A checkpoint, which the first process writes; whether this one has written it."""
-        model, snapshot, is_main = self.policy.model, None, self.world.is_main
+        snapshot, is_main = None, self.world.is_main
         if self.is_trial:
             return True  # nothing is wanted
         if self.config.shard:  # here all take part
-            snapshot = take_snapshot(model, self.optimizer, keep=is_main)
+            snapshot = take_snapshot(self.policy.model, self.optimizer, keep=is_main)
         reference = self.reference.tensors() if self.reference and (is_main or snapshot) else None
         if not is_main:
             return False
         try:
             written, _ = survive(
                 lambda _: self.checkpoints.save(
-                    step, model, self.policy.tokenizer, self.optimizer, state,
+                    step, self.policy, self.optimizer, state,
                     reference=reference, best=best, snapshot=snapshot,
                 ),
                 1, phase="checkpoint",
@@ -186,18 +190,6 @@ def show_plans(run: Run, console: Console) -> None:
     for process, plan in enumerate(run.world.exchange("the plans", f"{rows}; budget {run.plan.budget}")):
         if process:
             logger.info("process {} has rows at once: {}", process, plan)
-
-
-@contextmanager
-def _explaining_what_stays(work: Workload, device: Device) -> Iterator[None]:
-    """DoesNotFit, with what exists all along and who else is there, when memory runs out on the way."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise DoesNotFit(f"{does_not_stay(work, Fit(device))} ({reason})") from error
 
 
 def _check_settings(config: Config, world: World, device: torch.device) -> None:

@@ -48,8 +48,7 @@ def optimizer(policy):
 @pytest.fixture
 def save(policy, optimizer):
     """save(folder, 3): a checkpoint of step 3."""
-    given = policy.model, policy.tokenizer, optimizer
-    return lambda folder, step, **options: folder.save(step, *given, {"note": f"of {step}"}, **options)
+    return lambda folder, step, **more: folder.save(step, policy, optimizer, {"note": f"of {step}"}, **more)
 
 
 @pytest.fixture
