@@ -13,6 +13,17 @@ from pathlib import Path
 
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_LEAST_ADDRESSES = 1.4 * 2**30
+"""Measured with two threads: 1.3 GB were not enough to come to a first step, in words of our own or any."""
+_GROWING = "expandable_segments:True"
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # as malloc.h numbers them
+KERNEL_RELEASE = Path("/proc/sys/kernel/osrelease")
+KEPT_KERNELS = 32
+"""Compiled for products in bf16 on a CPU, and kept."""
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [("numbers", ctypes.c_size_t * 10)]
 
 
 def launched_processes() -> tuple[int, int]:
@@ -50,23 +61,12 @@ def unsupported() -> str | None:
     )
 
 
-_LEAST_ADDRESSES = 1.4 * 2**30
-"""Measured with two threads: 1.3 GB were not enough to come to a first step, in words of our own or any."""
-
-
-KERNEL_RELEASE = Path("/proc/sys/kernel/osrelease")
-
-
 def is_windows_subsystem() -> bool:
     """Whether this is Linux inside Windows (WSL), whose CUDA driver is Windows' own."""
     try:
         return "microsoft" in KERNEL_RELEASE.read_text().lower()
     except OSError:
         return False
-
-
-KEPT_KERNELS = 32
-"""Compiled for products in bf16 on a CPU, and kept."""
 
 
 def set_library_defaults() -> None:
@@ -90,9 +90,6 @@ def set_library_defaults() -> None:
     # Python's threads (a progress bar, a tracker): 8 MB of stack each would count towards a limit.
     threading.stack_size(2**20)
     keep_freed()
-
-
-_GROWING = "expandable_segments:True"
 
 
 def grows_segments() -> bool:
@@ -129,10 +126,6 @@ def free_bytes() -> int:
     return int(mallinfo().numbers[8])  # fordblks
 
 
-class _Mallinfo(ctypes.Structure):
-    _fields_ = [("numbers", ctypes.c_size_t * 10)]
-
-
 def _tune_malloc(*, mapped_from: int, trim_above: int) -> None:
     """mallopt(3): blocks from so many bytes on get a mapping of their own; free ends of the heap go back."""
     if (libc := _glibc()) is None:
@@ -142,9 +135,6 @@ def _tune_malloc(*, mapped_from: int, trim_above: int) -> None:
         from loguru import logger
 
         logger.info("this C library does not keep freed memory: steps on a CPU may be up to a third slower")
-
-
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # as malloc.h numbers them
 
 
 def _glibc() -> ctypes.CDLL | None:

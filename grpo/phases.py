@@ -1,28 +1,32 @@
-"""Sampling, scoring, learning, evaluating and saving of one run, as its memory plan says."""
+"""The phases of a step as one process does them: its share of the groups, as many rows at once as fit.
 
-from collections.abc import Sequence
-from typing import Any
+Each is a transaction: where memory runs out it is done again with fewer rows, to the same end. What it
+depends on is fixed before it begins.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
-from loguru import logger
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo.config.groups import LossSettings, SamplingSettings
+from grpo.data.reward_functions import Scores
 from grpo.data.tokens import tokenize
 from grpo.distributed import largest_share
-from grpo.distributed.share import Share
 from grpo.evaluate import Evaluation, interleave, score_heldout
 from grpo.evaluate.scores import Column
-from grpo.learning.objectives import GRPOBatch, Sums, accumulate_grpo
-from grpo.memory import DoesNotFit, Size, survive
+from grpo.learning.advantages import zero_variance_groups
+from grpo.learning.loss import loss_counts
+from grpo.learning.objectives import GRPOBatch, Sums, accumulate_grpo, finish_grpo
+from grpo.memory import Size
 from grpo.memory.recovery import release_cache
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.rollout.decoder import has_static_cache
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.setup import Run
-from grpo.run.training_state import take_snapshot
 from grpo.scoring.micro_batches import largest_pass, score
 from grpo.types import Prompt, Rollout
 
@@ -30,34 +34,56 @@ EVAL_ROWS = 256
 """Held-out prompts answered at once, at most."""
 
 
-class PlannedPhases:
-    """Each is a transaction: when memory runs out it is done again, with fewer rows, to the same end."""
+class Phases:
+    """Of one run. What several processes exchange is exchanged here, after a phase and never within one."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._longest_prompt = run.longest_prompt
+        # Micro-batches of like lengths; the processes of a sharded model all have to make the same passes.
+        self._pass_tokens = None if run.config.shard else run.policy.target.pass_tokens
 
-    def _batch(self, rows: int, prompt_ids: Sequence[Sequence[int]] = ()) -> Size:
-        """With texts as long as there may be: rows are planned for them, and so stay what they are."""
-        self._longest_prompt = max([self._longest_prompt, *map(len, prompt_ids)])
-        return Size(rows, self._run.config.max_new_tokens, self._longest_prompt)
+    def sample_and_reward(self, step: int, prompts: list[Prompt]) -> tuple[Rollout, Scores]:
+        """The step's completions and what the rewards say of them, all of them in every process.
 
-    def sample(self, step: int, prompts: list[Prompt], share: Share, *, draw: int) -> Rollout:
-        """`group_size` completions of each of the step's prompts that this process has a share in.
-
-        draw: see `step_uniforms`.
+        With `--refill-groups`, groups whose rewards are all equal are replaced by those of further prompts.
         """
         config = self._run.config
-        uniforms = step_uniforms(
-            len(prompts) * config.group_size, config.max_new_tokens,
-            seed=config.seed, step=step, draw=draw,
-        )  # fmt: skip
-        sampled = self._rollout(share.prompts(prompts) + prompts[: share.idle], share.rows(uniforms))
-        return sampled.groups(range(len(share.groups)))
+        sampled, scores = self._sample(step, prompts, draw=0)
+        for draw in range(1, config.refill_groups + 1):
+            dull = zero_variance_groups(scores.rewards, config.group_size).nonzero().flatten().tolist()
+            if not dull:
+                break
+            more, more_scores = self._sample(step, self._run.source.draw(len(dull)), draw=draw)
+            sampled = sampled.replace_groups(dull, more)
+            scores = scores.replace_groups(dull, more_scores, config.group_size)
+        return sampled, scores
+
+    def _sample(self, step: int, prompts: list[Prompt], *, draw: int) -> tuple[Rollout, Scores]:
+        """This process samples and judges its groups, and gets the others'. draw: see `step_uniforms`."""
+        config, run, mine = self._run.config, self._run, None
+        share = run.share(len(prompts))
+        with run.clock("sample"):
+            run.rewards.prepare(share.prompts(prompts))  # the engine works while the model writes
+            if share:
+                uniforms = step_uniforms(
+                    len(prompts) * config.group_size, config.max_new_tokens,
+                    seed=config.seed, step=step, draw=draw,
+                )  # (N, max_new_tokens)  # fmt: skip
+                sampled = self._rollout(share.prompts(prompts) + prompts[: share.idle], share.rows(uniforms))
+        if share.groups:
+            with run.clock("reward"):
+                sampled = sampled.groups(range(len(share.groups)))
+                texts = replace(sampled, prompts=[])  # which every process has
+                mine = {"rollout": vars(texts), "scores": vars(run.rewards(sampled))}
+        with run.clock("wait"):
+            parts = [part for part in run.world.exchange(f"the sampling of step {step}", mine) if part]
+        joined = replace(Rollout.join([Rollout(**part["rollout"]) for part in parts]), prompts=prompts)
+        return joined, Scores.join([Scores(**part["scores"]) for part in parts])
 
     def _rollout(self, prompts: list[Prompt], uniforms: Tensor) -> Rollout:
         config, run = self._run.config, self._run
-        num_rows, longest = uniforms.shape
+        num_rows, max_tokens = uniforms.shape
         prompt_ids = tokenize(prompts, run.policy.tokenizer)
         kv_growth: list[tuple[int, int]] = []
 
@@ -65,128 +91,154 @@ class PlannedPhases:
             kv_growth.clear()
             return rollout(
                 run.sampler.model, run.policy.tokenizer, prompts, uniforms, config,
-                rows=rows, kept=run.kept, stay_gathered=run.stays_gathered,
+                rows=rows, kept=run.kept if run.records else None, stay_gathered=run.stays_gathered,
                 watch_cache=lambda *seen: kv_growth.append(seen),
             )  # fmt: skip
 
-        def took(rows: int, made: Rollout) -> Size:
-            tokens = longest if has_static_cache(run.policy.model.config) else int(made.lengths.max())
-            return Size(min(rows, num_rows), tokens, max(map(len, made.prompt_ids)))
+        def took(rows: int, sampled: Rollout) -> Size:
+            tokens = max_tokens if has_static_cache(run.policy.model.config) else int(sampled.lengths.max())
+            return Size(min(rows, num_rows), tokens, max(map(len, sampled.prompt_ids)))
 
-        made = run.fit.run(
+        sampled = run.fit.run(
             "sample", work, self._batch(num_rows, prompt_ids), took=took, kv_growth=kv_growth,
-            discard=self._release, reused=lambda: run.kept.nbytes if run.kept else 0,
+            discard=run.kept.release, reused=lambda: run.kept.nbytes,
         )  # fmt: skip
-        self._keep_what_has_room()
-        return made
-
-    def _release(self) -> None:
-        if self._run.kept is not None:
-            self._run.kept.release()
-
-    def _keep_what_has_room(self) -> None:
-        """Of what decoding has recorded, for the next rollout, unless another phase needs the room."""
-        run = self._run
-        if run.kept is None:
-            return
-        others = [
-            run.fit.needs(phase, self._batch(rows))
-            for phase, rows in run.fit.planned().items()
-            if phase in ("score", "learn")
+        # What decoding has recorded stays for the next rollout, unless another phase needs the room.
+        planned = run.fit.planned().items()
+        needs = [
+            run.fit.needs(phase, self._batch(rows)) for phase, rows in planned if phase in ("score", "learn")
         ]
-        if run.fit.room_bytes() < max(others, default=0.0):
+        if run.fit.room_bytes() < max(needs, default=0.0):
             run.kept.release()
+        return sampled
 
-    def logprobs(self, model: PreTrainedModel, sampled: Rollout) -> Tensor:
-        """Log-probs (N, C) of a rollout's tokens under the policy or the reference, without gradients."""
-        config, run, pass_tokens = self._run.config, self._run, self._pass_tokens()
+    def _batch(self, rows: int, prompt_ids: Sequence[Sequence[int]] = ()) -> Size:
+        """With texts as long as there may be: rows are planned for those, and so seldom change."""
+        self._longest_prompt = max([self._longest_prompt, *map(len, prompt_ids)])
+        return Size(rows, self._run.config.max_new_tokens, self._longest_prompt)
+
+    def score(self, sampled: Rollout) -> tuple[Tensor | None, Tensor | None]:
+        """Log-probs (n, C) of this process's n rows under the policy so far, and under the reference.
+
+        None where the loss does without them: in the first pass of learning the policy is what it was.
+        """
+        config, run, old_logp, ref_logp = self._run.config, self._run, None, None
+        mine = run.share(len(sampled.prompts)).rollout(sampled)
+        with run.clock("score"):
+            if config.num_iterations > 1 or config.kl_in_reward:
+                old_logp = self._logprobs(run.policy.model, mine)
+            if run.reference is not None:
+                with run.reference.model() as reference:
+                    ref_logp = self._logprobs(reference, mine)
+        return old_logp, ref_logp
+
+    def _logprobs(self, model: PreTrainedModel, sampled: Rollout) -> Tensor:
+        config, run = self._run.config, self._run
         if not sampled.prompts:
             return torch.zeros(sampled.completion_ids.shape)
         return run.fit.run(
             "score",
             lambda rows: score(
-                model, sampled, rows=rows, pass_tokens=pass_tokens,
+                model, sampled, rows=rows, pass_tokens=self._pass_tokens,
                 temperature=config.temperature, dtype=run.policy.target.dtype,
             ),
             self._batch(len(sampled.completion_ids), sampled.prompt_ids),
-            took=lambda rows, _: largest_pass(sampled, rows, pass_tokens=pass_tokens),
-            discard=self._release,
+            took=lambda rows, _: largest_pass(sampled, rows, pass_tokens=self._pass_tokens),
+            discard=run.kept.release,
         )  # fmt: skip
 
-    def _pass_tokens(self) -> int | None:
-        """See `micro_batches`; the processes of a sharded model make the same passes."""
-        return None if self._run.config.shard else self._run.policy.target.pass_tokens
+    def kl(self, sampled: Rollout, old_logp: Tensor, ref_logp: Tensor) -> Tensor:
+        """The KL (k1) of each of the step's completions, (N,), from the log-probs of each process's rows."""
+        share = self._run.share(len(sampled.prompts))
+        mine = ((old_logp - ref_logp) * share.rollout(sampled).mask).sum(1)[: share.num_rows]  # (n,)
+        with self._run.clock("wait"):
+            return torch.cat(self._run.world.exchange("scoring", mine))
+
+    def gradients(
+        self,
+        step: int,
+        sampled: Rollout,
+        advantages: Tensor,
+        old_logp: Tensor | None,
+        ref_logp: Tensor | None,
+        *,
+        kl_coef: float,
+    ) -> Callable[[], dict[str, float]]:
+        """What makes the step's gradients, summed over the processes, and gives its metrics; any time again.
+
+        advantages: (N,) or (N, C). old_logp, ref_logp: of `score`.
+        """
+        config, run = self._run.config, self._run
+        mask = sampled.mask  # (N, C)
+        if config.mask_truncated:
+            mask = mask & sampled.terminated.unsqueeze(1)
+        counts = loss_counts(mask, config.max_new_tokens)  # of the whole step
+        share = run.share(len(sampled.prompts))
+        batch = GRPOBatch(
+            share.rollout(sampled), share.rows(advantages), share.rows(mask), counts, old_logp, ref_logp
+        )
+        settings = LossSettings.of(config, kl_coef=kl_coef)
+        if kl_coef == 0 and not config.shard:  # there all make the same passes
+            batch = batch.without_dull_groups()
+
+        def accumulate() -> dict[str, float]:
+            sums = self.accumulate(batch, settings)
+            with run.clock("wait"):
+                parts = run.world.exchange(f"the learning of step {step}", sums)  # all went well
+            if not config.shard:  # there the backward passes have done it
+                with run.clock("reduce"):
+                    run.world.sum_gradients(p for p in run.policy.model.parameters() if p.requires_grad)
+            return finish_grpo(parts, counts)
+
+        return accumulate
 
     def accumulate(self, batch: GRPOBatch, settings: LossSettings) -> Sums:
-        """Add a step's gradients to the policy's; what `finish_grpo` makes metrics of."""
+        """Add this process's gradients to the policy's; what `finish_grpo` makes metrics of."""
         config, run = self._run.config, self._run
         if not batch.rollout.prompts:
             return {}
-        checkpointing = choose_checkpointing(config.gradient_checkpointing)
-        pass_tokens = self._pass_tokens()
 
         def work(rows: int) -> Sums:
             return accumulate_grpo(
                 run.policy.model, batch, settings=settings, temperature=config.temperature,
-                dtype=run.policy.target.dtype, rows=rows, pass_tokens=pass_tokens,
-                importance_cap=config.importance_cap, checkpointing=checkpointing,
+                dtype=run.policy.target.dtype, rows=rows, pass_tokens=self._pass_tokens,
+                importance_cap=config.importance_cap,
+                checkpointing=choose_checkpointing(config.gradient_checkpointing),
             )  # fmt: skip
 
         def discard() -> None:
             run.optimizer.zero_grad(set_to_none=True)
-            self._release()
+            run.kept.release()
 
         return run.fit.run(
             "learn", work, self._batch(len(batch.mask), batch.rollout.prompt_ids),
-            took=lambda rows, _: largest_pass(batch.rollout, rows, pass_tokens=pass_tokens),
+            took=lambda rows, _: largest_pass(batch.rollout, rows, pass_tokens=self._pass_tokens),
             discard=discard,
         )  # fmt: skip
 
     def evaluate(self, step: int) -> Evaluation:
         """The greedy policy's answers to the held-out prompts; every process answers some of them."""
         config, run = self._run.config, self._run
-        own = run.eval_prompts[run.world.rank :: run.world.size]
-        idle: list[Prompt] = []
-        if config.shard:  # the same passes everywhere
-            idle = run.eval_prompts[: largest_share(len(run.eval_prompts), run.world.size) - len(own)]
+        mine = run.eval_prompts[run.world.rank :: run.world.size]
+        idle = largest_share(len(run.eval_prompts), run.world.size) - len(mine) if config.shard else 0
+        prompts = mine + run.eval_prompts[:idle]  # the processes of a sharded model make the same passes
 
         def work(rows: int) -> dict[str, Column]:
             return score_heldout(
-                run.sampler.model, run.policy.tokenizer, own + idle,
+                run.sampler.model, run.policy.tokenizer, prompts,
                 settings=SamplingSettings.of(config, temperature=0.0), rows=rows,
                 seed=config.seed, engine=run.engine, judge=run.rewards,
             )  # fmt: skip
 
         scores: dict[str, Column] = {}
-        if own + idle:
-            longest = self._longest_prompt + config.max_new_tokens  # each has a prompt of its own
-            rows = min(len(own + idle), config.rollout_rows or EVAL_ROWS)
-            scores = run.fit.run("evaluate", work, Size(rows, longest), like="sample", discard=self._release)
+        if prompts:
+            tokens = self._longest_prompt + config.max_new_tokens  # each row has a prompt of its own
+            rows = min(len(prompts), config.rollout_rows or EVAL_ROWS)
+            scores = run.fit.run(
+                "evaluate", work, Size(rows, tokens), like="sample", discard=run.kept.release
+            )
             release_cache()  # of rows that are no step's
-        mine = {name: torch.from_numpy(column[: len(own)]) for name, column in scores.items()}
-        parts = run.world.exchange(f"the evaluation at step {step}", mine)
+        columns = {name: torch.from_numpy(column[: len(mine)]) for name, column in scores.items()}
+        parts = run.world.exchange(f"the evaluation at step {step}", columns)
         everybodys = [{name: column.numpy() for name, column in part.items()} for part in parts]
         return Evaluation.of(run.eval_prompts, interleave(everybodys))
-
-    def save(self, step: int, state: dict[str, Any], *, best: bool) -> bool:
-        """A checkpoint of the run, which the first process writes; whether this one has written it."""
-        run, snapshot = self._run, None
-        if run.is_trial:
-            return True  # nothing is wanted
-        if run.config.shard:  # here all take part
-            snapshot = take_snapshot(run.policy.model, run.optimizer, keep=run.world.is_main)
-        reference = run.reference.tensors() if run.reference and (run.world.is_main or snapshot) else None
-        if not run.world.is_main:
-            return False
-        try:
-            written, _ = survive(
-                lambda _: run.checkpoints.save(
-                    step, run.policy.model, run.policy.tokenizer, run.optimizer, state,
-                    reference=reference, best=best, snapshot=snapshot,
-                ),
-                1, phase="checkpoint",
-            )  # fmt: skip
-        except DoesNotFit as error:
-            logger.warning("no checkpoint of step {}: {}", step, error)
-            return False
-        return bool(written)

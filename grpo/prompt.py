@@ -48,13 +48,13 @@ def checked_messages(value: Any, name: str) -> Messages:
     for number, message in enumerate(value, start=1):
         if not isinstance(message, Mapping):
             raise ValueError(f"message {number} of `{name}` is {_kind(message)}: give role and content")
-        given = {key: each for key, each in message.items() if each is not None}
-        if not isinstance(given.get("role"), str):
+        fields = {key: field for key, field in message.items() if field is not None}
+        if not isinstance(fields.get("role"), str):
             raise ValueError(f"message {number} of `{name}` has no role: give system, user or assistant")
-        content = _joined(given.get("content"))
-        if not isinstance(content, str) and "tool_calls" not in given:
+        content = _joined(fields.get("content"))
+        if not isinstance(content, str) and "tool_calls" not in fields:
             raise ValueError(f"message {number} of `{name}` has {_kind(content)} as its content: give text")
-        messages.append(given if content is None else {**given, "content": content})
+        messages.append(fields if content is None else {**fields, "content": content})
     return messages
 
 

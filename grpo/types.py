@@ -23,19 +23,13 @@ class Rollout:
     Frozen before the first backward pass: whatever is retried later, these stay.
     """
 
-    prompts: list[Prompt]
-    prompt_ids: list[list[int]]
-    """Tokens of each of the B prompts."""
-    completion_ids: Tensor
-    """(N, C) on the CPU, padded on the right; C is the longest row's length."""
-    lengths: Tensor
-    """(N,) tokens a row, the end-of-text token included."""
-    terminated: Tensor
-    """(N,) bool: the row ended by itself. Its opposite is truncated, cut at max_new_tokens."""
-    sampler_logp: Tensor
-    """(N, C) log-probs as the sampler saw them; 0 on the padding."""
-    completions: list[str]
-    """N texts, special tokens left out."""
+    prompts: list[Prompt]  # B
+    prompt_ids: list[list[int]]  # tokens of each of the B prompts
+    completion_ids: Tensor  # (N, C) on the CPU, padded on the right; C is the longest row's length
+    lengths: Tensor  # (N,) tokens a row, the end-of-text token included
+    terminated: Tensor  # (N,) bool: ended by itself; its opposite is truncated, cut at max_new_tokens
+    sampler_logp: Tensor  # (N, C) log-probs as the sampler saw them; 0 on the padding
+    completions: list[str]  # N texts, special tokens left out
 
     @property
     def group_size(self) -> int:
@@ -95,13 +89,10 @@ class Step:
     """What one step of a run came to."""
 
     number: int
-    metrics: dict[str, float]
-    """By TRL's names."""
+    metrics: dict[str, float]  # by TRL's names
     rollout: Rollout
-    rewards: Tensor
-    """(N,)."""
-    advantages: Tensor
-    """(N,)."""
+    rewards: Tensor  # (N,)
+    advantages: Tensor  # (N,)
 
     @property
     def completions(self) -> list[str]:

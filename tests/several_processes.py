@@ -155,7 +155,7 @@ def train(
     with untraced(), open_run(config) as run:
         run.optimizer.register_step_pre_hook(lambda *_: gradients.append(_flat(run, "grad")))
         trainer = Trainer(run)
-        sample, learn, accumulate = trainer.sample_and_reward, trainer.learn, trainer.phases.accumulate
+        sample, learn, accumulate = trainer.phases.sample_and_reward, trainer.learn, trainer.phases.accumulate
 
         def sample_and_more(step: int, prompts: Any) -> Any:
             during(rank, step)
@@ -169,7 +169,7 @@ def train(
             rows.append(len(batch.advantages))
             return accumulate(batch, settings, **options)
 
-        trainer.sample_and_reward, trainer.learn = sample_and_more, note_credit  # type: ignore[method-assign]
+        trainer.phases.sample_and_reward, trainer.learn = sample_and_more, note_credit  # type: ignore[method-assign]
         trainer.phases.accumulate = note_rows  # type: ignore[method-assign]
         due = {(step, phase) for step, phase, of in faults if of == rank}
         for phase, name in PLACES.items():

@@ -98,7 +98,7 @@ def how_to_load(run: "Run") -> str:
 
 def _is_lost(run: "Run", trainer: "Trainer", go_on: str) -> bool:
     """Whether the last model is not on the disk; that is said, and what could not be written on the way."""
-    unwritten = [*trainer.tracker.unwritten] if trainer.tracker else []
+    unwritten = list(trainer.logs.unwritten)
     unwritten += [f"the checkpoint of step {step}" for step in run.checkpoints.unwritten]
     if unwritten:
         logger.warning("on the way these could not be written: {}", ", ".join(unwritten))

@@ -15,7 +15,6 @@ import chess.pgn
 
 from grpo.data.maker import Columns, PromptMaker, other_columns
 from grpo.prompt import Prompt
-from rewards.analysis import Analysis
 from rewards.formats import (
     BY_ROOK,
     MAX_HISTORY,
@@ -198,7 +197,11 @@ def _labels(board: chess.Board, moves: Sequence[Any], evals: Sequence[Any]) -> t
         numbers = [float(number) for number in evals]
     except (TypeError, OverflowError) as error:
         raise ValueError(str(error)) from None
-    best = Analysis.from_labels(moves, numbers).moves[0]
+    if len(moves) != len(numbers) or not numbers:
+        raise ValueError(f"{len(moves)} moves and {len(numbers)} evals: expected one eval a move")
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError(f"evals are finite numbers of pawns, not {numbers}")
+    best = moves[numbers.index(max(numbers))]
     if not board.is_legal(chess.Move.from_uci(best)):
         raise ValueError(f"the best label, {best}, is illegal in {board.fen()}")
     return [usual_move(board, move) for move in moves], numbers

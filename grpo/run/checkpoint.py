@@ -12,10 +12,9 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,12 @@ from loguru import logger
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from grpo.environment import typed
 from grpo.files import put_back, shown, take_place
 from grpo.model.adapters import MERGED, has_adapters, save_adapters, save_merged
+from grpo.model.load import Policy
 from grpo.model.names import MODEL_FOLDER
 from grpo.run.training_state import Snapshot, take_snapshot
 
@@ -63,20 +63,19 @@ class CheckpointFolder:
 
     def __init__(self, folder: Path, *, keep: int, merge: bool = False) -> None:
         self.folder = folder
-        self._keep = keep
-        self._merge = merge
+        self.model = folder.parent / MODEL_FOLDER
+        """The model of the newest checkpoint, without what only training needs."""
+        self.to_use: Path | None = None
+        """Where a person finds the model that was saved last: that folder, or a checkpoint."""
         self.unwritten: list[int] = []
         """Steps whose checkpoint could not be written."""
-        self.to_use: Path | None = None
-        """Where a person finds the model that was saved last."""
+        self._keep, self._merge = keep, merge
         self._refused: set[str] = set()
-        """Of what a disk need not be able to do, what it was found not to."""
 
     def save(
         self,
         step: int,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        policy: Policy,
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
         *,
@@ -89,114 +88,58 @@ class CheckpointFolder:
         reference: what the reference has become, if it is not as at first. snapshot: taken beforehand, as
         of a sharded model it has to be, by all processes.
         """
-        final = self.folder / f"step-{step:06d}"
-        temporary = self.folder / f".{final.name}.tmp"
+        final = self._of_step(step)  # perhaps one is there, of before a resume
+        state = {"step": step, **state} | ({"best": True} if best else {})
+        for left_over in self.folder.glob(".step-*.tmp"):  # of a process that was killed
+            shutil.rmtree(left_over, ignore_errors=True)
         try:
-            for left_over in self.folder.glob(".step-*.tmp"):  # of a process that was killed
-                shutil.rmtree(left_over, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            weights, tensors = snapshot or take_snapshot(model, optimizer)
-            self._save_model(model, tokenizer, temporary, weights)
-            if self._merge and has_adapters(model):
-                save_merged(model, temporary / MERGED)
-                tokenizer.save_pretrained(temporary / MERGED)
-            save_file(tensors, temporary / _TENSORS)
-            if reference:
-                save_file(dict(reference), temporary / _REFERENCE)
-            written = {"step": step, **state} | ({"best": True} if best else {})
-            (temporary / _STATE).write_text(json.dumps(written, indent=1))
-            (temporary / _MANIFEST).write_text(json.dumps(_manifest(temporary), indent=1))
-            self._flush_all(temporary)
-            take_place(temporary, final)  # perhaps of the same step, before a resume
+            with self._replacing(final) as folder:
+                weights, tensors = snapshot or take_snapshot(policy.model, optimizer)
+                _save_model(policy, folder, weights)
+                if self._merge and has_adapters(policy.model):
+                    save_merged(policy.model, folder / MERGED)
+                    policy.tokenizer.save_pretrained(folder / MERGED)
+                save_file(tensors, folder / _TENSORS)
+                if reference:
+                    save_file(dict(reference), folder / _REFERENCE)
+                (folder / _STATE).write_text(json.dumps(state, indent=1))
+                (folder / _MANIFEST).write_text(json.dumps(_manifest(folder), indent=1))
         except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
-            shutil.rmtree(temporary, ignore_errors=True)
             logger.warning("checkpoint of step {} could not be written ({}); training goes on", step, error)
             self.unwritten.append(step)
             return None
-        self._attempt("flush folders", partial(_flush, self.folder))
+        with self._optional("flush folders"):
+            _flush(self.folder)
         if best:
             self._mark_best(final)
         self.to_use = final
-        self._attempt(f"hold {MODEL_FOLDER}/ as well", partial(self._publish, final))
+        with self._optional(f"hold {MODEL_FOLDER}/ as well"):
+            self._publish(final)
+            self.to_use = self.model
         self._prune(final)
         return final
 
-    def try_out(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def try_out(self, policy: Policy) -> None:
         """ValueError for what would stand in the way of saving: tried with a number for each tensor."""
-        trial = self.folder / ".trial.tmp"
-        known: dict[tuple[int, torch.Size], Tensor] = {}
-        few = {
-            name: known.setdefault((tensor.data_ptr(), tensor.shape), torch.zeros(1))
-            for name, tensor in ({} if has_adapters(model) else model.state_dict()).items()
+        trial = self.folder / ".trial"
+        stand_ins: dict[tuple[int, torch.Size], Tensor] = {}  # tied weights have one
+        tensors = {} if has_adapters(policy.model) else policy.model.state_dict()
+        weights = {
+            name: stand_ins.setdefault((tensor.data_ptr(), tensor.shape), torch.zeros(1))
+            for name, tensor in tensors.items()
         }
         try:
-            trial.mkdir(parents=True, exist_ok=True)
-            self._save_model(model, tokenizer, trial, few, save_original_format=False)
-            self._flush_all(trial)
-            take_place(trial, trial.with_suffix(".tried"))
+            with self._replacing(trial) as folder:
+                _save_model(policy, folder, weights, save_original_format=False)
         except Exception as error:  # of whoever takes part: transformers, peft, a tokenizer, the disk
             raise ValueError(
                 f"the model could not be saved in {shown(self.folder.parent)} when it is trained: "
                 f"{' '.join(str(error).split())}"
             ) from error
         finally:
-            for folder in (trial, trial.with_suffix(".tried")):
-                shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # of a resumed run it has others
+            shutil.rmtree(trial, ignore_errors=True)
+            with suppress(OSError):  # a resumed run has checkpoints in it
                 self.folder.rmdir()
-
-    def _flush_all(self, folder: Path) -> None:
-        """To the disk, and with the usual modes: safetensors makes files for their owner alone."""
-        usual = folder.stat().st_mode & 0o666
-        for path in (*folder.rglob("*"), folder):
-            if path.is_dir():
-                self._attempt("flush folders", partial(_flush, path))
-            else:
-                _flush(path)
-                self._attempt("change modes", partial(path.chmod, usual))
-
-    def _attempt(self, what: str, action: Callable[[], object]) -> None:
-        """What is only nice to have: where a disk refuses it, that is said once."""
-        try:
-            action()
-        except OSError as error:
-            if what not in self._refused:
-                logger.warning("{} does not {} ({}): it is done without", shown(self.folder), what, error)
-            self._refused.add(what)
-
-    def _save_model(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        folder: Path,
-        weights: Mapping[str, Tensor] | None,
-        **options: Any,
-    ) -> None:
-        if has_adapters(model):
-            save_adapters(model, folder)
-        else:
-            model.save_pretrained(folder, state_dict=weights, **options)
-        tokenizer.save_pretrained(folder)
-
-    @property
-    def model(self) -> Path:
-        """The model to use, of the newest checkpoint: without what only training needs."""
-        return self.folder.parent / MODEL_FOLDER
-
-    def _publish(self, checkpoint: Path) -> None:
-        """Make that folder: of the same files, which take no room on the disk twice, or of copies."""
-        made = self.model.with_name(f".{MODEL_FOLDER}.tmp")
-        shutil.rmtree(made, ignore_errors=True)
-        for path in checkpoint.rglob("*"):
-            if path.is_file() and path.name not in (_MANIFEST, _STATE, _TENSORS, _REFERENCE):
-                target = made / path.relative_to(checkpoint)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    os.link(path, target)
-                except OSError:  # a disk that has no links
-                    shutil.copyfile(path, target)
-        take_place(made, self.model)
-        self.to_use = self.model
 
     def how_to_go_on(self) -> str:
         """For somebody whose run has just ended before its end."""
@@ -207,7 +150,7 @@ class CheckpointFolder:
 
     def damage(self, step: int) -> str | None:
         """Why the checkpoint of `step` is not on the disk as it should be, read back from there; or None."""
-        folder = self.folder / f"step-{step:06d}"
+        folder = self._of_step(step)
         return find_damage(folder) if folder.is_dir() else "it could not be written"
 
     def newest_intact(self) -> Checkpoint | None:
@@ -241,16 +184,30 @@ class CheckpointFolder:
         if (best := self.best) is not None:
             self._mark_best(best)
 
-    def _mark_best(self, folder: Path) -> None:
-        """For people, a link; what it says is in the checkpoint."""
+    def _of_step(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
 
-        def mark() -> None:
-            link = self.folder / f".{_BEST}.tmp"
+    def _mark_best(self, folder: Path) -> None:
+        """With a link, for people; what it says is in the checkpoint, too."""
+        link = self.folder / f".{_BEST}.tmp"
+        with self._optional(f"hold links such as {_BEST}"):
             link.unlink(missing_ok=True)
             link.symlink_to(folder.name)
             os.replace(link, self.folder / _BEST)
 
-        self._attempt(f"hold links such as {_BEST}", mark)
+    def _publish(self, checkpoint: Path) -> None:
+        """Make `model/` of a checkpoint's files, which as links take no room twice, or of copies."""
+        temporary = self.model.with_name(f".{MODEL_FOLDER}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        for path in checkpoint.rglob("*"):
+            if path.is_file() and path.name not in (_MANIFEST, _STATE, _TENSORS, _REFERENCE):
+                target = temporary / path.relative_to(checkpoint)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    os.link(path, target)
+                except OSError:  # a disk that has no links
+                    shutil.copyfile(path, target)
+        take_place(temporary, self.model)
 
     def _prune(self, newest: Path) -> None:
         folders = self.all()
@@ -261,6 +218,40 @@ class CheckpointFolder:
         for folder in folders[:end][: -self._keep]:
             if folder.resolve() != best:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    @contextmanager
+    def _replacing(self, place: Path) -> Iterator[Path]:
+        """A folder to write to, which takes the place of `place` when all is on the disk.
+
+        Its files get the usual modes: safetensors makes files for their owner alone.
+        """
+        temporary = place.with_name(f".{place.name}.tmp")
+        temporary.mkdir(parents=True, exist_ok=True)
+        try:
+            yield temporary
+            usual = temporary.stat().st_mode & 0o666
+            for path in (*temporary.rglob("*"), temporary):
+                if path.is_dir():
+                    with self._optional("flush folders"):
+                        _flush(path)
+                else:
+                    _flush(path)
+                    with self._optional("change modes"):
+                        path.chmod(usual)
+            take_place(temporary, place)
+        except Exception:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    @contextmanager
+    def _optional(self, what: str) -> Iterator[None]:
+        """What not every disk can do: where it refuses, that is said once, and it is done without."""
+        try:
+            yield
+        except OSError as error:
+            if what not in self._refused:
+                logger.warning("{} does not {} ({}): it is done without", shown(self.folder), what, error)
+            self._refused.add(what)
 
 
 def checkpoint_bytes(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> int:
@@ -274,16 +265,16 @@ def checkpoint_bytes(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -
 def find_damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder, or None."""
     try:
-        written, found = json.loads((folder / _MANIFEST).read_text()), _manifest(folder)
-        models = {name for name in written if name.endswith(".safetensors")} - {_TENSORS, _REFERENCE}
-        if not models or not {_STATE, _TENSORS} <= set(written):
+        written, on_disk = json.loads((folder / _MANIFEST).read_text()), _manifest(folder)
+        weights = {name for name in written if name.endswith(".safetensors")} - {_TENSORS, _REFERENCE}
+        if not weights or not {_STATE, _TENSORS} <= set(written):
             return f"{_MANIFEST} cannot be read: it names no weights, {_STATE} and {_TENSORS}"
         for name, entry in written.items():
-            if name not in found:
+            if name not in on_disk:
                 return f"{name} is missing"
-            if found[name]["bytes"] != entry["bytes"]:
-                return f"{name} has {found[name]['bytes']} bytes instead of {entry['bytes']}"
-            if found[name]["sha256"] != entry["sha256"]:
+            if on_disk[name]["bytes"] != entry["bytes"]:
+                return f"{name} has {on_disk[name]['bytes']} bytes instead of {entry['bytes']}"
+            if on_disk[name]["sha256"] != entry["sha256"]:
                 return f"{name} does not have the content that was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{_MANIFEST} cannot be read: {error}"
@@ -292,12 +283,20 @@ def find_damage(folder: Path) -> str | None:
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of each file, by its path within the folder."""
-    found = {}
+    entries = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        found[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
-    return found
+        entries[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
+    return entries
+
+
+def _save_model(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None, **options: Any) -> None:
+    if has_adapters(policy.model):
+        save_adapters(policy.model, folder)
+    else:
+        policy.model.save_pretrained(folder, state_dict=weights, **options)
+    policy.tokenizer.save_pretrained(folder)
 
 
 def _flush(path: Path) -> None:

@@ -36,10 +36,8 @@ class Clock:
 
     def lap(self) -> dict[str, float]:
         """Seconds of each phase, of what lay outside them, and in all (`step_time`); starts anew."""
-        now = time.perf_counter()
-        total = now - self._start
-        split = {f"timing/{phase}_s": seconds for phase, seconds in self._seconds.items()}
-        split["timing/other_s"] = total - sum(self._seconds.values())
-        self._start = now
-        self._seconds.clear()
-        return {**split, "step_time": total}
+        start, self._start = self._start, time.perf_counter()
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        total = self._start - start
+        split = {f"timing/{phase}_s": value for phase, value in seconds.items()}
+        return {**split, "timing/other_s": total - sum(seconds.values()), "step_time": total}

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from loguru import logger
 from rich.console import Console
-from transformers import PretrainedConfig
 
 from grpo.config import Config, SettingsError
 from grpo.config.sizes import parse_size
@@ -39,18 +38,16 @@ def dry_run(config: Config, console: Console) -> None:
     device = torch.device("cuda") if absent else choose_device(config.device)
     work = workload(config, device, absent=config.device_memory)
     here = None if absent else Device(device)
-    memory = here.memory() if here else card_memory(absent or 0)
-    limit = parse_size(config.memory_limit) if config.memory_limit else None
     card = Card(
-        memory, utilization=config.memory_utilization, limit_bytes=limit, slack=here.slack if here else 0
-    )
+        here.memory() if here else card_memory(absent or 0), utilization=config.memory_utilization,
+        limit_bytes=parse_size(config.memory_limit) if config.memory_limit else None,
+        slack=here.slack if here else 0,
+    )  # fmt: skip
     card.held_bytes = here.used_bytes() + STARTED_BYTES if here and here.on_host else CONTEXT_BYTES
     work, plan = plan_without_weights(work, card)
-    logger.info(
-        "{} rows of up to {} prompt and {} new tokens, {}",
-        work.config.num_rows, work.longest_prompt, work.config.max_new_tokens,
-        str(work.target.dtype).removeprefix("torch."),
-    )  # fmt: skip
+    dtype = str(work.target.dtype).removeprefix("torch.")
+    text = "{} rows of up to {} prompt and {} new tokens, {}"
+    logger.info(text, work.config.num_rows, work.longest_prompt, work.config.max_new_tokens, dtype)
     console.print(plan_table(plan))
 
 
@@ -61,27 +58,26 @@ def workload(config: Config, device: torch.device, *, absent: str | None = None)
     """
     config = replace(config, model=choose_model(config.model, device, absent=absent))
     check_peft(config)
-    model, tokenizer = _shape_and_tokenizer(config.model)
-    config = check_quantized(config, model)
+    shape, tokenizer = shape_of(config.model), _tokenizer_of(config.model)
+    config = check_quantized(config, shape)
     precision = "bf16" if absent and config.precision == "auto" else config.precision
-    source = load_source(config, room_in(model, tokenizer, config.max_new_tokens))
+    source = load_source(config, room_in(shape, tokenizer, config.max_new_tokens))
     return Workload(
-        config, make_target(model, device, precision), longest_prompt(source, tokenizer),
+        config, make_target(shape, device, precision), longest_prompt(source, tokenizer),
         reference_here=config.reference_device in (None, device.type), processes=launched_processes()[1],
     )  # fmt: skip
 
 
-def _shape_and_tokenizer(name: str) -> tuple[PretrainedConfig, Tokenizer]:
-    """The model's; of the default model there are stand-ins, as a plan wants neither weights nor tokens."""
-    shape = shape_of(name)
+def _tokenizer_of(name: str) -> Tokenizer:
+    """The model's; the default model's has a stand-in, as a plan only wants to know how many tokens."""
     try:
-        return shape, load_tokenizer(name)
+        return load_tokenizer(name)
     except ValueError:
         if not is_default_out_of_reach(name):
             raise
     logger.info("prompts are counted as a token a byte, the most there can be")
-    return shape, _token_a_byte
 
+    def token_a_byte(text: str | list[str], **options: bool) -> Mapping[str, Any]:
+        return {"input_ids": text.encode() if isinstance(text, str) else [one.encode() for one in text]}
 
-def _token_a_byte(text: str | list[str], **options: bool) -> Mapping[str, Any]:
-    return {"input_ids": text.encode() if isinstance(text, str) else [one.encode() for one in text]}
+    return token_a_byte

@@ -1,7 +1,6 @@
 """The folder of a run: chosen, held by one run at a time, opened to go on with."""
 
 import fcntl
-import itertools
 import os
 import shlex
 import shutil
@@ -10,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 from loguru import logger
 
@@ -24,7 +23,7 @@ from grpo.run.checkpoint import Checkpoint, CheckpointFolder
 
 REWARDS_FOLDER = "rewards"
 LOCK_FILE = ".in-use"
-"""In a run's folder, where it stays: which process trains there, or was the last to; the lock is on it."""
+"""In a run's folder: which process trains there, or was the last to; the lock is on it."""
 
 
 @contextmanager
@@ -33,14 +32,12 @@ def hold_folder(config: Config) -> Iterator[Path]:
 
     SettingsError where another run has it, or a checkpoint of one is in it.
     """
-    made: list[Path] = []
     with ExitStack() as stack:
-        stack.callback(_remove_empty, made)
         try:
-            folder = (config.resume or _new_folder(config, made)).absolute()  # wherever a reward may go
+            folder = (config.resume or _new_folder(config)).absolute()  # wherever a reward may go
             stack.enter_context(_locked(folder, config))
         except OSError as error:
-            raise SettingsError(_cannot_write(config, error)) from error
+            raise _cannot_write(config, error) from error
         if not config.resume and CheckpointFolder(folder / "checkpoints", keep=1).all():
             raise SettingsError(
                 f"name is {folder.name!r}, but {str(shown(folder))!r} is a run already: "
@@ -49,65 +46,36 @@ def hold_folder(config: Config) -> Iterator[Path]:
         yield folder
 
 
-def _remove_empty(made: list[Path]) -> None:
-    with suppress(OSError):  # the run has begun: not empty
-        for folder in reversed(made):
-            folder.rmdir()
-
-
-def _where(config: Config) -> str:
-    """The setting that names the run's folder, or the one in which it is made."""
-    return f"resume is {str(config.resume)!r}" if config.resume else f"runs_dir is {str(config.runs_dir)!r}"
-
-
-def _cannot_write(config: Config, error: OSError) -> str:
-    what = "a run's folder that can be written" if config.resume else "a folder in which others can be made"
-    return f"{_where(config)}, where a run cannot write ({error}): give {what}."
-
-
-def _new_folder(config: Config, made: list[Path]) -> Path:
-    """A run's folder is made; one of date and time gets a number if another run has just taken it."""
+def _new_folder(config: Config) -> Path:
+    """That of the run's name; one of date and time has a number if another run has just taken it."""
     if config.name is not None:
-        folder = config.runs_dir / config.name
-        _make(folder, made)
-        return folder
-    stem = config.runs_dir / datetime.now().strftime("%Y%m%d-%H%M%S")
-    folders = (stem if i == 1 else stem.with_name(f"{stem.name}-{i}") for i in itertools.count(1))
-    return next(folder for folder in folders if _make(folder, made))
-
-
-def _make(folder: Path, made: list[Path]) -> bool:
-    """Make a folder and those above it, noting which; whether it is new."""
-    for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
-        with suppress(FileExistsError):  # another run was faster
-            path.mkdir()
-            made.append(path)
-    return folder in made
+        (config.runs_dir / config.name).mkdir(parents=True, exist_ok=True)
+        return config.runs_dir / config.name
+    folder = stem = config.runs_dir / datetime.now().strftime("%Y%m%d-%H%M%S")
+    for number in count(2):
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            break
+        folder = stem.with_name(f"{stem.name}-{number}")
+    return folder
 
 
 @contextmanager
 def _locked(folder: Path, config: Config) -> Iterator[None]:
     """Hold the lock of a folder, which ends with this process, however it ends."""
-    path, own_name = folder / LOCK_FILE, f"process {os.getpid()} on {socket.gethostname()}"
+    path, this_process = folder / LOCK_FILE, f"process {os.getpid()} on {socket.gethostname()}"
     with path.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            who = file.read() or "another process"
-            given, remedy = ("resume", "") if config.resume else ("name", ", or choose another name")
-            if who == own_name:
-                remedy += "; it is this process: close() a Trainer that takes no step, or open it by with"
-            raise SettingsError(
-                f"{given} is {str(config.resume or folder.name)!r}, but {who} is training in "
-                f"{str(shown(folder))!r}: let it end, or stop it{remedy}."
-            ) from None
+            raise SettingsError(_in_use(folder, config, file.read(), this_process)) from None
         except OSError as error:
             logger.debug("{} is on a disk that knows no locks: {}", folder, error)
         if not path.exists():  # with its folder, which a run that did not begin has just taken away
             raise FileNotFoundError(f"{folder} is gone")
         file.truncate(0)
-        file.write(own_name)
+        file.write(this_process)
         file.flush()
         try:
             yield
@@ -115,26 +83,47 @@ def _locked(folder: Path, config: Config) -> Iterator[None]:
             with suppress(OSError):
                 if list(folder.iterdir()) == [path]:  # the run has not begun
                     path.unlink()
+                    if not config.resume:
+                        folder.rmdir()
+                        folder.parent.rmdir()  # if it is empty
 
 
-def check_room(config: Config, folder: Path, each_bytes: int, num_there: int) -> None:
+def _in_use(folder: Path, config: Config, holder: str, this_process: str) -> str:
+    setting, remedy = ("resume", "") if config.resume else ("name", ", or choose another name")
+    if holder == this_process:
+        remedy += "; it is this process: close() a Trainer that takes no step, or open it by with"
+    return (
+        f"{setting} is {str(config.resume or folder.name)!r}, but {holder or 'another process'} is training "
+        f"in {str(shown(folder))!r}: let it end, or stop it{remedy}."
+    )
+
+
+def _where(config: Config) -> str:
+    """The setting that names the run's folder, or the one in which it is made."""
+    return f"resume is {str(config.resume)!r}" if config.resume else f"runs_dir is {str(config.runs_dir)!r}"
+
+
+def _cannot_write(config: Config, error: OSError) -> SettingsError:
+    what = "a run's folder that can be written" if config.resume else "a folder in which others can be made"
+    return SettingsError(f"{_where(config)}, where a run cannot write ({error}): give {what}.")
+
+
+def check_room(config: Config, folder: Path, checkpoint_bytes: int, num_there: int) -> None:
     """SettingsError where not one checkpoint fits on the disk of `folder`, a warning where not all will.
 
-    each_bytes: of a checkpoint. num_there: checkpoints that the folder has, of which old ones go.
+    num_there: checkpoints that the folder has, of which old ones go.
     """
     free = shutil.disk_usage(folder).free
     # Beside those that stay there are the best one and the one that is being written.
-    most = max(1, config.keep_checkpoints + 2 - num_there) * each_bytes
-    if free < each_bytes:
+    most = max(1, config.keep_checkpoints + 2 - num_there) * checkpoint_bytes
+    if free < checkpoint_bytes:
         raise SettingsError(
             f"{_where(config)}, on a disk with {readable(free)} free, where a checkpoint takes "
-            f"{readable(each_bytes)}: make room, or have the run's folder elsewhere (--runs-dir)."
+            f"{readable(checkpoint_bytes)}: make room, or have the run's folder elsewhere (--runs-dir)."
         )
     if free < most:
-        logger.warning(
-            "{} are free in {}, and checkpoints will take up to {}: make room, or lower --keep-checkpoints",
-            readable(free), folder, readable(most),
-        )  # fmt: skip
+        text = "{} are free in {}, and checkpoints will take up to {}: make room, or lower --keep-checkpoints"
+        logger.warning(text, readable(free), folder, readable(most))
 
 
 def open_checkpoints(config: Config, folder: Path) -> tuple[CheckpointFolder, Checkpoint | None]:
@@ -156,7 +145,13 @@ def open_checkpoints(config: Config, folder: Path) -> tuple[CheckpointFolder, Ch
     if config.steps <= (done := checkpoint.state["step"]):
         raise SettingsError(f"steps is {config.steps}, but {done} steps are done: give --steps above {done}.")
     checkpoints.mend()
-    if changes := _changes(config, folder, checkpoint.state.get("settings")):
+    file = folder / CONFIG_FILE  # older checkpoints have no copy of the settings
+    before = checkpoint.state.get("settings") or (read_yaml(file) if file.is_file() else {})
+    now = to_plain(replace(config, resume=None))
+    changes = [
+        f"{name} {before[name]} -> {value}" for name, value in now.items() if before.get(name, value) != value
+    ]
+    if changes:
         logger.info("changed from here on: {}", ", ".join(changes))
     return checkpoints, checkpoint
 
@@ -177,35 +172,22 @@ def checkpoint_of(model: str) -> str:
     return str(chosen)
 
 
-def _changes(config: Config, folder: Path, saved: dict[str, Any] | None) -> list[str]:
-    """What of a resumed run's settings is no longer as it was when its checkpoint was `saved`."""
-    file = folder / CONFIG_FILE
-    before = saved or (read_yaml(file) if file.is_file() else {})
-    now = to_plain(replace(config, resume=None))
-    return [
-        f"{name} {before[name]} -> {value}"
-        for name, value in now.items()
-        if name in before and before[name] != value
-    ]
-
-
-def keep_rewards(folder: Path, config: Config) -> None:
-    """Copies of the user's files that judge, by the rewards' names; one that has changed since is told."""
-    for spec in config.reward:
-        path, name = reward_file(spec)
-        if path is None:
-            continue
-        kept = folder / REWARDS_FOLDER / f"{name}.py"
-        if kept.is_file() and kept.read_bytes() != path.read_bytes():
-            logger.warning("reward {!r} is not what it was: {} differs from its copy, {}", name, path, kept)
-        elif not kept.is_file():
-            kept.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, kept)
-
-
 def write_settings(folder: Path, config: Config) -> None:
     """The settings that repeat the run (to repeat it is not to resume it): from here on it has begun."""
     try:
         write_yaml(replace(config, resume=None), folder / CONFIG_FILE)
     except OSError as error:
-        raise SettingsError(_cannot_write(config, error)) from error
+        raise _cannot_write(config, error) from error
+
+
+def keep_rewards(folder: Path, config: Config) -> None:
+    """Copies of the user's files that judge, by the rewards' names; one that has changed since is told."""
+    for path, name in map(reward_file, config.reward):
+        if path is None:
+            continue
+        copy = folder / REWARDS_FOLDER / f"{name}.py"
+        if not copy.is_file():
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
+        elif copy.read_bytes() != path.read_bytes():
+            logger.warning("reward {!r} is not what it was: {} differs from its copy, {}", name, path, copy)

@@ -11,33 +11,30 @@ from types import FrameType
 from grpo.environment import launched_processes
 
 _SAME_S = 1.0
+"""A launcher passes on to its processes the Ctrl-C that the terminal has sent them already: so soon after."""
 
 
 class StopRequest:
-    """Whether the user has asked to stop."""
+    """Whether the user has asked to stop, and whether there is a step that could be finished."""
 
     requested = False
     begun = False
-    """Whether there is a step that could be finished: before, one Ctrl-C ends all at once."""
 
 
 @contextmanager
 def stop_on_signal() -> Iterator[StopRequest]:
     """While inside, the first SIGINT or SIGTERM only sets the flag; the second raises KeyboardInterrupt.
 
-    The first does where nothing has begun.
-
-    Of several processes, what comes within a second of the first is the first again: a launcher passes on
-    to its processes the Ctrl-C that the terminal has sent them already.
+    The first does where no step has begun. Of several processes, what comes within a second of the first is
+    the first again.
     """
-    stop = StopRequest()
-    since = math.inf
+    stop, since = StopRequest(), math.inf
     rank, size = launched_processes()
-    same_s = _SAME_S if size > 1 else 0.0
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
         nonlocal since
-        if not stop.begun or (stop.requested and time.monotonic() - since >= same_s):
+        again = stop.requested and (size == 1 or time.monotonic() - since >= _SAME_S)
+        if again or not stop.begun:
             raise KeyboardInterrupt
         if stop.requested:
             return

@@ -1,22 +1,32 @@
-"""The prompts and the models of a run: loaded whole, checked, and models sharded if they are to be."""
+"""The prompts and the models of a run: checked, loaded whole, and models sharded if they are to be."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from loguru import logger
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
-from grpo.config import Config, SettingsError
+from grpo.config import Config, SettingsError, to_plain
+from grpo.config.settings import MemorySettings
 from grpo.data import PromptSource, Room, Tokenizer, check_spec, load_prompts
 from grpo.data.load import Rows
-from grpo.data.tokens import tokenize
-from grpo.distributed import World
+from grpo.data.tokens import put_behind, tokenize
+from grpo.distributed import World, sum_of_bits
 from grpo.distributed.shard import shard_model
 from grpo.files import shown
 from grpo.model.adapters import add_adapters, load_adapters, store_base
 from grpo.model.four_bits import BITSANDBYTES, quantized_by
-from grpo.model.load import ModelSource, Policy, context_length, load_config, load_tokenizer
+from grpo.model.load import (
+    ModelSource,
+    Policy,
+    context_length,
+    end_names,
+    end_tokens,
+    load_config,
+    load_tokenizer,
+)
 from grpo.model.names import BASE_FOLDER, base_of, findable
 from grpo.model.target import Target
 from grpo.model.weights import Reference, frozen_copy, make_reference
@@ -24,6 +34,12 @@ from grpo.prompt import Prompt
 from grpo.rollout.decoder import check_decoder
 from grpo.run.checkpoint import Checkpoint
 from grpo.scoring.model_checks import check_scorer
+
+_OF_THIS_MACHINE = {
+    *("device", "reference_device", "stockfish_path", "num_engines", "runs_dir", "name", "resume"),
+    *(item.name for item in fields(MemorySettings)),
+}
+"""Settings in which the processes of a run may differ."""
 
 
 def check_shard(config: Config, world: World) -> None:
@@ -33,21 +49,15 @@ def check_shard(config: Config, world: World) -> None:
             "shard is on, but there is one process: start several, one a device, with "
             "torchrun --nproc_per_node N train_lean.py --shard, or leave it off."
         )
+    in_the_way = ""
     if config.uses_lora:
-        raise SettingsError(
-            f"shard is on, and lora_rank is {config.lora_rank}: adapters cannot be sharded yet; leave "
-            "one of the two out."
-        )
-    if config.optimizer_kind != "adamw":
-        raise SettingsError(
-            f"shard is on, and optimizer_kind is {config.optimizer_kind}, whose moments cannot be "
-            "sharded: give adamw."
-        )
-    if config.reference_device is not None:
-        raise SettingsError(
-            f"shard is on, and reference_device is {config.reference_device!r}: the reference is sharded "
-            "beside the policy; leave one of the two out."
-        )
+        in_the_way = f"lora_rank is {config.lora_rank}: adapters cannot be sharded yet"
+    elif config.optimizer_kind != "adamw":
+        in_the_way = f"optimizer_kind is {config.optimizer_kind}: give adamw, whose moments can be sharded"
+    elif config.reference_device is not None:
+        in_the_way = f"reference_device is {config.reference_device!r}: the reference is beside the policy"
+    if in_the_way:
+        raise SettingsError(f"shard is on, and {in_the_way}; leave one of the two out.")
 
 
 def check_quantized(config: Config, model: PretrainedConfig) -> Config:
@@ -72,6 +82,28 @@ def check_quantized(config: Config, model: PretrainedConfig) -> Config:
     return replace(config, load_in_4bit=True)
 
 
+def check_same(
+    world: World, config: Config, checkpoint: Checkpoint | None, source: PromptSource, model: PreTrainedModel
+) -> None:
+    """SettingsError unless all processes train the same model on the same prompts in the same way."""
+    if world.size == 1:
+        return
+    of_this_machine = _OF_THIS_MACHINE - ({"memory_limit"} if config.shard else set())
+    mine: dict[str, Any] = {
+        **{name: value for name, value in to_plain(config).items() if name not in of_this_machine},
+        "the checkpoint to go on from": checkpoint.folder.name if checkpoint else None,
+        "the prompts (a digest)": source.state()["rows_digest"],
+        "the model (a sum of its bits)": sum(map(sum_of_bits, model.parameters())),
+    }
+    for rank, theirs in enumerate(world.exchange("the comparison of settings", mine)):
+        for what, value in theirs.items():
+            if value != mine[what]:
+                raise SettingsError(
+                    f"process {rank} has {value} for {what}, process {world.rank} {mine[what]}: give all "
+                    "machines the same command, files and versions, and --resume a folder that all see."
+                )
+
+
 def load_source(config: Config, room: Room | None = None, prompts: str | Rows | None = None) -> PromptSource:
     """The prompts that a run draws from and evaluates: those that its model has room for. Without weights.
 
@@ -80,11 +112,11 @@ def load_source(config: Config, room: Room | None = None, prompts: str | Rows | 
     """
     prompts = config.prompts if prompts is None else prompts
     check_spec(prompts)
-    room = room or prompt_room(config.model, config.max_new_tokens)
     return load_prompts(
         prompts, seed=config.seed, policy_share=config.policy_share,
         heldout_share=config.heldout_share, heldout_count=config.eval_prompts,
-        max_bad_share=config.max_bad_share, settings=config, room=room,
+        max_bad_share=config.max_bad_share, settings=config,
+        room=room or prompt_room(config.model, config.max_new_tokens),
     )  # fmt: skip
 
 
@@ -94,31 +126,45 @@ def prompt_room(model: str, max_new_tokens: int) -> Room:
 
 
 def room_in(model: PretrainedConfig, tokenizer: Tokenizer, max_new_tokens: int) -> Room:
-    """The same of a model's shape."""
+    """The same of a model's shape.
+
+    Tokens that were added to a tokenizer and not to its model may stand in nobody's prompt; SettingsError
+    where others have no row in the model, or one that is put in front of each text.
+    """
     context = context_length(model)
     if context <= max_new_tokens:
         raise SettingsError(
             f"max_new_tokens is {max_new_tokens}, but the model's context is {context} tokens: give less "
             "than that, to leave room for the prompt."
         )
-    return Room(tokenizer, context, max_new_tokens, _tokens_without_row(model, tokenizer))
-
-
-def _tokens_without_row(model: PretrainedConfig, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Those that were added to a tokenizer and not to its model: a person's texts need not have them.
-
-    SettingsError where others are, or one that is put in front of each text.
-    """
-    rows = model.get_text_config(decoder=True).vocab_size
-    known: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()  # a stand-in's has none
+    num_rows = model.get_text_config(decoder=True).vocab_size
+    vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()  # a stand-in's has none
     added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
-    beyond = [token for token, number in known.items() if number >= rows]
-    if not set(beyond) <= set(added) or max(tokenize([Prompt("", "a", {})], tokenizer)[0]) >= rows:
+    beyond = [token for token, number in vocabulary.items() if number >= num_rows]
+    if not set(beyond) <= set(added) or max(tokenize([Prompt("", "a", {})], tokenizer)[0]) >= num_rows:
         raise SettingsError(
-            f"the tokenizer has {len(known):,} tokens, but the model has rows for {rows:,}: give the "
-            "tokenizer that the model was trained with, or save the model after resize_token_embeddings."
+            f"the tokenizer has {len(vocabulary):,} tokens, but the model has rows for {num_rows:,}: give "
+            "the tokenizer that the model was trained with, or save the model after resize_token_embeddings."
         )
-    return tuple(beyond)
+    return Room(tokenizer, context, max_new_tokens, tuple(beyond))
+
+
+def say_where_texts_end(policy: Policy, config: Config) -> None:
+    """Completions, by which tokens; of these what the model cannot write; and prompts, where that is open."""
+    if config.ignore_ends:
+        logger.info("completions all have {} tokens: nothing ends them", config.max_new_tokens)
+        return
+    ends = end_names(policy.model, policy.tokenizer, config.stop_texts)
+    logger.info("completions end at {}, or after {} tokens", " or ".join(ends), config.max_new_tokens)
+    rows = policy.model.get_output_embeddings().weight.shape[0]
+    for token, name in zip(end_tokens(policy.model, policy.tokenizer), ends, strict=False):
+        if token >= rows:  # one that only the generation configuration names others do without
+            level = "WARNING" if token == policy.tokenizer.eos_token_id else "INFO"
+            text = "the model has {} tokens and cannot write {}, which is to end a text"
+            logger.log(level, text, rows, name)
+    if behind := put_behind(policy.tokenizer):
+        names = " ".join(policy.tokenizer.convert_ids_to_tokens(behind))
+        logger.info("the tokenizer puts {} behind a text: prompts go without it, as they are to go on", names)
 
 
 def load_models(
@@ -160,17 +206,16 @@ def load_models(
         reference = make_reference(policy.model, reference_device)
         load_adapters(policy.model, checkpoint.folder)
     else:
+        first = policy.model
         reference = Reference(
-            policy.model.to(reference_device)
-            if source.model is None
-            else frozen_copy(policy.model, reference_device)
+            first.to(reference_device) if source.model is None else frozen_copy(first, reference_device)
         )
         policy = source.load_weights(policy, str(checkpoint.folder), on_host=config.shard)
     reference.restore(checkpoint.reference())
     return policy, reference if config.uses_reference else None
 
 
-def shard_models(config: Config, policy: Policy, reference: Reference | None) -> None:
+def shard_models(policy: Policy, reference: Reference | None) -> None:
     """Over all processes, to the device they compute on."""
     target = policy.target
     shard_model(policy.model, target.dtype, target.device)

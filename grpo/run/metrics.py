@@ -1,11 +1,9 @@
 """A step's numbers by TRL's names."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from loguru import logger
 from torch import Tensor
 
 from grpo.data.reward_functions import Scores
@@ -18,18 +16,13 @@ MANY_CUT = 0.9
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
     """Lengths in tokens; `clipped_ratio` is the share of completions cut at max_new_tokens."""
-    lengths, ended = rollout.lengths.float(), rollout.lengths[rollout.terminated].float()
-    if len(ended) == 0:
-        ended = torch.zeros(1)
-    return {
-        "completions/mean_length": lengths.mean().item(),
-        "completions/min_length": lengths.min().item(),
-        "completions/max_length": lengths.max().item(),
-        "completions/mean_terminated_length": ended.mean().item(),
-        "completions/min_terminated_length": ended.min().item(),
-        "completions/max_terminated_length": ended.max().item(),
-        "completions/clipped_ratio": 1 - rollout.terminated.float().mean().item(),
-    }
+    ended = rollout.lengths[rollout.terminated]
+    metrics = {"completions/clipped_ratio": 1 - rollout.terminated.float().mean().item()}
+    for kind, lengths in (("", rollout.lengths), ("_terminated", ended if len(ended) else torch.zeros(1))):
+        for statistic in ("mean", "min", "max"):
+            value = getattr(lengths.float(), statistic)().item()
+            metrics[f"completions/{statistic}{kind}_length"] = value
+    return metrics
 
 
 def reward_metrics(scores: Scores, group_size: int) -> dict[str, float]:
@@ -44,10 +37,10 @@ def reward_metrics(scores: Scores, group_size: int) -> dict[str, float]:
         "reward_std": rewards.view(-1, group_size).std(1).mean().item(),
         "frac_reward_zero_std": zero_variance_groups(rewards, group_size).double().mean().item(),
     }
-    by_name = dict(zip(scores.names, scores.table.T, strict=True))
+    columns = dict(zip(scores.names, scores.table.T, strict=True))
     for name in sorted({name for row in scores.components for name in row}):
-        by_name[name] = torch.tensor([row.get(name, torch.nan) for row in scores.components])
-    for name, values in by_name.items():
+        columns[name] = torch.tensor([row.get(name, torch.nan) for row in scores.components])
+    for name, values in columns.items():
         values = values[~values.isnan()]
         if len(values):
             metrics[f"rewards/{name}/mean"] = values.mean().item()
@@ -55,43 +48,34 @@ def reward_metrics(scores: Scores, group_size: int) -> dict[str, float]:
     return metrics
 
 
-@dataclass
-class Doubts:
-    """Says once a run that a step's rewards are all the same, and once that nearly all of it was cut."""
-
-    num_rows: int
-    max_new_tokens: int
-    ends: Sequence[str]
-    """What ends a completion."""
-    equal = cut = False
-    """Whether that has been said."""
-
-    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Look at a step's metrics."""
-        if metrics["frac_reward_zero_std"] == 1 and not self.equal:
-            self.equal = True
-            logger.warning(
-                "no group of step {} has rewards that differ: nothing is learned from rewards; see --reward "
-                "and --temperature", step,
-            )  # fmt: skip
-        num_cut = round(metrics["completions/clipped_ratio"] * self.num_rows)
-        if num_cut >= MANY_CUT * self.num_rows and not self.cut:
-            self.cut = True
-            logger.warning(
-                "{} of {} completions of step {} were cut at max_new_tokens {}: raise it, or nothing ends; "
-                "what would: {}", num_cut, self.num_rows, step, self.max_new_tokens, ", ".join(self.ends),
-            )  # fmt: skip
+def warnings_of(
+    step: int, metrics: Mapping[str, float], *, num_rows: int, max_new_tokens: int, ends: Sequence[str]
+) -> dict[str, str]:
+    """What a person should know of a step's metrics, by kind. ends: what ends a completion, for people."""
+    warnings = {}
+    if metrics["frac_reward_zero_std"] == 1:
+        warnings["equal"] = (
+            f"no group of step {step} has rewards that differ: nothing is learned from rewards; see --reward "
+            "and --temperature"
+        )
+    num_cut = round(metrics["completions/clipped_ratio"] * num_rows)
+    if num_cut >= MANY_CUT * num_rows:
+        warnings["cut"] = (
+            f"{num_cut} of {num_rows} completions of step {step} were cut at max_new_tokens "
+            f"{max_new_tokens}: raise it, or nothing ends; what would: {', '.join(ends)}"
+        )
+    return warnings
 
 
 def completion_records(
     rollout: Rollout, scores: Scores, advantages: Tensor, count: int, *, first: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """About `count` completions of a step, evenly over its groups from row `first` on, and what was said."""
+    """About `count` completions of a step, evenly over its groups from row `first` on, with their rewards."""
     prompts = rollout.row_prompts
     num_rows = len(prompts)
     for index in range(min(count, num_rows)):
         row = (first + index * num_rows // min(count, num_rows)) % num_rows
-        given = zip(scores.names, scores.table[row].tolist(), strict=True)
+        rewards = dict(zip(scores.names, scores.table[row].tolist(), strict=True))
         yield {
             "row": row,
             "prompt_id": prompts[row].id,
@@ -100,7 +84,7 @@ def completion_records(
             "completion": rollout.completions[row],
             "num_tokens": int(rollout.lengths[row]),
             "terminated": bool(rollout.terminated[row]),
-            "rewards": {name: value for name, value in given if value == value},
+            "rewards": {name: value for name, value in rewards.items() if value == value},
             "components": scores.components[row],
             **({"extra": scores.extra[row]} if scores.extra[row] else {}),
             "advantage": advantages[row].item(),

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import cache
-from typing import NamedTuple
 
 from loguru import logger
 
@@ -11,7 +10,6 @@ from grpo.distributed import World
 from grpo.memory import Device, DoesNotFit, Fit, Size
 from grpo.memory.budget import readable
 from grpo.model.load import Policy
-from grpo.model.weights import Reference, RolloutModel
 from grpo.plan.absent import see_trace
 from grpo.plan.advice import explain
 from grpo.plan.phases_at import PhasesAt
@@ -24,49 +22,46 @@ HOST_WORK, CARD_WORK = 2e10, 4e14
 """Tokens times parameters of a pass that is computed only to see what it holds: a second of two cores."""
 
 
-class Models(NamedTuple):
-    """Whose passes are tried."""
-
-    policy: Policy
-    sampler: RolloutModel
-    reference: Reference | None
-
-
 def plan_run(
-    work: Workload, world: World, device: Device, models: Models, limited: ExitStack, is_trial: bool = False
+    work: Workload,
+    world: World,
+    device: Device,
+    phases_at: Callable[[Workload], PhasesAt],
+    stack: ExitStack,
+    *,
+    is_trial: bool = False,
 ) -> tuple[Workload, Fit, Plan]:
     """The first plan; what is auto in the settings is settled by then.
 
-    From here on the budget is enforced, until `limited` is closed. DoesNotFit, with what would be enough,
+    From here on the budget is enforced, until `stack` is closed. DoesNotFit, with what would be enough,
     where not one row fits.
     """
-    how = limited.enter_context(device.capped())
-    if work.config.memory_limit:
-        logger.info("memory limit {}: {}", work.config.memory_limit, how)
-    try:
-        if (beyond := device.used_bytes() - device.budget().usable_bytes) > 0:
-            raise DoesNotFit(f"{readable(beyond)} more are held than may be.")
-        work, fit = _try_out(work, world, device, models, is_trial)
-    except DoesNotFit as error:
-        limited.close()  # to say what would be enough takes memory, too
-        if work.config.memory_limit and not work.config.shard:  # whose passes want all processes
-            _grow(work, models)
-        raise explain(work, TracedPhases(work.phase_settings()), Fit(device)) from error
-    policy = models.policy.model
-    counted = policy.num_parameters()
+    with ExitStack() as limited:
+        how = limited.enter_context(device.capped())
+        if work.config.memory_limit:
+            logger.info("memory limit {}: {}", work.config.memory_limit, how)
+        try:
+            if (beyond := device.used_bytes() - device.budget().usable_bytes) > 0:
+                raise DoesNotFit(f"{readable(beyond)} more are held than may be.")
+            work, fit = _try_out(work, world, device, phases_at, is_trial)
+        except DoesNotFit as error:
+            limited.close()  # to say what would be enough takes memory, too
+            if work.config.memory_limit and not work.config.shard:  # whose passes want all processes
+                _make_first_passes(work, phases_at(work))
+            raise explain(work, TracedPhases(work.phase_settings()), Fit(device)) from error
+        stack.push(limited.pop_all())
+    policy = phases_at(work).policy
     trained = [parameter.numel() for parameter in policy.parameters() if parameter.requires_grad]
-    frozen = sum(each.nbytes for each in policy.parameters() if not each.requires_grad)
-    base = counted - sum(trained) if work.config.uses_lora else counted
-    resident = work.resident(base, trained, frozen)
-    return work, fit, plan_of(fit, work, resident, trained=sum(trained))
+    frozen_bytes = sum(parameter.nbytes for parameter in policy.parameters() if not parameter.requires_grad)
+    base = policy.num_parameters() - (sum(trained) if work.config.uses_lora else 0)
+    return work, fit, plan_of(fit, work, work.resident(base, trained, frozen_bytes), trained=sum(trained))
 
 
-def _grow(work: Workload, models: Models) -> None:
+def _make_first_passes(work: Workload, phases: PhasesAt) -> None:
     """Have a process that was refused hold what a first pass leaves for good: threads, kernels, libraries.
 
     On 16 cores they take 70 MB, and a limit that is named without them would be refused again.
     """
-    phases = _phases_at(work, models)
     for phase in work.phase_settings().phases:
         with suppress(Exception):  # it only makes a figure better
             phases.run(phase, work.size(1))
@@ -74,7 +69,7 @@ def _grow(work: Workload, models: Models) -> None:
 
 
 def _try_out(
-    work: Workload, world: World, device: Device, models: Models, is_trial: bool
+    work: Workload, world: World, device: Device, phases_at: Callable[[Workload], PhasesAt], is_trial: bool
 ) -> tuple[Workload, Fit]:
     """Passes of each phase; where not one row learns, and that is left open, layers are recomputed."""
     shard = work.config.shard
@@ -90,7 +85,7 @@ def _try_out(
             agree=agree, obeys=is_trial,
         )  # fmt: skip
         try:
-            warm_up(fit, tried, _passes(tried, fit, models))
+            warm_up(fit, tried, _passes(tried, fit, phases_at(tried)))
             break
         except DoesNotFit:
             if kind != "none":
@@ -106,10 +101,9 @@ def _try_out(
     return tried, fit
 
 
-def _passes(work: Workload, fit: Fit, models: Models) -> Callable[[str, Size], bool]:
+def _passes(work: Workload, fit: Fit, phases: PhasesAt) -> Callable[[str, Size], bool]:
     """Real ones, in which kernels are loaded and the process is seen to grow; traces where they take long."""
-    phases, num_parameters = _phases_at(work, models), models.policy.model.num_parameters()
-    most = (HOST_WORK if work.target.on_cpu else CARD_WORK) / num_parameters
+    most = (HOST_WORK if work.target.on_cpu else CARD_WORK) / phases.policy.num_parameters()
     traced = cache(lambda: TracedPhases(phases.settings))
 
     def pass_at(phase: str, size: Size) -> bool:
@@ -125,12 +119,6 @@ def _passes(work: Workload, fit: Fit, models: Models) -> Callable[[str, Size], b
             return False
 
     return pass_at
-
-
-def _phases_at(work: Workload, models: Models) -> PhasesAt:
-    settings = work.phase_settings()
-    scored = models.reference.model if models.reference and settings.scores == "reference" else None
-    return PhasesAt(settings, models.policy.model, models.sampler.model, scored)
 
 
 def stays_gathered(world: World, fit: Fit, work: Workload, policy: Policy) -> bool:

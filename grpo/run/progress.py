@@ -20,11 +20,13 @@ class Progress:
     def __init__(
         self, steps: int, minutes: float | None, *, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self.steps, self._limit_s, self._now = steps, None if minutes is None else 60 * minutes, now
+        self.steps, self._limit_s, self._now = steps, 60 * (minutes or 0), now
         self._began: float | None = None
-        self._before_s = 0.0
+        self._before_s = 0.0  # of earlier starts
         self._time_share = 0.0  # of the minutes, the same in all processes
-        self._first: tuple[int, float] | None = None
+        self._first: tuple[int, float] | None = None  # step of this start, and when it was done
+        self.of_steps = "" if minutes else f" of {steps}"
+        """What stands behind a step's number: nothing where it may be the minutes that end the run."""
 
     def begin(self) -> None:
         """Training begins, or goes on."""
@@ -32,14 +34,14 @@ class Progress:
 
     @property
     def trained_s(self) -> float:
-        return self._before_s if self._began is None else self._before_s + self._now() - self._began
+        return self._before_s + (0.0 if self._began is None else self._now() - self._began)
 
     def _share_of_time(self) -> float:
-        return 0.0 if self._limit_s is None else min(1.0, self.trained_s / self._limit_s)
+        return min(1.0, self.trained_s / self._limit_s) if self._limit_s else 0.0
 
     def is_over(self, finished: int, world: "World") -> bool:
         """Whether steps or minutes are used up, by the first process's clock; a collective."""
-        if self._limit_s is not None:
+        if self._limit_s:
             self._time_share = world.from_main("the time", self._share_of_time())
         return finished >= self.steps or self._time_share >= 1
 
@@ -51,19 +53,11 @@ class Progress:
         """Of the run that is done now, 1 at most."""
         return min(1.0, max(finished / self.steps, self._share_of_time()))
 
-    @property
-    def of_steps(self) -> str:
-        """What stands behind a step's number: nothing where it may be the minutes that end the run."""
-        return f" of {self.steps}" if self._limit_s is None else ""
-
     def forecast(self, finished: int) -> str | None:
         """Once, some steps after the first that was seen: what will end the run. None without minutes."""
-        if self._limit_s is None:
-            return None
-        if self._first is None:
-            self._first = finished, self.trained_s
+        self._first = self._first or (finished, self.trained_s)
         first, since = self._first
-        if finished - first != FORECAST_STEPS - 1:
+        if not self._limit_s or finished - first != FORECAST_STEPS - 1:
             return None
         step_s = (self.trained_s - since) / (finished - first)
         reached = finished + int((self._limit_s - self.trained_s) / step_s)
@@ -74,7 +68,7 @@ class Progress:
 
     def ended(self, finished: int, rate: float) -> str:
         """What the run has come to, and where minutes are limited, what ended it and with which rate."""
-        if self._limit_s is None:
+        if not self._limit_s:
             return f"done after {finished} steps"
         by = "steps" if finished >= self.steps else "minutes"
         return f"ended by {by} after {finished} of {self.steps} steps, learning rate {rate:.2g}"

@@ -17,7 +17,7 @@ from grpo.run.progress import Progress
 
 LOG_FILE = "log.txt"
 """In a run's folder: all log lines of the first process, those of each step among them."""
-_BEFORE = len("12:00:00 WARNING ")
+_INDENT = len("12:00:00 WARNING ")
 _LETTERS = 300
 """Of a prompt and of a completion, shown."""
 
@@ -30,56 +30,51 @@ def configure_logging(level: str, console: Console, *, process: int = 0) -> None
     """
     logger.remove()
     waiting.show_on(None if process else console)
-    line = "<green>{time:HH:mm:ss}</green> <level>{level: <7}</level> {message}"
+    line = "<green>{time:HH:mm:ss}</green> <level>{level: <7}</level> "
     if process:
-        line = line.replace("{message}", f"process {process}: {{message}}")
+        line += f"process {process}: "
         level = level if level in ("DEBUG", "ERROR") else "WARNING"
-    if console.is_terminal:
+    if not console.is_terminal:
+        logger.add(sys.stderr, level=level, format=line + "{message}")
+        return
 
-        def wrapped(record: Any) -> str:
-            paragraphs = record["message"].split("\n")
-            lines = [each for text in paragraphs for each in _lines(text, console.width)]
-            record["extra"]["shown"] = f"\n{' ' * _BEFORE}".join(lines)
-            return line.replace("{message}", "{extra[shown]}\n{exception}")
+    def wrapped(record: Any) -> str:
+        """At words; what has to be copied as a whole stays so."""
+        width = max(40, console.width - _INDENT)
+        paragraphs = (
+            textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+            for text in record["message"].split("\n")
+        )
+        lines = [text for paragraph in paragraphs for text in paragraph or [""]]
+        record["extra"]["shown"] = f"\n{' ' * _INDENT}".join(lines)
+        return line + "{extra[shown]}\n{exception}"
 
-        logger.add(
-            lambda message: console.out(message, end="", highlight=False),
-            level=level, format=wrapped, colorize=True,
-            filter=lambda record: not record["extra"].get("piped"),
-        )  # fmt: skip
-    else:
-        logger.add(sys.stderr, level=level, format=line)
-
-
-def _lines(text: str, width: int) -> list[str]:
-    """At words; what has to be copied as a whole stays so."""
-    return textwrap.wrap(text, max(40, width - _BEFORE), break_long_words=False, break_on_hyphens=False) or [
-        ""
-    ]
+    logger.add(
+        lambda message: console.out(message, end="", highlight=False),
+        level=level, format=wrapped, colorize=True,
+        filter=lambda record: not record["extra"].get("piped"),
+    )  # fmt: skip
 
 
 @contextmanager
 def keep_log(folder: Path) -> Iterator[None]:
     """Inside, log lines go to a run's folder, too, as long as they can be written there."""
+    file = folder / LOG_FILE
     try:
-        file = (folder / LOG_FILE).open("a", encoding="utf-8", buffering=1)
+        file.open("a").close()
     except OSError as error:
-        logger.warning("{} cannot be written ({})", folder / LOG_FILE, error.strerror)
-        yield
-        return
+        logger.warning("{} cannot be written ({})", file, error.strerror)
 
     def write(message: str) -> None:
-        with suppress(OSError, ValueError):  # a full disk: the console has it
-            file.write(message)
+        with suppress(OSError), file.open("a", encoding="utf-8") as log:  # a full disk: the console has it
+            log.write(message)
 
-    added = logger.add(write, level="INFO", format="{time:YYYY-MM-DD HH:mm:ss} {level: <7} {message}")
+    sink = logger.add(write, level="INFO", format="{time:YYYY-MM-DD HH:mm:ss} {level: <7} {message}")
     try:
         yield
     finally:
         with suppress(ValueError):  # somebody has removed all
-            logger.remove(added)
-        with suppress(OSError):
-            file.close()
+            logger.remove(sink)
 
 
 def in_one_line(metrics: Mapping[str, float], num_rows: int) -> str:
@@ -121,12 +116,12 @@ class StepProgress:
             self._console.print(f"step {step}: {summary.replace(' samples/s', '/s')}", highlight=False)
         self._bar.update(self._task, completed=self._progress.share(step), step=step)
 
-    def show(self, said: Mapping[str, Any]) -> None:
+    def show(self, record: Mapping[str, Any]) -> None:
         """A completion, one of `completion_records`."""
-        scores = {**said["rewards"], **said["components"]}
+        scores = {**record["rewards"], **record["components"]}
         shown = ", ".join(f"{name} {value:.2f}" for name, value in scores.items())
-        asked = said["messages"][-1].get("content", "") if "messages" in said else said["prompt"]
-        logger.info("{}\n→ {}\n({})", _shortened(asked), _shortened(said["completion"]), shown)
+        asked = record["messages"][-1].get("content", "") if "messages" in record else record["prompt"]
+        logger.info("{}\n→ {}\n({})", _shortened(asked), _shortened(record["completion"]), shown)
 
     def close(self) -> None:
         self._bar.stop()
@@ -134,5 +129,5 @@ class StepProgress:
 
 def _shortened(text: str) -> str:
     """Of somebody's text the beginning and the end, without what a terminal would obey."""
-    text = "".join(each if each.isprintable() or each == "\n" else "�" for each in text)
+    text = "".join(letter if letter.isprintable() or letter == "\n" else "�" for letter in text)
     return text if len(text) <= _LETTERS else f"{text[: _LETTERS // 2]} … {text[-_LETTERS // 2 :]}"

@@ -8,8 +8,8 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,6 +20,8 @@ from grpo.files import write_whole
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
 MEMORY_FILE = "memory.jsonl"
+Board = tuple[Callable[[int, Mapping[str, float]], object], Callable[[], object]]
+"""A tracker: what sends it a step's metrics, and what closes it."""
 
 
 def process_file(file: str, process: int) -> str:
@@ -28,45 +30,40 @@ def process_file(file: str, process: int) -> str:
     return f"{path.stem}-process-{process}{path.suffix}" if process else file
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON-lines file; [] where there is no file, and without a broken last line."""
-    return _parse(path, path.read_bytes().splitlines()) if path.exists() else []
-
-
 class NewLines:
     """Each call gives the records that a JSON-lines file has got since; half a line waits for its rest.
 
-    A file that is not there yet has none.
+    A file that is not there yet has none. Whatever is no JSON object is left out, with a warning.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
+        self._path, self._offset = path, 0
 
-    def __call__(self) -> list[dict[str, Any]]:
+    def __call__(self, *, to_the_end: bool = False) -> list[dict[str, Any]]:
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
             file.seek(self._offset)
-            new = file.read()
-        whole = new[: new.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return _parse(self._path, whole.splitlines())
+            content = file.read()
+        if not to_the_end:
+            content = content[: content.rfind(b"\n") + 1]
+        self._offset += len(content)
+        records = []
+        for line in content.splitlines():
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if isinstance(record, dict):
+                records.append(record)
+            else:
+                logger.warning("{}: a broken line was left out", self._path)
+        return records
 
 
-def _parse(path: Path, lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """Whatever is no JSON object is left out, with a word."""
-    records = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict):
-            records.append(record)
-        else:
-            logger.warning("{}: a broken line was left out", path)
-    return records
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All records of a JSON-lines file; a last line that was cut short is a broken one."""
+    return NewLines(path)(to_the_end=True)
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -96,23 +93,24 @@ class RunTracker:
         self.unwritten: list[str] = []
         self._folder, self._before_step = folder, before_step
         self._failing: set[str] = set()
-        self._boards: dict[str, Callable[[int, Mapping[str, float]], object]] = {}
-        self._closing: dict[str, Callable[[], object]] = {}
         self._files: dict[str, TextIO] = {}
+        self._boards: dict[str, Board] = {}
         others = (path.name for path in folder.glob("memory-process-*.jsonl"))  # there may have been more
         for name in (METRICS_FILE, COMPLETIONS_FILE, MEMORY_FILE, *others):
-            self._begin(name)
+            self._files[name] = self._begin(name)
         if "tensorboard" in trackers:
-            self._attempt("tensorboard", self._open_tensorboard)
+            with self._attempt("tensorboard"):
+                self._boards["tensorboard"] = _tensorboard(folder, before_step + 1)
         if "wandb" in trackers:
-            self._open_wandb(settings)
+            self._boards["wandb"] = _wandb(folder, settings)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step's metrics. What is not finite becomes null in JSON."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._write(METRICS_FILE, step, [finite])
-        for name, send in self._boards.items():
-            self._attempt(name, partial(send, step, metrics))
+        for name, (send, _) in self._boards.items():
+            with self._attempt(name):
+                send(step, metrics)
 
     def log_completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """A sample of one step's completions with their rewards."""
@@ -124,8 +122,10 @@ class RunTracker:
             self._write(process_file(MEMORY_FILE, process), step, phases)
 
     def close(self) -> None:
-        for name, close in self._closing.items():
-            self._attempt(name, close)
+        closing = {name: close for name, (_, close) in self._boards.items()}
+        for name, close in ({name: file.close for name, file in self._files.items()} | closing).items():
+            with self._attempt(name):
+                close()
 
     def _begin(self, name: str) -> TextIO:
         """A JSON-lines file, to go on with after `before_step`; a line that a kill has cut short goes."""
@@ -133,54 +133,57 @@ class RunTracker:
         try:
             if self._before_step > 0 and not path.exists():
                 logger.warning("{} is gone: it begins anew after step {}", path, self._before_step)
-            kept = [line for line in read_lines(path) if line.get("step", math.inf) <= self._before_step]
-            write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
-            file = self._files[name] = path.open("a", buffering=1)
+            records = [line for line in read_lines(path) if line.get("step", math.inf) <= self._before_step]
+            write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
+            return path.open("a", buffering=1)
         except OSError as error:
             raise ValueError(
                 f"{path} cannot be written ({error.strerror}): make room on its disk, or move away what is "
                 "in its place; then start again."
             ) from error
-        self._closing[name] = file.close
-        return file
 
     def _write(self, name: str, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-        file = self._files.get(name) or self._begin(name)
+        if name not in self._files:
+            self._files[name] = self._begin(name)
         for record in records:
-            self._attempt(name, partial(file.write, json.dumps({"step": step, **record}) + "\n"))
+            with self._attempt(name):
+                self._files[name].write(json.dumps({"step": step, **record}) + "\n")
 
-    def _open_tensorboard(self) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=self._before_step + 1)
-
-        def send(step: int, metrics: Mapping[str, float]) -> None:
-            for name, value in metrics.items():
-                board.add_scalar(name, value, step)
-
-        self._boards["tensorboard"], self._closing["tensorboard"] = send, board.close
-
-    def _open_wandb(self, settings: Mapping[str, Any]) -> None:
-        """A resumed run goes on as the same one there, by the id that is kept in its folder."""
-        import wandb
-
-        known = self._folder / "wandb-id"
-        run_id = known.read_text() if known.is_file() else secrets.token_hex(4)
-        write_whole(known, run_id)
-        run = wandb.init(
-            project="grpo-lean", name=self._folder.name, dir=str(self._folder), config=dict(settings),
-            id=run_id, resume="allow",
-        )  # fmt: skip
-        self._boards["wandb"] = lambda step, metrics: run.log(dict(metrics), step=step)
-        self._closing["wandb"] = run.finish
-
-    def _attempt(self, what: str, write: Callable[[], object]) -> None:
+    @contextmanager
+    def _attempt(self, name: str) -> Iterator[None]:
+        """What fails inside (a full disk, no network) is a warning, once: no reason to stop learning."""
         try:
-            write()
-        except Exception as error:  # a full disk, no network: no reason to stop learning
-            if what not in self._failing:
-                logger.warning("{} cannot be written ({}); training goes on", what, error)
-                self.unwritten = list(dict.fromkeys([*self.unwritten, what]))
-            self._failing.add(what)
+            yield
+        except Exception as error:
+            if name not in self._failing:
+                logger.warning("{} cannot be written ({}); training goes on", name, error)
+                self.unwritten = list(dict.fromkeys([*self.unwritten, name]))
+            self._failing.add(name)
         else:
-            self._failing.discard(what)
+            self._failing.discard(name)
+
+
+def _tensorboard(folder: Path, first_step: int) -> Board:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+
+    def send(step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+
+    return send, writer.close
+
+
+def _wandb(folder: Path, settings: Mapping[str, Any]) -> Board:
+    """A resumed run goes on as the same one there, by the id that is kept in its folder."""
+    import wandb
+
+    id_file = folder / "wandb-id"
+    run_id = id_file.read_text() if id_file.is_file() else secrets.token_hex(4)
+    write_whole(id_file, run_id)
+    run = wandb.init(
+        project="grpo-lean", name=folder.name, dir=str(folder), config=dict(settings),
+        id=run_id, resume="allow",
+    )  # fmt: skip
+    return lambda step, metrics: run.log(dict(metrics), step=step), run.finish

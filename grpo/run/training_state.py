@@ -24,13 +24,18 @@ def take_snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer, *, k
     """Of a sharded model a collective, weight by weight; a process that writes nothing need not `keep` it."""
     weights: dict[str, Tensor] | None = None
     if is_sharded(model):
-        weights, known = {}, {}
+        weights, gathered = {}, {}
         for name, weight in model.state_dict(keep_vars=True).items():
-            if weight not in known:  # tied weights are one
+            if weight not in gathered:  # tied weights are one
                 all_of_it = whole(weight.detach())
-                known[weight] = all_of_it.cpu() if keep else all_of_it.new_empty(0)
-            weights[name] = known[weight]
-    return Snapshot(weights, _optimizer_tensors(model, optimizer, keep=keep))
+                gathered[weight] = all_of_it.cpu() if keep else all_of_it.new_empty(0)
+            weights[name] = gathered[weight]
+    tensors = {"random_state": torch.get_rng_state()}
+    for parameter, name, entry in _moments(model, optimizer):
+        tensor = whole(torch.as_tensor(optimizer.state[parameter][entry]).detach())
+        if keep:
+            tensors[f"{name}|{entry}"] = tensor.cpu().contiguous()
+    return Snapshot(weights, tensors)
 
 
 def restore_optimizer(
@@ -38,7 +43,7 @@ def restore_optimizer(
 ) -> None:
     """Copy moments and random state back in place. ValueError if those in this folder are another's."""
     with torch.no_grad():
-        for parameter, name, entry in _entries(model, optimizer):
+        for parameter, name, entry in _moments(model, optimizer):
             state, stored = optimizer.state[parameter], tensors.get(f"{name}|{entry}")
             if stored is None:
                 raise ValueError(
@@ -52,20 +57,10 @@ def restore_optimizer(
     torch.set_rng_state(tensors["random_state"])
 
 
-def _optimizer_tensors(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, *, keep: bool
-) -> dict[str, Tensor]:
-    tensors = {}
-    for parameter, name, entry in _entries(model, optimizer):
-        tensor = whole(torch.as_tensor(optimizer.state[parameter][entry]).detach())
-        if keep:
-            tensors[f"{name}|{entry}"] = tensor.cpu().contiguous()
-    return {**tensors, "random_state": torch.get_rng_state()}
-
-
-def _entries(
+def _moments(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[torch.nn.Parameter, str, str]]:
+    """A parameter, its name, and the name of an entry of its state."""
     for name, parameter in model.named_parameters():
         for entry in optimizer.state.get(parameter, {}):
             if not entry.startswith("qmap"):  # the code books of 8-bit moments, the same for all

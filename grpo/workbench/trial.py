@@ -29,7 +29,7 @@ from grpo.learning.step import Diverged
 from grpo.memory import DoesNotFit, is_out_of_memory
 from grpo.model.load import load_tokenizer
 from grpo.model.target import choose_device, choose_model
-from grpo.run.given import Given
+from grpo.run.inputs import Inputs
 from grpo.run.screen import configure_logging
 from grpo.run.setup import open_run
 from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, NewLines
@@ -150,7 +150,7 @@ def train_grpo(task: Task, folder: Path) -> None:
         task.train, batch_size=rows, rollout_rows=rows, score_rows=rows, train_rows=task.rows,
         runs_dir=folder.parent, name=folder.name,
     )  # fmt: skip
-    inputs = Given(is_trial=True)
+    inputs = Inputs(is_trial=True)
     if task.prompt_tokens is not None:
         inputs = replace(inputs, prompts=made_up_prompts(config, task.prompt_tokens), rewards=[by_chance])
         config = replace(

@@ -14,7 +14,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from whole_runs import train
 
 from grpo.config.groups import OptimizerSettings
 from grpo.learning.optimizer import make_optimizer
@@ -22,7 +21,7 @@ from grpo.model.activation_checkpointing import recompute_activations
 from grpo.run import checkpoint as checkpoint_module
 from grpo.run.checkpoint import CheckpointFolder, find_damage
 from grpo.run.folder import checkpoint_of
-from grpo.run.given import Given
+from grpo.run.inputs import Inputs
 from grpo.run.setup import open_run
 from grpo.run.training_state import restore_optimizer
 from grpo.trainer import Trainer
@@ -49,8 +48,7 @@ def optimizer(policy):
 @pytest.fixture
 def save(policy, optimizer):
     """save(folder, 3): a checkpoint of step 3."""
-    given = policy.model, policy.tokenizer, optimizer
-    return lambda folder, step, **options: folder.save(step, *given, {"note": f"of {step}"}, **options)
+    return lambda folder, step, **more: folder.save(step, policy, optimizer, {"note": f"of {step}"}, **more)
 
 
 @pytest.fixture
@@ -121,7 +119,7 @@ def test_whoever_is_stopped_is_told_what_there_is_to_go_on_from(folder, save):
 )
 def test_what_cannot_be_saved_is_found_before_the_first_step(config, policy, change):
     change(policy.model)
-    given = Given(policy.model, policy.tokenizer)
+    given = Inputs(policy.model, policy.tokenizer)
     with pytest.raises(ValueError, match="the model could not be saved in"), open_run(config, given):
         raise AssertionError
     assert not (config.runs_dir / "test").exists()
@@ -179,19 +177,6 @@ def test_a_damaged_one_that_was_passed_over_does_not_outlive_its_successors(tmp_
     assert folder.newest_intact().state["step"] == 3
     save(folder, 4)
     assert steps(folder) == [4] and folder.newest_intact().state["step"] == 4
-
-
-def test_resuming_passes_over_a_damaged_checkpoint_and_makes_it_anew(config, logged):
-    config = replace(config, checkpoint_interval=1)
-    last = train(config) / "checkpoints/step-000002"
-    straight = load_file(last / "model.safetensors")
-    flip_a_byte(last / "trainer.safetensors")
-    begun = []
-    train(replace(config, resume=last.parents[1]), lambda trainer: begun.append(trainer.finished))
-    assert begun == [1] and any("is damaged" in line for line in logged)
-    assert find_damage(last) is None
-    again = load_file(last / "model.safetensors")
-    assert all(torch.equal(again[name], tensor) for name, tensor in straight.items())
 
 
 def test_a_full_disk_is_a_warning_leaves_nothing_behind_and_is_no_mistake_of_the_program(

@@ -93,21 +93,6 @@ def test_every_phase_of_every_step_leaves_a_record(plain: Path):
         assert line["kv_growth"][0][1] == (BATCH * 48 + BATCH // G * prompt) * per_token
 
 
-def test_the_table_after_a_run_has_the_largest_pass_of_each_phase(fp64: Config):
-    """And what was said of such a pass before the first step: here 2 MB a row."""
-    held: list[Run] = []
-    folder = trained(replace(fp64, name="table", train_rows=4, eval_interval=0), held.append)
-    (run,) = held
-    columns = [list(column.cells) for column in run.measured.table(run.device.budget()).columns]
-    assert columns[0] == [*PHASES, "update"] and columns[1] == ["16", "16", "4", "16"]
-    largest = [max(line["added_bytes"] for line in records(folder, phase)) for phase in columns[0]]
-    assert columns[3] == [f"{added / GB:.3f}" for added in largest]
-    assert columns[2][2] == f"{4 * ROW_BYTES / GB:.3f}" and columns[2][3] == columns[4][3] == ""
-    said = run.measured.said["learn"]  # of the pass that took most, which need not have the longest texts
-    assert 0.98 * 4 * ROW_BYTES < said <= 4 * ROW_BYTES
-    assert columns[4][2] == f"{said / largest[2] - 1:+.1%}"
-
-
 class RunsOut:
     """Does the work, gradients and all, and then runs out of memory: the first `times` times."""
 

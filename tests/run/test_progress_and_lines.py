@@ -26,7 +26,7 @@ from grpo.run import clock as clock_module
 from grpo.run import tracking
 from grpo.run.checkpoint import CheckpointFolder
 from grpo.run.clock import Clock
-from grpo.run.metrics import Doubts
+from grpo.run.metrics import warnings_of
 from grpo.run.progress import Progress
 from grpo.run.screen import LOG_FILE, StepProgress, configure_logging, held_out_line, in_one_line, keep_log
 from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, RunTracker, read_lines
@@ -164,28 +164,24 @@ def test_phases_add_up_to_the_step_and_one_within_another_is_no_part_of_it(monke
     assert clock.lap() == {"timing/other_s": 0.0, "step_time": 0.0}
 
 
-def step(equal: float = 0, cut: int = 0) -> dict[str, float]:
-    return {"frac_reward_zero_std": equal, "completions/clipped_ratio": cut / 20}
-
-
-def warnings_of(logged: list[str]) -> list[str]:
+def warnings_in(logged: list[str]) -> list[str]:
     return [line.removeprefix("WARNING ") for line in logged if line.startswith("WARNING")]
 
 
-def test_each_doubt_is_said_once_a_run(logged):
-    doubt = Doubts(20, 32, ["<|im_end|>", "<end>"])
-    doubt(1, step(equal=0.8, cut=17))
-    assert warnings_of(logged) == []
-    for number in range(5, 9):
-        doubt(number, step(equal=1.0, cut=11 + number))
-    equal, cut = warnings_of(logged)
-    assert "no group of step 5" in equal and "--temperature" in equal
-    assert "18 of 20 completions of step 7" in cut
+def test_steps_are_warned_of_whose_rewards_are_equal_or_whose_completions_are_cut():
+    def kinds(equal: float, cut: int) -> dict[str, str]:
+        metrics = {"frac_reward_zero_std": equal, "completions/clipped_ratio": cut / 20}
+        return warnings_of(7, metrics, num_rows=20, max_new_tokens=32, ends=["<|im_end|>", "<end>"])
+
+    assert kinds(0.8, 17) == {} and kinds(1.0, 17).keys() == {"equal"} and kinds(0.8, 18).keys() == {"cut"}
+    equal, cut = kinds(1.0, 20).values()
+    assert "no group of step 7" in equal and "--temperature" in equal
+    assert "20 of 20 completions of step 7" in cut
     assert "max_new_tokens 32" in cut and "|im_end|>, <end>" in cut
 
 
 def test_a_run_that_learns_nothing_says_so(config, logged, monkeypatch, made_up_plans):
-    """All rewards the same, and a model that never ends."""
+    """All rewards the same, and a model that never ends: each is said once a run."""
     monkeypatch.setattr(Scores, "rewards", property(lambda self: torch.zeros(len(self.table))))
 
     def never_ends(trainer) -> None:
@@ -193,7 +189,7 @@ def test_a_run_that_learns_nothing_says_so(config, logged, monkeypatch, made_up_
             trainer.model.lm_head.weight[0] = 0
 
     train(config, never_ends)
-    equal, cut = warnings_of(logged)
+    equal, cut = sorted(warnings_in(logged), reverse=True)
     assert "no group of step 1" in equal and "8 of 8 completions of step 1" in cut
 
 

@@ -29,7 +29,7 @@ from grpo.model.load import load_policy
 from grpo.model.names import base_of
 from grpo.run import planning
 from grpo.run.folder import LOCK_FILE, hold_folder
-from grpo.run.given import Given
+from grpo.run.inputs import Inputs
 from grpo.run.loading import load_source, prompt_room
 from grpo.run.setup import open_run
 from grpo.trainer import Trainer
@@ -42,7 +42,7 @@ REWARD = "def f(completions, **columns):\n    return [float(len(text) % 3) for t
 
 
 def refused(config, given=None, **changes) -> str:
-    with pytest.raises(ValueError) as error, open_run(replace(config, **changes), given or Given()):
+    with pytest.raises(ValueError) as error, open_run(replace(config, **changes), given or Inputs()):
         raise AssertionError("it was opened")
     return str(error.value)
 
@@ -66,12 +66,12 @@ def test_what_is_cheap_to_find_out_is_found_before_the_model_is_loaded(config, m
         assert "trackers names wandb, which is not installed" in refused(config, trackers=("wandb",))
     assert "/no/such/model" in refused(config)
     (tmp_path / "mine.py").write_text("def brevity(completions, limit, **columns): ...")
-    monkeypatch.setattr("grpo.run.setup.load_models", None)  # a reward's columns are looked for before that
+    monkeypatch.setattr("grpo.run.loading.load_models", None)  # a reward's columns are looked for before that
     logged.clear()
     message = refused(config, model="auto", reward=(f"{tmp_path}/mine.py:brevity",))
     assert "task, fen, moves, evals, action, history: missing a required argument: 'limit'" in message
     assert logged[0].startswith("INFO model: rook-tiny")  # the first line of all says which model it is
-    talk = Given(prompts=[{"prompt": [{"role": "user", "content": "2 + 2?"}]}])
+    talk = Inputs(prompts=[{"prompt": [{"role": "user", "content": "2 + 2?"}]}])
     assert "has no chat template: give --chat-template" in refused(config, talk, model="auto")
     assert not config.runs_dir.exists()  # and no run folder is left behind by any of them
 
@@ -263,6 +263,10 @@ def test_a_prompt_too_long_for_the_model_is_skipped_and_named_and_too_many_are_a
     assert sorted(ids(drawn)) == sorted(f"mine.jsonl:{n}" for n in range(1, 100) if n != 7)
     (warning,) = [message for message in logged if message.startswith("WARNING")]
     assert "2 of 100 rows (2.0%)" in warning and "mine.jsonl:7: a prompt of 183 tokens" in warning
+    share = heldout_fraction(asks(LONG)) + 0.01  # it would be held out
+    assert "mine.jsonl:7" in ids(load_prompts(path, seed=0, heldout_share=share).heldout)
+    heldout = load_source(replace(config, prompts=path, heldout_share=share, max_bad_share=0.02)).heldout
+    assert heldout and "mine.jsonl:7" not in ids(heldout)
     config = replace(config, prompts=one_too_long(tmp_path, rows=50, last="{\n"))
     with pytest.raises(ValueError, match=r"2 of 51 rows.*mine.jsonl:7: .* and mine.jsonl:51: ") as error:
         load_source(config)
@@ -272,22 +276,10 @@ def test_a_prompt_too_long_for_the_model_is_skipped_and_named_and_too_many_are_a
     assert len(set(ids(load_source(replace(config, heldout_share=0)).draw(50)))) == 50
 
 
-def test_a_held_out_prompt_fits_as_well_and_where_all_fit_nothing_changes(config, tmp_path, data_file):
-    path = one_too_long(tmp_path)
-    share = heldout_fraction(asks(LONG)) + 0.01
-    assert "mine.jsonl:7" in ids(load_prompts(path, seed=0, heldout_share=share).heldout)
-    fitting = load_source(replace(config, prompts=path, heldout_share=share)).heldout
-    assert fitting and "mine.jsonl:7" not in ids(fitting)
-    one = load_source(config)
-    other = load_prompts(str(data_file), seed=0, policy_share=0.5, heldout_share=0.2, heldout_count=4)
-    assert one.state() == other.state() and one.heldout == other.heldout
-    assert one.draw(150) == other.draw(150)
-
-
 def test_tokens_that_a_model_has_no_rows_for_matter_where_a_prompt_has_them(config, load, logged):
     """On CUDA one ends the process. Another model's tokenizer is refused, an end without a row is told."""
     small = GPT2LMHeadModel(GPT2Config(vocab_size=600, n_positions=CONTEXT, n_embd=8, n_layer=1, n_head=1))
-    message = refused(config, Given(small, load("gpt2").tokenizer))
+    message = refused(config, Inputs(small, load("gpt2").tokenizer))
     assert "has 902 tokens, but the model has rows for 600" in message
     policy = load("gpt2")
     model, tokenizer = policy.model, copy.deepcopy(policy.tokenizer)
@@ -295,13 +287,13 @@ def test_tokens_that_a_model_has_no_rows_for_matter_where_a_prompt_has_them(conf
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     rows = [{"prompt": f"Say {n}."} for n in range(9)] + [{"prompt": "Say <think>."}]
     config = replace(config, heldout_share=0, steps=5)  # all of its prompts
-    given = Given(model, tokenizer, rows, [lambda completions, **columns: [1.0] * len(completions)])
+    given = Inputs(model, tokenizer, rows, [lambda completions, **columns: [1.0] * len(completions)])
     assert "row 10: the token '<think>', which the tokenizer knows and the model" in refused(config, given)
     with open_run(replace(config, max_bad_share=0.1), given) as run:
         (trainer := Trainer(run)).train()
     assert trainer.finished == 5
     tokenizer.add_special_tokens({"eos_token": "<end>"})
-    with open_run(replace(config, name="end"), Given(model, tokenizer)):
+    with open_run(replace(config, name="end"), Inputs(model, tokenizer)):
         pass
     assert "WARNING the model has 902 tokens and cannot write <end>, which is to end a text" in logged
 

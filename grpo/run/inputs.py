@@ -16,8 +16,8 @@ from grpo.model.target import AUTO
 
 
 @dataclass(frozen=True)
-class Given:
-    """Names as they stand in the settings, or the things themselves; what is left out the settings name."""
+class Inputs:
+    """Things, or their names; what is left out the settings name."""
 
     model: str | PreTrainedModel | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -28,14 +28,22 @@ class Given:
     for whoever wants to know what fits, or how a few steps go."""
 
     def named_in(self, config: Config) -> Config:
-        """The settings, with the names of what is given."""
-        if self.model is not None:
-            config = replace(config, model=self.model if isinstance(self.model, str) else _name(self.model))
-        if self.prompts is not None:
-            config = replace(config, prompts=self.prompts if isinstance(self.prompts, str) else IN_MEMORY)
-        if self.rewards:
-            config = replace(config, reward=tuple(load_rewards(self.rewards)))
-        return config
+        """The settings, with the names of what is here; files and folders so that they are found anywhere."""
+        model = config.model if self.model is None else self.model
+        prompts = config.prompts if self.prompts is None else self.prompts
+        if not isinstance(model, str):
+            model = getattr(getattr(model, "config", None), "_name_or_path", "") or IN_MEMORY
+        if not isinstance(prompts, str):
+            prompts = IN_MEMORY
+        rewards = load_rewards(self.rewards) if self.rewards else config.reward
+        return replace(
+            config,
+            model=model if model in (AUTO, BUNDLED) else _absolute(model),
+            prompts=_absolute(prompts) if is_file(prompts) else prompts,
+            reward=tuple(map(_absolute_reward, rewards)),
+            prompt_template=config.prompt_template and config.prompt_template.resolve(),
+            chat_template=config.chat_template and config.chat_template.resolve(),
+        )
 
     def model_source(self, config: Config) -> ModelSource:
         """A resumed run's own base, where it has one, serves wherever the first one has gone.
@@ -43,8 +51,8 @@ class Given:
         SettingsError for a model that is none of transformers', has adapters, or is wanted in 4 bits.
         """
         if self.model is None or isinstance(self.model, str):
-            own = config.resume / BASE_FOLDER if config.resume else None
-            name = str(own) if own is not None and own.is_dir() else config.model
+            base = config.resume / BASE_FOLDER if config.resume else None
+            name = str(base) if base is not None and base.is_dir() else config.model
             return ModelSource(name, tokenizer=self.tokenizer)
         if not isinstance(self.model, PreTrainedModel):
             raise SettingsError(
@@ -57,26 +65,6 @@ class Given:
                 "in 4 bits."
             )
         return ModelSource(config.model, self.model, self.tokenizer)
-
-
-def _name(model: PreTrainedModel) -> str:
-    return getattr(getattr(model, "config", None), "_name_or_path", "") or IN_MEMORY
-
-
-def from_anywhere(config: Config) -> Config:
-    """The settings, with files and folders that are there named so that they are found from any folder."""
-    templates = {
-        name: path.resolve()
-        for name in ("prompt_template", "chat_template")
-        if (path := getattr(config, name)) is not None
-    }
-    return replace(
-        config,
-        model=config.model if config.model in (AUTO, BUNDLED) else _absolute(config.model),
-        prompts=_absolute(config.prompts) if is_file(config.prompts) else config.prompts,
-        reward=tuple(_absolute_reward(spec) for spec in config.reward),
-        **templates,
-    )
 
 
 def _absolute(name: str) -> str:
