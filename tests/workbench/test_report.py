@@ -19,18 +19,12 @@ from grpo.play.record import Match
 from grpo.play.thought import Thought
 from grpo.workbench import report
 from grpo.workbench.report import make_page
-from grpo.workbench.report.boards import (
-    BAD,
-    GOOD,
-    WRONG_SQUARE,
-    answer_card,
-    best_and_worst,
-    completion_cards,
-)  # fmt: skip
+from grpo.workbench.report.boards import BAD, GOOD, WRONG_SQUARE, answer_card, best_and_worst
+from grpo.workbench.report.boards import completion_cards as cards
 from grpo.workbench.report.charts import COLORS, line
 from grpo.workbench.report.read import Sweep, read_folder
 from grpo.workbench.report.run import facts as run_facts
-from grpo.workbench.report.sweep import behind, best_by_quality, fastest, not_told_from, sweep_content
+from grpo.workbench.report.sweep import sweep_content
 from grpo.workbench.report.text import duration, number, show
 from grpo.workbench.sizes import Size
 
@@ -363,11 +357,10 @@ def test_the_gallery_holds_the_best_and_the_worst_of_each_task_as_the_run_weighe
     }  # fmt: skip
     write_lines(folder / "completions.jsonl", [one, other, talk])
     run = read_folder(folder, "talk")
-    cards = completion_cards(run)
-    assert [card.completion for card in cards] == ["y", "x", "4"]
-    assert [card.completion for card in completion_cards(replace(run, settings={}))] == ["x", "y", "4"]
-    assert cards[2].prompt == "system: Be brief.\nuser: 2 + 2?"
-    assert cards[2].remark == "Cut off after 9 tokens."
+    assert [card.completion for card in cards(run)] == ["y", "x", "4"]
+    assert [card.completion for card in cards(replace(run, settings={}))] == ["x", "y", "4"]
+    assert cards(run)[2].prompt == "system: Be brief.\nuser: 2 + 2?"
+    assert cards(run)[2].remark == "Cut off after 9 tokens."
 
 
 def test_numbers_times_and_settings():
@@ -391,10 +384,10 @@ def test_curves_have_bars_where_all_points_have_intervals_and_nothing_is_drawn_o
 
 def sweep_of(*sizes: Size, **header: object) -> Sweep:
     described = report_folders.sweep_settings() | header
-    better = described["quality"]["better"]
+    better, name = described["quality"]["better"], described["quality"]["name"]
     return Sweep(
-        name="by hand", header=described, sizes=sizes, unit="tokens", quality=described["quality"]["name"],
-        quality_unit="", sign=1 if better == "higher" else -1, notes="", missing=(),
+        name="by hand", header=described, sizes=sizes, unit="tokens", quality=name, quality_unit="",
+        sign=1 if better == "higher" else -1, notes="", missing=(),
     )  # fmt: skip
 
 
@@ -407,34 +400,30 @@ def ok(batch_size: int, quality: float, seconds: float, heldout=(), *, reward: b
 
 
 def facts_of(sweep: Sweep) -> dict[str, tuple[str, ...]]:
-    return {fact.what: fact[1:] for fact in report.sweep.facts(sweep)}
+    return {fact.what: fact[1:] for fact in sweep_content(sweep)["facts"]}
 
 
 def test_best_by_quality_by_speed_and_those_that_are_not_told_from_the_best():
     """Of their rows 16 is -0.1 and 0.3 behind, which may be none, and 32 twice 0.1, which is not."""
     best, close = ok(8, 2.0, 100, [1.0, 3.0]), ok(16, 2.1, 60, [0.9, 3.3])
-    apart, unknown = ok(32, 2.1, 50, [1.1, 3.1]), ok(64, 2.5, 40)
+    apart, unknown = ok(32, 2.1, 50, [1.1, 3.1]), ok(64, 2.5, 45.5)
     lost = replace(ok(128, 1.0, 1.0), status="out of memory")
-    made = sweep_of(best, close, apart, unknown, lost)
-    assert best_by_quality(made) is best and fastest(made.finished) is unknown
-    assert not_told_from(made, best) == [close]
-    assert facts_of(made)["Trade-off"][:2] == ("size 16", "1 min 0 s")
+    shown = facts_of(sweep_of(best, close, apart, unknown, lost))
+    assert shown["Best held-out loss"][0] == "size 8" and shown["Not told from the best"][0] == "size 16"
+    assert shown["Trade-off"][:2] == ("size 16", "1 min 0 s")
+    assert shown["Fastest"][0] == "size 64" and shown["Fastest"][2].endswith("cannot tell: size 32.")
     assert not {"Not told from the best", "Trade-off"} & set(facts_of(sweep_of(best, apart)))
-    alike = facts_of(sweep_of(unknown, ok(8, 2, 43.9), ok(16, 2, 44.1)))
-    assert alike["Fastest"][2].endswith("cannot tell: size 8.")
 
     low, high = ok(8, 0.5, 10, [0.2, 0.8], reward=True), ok(16, 0.8, 20, [0.75, 0.85], reward=True)
-    other = sweep_of(low, high, quality={"name": "held-out reward", "better": "higher", "unit": ""})
-    assert best_by_quality(other) is high and not_told_from(other, high) == [low]
-    low, high = behind(other, low, high)  # 0.55 and 0.05
-    assert low + high == pytest.approx(0.6)
+    rewards = sweep_of(low, high, quality={"name": "held-out reward", "better": "higher", "unit": ""})
+    assert facts_of(rewards)["Best held-out reward"][0] == "size 16"
+    assert facts_of(rewards)["Not told from the best"][0] == "size 8"
+    behind = sweep_content(rewards)["sizes"][0]
+    assert behind["behind/low"] + behind["behind/high"] == pytest.approx(0.6)  # 0.55 and 0.05
 
 
 def test_what_the_learning_rate_has_to_do_with_it():
-    confounds = {
-        "none": "the same at every size", "linear": "in proportion to the size",
-        "sqrt": "with the square root of the size", None: "not known",
-    }  # fmt: skip
+    confounds = {"none": "the same at every size", "linear": "in proportion to the size", None: "not known"}
     for scale_lr, words in confounds.items():
         value, _, note = facts_of(sweep_of(scale_lr=scale_lr))["Learning rate"]
         assert value == words and "may be that of its learning rate" in note

@@ -1,7 +1,9 @@
 """Reports on sweeps and training runs: one HTML page that needs nothing else.
 
-Folders are read into plain data (`read`), whose figures become facts, tables, curves (`charts`) and cards
-(`boards`) of a page (`run`, `sweep`), which one template writes down (`page`). Left out: anything live.
+Folders are read into plain data (`read`), from which `run` and `sweep` work out the facts and records that
+run.html.j2 and sweep.html.j2 put into words, tables, curves (`charts`) and cards (`boards`); page.html.j2 is
+the frame. A record is figures by name, and NAME/low and NAME/high are the ends of the 95 % interval of NAME.
+Left out: anything live.
 """
 
 import os
@@ -19,7 +21,7 @@ from grpo.memory.budget import GB
 from grpo.workbench.report.charts import line
 from grpo.workbench.report.read import Run, Sweep, curves, read_folder
 from grpo.workbench.report.run import run_content, runs_content
-from grpo.workbench.report.sweep import sweep_content, sweeps_content
+from grpo.workbench.report.sweep import sweeps_content
 from grpo.workbench.report.text import NOTHING, anchor, rows, setting_rows
 
 __all__ = ["make_page", "write_report"]
@@ -64,18 +66,23 @@ def make_page(folders: Sequence[Path]) -> str:
         raise ValueError(
             "both runs and sweeps are given: give folders of one kind, and the others in a second call."
         )
-    if sweeps:
-        content = sweep_content(sweeps[0]) if len(sweeps) == 1 else sweeps_content(sweeps)
-        return _to_html("sweep.html.j2", content)
     begun = [run for run in runs if run.steps or run.evaluations]
-    if not begun:
+    if runs and not begun:
         raise ValueError(f"{paths[0]} is a run that has logged no step yet: wait for its first one.")
     for run in runs:
         if run not in begun:
             logger.warning("left out: {}, which has logged no step yet", run.name)
-    if len(begun) > 1:
-        return _to_html("runs.html.j2", runs_content(begun))
-    return _to_html("run.html.j2", run_content(begun[0]))
+    if sweeps:
+        template, kind, content = "sweep.html.j2", "Batch sizes", sweeps_content(sweeps)
+    elif len(begun) == 1:
+        template, kind, content = "run.html.j2", "Training run", run_content(begun[0])
+    else:
+        template, kind, content = "runs.html.j2", "Runs compared", runs_content(begun)
+    shown = sweeps or begun
+    missing = [(result.name, text) for result in shown for text in result.missing]
+    content["title"] = f"{kind}: {', '.join(result.name for result in shown)}"
+    content["missing"] = [f"{name}: {text}" if len(shown) > 1 else text for name, text in missing]
+    return _to_html(template, content)
 
 
 def _to_html(template: str, content: Mapping[str, Any]) -> str:
@@ -93,6 +100,7 @@ def _to_html(template: str, content: Mapping[str, Any]) -> str:
     environment.filters |= {
         "anchor": anchor, "rows": rows, "setting_rows": setting_rows, "side": _side,
         "breakable": lambda name: Markup(re.sub(r"([/_])", r"\1<wbr>", str(escape(name)))),
+        "literally": re.escape,
         "markdown": lambda notes: Markup(markdown.render(notes)),
     }  # fmt: skip
     return environment.get_template("page.html.j2").render(content, content=template)

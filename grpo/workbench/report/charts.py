@@ -25,8 +25,8 @@ PALETTE = ("#1f5fa8", "#c2571a", "#2f7d4f", "#8a4a9e", "#9a7516", "#4b5b6b", "#b
 _INK, _SOFT = "#1c2430", "#5a6675"
 _PHASES = ("sample", "score", "learn", "update", "reward", "other", "wait", "reduce")
 COLORS = dict(zip(_PHASES, PALETTE, strict=True)) | {"all": _INK, "usable": _INK, "ran out": PALETTE[6]}
+"""Of curves with these labels, the same in every picture; LOOKS besides those that are asked for."""
 LOOKS = {"predicted": "--", "held-out, best": "--", "usable": ":", "ran out": "x"}
-"""Of curves with these labels, the same in every picture."""
 _STYLE = {
     "figure.figsize": (400 / 72, 280 / 72), "figure.dpi": 72, "figure.constrained_layout.use": True,
     "svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 13, "font.family": "sans-serif",
@@ -39,8 +39,9 @@ _STYLE = {
 
 
 def line(
-    title: str, records: Sequence[Record], x: str, curves: Mapping[str, str], *, y: str, caption: str = "",
-    look: str = "-", unit: float = 1.0, in_order: bool = False, zoom: bool = False, from_zero: bool = False,
+    title: str, records: Sequence[Record], x: str, curves: Mapping[str, str], *, y: str, xlabel: str = "",
+    caption: str = "", look: str = "-", unit: float = 1.0, in_order: bool = False, zoom: bool = False,
+    from_zero: bool = False,
 ) -> Markup:  # fmt: skip
     """A titled picture of records' figures over their figure `x`; "" where there is no point to draw.
 
@@ -56,21 +57,22 @@ def line(
         for index, (label, name) in enumerate(curves.items()):
             color = COLORS.get(label.removeprefix("_"), PALETTE[index % len(PALETTE)])
             values = np.array(points(records, x, name)).reshape(-1, 2) / (1, unit)
-            if len(values):
-                how = "--" if label.startswith("_") else LOOKS.get(label, look)
-                how = "o" if len(values) == 1 and how in ("-", "--") else how  # a dot is seen
-                size = 9 if how == "x" else 5.5
-                color, shown = shades[index] if in_order else color, label[:1] + label[1:].replace("_", " ")
-                (graph,) = axes.plot(*values.T, how, color=color, label=shown, markersize=size)
-                graph.set(gid=f"curve-{index}", markeredgewidth=size / 4)
-                ends = np.array(points(records, x, name, f"{name}/low", f"{name}/high"))
-                if len(ends) == len(values):
-                    low, high = ends[:, 2:].T / unit
-                    axes.vlines(ends[:, 0], low, high, colors=color, linewidth=1.2)
-                drawn.append(values)
+            if not len(values):
+                continue
+            drawn.append(values)
+            how = "--" if label.startswith("_") else LOOKS.get(label, look)
+            how = "o" if len(values) == 1 and how in ("-", "--") else how  # a line of one point is not seen
+            size, color = 9 if how == "x" else 5.5, shades[index] if in_order else color
+            words = label[:1] + label[1:].replace("_", " ")
+            (graph,) = axes.plot(*values.T, how, color=color, label=words, markersize=size)
+            graph.set(gid=f"curve-{index}", markeredgewidth=size / 4)
+            ends = np.array(points(records, x, name, f"{name}/low", f"{name}/high"))
+            if len(ends) == len(values):
+                low, high = ends[:, 2:].T / unit
+                axes.vlines(ends[:, 0], low, high, colors=color, linewidth=1.2)
         if not drawn:
             return Markup("")
-        axes.set(xlabel=x, ylabel=y)
+        axes.set(xlabel=xlabel or x, ylabel=y)
         axes.margins(x=0.04, y=0.1)
         _scale(axes, drawn, by_size=x == BATCH_SIZE, zoom=zoom, from_zero=from_zero)
         figure = '<figure class="picture"><figcaption><strong>{}</strong> {}</figcaption>\n{}\n</figure>'

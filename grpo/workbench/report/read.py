@@ -5,7 +5,7 @@ Left out: checkpoints and TensorBoard's files, which hold nothing that the JSON 
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +78,8 @@ class Sweep:
 
 def points(records: Iterable[Record], *names: str) -> list[tuple[float, ...]]:
     """The figures `names` of those records that have them all."""
-    rows = [[figure(record, name) for name in names] for record in records]
+    known = (record for record in records if all(name in record for name in names))
+    rows = [[figure(record, name) for name in names] for record in known]
     return [tuple(value for value in row if value is not None) for row in rows if None not in row]
 
 
@@ -98,13 +99,22 @@ def curves(records: Iterable[Record], pattern: str, mark: str = "") -> dict[str,
     return labels
 
 
+def owned(records: Mapping[str, Sequence[Record]], *shared: str) -> list[Record]:
+    """Records by owner in one list, for a picture of several owners' curves: NAME becomes OWNER/NAME.
+
+    shared: names that stay, of what curves are drawn over.
+    """
+    return [
+        {name if name in shared else f"{owner}/{name}": value for name, value in record.items()}
+        for owner, owners_records in records.items()
+        for record in owners_records
+    ]
+
+
 def read_folder(folder: Path, name: str) -> Sweep | Run:
     """What a folder holds. name: what it is called on the page. ValueError where it cannot be reported on."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder: give that of a run or of a sweep.")
-    matches = (re.fullmatch(r"size-(\d+)", path.name) for path in folder.iterdir())
-    tried = {int(match[1]) for match in matches if match}
-    if tried:
+    sizes = (re.fullmatch(r"size-(\d+)", path.name) for path in folder.glob("size-*"))
+    if tried := {int(size[1]) for size in sizes if size}:
         return _read_sweep(folder, name, tried)
     if (folder / SWEEP_FILE).exists():
         raise ValueError(
@@ -144,21 +154,13 @@ def _read_run(folder: Path, name: str) -> Run:
     missing: list[str] = []
     settings: Record = {}
     changes, examples, matches = list[Change](), list[Example](), list[Match]()
-
-    @contextmanager
-    def or_missing(consequence: str) -> Iterator[None]:
-        try:
-            yield
-        except ValueError as error:
-            missing.append(f"{consequence}: {error}")
-
     lines = [line for line in _lines(folder, METRICS_FILE, missing) if figure(line, "step") is not None]
-    with or_missing("The settings are not known"):
+    with _or_missing(missing, "The settings are not known"):
         settings = read_yaml(folder / CONFIG_FILE)
-    with or_missing("Before and after training is not shown"):
+    with _or_missing(missing, "Before and after training is not shown"):
         changes, examples = quality.load(folder)
     for file in sorted((folder / MATCHES).glob(f"*/{MATCH_FILE}"), key=lambda file: file.stat().st_mtime):
-        with or_missing("A match is not shown"):
+        with _or_missing(missing, "A match is not shown"):
             matches.append(Match.load(file.parent))
     return Run(
         name=name,
@@ -173,6 +175,15 @@ def _read_run(folder: Path, name: str) -> Run:
         matches=[match for match in matches if match.finished],
         missing=missing,
     )
+
+
+@contextmanager
+def _or_missing(missing: list[str], consequence: str) -> Iterator[None]:
+    """What cannot be read within is noted."""
+    try:
+        yield
+    except ValueError as error:
+        missing.append(f"{consequence}: {error}")
 
 
 def _lines(folder: Path, name: str, missing: list[str], consequence: str = "") -> list[dict[str, Any]]:

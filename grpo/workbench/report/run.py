@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo.evaluate.quality import in_words
 from grpo.workbench.report.boards import answer_card, completion_cards, game_card
-from grpo.workbench.report.read import Run, curves, points
+from grpo.workbench.report.read import Run, curves, owned, points
 from grpo.workbench.report.text import NOTHING, Fact, duration, mean, number, show, show_figure, show_interval
 from grpo.workbench.sizes import Record, figure
 
@@ -30,8 +30,10 @@ def run_content(run: Run) -> dict[str, Any]:
         for count, example in enumerate(run.examples, start=1)
         for when in ("before", "after")
     ]
+    phases: dict[str, list[Record]] = {}
+    for line in run.memory:
+        phases.setdefault(str(line.get("phase")), []).append(line)
     return {
-        "title": f"Training run: {run.name}",
         "lede": f"{steps}; {', '.join(known)}.",
         "run": run,
         "facts": [*facts(run)],
@@ -39,41 +41,31 @@ def run_content(run: Run) -> dict[str, Any]:
         "answers": [answer_card(*answer) for answer in answers],
         "heldout": heldout_rows(ends),
         "changes": [
-            change._asdict() | {"change/low": change.low, "change/high": change.high}
+            {**change._asdict(), "change/low": change.low, "change/high": change.high}
             for change in run.changes
         ],
         "completions": completion_cards(run),
         "last_game": [game_card(match) for match in run.matches[-1:]],
-        "phases": _phases(run.memory),
-        "passes": [_of(line.get("phase"), line) for line in run.memory],
-        "missing": run.missing,
+        "phases": [*map(_fullest, phases.values())],
+        "passes": owned(phases, "step"),
     }
 
 
 def runs_content(runs: Sequence[Run]) -> dict[str, Any]:
     """What runs.html.j2 writes down: how runs ended, and where their settings differ."""
-    values = {run.name: {fact.what: fact.value for fact in facts(run)} for run in runs}
-    last = {run.name: run.evaluations[-1] if run.evaluations else {} for run in runs}
     settings = {
         run.name: {f"--{name.replace('_', '-')}": show(value, name) for name, value in run.settings.items()}
         for run in runs
     }
     differing = [row for row in _side_by_side("setting", settings) if len({*row.values()}) > 2]
+    ends = {run.name: {fact.what: fact.value for fact in facts(run)} for run in runs}
     return {
-        "title": f"Runs compared: {', '.join(run.name for run in runs)}",
         "lede": ", ".join(f"{len(run.steps):,} steps of {run.name}" for run in runs),
-        "ends": _side_by_side("", values),
-        "heldout": heldout_rows(last),
-        "rewards": {run.name: f"{run.name}/eval_reward" for run in runs},
-        "evaluations": [_of(run.name, record) for run in runs for record in run.evaluations],
+        "ends": _side_by_side("", ends),
+        "heldout": heldout_rows({run.name: run.evaluations[-1] if run.evaluations else {} for run in runs}),
+        "evaluations": owned({run.name: run.evaluations for run in runs}, "step"),
         "differing": [row for row in differing if row["setting"] not in _OF_THE_RUN],
-        "missing": [f"{run.name}: {text}" for run in runs for text in run.missing],
     }
-
-
-def _of(owner: object, record: Record) -> Record:
-    """The record with its figures as OWNER/NAME, for a picture of several owners' curves."""
-    return {"step": record.get("step")} | {f"{owner}/{name}": record[name] for name in record}
 
 
 def _side_by_side(heading: str, values: Mapping[str, Mapping[str, str]]) -> list[dict[str, str]]:
@@ -134,17 +126,11 @@ def heldout_rows(evaluations: Mapping[str, Record]) -> list[dict[str, str]]:
     ]
 
 
-def _phases(memory: Sequence[Record]) -> list[dict[str, Any]]:
-    """By phase the pass whose tensors added most, beside what had been predicted for it."""
-    phases: dict[str, list[Record]] = {}
-    for record in memory:
-        phases.setdefault(str(record.get("phase")), []).append(record)
-    rows = []
-    for lines in phases.values():
-        fullest = max(lines, key=lambda line: figure(line, "added_bytes") or 0.0)
-        predicted, measured = figure(fullest, "predicted_bytes"), figure(fullest, "added_bytes")
-        off = f"{100 * (predicted / measured - 1):+.1f} %" if predicted and measured else None
-        process = max((size for (size,) in points(lines, "process_bytes")), default=None)
-        retries = sum(line.get("retries") or 0 for line in lines)
-        rows.append({**fullest, "off": off, "process_bytes": process, "retries": retries})
-    return rows
+def _fullest(lines: Sequence[Record]) -> dict[str, Any]:
+    """Of a phase's passes the one whose tensors added most, and how far its prediction was off."""
+    fullest = max(lines, key=lambda line: figure(line, "added_bytes") or 0.0)
+    predicted, measured = figure(fullest, "predicted_bytes"), figure(fullest, "added_bytes")
+    off = f"{100 * (predicted / measured - 1):+.1f} %" if predicted and measured else None
+    process = max((size for (size,) in points(lines, "process_bytes")), default=None)
+    retries = sum(line.get("retries") or 0 for line in lines)
+    return {**fullest, "off": off, "process_bytes": process, "retries": retries}
