@@ -53,15 +53,15 @@ def answer_card(title: str, name: str, prompt: str, completion: str) -> Card:
     answer, card = judge(prompt, completion), Card(title, prompt, completion)
     if answer is None:
         return card
-    lone = answer.predicted is None  # two side by side have no room for letters and digits at their edges
-    verdict = f": {answer.verdict}" if answer.right else ""
-    caption = answer.given + verdict * lone
-    boards = [
-        board(name, answer.board, answer.move, caption, is_legal=answer.move_is_legal, coordinates=lone)
-    ]
-    if answer.predicted is not None:
-        red, caption = dict.fromkeys(answer.wrong, WRONG_SQUARE), f"predicted{verdict}"
-        boards.append(board(f"{name}-after", answer.predicted, "", caption, fill=red, coordinates=False))
+    verdict, legal = f": {answer.verdict}" if answer.right else "", answer.move_is_legal
+    if answer.predicted is None:
+        boards = [board(name, answer.board, answer.move, f"{answer.given}{verdict}", is_legal=legal)]
+    else:  # side by side there is no room for letters and digits at their edges
+        red, narrow = dict.fromkeys(answer.wrong, WRONG_SQUARE), {"coordinates": False}
+        boards = [
+            board(name, answer.board, answer.move, answer.given, is_legal=legal, **narrow),
+            board(f"{name}-after", answer.predicted, "", f"predicted{verdict}", fill=red, **narrow),
+        ]
     return card._replace(boards=boards, remark="" if answer.right else f"{answer.verdict}.")
 
 
@@ -78,7 +78,7 @@ def completion_cards(run: Run) -> list[Card]:
     """By task, the best and the worst of the completions logged last, by reward as the run weighs it."""
     functions = [str(name).rpartition(":")[2] for name in run.settings.get("reward") or []]
     factors = map(float, run.settings.get("reward_weights") or [1.0] * len(functions))
-    weights = dict(zip(functions, factors, strict=True))
+    weights = dict(zip(functions, factors, strict=False))  # whose settings may be cut short
     return [
         _card(record, task, f"{task} {place}", weights)
         for task, records in best_and_worst(run.completions, weights).items()
