@@ -49,40 +49,43 @@ class Findings:
 
     def facts(self) -> list[Row]:
         """What was found: a figure, and how far it can be trusted."""
-        rows: list[Row] = []
-
-        def fact(what: str, value: object, note: str = "") -> None:
-            rows.append({"what": what, "value": value, "note": note})
-
-        total, margin, line, peak = self.total_bytes, self.margin_bytes, self.line, self.peaks[self.maximum]
+        total, line, peak = self.total_bytes, self.line, self.peaks[self.maximum]
         capped = self.at_most is not None and self.maximum + self.multiple > self.at_most
         note = "no larger one was to be tried: --max-batch-size" if capped else ""
-        fact("largest batch that fitted", self.maximum, note)
-        fact("peak", _gb(peak), f"of {_gb(total)} that may be used")
-        fact("headroom", _gb(total - peak), f"{(total - peak) / total:.0%} of that")
+        facts: list[tuple[str, object, str]] = [("largest batch that fitted", self.maximum, note)]
+        facts.append(("peak", readable(peak), f"of {readable(total)} that may be used"))
+        facts.append(("headroom", readable(total - peak), f"{(total - peak) / total:.0%} of that"))
         if self.no_command is not None:
-            fact("command", "none", f"of train_lean.py: {self.no_command}")
+            facts.append(("command", "none", f"of train_lean.py: {self.no_command}"))
         if line is None:
-            fact("line", "none", "over the batch size: it takes two sizes that fit, and peaks that rise")
-            return rows
-        slope = f"{line.bytes_per_sample / GB:.4g} × (batch - {line.first})"
-        fact("line, GB", f"{line.start_bytes / GB:.2f} + {slope}", f"through {len(self.peaks)} sizes")
-        if len(self.peaks) < LEAST_FOR_A_LINE:
-            fact("R²", "not known", f"whether it is a line takes {LEAST_FOR_A_LINE} sizes to tell")
+            note = "over the batch size: it takes two sizes that fit, and peaks that rise"
+            facts.append(("line", "none", note))
         else:
-            note, bend = "a line throughout", leaves_the_line(self.peaks)
-            if bend is not None:
-                note = f"no line from {bend} on: the sizes below it foretell another peak"
-            fact("R²", f"{line.r_squared:.4f}", note)
-        fact("margin", _gb(margin), "for what no allocator shows, by one published case: within it is a risk")
+            facts += self._line_facts(line)
+        return [{"what": what, "value": value, "note": note} for what, value, note in facts]
+
+    def _line_facts(self, line: Line) -> list[tuple[str, object, str]]:
+        total, margin, bend = self.total_bytes, self.margin_bytes, leaves_the_line(self.peaks)
+        slope = f"{line.bytes_per_sample / GB:.4g} × (batch - {line.first})"
+        r_squared, note = f"{line.r_squared:.4f}", "a line throughout"
+        if len(self.peaks) < LEAST_FOR_A_LINE:
+            r_squared, note = "not known", f"whether it is a line takes {LEAST_FOR_A_LINE} sizes to tell"
+        elif bend is not None:
+            note = f"no line from {bend} on: the sizes below it foretell another peak"
+        why = "for what no allocator shows, by one published case: within it is a risk"
+        facts: list[tuple[str, object, str]] = [
+            ("line, GB", f"{line.start_bytes / GB:.2f} + {slope}", f"through {len(self.peaks)} sizes"),
+            ("R²", r_squared, note),
+            ("margin", readable(margin), why),
+        ]
         if self.failed:
-            first = min(self.failed)
-            needed, note = total - line(first), "as the line says"
-            if needed > 0:
+            first, note = min(self.failed), "as the line says"
+            if (needed := total - line(first)) > 0:
                 enough = "is enough" if margin >= needed else "was not"
-                note = f"a margin of {_gb(needed)} ({needed / total:.1%}) would have told; this one {enough}"
-            fact(f"{first} on the line", _gb(line(first)), f"it ran out of memory: {note}")
-        return rows
+                share = f"{readable(needed)} ({needed / total:.1%})"
+                note = f"a margin of {share} would have told; this one {enough}"
+            facts.append((f"{first} on the line", readable(line(first)), f"it ran out of memory: {note}"))
+        return facts
 
     def next_sizes(self) -> list[Row]:
         """After the maximum: the next two, those at risk (first and last), and the first ruled out."""
@@ -91,17 +94,13 @@ class Findings:
             return []
         if self.maximum >= 4 * INCREMENT:
             step *= -(-INCREMENT // step)  # the next multiple of it
-
-        def steps_within(usable_bytes: float) -> int:
-            """So many steps above the maximum the line stays within these bytes."""
-            return max(0, (line.largest(usable_bytes) - self.maximum) // step)
-
-        safe, possible = steps_within(self.total_bytes - self.margin_bytes), steps_within(self.total_bytes)
-        wanted = {*range(1, min(safe, 2) + 1), possible + 1}
+        limits = (self.total_bytes - self.margin_bytes, self.total_bytes)
+        safe, possible = (max(0, (line.largest(limit) - self.maximum) // step) for limit in limits)
+        steps = {*range(1, min(safe, 2) + 1), possible + 1}
         if possible > safe:
-            wanted |= {safe + 1, possible}
+            steps |= {safe + 1, possible}
         rows = []
-        for size in (self.maximum + step * count for count in sorted(wanted)):
+        for size in (self.maximum + step * count for count in sorted(steps)):
             risk = line.risk(size, self.total_bytes, self.margin_bytes)
             risk = "yes, tried" if size in self.failed else risk
             rows.append({"batch": size, "GB on the line": f"{line(size) / GB:.2f}", "out of memory?": risk})
@@ -141,10 +140,6 @@ class Findings:
             axes.set(xlabel="batch size", ylabel="GB (2**30 bytes)", ylim=(0, None))
             axes.set_title(f"Largest batch that fitted: {self.maximum}", loc="left")
             axes.legend(frameon=False, ncols=2)
-
-
-def _gb(size: float) -> str:
-    return f"{size / GB:.2f} GB"
 
 
 def findings(checked: Checked, trials: Sequence[Size], flags: str = "") -> Findings:

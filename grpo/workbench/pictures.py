@@ -22,7 +22,7 @@ def picture(
     """
     figure = Figure(figsize=size, layout=layout)
     axes = figure.subplots(**panels)
-    for each in figure.axes:
-        each.spines[["top", "right"]].set_visible(False)
+    for panel in figure.axes:
+        panel.spines[["top", "right"]].set_visible(False)
     yield axes
     figure.savefig(file, dpi=150)

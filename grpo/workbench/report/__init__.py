@@ -1,30 +1,31 @@
 """Reports on sweeps and training runs: one HTML page that needs nothing else.
 
-Folders are read into plain data (`read`), whose figures become facts, tables, pictures and cards (`run`,
-`sweep`), which a template writes down. Left out: anything live. A page is made anew in seconds.
+Folders are read into plain data (`read`), from which `run` and `sweep` work out the facts and records that
+run.html.j2 and sweep.html.j2 put into words, tables, curves (`charts`) and cards (`boards`); page.html.j2 is
+the frame. A record is figures by name, and NAME/low and NAME/high are the ends of the 95 % interval of NAME.
+Left out: anything live.
 """
 
+import os
 import re
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
-from importlib.resources import files
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from loguru import logger
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
-from grpo.workbench.report.charts import anchor
-from grpo.workbench.report.page import Page, Table
-from grpo.workbench.report.read import Run, Sweep, read_folder
-from grpo.workbench.report.run import run_page, runs_page
-from grpo.workbench.report.sweep import sweep_page, sweeps_page
-from grpo.workbench.report.wording import NOTHING
+from grpo.memory.budget import GB
+from grpo.workbench.report.charts import line
+from grpo.workbench.report.read import Run, Sweep, curves, read_folder
+from grpo.workbench.report.run import run_content, runs_content
+from grpo.workbench.report.sweep import sweeps_content
+from grpo.workbench.report.text import NOTHING, anchor, rows, setting_rows
 
-__all__ = ["make_page", "to_html", "write_report"]
-HTML, _TEMPLATE = "report.html", "page.html.j2"
+__all__ = ["make_page", "write_report"]
+HTML = "report.html"
 _NUMERIC = re.compile(rf"[+-]?\d.*|{NOTHING}")
 
 
@@ -38,7 +39,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
     page = make_page(folders)
     try:
         target.mkdir(parents=True, exist_ok=True)
-        (target / HTML).write_text(to_html(page), encoding="utf-8")
+        (target / HTML).write_text(page, encoding="utf-8")
     except OSError as error:
         raise ValueError(
             f"the report cannot be written to {target} ({error.strerror}): give another --output."
@@ -46,63 +47,66 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
     return target / HTML
 
 
-def make_page(folders: Sequence[Path]) -> Page:
-    """The report on one folder, or on several of a kind side by side.
+def make_page(folders: Sequence[Path]) -> str:
+    """The page on one folder, or on several of a kind side by side, named by what differs in their paths.
 
-    A run among others that has no step yet is left out, with a word; where two have the same name, their
-    parents are named as well. ValueError where a folder holds nothing to report on, is given twice, or is not
-    of the others' kind.
+    A run among others that has no step yet is left out, with a word. ValueError where a folder holds nothing
+    to report on, is given twice, or is not of the others' kind.
     """
     if not folders:
         raise ValueError("no folder is given: give that of a run or of a sweep, or several of a kind.")
-    if len({folder.resolve() for folder in folders}) < len(folders):
+    paths = [folder.resolve() for folder in folders]
+    if len(set(paths)) < len(paths):
         raise ValueError("a folder is given twice: give each once.")
-    results = {folder.resolve(): read_folder(folder) for folder in folders}
-    waiting = [path for path, result in results.items() if isinstance(result, Run) and result.is_empty]
-    if len(waiting) == len(results):
-        raise ValueError(f"{waiting[0]} is a run that has logged no step yet: wait for its first one.")
-    for path in waiting:
-        logger.warning("left out: {}, which has logged no step yet", path)
-        del results[path]
-    alike = Counter(path.name for path in results)
-    named = [
-        replace(result, name=f"{path.parent.name}/{path.name}") if alike[path.name] > 1 else result
-        for path, result in results.items()
-    ]
-    runs = [result for result in named if isinstance(result, Run)]
-    sweeps = [result for result in named if isinstance(result, Sweep)]
+    shared = os.path.commonpath([path.parent for path in paths])
+    results = [read_folder(path, str(path.relative_to(shared))) for path in paths]
+    sweeps = [result for result in results if isinstance(result, Sweep)]
+    runs = [result for result in results if isinstance(result, Run)]
     if runs and sweeps:
         raise ValueError(
             "both runs and sweeps are given: give folders of one kind, and the others in a second call."
         )
+    begun = [run for run in runs if run.steps or run.evaluations]
+    if runs and not begun:
+        raise ValueError(f"{paths[0]} is a run that has logged no step yet: wait for its first one.")
+    for run in runs:
+        if run not in begun:
+            logger.warning("left out: {}, which has logged no step yet", run.name)
     if sweeps:
-        return sweep_page(sweeps[0]) if len(sweeps) == 1 else sweeps_page(sweeps)
-    return run_page(runs[0]) if len(runs) == 1 else runs_page(runs)
+        template, kind, content = "sweep.html.j2", "Batch sizes", sweeps_content(sweeps)
+    elif len(begun) == 1:
+        template, kind, content = "run.html.j2", "Training run", run_content(begun[0])
+    else:
+        template, kind, content = "runs.html.j2", "Runs compared", runs_content(begun)
+    shown = sweeps or begun
+    missing = [(result.name, text) for result in shown for text in result.missing]
+    content["title"] = f"{kind}: {', '.join(result.name for result in shown)}"
+    content["missing"] = [f"{name}: {text}" if len(shown) > 1 else text for name, text in missing]
+    return _to_html(template, content)
 
 
-def to_html(page: Page) -> str:
+def _to_html(template: str, content: Mapping[str, Any]) -> str:
     """One file: styles and pictures are in it, and it asks for nothing.
 
     What comes from files (completions, notes, messages) may hold anything: it is escaped, HTML and pictures
     in notes are left out, and the page's Content-Security-Policy lets nothing be fetched or run.
     """
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    reader = MarkdownIt("js-default").disable("image")
-    environment.filters.update(
-        anchor=anchor, breakable=_breakable, drawing=Markup, is_numeric=_is_numeric,
-        notes=lambda text: Markup(reader.render(text)),
+        loader=PackageLoader(__name__, ""), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.do"],
     )  # fmt: skip
-    template = environment.from_string(files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8"))
-    return template.render(page=page)
+    markdown = MarkdownIt("js-default").disable("image")
+    environment.globals |= {"line": line, "curves": curves, "GB": GB}
+    environment.filters |= {
+        "anchor": anchor, "rows": rows, "setting_rows": setting_rows, "side": _side,
+        "breakable": lambda name: Markup(re.sub(r"([/_])", r"\1<wbr>", str(escape(name)))),
+        "literally": re.escape,
+        "markdown": lambda notes: Markup(markdown.render(notes)),
+    }  # fmt: skip
+    return environment.get_template("page.html.j2").render(content, content=template)
 
 
-def _breakable(name: str) -> Markup:
-    """A name that may go on in a new line after its / and _, and nowhere else."""
-    return Markup(re.sub(r"([/_])", r"\1<wbr>", str(escape(name))))
-
-
-def _is_numeric(table: Table, heading: str) -> bool:
-    """Whether a column holds figures alone, and so stands to the right."""
-    return all(_NUMERIC.fullmatch(row[heading]) for row in table.rows)
+def _side(cells: Sequence[Mapping[str, str]], heading: str) -> Markup:
+    """A column that holds figures alone, and does not name the rows, stands to the right."""
+    is_numeric = heading != next(iter(cells[0])) and all(_NUMERIC.fullmatch(row[heading]) for row in cells)
+    return Markup(' class="right"' if is_numeric else "")

@@ -4,15 +4,15 @@ A policy's move is an arrow; beside the position of an environment's prompt stan
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import chess
 import chess.svg
+from markupsafe import Markup
 
 from grpo.evaluate.boards import judge
 from grpo.play.record import Match
 from grpo.workbench.report.charts import own_ids
-from grpo.workbench.report.page import Card, Picture
 from grpo.workbench.report.read import Run
 from grpo.workbench.sizes import Record, figure
 from rewards.formats import as_move
@@ -26,68 +26,87 @@ CANDIDATES, SHOWN = 96, 3
 """Of so many completions that were logged last, the best and the worst of each task that are shown."""
 
 
+class Card(NamedTuple):
+    """A completion, with boards if it is about chess, what is wrong with it, and its rewards by name."""
+
+    title: str
+    prompt: str
+    completion: str
+    boards: Sequence[Markup] = ()
+    remark: str = ""
+    scores: Mapping[str, float] = {}
+
+
 def board(
-    name: str, position: chess.Board, move: str, caption: str, *, is_legal: bool = True, **how: Any
-) -> Picture:
-    """A position with a move (UCI) as an arrow. name: unique within the page. how: as of chess.svg.board."""
+    name: str, position: chess.Board, move: str, caption: str, *, is_legal: bool = True, **options: Any
+) -> Markup:
+    """A position with a move (UCI) as an arrow. name: unique within the page. options: of chess.svg.board."""
     color, played = GOOD if is_legal else BAD, as_move(move)
     arrows = [chess.svg.Arrow(played.from_square, played.to_square, color=color)] if played else []
-    return Picture(own_ids(chess.svg.board(position, arrows=arrows, colors=_COLORS, **how), name), caption)
+    svg = chess.svg.board(position, arrows=arrows, colors=_COLORS, **options)
+    figure = '<figure class="board">{}<figcaption>{}</figcaption></figure>'
+    return Markup(figure).format(own_ids(svg, name), caption)
 
 
 def answer_card(title: str, name: str, prompt: str, completion: str) -> Card:
     """What a model wrote, judged by the rules where it is about chess. name: unique within the page."""
-    answer = judge(prompt, completion)
+    answer, card = judge(prompt, completion), Card(title, prompt, completion)
     if answer is None:
-        return Card(title, [], prompt, completion)
-    lone = answer.predicted is None  # two side by side have no room for letters and digits at their edges
-    boards = [
-        board(name, answer.board, answer.move, answer.given, is_legal=answer.move_is_legal, coordinates=lone)
-    ]
-    if answer.predicted is not None:
-        red = dict.fromkeys(answer.wrong, WRONG_SQUARE)
-        boards.append(board(f"{name}-after", answer.predicted, "", "predicted", fill=red, coordinates=False))
-    if not answer.right:
-        return Card(title, boards, prompt, completion, remark=f"{answer.verdict}.")
-    boards[-1] = boards[-1]._replace(caption=f"{boards[-1].caption}: {answer.verdict}")
-    return Card(title, boards, prompt, completion)
+        return card
+    verdict, legal = f": {answer.verdict}" if answer.right else "", answer.move_is_legal
+    if answer.predicted is None:
+        boards = [board(name, answer.board, answer.move, f"{answer.given}{verdict}", is_legal=legal)]
+    else:  # side by side there is no room for letters and digits at their edges
+        red, narrow = dict.fromkeys(answer.wrong, WRONG_SQUARE), {"coordinates": False}
+        boards = [
+            board(name, answer.board, answer.move, answer.given, is_legal=legal, **narrow),
+            board(f"{name}-after", answer.predicted, "", f"predicted{verdict}", fill=red, **narrow),
+        ]
+    return card._replace(boards=boards, remark="" if answer.right else f"{answer.verdict}.")
 
 
-def cards(run: Run) -> list[Card]:
-    """Of the last logged steps, the best and the worst of each task by reward, as the run weighs it."""
-    names, given = run.settings.get("reward") or [], run.settings.get("reward_weights") or []
-    functions = [str(name).rpartition(":")[2] for name in names]
-    weights = dict(zip(functions, map(float, given), strict=True)) if len(names) == len(given) else {}
+def game_card(match: Match) -> Card:
+    """The last finished game: its end, and all its moves."""
+    game = match.finished[-1]
+    white, black = match.players if game.first_is_white else match.players[::-1]
+    moves = chess.Board(game.fen).variation_san(game.board.move_stack)
+    end = board("game", game.board, "".join(game.moves[-1:]), game.ending)
+    return Card(f"The last game: {white} against {black}, {game.result}", game.fen, moves, [end])
+
+
+def completion_cards(run: Run) -> list[Card]:
+    """By task, the best and the worst of the completions logged last, by reward as the run weighs it."""
+    functions = [str(name).rpartition(":")[2] for name in run.settings.get("reward") or []]
+    factors = map(float, run.settings.get("reward_weights") or [1.0] * len(functions))
+    weights = dict(zip(functions, factors, strict=False))  # whose settings may be cut short
     return [
-        _card(record, f"card {place}", _reward(record, weights))
-        for place, record in enumerate(chosen(run.completions, weights))
+        _card(record, task, f"{task} {place}", weights)
+        for task, records in best_and_worst(run.completions, weights).items()
+        for place, record in enumerate(records)
     ]
 
 
-def chosen(completions: Sequence[Record], weights: Mapping[str, float]) -> list[Record]:
-    """Task by task, as rewards of different tasks do not compare: the best first, the worst last.
+def best_and_worst(completions: Sequence[Record], weights: Mapping[str, float]) -> dict[str, list[Record]]:
+    """By task, as rewards of different tasks do not compare: the best first, the worst last.
 
     The same text to the same prompt is shown once; different prompts come before others.
     """
-    last = {(_asked(record), str(record.get("completion"))): record for record in completions[-CANDIDATES:]}
+    unlike = {(_prompt(row), str(row.get("completion"))): row for row in completions[-CANDIDATES:]}
     tasks: dict[str, list[Record]] = {}
-    for (prompt, _), record in last.items():
-        tasks.setdefault(_task(prompt), []).append(record)
-    picked: list[Record] = []
-    for records in tasks.values():
+    for (prompt, _), record in unlike.items():
+        tasks.setdefault({"P:": "policy", "A:": "environment"}.get(prompt[:2], "text"), []).append(record)
+    for task, records in tasks.items():
         ranked = sorted(records, key=lambda record: -_reward(record, weights))
         best = _by_prompt(ranked)[:SHOWN]
         worst = _by_prompt([record for record in reversed(ranked) if record not in best])[:SHOWN]
-        picked += [*best, *reversed(worst)]
-    return picked
+        tasks[task] = [*best, *reversed(worst)]
+    return tasks
 
 
 def _by_prompt(ranked: Sequence[Record]) -> list[Record]:
     """The first of each prompt, then the rest."""
-    first: dict[str, Record] = {}
-    for record in ranked:
-        first.setdefault(_asked(record), record)
-    return [*first.values(), *(record for record in ranked if record not in first.values())]
+    first = {_prompt(record): record for record in reversed(ranked)}.values()
+    return sorted(ranked, key=lambda record: record not in first)
 
 
 def _reward(record: Record, weights: Mapping[str, float]) -> float:
@@ -96,33 +115,18 @@ def _reward(record: Record, weights: Mapping[str, float]) -> float:
     return sum(weights.get(name, 1.0) * (figure(rewards, name) or 0.0) for name in rewards)
 
 
-def _task(prompt: str) -> str:
-    return {"P:": "policy", "A:": "environment"}.get(prompt[:2], "text")
-
-
-def _asked(record: Record) -> str:
-    """The prompt, of a conversation what was said in it."""
+def _prompt(record: Record) -> str:
+    """Of a conversation what was said in it."""
     messages = record.get("messages") or []
-    said = [f"{message.get('role')}: {message.get('content', '')}" for message in messages]
-    return "\n".join(said) or str(record.get("prompt") or "")
+    lines = [f"{message.get('role')}: {message.get('content', '')}" for message in messages]
+    return "\n".join(lines) or str(record.get("prompt") or "")
 
 
-def _card(record: Record, name: str, reward: float) -> Card:
-    prompt, advantage = _asked(record), figure(record, "advantage")
-    title = f"step {record.get('step')}, {_task(prompt)}, reward {reward:.3f}"
+def _card(record: Record, task: str, name: str, weights: Mapping[str, float]) -> Card:
+    advantage, parts = figure(record, "advantage"), record.get("components") or record.get("rewards") or {}
+    title = f"step {record.get('step')}, {task}, reward {_reward(record, weights):.3f}"
     title += "" if advantage is None else f", advantage {advantage:+.2f}"
-    card = answer_card(title, name, prompt, str(record.get("completion") or ""))
-    parts = record.get("components") or record.get("rewards") or {}
-    scores = {part: value for part in parts if (value := figure(parts, part)) is not None}
+    card = answer_card(title, name, _prompt(record), str(record.get("completion") or ""))
     cut = f"Cut off after {record.get('num_tokens')} tokens." if record.get("terminated") is False else ""
+    scores = {part: value for part in parts if (value := figure(parts, part)) is not None}
     return card._replace(scores=scores, remark=f"{card.remark} {cut}".strip())
-
-
-def game_card(match: Match) -> Card:
-    """The last finished game: its end, and all its moves."""
-    game = match.finished[-1]
-    white, black = match.players if game.first_is_white else match.players[::-1]
-    moves = [chess.Move.from_uci(move) for move in game.moves]
-    end = board("game", game.board, "".join(game.moves[-1:]), game.ending)
-    title = f"The last game: {white} against {black}, {game.result}"
-    return Card(title, [end], game.fen, chess.Board(game.fen).variation_san(moves))

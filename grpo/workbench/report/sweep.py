@@ -1,255 +1,143 @@
-"""The page of a sweep over batch sizes, and of several: the best sizes, what failed, what to mind.
+"""What the page of a sweep over batch sizes shows, and of several: the best sizes, what failed, what to mind.
 
 Quality is held-out quality at the end, when every size has done the same work; the best value on the way
 would favour whoever was looked at most often.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from grpo.memory.budget import GB, readable
-from grpo.workbench.report import charts
-from grpo.workbench.report.charts import Curve, curve
-from grpo.workbench.report.page import Fact, Page, Picture, Section, Table, page, settings_section
-from grpo.workbench.report.read import Sweep
-from grpo.workbench.report.wording import NOTHING, between, cell, duration, fixed, number
-from grpo.workbench.sizes import Size, figure, paired_difference
+from grpo.workbench.report.charts import BATCH_SIZE
+from grpo.workbench.report.read import Sweep, owned
+from grpo.workbench.report.text import Fact, show, show_figure
+from grpo.workbench.sizes import Record, figure, paired_difference
 
+FIGURES = (
+    "status", "message", "is_finished", "tuned", "final_train", "final_heldout", "best_heldout", "seconds",
+    "rate", "peak_bytes", "predicted_bytes", "added_bytes", "updates", "learning_rate", "warmup_updates",
+    "start_s",
+)  # fmt: skip
+"""Of a size, shown as they are."""
 ALIKE = 1.1
 """Times as long: what one run of each size, after one another, cannot tell apart."""
+_UNTUNED = "Not tuned: what looks like the effect of batch size may be that of its learning rate."
 _RATES = {
-    "none": "the same at every size", "linear": "in proportion to the size",
-    "sqrt": "with the square root of the size", "tuned": "tuned at each size",
-}  # fmt: skip
+    "none": ("the same at every size", f"{_UNTUNED} Larger batches usually want a higher one."),
+    "linear": ("in proportion to the size", _UNTUNED),
+    "sqrt": ("with the square root of the size", _UNTUNED),
+    "tuned": ("tuned at each size", "Differences of quality are those of the size."),
+}
+"""By --scale-lr: what the learning rate was, and what that means."""
 
 
-def sweep_page(sweep: Sweep) -> Page:
+def sweep_content(sweep: Sweep) -> dict[str, Any]:
+    """What sweep.html.j2 writes down."""
     known = [("of", "model"), ("on", "device_name"), ("in", "precision")]
-    words = [f"{word} {sweep.header[name]}" for word, name in known if sweep.header.get(name)]
-    work = f"each with {cell(figure(sweep.header, 'total'))} {sweep.unit}"
-    return page(
-        f"Batch sizes: {sweep.name}",
-        f"{len(sweep.finished)} of {len(sweep.sizes)} batch sizes finished, {' '.join([work, *words])}.",
-        Section("What it says", facts=list(facts(sweep))),
-        Section("Notes", notes=sweep.notes),
-        Section("Results", tables=[_results(sweep)], pictures=_quality(sweep)),
-        Section("Learning curves", pictures=_learning_curves(sweep)),
-        Section("Memory", pictures=_memory(sweep)),
-        Section("Learning rates tried", tables=[_rates_tried(sweep)]),
-        settings_section("What the sizes had in common", sweep.header),
-        Section("What is missing", sweep.missing),
-    )
+    words = [f" {word} {sweep.header[name]}" for word, name in known if sweep.header.get(name)]
+    work = f"each with {show(figure(sweep.header, 'total'))} {sweep.unit}{''.join(words)}"
+    tuned = {str(size.batch_size): dict(size.tuned) for size in sweep.sizes if size.tuned}
+    rates = sorted({rate for tries in tuned.values() for rate in tries})
+    sizes = size_records(sweep)
+    return {
+        "lede": f"{len(sweep.finished)} of {len(sweep.sizes)} batch sizes finished, {work}.",
+        "sweep": sweep,
+        "facts": [*facts(sweep, sizes)],
+        "sizes": sizes,
+        "points": owned({str(size.batch_size): size.curve for size in sweep.sizes}, "done", "seconds"),
+        "tries": [
+            {"size": size} | {show(rate): show(tries.get(rate), "final_heldout") for rate in rates}
+            for size, tries in tuned.items()
+        ],
+    }
 
 
-def sweeps_page(sweeps: Sequence[Sweep]) -> Page:
-    """Results one after another, and held-out quality over batch size where it is of the same kind."""
-    kinds = {f"{sweep.quality} over {sweep.unit}" for sweep in sweeps}
-    quality, names = sweeps[0].quality, ", ".join(sweep.name for sweep in sweeps)
-    curves = {sweep.name: _over_sizes(sweep.finished, "final_heldout") for sweep in sweeps}
-    drawn = [_by_size(f"{quality.capitalize()} by batch size", quality, curves)]
-    apart = [f"Not comparable: {', '.join(kinds)}."]
-    return page(
-        f"Sweeps compared: {names}",
-        ", ".join(f"{len(sweep.finished)} sizes of {sweep.name}" for sweep in sweeps) + " finished.",
-        Section("Quality", pictures=drawn) if len(kinds) == 1 else Section("Quality", apart),
-        *(Section(f"Results of {sweep.name}", facts=list(facts(sweep)), tables=[_results(sweep)])
-          for sweep in sweeps),
-        Section("What is missing", [f"{sweep.name}: {text}" for sweep in sweeps for text in sweep.missing]),
-    )  # fmt: skip
+def sweeps_content(sweeps: Sequence[Sweep]) -> dict[str, Any]:
+    """What sweep.html.j2 writes down of one sweep, or of several and where their held-out quality ended."""
+    parts = [sweep_content(sweep) for sweep in sweeps]
+    ended = {part["sweep"].name: [size for size in part["sizes"] if size["is_finished"]] for part in parts}
+    ledes = [f"{part['sweep'].name}: {part['lede']}" for part in parts]
+    return parts[0] | {
+        "lede": " ".join(ledes) if len(parts) > 1 else parts[0]["lede"],
+        "parts": parts,
+        "kinds": {f"{sweep.quality} over {sweep.unit}" for sweep in sweeps},
+        "ends": owned(ended, BATCH_SIZE),
+    }
 
 
-def best_by_quality(sweep: Sweep) -> Size | None:
-    """The finished size whose held-out quality ended best."""
-    known = [size for size in sweep.finished if size.final_heldout is not None]
-    return max(known, key=lambda size: sweep.sign * (size.final_heldout or 0.0), default=None)
+def size_records(sweep: Sweep) -> list[dict[str, Any]]:
+    """Figures of each size by name, with the ends of their 95 % intervals as NAME/low and NAME/high.
+
+    behind: how much worse than the best it ended. gap: how much worse held-out is than training, which tells
+    nothing where training samples and evaluations are greedy. ran out: what had been predicted for a size
+    without memory enough. SIZE/end: `final_heldout` in a figure of its own.
+    """
+    rated = [size for size in sweep.finished if size.final_heldout is not None]
+    best = max(rated, key=lambda size: sweep.sign * (size.final_heldout or 0.0), default=None)
+    highest = max((size.peak_bytes or 0 for size in sweep.sizes), default=0)
+    is_near = 0 < sweep.usable_bytes <= 2 * highest  # a line far above would press all else flat
+    records = []
+    for size in sweep.sizes:
+        heldout, train = size.final_heldout, size.final_train
+        record = {name: getattr(size, name) for name in FIGURES} | {BATCH_SIZE: size.batch_size}
+        record["is_best"] = size is best
+        record["usable"] = sweep.usable_bytes if size.peak_bytes and is_near else None
+        record["ran out"] = size.predicted_bytes if size.status == "out of memory" else None
+        record["best_at"] = f"{size.best_heldout_at / size.done:.0%}" if size.best_heldout_at else None
+        record[f"{size.batch_size}/end"] = heldout if size.is_finished else None
+        record |= _interval("final_heldout", size.heldout, [0.0] * len(size.heldout))
+        if heldout is not None and train is not None and sweep.header.get("objective") != "grpo":
+            record["gap"] = sweep.sign * (train - heldout)
+        if heldout is not None and size.is_finished and best and best.final_heldout is not None:
+            record["behind"] = sweep.sign * (best.final_heldout - heldout) + 0.0  # no -0.0
+            if size is not best:
+                better, worse = (best, size) if sweep.sign > 0 else (size, best)
+                record |= _interval("behind", better.heldout, worse.heldout)
+        records.append(record)
+    return records
 
 
-def behind(sweep: Sweep, size: Size, best: Size) -> tuple[float, float] | None:
-    """95 % interval of how much worse it ended, paired over held-out rows; None where that is not known."""
-    better, worse = (best, size) if sweep.sign > 0 else (size, best)
-    return None if size is best else paired_difference(better.heldout, worse.heldout)
+def _interval(name: str, ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Of the mean of ours - theirs, on the same held-out rows, where it is known."""
+    ends = paired_difference(ours, theirs)
+    return {} if ends is None else {f"{name}/low": ends[0], f"{name}/high": ends[1]}
 
 
-def not_told_from(sweep: Sweep, best: Size) -> list[Size]:
-    """Other sizes that may have ended no worse."""
-    known = [size for size in sweep.finished if size.final_heldout is not None]
-    return [size for size in known if (ends := behind(sweep, size, best)) and ends[0] <= 0]
-
-
-def fastest(sizes: Sequence[Size]) -> Size | None:
-    """The one that needed the least time for the same work."""
-    return min((size for size in sizes if size.seconds), key=lambda size: size.seconds or 0.0, default=None)
-
-
-def facts(sweep: Sweep) -> Iterator[Fact]:
-    """The best sizes, those that failed, and what to mind."""
-    best, quick = best_by_quality(sweep), fastest(sweep.finished)
+def facts(sweep: Sweep, sizes: Sequence[Record]) -> Iterator[Fact]:
+    """The best sizes, those that failed, and what to mind. sizes: of `size_records`."""
+    finished = [size for size in sizes if size["is_finished"]]
+    best = next((size for size in finished if size["is_best"]), None)
     if best is None:
         yield Fact(f"Best {sweep.quality}", "not known", "", "No size finished with one.")
     else:
-        rated = f"{_rated(best)} {sweep.quality_unit}".strip()
+        rated = f"{show_figure(best, 'final_heldout')} {sweep.quality_unit}".strip()
         note = "At the end, after equal work. Each size ran once, with one seed."
-        yield Fact(f"Best {sweep.quality}", _listed([best]), rated, note)
-        if close := not_told_from(sweep, best):
+        yield Fact(f"Best {sweep.quality}", _named(best), rated, note)
+        if close := [size for size in finished if size.get("behind/low", 1.0) <= 0]:
             note = "The 95 % interval of the difference on the same held-out rows holds 0."
-            yield Fact("Not told from the best", _listed(close), "", note)
-            if choice := fastest([best, *close]):
+            yield Fact("Not told from the best", _named(*close), "", note)
+            if choice := _fastest([best, *close]):
                 note = "The fastest of these and the best."
-                yield Fact("Trade-off", _listed([choice]), cell(choice.seconds, duration), note)
-    if quick is not None:
-        limit = ALIKE * (quick.seconds or 0.0)
-        alike = [size for size in sweep.finished if size is not quick and 0 < (size.seconds or 0) <= limit]
-        note = f"At most a tenth longer, which one run cannot tell: {_listed(alike)}." if alike else ""
-        yield Fact("Fastest", _listed([quick]), cell(quick.seconds, duration), note)
-    for size in sweep.sizes:
-        if not size.is_finished:
-            predicted = f"{readable(size.predicted_bytes)} predicted" if size.predicted_bytes else ""
-            yield Fact(_listed([size]).capitalize(), size.status, predicted, size.message)
-    how = str(sweep.header.get("scale_lr"))
-    note = "Not tuned: what looks like the effect of batch size may be that of its learning rate."
-    if how == "none":
-        note += " Larger batches usually want a higher one."
-    if how == "tuned":
-        note = "Differences of quality are those of the size."
-        tries = [(size, [rate for rate, _ in size.tuned]) for size in sweep.sizes if len(size.tuned) > 1]
-        if edge := [size for size, rates in tries if size.learning_rate in (min(rates), max(rates))]:
-            note += f" The best was the lowest or highest tried at {_listed(edge)}: search further."
-    rate = cell(figure(sweep.header, "learning_rate"))
-    yield Fact("Learning rate", _RATES.get(how, "not known"), rate, note)
+                yield Fact("Trade-off", _named(choice), show_figure(choice, "seconds"), note)
+    if quick := _fastest(finished):
+        others = [size for size in finished if size["seconds"] and size is not quick]
+        alike = [size for size in others if size["seconds"] <= ALIKE * quick["seconds"]]
+        note = f"At most a tenth longer, which one run cannot tell: {_named(*alike)}." if alike else ""
+        yield Fact("Fastest", _named(quick), show_figure(quick, "seconds"), note)
+    for size in sizes:
+        if not size["is_finished"]:
+            predicted = f"{show_figure(size, 'predicted_bytes')} predicted" if size["predicted_bytes"] else ""
+            yield Fact(_named(size).capitalize(), size["status"], predicted, size["message"])
+    how, note = _RATES.get(str(sweep.header.get("scale_lr")), ("not known", _UNTUNED))
+    tries = [(size, [rate for rate, _ in size["tuned"]]) for size in sizes if len(size["tuned"]) > 1]
+    if edge := [size for size, rates in tries if size["learning_rate"] in (min(rates), max(rates))]:
+        note += f" The best was the lowest or highest tried at {_named(*edge)}: search further."
+    yield Fact("Learning rate", how, show(figure(sweep.header, "learning_rate")), note)
 
 
-def _listed(sizes: Sequence[Size]) -> str:
-    return f"size {', '.join(str(size.batch_size) for size in sizes)}"
+def _fastest(sizes: Sequence[Record]) -> Record | None:
+    """The one that needed the least time for the same work."""
+    return min((size for size in sizes if size["seconds"]), key=lambda size: size["seconds"], default=None)
 
 
-def _half_interval(size: Size) -> float | None:
-    """Half of the 95 % interval of its held-out mean: of its rows' difference from nothing."""
-    ends = paired_difference(size.heldout, [0.0] * len(size.heldout))
-    return None if ends is None else (ends[1] - ends[0]) / 2
-
-
-def _rated(size: Size) -> str:
-    """2.300 ± 0.012, as far as it is known."""
-    half, end = _half_interval(size), cell(size.final_heldout, fixed)
-    return end if half is None or end == NOTHING else f"{end} ± {fixed(half)}"
-
-
-def _results(sweep: Sweep) -> Table:
-    """A row for each size, finished or not."""
-    is_lm = sweep.header.get("objective") != "grpo"  # whose answers are sampled or greedy
-    best, sign = best_by_quality(sweep), sweep.sign
-    rows = []
-    for size in sweep.sizes:
-        train, heldout, gap, late = size.final_train, size.final_heldout, NOTHING, NOTHING
-        if heldout is not None and train is not None:
-            gap = fixed(sign * (train - heldout))
-        if best and size.is_finished and heldout is not None and best.final_heldout is not None:
-            ends = behind(sweep, size, best)
-            late = fixed(sign * (best.final_heldout - heldout) + 0.0)  # no -0.0
-            late += f" ({between(*ends)})" if ends else ""
-        at = f" at {size.best_heldout_at / size.done:.0%}" if size.best_heldout_at else ""
-        rows.append({
-            "size": str(size.batch_size), "status": size.status, "held-out": _rated(size),
-            "behind the best": late, "time": cell(size.seconds, duration),
-            f"{sweep.unit} a second": cell(size.rate), "memory": cell(size.peak_bytes, readable),
-            "tensors, predicted": cell(size.predicted_bytes, readable),
-            "measured": cell(size.added_bytes, readable), "training": cell(train, fixed),
-            **({"gap": gap} if is_lm else {}), "best held-out": cell(size.best_heldout, fixed) + at,
-            "updates": cell(size.updates), "learning rate": cell(size.learning_rate),
-            "warm-up": cell(size.warmup_updates), "start": cell(size.start_s, duration),
-        })  # fmt: skip
-    unit, better = sweep.quality_unit or "its own unit", "higher" if sign > 0 else "lower"
-    of_gap = "The gap is how much worse held-out is than training. " if is_lm else ""
-    caption = (
-        f"{sweep.quality.capitalize()} in {unit}, {better} is better; ± is 95 % over the held-out rows, the "
-        "interval behind the best 95 % of the difference on the same rows: one that holds 0 tells none. The "
-        f"best was at so much of the work. {of_gap}Time leaves out evaluation; the start, a part of it, is "
-        "compiling, loading kernels and counting tensors. Memory is the peak; tensors are what the fullest "
-        "phase added."
-    )
-    return Table(rows, caption)
-
-
-def _rates_tried(sweep: Sweep) -> Table:
-    tuned = {str(size.batch_size): dict(size.tuned) for size in sweep.sizes if size.tuned}
-    rates = sorted({rate for tries in tuned.values() for rate in tries})
-    rows = [{"size": size} | {number(rate): cell(tries.get(rate), fixed) for rate in rates}
-            for size, tries in tuned.items()]  # fmt: skip
-    return Table(rows, f"{sweep.quality.capitalize()} by learning rate.")
-
-
-def _over_sizes(sizes: Sequence[Size], name: str, look: str = "o-", **how: Any) -> Curve:
-    """The figure `name` of those sizes that have it, over batch size."""
-    figures = [{"size": size.batch_size, name: getattr(size, name)} for size in sizes]
-    return curve(figures, "size", name, look, **how)
-
-
-def _by_size(
-    title: str, y: str, curves: Mapping[str, Curve], caption: str = "", **how: Any
-) -> Picture | None:
-    return charts.line(title, curves, x="batch size", y=y, by_size=True, caption=caption, **how)
-
-
-def _colors(sweep: Sweep) -> dict[int, str]:
-    sizes = [size.batch_size for size in sweep.sizes]
-    return dict(zip(sizes, charts.ramp(len(sizes)), strict=True))
-
-
-def _learning_curves(sweep: Sweep) -> list[Picture | None]:
-    falls, train, colors = sweep.sign < 0, sweep.quality.replace("held-out", "training"), _colors(sweep)
-    caption = f"By batch size.{' A steep start that would hide the rest is cut off.' if falls else ''}"
-    pictures = []
-    for quality, name, over, x in (
-        (sweep.quality, "heldout", sweep.unit, "done"),
-        (train, "train", sweep.unit, "done"),
-        (sweep.quality, "heldout", "seconds of training", "seconds"),
-    ):
-        curves = {str(size.batch_size): curve(size.curve, x, name, color=colors[size.batch_size])
-                  for size in sweep.sizes}  # fmt: skip
-        title = f"{quality.capitalize()} over {over}"
-        pictures.append(charts.line(title, curves, x=over, y=quality, zoom=falls, caption=caption))
-    return pictures
-
-
-def _quality(sweep: Sweep) -> list[Picture | None]:
-    known = [size for size in sweep.finished if size.final_heldout is not None]
-    end, halves = _over_sizes(known, "final_heldout"), [_half_interval(size) or 0.0 for size in known]
-    low, high = ([y + sign * half for y, half in zip(end.y, halves, strict=True)] for sign in (-1, 1))
-    curves = {
-        "held-out, at the end": end._replace(low=low, high=high),
-        "held-out, best": _over_sizes(known, "best_heldout", "--"),
-        "training, at the end": _over_sizes(known, "final_train"),
-    }
-    in_time = {}
-    for size in known:
-        point, color = {"x": size.seconds, "y": size.final_heldout}, _colors(sweep)[size.batch_size]
-        in_time[str(size.batch_size)] = curve([point], "x", "y", "o", color=color)
-    corner = f"A point a size; {'upper' if sweep.sign > 0 else 'lower'} left is better."
-    rate, quality = {"": _over_sizes(sweep.finished, "rate")}, sweep.quality
-    return [
-        _by_size(f"{quality.capitalize()} by batch size", quality, curves,
-                 "Bars are 95 % intervals over the held-out rows, where known."),
-        charts.line("Quality against time", in_time, x="seconds of training", y=quality, caption=corner),
-        _by_size("Throughput", f"{sweep.unit} a second", rate, "Once it runs.", from_zero=True),
-    ]  # fmt: skip
-
-
-def _memory(sweep: Sweep) -> list[Picture | None]:
-    """What tensors added, and were to add; the peak beside what is usable."""
-    failed = [size for size in sweep.sizes if size.status == "out of memory"]
-    tensors = {
-        "predicted": _over_sizes(sweep.sizes, "predicted_bytes", "--", unit=GB),
-        "measured": _over_sizes(sweep.sizes, "added_bytes", "o", unit=GB),
-        "ran out": _over_sizes(failed, "predicted_bytes", "x", unit=GB, color=charts.FAILED),
-    }
-    peaks = _over_sizes(sweep.sizes, "peak_bytes", unit=GB)
-    usable = (figure(sweep.header, "memory_limit_bytes") or figure(sweep.header, "usable_bytes") or 0.0) / GB
-    curves = {"": peaks}
-    if 0 < usable <= 2 * max(peaks.y, default=0.0):  # a line far above would press all else flat
-        curves["usable"] = Curve(peaks.x, [usable] * len(peaks.x), ":", charts.INK)
-    of_tensors = "Added by the fullest phase; predicted before it was measured."
-    of_all = f"{f'{usable:.2f} GB are usable. ' if usable else ''}1 GB is 2^30 bytes."
-    return [
-        _by_size("Tensors by batch size", "GB, peak", tensors, of_tensors, from_zero=True),
-        _by_size("Memory by batch size", "GB, peak", curves, of_all, from_zero=True),
-    ]
+def _named(*sizes: Record) -> str:
+    return f"size {', '.join(str(size[BATCH_SIZE]) for size in sizes)}"
