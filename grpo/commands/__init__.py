@@ -24,52 +24,60 @@ WIDTH = 150
 class Command(NamedTuple):
     """A line of the overview, and how it is obeyed.
 
-    The action is `main` in the module of the command's name. It is given the settings and a console, and
-    returns an exit status or nothing for 0; its ValueErrors and EngineErrors are what people can mend.
+    The action is given the settings and a console, and returns an exit status or nothing for 0; its
+    ValueErrors and EngineErrors are what people can mend.
     """
 
     what: str
     example: str
     settings: str
-    """MODULE:NAME of a dataclass for tyro, or of what reads the words by itself."""
+    """MODULE:NAME of a dataclass for tyro, of one with a `parse`, or of what reads the words by itself."""
+    action: str
+    """MODULE:NAME."""
     level: str = "INFO"
     """What is logged at least."""
 
 
+_HERE, _SETTINGS = "grpo.commands", "grpo.workbench.settings"
+_BENCH = f"{_HERE}.workbench"
 COMMANDS = {
     "train": Command(
         "train a language model with GRPO", "--steps 5 --batch-size 16",
-        "grpo.config:parse_command_line",
+        "grpo.config:parse_command_line", f"{_HERE}.train:main",
     ),
     "monitor": Command(
-        "train and watch: is memory growing?", "200 64", "grpo.commands.monitor:parse_monitor",
+        "train and watch: is memory growing?", "200 64", f"{_BENCH}:parse_monitor", f"{_BENCH}:monitor",
         level="WARNING",
     ),
     "evaluate": Command(
-        "held-out quality of a model or a run", "runs/NAME", "grpo.commands.evaluate:EvaluateConfig"
+        "held-out quality of a model or a run", "runs/NAME",
+        f"{_HERE}.evaluate:EvaluateConfig", f"{_HERE}.evaluate:main",
     ),
     "uci": Command(
-        "a model as an engine for chess programs", "--model runs/NAME", "grpo.commands.uci:UciConfig"
+        "a model as an engine for chess programs", "--model runs/NAME",
+        f"{_HERE}.uci:UciConfig", f"{_HERE}.uci:main",
     ),
     "match": Command(
         "games of a model against an engine or a model", "runs/NAME --against rook-tiny",
-        "grpo.commands.match:MatchConfig",
+        f"{_HERE}.match:MatchConfig", f"{_HERE}.match:main",
     ),
     "find-max": Command(
         "the largest batch that fits, by real steps", "--memory-limit 800MB",
-        "grpo.workbench.settings:parse_find_max",
+        f"{_SETTINGS}:FindMax", f"{_BENCH}:find_max",
     ),
     "calculate": Command(
         "the largest batch for a card that is not there", "--gpu rtx4090",
-        "grpo.workbench.settings:parse_calculator", level="WARNING",
+        f"{_SETTINGS}:Calculator", f"{_BENCH}:calculate", level="WARNING",
     ),
     "sweep": Command(
         "one model at several batch sizes", "--batch-sizes 8 32",
-        "grpo.workbench.sweep_settings:parse_sweep",
+        "grpo.workbench.sweep_settings:Sweep", f"{_BENCH}:sweep",
     ),
-    "report": Command("a run or a sweep as one page", "runs/NAME", "grpo.commands.report:ReportConfig"),
+    "report": Command(
+        "a run or a sweep as one page", "runs/NAME", f"{_BENCH}:ReportConfig", f"{_BENCH}:report"
+    ),
     "check": Command(
-        "what this machine reaches, and what is switched off", "", "grpo.workbench.settings:parse_check"
+        "what this machine reaches, and what is switched off", "", f"{_SETTINGS}:Check", f"{_BENCH}:check"
     ),
 }  # fmt: skip
 """By name."""
@@ -111,8 +119,9 @@ def call(name: str) -> int:
             configure_logging(command.level, errors, process=process)
             with redirect_stderr(io.StringIO()) if process else nullcontext():
                 settings = _settings(command)
-            action = import_module(f"grpo.commands.{name.replace('-', '_')}").main
-            return action(settings, screen(width=None if sys.stdout.isatty() else WIDTH)) or DONE
+            return (
+                _load(command.action)(settings, screen(width=None if sys.stdout.isatty() else WIDTH)) or DONE
+            )
         except Exception as error:
             from rewards.engine import EngineError  # not before: chess takes a tenth of a second to load
 
@@ -128,9 +137,16 @@ def _settings(command: Command) -> Any:
     """What was typed. A wrong flag ends the process, as tyro does that; a wrong value is a ValueError."""
     import tyro
 
-    module, _, name = command.settings.partition(":")
-    reader = getattr(import_module(module), name)
+    reader = _load(command.settings)
+    if parse := getattr(reader, "parse", None):
+        return parse()
     return tyro.cli(reader) if isinstance(reader, type) else reader()
+
+
+def _load(place: str) -> Any:
+    """MODULE:NAME."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 def _prepare() -> None:

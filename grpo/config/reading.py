@@ -39,8 +39,10 @@ def _plain(value: Any) -> Any:
 
 
 def from_plain(values: Mapping[str, Any], base: Config | None = None) -> Config:
-    """Settings by name as a file has them, over `base`. SettingsError for what is none."""
-    known = values_of(Config)
+    """Settings by name as a file has them, over `base`, and of its kind. SettingsError for what is none."""
+    base = base or Config()
+    kind: Any = base.__class__
+    known = values_of(kind)
     for name in values:
         if name not in known:
             hint = f"{_near(name, known)}docs/settings.md and --help name them all."
@@ -49,7 +51,7 @@ def from_plain(values: Mapping[str, Any], base: Config | None = None) -> Config:
         logger.info("gradient_checkpointing is auto: selective, of an older version, is no longer known")
         values = {**values, "gradient_checkpointing": "auto"}
     changes = {name: _read(name, value, known[name]) for name, value in values.items()}
-    return replace(base or Config(), **changes)
+    return replace(base, **changes)
 
 
 def _near(name: str, names: Iterable[str]) -> str:

@@ -3,7 +3,7 @@
     sweep.json              what the sizes have in common
     notes.md                a person's own words, if there are any
     size-00064/             a run:
-        task.json           what it was to do
+        task.json           what it was to do: settings by name
         metrics.jsonl       a line a step, and one an evaluation; step 0 is the untrained model
         memory.jsonl        what its phases held
         heldout.json        {"step": …, "values": [of each held-out window or prompt, the same at each size]}
@@ -98,20 +98,17 @@ class Size:
         """Of an update."""
         return self.batch_size * self.row_units
 
-    @property
-    def _train_key(self) -> str:
-        return "reward" if self.higher_is_better else "loss"
-
     @cached_property
     def curve(self) -> list[dict[str, float | None]]:
         """Points by update: units done, seconds of training, training and held-out quality."""
+        train = "reward" if self.higher_is_better else "loss"
         times = accumulate(figure(line, "step_time") or 0.0 for line in self.steps)
         at = {0: 0.0} | {line["step"]: seconds for line, seconds in zip(self.steps, times, strict=True)}
         points = [
             {
                 "update": line["step"], "done": line["step"] * self._units,
-                "seconds": at.get(line["step"], max(at.values())), "train": figure(line, self._train_key),
-                "heldout": figure(line, f"eval_{self._train_key}"),
+                "seconds": at.get(line["step"], max(at.values())), "train": figure(line, train),
+                "heldout": figure(line, f"eval_{train}"),
             }
             for line in (*self.steps, *self.evaluations)
         ]  # fmt: skip
@@ -162,15 +159,19 @@ class Size:
         return self._rated[-1][0] if self._rated else None
 
     @property
+    def _best(self) -> tuple[float, int] | None:
+        sign = 1 if self.higher_is_better else -1
+        return max(self._rated, key=lambda rated: sign * rated[0], default=None)
+
+    @property
     def best_heldout(self) -> float | None:
         """The best of all its evaluations."""
-        best = max if self.higher_is_better else min
-        return best((value for value, _ in self._rated), default=None)
+        return self._best and self._best[0]
 
     @property
     def best_heldout_at(self) -> int | None:
         """Units done when it was best first."""
-        return next((done for value, done in self._rated if value == self.best_heldout), None)
+        return self._best and self._best[1]
 
     @property
     def peak_bytes(self) -> int | None:
@@ -223,7 +224,7 @@ def read_size(sweep: Path, batch_size: int, header: Record) -> Size:
         str(ended.get("message") or ""),
         higher_is_better=is_grpo,
         row_units=1 if is_grpo else int(header.get("context") or 1),
-        task={**task.get("train", {}), **task},
+        task={**task.get("train", {}), **task},  # as older versions have it
         steps=[line for line in lines if "step_time" in line],
         evaluations=[line for line in lines if any(name.startswith("eval_") for name in line)],
         memory=read_lines(folder / MEMORY_FILE),

@@ -13,16 +13,16 @@ import subprocess
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from loguru import logger
 from rich.console import Console
 
-from grpo.config import Config
+from grpo.config import Config, from_plain, to_plain
 from grpo.config.groups import PromptSettings
 from grpo.files import write_whole
 from grpo.learning.step import Diverged
@@ -35,10 +35,9 @@ from grpo.run.setup import open_run
 from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, NewLines
 from grpo.trainer import Trainer
 from grpo.workbench.lm import train_lm
+from grpo.workbench.settings import Task
 from grpo.workbench.sizes import ENDED_FILE, HELDOUT_FILE, TASK_FILE, read_json
-from grpo.workbench.task import Task, alone
 
-Status = Literal["ok", "out of memory", "diverged", "failed"]
 PRINTED_FILE = "printed.txt"
 """What the process printed."""
 WATCHED_EVERY_S = 0.2
@@ -46,23 +45,28 @@ _TAIL_LINES = 3
 _THREADS_NEED_MEMORY = ("Thread creation failed", "can't start new thread", "std::bad_alloc")
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a run ended, and why, if it did not end well."""
+class Ended(NamedTuple):
+    """How a run ended (ok, out of memory, diverged, failed), and why, if it did not end well."""
 
-    status: Status
+    status: str
     message: str | None = None
 
     def __str__(self) -> str:
         return f"{self.status} ({self.message})" if self.message else self.status
 
 
-def run_task(task: Task, folder: Path, watch: Callable[[Mapping[str, Any]], None] | None = None) -> Ended:
+def run_task(
+    task: Task,
+    folder: Path,
+    watch: Callable[[Mapping[str, Any]], None] = lambda line: None,
+    tuned: Sequence[Mapping[str, float | None]] = (),
+) -> Ended:
     """Do `task` in a process of its own, in a folder that is emptied of an earlier try.
 
-    watch: given each line of metrics.jsonl as it comes. Ctrl-C ends the process as well.
+    watch: given each line of metrics.jsonl as it comes. tuned: see `write_task`. Ctrl-C ends the process as
+    well.
     """
-    write_task(task, folder)
+    write_task(task, folder, tuned)
     for name in (ENDED_FILE, METRICS_FILE, MEMORY_FILE, COMPLETIONS_FILE, HELDOUT_FILE):
         (folder / name).unlink(missing_ok=True)
     new_lines, code = NewLines(folder / METRICS_FILE), None
@@ -75,27 +79,33 @@ def run_task(task: Task, folder: Path, watch: Callable[[Mapping[str, Any]], None
                 time.sleep(WATCHED_EVERY_S)
                 code = process.poll()
                 for line in new_lines():
-                    if watch is not None:
-                        watch(line)
+                    watch(line)
         finally:
             process.kill()
             process.wait()
     if content := read_json(folder / ENDED_FILE):
-        return Ended(content["status"], content["message"])
-    ended = _death(code, (folder / PRINTED_FILE).read_text(), limited=task.train.memory_limit is not None)
-    write_ended(folder, ended)
-    return ended
+        return Ended(**content)
+    ended = _death(code, (folder / PRINTED_FILE).read_text(), limited=task.memory_limit is not None)
+    return write_ended(folder, ended)
 
 
-def write_task(task: Task, folder: Path) -> None:
-    """What a folder's process is to do."""
+def write_task(task: Task, folder: Path, tuned: Sequence[Mapping[str, float | None]] = ()) -> None:
+    """What a folder's process is to do. tuned: learning rates that were tried before, with their quality."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / TASK_FILE, json.dumps(task.as_json(), indent=1))
+    write_whole(folder / TASK_FILE, json.dumps({**to_plain(task), "tuned": tuned}, indent=1))
 
 
-def write_ended(folder: Path, ended: Ended) -> None:
+def read_task(folder: Path) -> Task:
+    """What `write_task` wrote."""
+    values, names = read_json(folder / TASK_FILE), {item.name for item in fields(Task)}
+    task: Any = from_plain({name: value for name, value in values.items() if name in names}, Task())
+    return task
+
+
+def write_ended(folder: Path, ended: Ended) -> Ended:
     """How a run ended, for whoever comes later."""
-    write_whole(folder / ENDED_FILE, json.dumps(asdict(ended)) + "\n")
+    write_whole(folder / ENDED_FILE, json.dumps(ended._asdict()) + "\n")
+    return ended
 
 
 def _death(code: int, text: str, *, limited: bool) -> Ended:
@@ -118,26 +128,19 @@ def do_task(folder: Path) -> Ended:
     """The task of a folder, in this process; anything that ends it is a result."""
     ended = Ended("ok")
     try:
-        task = Task.of(json.loads((folder / TASK_FILE).read_text()))
-        if task.tf32:
-            torch.backends.cuda.matmul.allow_tf32 = True
-        train = train_lm if task.objective == "lm" else train_grpo
-        train(task, folder)
+        task = read_task(folder)
+        torch.backends.cuda.matmul.allow_tf32 |= task.tf32
+        (train_lm if task.objective == "lm" else train_grpo)(task, folder)
     except Exception as error:
-        ended = _ended_by(error)
-        if ended.status == "failed":
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if isinstance(error, DoesNotFit | MemoryError) or is_out_of_memory(error):
+            ended = Ended("out of memory", reason)
+        elif isinstance(error, FloatingPointError | Diverged):
+            ended = Ended("diverged", reason)
+        else:
+            ended = Ended("failed", f"{type(error).__name__}: {reason}")
             logger.opt(exception=error).error("the task failed")
-    write_ended(folder, ended)
-    return ended
-
-
-def _ended_by(error: Exception) -> Ended:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if isinstance(error, DoesNotFit | MemoryError) or is_out_of_memory(error):
-        return Ended("out of memory", reason)
-    if isinstance(error, FloatingPointError | Diverged):
-        return Ended("diverged", reason)
-    return Ended("failed", f"{type(error).__name__}: {reason}")
+    return write_ended(folder, ended)
 
 
 def train_grpo(task: Task, folder: Path) -> None:
@@ -145,22 +148,17 @@ def train_grpo(task: Task, folder: Path) -> None:
 
     Memory may run out.
     """
-    rows = task.batch_size
-    config = alone(
-        task.train, batch_size=rows, rollout_rows=rows, score_rows=rows, train_rows=task.rows,
+    config = replace(
+        task.train, rollout_rows=task.num_rows, score_rows=task.num_rows, train_rows=task.rows,
         runs_dir=folder.parent, name=folder.name,
     )  # fmt: skip
     inputs = Given(is_trial=True)
     if task.prompt_tokens is not None:
         inputs = replace(inputs, prompts=made_up_prompts(config, task.prompt_tokens), rewards=[by_chance])
         config = replace(
-            config,
-            **vars(PromptSettings()),
-            reward_weights=(),
-            engine="off",
-            heldout_share=0.0,
+            config, **vars(PromptSettings()), reward_weights=(), engine="off", heldout_share=0.0,
             credit="whole",
-        )
+        )  # fmt: skip
     with open_run(config, inputs) as run:
         trainer = Trainer(run)
         for _ in trainer:
@@ -189,8 +187,7 @@ def main() -> None:
     """One task, whose folder is named on the command line; stops without a word at Ctrl-C."""
     configure_logging("INFO", Console(stderr=True, markup=False))
     with contextlib.suppress(KeyboardInterrupt):
-        ended = do_task(Path(sys.argv[1]))
-        sys.exit(ended.status != "ok")
+        sys.exit(do_task(Path(sys.argv[1])).status != "ok")
 
 
 if __name__ == "__main__":
