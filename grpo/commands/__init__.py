@@ -9,11 +9,7 @@ from importlib import import_module
 from os.path import expanduser
 from typing import Any, NamedTuple
 
-from grpo.environment import (
-    launched_processes,
-    set_library_defaults,
-    unsupported,
-)
+from grpo.environment import launched_processes, set_library_defaults, unsupported
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses."""
@@ -25,60 +21,40 @@ class Command(NamedTuple):
     """A line of the overview, and how it is obeyed.
 
     The action is given the settings and a console, and returns an exit status or nothing for 0; its
-    ValueErrors and EngineErrors are what people can mend.
+    ValueErrors and EngineErrors are what people can mend. Both are MODULE:NAME.
     """
 
     what: str
     example: str
-    settings: str
-    """MODULE:NAME of a dataclass for tyro, of one with a `parse`, or of what reads the words by itself."""
     action: str
-    """MODULE:NAME."""
+    settings: str
+    """A dataclass, whose `parse` reads the words, or tyro if it has none; or a function that reads them."""
     level: str = "INFO"
     """What is logged at least."""
 
 
-_HERE, _SETTINGS = "grpo.commands", "grpo.workbench.settings"
-_BENCH = f"{_HERE}.workbench"
+_OWN, _BENCH, _SETTINGS = "grpo.commands", "grpo.commands.workbench", "grpo.workbench.settings"
 COMMANDS = {
-    "train": Command(
-        "train a language model with GRPO", "--steps 5 --batch-size 16",
-        "grpo.config:parse_command_line", f"{_HERE}.train:main",
-    ),
-    "monitor": Command(
-        "train and watch: is memory growing?", "200 64", f"{_BENCH}:parse_monitor", f"{_BENCH}:monitor",
-        level="WARNING",
-    ),
-    "evaluate": Command(
-        "held-out quality of a model or a run", "runs/NAME",
-        f"{_HERE}.evaluate:EvaluateConfig", f"{_HERE}.evaluate:main",
-    ),
-    "uci": Command(
-        "a model as an engine for chess programs", "--model runs/NAME",
-        f"{_HERE}.uci:UciConfig", f"{_HERE}.uci:main",
-    ),
-    "match": Command(
-        "games of a model against an engine or a model", "runs/NAME --against rook-tiny",
-        f"{_HERE}.match:MatchConfig", f"{_HERE}.match:main",
-    ),
-    "find-max": Command(
-        "the largest batch that fits, by real steps", "--memory-limit 800MB",
-        f"{_SETTINGS}:FindMax", f"{_BENCH}:find_max",
-    ),
-    "calculate": Command(
-        "the largest batch for a card that is not there", "--gpu rtx4090",
-        f"{_SETTINGS}:Calculator", f"{_BENCH}:calculate", level="WARNING",
-    ),
-    "sweep": Command(
-        "one model at several batch sizes", "--batch-sizes 8 32",
-        "grpo.workbench.sweep_settings:Sweep", f"{_BENCH}:sweep",
-    ),
-    "report": Command(
-        "a run or a sweep as one page", "runs/NAME", f"{_BENCH}:ReportConfig", f"{_BENCH}:report"
-    ),
-    "check": Command(
-        "what this machine reaches, and what is switched off", "", f"{_SETTINGS}:Check", f"{_BENCH}:check"
-    ),
+    "train": Command("train a language model with GRPO", "--steps 5 --batch-size 16",
+                     f"{_OWN}.train:main", "grpo.config:parse_command_line"),
+    "monitor": Command("train and watch: is memory growing?", "200 64",
+                       f"{_BENCH}:monitor", f"{_BENCH}:parse_monitor", level="WARNING"),
+    "evaluate": Command("held-out quality of a model or a run", "runs/NAME",
+                        f"{_OWN}.evaluate:main", f"{_OWN}.evaluate:EvaluateConfig"),
+    "uci": Command("a model as an engine for chess programs", "--model runs/NAME",
+                   f"{_OWN}.uci:main", f"{_OWN}.uci:UciConfig"),
+    "match": Command("games of a model against an engine or a model", "runs/NAME --against rook-tiny",
+                     f"{_OWN}.match:main", f"{_OWN}.match:MatchConfig"),
+    "find-max": Command("the largest batch that fits, by real steps", "--memory-limit 800MB",
+                        f"{_BENCH}:find_max", f"{_SETTINGS}:FindMax"),
+    "calculate": Command("the largest batch for a card that is not there", "--gpu rtx4090",
+                         f"{_BENCH}:calculate", f"{_SETTINGS}:Calculator", level="WARNING"),
+    "sweep": Command("one model at several batch sizes", "--batch-sizes 8 32",
+                     f"{_BENCH}:sweep", "grpo.workbench.sweep_settings:Sweep"),
+    "report": Command("a run or a sweep as one page", "runs/NAME",
+                      f"{_BENCH}:report", f"{_BENCH}:ReportConfig"),
+    "check": Command("what this machine reaches, and what is switched off", "",
+                     f"{_BENCH}:check", f"{_SETTINGS}:Check"),
 }  # fmt: skip
 """By name."""
 

@@ -1,6 +1,5 @@
 """What commands print with: nothing that comes from outside is taken for markup."""
 
-import math
 from typing import Any
 
 from rich.console import Console
@@ -24,11 +23,3 @@ def shortened(error: object) -> str:
     """An error's text; of one that quotes what somebody wrote at length, the beginning and the end."""
     text, half = str(error), MOST_LETTERS // 2
     return text if len(text) <= MOST_LETTERS else f"{text[:half]} … {text[-half:]}"
-
-
-def check_least(settings: object, **least: float) -> None:
-    """ValueError for a number among a command's settings that is less, or is none."""
-    for name, limit in least.items():
-        number = getattr(settings, name)
-        if number is not None and not limit <= number < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} is {number}: give at least {limit:g}")

@@ -7,6 +7,7 @@ import json
 import shlex
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from grpo.commands import DONE, FAILED, INTERRUPTED
 from grpo.config import Config, SettingsError, parse_command_line
+from grpo.config.limits import Settings
 from grpo.environment import typed
 from grpo.workbench.cards import cards_rows, find_card
 from grpo.workbench.settings import Calculator, Check, FindMax, new_folder
@@ -162,7 +164,7 @@ def monitor(settings: Config | Path, console: Console) -> int:
 
 
 @dataclass(frozen=True)
-class ReportConfig:
+class ReportConfig(Settings):
     """Write report.html, which needs nothing else and opens from disk."""
 
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional]
@@ -170,12 +172,13 @@ class ReportConfig:
     output: Path | None = None
     """Where to write; by default into the folder itself, and into report/ for several."""
 
-    def __post_init__(self) -> None:
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
         if not self.folders:
-            raise ValueError("no folder is given: give that of a run or of a sweep, or several of a kind")
+            yield "no folder is given: give that of a run or of a sweep, or several of a kind"
         for folder in self.folders:
             if not folder.is_dir():
-                raise ValueError(f"{folder} is no folder: give that of a run or of a sweep")
+                yield f"{folder} is no folder: give that of a run or of a sweep"
 
 
 def report(config: ReportConfig, console: Console) -> None:

@@ -41,30 +41,25 @@ CARD_NAMES = {1: "single", 2: "dual", 4: "quad", 8: "octo"}
 
 
 def calculate(settings: Calculator, card: Card) -> Row:
-    """All figures for a card, as JSON has them. Bytes are bytes; a line of the budget has a name, bytes and a
-    detail, and the share of the card that it is, if it is one.
+    """All figures for a card, as JSON has them; bytes are bytes.
 
     A batch size is None where nobody knows what a sample takes, 0 where none fits. ValueError for what a user
     can mend.
     """
-    frozen, overhead, model = _frozen(settings), _overhead(settings, card), None
-    _check_fixed(settings, card, [*frozen, overhead])  # before anything slow starts
-    if settings.trainable is None:
-        model = Model(settings, card, beside_bytes=_sum([*frozen, overhead]))
-        lines = [*frozen, *model.lines(), overhead]
-    else:
-        lines = [*frozen, *_trained(settings, settings.trainable), overhead]
-    _check_fixed(settings, card, lines)
-    fixed_bytes, shares = _sum(lines), []
+    *frozen, overhead = _beside(settings, card)
+    beside_bytes = _check_fixed(settings, card, [*frozen, overhead])  # before anything slow starts
+    model = Model(settings, card) if settings.trainable is None else None
+    lines = [*frozen, *(_lines_of_model(model) if model else _lines_of_counts(settings)), overhead]
+    fixed_bytes = _check_fixed(settings, card, lines)
+    shares = list[Row]()
     for share in sorted({*SHARES, settings.memory_utilization}):
         usable_bytes = share * card.usable_bytes
-        left_bytes = usable_bytes - fixed_bytes
-        row: Row = {"share": share, "usable_bytes": usable_bytes, "left_bytes": left_bytes}
+        row: Row = {"share": share, "usable_bytes": usable_bytes, "left_bytes": usable_bytes - fixed_bytes}
         row["batch_size"] = None
         if model is not None:
-            row |= model.largest(usable_bytes)
+            row |= model.largest(usable_bytes, beside_bytes)
         elif settings.sample_memory is not None:
-            most = int(left_bytes / parse_size(settings.sample_memory))
+            most = int(row["left_bytes"] / parse_size(settings.sample_memory))
             row["batch_size"] = max(0, min(settings.max_batch_size, most))
         shares.append(row)
     size = next(row["batch_size"] for row in shares if row["share"] == settings.memory_utilization)
@@ -79,14 +74,75 @@ def calculate(settings: Calculator, card: Card) -> Row:
     }  # fmt: skip
 
 
-def _sum(lines: Sequence[Row]) -> float:
-    return sum(line["bytes"] for line in lines)
+# ----------------------------------------------------------------------------- lines of the budget
+
+
+def _line(name: str, size: float, detail: str) -> Row:
+    return {"name": name, "bytes": size, "detail": detail}
+
+
+def _beside(settings: Calculator, card: Card) -> list[Row]:
+    """Models that only stand beside, if there are any, and last what is no tensor."""
+    lines, share = [], settings.overhead_share
+    if settings.frozen:
+        size, names = FROZEN_BYTES[settings.frozen_dtype], " + ".join(f"{n / 1e9:g}" for n in settings.frozen)
+        detail = f"{size:g} bytes a parameter ({settings.frozen_dtype})"
+        lines = [_line(f"frozen, {names} B", size * sum(settings.frozen), detail)]
+    if share is None and settings.trainable is None:
+        return [*lines, _line("overhead", CONTEXT_BYTES, "CUDA context and cuBLAS's workspace")]
+    share = OVERHEAD_SHARE if share is None else share
+    overhead = _line("overhead", share * card.usable_bytes, f"{100 * share:g} % of the card")
+    return [*lines, {**overhead, "share": share}]
+
+
+def _lines_of_counts(settings: Calculator) -> list[Row]:
+    """Weights, optimizer and gradients of so many trained parameters."""
+    count, weights = settings.trainable or 0.0, settings.weights or "bf16+master"
+    optimizer = settings.optimizer or "adamw"
+    (weight, master), moments = WEIGHT_BYTES[weights], MOMENT_BYTES[optimizer]
+    dtype, copy = weights.partition("+")[0], f", and a master copy in fp32: {master}" if master else ""
+    return [
+        _line(f"trainable, {count / 1e9:g} B", weight * count, f"{weight} bytes a parameter ({dtype})"),
+        _line("optimizer", (master + moments) * count,
+              f"{master + moments} bytes a parameter ({optimizer}: {moments}{copy})"),
+        _line("gradients", weight * count, f"{weight} bytes a parameter ({dtype})"),
+    ]  # fmt: skip
+
+
+def _lines_of_model(model: "Model") -> list[Row]:
+    """Of the optimizer's step, when weights, moments and gradients are all there."""
+    trained, config = sum(model.traced.trained_sizes), model.work.config
+    sizes = {**model.resident, "gradients": model.work.target.exact_dtype.itemsize * trained}
+    names, of_what = {"reference": "frozen reference", "weights": "trainable weights"}, "parameter"
+    if config.uses_lora:
+        names["weights"] = f"frozen base{' in 4 bits' * config.load_in_4bit} and adapters"
+        of_what = "trained parameter"
+    lines = {
+        part: _line(names.get(part, part), size, f"{size / trained:.3g} bytes a {of_what}")
+        for part, size in sizes.items()
+    }
+    if config.uses_lora:
+        lines["weights"]["detail"] = f"the reference, too; {trained / 1e6:.3g} million are trained"
+    return sorted(lines.values(), key=lambda line: line["name"] != "frozen reference")
+
+
+def _check_fixed(settings: Calculator, card: Card, lines: Sequence[Row]) -> float:
+    """Bytes of all lines. SettingsError where these alone are more than the card."""
+    size = float(sum(line["bytes"] for line in lines))
+    if size < card.usable_bytes:
+        return size
+    parts = ", ".join(f"{line['name']}: {readable(line['bytes'])}" for line in lines)
+    smaller = "fewer or smaller models" if settings.frozen else "a smaller model"
+    raise SettingsError(
+        f"{parts}; that is {readable(size)} before any sample, and {card.name} offers "
+        f"{readable(card.usable_bytes)}: give {smaller}, or a larger card."
+    )
 
 
 class Model:
-    """What batches of any size hold on a card, beside so many bytes of other models and overhead."""
+    """What batches of any size of a model hold on a card."""
 
-    def __init__(self, settings: Calculator, card: Card, *, beside_bytes: float) -> None:
+    def __init__(self, settings: Calculator, card: Card) -> None:
         train, precision = settings.train, settings.precision
         if precision == "auto":
             precision = "bf16" if card.bf16 else "fp32"
@@ -94,107 +150,38 @@ class Model:
         work = workload(train, torch.device("cuda"), absent=settings.gpu or settings.gpu_memory)
         if settings.prompt_tokens is not None:
             work = replace(work, longest_prompt=settings.prompt_tokens)
-        self.work, self._traced = work, TracedPhases(work.phase_settings())
-        self._resident = work.resident(
-            self._traced.num_parameters, self._traced.trained_sizes, self._traced.frozen_bytes
+        self.work, self.traced = work, TracedPhases(work.phase_settings())
+        self.resident = work.resident(
+            self.traced.num_parameters, self.traced.trained_sizes, self.traced.frozen_bytes
         )
-        self._held_bytes = beside_bytes + sum(self._resident.values())
 
     def planned(self) -> str:
         """What is planned for, in a line."""
         config, dtype = self.work.config, str(self.work.target.dtype).removeprefix("torch.")
         tokens = f"{self.work.longest_prompt} + {config.max_new_tokens} tokens"
-        parts = [config.model, dtype, tokens, f"groups of {config.group_size}"]
-        if config.gradient_checkpointing not in ("auto", "none"):
-            parts.append(f"{config.gradient_checkpointing} gradient checkpointing")
-        return ", ".join(parts)
+        words = f"{config.model}, {dtype}, {tokens}, groups of {config.group_size}"
+        if config.gradient_checkpointing in ("auto", "none"):
+            return words
+        return f"{words}, {config.gradient_checkpointing} gradient checkpointing"
 
-    def lines(self) -> list[Row]:
-        """Of the optimizer's step, when weights, moments and gradients are all there."""
-        trained, config = sum(self._traced.trained_sizes), self.work.config
-        sizes = {**self._resident, "gradients": self.work.target.exact_dtype.itemsize * trained}
-        of_what = "trained parameter" if config.uses_lora else "parameter"
-        lines = {
-            part: {"name": part, "bytes": size, "detail": f"{size / trained:.3g} bytes a {of_what}"}
-            for part, size in sizes.items()
-        }
-        lines["weights"]["name"] = "trainable weights"
-        if config.uses_lora:
-            lines["weights"] |= {
-                "name": f"frozen base{' in 4 bits' * config.load_in_4bit} and adapters",
-                "detail": f"the reference, too; {trained / 1e6:.3g} million are trained",
-            }
-        if "reference" in lines:
-            lines["reference"]["name"] = "frozen reference"
-        return sorted(lines.values(), key=lambda line: line["name"] != "frozen reference")
-
-    def largest(self, usable_bytes: float) -> dict[str, Any]:
+    def largest(self, usable_bytes: float, beside_bytes: float) -> dict[str, Any]:
         """The largest batch whose every phase fits all at once, the fullest phase and its peak."""
         config, total = self.work.config, max(0, int(usable_bytes))
+        held_bytes = beside_bytes + sum(self.resident.values())
         card = TracedCard(DeviceMemory(total, total, 0), utilization=1.0)
-        card.held_bytes = int(self._held_bytes)
+        card.held_bytes = int(held_bytes)
         fit = Fit(card, group_size=config.group_size)
         most = config.max_batch_size // config.group_size * config.group_size
         all_of_it = self.work.with_settings(batch_size=most)
-        see_traces(fit, all_of_it, self._traced)
+        see_traces(fit, all_of_it, self.traced)
         try:
             size = largest_batch(fit, all_of_it)
         except SettingsError:  # not one group
             return {"batch_size": 0, "fullest": None, "peak_bytes": None}
         phases = self.work.phase_settings().phases
-        added = {phase: self._traced.added_bytes(phase, self.work.size(size)) for phase in phases}
+        added = {phase: self.traced.added_bytes(phase, self.work.size(size)) for phase in phases}
         fullest = max(phases, key=lambda phase: added[phase])
-        return {"batch_size": size, "fullest": fullest, "peak_bytes": self._held_bytes + added[fullest]}
-
-
-def _frozen(settings: Calculator) -> list[Row]:
-    """One line for the models that only stand beside, if there are any."""
-    if not settings.frozen:
-        return []
-    size, names = FROZEN_BYTES[settings.frozen_dtype], " + ".join(f"{n / 1e9:g}" for n in settings.frozen)
-    detail = f"{size:g} bytes a parameter ({settings.frozen_dtype})"
-    return [{"name": f"frozen, {names} B", "bytes": size * sum(settings.frozen), "detail": detail}]
-
-
-def _trained(settings: Calculator, count: float) -> list[Row]:
-    """Weights, optimizer and gradients of so many trained parameters."""
-    weights, optimizer = settings.weights or "bf16+master", settings.optimizer or "adamw"
-    (weight, master), moments = WEIGHT_BYTES[weights], MOMENT_BYTES[optimizer]
-    dtype = weights.partition("+")[0]
-    parts = f"{optimizer}: {moments}" + (f", and a master copy in fp32: {master}" if master else "")
-    sizes = ((f"trainable, {count / 1e9:g} B", weight, dtype), ("optimizer", master + moments, parts),
-             ("gradients", weight, dtype))  # fmt: skip
-    return [
-        {"name": name, "bytes": size * count, "detail": f"{size} bytes a parameter ({how})"}
-        for name, size, how in sizes
-    ]
-
-
-def _overhead(settings: Calculator, card: Card) -> Row:
-    share = settings.overhead_share
-    if share is None and settings.trainable is None:
-        return {"name": "overhead", "bytes": CONTEXT_BYTES, "detail": "CUDA context and cuBLAS's workspace"}
-    share = OVERHEAD_SHARE if share is None else share
-    detail = f"{100 * share:g} % of the card"
-    return {"name": "overhead", "bytes": share * card.usable_bytes, "detail": detail, "share": share}
-
-
-def _check_fixed(settings: Calculator, card: Card, lines: Sequence[Row]) -> None:
-    """SettingsError where the lines alone are more than the card."""
-    if _sum(lines) < card.usable_bytes:
-        return
-    what = f"model is {settings.model}"
-    if settings.frozen:
-        counts = " and ".join(f"{count / 1e9:g} B" for count in settings.frozen)
-        what = f"frozen is {counts} in {settings.frozen_dtype}"
-    elif settings.trainable is not None:
-        what = f"trainable is {settings.trainable / 1e9:g} B"
-    parts = ", ".join(f"{line['name']}: {readable(line['bytes'])}" for line in lines)
-    raise SettingsError(
-        f"{what}: {parts}; that is "
-        f"{readable(_sum(lines))} before any sample, and {card.name} offers {readable(card.usable_bytes)}: "
-        f"give {'fewer or smaller ones' if settings.frozen else 'a smaller one'}, or a larger card."
-    )
+        return {"batch_size": size, "fullest": fullest, "peak_bytes": held_bytes + added[fullest]}
 
 
 def _notes(settings: Calculator, card: Card, model: Model | None, size: int | None) -> list[str]:
@@ -227,36 +214,34 @@ def budget_rows(figures: Row) -> list[Row]:
     With counts alone there is a second column that counts as published budgets do: 10**9 bytes, and the
     card as it is sold.
     """
-    card, sold = figures["card"], NOMINAL_GB * figures["card"]["sold_gb"]
-    how = f"sold with {card['sold_gb']:g}; what CUDA offers"
-    lines = [("card", card["usable_bytes"], sold, how)]
+    card, nominal = figures["card"], NOMINAL_GB * figures["card"]["sold_gb"]
+    rows, left = list[Row](), nominal
+
+    def add(name: str, size: float, published: float, how: str) -> None:
+        in_public = f"{published / NOMINAL_GB:.2f}" if figures["model"] is None else None
+        rows.append({"line": name, "GB": _gb(size), "10**9 bytes": in_public, "how": how})
+
+    add("card", card["usable_bytes"], nominal, f"sold with {card['sold_gb']:g}; what CUDA offers")
     for line in figures["lines"]:
-        published = line["share"] * sold if "share" in line else line["bytes"]
-        lines.append((line["name"], line["bytes"], published, line["detail"]))
-    left = sold - sum(published for _, _, published, _ in lines[1:])
-    lines.append(("remains", figures["remaining_bytes"], left, "for activations, logits, keys and values"))
-    return [
-        {
-            "line": name, "GB": _gb(size), "how": how,
-            "10**9 bytes": f"{published / NOMINAL_GB:.2f}" if figures["model"] is None else None,
-        }
-        for name, size, published, how in lines
-    ]  # fmt: skip
+        published = line["share"] * nominal if "share" in line else line["bytes"]
+        left -= published
+        add(line["name"], line["bytes"], published, line["detail"])
+    add("remains", figures["remaining_bytes"], left, "for activations, logits, keys and values")
+    return rows
 
 
 def share_rows(figures: Row, passes: int) -> list[Row]:
     """A share of the card: what is left for samples and the largest batch; totals on more cards."""
-    rows, counts = list[Row](), [count for count in figures["totals"] if count * passes > 1]
+    rows, times = list[Row](), f" × {passes}" if passes > 1 else ""
     for share in figures["shares"]:
         size, peak = share["batch_size"], share.get("peak_bytes")
-        row = {
+        rows.append({
             "share": f"{100 * share['share']:g}%", "GB": f"{share['usable_bytes'] / GB:.2f}",
             "for samples": f"{share['left_bytes'] / GB:.2f}", "batch": "none fits" if size == 0 else size,
             "fullest in": share.get("fullest"), "peak": _gb(peak) if peak else None,
-        }  # fmt: skip
-        times = f" × {passes}" if passes > 1 else ""
-        row |= {f"{n} card{'s' * (n > 1)}{times}": n * passes * size for n in counts}
-        rows.append(row)
+            **{f"{n} card{'s' * (n > 1)}{times}": n * passes * size
+               for n in figures["totals"] if n * passes > 1},
+        })  # fmt: skip
     return rows
 
 

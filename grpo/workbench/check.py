@@ -8,9 +8,8 @@ rollout, whose rate every run logs.
 
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from loguru import logger
@@ -74,69 +73,69 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     return float(2 * size**3 / timer.blocked_autorange(min_run_time=0.3).median)
 
 
-@dataclass(frozen=True)
-class Way:
-    """How steps are taken: as this process is set, but for what is said here."""
+def training_rates(settings: Check, device: torch.device) -> list[Row]:
+    """Tokens a second as it is configured, then with one switch the other way, where that is cheap to try.
 
-    name: str
-    dtype: torch.dtype
-    threads: int | None = None
-    tf32: bool = False
-    compiled: bool = False
-
-
-def ways_to_train(settings: Check, device: torch.device) -> Iterator[Way]:
-    """As it is configured, then with one switch the other way, where that is cheap to try."""
-    dtype = compute_dtype(settings.precision, device)
-    yield Way(f"as it is, in {PRECISIONS[dtype]}", dtype)
+    By the median, with how far apart the times of steps were, as a share.
+    """
+    dtype, cores, threads = (
+        compute_dtype(settings.precision, device),
+        available_cores(),
+        torch.get_num_threads(),
+    )
+    ways: dict[str, dict[str, Any]] = {f"as it is, in {PRECISIONS[dtype]}": {}}
     if multiplies_in_bf16(device):
         other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
-        yield Way(f"in {PRECISIONS[other]}", other)
+        ways[f"in {PRECISIONS[other]}"] = {"dtype": other}
     if device.type == "cuda" and dtype == torch.float32:
-        yield Way("with TF32", dtype, tf32=True)
-    cores, threads = available_cores(), torch.get_num_threads()
+        ways["with TF32"] = {"tf32": True}
     if device.type == "cpu" and cores > 1:
         count = cores if threads < cores else 1
-        yield Way(f"with {count} threads", dtype, threads=count)
+        ways[f"with {count} threads"] = {"threads": count}
     if settings.compile and no_compiler(device) is None:
-        yield Way("compiled", dtype, compiled=True)
-
-
-def training_rates(settings: Check, device: torch.device) -> Iterator[Row]:
-    """Tokens a second of each way, by the median, and how far apart its times were, as a share."""
-    shape, first = model_shape(settings), None
+        ways["compiled"] = {"compiled": True}
+    rows, shape, first = list[Row](), model_shape(settings), 0.0
     context = min(settings.context, context_length(shape))
-    threads, tf32 = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
-    for way in ways_to_train(settings, device):
-        torch.set_num_threads(way.threads or threads)
-        torch.backends.cuda.matmul.allow_tf32 = way.tf32 or tf32
-        try:
-            times = _step_times(settings, way, shape, device, context)
-        finally:
-            torch.set_num_threads(threads)
-            torch.backends.cuda.matmul.allow_tf32 = tf32
+    for name, changes in ways.items():
+        times = _step_times(settings, shape, context, device, **{"dtype": dtype, **changes})
         rate = settings.batch_size * context / median(times)
         first = first or rate
-        logger.info("{}: {:,.0f} tokens/s", way.name, rate)
-        yield {
-            "step": way.name, "tokens/s": f"{rate:,.0f}", "of the first": f"{rate / first:.2f}",
+        logger.info("{}: {:,.0f} tokens/s", name, rate)
+        rows.append({
+            "step": name, "tokens/s": f"{rate:,.0f}", "of the first": f"{rate / first:.2f}",
             "spread": f"{(max(times) - min(times)) / median(times):.0%}",
-        }  # fmt: skip
+        })  # fmt: skip
+    return rows
 
 
 def _step_times(
-    settings: Check, way: Way, shape: PretrainedConfig, device: torch.device, context: int
+    settings: Check,
+    shape: PretrainedConfig,
+    context: int,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    threads: int | None = None,
+    tf32: bool = False,
+    compiled: bool = False,
 ) -> list[float]:
     """Seconds of real steps: forward, backward, clipping, AdamW."""
-    model = random_model(make_target(shape, device, way.dtype))
-    if way.compiled:
+    before = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
+    torch.set_num_threads(threads or before[0])
+    torch.backends.cuda.matmul.allow_tf32 = tf32 or before[1]
+    model = random_model(make_target(shape, device, dtype))
+    if compiled:
         model.base_model.compile()
     stepper = Stepper(model, make_optimizer(model, OptimizerSettings()), 1.0)
     vocabulary = shape.get_text_config(decoder=True).vocab_size
     windows = torch.randint(vocabulary, (settings.batch_size, context + 1))
     times = []
-    for _ in range(1 + settings.steps):
-        start = time.perf_counter()
-        stepper.step(lambda: accumulate_lm(model, windows, dtype=way.dtype, rows=settings.batch_size))
-        times.append(time.perf_counter() - start)  # it reads the loss, and so waits for the device
+    try:
+        for _ in range(1 + settings.steps):
+            start = time.perf_counter()
+            stepper.step(lambda: accumulate_lm(model, windows, dtype=dtype, rows=settings.batch_size))
+            times.append(time.perf_counter() - start)  # it reads the loss, and so waits for the device
+    finally:
+        torch.set_num_threads(before[0])
+        torch.backends.cuda.matmul.allow_tf32 = before[1]
     return times[1:]  # in the first one kernels are compiled and loaded

@@ -5,7 +5,7 @@ Settings alone, read and checked before torch is loaded. `--config FILE` may hol
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -45,7 +45,7 @@ class CommandSettings(Config):
     @property
     def train(self) -> Config:
         """The part of it that train_lean.py knows."""
-        return Config(**{item.name: getattr(self, item.name) for item in fields(Config)})
+        return Config.of(self)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ModelChoice(Settings):
     """A causal language model: one that has a name, or with `arch` one that is made from numbers."""
 
     model: str = "auto"
-    """Hub id or folder of a causal language model; auto: RookWorld-LM-124M on CUDA, else rook-tiny."""
+    """Hub id or folder of the model whose shape is trained, from random weights; auto: rook-tiny."""
     arch: Literal["gpt2", "llama"] | None = None
     """Make a model of this architecture, with random weights, from the numbers below (lm)."""
     layers: Annotated[int, COUNT] = 4
@@ -96,14 +96,12 @@ class ModelChoice(Settings):
         return BUNDLED if self.model == "auto" else self.model
 
 
-@dataclass(frozen=True)
-class Task(ModelChoice, CommandSettings):
-    """Steps of GRPO or of language modelling at one batch size, whose rows are all on the device at once."""
+# Fields of a last base come first, in the help, too: what a command has of its own stands in such a class.
 
-    CHOSEN: ClassVar[tuple[str, ...]] = (
-        "batch_size", "steps", "minutes", "rollout_rows", "score_rows", "resume", "dry_run", "device_memory",
-        "name", "memory_utilization",
-    )  # fmt: skip
+
+@dataclass(frozen=True)
+class TaskFlags(Settings):
+    """What is trained, if not what train_lean.py trains."""
 
     objective: Literal["grpo", "lm"] = "grpo"
     """grpo: what train_lean.py does. lm: plain language modelling on a text."""
@@ -115,6 +113,16 @@ class Task(ModelChoice, CommandSettings):
     """torch.compile the model (lm)."""
     tf32: bool = False
     """On CUDA, multiply fp32 matrices in TF32."""
+
+
+@dataclass(frozen=True)
+class Task(CommandSettings, ModelChoice, TaskFlags):
+    """Steps of GRPO or of language modelling at one batch size, whose rows are all on the device at once."""
+
+    CHOSEN: ClassVar[tuple[str, ...]] = (
+        "batch_size", "steps", "minutes", "rollout_rows", "score_rows", "resume", "dry_run", "device_memory",
+        "name", "memory_utilization",
+    )  # fmt: skip
 
     def conflicts(self) -> Iterator[str]:
         for conflict in super().conflicts():
@@ -137,22 +145,15 @@ class Task(ModelChoice, CommandSettings):
 
     def task(self, **changes: Any) -> "Task":
         """These settings for one process: nothing is saved, and rows that do not fit run out of memory."""
-        values = {item.name: getattr(self, item.name) for item in fields(Task)}
-        alone = {
-            "memory_utilization": 1.0, "minutes": None, "resume": None, "dry_run": False,
-            "device_memory": None, "checkpoint_interval": 0, "trackers": (), "show_completions": 0,
-        }  # fmt: skip
-        return Task(**{**values, **alone, **changes})
+        return Task.of(
+            self, memory_utilization=1.0, minutes=None, resume=None, dry_run=False, device_memory=None,
+            checkpoint_interval=0, trackers=(), show_completions=0, **changes,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class FindMax(Task):
-    """The largest batch size that fits this device, by real training steps.
-
-    Other flags are those of train_lean.py, which `--config FILE` holds, too.
-    """
-
-    CHOSEN = (*Task.CHOSEN, "train_rows")
+class FindMaxFlags(Settings):
+    """How the largest batch is looked for."""
 
     strategy: Literal["line", "classic"] = "line"
     """line: what memory over the sizes tried allows, at most 8 trials. classic: 16 more or half."""
@@ -160,6 +161,16 @@ class FindMax(Task):
     """Batch size of the first trial."""
     output: Path | None = None
     """Folder of the table, JSON and picture; None: runs/max-batch- and the time."""
+
+
+@dataclass(frozen=True)
+class FindMax(Task, FindMaxFlags):
+    """The largest batch size that fits this device, by real training steps.
+
+    Other flags are those of train_lean.py, which `--config FILE` holds, too.
+    """
+
+    CHOSEN = (*Task.CHOSEN, "train_rows")
 
 
 @dataclass(frozen=True)
@@ -190,16 +201,9 @@ EACH_PARAMETERS = Limit(lambda models: all(map(_is_count, models)), PARAMETERS.r
 
 
 @dataclass(frozen=True)
-class Calculator(CommandSettings):
-    """The largest batch for a card, and its memory line by line; no device is needed.
+class CalculatorFlags(Settings):
+    """Of a card that is not there, and of what is on it."""
 
-    From a model, with the flags of train_lean.py, or with --trainable from counts of parameters alone.
-    """
-
-    CHOSEN = ("device", "device_memory", "dry_run", "resume", "name", "shard", "memory_limit")
-
-    max_batch_size: int = 65536
-    """No larger batch is looked for."""
     gpu: str | None = None
     """A card such as h100; without it, all that are known are listed."""
     gpu_memory: Annotated[str | None, SIZE] = None
@@ -228,6 +232,19 @@ class Calculator(CommandSettings):
     """Write profiles for train_lean.py --config FILE --profile NAME."""
     json: Path | None = None
     """Write all figures."""
+
+
+@dataclass(frozen=True)
+class Calculator(CommandSettings, CalculatorFlags):
+    """The largest batch for a card, and its memory line by line; no device is needed.
+
+    From a model, with the flags of train_lean.py, or with --trainable from counts of parameters alone.
+    """
+
+    CHOSEN = ("device", "device_memory", "dry_run", "resume", "name", "shard", "memory_limit")
+
+    max_batch_size: int = 65536
+    """No larger batch is looked for."""
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()

@@ -16,7 +16,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, median
@@ -42,7 +41,7 @@ def size_folder(sweep: Path, batch_size: int) -> Path:
     return sweep / f"size-{batch_size:05d}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Size:
     """One batch size: what was asked and what was found; figures that are not there are None.
 
@@ -64,152 +63,80 @@ class Size:
     heldout: Sequence[float] = ()
     """Quality of each held-out window or prompt at the last evaluation."""
 
-    @property
-    def is_finished(self) -> bool:
-        return self.status == OK
-
-    @property
-    def learning_rate(self) -> float | None:
+    def __post_init__(self) -> None:
+        self.is_finished = self.status == OK
+        self.learning_rate = figure(self.task, "learning_rate")
         """The peak of its schedule."""
-        return figure(self.task, "learning_rate")
-
-    @property
-    def warmup_updates(self) -> int | None:
-        return self.task.get("warmup_steps")
-
-    @property
-    def tuned(self) -> list[tuple[float, float]]:
+        self.warmup_updates: int | None = self.task.get("warmup_steps")
+        tried = [(row["learning_rate"], row["heldout"]) for row in self.task.get("tuned") or []]
+        self.tuned = [(rate, heldout) for rate, heldout in tried if heldout is not None]
         """(learning rate, held-out quality) of each try of one that ended."""
-        tried = self.task.get("tuned") or []
-        return [(row["learning_rate"], row["heldout"]) for row in tried if row["heldout"] is not None]
+        self._set_work_and_time()
+        self._set_quality()
+        self._set_memory()
 
-    @property
-    def updates(self) -> int:
-        """Done."""
-        return int(self.steps[-1]["step"]) if self.steps else 0
-
-    @property
-    def done(self) -> int:
+    def _set_work_and_time(self) -> None:
+        units = self.batch_size * self.row_units
+        self.updates = int(self.steps[-1]["step"]) if self.steps else 0
+        self.done = self.updates * units
         """Tokens or samples learned from."""
-        return self.updates * self._units
+        self.step_s = [time for line in self.steps if (time := figure(line, "step_time")) is not None]
+        """Seconds of each update."""
+        self.seconds = math.fsum(self.step_s) or None
+        """Of training alone, evaluations left out."""
+        times, first = self.step_s, self.step_s[:WARM_UP_UPDATES]
+        self.steady_s = median(times[min(WARM_UP_UPDATES, len(times) - 1) :]) if times else None
+        """Of an update, once everything is loaded."""
+        self.start_s = self.steady_s and max(0.0, math.fsum(first) - len(first) * self.steady_s)
+        """What the first updates took beyond that: compiling, loading kernels, counting tensors."""
+        self.rate = units / self.steady_s if self.steady_s else None
+        """Tokens or samples a second, once everything is loaded."""
 
-    @property
-    def _units(self) -> int:
-        """Of an update."""
-        return self.batch_size * self.row_units
-
-    @cached_property
-    def curve(self) -> list[dict[str, float | None]]:
-        """Points by update: units done, seconds of training, training and held-out quality."""
-        train = "reward" if self.higher_is_better else "loss"
+    def _set_quality(self) -> None:
+        train, units = "reward" if self.higher_is_better else "loss", self.batch_size * self.row_units
         times = accumulate(figure(line, "step_time") or 0.0 for line in self.steps)
         at = {0: 0.0} | {line["step"]: seconds for line, seconds in zip(self.steps, times, strict=True)}
         points = [
             {
-                "update": line["step"], "done": line["step"] * self._units,
+                "update": line["step"], "done": line["step"] * units,
                 "seconds": at.get(line["step"], max(at.values())), "train": figure(line, train),
                 "heldout": figure(line, f"eval_{train}"),
             }
             for line in (*self.steps, *self.evaluations)
         ]  # fmt: skip
-        return sorted(points, key=lambda point: point["update"])
-
-    @property
-    def step_s(self) -> list[float]:
-        """Seconds of each update."""
-        return [time for line in self.steps if (time := figure(line, "step_time")) is not None]
-
-    @property
-    def seconds(self) -> float | None:
-        """Of training alone, evaluations left out."""
-        return math.fsum(self.step_s) or None
-
-    @property
-    def steady_s(self) -> float | None:
-        """Of an update, once everything is loaded."""
-        times = self.step_s
-        return median(times[min(WARM_UP_UPDATES, len(times) - 1) :]) if times else None
-
-    @property
-    def start_s(self) -> float | None:
-        """What the first updates took beyond that: compiling, loading kernels, counting tensors."""
-        times, steady = self.step_s[:WARM_UP_UPDATES], self.steady_s
-        return None if steady is None else max(0.0, math.fsum(times) - len(times) * steady)
-
-    @property
-    def rate(self) -> float | None:
-        """Tokens or samples a second, once everything is loaded."""
-        return self._units / self.steady_s if self.steady_s else None
-
-    @property
-    def final_train(self) -> float | None:
+        self.curve: list[dict[str, Any]] = sorted(points, key=lambda point: point["update"])
+        """Points by update: units done, seconds of training, training and held-out quality."""
+        late = [point["train"] for point in self.curve if point["update"] > (1 - FINAL_SHARE) * self.updates]
+        trained = [value for value in late if value is not None]
+        self.final_train = fmean(trained) if trained else None
         """The mean over the last tenth of its updates."""
-        late = (point for point in self.curve if (point["update"] or 0) > (1 - FINAL_SHARE) * self.updates)
-        values = [point["train"] for point in late if point["train"] is not None]
-        return fmean(values) if values else None
-
-    @property
-    def _rated(self) -> list[tuple[float, int]]:
-        """Held-out quality by units done; that of the untrained model is nothing that training reached."""
-        points = ((point["heldout"], point["done"]) for point in self.curve if point["done"])
-        return [(value, int(done or 0)) for value, done in points if value is not None]
-
-    @property
-    def final_heldout(self) -> float | None:
-        return self._rated[-1][0] if self._rated else None
-
-    @property
-    def _best(self) -> tuple[float, int] | None:
+        # Of what training reached: not of the untrained model.
+        rated = [(p["heldout"], p["done"]) for p in self.curve if p["done"] and p["heldout"] is not None]
+        self.final_heldout: float | None = rated[-1][0] if rated else None
         sign = 1 if self.higher_is_better else -1
-        return max(self._rated, key=lambda rated: sign * rated[0], default=None)
-
-    @property
-    def best_heldout(self) -> float | None:
-        """The best of all its evaluations."""
-        return self._best and self._best[0]
-
-    @property
-    def best_heldout_at(self) -> int | None:
+        best = max(rated, key=lambda one: sign * one[0], default=(None, None))
+        self.best_heldout: float | None = best[0]
+        self.best_heldout_at: int | None = best[1]
         """Units done when it was best first."""
-        return self._best and self._best[1]
 
-    @property
-    def peak_bytes(self) -> int | None:
+    def _set_memory(self) -> None:
+        self.peak_bytes = _most(self.memory, "process_bytes")
         """The most that the process held (on an accelerator, of the device)."""
-        return max((line["process_bytes"] for line in self.memory if line.get("process_bytes")), default=None)
-
-    @property
-    def allocated_bytes(self) -> int | None:
+        on_card = [line for line in self.steps if "memory/reserved_gb" in line]
+        allocated, reserved = (_most(on_card, f"memory/{name}_gb") for name in ("peak", "reserved"))
+        self.allocated_bytes = allocated and int(GB * allocated)
         """The most by torch's allocator; None on a host, where it is not asked."""
-        return self._most_on_card("memory/peak_gb")
-
-    @property
-    def reserved_bytes(self) -> int | None:
-        return self._most_on_card("memory/reserved_gb")
-
-    def _most_on_card(self, name: str) -> int | None:
-        on_card = (line for line in self.steps if "memory/reserved_gb" in line)
-        return max((int(GB * line[name]) for line in on_card), default=None)
-
-    @property
-    def _fullest(self) -> Record:
-        """The line of memory.jsonl whose tensors added most, of those with a prediction; {} if there is none.
-
-        Its `predicted_bytes` were said before `added_bytes` were measured.
-        """
+        self.reserved_bytes = reserved and int(GB * reserved)
         both = [line for line in self.memory if line.get("predicted_bytes") and line.get("added_bytes")]
-        return max(both, key=lambda line: line["added_bytes"], default={})
-
-    @property
-    def added_bytes(self) -> int | None:
-        """What its tensors added where they added most."""
-        return self._fullest.get("added_bytes")
-
-    @property
-    def predicted_bytes(self) -> int | None:
+        fullest = max(both, key=lambda line: line["added_bytes"], default={})
+        self.added_bytes: int | None = fullest.get("added_bytes")
+        """What its tensors added where they added most, of those with a prediction."""
+        self.predicted_bytes = fullest.get("predicted_bytes") or _most(self.memory, "predicted_bytes")
         """What had been predicted for that; the most that was predicted where nothing was measured."""
-        predicted = [line["predicted_bytes"] for line in self.memory if line.get("predicted_bytes")]
-        return self._fullest.get("predicted_bytes") or max(predicted, default=None)
+
+
+def _most(lines: Sequence[Record], name: str) -> Any:
+    return max((line[name] for line in lines if line.get(name)), default=None)
 
 
 def read_size(sweep: Path, batch_size: int, header: Record) -> Size:

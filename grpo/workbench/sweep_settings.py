@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from grpo.config.limits import COUNT, SHARE
+from grpo.config.limits import COUNT, SHARE, Settings
 from grpo.workbench.settings import Task
 
 TUNE_UPDATES = 8
@@ -26,16 +26,9 @@ OF_LM: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Sweep(Task):
-    """Train one model at several batch sizes, each on equally many tokens (lm) or samples (grpo).
+class SweepFlags(Settings):
+    """Sizes, their work, and their learning rates."""
 
-    Other flags are those of train_lean.py, which `--config FILE` holds, too.
-    """
-
-    CHOSEN = (*Task.CHOSEN, "runs_dir", "eval_interval", "trackers", "prompt_tokens")
-
-    objective: Literal["grpo", "lm"] = "lm"
-    """lm: plain language modelling on a text. grpo: what train_lean.py does."""
     batch_sizes: tuple[int, ...] = ()
     """Windows (lm) or completions (grpo) an update learns from; none: 8 to 256, or 2 to 64 groups."""
     total_tokens: int = 400_000
@@ -59,6 +52,19 @@ class Sweep(Task):
     """With scale_lr tuned: share of the tokens or samples that each try gets."""
     warmup_share: Annotated[float | None, SHARE] = None
     """Share of each size's updates in which the learning rate rises from zero; None: warmup_steps / steps."""
+
+
+@dataclass(frozen=True)
+class Sweep(Task, SweepFlags):
+    """Train one model at several batch sizes, each on equally many tokens (lm) or samples (grpo).
+
+    Other flags are those of train_lean.py, which `--config FILE` holds, too.
+    """
+
+    CHOSEN = (*Task.CHOSEN, "runs_dir", "eval_interval", "trackers", "prompt_tokens")
+
+    objective: Literal["grpo", "lm"] = "lm"
+    """lm: plain language modelling on a text. grpo: what train_lean.py does."""
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()

@@ -14,7 +14,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,8 +97,9 @@ def write_task(task: Task, folder: Path, tuned: Sequence[Mapping[str, float | No
 
 def read_task(folder: Path) -> Task:
     """What `write_task` wrote."""
-    values, names = read_json(folder / TASK_FILE), {item.name for item in fields(Task)}
-    task: Any = from_plain({name: value for name, value in values.items() if name in names}, Task())
+    values = read_json(folder / TASK_FILE)
+    values.pop("tuned")
+    task: Any = from_plain(values, Task())
     return task
 
 

@@ -384,9 +384,9 @@ REFUSED: dict[str, list[Row]] = {
         *each_typed(
             "match",
             (["rook-tiny"], "--against", "required"),
-            ([*AGAINST, "--games", 0], "--games is 0"), ([*AGAINST, "--nodes", 0], "--nodes is 0"),
-            ([*AGAINST, "--temperature", -1], "--temperature is -1", "at least 0"),
-            ([*AGAINST, "--movetime", 0], "--movetime is 0", "at least 0.001"),
+            ([*AGAINST, "--games", 0], "games is 0"), ([*AGAINST, "--nodes", 0], "nodes is 0"),
+            ([*AGAINST, "--temperature", -1], "temperature is -1", "0 or more"),
+            ([*AGAINST, "--movetime", 0], "movetime is 0", "at least 0.001"),
             ([*AGAINST, "--prompts", "bundled"], "add --from prompts"),
         ),
         *each_at(
@@ -506,7 +506,7 @@ REFUSED: dict[str, list[Row]] = {
     "evaluate": [
         *each_of(
             lambda **given: evaluate_models(EvaluateConfig(("rook-tiny",), **given), Console()),
-            ({"samples": 0}, "--samples is 0", "at least 1"),
+            ({"samples": 0}, "samples is 0", "at least 1"),
             ({"heldout_share": 1.1}, "heldout_share is 1.1", "between 0 and 1"),
             ({"max_bad_share": math.nan}, "max_bad_share is nan", "between 0 and 1"),
             ({"json": Path("no/scores.json")}, "no/scores.json", "there is no folder no", "make it"),
@@ -748,10 +748,10 @@ REFUSED: dict[str, list[Row]] = {
             ({"gpu": "h10"}, "gpu is 'h10'", "Did you mean h100?", "--gpu-memory"),
             ({"gpu": "a100"}, "gpu is 'a100'", "a100-40gb or a100-80gb?"),
             ({"gpu_memory": "big"}, "gpu_memory is 'big'", "no size", "24GB"),
-            ({"gpu": "h100", "frozen": (8e9, 7e10), "trainable": 1e8}, "8 B and 70 B in bf16", "145.29 GB",
-             "h100 offers 78.40", "fewer or smaller ones"),
-            ({"gpu": "h100", "trainable": 1e10}, "trainable is 10 B", "optimizer: 111.76 GB", "smaller"),
-            ({"gpu_memory": "100MB"}, "overhead: 0.50 GB", "98 MB", "a smaller one"),
+            ({"gpu": "h100", "frozen": (8e9, 7e10), "trainable": 1e8}, "frozen, 8 + 70 B: 145.29 GB",
+             "h100 offers 78.40", "fewer or smaller models"),
+            ({"gpu": "h100", "trainable": 1e10}, "trainable, 10 B", "optimizer: 111.76 GB", "a smaller"),
+            ({"gpu_memory": "100MB"}, "overhead: 0.50 GB", "98 MB", "a smaller model"),
             ({"gpu": "h100", "model": "rook-tiny", "max_new_tokens": 900},
              "max_new_tokens is 900, but the model's context is 512"),
             ({"gpu": "h100", "trainable": 1e8, "sample_memory": "much"}, "sample_memory is 'much'", "size"),

@@ -34,7 +34,9 @@ TINY = {"arch": "gpt2", "layers": 1, "width": 32, "heads": 2, "context": 64}
 
 def tried(size: int, *, peak: float, step_s=(1.0,), **metrics: float) -> Size:
     """A trial that went well; peak: of the process, in bytes."""
-    steps = [{"loss": 0.5, "step_time": seconds, **metrics} for seconds in step_s]
+    steps = [
+        {"step": step, "loss": 0.5, "step_time": seconds, **metrics} for step, seconds in enumerate(step_s, 1)
+    ]
     return Size(size, "ok", memory=[{"process_bytes": int(peak)}], steps=steps)
 
 
@@ -68,6 +70,21 @@ def test_classic_adds_sixteen_or_halves_and_the_line_comes_close_in_whole_groups
     assert sizes[:3] == [64, 32, 16] and 24 <= largest <= 25
     sizes, largest = searched(5000, believed=6000, overhead=300.0, multiple=8, at_most=4096)
     assert len(sizes) <= 8 and len(set(sizes)) == len(sizes) and 440 <= largest <= 470  # room was overrated
+
+
+def test_a_trial_that_fails_for_another_reason_ends_the_search_and_names_its_log(tmp_path, monkeypatch):
+    """A smaller one would fail as well; running out of memory is what the search goes on from."""
+    ends, tries = ["out of memory", "failed"], []
+
+    def fails(settings, size, folder) -> Size:
+        tries.append(size)
+        return Size(size, ends[len(tries) - 1], "ImportError: no peft")
+
+    monkeypatch.setattr(find_max, "try_size", fails)
+    log = tmp_path / "size-00032" / "printed.txt"
+    with pytest.raises(ValueError, match=f"batch 32 failed, .* memory: ImportError: no peft; .* {log}"):
+        find_max.find(find_max.Checked(FindMax(start=64), (), "cpu", GB), tmp_path)
+    assert tries == [64, 32]
 
 
 def test_a_trial_of_a_made_up_prompt_takes_real_steps_of_full_length(tmp_path):
@@ -319,7 +336,7 @@ def test_a_models_budget_is_the_planners_as_it_is_printed_and_written(model_fold
     assert found["batch_size"] == found["shares"][0]["batch_size"]
     resident = sum(lines(found).values()) - 4 * count  # without gradients, which are added
     wanted = Calculator(**settings)
-    work = Model(wanted, find_card(None, "4GB"), beside_bytes=0).work
+    work = Model(wanted, find_card(None, "4GB")).work
     traced = TracedPhases(work.phase_settings())
     for share in found["shares"]:
         added = {p: traced.added_bytes(p, work.size(share["batch_size"])) for p in ("sample", "learn")}
