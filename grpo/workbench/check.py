@@ -41,12 +41,12 @@ def switches(device: torch.device, dtype: torch.dtype) -> list[Row]:
         bf16 = (NOT_HERE, f"{kind} does not multiply in it natively", "")
     elif dtype != torch.bfloat16:
         bf16 = (OFF, f"native, but precision is {PRECISIONS[dtype]}", "--precision bf16")
-    tf32 = (OFF, "fp32 products are exact", "sweep_batch_sizes.py --tf32, for fp32 alone")
+    tf32 = (OFF, "fp32 products are exact", "grpo-lean sweep --tf32, for fp32 alone")
     if kind != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         tf32 = (NOT_HERE, "of NVIDIA cards since Ampere", "")
     elif torch.backends.cuda.matmul.allow_tf32:
         tf32 = (ON, "fp32 products are rounded to it", "")
-    compiler = (OFF, "possible", "sweep_batch_sizes.py --compile; --compile here times it")
+    compiler = (OFF, "possible", "grpo-lean sweep --compile; --compile here times it")
     if reason := no_compiler(device):
         why, _, remedy = reason.partition(": ")
         compiler = (OFF if kind in ("cpu", "cuda") else NOT_HERE, why, remedy)

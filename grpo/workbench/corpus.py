@@ -65,28 +65,27 @@ def open_corpus(settings: Task) -> Corpus:
     SettingsError unless this model can learn from windows of this text.
     """
     path, shape, context = text_file(settings.data), model_shape(settings), settings.context
-    if context > context_length(shape):
+    reach, known = context_length(shape), shape.get_text_config(decoder=True).vocab_size
+    if context > reach:
         raise SettingsError(
-            f"context is {context}, but {settings.model_name} reaches {context_length(shape)} tokens: "
-            "give no more."
+            f"context is {context}, but {settings.model_name} reaches {reach} tokens: give no more."
         )
+    if not path.stat().st_size:
+        raise SettingsError(f"data is {str(path)!r}, which is empty: give a text file.")
+    tokenizer = None
     if settings.arch is None:
         tokenizer = load_tokenizer(settings.model_name).backend_tokenizer
-    else:
-        trained = trained_tokenizer(path, settings)
-        tokenizer = Tokenizer.from_file(str(trained)) if trained else None
-    file, vocab, dtype = path, BYTES, "uint8"
+    elif trained := trained_tokenizer(path, settings):
+        tokenizer = Tokenizer.from_file(str(trained))
+    corpus = Corpus(np.memmap(path, "uint8", mode="r"), BYTES)
     if tokenizer is not None:
-        vocab, dtype = tokenizer.get_vocab_size(), "uint32"
-        file = _cached(f"{_version(path)} {tokenizer.to_str()}", "uint32", partial(_encoded, path, tokenizer))
-    if not file.stat().st_size:
-        raise SettingsError(f"data is {str(path)!r}, which is empty: give a text file.")
-    corpus = Corpus(np.memmap(file, dtype, mode="r"), vocab)
-    known = shape.get_text_config(decoder=True).vocab_size
-    if vocab > known:
+        key = f"{_version(path)} {tokenizer.to_str()}"
+        file = _cached(key, "uint32", partial(_encoded, path, tokenizer))
+        corpus = Corpus(np.memmap(file, "uint32", mode="r"), tokenizer.get_vocab_size())
+    if corpus.vocab > known:
         raise SettingsError(
-            f"data has {vocab} different tokens, but the model's vocabulary has {known}: "
-            f"give --vocab {vocab} or more, or a model whose tokenizer is used instead of bytes."
+            f"data has {corpus.vocab} different tokens, but the model's vocabulary has {known}: give --vocab "
+            f"{corpus.vocab} or more, or a model whose tokenizer is used instead of bytes."
         )
     if (len(corpus.ids) - corpus.num_train - 1) // context < 1:
         raise SettingsError(

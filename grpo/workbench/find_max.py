@@ -38,34 +38,33 @@ def line_bytes(trial: Size) -> int:
 def trial_row(trial: Size) -> Row:
     """For people: rows, status, what they held in GB, samples a minute."""
     sizes = {"peak": trial.peak_bytes, "allocated": trial.allocated_bytes, "reserved": trial.reserved_bytes}
-    row: Row = {"batch": trial.batch_size, "status": trial.status}
-    row |= {f"{name}, GB": f"{size / GB:.3f}" if size else None for name, size in sizes.items()}
-    row |= {"loss": None, "s a step": None, "samples/min": None}
-    if trial.is_finished:
-        fastest_s, loss = min(trial.step_s), trial.steps[-1]["loss"]
-        speed = f"{60 * trial.batch_size / fastest_s:,.0f}"
-        row |= {"loss": f"{loss:.4f}", "s a step": f"{fastest_s:.2f}", "samples/min": speed}
-    return row
+    fastest_s = min(trial.step_s) if trial.is_finished else None
+    return {
+        "batch": trial.batch_size, "status": trial.status,
+        **{f"{name}, GB": f"{size / GB:.3f}" if size else None for name, size in sizes.items()},
+        "loss": f"{trial.steps[-1]['loss']:.4f}" if fastest_s else None,
+        "s a step": f"{fastest_s:.2f}" if fastest_s else None,
+        "samples/min": f"{60 * trial.batch_size / fastest_s:,.0f}" if fastest_s else None,
+    }  # fmt: skip
 
 
-def next_size(
-    trials: Sequence[Size], usable_bytes: float, *, start: int, multiple: int, at_most: int, classic: bool
-) -> int:
-    """What to try after these trials; 0 where the search is done. Sizes are multiples, and none is above.
+def next_size(settings: FindMax, trials: Sequence[Size], usable_bytes: float) -> int:
+    """What to try after these trials, a multiple of the settings'; 0 where the search is done.
 
     By the line: a first size, twice or half of it, then what their line allows of `usable_bytes`; last, sizes
     between those that fit, until there are enough to tell whether it is a line.
     """
+    multiple, classic = settings.multiple, settings.strategy == "classic"
 
     def whole(size: float) -> int:
         return int(size // multiple) * multiple
 
-    at_most = whole(at_most)
+    at_most = whole(settings.max_batch_size)
     peaks = {trial.batch_size: float(line_bytes(trial)) for trial in trials if trial.is_finished}
     fitted, beyond = max(peaks, default=0), at_most + multiple
     failed = min((trial.batch_size for trial in trials if not trial.is_finished), default=beyond)
     if not trials:
-        return min(at_most, max(multiple, whole(start)))
+        return min(at_most, max(multiple, whole(settings.start)))
     if not classic and len(trials) == MAX_TRIALS:
         return 0
     if not fitted:
@@ -148,9 +147,7 @@ def find(checked: Checked, folder: Path) -> list[Size]:
     ValueError where one fails, and not for want of memory: a smaller one would fail as well.
     """
     settings, trials = checked.settings, list[Size]()
-    limits = {"start": settings.start, "multiple": settings.multiple, "at_most": settings.max_batch_size}
-    classic = settings.strategy == "classic"
-    while size := next_size(trials, checked.usable_bytes, classic=classic, **limits):
+    while size := next_size(settings, trials, checked.usable_bytes):
         logger.info("batch {}: {} training steps in a new process", size, TRIAL_STEPS)
         trial = try_size(settings, size, folder)
         if trial.status not in ("ok", "out of memory"):

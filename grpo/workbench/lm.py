@@ -23,7 +23,8 @@ from grpo.files import write_whole
 from grpo.learning.loss import LossSettings
 from grpo.learning.optimizer import learning_rate, make_optimizer, set_learning_rate
 from grpo.learning.step import Stepper, begin_gradients
-from grpo.memory import Device, Fit, Pass, Size
+from grpo.memory import Device, Pass, Size
+from grpo.memory.fit import EXACT_RUNS, Peak
 from grpo.model.activation_checkpointing import choose_checkpointing, recomputed_layers
 from grpo.model.target import Target, choose_device, make_target
 from grpo.plan.phases_at import PhasesAt, PhaseSettings
@@ -137,11 +138,18 @@ def train_lm(task: Task, folder: Path) -> None:
     model = load_model(task, target)
     optimizer = make_optimizer(model, task)
     stepper = Stepper(model, optimizer, task.max_grad_norm)
-    size, checkpointing = Size(task.rows, task.context), choose_checkpointing(task.gradient_checkpointing)
+    checkpointing = choose_checkpointing(task.gradient_checkpointing)
     learn = partial(accumulate_lm, model, dtype=target.dtype, rows=task.rows, checkpointing=checkpointing)
     limit = parse_size(task.memory_limit) if task.memory_limit else None
     device = Device(target.device, utilization=1.0, limit_bytes=limit)
-    fit = Fit(device)
+    predicted = _predicted(task, target)
+
+    def log_memory(step: int, peak: Peak, seconds: float) -> None:
+        line = Pass(
+            "learn", task.rows, task.context, predicted, peak.added_bytes, peak.process_bytes, seconds, 0,
+            None, [],
+        )  # fmt: skip
+        tracker.log_memory(step, [[line.as_dict()]])
 
     def evaluate(step: int) -> None:
         losses = heldout_losses(model, heldout, dtype=target.dtype, rows=EVAL_ROWS)
@@ -154,14 +162,7 @@ def train_lm(task: Task, folder: Path) -> None:
     with ExitStack() as stack:
         tracker = RunTracker(folder, trackers=(), settings={}, before_step=-1)
         stack.callback(tracker.close)
-        try:
-            predicted = added_bytes(target, size, checkpointing=checkpointing, lora=task)
-        except Exception as error:  # a model that only real tensors run
-            logger.debug("an update is not traced: {}", error)
-        else:  # said before the first update, which may not fit
-            fit.see("learn", size, predicted)
-            said = Pass("learn", *size[:2], predicted, None, device.used_bytes(), 0.0, 0, None, [])
-            tracker.log_memory(0, [[said.as_dict()]])
+        log_memory(0, Peak(process_bytes=device.used_bytes()), 0.0)  # the first update may not fit
         learn(heldout[:1])  # and drop it: threads and kernels are there before memory is limited
         model.zero_grad(set_to_none=True)
         if limit is not None:
@@ -176,11 +177,21 @@ def train_lm(task: Task, folder: Path) -> None:
             set_learning_rate(optimizer, rate)
             # The same windows in the same order for a seed, however they are cut into batches.
             windows = corpus.train_windows(task.num_rows, task.context, generator)
-            with fit.watch("learn", size):
+            with device.measure(exact=step <= EXACT_RUNS) as peak:
                 metrics = stepper.step(partial(learn, windows))
-            known = {"num_tokens": step * task.num_rows * task.context, "learning_rate": rate,
-                     "step_time": time.perf_counter() - start}  # fmt: skip
+            seconds, num_tokens = time.perf_counter() - start, step * task.num_rows * task.context
+            known = {"num_tokens": num_tokens, "learning_rate": rate, "step_time": seconds}
             tracker.log(step, {**known, **metrics, **device.read().as_metrics()})
-            tracker.log_memory(step, [[one.as_dict() for one in fit.take_passes()]])
+            log_memory(step, peak, seconds)
             if task.eval_interval and (step == task.steps or step % task.eval_interval == 0):
                 evaluate(step)
+
+
+def _predicted(task: Task, target: Target) -> int | None:
+    """Bytes that tensors of an update will add; None of a model that only real tensors run."""
+    checkpointing = choose_checkpointing(task.gradient_checkpointing)
+    try:
+        return added_bytes(target, Size(task.rows, task.context), checkpointing=checkpointing, lora=task)
+    except Exception as error:
+        logger.debug("an update is not traced: {}", error)
+        return None

@@ -126,7 +126,8 @@ class Task(CommandSettings, ModelChoice, TaskFlags):
 
     def conflicts(self) -> Iterator[str]:
         for conflict in super().conflicts():
-            if self.objective == "grpo" or not conflict.startswith("batch_size"):  # windows have no groups
+            of_groups = conflict.startswith(("batch_size", "max_batch_size"))
+            if self.objective == "grpo" or not of_groups:  # windows are in none
                 yield conflict
         if self.objective == "grpo" and self.arch is not None:
             yield f"arch is {self.arch!r}, but grpo improves a model that can write already: give --model."

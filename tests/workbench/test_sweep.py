@@ -226,7 +226,7 @@ def test_sizes_that_fail_have_rows_finished_ones_are_kept_and_others_done_again(
 
 def test_another_sweep_does_not_go_on_in_the_same_folder_and_a_refused_one_makes_none(swept, tmp_path):
     swept(Trained(*LINES))
-    with pytest.raises(SettingsError, match=r"seed is 0 there and 1 here; .*width is 32 there and 64"):
+    with pytest.raises(SettingsError, match=r"width is 32 there and 64 here; .*seed is 0 there and 1"):
         swept(Trained(), width=64, seed=1)
     (tmp_path / "out/sweep.json").write_text("{")
     with pytest.raises(SettingsError, match=r"sweep\.json is broken"):
