@@ -30,7 +30,7 @@ class Command(NamedTuple):
     settings: str
     """A dataclass, whose `parse` reads the words, or tyro if it has none; or a function that reads them."""
     level: str = "INFO"
-    """What is logged at least."""
+    """The least level that is logged."""
 
 
 _OWN, _BENCH, _SETTINGS = "grpo.commands", "grpo.commands.workbench", "grpo.workbench.settings"
@@ -56,7 +56,7 @@ COMMANDS = {
     "check": Command("what this machine reaches, and what is switched off", "",
                      f"{_BENCH}:check", f"{_SETTINGS}:Check"),
 }  # fmt: skip
-"""By name."""
+"""All commands by name."""
 
 
 def main() -> int:
@@ -110,7 +110,7 @@ def call(name: str) -> int:
 
 
 def _settings(command: Command) -> Any:
-    """What was typed. A wrong flag ends the process, as tyro does that; a wrong value is a ValueError."""
+    """Read what was typed. tyro ends the process at a wrong flag; a wrong value is a ValueError."""
     import tyro
 
     reader = _load(command.settings)

@@ -53,7 +53,7 @@ class EvaluateConfig(Settings):
     mate_in_one: Path | None = None
     """BIG-bench's checkmate_in_one task.json."""
     temperature: float | None = None
-    """Of sampling, 0 is greedy; None: both, greedy and at the run's temperature (1 without a run)."""
+    """Sampling temperature, 0 is greedy; None: both, greedy and at the run's (1 without a run)."""
     samples: Annotated[int, COUNT] = 1
     """Completions a prompt where the temperature is above 0."""
     max_new_tokens: int | None = None
@@ -67,11 +67,11 @@ class EvaluateConfig(Settings):
     rows: Annotated[int, COUNT] = 128
     """Completions on the device at once."""
     seed: int = 0
-    """Of sampling, and of where games start."""
+    """Seed of sampling, and of where games start."""
     device: str = "auto"
     """auto is the accelerator, if there is one."""
     precision: Precision = "auto"
-    """Of matrix products; auto is bf16 where the device has it."""
+    """Dtype of matrix products; auto is bf16 where the device has it."""
     json: Path | None = None
     """Save the scores of one model here."""
     before: Path | None = None
@@ -90,12 +90,12 @@ class EvaluateConfig(Settings):
 
     @property
     def runs(self) -> list[Path]:
-        """Those of the models that are runs."""
+        """The models that are folders of runs."""
         return [Path(model) for model in self.models if (Path(model) / CONFIG_FILE).is_file()]
 
     @cached_property
     def task(self) -> Config:
-        """What is asked, and how it is judged: as the first run that is named has it, and as flags say."""
+        """Prompts and rewards: those of the first run that is named, changed by the flags."""
         base = from_plain(read_run_settings(self.runs[0])) if self.runs else Config()
         in_python = [name for name in base.reward if ":" not in name and name not in REWARDS]
         without_rows = self.prompts is None and base.prompts == IN_MEMORY
@@ -114,7 +114,7 @@ class EvaluateConfig(Settings):
 
     @property
     def modes(self) -> dict[str, SamplingSettings]:
-        """By name, how answers are sampled."""
+        """Sampling settings by name."""
         if self.temperature is None:
             return {"greedy": SamplingSettings.of(self.task, temperature=0.0), "sampled": self.task}
         name = f"temperature {self.temperature:g}" if self.temperature else "greedy"
@@ -157,7 +157,7 @@ def main(config: EvaluateConfig, console: Console) -> None:
 
 
 def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "dict[str, Evaluation]":
-    """By mode, a model's columns; with the first those of games and mates, where these are asked for."""
+    """Evaluate a model in each mode; the first also has the columns of games and mates, if asked for."""
     from grpo.data import load_prompts
     from grpo.data.reward_functions import RewardFunctions
     from grpo.evaluate import evaluate

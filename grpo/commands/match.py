@@ -36,9 +36,9 @@ class MatchConfig(Settings):
     start: Annotated[Literal["openings", "prompts"], tyro.conf.arg(name="from")] = "openings"
     """Start after four half-moves at random, or at the run's held-out positions (for a model of endgames)."""
     prompts: str | None = None
-    """With --from prompts others than the run's: bundled, a file, or a dataset on the hub."""
+    """Positions for --from prompts, if not the run's: bundled, a file, or a dataset on the hub."""
     temperature: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Of models' sampling; 0 is greedy."""
+    """Temperature of the models' sampling; 0 is greedy."""
     illegal_moves: IllegalMoves = "replace"
     """Replace a model's illegal answer (by its next candidate, by what it says asked again, at last by a move
     at random), or let it lose the game."""
@@ -51,11 +51,11 @@ class MatchConfig(Settings):
     rows: Annotated[int, COUNT] = 64
     """Games at once."""
     seed: int = 0
-    """Of first positions, of sampling and of moves at random."""
+    """Seed of first positions, of sampling and of moves at random."""
     device: str = "auto"
     """auto is the accelerator, if there is one."""
     precision: Precision = "auto"
-    """Of matrix products; auto is bf16 where the device has it."""
+    """Dtype of matrix products; auto is bf16 where the device has it."""
     output: Path | None = None
     """The folder of the match; None: one in matches/ of the run, or of the present folder."""
 
@@ -65,7 +65,7 @@ class MatchConfig(Settings):
             yield "--prompts names positions to start from: add --from prompts, or leave it out"
 
     def folder(self, players: tuple[str, str]) -> Path:
-        """Of the match between these."""
+        """The folder of the match between these players."""
         from grpo.play.record import FOLDER  # loads torch
 
         base = Path(self.model) if (Path(self.model) / CONFIG_FILE).is_file() else Path()

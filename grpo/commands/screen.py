@@ -1,4 +1,4 @@
-"""What commands print with: nothing that comes from outside is taken for markup."""
+"""Consoles for commands, on which nothing that comes from outside is taken for markup."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 MOST_LETTERS = 700
-"""Of an error message: what does not fit, why, and the remedies take some 500."""
+"""The longest error message that is shown whole; one with reasons and remedies has some 500 letters."""
 
 
 def screen(**options: Any) -> Console:
@@ -15,7 +15,7 @@ def screen(**options: Any) -> Console:
 
 
 def print_error(console: Console, error: object) -> None:
-    """What is wrong, and the remedy."""
+    """Print what is wrong, with the remedy."""
     console.print(Text.assemble(("error", "red"), f" {shortened(error)}"), highlight=False)
 
 

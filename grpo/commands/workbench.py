@@ -26,11 +26,11 @@ from grpo.workbench.sweep_settings import Sweep
 from grpo.workbench.tables import table
 
 TRIAL = ("batch_size", "status", "message", "peak_bytes", "allocated_bytes", "reserved_bytes", "steps")
-"""Of a trial of find-max, in JSON."""
+"""The figures of a trial of find-max that JSON holds."""
 
 
 def find_max(settings: FindMax, console: Console) -> None:
-    """Check, try, and say what follows."""
+    """Check, try sizes, and print what follows."""
     from grpo.workbench.find_max import check, find, trial_row
     from grpo.workbench.findings import findings, flags_of
     from grpo.workbench.line import leaves_the_line
@@ -102,7 +102,7 @@ def sweep(asked: Sweep, console: Console) -> int:
 
 
 def check(settings: Check, console: Console) -> None:
-    """Look, measure, and say what is off."""
+    """Look at the switches, measure, and print both."""
     import torch
 
     from grpo.model.target import choose_device, compute_dtype
@@ -129,7 +129,7 @@ memory.png and leak.json. Exit status 1 means a leak."""
 
 
 def parse_monitor() -> Config | Path:
-    """What to train, or the folder of a run to be judged."""
+    """Read the settings of a run to train, or the folder of a run to judge."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [STEPS [BATCH_SIZE]] [--attach RUN] [flags of train]",
         description=MONITOR_HELP, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
@@ -182,13 +182,13 @@ class ReportConfig(Settings):
 
 
 def report(config: ReportConfig, console: Console) -> None:
-    """Write the page, and say where it is."""
+    """Write the page, and print its path."""
     from grpo.workbench.report import write_report
 
     _name(console, write_report(config.folders, config.output))
 
 
 def _name(console: Console, *files: Path) -> None:
-    """Say where files are, to be copied."""
+    """Print the paths of files, in one line each, to be copied."""
     for file in files:
         console.print(str(file), highlight=False, soft_wrap=True)

@@ -27,15 +27,15 @@ from grpo.workbench.settings import Calculator
 from grpo.workbench.tables import Row
 
 SHARES, NUM_CARDS = (0.8, 0.85, 0.9), (1, 2, 4, 8)
-"""Of the card, and cards, that batches are calculated for besides those that are asked for."""
+"""Shares of a card, and numbers of cards, that batches are always calculated for."""
 FROZEN_BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "int4": 0.5}
-"""Of a frozen parameter; scales of quantized ones are left out."""
+"""Bytes of a frozen parameter; the scales of quantized ones are left out."""
 MOMENT_BYTES = {"adamw": 8, "adamw-8bit": 2, "sgd": 0}
-"""Of a trained parameter: AdamW's two moments in fp32, or in 8 bits; plain SGD has none."""
+"""Bytes of the optimizer for a trained parameter: AdamW's two moments in fp32 or 8 bits, or none."""
 WEIGHT_BYTES = {"bf16+master": (2, 4), "fp32": (4, 0), "bf16": (2, 0)}
-"""Of a trained parameter and of its gradient; of the fp32 copy that the optimizer keeps beside bf16."""
+"""Bytes of a trained parameter, as many of its gradient; and of the fp32 copy that is kept beside bf16."""
 OVERHEAD_SHARE = 0.08
-"""Of the card, for what is no tensor; with counts alone, as published budgets have it."""
+"""Share of the card that is set aside for what is no tensor in a budget from counts, as published ones do."""
 NOMINAL_GB = 10**9
 CARD_NAMES = {1: "single", 2: "dual", 4: "quad", 8: "octo"}
 
@@ -82,7 +82,7 @@ def _line(name: str, size: float, detail: str) -> Row:
 
 
 def _beside(settings: Calculator, card: Card) -> list[Row]:
-    """Models that only stand beside, if there are any, and last what is no tensor."""
+    """Lines of the frozen models, if there are any, and as the last one the overhead."""
     lines, share = [], settings.overhead_share
     if settings.frozen:
         size, names = FROZEN_BYTES[settings.frozen_dtype], " + ".join(f"{n / 1e9:g}" for n in settings.frozen)
@@ -96,7 +96,7 @@ def _beside(settings: Calculator, card: Card) -> list[Row]:
 
 
 def _lines_of_counts(settings: Calculator) -> list[Row]:
-    """Weights, optimizer and gradients of so many trained parameters."""
+    """Weights, optimizer and gradients of the trained parameters."""
     count, weights = settings.trainable or 0.0, settings.weights or "bf16+master"
     optimizer = settings.optimizer or "adamw"
     (weight, master), moments = WEIGHT_BYTES[weights], MOMENT_BYTES[optimizer]
@@ -110,7 +110,7 @@ def _lines_of_counts(settings: Calculator) -> list[Row]:
 
 
 def _lines_of_model(model: "Model") -> list[Row]:
-    """Of the optimizer's step, when weights, moments and gradients are all there."""
+    """What is held during the optimizer's step, when weights, moments and gradients are all there."""
     trained, config = sum(model.traced.trained_sizes), model.work.config
     sizes = {**model.resident, "gradients": model.work.target.exact_dtype.itemsize * trained}
     names, of_what = {"reference": "frozen reference", "weights": "trainable weights"}, "parameter"
@@ -127,7 +127,7 @@ def _lines_of_model(model: "Model") -> list[Row]:
 
 
 def _check_fixed(settings: Calculator, card: Card, lines: Sequence[Row]) -> float:
-    """Bytes of all lines. SettingsError where these alone are more than the card."""
+    """The bytes of all lines. SettingsError if they exceed the card before there is any sample."""
     size = float(sum(line["bytes"] for line in lines))
     if size < card.usable_bytes:
         return size
@@ -140,7 +140,7 @@ def _check_fixed(settings: Calculator, card: Card, lines: Sequence[Row]) -> floa
 
 
 class Model:
-    """What batches of any size of a model hold on a card."""
+    """A model on a card: the memory that it takes by itself, and the largest batch beside it."""
 
     def __init__(self, settings: Calculator, card: Card) -> None:
         train, precision = settings.train, settings.precision
@@ -156,7 +156,7 @@ class Model:
         )
 
     def planned(self) -> str:
-        """What is planned for, in a line."""
+        """Model, dtype, lengths and group size that the plan is for, in one line."""
         config, dtype = self.work.config, str(self.work.target.dtype).removeprefix("torch.")
         tokens = f"{self.work.longest_prompt} + {config.max_new_tokens} tokens"
         words = f"{config.model}, {dtype}, {tokens}, groups of {config.group_size}"
@@ -185,7 +185,7 @@ class Model:
 
 
 def _notes(settings: Calculator, card: Card, model: Model | None, size: int | None) -> list[str]:
-    """How far to trust it, and what does not follow."""
+    """Remarks on how far to trust the figures, and on what cannot be concluded."""
     if model is None and size is not None:
         return ["A sample's bytes are as given: their error is not known."]
     if model is None:
@@ -209,7 +209,7 @@ def _notes(settings: Calculator, card: Card, model: Model | None, size: int | No
 
 
 def budget_rows(figures: Row) -> list[Row]:
-    """Line by line, from the card down to what remains.
+    """The budget line by line, from the card down to what remains.
 
     With counts alone there is a second column that counts as published budgets do: 10**9 bytes, and the
     card as it is sold.
@@ -231,7 +231,7 @@ def budget_rows(figures: Row) -> list[Row]:
 
 
 def share_rows(figures: Row, passes: int) -> list[Row]:
-    """A share of the card: what is left for samples and the largest batch; totals on more cards."""
+    """For each share of the card: the room left for samples, the largest batch, and totals on more cards."""
     rows, times = list[Row](), f" × {passes}" if passes > 1 else ""
     for share in figures["shares"]:
         size, peak = share["batch_size"], share.get("peak_bytes")
@@ -246,7 +246,7 @@ def share_rows(figures: Row, passes: int) -> list[Row]:
 
 
 def _gb(size: float) -> str:
-    """Hundredths of a GB; thousandths where those would say little."""
+    """GB with two decimals, or three where that would say little."""
     return f"{size / GB:.3f}" if abs(size) < GB / 10 else f"{size / GB:.2f}"
 
 

@@ -31,12 +31,12 @@ INCREMENT = 16
 
 
 def line_bytes(trial: Size) -> int:
-    """What the line is drawn through: the allocator's peak, on a host the process's."""
+    """The peak that the line is fitted to: the allocator's on an accelerator, the process's on a host."""
     return trial.allocated_bytes or trial.peak_bytes or 0
 
 
 def trial_row(trial: Size) -> Row:
-    """For people: rows, status, what they held in GB, samples a minute."""
+    """A row of the table of trials: batch, status, memory in GB, loss and speed."""
     sizes = {"peak": trial.peak_bytes, "allocated": trial.allocated_bytes, "reserved": trial.reserved_bytes}
     fastest_s = min(trial.step_s) if trial.is_finished else None
     return {
@@ -49,7 +49,7 @@ def trial_row(trial: Size) -> Row:
 
 
 def next_size(settings: FindMax, trials: Sequence[Size], usable_bytes: float) -> int:
-    """What to try after these trials, a multiple of the settings'; 0 where the search is done.
+    """The batch size to try after these trials, in whole groups; 0 when the search is done.
 
     By the line: a first size, twice or half of it, then what their line allows of `usable_bytes`; last, sizes
     between those that fit, until there are enough to tell whether it is a line.
@@ -90,19 +90,19 @@ def next_size(settings: FindMax, trials: Sequence[Size], usable_bytes: float) ->
 
 @dataclass(frozen=True)
 class Checked:
-    """What the checks found: a trial may use `usable_bytes`, what is free or the limit."""
+    """The settings after the checks; a trial may use `usable_bytes`: what is free, or the limit."""
 
     settings: FindMax
     rows: Sequence[Row]
-    """For people."""
+    """A row of the printed table for each check."""
     device_type: str
     usable_bytes: int
     no_command: str | None = None
-    """Why there is no command of train_lean.py for what is tried."""
+    """Why train_lean.py cannot do what is tried, if it cannot."""
 
 
 def check(settings: FindMax) -> Checked:
-    """Device, memory, neighbours, model, lengths or corpus: in this order, each a row.
+    """Check device, memory, neighbours, model, and lengths or corpus, in this order.
 
     The settings that come back name the device, the precision, and the most that a trial may hold (on a host
     what is free, lest the system ends something). ValueError for what a user can mend.
@@ -142,7 +142,7 @@ def check(settings: FindMax) -> Checked:
 
 
 def find(checked: Checked, folder: Path) -> list[Size]:
-    """All trials, the search done; each leaves a run's files in `folder`.
+    """Search for the largest batch; all trials, each of which leaves a run's files in `folder`.
 
     ValueError where one fails, and not for want of memory: a smaller one would fail as well.
     """
@@ -160,7 +160,7 @@ def find(checked: Checked, folder: Path) -> list[Size]:
 
 
 def try_size(settings: FindMax, batch_size: int, folder: Path) -> Size:
-    """Real steps of full length at this size, in a fresh process, whose run is in `folder`."""
+    """Take real steps of full length at this size in a fresh process, whose run is in `folder`."""
     task = settings.task(
         batch_size=batch_size, steps=TRIAL_STEPS, eval_interval=0, ignore_ends=True, logged_completions=0
     )

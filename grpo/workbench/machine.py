@@ -42,9 +42,9 @@ class Machine:
 
 
 def settle(settings: T) -> tuple[T, Machine]:
-    """With the model, device and precision that auto means here, and what the device is.
+    """The settings with the model, device and precision that auto means here, and the machine.
 
-    ValueError for a device that is not there, and what it cannot do.
+    ValueError for a device that is not there, or that cannot do what is asked of it.
     """
     machine = look(settings.device, settings.precision, settings.memory_limit)
     if settings.compile and machine.no_compiler:
@@ -58,7 +58,7 @@ def settle(settings: T) -> tuple[T, Machine]:
 
 
 def look(device: str, precision: Precision, memory_limit: str | None = None) -> Machine:
-    """The device, from a process of its own where to look at it opens a context that would stay.
+    """Look at the device; at an accelerator from a process of its own, as its context would stay here.
 
     ValueError for a device that is not there.
     """

@@ -21,19 +21,19 @@ OR_NONE = at_least(1, "give at least 1, or leave it out")
 
 
 def new_folder(kind: str) -> Path:
-    """Where results go if nobody says."""
+    """The folder of the results where none is given."""
     return Path("runs") / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 @dataclass(frozen=True)
 class CommandSettings(Config):
-    """Settings of train_lean.py and those of a command, but for CHOSEN, which the command sets by itself."""
+    """Settings of train_lean.py and more of a command, which chooses those in CHOSEN by itself."""
 
     CHOSEN: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def parse(cls, arguments: Sequence[str] | None = None, **defaults: Any) -> Self:
-        """From the command line, and from the file of --config. SettingsError for what is wrong."""
+        """Read the command line, and the file of --config. SettingsError for what is wrong."""
         words = sys.argv[1:] if arguments is None else arguments
         base: Any
         base, flags = take_config(words, cls(**defaults))
@@ -44,13 +44,13 @@ class CommandSettings(Config):
 
     @property
     def train(self) -> Config:
-        """The part of it that train_lean.py knows."""
+        """The settings that train_lean.py knows."""
         return Config.of(self)
 
 
 @dataclass(frozen=True)
 class ModelChoice(Settings):
-    """A causal language model: one that has a name, or with `arch` one that is made from numbers."""
+    """A causal language model: a named one, or with `arch` one that is made from numbers."""
 
     model: str = "auto"
     """Hub id or folder of the model whose shape is trained, from random weights; auto: rook-tiny."""
@@ -96,19 +96,19 @@ class ModelChoice(Settings):
         return BUNDLED if self.model == "auto" else self.model
 
 
-# Fields of a last base come first, in the help, too: what a command has of its own stands in such a class.
+# The fields of a last base come first, also in the help: so a command's own flags are in such a class.
 
 
 @dataclass(frozen=True)
 class TaskFlags(Settings):
-    """What is trained, if not what train_lean.py trains."""
+    """Language modelling, and settings of trials."""
 
     objective: Literal["grpo", "lm"] = "grpo"
     """grpo: what train_lean.py does. lm: plain language modelling on a text."""
     data: str | None = None
     """Text to learn from (lm), its last tenth held out; bundled: chess positions and moves, 0.8 MB."""
     prompt_tokens: Annotated[int | None, COUNT] = None
-    """Of all prompts, which are then made up (grpo); None: the prompts of --prompts."""
+    """Make up all prompts, with so many tokens (grpo); None: take those of --prompts."""
     compile: bool = False
     """torch.compile the model (lm)."""
     tf32: bool = False
@@ -141,7 +141,7 @@ class Task(CommandSettings, ModelChoice, TaskFlags):
 
     @property
     def rows(self) -> int:
-        """In one backward pass."""
+        """Rows in one backward pass."""
         return min(self.num_rows, self.train_rows or self.num_rows)
 
     def task(self, **changes: Any) -> "Task":
@@ -203,7 +203,7 @@ EACH_PARAMETERS = Limit(lambda models: all(map(_is_count, models)), PARAMETERS.r
 
 @dataclass(frozen=True)
 class CalculatorFlags(Settings):
-    """Of a card that is not there, and of what is on it."""
+    """The card, and what is held on it besides what train_lean.py would."""
 
     gpu: str | None = None
     """A card such as h100; without it, all that are known are listed."""
@@ -214,17 +214,17 @@ class CalculatorFlags(Settings):
     accumulate: Annotated[int, COUNT] = 1
     """Passes to an optimizer step; totals are so many times larger."""
     prompt_tokens: Annotated[int | None, COUNT] = None
-    """Of the longest prompt; None: of the prompts of --prompts."""
+    """Tokens of the longest prompt; None: as in --prompts."""
     frozen: Annotated[tuple[float, ...], tyro.conf.UseAppendAction, EACH_PARAMETERS] = ()
     """Parameters of a frozen model that stands beside, such as 8e9; give it once for each."""
     frozen_dtype: Literal["fp32", "bf16", "int8", "int4"] = "bf16"
-    """Of frozen models."""
+    """Precision of the frozen models."""
     trainable: Annotated[float | None, PARAMETERS] = None
     """Parameters that are trained, such as 1e8: a budget from counts alone, of any trainer."""
     weights: Literal["bf16+master", "fp32", "bf16"] | None = None
-    """Of trained parameters (counts alone). None: bf16+master, in bf16 with a copy in fp32."""
+    """Precision of trained parameters (counts alone). None: bf16+master, bf16 with a copy in fp32."""
     optimizer: Literal["adamw", "adamw-8bit", "sgd"] | None = None
-    """Of trained parameters (counts alone). None: adamw."""
+    """The optimizer (counts alone). None: adamw."""
     overhead_share: Annotated[float | None, LESS_THAN_ALL] = None
     """Share of the card for what is no tensor. None: 0.08 with counts, with a model a CUDA context."""
     sample_memory: Annotated[str | None, SIZE] = None
@@ -255,10 +255,13 @@ class Calculator(CommandSettings, CalculatorFlags):
             file = getattr(self, name)
             if file is not None and not file.parent.is_dir():
                 yield f"{name} is {file}: there is no folder {file.parent}, make it first."
-        of_counts, of_a_model = ("weights", "optimizer", "sample_memory"), ("prompt_tokens", "lora_rank")
-        for name in of_counts if self.trainable is None else of_a_model:
+        names = ["prompt_tokens", "lora_rank"]
+        remedy = "which counts alone do not know: leave it out, or --trainable"
+        if self.trainable is None:
+            names = ["weights", "optimizer", "sample_memory"]
+            remedy = "but a model's memory is planned: leave it out, or give counts with --trainable instead"
+        for name in names:
             if value := getattr(self, name):
-                other = "a model's memory is planned" if self.trainable is None else "counts do not know that"
-                yield f"{name} is {value}, but {other}: leave it out, or give or leave out --trainable."
+                yield f"{name} is {value}, {remedy}."
         if self.trainable is not None and self.model != "auto":
             yield f"trainable is {self.trainable:g}, and there is a model, {self.model}: give one of the two."

@@ -37,13 +37,13 @@ MOST_STRETCHES = 20
 
 
 def size_folder(sweep: Path, batch_size: int) -> Path:
-    """Of one size's run."""
+    """The folder of one size's run."""
     return sweep / f"size-{batch_size:05d}"
 
 
 @dataclass
 class Size:
-    """One batch size: what was asked and what was found; figures that are not there are None.
+    """One batch size: its settings and the figures of its run; those that are not there are None.
 
     status: ok, out of memory, diverged, failed, unfinished (it runs, or was killed) or not run.
     row_units: tokens (language modelling) or samples (GRPO, 1) in a row of the batch.
@@ -55,9 +55,9 @@ class Size:
     higher_is_better: bool = False
     row_units: int = 1
     task: Record = field(default_factory=dict)
-    """Its settings by name, and `tuned`."""
+    """The run's settings by name, and `tuned`, the learning rates that were tried before."""
     steps: Sequence[Record] = ()
-    """Lines of updates."""
+    """The lines of metrics.jsonl about updates."""
     evaluations: Sequence[Record] = ()
     memory: Sequence[Record] = ()
     heldout: Sequence[float] = ()
@@ -70,7 +70,7 @@ class Size:
         self.warmup_updates: int | None = self.task.get("warmup_steps")
         tried = [(row["learning_rate"], row["heldout"]) for row in self.task.get("tuned") or []]
         self.tuned = [(rate, heldout) for rate, heldout in tried if heldout is not None]
-        """(learning rate, held-out quality) of each try of one that ended."""
+        """(learning rate, held-out quality) of the tries that ended well."""
         self._set_work_and_time()
         self._set_quality()
         self._set_memory()
@@ -83,12 +83,12 @@ class Size:
         self.step_s = [time for line in self.steps if (time := figure(line, "step_time")) is not None]
         """Seconds of each update."""
         self.seconds = math.fsum(self.step_s) or None
-        """Of training alone, evaluations left out."""
+        """Seconds of training, without evaluations."""
         times, first = self.step_s, self.step_s[:WARM_UP_UPDATES]
         self.steady_s = median(times[min(WARM_UP_UPDATES, len(times) - 1) :]) if times else None
-        """Of an update, once everything is loaded."""
+        """Median seconds of an update, once everything is loaded."""
         self.start_s = self.steady_s and max(0.0, math.fsum(first) - len(first) * self.steady_s)
-        """What the first updates took beyond that: compiling, loading kernels, counting tensors."""
+        """Seconds that the first updates took beyond that: compiling, loading kernels, counting tensors."""
         self.rate = units / self.steady_s if self.steady_s else None
         """Tokens or samples a second, once everything is loaded."""
 
@@ -130,9 +130,9 @@ class Size:
         both = [line for line in self.memory if line.get("predicted_bytes") and line.get("added_bytes")]
         fullest = max(both, key=lambda line: line["added_bytes"], default={})
         self.added_bytes: int | None = fullest.get("added_bytes")
-        """What its tensors added where they added most, of those with a prediction."""
+        """The most that tensors added in an update for which there was a prediction."""
         self.predicted_bytes = fullest.get("predicted_bytes") or _most(self.memory, "predicted_bytes")
-        """What had been predicted for that; the most that was predicted where nothing was measured."""
+        """The prediction for that update; the largest of all where nothing was measured."""
 
 
 def _most(lines: Sequence[Record], name: str) -> Any:
@@ -140,7 +140,7 @@ def _most(lines: Sequence[Record], name: str) -> Any:
 
 
 def read_size(sweep: Path, batch_size: int, header: Record) -> Size:
-    """One size as far as it has come. header: the sweep's, of `SWEEP_FILE`."""
+    """Read one size, finished or not. header: the content of the sweep's `SWEEP_FILE`."""
     folder, is_grpo = size_folder(sweep, batch_size), header.get("objective") == "grpo"
     ended, task = read_json(folder / ENDED_FILE), read_json(folder / TASK_FILE)
     lines = [line for line in read_lines(folder / METRICS_FILE) if isinstance(line.get("step"), int)]

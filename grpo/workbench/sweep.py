@@ -36,9 +36,9 @@ from grpo.workbench.trial import Ended
 
 TUNE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 KEPT = ("ok", "out of memory", "diverged")
-"""How a size may have ended that is not tried again."""
+"""Statuses of sizes that are not tried again."""
 MAY_CHANGE = ("batch_sizes", "again")
-"""Of the settings, when a sweep goes on."""
+"""Settings that may differ when a sweep goes on."""
 
 
 def open_sweep(settings: Sweep) -> tuple[Sweep, Path]:
@@ -116,7 +116,6 @@ def run_sweep(settings: Sweep, folder: Path) -> list[Size]:
             logger.info("size {}: kept from before ({})", size, status)
             continue
         logger.info("size {} ({} of {})", size, number, len(settings.sizes))
-        shutil.rmtree(run, ignore_errors=True)  # of a try that was cut short
         rate, tuned, ended = settings.rate(size), list[dict[str, float | None]](), Ended("ok")
         if settings.scale_lr == "tuned":
             rate, tuned, ended = _tune(settings, size, folder)
@@ -132,7 +131,7 @@ def run_sweep(settings: Sweep, folder: Path) -> list[Size]:
 
 
 def _tell(settings: Sweep, size: int, line: Mapping[str, Any]) -> None:
-    """Of an evaluation that a size has written."""
+    """Log the evaluation of a size, if a line of its metrics holds one."""
     heldout = line.get("eval_loss", line.get("eval_reward"))
     if heldout is not None:
         done = line["step"] * size * settings.row_units
@@ -142,7 +141,7 @@ def _tell(settings: Sweep, size: int, line: Mapping[str, Any]) -> None:
 
 
 def _tune(settings: Sweep, size: int, folder: Path) -> tuple[float, list[dict[str, float | None]], Ended]:
-    """The rate whose held-out quality is best after a short run, all that were tried, and how that ended.
+    """Try learning rates in short runs: the one with the best held-out quality, all tries, and how it ended.
 
     It ends early where memory runs out, and badly only where no try ended well.
     """
@@ -171,7 +170,7 @@ def _tune(settings: Sweep, size: int, folder: Path) -> tuple[float, list[dict[st
 
 
 def size_row(size: Size, unit: str) -> Row:
-    """For people."""
+    """A row of the printed table."""
 
     def shown(value: float | None, form: str, divided_by: float = 1.0) -> str | None:
         return None if value is None else format(value / divided_by, form)

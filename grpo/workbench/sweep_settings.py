@@ -1,4 +1,4 @@
-"""What a sweep can be told, and what follows for each of its sizes: updates, learning rate, a task."""
+"""The settings of a sweep, and what follows for each of its sizes: updates, learning rate, task."""
 
 import math
 import sys
@@ -12,17 +12,17 @@ from grpo.config.limits import COUNT, SHARE, Settings
 from grpo.workbench.settings import Task
 
 TUNE_UPDATES = 8
-"""Updates of a try of a learning rate, at least: after fewer, any rate looks like any other."""
+"""Least updates of a run that tries a learning rate: after fewer, all rates look alike."""
 LOW_RESOURCE = {
     "batch_sizes": 64, "total_tokens": 100_000, "total_samples": 256, "eval_prompts": 32, "evaluations": 4,
     "max_new_tokens": 48, "layers": 2, "width": 128, "context": 64,
 }  # fmt: skip
-"""What --low-resource lets no setting exceed; layers and width are of a model made by --arch."""
+"""The most that --low-resource allows; layers and width count for a model made by --arch."""
 OF_LM: dict[str, Any] = {
     "learning_rate": 1e-3, "lr_schedule": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95,
     "warmup_steps": 5, "eval_prompts": 128,
 }  # fmt: skip
-"""Defaults of language modelling; of its 100 steps, 5 to warm up."""
+"""Defaults of language modelling; the warm-up is 5 of 100 steps."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Sweep(Task, SweepFlags):
 
     @property
     def warm_up(self) -> float:
-        """Share of the updates."""
+        """Share of the updates in which the learning rate rises."""
         return min(1.0, self.warmup_steps / self.steps if self.warmup_share is None else self.warmup_share)
 
     @property
@@ -125,14 +125,14 @@ class Sweep(Task, SweepFlags):
         return self.learning_rate * factor
 
     def tune_total(self, batch_size: int) -> int:
-        """Units of a try of a learning rate."""
+        """Units that each try of a learning rate learns from."""
         least = TUNE_UPDATES * batch_size * self.row_units
         return min(self.total, max(int(self.tune_share * self.total), least))
 
     def size_task(
         self, batch_size: int, rate: float, *, total: int | None = None, evaluations: int = 0
     ) -> Task:
-        """What a size's process trains. SettingsError where that cannot be."""
+        """The settings of one size's process. SettingsError where they cannot be."""
         steps = self.num_updates(batch_size, total)
         return self.task(
             batch_size=batch_size, steps=steps, learning_rate=rate, warmup_steps=round(self.warm_up * steps),
@@ -141,7 +141,7 @@ class Sweep(Task, SweepFlags):
 
 
 def shrunk(settings: Sweep) -> tuple[Sweep, list[str]]:
-    """A sweep that exceeds LOW_RESOURCE in nothing that matters to it, and what changed, in words."""
+    """The sweep within LOW_RESOURCE, as far as a setting matters to it, and the changes in words."""
     sizes = tuple(size for size in settings.sizes if size <= LOW_RESOURCE["batch_sizes"])
     sizes = sizes or (settings.sizes[0],)
     changes = [f"batch_sizes up to {sizes[-1]}"] if len(sizes) < len(settings.sizes) else []

@@ -8,6 +8,7 @@ but its own process, whether that raises, or the system ends it.
 
 import contextlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,14 +33,14 @@ from grpo.model.target import choose_device, choose_model
 from grpo.run.given import Given
 from grpo.run.screen import configure_logging
 from grpo.run.setup import open_run
-from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, NewLines
+from grpo.run.tracking import METRICS_FILE, NewLines
 from grpo.trainer import Trainer
 from grpo.workbench.lm import train_lm
 from grpo.workbench.settings import Task
 from grpo.workbench.sizes import ENDED_FILE, HELDOUT_FILE, TASK_FILE, read_json
 
 PRINTED_FILE = "printed.txt"
-"""What the process printed."""
+"""All that the process printed."""
 WATCHED_EVERY_S = 0.2
 _TAIL_LINES = 3
 _THREADS_NEED_MEMORY = ("Thread creation failed", "can't start new thread", "std::bad_alloc")
@@ -61,14 +62,11 @@ def run_task(
     watch: Callable[[Mapping[str, Any]], None] = lambda line: None,
     tuned: Sequence[Mapping[str, float | None]] = (),
 ) -> Ended:
-    """Do `task` in a process of its own, in a folder that is emptied of an earlier try.
+    """Do `task` in a process of its own, which Ctrl-C ends as well. folder, tuned: see `write_task`.
 
-    watch: given each line of metrics.jsonl as it comes. tuned: see `write_task`. Ctrl-C ends the process as
-    well.
+    watch: given each line of metrics.jsonl as it comes.
     """
     write_task(task, folder, tuned)
-    for name in (ENDED_FILE, METRICS_FILE, MEMORY_FILE, COMPLETIONS_FILE, HELDOUT_FILE):
-        (folder / name).unlink(missing_ok=True)
     new_lines, code = NewLines(folder / METRICS_FILE), None
     with (folder / PRINTED_FILE).open("w") as printed:
         process = subprocess.Popen(
@@ -90,13 +88,17 @@ def run_task(
 
 
 def write_task(task: Task, folder: Path, tuned: Sequence[Mapping[str, float | None]] = ()) -> None:
-    """What a folder's process is to do. tuned: learning rates that were tried before, with their quality."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the settings of a process into a folder, which is emptied of an earlier try.
+
+    tuned: learning rates that were tried before, with their held-out quality.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     write_whole(folder / TASK_FILE, json.dumps({**to_plain(task), "tuned": tuned}, indent=1))
 
 
 def read_task(folder: Path) -> Task:
-    """What `write_task` wrote."""
+    """Read what `write_task` wrote."""
     values = read_json(folder / TASK_FILE)
     values.pop("tuned")
     task: Any = from_plain(values, Task())
@@ -104,13 +106,13 @@ def read_task(folder: Path) -> Task:
 
 
 def write_ended(folder: Path, ended: Ended) -> Ended:
-    """How a run ended, for whoever comes later."""
+    """Write into a run's folder how it ended."""
     write_whole(folder / ENDED_FILE, json.dumps(ended._asdict()) + "\n")
     return ended
 
 
 def _death(code: int, text: str, *, limited: bool) -> Ended:
-    """What the end of a process says that did not say it itself."""
+    """How a run ended whose process died without writing it."""
     last = "; ".join(text.strip().splitlines()[-_TAIL_LINES:])
     if code == -signal.SIGKILL:
         return Ended(
@@ -126,7 +128,7 @@ def _death(code: int, text: str, *, limited: bool) -> Ended:
 
 
 def do_task(folder: Path) -> Ended:
-    """The task of a folder, in this process; anything that ends it is a result."""
+    """Do the task of a folder in this process; whatever ends it is a result."""
     ended = Ended("ok")
     try:
         task = read_task(folder)
@@ -170,7 +172,7 @@ def train_grpo(task: Task, folder: Path) -> None:
 
 
 def made_up_prompts(config: Config, num_tokens: int) -> list[dict[str, str]]:
-    """As many as a step has, of exactly so many tokens if the tokenizer makes them, and never of more."""
+    """Prompts for a step, each of `num_tokens` tokens, or a few less if the tokenizer makes no such text."""
     tokenizer = load_tokenizer(choose_model(config.model, choose_device(config.device)))
     text = "a b c d e f g h " * num_tokens
     letters = bisect_right(
@@ -180,12 +182,12 @@ def made_up_prompts(config: Config, num_tokens: int) -> list[dict[str, str]]:
 
 
 def by_chance(completions: list[str], **_: Any) -> list[float]:
-    """A reward that teaches nothing, but differs within a group."""
+    """A random reward: it differs within a group, and teaches nothing."""
     return torch.rand(len(completions)).tolist()
 
 
 def main() -> None:
-    """One task, whose folder is named on the command line; stops without a word at Ctrl-C."""
+    """Do the task whose folder is named on the command line; Ctrl-C ends it without a message."""
     configure_logging("INFO", Console(stderr=True, markup=False))
     with contextlib.suppress(KeyboardInterrupt):
         sys.exit(do_task(Path(sys.argv[1])).status != "ok")

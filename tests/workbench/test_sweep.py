@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -105,8 +104,7 @@ def in_this_process(task, folder, watch=None, tuned=()) -> Ended:
 
 def train(settings: Sweep, folder: Path, batch_size: int, rate: float = 1e-2) -> Size:
     """A size as a sweep reads it, trained in this process."""
-    shutil.rmtree(run := size_folder(folder, batch_size), ignore_errors=True)
-    in_this_process(settings.size_task(batch_size, rate), run)
+    in_this_process(settings.size_task(batch_size, rate), size_folder(folder, batch_size))
     return read_size(folder, batch_size, {"objective": settings.objective, "context": settings.row_units})
 
 
