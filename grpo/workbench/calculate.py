@@ -128,7 +128,7 @@ def _lines_of_model(model: "Model") -> list[Row]:
 
 def _check_fixed(settings: Calculator, card: Card, lines: Sequence[Row]) -> float:
     """The bytes of all lines. SettingsError if they exceed the card before there is any sample."""
-    size = float(sum(line["bytes"] for line in lines))
+    size: float = sum(line["bytes"] for line in lines)
     if size < card.usable_bytes:
         return size
     parts = ", ".join(f"{line['name']}: {readable(line['bytes'])}" for line in lines)
