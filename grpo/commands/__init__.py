@@ -9,11 +9,7 @@ from importlib import import_module
 from os.path import expanduser
 from typing import Any, NamedTuple
 
-from grpo.environment import (
-    launched_processes,
-    set_library_defaults,
-    unsupported,
-)
+from grpo.environment import launched_processes, set_library_defaults, unsupported
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses."""
@@ -24,59 +20,45 @@ WIDTH = 150
 class Command(NamedTuple):
     """A line of the overview, and how it is obeyed.
 
-    The action is `main` in the module of the command's name. It is given the settings and a console, and
-    returns an exit status or nothing for 0; its ValueErrors and EngineErrors are what people can mend.
+    The action is given the settings and a console, and returns an exit status or nothing for 0; its
+    ValueErrors and EngineErrors are what people can mend. Both are MODULE:NAME.
     """
 
     what: str
     example: str
+    action: str
     settings: str
-    """MODULE:NAME of a dataclass for tyro, or of what reads the words by itself."""
+    """A dataclass, whose `parse` reads the words, or tyro if it has none; or a function that reads them."""
     level: str = "INFO"
-    """What is logged at least."""
+    """The least level that is logged."""
 
 
+_OWN, _BENCH, _SETTINGS = "grpo.commands", "grpo.commands.workbench", "grpo.workbench.settings"
 COMMANDS = {
-    "train": Command(
-        "train a language model with GRPO", "--steps 5 --batch-size 16",
-        "grpo.config:parse_command_line",
-    ),
-    "monitor": Command(
-        "train and watch: is memory growing?", "200 64", "grpo.commands.monitor:parse_monitor",
-        level="WARNING",
-    ),
-    "evaluate": Command(
-        "held-out quality of a model or a run", "runs/NAME", "grpo.commands.evaluate:EvaluateConfig"
-    ),
-    "uci": Command(
-        "a model as an engine for chess programs", "--model runs/NAME", "grpo.commands.uci:UciConfig"
-    ),
-    "match": Command(
-        "games of a model against an engine or a model", "runs/NAME --against rook-tiny",
-        "grpo.commands.match:MatchConfig",
-    ),
-    "find-max": Command(
-        "the largest batch that fits, by real steps", "--memory-limit 800MB",
-        "grpo.workbench.settings:parse_find_max",
-    ),
-    "calculate": Command(
-        "the largest batch for a card that is not there", "--gpu rtx4090",
-        "grpo.workbench.settings:parse_calculator", level="WARNING",
-    ),
-    "sweep": Command(
-        "one model at several batch sizes", "--batch-sizes 8 32",
-        "grpo.workbench.sweep_settings:parse_sweep",
-    ),
-    "trl": Command(
-        "what `trl grpo` runs, with a batch that fits", "--config grpo.yaml",
-        "grpo.commands.trl:parse",
-    ),
-    "report": Command("a run or a sweep as one page", "runs/NAME", "grpo.commands.report:ReportConfig"),
-    "check": Command(
-        "what this machine reaches, and what is switched off", "", "grpo.workbench.settings:parse_check"
-    ),
+    "train": Command("train a language model with GRPO", "--steps 5 --batch-size 16",
+                     f"{_OWN}.train:main", "grpo.config:parse_command_line"),
+    "monitor": Command("train and watch: is memory growing?", "200 64",
+                       f"{_BENCH}:monitor", f"{_BENCH}:parse_monitor", level="WARNING"),
+    "evaluate": Command("held-out quality of a model or a run", "runs/NAME",
+                        f"{_OWN}.evaluate:main", f"{_OWN}.evaluate:EvaluateConfig"),
+    "uci": Command("a model as an engine for chess programs", "--model runs/NAME",
+                   f"{_OWN}.uci:main", f"{_OWN}.uci:UciConfig"),
+    "match": Command("games of a model against an engine or a model", "runs/NAME --against rook-tiny",
+                     f"{_OWN}.match:main", f"{_OWN}.match:MatchConfig"),
+    "find-max": Command("the largest batch that fits, by real steps", "--memory-limit 800MB",
+                        f"{_BENCH}:find_max", f"{_SETTINGS}:FindMax"),
+    "calculate": Command("the largest batch for a card that is not there", "--gpu rtx4090",
+                         f"{_BENCH}:calculate", f"{_SETTINGS}:Calculator", level="WARNING"),
+    "sweep": Command("one model at several batch sizes", "--batch-sizes 8 32",
+                     f"{_BENCH}:sweep", "grpo.workbench.sweep_settings:Sweep"),
+    "trl": Command("what `trl grpo` runs, with a batch that fits", "--config grpo.yaml",
+                   f"{_OWN}.trl:main", f"{_OWN}.trl:parse"),
+    "report": Command("a run or a sweep as one page", "runs/NAME",
+                      f"{_BENCH}:report", f"{_BENCH}:ReportConfig"),
+    "check": Command("what this machine reaches, and what is switched off", "",
+                     f"{_BENCH}:check", f"{_SETTINGS}:Check"),
 }  # fmt: skip
-"""By name."""
+"""All commands by name."""
 
 
 def main() -> int:
@@ -115,8 +97,9 @@ def call(name: str) -> int:
             configure_logging(command.level, errors, process=process)
             with redirect_stderr(io.StringIO()) if process else nullcontext():
                 settings = _settings(command)
-            action = import_module(f"grpo.commands.{name.replace('-', '_')}").main
-            return action(settings, screen(width=None if sys.stdout.isatty() else WIDTH)) or DONE
+            return (
+                _load(command.action)(settings, screen(width=None if sys.stdout.isatty() else WIDTH)) or DONE
+            )
         except Exception as error:
             from rewards.engine import EngineError  # not before: chess takes a tenth of a second to load
 
@@ -129,12 +112,19 @@ def call(name: str) -> int:
 
 
 def _settings(command: Command) -> Any:
-    """What was typed. A wrong flag ends the process, as tyro does that; a wrong value is a ValueError."""
+    """Read what was typed. tyro ends the process at a wrong flag; a wrong value is a ValueError."""
     import tyro
 
-    module, _, name = command.settings.partition(":")
-    reader = getattr(import_module(module), name)
+    reader = _load(command.settings)
+    if parse := getattr(reader, "parse", None):
+        return parse()
     return tyro.cli(reader) if isinstance(reader, type) else reader()
+
+
+def _load(place: str) -> Any:
+    """MODULE:NAME."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 def _prepare() -> None:

@@ -1,5 +1,6 @@
 """Held-out quality of a model, in the RookWorld README's columns with 95 % intervals."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,9 +12,9 @@ import tyro
 from loguru import logger
 from rich.console import Console
 
-from grpo.commands.screen import check_least
 from grpo.config import CONFIG_FILE, Config, from_plain
 from grpo.config.groups import Precision, PromptSettings, SamplingSettings
+from grpo.config.limits import COUNT, NOT_NEGATIVE, Settings
 from grpo.config.reading import read_run_settings
 from grpo.data.load import IN_MEMORY, check_spec
 from grpo.data.reward_files import PROMPTS_LOOKED_AT, load_rewards
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
+class EvaluateConfig(Settings):
     """Evaluate models or runs on held-out prompts, greedily and sampled; several stand side by side."""
 
     models: Annotated[tuple[str, ...], tyro.conf.Positional]
@@ -43,17 +44,17 @@ class EvaluateConfig:
     run's."""
     max_bad_share: float = 0.01
     """More rows than this that cannot be read, or whose prompt is too long for the model, are an error."""
-    limit: int = 1000
+    limit: Annotated[int, COUNT] = 1000
     """Most prompts of each task, and most positions of --mate-in-one."""
-    self_play: int = 0
+    self_play: Annotated[int, NOT_NEGATIVE] = 0
     """Games to play against itself, each until the first illegal move."""
     self_play_from: Literal["openings", "prompts"] = "openings"
     """Start them after four random half-moves, or at held-out positions (for a model of endgames)."""
     mate_in_one: Path | None = None
     """BIG-bench's checkmate_in_one task.json."""
     temperature: float | None = None
-    """Of sampling, 0 is greedy; None: both, greedy and at the run's temperature (1 without a run)."""
-    samples: int = 1
+    """Sampling temperature, 0 is greedy; None: both, greedy and at the run's (1 without a run)."""
+    samples: Annotated[int, COUNT] = 1
     """Completions a prompt where the temperature is above 0."""
     max_new_tokens: int | None = None
     """Longest completion in tokens; None: the run's, or 144."""
@@ -61,40 +62,40 @@ class EvaluateConfig:
     """Rank moves with Stockfish instead of by the prompts' labels."""
     stockfish_path: str | None = None
     """The same, with this executable."""
-    engine_depth: int = 8
+    engine_depth: Annotated[int, COUNT] = 8
     """Plies Stockfish searches."""
-    rows: int = 128
+    rows: Annotated[int, COUNT] = 128
     """Completions on the device at once."""
     seed: int = 0
-    """Of sampling, and of where games start."""
+    """Seed of sampling, and of where games start."""
     device: str = "auto"
     """auto is the accelerator, if there is one."""
     precision: Precision = "auto"
-    """Of matrix products; auto is bf16 where the device has it."""
+    """Dtype of matrix products; auto is bf16 where the device has it."""
     json: Path | None = None
     """Save the scores of one model here."""
     before: Path | None = None
     """Compare one model with scores that --json saved here."""
 
-    def __post_init__(self) -> None:
-        check_least(self, limit=1, self_play=0, samples=1, engine_depth=1, rows=1)
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
         if not self.models:
-            raise ValueError("no model is named: give one or more, such as rook-tiny or runs/NAME")
+            yield "no model is named: give one or more, such as rook-tiny or runs/NAME"
         for name in ("json", "before"):
             if getattr(self, name) is not None and len(self.models) > 1:
-                raise ValueError(f"--{name} is for one model, and {len(self.models)} are named: name one")
+                yield f"--{name} is for one model, and {len(self.models)} are named: name one"
         if self.json is not None and not self.json.parent.is_dir():
-            raise ValueError(f"--json {self.json}: there is no folder {self.json.parent}, make it first")
+            yield f"--json {self.json}: there is no folder {self.json.parent}, make it first"
         _ = self.modes  # whose settings check themselves
 
     @property
     def runs(self) -> list[Path]:
-        """Those of the models that are runs."""
+        """The models that are folders of runs."""
         return [Path(model) for model in self.models if (Path(model) / CONFIG_FILE).is_file()]
 
     @cached_property
     def task(self) -> Config:
-        """What is asked, and how it is judged: as the first run that is named has it, and as flags say."""
+        """Prompts and rewards: those of the first run that is named, changed by the flags."""
         base = from_plain(read_run_settings(self.runs[0])) if self.runs else Config()
         in_python = [name for name in base.reward if ":" not in name and name not in REWARDS]
         without_rows = self.prompts is None and base.prompts == IN_MEMORY
@@ -104,15 +105,16 @@ class EvaluateConfig:
                 "file.py:name, and --prompts FILE if those were rows in memory"
             )
         names = ("prompts", "heldout_share", "max_bad_share", "max_new_tokens")
-        flags = {name: value for name in names if (value := getattr(self, name)) is not None}
-        task = from_plain(flags, base)
+        changes = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.reward:
-            task = replace(task, reward=self.reward, reward_weights=self.reward_weights)
-        return task if self.asking == PromptSettings() else replace(task, **vars(self.asking))
+            changes |= {"reward": self.reward, "reward_weights": self.reward_weights}
+        if self.asking != PromptSettings():
+            changes |= vars(self.asking)
+        return replace(base, **changes)
 
     @property
     def modes(self) -> dict[str, SamplingSettings]:
-        """By name, how answers are sampled."""
+        """Sampling settings by name."""
         if self.temperature is None:
             return {"greedy": SamplingSettings.of(self.task, temperature=0.0), "sampled": self.task}
         name = f"temperature {self.temperature:g}" if self.temperature else "greedy"
@@ -155,7 +157,7 @@ def main(config: EvaluateConfig, console: Console) -> None:
 
 
 def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "dict[str, Evaluation]":
-    """By mode, a model's columns; with the first those of games and mates, where these are asked for."""
+    """Evaluate a model in each mode; the first also has the columns of games and mates, if asked for."""
     from grpo.data import load_prompts
     from grpo.data.reward_functions import RewardFunctions
     from grpo.evaluate import evaluate
@@ -167,12 +169,11 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
     from grpo.run.folder import checkpoint_of
     from grpo.run.loading import prompt_room
 
-    task, rows, seed = config.task, config.rows, config.seed
-    device = choose_device(config.device)
+    task, device = config.task, choose_device(config.device)
     name = choose_model(checkpoint_of(model), device)
     logger.info("evaluating {}", name)
     heldout = load_prompts(
-        task.prompts, seed=seed, heldout_share=task.heldout_share, heldout_count=config.limit,
+        task.prompts, seed=config.seed, heldout_share=task.heldout_share, heldout_count=config.limit,
         max_bad_share=config.max_bad_share, settings=task, to_train=False,
         room=prompt_room(name, task.max_new_tokens),
     ).heldout  # fmt: skip
@@ -187,23 +188,25 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
         results = {
             mode: evaluate(
                 sampler, tokenizer, heldout, settings=settings, samples=config.samples, engine=engine,
-                judge=judge, rows=rows, seed=seed,
+                judge=judge, rows=config.rows, seed=config.seed,
             )
             for mode, settings in config.modes.items()
         }  # fmt: skip
-    mode, first = next(iter(results.items()))
-    if not first.scores:
+    mode, columns = next(iter(results.items()))
+    if not columns.scores:
         raise ValueError(
             f"{task.prompts} holds prompts of your own, which only rewards can score: give --reward "
             "file.py:name, or name the run that was trained on them"
         )
-    if "policy/legal" in first.scores and "policy/best_move" not in first.scores:
+    if "policy/legal" in columns.scores and "policy/best_move" not in columns.scores:
         logger.info("the prompts have no labels: --stockfish ranks the moves for best_move and top5")
-    player = Player(sampler, tokenizer, config.modes[mode], trailing_space=task.trailing_space, rows=rows)
+    player = Player(
+        sampler, tokenizer, config.modes[mode], trailing_space=task.trailing_space, rows=config.rows
+    )
     if config.self_play:
         fens = [prompt.columns["fen"] for prompt in heldout if prompt.task == "policy"]
         starts = fens if config.self_play_from == "prompts" else None
-        first |= self_play(player, config.self_play, fens=starts, seed=seed)
+        columns |= self_play(player, config.self_play, fens=starts, seed=config.seed)
     if mates:
-        first |= mate_in_one(player, mates, seed=seed)
-    return {**results, mode: first}
+        columns |= mate_in_one(player, mates, seed=config.seed)
+    return {**results, mode: columns}

@@ -3,71 +3,69 @@
 grpo-lean match runs/NAME --against rook-tiny --games 100
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 from loguru import logger
 from rich.console import Console
 
 from grpo.commands import DONE, INTERRUPTED
-from grpo.commands.screen import check_least
 from grpo.config import CONFIG_FILE
 from grpo.config.groups import Precision
+from grpo.config.limits import COUNT, NOT_NEGATIVE, Settings, at_least
 from grpo.play.thought import IllegalMoves
+
+PLAYED_BY = ("start", "prompts", "temperature", "illegal_moves", "movetime", "nodes", "seed")
+"""Settings by which games are played, whatever comes of them."""
 
 
 @dataclass(frozen=True)
-class MatchConfig:
+class MatchConfig(Settings):
     """Play a match, or go on with one that was stopped: the same command again. It is kept as PGN."""
 
     model: Annotated[str, tyro.conf.Positional]
     """auto, rook-tiny, a hub id, a model's folder, or a run's: its best checkpoint, else its newest."""
     against: str
     """random, stockfish, stockfish:ELO, an engine by its path or as uci:COMMAND, or another model."""
-    games: int = 100
+    games: Annotated[int, COUNT] = 100
     """Each first position is played twice, with colours exchanged."""
     start: Annotated[Literal["openings", "prompts"], tyro.conf.arg(name="from")] = "openings"
     """Start after four half-moves at random, or at the run's held-out positions (for a model of endgames)."""
     prompts: str | None = None
-    """With --from prompts others than the run's: bundled, a file, or a dataset on the hub."""
-    temperature: float = 0.0
-    """Of models' sampling; 0 is greedy."""
+    """Positions for --from prompts, if not the run's: bundled, a file, or a dataset on the hub."""
+    temperature: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Temperature of the models' sampling; 0 is greedy."""
     illegal_moves: IllegalMoves = "replace"
     """Replace a model's illegal answer (by its next candidate, by what it says asked again, at last by a move
     at random), or let it lose the game."""
-    movetime: float = 0.1
+    movetime: Annotated[float, at_least(0.001)] = 0.1
     """Seconds of an engine for a move."""
-    nodes: int | None = None
+    nodes: Annotated[int | None, COUNT] = None
     """Instead of seconds so many nodes: the same moves on any machine, of an engine that is not at random."""
-    engines: int = 1
+    engines: Annotated[int, COUNT] = 1
     """Processes of an engine, each with a game at a time."""
-    rows: int = 64
+    rows: Annotated[int, COUNT] = 64
     """Games at once."""
     seed: int = 0
-    """Of first positions, of sampling and of moves at random."""
+    """Seed of first positions, of sampling and of moves at random."""
     device: str = "auto"
     """auto is the accelerator, if there is one."""
     precision: Precision = "auto"
-    """Of matrix products; auto is bf16 where the device has it."""
+    """Dtype of matrix products; auto is bf16 where the device has it."""
     output: Path | None = None
     """The folder of the match; None: one in matches/ of the run, or of the present folder."""
 
-    def __post_init__(self) -> None:
-        check_least(self, games=1, nodes=1, engines=1, rows=1, temperature=0.0, movetime=0.001)
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
         if self.prompts is not None and self.start != "prompts":
-            raise ValueError("--prompts names positions to start from: add --from prompts, or leave it out")
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """By which games are played, whatever comes of them."""
-        names = ("start", "prompts", "temperature", "illegal_moves", "movetime", "nodes", "seed")
-        return {name: getattr(self, name) for name in names}
+            yield "--prompts names positions to start from: add --from prompts, or leave it out"
 
     def folder(self, players: tuple[str, str]) -> Path:
-        """Of the match between these."""
+        """The folder of the match between these players."""
         from grpo.play.record import FOLDER  # loads torch
 
         base = Path(self.model) if (Path(self.model) / CONFIG_FILE).is_file() else Path()
@@ -88,12 +86,13 @@ def main(config: MatchConfig, console: Console) -> int:
     from grpo.play.record import FILE, Match
 
     players, count = (known_as(config.model), known_as(config.against)), -(-config.games // 2)
-    if config.start == "openings":
-        starts = random_openings(count, seed=config.seed)
-    else:
-        starts = heldout_positions(count, model=config.model, prompts=config.prompts, seed=config.seed)
+    starts = (
+        random_openings(count, seed=config.seed) if config.start == "openings"
+        else heldout_positions(count, model=config.model, prompts=config.prompts, seed=config.seed)
+    )  # fmt: skip
     folder = config.folder(players)
-    match = Match.begin(players, config.settings, starts, config.games).gone_on_with(folder)
+    settings = {name: getattr(config, name) for name in PLAYED_BY}
+    match = Match.begin(players, settings, starts, config.games).gone_on_with(folder)
     load = partial(
         load_player, device_name=config.device, precision=config.precision, temperature=config.temperature,
         rows=config.rows,

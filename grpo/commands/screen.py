@@ -1,13 +1,12 @@
-"""What commands print with: nothing that comes from outside is taken for markup."""
+"""Consoles for commands, on which nothing that comes from outside is taken for markup."""
 
-import math
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 MOST_LETTERS = 700
-"""Of an error message: what does not fit, why, and the remedies take some 500."""
+"""The longest error message that is shown whole; one with reasons and remedies has some 500 letters."""
 
 
 def screen(**options: Any) -> Console:
@@ -16,7 +15,7 @@ def screen(**options: Any) -> Console:
 
 
 def print_error(console: Console, error: object) -> None:
-    """What is wrong, and the remedy."""
+    """Print what is wrong, with the remedy."""
     console.print(Text.assemble(("error", "red"), f" {shortened(error)}"), highlight=False)
 
 
@@ -24,11 +23,3 @@ def shortened(error: object) -> str:
     """An error's text; of one that quotes what somebody wrote at length, the beginning and the end."""
     text, half = str(error), MOST_LETTERS // 2
     return text if len(text) <= MOST_LETTERS else f"{text[:half]} … {text[-half:]}"
-
-
-def check_least(settings: object, **least: float) -> None:
-    """ValueError for a number among a command's settings that is less, or is none."""
-    for name, limit in least.items():
-        number = getattr(settings, name)
-        if number is not None and not limit <= number < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} is {number}: give at least {limit:g}")

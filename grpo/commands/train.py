@@ -86,7 +86,7 @@ def main(config: Config, _: Console) -> int:
 
 
 def how_to_load(run: "Run") -> str:
-    """For whoever wants to use the model."""
+    """The lines of Python that load the trained model."""
     where = str(shown(run.checkpoints.to_use or run.checkpoints.model))
     needs = " (needs peft)" if run.config.uses_lora else ""
     return (

@@ -53,10 +53,16 @@ CARDS = {
 }  # fmt: skip
 
 
-def find_card(name: str) -> Card:
-    """The card people mean: capitals, spaces and dashes do not matter. SettingsError suggests near ones."""
-    plain = {_plain(known): card for known, card in CARDS.items()}
-    wanted = _plain(name)
+def find_card(name: str | None, sold: str | None = None) -> Card | None:
+    """The card people mean: capitals, spaces and dashes do not matter. None if neither is given.
+
+    sold: the size of a card that is not known here, such as 20GB. SettingsError suggests near names.
+    """
+    if sold is not None:
+        return Card(_plain(sold), parse_size(sold) / GB)
+    if name is None:
+        return None
+    plain, wanted = {_plain(known): card for known, card in CARDS.items()}, _plain(name)
     if wanted in plain:
         return plain[wanted]
     starting = [known for known in plain if len(wanted) >= MIN_START and known.startswith(wanted)]
@@ -66,15 +72,6 @@ def find_card(name: str) -> Card:
         f"gpu is {name!r}, which is no card known here. {hint}"
         "Without --gpu all are listed; --gpu-memory 24GB stands for any other."
     )
-
-
-def card_of_size(text: str) -> Card:
-    """A card that is only known by the size it is sold with, such as 20GB. SettingsError if that is none."""
-    try:
-        sold_bytes = parse_size(text)
-    except ValueError:
-        raise SettingsError(f"gpu_memory is {text!r}, which is no size: write it like 24GB.") from None
-    return Card(_plain(text), sold_bytes / GB)
 
 
 def _plain(name: str) -> str:

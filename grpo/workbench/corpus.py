@@ -18,11 +18,12 @@ import torch
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch import Tensor
 
-from grpo.config import Config, SettingsError
+from grpo.config import SettingsError
 from grpo.data.load import POSITIONS
 from grpo.files import replacing
 from grpo.model.load import context_length, load_tokenizer
-from grpo.workbench.task import MadeModel, model_name, model_shape
+from grpo.workbench.models import model_shape
+from grpo.workbench.settings import Task
 
 BUNDLED_TEXT = "bundled"
 BYTES = 256
@@ -54,40 +55,37 @@ class Corpus:
         return self._windows(starts, context)
 
     def _windows(self, starts: Tensor, context: int) -> Tensor:
-        rows = [self.ids[start : start + context + 1].astype(np.int64) for start in starts.tolist()]
-        return torch.from_numpy(np.stack(rows))
+        places = starts[:, None] + torch.arange(context + 1)
+        return torch.from_numpy(self.ids[places.numpy()].astype(np.int64))
 
 
-def open_corpus(data: str | None, train: Config, made: MadeModel) -> Corpus:
+def open_corpus(settings: Task) -> Corpus:
     """The text as the model reads it: a made one in bytes, or with more entries in tokens of its own.
 
     SettingsError unless this model can learn from windows of this text.
     """
-    path, shape, context = text_file(data), model_shape(train, made), made.context
-    if context > context_length(shape):
+    path, shape, context = text_file(settings.data), model_shape(settings), settings.context
+    reach, known = context_length(shape), shape.get_text_config(decoder=True).vocab_size
+    if context > reach:
         raise SettingsError(
-            f"context is {context}, but {model_name(train, made)} reaches {context_length(shape)} tokens: "
-            "give no more."
+            f"context is {context}, but {settings.model_name} reaches {reach} tokens: give no more."
         )
-    if made.arch is None:
-        tokenizer = load_tokenizer(model_name(train, made)).backend_tokenizer
-    else:
-        trained = trained_tokenizer(path, made)
-        tokenizer = Tokenizer.from_file(str(trained)) if trained else None
-    file, vocab, dtype = path, BYTES, "uint8"
-    if tokenizer is not None:
-        vocab = tokenizer.get_vocab_size()
-        dtype = "uint16" if vocab <= 2**16 else "uint32"
-        key = f"{_version(path)} {tokenizer.to_str()}"
-        file = _cached(key, "bin", partial(_encoded, path, tokenizer, dtype))
-    if not file.stat().st_size:
+    if not path.stat().st_size:
         raise SettingsError(f"data is {str(path)!r}, which is empty: give a text file.")
-    corpus = Corpus(np.memmap(file, dtype, mode="r"), vocab)
-    known = shape.get_text_config(decoder=True).vocab_size
-    if vocab > known:
+    tokenizer = None
+    if settings.arch is None:
+        tokenizer = load_tokenizer(settings.model_name).backend_tokenizer
+    elif trained := trained_tokenizer(path, settings):
+        tokenizer = Tokenizer.from_file(str(trained))
+    corpus = Corpus(np.memmap(path, "uint8", mode="r"), BYTES)
+    if tokenizer is not None:
+        key = f"{_version(path)} {tokenizer.to_str()}"
+        file = _cached(key, "uint32", partial(_encoded, path, tokenizer))
+        corpus = Corpus(np.memmap(file, "uint32", mode="r"), tokenizer.get_vocab_size())
+    if corpus.vocab > known:
         raise SettingsError(
-            f"data has {vocab} different tokens, but the model's vocabulary has {known}: "
-            f"give --vocab {vocab} or more, or a model whose tokenizer is used instead of bytes."
+            f"data has {corpus.vocab} different tokens, but the model's vocabulary has {known}: give --vocab "
+            f"{corpus.vocab} or more, or a model whose tokenizer is used instead of bytes."
         )
     if (len(corpus.ids) - corpus.num_train - 1) // context < 1:
         raise SettingsError(
@@ -112,25 +110,25 @@ def text_file(data: str | None) -> Path:
     return path
 
 
-def trained_tokenizer(path: Path, made: MadeModel) -> Path | None:
+def trained_tokenizer(path: Path, settings: Task) -> Path | None:
     """The file of a tokenizer trained on the text, once, if the model has more entries than bytes.
 
     Byte-level BPE (Sennrich et al. 2016), the 256 bytes among its entries.
     """
-    if made.arch is None or made.vocab <= BYTES:
+    if settings.arch is None or settings.vocab <= BYTES:
         return None
 
     def train() -> bytes:
         tokenizer = ByteLevelBPETokenizer()
-        tokenizer.train_from_iterator(_texts(path), vocab_size=made.vocab, show_progress=False)
+        tokenizer.train_from_iterator(_texts(path), vocab_size=settings.vocab, show_progress=False)
         return tokenizer.to_str().encode()
 
-    return _cached(f"{_version(path)} {made.vocab}", "json", train)
+    return _cached(f"{_version(path)} {settings.vocab}", "json", train)
 
 
-def _encoded(path: Path, tokenizer: Tokenizer, dtype: str) -> bytes:
+def _encoded(path: Path, tokenizer: Tokenizer) -> bytes:
     parts = (tokenizer.encode(text, add_special_tokens=False).ids for text in _texts(path))
-    return b"".join(np.array(ids, dtype).tobytes() for ids in parts)
+    return b"".join(np.array(ids, "uint32").tobytes() for ids in parts)
 
 
 def _texts(path: Path) -> Iterator[str]:

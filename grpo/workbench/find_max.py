@@ -18,13 +18,12 @@ from grpo.plan.workload import longest_prompt
 from grpo.run.loading import load_source
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.line import LEAST_FOR_A_LINE, fit_line
-from grpo.workbench.lm import num_parameters
-from grpo.workbench.machine import look
+from grpo.workbench.machine import settle
+from grpo.workbench.models import model_shape, num_parameters
 from grpo.workbench.settings import FindMax
 from grpo.workbench.sizes import Size, read_size, size_folder
 from grpo.workbench.tables import Row
-from grpo.workbench.task import Task, alone, model_name, model_shape, settled
-from grpo.workbench.trial import run_task
+from grpo.workbench.trial import PRINTED_FILE, run_task
 
 TRIAL_STEPS, MAX_TRIALS = 3, 8
 INCREMENT = 16
@@ -32,41 +31,40 @@ INCREMENT = 16
 
 
 def line_bytes(trial: Size) -> int:
-    """What the line is drawn through: the allocator's peak, on a host the process's."""
+    """The peak that the line is fitted to: the allocator's on an accelerator, the process's on a host."""
     return trial.allocated_bytes or trial.peak_bytes or 0
 
 
 def trial_row(trial: Size) -> Row:
-    """For people: rows, status, what they held in GB, samples a minute."""
+    """A row of the table of trials: batch, status, memory in GB, loss and speed."""
     sizes = {"peak": trial.peak_bytes, "allocated": trial.allocated_bytes, "reserved": trial.reserved_bytes}
-    row: Row = {"batch": trial.batch_size, "status": trial.status}
-    row |= {f"{name}, GB": f"{size / GB:.3f}" if size else None for name, size in sizes.items()}
-    row |= {"loss": None, "s a step": None, "samples/min": None}
-    if trial.is_finished:
-        fastest_s, loss = min(trial.step_s), trial.steps[-1]["loss"]
-        speed = f"{60 * trial.batch_size / fastest_s:,.0f}"
-        row |= {"loss": f"{loss:.4f}", "s a step": f"{fastest_s:.2f}", "samples/min": speed}
-    return row
+    fastest_s = min(trial.step_s) if trial.is_finished else None
+    return {
+        "batch": trial.batch_size, "status": trial.status,
+        **{f"{name}, GB": f"{size / GB:.3f}" if size else None for name, size in sizes.items()},
+        "loss": f"{trial.steps[-1]['loss']:.4f}" if fastest_s else None,
+        "s a step": f"{fastest_s:.2f}" if fastest_s else None,
+        "samples/min": f"{60 * trial.batch_size / fastest_s:,.0f}" if fastest_s else None,
+    }  # fmt: skip
 
 
-def next_size(
-    trials: Sequence[Size], usable_bytes: float, *, start: int, multiple: int, at_most: int, classic: bool
-) -> int:
-    """What to try after these trials; 0 where the search is done. Sizes are multiples, and none is above.
+def next_size(settings: FindMax, trials: Sequence[Size], usable_bytes: float) -> int:
+    """The batch size to try after these trials, in whole groups; 0 when the search is done.
 
     By the line: a first size, twice or half of it, then what their line allows of `usable_bytes`; last, sizes
     between those that fit, until there are enough to tell whether it is a line.
     """
+    multiple, classic = settings.multiple, settings.strategy == "classic"
 
     def whole(size: float) -> int:
         return int(size // multiple) * multiple
 
-    at_most = whole(at_most)
+    at_most = whole(settings.max_batch_size)
     peaks = {trial.batch_size: float(line_bytes(trial)) for trial in trials if trial.is_finished}
     fitted, beyond = max(peaks, default=0), at_most + multiple
     failed = min((trial.batch_size for trial in trials if not trial.is_finished), default=beyond)
     if not trials:
-        return min(at_most, max(multiple, whole(start)))
+        return min(at_most, max(multiple, whole(settings.start)))
     if not classic and len(trials) == MAX_TRIALS:
         return 0
     if not fitted:
@@ -92,85 +90,80 @@ def next_size(
 
 @dataclass(frozen=True)
 class Checked:
-    """What the checks found: a trial may use `usable_bytes`, what is free or the limit."""
+    """The settings after the checks; a trial may use `usable_bytes`: what is free, or the limit."""
 
     settings: FindMax
     rows: Sequence[Row]
-    """For people."""
+    """A row of the printed table for each check."""
     device_type: str
     usable_bytes: int
     no_command: str | None = None
-    """Why there is no command of train_lean.py for what is tried."""
+    """Why train_lean.py cannot do what is tried, if it cannot."""
 
 
 def check(settings: FindMax) -> Checked:
-    """Device, memory, neighbours, model, lengths or corpus: in this order, each a row.
+    """Check device, memory, neighbours, model, and lengths or corpus, in this order.
 
     The settings that come back name the device, the precision, and the most that a trial may hold (on a host
     what is free, lest the system ends something). ValueError for what a user can mend.
     """
-    settings = replace(settings, train=settled(settings.train, settings.made))
-    train, made = settings.train, settings.made
-    machine = look(train.device, train.precision, train.memory_limit)
-    shape = model_shape(train, made)
+    settings, machine = settle(settings)
+    shape, no_command = model_shape(settings), None
     known = {
         "device": f"{machine.device_name}, {machine.precision}",
         "memory": f"{readable(machine.usable_bytes)} to use, of {readable(machine.total_bytes)}",
         "held by others": machine.others,
-        "model": f"{model_name(train, made)}: {num_parameters(shape):,} parameters",
+        "model": f"{settings.model_name}: {num_parameters(shape):,} parameters",
     }
-    no_command = None
     if settings.objective == "lm":
-        corpus = open_corpus(settings.data, train, made)
-        known["data"] = f"{settings.data}: {len(corpus.ids):,} tokens, windows of {made.context}"
+        known["data"] = (
+            f"{settings.data}: {len(open_corpus(settings).ids):,} tokens, windows of {settings.context}"
+        )
         no_command = "it trains with GRPO alone, and this is language modelling"
     else:
-        reach, new = context_length(shape), train.max_new_tokens
-        if (settings.prompt_tokens or 0) + new > reach:
+        asked, new, reach = settings.prompt_tokens or 0, settings.max_new_tokens, context_length(shape)
+        if asked + new > reach:
             raise SettingsError(
-                f"prompt_tokens and max_new_tokens are {settings.prompt_tokens} and {new}, but the model "
-                f"reaches {reach} tokens in all: give less."
+                f"prompt_tokens and max_new_tokens are {asked} and {new}, but the model reaches {reach} "
+                "tokens in all: give less."
             )
-        longest = longest_prompt(load_source(train), load_tokenizer(train.model))
-        prompt = settings.prompt_tokens or longest
-        known["lengths"] = f"{prompt} prompt and {new} new tokens"
-        if longest > prompt:
+        longest = longest_prompt(load_source(settings), load_tokenizer(settings.model))
+        known["lengths"] = f"{asked or longest} prompt and {new} new tokens"
+        if 0 < asked < longest:
             no_command = (
-                f"its prompts have up to {longest} tokens, unlike --prompt-tokens {prompt}; leave it out"
+                f"its prompts have up to {longest} tokens, unlike --prompt-tokens {asked}; leave it out"
             )
-    limit = train.memory_limit
-    if limit is None and machine.device == "cpu":
-        limit = str(machine.usable_bytes)
-    train = replace(train, device=machine.device, precision=machine.precision, memory_limit=limit)
+    if settings.memory_limit is None and machine.device == "cpu":
+        settings = replace(settings, memory_limit=str(machine.usable_bytes))
     return Checked(
-        replace(settings, train=train), [{"check": name, "found": value} for name, value in known.items()],
+        settings, [{"check": name, "found": value} for name, value in known.items()],
         machine.device.partition(":")[0], machine.usable_bytes, no_command,
     )  # fmt: skip
 
 
 def find(checked: Checked, folder: Path) -> list[Size]:
-    """All trials, the search done; each leaves a run's files in `folder`."""
+    """Search for the largest batch; all trials, each of which leaves a run's files in `folder`.
+
+    ValueError where one fails, and not for want of memory: a smaller one would fail as well.
+    """
     settings, trials = checked.settings, list[Size]()
-    limits = {
-        "multiple": settings.multiple,
-        "at_most": settings.train.max_batch_size,
-        "start": settings.start,
-    }
-    classic = settings.strategy == "classic"
-    while size := next_size(trials, checked.usable_bytes, classic=classic, **limits):
+    while size := next_size(settings, trials, checked.usable_bytes):
         logger.info("batch {}: {} training steps in a new process", size, TRIAL_STEPS)
-        trials.append(try_size(settings, size, folder))
+        trial = try_size(settings, size, folder)
+        if trial.status not in ("ok", "out of memory"):
+            raise ValueError(
+                f"batch {size} {trial.status}, and not for want of memory: {trial.message}; its log is "
+                f"{size_folder(folder, size) / PRINTED_FILE}"
+            )
+        trials.append(trial)
     return trials
 
 
 def try_size(settings: FindMax, batch_size: int, folder: Path) -> Size:
-    """Real steps of full length at this size, in a fresh process, whose run is in `folder`."""
-    train = alone(settings.train, steps=TRIAL_STEPS, eval_interval=0, ignore_ends=True, logged_completions=0)
-    task = Task(
-        settings.objective, train, batch_size, settings.made, settings.data,
-        prompt_tokens=settings.prompt_tokens,
-    )  # fmt: skip
-    run_task(task, size_folder(folder, batch_size))
-    trial = read_size(folder, batch_size, {"objective": settings.objective})
-    logger.info("batch {}: {}{}", batch_size, trial.status, f" ({trial.message})" if trial.message else "")
-    return trial
+    """Take real steps of full length at this size in a fresh process, whose run is in `folder`."""
+    task = settings.task(
+        batch_size=batch_size, steps=TRIAL_STEPS, eval_interval=0, ignore_ends=True, logged_completions=0
+    )
+    ended = run_task(task, size_folder(folder, batch_size))
+    logger.info("batch {}: {}", batch_size, ended)
+    return read_size(folder, batch_size, {"objective": settings.objective})

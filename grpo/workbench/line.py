@@ -53,7 +53,7 @@ class Line:
 
 
 def fit_line(peaks: Mapping[int, float]) -> Line | None:
-    """By least squares, through peak bytes by batch size; None where that does not rise, or is one size."""
+    """Fit peak bytes by batch size by least squares; None for a single size, or where peaks do not rise."""
     if len(peaks) < 2:
         return None
     first = min(peaks)
@@ -74,7 +74,7 @@ def leaves_the_line(peaks: Mapping[int, float]) -> int | None:
 
 
 def unseen_margin(total_bytes: float, device_type: str) -> float:
-    """Bytes of a device that peaks do not show: see MARGIN_SHARE."""
+    """Bytes that a device needs beyond the measured peaks, see MARGIN_SHARE."""
     if device_type == "cpu":
         return HOST_MARGIN_SHARE * total_bytes
     return CONTEXT_BYTES + MARGIN_SHARE * total_bytes

@@ -8,30 +8,23 @@ import json
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
-import yaml
 from loguru import logger
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from grpo.config import CONFIG_FILE, to_plain
+from grpo.config import CONFIG_FILE, write_yaml
 from grpo.config.groups import Checkpointing, LoraSettings, LossSettings, SamplingSettings
 from grpo.config.sizes import parse_size
 from grpo.files import write_whole
 from grpo.learning.optimizer import learning_rate, make_optimizer, set_learning_rate
 from grpo.learning.step import Stepper, begin_gradients
-from grpo.memory import Device, Fit, Pass, Size
-from grpo.model.activation_checkpointing import (
-    choose_checkpointing,
-    recompute_activations,
-    recomputed_layers,
-)
-from grpo.model.adapters import add_adapters, store_base
-from grpo.model.load import ModelSource
+from grpo.memory import Device, Pass, Size
+from grpo.memory.fit import EXACT_RUNS, Peak
+from grpo.model.activation_checkpointing import choose_checkpointing, recomputed_layers
 from grpo.model.target import Target, choose_device, make_target
 from grpo.plan.phases_at import PhasesAt, PhaseSettings
 from grpo.plan.trace import TracedPhases
@@ -40,8 +33,9 @@ from grpo.scoring.forward import empty_cache
 from grpo.scoring.head import Slope, head_pass
 from grpo.scoring.micro_batches import computing_in
 from grpo.workbench.corpus import open_corpus
+from grpo.workbench.models import load_model, model_shape
+from grpo.workbench.settings import Task
 from grpo.workbench.sizes import HELDOUT_FILE
-from grpo.workbench.task import Task, model_name, model_shape
 
 WHOLE = LoraSettings()
 """All weights are trained."""
@@ -68,12 +62,12 @@ def window_logprobs(
             input_ids=windows[:, :-1], past_key_values=empty_cache(model), use_cache=True
         ).last_hidden_state  # (R, T, D)
         head = model.get_output_embeddings()
-        found = head_pass(
+        result = head_pass(
             hidden.detach(), head.weight, windows[:, 1:], bias=head.bias, slope=slope, device=traced
         )
-    if found.hidden_gradient is not None:
-        hidden.backward(found.hidden_gradient)
-    return found.logp.view(windows[:, 1:].shape)
+    if result.hidden_gradient is not None:
+        hidden.backward(result.hidden_gradient)
+    return result.logp.view(windows[:, 1:].shape)
 
 
 def accumulate_lm(
@@ -113,9 +107,8 @@ class WindowPhases(PhasesAt):
 
     def learn(self, size: Size) -> None:
         self.begin_gradients()
-        windows = torch.zeros(size.rows, 1 + size.tokens, dtype=torch.long)
+        windows, target = torch.zeros(size.rows, 1 + size.tokens, dtype=torch.long), self.settings.target
         with recomputed_layers(self.policy, self.settings.checkpointing):
-            target = self.settings.target
             window_logprobs(
                 self.policy, windows, dtype=target.dtype, slope=lambda logp, _: logp, traced=target.device
             )
@@ -123,118 +116,81 @@ class WindowPhases(PhasesAt):
 
 
 def added_bytes(
-    target: Target,
-    rows: int,
-    context: int,
-    *,
-    checkpointing: Checkpointing = "none",
-    lora: LoraSettings = WHOLE,
+    target: Target, size: Size, *, checkpointing: Checkpointing = "none", lora: LoraSettings = WHOLE
 ) -> int:
     """What tensors of an update are predicted to add, gradients among them; traced, on no device."""
     settings = PhaseSettings(
         target, 1, SamplingSettings(), LossSettings(), checkpointing, scores="nothing", lora=lora
-    )  # fmt: skip
-    return TracedPhases(settings, WindowPhases).added_bytes("learn", Size(rows, context))
-
-
-def random_model(target: Target, *, seed: int = 0) -> PreTrainedModel:
-    """A model with random weights in fp32 (float64 for fp64), as training holds it."""
-    torch.manual_seed(seed)
-    with target.device:
-        model = AutoModelForCausalLM.from_config(
-            target.model_config, dtype=target.exact_dtype, attn_implementation=target.attention
-        )
-    if target.on_cpu:
-        recompute_activations(model)
-    return model.to(target.device).eval()
-
-
-def num_parameters(shape: PretrainedConfig) -> int:
-    """Parameters of a model of this shape, tied ones once; nothing is allocated."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-# ------------------------------------------------------------------------------------------ a run
+    )
+    return TracedPhases(settings, WindowPhases).added_bytes("learn", size)
 
 
 def train_lm(task: Task, folder: Path) -> None:
-    """All updates, `train.steps` of them, into the files of a run in `folder`.
+    """All updates, `task.steps` of them, into the files of a run in `folder`.
 
     FloatingPointError where the loss ends up not finite. Memory may run out.
     """
-    train, made = task.train, task.made
-    flat = {**to_plain(train), **asdict(made), "data": task.data, "batch_size": task.batch_size,
-            "objective": task.objective, "compile": task.compile, "tf32": task.tf32}  # fmt: skip
-    write_whole(folder / CONFIG_FILE, yaml.safe_dump(flat, sort_keys=False))
-    target = make_target(model_shape(train, made), choose_device(train.device), train.precision)
-    corpus, generator = open_corpus(task.data, train, made), torch.Generator().manual_seed(train.seed)
-    heldout = corpus.heldout_windows(max(1, train.eval_prompts), made.context)
-    model = _model(task, target)
-    optimizer = make_optimizer(model, train)
-    stepper = Stepper(model, optimizer, train.max_grad_norm)
-    kind, size = choose_checkpointing(train.gradient_checkpointing), Size(task.rows, made.context)
-    learn = partial(accumulate_lm, model, dtype=target.dtype, rows=task.rows, checkpointing=kind)
-    limit = parse_size(train.memory_limit) if train.memory_limit else None
+    write_yaml(task, folder / CONFIG_FILE)
+    target = make_target(model_shape(task), choose_device(task.device), task.precision)
+    corpus, generator = open_corpus(task), torch.Generator().manual_seed(task.seed)
+    heldout = corpus.heldout_windows(max(1, task.eval_prompts), task.context)
+    model = load_model(task, target)
+    optimizer = make_optimizer(model, task)
+    stepper = Stepper(model, optimizer, task.max_grad_norm)
+    checkpointing = choose_checkpointing(task.gradient_checkpointing)
+    learn = partial(accumulate_lm, model, dtype=target.dtype, rows=task.rows, checkpointing=checkpointing)
+    limit = parse_size(task.memory_limit) if task.memory_limit else None
     device = Device(target.device, utilization=1.0, limit_bytes=limit)
-    fit = Fit(device)
-    with ExitStack() as opened:
+    predicted = _predicted(task, target)
+
+    def log_memory(step: int, peak: Peak, seconds: float) -> None:
+        line = Pass(
+            "learn", task.rows, task.context, predicted, peak.added_bytes, peak.process_bytes, seconds, 0,
+            None, [],
+        )  # fmt: skip
+        tracker.log_memory(step, [[line.as_dict()]])
+
+    def evaluate(step: int) -> None:
+        losses = heldout_losses(model, heldout, dtype=target.dtype, rows=EVAL_ROWS)
+        mean = losses.mean().item()
+        if not math.isfinite(mean) or (step and stepper.num_skipped == step):
+            raise FloatingPointError(f"after {step} updates the held-out loss is {mean}")
+        tracker.log(step, {"eval_loss": mean})
+        write_whole(folder / HELDOUT_FILE, json.dumps({"step": step, "values": losses.tolist()}))
+
+    with ExitStack() as stack:
         tracker = RunTracker(folder, trackers=(), settings={}, before_step=-1)
-        opened.callback(tracker.close)
-        predicted = _predicted(fit, target, size, kind, train)
-        if predicted is not None:
-            line = Pass(
-                "learn", size.rows, size.tokens, predicted, None, device.used_bytes(), 0.0, 0, None, []
-            )
-            tracker.log_memory(0, [[line.as_dict()]])
+        stack.callback(tracker.close)
+        log_memory(0, Peak(process_bytes=device.used_bytes()), 0.0)  # the first update may not fit
         learn(heldout[:1])  # and drop it: threads and kernels are there before memory is limited
         model.zero_grad(set_to_none=True)
         if limit is not None:
-            opened.enter_context(device.capped())
+            stack.enter_context(device.capped())
         if task.compile:
             model.base_model.compile()
-        every = train.eval_interval
-        for number in range(train.steps + 1):
+        if task.eval_interval:
+            evaluate(0)
+        for step in range(1, task.steps + 1):
             start = time.perf_counter()
-            if number:
-                rate = learning_rate(number - 1, train.steps, train)
-                set_learning_rate(optimizer, rate)
-                # The same windows in the same order for a seed, however they are cut into batches.
-                windows = corpus.train_windows(task.batch_size, made.context, generator)
-                with fit.watch("learn", size):
-                    metrics = stepper.step(partial(learn, windows))
-                tokens = number * task.batch_size * made.context
-                seconds, memory = time.perf_counter() - start, device.read().as_metrics()
-                known = {"num_tokens": tokens, "learning_rate": rate, "step_time": seconds}
-                tracker.log(number, {**known, **metrics, **memory})
-                tracker.log_memory(number, [[one.as_dict() for one in fit.take_passes()]])
-            if every and (number == train.steps or number % every == 0):
-                losses = heldout_losses(model, heldout, dtype=target.dtype, rows=EVAL_ROWS)
-                mean = losses.mean().item()
-                if not math.isfinite(mean) or (number and stepper.num_skipped == number):
-                    raise FloatingPointError(f"after {number} updates the held-out loss is {mean}")
-                tracker.log(number, {"eval_loss": mean})
-                content = {"step": number, "values": losses.tolist()}
-                write_whole(folder / HELDOUT_FILE, json.dumps(content))
+            rate = learning_rate(step - 1, task.steps, task)
+            set_learning_rate(optimizer, rate)
+            # The same windows in the same order for a seed, however they are cut into batches.
+            windows = corpus.train_windows(task.num_rows, task.context, generator)
+            with device.measure(exact=step <= EXACT_RUNS) as peak:
+                metrics = stepper.step(partial(learn, windows))
+            seconds, num_tokens = time.perf_counter() - start, step * task.num_rows * task.context
+            known = {"num_tokens": num_tokens, "learning_rate": rate, "step_time": seconds}
+            tracker.log(step, {**known, **metrics, **device.read().as_metrics()})
+            log_memory(step, peak, seconds)
+            if task.eval_interval and (step == task.steps or step % task.eval_interval == 0):
+                evaluate(step)
 
 
-def _predicted(fit: Fit, target: Target, size: Size, kind: Checkpointing, lora: LoraSettings) -> int | None:
-    """Bytes that an update will add, told to `fit` before the first one, which may not fit."""
+def _predicted(task: Task, target: Target) -> int | None:
+    """Bytes that tensors of an update will add; None of a model that only real tensors run."""
+    checkpointing = choose_checkpointing(task.gradient_checkpointing)
     try:
-        fit.see("learn", size, added_bytes(target, size.rows, size.tokens, checkpointing=kind, lora=lora))
-    except Exception as error:  # a model that only real tensors run
+        return added_bytes(target, Size(task.rows, task.context), checkpointing=checkpointing, lora=task)
+    except Exception as error:
         logger.debug("an update is not traced: {}", error)
         return None
-    return int(fit.predict("learn", size))
-
-
-def _model(task: Task, target: Target) -> PreTrainedModel:
-    """A named model with its own weights, or one from numbers with random ones."""
-    if task.made.arch is not None:
-        return random_model(target, seed=task.train.seed)
-    model = ModelSource(model_name(task.train, task.made)).load(target).model
-    if task.train.uses_lora:
-        add_adapters(model, task.train)
-        store_base(model, target.dtype)
-    return model

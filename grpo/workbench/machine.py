@@ -1,14 +1,14 @@
 """What this machine is to a training process: device, precision, memory, and whether it can compile."""
 
 import importlib.util
-import json
 import os
 import platform
 import shutil
-import subprocess
-import sys
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -17,8 +17,10 @@ from grpo.config.groups import Precision
 from grpo.config.sizes import parse_size
 from grpo.memory import Device
 from grpo.memory.budget import readable
-from grpo.model.target import choose_device, compute_dtype
+from grpo.model.target import choose_device, choose_model, compute_dtype
+from grpo.workbench.settings import Task
 
+T = TypeVar("T", bound=Task)
 PRECISIONS: dict[torch.dtype, Precision] = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64",
 }  # fmt: skip
@@ -39,28 +41,43 @@ class Machine:
     """Why torch.compile cannot work, or None."""
 
 
+def settle(settings: T) -> tuple[T, Machine]:
+    """The settings with the model, device and precision that auto means here, and the machine.
+
+    ValueError for a device that is not there, or that cannot do what is asked of it.
+    """
+    machine = look(settings.device, settings.precision, settings.memory_limit)
+    if settings.compile and machine.no_compiler:
+        raise SettingsError(f"compile is on, but {machine.no_compiler}; or leave it out.")
+    if settings.tf32 and not machine.device.startswith("cuda"):
+        raise SettingsError(f"tf32 is on, but {machine.device} has no such mode: leave it out.")
+    model = settings.model
+    if settings.arch is None:
+        model = choose_model(model, torch.device(machine.device))
+    return replace(settings, model=model, device=machine.device, precision=machine.precision), machine
+
+
 def look(device: str, precision: Precision, memory_limit: str | None = None) -> Machine:
-    """The device, from a process of its own where to look at it opens a context that would stay.
+    """Look at the device; at an accelerator from a process of its own, as its context would stay here.
 
     ValueError for a device that is not there.
     """
-    limit_bytes = parse_size(memory_limit) if memory_limit else None
     if device == "cpu" or not torch.accelerator.is_available():
-        return _look(device, precision, limit_bytes)
-    task = json.dumps([device, precision, limit_bytes])
-    ended = subprocess.run([sys.executable, "-m", __name__, task], capture_output=True, text=True)
-    if ended.returncode:
-        raise SettingsError(ended.stderr.strip().rpartition("\n")[2] or "the device cannot be used.")
-    return Machine(**json.loads(ended.stdout))
+        return _look(device, precision, memory_limit)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(_look, device, precision, memory_limit).result()
 
 
-def _look(device: str, precision: Precision, limit_bytes: int | None) -> Machine:
-    found = choose_device(device)
-    there = Device(found, utilization=1.0, limit_bytes=limit_bytes)
-    memory, budget = there.memory(), there.budget()
+def _look(name: str, precision: Precision, memory_limit: str | None) -> Machine:
+    device = choose_device(name)
+    limit_bytes = parse_size(memory_limit) if memory_limit else None
+    there = Device(device, utilization=1.0, limit_bytes=limit_bytes)
+    memory = there.memory()
     return Machine(
-        str(found), device_name(found), PRECISIONS[compute_dtype(precision, found)], budget.usable_bytes,
-        memory.total_bytes, there.neighbours() or readable(memory.others_bytes), no_compiler(found),
+        device=str(device), device_name=device_name(device),
+        precision=PRECISIONS[compute_dtype(precision, device)], usable_bytes=there.budget().usable_bytes,
+        total_bytes=memory.total_bytes, others=there.neighbours() or readable(memory.others_bytes),
+        no_compiler=no_compiler(device),
     )  # fmt: skip
 
 
@@ -82,16 +99,9 @@ def no_compiler(device: torch.device) -> str | None:
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install triton"
     compiler = os.environ.get("CXX")
-    found = [compiler] if compiler else ["g++", "clang++", "c++"]
-    if device.type == "cpu" and not any(shutil.which(name) for name in found):
+    compilers = [compiler] if compiler else ["g++", "clang++", "c++"]
+    if device.type == "cpu" and not any(shutil.which(name) for name in compilers):
         return "there is no C++ compiler: install g++, or name one in CXX"
     if device.type not in ("cpu", "cuda"):
         return f"not tried on {device.type}: train there without it"
     return None
-
-
-if __name__ == "__main__":
-    try:
-        sys.stdout.write(json.dumps(asdict(_look(*json.loads(sys.argv[1])))))
-    except ValueError as error:
-        sys.exit(str(error))

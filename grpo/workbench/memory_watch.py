@@ -6,9 +6,8 @@ somebody else trains is judged by what its files say until now.
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from loguru import logger
 from rich.console import Console
@@ -46,54 +45,36 @@ def watch_training(config: Config, console: Console, stop: StopRequest) -> tuple
             if step.number in (1, config.steps) or step.number % SHOWN_EVERY == 0:
                 phases = (f"{line['phase']} {readable(line['process_bytes'])}" for line in lines)
                 console.print(f"step {step.number}: {', '.join(phases)}", highlight=False)
-        verdict = watch.verdict()
-        report(verdict, watch.samples, run.folder)
-        return verdict, shown(run.folder)
+        return report(watch.verdict(), watch.samples, run.folder), shown(run.folder)
 
 
 def judge_run(folder: Path) -> LeakVerdict:
     """The verdict over the steps that are in a run's files now. ValueError for a folder without any."""
     if not (folder / MEMORY_FILE).is_file():
         raise ValueError(f"attach is {str(folder)!r}, which holds no {MEMORY_FILE}: give a run's folder.")
-    samples = samples_of(read_lines(folder / MEMORY_FILE), read_lines(folder / METRICS_FILE))
-    verdict = detect_leak(samples)
-    report(verdict, samples, folder)
-    return verdict
-
-
-def samples_of(
-    lines: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]
-) -> list[MemorySample]:
-    """What a run's files say of the ends of its steps. On a host nobody counted tensors: what is resident."""
-    process = {line["step"]: line["process_bytes"] for line in lines}  # the last phase of each step
-    steps = {line["step"]: line for line in metrics if "num_tokens" in line}
-    samples = []
-    for step, end in sorted(steps.items()):
-        before = steps.get(step - 1, {"num_tokens": 0})["num_tokens"]
-        tokens = int(end["num_tokens"] - before)
-        allocated = int(end["memory/allocated_gb"] * GB)
-        if (reserved := end.get("memory/reserved_gb")) is None:
+    process = {line["step"]: line["process_bytes"] for line in read_lines(folder / MEMORY_FILE)}
+    samples, tokens_before = list[MemorySample](), 0
+    for line in read_lines(folder / METRICS_FILE):
+        if "num_tokens" not in line:
+            continue
+        step, tokens = line["step"], int(line["num_tokens"] - tokens_before)
+        tokens_before, allocated = line["num_tokens"], int(line["memory/allocated_gb"] * GB)
+        if "memory/reserved_gb" not in line:  # on a host nobody counted tensors: what is resident
             samples.append(MemorySample(step, allocated, tokens=tokens))
-        elif step in process:
-            samples.append(MemorySample(step, process[step], allocated, int(reserved * GB), tokens))
-    return samples
+        elif step in process:  # by the last phase of the step
+            reserved = int(line["memory/reserved_gb"] * GB)
+            samples.append(MemorySample(step, process[step], allocated, reserved, tokens))
+    return report(detect_leak(samples), samples, folder)
 
 
-def report(verdict: LeakVerdict, samples: Sequence[MemorySample], folder: Path) -> None:
+def report(verdict: LeakVerdict, samples: Sequence[MemorySample], folder: Path) -> LeakVerdict:
     """Write the verdict with its samples, and the plot, into the run folder."""
     content = {**verdict.to_dict(), "samples": [sample.__dict__ for sample in samples]}
     (folder / VERDICT).write_text(json.dumps(content, indent=1) + "\n")
-    draw(verdict, samples, read_lines(folder / MEMORY_FILE), folder / PLOT)
-
-
-def draw(
-    verdict: LeakVerdict, samples: Sequence[MemorySample], lines: Sequence[Mapping[str, Any]], file: Path
-) -> None:
-    """Peaks by phase above what is held between steps."""
-    with picture(file, (8, 4.5)) as axes:
-        phases: dict[str, list[tuple[int, float]]] = defaultdict(list)
-        for line in lines:
-            phases[line["phase"]].append((line["step"], line["process_bytes"] / GB))
+    phases: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for line in read_lines(folder / MEMORY_FILE):
+        phases[line["phase"]].append((line["step"], line["process_bytes"] / GB))
+    with picture(folder / PLOT, (8, 4.5)) as axes:
         for phase, points in phases.items():
             axes.plot(*zip(*points, strict=True), linewidth=1, label=f"peak, {phase}")
         steps = [sample.step for sample in samples]
@@ -104,3 +85,4 @@ def draw(
         axes.set(xlabel="step", ylabel="GB (2**30 bytes)", ylim=(0, None))
         axes.set_title(str(verdict).splitlines()[0], loc="left")
         axes.legend(frameon=False, ncols=2)
+    return verdict

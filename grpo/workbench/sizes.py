@@ -3,7 +3,7 @@
     sweep.json              what the sizes have in common
     notes.md                a person's own words, if there are any
     size-00064/             a run:
-        task.json           what it was to do
+        task.json           what it was to do: settings by name
         metrics.jsonl       a line a step, and one an evaluation; step 0 is the untrained model
         memory.jsonl        what its phases held
         heldout.json        {"step": …, "values": [of each held-out window or prompt, the same at each size]}
@@ -16,7 +16,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, median
@@ -38,13 +37,13 @@ MOST_STRETCHES = 20
 
 
 def size_folder(sweep: Path, batch_size: int) -> Path:
-    """Of one size's run."""
+    """The folder of one size's run."""
     return sweep / f"size-{batch_size:05d}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Size:
-    """One batch size: what was asked and what was found; figures that are not there are None.
+    """One batch size: its settings and the figures of its run; those that are not there are None.
 
     status: ok, out of memory, diverged, failed, unfinished (it runs, or was killed) or not run.
     row_units: tokens (language modelling) or samples (GRPO, 1) in a row of the batch.
@@ -56,163 +55,92 @@ class Size:
     higher_is_better: bool = False
     row_units: int = 1
     task: Record = field(default_factory=dict)
-    """Its settings by name, and `tuned`."""
+    """The run's settings by name, and `tuned`, the learning rates that were tried before."""
     steps: Sequence[Record] = ()
-    """Lines of updates."""
+    """The lines of metrics.jsonl about updates."""
     evaluations: Sequence[Record] = ()
     memory: Sequence[Record] = ()
     heldout: Sequence[float] = ()
     """Quality of each held-out window or prompt at the last evaluation."""
 
-    @property
-    def is_finished(self) -> bool:
-        return self.status == OK
-
-    @property
-    def learning_rate(self) -> float | None:
+    def __post_init__(self) -> None:
+        self.is_finished = self.status == OK
+        self.learning_rate = figure(self.task, "learning_rate")
         """The peak of its schedule."""
-        return figure(self.task, "learning_rate")
+        self.warmup_updates: int | None = self.task.get("warmup_steps")
+        tried = [(row["learning_rate"], row["heldout"]) for row in self.task.get("tuned") or []]
+        self.tuned = [(rate, heldout) for rate, heldout in tried if heldout is not None]
+        """(learning rate, held-out quality) of the tries that ended well."""
+        self._set_work_and_time()
+        self._set_quality()
+        self._set_memory()
 
-    @property
-    def warmup_updates(self) -> int | None:
-        return self.task.get("warmup_steps")
-
-    @property
-    def tuned(self) -> list[tuple[float, float]]:
-        """(learning rate, held-out quality) of each try of one that ended."""
-        tried = self.task.get("tuned") or []
-        return [(row["learning_rate"], row["heldout"]) for row in tried if row["heldout"] is not None]
-
-    @property
-    def updates(self) -> int:
-        """Done."""
-        return int(self.steps[-1]["step"]) if self.steps else 0
-
-    @property
-    def done(self) -> int:
+    def _set_work_and_time(self) -> None:
+        units = self.batch_size * self.row_units
+        self.updates = int(self.steps[-1]["step"]) if self.steps else 0
+        self.done = self.updates * units
         """Tokens or samples learned from."""
-        return self.updates * self._units
+        self.step_s = [time for line in self.steps if (time := figure(line, "step_time")) is not None]
+        """Seconds of each update."""
+        self.seconds = math.fsum(self.step_s) or None
+        """Seconds of training, without evaluations."""
+        times, first = self.step_s, self.step_s[:WARM_UP_UPDATES]
+        self.steady_s = median(times[min(WARM_UP_UPDATES, len(times) - 1) :]) if times else None
+        """Median seconds of an update, once everything is loaded."""
+        self.start_s = self.steady_s and max(0.0, math.fsum(first) - len(first) * self.steady_s)
+        """Seconds that the first updates took beyond that: compiling, loading kernels, counting tensors."""
+        self.rate = units / self.steady_s if self.steady_s else None
+        """Tokens or samples a second, once everything is loaded."""
 
-    @property
-    def _units(self) -> int:
-        """Of an update."""
-        return self.batch_size * self.row_units
-
-    @property
-    def _train_key(self) -> str:
-        return "reward" if self.higher_is_better else "loss"
-
-    @cached_property
-    def curve(self) -> list[dict[str, float | None]]:
-        """Points by update: units done, seconds of training, training and held-out quality."""
+    def _set_quality(self) -> None:
+        train, units = "reward" if self.higher_is_better else "loss", self.batch_size * self.row_units
         times = accumulate(figure(line, "step_time") or 0.0 for line in self.steps)
         at = {0: 0.0} | {line["step"]: seconds for line, seconds in zip(self.steps, times, strict=True)}
         points = [
             {
-                "update": line["step"], "done": line["step"] * self._units,
-                "seconds": at.get(line["step"], max(at.values())), "train": figure(line, self._train_key),
-                "heldout": figure(line, f"eval_{self._train_key}"),
+                "update": line["step"], "done": line["step"] * units,
+                "seconds": at.get(line["step"], max(at.values())), "train": figure(line, train),
+                "heldout": figure(line, f"eval_{train}"),
             }
             for line in (*self.steps, *self.evaluations)
         ]  # fmt: skip
-        return sorted(points, key=lambda point: point["update"])
-
-    @property
-    def step_s(self) -> list[float]:
-        """Seconds of each update."""
-        return [time for line in self.steps if (time := figure(line, "step_time")) is not None]
-
-    @property
-    def seconds(self) -> float | None:
-        """Of training alone, evaluations left out."""
-        return math.fsum(self.step_s) or None
-
-    @property
-    def steady_s(self) -> float | None:
-        """Of an update, once everything is loaded."""
-        times = self.step_s
-        return median(times[min(WARM_UP_UPDATES, len(times) - 1) :]) if times else None
-
-    @property
-    def start_s(self) -> float | None:
-        """What the first updates took beyond that: compiling, loading kernels, counting tensors."""
-        times, steady = self.step_s[:WARM_UP_UPDATES], self.steady_s
-        return None if steady is None else max(0.0, math.fsum(times) - len(times) * steady)
-
-    @property
-    def rate(self) -> float | None:
-        """Tokens or samples a second, once everything is loaded."""
-        return self._units / self.steady_s if self.steady_s else None
-
-    @property
-    def final_train(self) -> float | None:
+        self.curve: list[dict[str, Any]] = sorted(points, key=lambda point: point["update"])
+        """Points by update: units done, seconds of training, training and held-out quality."""
+        late = [point["train"] for point in self.curve if point["update"] > (1 - FINAL_SHARE) * self.updates]
+        trained = [value for value in late if value is not None]
+        self.final_train = fmean(trained) if trained else None
         """The mean over the last tenth of its updates."""
-        late = (point for point in self.curve if (point["update"] or 0) > (1 - FINAL_SHARE) * self.updates)
-        values = [point["train"] for point in late if point["train"] is not None]
-        return fmean(values) if values else None
-
-    @property
-    def _rated(self) -> list[tuple[float, int]]:
-        """Held-out quality by units done; that of the untrained model is nothing that training reached."""
-        points = ((point["heldout"], point["done"]) for point in self.curve if point["done"])
-        return [(value, int(done or 0)) for value, done in points if value is not None]
-
-    @property
-    def final_heldout(self) -> float | None:
-        return self._rated[-1][0] if self._rated else None
-
-    @property
-    def best_heldout(self) -> float | None:
-        """The best of all its evaluations."""
-        best = max if self.higher_is_better else min
-        return best((value for value, _ in self._rated), default=None)
-
-    @property
-    def best_heldout_at(self) -> int | None:
+        # Of what training reached: not of the untrained model.
+        rated = [(p["heldout"], p["done"]) for p in self.curve if p["done"] and p["heldout"] is not None]
+        self.final_heldout: float | None = rated[-1][0] if rated else None
+        sign = 1 if self.higher_is_better else -1
+        best = max(rated, key=lambda one: sign * one[0], default=(None, None))
+        self.best_heldout: float | None = best[0]
+        self.best_heldout_at: int | None = best[1]
         """Units done when it was best first."""
-        return next((done for value, done in self._rated if value == self.best_heldout), None)
 
-    @property
-    def peak_bytes(self) -> int | None:
+    def _set_memory(self) -> None:
+        self.peak_bytes = _most(self.memory, "process_bytes")
         """The most that the process held (on an accelerator, of the device)."""
-        return max((line["process_bytes"] for line in self.memory if line.get("process_bytes")), default=None)
-
-    @property
-    def allocated_bytes(self) -> int | None:
+        on_card = [line for line in self.steps if "memory/reserved_gb" in line]
+        allocated, reserved = (_most(on_card, f"memory/{name}_gb") for name in ("peak", "reserved"))
+        self.allocated_bytes = allocated and int(GB * allocated)
         """The most by torch's allocator; None on a host, where it is not asked."""
-        return self._most_on_card("memory/peak_gb")
-
-    @property
-    def reserved_bytes(self) -> int | None:
-        return self._most_on_card("memory/reserved_gb")
-
-    def _most_on_card(self, name: str) -> int | None:
-        on_card = (line for line in self.steps if "memory/reserved_gb" in line)
-        return max((int(GB * line[name]) for line in on_card), default=None)
-
-    @property
-    def _fullest(self) -> Record:
-        """The line of memory.jsonl whose tensors added most, of those with a prediction; {} if there is none.
-
-        Its `predicted_bytes` were said before `added_bytes` were measured.
-        """
+        self.reserved_bytes = reserved and int(GB * reserved)
         both = [line for line in self.memory if line.get("predicted_bytes") and line.get("added_bytes")]
-        return max(both, key=lambda line: line["added_bytes"], default={})
+        fullest = max(both, key=lambda line: line["added_bytes"], default={})
+        self.added_bytes: int | None = fullest.get("added_bytes")
+        """The most that tensors added in an update for which there was a prediction."""
+        self.predicted_bytes = fullest.get("predicted_bytes") or _most(self.memory, "predicted_bytes")
+        """The prediction for that update; the largest of all where nothing was measured."""
 
-    @property
-    def added_bytes(self) -> int | None:
-        """What its tensors added where they added most."""
-        return self._fullest.get("added_bytes")
 
-    @property
-    def predicted_bytes(self) -> int | None:
-        """What had been predicted for that; the most that was predicted where nothing was measured."""
-        predicted = [line["predicted_bytes"] for line in self.memory if line.get("predicted_bytes")]
-        return self._fullest.get("predicted_bytes") or max(predicted, default=None)
+def _most(lines: Sequence[Record], name: str) -> Any:
+    return max((line[name] for line in lines if line.get(name)), default=None)
 
 
 def read_size(sweep: Path, batch_size: int, header: Record) -> Size:
-    """One size as far as it has come. header: the sweep's, of `SWEEP_FILE`."""
+    """Read one size, finished or not. header: the content of the sweep's `SWEEP_FILE`."""
     folder, is_grpo = size_folder(sweep, batch_size), header.get("objective") == "grpo"
     ended, task = read_json(folder / ENDED_FILE), read_json(folder / TASK_FILE)
     lines = [line for line in read_lines(folder / METRICS_FILE) if isinstance(line.get("step"), int)]
@@ -223,7 +151,7 @@ def read_size(sweep: Path, batch_size: int, header: Record) -> Size:
         str(ended.get("message") or ""),
         higher_is_better=is_grpo,
         row_units=1 if is_grpo else int(header.get("context") or 1),
-        task={**task.get("train", {}), **task},
+        task={**task.get("train", {}), **task},  # as older versions have it
         steps=[line for line in lines if "step_time" in line],
         evaluations=[line for line in lines if any(name.startswith("eval_") for name in line)],
         memory=read_lines(folder / MEMORY_FILE),

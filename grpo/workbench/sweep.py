@@ -8,7 +8,7 @@ on within a size.
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -26,20 +26,19 @@ from grpo.files import write_whole
 from grpo.run.loading import load_source
 from grpo.workbench import trial
 from grpo.workbench.corpus import open_corpus, text_file, trained_tokenizer
-from grpo.workbench.lm import num_parameters
-from grpo.workbench.machine import Machine, look
+from grpo.workbench.machine import Machine, settle
+from grpo.workbench.models import model_shape, num_parameters
 from grpo.workbench.settings import new_folder
 from grpo.workbench.sizes import ENDED_FILE, OK, SWEEP_FILE, Size, read_json, read_size, size_folder
 from grpo.workbench.sweep_settings import Sweep, shrunk
 from grpo.workbench.tables import Row
-from grpo.workbench.task import model_name, model_shape, settled
 from grpo.workbench.trial import Ended
 
 TUNE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 KEPT = ("ok", "out of memory", "diverged")
-"""How a size may have ended that is not tried again."""
+"""Statuses of sizes that are not tried again."""
 MAY_CHANGE = ("batch_sizes", "again")
-"""Of the settings, when a sweep goes on."""
+"""Settings that may differ when a sweep goes on."""
 
 
 def open_sweep(settings: Sweep) -> tuple[Sweep, Path]:
@@ -50,23 +49,17 @@ def open_sweep(settings: Sweep) -> tuple[Sweep, Path]:
     if settings.low_resource:
         settings, changes = shrunk(settings)
         logger.info("low resource: {}", "; ".join(changes) or "nothing to shrink")
-        if settings.train.device == "auto" and torch.backends.mps.is_available():
-            settings = replace(settings, train=replace(settings.train, device="mps"))
-    train, tokenizer = settled(settings.train, settings.made), None
+        if settings.device == "auto" and torch.backends.mps.is_available():
+            settings = replace(settings, device="mps")
+    settings, machine = settle(settings)
+    tokenizer = None
     if settings.objective == "lm":
-        corpus = open_corpus(settings.data, train, settings.made)
-        logger.info("text: {:,} tokens to learn from", corpus.num_train)
-        tokenizer = trained_tokenizer(text_file(settings.data), settings.made)
+        logger.info("text: {:,} tokens to learn from", open_corpus(settings).num_train)
+        tokenizer = trained_tokenizer(text_file(settings.data), settings)
     else:
-        source = load_source(train)  # prompts and rewards, as a run would find them
-        rewards = RewardFunctions(train.reward, train.reward_weights)
+        source = load_source(settings)  # prompts and rewards, as a run would find them
+        rewards = RewardFunctions(settings.reward, settings.reward_weights)
         rewards.check(source.tasks, source.longest(PROMPTS_LOOKED_AT))
-    machine = look(train.device, train.precision, train.memory_limit)
-    if settings.compile and machine.no_compiler:
-        raise SettingsError(f"compile is on, but {machine.no_compiler}; or leave it out.")
-    if settings.tf32 and not machine.device.startswith("cuda"):
-        raise SettingsError(f"tf32 is on, but {machine.device} has no such mode: leave it out.")
-    settings = replace(settings, train=replace(train, device=machine.device, precision=machine.precision))
     folder = settings.output or new_folder("sweep")
     _open_folder(folder, settings, machine)
     if tokenizer:
@@ -78,14 +71,9 @@ def open_sweep(settings: Sweep) -> tuple[Sweep, Path]:
 
 def _open_folder(folder: Path, settings: Sweep, machine: Machine) -> None:
     """Make the folder, or go on in it. SettingsError if it holds a sweep with other settings."""
-    train, made = settings.train, settings.made
-    of_sweep = {
-        name: value for name, value in vars(settings).items() if name not in ("made", "train", "output")
-    }
-    of_train = {name: value for name, value in to_plain(train).items() if name not in Sweep.CHOSEN}
-    common = {
-        **of_sweep, **asdict(made), **of_train, "model": model_name(train, made),
-        "batch_sizes": sorted(set(settings.batch_sizes)), "base_batch_size": settings.base,
+    known = to_plain(settings)
+    common = {name: value for name, value in known.items() if name not in (*Sweep.CHOSEN, "output")} | {
+        "model": settings.model_name, "batch_sizes": settings.sizes, "base_batch_size": settings.base,
         "warmup_share": settings.warm_up,
     }  # fmt: skip
     file, started = folder / SWEEP_FILE, datetime.now().isoformat(timespec="seconds")
@@ -95,7 +83,7 @@ def _open_folder(folder: Path, settings: Sweep, machine: Machine) -> None:
             raise SettingsError(f"output is {str(folder)!r}, whose {SWEEP_FILE} is broken: choose another.")
         differing = [
             f"{name} is {before.get(name)} there and {value} here"
-            for name, value in json.loads(json.dumps(common)).items()  # as it was when it was written
+            for name, value in common.items()
             if before.get(name) != value and name not in MAY_CHANGE
         ]
         if differing:
@@ -103,15 +91,15 @@ def _open_folder(folder: Path, settings: Sweep, machine: Machine) -> None:
                 f"output is {str(folder)!r}, which holds a sweep with other settings: "
                 f"{'; '.join(differing)}. Give the same ones, or another --output."
             )
-        common["batch_sizes"] = sorted({*before["batch_sizes"], *settings.batch_sizes})
+        common["batch_sizes"] = sorted({*before["batch_sizes"], *settings.sizes})
         started = before["started"]
     quality = {"name": "held-out reward", "better": "higher", "unit": ""}
     if settings.objective == "lm":
         quality = {"name": "held-out loss", "better": "lower", "unit": "nats a token"}
     facts = {
         "unit": settings.unit, "total": settings.total, "quality": quality, "started": started,
-        "memory_limit_bytes": parse_size(train.memory_limit) if train.memory_limit else None,
-        "num_parameters": num_parameters(model_shape(train, made)), "device_name": machine.device_name,
+        "memory_limit_bytes": parse_size(settings.memory_limit) if settings.memory_limit else None,
+        "num_parameters": num_parameters(model_shape(settings)), "device_name": machine.device_name,
         "usable_bytes": machine.usable_bytes,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }  # fmt: skip
@@ -121,31 +109,29 @@ def _open_folder(folder: Path, settings: Sweep, machine: Machine) -> None:
 
 def run_sweep(settings: Sweep, folder: Path) -> list[Size]:
     """All sizes asked for, as they ended; those that had ended already are kept."""
-    sizes = sorted(set(settings.batch_sizes))
-    for number, size in enumerate(sizes, start=1):
+    for number, size in enumerate(settings.sizes, start=1):
         run = size_folder(folder, size)
         status = read_json(run / ENDED_FILE).get("status")
         if status in KEPT and not settings.again:
             logger.info("size {}: kept from before ({})", size, status)
             continue
-        logger.info("size {} ({} of {})", size, number, len(sizes))
-        shutil.rmtree(run, ignore_errors=True)  # of a try that was cut short
-        task, ended = settings.task(size, settings.rate(size)), Ended("ok")
+        logger.info("size {} ({} of {})", size, number, len(settings.sizes))
+        rate, tuned, ended = settings.rate(size), list[dict[str, float | None]](), Ended("ok")
         if settings.scale_lr == "tuned":
-            rate, tried, ended = _tune(settings, size, folder)
-            task = replace(settings.task(size, rate), tuned=tried)
-        if ended.status == "ok":
-            ended = trial.run_task(task, run, partial(_tell, settings, size))
+            rate, tuned, ended = _tune(settings, size, folder)
+        task = settings.size_task(size, rate)
+        if ended.status == OK:
+            ended = trial.run_task(task, run, partial(_tell, settings, size), tuned)
         else:
-            trial.write_task(task, run)
+            trial.write_task(task, run, tuned)
             trial.write_ended(run, ended)
         logger.info("size {}: {}", size, ended)
     header = read_json(folder / SWEEP_FILE)
-    return [read_size(folder, size, header) for size in sizes]
+    return [read_size(folder, size, header) for size in settings.sizes]
 
 
 def _tell(settings: Sweep, size: int, line: Mapping[str, Any]) -> None:
-    """Of an evaluation that a size has written."""
+    """Log the evaluation of a size, if a line of its metrics holds one."""
     heldout = line.get("eval_loss", line.get("eval_reward"))
     if heldout is not None:
         done = line["step"] * size * settings.row_units
@@ -155,7 +141,7 @@ def _tell(settings: Sweep, size: int, line: Mapping[str, Any]) -> None:
 
 
 def _tune(settings: Sweep, size: int, folder: Path) -> tuple[float, list[dict[str, float | None]], Ended]:
-    """The rate whose held-out quality is best after a short run, all that were tried, and how that ended.
+    """Try learning rates in short runs: the one with the best held-out quality, all tries, and how it ended.
 
     It ends early where memory runs out, and badly only where no try ended well.
     """
@@ -164,7 +150,7 @@ def _tune(settings: Sweep, size: int, folder: Path) -> tuple[float, list[dict[st
     for factor in TUNE_FACTORS:
         rate = factor * settings.rate(size)
         runs = folder / f"tune-{size:05d}-{rate:.2g}"
-        task = settings.task(size, rate, total=total, evaluations=1)
+        task = settings.size_task(size, rate, total=total, evaluations=1)
         ended = trial.run_task(task, size_folder(runs, size))
         heldout = read_size(runs, size, {"objective": settings.objective}).final_heldout
         if ended.status == OK and heldout is not None:
@@ -184,7 +170,7 @@ def _tune(settings: Sweep, size: int, folder: Path) -> tuple[float, list[dict[st
 
 
 def size_row(size: Size, unit: str) -> Row:
-    """For people."""
+    """A row of the printed table."""
 
     def shown(value: float | None, form: str, divided_by: float = 1.0) -> str | None:
         return None if value is None else format(value / divided_by, form)

@@ -1,49 +1,34 @@
-"""What a sweep can be told, and what follows for each of its sizes: updates, learning rate, a task."""
+"""The settings of a sweep, and what follows for each of its sizes: updates, learning rate, task."""
 
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from grpo.config import Config, SettingsError
-from grpo.config.limits import COUNT, SHARE, check_limits
-from grpo.workbench.settings import check_objective, parse_flags
-from grpo.workbench.task import MadeModel, Objective, Task, alone
+from grpo.config.limits import COUNT, SHARE, Settings
+from grpo.workbench.settings import Task
 
-ScaleLR = Literal["none", "linear", "sqrt", "tuned"]
 TUNE_UPDATES = 8
-"""Updates of a try of a learning rate, at least: after fewer, any rate looks like any other."""
+"""Least updates of a run that tries a learning rate: after fewer, all rates look alike."""
 LOW_RESOURCE = {
     "batch_sizes": 64, "total_tokens": 100_000, "total_samples": 256, "eval_prompts": 32, "evaluations": 4,
     "max_new_tokens": 48, "layers": 2, "width": 128, "context": 64,
 }  # fmt: skip
-"""What --low-resource lets no setting exceed; layers and width are of a model made by --arch."""
-OF_LM = Config(
-    learning_rate=1e-3,
-    lr_schedule="cosine",
-    weight_decay=0.1,
-    adam_beta2=0.95,
-    warmup_steps=5,
-    eval_prompts=128,
-)
-"""Defaults of language modelling; of its 100 steps, 5 to warm up."""
+"""The most that --low-resource allows; layers and width count for a model made by --arch."""
+OF_LM: dict[str, Any] = {
+    "learning_rate": 1e-3, "lr_schedule": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95,
+    "warmup_steps": 5, "eval_prompts": 128,
+}  # fmt: skip
+"""Defaults of language modelling; the warm-up is 5 of 100 steps."""
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """Train one model at several batch sizes, each on equally many tokens (lm) or samples (grpo).
+class SweepFlags(Settings):
+    """Sizes, their work, and their learning rates."""
 
-    Other flags are those of train_lean.py, which `--config FILE` holds, too.
-    """
-
-    CHOSEN = ("steps", "batch_size", "minutes", "rollout_rows", "score_rows", "name", "runs_dir", "resume",
-              "dry_run", "device_memory", "eval_interval", "memory_utilization", "trackers")  # fmt: skip
-
-    objective: Objective = "lm"
-    """lm: plain language modelling on a text. grpo: what train_lean.py does."""
     batch_sizes: tuple[int, ...] = ()
     """Windows (lm) or completions (grpo) an update learns from; none: 8 to 256, or 2 to 64 groups."""
     total_tokens: int = 400_000
@@ -56,11 +41,9 @@ class Sweep:
     """Do finished sizes again as well."""
     low_resource: bool = False
     """Shrink the sweep for a laptop: fewer and shorter batches, and a smaller model made by --arch."""
-    data: str | None = None
-    """Text to learn from (lm), its last tenth held out; bundled: chess positions and moves, 0.8 MB."""
     evaluations: Annotated[int, COUNT] = 10
     """Evaluations of each size, at equal tokens or samples, on --eval-prompts held-out windows or prompts."""
-    scale_lr: ScaleLR = "none"
+    scale_lr: Literal["none", "linear", "sqrt", "tuned"] = "none"
     """learning_rate at base_batch_size: keep it, scale it with the size (Goyal et al. 2017), with its square
     root (Krizhevsky 2014; Malladi et al. 2022, for Adam), or try 1/4 to 4 times the latter at each size."""
     base_batch_size: Annotated[int | None, COUNT] = None
@@ -69,31 +52,44 @@ class Sweep:
     """With scale_lr tuned: share of the tokens or samples that each try gets."""
     warmup_share: Annotated[float | None, SHARE] = None
     """Share of each size's updates in which the learning rate rises from zero; None: warmup_steps / steps."""
-    compile: bool = False
-    """torch.compile the model (lm)."""
-    tf32: bool = False
-    """On CUDA, multiply fp32 matrices in TF32."""
-    made: MadeModel = field(default_factory=MadeModel)
-    train: Config = field(default_factory=Config)
 
-    def __post_init__(self) -> None:
-        if not self.batch_sizes:
-            unit = self.train.group_size if self.objective == "grpo" else 4
-            object.__setattr__(self, "batch_sizes", tuple(unit * 2**power for power in range(1, 7)))
-        check_limits(self)
-        check_objective(self.objective, self.made)
-        if self.compile and self.objective == "grpo":
-            raise SettingsError("compile is on, which is for --objective lm: leave it out for grpo.")
-        for size in self.batch_sizes:
+
+@dataclass(frozen=True)
+class Sweep(Task, SweepFlags):
+    """Train one model at several batch sizes, each on equally many tokens (lm) or samples (grpo).
+
+    Other flags are those of train_lean.py, which `--config FILE` holds, too.
+    """
+
+    CHOSEN = (*Task.CHOSEN, "runs_dir", "eval_interval", "trackers", "prompt_tokens")
+
+    objective: Literal["grpo", "lm"] = "lm"
+    """lm: plain language modelling on a text. grpo: what train_lean.py does."""
+
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
+        for size in self.sizes:
             if size < 1:
-                raise SettingsError(f"batch_sizes holds {size}: a batch has at least 1 row.")
+                yield f"batch_sizes holds {size}: a batch has at least 1 row."
             if self.num_updates(size) < 1:
                 least = size * self.row_units
-                raise SettingsError(
+                yield (
                     f"total_{self.unit} is {self.total}, less than one batch of {size}, which has {least} "
                     f"{self.unit}: give at least {least}, or leave that size out."
                 )
-            self.task(size, self.rate(size))
+            self.size_task(size, self.rate(size))  # which checks itself
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str] | None = None, **defaults: Any) -> Self:
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        is_grpo = "--objective=grpo" in words or ("--objective", "grpo") in pairwise(words)
+        return super().parse(words, **({"objective": "grpo"} if is_grpo else OF_LM), **defaults)
+
+    @property
+    def sizes(self) -> list[int]:
+        """All batch sizes, in order."""
+        unit = self.group_size if self.objective == "grpo" else 4
+        return sorted(set(self.batch_sizes or (unit * 2**power for power in range(1, 7))))
 
     @property
     def unit(self) -> str:
@@ -107,19 +103,17 @@ class Sweep:
     @property
     def row_units(self) -> int:
         """Units in a row of a batch."""
-        return self.made.context if self.objective == "lm" else 1
+        return self.context if self.objective == "lm" else 1
 
     @property
     def warm_up(self) -> float:
-        """Share of the updates."""
-        of_train = self.train.warmup_steps / self.train.steps
-        return min(1.0, of_train if self.warmup_share is None else self.warmup_share)
+        """Share of the updates in which the learning rate rises."""
+        return min(1.0, self.warmup_steps / self.steps if self.warmup_share is None else self.warmup_share)
 
     @property
     def base(self) -> int:
         """The batch size that the learning rate is meant for."""
-        of_train = self.train.batch_size
-        return self.base_batch_size or (64 if of_train == "auto" else of_train)
+        return self.base_batch_size or (64 if self.batch_size == "auto" else self.batch_size)
 
     def num_updates(self, batch_size: int, total: int | None = None) -> int:
         return (total or self.total) // (batch_size * self.row_units)
@@ -127,48 +121,34 @@ class Sweep:
     def rate(self, batch_size: int) -> float:
         """The peak learning rate of a size; with scale_lr tuned, the middle of the grid."""
         ratio = batch_size / self.base
-        factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio), "tuned": math.sqrt(ratio)}
-        return self.train.learning_rate * factor[self.scale_lr]
+        factor = {"none": 1.0, "linear": ratio}.get(self.scale_lr, math.sqrt(ratio))
+        return self.learning_rate * factor
 
     def tune_total(self, batch_size: int) -> int:
-        """Units of a try of a learning rate."""
+        """Units that each try of a learning rate learns from."""
         least = TUNE_UPDATES * batch_size * self.row_units
         return min(self.total, max(int(self.tune_share * self.total), least))
 
-    def task(self, batch_size: int, rate: float, *, total: int | None = None, evaluations: int = 0) -> Task:
-        """What a size's process trains. SettingsError where that cannot be."""
+    def size_task(
+        self, batch_size: int, rate: float, *, total: int | None = None, evaluations: int = 0
+    ) -> Task:
+        """The settings of one size's process. SettingsError where they cannot be."""
         steps = self.num_updates(batch_size, total)
-        every = max(1, round(steps / (evaluations or self.evaluations)))
-        train = alone(
-            self.train, steps=steps, learning_rate=rate, warmup_steps=round(self.warm_up * steps),
-            eval_interval=every,
-            batch_size=batch_size if self.objective == "grpo" else self.train.batch_size,
+        return self.task(
+            batch_size=batch_size, steps=steps, learning_rate=rate, warmup_steps=round(self.warm_up * steps),
+            eval_interval=max(1, round(steps / (evaluations or self.evaluations))),
         )  # fmt: skip
-        return Task(self.objective, train, batch_size, self.made, self.data, self.compile, self.tf32)
-
-
-def parse_sweep(arguments: Sequence[str] | None = None) -> Sweep:
-    """From the command line. SettingsError for what is wrong."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    is_grpo = "--objective=grpo" in words or ("--objective", "grpo") in pairwise(words)
-    base, objective = (Config(batch_size=64), "grpo") if is_grpo else (OF_LM, "lm")
-    return parse_flags(Sweep, words, base, objective=objective)
 
 
 def shrunk(settings: Sweep) -> tuple[Sweep, list[str]]:
-    """A sweep that exceeds LOW_RESOURCE in nothing that matters to it, and what changed, in words."""
-    sizes = tuple(size for size in settings.batch_sizes if size <= LOW_RESOURCE["batch_sizes"])
-    sizes = sizes or (min(settings.batch_sizes),)
-    changes = [f"batch_sizes up to {max(sizes)}"] if sizes != settings.batch_sizes else []
-    matters = {f"total_{settings.unit}", "evaluations", "eval_prompts"}
-    matters |= {"context"} if settings.objective == "lm" else {"max_new_tokens"}
-    matters |= {"layers", "width"} if settings.made.arch is not None else set()
-
-    def lowered(part: Any) -> Any:
-        known = [name for name in LOW_RESOURCE if name in matters and hasattr(part, name)]
-        less = {name: LOW_RESOURCE[name] for name in known if getattr(part, name) > LOW_RESOURCE[name]}
-        changes.extend(f"{name} {getattr(part, name)} to {value}" for name, value in less.items())
-        return replace(part, **less)
-
-    train = lowered(settings.train)
-    return lowered(replace(settings, batch_sizes=sizes, made=lowered(settings.made), train=train)), changes
+    """The sweep within LOW_RESOURCE, as far as a setting matters to it, and the changes in words."""
+    sizes = tuple(size for size in settings.sizes if size <= LOW_RESOURCE["batch_sizes"])
+    sizes = sizes or (settings.sizes[0],)
+    changes = [f"batch_sizes up to {sizes[-1]}"] if len(sizes) < len(settings.sizes) else []
+    matters = [f"total_{settings.unit}", "evaluations", "eval_prompts"]
+    matters += ["context"] if settings.objective == "lm" else ["max_new_tokens"]
+    matters += ["layers", "width"] if settings.arch is not None else []
+    caps: dict[str, Any] = {name: LOW_RESOURCE[name] for name in matters}
+    less = {name: cap for name, cap in caps.items() if getattr(settings, name) > cap}
+    changes += [f"{name} {getattr(settings, name)} to {value}" for name, value in less.items()]
+    return replace(settings, batch_sizes=sizes, **less), changes

@@ -8,21 +8,22 @@ but its own process, whether that raises, or the system ends it.
 
 import contextlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from loguru import logger
 from rich.console import Console
 
-from grpo.config import Config
+from grpo.config import Config, from_plain, to_plain
 from grpo.config.groups import PromptSettings
 from grpo.files import write_whole
 from grpo.learning.step import Diverged
@@ -32,39 +33,40 @@ from grpo.model.target import choose_device, choose_model
 from grpo.run.inputs import Inputs
 from grpo.run.screen import configure_logging
 from grpo.run.setup import open_run
-from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, NewLines
+from grpo.run.tracking import METRICS_FILE, NewLines
 from grpo.trainer import Trainer
 from grpo.workbench.lm import train_lm
+from grpo.workbench.settings import Task
 from grpo.workbench.sizes import ENDED_FILE, HELDOUT_FILE, TASK_FILE, read_json
-from grpo.workbench.task import Task, alone
 
-Status = Literal["ok", "out of memory", "diverged", "failed"]
 PRINTED_FILE = "printed.txt"
-"""What the process printed."""
+"""All that the process printed."""
 WATCHED_EVERY_S = 0.2
 _TAIL_LINES = 3
 _THREADS_NEED_MEMORY = ("Thread creation failed", "can't start new thread", "std::bad_alloc")
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a run ended, and why, if it did not end well."""
+class Ended(NamedTuple):
+    """How a run ended (ok, out of memory, diverged, failed), and why, if it did not end well."""
 
-    status: Status
+    status: str
     message: str | None = None
 
     def __str__(self) -> str:
         return f"{self.status} ({self.message})" if self.message else self.status
 
 
-def run_task(task: Task, folder: Path, watch: Callable[[Mapping[str, Any]], None] | None = None) -> Ended:
-    """Do `task` in a process of its own, in a folder that is emptied of an earlier try.
+def run_task(
+    task: Task,
+    folder: Path,
+    watch: Callable[[Mapping[str, Any]], None] = lambda line: None,
+    tuned: Sequence[Mapping[str, float | None]] = (),
+) -> Ended:
+    """Do `task` in a process of its own, which Ctrl-C ends as well. folder, tuned: see `write_task`.
 
-    watch: given each line of metrics.jsonl as it comes. Ctrl-C ends the process as well.
+    watch: given each line of metrics.jsonl as it comes.
     """
-    write_task(task, folder)
-    for name in (ENDED_FILE, METRICS_FILE, MEMORY_FILE, COMPLETIONS_FILE, HELDOUT_FILE):
-        (folder / name).unlink(missing_ok=True)
+    write_task(task, folder, tuned)
     new_lines, code = NewLines(folder / METRICS_FILE), None
     with (folder / PRINTED_FILE).open("w") as printed:
         process = subprocess.Popen(
@@ -75,31 +77,42 @@ def run_task(task: Task, folder: Path, watch: Callable[[Mapping[str, Any]], None
                 time.sleep(WATCHED_EVERY_S)
                 code = process.poll()
                 for line in new_lines():
-                    if watch is not None:
-                        watch(line)
+                    watch(line)
         finally:
             process.kill()
             process.wait()
     if content := read_json(folder / ENDED_FILE):
-        return Ended(content["status"], content["message"])
-    ended = _death(code, (folder / PRINTED_FILE).read_text(), limited=task.train.memory_limit is not None)
-    write_ended(folder, ended)
+        return Ended(**content)
+    ended = _death(code, (folder / PRINTED_FILE).read_text(), limited=task.memory_limit is not None)
+    return write_ended(folder, ended)
+
+
+def write_task(task: Task, folder: Path, tuned: Sequence[Mapping[str, float | None]] = ()) -> None:
+    """Write the settings of a process into a folder, which is emptied of an earlier try.
+
+    tuned: learning rates that were tried before, with their held-out quality.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    write_whole(folder / TASK_FILE, json.dumps({**to_plain(task), "tuned": tuned}, indent=1))
+
+
+def read_task(folder: Path) -> Task:
+    """Read what `write_task` wrote."""
+    values = read_json(folder / TASK_FILE)
+    values.pop("tuned")
+    task: Any = from_plain(values, Task())
+    return task
+
+
+def write_ended(folder: Path, ended: Ended) -> Ended:
+    """Write into a run's folder how it ended."""
+    write_whole(folder / ENDED_FILE, json.dumps(ended._asdict()) + "\n")
     return ended
 
 
-def write_task(task: Task, folder: Path) -> None:
-    """What a folder's process is to do."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / TASK_FILE, json.dumps(task.as_json(), indent=1))
-
-
-def write_ended(folder: Path, ended: Ended) -> None:
-    """How a run ended, for whoever comes later."""
-    write_whole(folder / ENDED_FILE, json.dumps(asdict(ended)) + "\n")
-
-
 def _death(code: int, text: str, *, limited: bool) -> Ended:
-    """What the end of a process says that did not say it itself."""
+    """How a run ended whose process died without writing it."""
     last = "; ".join(text.strip().splitlines()[-_TAIL_LINES:])
     if code == -signal.SIGKILL:
         return Ended(
@@ -115,29 +128,22 @@ def _death(code: int, text: str, *, limited: bool) -> Ended:
 
 
 def do_task(folder: Path) -> Ended:
-    """The task of a folder, in this process; anything that ends it is a result."""
+    """Do the task of a folder in this process; whatever ends it is a result."""
     ended = Ended("ok")
     try:
-        task = Task.of(json.loads((folder / TASK_FILE).read_text()))
-        if task.tf32:
-            torch.backends.cuda.matmul.allow_tf32 = True
-        train = train_lm if task.objective == "lm" else train_grpo
-        train(task, folder)
+        task = read_task(folder)
+        torch.backends.cuda.matmul.allow_tf32 |= task.tf32
+        (train_lm if task.objective == "lm" else train_grpo)(task, folder)
     except Exception as error:
-        ended = _ended_by(error)
-        if ended.status == "failed":
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if isinstance(error, DoesNotFit | MemoryError) or is_out_of_memory(error):
+            ended = Ended("out of memory", reason)
+        elif isinstance(error, FloatingPointError | Diverged):
+            ended = Ended("diverged", reason)
+        else:
+            ended = Ended("failed", f"{type(error).__name__}: {reason}")
             logger.opt(exception=error).error("the task failed")
-    write_ended(folder, ended)
-    return ended
-
-
-def _ended_by(error: Exception) -> Ended:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if isinstance(error, DoesNotFit | MemoryError) or is_out_of_memory(error):
-        return Ended("out of memory", reason)
-    if isinstance(error, FloatingPointError | Diverged):
-        return Ended("diverged", reason)
-    return Ended("failed", f"{type(error).__name__}: {reason}")
+    return write_ended(folder, ended)
 
 
 def train_grpo(task: Task, folder: Path) -> None:
@@ -145,22 +151,17 @@ def train_grpo(task: Task, folder: Path) -> None:
 
     Memory may run out.
     """
-    rows = task.batch_size
-    config = alone(
-        task.train, batch_size=rows, rollout_rows=rows, score_rows=rows, train_rows=task.rows,
+    config = replace(
+        task.train, rollout_rows=task.num_rows, score_rows=task.num_rows, train_rows=task.rows,
         runs_dir=folder.parent, name=folder.name,
     )  # fmt: skip
     inputs = Inputs(is_trial=True)
     if task.prompt_tokens is not None:
         inputs = replace(inputs, prompts=made_up_prompts(config, task.prompt_tokens), rewards=[by_chance])
         config = replace(
-            config,
-            **vars(PromptSettings()),
-            reward_weights=(),
-            engine="off",
-            heldout_share=0.0,
+            config, **vars(PromptSettings()), reward_weights=(), engine="off", heldout_share=0.0,
             credit="whole",
-        )
+        )  # fmt: skip
     with open_run(config, inputs) as run:
         trainer = Trainer(run)
         for _ in trainer:
@@ -171,7 +172,7 @@ def train_grpo(task: Task, folder: Path) -> None:
 
 
 def made_up_prompts(config: Config, num_tokens: int) -> list[dict[str, str]]:
-    """As many as a step has, of exactly so many tokens if the tokenizer makes them, and never of more."""
+    """Prompts for a step, each of `num_tokens` tokens, or a few less if the tokenizer makes no such text."""
     tokenizer = load_tokenizer(choose_model(config.model, choose_device(config.device)))
     text = "a b c d e f g h " * num_tokens
     letters = bisect_right(
@@ -181,16 +182,15 @@ def made_up_prompts(config: Config, num_tokens: int) -> list[dict[str, str]]:
 
 
 def by_chance(completions: list[str], **_: Any) -> list[float]:
-    """A reward that teaches nothing, but differs within a group."""
+    """A random reward: it differs within a group, and teaches nothing."""
     return torch.rand(len(completions)).tolist()
 
 
 def main() -> None:
-    """One task, whose folder is named on the command line; stops without a word at Ctrl-C."""
+    """Do the task whose folder is named on the command line; Ctrl-C ends it without a message."""
     configure_logging("INFO", Console(stderr=True, markup=False))
     with contextlib.suppress(KeyboardInterrupt):
-        ended = do_task(Path(sys.argv[1]))
-        sys.exit(ended.status != "ok")
+        sys.exit(do_task(Path(sys.argv[1])).status != "ok")
 
 
 if __name__ == "__main__":

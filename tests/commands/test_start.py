@@ -32,10 +32,9 @@ def fresh(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_every_command_has_a_module_and_two_have_a_file_of_the_repository():
     for name, file in FILES.items():
         assert f'run("{name}")' in (ROOT / file).read_text()
-    for name in commands.COMMANDS:
-        assert callable(importlib.import_module(f"grpo.commands.{name.replace('-', '_')}").main)
-        module, _, settings = commands.COMMANDS[name].settings.partition(":")
-        assert callable(getattr(importlib.import_module(module), settings))
+    for command in commands.COMMANDS.values():
+        for module, name in (place.split(":") for place in (command.settings, command.action)):
+            assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_the_overview_is_a_screen_that_names_all_and_a_command_has_the_words_after_it(monkeypatch, capsys):

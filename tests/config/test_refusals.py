@@ -52,15 +52,15 @@ from grpo.trainer import Trainer
 from grpo.types import Prompt
 from grpo.workbench import sizes
 from grpo.workbench.calculate import calculate
+from grpo.workbench.cards import find_card
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.find_max import check as check_max
 from grpo.workbench.findings import findings
 from grpo.workbench.machine import look
 from grpo.workbench.report import write_report
-from grpo.workbench.settings import Calculator, FindMax, parse_calculator, parse_find_max
+from grpo.workbench.settings import Calculator, FindMax, Task
 from grpo.workbench.sweep import open_sweep
-from grpo.workbench.sweep_settings import Sweep, parse_sweep
-from grpo.workbench.task import MadeModel
+from grpo.workbench.sweep_settings import Sweep
 from rewards import REWARDS
 from rewards.engine import EnginePool
 from rewards.policy import PolicyReward, Truth
@@ -102,10 +102,11 @@ USER = {"role": "user", "content": "2 + 2?"}
 MOVE_LINE = f"A: {START}+e2e4+e2e4+"
 AGAINST = ["m", "--against", "random"]
 PROFILES = "profiles: {single: {batch_size: 64}, quad: {batch_size: 256}}"
-TINY = MadeModel(arch="gpt2", layers=1, width=32, heads=2, context=32)
-ON_CPU = {"train": Config(device="cpu")}
+TINY = {"arch": "gpt2", "layers": 1, "width": 32, "heads": 2, "context": 32}
+ON_CPU = {"device": "cpu"}
+TEXT = {**TINY, **ON_CPU, "objective": "lm"}
 SMALL_SWEEP = {
-    "batch_sizes": (4, 16), "total_tokens": 1024, "made": TINY, "data": "bundled", **ON_CPU
+    "batch_sizes": (4, 16), "total_tokens": 1024, "data": "bundled", **TINY, **ON_CPU
 }  # fmt: skip
 
 
@@ -381,9 +382,9 @@ REFUSED: dict[str, list[Row]] = {
         *each_typed(
             "match",
             (["rook-tiny"], "--against", "required"),
-            ([*AGAINST, "--games", 0], "--games is 0"), ([*AGAINST, "--nodes", 0], "--nodes is 0"),
-            ([*AGAINST, "--temperature", -1], "--temperature is -1", "at least 0"),
-            ([*AGAINST, "--movetime", 0], "--movetime is 0", "at least 0.001"),
+            ([*AGAINST, "--games", 0], "games is 0"), ([*AGAINST, "--nodes", 0], "nodes is 0"),
+            ([*AGAINST, "--temperature", -1], "temperature is -1", "0 or more"),
+            ([*AGAINST, "--movetime", 0], "movetime is 0", "at least 0.001"),
             ([*AGAINST, "--prompts", "bundled"], "add --from prompts"),
         ),
         *each_at(
@@ -504,7 +505,7 @@ REFUSED: dict[str, list[Row]] = {
     "evaluate": [
         *each_of(
             lambda **given: evaluate_models(EvaluateConfig(("rook-tiny",), **given), Console()),
-            ({"samples": 0}, "--samples is 0", "at least 1"),
+            ({"samples": 0}, "samples is 0", "at least 1"),
             ({"heldout_share": 1.1}, "heldout_share is 1.1", "between 0 and 1"),
             ({"max_bad_share": math.nan}, "max_bad_share is nan", "between 0 and 1"),
             ({"json": Path("no/scores.json")}, "no/scores.json", "there is no folder no", "make it"),
@@ -711,56 +712,60 @@ REFUSED: dict[str, list[Row]] = {
     ],
     "workbench": [
         *each_of(
-            MadeModel,
+            Task,
             ({"layers": 0}, "layers is 0", "at least 1"), ({"d_ff": 0}, "d_ff is 0", "at least 1"),
             ({"width": 100, "heads": 3}, "width is 100", "not a multiple of 3 heads", "change one"),
             ({"heads": 4, "kv_heads": 3}, "kv_heads is 3", "no divisor of 4 heads", "leave it out"),
             ({"arch": "llama", "width": 12, "heads": 4}, "width 3", "rotated in pairs", "multiple of two"),
         ),
-        (lambda at: open_corpus(None, Config(), TINY), "data is not given", "--data FILE"),
-        (lambda at: open_corpus("nowhere", Config(), TINY), "data is 'nowhere', which is no file", "a text"),
-        (lambda at: open_corpus(str(at.file("empty")), Config(), TINY), "which is empty", "a text file"),
-        (lambda at: open_corpus(str(at.file("short", "short")), Config(), TINY),
+        *each_at(
+            lambda at, data: open_corpus(Task(data=data and str(at.folder / data), **TEXT)),
+            (None, "data is not given", "--data FILE"), ("nowhere", "which is no file", "a text"),
+        ),
+        (lambda at: open_corpus(Task(data=str(at.file("empty")), **TEXT)), "which is empty", "a text file"),
+        (lambda at: open_corpus(Task(data=str(at.file("short", "short")), **TEXT)),
          "5 tokens", "331", "a longer file"),
         (lambda at: look("cuda:77", "auto"), "device is 'cuda:77'"),
         *each_value(Calculator, "a share ", overhead_share=1.0),
         *each_of(
             Calculator,
             ({"gpus": 0}, "gpus is 0", "at least 1"),
-            ({"frozen": (0.0,)}, "frozen is 0", "a number of"), ({"trainable": -1.0}, "trainable is -1"),
+            ({"frozen": (0.0,)}, "frozen is [0.0]", "a number of"), ({"trainable": -1.0}, "trainable is -1"),
             ({"gpu": "h100", "gpu_memory": "8GB"}, "gpu is 'h100' and gpu_memory '8GB'", "give one"),
-            ({"trainable": 1e8, "train": Config(model="m")}, "trainable is 1e+08", "model, m", "give one"),
+            ({"trainable": 1e8, "model": "m"}, "trainable is 1e+08", "model, m", "give one"),
             ({"optimizer": "sgd"}, "optimizer is sgd", "planned", "leave it out, or"),
             ({"trainable": 1e8, "prompt_tokens": 8}, "prompt_tokens is 8", "leave it out"),
             ({"json": Path("nowhere/p.json")}, "json is nowhere/p.json", "no folder nowhere", "make it"),
         ),
-        (lambda at: parse_calculator(["--gpu", "h100", "--dry-run"]), "--dry-run is given", "leave it out"),
+        (lambda at: Calculator.parse(["--gpu", "h100", "--dry-run"]), "--dry-run is given", "leave it out"),
         *each_of(
-            lambda **given: calculate(Calculator(**given), Calculator(**given).card()),
+            lambda gpu=None, **given: calculate(
+                Calculator(gpu=gpu, **given), find_card(gpu, given.get("gpu_memory"))
+            ),
             ({"gpu": "h10"}, "gpu is 'h10'", "Did you mean h100?", "--gpu-memory"),
             ({"gpu": "a100"}, "gpu is 'a100'", "a100-40gb or a100-80gb?"),
-            ({"gpu_memory": "big"}, "gpu_memory is 'big', which is no size", "24GB"),
-            ({"gpu": "h100", "frozen": (8e9, 7e10), "trainable": 1e8}, "8 B and 70 B in bf16", "145.29 GB",
-             "h100 offers 78.40", "fewer or smaller ones"),
-            ({"gpu": "h100", "trainable": 1e10}, "trainable is 10 B", "optimizer: 111.76 GB", "smaller"),
-            ({"gpu_memory": "100MB"}, "overhead: 0.50 GB", "98 MB", "a smaller one"),
-            ({"gpu": "h100", "train": Config(model="rook-tiny", max_new_tokens=900)},
+            ({"gpu_memory": "big"}, "gpu_memory is 'big'", "no size", "24GB"),
+            ({"gpu": "h100", "frozen": (8e9, 7e10), "trainable": 1e8}, "frozen, 8 + 70 B: 145.29 GB",
+             "h100 offers 78.40", "fewer or smaller models"),
+            ({"gpu": "h100", "trainable": 1e10}, "trainable, 10 B", "optimizer: 111.76 GB", "a smaller"),
+            ({"gpu_memory": "100MB"}, "overhead: 0.50 GB", "98 MB", "a smaller model"),
+            ({"gpu": "h100", "model": "rook-tiny", "max_new_tokens": 900},
              "max_new_tokens is 900, but the model's context is 512"),
             ({"gpu": "h100", "trainable": 1e8, "sample_memory": "much"}, "sample_memory is 'much'", "size"),
         ),
         *each_of(
             FindMax,
-            ({"start": 0}, "start is 0", "at least 1"), ({"made": TINY}, "arch is 'gpt2'", "give --model"),
+            ({"start": 0}, "start is 0", "at least 1"), (TINY, "arch is 'gpt2'", "give --model"),
         ),
         *each_at(
-            lambda at, words: parse_find_max(words),
+            lambda at, words: FindMax.parse(words),
             (["--batch-size", "8"], "--batch-size is given", "leave it out"),
             (["--steps=8"], "--steps is given, which is chosen by itself here"),
             (["--config", "nowhere.yaml"], "config file 'nowhere.yaml' does not exist"),
         ),
         *each_of(
             lambda trials=(), **given: findings(
-                check_max(FindMax("lm", made=TINY, **ON_CPU, **given)), trials
+                check_max(FindMax(**TEXT, **given)), trials
             ),
             ({}, "data is not given", "--data FILE"),
             ({"data": "nowhere.txt"}, "'nowhere.txt', which is no file"),
@@ -776,28 +781,28 @@ REFUSED: dict[str, list[Row]] = {
             ({"batch_sizes": (64,)}, "total_tokens is 1024, less than one batch of 64", "2048"),
             ({"evaluations": 0}, "evaluations is 0", "at least"), ({"warmup_share": 1.5}, "_share is 1.5"),
             ({"data": "no-such-file.txt"}, "data is 'no-such-file.txt', which is no file"),
-            ({"made": replace(TINY, vocab=100)}, "vocabulary has 100", "give --vocab 256 or more"),
-            ({"made": MadeModel(context=600), "total_tokens": 10_000}, "context is 600", "reaches 512"),
+            ({"vocab": 100}, "vocabulary has 100", "give --vocab 256 or more"),
+            ({"arch": None, "context": 600, "total_tokens": 10_000}, "context is 600", "reaches 512"),
             ({"data": None}, "data is not given", "--data"),
-            ({"train": Config(device="cuda:77")}, "device is 'cuda:77'"),
+            ({"device": "cuda:77"}, "device is 'cuda:77'"),
             ({"objective": "grpo"}, "arch is 'gpt2'", "--model"),
         ),
         (lambda at: mock.patch.dict(os.environ, CXX="/no/compiler")(open_sweep)(
             Sweep(**SMALL_SWEEP, compile=True)
         ), "compile is on, but there is no C++ compiler", "leave it out"),
         *each_of(
-            lambda train=None, **given: open_sweep(Sweep(
-                "grpo", **{"batch_sizes": (8,), "train": replace(train or Config(), device="cpu"), **given}
+            lambda **given: open_sweep(Sweep(
+                objective="grpo", **{"batch_sizes": (8,), "device": "cpu", **given}
             )),
             ({"compile": True}, "compile is on", "leave it out"),
             ({"batch_sizes": (8, 12)}, "batch_size is 12", "8 or 16"),
             ({"batch_sizes": (16,), "total_samples": 8}, "total_samples is 8, less than one batch of 16"),
-            ({"train": Config(max_new_tokens=512)}, "512, but the model's context is 512"),
-            ({"train": Config(prompts="nothing.jsonl")}, "nothing.jsonl"),
-            ({"train": Config(reward=("no_such_reward",))}, "no_such_reward"),
+            ({"max_new_tokens": 512}, "512, but the model's context is 512"),
+            ({"prompts": "nothing.jsonl"}, "nothing.jsonl"),
+            ({"reward": ("no_such_reward",)}, "no_such_reward"),
         ),
         *each_at(
-            lambda at, words: parse_sweep(words),
+            lambda at, words: Sweep.parse(words),
             (["--eval-interval", "5"], "--eval-interval is given", "leave it out"),
         ),
         (lambda at: write_report([]), "no folder is given", "give that of a run"),

@@ -17,25 +17,26 @@ from grpo.model.load import load_tokenizer, shape_of
 from grpo.plan.trace import TracedPhases
 from grpo.run.loading import load_source
 from grpo.workbench import find_max, findings, line
-from grpo.workbench.calculate import Figures, Model, budget_rows, calculate, notes, share_rows, write_profiles
-from grpo.workbench.cards import CARDS, Card, card_of_size, find_card
+from grpo.workbench.calculate import Model, budget_rows, calculate, share_rows, write_profiles
+from grpo.workbench.cards import CARDS, Card, find_card
 from grpo.workbench.check import switches, training_rates
 from grpo.workbench.find_max import next_size, trial_row
-from grpo.workbench.lm import num_parameters
 from grpo.workbench.machine import look, no_compiler
-from grpo.workbench.settings import ON_A_CARD, Calculator, CheckSettings, FindMax, parse_find_max
+from grpo.workbench.models import num_parameters
+from grpo.workbench.settings import Calculator, Check, FindMax
 from grpo.workbench.sizes import Size
 from grpo.workbench.tables import table
-from grpo.workbench.task import MadeModel
 from grpo.workbench.trial import made_up_prompts
 
 CPU = torch.device("cpu")
-TINY = MadeModel(arch="gpt2", layers=1, width=32, heads=2, context=64)
+TINY = {"arch": "gpt2", "layers": 1, "width": 32, "heads": 2, "context": 64}
 
 
 def tried(size: int, *, peak: float, step_s=(1.0,), **metrics: float) -> Size:
     """A trial that went well; peak: of the process, in bytes."""
-    steps = [{"loss": 0.5, "step_time": seconds, **metrics} for seconds in step_s]
+    steps = [
+        {"step": step, "loss": 0.5, "step_time": seconds, **metrics} for step, seconds in enumerate(step_s, 1)
+    ]
     return Size(size, "ok", memory=[{"process_bytes": int(peak)}], steps=steps)
 
 
@@ -44,9 +45,10 @@ def searched(room, *, believed=None, overhead=0.0, row_bytes=10.0, at_most=1024,
 
     believed: the room that the search is told of, if another.
     """
-    limits = {"start": 64, "multiple": multiple, "at_most": at_most, "classic": classic}
+    own = {"group_size": multiple} if multiple > 1 else {"objective": "lm"}
+    settings = FindMax(max_batch_size=at_most, strategy="classic" if classic else "line", **own)
     trials: list[Size] = []
-    while size := next_size(trials, believed or room, **limits):
+    while size := next_size(settings, trials, believed or room):
         peak = overhead + row_bytes * size
         trials.append(tried(size, peak=peak) if peak <= room else Size(size, "out of memory"))
     fitted = (trial.batch_size for trial in trials if trial.is_finished)
@@ -71,14 +73,31 @@ def test_classic_adds_sixteen_or_halves_and_the_line_comes_close_in_whole_groups
     assert len(sizes) <= 8 and len(set(sizes)) == len(sizes) and 440 <= largest <= 470  # room was overrated
 
 
+def test_a_trial_that_fails_for_another_reason_ends_the_search_and_names_its_log(tmp_path, monkeypatch):
+    """A smaller one would fail as well; running out of memory is what the search goes on from."""
+    ends, tries = ["out of memory", "failed"], []
+
+    def fails(settings, size, folder) -> Size:
+        tries.append(size)
+        return Size(size, ends[len(tries) - 1], "ImportError: no peft")
+
+    monkeypatch.setattr(find_max, "try_size", fails)
+    log = tmp_path / "size-00032" / "printed.txt"
+    with pytest.raises(ValueError, match=f"batch 32 failed, .* memory: ImportError: no peft; .* {log}"):
+        find_max.find(find_max.Checked(FindMax(start=64), (), "cpu", GB), tmp_path)
+    assert tries == [64, 32]
+
+
 def test_a_trial_of_a_made_up_prompt_takes_real_steps_of_full_length(tmp_path):
     """In a process, on the bundled model: 16 tokens that the tokenizer makes, 6 new ones in each row."""
-    train = Config(device="cpu", precision="fp32", group_size=4, max_new_tokens=6, engine="off")
-    prompts = made_up_prompts(dataclasses.replace(train, batch_size=8), 16)
+    settings = FindMax(
+        device="cpu", precision="fp32", group_size=4, max_new_tokens=6, engine="off", prompt_tokens=16
+    )
+    prompts = made_up_prompts(dataclasses.replace(settings.train, batch_size=8), 16)
     assert len(prompts) == 2
     assert {len(load_tokenizer("rook-tiny")(row["prompt"])["input_ids"]) for row in prompts} == {16}
     with forked_workers():
-        trial = find_max.try_size(FindMax(train=train, prompt_tokens=16), 8, tmp_path)
+        trial = find_max.try_size(settings, 8, tmp_path)
     assert trial.status == "ok" and trial.peak_bytes > 0, trial
     assert [step["completions/min_length"] for step in trial.steps] == [6.0] * 3
     assert [step["num_tokens"] for step in trial.steps] == [8 * 22, 16 * 22, 24 * 22]
@@ -86,15 +105,15 @@ def test_a_trial_of_a_made_up_prompt_takes_real_steps_of_full_length(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
-def test_a_trial_runs_out_of_a_real_limit_and_both_objectives_say_so(tmp_path):
-    """What a plan would have put in parts is tried all at once."""
-    train = Config(device="cpu", precision="fp32", memory_limit="1200MB", engine="off")
-    wide = dataclasses.replace(train, max_new_tokens=100, max_batch_size=4096)
-    text = FindMax("lm", str(ROOT / "README.md"), made=TINY, train=train)
+def test_a_trial_runs_out_of_a_real_limit_where_a_plan_would_have_made_parts(tmp_path):
+    """Of GRPO; of language modelling as a size of a sweep."""
+    wide = FindMax(
+        device="cpu", precision="fp32", memory_limit="1200MB", engine="off", max_new_tokens=100,
+        max_batch_size=4096, prompt_tokens=16,
+    )  # fmt: skip
     with forked_workers():
-        lm = find_max.try_size(text, 60_000, tmp_path / "lm")
-        grpo = find_max.try_size(FindMax(train=wide, prompt_tokens=16), 4096, tmp_path / "grpo")
-    assert (lm.status, grpo.status) == ("out of memory", "out of memory"), (lm, grpo)
+        trial = find_max.try_size(wide, 4096, tmp_path)
+    assert trial.status == "out of memory", trial
 
 
 def test_the_command_finds_tabulates_and_draws(tmp_path):
@@ -118,18 +137,18 @@ def test_the_command_to_use_names_every_setting_and_what_train_lean_cannot_do_ha
         "--model 'my models/a' --group-size 4 --max-new-tokens 16 --kl-coef 0 --lora-rank 4 --device cuda:1 "
         "--gradient-checkpointing full --precision bf16 --memory-limit 800MB --stop a b --lora-merge"
     )
-    flags = findings.flags_of(parse_find_max(shlex.split(words)).train)
+    flags = findings.flags_of(FindMax.parse(shlex.split(words)).train)
     assert parse_command_line(shlex.split(flags)) == parse_command_line(shlex.split(words))
     assert findings.flags_of(Config()) == ""
 
     def no_command(settings):
-        return find_max.check(dataclasses.replace(settings, train=Config(device="cpu"))).no_command
+        return find_max.check(dataclasses.replace(settings, device="cpu")).no_command
 
     source = load_source(Config(model="rook-tiny"))
     monkeypatch.setattr(find_max, "load_source", lambda config: source)  # it takes seconds
     assert no_command(FindMax()) is None and no_command(FindMax(prompt_tokens=59)) is None
     assert "up to 59 tokens, unlike --prompt-tokens 16" in no_command(FindMax(prompt_tokens=16))
-    assert "language modelling" in no_command(FindMax("lm", "bundled", made=TINY))
+    assert "language modelling" in no_command(FindMax(objective="lm", data="bundled", **TINY))
     without, with_flags = published(no_command="it trains chess alone"), published(flags="--lora-rank 4")
     assert "it trains chess alone" in facts_of(without)["command"][1]
     assert all("command" not in row for row in without.recommended())
@@ -203,9 +222,9 @@ def test_the_published_law_follows_from_its_first_three_points_and_what_is_no_li
 def test_what_others_hold_is_not_there_to_be_used(monkeypatch):
     """Of a card of 24 GB on which 14 are free, as trials are bounded by what is free."""
     there = dataclasses.replace(look("cpu", "fp32"), total_bytes=24 * GB, usable_bytes=14 * GB)
-    monkeypatch.setattr(find_max, "look", lambda *args: there)
-    checked = find_max.check(FindMax("lm", "bundled", made=TINY, train=Config(device="cpu")))
-    assert checked.usable_bytes == 14 * GB and checked.settings.train.memory_limit == str(14 * GB)
+    monkeypatch.setattr("grpo.workbench.machine.look", lambda *args: there)
+    checked = find_max.check(FindMax(objective="lm", data="bundled", device="cpu", **TINY))
+    assert checked.usable_bytes == 14 * GB and checked.settings.memory_limit == str(14 * GB)
     assert findings.findings(checked, [tried(8, peak=GB)]).total_bytes == 14 * GB
 
 
@@ -219,26 +238,22 @@ def test_recommendations_are_whole_groups():
 COUNTS = {"gpu": "h100", "frozen": (8e9, 7e9), "trainable": 1e8}
 
 
-def asked(train: Config = ON_A_CARD, **settings) -> Calculator:
-    return Calculator(**settings, train=dataclasses.replace(train, max_batch_size=65536))
+def calculated(**settings) -> dict:
+    wanted = Calculator(**settings)
+    return calculate(wanted, find_card(wanted.gpu, wanted.gpu_memory))
 
 
-def calculated(**settings) -> Figures:
-    wanted = asked(**settings)
-    return calculate(wanted, wanted.card())
-
-
-def lines(figures: Figures) -> dict[str, float]:
+def lines(figures: dict) -> dict[str, float]:
     return {line["name"]: line["bytes"] for line in figures["lines"]}
 
 
-def batch_sizes(figures: Figures) -> list[int | None]:
+def batch_sizes(figures: dict) -> list[int | None]:
     return [share["batch_size"] for share in figures["shares"]]
 
 
 def test_a_card_is_found_however_it_is_written_and_offers_less_than_it_is_sold_with():
     assert find_card("H100") is CARDS["h100"] and find_card("a100_80gb") is CARDS["a100-80gb"]
-    assert find_card("RTX 4090").sold_gb == 24 and card_of_size("20GB") == Card("20gb", 20)
+    assert find_card("RTX 4090").sold_gb == 24 and find_card(None, "20GB") == Card("20gb", 20)
     assert CARDS["h100"].usable_bytes == pytest.approx(0.98 * 80 * GB, abs=1)
     assert CARDS["l40s"].usable_bytes == pytest.approx(0.98 * 15 / 16 * 48 * GB, abs=1)  # ECC: 44.1 GB
     assert [CARDS[name].bf16 for name in ("t4", "v100-16gb", "a10")] == [False, False, True]
@@ -267,15 +282,14 @@ def test_the_published_h100_budget_follows_from_its_counts_and_they_tell_no_batc
 
 def test_batches_of_samples_of_a_known_size(tmp_path):
     """At 85 %: 66.64 - 27.94 - 1.49 - 6.27 = 30.94 GB, of 0.44 GB each; 70 are 64 in whole groups of 8."""
-    small = {"sample_memory": "450.56MB", "gpus": 3}
-    small["train"] = Config(max_new_tokens=20, kl_coef=0.0)
+    small = {"sample_memory": "450.56MB", "gpus": 3, "max_new_tokens": 20, "kl_coef": 0.0}
     found = calculated(**COUNTS, **small, accumulate=2)
     assert batch_sizes(found) == [61, 70, 79]
     assert found["totals"] == {1: 140, 2: 280, 3: 420, 4: 560, 8: 1120}
     row = [cell for cell in share_rows(found, 2)[1].values() if cell is not None]
     assert row == ["85%", "66.64", "30.94", 70, 140, 280, 420, 560, 1120]
-    wanted = asked(**COUNTS, **small)
-    names = write_profiles(wanted, calculate(wanted, wanted.card()), tmp_path / "p.yaml")
+    wanted = Calculator(**COUNTS, **small)
+    names = write_profiles(wanted, calculated(**COUNTS, **small), tmp_path / "p.yaml")
     assert names == ["h100_single", "h100_dual", "h100_x3", "h100_quad", "h100_octo"]
     for name, count in zip(names, (1, 2, 3, 4, 8), strict=True):
         config = parse_command_line(["--config", str(tmp_path / "p.yaml"), "--profile", name])
@@ -286,8 +300,7 @@ def test_batches_of_samples_of_a_known_size(tmp_path):
 
 def named(folder, **changes) -> dict:
     """A model's budget on 4 GB with short texts."""
-    train = Config(model=str(folder), max_new_tokens=16, **changes)
-    return {"gpu_memory": "4GB", "prompt_tokens": 16, "train": train}
+    return {"gpu_memory": "4GB", "prompt_tokens": 16, "model": str(folder), "max_new_tokens": 16, **changes}
 
 
 def test_adapters_freeze_the_base_and_in_4_bits_it_leaves_more_room(made_up_plans, model_folders, tmp_path):
@@ -298,14 +311,12 @@ def test_adapters_freeze_the_base_and_in_4_bits_it_leaves_more_room(made_up_plan
         "frozen base and adapters": 2 * count + 4 * trained, "optimizer": 8 * trained,
         "gradients": 4 * trained, "sampler's copy": 2 * gpt2.vocab_size * width,  # of the head alone, centred
     }.items()  # fmt: skip
-    wanted = [
-        asked(**named(model_folders["llama"], lora_rank=4, load_in_4bit=packed)) for packed in (False, True)
-    ]
-    plain, packed = (calculate(settings, settings.card()) for settings in wanted)
+    wanted = [named(model_folders["llama"], lora_rank=4, load_in_4bit=packed) for packed in (False, True)]
+    plain, packed = (calculated(**settings) for settings in wanted)
     base = lines(plain)["frozen base and adapters"]
     assert lines(packed)["frozen base in 4 bits and adapters"] < base
     assert "frozen reference" not in lines(plain) and packed["fixed_bytes"] < plain["fixed_bytes"]
-    write_profiles(wanted[1], packed, tmp_path / "p.yaml")
+    write_profiles(Calculator(**wanted[1]), packed, tmp_path / "p.yaml")
     assert "load_in_4bit: true" in (tmp_path / "p.yaml").read_text()
 
 
@@ -321,9 +332,8 @@ def test_a_models_budget_is_the_planners_as_it_is_printed_and_written(model_fold
     assert [share["share"] for share in found["shares"]] == [0.6, 0.8, 0.85, 0.9]
     assert found["batch_size"] == found["shares"][0]["batch_size"]
     resident = sum(lines(found).values()) - 4 * count  # without gradients, which are added
-    wanted = asked(**settings)
-    model = Model(wanted, wanted.card(), beside_bytes=0)
-    work = model.work
+    wanted = Calculator(**settings)
+    work = Model(wanted, find_card(None, "4GB")).work
     traced = TracedPhases(work.phase_settings())
     for share in found["shares"]:
         added = {p: traced.added_bytes(p, work.size(share["batch_size"])) for p in ("sample", "learn")}
@@ -333,7 +343,8 @@ def test_a_models_budget_is_the_planners_as_it_is_printed_and_written(model_fold
         assert share["usable_bytes"] == pytest.approx(share["share"] * 0.98 * 4 * GB)
     assert found["fixed_bytes"] + found["remaining_bytes"] == pytest.approx(0.98 * 4 * GB)
     assert found["totals"][4] == 4 * found["batch_size"]
-    assert notes(wanted, CARDS["t4"], model, 8)[-1] == "t4 has no native bf16: it is emulated, and slow."
+    on_t4 = calculated(**{**settings, "gpu": "t4", "gpu_memory": None, "precision": "bf16"})
+    assert on_t4["notes"][-1] == "t4 has no native bf16: it is emulated, and slow."
 
 
 def test_the_calculator_as_it_is_typed_of_counts_and_of_the_bundled_model(tmp_path, monkeypatch):
@@ -392,7 +403,7 @@ def test_rates_are_of_the_first_way_and_of_others_and_the_command_says_them(monk
     with monkeypatch.context() as patched:
         patched.setattr("grpo.model.target._cpu_flags", lambda: {"amx_bf16"})
         patched.setattr("grpo.workbench.check.available_cores", lambda: 2)
-        settings = CheckSettings(made=TINY, batch_size=2, steps=1, precision="fp32")
+        settings = Check(**TINY, batch_size=2, steps=1, precision="fp32")
         rates = list(training_rates(settings, CPU))
     assert [row["step"] for row in rates] == [
         "as it is, in fp32", "in bf16", f"with {2 if threads < 2 else 1} threads",

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,41 +12,34 @@ import torch
 from commands import Command, run
 from conftest import untraced
 
-from grpo.config import Config, SettingsError
+from grpo.config import SettingsError
 from grpo.run.tracking import read_lines
 from grpo.workbench import lm, trial
 from grpo.workbench.corpus import open_corpus, text_file
 from grpo.workbench.sizes import Size, read_json, read_size, size_folder
 from grpo.workbench.sweep import open_sweep, run_sweep
-from grpo.workbench.sweep_settings import OF_LM, Sweep, parse_sweep, shrunk
-from grpo.workbench.task import MadeModel
-from grpo.workbench.trial import Ended, do_task, write_ended
+from grpo.workbench.sweep_settings import OF_LM, Sweep, shrunk
+from grpo.workbench.trial import Ended, do_task, write_ended, write_task
 
-TINY = MadeModel(arch="gpt2", layers=1, width=32, heads=2, context=32)
-TRAIN = replace(OF_LM, device="cpu", precision="fp32", eval_prompts=8)
-SMALL = Sweep(
-    batch_sizes=(4, 16), total_tokens=1024, made=TINY, train=TRAIN, data="bundled", evaluations=2
-)  # fmt: skip
-
-
-def with_optimizer(settings: Sweep, **changes) -> Sweep:
-    return replace(settings, train=replace(settings.train, **changes))
+TINY = {"arch": "gpt2", "layers": 1, "width": 32, "heads": 2, "context": 32}
+TRAIN = {**OF_LM, "device": "cpu", "precision": "fp32", "eval_prompts": 8}
+SMALL = Sweep(batch_sizes=(4, 16), total_tokens=1024, data="bundled", evaluations=2, **TINY, **TRAIN)
 
 
 def test_rates_are_kept_or_scaled_updates_are_of_whole_batches_and_one_size_of_grpo_is_a_run_so_long():
-    settings = replace(with_optimizer(SMALL, learning_rate=1e-3), base_batch_size=64)
+    settings = replace(SMALL, learning_rate=1e-3, base_batch_size=64)
     rates = {"none": 1e-3, "linear": 4e-3, "sqrt": 2e-3, "tuned": 2e-3}
     assert {name: replace(settings, scale_lr=name).rate(256) for name in rates} == pytest.approx(rates)
     assert SMALL.num_updates(4) == 8 and SMALL.num_updates(12) == 2  # 1024 / (12 · 32) = 2.67
     tuned = replace(SMALL, total_tokens=100_000, tune_share=0.1)
     # A tenth; eight updates, more than a tenth; not more than the whole.
     assert [tuned.tune_total(size) for size in (4, 64, 512)] == [10_000, 16_384, 100_000]
-    grpo = Sweep("grpo", (16,), total_samples=1000, warmup_share=0.1, evaluations=5,
-                 train=Config(group_size=4, max_new_tokens=20, top_k=5))  # fmt: skip
-    task = grpo.task(16, 2e-5)
-    assert (task.train.steps, task.train.batch_size, task.train.group_size, task.rows) == (62, 16, 4, 16)
-    assert (task.train.eval_interval, task.train.warmup_steps, task.train.learning_rate) == (12, 6, 2e-5)
-    assert (task.train.max_new_tokens, task.train.top_k) == (20, 5)
+    grpo = Sweep(objective="grpo", batch_sizes=(16,), total_samples=1000, warmup_share=0.1, evaluations=5,
+                 group_size=4, max_new_tokens=20, top_k=5)  # fmt: skip
+    task = grpo.size_task(16, 2e-5)
+    assert (task.steps, task.batch_size, task.group_size, task.rows) == (62, 16, 4, 16)
+    assert (task.eval_interval, task.warmup_steps, task.learning_rate) == (12, 6, 2e-5)
+    assert (task.max_new_tokens, task.top_k) == (20, 5)
 
 
 def test_settings_are_those_of_a_file_and_are_lowered_where_resources_are_low(tmp_path):
@@ -55,23 +47,22 @@ def test_settings_are_those_of_a_file_and_are_lowered_where_resources_are_low(tm
     file.write_text("group_size: 4\nlearning_rate: 3.0e-5\nwarmup_steps: 5\nsteps: 50\nbatch_size: 32\n"
                     "profiles:\n  small:\n    group_size: 2\n")  # fmt: skip
     words = ["--objective", "grpo", "--config", str(file), "--profile", "small"]
-    settings = parse_sweep(words)
-    assert settings.train.group_size == 2 and settings.batch_sizes[0] == 4 and settings.base == 32
-    assert settings.train.learning_rate == 3e-5 and settings.warm_up == 0.1
-    assert parse_sweep([*words, "--batch-sizes", "8", "12"]).batch_sizes == (8, 12)
-    of_lm = parse_sweep(["--arch", "llama", "--data", "text.txt", "--scale-lr", "sqrt"])
-    assert of_lm.objective == "lm" and of_lm.made.arch == "llama" and of_lm.warm_up == 0.05
-    assert of_lm.batch_sizes == (8, 16, 32, 64, 128, 256) and of_lm.train.learning_rate == 1e-3
+    settings = Sweep.parse(words)
+    assert settings.group_size == 2 and settings.sizes[0] == 4 and settings.base == 32
+    assert settings.learning_rate == 3e-5 and settings.warm_up == 0.1
+    assert Sweep.parse([*words, "--batch-sizes", "12", "8"]).sizes == [8, 12]
+    of_lm = Sweep.parse(["--arch", "llama", "--data", "text.txt", "--scale-lr", "sqrt"])
+    assert of_lm.objective == "lm" and of_lm.arch == "llama" and of_lm.warm_up == 0.05
+    assert of_lm.sizes == [8, 16, 32, 64, 128, 256] and of_lm.learning_rate == 1e-3
 
-    wide = MadeModel(arch="gpt2", width=256, context=256)
-    train = replace(TRAIN, eval_prompts=20)
-    settings = Sweep(batch_sizes=(8, 64, 128), total_tokens=200_000, made=wide, train=train)
+    wide = {**TRAIN, "arch": "gpt2", "width": 256, "context": 256, "eval_prompts": 20}
+    settings = Sweep(batch_sizes=(8, 64, 128), total_tokens=200_000, **wide)
     less, changes = shrunk(settings)
-    assert less.batch_sizes == (8, 64) and less.total_tokens == 100_000 and less.train.eval_prompts == 20
-    assert (less.made.layers, less.made.width, less.made.context) == (2, 128, 64)
+    assert less.batch_sizes == (8, 64) and less.total_tokens == 100_000 and less.eval_prompts == 20
+    assert (less.layers, less.width, less.context) == (2, 128, 64)
     assert {"batch_sizes up to 64", "total_tokens 200000 to 100000", "width 256 to 128"} <= set(changes)
-    named, _ = shrunk(replace(settings, made=MadeModel(context=256)))
-    assert (named.made.layers, named.made.context) == (4, 64)  # its layers are what they are
+    named, _ = shrunk(replace(settings, arch=None))
+    assert (named.layers, named.context) == (4, 64)  # its layers are what they are
     assert shrunk(less) == (less, [])
 
 
@@ -97,7 +88,7 @@ def test_first_updates_are_apart_from_the_steady_state_and_a_curve_tells_the_las
 
 def test_every_size_sees_the_same_windows_of_a_text_that_is_mixed():
     """In the bundled file policy lines come first; what is held out must be like what is learned from."""
-    corpus = open_corpus("bundled", TRAIN, TINY)
+    corpus = open_corpus(SMALL)
     one, other = (torch.Generator().manual_seed(3) for _ in range(2))
     parts = torch.cat([corpus.train_windows(4, 32, one) for _ in range(4)])
     assert torch.equal(parts, corpus.train_windows(16, 32, other))
@@ -105,16 +96,15 @@ def test_every_size_sees_the_same_windows_of_a_text_that_is_mixed():
     assert 300 < late.count("P") < 500
 
 
-def in_this_process(task, folder, watch=None) -> Ended:
+def in_this_process(task, folder, watch=None, tuned=()) -> Ended:
     """In place of a process of its own."""
-    trial.write_task(task, folder)
+    write_task(task, folder, tuned)
     return do_task(folder)
 
 
 def train(settings: Sweep, folder: Path, batch_size: int, rate: float = 1e-2) -> Size:
     """A size as a sweep reads it, trained in this process."""
-    shutil.rmtree(run := size_folder(folder, batch_size), ignore_errors=True)
-    in_this_process(settings.task(batch_size, rate), run)
+    in_this_process(settings.size_task(batch_size, rate), size_folder(folder, batch_size))
     return read_size(folder, batch_size, {"objective": settings.objective, "context": settings.row_units})
 
 
@@ -135,7 +125,7 @@ def test_a_size_of_lm_learns_from_its_tokens_and_splitting_a_batch_changes_no_lo
 
     watched = mock.Mock(wraps=lm.accumulate_lm)
     monkeypatch.setattr(lm, "accumulate_lm", watched)
-    split = replace(SMALL, train=replace(TRAIN, train_rows=4))
+    split = replace(SMALL, train_rows=4)
     whole, parts = (train(settings, tmp_path, 16) for settings in (SMALL, split))
     for ours, theirs in zip(whole.steps, parts.steps, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
@@ -145,7 +135,7 @@ def test_a_size_of_lm_learns_from_its_tokens_and_splitting_a_batch_changes_no_lo
 
 
 def test_divergence_is_a_result_of_a_size(tmp_path):
-    wild = with_optimizer(replace(SMALL, warmup_share=0.0), max_grad_norm=0.0)
+    wild = replace(SMALL, warmup_share=0.0, max_grad_norm=0.0)
     assert train(wild, tmp_path, 4, rate=9e29).status == "diverged"
     size = train(replace(wild, total_tokens=256, batch_sizes=(4,)), tmp_path, 4, rate=9e29)
     assert size.message == "after 1 updates the held-out loss is nan" and size.updates == 1
@@ -164,7 +154,7 @@ def test_a_size_of_grpo_is_a_run_of_the_trainer_of_whole_batches(
         f"--output {out}"
     )
     monkeypatch.setattr(trial, "run_task", in_this_process)
-    settings, folder = open_sweep(parse_sweep(words.split()))
+    settings, folder = open_sweep(Sweep.parse(words.split()))
     with untraced(counted=True):
         (size,) = run_sweep(settings, folder)
     assert size.status == "ok", size.message
@@ -185,16 +175,15 @@ class Trained:
         self.lines, self.ended, self.best_rate = lines, Ended(ended, "SIGKILL"), best_rate
         self.tasks: list[trial.Task] = []
 
-    def __call__(self, task, folder, watch=None):
+    def __call__(self, task, folder, watch=None, tuned=()):
         self.tasks.append(task)
-        trial.write_task(task, folder)
+        write_task(task, folder, tuned)
         lines = list(self.lines)
         if self.best_rate is not None:
-            off = abs(math.log(task.train.learning_rate / self.best_rate))
+            off = abs(math.log(task.learning_rate / self.best_rate))
             lines.append({"step": 1, "eval_loss": off})
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        write_ended(folder, self.ended)
-        return self.ended
+        return write_ended(folder, self.ended)
 
 
 LINES = [{"step": 0, "eval_loss": 5.0}, {"step": 1, "step_time": 0.5, "loss": 4.0, "learning_rate": 1e-3}]
@@ -236,7 +225,7 @@ def test_sizes_that_fail_have_rows_finished_ones_are_kept_and_others_done_again(
 def test_another_sweep_does_not_go_on_in_the_same_folder_and_a_refused_one_makes_none(swept, tmp_path):
     swept(Trained(*LINES))
     with pytest.raises(SettingsError, match=r"width is 32 there and 64 here; .*seed is 0 there and 1"):
-        swept(Trained(), made=replace(TINY, width=64), train=replace(TRAIN, seed=1))
+        swept(Trained(), width=64, seed=1)
     (tmp_path / "out/sweep.json").write_text("{")
     with pytest.raises(SettingsError, match=r"sweep\.json is broken"):
         swept(Trained())
@@ -253,8 +242,8 @@ def test_the_best_of_a_grid_of_learning_rates_is_trained_with(swept, logged):
     size = tuned(trained := Trained(*LINES, best_rate=2.1e-3))
     tried = [rate for rate, _ in size.tuned]
     assert tried == pytest.approx([0.25e-3, 0.5e-3, 1e-3, 2e-3, 4e-3])
-    assert size.learning_rate == trained.tasks[-1].train.learning_rate == tried[3]
-    assert [task.train.eval_interval for task in trained.tasks] == [2, 2, 2, 2, 2, 1]
+    assert size.learning_rate == trained.tasks[-1].learning_rate == tried[3]
+    assert [task.eval_interval for task in trained.tasks] == [2, 2, 2, 2, 2, 1]
     assert not any("edge" in line for line in logged)
     tuned(Trained(*LINES, best_rate=1.0), again=True)
     assert any("at the edge of those tried" in line for line in logged)

@@ -18,35 +18,35 @@ from tokenizers import Tokenizer
 from grpo.config import Config
 from grpo.config.groups import Checkpointing
 from grpo.learning.step import Diverged
-from grpo.memory import DoesNotFit, peak_live_bytes
+from grpo.memory import DoesNotFit, Size, peak_live_bytes
 from grpo.model.load import context_length
 from grpo.model.target import make_target
 from grpo.workbench import trial
 from grpo.workbench.corpus import Corpus, open_corpus, trained_tokenizer
-from grpo.workbench.lm import accumulate_lm, added_bytes, heldout_losses, num_parameters, random_model
-from grpo.workbench.settings import parse_find_max
+from grpo.workbench.lm import accumulate_lm, added_bytes, heldout_losses
+from grpo.workbench.models import model_shape, num_parameters, random_model
+from grpo.workbench.settings import FindMax, Task
 from grpo.workbench.sizes import paired_difference
-from grpo.workbench.task import MadeModel, Task, model_name, model_shape
 
 CPU = torch.device("cpu")
 
 
-def made(**changes) -> MadeModel:
+def made(**changes) -> Task:
     tiny = {"arch": "gpt2", "layers": 2, "width": 32, "heads": 2, "context": 48, "vocab": 64}
-    return MadeModel(**{**tiny, **changes})
+    return Task(**{**tiny, "objective": "lm", **changes})
 
 
 def test_models_from_numbers_have_the_parameters_that_follow_and_named_ones_their_own():
-    recipe = MadeModel(arch="llama", layers=4, width=512, d_ff=1344, heads=16, vocab=10000, untied=True)
-    assert num_parameters(recipe.config()) == 22_696_448
-    assert recipe.config().rope_parameters["rope_theta"] == 10000.0
+    recipe = model_shape(
+        made(arch="llama", layers=4, width=512, d_ff=1344, heads=16, vocab=10000, untied=True)
+    )
+    assert num_parameters(recipe) == 22_696_448 and recipe.rope_parameters["rope_theta"] == 10000.0
     # embeddings (64 + 48)·32; a block: 2 norms, 4·32² + 4·32 of attention, 2·32·128 + 128 + 32; a norm
     block = 2 * 64 + 4 * 32**2 + 4 * 32 + 2 * 32 * 128 + 128 + 32
-    gpt2, untied = (made(untied=untied).config() for untied in (False, True))
+    gpt2, untied = (model_shape(made(untied=untied)) for untied in (False, True))
     assert num_parameters(gpt2) == 112 * 32 + 2 * block + 64 and context_length(gpt2) == 48
     assert num_parameters(untied) == num_parameters(gpt2) + 64 * 32
-    assert model_name(Config(), MadeModel()) == "rook-tiny"
-    assert num_parameters(model_shape(Config(), MadeModel())) == 3_521_536
+    assert Task().model_name == "rook-tiny" and num_parameters(model_shape(Task())) == 3_521_536
 
 
 def test_windows_are_cut_from_all_but_the_last_tenth_which_is_held_out():
@@ -64,22 +64,22 @@ def test_a_tokenizer_is_trained_once_where_the_vocabulary_asks_for_it(tmp_path, 
     monkeypatch.setattr("platformdirs.user_cache_path", lambda _: tmp_path / "cache")
     text = "the cat sat on the mat, and the dog sat on the cat. " * 50
     (tmp_path / "text").write_text(text)
-    larger, stored = made(context=16, vocab=270), []
+    larger, stored = made(context=16, vocab=270, data=str(tmp_path / "text")), []
     for _ in range(2):
-        corpus = open_corpus(str(tmp_path / "text"), Config(), larger)
+        corpus = open_corpus(larger)
         stored.append([(file, file.stat().st_mtime_ns) for file in (tmp_path / "cache/corpora").iterdir()])
     assert stored[0] == stored[1] and len(stored[0]) == 2  # the tokenizer, and the text in its tokens
     tokenizer = Tokenizer.from_file(str(trained_tokenizer(tmp_path / "text", larger)))
     assert tokenizer.get_vocab_size() == corpus.vocab == 270
     assert tokenizer.decode(corpus.ids.tolist()) == text and len(corpus.ids) < len(text) / 2
-    of_bytes = open_corpus(str(tmp_path / "text"), Config(), replace(larger, vocab=256))
+    of_bytes = open_corpus(replace(larger, vocab=256))
     assert of_bytes.vocab == 256 and bytes(of_bytes.ids) == text.encode()
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
 def test_the_language_loss_is_hugging_faces_and_no_split_changes_it(arch):
     """A row at a time has fewer tokens than words: its embeddings get their gradient in place."""
-    shape = made(arch=arch).config()
+    shape = model_shape(made(arch=arch))
     model = random_model(make_target(shape, CPU, "fp64"))
     windows = torch.randint(64, (6, 21), generator=torch.Generator().manual_seed(0))
     logits = model(input_ids=windows[:, :-1]).logits
@@ -104,25 +104,24 @@ def test_the_language_loss_is_hugging_faces_and_no_split_changes_it(arch):
     [("gpt2", torch.float32, "full"), ("llama", torch.bfloat16, "none")],
 )
 def test_learning_from_windows_holds_what_was_predicted(arch, dtype, checkpointing):
-    target = make_target(made(arch=arch, vocab=300, context=96).config(), CPU, dtype)
+    target = make_target(model_shape(made(arch=arch, vocab=300, context=96)), CPU, dtype)
     model, windows = random_model(target), torch.randint(300, (24, 97))
     for rows in (24, 8):
         model.zero_grad(set_to_none=True)
         learn = partial(accumulate_lm, model, windows, dtype=dtype, rows=rows, checkpointing=checkpointing)
-        added = added_bytes(target, rows, 96, checkpointing=checkpointing)
+        added = added_bytes(target, Size(rows, 96), checkpointing=checkpointing)
         assert added == pytest.approx(peak_live_bytes(learn), rel=0.01)
 
 
 def test_tasks_survive_json_and_flags_are_those_of_train_over_a_file(tmp_path):
-    train = Config(max_new_tokens=20)
-    task = Task("lm", train, 12, made(), "a.txt", True, prompt_tokens=5, tuned=[])
-    assert Task.of(json.loads(json.dumps(task.as_json()))) == task
-    assert replace(task, train=replace(task.train, train_rows=4)).rows == 4 and task.rows == 12
+    task = made(batch_size=12, data="a.txt", compile=True, prompt_tokens=5, stop=("a", "b"))
+    trial.write_task(task, tmp_path)
+    assert trial.read_task(tmp_path) == task and replace(task, train_rows=4).rows == 4 and task.rows == 12
     file = tmp_path / "train.yaml"
     file.write_text("group_size: 4\nprofiles:\n  small:\n    max_new_tokens: 20\n")
-    found = parse_find_max(["--config", str(file), "--profile", "small", "--start", "8", "--kl-coef", "0"])
-    assert (found.train.group_size, found.train.max_new_tokens, found.start) == (4, 20, 8)
-    assert found.train.kl_coef == 0 and found.multiple == 4
+    found = FindMax.parse(["--config", str(file), "--profile", "small", "--start", "8", "--kl-coef", "0"])
+    assert (found.group_size, found.max_new_tokens, found.start, found.kl_coef) == (4, 20, 8, 0)
+    assert found.multiple == 4 and found.train == Config(group_size=4, max_new_tokens=20, kl_coef=0)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +149,7 @@ def test_what_a_process_writes_is_seen_as_it_comes_and_its_end_or_death_is_a_res
         f"{body}\n"
     )
     monkeypatch.setattr(trial, "__name__", "some_task")
-    lines, task = [], Task(batch_size=3, train=Config(memory_limit="8GB" if limited else None))
+    lines, task = [], made(batch_size=3, memory_limit="8GB" if limited else None)
     (tmp_path / "a").mkdir()
     (tmp_path / "a/metrics.jsonl").write_text('{"step": 99}\n')  # of an earlier try
     with started():
@@ -171,7 +170,7 @@ def test_what_a_process_writes_is_seen_as_it_comes_and_its_end_or_death_is_a_res
     ],
 )  # fmt: skip
 def test_how_a_task_ended_is_in_its_folder(tmp_path, monkeypatch, error, status, message):
-    (tmp_path / "task.json").write_text(json.dumps(Task("lm", made=made(), data="bundled").as_json()))
+    trial.write_task(made(data="bundled"), tmp_path)
     monkeypatch.setattr(trial, "train_lm", mock.Mock(side_effect=error))
     assert trial.do_task(tmp_path) == trial.Ended(status, message)
     assert json.loads((tmp_path / "ended.json").read_text()) == {"status": status, "message": message}
