@@ -5,10 +5,10 @@ from functools import partial
 
 from loguru import logger
 
-from grpo.memory import Fit, Size
+from grpo.memory import Card, Fit, Size
 from grpo.plan.advice import check_one_row
 from grpo.plan.tables import Plan, plan_of
-from grpo.plan.trace import Card, TracedPhases
+from grpo.plan.trace import TracedPhases
 from grpo.plan.warm_up import largest_batch, warm_up
 from grpo.plan.workload import Workload
 

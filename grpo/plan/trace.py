@@ -19,8 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo.memory import Size
-from grpo.memory.budget import Budget, DeviceMemory, make_budget
-from grpo.memory.fit import Peak
 from grpo.memory.live import LiveBytes
 from grpo.model.activation_checkpointing import recompute_activations
 from grpo.model.adapters import adapters_off, add_adapters, has_adapters, linear_layers, store_base
@@ -31,36 +29,6 @@ from grpo.rollout.slots import Slots
 
 SCRATCH_BYTES = 2 * 2**20
 """Workspace of CUDA's libraries, for models so small that it counts."""
-
-
-class Card:
-    """A device on which nothing runs: what `Fit` plans with. held_bytes: what exists all along on it."""
-
-    def __init__(
-        self,
-        memory: DeviceMemory,
-        *,
-        utilization: float,
-        limit_bytes: int | None = None,
-        slack: float = 0.0,
-    ) -> None:
-        self.slack = slack
-        self._budget = make_budget(memory, utilization=utilization, limit_bytes=limit_bytes)
-        self.held_bytes = 0
-
-    def budget(self) -> Budget:
-        return self._budget
-
-    def used_bytes(self) -> int:
-        return self.held_bytes
-
-    def neighbours(self) -> str:
-        return ""
-
-    @contextmanager
-    def measure(self, *, exact: bool = False) -> Iterator[Peak]:
-        """Nothing runs on it."""
-        yield Peak()
 
 
 class TracedPhases:
@@ -125,7 +93,7 @@ class TracedPhases:
         """One token more; what its recording holds between its runs: room for all but what stays."""
         live = self._live
         held, peak = live.live_bytes, live.peak_bytes
-        live.reset_peak()
+        live.peak_bytes = held
         slots.advance()
         stays = live.peak_bytes - held
         live.peak_bytes = max(peak, live.peak_bytes)

@@ -114,7 +114,10 @@ def _passes(work: Workload, fit: Fit, models: Models) -> Callable[[str, Size], b
 
     def pass_at(phase: str, size: Size) -> bool:
         if size.rows <= work.config.group_size or fit.positions(size) <= most:
-            fit.warm(phases.run, phase, size, discard=phases.forget)
+            fit.run(
+                phase, lambda rows: phases.run(phase, size._replace(rows=rows)), size,
+                discard=phases.forget, warms=True,
+            )  # fmt: skip
             return True
         if work.config.shard:
             return False

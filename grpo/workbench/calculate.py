@@ -16,10 +16,10 @@ import yaml
 
 from grpo.config import SettingsError, to_plain
 from grpo.config.sizes import GB, parse_size
+from grpo.memory import Card as TracedCard
 from grpo.memory import Fit
 from grpo.memory.budget import CONTEXT_BYTES, DeviceMemory, readable
 from grpo.plan.absent import see_trace
-from grpo.plan.trace import Card as TracedCard
 from grpo.plan.trace import TracedPhases
 from grpo.plan.warm_up import largest_batch, warm_up
 from grpo.run.dry_run import workload

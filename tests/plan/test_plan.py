@@ -15,14 +15,14 @@ from test_workload import BF16, VOCABULARY, WITHOUT_KL, G, workload
 
 from grpo.config import SettingsError
 from grpo.config.sizes import parse_size
-from grpo.memory import Budget, DoesNotFit, Fit, Pass, Size, largest_rows
+from grpo.memory import Budget, Card, DoesNotFit, Fit, Pass, Size, largest_rows
 from grpo.memory.budget import GB, DeviceMemory
-from grpo.memory.fit import Peak
+from grpo.memory.device import Peak
 from grpo.memory.live import LiveBytes
 from grpo.plan.absent import plan_without_weights
 from grpo.plan.phases_at import PhaseSettings
 from grpo.plan.tables import ELSE, Measured, Plan, plan_of, plan_table
-from grpo.plan.trace import Card, TracedPhases
+from grpo.plan.trace import TracedPhases
 from grpo.plan.warm_up import warm_up
 from grpo.plan.workload import Workload
 
@@ -103,7 +103,7 @@ def test_planned_rows_are_those_of_brute_force_over_traces_and_real_passes_plan_
         fit = Fit(card, group_size=4)
 
         def pass_at(phase: str, size: Size) -> bool:
-            fit.warm(real.run, phase, size, discard=real.forget)
+            fit.run(phase, lambda rows: real.run(phase, size._replace(rows=rows)), size, warms=True)
             return True
 
         warm_up(fit, work, pass_at)
