@@ -8,16 +8,6 @@ from grpo.memory.recovery import is_out_of_memory, survive
 from grpo.memory.rows import DoesNotFit, Size, largest_multiple, largest_rows
 
 __all__ = [
-    "Budget",
-    "Card",
-    "Device",
-    "DoesNotFit",
-    "Fit",
-    "Pass",
-    "Size",
-    "is_out_of_memory",
-    "largest_multiple",
-    "largest_rows",
-    "peak_live_bytes",
-    "survive",
-]
+    "Budget", "Card", "Device", "DoesNotFit", "Fit", "Pass", "Size", "is_out_of_memory", "largest_multiple",
+    "largest_rows", "peak_live_bytes", "survive",
+]  # fmt: skip

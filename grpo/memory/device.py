@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,13 +102,12 @@ class Device:
         """All of the device's memory, the free part, and this process's."""
         if self.on_host:
             total, available = host_total_and_available()
-            ours = self._process_bytes()
-            if self._data_limit is not None:
-                total, available = min(total, self._data_limit), min(available, self._data_limit - ours)
-            return DeviceMemory(total, max(0, available), ours)
+            ours, limit = self._process_bytes(), self._data_limit
+            if limit is not None:
+                total, available = min(total, limit), max(0, min(available, limit - ours))
+            return DeviceMemory(total, available, ours)
         if self.device.type == "mps":
-            total = torch.mps.recommended_max_memory()
-            ours = torch.mps.driver_allocated_memory()
+            total, ours = torch.mps.recommended_max_memory(), torch.mps.driver_allocated_memory()
             return DeviceMemory(total, total - ours, ours)
         free, total = torch.accelerator.get_memory_info(self.device)
         ours = torch.accelerator.memory_reserved(self.device) + self._outside_allocator_bytes()
@@ -203,18 +202,18 @@ class Device:
         before = self.read()
         self.reset_peak()
         self._peak_bytes = before.peak_bytes  # `read` goes on with it
-        result = Peak(self.used_bytes(), self._process_peak_bytes())
+        peak = Peak(self.used_bytes(), self._process_peak_bytes())
         live, start = LiveBytes() if exact and self.on_host else None, time.perf_counter()
         try:
             with live or nullcontext():
-                yield result
+                yield peak
         finally:
-            result.seconds, result.process_bytes = time.perf_counter() - start, self._process_peak_bytes()
+            peak.seconds, peak.process_bytes = time.perf_counter() - start, self._process_peak_bytes()
             if live is not None:
-                result.added_bytes = live.peak_bytes
+                peak.added_bytes = live.peak_bytes
             elif self.device.type not in ("cpu", "mps"):
-                peak_bytes = torch.accelerator.max_memory_allocated(self.device)
-                result.added_bytes = peak_bytes - before.allocated_bytes
+                allocated = torch.accelerator.max_memory_allocated(self.device)
+                peak.added_bytes = allocated - before.allocated_bytes
 
     def _process_peak_bytes(self) -> int:
         """The most that the process has held since the last reset."""
@@ -235,29 +234,25 @@ class Device:
         kernels are loaded; on Linux RLIMIT_DATA of this process (private writable memory). Gives how, in
         words.
         """
-        budget = self.budget()
-        if self.device.type == "cuda":
-            total = self.memory().total_bytes
-            outside = max(CONTEXT_BYTES, self._outside_allocator_bytes() + KERNELS_BYTES)
-            self._least_outside_bytes = min(MOST_OUTSIDE_BYTES, outside)
-            share = min(1.0, max(0, budget.usable_bytes - self._least_outside_bytes) / total)
-            torch.cuda.set_per_process_memory_fraction(share, self.device)
-            try:
+        usable_bytes = self.budget().usable_bytes
+        with ExitStack() as limited:
+            if self.device.type == "cuda":
+                outside = max(CONTEXT_BYTES, self._outside_allocator_bytes() + KERNELS_BYTES)
+                self._least_outside_bytes = min(MOST_OUTSIDE_BYTES, outside)
+                share = max(0, usable_bytes - self._least_outside_bytes) / self.memory().total_bytes
+                limited.callback(torch.cuda.set_per_process_memory_fraction, 1.0, self.device)
+                torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
                 yield f"enforced by the CUDA allocator ({share:.1%} of the card)"
-            finally:
-                torch.cuda.set_per_process_memory_fraction(1.0, self.device)
-        elif self.on_host and sys.platform == "linux":
-            before = resource.getrlimit(resource.RLIMIT_DATA)
-            untouched = 0 if self._counts_private else max(0, _status()["VmData"] - resident_bytes())
-            most = budget.usable_bytes + untouched
-            if before[0] == resource.RLIM_INFINITY or most < before[0]:
-                resource.setrlimit(resource.RLIMIT_DATA, (most, before[1]))
-            try:
+            elif self.on_host and sys.platform == "linux":
+                status, before = _status(), resource.getrlimit(resource.RLIMIT_DATA)
+                untouched = 0 if self._counts_private else max(0, status["VmData"] - status["VmRSS"])
+                most = usable_bytes + untouched
+                if before[0] == resource.RLIM_INFINITY or most < before[0]:
+                    limited.callback(resource.setrlimit, resource.RLIMIT_DATA, before)
+                    resource.setrlimit(resource.RLIMIT_DATA, (most, before[1]))
                 yield "enforced by the system (RLIMIT_DATA)"
-            finally:
-                resource.setrlimit(resource.RLIMIT_DATA, before)
-        else:
-            yield "a guide for the plan only: this system cannot enforce it"
+            else:
+                yield "a guide for the plan only: this system cannot enforce it"
 
 
 class Card(Device):

@@ -146,7 +146,7 @@ class Fit:
         if not self.device.slack:
             return 0.0
         state = self._phases[phase]
-        shares = [share for tokens, share in state.slack if 2 * tokens >= state.formula.most[0]]
+        shares = [share for tokens, share in state.slack if 2 * tokens >= state.formula.most_tokens]
         return max(shares, default=self.device.slack)
 
     def room_bytes(self) -> int:
@@ -181,8 +181,9 @@ class Fit:
         known = phase if self.knows(phase) or not like else like
         if not self.knows(known):
             return min(batch_size, self.group_size, state.most or batch_size)
-        room, formula = self.room_bytes(), self._phases[known].formula
-        most_tokens, most_rows = (GROWTH[formula.has_one_size] * most for most in formula.most)
+        budget, formula = self.device.budget(), self._phases[known].formula
+        room = budget.usable_bytes - self.device.used_bytes()
+        growth = GROWTH[formula.has_one_size]
 
         def largest(fits: Callable[[int], bool], at_most: int) -> int:
             return largest_rows(fits, batch_size=at_most, group_size=self.group_size) or 1
@@ -192,7 +193,8 @@ class Fit:
 
         def in_reach(rows: int) -> bool:
             # By rows, too: where texts turn out shorter than they may be, so many tokens are never seen.
-            return self.positions(batch._replace(rows=rows)) <= most_tokens or rows <= most_rows
+            tokens = self.positions(batch._replace(rows=rows))
+            return tokens <= growth * formula.most_tokens or rows <= growth * formula.most_rows
 
         before, again = state.rows, state.went_well >= AGAIN_AFTER
         if before is not None and not state.explores and not again:
@@ -210,7 +212,7 @@ class Fit:
             if again:
                 state.went_well, state.most = 0, None if rows == batch_size or not state.most else most
         if before is None or rows != batch_size or rows > before:  # a smaller batch leaves the plan as it is
-            why = f"longer texts, or less room, of {self.device.budget()}"
+            why = f"longer texts, or less room, of {budget}"
             if before is not None and rows > before:
                 why = "room for all" if rows == batch_size else "room for more"
             self._change(phase, rows, why)
@@ -322,7 +324,7 @@ class Fit:
         """Whether tensors are counted one by one: it takes as long in a pass of one row as in a hundred."""
         state = self._phases[phase]
         new = state.counted < EXACT_RUNS and batch_size <= 4 * size.rows
-        return new or self.positions(size) > LONGER * state.formula.most[0]
+        return new or self.positions(size) > LONGER * state.formula.most_tokens
 
     def _note(
         self,

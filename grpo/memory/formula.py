@@ -29,6 +29,8 @@ class Formula:
 
     def __init__(self, seen: Sequence[Sequence[float]] = ()) -> None:
         self._seen: dict[tuple[int, int], deque[tuple[float, float, float]]] = {}
+        self.most_tokens = self.most_rows = 0
+        """Of the largest passes that were seen."""
         for tokens, rows, num_bytes in seen:
             self.see(int(rows), int(tokens), num_bytes)
 
@@ -41,18 +43,12 @@ class Formula:
         """Whether all passes had rows alike."""
         return len({rows for rows, _ in self._seen}) == 1
 
-    @property
-    def most(self) -> tuple[float, float]:
-        """Tokens, and rows, of the largest passes that were seen."""
-        return max((tokens for tokens, _, _ in self.seen), default=0), max(
-            (rows for _, rows, _ in self.seen), default=0
-        )
-
     def see(self, rows: int, tokens: int, num_bytes: float) -> None:
         """A pass over `rows`, of `tokens` in all, has added so much at its peak."""
         alike = int(math.log(rows) / math.log(_ALIKE)), int(math.log(max(1, tokens)) / math.log(_ALIKE))
         measured = self._seen.setdefault(alike, deque(maxlen=REMEMBERED))
         measured.append((float(tokens), float(rows), float(num_bytes)))
+        self.most_tokens, self.most_rows = max(self.most_tokens, tokens), max(self.most_rows, rows)
         self._fitted: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
     def __call__(self, rows: int, tokens: int) -> float:

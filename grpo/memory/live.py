@@ -21,11 +21,11 @@ class LiveBytes(TorchDispatchMode):
     """Inside it, `live_bytes` are those of the storages made so far and not yet freed.
 
     A storage counts once however many tensors view it, with what the allocator takes for its size
-    (`block_bytes`). Storages on other devices than `device_type` do not count.
+    (`block_bytes`). Storages on other devices than `device_type` do not count; None: all do.
     """
 
     def __init__(
-        self, device_type: str = "cpu", block_bytes: Callable[[int], int] = lambda size: size
+        self, device_type: str | None = "cpu", block_bytes: Callable[[int], int] = lambda size: size
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
@@ -46,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
         for tensor in made:
             storage = tensor.untyped_storage()
             # A fake tensor's storage is meta.
-            here = storage.device.type in (self._device_type, "meta")
+            here = self._device_type is None or storage.device.type in (self._device_type, "meta")
             if here and storage._cdata not in storages and storage._cdata not in self._alive:
                 self._count(tensor)
         within = kernel_bytes(func, inputs, made[0]) if self._device_type == "cpu" else 0

@@ -71,11 +71,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     link: BaseException | None = error
     seen: list[BaseException] = []
     while isinstance(link, Exception) and not isinstance(link, DoesNotFit) and link not in seen:
-        if isinstance(link, MemoryError | torch.OutOfMemoryError):
-            return True
-        if isinstance(link, OSError) and link.errno == errno.ENOMEM:
-            return True
-        if isinstance(link, RuntimeError) and _SAYS_OUT_OF_MEMORY.search(str(link)):
+        by_text = isinstance(link, RuntimeError) and _SAYS_OUT_OF_MEMORY.search(str(link))
+        by_number = isinstance(link, OSError) and link.errno == errno.ENOMEM
+        if by_text or by_number or isinstance(link, MemoryError | torch.OutOfMemoryError):
             return True
         seen.append(link)
         link = link.__cause__

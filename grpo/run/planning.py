@@ -12,12 +12,11 @@ from grpo.memory import Device, DoesNotFit, Fit, Size
 from grpo.memory.budget import readable
 from grpo.model.load import Policy, RolloutModel
 from grpo.model.reference import Reference
-from grpo.plan.absent import see_trace
 from grpo.plan.advice import explain
 from grpo.plan.phases_at import PhasesAt
 from grpo.plan.tables import Plan, plan_of
 from grpo.plan.trace import TracedPhases
-from grpo.plan.warm_up import largest_batch, warm_up
+from grpo.plan.warm_up import largest_batch, see_trace, warm_up
 from grpo.plan.workload import Workload
 
 HOST_WORK, CARD_WORK = 2e10, 4e14
@@ -51,14 +50,8 @@ def plan_run(
         limited.close()  # to say what would be enough takes memory, too
         if work.config.memory_limit and not work.config.shard:  # whose passes want all processes
             _grow(work, models)
-        raise explain(work, TracedPhases(work.phase_settings()), Fit(device)) from error
-    policy = models.policy.model
-    counted = policy.num_parameters()
-    trained = [parameter.numel() for parameter in policy.parameters() if parameter.requires_grad]
-    frozen = sum(each.nbytes for each in policy.parameters() if not each.requires_grad)
-    base = counted - sum(trained) if work.config.uses_lora else counted
-    resident = work.resident(base, trained, frozen)
-    return work, fit, plan_of(fit, work, resident, trained=sum(trained))
+        raise explain(TracedPhases(work), Fit(device)) from error
+    return work, fit, plan_of(fit, _phases_at(work, models))
 
 
 def _grow(work: Workload, models: Models) -> None:
@@ -67,7 +60,7 @@ def _grow(work: Workload, models: Models) -> None:
     On 16 cores they take 70 MB, and a limit that is named without them would be refused again.
     """
     phases = _phases_at(work, models)
-    for phase in work.phase_settings().phases:
+    for phase in work.phases:
         with suppress(Exception):  # it only makes a figure better
             phases.run(phase, work.size(1))
         phases.forget()
@@ -99,7 +92,7 @@ def _try_out(
     if work.config.batch_size == "auto":
         largest = min(world.exchange("the batch size", largest_batch(fit, tried)))
         tried = tried.with_settings(batch_size=world.size * largest)
-        for phase in tried.phase_settings().phases:
+        for phase in tried.phases:
             fit.reconsider(phase)
             fit.plan(phase, tried.size(tried.rows_here))
     fit.take_passes()
@@ -110,7 +103,7 @@ def _passes(work: Workload, fit: Fit, models: Models) -> Callable[[str, Size], b
     """Real ones, in which kernels are loaded and the process is seen to grow; traces where they take long."""
     phases, num_parameters = _phases_at(work, models), models.policy.model.num_parameters()
     most = (HOST_WORK if work.target.on_cpu else CARD_WORK) / num_parameters
-    traced = cache(lambda: TracedPhases(phases.settings))
+    traced = cache(lambda: TracedPhases(work))
 
     def pass_at(phase: str, size: Size) -> bool:
         if size.rows <= work.config.group_size or fit.positions(size) <= most:
@@ -131,9 +124,8 @@ def _passes(work: Workload, fit: Fit, models: Models) -> Callable[[str, Size], b
 
 
 def _phases_at(work: Workload, models: Models) -> PhasesAt:
-    settings = work.phase_settings()
-    scored = models.reference.model if models.reference and settings.scores == "reference" else None
-    return PhasesAt(settings, models.policy.model, models.sampler.model, scored)
+    scored = models.reference.model if models.reference and work.scores == "reference" else None
+    return PhasesAt(work, models.policy.model, models.sampler.model, scored)
 
 
 def stays_gathered(world: World, fit: Fit, work: Workload, policy: Policy) -> bool:

@@ -19,9 +19,8 @@ from grpo.config.sizes import GB, parse_size
 from grpo.memory import Card as TracedCard
 from grpo.memory import Fit
 from grpo.memory.budget import CONTEXT_BYTES, DeviceMemory, readable
-from grpo.plan.absent import see_trace
 from grpo.plan.trace import TracedPhases
-from grpo.plan.warm_up import largest_batch, warm_up
+from grpo.plan.warm_up import largest_batch, see_trace, warm_up
 from grpo.run.dry_run import workload
 from grpo.workbench.cards import Card
 from grpo.workbench.settings import ON_A_CARD, Calculator, FrozenDtype, Optimizer, Weights
@@ -98,10 +97,8 @@ class Model:
         if settings.prompt_tokens is not None:
             work = replace(work, longest_prompt=settings.prompt_tokens)
         self.work, self._most = work, train.max_batch_size
-        self._traced = TracedPhases(work.phase_settings())
-        self._resident = work.resident(
-            self._traced.num_parameters, self._traced.trained_sizes, self._traced.frozen_bytes
-        )
+        self._traced = TracedPhases(work)
+        self._resident = self._traced.phases.resident()
         self._held_bytes = beside_bytes + sum(self._resident.values())
 
     def planned(self) -> str:
@@ -115,7 +112,7 @@ class Model:
 
     def lines(self) -> list[Line]:
         """Of the optimizer's step, when weights, moments and gradients are all there."""
-        trained, config = sum(self._traced.trained_sizes), self.work.config
+        trained, config = sum(self._traced.phases.trained_sizes), self.work.config
         gradients = self.work.target.exact_dtype.itemsize * trained
         names = {"reference": "frozen reference", "weights": "trainable weights"}
         if config.uses_lora:
@@ -140,9 +137,8 @@ class Model:
             size = largest_batch(fit, all_of_it)
         except SettingsError:  # not one group
             return {"batch_size": 0, "fullest": None, "peak_bytes": None}
-        phases = self.work.phase_settings().phases
-        added = {phase: self._traced.added_bytes(phase, self.work.size(size)) for phase in phases}
-        fullest = max(phases, key=lambda phase: added[phase])
+        added = {phase: self._traced.added_bytes(phase, self.work.size(size)) for phase in self.work.phases}
+        fullest = max(added, key=lambda phase: added[phase])
         return {"batch_size": size, "fullest": fullest, "peak_bytes": self._held_bytes + added[fullest]}
 
 

@@ -18,11 +18,10 @@ from loguru import logger
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from grpo.config import CONFIG_FILE, to_plain
-from grpo.config.groups import Checkpointing, LoraSettings, SamplingSettings
+from grpo.config import CONFIG_FILE, Config, to_plain
+from grpo.config.groups import Checkpointing, LoraSettings
 from grpo.config.sizes import parse_size
 from grpo.files import write_whole
-from grpo.learning.loss import LossSettings
 from grpo.learning.optimizer import learning_rate, make_optimizer, set_learning_rate
 from grpo.learning.step import Stepper, begin_gradients
 from grpo.memory import Device, Fit, Pass, Size
@@ -34,8 +33,9 @@ from grpo.model.activation_checkpointing import (
 from grpo.model.adapters import add_adapters, store_base
 from grpo.model.load import load_for
 from grpo.model.target import Target, choose_device, make_target
-from grpo.plan.phases_at import PhasesAt, PhaseSettings
+from grpo.plan.phases_at import PhasesAt
 from grpo.plan.trace import TracedPhases
+from grpo.plan.workload import Workload
 from grpo.run.tracking import RunTracker
 from grpo.scoring.forward import empty_cache
 from grpo.scoring.head import Slope, head_pass
@@ -115,8 +115,8 @@ class WindowPhases(PhasesAt):
     def learn(self, size: Size) -> None:
         self.begin_gradients()
         windows = torch.zeros(size.rows, 1 + size.tokens, dtype=torch.long)
-        with recomputed_layers(self.policy, self.settings.checkpointing):
-            target = self.settings.target
+        with recomputed_layers(self.policy, self.work.checkpointing):
+            target = self.work.target
             window_logprobs(
                 self.policy, windows, dtype=target.dtype, slope=lambda logp, _: logp, traced=target.device
             )
@@ -132,10 +132,8 @@ def added_bytes(
     lora: LoraSettings = WHOLE,
 ) -> int:
     """What tensors of an update are predicted to add, gradients among them; traced, on no device."""
-    settings = PhaseSettings(
-        target, 1, SamplingSettings(), LossSettings(), checkpointing, scores="nothing", lora=lora
-    )  # fmt: skip
-    return TracedPhases(settings, WindowPhases).added_bytes("learn", Size(rows, context))
+    config = Config(gradient_checkpointing=checkpointing, **vars(LoraSettings.of(lora)))
+    return TracedPhases(Workload(config, target, 1), WindowPhases).added_bytes("learn", Size(rows, context))
 
 
 def random_model(target: Target, *, seed: int = 0) -> PreTrainedModel:

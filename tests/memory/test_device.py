@@ -5,7 +5,6 @@ import os
 import resource
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -15,7 +14,6 @@ import torch
 from real_phases import allocator_peak
 from several_processes import in_processes, values
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo.memory import Device, budget, is_out_of_memory, peak_live_bytes
 from grpo.memory import device as devices
@@ -111,16 +109,6 @@ def layer_norm_of_a_transposed_gradient() -> object:
 def test_peaks_are_those_of_the_allocator(work: Callable[[], object]):
     work()  # what is set up once is no part of it
     assert peak_live_bytes(work) == pytest.approx(allocator_peak(work), rel=0.01)
-
-
-def test_fake_tensors_count_as_real_ones_do():
-    peaks = []
-    for mode in (nullcontext(), FakeTensorMode()):
-        with mode, LiveBytes() as live:
-            block = block_passes()
-        peaks.append(live.peak_bytes)
-        assert live.live_bytes == 2 * 4 * sum(each.numel() for each in block.parameters())  # and gradients
-    assert peaks[0] == peaks[1] > live.live_bytes
 
 
 # ---------------------------------------------------------------------------------------- the host

@@ -324,7 +324,7 @@ def test_a_models_budget_is_the_planners_as_it_is_printed_and_written(model_fold
     wanted = asked(**settings)
     model = Model(wanted, wanted.card(), beside_bytes=0)
     work = model.work
-    traced = TracedPhases(work.phase_settings())
+    traced = TracedPhases(work)
     for share in found["shares"]:
         added = {p: traced.added_bytes(p, work.size(share["batch_size"])) for p in ("sample", "learn")}
         assert share["fullest"] == max(added, key=added.get)
