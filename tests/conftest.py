@@ -304,7 +304,7 @@ def untraced(row_bytes: float = 1e5, *, counted: bool = False) -> Iterator[None]
     """
 
     def made_up(fit: Fit, work: Workload, pass_at: object, **options: object) -> None:
-        for phase in work.phase_settings().phases:
+        for phase in work.phases:
             for groups in (1, 64):
                 size = work.size(groups * work.config.group_size)
                 fit.see(phase, size, row_bytes * size.rows)

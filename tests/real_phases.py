@@ -21,7 +21,7 @@ from grpo.model.adapters import add_adapters, store_base
 from grpo.model.load import load_model
 from grpo.model.target import Target, make_target
 from grpo.model.weights import RolloutModel, make_reference
-from grpo.plan.phases_at import PhasesAt, PhaseSettings
+from grpo.plan.phases_at import PhasesAt
 from grpo.plan.workload import Workload
 from grpo.types import Prompt
 
@@ -62,17 +62,15 @@ class Setting:
     def target(self) -> Target:
         return make_target(self.model, CPU, self.compute_dtype)
 
-    def workload(self, longest: Size) -> Workload:
-        """What the planner is told: batches of `longest.rows`, and texts as long."""
+    def workload(self, longest: Size | None = None) -> Workload:
+        """What the planner is told: batches of `longest.rows`, and texts as long; else of one group."""
+        longest = longest or Size(self.group_size)
         config = Config(
             device="cpu", batch_size=longest.rows, group_size=self.group_size,
             max_new_tokens=longest.tokens, kl_coef=0.02 if self.kl else 0.0,
             gradient_checkpointing=self.checkpointing, **vars(self.lora),
         )  # fmt: skip
         return Workload(config, self.target, longest.shared)
-
-    def phase_settings(self) -> PhaseSettings:
-        return self.workload(Size(self.group_size)).phase_settings()
 
 
 class RealPhases(PhasesAt):
@@ -91,7 +89,7 @@ class RealPhases(PhasesAt):
             add_adapters(model, setting.lora)
             store_base(model, setting.compute_dtype)
         sampler = RolloutModel(model, setting.compute_dtype).model
-        super().__init__(setting.phase_settings(), model, sampler, make_reference(model, CPU).model)
+        super().__init__(setting.workload(), model, sampler, make_reference(model, CPU).model)
 
     def _prompts(self, size: Size) -> tuple[list[list[int]], int]:
         """The first is a token shorter: prompts of one length need no mask, of which a trace cannot know."""

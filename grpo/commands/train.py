@@ -32,7 +32,7 @@ def main(config: Config, _: Console) -> int:
     from grpo.data.reward_functions import RewardFailed
     from grpo.distributed import ProcessLost
     from grpo.learning.step import Diverged
-    from grpo.memory.recovery import Reserve, is_out_of_memory
+    from grpo.memory.recovery import RESERVE_BYTES, is_out_of_memory
     from grpo.run.dry_run import dry_run
     from grpo.run.interrupt import stop_on_signal
     from grpo.run.setup import open_run, show_plans
@@ -43,7 +43,7 @@ def main(config: Config, _: Console) -> int:
         KeyboardInterrupt: INTERRUPTED, ValueError: WRONG_USAGE, EngineError: WRONG_USAGE,
         Diverged: FAILED, RewardFailed: FAILED, ProcessLost: FAILED,
     }  # fmt: skip
-    reserve, go_on = Reserve(), "nothing was begun"
+    reserve, go_on = bytearray(RESERVE_BYTES), "nothing was begun"
     try:
         if config.dry_run:
             dry_run(config, console)
@@ -69,7 +69,7 @@ def main(config: Config, _: Console) -> int:
             if run.world.is_main:
                 console.print(how_to_load(run), highlight=False, soft_wrap=True)  # to be copied
     except BaseException as error:
-        reserve.let_go()  # first of all: to say anything takes memory
+        reserve.clear()  # first of all: to say anything takes memory
         status = next((statuses[kind] for kind in statuses if isinstance(error, kind)), None)
         reason = shortened(error)
         if status is None and is_out_of_memory(error):

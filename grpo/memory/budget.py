@@ -3,11 +3,15 @@
 1 GB is 2**30 bytes throughout, as `nvidia-smi` and the cards' names have it.
 """
 
+import resource
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
 
 GB = 2**30
 USABLE_SHARE = 0.98
@@ -52,10 +56,6 @@ class DeviceMemory:
     def others_bytes(self) -> int:
         return max(0, self.total_bytes - self.free_bytes - self.ours_bytes)
 
-    def shared_by(self, processes: int) -> "DeviceMemory":
-        """The part of one of so many processes that do the same beside each other on the device."""
-        return DeviceMemory(self.total_bytes // processes, self.free_bytes // processes, self.ours_bytes)
-
 
 def card_memory(sold_bytes: int) -> DeviceMemory:
     """An idle card that is not there, known by the size it is sold with."""
@@ -75,6 +75,44 @@ def make_budget(memory: DeviceMemory, *, utilization: float, limit_bytes: int | 
     return min(choices, key=lambda budget: budget.usable_bytes)
 
 
+def host_total_and_available() -> tuple[int, int]:
+    """Bytes of memory that this process could ever have, and those that nobody holds, in its container."""
+    memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
+    for folder in _control_groups():
+        limit, used = _limit_and_use(folder)
+        total, available = min(total, limit), min(available, max(0, limit - used))
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)  # beyond it libraries abort instead of raising
+    if addresses != resource.RLIM_INFINITY:
+        available = min(available, max(0, addresses - psutil.Process().memory_info().vms))
+    return total, available
+
+
+def data_limit() -> int | None:
+    """What `ulimit -d` lets this process have of private writable memory, if anything does."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _control_groups() -> Iterator[Path]:
+    """Folders of the control group that this process is in and of those around it: the limit of each holds.
+
+    They are of version 2 and of version 1's memory controller, where these are always mounted (cgroups(7)).
+    A container may see the path that its host knows, of which only the end exists.
+    """
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not on Linux
+        return
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if not controllers or "memory" in controllers.split(","):
+            mount = Path("/sys/fs/cgroup", *(["memory"] if controllers else []))
+            parts = [part for part in path.split("/") if part not in ("", "..")]
+            for start, end in combinations(range(len(parts) + 1), 2):
+                yield mount.joinpath(*parts[start:end])
+            yield mount
+
+
 _LIMITS = (
     ("memory.max", "memory.current"), ("memory.high", "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -82,81 +120,15 @@ _LIMITS = (
 """Of a control group, version 2 and 1, and what counts towards each; beyond `high` processes are slowed."""
 
 
-def host_total_and_available() -> tuple[int, int]:
-    """Bytes of memory this process could ever have, and those nobody holds; minds a container's limit."""
-    if sys.platform == "linux":
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        total, available = (int(fields[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-        for folder in _cgroups():
-            limit, used = _limit_and_use(folder)
-            total, available = min(total, limit), min(available, max(0, limit - used))
-        return total, min(available, _room_of_addresses())
-    import os
-
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return total, total
-
-
-def data_limit() -> int | None:
-    """What `ulimit -d` lets this process have of private writable memory, if anything does."""
-    if sys.platform != "linux":
-        return None
-    import resource
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
-def _room_of_addresses() -> int:
-    """What `ulimit -v` leaves this process. Beyond it libraries abort where Python would raise."""
-    import resource
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return sys.maxsize
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return max(0, limit - pages * resource.getpagesize())
-
-
-def _cgroups() -> Iterator[str]:
-    """Folders of the control group this process is in and of those around it; the limit of each holds.
-
-    Where they are always mounted, of version 2 and of version 1's memory controller (cgroups(7)). A container
-    may see the path that its host knows, of which it has only the end.
-    """
-    try:
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for _, names, path in (line.split(":", 2) for line in groups):
-        if names and "memory" not in names.split(","):
-            continue
-        mount = "/sys/fs/cgroup/memory" if names else "/sys/fs/cgroup"
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for start, end in combinations(range(len(parts) + 1), 2):
-            yield "/".join([mount, *parts[start:end]])
-        yield mount
-
-
-def _limit_and_use(folder: str) -> tuple[int, int]:
-    """The least of a group's limits, and what counts towards it and cannot be dropped."""
+def _limit_and_use(folder: Path) -> tuple[int, int]:
+    """The least of a control group's limits, and the bytes in use; files that it has read do not count."""
     limit, used = sys.maxsize, 0
-    for limit_name, use_name in _LIMITS:
-        try:
-            text = Path(f"{folder}/{limit_name}").read_text().strip()
-            use = int(Path(f"{folder}/{use_name}").read_text())
-        except (OSError, ValueError):
-            continue
-        if text.isdigit() and int(text) < limit:
-            limit, used = int(text), max(0, use - _file_cache(folder))
-    return limit, used
-
-
-def _file_cache(folder: str) -> int:
-    """Bytes of files a cgroup has read, which the system drops before memory runs out."""
-    try:
-        lines = Path(f"{folder}/memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    sizes = dict(line.split() for line in lines)
-    return int(sizes.get("total_inactive_file", sizes.get("inactive_file", 0)))
+    for limit_file, use_file in _LIMITS:
+        with suppress(OSError, ValueError):  # no such file; the limit is "max"
+            most, in_use = (int((folder / name).read_text()) for name in (limit_file, use_file))
+            if most < limit:
+                limit, used = most, in_use
+    with suppress(OSError):
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        used -= int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+    return limit, max(0, used)

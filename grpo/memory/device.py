@@ -8,8 +8,9 @@ counted exactly, by `LiveBytes`, where that is asked for, as it costs time.
 import os
 import resource
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,6 @@ from grpo.memory.budget import (
     host_total_and_available,
     make_budget,
 )
-from grpo.memory.fit import Peak
 from grpo.memory.live import LiveBytes
 
 FIRST_SLACK = 0.1
@@ -45,23 +45,30 @@ class MemoryReading:
     peak_bytes: int
 
     def as_metrics(self) -> dict[str, float]:
-        metrics = {
-            "memory/allocated_gb": self.allocated_bytes / GB,
-            "memory/peak_gb": self.peak_bytes / GB,
-        }
-        if self.device != "CPU":
-            metrics["memory/reserved_gb"] = self.reserved_bytes / GB
-        return metrics
+        sizes = {"allocated": self.allocated_bytes, "reserved": self.reserved_bytes, "peak": self.peak_bytes}
+        if self.device == "CPU":
+            del sizes["reserved"]
+        return {f"memory/{name}_gb": size / GB for name, size in sizes.items()}
 
     def __str__(self) -> str:
-        allocated, peak = self.allocated_bytes / GB, self.peak_bytes / GB
-        if self.device == "CPU":
-            return f"CPU memory - allocated: {allocated:.2f}GB, peak: {peak:.2f}GB"
-        reserved = self.reserved_bytes / GB
-        return (
-            f"{self.device} memory - allocated: {allocated:.2f}GB, "
-            f"reserved: {reserved:.2f}GB, peak: {peak:.2f}GB"
-        )
+        sizes = (f"{name[7:-3]}: {size:.2f}GB" for name, size in self.as_metrics().items())
+        return f"{self.device} memory - {', '.join(sizes)}"
+
+
+@dataclass
+class Peak:
+    """What a pass was measured to hold at its peak, in bytes; filled in when it ends.
+
+    used_before_bytes: by the process when it began, less what an allocator keeps for all.
+    process_before_bytes: by the process when it began, context and libraries included; process_bytes: later.
+    added_bytes: by tensors, beyond those that were there; None where they were not counted.
+    """
+
+    used_before_bytes: int = 0
+    process_before_bytes: int = 0
+    process_bytes: int = 0
+    added_bytes: int | None = None
+    seconds: float = 0.0
 
 
 class Device:
@@ -83,6 +90,7 @@ class Device:
         self.on_host = self.device.type == "cpu"
         self.utilization, self.limit_bytes, self._sharing = utilization, limit_bytes, sharing
         self.slack = FIRST_SLACK if self.device.type in ("cpu", "mps") else 0.0
+        """What is held beside tensors, as a share of them, before that is measured."""
         self._data_limit = data_limit() if self.on_host else None
         limited = limit_bytes is not None or self._data_limit is not None
         self._counts_private = limited and self.on_host and sys.platform == "linux"
@@ -94,13 +102,12 @@ class Device:
         """All of the device's memory, the free part, and this process's."""
         if self.on_host:
             total, available = host_total_and_available()
-            ours = self._process_bytes()
-            if self._data_limit is not None:
-                total, available = min(total, self._data_limit), min(available, self._data_limit - ours)
-            return DeviceMemory(total, max(0, available), ours)
+            ours, limit = self._process_bytes(), self._data_limit
+            if limit is not None:
+                total, available = min(total, limit), max(0, min(available, limit - ours))
+            return DeviceMemory(total, available, ours)
         if self.device.type == "mps":
-            total = torch.mps.recommended_max_memory()
-            ours = torch.mps.driver_allocated_memory()
+            total, ours = torch.mps.recommended_max_memory(), torch.mps.driver_allocated_memory()
             return DeviceMemory(total, total - ours, ours)
         free, total = torch.accelerator.get_memory_info(self.device)
         ours = torch.accelerator.memory_reserved(self.device) + self._outside_allocator_bytes()
@@ -108,8 +115,13 @@ class Device:
 
     def budget(self) -> Budget:
         """What this process may hold now, beside whatever others do."""
-        memory = self.memory().shared_by(self._sharing)
-        return make_budget(memory, utilization=self.utilization, limit_bytes=self.limit_bytes)
+        all_of_it = self.memory()
+        part = DeviceMemory(
+            all_of_it.total_bytes // self._sharing,
+            all_of_it.free_bytes // self._sharing,
+            all_of_it.ours_bytes,
+        )
+        return make_budget(part, utilization=self.utilization, limit_bytes=self.limit_bytes)
 
     def used_bytes(self) -> int:
         """What is not free to whatever this process does next: without what any allocator keeps for all.
@@ -129,9 +141,9 @@ class Device:
         if self.device.type != "cuda":
             return ""
         with suppress(Exception):  # it is only a courtesy
-            told = torch.cuda.list_gpu_processes(self.device).splitlines()
-            lines = (" ".join(line.split()) for line in told if "process" in line)
-            return ", ".join(line for line in lines if f"process {os.getpid()} " not in line)
+            lines = torch.cuda.list_gpu_processes(self.device).splitlines()
+            processes = (" ".join(line.split()) for line in lines if "process" in line)
+            return ", ".join(line for line in processes if f"process {os.getpid()} " not in line)
         return ""
 
     def _outside_allocator_bytes(self) -> int:
@@ -149,10 +161,11 @@ class Device:
         """What the allocator has reserved for CUDA graphs and nothing holds between their replays."""
         if self.device.type != "cuda":
             return 0
-        segments = torch.cuda.memory_snapshot()
-        pooled = (each for each in segments if tuple(each["segment_pool_id"]) != (0, 0))
-        here = (each for each in pooled if each["device"] == (self.device.index or 0))
-        return sum(each["total_size"] - each["allocated_size"] for each in here)
+        return sum(
+            segment["total_size"] - segment["allocated_size"]
+            for segment in torch.cuda.memory_snapshot()
+            if tuple(segment["segment_pool_id"]) != (0, 0) and segment["device"] == (self.device.index or 0)
+        )
 
     def _process_bytes(self) -> int:
         return _status()["VmData"] if self._counts_private else resident_bytes()
@@ -163,11 +176,10 @@ class Device:
         """What is held now, and the peak since `reset_peak`."""
         if self.on_host:
             resident = resident_bytes()
-            return MemoryReading("CPU", resident, resident, max(peak_resident_bytes(), self._peak_bytes))
+            return MemoryReading("CPU", resident, resident, max(_status()["VmHWM"], self._peak_bytes))
         if self.device.type == "mps":
-            allocated = torch.mps.current_allocated_memory()
             reserved = torch.mps.driver_allocated_memory()
-            return MemoryReading("GPU 0", allocated, reserved, reserved)
+            return MemoryReading("GPU 0", torch.mps.current_allocated_memory(), reserved, reserved)
         return MemoryReading(
             f"GPU {self.device.index or 0}",
             torch.accelerator.memory_allocated(self.device),
@@ -178,46 +190,39 @@ class Device:
     def reset_peak(self) -> None:
         """Peaks of `read` are from here on."""
         self._peak_bytes = 0
-        self._reset()
-
-    @contextmanager
-    def measure(self, *, exact: bool = False) -> Iterator[Peak]:
-        """What is held inside, filled in at the end. exact: count tensors on the host, one by one."""
-        result = Peak()
-        self._peak_bytes = max(self._peak_bytes, self.read().peak_bytes)
-        self._reset()
-        before = self.read().allocated_bytes
-        result.process_before_bytes = self._peaks()[2]
-        live = LiveBytes() if exact and self.on_host else None
-        try:
-            with live or nullcontext():
-                yield result
-        finally:
-            result.allocated_bytes, result.reserved_bytes, result.process_bytes = self._peaks()
-            if live is not None:
-                result.added_bytes = live.peak_bytes
-            elif self.device.type not in ("cpu", "mps"):
-                result.added_bytes = result.allocated_bytes - before
-
-    def _peaks(self) -> tuple[int, int, int]:
-        """Allocated, reserved and process bytes at their peak since the last reset."""
-        if self.on_host:
-            peak = peak_resident_bytes()
-            beyond = _status()["VmData"] - resident_bytes() if self._counts_private else 0
-            return peak, peak, peak + beyond
-        if self.device.type == "mps":
-            driver = torch.mps.driver_allocated_memory()
-            return driver, driver, driver
-        allocated = torch.accelerator.max_memory_allocated(self.device)
-        reserved = torch.accelerator.max_memory_reserved(self.device)
-        return allocated, reserved, reserved + self._outside_allocator_bytes()
-
-    def _reset(self) -> None:
         if self.on_host and sys.platform == "linux":
             with suppress(OSError):  # not permitted in some sandboxes: the peak is then the whole life's
                 Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
         elif self.device.type not in ("cpu", "mps"):  # MPS keeps no peak
             torch.accelerator.reset_peak_memory_stats(self.device)
+
+    @contextmanager
+    def measure(self, *, exact: bool = False) -> Iterator[Peak]:
+        """What is held inside, filled in at the end. exact: count tensors on the host, one by one."""
+        before = self.read()
+        self.reset_peak()
+        self._peak_bytes = before.peak_bytes  # `read` goes on with it
+        peak = Peak(self.used_bytes(), self._process_peak_bytes())
+        live, start = LiveBytes() if exact and self.on_host else None, time.perf_counter()
+        try:
+            with live or nullcontext():
+                yield peak
+        finally:
+            peak.seconds, peak.process_bytes = time.perf_counter() - start, self._process_peak_bytes()
+            if live is not None:
+                peak.added_bytes = live.peak_bytes
+            elif self.device.type not in ("cpu", "mps"):
+                allocated = torch.accelerator.max_memory_allocated(self.device)
+                peak.added_bytes = allocated - before.allocated_bytes
+
+    def _process_peak_bytes(self) -> int:
+        """The most that the process has held since the last reset."""
+        if self.on_host:
+            now = _status()
+            return now["VmHWM"] + (now["VmData"] - now["VmRSS"] if self._counts_private else 0)
+        if self.device.type == "mps":
+            return torch.mps.driver_allocated_memory()
+        return torch.accelerator.max_memory_reserved(self.device) + self._outside_allocator_bytes()
 
     # ------------------------------------------------------------------------------------------- a cap
 
@@ -229,43 +234,60 @@ class Device:
         kernels are loaded; on Linux RLIMIT_DATA of this process (private writable memory). Gives how, in
         words.
         """
-        budget = self.budget()
-        if self.device.type == "cuda":
-            total = self.memory().total_bytes
-            outside = max(CONTEXT_BYTES, self._outside_allocator_bytes() + KERNELS_BYTES)
-            self._least_outside_bytes = min(MOST_OUTSIDE_BYTES, outside)
-            share = min(1.0, max(0, budget.usable_bytes - self._least_outside_bytes) / total)
-            torch.cuda.set_per_process_memory_fraction(share, self.device)
-            try:
+        usable_bytes = self.budget().usable_bytes
+        with ExitStack() as limited:
+            if self.device.type == "cuda":
+                outside = max(CONTEXT_BYTES, self._outside_allocator_bytes() + KERNELS_BYTES)
+                self._least_outside_bytes = min(MOST_OUTSIDE_BYTES, outside)
+                share = max(0, usable_bytes - self._least_outside_bytes) / self.memory().total_bytes
+                limited.callback(torch.cuda.set_per_process_memory_fraction, 1.0, self.device)
+                torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
                 yield f"enforced by the CUDA allocator ({share:.1%} of the card)"
-            finally:
-                torch.cuda.set_per_process_memory_fraction(1.0, self.device)
-        elif self.on_host and sys.platform == "linux":
-            before = resource.getrlimit(resource.RLIMIT_DATA)
-            untouched = 0 if self._counts_private else max(0, _status()["VmData"] - resident_bytes())
-            most = budget.usable_bytes + untouched
-            if before[0] == resource.RLIM_INFINITY or most < before[0]:
-                resource.setrlimit(resource.RLIMIT_DATA, (most, before[1]))
-            try:
+            elif self.on_host and sys.platform == "linux":
+                status, before = _status(), resource.getrlimit(resource.RLIMIT_DATA)
+                untouched = 0 if self._counts_private else max(0, status["VmData"] - status["VmRSS"])
+                most = usable_bytes + untouched
+                if before[0] == resource.RLIM_INFINITY or most < before[0]:
+                    limited.callback(resource.setrlimit, resource.RLIMIT_DATA, before)
+                    resource.setrlimit(resource.RLIMIT_DATA, (most, before[1]))
                 yield "enforced by the system (RLIMIT_DATA)"
-            finally:
-                resource.setrlimit(resource.RLIMIT_DATA, before)
-        else:
-            yield "a guide for the plan only: this system cannot enforce it"
+            else:
+                yield "a guide for the plan only: this system cannot enforce it"
+
+
+class Card(Device):
+    """A card that is not there: it is planned for, and nothing runs on it."""
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        *,
+        utilization: float,
+        limit_bytes: int | None = None,
+        slack: float = 0.0,
+    ) -> None:
+        super().__init__("meta", utilization=utilization, limit_bytes=limit_bytes)
+        self.slack, self._memory = slack, memory
+        self.held_bytes = 0
+        """What exists all along on it."""
+
+    def memory(self) -> DeviceMemory:
+        return self._memory
+
+    def used_bytes(self) -> int:
+        return self.held_bytes
 
 
 def resident_bytes() -> int:
     """What this process has in memory, as `top` shows it."""
-    return _status()["VmRSS"] if sys.platform == "linux" else psutil.Process().memory_info().rss
-
-
-def peak_resident_bytes() -> int:
-    """The most that it was since the last reset; where there is none to be had, what it is now."""
-    return _status()["VmHWM"] if sys.platform == "linux" else resident_bytes()
+    return _status()["VmRSS"]
 
 
 def _status() -> dict[str, int]:
-    """The sizes in /proc/self/status, in bytes (proc(5))."""
+    """Sizes of this process in bytes, as proc(5) calls them. Elsewhere than on Linux no peak is kept."""
+    if sys.platform != "linux":
+        resident = psutil.Process().memory_info().rss
+        return {"VmRSS": resident, "VmHWM": resident}
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = (line.split() for line in lines if line.startswith("Vm"))
     return {name.rstrip(":"): int(size) * 1024 for name, size, *_ in fields}

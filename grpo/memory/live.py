@@ -7,7 +7,7 @@ caller knows, and oneDNN's scratch space (in bf16 some hundred kB a thread; with
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,92 +21,49 @@ class LiveBytes(TorchDispatchMode):
     """Inside it, `live_bytes` are those of the storages made so far and not yet freed.
 
     A storage counts once however many tensors view it, with what the allocator takes for its size
-    (`block_bytes`). Storages on other devices than `device_type` do not count.
+    (`block_bytes`). Storages on other devices than `device_type` do not count; None: all do.
     """
 
     def __init__(
-        self,
-        device_type: str = "cpu",
-        block_bytes: Callable[[int], int] = lambda size: size,
-        *,
-        keep_log: bool = False,
+        self, device_type: str | None = "cpu", block_bytes: Callable[[int], int] = lambda size: size
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self.log: list[tuple[str, int]] = []
-        """With `keep_log`: each operation that allocated, and `live_bytes` while it ran."""
-        self._keep_log = keep_log
-        self._device_type = device_type
-        self._block_bytes = block_bytes
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._sizes: dict[int, int] = {}
-        self._refilled: set[int] = set()
-
-    def reset_peak(self) -> None:
-        self.peak_bytes = self.live_bytes
+        self.live_bytes = self.peak_bytes = 0
+        self._device_type, self._block_bytes = device_type, block_bytes
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._note(func, args, kwargs or {}, result)
+        if made := list(_tensors((result,))):
+            self._note(func, list(_tensors((*args, *(kwargs or {}).values()))), made)
         return result
 
-    def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        made = list(_tensors((result,)))
-        if func.namespace == "fsdp" and "out" in kwargs:
-            self._refill(kwargs["out"])
-        if not made:
-            return
-        self._follow_refilled()
-        given = [*_tensors(args), *_tensors(kwargs.values())]
-        storages = {value.untyped_storage()._cdata for value in given}
+    def _note(self, func: Any, inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+        storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         before = self.live_bytes
         for tensor in made:
             storage = tensor.untyped_storage()
-            if storage._cdata not in storages and storage._cdata not in self._alive:
-                self._count(storage)
-        within = kernel_bytes(func, given, made[0]) if self._device_type == "cpu" else 0
-        if self.live_bytes + within > before and not _sums_gradients(func, given):
+            # A fake tensor's storage is meta.
+            here = self._device_type is None or storage.device.type in (self._device_type, "meta")
+            if here and storage._cdata not in storages and storage._cdata not in self._alive:
+                self._count(tensor)
+        within = kernel_bytes(func, inputs, made[0]) if self._device_type == "cpu" else 0
+        if self.live_bytes + within > before and not _sums_gradients(func, inputs):
             self.peak_bytes = max(self.peak_bytes, self.live_bytes + within)
-            if self._keep_log:
-                self.log.append((str(func), self.live_bytes + within))
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage.device.type not in (self._device_type, "meta"):  # a fake tensor's storage is meta
-            return
-        key = storage._cdata
+    def _count(self, tensor: torch.Tensor) -> None:
+        """A tensor's storage is new."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, self._block_bytes(storage.nbytes())
 
         def freed(_: weakref.ref[torch.UntypedStorage]) -> None:
-            self.live_bytes -= self._sizes.pop(key, 0)
-            self._alive.pop(key, None)
-            self._refilled.discard(key)
+            self.live_bytes -= self._alive.pop(key)[1]
 
-        self._alive[key], self._sizes[key] = weakref.ref(storage, freed), 0
-        self._measure(key, storage)
-
-    def _measure(self, key: int, storage: torch.UntypedStorage) -> None:
-        size = self._block_bytes(storage.nbytes())
-        self.live_bytes += size - self._sizes[key]
-        self._sizes[key] = size
-
-    def _refill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """FSDP2 gathers weights into storages that it empties afterwards and fills the next time."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._alive:
-                self._count(storage)
-            if storage._cdata in self._alive:
-                self._refilled.add(storage._cdata)
-        self._follow_refilled()
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def _follow_refilled(self) -> None:
-        """No operation tells that a storage is emptied: look."""
-        for key in list(self._refilled):
-            if (storage := self._alive[key]()) is not None:
-                self._measure(key, storage)
+        # The Python storage lives as long as its memory, also where only C++ still holds it.
+        self._alive[key] = weakref.ref(storage, freed), size
+        self.live_bytes += size
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -117,30 +74,25 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def kernel_bytes(func: Any, given: Sequence[torch.Tensor], made: torch.Tensor) -> int:
+def kernel_bytes(func: Any, inputs: Sequence[torch.Tensor], made: torch.Tensor) -> int:
     """What a CPU kernel allocates beside its result, and frees before it returns."""
     operation = func.overloadpacket
     if func.namespace == "c10d":  # gloo copies what all processes have together
-        return max((each.numel() * each.itemsize for each in given), default=0)
+        return max((tensor.nbytes for tensor in inputs), default=0)
     if operation in _ARITHMETIC:  # operands of another dtype are converted as a whole
-        return sum(each.numel() * made.itemsize for each in given if each.ndim and each.dtype != made.dtype)
+        others = (tensor for tensor in inputs if tensor.ndim and tensor.dtype != made.dtype)
+        return sum(tensor.numel() * made.itemsize for tensor in others)
     if operation is aten.native_layer_norm_backward:
-        return sum(each.numel() * each.itemsize for each in given if not each.is_contiguous())
-    if operation is aten.logsumexp:  # the exponentials
-        return given[0].numel() * given[0].itemsize
-    return 0
+        return sum(tensor.nbytes for tensor in inputs if not tensor.is_contiguous())
+    return inputs[0].nbytes if operation is aten.logsumexp else 0  # the exponentials
 
 
-def _sums_gradients(func: Any, given: Sequence[torch.Tensor]) -> bool:
+def _sums_gradients(func: Any, inputs: Sequence[torch.Tensor]) -> bool:
     """Whether autograd adds up gradients here: in place, had it not found a dispatch mode."""
-    return (
-        func is aten.add.Tensor
-        and torch._C._current_graph_task_id() != -1
-        and not torch.is_grad_enabled()
-        and len(given) == 2
-        and given[0].shape == given[1].shape
-        and given[0].dtype == given[1].dtype
-    )
+    if func is not aten.add.Tensor or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return False
+    kinds = [(tensor.shape, tensor.dtype) for tensor in inputs]
+    return len(kinds) == 2 and kinds[0] == kinds[1]
 
 
 def peak_live_bytes(work: Callable[[], object], **options: Any) -> int:

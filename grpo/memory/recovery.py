@@ -18,7 +18,6 @@ import gc
 import re
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -29,6 +28,7 @@ from grpo.memory.rows import DoesNotFit, smaller_rows
 
 T = TypeVar("T")
 RESERVE_BYTES = 8 * 2**20
+"""For a command to let go of when memory runs out, so that something can still be said and written."""
 
 _ONEDNN_FAILED = "could not create a primitive"
 
@@ -71,36 +71,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     link: BaseException | None = error
     seen: list[BaseException] = []
     while isinstance(link, Exception) and not isinstance(link, DoesNotFit) and link not in seen:
-        if isinstance(link, MemoryError | torch.OutOfMemoryError):
-            return True
-        if isinstance(link, OSError) and link.errno == errno.ENOMEM:
-            return True
-        if isinstance(link, RuntimeError) and _SAYS_OUT_OF_MEMORY.search(str(link)):
+        by_text = isinstance(link, RuntimeError) and _SAYS_OUT_OF_MEMORY.search(str(link))
+        by_number = isinstance(link, OSError) and link.errno == errno.ENOMEM
+        if by_text or by_number or isinstance(link, MemoryError | torch.OutOfMemoryError):
             return True
         seen.append(link)
         link = link.__cause__
     return False
-
-
-@dataclass(frozen=True)
-class Retry:
-    """An attempt that ran out of memory and is repeated: `next_rows` equals `rows` the first time."""
-
-    phase: str
-    rows: int
-    next_rows: int
-    error: str
-    """The error's type and the first line of its text."""
-
-
-class Reserve:
-    """Memory that is let go of when it runs out, so that something can still be said and written."""
-
-    def __init__(self, num_bytes: int = RESERVE_BYTES) -> None:
-        self._bytes: bytearray | None = bytearray(num_bytes)
-
-    def let_go(self) -> None:
-        self._bytes = None
 
 
 def survive(
@@ -110,7 +87,7 @@ def survive(
     phase: str,
     group_size: int = 1,
     discard: Callable[[], None] = lambda: None,
-    on_retry: Callable[[Retry], None] = lambda retry: None,
+    on_retry: Callable[[str], None] = lambda error: None,
     replays: bool = True,
 ) -> tuple[T, int]:
     """`run(rows)`, again if memory runs out: once with as many rows, then with fewer, down to one.
@@ -122,7 +99,8 @@ def survive(
     be one, and running out of memory is an error at once.
 
     Returns its result and the rows it was had with. DoesNotFit from the last error if not even one
-    row fits; any other error as it is, at once. on_retry: told of each retry before it begins.
+    row fits; any other error as it is, at once. on_retry: told of each error that is tried again after: its
+    type and the first line of its text.
     """
     tried: list[int] = []
     while True:
@@ -146,7 +124,7 @@ def survive(
                 f"({reason}). Free memory that others hold, or make rows shorter or the model smaller."
             ) from outcome
         logger.warning("{}: out of memory with {} rows ({}); now {}", phase, rows, reason, next_rows)
-        on_retry(Retry(phase, rows, next_rows, reason))
+        on_retry(reason)
         rows = next_rows
 
 

@@ -1,10 +1,19 @@
 """Sizes of passes: whole groups where they fit, divisors of a group below."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 
 class DoesNotFit(ValueError):
     """Not even one row of a phase fits."""
+
+
+class Size(NamedTuple):
+    """Of a pass: rows, the tokens that each computes, at most, and those computed once for a group's rows."""
+
+    rows: int
+    tokens: int = 1
+    shared: int = 0
 
 
 def positions(rows: int, tokens: int, shared: int, group_size: int) -> int:

@@ -6,44 +6,23 @@ model that is there or on one without storage. Nothing is learned: gradients are
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from grpo.config.groups import Checkpointing, LoraSettings, LossSettings, SamplingSettings
+from grpo.config.groups import SamplingSettings
 from grpo.distributed.shard import inside
 from grpo.learning.loss import Tokens
 from grpo.learning.objectives import learn_tokens
+from grpo.learning.optimizer import moment_bytes
 from grpo.memory import Size
 from grpo.model.prefill import pad_prompts
-from grpo.model.target import Target
+from grpo.plan.workload import Workload
 from grpo.rollout.arena import Arena, Room
-from grpo.rollout.decoder import open_arena, prompt_places, replaced_at_once
+from grpo.rollout.decoder import cache_tokens, open_arena, prompt_places, replaced_at_once
+from grpo.scoring.head import logit_bytes, tokens_at_once
 from grpo.scoring.micro_batches import MicroBatch, token_logprobs
-
-
-@dataclass(frozen=True)
-class PhaseSettings:
-    """Everything but the size that the phases' memory depends on."""
-
-    target: Target
-    """Where the phases will run."""
-    group_size: int
-    sampling: SamplingSettings
-    loss: LossSettings
-    checkpointing: Checkpointing = "none"
-    scores: Literal["nothing", "reference", "policy"] = "reference"
-    """Whose log-probs are computed without learning, at most; autocast keeps the policy's cast weights."""
-    lora: LoraSettings = field(default_factory=LoraSettings)
-    batch_rows: int = 0
-    """Of a step: while fewer are sampled at once, others wait to take their places."""
-
-    @property
-    def phases(self) -> tuple[str, ...]:
-        return ("sample", "learn") if self.scores == "nothing" else ("sample", "score", "learn")
 
 
 class PhasesAt:
@@ -51,7 +30,7 @@ class PhasesAt:
 
     def __init__(
         self,
-        settings: PhaseSettings,
+        work: Workload,
         policy: PreTrainedModel,
         sampler: PreTrainedModel,
         reference: Callable[[], AbstractContextManager[PreTrainedModel]] | None = None,
@@ -59,15 +38,57 @@ class PhasesAt:
         hold_recording: Callable[[Arena], object] = Arena.advance,
     ) -> None:
         """hold_recording: a token more, and what its recording holds between its runs, if that is faked."""
-        self.settings = settings
+        self.work = work
         self.policy, self._sampler = policy, sampler
         self._reference = reference or (lambda: nullcontext(policy))
         self._hold_recording = hold_recording
         self.trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        self.trained_sizes = [parameter.numel() for parameter in self.trained]
 
     def run(self, phase: str, size: Size) -> None:
         """One pass. size: `tokens` are new ones, `shared` the prompt's. KeyError for an unknown phase."""
         {"sample": self.sample, "score": self.score, "learn": self.learn}[phase](size)
+
+    def resident(self) -> dict[str, int]:
+        """Bytes that exist between phases: fp32 masters, AdamW's two moments, and copies beside them.
+
+        Of adapters the base is there once, and serves the sampler and the reference, too; of a sharded model
+        each process holds its part.
+        """
+        config, target, shards = self.work.config, self.work.target, self.work.shards
+        exact, sizes = target.exact_dtype.itemsize, [-(-size // shards) for size in self.trained_sizes]
+        parts = {
+            "weights": -(-sum(parameter.nbytes for parameter in self.policy.parameters()) // shards),
+            "optimizer": moment_bytes(sizes, config, exact),
+        }
+        if config.uses_lora and config.reference_sync:
+            parts["reference"] = exact * sum(sizes)
+        elif config.uses_reference and self.work.reference_here and not config.uses_lora:
+            parts["reference"] = parts["weights"]
+        if target.is_lower and shards == 1:  # shards sample with what they gather
+            text = target.model_config.get_text_config(decoder=True)
+            # A head that is the embedding, too, is one of its own there; beside adapters it is all there is.
+            head = text.vocab_size * text.hidden_size * (text.tie_word_embeddings or config.uses_lora)
+            parts["sampler's copy"] = target.dtype.itemsize * (head + sum(sizes) * (not config.uses_lora))
+        return parts
+
+    def known_parts(self, phase: str, size: Size) -> dict[str, int]:
+        """Of what a phase adds, the bytes that have a closed form, as upper bounds."""
+        target, model = self.work.target, self.work.target.model_config
+        if phase == "sample":
+            prompts = -(-size.rows // self.work.config.group_size)
+            places = prompt_places(model, size.shared, target.device.type)
+            tokens = prompts * places + size.rows * cache_tokens(model, size.tokens)
+            return {
+                "KV cache": tokens * kv_bytes_per_token(model, target.dtype),
+                "logits": size.rows * target.vocab_size * (4 + target.dtype.itemsize),
+            }
+        at_once = tokens_at_once(target.vocab_size, target.dtype, target.device.type)
+        numbers = min(size.rows * size.tokens, at_once) * target.vocab_size
+        parts = {"logits": numbers * logit_bytes(target.dtype, target.device.type, entropy=phase == "learn")}
+        if phase == "learn":
+            parts["gradients"] = target.exact_dtype.itemsize * -(-sum(self.trained_sizes) // self.work.shards)
+        return parts
 
     @torch.no_grad()
     def sample(self, size: Size) -> None:
@@ -77,12 +98,12 @@ class PhasesAt:
     def _decode(self, size: Size) -> None:
         prompts, per_prompt = self._prompts(size)
         rows, tokens, device = len(prompts) * per_prompt, size.tokens, self._sampler.device
-        others_wait = rows < self.settings.batch_rows
+        others_wait = rows < self.work.rows_here
         made = (1 + others_wait) * rows, tokens + 1  # by a whole rollout
         written = torch.zeros(made, dtype=torch.long, device=device), torch.zeros(made, device=device)
-        width = prompt_places(self._sampler.config, size.shared, self.settings.target.device.type)
+        width = prompt_places(self._sampler.config, size.shared, self.work.target.device.type)
         arena = open_arena(self._sampler, Room(len(prompts), per_prompt, width, tokens, ends=(0,)))
-        arena.restart(self.settings.sampling, len(prompts))
+        arena.restart(SamplingSettings.of(self.work.config, max_new_tokens=tokens), len(prompts))
 
         def fill(groups: int) -> None:
             uniforms = torch.zeros(groups * per_prompt, tokens, device=device)
@@ -105,24 +126,24 @@ class PhasesAt:
         """Log-probs of whole texts."""
         with self._reference() as model:
             token_logprobs(
-                model, self._batch(size), temperature=self.settings.sampling.temperature,
-                dtype=self.settings.target.dtype, traced=self.settings.target.device,
+                model, self._batch(size), temperature=self.work.config.temperature,
+                dtype=self.work.target.dtype, traced=self.work.target.device,
             )  # fmt: skip
 
     def learn(self, size: Size) -> None:
         """The loss and its backward pass, with gradients of a part before."""
         self.begin_gradients()
-        settings, device, batch = self.settings, self.policy.device, self._batch(size)
+        config, target, device = self.work.config, self.work.target, self.policy.device
+        batch = self._batch(size)
         row = torch.arange(len(batch.rows), device=device).repeat_interleave(size.tokens)
         weight, advantage, sampler_logp, ref_logp = torch.zeros(4, len(row), device=device)
         tokens = Tokens(
             len(batch.rows), row, weight, advantage, sampler_logp,
-            ref_logp=ref_logp if settings.loss.kl_coef else None,
+            ref_logp=ref_logp if config.kl_coef else None,
         )  # fmt: skip
         learn_tokens(
-            self.policy, batch, tokens, settings=settings.loss, dtype=settings.target.dtype,
-            temperature=settings.sampling.temperature, checkpointing=settings.checkpointing,
-            traced=settings.target.device,
+            self.policy, batch, tokens, settings=config, dtype=target.dtype, traced=target.device,
+            temperature=config.temperature, checkpointing=self.work.checkpointing,
         )  # fmt: skip
         self.forget()
 
@@ -148,5 +169,14 @@ class PhasesAt:
 
     def _prompts(self, size: Size) -> tuple[list[list[int]], int]:
         """Prompts of equal length, and rows of each: whole groups, or part of one."""
-        per_prompt = min(size.rows, self.settings.group_size)
+        per_prompt = min(size.rows, self.work.config.group_size)
         return [[0] * size.shared for _ in range(size.rows // per_prompt)], per_prompt
+
+
+def kv_bytes_per_token(model: PretrainedConfig, dtype: torch.dtype) -> int:
+    """2 · layers · kv_heads · head_dim · bytes: keys and values of one token of one row."""
+    text = model.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return int(2 * text.num_hidden_layers * kv_heads * width * dtype.itemsize)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from rich.table import Table
 
 from grpo.memory import Budget, Fit, Pass, Size
-from grpo.memory.budget import GB, readable
-from grpo.plan.workload import Workload
+from grpo.memory.budget import GB
+from grpo.plan.phases_at import PhasesAt
 
 ELSE = "everything else in the process"
 """Interpreter, libraries, context, and what an allocator keeps."""
@@ -21,28 +21,20 @@ class Plan:
     parts: Mapping[str, Mapping[str, float]]
     budget: Budget
 
-    @property
-    def largest(self) -> Mapping[str, float]:
-        """Bytes by component of the phase that holds most."""
-        return max(self.parts.values(), key=lambda parts: sum(parts.values()))
 
-
-def plan_of(fit: Fit, work: Workload, resident: Mapping[str, int], *, trained: int) -> Plan:
-    """What `fit` plans now. resident: bytes that exist between phases. trained: numbers."""
-    used = fit.device.used_bytes()
-    parts: dict[str, dict[str, float]] = {}
+def plan_of(fit: Fit, phases: PhasesAt) -> Plan:
+    """What `fit` plans now."""
+    work, resident = phases.work, phases.resident()
+    rest = max(0.0, fit.device.used_bytes() - sum(resident.values()))
     sizes = {phase: work.size(min(rows, work.rows_here)) for phase, rows in fit.planned().items()}
+    parts: dict[str, Mapping[str, float]] = {}
     for phase, size in sizes.items():
-        added = added_parts(fit.predict(phase, size), work.added_parts(phase, size, trained))
-        parts[phase] = {**resident, **added, ELSE: max(0.0, used - sum(resident.values()))}
+        added, known = fit.predict(phase, size), phases.known_parts(phase, size)
+        share = min(1.0, added / max(1, sum(known.values())))  # of upper bounds
+        known_bytes = {name: share * num_bytes for name, num_bytes in known.items()}
+        activations = max(0.0, added - sum(known_bytes.values()))
+        parts[phase] = {**resident, **known_bytes, "activations": activations, ELSE: rest}
     return Plan(sizes, parts, fit.device.budget())
-
-
-def added_parts(added: float, closed: Mapping[str, int]) -> dict[str, float]:
-    """What a phase adds, by component. closed: what has a closed form, which is an upper bound."""
-    share = min(1.0, added / max(1, sum(closed.values())))
-    known = {name: share * size for name, size in closed.items()}
-    return {**known, "activations": max(0.0, added - sum(known.values()))}
 
 
 def plan_table(plan: Plan) -> Table:
@@ -57,12 +49,11 @@ def plan_table(plan: Plan) -> Table:
         sizes = [parts.get(name, 0.0) for parts in plan.parts.values()]
         table.add_row(name, *(f"{size / GB:.3f}" if size >= 0.0005 * GB else "" for size in sizes))
     table.add_section()
-    peaks = [sum(parts.values()) for parts in plan.parts.values()]
+    usable, peaks = plan.budget.usable_bytes, [sum(parts.values()) for parts in plan.parts.values()]
     table.add_row("peak", *(f"{peak / GB:.3f}" for peak in peaks))
-    table.add_row("budget", *(f"{plan.budget.usable_bytes / GB:.3f}" for _ in peaks))
-    rooms = [plan.budget.usable_bytes - peak for peak in peaks]
+    table.add_row("budget", *(f"{usable / GB:.3f}" for _ in peaks))
     table.add_row(
-        "headroom", *(f"{room / GB:.2f}, {room / max(1, plan.budget.usable_bytes):.0%}" for room in rooms)
+        "headroom", *(f"{(usable - peak) / GB:.2f}, {(usable - peak) / max(1, usable):.0%}" for peak in peaks)
     )
     return table
 
@@ -73,7 +64,7 @@ class Measured:
 
     fit: Fit
     largest: dict[str, Pass] = field(default_factory=dict)
-    said: dict[str, int] = field(default_factory=dict)
+    predicted: dict[str, int] = field(default_factory=dict)
     """Bytes that tensors were predicted to add to those passes, before the first step."""
     retries: dict[str, int] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
@@ -87,38 +78,27 @@ class Measured:
 
     def note(self, passes: Sequence[Pass]) -> None:
         """Those of a step."""
-        for each in passes:
-            self.retries[each.phase] = self.retries.get(each.phase, 0) + each.retries
-            if each.reason:
-                self.changes.append(f"{each.phase} {each.reason}")
-            old = self.largest.get(each.phase)
-            if old is None or (each.added_bytes or 0, each.process_bytes) > (
-                old.added_bytes or 0, old.process_bytes,
-            ):  # fmt: skip
-                self.largest[each.phase] = each
-                if formula := self._first.get(each.phase):
-                    self.said[each.phase] = int(formula(each.size))
+        for new in passes:
+            phase, before = new.phase, self.largest.get(new.phase)
+            self.retries[phase] = self.retries.get(phase, 0) + new.retries
+            if new.reason:
+                self.changes.append(f"{phase} {new.reason}")
+            if before is None or _held(new) > _held(before):
+                self.largest[phase] = new
+                if formula := self._first.get(phase):
+                    self.predicted[phase] = int(formula(new.size))
 
     def table(self, budget: Budget, title: str = "Memory measured, in GB") -> Table:
         """A row a phase: the largest pass, what its tensors added and were said to, and the process then."""
         table = Table(title=f"{title}; budget {budget}", title_justify="left")
-        for column in (
-            "phase",
-            "rows",
-            "said",
-            "measured",
-            "off by",
-            "process",
-            "s",
-            "retries",
-        ):
+        for column in ("phase", "rows", "said", "measured", "off by", "process", "s", "retries"):
             table.add_column(column, justify="left" if column == "phase" else "right")
         for phase, largest in self.largest.items():
-            said, measured = self.said.get(phase), largest.added_bytes
-            off = f"{said / measured - 1:+.1%}" if said is not None and measured else ""
+            predicted, measured = self.predicted.get(phase), largest.added_bytes
             table.add_row(
-                phase, str(largest.rows), "" if said is None else f"{said / GB:.3f}",
-                "" if measured is None else f"{measured / GB:.3f}", off,
+                phase, str(largest.rows), "" if predicted is None else f"{predicted / GB:.3f}",
+                "" if measured is None else f"{measured / GB:.3f}",
+                f"{predicted / measured - 1:+.1%}" if predicted is not None and measured else "",
                 f"{largest.process_bytes / GB:.2f}", f"{largest.seconds:.2f}", str(self.retries[phase]),
             )  # fmt: skip
         if self.changes:
@@ -126,6 +106,5 @@ class Measured:
         return table
 
 
-def in_words(parts: Mapping[str, float]) -> str:
-    """Bytes by component, in a sentence."""
-    return ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
+def _held(one: Pass) -> tuple[int, int]:
+    return one.added_bytes or 0, one.process_bytes

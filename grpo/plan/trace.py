@@ -19,13 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo.memory import Size
-from grpo.memory.budget import Budget, DeviceMemory, make_budget
-from grpo.memory.fit import Peak
 from grpo.memory.live import LiveBytes
 from grpo.model.activation_checkpointing import recompute_activations
 from grpo.model.adapters import adapters_off, add_adapters, has_adapters, linear_layers, store_base
 from grpo.model.four_bits import outline
-from grpo.plan.phases_at import PhasesAt, PhaseSettings
+from grpo.plan.phases_at import PhasesAt
+from grpo.plan.workload import Workload
 from grpo.rollout.arena import Arena
 from grpo.rollout.decoder import records_steps
 
@@ -33,62 +32,27 @@ SCRATCH_BYTES = 2 * 2**20
 """Workspace of CUDA's libraries, for models so small that it counts."""
 
 
-class Card:
-    """A device on which nothing runs: what `Fit` plans with. held_bytes: what exists all along on it."""
-
-    def __init__(
-        self,
-        memory: DeviceMemory,
-        *,
-        utilization: float,
-        limit_bytes: int | None = None,
-        slack: float = 0.0,
-    ) -> None:
-        self.slack = slack
-        self._budget = make_budget(memory, utilization=utilization, limit_bytes=limit_bytes)
-        self.held_bytes = 0
-
-    def budget(self) -> Budget:
-        return self._budget
-
-    def used_bytes(self) -> int:
-        return self.held_bytes
-
-    def neighbours(self) -> str:
-        return ""
-
-    @contextmanager
-    def measure(self, *, exact: bool = False) -> Iterator[Peak]:
-        """Nothing runs on it."""
-        yield Peak()
-
-
 class TracedPhases:
     """A model without storage, and what a pass of each phase adds, in bytes."""
 
-    def __init__(self, settings: PhaseSettings, kind: type[PhasesAt] = PhasesAt) -> None:
+    def __init__(self, work: Workload, kind: type[PhasesAt] = PhasesAt) -> None:
         """kind: the phases, if others than a run's."""
-        self.settings = settings
+        self.work = work
         self._mode, self._known = FakeTensorMode(), dict[tuple[str, Size], int]()
-        target, dtype = settings.target, settings.target.exact_dtype
+        target, dtype = work.target, work.target.exact_dtype
         with self._mode:
             self._policy = self._make_model(dtype)
-            self.num_parameters = sum(parameter.numel() for parameter in self._policy.parameters())
-        self.frozen_bytes = 0
-        """Of weights that have adapters beside them."""
-        if settings.lora.uses_lora:
+        if work.config.uses_lora:
             self._add_adapters(dtype)
         sampler = self._policy
-        if target.is_lower and not settings.lora.uses_lora:
+        if target.is_lower and not work.config.uses_lora:
             with self._mode:
                 sampler = self._make_model(dtype).requires_grad_(False)
                 for parameter in sampler.parameters():  # not the buffers
                     parameter.data = parameter.data.to(target.dtype)
-        self._phases = kind(
-            settings, self._policy, sampler, self._as_reference, hold_recording=self._hold_recording
+        self.phases = kind(
+            work, self._policy, sampler, self._as_reference, hold_recording=self._hold_recording
         )
-        self.trained_sizes = [parameter.numel() for parameter in self._phases.trained]
-        """How many numbers each trained tensor has: the adapters', where there are any."""
 
     def added_bytes(self, phase: str, size: Size) -> int:
         """What a pass adds at its peak. KeyError for an unknown phase."""
@@ -98,11 +62,11 @@ class TracedPhases:
         return self._known[key]
 
     def _trace(self, phase: str, size: Size) -> int:
-        target = self.settings.target
+        target = self.work.target
         with self._mode:
             self._live = LiveBytes(target.device.type, target.block_bytes)
             with _uninterrupted(), self._live:
-                self._phases.run(phase, size)
+                self.phases.run(phase, size)
         return self._live.peak_bytes
 
     def _unseen(self, phase: str, size: Size) -> int:
@@ -112,7 +76,7 @@ class TracedPhases:
         are in 16 bits: blocks of 64 queries, as wide as a head, for each row and head (torch's
         mem_eff_attention/kernel_backward.h, GradQTempStorage).
         """
-        target, text = self.settings.target, self.settings.target.model_config.get_text_config(decoder=True)
+        target, text = self.work.target, self.work.target.model_config.get_text_config(decoder=True)
         if target.device.type != "cuda":
             return 0
         if phase != "learn" or not target.is_lower:
@@ -125,11 +89,11 @@ class TracedPhases:
         """One token more; what its recording holds between its runs: room for all but what stays."""
         live = self._live
         held, peak = live.live_bytes, live.peak_bytes
-        live.reset_peak()
+        live.peak_bytes = held
         arena.advance()
         stays = live.peak_bytes - held
         live.peak_bytes = max(peak, live.peak_bytes)
-        target = self.settings.target
+        target = self.work.target
         if not records_steps(target.model_config, target.device.type):
             return None
         return torch.empty(max(0, stays), dtype=torch.uint8)
@@ -137,7 +101,7 @@ class TracedPhases:
     @contextmanager
     def _as_reference(self) -> Iterator[PreTrainedModel]:
         """The policy as it is, where it is scored, without adapters, or as frozen."""
-        if self.settings.scores == "policy":
+        if self.work.scores == "policy":
             yield self._policy
         elif has_adapters(self._policy):
             with adapters_off(self._policy):
@@ -148,20 +112,19 @@ class TracedPhases:
             self._policy.requires_grad_(True)
 
     def _add_adapters(self, dtype: torch.dtype) -> None:
-        if self.settings.lora.load_in_4bit:
+        if self.work.config.load_in_4bit:
             outline(self._policy, linear_layers(self._policy), self._mode)
         # Not inside the mode, in which peft cannot move them: made without storage, then faked.
-        add_adapters(self._policy, self.settings.lora, empty=True)
+        add_adapters(self._policy, self.work.config, empty=True)
         with self._mode:
             for module in self._policy.modules():
                 for name, parameter in list(module.named_parameters(recurse=False)):
                     if parameter.is_meta:
                         setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
-            store_base(self._policy, self.settings.target.dtype)
-        self.frozen_bytes = sum(each.nbytes for each in self._policy.parameters() if not each.requires_grad)
+            store_base(self._policy, self.work.target.dtype)
 
     def _make_model(self, dtype: torch.dtype) -> PreTrainedModel:
-        target = self.settings.target
+        target = self.work.target
         model = AutoModelForCausalLM.from_config(
             target.model_config, dtype=dtype, attn_implementation=target.attention
         ).eval()
@@ -195,7 +158,8 @@ def _take_norms_as_cuda_does(model: PreTrainedModel) -> None:
         weight: Any = norm.weight
         bias: Any = norm.bias
         if torch.is_autocast_enabled("cpu"):
-            values, weight, bias = (None if each is None else each.float() for each in (values, weight, bias))
+            values, weight = values.float(), weight.float()
+            bias = None if bias is None else bias.float()
         return F.layer_norm(values, norm.normalized_shape, weight, bias, norm.eps)
 
     for module in model.modules():

@@ -1,68 +1,69 @@
 """The first plan: passes at the longest texts, a group and then more, until the plan is known.
 
-Passes are real before a run's first step, traced where they would take long or for a card that is not there.
+Passes are real before a run's first step, and traced on tensors without storage where they would take long or
+for a card that is not there; the planner is the same.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from copy import copy
+from functools import partial
 
 from loguru import logger
 
 from grpo.config import SettingsError
-from grpo.memory import Fit, Size, largest_multiple
+from grpo.memory import Card, Fit, Size, largest_multiple
+from grpo.plan.advice import check_one_row
+from grpo.plan.tables import Plan, plan_of
+from grpo.plan.trace import TracedPhases
 from grpo.plan.workload import Workload
 
 MOST_PASSES = 12
 """Of a phase."""
 JUST = 1.2
 """Times the room, by a formula that may be that much too high."""
+STARTED_BYTES = 64 * 2**20
+"""What a process on a host grows by from its imports to its plan: code and threads."""
 
 
-def warm_up(
-    fit: Fit,
-    work: Workload,
-    pass_at: Callable[[str, Size], bool],
-    *,
-    phases: Sequence[str] = (),
-    bold: bool = False,
-) -> None:
-    """See each phase, and plan it. phases: if not a run's.
+def warm_up(fit: Fit, work: Workload, pass_at: Callable[[str, Size], bool], *, bold: bool = False) -> None:
+    """See each phase, and plan it.
 
     pass_at: makes `fit` see a pass, or one of fewer rows; False where such a pass is not to be had. bold: see
     a pass of more rows, too, that may just fit: where none can run out of memory.
     """
-    longest, room = work.size(1), fit.room_bytes()
-    for phase in phases or work.phase_settings().phases:
-        rows = min(work.rows_here, work.config.group_size, work.fixed_rows.get(phase, work.rows_here))
+    room, batch = fit.room_bytes(), work.rows_here
+    for phase in work.phases:
+        rows = min(batch, work.config.group_size, work.fixed_rows.get(phase, batch))
         seen: list[int] = []
-        while rows not in seen and len(seen) < MOST_PASSES:
-            if not pass_at(phase, longest._replace(rows=rows)):
-                break
+        while rows not in seen and len(seen) < MOST_PASSES and pass_at(phase, work.size(rows)):
             seen.append(rows)
             fit.reconsider(phase)  # what was seen last tells more
-            rows = fit.plan(phase, longest._replace(rows=work.rows_here))
-            if bold and phase not in work.fixed_rows and fit.needs(phase, work.size(work.rows_here)) <= room:
-                rows = work.rows_here  # in proportion to what was seen: rather too much
-        while bold and (more := _fewer_passes(rows, work)) and more not in seen and len(seen) < MOST_PASSES:
-            if fit.needs(phase, work.size(more)) > JUST * room:
-                break
-            pass_at(phase, work.size(more))
-            seen.append(more)
-            fit.reconsider(phase)
-            rows = fit.plan(phase, longest._replace(rows=work.rows_here))
+            rows = fit.plan(phase, work.size(batch))
+            if bold and phase not in work.fixed_rows and fit.needs(phase, work.size(batch)) <= room:
+                rows = batch  # in proportion to what was seen: rather too much
+            more = _with_one_pass_less(rows, work)
+            if bold and rows in seen and more and fit.needs(phase, work.size(more)) <= JUST * room:
+                rows = more
 
 
-def _fewer_passes(rows: int, work: Workload) -> int:
+def _with_one_pass_less(rows: int, work: Workload) -> int:
     """The rows with which a step takes one pass less; 0 where it takes one, or less than a group at once."""
     batch, group = work.rows_here, work.config.group_size
     passes = -(-batch // rows) - 1
     return -(-batch // (passes * group)) * group if passes and rows >= group else 0
 
 
+def see_trace(fit: Fit, traced: TracedPhases, phase: str, size: Size) -> bool:
+    """One pass, of which nothing is computed."""
+    fit.see(phase, size, traced.added_bytes(phase, size))
+    return True
+
+
 def largest_batch(fit: Fit, work: Workload) -> int:
     """The largest multiple of the group size, up to one process's share, that no phase has to split."""
     config, room = work.config, fit.room_bytes()
     size = max(1, config.max_batch_size // config.group_size // work.processes) * config.group_size
-    for phase in work.phase_settings().phases:
+    for phase in work.phases:
 
         def fits(rows: int, phase: str = phase) -> bool:
             return fit.needs(phase, work.size(rows)) <= room
@@ -75,3 +76,36 @@ def largest_batch(fit: Fit, work: Workload) -> int:
             )
     logger.info("batch size {}: the largest that needs no splitting, of {}", size, fit.device.budget())
     return size
+
+
+def plan_without_weights(work: Workload, card: Card) -> tuple[Workload, Plan]:
+    """The plan of a run from traces alone, and the workload with what is auto in its settings settled.
+
+    card: with what the process holds besides tensors. DoesNotFit, with a remedy, where not one row fits.
+    """
+    traced, fit = _first_that_fits(work, card)
+    work = traced.work
+    warm_up(fit, work, partial(see_trace, fit, traced), bold=True)
+    if work.config.batch_size == "auto":
+        work = work.with_settings(batch_size=work.processes * largest_batch(fit, work))
+        warm_up(fit, work, partial(see_trace, fit, traced), bold=True)
+    return work, plan_of(fit, traced.phases)
+
+
+def _first_that_fits(work: Workload, card: Card) -> tuple[TracedPhases, Fit]:
+    """Layers are recomputed where that is wanted, or left open and not one row would learn otherwise."""
+    wanted, refusals = work.config.gradient_checkpointing, list[ValueError]()
+    for kind in ("none", "full") if wanted == "auto" else (wanted,):
+        try:
+            traced = TracedPhases(work.with_settings(gradient_checkpointing=kind))
+            loaded = copy(card)
+            loaded.held_bytes += sum(traced.phases.resident().values())
+            fit = Fit(loaded, group_size=work.config.group_size, fixed=work.fixed_rows)
+            check_one_row(traced, fit)
+        except ValueError as error:  # of "full", too, where a model does not say what its layers are
+            refusals.append(error)
+        else:
+            if kind == "full" != wanted:
+                logger.info("gradient checkpointing is full: not one row would learn otherwise")
+            return traced, fit
+    raise refusals[0]

@@ -12,14 +12,13 @@ from grpo.config import Config, SettingsError
 from grpo.config.sizes import parse_size
 from grpo.data import Tokenizer
 from grpo.environment import launched_processes
-from grpo.memory import Device
+from grpo.memory import Card, Device
 from grpo.memory.budget import CONTEXT_BYTES, card_memory
 from grpo.model.adapters import check_peft
 from grpo.model.load import is_default_out_of_reach, load_tokenizer, shape_of
 from grpo.model.target import choose_device, choose_model, make_target
-from grpo.plan.absent import STARTED_BYTES, plan_without_weights
 from grpo.plan.tables import plan_table
-from grpo.plan.trace import Card
+from grpo.plan.warm_up import STARTED_BYTES, plan_without_weights
 from grpo.plan.workload import Workload, longest_prompt
 from grpo.run.loading import check_quantized, load_source, room_in
 

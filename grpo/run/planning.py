@@ -10,12 +10,11 @@ from grpo.distributed import World
 from grpo.memory import Device, DoesNotFit, Fit, Size
 from grpo.memory.budget import readable
 from grpo.model.load import Policy
-from grpo.plan.absent import see_trace
 from grpo.plan.advice import explain
 from grpo.plan.phases_at import PhasesAt
 from grpo.plan.tables import Plan, plan_of
 from grpo.plan.trace import TracedPhases
-from grpo.plan.warm_up import largest_batch, warm_up
+from grpo.plan.warm_up import largest_batch, see_trace, warm_up
 from grpo.plan.workload import Workload
 
 HOST_WORK, CARD_WORK = 2e10, 4e14
@@ -48,13 +47,9 @@ def plan_run(
             limited.close()  # to say what would be enough takes memory, too
             if work.config.memory_limit and not work.config.shard:  # whose passes want all processes
                 _make_first_passes(work, phases_at(work))
-            raise explain(work, TracedPhases(work.phase_settings()), Fit(device)) from error
+            raise explain(TracedPhases(work), Fit(device)) from error
         stack.push(limited.pop_all())
-    policy = phases_at(work).policy
-    trained = [parameter.numel() for parameter in policy.parameters() if parameter.requires_grad]
-    frozen_bytes = sum(parameter.nbytes for parameter in policy.parameters() if not parameter.requires_grad)
-    base = policy.num_parameters() - (sum(trained) if work.config.uses_lora else 0)
-    return work, fit, plan_of(fit, work, work.resident(base, trained, frozen_bytes), trained=sum(trained))
+    return work, fit, plan_of(fit, phases_at(work))
 
 
 def _make_first_passes(work: Workload, phases: PhasesAt) -> None:
@@ -62,7 +57,7 @@ def _make_first_passes(work: Workload, phases: PhasesAt) -> None:
 
     On 16 cores they take 70 MB, and a limit that is named without them would be refused again.
     """
-    for phase in work.phase_settings().phases:
+    for phase in work.phases:
         with suppress(Exception):  # it only makes a figure better
             phases.run(phase, work.size(1))
         phases.forget()
@@ -94,7 +89,7 @@ def _try_out(
     if work.config.batch_size == "auto":
         largest = min(world.exchange("the batch size", largest_batch(fit, tried)))
         tried = tried.with_settings(batch_size=world.size * largest)
-        for phase in tried.phase_settings().phases:
+        for phase in tried.phases:
             fit.reconsider(phase)
             fit.plan(phase, tried.size(tried.rows_here))
     fit.take_passes()
@@ -104,11 +99,14 @@ def _try_out(
 def _passes(work: Workload, fit: Fit, phases: PhasesAt) -> Callable[[str, Size], bool]:
     """Real ones, in which kernels are loaded and the process is seen to grow; traces where they take long."""
     most = (HOST_WORK if work.target.on_cpu else CARD_WORK) / phases.policy.num_parameters()
-    traced = cache(lambda: TracedPhases(phases.settings))
+    traced = cache(lambda: TracedPhases(work))
 
     def pass_at(phase: str, size: Size) -> bool:
         if size.rows <= work.config.group_size or fit.positions(size) <= most:
-            fit.warm(phases.run, phase, size, discard=phases.forget)
+            fit.run(
+                phase, lambda rows: phases.run(phase, size._replace(rows=rows)), size,
+                discard=phases.forget, warms=True,
+            )  # fmt: skip
             return True
         if work.config.shard:
             return False

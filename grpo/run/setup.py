@@ -147,9 +147,8 @@ class Run:
         self.kept = KeptArena()  # what decoding leaves for the next rollout, where it records
 
     def _phases_at(self, work: Workload) -> PhasesAt:
-        settings = work.phase_settings()
-        scored = self.reference.model if self.reference and settings.scores == "reference" else None
-        return PhasesAt(settings, self.policy.model, self.sampler.model, scored)
+        scored = self.reference.model if self.reference and work.scores == "reference" else None
+        return PhasesAt(work, self.policy.model, self.sampler.model, scored)
 
     def share(self, num_groups: int) -> Share:
         """This process's of a step's groups."""

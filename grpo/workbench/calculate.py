@@ -7,6 +7,7 @@ trainer, as published budgets do: bytes a sample then come from the person, or n
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,11 @@ import yaml
 
 from grpo.config import SettingsError, to_plain
 from grpo.config.sizes import GB, parse_size
+from grpo.memory import Card as TracedCard
 from grpo.memory import Fit
 from grpo.memory.budget import CONTEXT_BYTES, DeviceMemory, readable
-from grpo.plan.absent import see_traces
-from grpo.plan.trace import Card as TracedCard
 from grpo.plan.trace import TracedPhases
-from grpo.plan.warm_up import largest_batch
+from grpo.plan.warm_up import largest_batch, see_trace, warm_up
 from grpo.run.dry_run import workload
 from grpo.workbench.cards import Card
 from grpo.workbench.settings import Calculator
@@ -111,7 +111,7 @@ def _lines_of_counts(settings: Calculator) -> list[Row]:
 
 def _lines_of_model(model: "Model") -> list[Row]:
     """What is held during the optimizer's step, when weights, moments and gradients are all there."""
-    trained, config = sum(model.traced.trained_sizes), model.work.config
+    trained, config = sum(model.traced.phases.trained_sizes), model.work.config
     sizes = {**model.resident, "gradients": model.work.target.exact_dtype.itemsize * trained}
     names, of_what = {"reference": "frozen reference", "weights": "trainable weights"}, "parameter"
     if config.uses_lora:
@@ -150,10 +150,8 @@ class Model:
         work = workload(train, torch.device("cuda"), absent=settings.gpu or settings.gpu_memory)
         if settings.prompt_tokens is not None:
             work = replace(work, longest_prompt=settings.prompt_tokens)
-        self.work, self.traced = work, TracedPhases(work.phase_settings())
-        self.resident = work.resident(
-            self.traced.num_parameters, self.traced.trained_sizes, self.traced.frozen_bytes
-        )
+        self.work, self.traced = work, TracedPhases(work)
+        self.resident = self.traced.phases.resident()
 
     def planned(self) -> str:
         """Model, dtype, lengths and group size that the plan is for, in one line."""
@@ -173,14 +171,13 @@ class Model:
         fit = Fit(card, group_size=config.group_size)
         most = config.max_batch_size // config.group_size * config.group_size
         all_of_it = self.work.with_settings(batch_size=most)
-        see_traces(fit, all_of_it, self.traced)
+        warm_up(fit, all_of_it, partial(see_trace, fit, self.traced), bold=True)
         try:
             size = largest_batch(fit, all_of_it)
         except SettingsError:  # not one group
             return {"batch_size": 0, "fullest": None, "peak_bytes": None}
-        phases = self.work.phase_settings().phases
-        added = {phase: self.traced.added_bytes(phase, self.work.size(size)) for phase in phases}
-        fullest = max(phases, key=lambda phase: added[phase])
+        added = {phase: self.traced.added_bytes(phase, self.work.size(size)) for phase in self.work.phases}
+        fullest = max(added, key=lambda phase: added[phase])
         return {"batch_size": size, "fullest": fullest, "peak_bytes": held_bytes + added[fullest]}
 
 

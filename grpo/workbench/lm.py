@@ -16,18 +16,20 @@ from loguru import logger
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo.config import CONFIG_FILE, write_yaml
-from grpo.config.groups import Checkpointing, LoraSettings, LossSettings, SamplingSettings
+from grpo.config import CONFIG_FILE, Config, write_yaml
+from grpo.config.groups import Checkpointing, LoraSettings
 from grpo.config.sizes import parse_size
 from grpo.files import write_whole
 from grpo.learning.optimizer import learning_rate, make_optimizer, set_learning_rate
 from grpo.learning.step import Stepper, begin_gradients
 from grpo.memory import Device, Pass, Size
-from grpo.memory.fit import EXACT_RUNS, Peak
+from grpo.memory.device import Peak
+from grpo.memory.fit import EXACT_RUNS
 from grpo.model.activation_checkpointing import choose_checkpointing, recomputed_layers
 from grpo.model.target import Target, choose_device, make_target
-from grpo.plan.phases_at import PhasesAt, PhaseSettings
+from grpo.plan.phases_at import PhasesAt
 from grpo.plan.trace import TracedPhases
+from grpo.plan.workload import Workload
 from grpo.run.tracking import RunTracker
 from grpo.scoring.forward import empty_cache
 from grpo.scoring.head import Slope, head_pass
@@ -107,8 +109,8 @@ class WindowPhases(PhasesAt):
 
     def learn(self, size: Size) -> None:
         self.begin_gradients()
-        windows, target = torch.zeros(size.rows, 1 + size.tokens, dtype=torch.long), self.settings.target
-        with recomputed_layers(self.policy, self.settings.checkpointing):
+        windows, target = torch.zeros(size.rows, 1 + size.tokens, dtype=torch.long), self.work.target
+        with recomputed_layers(self.policy, self.work.checkpointing):
             window_logprobs(
                 self.policy, windows, dtype=target.dtype, slope=lambda logp, _: logp, traced=target.device
             )
@@ -119,10 +121,8 @@ def added_bytes(
     target: Target, size: Size, *, checkpointing: Checkpointing = "none", lora: LoraSettings = WHOLE
 ) -> int:
     """What tensors of an update are predicted to add, gradients among them; traced, on no device."""
-    settings = PhaseSettings(
-        target, 1, SamplingSettings(), LossSettings(), checkpointing, scores="nothing", lora=lora
-    )
-    return TracedPhases(settings, WindowPhases).added_bytes("learn", size)
+    config = Config(gradient_checkpointing=checkpointing, **vars(LoraSettings.of(lora)))
+    return TracedPhases(Workload(config, target, 1), WindowPhases).added_bytes("learn", size)
 
 
 def train_lm(task: Task, folder: Path) -> None:

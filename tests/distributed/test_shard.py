@@ -11,13 +11,10 @@ import torch
 from safetensors.torch import load_file
 from several_processes import in_processes, values
 from sharded import compared, rows_taken, trained
-from transformers import LlamaConfig
 from whole_runs import metrics_of
 
 from grpo.distributed.share import Share
 from grpo.memory import DoesNotFit, survive
-from grpo.model.target import make_target
-from grpo.plan.workload import Workload
 from grpo.types import Rollout
 
 
@@ -85,16 +82,6 @@ def test_out_of_memory_is_an_error_at_once_where_others_take_part():
     with pytest.raises(DoesNotFit, match=r"learn ran out of memory with 8 rows.*--memory-utilization"):
         survive(work, 8, phase="learn", replays=False)
     work.assert_called_once_with(8)
-
-
-def test_each_process_is_planned_with_its_part_of_what_stays(config):
-    target = make_target(LlamaConfig(), torch.device("cpu"), torch.bfloat16)
-    whole = Workload(config, target, 9, reference_here=True, processes=4)
-    kept = {"weights": 4000, "optimizer": 8000, "reference": 4000, "sampler's copy": 2000}
-    assert whole.resident(1000) == kept
-    parted = replace(whole, config=replace(config, shard=True))
-    kept = {"weights": 1000, "optimizer": 2000, "reference": 1000}
-    assert parted.resident(1000) == kept
 
 
 def test_an_idle_group_has_no_tokens_and_no_advantage(prompts):

@@ -5,7 +5,6 @@ import os
 import resource
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -15,7 +14,6 @@ import torch
 from real_phases import allocator_peak
 from several_processes import in_processes, values
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grpo.memory import Device, budget, is_out_of_memory, peak_live_bytes
 from grpo.memory import device as devices
@@ -71,27 +69,17 @@ def test_a_storage_counts_once_from_its_first_tensor_to_its_last_and_what_is_cha
     assert peak_live_bytes(work, device_type="cuda") == 0  # other devices do not count
 
 
-def test_the_peak_is_the_most_at_once_can_be_reset_and_is_logged_by_operation():
-    x, w = torch.ones(100), torch.ones(100, requires_grad=True)
+def test_the_peak_is_the_most_at_once_a_gradient_among_it():
+    w = torch.ones(100, requires_grad=True)
     with LiveBytes() as live:
-        a = torch.zeros(100) + torch.ones(50).sum()  # 400 + 200 + 4, then 400 + 4 + 400
-        assert live.peak_bytes == 804 and live.live_bytes == 400
-        live.reset_peak()
-        assert live.peak_bytes == 400
-    with LiveBytes(keep_log=True) as live:
-        a = x * 2
-        b = a.exp()
-        del a
-        c = b * 2
-        d = c[:1].exp()
-    mul, exp = "aten.mul.Tensor", "aten.exp.default"
-    assert live.log == [(mul, 400), (exp, 800), (mul, 800), (exp, 804)] and live.peak_bytes == 804
+        kept = torch.zeros(100) + torch.ones(50).sum()  # 400 + 200 + 4, then 400 + 4 + 400
+        assert live.peak_bytes == 804 and live.live_bytes == kept.nbytes == 400
     with LiveBytes() as live:
         loss = w.exp().sum()  # exp keeps its result for the backward pass
         assert live.live_bytes == 404
         loss.backward()  # a one to begin with, then the product: the gradient
         assert live.peak_bytes == 404 + 4 + 400 and live.live_bytes == 4 + 400
-    del b, c, d, loss
+    del loss
 
 
 X = torch.randn(64, 128)
@@ -121,16 +109,6 @@ def layer_norm_of_a_transposed_gradient() -> object:
 def test_peaks_are_those_of_the_allocator(work: Callable[[], object]):
     work()  # what is set up once is no part of it
     assert peak_live_bytes(work) == pytest.approx(allocator_peak(work), rel=0.01)
-
-
-def test_fake_tensors_count_as_real_ones_do():
-    logs = []
-    for mode in (nullcontext(), FakeTensorMode()):
-        with mode, LiveBytes(keep_log=True) as live:
-            block = block_passes()
-        logs.append([*live.log, ("left", live.live_bytes)])
-        assert live.live_bytes == 2 * 4 * sum(each.numel() for each in block.parameters())  # and gradients
-    assert logs[0] == logs[1] and len(logs[0]) > 10
 
 
 # ---------------------------------------------------------------------------------------- the host
@@ -184,7 +162,6 @@ def test_each_pass_has_its_own_peak_and_the_step_the_highest():
     now = device.read()
     assert large.process_bytes - small.process_bytes > 150 * MB
     assert large.process_bytes - large.process_before_bytes > 200 * MB
-    assert large.process_bytes == large.allocated_bytes == large.reserved_bytes
     assert now.peak_bytes == large.process_bytes > now.allocated_bytes + 150 * MB
     device.reset_peak()
     assert device.read().peak_bytes < large.process_bytes - 150 * MB
@@ -218,13 +195,14 @@ def test_what_malloc_keeps_is_not_used_and_who_else_is_on_a_host_is_not_said(mon
 def test_where_a_peak_cannot_be_reset_nothing_seems_to_have_grown_by_it(monkeypatch):
     """In a sandbox it is the whole life's; elsewhere than on Linux, what is held when it is read."""
     told = {"VmRSS": 300, "VmHWM": 900, "VmData": 400}
-    monkeypatch.setattr(devices, "_status", lambda: told)
     monkeypatch.setattr(devices, "free_bytes", lambda: 0)
-    monkeypatch.setattr(Path, "write_text", mock.Mock(side_effect=PermissionError))
-    monkeypatch.setattr(sys, "platform", "linux")
-    with Device().measure() as peak:
-        told["VmRSS"] = 500
-    assert peak.process_before_bytes == peak.process_bytes == 900 and Device().used_bytes() == 500
+    with monkeypatch.context() as linux:
+        linux.setattr(devices, "_status", lambda: told)
+        linux.setattr(Path, "write_text", mock.Mock(side_effect=PermissionError))
+        linux.setattr(sys, "platform", "linux")
+        with Device().measure() as peak:
+            told["VmRSS"] = 500
+        assert peak.process_before_bytes == peak.process_bytes == 900 and Device().used_bytes() == 500
     monkeypatch.setattr(sys, "platform", "darwin")
     held = mock.Mock(return_value=SimpleNamespace(rss=700))
     monkeypatch.setattr(devices.psutil, "Process", lambda: SimpleNamespace(memory_info=held))
@@ -279,7 +257,6 @@ def test_on_cuda_every_pass_is_exact_and_the_context_counts_up_to_its_usual_size
         card.max_memory_allocated, card.max_memory_reserved, card.memory_reserved = 4 * GB, 7 * GB, 7 * GB
         card.get_memory_info = 24 * GB - 7 * GB - GB // 4, 24 * GB
     assert peak.added_bytes == 3 * GB  # beyond the one that was allocated before
-    assert (peak.allocated_bytes, peak.reserved_bytes) == (4 * GB, 7 * GB)
     assert (peak.process_before_bytes, peak.process_bytes) == (2 * GB, 7 * GB + GB // 4)
     assert device.read().peak_bytes == 5 * GB  # from before the pass, in the same step
     device.reset_peak()
@@ -406,11 +383,9 @@ def test_on_linux_the_system_enforces_the_budget_and_a_limit_that_is_there_is_al
 
 # ------------------------------------------------------------------------------- control groups
 
-MEMINFO = "MemTotal:       1000 kB\nMemFree:  10 kB\nMemAvailable:    700 kB\nHugePages_Total:   0\n"
-HOST = {"/proc/meminfo": MEMINFO}
-ROOT = HOST | {"/proc/self/cgroup": "4:memory:/\n3:cpu:/x\n0::/\n"}
-NESTED = HOST | {"/proc/self/cgroup": "4:memory:/a/b\n0::/a.slice/b\n"}
-MOUNTED_AS_ROOT = HOST | {"/proc/self/cgroup": "0::/docker/1/job\n"}
+ROOT = {"/proc/self/cgroup": "4:memory:/\n3:cpu:/x\n0::/\n"}
+NESTED = {"/proc/self/cgroup": "4:memory:/a/b\n0::/a.slice/b\n"}
+MOUNTED_AS_ROOT = {"/proc/self/cgroup": "0::/docker/1/job\n"}
 """A container without a namespace of its own: /proc names the path that the host sees."""
 V2, V1 = ("max", "current"), ("limit_in_bytes", "usage_in_bytes")
 
@@ -452,5 +427,7 @@ def test_a_containers_limit_counts_where_it_is_lower(monkeypatch, files, total, 
                 raise FileNotFoundError(self)
             return files[str(self)]
 
+    host = SimpleNamespace(total=1000 * KB, available=700 * KB)
+    monkeypatch.setattr(budget.psutil, "virtual_memory", lambda: host)
     monkeypatch.setattr(budget, "Path", File)
     assert budget.host_total_and_available() == (total * KB, available * KB)

@@ -281,14 +281,14 @@ def test_the_plan_counts_a_base_in_4_bits():
         num_key_value_heads=2, max_position_embeddings=192,
     )  # fmt: skip
     setting, size = Setting("llama", sizes, torch.float32, group_size=4, lora=IN_4_BITS), Size(16, 24, 40)
-    real, traced = RealPhases(setting), TracedPhases(setting.phase_settings())
+    real, traced = RealPhases(setting), TracedPhases(setting.workload())
     held = sum(each.nbytes for each in real.policy.parameters() if not each.requires_grad)
     for layer in layers_in_4_bits(real.policy).values():
         state = layer.weight.quant_state
         tables = (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
         held += sum(each.nbytes for each in tables)
-    assert traced.frozen_bytes == held
-    for phase in setting.phase_settings().phases:
+    assert traced.phases.resident()["weights"] == held + 4 * sum(traced.phases.trained_sizes)
+    for phase in setting.workload().phases:
         allocated = allocator_peak(partial(real.run, phase, size))
         assert held + traced.added_bytes(phase, size) == pytest.approx(held + allocated, rel=0.02), phase
 

@@ -9,13 +9,12 @@ import torch
 from conftest import ARCHITECTURES
 from real_phases import FullLengthTokenizer, RealPhases, Setting, allocator_peak, nameless_prompts
 
-from grpo.config.groups import LoraSettings, OptimizerSettings
+from grpo.config.groups import LoraSettings, OptimizerSettings, SamplingSettings
 from grpo.learning.loss import loss_counts
 from grpo.learning.objectives import GRPOBatch, accumulate_grpo
 from grpo.learning.optimizer import make_optimizer
 from grpo.memory import Size, peak_live_bytes
-from grpo.memory.budget import DeviceMemory
-from grpo.plan.trace import Card, TracedPhases
+from grpo.plan.trace import TracedPhases
 from grpo.rollout.sample import rollout
 from grpo.scoring.micro_batches import score
 from grpo.types import Rollout
@@ -37,9 +36,9 @@ def setting_of(name: str = "gpt2", layers: int = 2, width: int = 32, **options: 
 
 
 def traced_on(device_type: str, **options: object) -> TracedPhases:
-    settings = setting_of(**options).phase_settings()  # type: ignore[arg-type]
-    target = replace(settings.target, device=torch.device(device_type), attention="sdpa")
-    return TracedPhases(replace(settings, target=target))
+    work = setting_of(**options).workload()  # type: ignore[arg-type]
+    target = replace(work.target, device=torch.device(device_type), attention="sdpa")
+    return TracedPhases(replace(work, target=target))
 
 
 @pytest.mark.parametrize(
@@ -55,8 +54,8 @@ def traced_on(device_type: str, **options: object) -> TracedPhases:
 def test_a_trace_is_what_the_real_pass_allocates(name: str, options: dict, off: float):
     """By the allocator's own record, and by the meter of the traces: whole groups, and part of one."""
     setting = setting_of(name, **options)
-    real, traced = RealPhases(setting), TracedPhases(setting.phase_settings())
-    for phase in setting.phase_settings().phases:
+    real, traced = RealPhases(setting), TracedPhases(setting.workload())
+    for phase in traced.work.phases:
         for size in (SIZE, SIZE._replace(rows=2)) if phase == "learn" else (SIZE,):
             work = real.prepare(phase, size)
             work()  # what is set up once is no part of it
@@ -68,11 +67,10 @@ def test_a_trace_is_what_the_real_pass_allocates(name: str, options: dict, off: 
             assert found == pytest.approx(peak_live_bytes(work), rel=most), (phase, size)
     assert all(parameter.grad is None for parameter in real.policy.parameters())
     # What exists between passes, counted one by one.
-    learned = [each for each in real.policy.parameters() if each.requires_grad]
     optimizer = make_optimizer(real.policy, OptimizerSettings())
     moments = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values())
-    parts = setting.workload(SIZE).resident(traced.num_parameters, traced.trained_sizes, traced.frozen_bytes)
-    assert sorted(traced.trained_sizes) == sorted(each.numel() for each in learned)
+    parts = traced.phases.resident()
+    assert sorted(traced.phases.trained_sizes) == sorted(real.trained_sizes)
     assert parts["optimizer"] == pytest.approx(moments, rel=0.01)  # steps have numbers of their own
     if not setting.lora.load_in_4bit:  # whose tables are no parameters
         assert parts["weights"] == sum(each.nbytes for each in real.policy.parameters())
@@ -81,7 +79,7 @@ def test_a_trace_is_what_the_real_pass_allocates(name: str, options: dict, off: 
 def test_a_made_up_pass_holds_what_a_steps_does():
     """Of two parts, whose second finds gradients and replaces groups; no text ends before its last token."""
     real, rows = RealPhases(setting := setting_of()), 2 * G
-    settings = real.settings = replace(real.settings, batch_rows=2 * rows)
+    real.work = real.work.with_settings(batch_size=2 * rows)
     prompts = nameless_prompts(2 * rows // G)
     uniforms = torch.ones(2 * rows, SIZE.tokens) - 1e-3  # token 0 ends a text: only 0 samples it
     uniforms[rows - G : rows, -2] = 0.0  # a group ends while the others' cache is full
@@ -97,9 +95,9 @@ def test_a_made_up_pass_holds_what_a_steps_does():
 
     def learn() -> None:
         real.policy.zero_grad(set_to_none=True)
-        accumulate_grpo(real.policy, batch, settings=settings.loss, **common)
+        accumulate_grpo(real.policy, batch, settings=real.work.config, **common)
 
-    sampling = replace(settings.sampling, max_new_tokens=SIZE.tokens)
+    sampling = SamplingSettings.of(real.work.config, max_new_tokens=SIZE.tokens)
     texts = FullLengthTokenizer(SIZE.shared), prompts
     steps: dict[str, Callable[[], object]] = {
         "sample": partial(rollout, real._sampler, *texts, uniforms, sampling, rows=rows, ends=(0,)),
@@ -120,7 +118,7 @@ def test_a_made_up_pass_holds_what_a_steps_does():
 
 
 def test_a_pass_of_few_rows_or_tokens_is_traced_as_it_is_done_and_a_phase_has_to_be_one():
-    traced = TracedPhases(setting_of().phase_settings())
+    traced = TracedPhases(setting_of().workload())
     found = [traced.added_bytes("score", SIZE._replace(rows=rows)) for rows in (1, 2, 4, 8)]
     assert found == sorted(set(found))
     assert traced.added_bytes("sample", Size(1, 1, 1)) > 0
@@ -145,7 +143,7 @@ def test_attention_with_a_mask_has_a_workspace_on_cards_in_bf16():
         traced = object.__new__(TracedPhases)
         target = setting_of(width=width).target
         target = replace(target, device=torch.device("cuda"), dtype=dtype)
-        traced.settings = replace(setting_of().phase_settings(), target=target)
+        traced.work = replace(setting_of().workload(), target=target)
         return traced._unseen(phase, Size(64, 144, 60)) - traced._unseen("score", SIZE)  # 143 queries
 
     assert unseen(128, BF16) == 64 * 2 * 3 * 16 * 2**10 and unseen(256, BF16) == 64 * 2 * 3 * 32 * 2**10
@@ -153,16 +151,7 @@ def test_attention_with_a_mask_has_a_workspace_on_cards_in_bf16():
 
 
 def test_a_pass_is_traced_once(monkeypatch):
-    traced = TracedPhases(setting_of().phase_settings())
+    traced = TracedPhases(setting_of().workload())
     first = traced.added_bytes("score", SIZE)
     monkeypatch.setattr(TracedPhases, "_trace", None)
     assert traced.added_bytes("score", SIZE) == first
-
-
-def test_on_a_card_that_is_not_there_nothing_is_measured():
-    card = Card(DeviceMemory(100, 100, 0), utilization=0.5, limit_bytes=40, slack=0.1)
-    card.held_bytes = 7
-    with card.measure() as peak:
-        pass
-    assert (peak.added_bytes, card.used_bytes(), card.slack) == (None, 7, 0.1)
-    assert card.budget().usable_bytes == 40 and card.neighbours() == ""

@@ -1,17 +1,20 @@
 """What a run is to hold, in closed form: bytes by hand."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import ARCHITECTURES
 from prompt_lines import source_of
+from torch import nn
 from transformers import GPT2Config
 
 from grpo.config import Config
 from grpo.memory import Size
 from grpo.model.target import Target
-from grpo.plan.workload import Workload, kv_bytes_per_token, longest_prompt
+from grpo.plan.phases_at import PhasesAt, kv_bytes_per_token
+from grpo.plan.workload import Workload, longest_prompt
 
 VOCABULARY, G, MIB = 100, 8, 2**20
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -23,6 +26,14 @@ def workload(dtype: torch.dtype = FP32, name: str = "gpt2", **settings: object) 
     config = Config(**{**usual, **settings})  # type: ignore[arg-type]
     target = Target(ARCHITECTURES[name](VOCABULARY).config, torch.device("cpu"), dtype, "sdpa")
     return Workload(config, target, 50)
+
+
+def phases_of(work: Workload, sizes: Sequence[int] = (1000,), frozen_bytes: int = 0) -> PhasesAt:
+    """Of a model with so many numbers in each trained tensor, and so many bytes that are not."""
+    trained = [nn.Parameter(torch.empty(size, dtype=work.target.exact_dtype)) for size in sizes]
+    base = nn.Parameter(torch.empty(frozen_bytes, dtype=torch.uint8), requires_grad=False)
+    model = nn.ParameterList([*trained, base])
+    return PhasesAt(work, model, model)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -38,29 +49,31 @@ def test_what_exists_all_along_in_bytes_a_parameter(dtype, settings, expected):
     bytes_of = {name: 1000 * size for name, size in expected.items()}
     if "sampler's copy" in bytes_of:  # whose head is no longer the embedding
         bytes_of["sampler's copy"] += head
-    assert work.resident(1000) == bytes_of
+    assert phases_of(work).resident() == bytes_of
     bytes_of.pop("reference", None)
-    assert replace(work, reference_here=False).resident(1000) == bytes_of
+    assert phases_of(replace(work, reference_here=False)).resident() == bytes_of
     # With adapters the base is there once: 1000 bytes of it, and 50 numbers of adapters in two tensors.
     work = workload(dtype, lora_rank=2, reference_sync=5 * (dtype == BF16))
     size = work.target.exact_dtype.itemsize
     adapters = {"weights": 1000 + size * 50, "optimizer": 2 * size * 50}
     if dtype == BF16:  # the sampler has a head of its own, a reference that follows its adapters
         adapters |= {"reference": 4 * 50, "sampler's copy": head}
-    assert work.resident(7, [20, 30], 1000) == adapters
+    assert phases_of(work, [20, 30], 1000).resident() == adapters
 
 
 def test_of_a_sharded_model_each_process_holds_its_part_and_gathers_what_it_samples_with():
-    work = replace(workload(BF16, shard=True, **WITHOUT_KL), processes=4)
-    assert work.resident(1001) == {"weights": 4 * 251, "optimizer": 8 * 251}
-    assert work.added_parts("learn", Size(8, 20, 50), 1001)["gradients"] == 4 * 251
-    assert replace(workload(), processes=4).shards == 1
+    work = replace(workload(BF16, shard=True), processes=4)
+    phases = phases_of(work, [1001])
+    assert phases.resident() == {"weights": 1001, "optimizer": 8 * 251, "reference": 1001}
+    assert phases.known_parts("learn", Size(8, 20, 50))["gradients"] == 4 * 251
+    whole = replace(workload(BF16), processes=4)
+    assert whole.shards == 1 and phases_of(whole).resident()["weights"] == 4000
 
 
 def test_moments_in_8_bits_are_a_quarter():
     """1000 numbers are too few; 10 000 have 40 blocks of a scale each, and two code books of 256."""
     work = workload(optimizer_kind="adamw8bit")
-    moments = work.resident(11_000, [1000, 10_000])["optimizer"]
+    moments = phases_of(work, [1000, 10_000]).resident()["optimizer"]
     assert moments == 8 * 1000 + 2 * (10_000 + 4 * 40) + 2 * 4 * 256
 
 
@@ -72,14 +85,14 @@ def test_keys_and_values_of_a_token():
 
 
 def test_of_what_a_phase_adds_a_part_has_a_closed_form():
-    work, size = workload(), Size(16, 20, 50)
+    phases, size = phases_of(workload(), [300]), Size(16, 20, 50)
     cache = (2 * 50 + 16 * 48) * 256 * 2  # the cache has whole blocks of 48 tokens
-    assert work.added_parts("sample", size, 0) == {"KV cache": cache, "logits": 16 * VOCABULARY * 8}
-    assert work.added_parts("score", size, 0) == {"logits": 16 * 20 * VOCABULARY * 8}
+    assert phases.known_parts("sample", size) == {"KV cache": cache, "logits": 16 * VOCABULARY * 8}
+    assert phases.known_parts("score", size) == {"logits": 16 * 20 * VOCABULARY * 8}
     expected = {"logits": 16 * 20 * VOCABULARY * 12, "gradients": 4 * 300}
-    assert work.added_parts("learn", size, 300) == expected
+    assert phases.known_parts("learn", size) == expected
     # More tokens than the head takes at once.
-    assert work.added_parts("learn", Size(64, 20, 50), 0)["logits"] == 1024 * VOCABULARY * 12
+    assert phases.known_parts("learn", Size(64, 20, 50))["logits"] == 1024 * VOCABULARY * 12
 
 
 def test_on_cuda_tensors_have_blocks():
@@ -106,7 +119,7 @@ def test_what_settings_say_of_rows_and_of_what_is_scored():
         ({}, "reference"), (WITHOUT_KL, "nothing"), ({"num_iterations": 2, **WITHOUT_KL}, "policy"),
         (adapters, "policy"),
     ):  # fmt: skip
-        made = workload(**settings).phase_settings()
+        made = workload(**settings)
         assert made.scores == scored and ("score" in made.phases) == (scored != "nothing")
 
 

@@ -334,7 +334,7 @@ def test_a_models_budget_is_the_planners_as_it_is_printed_and_written(model_fold
     resident = sum(lines(found).values()) - 4 * count  # without gradients, which are added
     wanted = Calculator(**settings)
     work = Model(wanted, find_card(None, "4GB")).work
-    traced = TracedPhases(work.phase_settings())
+    traced = TracedPhases(work)
     for share in found["shares"]:
         added = {p: traced.added_bytes(p, work.size(share["batch_size"])) for p in ("sample", "learn")}
         assert share["fullest"] == max(added, key=added.get)

@@ -13,23 +13,22 @@ import gc
 import sys
 import sysconfig
 import tracemalloc
-import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from grpo.memory import live
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
+_RECORDER = (str(Path(__file__).parent), str(Path(live.__file__)))
 
 
 @dataclass(frozen=True)
@@ -73,14 +72,14 @@ class Recorded(NamedTuple):
     looks: frozenset[str] = frozenset()
 
 
-class Recording(TorchDispatchMode):
+class Recording(live.LiveBytes):
     """From its making to `stop`, remembers of what is made the line, for as long as it lives."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], str, str]] = {}
+        super().__init__(None)
+        self._made: dict[int, tuple[str, str]] = {}  # where, and how a tensor looks, by storage
         self._boundaries: list[Counter[tuple[str, bool]]] = []  # bytes by line and whether they are tensors'
-        self._looks: dict[str, list[str]] = {}  # of the tensors at the last boundary, by line
+        self._looks: defaultdict[str, list[str]] = defaultdict(list)  # at the last boundary, by line
         self._traces = not tracemalloc.is_tracing()
         if self._traces:
             tracemalloc.start(16)
@@ -90,37 +89,23 @@ class Recording(TorchDispatchMode):
     def num_boundaries(self) -> int:
         return len(self._boundaries)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if any(value.alias_info is not None for value in func._schema.returns):
-            return result  # a view or an operation in place makes no storage
-        made = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
-        site = _line_of_the_user(_frames(sys._getframe(1))) if made else ""
-        for tensor in made:
-            storage = tensor.untyped_storage()
-            if (key := storage._cdata) not in self._alive:
-                # The Python storage lives as long as its memory, also where only C++ still holds it.
-                reference = weakref.ref(storage, partial(self._forget, key))
-                self._alive[key] = reference, site, _look(tensor)
-        return result
-
-    def _forget(self, key: int, _: object) -> None:
-        self._alive.pop(key, None)
+    def _count(self, tensor: torch.Tensor) -> None:
+        super()._count(tensor)
+        line = _line_of_the_user(_frames(sys._getframe(1)))
+        self._made[tensor.untyped_storage()._cdata] = line, _look(tensor)
 
     def boundary(self) -> None:
         """Note at a step's end what is there."""
         held: Counter[tuple[str, bool]] = Counter()
         self._looks.clear()
-        for reference, site, look in list(self._alive.values()):
-            if (storage := reference()) is not None:
-                held[site, True] += storage.nbytes()
-                self._looks.setdefault(site, []).append(look)
-        for alike in tracemalloc.take_snapshot().statistics("traceback"):
-            innermost_first = [(frame.filename, frame.lineno) for frame in reversed(alike.traceback)]
+        for key, (_, size) in list(self._alive.items()):
+            line, look = self._made[key]
+            held[line, True] += size
+            self._looks[line].append(look)
+        for blocks in tracemalloc.take_snapshot().statistics("traceback"):
+            innermost_first = [(frame.filename, frame.lineno) for frame in reversed(blocks.traceback)]
             if all(_owner(file) != "recorder" for file, _ in innermost_first):
-                held[_line_of_the_user(innermost_first), False] += alike.size
+                held[_line_of_the_user(innermost_first), False] += blocks.size
         self._boundaries.append(held)
 
     def stop(self) -> Recorded:
@@ -130,16 +115,17 @@ class Recording(TorchDispatchMode):
             tracemalloc.stop()
         if len(self._boundaries) < 2:
             return Recorded()
-        first, last, num_steps = self._boundaries[0], self._boundaries[-1], len(self._boundaries) - 1
-        piled = [key for key in last if all(a[key] < b[key] for a, b in pairwise(self._boundaries))]
+        first, last = self._boundaries[0], self._boundaries[-1]
         culprits, looks = [], set[str]()
-        for site, of_tensors in piled:
-            what = "allocations outside torch"
-            if of_tensors:
-                what = f"tensors such as {self._looks[site][-1]}"
-                looks.update(self._looks[site])
-            more = last[site, of_tensors] - first[site, of_tensors]
-            culprits.append(Culprit(what, more, num_steps, site.removeprefix(f"{Path.cwd()}/")))
+        for key in last:
+            if all(before[key] < after[key] for before, after in pairwise(self._boundaries)):
+                line, of_tensors = key
+                what = "allocations outside torch"
+                if of_tensors:
+                    what = f"tensors such as {self._looks[line][-1]}"
+                    looks.update(self._looks[line])
+                site, num_steps = line.removeprefix(f"{Path.cwd()}/"), len(self._boundaries) - 1
+                culprits.append(Culprit(what, last[key] - first[key], num_steps, site))
         return Recorded(tuple(culprits), frozenset(looks))
 
 
@@ -155,19 +141,14 @@ def _frames(frame: FrameType | None) -> Iterator[tuple[str, int]]:
 
 def _line_of_the_user(innermost_first: Iterable[tuple[str, int]]) -> str:
     """The first line of code that is no library's; if all are, the first that is not torch's."""
-    line_in_library = "a library"
-    for file, line in innermost_first:
-        owner = _owner(file)
-        if owner == "user":
-            return f"{file}:{line}"
-        if owner == "library" and line_in_library == "a library":
-            line_in_library = f"{file}:{line}"
-    return line_in_library
+    lines = [(_owner(file), f"{file}:{line}") for file, line in innermost_first]
+    choices = (line for wanted in ("user", "library") for owner, line in lines if owner == wanted)
+    return next(choices, "a library")
 
 
 @cache
 def _owner(file: str) -> Literal["recorder", "torch", "library", "user"]:
-    if file.startswith(_HERE):
+    if file.startswith(_RECORDER):
         return "recorder"
     if file.startswith((_TORCH, "<")):
         return "torch"

@@ -76,9 +76,8 @@ class Growth:
         if 0 < self.gained_bytes < self.least_bytes:
             in_all, settling = self.gained_bytes / MB, self.least_bytes / MB
             return f"{text}: {in_all:.1f} MB in all, and up to {settling:.0f} MB a run may settle by"
-        if self.gained_bytes > 0 and not self.steady:
-            return f"{text}: not all the way to the end, or in one jump"
-        return text
+        stopped = self.gained_bytes > 0 and not self.steady
+        return f"{text}: not all the way to the end, or in one jump" if stopped else text
 
 
 @dataclass(frozen=True)
@@ -92,11 +91,11 @@ class LeakVerdict:
 
     @property
     def leak(self) -> bool:
-        return any(each.leak for each in self.growth)
+        return bool(self.kinds)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        return tuple(each.kind for each in self.growth if each.leak)
+        return tuple(growth.kind for growth in self.growth if growth.leak)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -105,10 +104,9 @@ class LeakVerdict:
     def __str__(self) -> str:
         if not self.growth:
             return f"no verdict: {self.num_steps} steps, and a trend needs {MIN_STEPS}"
-        head = "LEAK" if self.leak else "no leak"
-        shown = [each for each in self.growth if each.leak] or self.growth
-        lines = [f"{head} in {self.num_steps} steps", *(f"  {each}" for each in shown)]
-        lines += [f"  held: {culprit}" for culprit in self.culprits]
+        shown = [growth for growth in self.growth if growth.leak] or self.growth
+        lines = [f"{'LEAK' if self.leak else 'no leak'} in {self.num_steps} steps"]
+        lines += [*(f"  {growth}" for growth in shown), *(f"  held: {culprit}" for culprit in self.culprits)]
         if self.follows_tokens:
             lines.append("  memory grew with the tokens; fix the completions' length to see what is left")
         return "\n".join(lines)
@@ -122,14 +120,12 @@ def detect_leak(samples: Sequence[MemorySample]) -> LeakVerdict:
     """
     if len(samples) < MIN_STEPS:
         return LeakVerdict(len(samples), ())
-    used = [sample.device_used_bytes for sample in samples]
+    last: Kind = "memory of unknown kind" if samples[0].allocated_bytes is None else "not torch"
     levels: dict[Kind, Sequence[int | None]] = {  # each holds the one before
         "held tensors": [sample.allocated_bytes for sample in samples],
         "fragmentation": [sample.reserved_bytes for sample in samples],
-        "not torch": used,
+        last: [sample.device_used_bytes for sample in samples],
     }
-    if samples[0].allocated_bytes is None:
-        levels = {"memory of unknown kind": used}
     kinds = [kind for kind, level in levels.items() if None not in level]
     series = np.array([levels[kind] for kind in kinds], float)
     least = np.full(len(kinds), float(MIN_GROWTH_BYTES))
@@ -243,20 +239,14 @@ class LeakWatch:
         verdict = detect_leak(self.samples)
         if not verdict.leak:
             return verdict
-        grown = count_tensors() - self._baseline  # what there is more of
-        num_steps = len(self.samples) - _BASELINE_STEP
-        culprits = [
-            *self._recorded.culprits,
-            *(
-                Culprit(f"tensors {look}", more, num_steps)
-                for look, more in grown.items()
-                if look not in self._recorded.looks
-            ),
-        ]
-        rate = sum(each.bytes_per_step for each in verdict.growth if each.leak)
-        main = [culprit for culprit in culprits if culprit.bytes_per_step > rate / 10]
-        main.sort(key=lambda culprit: -culprit.bytes_per_step)
-        return replace(verdict, culprits=tuple(main))
+        culprits, num_steps = [*self._recorded.culprits], len(self.samples) - _BASELINE_STEP
+        for look, more in (count_tensors() - self._baseline).items():
+            if look not in self._recorded.looks:
+                culprits.append(Culprit(f"tensors {look}", more, num_steps))
+        rate = sum(growth.bytes_per_step for growth in verdict.growth if growth.leak)
+        main = (culprit for culprit in culprits if culprit.bytes_per_step > rate / 10)
+        by_rate = sorted(main, key=lambda culprit: -culprit.bytes_per_step)
+        return replace(verdict, culprits=tuple(by_rate))
 
     def _read(self, step: int, tokens: int | None) -> MemorySample:
         reading = self._device.read()
