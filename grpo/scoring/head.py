@@ -22,7 +22,7 @@ from torch import Tensor
 
 from grpo.model.head import CAST_ROWS, centred_head, parts
 from grpo.model.stand_ins import product_dtype
-from grpo.scoring.kernels import compiled, fill_softmax, is_compiled, scores_of, were_compiled
+from grpo.scoring.kernels import are_compiled, compiled, fill_softmax, scores_of, try_kernels
 
 Slope = Callable[[Tensor, slice], Tensor]
 """From log-probs (k,) of some of the K tokens, and which ones, to the loss's derivative by each (k,)."""
@@ -124,7 +124,7 @@ def tokens_at_once(vocabulary: int, dtype: torch.dtype, device_type: str) -> int
 
 def logit_bytes(dtype: torch.dtype, device_type: str, *, entropy: bool = True) -> int:
     """Of one logit of a chunk: its product, and unless kernels are compiled one or two numbers made of it."""
-    made = 0 if were_compiled(device_type, dtype) else 1 + entropy
+    made = 0 if are_compiled(device_type, dtype) else 1 + entropy
     return dtype.itemsize + made * max(4, dtype.itemsize)
 
 
@@ -153,7 +153,9 @@ class _Head:
         self.weight = _padded(cast(weight, dtype), padding)  # (V + padding, D)
         self._bias = None if bias is None else _padded(cast(bias, dtype), padding)
         self._is_traced = is_traced
-        self._is_compiled = is_compiled(device, dtype, is_traced=is_traced)
+        if not is_traced:
+            try_kernels(device, dtype)
+        self._is_compiled = are_compiled(device.type, dtype)
 
     def multiply(self, states: Tensor, products: Tensor) -> Tensor:
         """states (k, D) @ weightᵀ + bias, written to products (k, V + padding), 0 in the padding."""

@@ -20,19 +20,33 @@ _works: dict[tuple[str, torch.dtype], bool] = {}
 """Whether compiled kernels were found right in this process, by kind of device and dtype of products."""
 
 
-def is_compiled(device: torch.device, dtype: torch.dtype, *, is_traced: bool = False) -> bool:
-    """Whether logits in `dtype` go through compiled kernels there: tried once, and said where not.
+def try_kernels(device: torch.device, dtype: torch.dtype) -> None:
+    """Find out, once, whether compiled functions give what plain ones give, of made-up products."""
+    if device.type not in COMPILED_ON or (device.type, dtype) in _works:
+        return
+    generator = torch.Generator().manual_seed(0)
+    products = (4 * torch.randn(_TRIED_TOKENS, 1024, generator=generator)).to(device, dtype)[:, :1000]
+    targets = torch.arange(_TRIED_TOKENS, device=device)
+    reason, results = "", []
+    try:
+        for score, fill in ((scores_of, fill_softmax), (_compiled(scores_of), _compiled(fill_softmax))):
+            scores, gradient = score(products, targets, 1.0, True), products.clone()
+            fill(gradient, scores[:, 2:], torch.ones_like(scores[:, :1]), 1.0)
+            results.append((scores, gradient.to(scores.dtype)))
+        pairs = zip(*results, strict=True)
+        if not all(torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE) for one, other in pairs):
+            reason = "compiled ones give something else"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a compiler says
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    if reason:
+        logger.warning("the head's kernels are not fused, slower: {}", reason)
+    _works[device.type, dtype] = not reason
 
-    is_traced: only the memory of that device is asked for; then it counts whether it was tried and worked.
-    """
-    kind = device.type, dtype
-    if device.type in COMPILED_ON and kind not in _works and not is_traced:
-        _works[kind] = _try_kernels(device, dtype)
-    return were_compiled(*kind)
 
-
-def were_compiled(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether they were tried in this process, and worked."""
+def are_compiled(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether logits in `dtype` go through compiled kernels there, which were tried, and worked."""
     return _works.get((device_type, dtype), False)
 
 
@@ -46,29 +60,6 @@ def compiled(function: Callable[..., Any], tokens: int) -> Callable[..., Any]:
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)  # the number of tokens changes
-
-
-def _try_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether compiled functions give what plain ones give, of made-up products."""
-    generator = torch.Generator().manual_seed(0)
-    products = (4 * torch.randn(_TRIED_TOKENS, 1024, generator=generator)).to(device, dtype)[:, :1000]
-    targets = torch.arange(_TRIED_TOKENS, device=device)
-    try:
-        results = []
-        for score, fill in ((scores_of, fill_softmax), (_compiled(scores_of), _compiled(fill_softmax))):
-            scores, gradient = score(products, targets, 1.0, True), products.clone()
-            fill(gradient, scores[:, 2:], torch.ones_like(scores[:, :1]), 1.0)
-            results.append((scores, gradient.to(scores.dtype)))
-        pairs = zip(*results, strict=True)
-        if all(torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE) for one, other in pairs):
-            return True
-        reason = "compiled ones give something else"
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever a compiler says
-        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-    logger.warning("the head's kernels are not fused, slower: {}", reason)
-    return False
 
 
 def scores_of(products: Tensor, targets: Tensor, temperature: float, entropy: bool) -> Tensor:

@@ -37,12 +37,11 @@ class MicroBatch:
         self, device: torch.device, others: Mapping[str, Tensor | None] | None = None
     ) -> tuple["MicroBatch", dict[str, Tensor]]:
         """On a device, in one copy with others that belong to it; those that are None are left out."""
-        fields = ("row_to_prompt", "completion_ids", "scored")
-        named = {name: getattr(self, name) for name in fields} | dict(others or {})
-        given = {name: each for name, each in named.items() if each is not None}
-        ids, lengths, *there = to_device([self.prompts.ids, self.prompts.lengths, *given.values()], device)
-        moved = dict(zip(given, there, strict=True))
-        own = {name: moved.pop(name) for name in fields if name in moved}
+        own = {name: getattr(self, name) for name in ("row_to_prompt", "completion_ids", "scored")}
+        named = {name: tensor for name, tensor in {**own, **(others or {})}.items() if tensor is not None}
+        ids, lengths, *there = to_device([self.prompts.ids, self.prompts.lengths, *named.values()], device)
+        moved = dict(zip(named, there, strict=True))
+        own = {name: moved.pop(name) for name in own if name in moved}
         prompts = PromptBatch(ids, lengths, self.prompts.is_padded)
         return replace(self, prompts=prompts, **own), moved
 
@@ -64,13 +63,23 @@ def micro_batches(
     than needed.
     """
     mask = rollout.mask if mask is None else mask
-    longest_prompt = max(map(len, rollout.prompt_ids))
+    group_size = rollout.group_size
+    longest = rollout.lengths.view(-1, group_size).amax(1)  # (B,)
     by_prompt = torch.tensor([len(ids) for ids in rollout.prompt_ids])
     # Of one length, prompts of one length are together: see `model/attention.py`.
-    groups = torch.argsort(_longest(rollout) * (longest_prompt + 1) + by_prompt, stable=True)
-    # From the largest on: what it has freed, the others fit into.
-    for chunk in reversed(_chunks(rollout, groups, rows, pass_tokens)):
-        prompts, row_to_prompt = torch.unique(chunk // rollout.group_size, return_inverse=True)
+    groups = torch.argsort(longest * (by_prompt.max() + 1) + by_prompt, stable=True)
+    order = (groups.unsqueeze(1) * group_size + torch.arange(group_size)).flatten()  # (N,)
+    if rows >= group_size:
+        rows -= rows % group_size
+    chunks = [*order.split(rows)]
+    if pass_tokens is not None and rows >= group_size:
+        parted = [
+            _lengths_apart(lengths.tolist(), pass_tokens // group_size)
+            for lengths in longest[groups].split(rows // group_size)
+        ]
+        chunks = [*order.split([group_size * size for sizes in parted for size in sizes])]
+    for chunk in reversed(chunks):  # from the largest on: what it has freed, the others fit into
+        prompts, row_to_prompt = torch.unique(chunk // group_size, return_inverse=True)
         width = max(1, int(rollout.lengths[chunk].max()))
         yield MicroBatch(
             rows=chunk,
@@ -79,29 +88,6 @@ def micro_batches(
             completion_ids=rollout.completion_ids[chunk, :width],
             scored=mask[chunk, :width].flatten().nonzero().squeeze(1),
         )
-
-
-def _longest(rollout: Rollout) -> Tensor:
-    """Tokens of the longest completion of each group: (B,)."""
-    return rollout.lengths.view(-1, rollout.group_size).amax(1)
-
-
-def _chunks(rollout: Rollout, groups: Tensor, rows: int, pass_tokens: int | None) -> list[Tensor]:
-    """Of groups in order of length, the rows of each pass."""
-    group_size, longest = rollout.group_size, _longest(rollout)
-    order = (groups.unsqueeze(1) * group_size + torch.arange(group_size)).flatten()  # (N,)
-    if rows >= group_size:
-        rows -= rows % group_size
-    chunks: list[Tensor] = []
-    for chunk in order.split(rows):
-        if pass_tokens is None or rows < group_size:
-            chunks.append(chunk)
-        else:
-            sizes = _lengths_apart(
-                longest[chunk[::group_size] // group_size].tolist(), pass_tokens // group_size
-            )
-            chunks += chunk.split([group_size * size for size in sizes])
-    return chunks
 
 
 def _lengths_apart(longest: list[int], worth: int) -> list[int]:
@@ -163,10 +149,10 @@ def token_logprobs(
             slopes = slope(logp, slice(0, len(logp)))
             return hidden, scores(slope=lambda _, part: slopes[part])
 
-    hidden, found = inside(model, work)
-    if found.hidden_gradient is not None and hidden.requires_grad:
-        hidden.backward(found.hidden_gradient)  # type: ignore[no-untyped-call]
-    return found.logp, found.entropy
+    hidden, scored = inside(model, work)
+    if scored.hidden_gradient is not None and hidden.requires_grad:
+        hidden.backward(scored.hidden_gradient)  # type: ignore[no-untyped-call]
+    return scored.logp, scored.entropy
 
 
 def computing_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:
