@@ -74,6 +74,7 @@ class Trainer:
             run.rewards.state.max_steps = self.config.steps
             if run.checkpoint is not None:
                 self._restore(run.checkpoint)
+                run.checkpoint = None  # its moments take as much as the optimizer's
             self.saved = self.finished
             self._opened = opened.pop_all()  # and they are closed after the last step
 
@@ -227,8 +228,7 @@ class Trainer:
         self.run.source.restore(state["source"])
         if self.config.kl_target is not None:
             self.kl_coef = state["kl_coef"]
-        self.best_reward = state["best_reward"]
-        self.num_tokens = state["num_tokens"]
+        self.best_reward, self.num_tokens = state["best_reward"], state["num_tokens"]
         self.stepper.restore(state)
         self.run.fit.restore(state["memory"])
         self.finished, self.source_state = state["step"], state["source"]

@@ -69,7 +69,14 @@ def _locked(folder: Path, config: Config) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise SettingsError(_in_use(folder, config, file.read(), this_process)) from None
+            holder = file.read() or "another process"
+            setting, remedy = ("resume", "") if config.resume else ("name", ", or choose another name")
+            if holder == this_process:
+                remedy += "; it is this process: close() a Trainer that takes no step, or open it by with"
+            raise SettingsError(
+                f"{setting} is {str(config.resume or folder.name)!r}, but {holder} is training in "
+                f"{str(shown(folder))!r}: let it end, or stop it{remedy}."
+            ) from None
         except OSError as error:
             logger.debug("{} is on a disk that knows no locks: {}", folder, error)
         if not path.exists():  # with its folder, which a run that did not begin has just taken away
@@ -86,16 +93,6 @@ def _locked(folder: Path, config: Config) -> Iterator[None]:
                     if not config.resume:
                         folder.rmdir()
                         folder.parent.rmdir()  # if it is empty
-
-
-def _in_use(folder: Path, config: Config, holder: str, this_process: str) -> str:
-    setting, remedy = ("resume", "") if config.resume else ("name", ", or choose another name")
-    if holder == this_process:
-        remedy += "; it is this process: close() a Trainer that takes no step, or open it by with"
-    return (
-        f"{setting} is {str(config.resume or folder.name)!r}, but {holder or 'another process'} is training "
-        f"in {str(shown(folder))!r}: let it end, or stop it{remedy}."
-    )
 
 
 def _where(config: Config) -> str:
