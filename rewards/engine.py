@@ -154,15 +154,16 @@ class UciEngines:
         try:
             engine = SimpleEngine.popen_uci(self._command, timeout=START_TIMEOUT_S, start_new_session=True)
             self.engines[place] = engine
-            engine.timeout = None  # ours
             engine.protocol.loop.set_exception_handler(
                 lambda _, context: logger.debug("engine: {}", context["message"])
             )
             self._configure(engine)
-            self.check_open()  # it may have been closed before the engine was in the list
+            engine.timeout = None  # from here on ours counts
+            self.check_open()  # `close` may have come before the engine was in the list
             return engine
         except BaseException as error:
             self._stop(place)
+            self.check_open()
             if not isinstance(error, OSError | EngineFailed):  # TimeoutError is an OSError
                 raise
             reason = str(error) or f"no answer in {START_TIMEOUT_S:g} s"

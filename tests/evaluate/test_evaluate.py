@@ -299,23 +299,16 @@ def test_examples_are_the_first_that_differ_of_either_task():
 KINGS = "8/8/8/3k4/8/3K4/8/7R w - - 0 1"
 
 
-@pytest.mark.parametrize(
-    ("prompt", "before", "after", "said"),
-    [
+def test_boards_stand_beside_what_the_model_said():
+    """How answers are judged is a report's as well (tests/workbench/test_report.py)."""
+    for prompt, before, after, asked, first, then in (
         (f"P: {KINGS}", " M: h1h5 E: 5.0 B: d3d5", " M: h1h5 E: 5.0 B: h1h5",
-         ("White to move", "d3d5, which is illegal", "Rh5+")),
-        (f"P: {KINGS}", " B: h1h1", " B: h1h8", ("White to move", "h1h1, which is illegal", "Rh8")),
-        (f"P: {KINGS}", "", " nonsense", ("White to move", "no move can be read", "no move can be read")),
+         "White to move", "d3d5, which is illegal", "Rh5+"),
+        (f"P: {KINGS}", " B: h1h1", "", "White to move", "h1h1, which is illegal", "no move can be read"),
         (f"A: {KINGS}+h1h5+h1h5+", "8/8/8/3k4/8/3K4/8/7R b - - 1 1+0.001+0+0",
-         "8/8/8/3k3R/8/3K4/8/8 b - - 1 1+0.001+0+0", ("White plays Rh5+", "wrong on h1, h5", "right")),
-        (f"A: {KINGS}+h1h5+h1h5+", "8/8/8/3k3R/8/3K4/8/8 w - - 1 1+0.001+0+0", "?+0.001+0+0",
-         ("White plays Rh5+", "the pieces right, not whose turn", "no position: '?'")),
-        ("Say hello.", "hallo", "hello", ("Say hello.", "hallo", "hello")),
-    ],
-    ids=["move", "to itself", "no move", "position", "details", "another task"],
-)  # fmt: skip
-def test_boards_stand_beside_what_the_model_said(prompt, before, after, said):
-    text = printed(example_boards(Example(prompt, before, after)), width=110)
-    asked, first, then = said
-    assert asked in text and f"before: {first}" in text and f"after: {then}" in text
-    assert ("♔" in text or "♚" in text) == (prompt[:3] in ("A: ", "P: "))
+         "8/8/8/3k3R/8/3K4/8/8 b - - 1 1+0.001+0+0", "White plays Rh5+", "wrong on h1, h5", "right"),
+        ("Say hello.", "hallo", "hello", "Say hello.", "hallo", "hello"),
+    ):  # fmt: skip
+        text = printed(example_boards(Example(prompt, before, after)), width=110)
+        assert asked in text and f"before: {first}" in text and f"after: {then}" in text
+        assert ("♔" in text or "♚" in text) == (prompt[:3] in ("A: ", "P: "))
