@@ -28,13 +28,9 @@ PROFILES = "profiles"
 
 def to_plain(config: Config) -> dict[str, Any]:
     """Settings by name, as YAML and JSON can hold them."""
-    return {item.name: _plain(getattr(config, item.name)) for item in fields(config)}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return list(value)
-    return str(value) if isinstance(value, Path) else value
+    values = {item.name: getattr(config, item.name) for item in fields(config)}
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))  # tuples are lists, paths are text
+    return plain
 
 
 def from_plain(values: Mapping[str, Any], base: Config | None = None) -> Config:
