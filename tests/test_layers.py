@@ -77,10 +77,10 @@ def test_memory_and_rewards_stand_alone() -> None:
 
 
 LINES = {
-    "grpo": 1050, "grpo.commands": 925, "grpo.config": 910, "grpo.data": 1720, "grpo.distributed": 575,
-    "grpo.evaluate": 690, "grpo.learning": 945, "grpo.memory": 1865, "grpo.model": 1550, "grpo.plan": 875,
-    "grpo.play": 1140, "grpo.rollout": 1400, "grpo.run": 2050, "grpo.scoring": 760, "grpo.trl": 645,
-    "grpo.workbench": 4100, "rewards": 1100, "scripts": 1630,
+    "grpo": 955, "grpo.commands": 970, "grpo.config": 925, "grpo.data": 1785, "grpo.distributed": 590,
+    "grpo.evaluate": 670, "grpo.learning": 820, "grpo.memory": 1690, "grpo.model": 1420, "grpo.plan": 750,
+    "grpo.play": 1055, "grpo.rollout": 1130, "grpo.run": 2190, "grpo.scoring": 740, "grpo.trl": 780,
+    "grpo.workbench": 3605, "rewards": 1095, "scripts": 1655,
 }  # fmt: skip
 """Lines of Python that each room has at most: who adds more raises the number, and says in the commit why."""
 
