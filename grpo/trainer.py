@@ -140,7 +140,7 @@ class Trainer:
                 self.interrupted = not done and self._anyone_stops()
                 if better or done or self.interrupted or self._due(step, config.checkpoint_interval):
                     self.stepper.keep_together(run.world)
-                    self.save(best=better)
+                    self.save(best=better, last=done)
         except (Exception, GeneratorExit):
             alone = not config.shard  # else the others, who have their parts, may not come to it
             if alone and self.finished > self.saved and not self.stepper.moved:
@@ -207,7 +207,7 @@ class Trainer:
         self.best_reward = reward
         return step > 0
 
-    def save(self, *, best: bool = False) -> None:
+    def save(self, *, best: bool = False, last: bool = False) -> None:
         """A checkpoint of the last whole step, which the first process writes."""
         state = {
             "source": self.source_state,
@@ -219,7 +219,7 @@ class Trainer:
             "memory": self.run.fit.state(),
             "settings": to_plain(replace(self.config, resume=None)),
         }
-        if self.run.save(self.finished, state, best=best):
+        if self.run.save(self.finished, state, best=best, last=last):
             self.saved = self.finished
 
     def _restore(self, checkpoint: Checkpoint) -> None:

@@ -16,6 +16,7 @@ from grpo.config import CONFIG_FILE, Config, from_plain
 from grpo.config.groups import Precision, PromptSettings, SamplingSettings
 from grpo.config.limits import COUNT, NOT_NEGATIVE, Settings
 from grpo.config.reading import read_run_settings
+from grpo.data.gym import SCORE, rewards_for
 from grpo.data.load import IN_MEMORY, check_spec
 from grpo.data.reward_files import PROMPTS_LOOKED_AT, load_rewards
 from rewards import REWARDS
@@ -97,7 +98,7 @@ class EvaluateConfig(Settings):
     def task(self) -> Config:
         """Prompts and rewards: those of the first run that is named, changed by the flags."""
         base = from_plain(read_run_settings(self.runs[0])) if self.runs else Config()
-        in_python = [name for name in base.reward if ":" not in name and name not in REWARDS]
+        in_python = [name for name in base.reward if ":" not in name and name not in (*REWARDS, SCORE)]
         without_rows = self.prompts is None and base.prompts == IN_MEMORY
         if in_python and (not self.reward or without_rows):
             raise ValueError(
@@ -110,7 +111,8 @@ class EvaluateConfig(Settings):
             changes |= {"reward": self.reward, "reward_weights": self.reward_weights}
         if self.asking != PromptSettings():
             changes |= vars(self.asking)
-        return replace(base, **changes)
+        task = replace(base, **changes)
+        return replace(task, reward=rewards_for(task.prompts, task.reward))
 
     @property
     def modes(self) -> dict[str, SamplingSettings]:

@@ -1,5 +1,6 @@
 """Every setting once: its name, its limits, its default, and its text for the help."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ FOLDER_NAME = Limit(
     lambda name: name not in ("", ".", "..") and not set(name) & set("/\\\0"),
     "that is no name of one folder, give one without / and \\, and --runs-dir for where it is made",
 )
+HUB_NAME = Limit(lambda name: re.fullmatch(r"[\w.-]+/[\w.-]+", name), "give it as owner/name")
 PRINTABLE = Limit(str.isprintable, "that cannot be printed, give one without control characters")
 
 
@@ -212,12 +214,16 @@ class FolderSettings(Settings):
     """Steps between checkpoints; 0: only at the end, and of the best evaluation."""
     keep_checkpoints: Annotated[int, at_least(1)] = 2
     """Checkpoints kept, the newest; the best one is kept besides."""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
-    """Where metrics go besides metrics.jsonl."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+    """Where metrics go besides metrics.jsonl; to wandb and trackio completions, too."""
     logged_completions: Annotated[int, NOT_NEGATIVE] = 16
     """Completions of each step written to completions.jsonl."""
     show_completions: Annotated[int, NOT_NEGATIVE] = 25
     """Steps after which a completion is shown with its scores, each time; 0: never."""
+    push_to_hub: Annotated[str | None, HUB_NAME] = None
+    """Upload the model as owner/name when the run is done, with a card that says how it was made."""
+    hub_private: bool = True
+    """Whether nobody else may see it there, if that makes the repository."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severity that is shown."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from grpo.config.limits import SettingsError
+from grpo.config import Config, SettingsError
 
 PREFIX = "gym:"
 SIZE, SEED = 10_000, 0
@@ -28,6 +28,11 @@ SCORE = "gym"
 def is_gym(spec: object) -> bool:
     """Whether a task of reasoning-gym is meant."""
     return isinstance(spec, str) and spec.startswith(PREFIX)
+
+
+def rewards_for(prompts: object, reward: tuple[str, ...]) -> tuple[str, ...]:
+    """The task's own score where prompts are a task's and `reward` is what it is when nobody has chosen."""
+    return (SCORE,) if is_gym(prompts) and reward == Config.reward else reward
 
 
 def make_dataset(spec: str) -> Any:

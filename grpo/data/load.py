@@ -16,6 +16,7 @@ from loguru import logger
 
 from grpo.config.groups import PromptSettings
 from grpo.data.files import FORMATS, check_file, file_rows
+from grpo.data.gym import gym_rows, is_gym, make_dataset
 from grpo.data.maker import PLAIN, Convert, PromptMaker, Room
 from grpo.data.rows import from_record
 from grpo.data.source import HELDOUT_SHARE, PromptSource
@@ -46,7 +47,10 @@ def load_prompts(
     room: Room | None = None,
     to_train: bool = True,
 ) -> PromptSource:
-    """The prompts that `spec` names: "bundled", a local file, or a hub dataset "owner/name[:[config:]split]".
+    """The prompts that `spec` names.
+
+    "bundled", a local file, a hub dataset "owner/name[:[config:]split]", or a task of reasoning-gym,
+    "gym:name[?setting=value&…]".
 
     A `.txt` file and a column `text` hold RookWorld lines; a column `prompt` (of rows in memory, `.jsonl`,
     `.csv`, `.tsv`, `.parquet` or the hub) holds prompts of the user's own, the other columns going to the
@@ -63,7 +67,7 @@ def load_prompts(
     check_spec(spec)
     name = spec if isinstance(spec, str) else "the prompts given"
     maker = PromptMaker(name, max_bad_share=max_bad_share, settings=settings, room=room)
-    is_on_hub = isinstance(spec, str) and spec != "bundled" and not is_file(spec)
+    is_on_hub = isinstance(spec, str) and spec != "bundled" and not is_file(spec) and not is_gym(spec)
     numbered, prompt_of = _on_hub(name, maker) if is_on_hub else _in_memory(spec, maker)
     share = HELDOUT_SHARE if name == "bundled" else heldout_share
     source = PromptSource(prompt_of, seed=seed, heldout_share=share, heldout_count=heldout_count)
@@ -89,7 +93,7 @@ def load_prompts(
 
 
 def check_spec(spec: str | Rows) -> None:
-    """ValueError for what is neither "bundled", a file that is there, nor the name of a hub dataset."""
+    """ValueError for what is neither "bundled", a file that is there, a task, nor a hub dataset's name."""
     if not isinstance(spec, str):
         if isinstance(spec, Mapping) or not isinstance(spec, Iterable):
             raise ValueError(_not_rows(type(spec).__name__))
@@ -97,6 +101,8 @@ def check_spec(spec: str | Rows) -> None:
         raise ValueError(
             "the prompts of that run were rows in memory: give them again, here as --prompts FILE"
         )
+    elif is_gym(spec):
+        make_dataset(spec)
     elif is_file(spec):
         check_file(Path(spec).expanduser())
 
@@ -111,6 +117,8 @@ def _not_rows(kind: str) -> str:
 
 def is_file(spec: str) -> bool:
     """Whether a person means a file by it, there or not."""
+    if is_gym(spec):
+        return False
     path = Path(spec).expanduser()
     has_ending = path.parent.is_dir() and bool(re.fullmatch(r"\.[A-Za-z]{3,8}", path.suffix))
     looks_like_one = path.exists() or path.suffix.lower() in FORMATS or has_ending
@@ -162,7 +170,7 @@ def _on_hub(spec: str, maker: PromptMaker) -> Numbered:
 
 
 def _in_memory(spec: str | Rows, maker: PromptMaker) -> Numbered:
-    prompts = [prompt for row in _rows(spec) for prompt in maker.make_or_count(*row)]
+    prompts = [prompt for row in _rows(spec, maker) for prompt in maker.make_or_count(*row)]
     if isinstance(spec, str) and spec.lower().endswith(".pgn"):  # games share their openings
         prompts = list({prompt.text: prompt for prompt in reversed(prompts)}.values())[::-1]
     custom = [prompt.columns for prompt in prompts if prompt.task == "custom"]
@@ -172,13 +180,16 @@ def _in_memory(spec: str | Rows, maker: PromptMaker) -> Numbered:
     return enumerate(prompts), prompts.__getitem__
 
 
-def _rows(spec: str | Rows) -> Iterator[tuple[str, Any, Convert]]:
+def _rows(spec: str | Rows, maker: PromptMaker) -> Iterator[tuple[str, Any, Convert]]:
     """Each with its id, and what makes prompts of it."""
     if isinstance(spec, str) and spec == "bundled":
         for file in (POSITIONS / "train.txt", POSITIONS / "heldout.txt"):
             if not file.is_file():
                 raise ValueError(f"the bundled positions are incomplete, {file} is missing: install again")
             yield from file_rows(file)
+    elif isinstance(spec, str) and is_gym(spec):
+        for number, problem in enumerate(gym_rows(spec, as_messages=maker.can_chat)):
+            yield f"{spec}:{number}", problem, from_record
     elif isinstance(spec, str):
         yield from file_rows(Path(spec).expanduser())
     else:

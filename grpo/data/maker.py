@@ -103,8 +103,10 @@ class PromptMaker:
         self._chat_template = getattr(room.tokenizer, "chat_template", None) if room else None
         if settings.chat_template is not None:
             self._chat_template = template_text(settings.chat_template, "chat_template")
+        self.can_chat = settings.chat != "off" and self._chat_template is not None
+        """Whether messages can be asked."""
         from_template = self._template is not None and settings.chat == "auto"
-        self._text_is_message = settings.chats or (from_template and self._chat_template is not None)
+        self._text_is_message = settings.chats or (from_template and self.can_chat)
         self.has_own_columns = settings.prompt_column is not None or self._template is not None
         """Whether the settings say what is asked, so that rows are the user's own whatever else they have."""
 

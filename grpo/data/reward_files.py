@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from grpo.data.gym import SCORE, gym_score
 from grpo.data.source import collate
 from grpo.prompt import Prompt
 from rewards import REWARDS
@@ -53,10 +54,11 @@ def load_reward(spec: str) -> tuple[str, RewardFunction]:
     """A reward by name, or by `path/to/file.py:function`. ValueError says what can be given."""
     path, name = reward_file(spec)
     if path is None:
-        if spec in REWARDS:
-            return spec, REWARDS[spec]
+        known = {**REWARDS, SCORE: gym_score}
+        if spec in known:
+            return spec, known[spec]
         raise ValueError(
-            f"reward {spec!r} is not known: give one of {', '.join(REWARDS)}, "
+            f"reward {spec!r} is not known: give one of {', '.join(known)}, "
             "or a function of your own as file.py:name."
         )
     if not path.is_file():

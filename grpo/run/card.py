@@ -18,19 +18,27 @@ from grpo.config.reading import CONFIG_FILE
 from grpo.files import shown
 from grpo.run.tracking import METRICS_FILE, read_lines
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _OF_THE_FOLDER = "name", "runs_dir", "resume", "push_to_hub", "trackers", "log_level"
 """Settings that say nothing of the model."""
 
 
-def model_card(run: Path, step: int) -> str:
-    """The card of the model that a run's folder holds after `step`, in Markdown with the hub's header."""
+def write_card(run: Path, file: Path) -> None:
+    """The card of the model that a run has trained so far; none of a folder that is no run's."""
+    if (run / CONFIG_FILE).is_file():
+        file.write_text(model_card(run))
+
+
+def model_card(run: Path) -> str:
+    """In Markdown, with the header that the hub reads."""
     settings = yaml.safe_load((run / CONFIG_FILE).read_text())
+    lines = read_lines(run / METRICS_FILE) if (run / METRICS_FILE).is_file() else []
+    steps = max((line["step"] for line in lines), default=0)
     base, prompts = str(settings["model"]), str(settings["prompts"])
     has_adapters = bool(settings.get("lora_rank"))
     header = ModelCardData(
-        base_model=base if HUB_NAME.fullmatch(base) else None,
-        datasets=prompts.split(":")[0] if HUB_NAME.match(prompts) and not Path(prompts).exists() else None,
+        base_model=base if _ON_HUB.fullmatch(base) else None,
+        datasets=prompts.split(":")[0] if _ON_HUB.match(prompts) and not Path(prompts).exists() else None,
         library_name="peft" if has_adapters else "transformers",
         pipeline_tag="text-generation",
         tags=["grpo", "grpo-lean"],
@@ -45,9 +53,9 @@ def model_card(run: Path, step: int) -> str:
     parts = [
         f"---\n{header.to_yaml()}\n---",
         f"# {run.name}",
-        f"`{base}`, trained with GRPO by grpo-lean: {step:,} steps of {settings['batch_size']} completions "
+        f"`{base}`, trained with GRPO by grpo-lean: {steps:,} steps of {settings['batch_size']} completions "
         f"in groups of {settings['group_size']}, on the prompts `{prompts}` and the rewards {rewards}.",
-        *_quality(read_lines(run / METRICS_FILE)),
+        *_quality(lines),
         "## Use",
         f"```python\n{usage(has_adapters)}\n```",
         "## Settings",
@@ -98,9 +106,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_hub(repository: str) -> None:
-    """Says at once where a push at the end is going to fail. ValueError for what is no name on the hub."""
-    if HUB_NAME.fullmatch(repository) is None:
-        raise ValueError(f"push_to_hub is {repository!r}: give it as owner/name.")
+    """Says at once where a push at the end is going to fail."""
     try:
         HfApi(endpoint()).whoami()
     except Exception as error:  # nobody is logged in, or no network: of several kinds

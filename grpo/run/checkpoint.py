@@ -30,6 +30,7 @@ from grpo.files import put_back, shown, take_place
 from grpo.model.adapters import MERGED, has_adapters, save_adapters, save_merged
 from grpo.model.load import Policy
 from grpo.model.names import MODEL_FOLDER
+from grpo.run.card import write_card
 from grpo.run.training_state import Snapshot, take_snapshot
 
 _MANIFEST = "manifest.json"
@@ -37,6 +38,8 @@ _STATE = "trainer.json"
 _TENSORS = "trainer.safetensors"
 _REFERENCE = "reference.safetensors"
 _BEST = "best"
+_CARD = "README.md"
+"""Of the model to use; peft writes one of its own into a checkpoint."""
 _OTHER_FILES_BYTES = 4 * 2**20
 """Of tokenizer, settings and logs, about."""
 
@@ -200,13 +203,14 @@ class CheckpointFolder:
         temporary = self.model.with_name(f".{MODEL_FOLDER}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         for path in checkpoint.rglob("*"):
-            if path.is_file() and path.name not in (_MANIFEST, _STATE, _TENSORS, _REFERENCE):
+            if path.is_file() and path.name not in (_MANIFEST, _STATE, _TENSORS, _REFERENCE, _CARD):
                 target = temporary / path.relative_to(checkpoint)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     os.link(path, target)
                 except OSError:  # a disk that has no links
                     shutil.copyfile(path, target)
+        write_card(self.folder.parent, temporary / _CARD)
         take_place(temporary, self.model)
 
     def _prune(self, newest: Path) -> None:

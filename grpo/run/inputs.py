@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.config import Config, SettingsError
 from grpo.config.groups import BUNDLED
+from grpo.data.gym import rewards_for
 from grpo.data.load import IN_MEMORY, Rows, is_file
 from grpo.data.reward_files import RewardFunction, load_rewards, reward_file
 from grpo.model.load import ModelSource
@@ -35,7 +36,7 @@ class Inputs:
             model = getattr(getattr(model, "config", None), "_name_or_path", "") or IN_MEMORY
         if not isinstance(prompts, str):
             prompts = IN_MEMORY
-        rewards = load_rewards(self.rewards) if self.rewards else config.reward
+        rewards = load_rewards(self.rewards) if self.rewards else rewards_for(prompts, config.reward)
         return replace(
             config,
             model=model if model in (AUTO, BUNDLED) else _absolute(model),

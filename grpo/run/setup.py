@@ -32,6 +32,7 @@ from grpo.plan.tables import Measured, plan_table
 from grpo.plan.workload import Workload, longest_prompt
 from grpo.rollout.decoder import KeptArena, records_steps
 from grpo.run import loading
+from grpo.run.card import check_hub, push
 from grpo.run.checkpoint import checkpoint_bytes
 from grpo.run.clock import Clock
 from grpo.run.folder import check_room, hold_folder, keep_rewards, open_checkpoints, write_settings
@@ -156,8 +157,11 @@ class Run:
         idle = largest_share(num_groups, self.world.size) - len(groups) if self.config.shard else 0
         return Share(groups, self.config.group_size, idle)
 
-    def save(self, step: int, state: dict[str, Any], *, best: bool) -> bool:
-        """A checkpoint, which the first process writes; whether this one has written it."""
+    def save(self, step: int, state: dict[str, Any], *, best: bool, last: bool) -> bool:
+        """A checkpoint, which the first process writes; whether this one has written it.
+
+        last: of a run that is done, whose model then goes to the hub if it is to.
+        """
         snapshot, is_main = None, self.world.is_main
         if self.is_trial:
             return True  # nothing is wanted
@@ -177,6 +181,8 @@ class Run:
         except DoesNotFit as error:
             logger.warning("no checkpoint of step {}: {}", step, error)
             return False
+        if written and last and self.config.push_to_hub:
+            push(self.checkpoints.model, self.config.push_to_hub, private=self.config.hub_private)
         return bool(written)
 
 
@@ -194,6 +200,8 @@ def _check_settings(config: Config, world: World, device: torch.device) -> None:
     if config.shard:
         loading.check_shard(config, world)
     check_trackers(config.trackers)
+    if config.push_to_hub and world.is_main:
+        check_hub(config.push_to_hub)
     check_peft(config)
     check_optimizer(config, device, compute_dtype(config.precision, device))
     if config.engine != "off":

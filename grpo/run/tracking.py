@@ -1,8 +1,9 @@
-"""Where a run's numbers go: JSON lines always, TensorBoard and W&B on request.
+"""Where a run's numbers go: JSON lines always, TensorBoard, W&B and Trackio on request.
 
 Metric names are TRL's, so that dashboards carry over.
 """
 
+import importlib
 import importlib.util
 import json
 import math
@@ -11,7 +12,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from loguru import logger
 
@@ -20,8 +21,17 @@ from grpo.files import write_whole
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
 MEMORY_FILE = "memory.jsonl"
-Board = tuple[Callable[[int, Mapping[str, float]], object], Callable[[], object]]
-"""A tracker: what sends it a step's metrics, and what closes it."""
+_PROJECT = "grpo-lean"
+
+
+class Board(NamedTuple):
+    """A tracker."""
+
+    send: Callable[[int, Mapping[str, Any]], object]
+    """Gives it a step's metrics, by name."""
+    close: Callable[[], object]
+    table: Callable[..., Any] | None = None
+    """Makes what it shows as a table, of `columns` and rows of `data`; None: it shows none."""
 
 
 def process_file(file: str, process: int) -> str:
@@ -68,10 +78,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def check_trackers(names: Sequence[str]) -> None:
     """ValueError if one of them is not installed, or wants to know first who is there."""
+    for name in {"wandb", "trackio"} & {*names}:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"trackers names {name}, which is not installed: pip install {name}, or leave it out."
+            )
     if "wandb" not in names:
         return
-    if importlib.util.find_spec("wandb") is None:
-        raise ValueError("trackers names wandb, which is not installed: pip install wandb, or leave it out.")
     import wandb
 
     if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False, verify=False):
@@ -101,20 +114,28 @@ class RunTracker:
         if "tensorboard" in trackers:
             with self._attempt("tensorboard"):
                 self._boards["tensorboard"] = _tensorboard(folder, before_step + 1)
-        if "wandb" in trackers:
-            self._boards["wandb"] = _wandb(folder, settings)
+        for name in (name for name in ("wandb", "trackio") if name in trackers):
+            with self._attempt(name):
+                self._boards[name] = _board(name, folder, settings)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step's metrics. What is not finite becomes null in JSON."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._write(METRICS_FILE, step, [finite])
-        for name, (send, _) in self._boards.items():
+        for name, board in self._boards.items():
             with self._attempt(name):
-                send(step, metrics)
+                board.send(step, metrics)
 
     def log_completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """A sample of one step's completions with their rewards."""
-        self._write(COMPLETIONS_FILE, step, rows)
+        """A sample of one step's completions with their rewards, as a table where a tracker shows one."""
+        records = list(rows)
+        self._write(COMPLETIONS_FILE, step, records)
+        columns = list(dict.fromkeys(name for record in records for name in record))
+        data = [[_cell(record.get(name)) for name in columns] for record in records]
+        for name, board in self._boards.items():
+            if board.table is not None and records:
+                with self._attempt(name):
+                    board.send(step, {"completions": board.table(columns=columns, data=data)})
 
     def log_memory(self, step: int, processes: Iterable[Iterable[Mapping[str, Any]]]) -> None:
         """What each phase of one step held in each process, and what had been predicted."""
@@ -122,7 +143,7 @@ class RunTracker:
             self._write(process_file(MEMORY_FILE, process), step, phases)
 
     def close(self) -> None:
-        closing = {name: close for name, (_, close) in self._boards.items()}
+        closing = {name: board.close for name, board in self._boards.items()}
         for name, close in ({name: file.close for name, file in self._files.items()} | closing).items():
             with self._attempt(name):
                 close()
@@ -172,18 +193,27 @@ def _tensorboard(folder: Path, first_step: int) -> Board:
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
 
-    return send, writer.close
+    return Board(send, writer.close)
 
 
-def _wandb(folder: Path, settings: Mapping[str, Any]) -> Board:
-    """A resumed run goes on as the same one there, by the id that is kept in its folder."""
-    import wandb
+def _board(name: str, folder: Path, settings: Mapping[str, Any]) -> Board:
+    """W&B, or Trackio, which has its functions. A resumed run goes on as the same one there.
 
-    id_file = folder / "wandb-id"
-    run_id = id_file.read_text() if id_file.is_file() else secrets.token_hex(4)
-    write_whole(id_file, run_id)
-    run = wandb.init(
-        project="grpo-lean", name=folder.name, dir=str(folder), config=dict(settings),
-        id=run_id, resume="allow",
+    W&B knows it by the id that is kept in the run's folder, Trackio by the folder's name.
+    """
+    library = importlib.import_module(name)
+    options: dict[str, Any] = {"embed": False}
+    if name == "wandb":
+        id_file = folder / "wandb-id"
+        run_id = id_file.read_text() if id_file.is_file() else secrets.token_hex(4)
+        write_whole(id_file, run_id)
+        options = {"id": run_id, "dir": str(folder)}
+    run = library.init(
+        project=_PROJECT, name=folder.name, config=dict(settings), resume="allow", **options
     )  # fmt: skip
-    return lambda step, metrics: run.log(dict(metrics), step=step), run.finish
+    return Board(lambda step, values: run.log(dict(values), step=step), run.finish, library.Table)
+
+
+def _cell(value: Any) -> Any:
+    """Of a table, which holds texts and numbers."""
+    return value if value is None or isinstance(value, str | int | float) else json.dumps(value)

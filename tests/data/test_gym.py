@@ -2,12 +2,15 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from grpo.config.limits import SettingsError
-from grpo.data import gym
+from grpo import Trainer
+from grpo.config import Config, SettingsError
+from grpo.data import gym, load_prompts
+from grpo.run.tracking import read_lines
 
 STAND_IN = """
 import random
@@ -138,3 +141,25 @@ def test_without_the_package_it_is_named(monkeypatch):
     with pytest.raises(SettingsError, match="pip install reasoning-gym"):
         gym.make_dataset("gym:chain_sum")
     assert gym.is_gym("gym:x") and not gym.is_gym("owner/name") and not gym.is_gym(SimpleNamespace())
+
+
+def test_a_problem_that_is_made_twice_is_on_one_side():
+    source = load_prompts(SPEC.replace("size=30", "size=400"), seed=0, heldout_share=0.2)
+    trained = {
+        prompt.text for prompt in source.draw(sum(len(lane.numbers) for lane in source.lanes.values()))
+    }
+    held_out = {prompt.text for prompt in source.heldout}
+    assert held_out and trained and not held_out & trained
+    assert {prompt.task for prompt in source.heldout} == {"custom"}
+
+
+def test_a_run_trains_on_a_task_by_its_own_score(config):
+    """Its questions are text for a model without a chat template."""
+    trainer = Trainer(replace(config, steps=1, prompts=SPEC, eval_interval=1))
+    trainer.train()
+    assert trainer.config.reward == ("gym",)
+    (line,) = [line for line in read_lines(trainer.run.folder / "metrics.jsonl") if "reward" in line]
+    assert line["reward"] == line["rewards/gym/mean"] < 0.1
+    chosen = replace(config, prompts=SPEC, reward=("gym", "environment"))
+    assert gym.rewards_for(chosen.prompts, chosen.reward) == ("gym", "environment")
+    assert gym.rewards_for("bundled", Config.reward) == Config.reward

@@ -4,11 +4,13 @@ import base64
 import json
 import threading
 from collections import defaultdict
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from huggingface_hub import ModelCard, constants
 
+from grpo import Trainer
 from grpo.run.card import check_hub, model_card, push, usage
 
 SETTINGS = {
@@ -42,7 +44,7 @@ def run_folder(folder, **changes):
 
 
 def test_a_card_says_what_the_files_of_its_run_say(tmp_path):
-    text = model_card(run_folder(tmp_path), 5)
+    text = model_card(run_folder(tmp_path))
     header = ModelCard(text).data
     assert header.base_model == "some/base-model" and header.datasets == "some/data"
     assert header.tags == ["grpo", "grpo-lean"] and header.library_name == "transformers"
@@ -57,7 +59,7 @@ def test_a_card_says_what_the_files_of_its_run_say(tmp_path):
 
 
 def test_a_card_of_adapters_and_of_a_model_that_is_not_on_the_hub(tmp_path):
-    text = model_card(run_folder(tmp_path, model="rook-tiny", prompts="bundled", lora_rank=8), 2)
+    text = model_card(run_folder(tmp_path, model="rook-tiny", prompts="bundled", lora_rank=8))
     header = ModelCard(text).data
     assert header.base_model is None and header.datasets is None and header.library_name == "peft"
     assert usage(True) in text
@@ -130,5 +132,16 @@ def test_without_a_hub_it_is_told_at_once_and_nothing_stops(tmp_path, monkeypatc
     assert "The run goes on" in logged[-1] and "hf upload me/model" in logged[-1]
     push(tmp_path, "me/model", private=True)
     assert f"hf upload me/model {tmp_path}" in logged[-1]
-    with pytest.raises(ValueError, match="push_to_hub is 'model': give it as owner/name"):
-        check_hub("model")
+
+
+def test_the_model_to_use_has_its_card_and_a_run_that_is_done_goes_to_the_hub(config, hub):
+    """Of a run that has been stopped nothing is pushed."""
+    _, uploaded = hub
+    config = replace(config, push_to_hub="me/model", eval_interval=1, eval_prompts=4, name="stopped")
+    for _ in Trainer(config):
+        break
+    assert (config.runs_dir / "stopped" / "model" / "README.md").is_file() and not uploaded
+    Trainer(replace(config, name="done")).train()
+    card = (config.runs_dir / "done" / "model" / "README.md").read_text()
+    assert "2 steps of 8 completions" in card and "| | step 0 | step 2 |" in card
+    assert uploaded["README.md"].decode() == card and "config.json" in uploaded

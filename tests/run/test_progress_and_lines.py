@@ -353,3 +353,19 @@ def test_wandb_wants_a_login_beforehand_and_a_resumed_run_goes_on_as_the_same_on
     first, other, again = (each["id"] for each in begun)
     assert first == again != other and all(each["resume"] == "allow" for each in begun)
     assert not any(call.kwargs["prompt"] for call in wandb.login.call_args_list)  # as a run begins
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_completions_are_a_table_in_trackers_that_have_one(name, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, name, library := mock.Mock())
+    library.Table.side_effect = lambda columns, data: (columns, data)
+    with tracker(tmp_path, trackers=(name,)) as run:
+        run.log(3, {"reward": 0.5})
+        run.log_completions(
+            3, [{"completion": "a", "rewards": {"right": 1.0}}, {"completion": "b", "row": 4}]
+        )
+    table = (["completion", "rewards", "row"], [["a", '{"right": 1.0}', None], ["b", None, 4]])
+    sent = [(call.args[0], call.kwargs) for call in library.init.return_value.log.call_args_list]
+    assert sent == [({"reward": 0.5}, {"step": 3}), ({"completions": table}, {"step": 3})]
+    assert library.init.call_args.kwargs["name"] == tmp_path.name
+    library.init.return_value.finish.assert_called_once()
