@@ -83,7 +83,8 @@ class Values(NamedTuple):
 @cache
 def values_of(settings: Any) -> dict[str, Values]:
     """By field of a dataclass."""
-    return {name: _values(hint) for name, hint in get_type_hints(settings, include_extras=True).items()}
+    hints = get_type_hints(settings, include_extras=True)
+    return {item.name: _values(hints[item.name]) for item in fields(settings)}
 
 
 def _values(hint: Any) -> Values:

@@ -166,7 +166,7 @@ def check_resumed(lora: LoraSettings, folder: Path) -> None:
         ("lora_alpha", lora.used_alpha, stored["lora_alpha"]),
     ):
         if now != then:
-            raise ValueError(f"{name} is {now}, but {str(folder)!r} has {then}: go on with that.")
+            raise ValueError(f"{name} is {now:g}, but {str(folder)!r} has {then:g}: go on with that.")
 
 
 def load_adapters(model: nn.Module, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The card of a trained model, `model/README.md`, and its way to the hub.
+"""The card of a trained model, beside its weights, and its way to the hub.
 
 Everything in a card stands in the files of its run: settings, and held-out quality before and after.
 """

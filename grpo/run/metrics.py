@@ -10,8 +10,8 @@ from grpo.data.reward_functions import Scores
 from grpo.learning.advantages import zero_variance_groups
 from grpo.types import Rollout
 
-MANY_CUT = 0.9
-"""Share of a step's completions that are cut of which a run is warned."""
+MANY_CUT, MANY_EQUAL = 0.5, 0.75
+"""Shares of a step's completions that are cut, and of its groups without a difference, that are told."""
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
@@ -53,10 +53,11 @@ def warnings_of(
 ) -> dict[str, str]:
     """What a person should know of a step's metrics, by kind. ends: what ends a completion, for people."""
     warnings = {}
-    if metrics["frac_reward_zero_std"] == 1:
+    if (share := metrics["frac_reward_zero_std"]) >= MANY_EQUAL:
         warnings["equal"] = (
-            f"no group of step {step} has rewards that differ: nothing is learned from rewards; see --reward "
-            "and --temperature"
+            f"{share:.0%} of the groups of step {step} have rewards without a difference, from which "
+            "nothing is learned: give easier prompts, a reward with steps between wrong and right, a larger "
+            "--group-size or --temperature, or --refill-groups"
         )
     num_cut = round(metrics["completions/clipped_ratio"] * num_rows)
     if num_cut >= MANY_CUT * num_rows:

@@ -344,11 +344,14 @@ def test_a_conversation_with_adapters_and_a_metric_of_the_reward(tmp_path, capsy
     assert re.search(r"learn\W+8\W+0\.\d\d\d\W", table)
 
 
-def train_with_tools(monkeypatch, trainer, name: str, **arguments) -> list[int]:
-    """Let the first turn of every other row call a tool; the rest is sampled. Gives the rows of each call."""
+def train_with_tools(monkeypatch, trainer, name: str, *, by: type, **arguments) -> list[int]:
+    """Let the first turn of every other row call a tool; the rest is sampled. Gives the rows of each call.
+
+    by: the class that is asked, ours or TRL's.
+    """
     asked, letters = [], trainer.processing_class
     text = f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call><|im_end|>"
-    generate = trl.GRPOTrainer._generate_single_turn
+    generate = by._generate_single_turn
 
     def first_turn_calls(self, prompt_ids, *rest, **named):
         asked.append(len(prompt_ids))
@@ -357,13 +360,14 @@ def train_with_tools(monkeypatch, trainer, name: str, **arguments) -> list[int]:
             ids[::2] = [letters(text)["input_ids"] for _ in ids[::2]]
         return ids, logprobs
 
-    monkeypatch.setattr(trl.GRPOTrainer, "_generate_single_turn", first_turn_calls)
+    monkeypatch.setattr(by, "_generate_single_turn", first_turn_calls)
     trainer.max_completion_length = 160
     trainer.train()
     return asked
 
 
-def test_an_environment_and_its_tool(tmp_path, monkeypatch):
+@pytest.mark.parametrize("native", [True, False])
+def test_an_environment_and_its_tool(tmp_path, monkeypatch, native):
     calls = []
 
     class Counter:
@@ -371,25 +375,27 @@ def test_an_environment_and_its_tool(tmp_path, monkeypatch):
             self.count = 0
             return " Count."
 
-        def add(self, by: int) -> int:
+        def add(self, amount: int) -> int:
             """Add to the count.
 
             Args:
-                by: How much.
+                amount: How much.
             """
-            calls.append(by)
-            self.count += by
+            calls.append(amount)
+            self.count += amount
             return self.count
 
         def get_reward(self) -> float:
             return float(self.count)
 
-    trainer = chat_trainer(tmp_path, environment_factory=Counter)
-    asked = train_with_tools(monkeypatch, trainer, "add", by=2)
+    trainer = chat_trainer(tmp_path, environment_factory=Counter, native_sampling=native)
+    kind = GRPOTrainer if native else trl.GRPOTrainer
+    asked = train_with_tools(monkeypatch, trainer, "add", by=kind, amount=2)
     log = trainer.state.log_history[:3]
     assert calls == [2] * 12 and all(entry["reward"] == 1.0 for entry in log)
     assert log[0]["tools/call_frequency"] == 0.5 and log[0]["tools/failure_frequency"] == 0
-    assert asked[:3] == [4, 4, 4]  # two groups, and the four rows that go on after a tool's answer
+    # Two groups, at first one by one where TRL samples, and the four rows that go on after a tool's answer.
+    assert asked[:3] == ([8, 4, 8] if native else [4, 4, 4])
 
 
 def test_memory_that_runs_out_is_told_and_the_run_goes_on(trainer, logged):
