@@ -21,6 +21,7 @@ from grpo.model.prefill import pad_prompts
 from grpo.plan.workload import Workload
 from grpo.rollout.arena import Arena, Room
 from grpo.rollout.decoder import cache_tokens, open_arena, prompt_places, replaced_at_once
+from grpo.rollout.static_cache import cache_dtype
 from grpo.scoring.head import logit_bytes, tokens_at_once
 from grpo.scoring.micro_batches import MicroBatch, token_logprobs
 
@@ -80,7 +81,7 @@ class PhasesAt:
             places = prompt_places(model, size.shared, target.device.type)
             tokens = prompts * places + size.rows * cache_tokens(model, size.tokens)
             return {
-                "KV cache": tokens * kv_bytes_per_token(model, target.dtype),
+                "KV cache": tokens * kv_bytes_per_token(model, cache_dtype(target.dtype, target.device.type)),
                 "logits": size.rows * target.vocab_size * (4 + target.dtype.itemsize),
             }
         at_once = tokens_at_once(target.vocab_size, target.dtype, target.device.type)

@@ -121,13 +121,13 @@ class Arena:
     def advance(self) -> None:
         """One token more for each row that has not ended."""
         ages = self._num_tokens[: len(self.groups)]
-        num_blocks = -(-max(ages) // BLOCK)
         self._same_place = ages[0] - 1 if self._graphs is None and min(ages) == max(ages) else None
         self._num_tokens = [min(count + 1, self.room.new_tokens) for count in self._num_tokens]
         if self._graphs is None or not self._graphs.works:
-            self._add_token(num_blocks * BLOCK)
+            self._add_token(max(ages))
             return
         # A step is recorded for few lengths: by powers of two.
+        num_blocks = -(-max(ages) // BLOCK)
         length = min(2 ** (num_blocks - 1).bit_length() * BLOCK, static_cache_length(self.room.new_tokens))
         key = self._sampling, len(self.groups), length
         if key in self._replays:

@@ -20,12 +20,21 @@ from transformers.cache_utils import DynamicLayer
 from grpo.model.stand_ins import refuse_unknown
 
 BLOCK = 48
-"""Own tokens are read in multiples of this: a step is recorded for each length anew."""
+"""Where steps are recorded own tokens are read in multiples of this: each length is recorded anew."""
 
 
 def static_cache_length(tokens: int) -> int:
     """Places that the cache has for so many tokens of a row."""
     return -(-tokens // BLOCK) * BLOCK
+
+
+def cache_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
+    """What keys and values are held in, of a model that computes in `dtype`.
+
+    On a CPU fp32 at least. Where a row has one query, torch's attention takes four to seven times as long in
+    bf16 there (AVX-512), but with tiles (AMX) a quarter less, which is little of a token.
+    """
+    return torch.promote_types(dtype, torch.float32) if device_type == "cpu" else dtype
 
 
 class Mask(NamedTuple):
@@ -67,12 +76,13 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
         """key, value: of prompts (b, H', P, d), or of a token (R, H', 1, d)."""
         if self.reading is not None:
             for own, new in zip(self.own, (key, value), strict=True):
-                own[self.reading.rows, :, self.reading.place] = new.squeeze(2)
+                own[self.reading.rows, :, self.reading.place] = new.squeeze(2).to(own.dtype)
             return self, self
         if not self.prompts:
-            self.prompts = [new.new_zeros(self._shape[0], *new.shape[1:]) for new in (key, value)]
+            dtype, num_groups = cache_dtype(key.dtype, key.device.type), self._shape[0]
+            self.prompts = [new.new_zeros(num_groups, *new.shape[1:], dtype=dtype) for new in (key, value)]
         for prompts, new in zip(self.prompts, (key, value), strict=True):
-            prompts[self.groups] = new
+            prompts[self.groups] = new.to(prompts.dtype)
         return key, value
 
     def clear(self, rows: Tensor) -> None:
@@ -91,12 +101,12 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
         assert self.reading is not None
         mask = self.reading.window_mask if self.is_sliding else self.reading.mask
         prompts, rows, length = len(mask.prompt), len(query), mask.own.shape[-1]
-        by_head = query.unflatten(1, (self.own[0].shape[1], -1))  # (R, H', h, d)
+        by_head = query.to(self.own[0].dtype).unflatten(1, (self.own[0].shape[1], -1))  # (R, H', h, d)
         by_prompt = by_head.unflatten(0, (prompts, -1)).transpose(1, 2).flatten(2, 3)  # (b, H', g·h, d)
         of_prompt = by_prompt, *(each[:prompts] for each in self.prompts), mask.prompt
         of_own = by_head, *(each[:rows, :, :length] for each in self.own), mask.own
         attend = _attend_twice if query.device.type == "cpu" else _attend_once
-        return attend(of_prompt, of_own, scale)
+        return attend(of_prompt, of_own, scale).to(query.dtype)
 
 
 Part = tuple[Tensor, ...]
@@ -127,9 +137,7 @@ def _attend_twice(of_prompt: Part, of_own: Part, scale: float) -> Tensor:
     )
     query = of_own[0]
     share = _by_row(first_sum.unsqueeze(-1), query) - second_sum.flatten(1, 2).unsqueeze(-1)
-    exact = share.dtype
-    merged = second.flatten(1, 2).to(exact).lerp(_by_row(first, query).to(exact), share.sigmoid())
-    return merged.to(query.dtype)
+    return second.flatten(1, 2).lerp(_by_row(first, query), share.sigmoid())
 
 
 _fused: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
