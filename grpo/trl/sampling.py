@@ -11,6 +11,7 @@ from math import gcd
 from typing import Any
 
 import torch
+from loguru import logger
 from transformers import PreTrainedModel
 from trl.models import unwrap_model_for_generation
 
@@ -61,14 +62,23 @@ class NativeSampler:
         self._arena = KeptArena()
         self._sampler: RolloutModel | None = None
         self._drawn = 0, 0  # the step that was sampled for last, and how often
+        self._has_told = False
+
+    def has_room(self, prompt_ids: Sequence[Sequence[int]]) -> bool:
+        """Whether the model's context holds these prompts and what may come; else a line says so, once."""
+        model = _base(self._trainer.accelerator.unwrap_model(self._trainer.model))
+        room = context_length(model.config) - self._trainer.max_completion_length
+        longest = max(map(len, prompt_ids))
+        if longest > room and not self._has_told:
+            self._has_told = True
+            logger.info(
+                "TRL samples by itself after a prompt of {} tokens: the context leaves {}", longest, room
+            )
+        return longest <= room
 
     def sample(self, prompt_ids: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Tokens of a completion to each of N prompts, of which those that follow each other may be the same.
-
-        ValueError for a prompt that the model's context has no room for.
-        """
+        """Tokens of a completion to each of N prompts; those that follow each other may be the same."""
         trainer = self._trainer
-        longest, new_tokens = max(map(len, prompt_ids)), trainer.max_completion_length
         self._next_draw()
         with unwrap_model_for_generation(
             trainer.model_wrapped, trainer.accelerator,
@@ -76,21 +86,15 @@ class NativeSampler:
             gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
         ) as unwrapped, torch.no_grad():  # fmt: skip
             model = _base(unwrapped)
-            room = context_length(model.config) - new_tokens
-            if longest > room:
-                raise ValueError(
-                    f"a prompt has {longest} tokens, but the model's context leaves {room} beside "
-                    f"max_completion_length={new_tokens}: lower that, or shorten prompts."
-                )
             was_training = model.training
             model.eval()
             try:
-                return self._sample(model, [list(ids) for ids in prompt_ids], longest)
+                return self._sample(model, [list(ids) for ids in prompt_ids])
             finally:
                 model.train(was_training)
 
-    def _sample(self, model: PreTrainedModel, prompt_ids: list[list[int]], longest: int) -> list[list[int]]:
-        trainer, size = self._trainer, _group_size(prompt_ids)
+    def _sample(self, model: PreTrainedModel, prompt_ids: list[list[int]]) -> list[list[int]]:
+        trainer, size, longest = self._trainer, _group_size(prompt_ids), max(map(len, prompt_ids))
         settings = SamplingSettings(
             max_new_tokens=trainer.max_completion_length, temperature=trainer.temperature,
             top_k=trainer.top_k or 0, top_p=1.0 if trainer.top_p is None else trainer.top_p,

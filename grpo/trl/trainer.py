@@ -151,8 +151,9 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, *args: Any, **kwargs: Any
     ) -> tuple[list[list[int]], Any]:
         """Whole groups at a time; a part that ran out of memory begins again from the same random state."""
-        if self._sampler is not None and images is None and not multimodal_fields:
-            return self._sampler.sample(prompt_ids), None
+        own = self._sampler if images is None and not multimodal_fields else None
+        if own is not None and own.has_room(prompt_ids):
+            return own.sample(prompt_ids), None
         generate = super()._generate_single_turn
         fields = fields_by_row(multimodal_fields, images, len(prompt_ids))
         if fields is None or self._has_engine:

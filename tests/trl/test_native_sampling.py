@@ -99,6 +99,13 @@ def test_what_it_cannot_do_goes_trls_way_and_is_said(options, reason, logged):
     assert len(trainer._generate_single_turn(PROMPTS, None, {}, GROUP)[0]) == len(PROMPTS)
 
 
-def test_a_prompt_too_long_for_the_context_is_told(trainer):
-    with pytest.raises(ValueError, match="leaves 9 beside max_completion_length=7"):
-        native(trainer, [[1] * 12])
+def test_after_a_prompt_too_long_for_the_context_trl_samples(trainer, monkeypatch, logged):
+    asked = []
+    monkeypatch.setattr(
+        trl.GRPOTrainer, "_generate_single_turn",
+        lambda self, prompt_ids, *rest: asked.append(len(prompt_ids)) or ([[1]] * len(prompt_ids), None),
+    )  # fmt: skip
+    for _ in range(2):
+        assert native(trainer, [[1] * 12]) == [[1]]
+    assert len(native(trainer, PROMPTS)) == len(PROMPTS) and asked == [1, 1]
+    assert sum("after a prompt of 12 tokens: the context leaves 9" in line for line in logged) == 1
