@@ -16,10 +16,9 @@ from grpo.config import CONFIG_FILE, Config, from_plain
 from grpo.config.groups import Precision, PromptSettings, SamplingSettings
 from grpo.config.limits import COUNT, NOT_NEGATIVE, Settings
 from grpo.config.reading import read_run_settings
-from grpo.data.gym import SCORE, rewards_for
+from grpo.data.gym import rewards_for
 from grpo.data.load import IN_MEMORY, check_spec
-from grpo.data.reward_files import PROMPTS_LOOKED_AT, load_rewards
-from rewards import REWARDS
+from grpo.data.reward_files import KNOWN_REWARDS, PROMPTS_LOOKED_AT, load_rewards
 from rewards.engine import EnginePool
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ class EvaluateConfig(Settings):
     def task(self) -> Config:
         """Prompts and rewards: those of the first run that is named, changed by the flags."""
         base = from_plain(read_run_settings(self.runs[0])) if self.runs else Config()
-        in_python = [name for name in base.reward if ":" not in name and name not in (*REWARDS, SCORE)]
+        in_python = [name for name in base.reward if ":" not in name and name not in KNOWN_REWARDS]
         without_rows = self.prompts is None and base.prompts == IN_MEMORY
         if in_python and (not self.reward or without_rows):
             raise ValueError(

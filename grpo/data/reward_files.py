@@ -24,6 +24,8 @@ from rewards import REWARDS
 RewardFunction = Callable[..., Any]
 """In TRL's convention, perhaps a coroutine function."""
 
+KNOWN_REWARDS: Mapping[str, RewardFunction] = {**REWARDS, SCORE: gym_score}
+"""The project's own, by name."""
 PROMPTS_LOOKED_AT = 1000
 """Of each task, for whether there are the columns that rewards need."""
 _ON_REQUEST = ("trainer_state", "log_extra", "log_metric")
@@ -54,11 +56,10 @@ def load_reward(spec: str) -> tuple[str, RewardFunction]:
     """A reward by name, or by `path/to/file.py:function`. ValueError says what can be given."""
     path, name = reward_file(spec)
     if path is None:
-        known = {**REWARDS, SCORE: gym_score}
-        if spec in known:
-            return spec, known[spec]
+        if spec in KNOWN_REWARDS:
+            return spec, KNOWN_REWARDS[spec]
         raise ValueError(
-            f"reward {spec!r} is not known: give one of {', '.join(known)}, "
+            f"reward {spec!r} is not known: give one of {', '.join(KNOWN_REWARDS)}, "
             "or a function of your own as file.py:name."
         )
     if not path.is_file():

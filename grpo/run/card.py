@@ -5,7 +5,6 @@ Everything in a card stands in the files of its run: settings, and held-out qual
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from huggingface_hub import HfApi, ModelCardData, constants
 from loguru import logger
 
 from grpo.config import Config
-from grpo.config.reading import CONFIG_FILE
+from grpo.config.reading import CONFIG_FILE, read_yaml, to_plain
 from grpo.files import shown
 from grpo.run.tracking import METRICS_FILE, read_lines
 
@@ -31,8 +30,8 @@ def write_card(run: Path, file: Path) -> None:
 
 def model_card(run: Path) -> str:
     """In Markdown, with the header that the hub reads."""
-    settings = yaml.safe_load((run / CONFIG_FILE).read_text())
-    lines = read_lines(run / METRICS_FILE) if (run / METRICS_FILE).is_file() else []
+    settings = read_yaml(run / CONFIG_FILE)
+    lines = read_lines(run / METRICS_FILE)
     steps = max((line["step"] for line in lines), default=0)
     base, prompts = str(settings["model"]), str(settings["prompts"])
     has_adapters = bool(settings.get("lora_rank"))
@@ -43,11 +42,11 @@ def model_card(run: Path) -> str:
         pipeline_tag="text-generation",
         tags=["grpo", "grpo-lean"],
     )
-    defaults = {field.name: field.default for field in fields(Config)}
+    defaults = to_plain(Config())
     changed = {
         name: value
         for name, value in settings.items()
-        if name not in _OF_THE_FOLDER and _plain(defaults.get(name)) != value
+        if name not in _OF_THE_FOLDER and defaults.get(name) != value
     }
     rewards = ", ".join(f"`{name}`" for name in settings["reward"])
     parts = [
@@ -99,10 +98,6 @@ def _figure(line: Mapping[str, Any], name: str) -> str:
     low, high = line.get(f"{name}/low"), line.get(f"{name}/high")
     interval = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
     return f"{line[name]:.3f}{interval}"
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def check_hub(repository: str) -> None:

@@ -135,7 +135,8 @@ class NativeSampler:
         dtype = torch.bfloat16 if self._trainer.args.bf16 else model.dtype
         if self._sampler is None:
             self._sampler = RolloutModel(model, dtype)
-        self._sampler.refresh()
+        else:
+            self._sampler.refresh()
         return self._sampler.model
 
     def _next_draw(self) -> None:
