@@ -37,22 +37,22 @@ def take_place(new: Path, place: Path) -> None:
 
     So whatever ends the process, one of the two is on the disk; `put_back` is for what was set aside.
     """
-    aside = place.with_name(f".{place.name}{_ASIDE}")
-    shutil.rmtree(aside, ignore_errors=True)
+    backup = place.with_name(f".{place.name}{_ASIDE}")
+    shutil.rmtree(backup, ignore_errors=True)
     if place.exists():
-        os.rename(place, aside)
+        os.rename(place, backup)
     os.rename(new, place)
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(backup, ignore_errors=True)
 
 
 def put_back(folder: Path) -> None:
     """What a process that was killed has set aside in `folder`; where another has its place, it goes."""
-    for aside in folder.glob(f".*{_ASIDE}"):
-        place = folder / aside.name.removeprefix(".").removesuffix(_ASIDE)
+    for backup in folder.glob(f".*{_ASIDE}"):
+        place = folder / backup.name.removeprefix(".").removesuffix(_ASIDE)
         if place.exists():
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(backup, ignore_errors=True)
         else:
-            os.rename(aside, place)
+            os.rename(backup, place)
 
 
 def shown(path: Path) -> Path:

@@ -51,12 +51,14 @@ class Phases:
         config = self._run.config
         sampled, scores = self._sample(step, prompts, draw=0)
         for draw in range(1, config.refill_groups + 1):
-            dull = zero_variance_groups(scores.rewards, config.group_size).nonzero().flatten().tolist()
-            if not dull:
+            zero_variance = (
+                zero_variance_groups(scores.rewards, config.group_size).nonzero().flatten().tolist()
+            )
+            if not zero_variance:
                 break
-            more, more_scores = self._sample(step, self._run.source.draw(len(dull)), draw=draw)
-            sampled = sampled.replace_groups(dull, more)
-            scores = scores.replace_groups(dull, more_scores, config.group_size)
+            more, more_scores = self._sample(step, self._run.source.draw(len(zero_variance)), draw=draw)
+            sampled = sampled.replace_groups(zero_variance, more)
+            scores = scores.replace_groups(zero_variance, more_scores, config.group_size)
         return sampled, scores
 
     def _sample(self, step: int, prompts: list[Prompt], *, draw: int) -> tuple[Rollout, Scores]:
@@ -91,7 +93,7 @@ class Phases:
             kv_growth.clear()
             return rollout(
                 run.sampler.model, run.policy.tokenizer, prompts, uniforms, config,
-                rows=rows, kept=run.kept if run.records else None, stay_gathered=run.stays_gathered,
+                rows=rows, reusable=run.arena if run.records else None, stay_gathered=run.stays_gathered,
                 watch_cache=lambda *seen: kv_growth.append(seen),
             )  # fmt: skip
 
@@ -101,7 +103,7 @@ class Phases:
 
         sampled = run.fit.run(
             "sample", work, self._batch(num_rows, prompt_ids), took=took, kv_growth=kv_growth,
-            discard=run.kept.release, reused=lambda: run.kept.nbytes,
+            discard=run.arena.release, reused=lambda: run.arena.nbytes,
         )  # fmt: skip
         # What decoding has recorded stays for the next rollout, unless another phase needs the room.
         planned = run.fit.planned().items()
@@ -109,7 +111,7 @@ class Phases:
             run.fit.needs(phase, self._batch(rows)) for phase, rows in planned if phase in ("score", "learn")
         ]
         if run.fit.room_bytes() < max(needs, default=0.0):
-            run.kept.release()
+            run.arena.release()
         return sampled
 
     def _batch(self, rows: int, prompt_ids: Sequence[Sequence[int]] = ()) -> Size:
@@ -144,7 +146,7 @@ class Phases:
             ),
             self._batch(len(sampled.completion_ids), sampled.prompt_ids),
             took=lambda rows, _: largest_pass(sampled, rows, pass_tokens=self._pass_tokens),
-            discard=run.kept.release,
+            discard=run.arena.release,
         )  # fmt: skip
 
     def kl(self, sampled: Rollout, old_logp: Tensor, ref_logp: Tensor) -> Tensor:
@@ -179,7 +181,7 @@ class Phases:
         )
         settings = LossSettings.of(config, kl_coef=kl_coef)
         if kl_coef == 0 and not config.shard:  # there all make the same passes
-            batch = batch.without_dull_groups()
+            batch = batch.without_zero_variance_groups()
 
         def accumulate() -> dict[str, float]:
             sums = self.accumulate(batch, settings)
@@ -208,7 +210,7 @@ class Phases:
 
         def discard() -> None:
             run.optimizer.zero_grad(set_to_none=True)
-            run.kept.release()
+            run.arena.release()
 
         return run.fit.run(
             "learn", work, self._batch(len(batch.mask), batch.rollout.prompt_ids),
@@ -235,7 +237,7 @@ class Phases:
             tokens = self._longest_prompt + config.max_new_tokens  # each row has a prompt of its own
             rows = min(len(prompts), config.rollout_rows or EVAL_ROWS)
             scores = run.fit.run(
-                "evaluate", work, Size(rows, tokens), like="sample", discard=run.kept.release
+                "evaluate", work, Size(rows, tokens), like="sample", discard=run.arena.release
             )
             release_cache()  # of rows that are no step's
         columns = {name: torch.from_numpy(column[: len(mine)]) for name, column in scores.items()}

@@ -31,11 +31,11 @@ class Prompt:
         return task if task in TASKS else "custom"
 
     @property
-    def asked(self) -> str | Messages:
+    def for_rewards(self) -> str | Messages:
         """As rewards get it: text, or messages."""
         return self.text if self.messages is None else self.messages
 
-    def said(self, completion: str) -> str | Messages:
+    def as_completion(self, completion: str) -> str | Messages:
         """A completion of it in the same form."""
         return completion if self.messages is None else [{"role": "assistant", "content": completion}]
 

@@ -1,14 +1,18 @@
-"""A progress bar for what takes longer than some seconds, where somebody watches; elsewhere nothing.
+"""What takes longer than some seconds: a progress bar, where somebody watches, or a log line that says what.
 
 Only entry points say where (`show_on`), as with logging. A bar goes away when it is full.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from loguru import logger
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+SLOW_S = 2.0
+"""From when on it is said what is being done."""
 Done = Callable[[float], None]
 """Told what share of the work is done."""
 
@@ -19,6 +23,18 @@ def show_on(console: Console | None) -> None:
     """Where bars appear, if that is a terminal; None: nowhere."""
     global _console
     _console = console if console is not None and console.is_terminal else None
+
+
+@contextmanager
+def told_if_slow(what: str) -> Iterator[None]:
+    """A log line, "loading the model …", where that takes longer than `SLOW_S` seconds."""
+    timer = threading.Timer(SLOW_S, logger.info, ("{} …", what))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager

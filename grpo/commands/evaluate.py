@@ -18,7 +18,7 @@ from grpo.config.limits import COUNT, NOT_NEGATIVE, Settings
 from grpo.config.reading import read_run_settings
 from grpo.data.gym import rewards_for
 from grpo.data.load import IN_MEMORY, check_spec
-from grpo.data.reward_files import KNOWN_REWARDS, PROMPTS_LOOKED_AT, load_rewards
+from grpo.data.reward_files import KNOWN_REWARDS, PROMPTS_LOOKED_AT, load_rewards, with_length
 from rewards.engine import EnginePool
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class EvaluateConfig(Settings):
     """Sampling temperature, 0 is greedy; None: both, greedy and at the run's (1 without a run)."""
     samples: Annotated[int, COUNT] = 1
     """Completions a prompt where the temperature is above 0."""
-    max_new_tokens: int | None = None
-    """Longest completion in tokens; None: the run's, or 144."""
+    max_new_tokens: Annotated[int | None, COUNT] = None
+    """Longest completion in tokens; None: the run's, or as in training."""
     stockfish: bool = False
     """Rank moves with Stockfish instead of by the prompts' labels."""
     stockfish_path: str | None = None
@@ -111,7 +111,7 @@ class EvaluateConfig(Settings):
         if self.asking != PromptSettings():
             changes |= vars(self.asking)
         task = replace(base, **changes)
-        return replace(task, reward=rewards_for(task.prompts, task.reward))
+        return with_length(replace(task, reward=rewards_for(task.prompts, task.reward)))
 
     @property
     def modes(self) -> dict[str, SamplingSettings]:

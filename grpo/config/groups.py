@@ -28,7 +28,8 @@ class SamplingSettings(Settings):
     """Sampling."""
 
     max_new_tokens: Annotated[int, at_least(1)] = 144
-    """Longest completion in tokens, the end-of-text token included."""
+    """Longest completion in tokens, the end-of-text token included. Where nothing is said, prompts and
+    rewards of your own get 512, or half of a smaller context."""
     temperature: Annotated[float, at_least(0, "give 0 (greedy) or more (usual: 1.0)")] = 1.0
     """Logits are divided by it, here and where completions are scored; 0 is greedy (evaluation only)."""
     top_k: Annotated[int, at_least(0, "give 0 (all tokens) or more")] = 0

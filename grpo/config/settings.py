@@ -237,6 +237,10 @@ class Config(
 
     # A dataclass has the fields of its last base first: so they come in the order of the help.
 
+    max_new_tokens: Annotated[int, at_least(0, "give at least 1, or leave it out")] = 0
+    """Longest completion in tokens, the end-of-text token included; 0 until `with_length`
+    knows what is trained: 144 for RookWorld's texts, 512 for prompts and rewards of your own."""
+
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
         for name in ("rollout_rows", "score_rows", "train_rows"):

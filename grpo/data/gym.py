@@ -2,8 +2,8 @@
 
 The package (Apache-2.0, `pip install reasoning-gym`) has over 100 generators of problems, each with a
 function that scores an answer. A row is a problem, and its reward, unless another is named, the task's own
-score of the answer that stands in the completion. Problems are held out by a hash of the question, so that
-one which is made twice is never on both sides.
+score of the answer that stands in the completion. A problem that the generator makes twice is one row, so
+that none is trained on and held out, and intervals are of problems that differ.
 """
 
 import dataclasses
@@ -69,18 +69,18 @@ def gym_rows(spec: str, *, as_messages: bool) -> list[dict[str, Any]]:
     """The problems as rows: the question as `prompt` (a user's message, or text), and for rewards the columns
     `gym` (the task), `question`, `answer`, `difficulty` and `metadata`."""
     name = spec.removeprefix(PREFIX).partition("?")[0]
-    rows = []
-    for problem in make_dataset(spec):
-        question = problem["question"]
-        rows.append({
+    problems = {problem["question"]: problem for problem in make_dataset(spec)}  # each once
+    return [
+        {
             "prompt": [{"role": "user", "content": question}] if as_messages else question,
             "gym": name,
             "question": question,
             "answer": problem["answer"],
             "difficulty": problem["metadata"].get("difficulty"),
             "metadata": problem["metadata"],
-        })  # fmt: skip
-    return rows
+        }
+        for question, problem in problems.items()
+    ]
 
 
 def gym_score(
@@ -111,8 +111,8 @@ def extract_answer(text: str, solution: Any) -> str:
     "2 + 3 is 5, so the answer is 5." has the answer "5".
     """
     for marked in (r"<answer>(.*?)</answer>", r"\\boxed\{([^{}]*)\}"):
-        if found := re.findall(marked, text, re.DOTALL):
-            return found[-1].strip()
+        if matches := re.findall(marked, text, re.DOTALL):
+            return matches[-1].strip()
     number = r"[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?"
     if re.fullmatch(number, str(solution).strip()) and (numbers := re.findall(number, text)):
         return numbers[-1].replace(",", "")

@@ -12,10 +12,15 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
+from loguru import logger
+
+from grpo.config import Config
+from grpo.config.groups import SamplingSettings
 from grpo.data.gym import SCORE, gym_score
 from grpo.data.source import collate
 from grpo.prompt import Prompt
@@ -23,11 +28,14 @@ from rewards import REWARDS
 
 RewardFunction = Callable[..., Any]
 """In TRL's convention, perhaps a coroutine function."""
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 KNOWN_REWARDS: Mapping[str, RewardFunction] = {**REWARDS, SCORE: gym_score}
 """The project's own, by name."""
 PROMPTS_LOOKED_AT = 1000
 """Of each task, for whether there are the columns that rewards need."""
+OWN_TASK_TOKENS = 512
+"""Of a completion where prompts and rewards are the user's own, unless a number is given; TRL's default."""
 _ON_REQUEST = ("trainer_state", "log_extra", "log_metric")
 """Arguments that only a reward with a parameter for them gets."""
 
@@ -50,6 +58,21 @@ def load_rewards(
             raise ValueError(f"two rewards are called {name!r}: rename one")
         functions[name] = function
     return functions
+
+
+def with_length(config: AnyConfig, context: int | None = None) -> AnyConfig:
+    """The settings with a longest completion; where none is given, by what is asked and rewarded.
+
+    RookWorld's texts fit into 144 tokens; what people ask and reward themselves gets 512, and at most half of
+    the model's context.
+    """
+    if config.max_new_tokens:
+        return config
+    tokens = SamplingSettings.max_new_tokens
+    if config.prompts != "bundled" and not set(config.reward) <= set(REWARDS):
+        tokens = min(OWN_TASK_TOKENS, context // 2) if context else OWN_TASK_TOKENS
+        logger.info("max_new_tokens is {}, as prompts and rewards are your own", tokens)
+    return replace(config, max_new_tokens=tokens)
 
 
 def load_reward(spec: str) -> tuple[str, RewardFunction]:

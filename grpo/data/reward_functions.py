@@ -154,8 +154,8 @@ class RewardFunctions:
 
         ids = zip(rollout.completion_ids.tolist(), rollout.lengths.tolist(), strict=True)
         arguments: dict[str, Any] = {
-            "prompts": [prompt.asked for prompt in prompts],
-            "completions": list(map(Prompt.said, prompts, rollout.completions)),
+            "prompts": [prompt.for_rewards for prompt in prompts],
+            "completions": list(map(Prompt.as_completion, prompts, rollout.completions)),
             "completion_ids": [row[:length] for row, length in ids],
             **collate(prompts),
             "trainer_state": self.state,
@@ -243,8 +243,8 @@ def _errors_of(name: str) -> Iterator[None]:
         raise
     except BaseException as error:  # sys.exit() as well, or training would end as if all were done
         frames = traceback.extract_tb(error.__traceback__)
-        inside = [frame for frame in frames if frame.filename != __file__]
-        where = f" in {inside[-1].filename}, line {inside[-1].lineno}" if inside else ""
+        of_rewards = [frame for frame in frames if frame.filename != __file__]
+        where = f" in {of_rewards[-1].filename}, line {of_rewards[-1].lineno}" if of_rewards else ""
         raise RewardFailed(f"reward {name!r} failed with {type(error).__name__}{where}: {error}") from error
 
 

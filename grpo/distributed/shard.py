@@ -51,8 +51,8 @@ def shard_model(model: PreTrainedModel, compute_dtype: torch.dtype, device: torc
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
     warnings.filterwarnings("ignore", message=".*returned a view tensor")  # nobody writes into it
-    model.run_inside = MethodType(lambda self, work: work(), model)  # type: ignore[assignment]
-    register_fsdp_forward_method(model, "run_inside")
+    model.run_gathered = MethodType(lambda self, work: work(), model)  # type: ignore[assignment]
+    register_fsdp_forward_method(model, "run_gathered")
 
 
 def decoder_layers(module: nn.Module) -> Iterator[nn.Module]:
@@ -69,7 +69,7 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def inside(model: PreTrainedModel, work: Callable[[], T], *, stay_gathered: bool = False) -> T:
+def run_gathered(model: PreTrainedModel, work: Callable[[], T], *, stay_gathered: bool = False) -> T:
     """`work()` as a forward pass of the model, so that what is outside of layers is gathered.
 
     A collective where the model is sharded; the same as `work()` where it is not. stay_gathered: each weight
@@ -81,7 +81,7 @@ def inside(model: PreTrainedModel, work: Callable[[], T], *, stay_gathered: bool
     try:
         for part in parts:
             part.set_reshard_after_forward(False, recurse=False)
-        result: T = model.run_inside(work)
+        result: T = model.run_gathered(work)
     finally:
         for part in parts:
             part.set_reshard_after_forward(True, recurse=False)

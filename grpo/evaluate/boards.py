@@ -16,13 +16,13 @@ from rewards.formats import is_fen, is_move, legal_move, parse_environment_compl
 class Answer:
     """What was asked about a position, and what is to be said of the answer.
 
-    given: White to move, White plays Nf3.
+    task: White to move, White plays Nf3.
     move: UCI, the policy's answer or the environment's question; "" where none can be read.
     predicted: the environment's answer, with the squares on which its pieces are wrong.
     """
 
     board: chess.Board
-    given: str
+    task: str
     verdict: str
     right: bool
     move: str
@@ -49,7 +49,7 @@ def _judge_move(board: chess.Board, completion: str) -> Answer:
     move = legal_move(board, best)
     verdict = f"{best}, which is illegal" if is_move(best) else "no move can be read"
     return Answer(
-        board=board, given=f"{_side(board)} to move", verdict=board.san(move) if move else verdict,
+        board=board, task=f"{_side(board)} to move", verdict=board.san(move) if move else verdict,
         right=move is not None, move=best, move_is_legal=move is not None,
     )  # fmt: skip
 
@@ -71,7 +71,7 @@ def _judge_position(fen: str, action: str, completion: str) -> Answer:
         verdict = "the pieces right, not whose turn it is or how many moves"
     plays = board.san(move) if move else f"{action}, which is illegal"
     return Answer(
-        board=board, given=f"{_side(board)} plays {plays}", right=written == truth,
+        board=board, task=f"{_side(board)} plays {plays}", right=written == truth,
         verdict="right" if written == truth else verdict, move=action, move_is_legal=move is not None,
         predicted=predicted, wrong=wrong,
     )  # fmt: skip
@@ -86,7 +86,7 @@ def example_boards(example: Example) -> RenderableType:
     before, after = judge(example.prompt, example.before), judge(example.prompt, example.after)
     if before is None or after is None:
         return Group(example.prompt, f"before: {example.before}", f"after:  {example.after}")
-    text = f"{before.given}\n\nbefore: {before.verdict}\nafter:  {after.verdict}"
+    text = f"{before.task}\n\nbefore: {before.verdict}\nafter:  {after.verdict}"
     side_by_side = Table.grid(padding=(0, 3))
     side_by_side.add_row(before.board.unicode(empty_square="·"), text)
     return side_by_side

@@ -36,7 +36,7 @@ class GRPOBatch:
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
 
-    def without_dull_groups(self) -> "GRPOBatch":
+    def without_zero_variance_groups(self) -> "GRPOBatch":
         """Only groups in which something has an advantage: without a KL the others have no gradient.
 
         `counts` stay those of the whole step, and so does the gradient. Of groups of which none has any, the

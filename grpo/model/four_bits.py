@@ -71,7 +71,7 @@ def outline(model: nn.Module, names: Iterable[str], mode: AbstractContextManager
     from bitsandbytes.nn import Linear4bit
 
     for name in names:
-        parent, _, own = name.rpartition(".")
+        parent, _, child = name.rpartition(".")
         plain: Any = model.get_submodule(name)
         outer, inner = reversed(plain.weight.shape) if isinstance(plain, Conv1D) else plain.weight.shape
         layer = Linear4bit(inner, outer, bias=False, quant_type="nf4", device="meta")
@@ -80,7 +80,7 @@ def outline(model: nn.Module, names: Iterable[str], mode: AbstractContextManager
             layer.weight = nn.Parameter(packed, requires_grad=False)
         layer.weight.compress_statistics, layer.weight.quant_type = True, "nf4"  # which peft asks for
         layer.bias, layer.forward = plain.bias, partial(_traced_forward, layer)
-        setattr(model.get_submodule(parent), own, layer)
+        setattr(model.get_submodule(parent), child, layer)
     model.is_loaded_in_4bit = True  # type: ignore[assignment]
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from grpo.config.groups import SamplingSettings
-from grpo.distributed.shard import inside
+from grpo.distributed.shard import run_gathered
 from grpo.learning.loss import Tokens
 from grpo.learning.objectives import learn_tokens
 from grpo.learning.optimizer import moment_bytes
@@ -94,7 +94,7 @@ class PhasesAt:
     @torch.no_grad()
     def sample(self, size: Size) -> None:
         """Prefill, the last token, when the cache is full, a group for another, and one that leaves."""
-        inside(self._sampler, partial(self._decode, size))
+        run_gathered(self._sampler, partial(self._decode, size))
 
     def _decode(self, size: Size) -> None:
         prompts, per_prompt = self._prompts(size)

@@ -16,7 +16,7 @@ from grpo.model.load import context_length, load_policy
 from grpo.model.target import choose_device, choose_model
 from grpo.model.weights import RolloutModel
 from grpo.play.thought import MOST_ANSWERS, Position, Thought, conclude, read_answer
-from grpo.rollout.decoder import KeptArena, records_steps
+from grpo.rollout.decoder import ReusableArena, records_steps
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.folder import checkpoint_of
@@ -45,7 +45,7 @@ class Player:
     ) -> None:
         self._model, self._tokenizer, self._settings = model, tokenizer, settings
         self._trailing_space, self._rows = trailing_space, rows
-        self._kept = KeptArena() if records_steps(model.config, model.device.type) else None
+        self._arena = ReusableArena() if records_steps(model.config, model.device.type) else None
 
     def think(
         self,
@@ -90,7 +90,7 @@ class Player:
         ]
         written = rollout(
             self._model, self._tokenizer, self.prompts([board for board, _ in positions]),
-            torch.cat(uniforms), settings, rows=self._rows, kept=self._kept, stopped=stopped,
+            torch.cat(uniforms), settings, rows=self._rows, reusable=self._arena, stopped=stopped,
         )  # fmt: skip
         whole = (written.terminated | (written.lengths == settings.max_new_tokens)).tolist()
         return [
@@ -101,8 +101,9 @@ class Player:
 
 def settings_of(model: str) -> Config:
     """Those that a run was trained with; of another model the defaults."""
-    is_run = (Path(model) / CONFIG_FILE).is_file()
-    return from_plain(read_run_settings(Path(model))) if is_run else Config()
+    if (Path(model) / CONFIG_FILE).is_file():
+        return from_plain(read_run_settings(Path(model)))
+    return Config(max_new_tokens=SamplingSettings.max_new_tokens)
 
 
 def known_as(model: str) -> str:

@@ -108,7 +108,9 @@ class Arena:
         prompts = pad_prompts(prompt_ids, width=room.prompt_tokens).to(model.device).padded_for(model)
         if not self._layers:
             sizes = room.groups, room.groups * room.width, static_cache_length(room.new_tokens)
-            self._layers = [StaticLayer(*sizes, is_sliding=each) for each in layers_with_window(model.config)]
+            self._layers = [
+                StaticLayer(*sizes, is_sliding=slides) for slides in layers_with_window(model.config)
+            ]
         for layer in self._layers:
             layer.groups = index
         hidden, _ = encode_prompts(model, prompts, Cache(self._layers))
@@ -167,7 +169,7 @@ class Arena:
             hidden: Tensor = self.model.base_model(
                 input_ids=ids,
                 # Handed through as it is; without any, some models look for padding, and wait for the device.
-                attention_mask=reading.mask.own,
+                attention_mask=reading.mask.completion,
                 position_ids=positions,
                 past_key_values=Cache(self._layers),
                 use_cache=True,
@@ -196,7 +198,7 @@ class Arena:
         reads_prompt = before < prompts
         if self._window is not None:  # padding stands on the left
             reads_prompt = before >= (prompt_tokens + first_of_group).maximum(prompt_tokens - prompts)
-        dtype = self._layers[0].own[0].dtype
+        dtype = self._layers[0].completions[0].dtype
         parts = (
             torch.zeros_like(reads, dtype=dtype).masked_fill_(~reads, torch.finfo(dtype).min)
             for reads in (reads_prompt, (place < own) & (place >= first))
@@ -217,7 +219,7 @@ class Arena:
     def cut(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """These rows have ended after so many tokens: what they sampled beyond is dropped."""
         ids, logp, *_ = written = self._completions
-        index, ends = (torch.tensor(each, device=ids.device) for each in (rows, lengths))
+        index, ends = (torch.tensor(numbers, device=ids.device) for numbers in (rows, lengths))
         beyond = torch.arange(ids.shape[1], device=ids.device) >= ends.unsqueeze(1)
         for values in (ids, logp):
             values[index] = values[index].masked_fill(beyond, 0)
@@ -260,7 +262,7 @@ class Arena:
         """Their part of the cache goes to the first places."""
         for layer in self._layers:
             to_front(layer.prompts, groups)
-            to_front(layer.own, rows)
+            to_front(layer.completions, rows)
         to_front([self._prompt_lengths], groups)
 
     def skip(self, num_tokens: int) -> None:
@@ -271,7 +273,7 @@ class Arena:
     @property
     def cache_bytes(self) -> int:
         """Of keys and values at most, while a token is added."""
-        return sum(each.nbytes for layer in self._layers for each in (*layer.prompts, *layer.own))
+        return sum(tensor.nbytes for layer in self._layers for tensor in (*layer.prompts, *layer.completions))
 
 
 def to_front(tensors: Iterable[Tensor], index: Tensor) -> None:

@@ -23,7 +23,7 @@ _refused: set[str] = set()
 
 
 @dataclass
-class KeptArena:
+class ReusableArena:
     """An arena that stays from one rollout to the next, with what was recorded of it."""
 
     arena: Arena | None = None
@@ -37,24 +37,24 @@ class KeptArena:
         self.arena = None
 
 
-def open_arena(model: PreTrainedModel, room: Room, kept: KeptArena | None = None) -> Arena:
+def open_arena(model: PreTrainedModel, room: Room, reusable: ReusableArena | None = None) -> Arena:
     """One with so much room, over a static cache where the model can decode over one.
 
-    kept: where to find that of an earlier rollout, and to leave it for the next.
+    reusable: where to find that of an earlier rollout, and to leave it for the next.
     """
-    kept = kept or KeptArena()
-    if kept.arena is not None:
-        has = kept.arena.room
+    reusable = reusable or ReusableArena()
+    if reusable.arena is not None:
+        has = reusable.arena.room
         if has == room._replace(
             groups=max(room.groups, has.groups), prompt_tokens=max(room.prompt_tokens, has.prompt_tokens)
         ):
-            return kept.arena
-        kept.release()  # before there is another
+            return reusable.arena
+        reusable.release()  # before there is another
     if has_static_cache(model.config):
-        kept.arena = Arena(model, room, step_graphs(model))
+        reusable.arena = Arena(model, room, step_graphs(model))
     else:
-        kept.arena = GrowingArena(model, room)
-    return kept.arena
+        reusable.arena = GrowingArena(model, room)
+    return reusable.arena
 
 
 def step_graphs(model: PreTrainedModel) -> CUDAGraphs | None:

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.config.groups import SamplingSettings
 from grpo.data.tokens import tokenize
-from grpo.distributed.shard import any_process, inside
+from grpo.distributed.shard import any_process, run_gathered
 from grpo.model.load import context_length, end_tokens
 from grpo.rollout.arena import Arena, Completions, Room
-from grpo.rollout.decoder import KeptArena, open_arena, prompt_places, replaced_at_once
+from grpo.rollout.decoder import ReusableArena, open_arena, prompt_places, replaced_at_once
 from grpo.types import Prompt, Rollout
 
 _CHECK_EVERY = 8
@@ -64,7 +64,7 @@ def rollout(
     *,
     rows: int,
     ends: Sequence[int] | None = None,
-    kept: KeptArena | None = None,
+    reusable: ReusableArena | None = None,
     stay_gathered: bool = False,
     watch_cache: Callable[[int, int], object] | None = None,
     watch_rows: Callable[[float], None] | None = None,
@@ -81,7 +81,7 @@ def rollout(
         ends = () if settings.ignore_ends else end_tokens(model, tokenizer)
     completion_ids, logp, lengths, terminated = sample_completions(
         model, tokenizer, prompt_ids, uniforms, settings,
-        rows=rows, ends=ends, kept=kept, stay_gathered=stay_gathered, watch_cache=watch_cache,
+        rows=rows, ends=ends, reusable=reusable, stay_gathered=stay_gathered, watch_cache=watch_cache,
         watch_rows=watch_rows, stopped=stopped,
     )  # fmt: skip
     longest = int(lengths.max())
@@ -107,7 +107,7 @@ def sample_completions(
     *,
     rows: int,
     ends: Sequence[int],
-    kept: KeptArena | None = None,
+    reusable: ReusableArena | None = None,
     stay_gathered: bool = False,
     watch_cache: Callable[[int, int], object] | None = None,
     watch_rows: Callable[[float], None] | None = None,
@@ -117,7 +117,7 @@ def sample_completions(
 
     Whole groups are sampled together where `rows` allows, and a group is split where it does not; neither
     changes what is sampled.
-    kept: where to find the arena of an earlier rollout of this model, and to leave it for the next.
+    reusable: where to find the arena of an earlier rollout of this model, and to leave it for the next.
     stay_gathered: of a sharded model all weights at once, instead of a layer's for each token anew.
     watch_cache: told, every few steps, how many the first rows have done and the cache's bytes.
     watch_rows: told, as often, what share of all is done.
@@ -137,9 +137,9 @@ def sample_completions(
             num_rows = min(width, group_size - column)
             num_groups = min(max(1, rows // num_rows), len(prompt_ids))
             room = Room(num_groups, num_rows, prompt_tokens, settings.max_new_tokens, tuple(ends))
-            sampling.sample(open_arena(model, room, kept), range(column, len(uniforms), group_size))
+            sampling.sample(open_arena(model, room, reusable), range(column, len(uniforms), group_size))
 
-    inside(model, work, stay_gathered=stay_gathered)
+    run_gathered(model, work, stay_gathered=stay_gathered)
     return Completions(*(values.cpu() for values in sampling.completions))
 
 
@@ -209,7 +209,7 @@ class _Sampling:
             return
         stops, sampled = self.settings.stop_texts, arena.rows(places)
         cut: dict[int, int] = {}
-        rows = (each.tolist() for each in (arena.rows_of(places), sampled.ids, sampled.lengths))
+        rows = (tensor.tolist() for tensor in (arena.rows_of(places), sampled.ids, sampled.lengths))
         for row, ids, length in zip(*rows, strict=True):
             stopped_at = stop_length(ids[:length], self.tokenizer, stops)
             if stopped_at is not None:

@@ -41,7 +41,7 @@ class Mask(NamedTuple):
     """What is added to scores: 0 where a token is read, else the lowest number there is."""
 
     prompt: Tensor  # (b, 1, 1, P)
-    own: Tensor  # (R, 1, 1, L)
+    completion: Tensor  # (R, 1, 1, L)
 
 
 class Reading(NamedTuple):
@@ -69,14 +69,14 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
         self._shape = num_groups, num_rows, num_places
         self.prompts: list[Tensor] = []
         """Keys and values, each (groups, H', P, d)."""
-        self.own: list[Tensor] = []
+        self.completions: list[Tensor] = []
         """Keys and values, each (rows, H', places, d)."""
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """key, value: of prompts (b, H', P, d), or of a token (R, H', 1, d)."""
         if self.reading is not None:
-            for own, new in zip(self.own, (key, value), strict=True):
-                own[self.reading.rows, :, self.reading.place] = new.squeeze(2).to(own.dtype)
+            for stored, new in zip(self.completions, (key, value), strict=True):
+                stored[self.reading.rows, :, self.reading.place] = new.squeeze(2).to(stored.dtype)
             return self, self
         if not self.prompts:
             dtype, num_groups = cache_dtype(key.dtype, key.device.type), self._shape[0]
@@ -87,45 +87,50 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
 
     def clear(self, rows: Tensor) -> None:
         """Forget these rows' own tokens: a NaN would outlive its mask."""
-        if not self.own:
+        if not self.completions:
             _, num_rows, places = self._shape
-            self.own = [
-                each.new_zeros(num_rows, each.shape[1], places, each.shape[3]) for each in self.prompts
+            self.completions = [
+                tensor.new_zeros(num_rows, tensor.shape[1], places, tensor.shape[3])
+                for tensor in self.prompts
             ]
             return
-        for own in self.own:
-            own.index_fill_(0, rows, 0.0)
+        for stored in self.completions:
+            stored.index_fill_(0, rows, 0.0)
 
     def attend(self, query: Tensor, scale: float) -> Tensor:
         """What each row's newest token reads, of the prompt and its own; query and result (R, H, d)."""
         assert self.reading is not None
         mask = self.reading.window_mask if self.is_sliding else self.reading.mask
-        prompts, rows, length = len(mask.prompt), len(query), mask.own.shape[-1]
-        by_head = query.to(self.own[0].dtype).unflatten(1, (self.own[0].shape[1], -1))  # (R, H', h, d)
+        prompts, rows, length = len(mask.prompt), len(query), mask.completion.shape[-1]
+        by_head = query.to(self.completions[0].dtype).unflatten(
+            1, (self.completions[0].shape[1], -1)
+        )  # (R, H', h, d)
         by_prompt = by_head.unflatten(0, (prompts, -1)).transpose(1, 2).flatten(2, 3)  # (b, H', g·h, d)
-        of_prompt = by_prompt, *(each[:prompts] for each in self.prompts), mask.prompt
-        of_own = by_head, *(each[:rows, :, :length] for each in self.own), mask.own
+        of_prompt = by_prompt, *(tensor[:prompts] for tensor in self.prompts), mask.prompt
+        of_completion = by_head, *(tensor[:rows, :, :length] for tensor in self.completions), mask.completion
         attend = _attend_twice if query.device.type == "cpu" else _attend_once
-        return attend(of_prompt, of_own, scale).to(query.dtype)
+        return attend(of_prompt, of_completion, scale).to(query.dtype)
 
 
 Part = tuple[Tensor, ...]
 """Query, keys, values and mask: of prompts (b, H', g·h, …), or of rows' own tokens (R, H', h, …)."""
 
 
-def _attend_once(of_prompt: Part, of_own: Part, scale: float) -> Tensor:
+def _attend_once(of_prompt: Part, of_completion: Part, scale: float) -> Tensor:
     """Plain products, and one softmax over the prompt and the row's own tokens."""
-    (folded, _, prompt_values, _), (query, _, own_values, _) = of_prompt, of_own
-    prompt, own = (torch.add(mask, q @ keys.mT, alpha=scale) for q, keys, _, mask in (of_prompt, of_own))
-    parts = [_by_row(prompt, query), own.flatten(1, 2)]
+    (folded, _, prompt_values, _), (query, _, completion_values, _) = of_prompt, of_completion
+    prompt, completion = (
+        torch.add(mask, q @ keys.mT, alpha=scale) for q, keys, _, mask in (of_prompt, of_completion)
+    )
+    parts = [_by_row(prompt, query), completion.flatten(1, 2)]
     weights = torch.cat(parts, -1).softmax(-1)  # (R, H, P + L)
     from_prompt, from_own = weights.split([part.shape[-1] for part in parts], -1)
     by_prompt = from_prompt.view(len(folded), -1, *query.shape[1:3], from_prompt.shape[-1])
     read = _by_row(by_prompt.transpose(1, 2).flatten(2, 3) @ prompt_values, query)
-    return read + (from_own.unflatten(1, query.shape[1:3]) @ own_values).flatten(1, 2)
+    return read + (from_own.unflatten(1, query.shape[1:3]) @ completion_values).flatten(1, 2)
 
 
-def _attend_twice(of_prompt: Part, of_own: Part, scale: float) -> Tensor:
+def _attend_twice(of_prompt: Part, of_completion: Part, scale: float) -> Tensor:
     """Torch's fused attention of either part, merged by their log-sum-exps, as cascade attention does.
 
     With weights e^l of each part: o = o₁ σ(l₁ - l₂) + o₂ σ(l₂ - l₁).
@@ -133,9 +138,9 @@ def _attend_twice(of_prompt: Part, of_own: Part, scale: float) -> Tensor:
     (first, first_sum), (second, second_sum) = (
         # A mask that is the same for all queries would be read more slowly.
         _fused(query, *others, attn_mask=mask.expand(-1, -1, query.shape[2], -1).contiguous(), scale=scale)
-        for query, *others, mask in (of_prompt, of_own)
+        for query, *others, mask in (of_prompt, of_completion)
     )
-    query = of_own[0]
+    query = of_completion[0]
     share = _by_row(first_sum.unsqueeze(-1), query) - second_sum.flatten(1, 2).unsqueeze(-1)
     return second.flatten(1, 2).lerp(_by_row(first, query), share.sigmoid())
 

@@ -29,8 +29,8 @@ def truncate(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
     if top_p < 1:
         ordered = logits.sort(dim=-1, descending=True).values  # (R, V)
         probabilities = ordered.float().softmax(-1)
-        inside = probabilities.cumsum(-1) - probabilities < top_p
-        count = inside.sum(-1, keepdim=True).clamp(min=1)
+        allowed = probabilities.cumsum(-1) - probabilities < top_p
+        count = allowed.sum(-1, keepdim=True).clamp(min=1)
         logits = _keep_first(logits, ordered.gather(-1, count - 1), count)
     return logits
 
@@ -58,9 +58,9 @@ def sample_tokens(
     if temperature == 0:
         tokens = logits.argmax(-1, keepdim=True)
     else:
-        kept = truncate(logits, top_k=top_k, top_p=top_p)
-        inside = probabilities if kept is logits else kept.softmax(-1, dtype=dtype)
-        tokens = _inverse_cdf(inside, uniforms.unsqueeze(-1))
+        truncated = truncate(logits, top_k=top_k, top_p=top_p)
+        allowed = probabilities if truncated is logits else truncated.softmax(-1, dtype=dtype)
+        tokens = _inverse_cdf(allowed, uniforms.unsqueeze(-1))
     # NaN logits give some token of the vocabulary: its log-prob is NaN, and will be seen.
     tokens = tokens.clamp(max=logits.shape[-1] - 1)
     return tokens.squeeze(-1), probabilities.gather(-1, tokens).squeeze(-1).log()
@@ -83,8 +83,8 @@ def _inverse_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     sums = torch.cat([blocks, probabilities[:, whole:].sum(-1, keepdim=True)], -1)  # (R, blocks)
     block, left = _first_above(sums, uniforms)
     ids = block * _BLOCK + torch.arange(_BLOCK, device=block.device)  # (R, 256), the last beyond the end
-    inside = probabilities.gather(-1, ids.clamp(max=vocabulary - 1)) * (ids < vocabulary)
-    within, _ = _first_above(inside, left)
+    of_block = probabilities.gather(-1, ids.clamp(max=vocabulary - 1)) * (ids < vocabulary)
+    within, _ = _first_above(of_block, left)
     return block * _BLOCK + within
 
 

@@ -11,11 +11,12 @@ from rich.console import Console
 from grpo.config import Config, SettingsError
 from grpo.config.sizes import parse_size
 from grpo.data import Tokenizer
+from grpo.data.reward_files import with_length
 from grpo.environment import launched_processes
 from grpo.memory import Card, Device
 from grpo.memory.budget import CONTEXT_BYTES, card_memory
 from grpo.model.adapters import check_peft
-from grpo.model.load import is_default_out_of_reach, load_tokenizer, shape_of
+from grpo.model.load import context_length, is_default_out_of_reach, load_tokenizer, shape_of
 from grpo.model.target import choose_device, choose_model, make_target
 from grpo.plan.tables import plan_table
 from grpo.plan.warm_up import STARTED_BYTES, plan_without_weights
@@ -58,7 +59,7 @@ def workload(config: Config, device: torch.device, *, absent: str | None = None)
     config = replace(config, model=choose_model(config.model, device, absent=absent))
     check_peft(config)
     shape, tokenizer = shape_of(config.model), _tokenizer_of(config.model)
-    config = check_quantized(config, shape)
+    config = with_length(check_quantized(config, shape), context_length(shape))
     precision = "bf16" if absent and config.precision == "auto" else config.precision
     source = load_source(config, room_in(shape, tokenizer, config.max_new_tokens))
     return Workload(

@@ -16,7 +16,7 @@ from grpo.config import Config
 from grpo.config.sizes import parse_size
 from grpo.data import PromptSource, check_spec
 from grpo.data.maker import template_text
-from grpo.data.reward_files import PROMPTS_LOOKED_AT
+from grpo.data.reward_files import PROMPTS_LOOKED_AT, with_length
 from grpo.data.reward_functions import RewardFunctions
 from grpo.distributed import World, largest_share, open_world
 from grpo.distributed.share import Share
@@ -24,13 +24,14 @@ from grpo.learning.optimizer import check_optimizer, make_optimizer
 from grpo.memory import Device, DoesNotFit, Fit, is_out_of_memory, survive
 from grpo.memory.recovery import release_cache
 from grpo.model.adapters import check_peft
+from grpo.model.load import context_length
 from grpo.model.target import choose_device, choose_model, compute_dtype, make_target, multiplies_in_bf16
 from grpo.model.weights import RolloutModel
 from grpo.plan.advice import does_not_stay
 from grpo.plan.phases_at import PhasesAt
 from grpo.plan.tables import Measured, plan_table
 from grpo.plan.workload import Workload, longest_prompt
-from grpo.rollout.decoder import KeptArena, records_steps
+from grpo.rollout.decoder import ReusableArena, records_steps
 from grpo.run import loading
 from grpo.run.card import check_hub, push
 from grpo.run.checkpoint import checkpoint_bytes
@@ -42,6 +43,7 @@ from grpo.run.screen import keep_log
 from grpo.run.tracking import check_trackers
 from grpo.run.training_state import take_snapshot
 from grpo.types import Prompt
+from grpo.waiting import told_if_slow
 from rewards.engine import EnginePool, find_stockfish
 
 NOTHING = Inputs()
@@ -84,9 +86,12 @@ class Run:
         check_spec(config.prompts if inputs.prompts is None else inputs.prompts)
         self._model_source = inputs.model_source(config)
         self._shape = self._model_source.load_config()
-        self.config = config = loading.check_quantized(config, self._shape)
+        self.config = config = with_length(
+            loading.check_quantized(config, self._shape), context_length(self._shape)
+        )
         room = loading.room_in(self._shape, self._model_source.load_tokenizer(), config.max_new_tokens)
-        self.source = loading.load_source(config, room, inputs.prompts)
+        with told_if_slow(f"reading prompts from {config.prompts}"):
+            self.source = loading.load_source(config, room, inputs.prompts)
         rewards.check(self.source.tasks, self.source.longest(PROMPTS_LOOKED_AT))
         self.engine = _start_engine(config, stack) if "policy" in self.source.tasks else None
         self.rewards = rewards.with_engine(self.engine)
@@ -101,10 +106,11 @@ class Run:
         target = make_target(self._shape, device, config.precision)
         self._work = Workload(config, target, 1, self._reference_device == device, world.size)
         try:
-            self.policy, self.reference = loading.load_models(
-                config, self._model_source, self.checkpoint, target, self._reference_device,
-                self.folder if world.is_main else None,
-            )  # fmt: skip
+            with told_if_slow(f"loading {config.model}"):
+                self.policy, self.reference = loading.load_models(
+                    config, self._model_source, self.checkpoint, target, self._reference_device,
+                    self.folder if world.is_main else None,
+                )  # fmt: skip
             if file := config.chat_template:  # which is saved with the model
                 self.policy.tokenizer.chat_template = template_text(file, "chat_template")
             if world.is_main and not self.is_trial:
@@ -129,9 +135,10 @@ class Run:
         """The first plan, by passes of each phase. Then the run has begun, and its folder is filled."""
         world, self.longest_prompt = self.world, longest_prompt(self.source, self.policy.tokenizer)
         work = replace(self._work, longest_prompt=self.longest_prompt)
-        work, self.fit, self.plan = plan_run(
-            work, world, self.device, self._phases_at, stack, is_trial=self.is_trial
-        )
+        with told_if_slow("trying out how many rows fit, at the longest texts"):
+            work, self.fit, self.plan = plan_run(
+                work, world, self.device, self._phases_at, stack, is_trial=self.is_trial
+            )
         self.config = config = work.config  # auto no more
         self.measured = Measured(self.fit)
         if world.is_main:
@@ -145,7 +152,7 @@ class Run:
         self.stays_gathered = config.shard and stays_gathered(world, self.fit, work, self.policy)
         device_type = self.device.device.type
         self.records = not config.shard and records_steps(work.target.model_config, device_type)
-        self.kept = KeptArena()  # what decoding leaves for the next rollout, where it records
+        self.arena = ReusableArena()  # what decoding leaves for the next rollout, where it records
 
     def _phases_at(self, work: Workload) -> PhasesAt:
         scored = self.reference.model if self.reference and work.scores == "reference" else None

@@ -55,15 +55,15 @@ def completion_hidden(
         if completion_ids.shape[1] == 1:
             return first
         inputs = completion_ids[:, :-1]  # (R, C - 1)
-        own = torch.ones_like(inputs)
+        ones = torch.ones_like(inputs)
         mask = None
         if prompts.is_padded or not needs_no_mask(model.config._attn_implementation):
-            mask = torch.cat([prompts.mask[row_to_prompt].to(own), own], 1)
+            mask = torch.cat([prompts.mask[row_to_prompt].to(ones), ones], 1)
         with padding_unknown(model):
             hidden = model.base_model(
                 input_ids=inputs,
                 attention_mask=mask,
-                position_ids=prompts.lengths[row_to_prompt].unsqueeze(1) + own.cumsum(1) - 1,
+                position_ids=prompts.lengths[row_to_prompt].unsqueeze(1) + ones.cumsum(1) - 1,
                 past_key_values=Cache(layers),
                 use_cache=True,
             ).last_hidden_state
@@ -88,12 +88,12 @@ class _PromptLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
     def __init__(self, is_sliding: bool) -> None:
         super().__init__()
         self.is_sliding = is_sliding
-        self.given: tuple[Tensor, Tensor] | None = None  # keys and values (b, H, P, d)
+        self.key_values: tuple[Tensor, Tensor] | None = None  # keys and values (b, H, P, d)
         self._listens = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if self._listens:
-            self.given = key_states, value_states
+            self.key_values = key_states, value_states
         return key_states, value_states
 
     def forget(self) -> None:
@@ -102,7 +102,7 @@ class _PromptLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         What recomputes a layer holds the cache it was given. If that held tensors of the graph in
         turn, a graph that never sees its backward pass would hold itself, out of the collector's sight.
         """
-        self.given, self._listens = None, False
+        self.key_values, self._listens = None, False
 
 
 class _CompletionLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
@@ -110,9 +110,9 @@ class _CompletionLayer(DynamicLayer):  # type: ignore[misc]  # transformers is n
 
     def __init__(self, prompts: _PromptLayer, row_to_prompt: Tensor) -> None:
         super().__init__()
-        if prompts.given is None:
+        if prompts.key_values is None:
             raise ValueError("its layers do not hand their keys and values to a cache.")
-        self.keys, self.values = prompts.given
+        self.keys, self.values = prompts.key_values
         self.is_sliding, self.is_initialized, self._rows = prompts.is_sliding, True, row_to_prompt
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -130,8 +130,8 @@ def _cut(last: Tensor, layers: list[_CompletionLayer]) -> Tensor:
     """
     tensors = [last, *(tensor for layer in layers for tensor in (layer.keys, layer.values))]
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    last, *given = _Cut.apply(tensors, *leaves)  # type: ignore[no-untyped-call]
-    for layer, keys, values in zip(layers, given[::2], given[1::2], strict=True):
+    last, *key_values = _Cut.apply(tensors, *leaves)  # type: ignore[no-untyped-call]
+    for layer, keys, values in zip(layers, key_values[::2], key_values[1::2], strict=True):
         layer.keys, layer.values = keys, values
     return last
 

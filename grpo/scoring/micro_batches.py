@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo.config.groups import Checkpointing
-from grpo.distributed.shard import inside
+from grpo.distributed.shard import run_gathered
 from grpo.memory import Size
 from grpo.memory.rows import positions
 from grpo.model.prefill import PromptBatch, pad_prompts
@@ -37,13 +37,13 @@ class MicroBatch:
         self, device: torch.device, others: Mapping[str, Tensor | None] | None = None
     ) -> tuple["MicroBatch", dict[str, Tensor]]:
         """On a device, in one copy with others that belong to it; those that are None are left out."""
-        own = {name: getattr(self, name) for name in ("row_to_prompt", "completion_ids", "scored")}
-        named = {name: tensor for name, tensor in {**own, **(others or {})}.items() if tensor is not None}
+        tensors = {name: getattr(self, name) for name in ("row_to_prompt", "completion_ids", "scored")}
+        named = {name: tensor for name, tensor in {**tensors, **(others or {})}.items() if tensor is not None}
         ids, lengths, *there = to_device([self.prompts.ids, self.prompts.lengths, *named.values()], device)
         moved = dict(zip(named, there, strict=True))
-        own = {name: moved.pop(name) for name in own if name in moved}
+        tensors = {name: moved.pop(name) for name in tensors if name in moved}
         prompts = PromptBatch(ids, lengths, self.prompts.is_padded)
-        return replace(self, prompts=prompts, **own), moved
+        return replace(self, prompts=prompts, **tensors), moved
 
     def padded(self, values: Tensor) -> Tensor:
         """Values (K,) of the scored tokens in the shape of completions (R, C), 0 elsewhere."""
@@ -149,7 +149,7 @@ def token_logprobs(
             slopes = slope(logp, slice(0, len(logp)))
             return hidden, scores(slope=lambda _, part: slopes[part])
 
-    hidden, scored = inside(model, work)
+    hidden, scored = run_gathered(model, work)
     if scored.hidden_gradient is not None and hidden.requires_grad:
         hidden.backward(scored.hidden_gradient)  # type: ignore[no-untyped-call]
     return scored.logp, scored.entropy

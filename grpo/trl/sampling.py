@@ -19,7 +19,7 @@ from grpo.config.groups import SamplingSettings
 from grpo.memory import Fit, Size
 from grpo.model.load import context_length
 from grpo.model.weights import RolloutModel
-from grpo.rollout.decoder import KeptArena, check_decoder, has_static_cache
+from grpo.rollout.decoder import ReusableArena, check_decoder, has_static_cache
 from grpo.rollout.sample import sample_completions
 from grpo.rollout.tokens import step_uniforms
 
@@ -59,7 +59,7 @@ class NativeSampler:
 
     def __init__(self, trainer: Any, fit: Fit) -> None:
         self._trainer, self._fit = trainer, fit
-        self._arena = KeptArena()
+        self._arena = ReusableArena()
         self._sampler: RolloutModel | None = None
         self._drawn = 0, 0  # the step that was sampled for last, and how often
         self._has_told = False
@@ -116,7 +116,7 @@ class NativeSampler:
             part = slice(len(done), len(done) + count)
             completions = sample_completions(
                 model, trainer.processing_class, prompt_ids[part][::size], uniforms[part], settings,
-                rows=rows, ends=tuple(trainer.eos_token_ids), kept=self._arena,
+                rows=rows, ends=tuple(trainer.eos_token_ids), reusable=self._arena,
             )  # fmt: skip
             pairs = zip(completions.ids.tolist(), completions.lengths.tolist(), strict=True)
             return [ids[:length] for ids, length in pairs]

@@ -16,6 +16,7 @@ import yaml
 
 from grpo.config import SettingsError, to_plain
 from grpo.config.sizes import GB, parse_size
+from grpo.data.reward_files import with_length
 from grpo.memory import Card as TracedCard
 from grpo.memory import Fit
 from grpo.memory.budget import CONTEXT_BYTES, DeviceMemory, readable
@@ -262,7 +263,7 @@ def write_profiles(settings: Calculator, figures: Row, file: Path) -> list[str]:
             "a sample takes."
         )
     defaults, always = to_plain(Calculator().train), {"group_size", "max_new_tokens", "memory_utilization"}
-    content = {name: value for name, value in to_plain(settings.train).items()
+    content = {name: value for name, value in to_plain(with_length(settings.train)).items()
                if name in always or (value != defaults[name] and "batch_size" not in name)}  # fmt: skip
     remarks = [f"# Calculated for {card}, not measured on it: {size} samples at once at most on each card."]
     if figures["model"] is not None:

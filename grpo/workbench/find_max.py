@@ -12,6 +12,7 @@ from pathlib import Path
 from loguru import logger
 
 from grpo.config import SettingsError
+from grpo.data.reward_files import with_length
 from grpo.memory.budget import GB, readable
 from grpo.model.load import context_length, load_tokenizer
 from grpo.plan.workload import longest_prompt
@@ -121,6 +122,7 @@ def check(settings: FindMax) -> Checked:
         )
         no_command = "it trains with GRPO alone, and this is language modelling"
     else:
+        settings = with_length(settings, context_length(shape))
         asked, new, reach = settings.prompt_tokens or 0, settings.max_new_tokens, context_length(shape)
         if asked + new > reach:
             raise SettingsError(

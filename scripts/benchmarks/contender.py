@@ -2,12 +2,14 @@
 
     python -m benchmarks.contender '{"name": "ours", …}'
 
-Prints a line of JSON when it is ready, and one after each step. Nothing else comes on its stdout.
+Prints a line of JSON when it is ready, and one after each step; sent the word `look`, one with what the
+model answers to held-out prompts. Nothing else comes on its stdout.
 """
 
 import json
 import sys
 import time
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +17,16 @@ from typing import Any, Literal
 
 from grpo.environment import set_library_defaults
 
-Name = Literal["ours", "trl", "trl defaults"]
+Name = Literal["ours", "drop-in", "trl", "trl defaults"]
 REWARDS = "policy", "environment"
+LOOK_TOKENS = 64
+"""Of an answer to a held-out prompt: room to finish, whatever room there is in training."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What all contenders do the same of. prompts: JSON lines with the columns that rewards read."""
+    """What all contenders do the same of. prompts: JSON lines with the columns that rewards read, and of
+    others with the columns of `heldout`, which are looked at and never learned from."""
 
     name: Name
     model: str
@@ -35,6 +40,10 @@ class Work:
     train_rows: int = 64
     kl_coef: float = 0.02
     learning_rate: float = 1e-5
+    temperature: float = 1.0
+    rewards: tuple[str, ...] = REWARDS
+    heldout: str = ""
+    seed: int = 0
 
 
 class Turns:
@@ -42,12 +51,15 @@ class Turns:
 
     def __init__(self, out: Any) -> None:
         self._out, self._start, self._peak = out, 0.0, 0
+        self.look: Callable[[], Mapping[str, float]] = dict
 
     def say(self, record: dict[str, Any]) -> None:
         print(json.dumps(record), file=self._out, flush=True)
 
     def wait(self) -> None:
-        if not sys.stdin.readline().strip():
+        while (word := sys.stdin.readline().strip()) == "look":
+            self.say(dict(self.look()))
+        if not word:
             sys.exit(0)
         self._start = time.perf_counter()
 
@@ -77,8 +89,42 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def read(work: Work) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(work.prompts).read_text().splitlines()]
+def read(file: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(file).read_text().splitlines()]
+
+
+def looking(work: Work, model: Any, tokenizer: Any) -> Callable[[], dict[str, float]]:
+    """Greedy answers to the held-out prompts, by our decoder: the share that is right, and that ends."""
+    from grpo.config.groups import SamplingSettings
+    from grpo.data import load_prompts
+    from grpo.data.maker import Room
+    from grpo.data.reward_files import load_rewards
+    from grpo.data.reward_functions import RewardFunctions
+    from grpo.model.target import compute_dtype
+    from grpo.model.weights import RolloutModel
+    from grpo.rollout.sample import rollout
+    from grpo.rollout.tokens import step_uniforms
+
+    room = Room(tokenizer, model.config.max_position_embeddings, LOOK_TOKENS)
+    source = load_prompts(read(work.heldout), seed=0, heldout_share=0.0, room=room)
+    prompts = source.draw(len(read(work.heldout)))
+    settings = SamplingSettings(max_new_tokens=LOOK_TOKENS, temperature=0.0)
+    score = RewardFunctions(load_rewards(work.rewards))
+    sampler = RolloutModel(model, compute_dtype("auto", model.device))
+
+    def look() -> dict[str, float]:
+        sampler.refresh()
+        uniforms = step_uniforms(len(prompts), LOOK_TOKENS, seed=0, step=-1)
+        written = rollout(sampler.model, tokenizer, prompts, uniforms, settings, rows=work.batch_size)
+        right = (score(written).rewards > 0.99).double()
+        return {
+            "right": right.mean().item(), "ended": written.terminated.double().mean().item(),
+            "tokens": written.lengths.double().mean().item(),
+            "short": (right * (written.lengths <= work.max_new_tokens)).mean().item(),
+            "each": right.tolist(), "texts": written.completions[:3],
+        }  # fmt: skip
+
+    return look
 
 
 def run_ours(work: Work, turns: Turns) -> None:
@@ -89,14 +135,18 @@ def run_ours(work: Work, turns: Turns) -> None:
 
     config = Config(
         steps=work.steps, batch_size=work.batch_size, group_size=work.group_size, model=work.model,
-        device=work.device, policy_share=0.5, heldout_share=0.0, engine="off", reward=REWARDS,
-        max_new_tokens=work.max_new_tokens, kl_coef=work.kl_coef, learning_rate=work.learning_rate,
+        device=work.device, heldout_share=0.0, engine="off", reward=work.rewards,
+        max_new_tokens=work.max_new_tokens, temperature=work.temperature, kl_coef=work.kl_coef,
+        learning_rate=work.learning_rate,
         train_rows=work.train_rows, score_rows=work.train_rows, eval_interval=0, checkpoint_interval=0,
-        runs_dir=Path(work.folder), name="ours", trackers=(),
+        runs_dir=Path(work.folder), name="ours", trackers=(), seed=work.seed,
     )  # fmt: skip
-    # Of positions our own source makes the prompts, which are the same.
-    positions = [{k: v for k, v in row.items() if k != "prompt" and v is not None} for row in read(work)]
-    trainer = Trainer(config, prompts=positions)
+    rows = read(work.prompts)
+    if "fen" in rows[0]:  # of positions our own source makes the prompts, which are the same
+        rows = [{k: v for k, v in row.items() if k != "prompt" and v is not None} for row in rows]
+    trainer = Trainer(config, prompts=rows)
+    if work.heldout:
+        turns.look = looking(work, trainer.run.policy.model, trainer.run.policy.tokenizer)
     turns.say({"ready": True})
     turns.wait()
     for step in trainer:
@@ -107,20 +157,26 @@ def run_ours(work: Work, turns: Turns) -> None:
 
 
 def run_trl(work: Work, turns: Turns, *, best: bool) -> None:
-    """TRL's GRPOTrainer: in its best configuration, or as it comes.
+    """TRL's GRPOTrainer, or ours in its place: in its best configuration, or as it comes.
 
     Best is bf16 where the machine multiplies in it, as ours does, the fused GELU, and no dropout.
     """
     import torch
+    import trl
     from datasets import Dataset
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]
 
     from grpo.data.reward_files import load_reward
     from grpo.model.target import compute_dtype
 
+    if work.name == "drop-in":
+        from grpo.trl import GRPOTrainer
+    else:
+        GRPOTrainer = trl.GRPOTrainer
     changes: dict[str, Any] = {"activation_function": "gelu_pytorch_tanh" if best else "gelu_new"}
     changes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0 if best else 0.1)
+    if AutoConfig.from_pretrained(work.model).model_type != "gpt2":
+        changes = {}
     options: dict[str, Any] = {"bf16": False}
     if best:
         lower = compute_dtype("auto", torch.device(work.device)) == torch.bfloat16
@@ -135,20 +191,25 @@ def run_trl(work: Work, turns: Turns, *, best: bool) -> None:
             if "completions/mean_length" in logs:  # of a step, and not of the end
                 turns.report(logs["completions/mean_length"], {})
 
+    model = AutoModelForCausalLM.from_pretrained(work.model, config=config, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(work.model)
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(work.model, config=config, dtype=torch.float32),
-        processing_class=AutoTokenizer.from_pretrained(work.model),
-        reward_funcs=[load_reward(name)[1] for name in REWARDS],
-        train_dataset=Dataset.from_list(read(work)),
-        args=GRPOConfig(
+        model=model, processing_class=tokenizer,
+        reward_funcs=[load_reward(name)[1] for name in work.rewards],
+        train_dataset=Dataset.from_list(read(work.prompts)),
+        args=trl.GRPOConfig(
             output_dir=f"{work.folder}/trl", per_device_train_batch_size=work.train_rows,
             gradient_accumulation_steps=work.batch_size // work.train_rows, num_generations=work.group_size,
-            max_completion_length=work.max_new_tokens, max_steps=work.steps, beta=work.kl_coef,
-            learning_rate=work.learning_rate, logging_steps=1, save_strategy="no", report_to="none",
-            use_cpu=work.device == "cpu", disable_tqdm=True, seed=0, **options,
+            max_completion_length=work.max_new_tokens, temperature=work.temperature, max_steps=work.steps,
+            beta=work.kl_coef, learning_rate=work.learning_rate, logging_steps=1, save_strategy="no",
+            report_to="none",
+            use_cpu=work.device == "cpu", disable_tqdm=True, seed=work.seed, lr_scheduler_type="constant",
+            **options,
         ),
         callbacks=[Steps()],
     )  # fmt: skip
+    if work.heldout:
+        turns.look = looking(work, model, tokenizer)
     turns.say({"ready": True})
     trainer.train()
 
@@ -162,7 +223,7 @@ def main() -> None:
         if work.name == "ours":
             run_ours(work, turns)
         else:
-            run_trl(work, turns, best=work.name == "trl")
+            run_trl(work, turns, best=work.name != "trl defaults")
 
 
 if __name__ == "__main__":

@@ -265,7 +265,7 @@ REFUSED: dict[str, list[Row]] = {
     "config": [
         *each_value(
             written, "at least 1", steps=0, batch_size=0, num_iterations=0, num_engines=0, engine_depth=0,
-            keep_checkpoints=0, max_new_tokens=0, rollout_rows=0, score_rows=0, train_rows=-3,
+            keep_checkpoints=0, max_new_tokens=-1, rollout_rows=0, score_rows=0, train_rows=-3,
         ),
         *each_value(
             written, "0 or more", eval_interval=-1, eval_prompts=-1, checkpoint_interval=-1, warmup_steps=-1,

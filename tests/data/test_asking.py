@@ -108,8 +108,8 @@ def test_a_conversation_is_what_its_template_makes_of_it(kind, talk):
     (prompt,), tokenizer = load([{"prompt": talk, "answer": 4}], **kind)
     ids = tokenizer.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
     assert tokenize([prompt], tokenizer) == [ids]
-    assert (prompt.messages, prompt.asked, prompt.columns["answer"]) == (talk, talk, 4)
-    assert prompt.said("4") == [{"role": "assistant", "content": "4"}]
+    assert (prompt.messages, prompt.for_rewards, prompt.columns["answer"]) == (talk, talk, 4)
+    assert prompt.as_completion("4") == [{"role": "assistant", "content": "4"}]
 
 
 def test_tools_and_options_of_a_row_reach_the_template():
@@ -143,12 +143,14 @@ def test_plain_columns_become_a_conversation(template):
     assert made(row, prompt_template=file, system_prompt="Be brief.").messages == [TALK[0], *asked]
     prompt = made(row, prompt_template=file)
     assert prompt.messages == asked and prompt.columns["question"] == "2 + 2"
-    assert made(row, None, prompt_template=file).asked == "Solve 2 + 2."  # without a chat template it is text
+    assert (
+        made(row, None, prompt_template=file).for_rewards == "Solve 2 + 2."
+    )  # without a chat template it is text
     assert made(row, prompt_template=file, chat="off").messages is None
     by_column = made(row, prompt_column="question", chat="on")
     assert by_column.messages == [{"role": "user", "content": "2 + 2"}]
     assert made({"prompt": TALK}, system_prompt="Another.").messages == TALK  # which has a system message
-    assert made({"prompt": "2 + 2?"}).asked == "2 + 2?"  # as TRL has it: text is text
+    assert made({"prompt": "2 + 2?"}).for_rewards == "2 + 2?"  # as TRL has it: text is text
     # another chat template overrides the tokenizer's, and a mark at its beginning is no part of it
     other = made({"prompt": "2 + 2?"}, chat_template=template(MARK + HEADERS.encode()))
     assert other.text == "<first><|header|>user<|headed|>\n\n2 + 2?<|end|><|header|>assistant<|headed|>\n\n"

@@ -147,28 +147,28 @@ def test_what_cannot_be_cut_at_its_tokens_is_credited_as_a_whole():
     assert credit_of(given, given, nowhere, made).tolist() == [[1, 1], [-1, -1]]
 
 
-def batch_of(*, dull: list[int], credit: str = "whole") -> GRPOBatch:
-    """Five groups of two; the dull ones have no advantage."""
+def batch_of(*, zero_variance: list[int], credit: str = "whole") -> GRPOBatch:
+    """Five groups of two; those of zero variance have no advantage."""
     generator = torch.Generator().manual_seed(3)
     lengths = 3, 7, 5, 5, 2, 8, 4, 6, 1, 9
     rows = [torch.randint(1, 60, (length,), generator=generator).tolist() for length in lengths]
     made = rollout_of(rows, groups=5)
     advantages = torch.tensor([1.0, -1.0] * 5, dtype=torch.float64)
-    advantages.view(5, 2)[dull] = 0.0
+    advantages.view(5, 2)[zero_variance] = 0.0
     if credit == "field":
         advantages = advantages.unsqueeze(1) * (torch.arange(made.completion_ids.shape[1]) % 2)
     return GRPOBatch(made, advantages, made.mask, loss_counts(made.mask, 9))
 
 
 @pytest.mark.parametrize(
-    ("loss_type", "credit", "dull"),
+    ("loss_type", "credit", "zero_variance"),
     [
         ("grpo", "whole", [0]), ("grpo", "field", [1, 3, 4]), ("dapo", "whole", []), ("dapo", "field", [0]),
         ("dr_grpo", "whole", [1, 3, 4]), ("dr_grpo", "field", [0, 1, 2, 3, 4]),
         ("cispo", "whole", [0, 1, 2, 3, 4]), ("cispo", "field", [1, 3, 4]),
     ],
 )  # fmt: skip
-def test_dull_groups_change_no_gradient(load, loss_type, credit, dull):
+def test_zero_variance_groups_change_no_gradient(load, loss_type, credit, zero_variance):
     settings = LossSettings(loss_type=loss_type, kl_coef=0.0)
     model = load("gpt2", "fp64").model
 
@@ -178,8 +178,8 @@ def test_dull_groups_change_no_gradient(load, loss_type, credit, dull):
         assert finish_grpo([sums], batch.counts)["entropy"] > 0
         return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
-    whole = batch_of(dull=dull, credit=credit)
-    fewer = whole.without_dull_groups()
-    assert len(fewer.rollout.prompts) == max(1, 5 - len(dull)) and fewer.counts is whole.counts
+    whole = batch_of(zero_variance=zero_variance, credit=credit)
+    fewer = whole.without_zero_variance_groups()
+    assert len(fewer.rollout.prompts) == max(1, 5 - len(zero_variance)) and fewer.counts is whole.counts
     expected = gradient(whole)
     assert torch.linalg.norm(gradient(fewer) - expected) <= 1e-12 * max(1.0, torch.linalg.norm(expected))

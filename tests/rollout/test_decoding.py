@@ -284,8 +284,8 @@ def test_a_token_is_what_the_whole_text_says(name, kind, fused, monkeypatch):
         if turn == 15 and arena.joins:
             assert_said_by_the_whole_text(model, prompts[0], arena.rows([0]))
             for layer in arena._layers:
-                for own in layer.own:
-                    own[:2] = torch.nan
+                for stored in layer.completions:
+                    stored[:2] = torch.nan
             prompts[0] = [5, 6, 7]
             arena.fill({0: 3}, prompts[:1], uniforms[4:])
         arena.advance()

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from grpo.config.groups import SamplingSettings
 from grpo.rollout.arena import Arena, Room
-from grpo.rollout.decoder import KeptArena, prompt_places
+from grpo.rollout.decoder import ReusableArena, prompt_places
 from grpo.rollout.graphs import graphs_of, run_and_record
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
@@ -116,18 +116,22 @@ def test_rollouts_of_recorded_tokens_are_the_same(load, prompts, rows, monkeypat
     if rows < G:
         orders = [many[:2]]  # a step at a time, in Python
 
-    def sample(turn: int, kept: KeptArena | None = None) -> Rollout:
+    def sample(turn: int, reusable: ReusableArena | None = None) -> Rollout:
         uniforms = step_uniforms(len(orders[turn]) * G, 60, seed=0, step=1 + turn)
-        return rollout(*policy[:2], orders[turn], uniforms, settings, rows=rows, kept=kept)
+        return rollout(*policy[:2], orders[turn], uniforms, settings, rows=rows, reusable=reusable)
 
-    plain, recorder, kept = [sample(turn) for turn in range(len(orders))], OperationRecorder(), KeptArena()
+    plain, recorder, reusable = (
+        [sample(turn) for turn in range(len(orders))],
+        OperationRecorder(),
+        ReusableArena(),
+    )
     assert rows < G or (len(plain[0].lengths.unique()) > 4 and plain[0].lengths.max() > 48)
     # As if the model were on CUDA, where few rows leave nobody waiting.
     monkeypatch.setattr("grpo.rollout.decoder.step_graphs", lambda model: recorder)
     monkeypatch.setattr("grpo.rollout.arena.FEW_ROWS", 1)
 
-    def check(turn: int = 0, kept: KeptArena | None = None) -> None:
-        again = sample(turn, kept)
+    def check(turn: int = 0, reusable: ReusableArena | None = None) -> None:
+        again = sample(turn, reusable)
         for name in ("completion_ids", "lengths", "terminated"):
             assert torch.equal(getattr(again, name), getattr(plain[turn], name))
         assert torch.allclose(again.sampler_logp, plain[turn].sampler_logp, atol=1e-12, rtol=0)
@@ -138,14 +142,14 @@ def test_rollouts_of_recorded_tokens_are_the_same(load, prompts, rows, monkeypat
         return
     counts = []
     for turn in (0, 1, 0, 0):
-        check(turn, kept)
+        check(turn, reusable)
         counts.append(recorder.recorded)
     assert counts[3] == counts[2]
     if rows == 100:  # lengths of the second may need other sizes, or blocks, than the first
         assert counts[2] <= counts[0] + 3
-        assert kept.nbytes > 0
-        kept.release()
-        assert kept.nbytes == 0
+        assert reusable.nbytes > 0
+        reusable.release()
+        assert reusable.nbytes == 0
 
 
 def test_places_are_given_up_by_halves_and_prompts_have_few_widths_where_steps_are_recorded(load):

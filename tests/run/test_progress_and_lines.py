@@ -205,6 +205,21 @@ def terminal():
     waiting.show_on(None)
 
 
+def test_what_takes_long_is_told_while_it_lasts_and_not_afterwards(logged, monkeypatch):
+    timers = []
+    monkeypatch.setattr(
+        waiting, "threading", mock.Mock(Timer=lambda *of: timers.append((of, mock.Mock())) or timers[-1][1])
+    )
+    with waiting.told_if_slow("loading a {model}"):
+        ((seconds, tell, words), timer) = timers[0]
+        assert seconds == 2.0 and timer.start.called and not timer.cancel.called
+        tell(*words)
+    with pytest.raises(ValueError), waiting.told_if_slow("failing"):
+        raise ValueError
+    assert all(timer.cancel.called for _, timer in timers) and len(timers) == 2
+    assert logged == ["INFO loading a {model} …"]
+
+
 def test_a_step_is_one_line_of_80_columns_that_stays(terminal):
     """A completion moves no cursor. What is for programs is not shown, and lines are wrapped at words."""
     console, file = terminal

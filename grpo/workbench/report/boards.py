@@ -55,11 +55,11 @@ def answer_card(title: str, name: str, prompt: str, completion: str) -> Card:
         return card
     verdict, legal = f": {answer.verdict}" if answer.right else "", answer.move_is_legal
     if answer.predicted is None:
-        boards = [board(name, answer.board, answer.move, f"{answer.given}{verdict}", is_legal=legal)]
+        boards = [board(name, answer.board, answer.move, f"{answer.task}{verdict}", is_legal=legal)]
     else:  # side by side there is no room for letters and digits at their edges
         red, narrow = dict.fromkeys(answer.wrong, WRONG_SQUARE), {"coordinates": False}
         boards = [
-            board(name, answer.board, answer.move, answer.given, is_legal=legal, **narrow),
+            board(name, answer.board, answer.move, answer.task, is_legal=legal, **narrow),
             board(f"{name}-after", answer.predicted, "", f"predicted{verdict}", fill=red, **narrow),
         ]
     return card._replace(boards=boards, remark="" if answer.right else f"{answer.verdict}.")
