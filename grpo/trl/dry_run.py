@@ -182,6 +182,13 @@ class TracedTrainer(TracedPhases):
         return super()._unseen(phase, whole if phase == "learn" else size)
 
 
+class _Mode(FakeTensorMode):
+    """What is copied with a model stays the mode of its tensors."""
+
+    def __deepcopy__(self, memo: object) -> "_Mode":
+        return self
+
+
 class _WithoutValues(TorchFunctionMode):
     """Tensors without storage have no values: numbers read of them, for metrics, are made up."""
 
@@ -297,7 +304,8 @@ def _at_first_step(
         GradientState._reset_state()
         args.use_cpu = True
         vars(args).pop("_setup_devices", None)
-    args.report_to, args.push_to_hub, args.log_completions, args.eval_on_start = [], False, False, False
+    args.report_to, args.disable_tqdm = [], True
+    args.push_to_hub = args.log_completions = args.eval_on_start = False
 
     def make(*given: Any, **named: Any) -> _Planned:
         with _told(ValueError, TypeError, OSError, ImportError):
@@ -350,7 +358,7 @@ def _longest_prompt(trainer: Any) -> int:
     if trainer._is_vlm:
         raise Untraceable("this model cannot be traced (it takes images)")
     texts = nlargest(LONGEST_TEXTS, data["prompt"], key=lambda prompt: len(str(prompt)))
-    return max(map(len, trainer._tokenize_prompts(texts)[0]))
+    return max(1, *map(len, trainer._tokenize_prompts(texts)[0]))
 
 
 def _check_one_row(traced: TracedTrainer, fit: Fit) -> None:
@@ -365,6 +373,17 @@ def _check_one_row(traced: TracedTrainer, fit: Fit) -> None:
                 f"{fit.device.budget()}: lower max_completion_length, or set gradient_checkpointing, bf16, "
                 "use_peft, or beta: 0, which need less; a smaller model needs the least."
             )
+
+
+def trace(
+    script: Callable[..., None], settings: tuple[Any, ...], memory: Mapping[str, Any], device: torch.device
+) -> TracedTrainer:
+    """What the trainer of a script would hold on `device`; see `dry_run`. Untraceable where that is unknown."""
+    mode = _Mode()
+    trainer = _at_first_step(script, settings, memory, mode)
+    work = _work_of(trainer, device)
+    with _told():
+        return TracedTrainer(work, trainer, mode)
 
 
 def dry_run(
@@ -388,11 +407,9 @@ def dry_run(
         slack=here.slack if here else 0,
     )  # fmt: skip
     try:
-        mode = FakeTensorMode()
-        trainer = _at_first_step(script, settings, memory, mode)
-        work = _work_of(trainer, device)
+        traced = trace(script, settings, memory, device)
+        work = traced.work
         with _told(DoesNotFit):
-            traced = TracedTrainer(work, trainer, mode)
             card.held_bytes = here.used_bytes() + STARTED_BYTES if here and here.on_host else CONTEXT_BYTES
             card.held_bytes += sum(traced.phases.resident().values())
             fit = Fit(card, group_size=work.config.group_size, fixed=work.fixed_rows)
