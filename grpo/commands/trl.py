@@ -12,6 +12,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from loguru import logger
+
 from grpo.commands import run
 from grpo.config.sizes import parse_size
 
@@ -100,11 +102,26 @@ def main(words: Words, console: object = None) -> None:
 
 
 def _plan(words: Words, console: Any) -> None:
-    """Of one process, as all of them do the same."""
+    """Of one process, as all of them do the same, unless they share the model."""
     _ours()
+    if words.to_launch and _are_sharding(words.to_launch):
+        logger.info("processes share the model: the first step will tell how many rows fit")
+        return
     from grpo.trl.dry_run import dry_run
 
     dry_run(_script().main, words.parsed, words.memory, console, words.device_memory)
+
+
+def _are_sharding(to_launch: list[str]) -> bool:
+    from accelerate.commands.config import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
+    flags = resolve_accelerate_config_argument(to_launch)
+    launch = launch_command_parser().parse_args([*flags, "script"])
+    file = load_config_from_file(launch.config_file) if launch.config_file else None
+    kind = file.distributed_type if file else ""
+    return launch.use_fsdp or launch.use_deepspeed or str(kind).split(".")[-1] in ("FSDP", "DEEPSPEED")
 
 
 def _ours() -> Any:
