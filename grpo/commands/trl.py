@@ -12,6 +12,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from loguru import logger
+
 from grpo.commands import run
 from grpo.config.sizes import parse_size
 
@@ -27,6 +29,10 @@ class Words(NamedTuple):
     """Words for `accelerate launch`, where more processes are asked for."""
     others: list[str]
     """All the other words."""
+    dry_run: bool = False
+    """Whether to plan and not to train."""
+    device_memory: int | None = None
+    """Of a card that is not there, to plan for."""
 
 
 def parse(words: Sequence[str] | None = None) -> Words:
@@ -41,24 +47,39 @@ def parse(words: Sequence[str] | None = None) -> Words:
                        help="share of the device that may be held (default: 0.85)")  # fmt: skip
     group.add_argument("--memory_limit", "--memory-limit", default=None,
                        help="the most that may be held, such as 20GB (default: no limit)")  # fmt: skip
+    group.add_argument("--dry_run", "--dry-run", nargs="?", const="true", default="false", type=str.lower,
+                       choices=("true", "false"), metavar="",
+                       help="say what fits and in how many rows, and do not train")  # fmt: skip
+    group.add_argument("--device_memory", "--device-memory", default=None,
+                       help="with --dry-run: plan for a card that is not there, such as 24GB")  # fmt: skip
     own.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)  # by accelerate, of `main`
     if {"-h", "--help"} & {*words}:
         print(own.format_help().partition("\n\n")[2])
     parser = _script().make_parser(prog="grpo-lean trl")
+    theirs = own.parse_known_args(words)[1]
+    if own.parse_known_args(words)[0].device_memory:  # of a card that is not there, whose settings may be
+        theirs += ["--use_cpu", "True", "--tf32", "False"]
     *parsed, in_file, typed = parser.parse_args_and_config(
-        own.parse_known_args(words)[1], return_remaining_strings=True, separate_remaining_strings=True
+        theirs, return_remaining_strings=True, separate_remaining_strings=True
     )  # both of what TRL does not know
     memory = vars(own.parse_known_args([*in_file, *words])[0])  # what was typed comes last, and counts
+    plans = memory.pop("dry_run") == "true"
+    if (absent := memory.pop("device_memory")) and not plans:
+        raise ValueError(f"device_memory is {absent}, of a card that is not there: add --dry-run.")
     if memory["memory_limit"] is not None:
         memory["memory_limit"] = parse_size(memory["memory_limit"])
     to_launch = [] if memory.pop("launched") else [*own.parse_known_args(in_file)[1], *typed]
     unknown = list(typed)
     others = [word for word in words if not (unknown and word == unknown[0] and unknown.pop(0))]
-    return Words(tuple(parsed), memory, to_launch, others)
+    device_memory = parse_size(absent) if absent else None
+    return Words(tuple(parsed), memory, to_launch, others, plans, device_memory)
 
 
 def main(words: Words, console: object = None) -> None:
-    """Trains as the script does, in this process or in those that accelerate starts."""
+    """Trains as the script does, in this process or in those that accelerate starts; or says what fits."""
+    if words.dry_run:
+        _plan(words, console)
+        return
     if words.to_launch:
         from accelerate.commands.launch import launch_command, launch_command_parser
         from trl.cli.accelerate_config import resolve_accelerate_config_argument
@@ -69,10 +90,7 @@ def main(words: Words, console: object = None) -> None:
         return
     import trl
 
-    try:
-        from grpo.trl import GRPOTrainer
-    except ImportError as error:  # of a TRL that is too old
-        raise ValueError(str(error)) from error
+    GRPOTrainer = _ours().GRPOTrainer
     theirs = trl.GRPOTrainer
     trl.GRPOTrainer = partial(
         GRPOTrainer, **words.memory
@@ -81,6 +99,36 @@ def main(words: Words, console: object = None) -> None:
         _script().main(*words.parsed)
     finally:
         trl.GRPOTrainer = theirs
+
+
+def _plan(words: Words, console: Any) -> None:
+    """Of one process, as all of them do the same, unless they share the model."""
+    _ours()
+    if words.to_launch and _are_sharding(words.to_launch):
+        logger.info("processes share the model: the first step will tell how many rows fit")
+        return
+    from grpo.trl.dry_run import dry_run
+
+    dry_run(_script().main, words.parsed, words.memory, console, words.device_memory)
+
+
+def _are_sharding(to_launch: list[str]) -> bool:
+    from accelerate.commands.config import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
+    flags = resolve_accelerate_config_argument(to_launch)
+    launch = launch_command_parser().parse_args([*flags, "script"])
+    file = load_config_from_file(launch.config_file) if launch.config_file else None
+    kind = file.distributed_type if file else ""
+    return launch.use_fsdp or launch.use_deepspeed or str(kind).split(".")[-1] in ("FSDP", "DEEPSPEED")
+
+
+def _ours() -> Any:
+    try:
+        return import_module("grpo.trl")
+    except ImportError as error:  # of a TRL that is too old
+        raise ValueError(str(error)) from error
 
 
 def _script() -> Any:

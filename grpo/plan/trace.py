@@ -131,7 +131,7 @@ class TracedPhases:
         if target.on_cpu:
             recompute_activations(model)
         if target.device.type == "cuda":
-            _take_norms_as_cuda_does(model)
+            take_norms_as_cuda_does(model)
         return model
 
 
@@ -151,7 +151,7 @@ def _uninterrupted() -> Iterator[None]:
         before(*pressed[0])
 
 
-def _take_norms_as_cuda_does(model: PreTrainedModel) -> None:
+def take_norms_as_cuda_does(model: PreTrainedModel) -> None:
     """CUDA's autocast takes layer norms in fp32, whatever comes in; the CPU's, which is traced, does not."""
 
     def exact(norm: nn.LayerNorm, values: Any) -> Tensor:

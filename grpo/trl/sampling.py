@@ -32,9 +32,12 @@ _WITHOUT = {"min_p": None, "repetition_penalty": 1.0, "cache_implementation": No
 """Those that it does without, as TRL sets them unless told."""
 
 
-def obstacle(trainer: Any) -> str | None:
-    """Why this trainer's completions are sampled by TRL itself; None where the decoder serves."""
-    model = _base(trainer.accelerator.unwrap_model(trainer.model))
+def obstacle(trainer: Any, *, try_it: bool = True) -> str | None:
+    """Why this trainer's completions are sampled by TRL itself; None where the decoder serves.
+
+    try_it: whether the decoder is tried out, which takes weights.
+    """
+    model = base_model(trainer.accelerator.unwrap_model(trainer.model))
     known = _OURS | {name for name, value in _WITHOUT.items() if trainer.generation_kwargs.get(name) == value}
     others = sorted(trainer.generation_kwargs.keys() - known)
     if trainer.is_sharded:
@@ -47,7 +50,7 @@ def obstacle(trainer: Any) -> str | None:
         return f"generation with {', '.join(others)}"
     if not trainer.temperature > 0:
         return "greedy generation"
-    if has_static_cache(model.config):
+    if try_it and has_static_cache(model.config):
         check_decoder(model)  # which says so where it computes something else
     if not has_static_cache(model.config):
         return f"{type(model).__name__} does not decode over a static cache"
@@ -66,7 +69,7 @@ class NativeSampler:
 
     def has_room(self, prompt_ids: Sequence[Sequence[int]]) -> bool:
         """Whether the model's context holds these prompts and what may come; else a line says so, once."""
-        model = _base(self._trainer.accelerator.unwrap_model(self._trainer.model))
+        model = base_model(self._trainer.accelerator.unwrap_model(self._trainer.model))
         room = context_length(model.config) - self._trainer.max_completion_length
         longest = max(map(len, prompt_ids))
         if longest > room and not self._has_told:
@@ -85,7 +88,7 @@ class NativeSampler:
             generation_kwargs=trainer.generation_kwargs,
             gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
         ) as unwrapped, torch.no_grad():  # fmt: skip
-            model = _base(unwrapped)
+            model = base_model(unwrapped)
             was_training = model.training
             model.eval()
             try:
@@ -146,7 +149,7 @@ class NativeSampler:
         self._drawn = now, times + 1 if step == now else 0
 
 
-def _base(model: Any) -> Any:
+def base_model(model: Any) -> Any:
     """The model within peft's, which runs with its adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 

@@ -1,4 +1,4 @@
-"""`grpo-lean trl` runs what `trl grpo` runs: its file and its flags, and two flags of memory."""
+"""`grpo-lean trl` runs what `trl grpo` runs: its file and its flags, and flags of memory."""
 
 import json
 import sys
@@ -85,4 +85,4 @@ def test_wrong_words_are_told(folder, capsys):
     with pytest.raises(SystemExit):
         parse(["--help"])
     shown = capsys.readouterr().out
-    assert "--memory_limit" in shown and "--reward_funcs" in shown
+    assert "--memory_limit" in shown and "--device_memory" in shown and "--reward_funcs" in shown

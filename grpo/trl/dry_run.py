@@ -1,0 +1,240 @@
+"""What fits of a run of TRL's before it: TRL's own script, up to its first step, on a model without storage.
+
+The script builds our trainer as ever, and TRL's and accelerate's code around it is the real one; only its
+weights are fake. Passes of each phase are then traced, and planned by the planner of every run.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from heapq import nlargest
+from typing import Any
+from unittest import mock
+
+import torch
+import trl
+import trl.trainer.grpo_trainer as theirs
+from accelerate.state import AcceleratorState, GradientState
+from loguru import logger
+from rich.console import Console
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from grpo.config import Config
+from grpo.memory import Card, Device, DoesNotFit, Fit
+from grpo.memory.budget import CONTEXT_BYTES, card_memory, readable
+from grpo.model.load import context_length
+from grpo.model.target import make_target
+from grpo.plan.tables import plan_of, plan_table
+from grpo.plan.warm_up import STARTED_BYTES, see_trace, warm_up
+from grpo.plan.workload import LONGEST_TEXTS
+from grpo.trl.sampling import base_model, obstacle
+from grpo.trl.traced import Mode, TracedTrainer, TrainerWork, scores_policy
+from grpo.trl.trainer import GRPOTrainer
+
+
+class Untraceable(Exception):
+    """Why there is no plan before the first step."""
+
+
+class _FirstStep(BaseException):
+    """A script has come to it, with this trainer."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+
+class _Planned(GRPOTrainer):
+    """Trains up to its first step, by when TRL and accelerate have made the model ready."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, native_sampling=False, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        prompts = self.args.generation_batch_size // self.num_generations
+        if isinstance(self.train_dataset, Sized) and len(self.train_dataset) < prompts:
+            raise ValueError(
+                f"the dataset has {len(self.train_dataset)} prompts, and TRL leaves out a batch that is not "
+                f"full, which takes {prompts}: lower per_device_train_batch_size, or give more prompts."
+            )
+        with _told():
+            super().train()  # from no checkpoint
+        raise Untraceable("TRL has trained nothing")
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise _FirstStep(self)
+
+
+def _apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`nn.Module._apply`, which `to` and `float` are made of, for tensors without storage: one by one."""
+    for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
+        if (changed := change(tensor.data)).dtype != tensor.dtype:
+            tensor.data = changed
+    return module
+
+
+def _outline(
+    mode: Mode, path: str, architecture: Any = None, *, dtype: Any = "float32",
+    attn_implementation: Any = None, **options: Any,
+) -> PreTrainedModel:  # fmt: skip
+    """What TRL's `create_model_from_path` gives, without storage."""
+    if options.get("quantization_config") is not None:
+        raise Untraceable("this model cannot be traced (it is quantized)")
+    known = {name: options[name] for name in ("revision", "trust_remote_code") if options.get(name)}
+    config = AutoConfig.from_pretrained(path, **known)
+    kind = config.dtype if dtype in ("auto", None) else dtype
+    kind = getattr(torch, kind) if isinstance(kind, str) else kind or torch.float32
+    with _told(), mode:
+        return AutoModelForCausalLM.from_config(
+            config, dtype=kind, attn_implementation=attn_implementation,
+            trust_remote_code=bool(options.get("trust_remote_code")),
+        ).eval()  # fmt: skip
+
+
+@contextmanager
+def _told(*but: type[Exception]) -> Iterator[None]:
+    """Inside, errors are about a model that cannot be traced; `but` these are about what a user can mend."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (Untraceable, *but)):
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        logger.debug("{}: {}", type(error).__name__, error)
+        raise Untraceable(f"this model cannot be traced ({reason})") from error
+
+
+def _at_first_step(
+    script: Callable[..., None], settings: tuple[Any, ...], memory: Mapping[str, Any], mode: Mode
+) -> Any:
+    """The trainer of a script that comes to its first step, on this host, and leaves nothing behind."""
+    args = settings[1]
+    for engine in ("use_vllm", "use_transformers_continuous_batching"):
+        if getattr(args, engine, False):
+            raise Untraceable(f"{engine} samples with memory of its own")
+    if settings[0].reward_model_name_or_path:
+        raise Untraceable("a reward model is beside the policy")
+    if args.device.type != "cpu":  # fake tensors say they are the host's
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        args.use_cpu = True
+        vars(args).pop("_setup_devices", None)
+    args.report_to, args.disable_tqdm = [], True
+    args.push_to_hub = args.log_completions = args.eval_on_start = False
+
+    def make(*given: Any, **named: Any) -> _Planned:
+        with _told(ValueError, TypeError, OSError, ImportError):
+            return _Planned(*given, **named, **memory)
+
+    with ExitStack() as changed:
+        args.output_dir = changed.enter_context(tempfile.TemporaryDirectory())
+        changed.enter_context(mock.patch.object(trl, "GRPOTrainer", make))
+        changed.enter_context(mock.patch.object(theirs, "create_model_from_path", partial(_outline, mode)))
+        changed.enter_context(mock.patch.object(nn.Module, "_apply", _apply))
+        try:
+            script(*settings)
+        except _FirstStep as reached:
+            return reached.trainer
+    raise AssertionError("a script that does not train")
+
+
+def _work_of(trainer: Any, device: torch.device) -> TrainerWork:
+    """Settings as the planner knows them, and the longest prompt."""
+    args, group = trainer.args, trainer.num_generations
+    policy = base_model(trainer.model)
+    if trainer.is_sharded:
+        raise Untraceable("the model is sharded over processes")
+    longest = _longest_prompt(trainer)
+    reason = obstacle(trainer, try_it=False)
+    if reason is None and longest + trainer.max_completion_length > context_length(policy.config):
+        reason = f"the context does not hold {longest} + {trainer.max_completion_length} tokens"
+    if reason is not None:
+        logger.info("TRL samples by itself ({}): the first step will tell in how many rows", reason)
+    scores = bool(trainer.beta) or scores_policy(trainer)
+    done = {"sample": reason is None, "score": scores, "learn": True}
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else policy.dtype
+    config = Config(
+        batch_size=-(-args.per_device_train_batch_size * args.steps_per_generation // group) * group,
+        group_size=group, max_new_tokens=trainer.max_completion_length, temperature=trainer.temperature,
+        top_k=trainer.top_k or 0, top_p=1.0 if trainer.top_p is None else trainer.top_p,
+    )  # fmt: skip
+    return TrainerWork(
+        config, make_target(policy.config, device, dtype), longest,
+        done=tuple(phase for phase, is_done in done.items() if is_done),
+        learn_rows=args.per_device_train_batch_size,
+    )  # fmt: skip
+
+
+def _longest_prompt(trainer: Any) -> int:
+    """Of the dataset, as TRL makes tokens of it: among the longest texts."""
+    data = trainer.train_dataset
+    if not hasattr(data, "__len__"):
+        raise Untraceable("the prompts are a stream, whose longest is not known")
+    if trainer._is_vlm:
+        raise Untraceable("this model cannot be traced (it takes images)")
+    texts = nlargest(LONGEST_TEXTS, data["prompt"], key=lambda prompt: len(str(prompt)))
+    return max(1, *map(len, trainer._tokenize_prompts(texts)[0]))
+
+
+def _check_one_row(traced: TracedTrainer, fit: Fit) -> None:
+    """DoesNotFit where a phase has no room for one row of the longest texts."""
+    work, room = traced.work, fit.room_bytes() / (1 + fit.device.slack)
+    for phase in work.phases:
+        needed = traced.added_bytes(phase, work.size(1))
+        if needed > room and traced.added_bytes(phase, work.size(work.config.group_size)) > room:
+            raise DoesNotFit(
+                f"{phase} does not fit: one row needs {readable(needed)} beside the "
+                f"{readable(fit.device.used_bytes())} that are held all along, and there are "
+                f"{fit.device.budget()}: lower max_completion_length, or set gradient_checkpointing, bf16, "
+                "use_peft, or beta: 0, which need less; a smaller model needs the least."
+            )
+
+
+def trace(
+    script: Callable[..., None], settings: tuple[Any, ...], memory: Mapping[str, Any], device: torch.device
+) -> TracedTrainer:
+    """What the trainer of a script would hold on `device`, see `dry_run`. Untraceable where nobody knows."""
+    mode = Mode()
+    trainer = _at_first_step(script, settings, memory, mode)
+    work = _work_of(trainer, device)
+    with _told():
+        return TracedTrainer(work, trainer, mode)
+
+
+def dry_run(
+    script: Callable[..., None],
+    settings: tuple[Any, ...],
+    memory: Mapping[str, Any],
+    console: Console,
+    device_memory: int | None = None,
+) -> None:
+    """Print the plan for the longest prompt and completions of full length; else say why there is none.
+
+    script: TRL's, and its `settings`. memory: what our trainer takes besides. device_memory: of a card that
+    is not there, as it is sold with; None: plan for the device that would train.
+    ValueError for what a user can mend, DoesNotFit among it.
+    """
+    device = torch.device("cuda") if device_memory else settings[1].device
+    here = None if device_memory else Device(device)
+    card = Card(
+        here.memory() if here else card_memory(device_memory or 0),
+        utilization=memory["memory_utilization"], limit_bytes=memory["memory_limit"],
+        slack=here.slack if here else 0,
+    )  # fmt: skip
+    try:
+        traced = trace(script, settings, memory, device)
+        work = traced.work
+        with _told(DoesNotFit):
+            card.held_bytes = here.used_bytes() + STARTED_BYTES if here and here.on_host else CONTEXT_BYTES
+            card.held_bytes += sum(traced.phases.resident().values())
+            fit = Fit(card, group_size=work.config.group_size, fixed=work.fixed_rows)
+            _check_one_row(traced, fit)
+            warm_up(fit, work, partial(see_trace, fit, traced), bold=True)
+    except Untraceable as error:
+        logger.info("{}: the first step will tell how many rows fit", error)
+        return
+    text = "{} rows of up to {} prompt and {} new tokens, {}"
+    dtype = str(work.target.dtype).removeprefix("torch.")
+    logger.info(text, work.config.num_rows, work.longest_prompt, work.config.max_new_tokens, dtype)
+    console.print(plan_table(plan_of(fit, traced.phases)))

@@ -1,0 +1,208 @@
+"""The phases of a trainer of TRL's on tensors without storage: TRL's own code, and our sampling."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+import trl
+import trl.trainer.grpo_trainer as theirs
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from trl.trainer.utils import use_adapter
+
+from grpo.memory import Size
+from grpo.model.weights import RolloutModel
+from grpo.plan.phases_at import PhasesAt
+from grpo.plan.trace import TracedPhases, take_norms_as_cuda_does
+from grpo.plan.workload import Workload
+from grpo.trl.parts import Part
+from grpo.trl.sampling import base_model
+
+
+@dataclass(frozen=True)
+class TrainerWork(Workload):
+    """What the memory of a trainer's phases depends on."""
+
+    done: tuple[str, ...] = ()
+    """Its phases that can be traced."""
+    learn_rows: int = 0
+    """A batch of learning; a batch of sampling may be several."""
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return self.done
+
+    @property
+    def fixed_rows(self) -> dict[str, int]:
+        return {"learn": self.learn_rows}
+
+
+class TracedTrainer(TracedPhases):
+    """A trainer on a model without storage."""
+
+    def __init__(self, work: TrainerWork, trainer: Any, mode: FakeTensorMode) -> None:
+        self.work, self._mode, self._known = work, mode, {}
+        for model in filter(None, (trainer.model, trainer.ref_model)):
+            _without_storage(model, mode)
+            if work.target.device.type == "cuda":
+                take_norms_as_cuda_does(model)
+        with mode:
+            self.phases = TrainerPhases(work, trainer, hold_recording=self._hold_recording)
+
+    def _trace(self, phase: str, size: Size) -> int:
+        with _kernels_of(self.work.target.device):
+            return super()._trace(phase, size)
+
+    def _unseen(self, phase: str, size: Size) -> int:
+        whole = Size(size.rows, size.shared + size.tokens)  # a prompt is each row's own
+        return super()._unseen(phase, whole if phase == "learn" else size)
+
+
+class TrainerPhases(PhasesAt):
+    """The phases of a trainer: sampling is ours, and the others run TRL's code."""
+
+    def __init__(self, work: TrainerWork, trainer: Any, **options: Any) -> None:
+        self._trainer, self._model = trainer, trainer.model
+        policy = base_model(trainer.model)
+        sampler = RolloutModel(policy, torch.bfloat16 if trainer.args.bf16 else policy.dtype).model
+        super().__init__(work, trainer.model, sampler, **options)
+        self._learn_rows = work.learn_rows
+
+    def resident(self) -> dict[str, int]:
+        trainer, trained = self._trainer, sum(parameter.nbytes for parameter in self.trained)
+        parts = {"weights": _num_bytes(self._model), "optimizer": self._moment_bytes()}
+        if trainer.ref_model is not None:
+            parts["reference"] = _num_bytes(trainer.ref_model)
+        own = {*map(id, self._model.parameters())}
+        if copies := sum(each.nbytes for each in self._sampler.parameters() if id(each) not in own):
+            parts["sampler's copy"] = copies
+        if trainer.args.gradient_accumulation_steps > 1:
+            parts["gradients of other batches"] = trained
+        return parts
+
+    def _moment_bytes(self) -> int:
+        """Of an optimizer that is not known as much as of AdamW."""
+        name = str(self._trainer.args.optim.value)
+        if name == "sgd":
+            return 0
+        return 2 * sum(each.numel() * (1 if "8bit" in name else each.itemsize) for each in self.trained)
+
+    def known_parts(self, phase: str, size: Size) -> dict[str, int]:
+        if phase == "sample":
+            return super().known_parts(phase, size)
+        return {"gradients": sum(parameter.nbytes for parameter in self.trained)} if phase == "learn" else {}
+
+    @torch.no_grad()
+    def sample(self, size: Size) -> None:
+        was_training = self.policy.training
+        self.policy.eval()
+        super().sample(size)
+        self.policy.train(was_training)
+
+    @torch.no_grad()
+    def score(self, size: Size) -> None:
+        trainer, inputs = self._trainer, self._inputs(size)
+        ids, mask = (torch.cat([inputs[f"{part}_{name}"] for part in ("prompt", "completion")], 1)
+                     for name in ("ids", "mask"))  # fmt: skip
+        score = partial(trl.GRPOTrainer._get_per_token_logps_and_entropies, trainer)
+        with _WithoutValues(size):
+            if scores_policy(trainer):
+                score(trainer.model, ids, mask, size.tokens, size.rows)
+            if trainer.ref_model is not None:
+                score(trainer.ref_model, ids, mask, size.tokens, size.rows)
+            elif trainer.beta:
+                adapter = "ref" if "ref" in trainer.model.peft_config else None
+                with use_adapter(trainer.model, adapter):
+                    score(trainer.model, ids, mask, size.tokens, size.rows)
+
+    def learn(self, size: Size) -> None:
+        if size.rows < self._learn_rows:
+            self.begin_gradients()
+        tokens = size.rows * size.tokens
+        part = Part(self._inputs(size), rows=size.rows, tokens=tokens, of_rows=size.rows, of_tokens=tokens)
+        with _WithoutValues(size):
+            transformers.Trainer.training_step(self._trainer, self._model, part)
+        self.forget()
+
+    def _inputs(self, size: Size) -> dict[str, Tensor]:
+        prompts, completions = (size.rows, size.shared), (size.rows, size.tokens)
+        inputs = {
+            "prompt_ids": torch.zeros(prompts, dtype=torch.long),
+            "prompt_mask": torch.ones(prompts, dtype=torch.long),
+            "completion_ids": torch.zeros(completions, dtype=torch.long),
+            "completion_mask": torch.ones(completions, dtype=torch.long),
+            "advantages": torch.zeros(size.rows),
+            "num_items_in_batch": torch.tensor(1.0),
+        }
+        if scores_policy(self._trainer):
+            inputs["old_per_token_logps"] = torch.zeros(completions)
+        if self._trainer.beta:
+            inputs["ref_per_token_logps"] = torch.zeros(completions)
+        return inputs
+
+
+class Mode(FakeTensorMode):
+    """What is copied with a model stays the mode of its tensors."""
+
+    def __deepcopy__(self, memo: object) -> "Mode":
+        return self
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Tensors without storage have no values: numbers read of them, for metrics, are made up."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self._size = size
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__):
+            return {Tensor.item: 1.0, Tensor.__float__: 1.0, Tensor.__int__: 1, Tensor.__bool__: False}[func]
+        if func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+            values, mask = args  # a mask of texts chooses the completions' tokens
+            chosen = self._size.rows * self._size.tokens if mask.ndim == 2 else mask.numel()
+            return values.flatten(0, mask.ndim - 1)[:chosen].clone()
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _kernels_of(device: torch.device) -> Iterator[None]:
+    """Inside, TRL's fused head takes what it takes there: on CUDA its kernels fold tiles of logits in place.
+
+    They score completions only, where all else scores prompts, too. TRL before 1.15 has no such head.
+    """
+    with ExitStack() as changed:
+        if device.type == "cuda" and hasattr(theirs, "add_fused_lm_head"):
+            kernels = import_module("trl.kernels.chunked_logprob")
+            for name in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
+                changed.enter_context(mock.patch.object(kernels, name, lambda *_, **__: None))
+            changed.enter_context(mock.patch("trl.trainer.utils._use_triton", lambda _: True))
+        yield
+
+
+def _without_storage(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Adapters, which peft has made for real, lose theirs, too."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not isinstance(parameter, FakeTensor):
+                fake = mode.from_tensor(parameter.detach(), static_shapes=True)
+                setattr(module, name, nn.Parameter(fake, parameter.requires_grad))
+
+
+def scores_policy(trainer: Any) -> bool:
+    """Whether completions may be older than the policy, which TRL then scores first."""
+    args = trainer.args
+    return bool(args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations))
+
+
+def _num_bytes(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
