@@ -27,13 +27,13 @@ def frozen_copy(model: PreTrainedModel, device: torch.device | None = None) -> P
 class RolloutModel:
     """The policy as the sampler runs it: itself, or a copy in the compute dtype, kept in step.
 
-    In lower precision its head is its own and centred, as the scorer's is (`centred_head`). A base with
-    adapters is in that precision already, and its head is frozen: all but the head is the policy's itself.
+    In lower precision its head is its own and centred, as the scorer's is (`centred_head`). Where adapters'
+    base is in that precision already, all but the head is the policy's itself.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         self.model, self._copies = model, list[tuple[Tensor, Tensor, bool]]()
-        if dtype.itemsize < 4 and has_adapters(model):
+        if dtype.itemsize < 4 and has_adapters(model) and _base_is_in(dtype, model):
             shared = model.base_model, model.config, *model.get_output_embeddings().parameters()
             self.model = copy.deepcopy(model, {id(part): part for part in shared})
         elif model.dtype != dtype:
@@ -57,6 +57,12 @@ class RolloutModel:
         """Copy the weights over in place, after the optimizer has moved them."""
         for parameter, trained, is_head in self._copies:
             parameter.copy_(centred_head(trained, parameter.dtype) if is_head else trained)
+
+
+def _base_is_in(dtype: torch.dtype, model: PreTrainedModel) -> bool:
+    """Whether frozen weights are in `dtype` already; TRL loads a base in fp32, and casts as it goes."""
+    frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
+    return all(weight.dtype == dtype for weight in frozen if weight.ndim > 1 and weight.is_floating_point())
 
 
 def make_reference(policy: PreTrainedModel, device: torch.device) -> "Reference":

@@ -80,8 +80,8 @@ class TrainerPhases(PhasesAt):
         parts = {"weights": _num_bytes(self._model), "optimizer": self._moment_bytes()}
         if trainer.ref_model is not None:
             parts["reference"] = _num_bytes(trainer.ref_model)
-        own = {*map(id, self._model.parameters())}
-        if copies := sum(each.nbytes for each in self._sampler.parameters() if id(each) not in own):
+        there = {*map(id, self._model.parameters())}
+        if copies := sum(copy.nbytes for copy in self._sampler.parameters() if id(copy) not in there):
             parts["sampler's copy"] = copies
         if trainer.args.gradient_accumulation_steps > 1:
             parts["gradients of other batches"] = trained
@@ -92,7 +92,8 @@ class TrainerPhases(PhasesAt):
         name = str(self._trainer.args.optim.value)
         if name == "sgd":
             return 0
-        return 2 * sum(each.numel() * (1 if "8bit" in name else each.itemsize) for each in self.trained)
+        sizes = (tensor.numel() * (1 if "8bit" in name else tensor.itemsize) for tensor in self.trained)
+        return 2 * sum(sizes)
 
     def known_parts(self, phase: str, size: Size) -> dict[str, int]:
         if phase == "sample":

@@ -117,7 +117,9 @@ def say_nonsense(rank: int) -> None:
     with open_world("cpu", wait_minutes=1) as (world, _):
         if rank:
             with mock.patch.object(processes, "pack", pickle.dumps):
-                world._send(["a pickle", None])
+                sends = world._send(["a pickle", None])
+            for send in sends:  # the exchange lets go of those before it, which nobody may have read yet
+                send.wait()
         world.exchange("the next", None)
 
 

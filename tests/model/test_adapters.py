@@ -332,3 +332,23 @@ def test_a_run_has_the_reference_follow_every_so_many_steps(lora_config, rank):
     _, moved, followed = (metrics["kl"] for metrics in metrics_of(folder))
     assert followed < 1e-6 < moved
     assert (folder / "checkpoints/step-000003/reference.safetensors").exists()
+
+
+def test_a_base_in_fp32_is_sampled_by_a_whole_copy_in_bf16_that_follows_its_adapters(load):
+    """As TRL loads one; where the base is in bf16 already, the copy shares it."""
+    model = load("llama", "fp32").model
+    add_adapters(model, EVERYWHERE)
+    sampler = RolloutModel(model, torch.bfloat16)
+    assert {weight.dtype for weight in sampler.model.parameters()} == {torch.bfloat16}
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    before = logprobs(sampler.model)
+    rounding = (before - logprobs(model)).abs().mean()
+    move(model)
+    sampler.refresh()
+    after = logprobs(sampler.model)
+    assert (after - logprobs(model)).abs().mean() < 2 * rounding < (after - before).abs().mean()
+    store_base(model, torch.bfloat16)
+    shared = {id(weight) for weight in model.parameters()} & {
+        id(weight) for weight in RolloutModel(model, torch.bfloat16).model.parameters()
+    }
+    assert len(shared) > len(list(model.parameters())) / 2
