@@ -56,8 +56,8 @@ def parse(words: Sequence[str] | None = None) -> Words:
     if {"-h", "--help"} & {*words}:
         print(own.format_help().partition("\n\n")[2])
     parser = _script().make_parser(prog="grpo-lean trl")
-    theirs = own.parse_known_args(words)[1]
-    if own.parse_known_args(words)[0].device_memory:  # of a card that is not there, whose settings may be
+    typed_here, theirs = own.parse_known_args(words)
+    if typed_here.device_memory:  # of a card that is not there, whose settings may be
         theirs += ["--use_cpu", "True", "--tf32", "False"]
     *parsed, in_file, typed = parser.parse_args_and_config(
         theirs, return_remaining_strings=True, separate_remaining_strings=True

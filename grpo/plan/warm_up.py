@@ -8,12 +8,15 @@ from collections.abc import Callable
 from copy import copy
 from functools import partial
 
+import torch
 from loguru import logger
+from rich.console import Console
 
 from grpo.config import SettingsError
-from grpo.memory import Card, Fit, Size, largest_multiple
+from grpo.memory import Card, Device, Fit, Size, largest_multiple
+from grpo.memory.budget import CONTEXT_BYTES, card_memory
 from grpo.plan.advice import check_one_row
-from grpo.plan.tables import Plan, plan_of
+from grpo.plan.tables import Plan, plan_of, plan_table
 from grpo.plan.trace import TracedPhases
 from grpo.plan.workload import Workload
 
@@ -90,6 +93,27 @@ def plan_without_weights(work: Workload, card: Card) -> tuple[Workload, Plan]:
         work = work.with_settings(batch_size=work.processes * largest_batch(fit, work))
         warm_up(fit, work, partial(see_trace, fit, traced), bold=True)
     return work, plan_of(fit, traced.phases)
+
+
+def card_to_plan_for(
+    device: torch.device, absent: int | None, *, utilization: float, limit_bytes: int | None
+) -> Card:
+    """The device that is here, or a card of so many bytes, as it is sold, before a model is on it."""
+    here = None if absent else Device(device)
+    card = Card(
+        here.memory() if here else card_memory(absent or 0), utilization=utilization,
+        limit_bytes=limit_bytes, slack=here.slack if here else 0,
+    )  # fmt: skip
+    card.held_bytes = here.used_bytes() + STARTED_BYTES if here and here.on_host else CONTEXT_BYTES
+    return card
+
+
+def show_plan(work: Workload, plan: Plan, console: Console) -> None:
+    """What is planned for in a line, and the table."""
+    dtype = str(work.target.dtype).removeprefix("torch.")
+    text = "{} rows of up to {} prompt and {} new tokens, {}"
+    logger.info(text, work.config.num_rows, work.longest_prompt, work.config.max_new_tokens, dtype)
+    console.print(plan_table(plan))
 
 
 def _first_that_fits(work: Workload, card: Card) -> tuple[TracedPhases, Fit]:

@@ -13,13 +13,10 @@ from grpo.config.sizes import parse_size
 from grpo.data import Tokenizer
 from grpo.data.reward_files import with_length
 from grpo.environment import launched_processes
-from grpo.memory import Card, Device
-from grpo.memory.budget import CONTEXT_BYTES, card_memory
 from grpo.model.adapters import check_peft
 from grpo.model.load import context_length, is_default_out_of_reach, load_tokenizer, shape_of
 from grpo.model.target import choose_device, choose_model, make_target
-from grpo.plan.tables import plan_table
-from grpo.plan.warm_up import STARTED_BYTES, plan_without_weights
+from grpo.plan.warm_up import card_to_plan_for, plan_without_weights, show_plan
 from grpo.plan.workload import Workload, longest_prompt
 from grpo.run.loading import check_quantized, load_source, room_in
 
@@ -37,18 +34,12 @@ def dry_run(config: Config, console: Console) -> None:
     absent = parse_size(config.device_memory) if config.device_memory else None
     device = torch.device("cuda") if absent else choose_device(config.device)
     work = workload(config, device, absent=config.device_memory)
-    here = None if absent else Device(device)
-    card = Card(
-        here.memory() if here else card_memory(absent or 0), utilization=config.memory_utilization,
+    card = card_to_plan_for(
+        device, absent, utilization=config.memory_utilization,
         limit_bytes=parse_size(config.memory_limit) if config.memory_limit else None,
-        slack=here.slack if here else 0,
     )  # fmt: skip
-    card.held_bytes = here.used_bytes() + STARTED_BYTES if here and here.on_host else CONTEXT_BYTES
     work, plan = plan_without_weights(work, card)
-    dtype = str(work.target.dtype).removeprefix("torch.")
-    text = "{} rows of up to {} prompt and {} new tokens, {}"
-    logger.info(text, work.config.num_rows, work.longest_prompt, work.config.max_new_tokens, dtype)
-    console.print(plan_table(plan))
+    show_plan(work, plan, console)
 
 
 def workload(config: Config, device: torch.device, *, absent: str | None = None) -> Workload:

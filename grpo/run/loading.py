@@ -12,7 +12,6 @@ from grpo.config import Config, SettingsError, to_plain
 from grpo.config.settings import MemorySettings
 from grpo.data import PromptSource, Room, Tokenizer, check_spec, load_prompts
 from grpo.data.load import Rows
-from grpo.data.reward_files import with_length
 from grpo.data.tokens import put_behind, tokenize
 from grpo.distributed import World, sum_of_bits
 from grpo.distributed.shard import shard_model
@@ -117,7 +116,7 @@ def load_source(config: Config, room: Room | None = None, prompts: str | Rows | 
         prompts, seed=config.seed, policy_share=config.policy_share,
         heldout_share=config.heldout_share, heldout_count=config.eval_prompts,
         max_bad_share=config.max_bad_share, settings=config,
-        room=room or prompt_room(config.model, with_length(config).max_new_tokens),
+        room=room or prompt_room(config.model, config.max_new_tokens),
     )  # fmt: skip
 
 

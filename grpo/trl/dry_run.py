@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from grpo.config import Config
-from grpo.memory import Card, Device, DoesNotFit, Fit
-from grpo.memory.budget import CONTEXT_BYTES, card_memory, readable
+from grpo.memory import DoesNotFit, Fit
+from grpo.memory.budget import readable
 from grpo.model.load import context_length
 from grpo.model.target import make_target
-from grpo.plan.tables import plan_of, plan_table
-from grpo.plan.warm_up import STARTED_BYTES, see_trace, warm_up
+from grpo.plan.tables import plan_of
+from grpo.plan.warm_up import card_to_plan_for, see_trace, show_plan, warm_up
 from grpo.plan.workload import LONGEST_TEXTS
 from grpo.trl.sampling import base_model, obstacle
 from grpo.trl.traced import Mode, TracedTrainer, TrainerWork, scores_policy
@@ -216,17 +216,14 @@ def dry_run(
     ValueError for what a user can mend, DoesNotFit among it.
     """
     device = torch.device("cuda") if device_memory else settings[1].device
-    here = None if device_memory else Device(device)
-    card = Card(
-        here.memory() if here else card_memory(device_memory or 0),
-        utilization=memory["memory_utilization"], limit_bytes=memory["memory_limit"],
-        slack=here.slack if here else 0,
-    )  # fmt: skip
     try:
         traced = trace(script, settings, memory, device)
         work = traced.work
         with _told(DoesNotFit):
-            card.held_bytes = here.used_bytes() + STARTED_BYTES if here and here.on_host else CONTEXT_BYTES
+            card = card_to_plan_for(
+                device, device_memory, utilization=memory["memory_utilization"],
+                limit_bytes=memory["memory_limit"],
+            )  # fmt: skip
             card.held_bytes += sum(traced.phases.resident().values())
             fit = Fit(card, group_size=work.config.group_size, fixed=work.fixed_rows)
             _check_one_row(traced, fit)
@@ -234,7 +231,4 @@ def dry_run(
     except Untraceable as error:
         logger.info("{}: the first step will tell how many rows fit", error)
         return
-    text = "{} rows of up to {} prompt and {} new tokens, {}"
-    dtype = str(work.target.dtype).removeprefix("torch.")
-    logger.info(text, work.config.num_rows, work.longest_prompt, work.config.max_new_tokens, dtype)
-    console.print(plan_table(plan_of(fit, traced.phases)))
+    show_plan(work, plan_of(fit, traced.phases), console)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from grpo.environment import set_library_defaults
 
-Name = Literal["ours", "drop-in", "trl", "trl defaults"]
+Name = Literal["ours", "trl", "trl defaults"]
 REWARDS = "policy", "environment"
 LOOK_TOKENS = 64
 """Of an answer to a held-out prompt: room to finish, whatever room there is in training."""
@@ -106,8 +106,8 @@ def looking(work: Work, model: Any, tokenizer: Any) -> Callable[[], dict[str, fl
     from grpo.rollout.tokens import step_uniforms
 
     room = Room(tokenizer, model.config.max_position_embeddings, LOOK_TOKENS)
-    source = load_prompts(read(work.heldout), seed=0, heldout_share=0.0, room=room)
-    prompts = source.draw(len(read(work.heldout)))
+    rows = read(work.heldout)
+    prompts = load_prompts(rows, seed=0, heldout_share=0.0, room=room).draw(len(rows))
     settings = SamplingSettings(max_new_tokens=LOOK_TOKENS, temperature=0.0)
     score = RewardFunctions(load_rewards(work.rewards))
     sampler = RolloutModel(model, compute_dtype("auto", model.device))
@@ -157,7 +157,7 @@ def run_ours(work: Work, turns: Turns) -> None:
 
 
 def run_trl(work: Work, turns: Turns, *, best: bool) -> None:
-    """TRL's GRPOTrainer, or ours in its place: in its best configuration, or as it comes.
+    """TRL's GRPOTrainer: in its best configuration, or as it comes.
 
     Best is bf16 where the machine multiplies in it, as ours does, the fused GELU, and no dropout.
     """
@@ -169,19 +169,15 @@ def run_trl(work: Work, turns: Turns, *, best: bool) -> None:
     from grpo.data.reward_files import load_reward
     from grpo.model.target import compute_dtype
 
-    if work.name == "drop-in":
-        from grpo.trl import GRPOTrainer
-    else:
-        GRPOTrainer = trl.GRPOTrainer
     changes: dict[str, Any] = {"activation_function": "gelu_pytorch_tanh" if best else "gelu_new"}
     changes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0 if best else 0.1)
-    if AutoConfig.from_pretrained(work.model).model_type != "gpt2":
-        changes = {}
     options: dict[str, Any] = {"bf16": False}
     if best:
         lower = compute_dtype("auto", torch.device(work.device)) == torch.bfloat16
         options = {"bf16": lower, "gradient_checkpointing": False}
-    config = AutoConfig.from_pretrained(work.model, **changes)
+    config = AutoConfig.from_pretrained(work.model)
+    if config.model_type == "gpt2":
+        config.update(changes)
 
     class Steps(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -193,7 +189,7 @@ def run_trl(work: Work, turns: Turns, *, best: bool) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(work.model, config=config, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(work.model)
-    trainer = GRPOTrainer(
+    trainer = trl.GRPOTrainer(
         model=model, processing_class=tokenizer,
         reward_funcs=[load_reward(name)[1] for name in work.rewards],
         train_dataset=Dataset.from_list(read(work.prompts)),
@@ -223,7 +219,7 @@ def main() -> None:
         if work.name == "ours":
             run_ours(work, turns)
         else:
-            run_trl(work, turns, best=work.name != "trl defaults")
+            run_trl(work, turns, best=work.name == "trl")
 
 
 if __name__ == "__main__":
