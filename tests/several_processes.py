@@ -27,7 +27,8 @@ from conftest import untraced
 import grpo.phases
 from grpo.config import Config
 from grpo.config.groups import OptimizerSettings
-from grpo.distributed import open_world
+from grpo.distributed import World, open_world
+from grpo.distributed.processes import Processes
 from grpo.learning.optimizer import make_optimizer
 from grpo.learning.step import Stepper
 from grpo.run.setup import open_run
@@ -138,13 +139,13 @@ def train(
     changes: Mapping[int, Mapping[str, Any]] | None = None,
     *,
     faults: Sequence[tuple[int, str, int]] = (),
-    during: Callable[[int, int], None] = lambda rank, step: None,
+    during: Callable[[World, int], None] = lambda world, step: None,
     stop_after: tuple[int, int] | None = None,
 ) -> Trained:
     """One process of a run.
 
     changes: settings of some ranks. faults: (step, phase, rank) whose first attempt runs out of memory.
-    during(rank, step): called before each step. stop_after: (rank, step) that is asked to stop.
+    during(world, step): called before each step. stop_after: (rank, step) that is asked to stop.
     """
     torch.manual_seed(0)
     config = dataclasses.replace(config, **(changes or {}).get(rank, {}))
@@ -158,7 +159,7 @@ def train(
         sample, learn, accumulate = trainer.phases.sample_and_reward, trainer.learn, trainer.phases.accumulate
 
         def sample_and_more(step: int, prompts: Any) -> Any:
-            during(rank, step)
+            during(run.world, step)
             return sample(step, prompts)
 
         def note_credit(step: int, sampled: Any, advantages: torch.Tensor, *rest: Any) -> Any:
@@ -198,24 +199,48 @@ def _failing(work: Any, phase: str, trainer: Trainer, due: set[tuple[int, str]],
     return work_or_fail
 
 
-def accident(kind: str, rank: int, step: int) -> None:
+PATIENCE_S = 6.0
+"""How long a process waits for one that is stuck or stopped, once that has happened."""
+
+
+def accident(kind: str, world: World, step: int) -> None:
     """What happens to the second process of two in its second step.
 
-    killed: without a word, in the third step. stuck: for longer than the others wait. stopped: the first,
-    which keeps torch's own store.
+    killed: without a word, in the third step. stuck: until the other has given it up. stopped: the first,
+    which keeps torch's own store; it goes on when the other has ended.
     """
-    if (rank, step) != {"killed": (1, 3), "stopped": (0, 2)}.get(kind, (1, 2)):
+    assert isinstance(world, Processes)
+    pids = world.exchange("their numbers", os.getpid())
+    when = {"killed": (1, 3), "stopped": (0, 2)}.get(kind, (1, 2))
+    if step == when[1] and kind in ("stuck", "stopped"):
+        world._wait_s = PATIENCE_S
+    if (world.rank, step) != when:
         return
+    heard(world)
     if kind == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "broken":
         raise ValueError("the reward broke")
     elif kind == "stuck":
-        time.sleep(15)
+        while not world._lost:
+            time.sleep(0.01)
     else:
         assert kind == "stopped"
-        subprocess.Popen(["sh", "-c", f"sleep 15; kill -CONT {os.getpid()}"])
-        os.kill(os.getpid(), signal.SIGSTOP)
+        stop_until_gone(pids[1])
+
+
+def heard(world: World) -> None:
+    """Wait until all that this process has said is on its way: what is only queued dies with it."""
+    assert isinstance(world, Processes)
+    for send in world._sends:
+        send.wait()
+
+
+def stop_until_gone(pid: int) -> None:
+    """Stop this process for as long as another lives."""
+    goes_on = f"while kill -0 {pid}; do sleep 0.1; done; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", goes_on], stderr=subprocess.DEVNULL)
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def kept_together(rank: int, apart: float) -> tuple[torch.Tensor, torch.Tensor]:

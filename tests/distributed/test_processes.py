@@ -133,16 +133,15 @@ def test_i4_memory_may_run_out_in_any_process_in_any_phase(fp64, alone):
 def accidents(fp64) -> dict[str, list[Ended]]:
     """Each of two processes, all at the same time: they wait more than they compute."""
 
-    def begun(kind, wait_minutes=2.0):
+    def begun(kind):
         work = partial(train, during=partial(accident, kind))
-        return begin(2, work, replace(fp64, eval_interval=0, name=kind, wait_minutes=wait_minutes))
+        return begin(2, work, replace(fp64, eval_interval=0, name=kind, wait_minutes=2))
 
-    every = {kind: begun(kind) for kind in ("killed", "broken")}
-    every |= {kind: begun(kind, 0.15) for kind in ("stopped", "stuck")}
+    every = {kind: begun(kind) for kind in ("killed", "broken", "stopped", "stuck")}
     return {kind: ended() for kind, ended in every.items()}
 
 
-LATE = ["lives but has not come to the sampling of step 2 for 0.15 minutes", "--wait-minutes"]
+LATE = ["lives but has not come to the sampling of step 2 for 0.1 minutes", "--wait-minutes"]
 
 
 @pytest.mark.parametrize(

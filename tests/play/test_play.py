@@ -101,7 +101,7 @@ class Gui:
         return self.said
 
     def wait_for(self, words: str, times: int = 1) -> None:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while sum(words in line for line in self.said) < times:
             assert time.monotonic() < end, self.said
             time.sleep(0.001)
@@ -171,7 +171,7 @@ def test_positions_are_read_as_guis_write_them_and_what_cannot_be_obeyed_is_said
 def talking_to(gui: Gui):
     """A GUI that says lines while the engine thinks; at the end it says `quit`, and the engine ends."""
     lines = SimpleQueue()
-    coming = iter(lambda: lines.get(timeout=20), None)
+    coming = iter(lambda: lines.get(timeout=120), None)
     reading = threading.Thread(target=gui.engine.run, args=(coming,))
     reading.start()
     yield lambda *said: [lines.put(line) for line in said]

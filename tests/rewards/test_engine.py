@@ -54,7 +54,7 @@ def children() -> set[int]:
 
 def no_more_than(before: set[int]) -> bool:
     """Whether no other child is left, once the threads that wait for ended ones have had their turn."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not children() <= before and time.monotonic() < deadline:
         time.sleep(0.01)
     return children() <= before  # of which one may have ended meanwhile
@@ -89,7 +89,7 @@ def test_moves_come_best_first_with_evals_in_pawns_of_the_side_to_move(engines: 
     assert max(black.evals) < -3
     for over in ("R5k1/5ppp/8/8/8/8/8/4K3 b - - 1 1", "k7/2Q5/1K6/8/8/8/8/8 b - - 0 1",
                  "8/8/4k3/8/8/3K4/8/8 w - - 0 1"):  # fmt: skip
-        assert engines.submit(over).result(timeout=5) == Analysis((), ())  # mate, stalemate, bare kings
+        assert engines.submit(over).result(timeout=60) == Analysis((), ())  # mate, stalemate, bare kings
 
 
 def test_given_moves_are_analysed_and_no_others(engines: EnginePool):
@@ -194,11 +194,11 @@ def test_an_engine_that_dies_or_hangs_is_restarted_and_asked_once_more(engines: 
     monkeypatch.setattr(EnginePool, "_analyse", ask_and_harm)
     monkeypatch.setattr(rewards.engine, "PATIENCE_S", 2.0)
     with pool() as own:
-        assert own.submit(ROOK_ENDING).result(timeout=20) == undisturbed
+        assert own.submit(ROOK_ENDING).result(timeout=60) == undisturbed
         with pytest.raises(EngineError, match="failed on 'r1bqkbnr"):
-            own.submit(MIDDLEGAMES[0]).result(timeout=20)
-        assert own.submit(MATE_IN_ONE, ["a1a8"]).result(timeout=20).evals == (999.99,)
-        assert own.submit(MIDDLEGAMES[1]).result(timeout=20).moves
+            own.submit(MIDDLEGAMES[0]).result(timeout=60)
+        assert own.submit(MATE_IN_ONE, ["a1a8"]).result(timeout=60).evals == (999.99,)
+        assert own.submit(MIDDLEGAMES[1]).result(timeout=60).moves
         assert len(harmed) == len(set(harmed)) == 4 and not set(harmed) & {*pids(own), *children()}
 
 
@@ -215,11 +215,11 @@ def test_an_engine_that_cannot_be_restarted_fails_its_position_and_is_tried_late
         become("/bin/cat")
         os.kill(pids(engines)[0], signal.SIGKILL)
         with pytest.raises(EngineError, match="not a working UCI engine"):
-            engines.submit(ROOK_ENDING).result(timeout=20)
+            engines.submit(ROOK_ENDING).result(timeout=60)
         assert no_more_than(before)
         become(find_stockfish())
         monkeypatch.undo()
-        assert engines.submit(ROOK_ENDING).result(timeout=20).moves
+        assert engines.submit(ROOK_ENDING).result(timeout=60).moves
 
 
 def test_close_while_analyses_run_fails_them_and_leaves_no_process():
@@ -244,9 +244,9 @@ def test_a_program_that_forgets_to_close_still_ends_and_so_does_its_engine():
         "p = EnginePool(depth=40, cache_path=':memory:'); p.submit(chess.STARTING_FEN)\n"
         "print(*[engine.transport.get_pid() for engine in p._engines.engines])"
     )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0 and ran.stderr == ""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not gone_or_zombie(int(ran.stdout)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -263,5 +263,5 @@ def test_ctrl_c_while_engines_start_ends_the_program():
         "with EnginePool(depth=40, num_engines=3, cache_path=':memory:') as pool:\n"
         "    pool.analyse(['8/8/R7/7p/P2K2k1/7r/8/8 w - - 0 56'])"
     )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert ran.returncode == -signal.SIGINT and "KeyboardInterrupt" in ran.stderr
