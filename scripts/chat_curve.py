@@ -3,10 +3,18 @@
     python scripts/chat_model.py smollm2
     python scripts/chat_curve.py smollm2 --output runs/chat
 
-Both train on the same problems with the same reward, rate and number of samples, in processes that take turns
-step by step, so that what slows the machine slows both; seconds are those of their own steps. Every few steps
-both answer the same held-out problems, greedily and with room to finish, which is not timed. Prints a table,
-draws chat.png, and exits with 1 where held-out accuracy has not risen by what docs/recipes/chat.md says.
+All sides train on the same problems with the same reward, rate and number of samples, in processes that take
+turns step by step, so that what slows the machine slows all; seconds are those of their own steps. Every few
+steps all answer the same held-out problems, greedily and with room to finish, which is not timed. Prints a
+table, draws chat.png, and exits with 1 where our held-out accuracy has not risen by what docs/recipes/chat.md
+says.
+
+Our trainer leaves out groups of equal rewards. What a step takes where all groups are learned from is told by
+a reward that hardly any two answers share:
+
+    python scripts/chat_curve.py smollm2 --reward scripts/chat_curve.py:length --steps 4 --every 4 --seeds 1
+
+`--sides trl drop-in` races TRL's trainer with ours that takes its place.
 """
 
 import json
@@ -15,12 +23,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import tyro
 from benchmarks.contender import Name, Work
-from benchmarks.results import CONSOLE, conclude, table, write
+from benchmarks.results import CONSOLE, conclude, table, times_as_much, write
 from benchmarks.speed import Worker
 from loguru import logger
 
@@ -47,7 +55,8 @@ def main(
     learning_rate: float = 3e-5,
     temperature: float = 1.0,
     heldout: int = 200,
-    alone: bool = False,
+    sides: tuple[Name, ...] = ("ours", "trl"),
+    reward: str = "gym",
 ) -> int:
     """Train, print and draw.
 
@@ -65,7 +74,8 @@ def main(
         learning_rate: Of AdamW, constant.
         temperature: Of sampling.
         heldout: Held-out problems.
-        alone: Without TRL.
+        sides: Who trains.
+        reward: What is learned, if not the task: by name, or file.py:function.
     """
     configure_logging("INFO", CONSOLE)
     output.mkdir(parents=True, exist_ok=True)
@@ -79,19 +89,24 @@ def main(
         "ours", str(model), str(files["prompts"]), str(output), steps + 1, batch_size=batch_size,
         max_new_tokens=new_tokens, train_rows=train_rows, kl_coef=0.0, learning_rate=learning_rate,
         temperature=temperature,
-        rewards=("gym",), heldout=str(files["heldout"]),
+        rewards=(reward,), heldout=str(files["heldout"]),
     )  # fmt: skip
-    names: tuple[Name, ...] = ("ours",) if alone else ("ours", "trl")
     found: dict[str, list[dict[str, Any]]] = {}
     for seed in range(seeds):
         folder = output / f"seed-{seed}"
         folder.mkdir(exist_ok=True)
-        found |= curves(replace(work, folder=str(folder), seed=seed), names, every)
+        found |= curves(replace(work, folder=str(folder), seed=seed), sides, every)
         write(output / "chat.json", found)
         draw(found, batch_size, output / "chat.png")
-    CONSOLE.print(table(map(row_for, found, found.values())))
+    first = [found[f"{sides[0]}, seed {name[-1]}"] for name in found]
+    CONSOLE.print(table(map(row_for, found, found.values(), first)))
     CONSOLE.print(f"picture: {output / 'chat.png'}")
-    return conclude(verdicts(found))
+    return conclude(verdicts(found)) if reward == "gym" else 0
+
+
+def length(completions: list[Any], **_: Any) -> list[float]:
+    """Characters of each answer, as a reward."""
+    return [float(len(answer[-1]["content"])) for answer in completions]
 
 
 def asked(row: dict[str, Any], system: str | None) -> dict[str, Any]:
@@ -129,9 +144,10 @@ def change(steps: list[dict[str, Any]]) -> tuple[float, float, float]:
     return (last - first).mean(), (last - first).mean() - reach, (last - first).mean() + reach
 
 
-def row_for(name: str, steps: list[dict[str, Any]]) -> dict[str, str]:
-    """Of the table."""
+def row_for(name: str, steps: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, str]:
+    """Of the table. others: the first side's steps; in the first of all the drop-in still measures."""
     first, last = steps[0]["look"], steps[-1]["look"]
+    ratio, least, most = times_as_much(*([step["seconds"] for step in who[2:]] for who in (steps, others)))
     rise, low, high = change(steps)
     seconds = [step["seconds"] for step in steps[1:]]
     return {
@@ -140,6 +156,7 @@ def row_for(name: str, steps: list[dict[str, Any]]) -> dict[str, str]:
         "within the tokens of training": f"{first['short']:.1%} to {last['short']:.1%}",
         "ended": f"{first['ended']:.1%} to {last['ended']:.1%}",
         "minutes": f"{sum(seconds) / 60:.1f}", "s a step": f"{np.median(seconds):.1f}",
+        "times the first's": f"{ratio:.2f} ({least:.2f} to {most:.2f})",
         "peak, GB": f"{steps[-1]['peak_bytes'] / 2**30:.2f}",
     }  # fmt: skip
 
@@ -151,7 +168,7 @@ def draw(found: dict[str, list[dict[str, Any]]], batch_size: int, file: Path) ->
             looks = [step for step, record in enumerate(steps) if "look" in record]
             seconds = list(accumulate(record["seconds"] for record in steps))
             right = [100 * steps[step]["look"]["right"] for step in looks]
-            style = {"color": "tab:blue" if name.startswith("ours") else "tab:orange", "marker": ".",
+            style = {"color": f"C{get_args(Name).index(name.rpartition(', seed')[0])}", "marker": ".",
                      "linestyle": ("-", "--", ":")[int(name[-1]) % 3], "label": name}  # fmt: skip
             over_time.plot([seconds[step] / 60 for step in looks], right, **style)
             over_samples.plot([step * batch_size for step in looks], right, **style)

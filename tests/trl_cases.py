@@ -156,10 +156,10 @@ def make(kind: type, case: Case, *, processes: int = 1, **options: Any) -> Any:
 
 
 def run(
-    kind: type, case: Case, *, prepare: Callable[[Any], None] = lambda trainer: None, processes: int = 1
+    kind: type, case: Case, *, prepare: Callable[[Any], None] = lambda trainer: None, **options: Any
 ) -> dict[str, Any]:
-    """Train; parameters by name and what was logged at each step."""
-    trainer = make(kind, case, processes=processes)
+    """Train; parameters by name and what was logged at each step. options: as `make` takes them."""
+    trainer = make(kind, case, **options)
     prepare(trainer)
     trainer.train()
     logged = [

@@ -23,7 +23,7 @@ class Words(NamedTuple):
 
     parsed: tuple[Any, ...]
     """TRL's own settings: of the script, of training, of the model, of datasets."""
-    memory: dict[str, Any]
+    ours: dict[str, Any]
     """What our trainer takes besides."""
     to_launch: list[str]
     """Words for `accelerate launch`, where more processes are asked for."""
@@ -42,11 +42,14 @@ def parse(words: Sequence[str] | None = None) -> Words:
     """
     words = list(sys.argv[1:] if words is None else words)
     own = argparse.ArgumentParser(prog="grpo-lean trl", add_help=False, allow_abbrev=False)
-    group = own.add_argument_group("memory (of grpo-lean)")
+    group = own.add_argument_group("of grpo-lean")
     group.add_argument("--memory_utilization", "--memory-utilization", type=float, default=0.85,
                        help="share of the device that may be held (default: 0.85)")  # fmt: skip
     group.add_argument("--memory_limit", "--memory-limit", default=None,
                        help="the most that may be held, such as 20GB (default: no limit)")  # fmt: skip
+    group.add_argument("--skip_zero_variance", "--skip-zero-variance", nargs="?", const="true",
+                       default="false", type=str.lower, choices=("true", "false"), metavar="",
+                       help="leave groups of equal rewards out of learning")  # fmt: skip
     group.add_argument("--dry_run", "--dry-run", nargs="?", const="true", default="false", type=str.lower,
                        choices=("true", "false"), metavar="",
                        help="say what fits and in how many rows, and do not train")  # fmt: skip
@@ -62,17 +65,18 @@ def parse(words: Sequence[str] | None = None) -> Words:
     *parsed, in_file, typed = parser.parse_args_and_config(
         theirs, return_remaining_strings=True, separate_remaining_strings=True
     )  # both of what TRL does not know
-    memory = vars(own.parse_known_args([*in_file, *words])[0])  # what was typed comes last, and counts
-    plans = memory.pop("dry_run") == "true"
-    if (absent := memory.pop("device_memory")) and not plans:
+    ours = vars(own.parse_known_args([*in_file, *words])[0])  # what was typed comes last, and counts
+    plans = ours.pop("dry_run") == "true"
+    ours["skip_zero_variance"] = ours["skip_zero_variance"] == "true"
+    if (absent := ours.pop("device_memory")) and not plans:
         raise ValueError(f"device_memory is {absent}, of a card that is not there: add --dry-run.")
-    if memory["memory_limit"] is not None:
-        memory["memory_limit"] = parse_size(memory["memory_limit"])
-    to_launch = [] if memory.pop("launched") else [*own.parse_known_args(in_file)[1], *typed]
+    if ours["memory_limit"] is not None:
+        ours["memory_limit"] = parse_size(ours["memory_limit"])
+    to_launch = [] if ours.pop("launched") else [*own.parse_known_args(in_file)[1], *typed]
     unknown = list(typed)
     others = [word for word in words if not (unknown and word == unknown[0] and unknown.pop(0))]
     device_memory = parse_size(absent) if absent else None
-    return Words(tuple(parsed), memory, to_launch, others, plans, device_memory)
+    return Words(tuple(parsed), ours, to_launch, others, plans, device_memory)
 
 
 def main(words: Words, console: object = None) -> None:
@@ -92,9 +96,7 @@ def main(words: Words, console: object = None) -> None:
 
     GRPOTrainer = _ours().GRPOTrainer
     theirs = trl.GRPOTrainer
-    trl.GRPOTrainer = partial(
-        GRPOTrainer, **words.memory
-    )  # which the script imports by this name when it begins
+    trl.GRPOTrainer = partial(GRPOTrainer, **words.ours)  # which the script imports when it begins
     try:
         _script().main(*words.parsed)
     finally:
@@ -109,7 +111,7 @@ def _plan(words: Words, console: Any) -> None:
         return
     from grpo.trl.dry_run import dry_run
 
-    dry_run(_script().main, words.parsed, words.memory, console, words.device_memory)
+    dry_run(_script().main, words.parsed, words.ours, console, words.device_memory)
 
 
 def _are_sharding(to_launch: list[str]) -> bool:

@@ -36,6 +36,8 @@ class SamplingSettings(Settings):
     """Sample among the k most likely tokens only; 0 for all."""
     top_p: Annotated[float, PART] = 1.0
     """Sample among the fewest tokens that hold this much probability; 1 for all."""
+    min_p: Annotated[float, SHARE] = 0.0
+    """Sample among tokens that are at least this many times as probable as the likeliest; 0 for all."""
     stop: Annotated[tuple[str, ...], Limit(all, "leave out the empty text, which all begin with")] = ()
     """Texts any of which ends a completion, which is learned from up to the token that completes it;
     "\\n" is a line's end."""

@@ -78,7 +78,8 @@ class Arena:
 
     def restart(self, settings: SamplingSettings, num_groups: int) -> None:
         """All places are free again, and the first ones, for so many groups, are active."""
-        self._sampling = settings.temperature, settings.top_k, settings.top_p
+        names = "temperature", "top_k", "top_p", "min_p"
+        self._sampling = {name: getattr(settings, name) for name in names}
         self._completions.lengths.fill_(self.room.new_tokens)  # over
         self._num_tokens = [0] * self.room.groups  # of each group's rows that go on, for the host
         self.groups = [None] * self._places_for(num_groups, self.room.groups)
@@ -156,8 +157,7 @@ class Arena:
         terminated.logical_or_(goes_on & self._is_end(tokens))
 
     def _sample(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        temperature, top_k, top_p = self._sampling
-        return sample_tokens(logits, uniforms, temperature=temperature, top_k=top_k, top_p=top_p)
+        return sample_tokens(logits, uniforms, **self._sampling)
 
     def _is_end(self, tokens: Tensor) -> Tensor:
         return (tokens.unsqueeze(1) == self._ends).any(1)

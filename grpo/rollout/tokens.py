@@ -6,6 +6,8 @@ I2).
 """
 
 import hashlib
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +23,11 @@ def step_uniforms(rows: int, positions: int, *, seed: int, step: int, draw: int 
     return torch.rand(rows, positions, generator=generator)
 
 
-def truncate(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Set what top-k and top-p exclude to -inf. logits (R, V). Equal logits: the lower id stays."""
+def truncate(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """Set what top-k, top-p and min-p exclude, in this order, to -inf. logits (R, V).
+
+    Of equal logits at the border of top-k or top-p the lower id stays.
+    """
     if 0 < top_k < logits.shape[-1]:
         least = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = _keep_first(logits, least, torch.full_like(least, top_k, dtype=torch.long))
@@ -32,6 +37,8 @@ def truncate(logits: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Tensor:
         allowed = probabilities.cumsum(-1) - probabilities < top_p
         count = allowed.sum(-1, keepdim=True).clamp(min=1)
         logits = _keep_first(logits, ordered.gather(-1, count - 1), count)
+    if min_p > 0:
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(min_p), -torch.inf)
     return logits
 
 
@@ -43,13 +50,14 @@ def _keep_first(logits: Tensor, least: Tensor, count: Tensor) -> Tensor:
 
 
 def sample_tokens(
-    logits: Tensor, uniforms: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0
+    logits: Tensor, uniforms: Tensor, *, temperature: float, **truncation: Any
 ) -> tuple[Tensor, Tensor]:
     """One token a row by inverse CDF, and its log-prob before truncation.
 
     logits (R, V) of any float type, uniforms (R,). Returns ids (R,) and log-probs (R,) in float32
     (float64 for float64 logits), of the temperature-scaled distribution; where temperature is 0,
-    the most likely token (the lower id of equals) and its log-prob at temperature 1.
+    the most likely token (the lower id of equals) and its log-prob at temperature 1. truncation: as
+    `truncate` takes it.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if temperature not in (0, 1):
@@ -58,7 +66,7 @@ def sample_tokens(
     if temperature == 0:
         tokens = logits.argmax(-1, keepdim=True)
     else:
-        truncated = truncate(logits, top_k=top_k, top_p=top_p)
+        truncated = truncate(logits, **truncation)
         allowed = probabilities if truncated is logits else truncated.softmax(-1, dtype=dtype)
         tokens = _inverse_cdf(allowed, uniforms.unsqueeze(-1))
     # NaN logits give some token of the vocabulary: its log-prob is NaN, and will be seen.

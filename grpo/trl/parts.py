@@ -50,17 +50,21 @@ class Part(dict[str, Any]):
         return self.token_share if loss_type in MEANS_OVER_TOKENS else self.row_share
 
 
-def parts(inputs: Mapping[str, Any], rows: int, *, multiple: int = 1) -> Iterator[Part]:
+def parts(
+    inputs: Mapping[str, Any], rows: int, *, multiple: int = 1, only: Sequence[int] | None = None
+) -> Iterator[Part]:
     """The batch, so many rows at a time, longest completions first; without columns that only pad.
 
-    multiple: of tokens that the batch was padded to.
+    multiple: of tokens that the batch was padded to. only: the rows that are in a part; shares are of all.
     """
     lengths = completion_lengths(inputs)
-    order = lengths.argsort(descending=True, stable=True).tolist()
     counted = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-    of_rows, tokens = len(order), counted.sum(1).tolist()
+    of_rows, tokens = len(lengths), counted.sum(1).tolist()
+    order = lengths.argsort(descending=True, stable=True).tolist()
+    if only is not None:
+        order = [row for row in order if row in only]
     samples = split_pixel_values_by_grid(dict(inputs))
-    for start in range(0, of_rows, rows):
+    for start in range(0, len(order), rows):
         chosen = order[start : start + rows]
         taken = {name: _take(value, chosen) for name, value in samples.items()}
         columns = max(2, int(lengths[chosen[0]]))
@@ -69,8 +73,14 @@ def parts(inputs: Mapping[str, Any], rows: int, *, multiple: int = 1) -> Iterato
             rows=len(chosen), tokens=int(sum(tokens[row] for row in chosen)),
             of_rows=of_rows, of_tokens=int(sum(tokens)),
         )  # fmt: skip
-        part.is_last = start + rows >= of_rows
+        part.is_last = start + rows >= len(order)
         yield part
+
+
+def rows_with_advantage(inputs: Mapping[str, Any]) -> list[int]:
+    """Those whose advantage is not 0, which alone have a gradient without a KL or a bonus; at least one."""
+    advantages = inputs["advantages"]  # (B,), or (B, C)
+    return (advantages != 0).reshape(len(advantages), -1).any(1).nonzero().flatten().tolist() or [0]
 
 
 def completion_lengths(inputs: Mapping[str, Any]) -> Tensor:
@@ -115,11 +125,12 @@ def merged(done: Sequence[Part], *, loss_type: str, by_sequence: bool) -> dict[s
     def pair(part: Part, name: str) -> tuple[float, float]:
         value = part.metrics[name][-1]
         if name == "policy_loss":
-            return value * part.weight(loss_type), part.row_share
+            return value * part.weight(loss_type), part.row_share / learned
         is_of_rows = name.startswith("vespo/") or (by_sequence and name not in ("kl", "entropy"))
         count = part.rows if is_of_rows or part.has_one_column else part.tokens
         return (value, 0.0) if is_extreme(name) else (value * count, float(count))
 
+    learned = sum(part.row_share for part in done)  # 1 where no rows are left out
     names = sorted({name for part in done for name in part.metrics})
     return {name: combined(name, [pair(part, name) for part in done]) for name in names}
 

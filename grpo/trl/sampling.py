@@ -1,8 +1,8 @@
 """TRL's completions by our own decoder: prompts once a group, waiting groups where others have finished.
 
 Where it gives the distribution that TRL's `generate` gives, it takes its place: temperature, top-k, top-p,
-tokens that end a completion, tools turn by turn. A token is the inverse CDF at a uniform number of its own,
-so that what a row says does not depend on how many are sampled at once.
+min-p, tokens that end a completion, tools turn by turn. A token is the inverse CDF at a uniform number of
+its own, so that what a row says does not depend on how many are sampled at once.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ from grpo.rollout.tokens import step_uniforms
 
 _OURS = {
     "max_new_tokens", "do_sample", "pad_token_id", "bos_token_id", "eos_token_id", "temperature", "top_p",
-    "top_k",
+    "top_k", "min_p",
 }  # fmt: skip
 """Settings of generation that the decoder knows."""
-_WITHOUT = {"min_p": None, "repetition_penalty": 1.0, "cache_implementation": None}
+_WITHOUT = {"repetition_penalty": 1.0, "cache_implementation": None}
 """Those that it does without, as TRL sets them unless told."""
 
 
@@ -101,6 +101,7 @@ class NativeSampler:
         settings = SamplingSettings(
             max_new_tokens=trainer.max_completion_length, temperature=trainer.temperature,
             top_k=trainer.top_k or 0, top_p=1.0 if trainer.top_p is None else trainer.top_p,
+            min_p=trainer.min_p or 0.0,
         )  # fmt: skip
         model = self._in_step(model)
         uniforms = step_uniforms(

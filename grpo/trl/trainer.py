@@ -24,7 +24,15 @@ from grpo.environment import keep_freed
 from grpo.memory import Device, Fit, Size
 from grpo.memory.budget import data_limit
 from grpo.plan.tables import Measured
-from grpo.trl.parts import LOSSES, Part, completion_lengths, fields_by_row, merged, parts
+from grpo.trl.parts import (
+    LOSSES,
+    Part,
+    completion_lengths,
+    fields_by_row,
+    merged,
+    parts,
+    rows_with_advantage,
+)
 from grpo.trl.processes import Alone, average_gradients, metric_values, smallest, unwrapped
 from grpo.trl.record import plan_table, step_metrics
 from grpo.trl.replay import RandomState, drop_gradients, gradients_apart
@@ -76,7 +84,9 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
 
     memory_utilization: share of the device that may be held. memory_limit: the most, such as "20GB", which
     is planned for and not enforced. native_sampling: whether completions are sampled by the decoder of this
-    project where it gives the same distribution as TRL's `generate`. All other arguments are TRL's.
+    project where it gives the same distribution as TRL's `generate`. skip_zero_variance: leave rows out of
+    learning whose advantage is 0, as those of groups with equal rewards: the gradient is the same, metrics
+    such as the entropy are of the other rows. All other arguments are TRL's.
 
     ValueError for settings that a batch in parts cannot have; `DoesNotFit` when one row is too much.
     """
@@ -90,6 +100,7 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         memory_utilization: float = 0.85,
         memory_limit: str | int | None = None,
         native_sampling: bool = True,
+        skip_zero_variance: bool = False,
         **kwargs: Any,
     ) -> None:
         if not 0 < memory_utilization <= 1:
@@ -112,6 +123,12 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
             group_size=self.num_generations, replays=not self.is_sharded,
             agree=(lambda rows: smallest(rows, device)) if self.is_sharded else (lambda rows: rows),
         )  # fmt: skip
+        if skip_zero_variance and (reason := self._learns_from_all()):
+            raise ValueError(
+                f"skip_zero_variance leaves rows out that would be learned from: {reason}. "
+                "Set one or the other."
+            )
+        self._skips = skip_zero_variance
         self._measured, self._num_steps = Measured(self.fit), 0
         self._sampler = None
         if native_sampling and not self._has_engine:
@@ -224,16 +241,20 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
     ) -> Tensor:
         """The batch's loss and metrics, from those of parts that fit."""
 
+        only = rows_with_advantage(inputs) if self._skips and phase == "learn" else None
+        multiple = getattr(self, "pad_to_multiple_of", None) or 1
+
         def work(rows: int) -> list[Part]:
             done = []
-            for part in parts(inputs, rows, multiple=getattr(self, "pad_to_multiple_of", None) or 1):
+            for part in parts(inputs, rows, multiple=multiple, only=only):
                 part.loss = one_part(part)
                 part.clear()  # of tensors
                 done.append(part)
             return done
 
         tokens = inputs["prompt_ids"].size(1) + int(completion_lengths(inputs).max())
-        done = self.fit.run(phase, work, Size(len(inputs["prompt_ids"]), tokens), discard=discard)
+        rows = len(inputs["prompt_ids"] if only is None else only)
+        done = self.fit.run(phase, work, Size(rows, tokens), discard=discard)
         by_sequence = self.importance_sampling_level == "sequence"
         metrics = merged(done, loss_type=self.loss_type, by_sequence=by_sequence)
         for name, value in metric_values(metrics, self.accelerator).items():
@@ -241,6 +262,14 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         if self._mode == "train" and self.accelerator.sync_gradients and self._entropy_bonus_enabled:
             self._control_entropy()
         return torch.stack([part.loss for part in done]).sum()
+
+    def _learns_from_all(self) -> str | None:
+        """Why a row without an advantage has a gradient, or counts, all the same; None where it has none."""
+        if self.beta:
+            return f"beta is {self.beta}"
+        if self._entropy_bonus_enabled:
+            return "there is a bonus on entropy"
+        return "processes that share a model take as many passes" if self.is_sharded else None
 
     def _control_entropy(self) -> None:
         """The end of a step to TRL's control of the entropy, which its parts are not."""

@@ -12,12 +12,15 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 from grpo.environment import set_library_defaults
 
-Name = Literal["ours", "trl", "trl defaults"]
+Name = Literal["ours", "trl", "trl defaults", "drop-in", "drop-in, skipping"]
+"""Our trainer; TRL's in its best configuration, and as it comes; TRL's best with our class, which may skip
+groups of equal rewards as our trainer does."""
 REWARDS = "policy", "environment"
 LOOK_TOKENS = 64
 """Of an answer to a held-out prompt: room to finish, whatever room there is in training."""
@@ -98,7 +101,6 @@ def looking(work: Work, model: Any, tokenizer: Any) -> Callable[[], dict[str, fl
     from grpo.config.groups import SamplingSettings
     from grpo.data import load_prompts
     from grpo.data.maker import Room
-    from grpo.data.reward_files import load_rewards
     from grpo.data.reward_functions import RewardFunctions
     from grpo.model.target import compute_dtype
     from grpo.model.weights import RolloutModel
@@ -109,7 +111,7 @@ def looking(work: Work, model: Any, tokenizer: Any) -> Callable[[], dict[str, fl
     rows = read(work.heldout)
     prompts = load_prompts(rows, seed=0, heldout_share=0.0, room=room).draw(len(rows))
     settings = SamplingSettings(max_new_tokens=LOOK_TOKENS, temperature=0.0)
-    score = RewardFunctions(load_rewards(work.rewards))
+    score = RewardFunctions(("gym",))  # whatever is learned
     sampler = RolloutModel(model, compute_dtype("auto", model.device))
 
     def look() -> dict[str, float]:
@@ -156,8 +158,8 @@ def run_ours(work: Work, turns: Turns) -> None:
         turns.wait()
 
 
-def run_trl(work: Work, turns: Turns, *, best: bool) -> None:
-    """TRL's GRPOTrainer: in its best configuration, or as it comes.
+def run_trl(work: Work, turns: Turns, *, best: bool, options: Mapping[str, Any] | None = None) -> None:
+    """TRL's GRPOTrainer, or with options ours of that name: in its best configuration, or as it comes.
 
     Best is bf16 where the machine multiplies in it, as ours does, the fused GELU, and no dropout.
     """
@@ -171,13 +173,15 @@ def run_trl(work: Work, turns: Turns, *, best: bool) -> None:
 
     changes: dict[str, Any] = {"activation_function": "gelu_pytorch_tanh" if best else "gelu_new"}
     changes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0 if best else 0.1)
-    options: dict[str, Any] = {"bf16": False}
+    settings: dict[str, Any] = {"bf16": False}
     if best:
         lower = compute_dtype("auto", torch.device(work.device)) == torch.bfloat16
-        options = {"bf16": lower, "gradient_checkpointing": False}
+        settings = {"bf16": lower, "gradient_checkpointing": False}
     config = AutoConfig.from_pretrained(work.model)
     if config.model_type == "gpt2":
         config.update(changes)
+
+    kind = trl.GRPOTrainer if options is None else import_module("grpo.trl").GRPOTrainer
 
     class Steps(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -189,7 +193,7 @@ def run_trl(work: Work, turns: Turns, *, best: bool) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(work.model, config=config, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(work.model)
-    trainer = trl.GRPOTrainer(
+    trainer = kind(
         model=model, processing_class=tokenizer,
         reward_funcs=[load_reward(name)[1] for name in work.rewards],
         train_dataset=Dataset.from_list(read(work.prompts)),
@@ -200,9 +204,9 @@ def run_trl(work: Work, turns: Turns, *, best: bool) -> None:
             beta=work.kl_coef, learning_rate=work.learning_rate, logging_steps=1, save_strategy="no",
             report_to="none",
             use_cpu=work.device == "cpu", disable_tqdm=True, seed=work.seed, lr_scheduler_type="constant",
-            **options,
+            **settings,
         ),
-        callbacks=[Steps()],
+        callbacks=[Steps()], **(options or {}),
     )  # fmt: skip
     if work.heldout:
         turns.look = looking(work, model, tokenizer)
@@ -218,6 +222,8 @@ def main() -> None:
     with redirect_stdout(sys.stderr):
         if work.name == "ours":
             run_ours(work, turns)
+        elif work.name.startswith("drop-in"):
+            run_trl(work, turns, best=True, options={"skip_zero_variance": work.name != "drop-in"})
         else:
             run_trl(work, turns, best=work.name == "trl")
 

@@ -63,12 +63,14 @@ def test_nan_logits_give_some_token_with_a_nan_log_prob():
     assert ((tokens >= 0) & (tokens < 5)).all() and logp.isnan().all()
 
 
-def kept_by_hand(logits: list[float], top_k: int, top_p: float) -> set[int]:
-    """Ids that stay: the k best, and of these the fewest that hold top_p of their probability."""
+def kept_by_hand(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
+    """Ids that stay: the k best, of these the fewest that hold top_p of their probability, and what is
+    at least min_p times as probable as the best."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: top_k or None]
     weights = [math.exp(logits[i]) for i in order]
     inside = [sum(weights[:place]) < top_p * sum(weights) for place in range(len(order))]
-    return {i for i, stays in zip(order, inside, strict=True) if stays}
+    likely = [weight >= min_p * max(weights) for weight in weights]
+    return {i for i, *stays in zip(order, inside, likely, strict=True) if all(stays)}
 
 
 # Multiples of ln 2 give many ties; shares of 1/3 or so never meet their sums.
@@ -76,10 +78,13 @@ LOGITS = st.lists(st.integers(-3, 3).map(lambda n: n * math.log(2)), min_size=1,
 
 
 @examples(200)
-@given(LOGITS, st.integers(0, 9), st.sampled_from([0.05, 0.317, 0.503, 0.701, 0.93, 1.0]))
-def test_truncation_keeps_what_a_slow_implementation_keeps(logits, top_k, top_p):
-    masked = truncate(torch.tensor([logits], dtype=torch.float64), top_k=top_k, top_p=top_p)[0]
-    kept = kept_by_hand(logits, top_k, top_p)
+@given(
+    LOGITS, st.integers(0, 9), st.sampled_from([0.05, 0.317, 0.503, 0.701, 0.93, 1.0]),
+    st.sampled_from([0.0, 0.1, 0.3, 0.7]),
+)  # fmt: skip
+def test_truncation_keeps_what_a_slow_implementation_keeps(logits, top_k, top_p, min_p):
+    masked = truncate(torch.tensor([logits]).double(), top_k=top_k, top_p=top_p, min_p=min_p)[0]
+    kept = kept_by_hand(logits, top_k, top_p, min_p)
     assert {i for i, value in enumerate(masked.tolist()) if value > -math.inf} == kept
     assert all(masked[i] == logits[i] for i in kept)  # and nothing else has changed
 

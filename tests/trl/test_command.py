@@ -27,6 +27,7 @@ def folder(tmp_path, monkeypatch):
         "reward_funcs": ["rewards_of_a_person.brevity"], "output_dir": "out", "report_to": "none",
         "per_device_train_batch_size": 16, "num_generations": 8, "max_completion_length": 4,
         "max_steps": 2, "logging_steps": 1, "save_strategy": "no", "memory_limit": "12GB",
+        "skip_zero_variance": True,
         "use_cpu": True, "bf16": False, "dtype": "float32",
     }  # fmt: skip
     (tmp_path / "grpo.yaml").write_text(yaml.dump(settings))
@@ -53,7 +54,9 @@ def logged(folder, monkeypatch, run):
 
 def test_the_file_is_run_as_trl_runs_it(folder, monkeypatch):
     words = parse(["--config", "grpo.yaml", "--memory-utilization", "0.5"])
-    assert words.memory == {"memory_utilization": 0.5, "memory_limit": 12 * 2**30} and not words.to_launch
+    assert words.ours == {
+        "memory_utilization": 0.5, "memory_limit": 12 * 2**30, "skip_zero_variance": True
+    } and not words.to_launch  # fmt: skip
     ours, steps = logged(folder, monkeypatch, lambda: main(words))
     assert ours.fit.device.budget().usable_bytes <= 12 * 2**30
     stock, expected = logged(folder, monkeypatch, lambda: script.main(*words.parsed))
@@ -76,7 +79,7 @@ def test_words_of_accelerate_start_processes_that_get_all_the_others(folder, mon
     assert arguments.training_script == "grpo.commands.trl"
     assert arguments.training_script_args == ["--launched", *others]
     in_one = parse(arguments.training_script_args)
-    assert not in_one.to_launch and in_one.memory["memory_limit"] == 3 * 2**30
+    assert not in_one.to_launch and in_one.ours["memory_limit"] == 3 * 2**30
 
 
 def test_wrong_words_are_told(folder, capsys):

@@ -54,7 +54,7 @@ def write(folder, model="qwen2", **settings):
 def test_it_says_what_is_then_measured(folder, model, settings, monkeypatch):
     write(folder, model, **settings)
     words = parse(["--config", "grpo.yaml", "--dry-run"])
-    traced = trace(script.main, words.parsed, words.memory, CPU)
+    traced = trace(script.main, words.parsed, words.ours, CPU)
     work, passes, take = traced.work, [], Fit.take_passes
     assert work.phases == ("sample", "score", "learn") and work.longest_prompt == 26 and work.rows_here == 32
 

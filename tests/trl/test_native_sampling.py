@@ -51,6 +51,20 @@ def test_it_has_trls_distribution(trainer):
     assert chi2_contingency(ended).pvalue > 0.001
 
 
+def test_what_is_excluded_from_sampling_is_what_trl_excludes():
+    """Top-k leaves six tokens, of which top-p leaves four, of which min-p leaves three."""
+    more = ("temperature", 1.5), ("top_k", 6), ("top_p", 0.8), ("min_p", 0.33)
+    trainer = make(GRPOTrainer, Case(more=more))
+    prompts = [[3]] * 1000
+    ours = native(trainer, prompts)
+    torch.manual_seed(0)
+    theirs, _ = trl.GRPOTrainer._generate_single_turn(trainer, prompts, None, {}, GROUP)
+    first = torch.tensor([counts(ours, 0), counts(theirs, 0)])
+    possible = first.sum(0) > 0
+    assert possible.sum() == 3 and (first[:, possible] > 0).all()
+    assert chi2_contingency(first[:, possible]).pvalue > 0.001
+
+
 @pytest.mark.parametrize("rows", [1, 2, GROUP, 3 * GROUP, len(PROMPTS)])
 def test_what_a_row_says_does_not_depend_on_how_many_are_sampled_at_once(trainer, rows):
     expected = native(trainer, PROMPTS)
@@ -90,7 +104,6 @@ def test_memory_that_runs_out_changes_no_token(trainer, monkeypatch):
 
 @pytest.mark.parametrize("options, reason", [
     ({"repetition_penalty": 1.1}, "generation with repetition_penalty"),
-    ({"min_p": 0.1}, "generation with min_p"),
     ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "generation with no_repeat_ngram_size"),
 ])  # fmt: skip
 def test_what_it_cannot_do_goes_trls_way_and_is_said(options, reason, logged):

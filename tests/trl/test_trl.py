@@ -16,7 +16,7 @@ from loguru import logger
 from peft import LoraConfig
 from several_processes import in_processes, values
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from trl_cases import GROUP, GROUPS, LOSSES, Case, Ours, Stock, difference, make, rows_at_once, run
+from trl_cases import GROUP, GROUPS, LOSSES, STEPS, Case, Ours, Stock, difference, make, rows_at_once, run
 from trl_own_tests import tokenizer
 
 from grpo.trl import GRPOTrainer
@@ -45,6 +45,44 @@ def test_a_step_in_parts_is_stock_trls_step(case):
     ours = run(Ours, case, prepare=rows_at_once(SIZES[CASES.index(case) % 3]))
     assert max(difference(run(Stock, case), ours)) < 1e-10
     assert {entry["kl"] > 0 for entry in ours["logged"][1:] if case.beta} <= {True}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_rows_without_an_advantage_may_be_left_out(loss):
+    """Parameters and the loss are stock TRL's; in the last step no group has anything to teach."""
+    seen: list[int] = []
+
+    def coarse(trainer: Any) -> None:
+        """Many groups have equal rewards."""
+        trainer.reward_funcs = [lambda completions, completion_ids, **_: [
+            float(len(ids) > 5 and trainer.state.global_step < 3) for ids in completion_ids
+        ]]  # fmt: skip
+
+    def in_parts(trainer: Any) -> None:
+        coarse(trainer)
+        rows_at_once(3)(trainer)
+        trainer.model.register_forward_pre_hook(
+            lambda model, words, named: seen.append(len(named["input_ids"])), with_kwargs=True
+        )
+
+    case = Case(loss, accumulation=2)
+    stock = run(Stock, case, prepare=coarse)
+    ours = run(Ours, case, prepare=in_parts, skip_zero_variance=True)
+    for skipped in (stock, ours):  # of all rows, and of those that are learned from
+        for line in skipped["logged"]:
+            for name in [
+                name for name in line if name.startswith(("entropy", "clip_ratio", "cispo", "vespo"))
+            ]:
+                del line[name]
+    assert max(difference(stock, ours)) < 1e-10
+    assert sum(seen) < 0.8 * STEPS * GROUP * GROUPS
+    assert seen[-2:] == [1, 1]  # a step of two batches is a step
+
+
+@pytest.mark.parametrize("settings", [(("beta", 0.04),), BONUS])
+def test_rows_that_are_learned_from_are_not_left_out(settings):
+    with pytest.raises(ValueError, match=r"skip_zero_variance .*(beta is 0.04|bonus on entropy)"):
+        make(GRPOTrainer, Case(more=settings), skip_zero_variance=True)
 
 
 def test_every_loss_is_among_them():
