@@ -46,7 +46,7 @@ def recomputed_layers(model: PreTrainedModel, checkpointing: Checkpointing) -> I
         )
     patched = [(layer, vars(layer).get("forward")) for layer in layers]
     for layer in layers:
-        layer.forward = partial(_recompute, layer.forward)
+        layer.forward = partial(_recompute, _without_transformers_own(layer))
     try:
         yield
     finally:
@@ -54,6 +54,22 @@ def recomputed_layers(model: PreTrainedModel, checkpointing: Checkpointing) -> I
             del layer.forward  # the class's shows again
             if before is not None:
                 layer.forward = before
+
+
+def _without_transformers_own(layer: nn.Module) -> Callable[..., Any]:
+    """A layer's forward, within what transformers puts around it where it is told to recompute it itself."""
+    if getattr(layer, "gradient_checkpointing", False) and "forward" not in vars(layer):
+        return MethodType(getattr(type(layer).forward, "__wrapped__", type(layer).forward), layer)
+    return layer.forward
+
+
+def may_recompute_itself(model: PreTrainedModel) -> bool:
+    """Whether layers that transformers is told to recompute may be recomputed in its place.
+
+    Its first versions 5 did so around each call, where nothing of ours comes in between.
+    """
+    layers = list(decoder_layers(model.base_model))
+    return bool(layers) and all(hasattr(type(layer).forward, "__wrapped__") for layer in layers)
 
 
 def recompute_activations(model: PreTrainedModel) -> None:

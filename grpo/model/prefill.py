@@ -21,17 +21,33 @@ class PromptBatch(NamedTuple):
     """Whether any is shorter than P, as far as is known."""
     on_left: bool = False
     """Whether padding stands there, and with it all prompts' ends beside each other."""
+    by_column: bool = False
+    """Whether a token's position is its column, as where a model is told a mask alone."""
 
     @property
     def mask(self) -> Tensor:
         """(b, P), True where a token is the prompt's."""
-        return self.positions >= 0 if self.on_left else self.positions < self.lengths.unsqueeze(1)
+        return self._places >= 0 if self.on_left else self._places < self.lengths.unsqueeze(1)
 
     @property
     def positions(self) -> Tensor:
+        """(b, P) that the model is told; of what pads, any."""
+        return self._columns if self.by_column else self._places.clamp(min=0)
+
+    @property
+    def ends(self) -> Tensor:
+        """(b,): the position of what follows."""
+        return torch.full_like(self.lengths, self.ids.shape[1]) if self.by_column else self.lengths
+
+    @property
+    def _columns(self) -> Tensor:
+        return torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
+
+    @property
+    def _places(self) -> Tensor:
         """(b, P) of tokens within their prompts: below zero, or from the length on, where there is none."""
-        places = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
-        return places + (self.lengths.unsqueeze(1) - places.shape[1]) if self.on_left else places
+        columns = self._columns
+        return columns + (self.lengths.unsqueeze(1) - columns.shape[1]) if self.on_left else columns
 
     def to(self, device: torch.device) -> "PromptBatch":
         ids, lengths = to_device([self.ids, self.lengths], device)
@@ -42,7 +58,7 @@ class PromptBatch(NamedTuple):
         if not self.is_padded or self.on_left or sliding_window(model.config) is None:
             return self
         moved = self._replace(on_left=True)
-        return moved._replace(ids=self.ids.gather(1, moved.positions.clamp(min=0)))
+        return moved._replace(ids=self.ids.gather(1, moved.positions))
 
 
 def sliding_window(config: PretrainedConfig) -> int | None:
@@ -115,7 +131,7 @@ def encode_prompts(
         output = model.base_model(
             input_ids=prompts.ids,
             attention_mask=prompts.mask.long() if prompts.on_left else None,
-            position_ids=prompts.positions.clamp(min=0),
+            position_ids=prompts.positions,
             past_key_values=DynamicCache(config=model.config) if cache is None else cache,
             use_cache=True,
         )

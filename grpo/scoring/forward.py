@@ -63,7 +63,7 @@ def completion_hidden(
             hidden = model.base_model(
                 input_ids=inputs,
                 attention_mask=mask,
-                position_ids=prompts.lengths[row_to_prompt].unsqueeze(1) + ones.cumsum(1) - 1,
+                position_ids=prompts.ends[row_to_prompt].unsqueeze(1) + ones.cumsum(1) - 1,
                 past_key_values=Cache(layers),
                 use_cache=True,
             ).last_hidden_state

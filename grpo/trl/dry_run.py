@@ -51,6 +51,9 @@ class _Planned(GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, native_sampling=False, **kwargs)
 
+    def _wrong_with_sharing(self, model: PreTrainedModel) -> str | None:
+        return None  # as far as can be known without weights
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
         prompts = self.args.generation_batch_size // self.num_generations
         if isinstance(self.train_dataset, Sized) and len(self.train_dataset) < prompts:
@@ -162,7 +165,7 @@ def _work_of(trainer: Any, device: torch.device) -> TrainerWork:
     return TrainerWork(
         config, make_target(policy.config, device, dtype), longest,
         done=tuple(phase for phase, is_done in done.items() if is_done),
-        learn_rows=args.per_device_train_batch_size,
+        learn_rows=args.per_device_train_batch_size, shares_prompts=trainer._shares,
     )  # fmt: skip
 
 

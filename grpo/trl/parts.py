@@ -51,23 +51,32 @@ class Part(dict[str, Any]):
 
 
 def parts(
-    inputs: Mapping[str, Any], rows: int, *, multiple: int = 1, only: Sequence[int] | None = None
+    inputs: Mapping[str, Any],
+    rows: int,
+    *,
+    multiple: int = 1,
+    only: Sequence[int] | None = None,
+    groups: Sequence[int] | None = None,
 ) -> Iterator[Part]:
     """The batch, so many rows at a time, longest completions first; without columns that only pad.
 
     multiple: of tokens that the batch was padded to. only: the rows that are in a part; shares are of all.
+    groups: which of several prompts is each row's, where those of one prompt go together.
     """
     lengths = completion_lengths(inputs)
     counted = inputs["completion_mask"] * inputs.get("tool_mask", 1)
     of_rows, tokens = len(lengths), counted.sum(1).tolist()
     order = lengths.argsort(descending=True, stable=True).tolist()
+    if groups is not None:
+        places = {group: place for place, group in reversed([*enumerate(groups[row] for row in order)])}
+        order.sort(key=lambda row: places[groups[row]])
     if only is not None:
         order = [row for row in order if row in only]
     samples = split_pixel_values_by_grid(dict(inputs))
     for start in range(0, len(order), rows):
         chosen = order[start : start + rows]
         taken = {name: _take(value, chosen) for name, value in samples.items()}
-        columns = max(2, int(lengths[chosen[0]]))
+        columns = max(2, int(lengths[chosen].max()))
         part = Part(
             _without_padding(_together(taken), -(-columns // multiple) * multiple),
             rows=len(chosen), tokens=int(sum(tokens[row] for row in chosen)),

@@ -10,7 +10,6 @@ from unittest import mock
 
 import torch
 import transformers
-import trl
 import trl.trainer.grpo_trainer as theirs
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -22,6 +21,7 @@ from grpo.model.weights import RolloutModel
 from grpo.plan.phases_at import PhasesAt
 from grpo.plan.trace import TracedPhases, take_norms_as_cuda_does
 from grpo.plan.workload import Workload
+from grpo.trl import shared_prompts
 from grpo.trl.parts import Part
 from grpo.trl.sampling import base_model
 
@@ -34,6 +34,8 @@ class TrainerWork(Workload):
     """Its phases that can be traced."""
     learn_rows: int = 0
     """A batch of learning; a batch of sampling may be several."""
+    shares_prompts: bool = True
+    """Whether scoring and learning compute a group's prompt once."""
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -47,6 +49,8 @@ class TrainerWork(Workload):
 class TracedTrainer(TracedPhases):
     """A trainer on a model without storage."""
 
+    work: TrainerWork
+
     def __init__(self, work: TrainerWork, trainer: Any, mode: FakeTensorMode) -> None:
         self.work, self._mode, self._known = work, mode, {}
         for model in filter(None, (trainer.model, trainer.ref_model)):
@@ -57,12 +61,19 @@ class TracedTrainer(TracedPhases):
             self.phases = TrainerPhases(work, trainer, hold_recording=self._hold_recording)
 
     def _trace(self, phase: str, size: Size) -> int:
-        with _kernels_of(self.work.target.device):
+        group = self.work.config.group_size
+
+        def groups(rows: Tensor) -> tuple[Tensor, Tensor]:
+            return rows[::group], torch.arange(len(rows), device=rows.device) // group
+
+        # Prompts without values are told apart by their places.
+        with _kernels_of(self.work.target.device), mock.patch.object(shared_prompts, "_unique", groups):
             return super()._trace(phase, size)
 
     def _unseen(self, phase: str, size: Size) -> int:
-        whole = Size(size.rows, size.shared + size.tokens)  # a prompt is each row's own
-        return super()._unseen(phase, whole if phase == "learn" else size)
+        if phase == "learn" and not self.work.shares_prompts:
+            size = Size(size.rows, size.shared + size.tokens)
+        return super()._unseen(phase, size)
 
 
 class TrainerPhases(PhasesAt):
@@ -112,16 +123,16 @@ class TrainerPhases(PhasesAt):
         trainer, inputs = self._trainer, self._inputs(size)
         ids, mask = (torch.cat([inputs[f"{part}_{name}"] for part in ("prompt", "completion")], 1)
                      for name in ("ids", "mask"))  # fmt: skip
-        score = partial(trl.GRPOTrainer._get_per_token_logps_and_entropies, trainer)
+        score = partial(trainer.scored, batch_size=size.rows)
         with _WithoutValues(size):
             if scores_policy(trainer):
-                score(trainer.model, ids, mask, size.tokens, size.rows)
+                score(trainer.model, ids, mask, size.tokens)
             if trainer.ref_model is not None:
-                score(trainer.ref_model, ids, mask, size.tokens, size.rows)
+                score(trainer.ref_model, ids, mask, size.tokens)
             elif trainer.beta:
                 adapter = "ref" if "ref" in trainer.model.peft_config else None
                 with use_adapter(trainer.model, adapter):
-                    score(trainer.model, ids, mask, size.tokens, size.rows)
+                    score(trainer.model, ids, mask, size.tokens)
 
     def learn(self, size: Size) -> None:
         if size.rows < self._learn_rows:
@@ -135,7 +146,7 @@ class TrainerPhases(PhasesAt):
     def _inputs(self, size: Size) -> dict[str, Tensor]:
         prompts, completions = (size.rows, size.shared), (size.rows, size.tokens)
         inputs = {
-            "prompt_ids": torch.zeros(prompts, dtype=torch.long),
+            "prompt_ids": torch.zeros(prompts, dtype=torch.long),  # which of them are the same is made up
             "prompt_mask": torch.ones(prompts, dtype=torch.long),
             "completion_ids": torch.zeros(completions, dtype=torch.long),
             "completion_mask": torch.ones(completions, dtype=torch.long),

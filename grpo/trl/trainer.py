@@ -8,6 +8,7 @@ weighted so that it does not depend on the parts.
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,11 +19,14 @@ from loguru import logger
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from grpo.config.sizes import parse_size
 from grpo.environment import keep_freed
 from grpo.memory import Device, Fit, Size
 from grpo.memory.budget import data_limit
+from grpo.model.activation_checkpointing import may_recompute_itself
+from grpo.model.load import context_length
 from grpo.plan.tables import Measured
 from grpo.trl.parts import (
     LOSSES,
@@ -36,7 +40,8 @@ from grpo.trl.parts import (
 from grpo.trl.processes import Alone, average_gradients, metric_values, smallest, unwrapped
 from grpo.trl.record import plan_table, step_metrics
 from grpo.trl.replay import RandomState, drop_gradients, gradients_apart
-from grpo.trl.sampling import NativeSampler, obstacle
+from grpo.trl.sampling import NativeSampler, base_model, obstacle
+from grpo.trl.shared_prompts import check_shared_prompts, shared_prompts, unlike_prompts
 
 SHARDED = DistributedType.DEEPSPEED, DistributedType.FSDP
 """Where processes have to do as many passes, and cannot do one again by themselves."""
@@ -84,9 +89,11 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
 
     memory_utilization: share of the device that may be held. memory_limit: the most, such as "20GB", which
     is planned for and not enforced. native_sampling: whether completions are sampled by the decoder of this
-    project where it gives the same distribution as TRL's `generate`. skip_zero_variance: leave rows out of
-    learning whose advantage is 0, as those of groups with equal rewards: the gradient is the same, metrics
-    such as the entropy are of the other rows. All other arguments are TRL's.
+    project where it gives the same distribution as TRL's `generate`. share_prompts: whether scoring and
+    learning compute a group's prompt once, where that gives the states of the model's own forward pass.
+    skip_zero_variance: leave rows out of learning whose advantage is 0, as those of groups with equal
+    rewards: the gradient is the same, metrics such as the entropy are of the other rows. All other arguments
+    are TRL's.
 
     ValueError for settings that a batch in parts cannot have; `DoesNotFit` when one row is too much.
     """
@@ -100,6 +107,7 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         memory_utilization: float = 0.85,
         memory_limit: str | int | None = None,
         native_sampling: bool = True,
+        share_prompts: bool = True,
         skip_zero_variance: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -130,6 +138,7 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
             )
         self._skips = skip_zero_variance
         self._measured, self._num_steps = Measured(self.fit), 0
+        self._shares = share_prompts and self._may_share_prompts()
         self._sampler = None
         if native_sampling and not self._has_engine:
             reason = obstacle(self)
@@ -137,7 +146,7 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
                 self._sampler = NativeSampler(self, self.fit)
             else:
                 logger.info("TRL samples completions by itself, without sharing prompts: {}", reason)
-        if any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.model.modules()):
+        if has_dropout(self.model):
             logger.warning(
                 "the model has dropout, which differs with the rows that are done at once: for steps that do "
                 "not depend on them set GRPOConfig(disable_dropout=True)"
@@ -198,16 +207,41 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         return any(getattr(self, engine, False) for engine in engines)
 
     def _get_per_token_logps_and_entropies(
-        self, model: nn.Module, input_ids: Tensor, *args: Any, batch_size: int | None = None, **kwargs: Any
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        batch_size: int | None = None,
+        **kwargs: Any,
     ) -> Any:
         """With a `batch_size` nothing is learned: then it is as many rows as fit."""
-        score = super()._get_per_token_logps_and_entropies
+
+        def work(rows: int | None) -> Any:
+            texts = input_ids, attention_mask, logits_to_keep
+            return self.scored(model, *texts, *args, batch_size=rows, **kwargs)
+
         if batch_size is None:
-            return score(model, input_ids, *args, **kwargs)
-        return self.fit.run(
-            "score", lambda rows: score(model, input_ids, *args, batch_size=rows, **kwargs),
-            Size(len(input_ids), input_ids.size(1)),
-        )  # fmt: skip
+            return work(None)
+        return self.fit.run("score", work, self._size(len(input_ids), logits_to_keep, input_ids.size(1)))
+
+    def scored(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        tokens: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """TRL's log-probs of the last `tokens` of each text, so many rows at once as it is told."""
+        with ExitStack() as inside:
+            if self._shares:
+                inside.enter_context(shared_prompts(base_model(unwrapped(model)), tokens))
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, tokens, *args, **kwargs
+            )
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         if isinstance(generation_batch, Part):
@@ -242,19 +276,24 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         """The batch's loss and metrics, from those of parts that fit."""
 
         only = rows_with_advantage(inputs) if self._skips and phase == "learn" else None
+        groups = None
+        if self._shares and (unlike := unlike_prompts(inputs["prompt_ids"], inputs["prompt_mask"])):
+            groups = unlike[1].tolist()
         multiple = getattr(self, "pad_to_multiple_of", None) or 1
 
         def work(rows: int) -> list[Part]:
             done = []
-            for part in parts(inputs, rows, multiple=multiple, only=only):
+            for part in parts(inputs, rows, multiple=multiple, only=only, groups=groups):
                 part.loss = one_part(part)
                 part.clear()  # of tensors
                 done.append(part)
             return done
 
-        tokens = inputs["prompt_ids"].size(1) + int(completion_lengths(inputs).max())
-        rows = len(inputs["prompt_ids"] if only is None else only)
-        done = self.fit.run(phase, work, Size(rows, tokens), discard=discard)
+        tokens = int(completion_lengths(inputs).max())
+        size = self._size(
+            len(inputs["prompt_ids"] if only is None else only), tokens, inputs["prompt_ids"].size(1) + tokens
+        )
+        done = self.fit.run(phase, work, size, discard=discard)
         by_sequence = self.importance_sampling_level == "sequence"
         metrics = merged(done, loss_type=self.loss_type, by_sequence=by_sequence)
         for name, value in metric_values(metrics, self.accelerator).items():
@@ -262,6 +301,24 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         if self._mode == "train" and self.accelerator.sync_gradients and self._entropy_bonus_enabled:
             self._control_entropy()
         return torch.stack([part.loss for part in done]).sum()
+
+    def _size(self, rows: int, tokens: int, width: int) -> Size:
+        """Of rows of so many completion tokens, and of `width` with the prompt."""
+        return Size(rows, tokens, width - tokens) if self._shares else Size(rows, width)
+
+    def _may_share_prompts(self) -> bool:
+        """Whether a group's prompt may be computed once; if not, a line says why."""
+        model = base_model(self.accelerator.unwrap_model(self.model))
+        if self.is_sharded or self._is_vlm or has_dropout(model) or is_prompt_learning(self.model):
+            return False  # of which the first step needs no word
+        if self.args.gradient_checkpointing and not may_recompute_itself(model):
+            return False
+        if wrong := self._wrong_with_sharing(model):
+            logger.info("each completion is scored behind a prompt of its own: {}", wrong)
+        return not wrong
+
+    def _wrong_with_sharing(self, model: PreTrainedModel) -> str | None:
+        return check_shared_prompts(model, context_length(model.config))
 
     def _learns_from_all(self) -> str | None:
         """Why a row without an advantage has a gradient, or counts, all the same; None where it has none."""
@@ -285,6 +342,15 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
     @property
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
+
+
+def has_dropout(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
+def is_prompt_learning(model: Any) -> bool:
+    """Whether peft puts tokens of its own before each text."""
+    return any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values())
 
 
 def _refuse(settings: Any) -> None:

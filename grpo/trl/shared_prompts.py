@@ -1,0 +1,130 @@
+"""Prompts once a group in TRL's scoring and learning.
+
+TRL puts each completion behind its prompt, so a prompt with eight completions is computed, and held for the
+backward pass, eight times. Here the model's backbone computes it once; completions read its keys and values.
+All that follows from the hidden states (head, log-probs, loss, metrics) is TRL's, and so are positions: a
+token's is its column, padding on the left included.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from grpo.model.prefill import PromptBatch, crossed_window
+from grpo.model.stand_ins import exact_products
+from grpo.scoring.forward import completion_hidden
+from grpo.scoring.model_checks import made_up_batch
+
+_PADDING = -1
+
+
+def unlike_prompts(ids: Tensor, mask: Tensor) -> tuple[PromptBatch, Tensor] | None:
+    """Of prompts (R, P), padded on the left, those that differ, and which of them is each row's (R,).
+
+    None where that saves nothing: most rows have a prompt of their own.
+    """
+    unlike, row_to_prompt = _unique(torch.where(mask.bool(), ids, _PADDING))
+    if 2 * len(unlike) > len(row_to_prompt):
+        return None
+    there = unlike != _PADDING
+    is_padded = not bool(there.all())
+    batch = PromptBatch(unlike.clamp(min=0), there.sum(1), is_padded, on_left=is_padded, by_column=True)
+    return batch, row_to_prompt
+
+
+def _unique(rows: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.unique(rows, dim=0, return_inverse=True)
+
+
+@contextmanager
+def shared_prompts(model: PreTrainedModel, tokens: int) -> Iterator[None]:
+    """Inside, the model's backbone takes rows whose last `tokens` are the completion.
+
+    Its hidden states are those from which completions are predicted, and zeros elsewhere.
+    """
+    backbone: nn.Module = model.base_model
+    before, plain = vars(backbone).get("forward"), backbone.forward
+
+    def restore() -> None:
+        del backbone.forward  # the class's shows again
+        if before is not None:
+            backbone.forward = before
+
+    def forward(input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any) -> Any:
+        assert input_ids is not None and attention_mask is not None
+        width = input_ids.shape[1] - tokens
+        unlike = unlike_prompts(input_ids[:, :width], attention_mask[:, :width])
+        if unlike is None:
+            return plain(input_ids=input_ids, attention_mask=attention_mask, **options)
+        is_told = backbone.training and getattr(backbone, "gradient_checkpointing", False)
+        recomputes = is_told and torch.is_grad_enabled()
+        restore()
+        try:
+            with _without_transformers_checkpointing(backbone):
+                hidden = completion_hidden(
+                    model, *unlike, input_ids[:, width:], checkpointing="full" if recomputes else "none"
+                )
+        finally:
+            backbone.forward = forward
+        return BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=F.pad(hidden, (0, 0, width - 1, 1))
+        )
+
+    backbone.forward = forward
+    try:
+        yield
+    finally:
+        restore()
+
+
+@contextmanager
+def _without_transformers_checkpointing(backbone: Any) -> Iterator[None]:
+    """Inside, a backbone that would recompute its layers takes a cache, which it would drop otherwise."""
+    was_on = getattr(backbone, "gradient_checkpointing", False)
+    if was_on:
+        backbone.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        if was_on:
+            backbone.gradient_checkpointing = True
+
+
+@exact_products()
+@torch.no_grad()
+def check_shared_prompts(model: PreTrainedModel, context: int) -> str | None:
+    """What is wrong where hidden states are not the model's own, on made-up tokens; None where they are.
+
+    In prompts of one length, and of two, padded on the left as TRL does.
+    """
+    length, tokens = min(280, context), 4
+    difference = 0.0
+    with crossed_window(model, length):
+        for equal in (True, False):
+            batch = made_up_batch(model, length, equal=equal)
+            prompts, completions = batch.prompts, batch.completion_ids
+            rows = [[*ids[:size].tolist(), *completion.tolist()] for ids, size, completion in
+                    zip(prompts.ids, prompts.lengths.tolist(), completions, strict=True)]  # fmt: skip
+            width = max(map(len, rows))
+            ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=model.device)
+            mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]).to(ids)
+            ids, mask = ids.repeat_interleave(2, 0), mask.repeat_interleave(2, 0)
+            run = partial(model.base_model, use_cache=False)
+            try:
+                expected = run(input_ids=ids, attention_mask=mask).last_hidden_state
+                with shared_prompts(model, tokens):
+                    found = run(input_ids=ids, attention_mask=mask).last_hidden_state
+            except (TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError) as error:
+                return f"{type(error).__name__}: {error}".splitlines()[0]
+            places = slice(width - tokens - 1, width - 1)
+            expected, found = expected[:, places].float(), found[:, places].float()
+            difference = max(difference, ((found - expected).norm() / expected.norm()).item())
+    allowed = 1e-3 if model.dtype.itemsize >= 4 else 0.05
+    return None if difference < allowed else f"hidden states come out {difference:.3g} of their size wrong"
