@@ -174,7 +174,8 @@ def draw(found: dict[str, list[dict[str, Any]]], batch_size: int, file: Path) ->
             over_samples.plot([step * batch_size for step in looks], right, **style)
         over_time.set(xlabel="minutes of training", ylabel="held-out problems right, percent (greedy)")
         over_samples.set(xlabel="completions")
-        over_samples.legend(frameon=False)
+        over_samples.set_ylim(0)
+        over_samples.legend(frameon=False, loc="lower right", ncols=2)
 
 
 def verdicts(found: dict[str, list[dict[str, Any]]]) -> dict[str, bool]:

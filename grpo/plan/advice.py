@@ -1,6 +1,7 @@
 """What to say where not one row fits: what it takes, what would take less, and the least that is enough."""
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -13,13 +14,18 @@ MARGIN_BYTES = 32 * 2**20
 """Beside what is predicted: what a process grows by after its first plan, code and texts."""
 
 
-def check_one_row(traced: TracedPhases, fit: Fit) -> None:
-    """DoesNotFit, with the remedy, where a phase has no room for one row of the longest texts."""
+def check_one_row(
+    traced: TracedPhases, fit: Fit, advice: Callable[[TracedPhases, Fit], DoesNotFit] | None = None
+) -> None:
+    """DoesNotFit, with the remedy, where a phase has no room for one row of the longest texts.
+
+    advice: what makes the error; None: `explain`, by the settings of a run.
+    """
     work, room = traced.work, fit.room_bytes() / (1 + fit.device.slack)
     group = min(work.rows_here, work.config.group_size)
     for phase in work.phases:
         if all(traced.added_bytes(phase, work.size(rows)) > room for rows in (group, 1)):
-            raise explain(traced, fit)
+            raise (advice or explain)(traced, fit)
 
 
 def explain(traced: TracedPhases, fit: Fit) -> DoesNotFit:

@@ -188,20 +188,20 @@ class Arena:
         return Reading(torch.arange(rows, device=lengths.device), lengths - 1, mask, window_mask)
 
     def _mask_within(self, length: int, window: int) -> Mask:
-        """What layers read that see so many of the newest tokens. Own tokens begin where prompts end."""
+        """What layers read that see so many of the newest tokens. Completions begin where prompts end."""
         num_groups, prompt_tokens = len(self.groups), self.room.prompt_tokens
-        own = self._completions.lengths[: num_groups * self.room.width].unsqueeze(1)  # (R, 1)
+        lengths = self._completions.lengths[: num_groups * self.room.width].unsqueeze(1)  # (R, 1)
         prompts = self._prompt_lengths[:num_groups].unsqueeze(1)  # (b, 1)
-        first = own - window
+        first = lengths - window
         first_of_group = first.view(num_groups, -1).amax(1, keepdim=True)  # of rows that go on
-        place, before = (torch.arange(n, device=own.device) for n in (length, prompt_tokens))
+        place, before = (torch.arange(n, device=lengths.device) for n in (length, prompt_tokens))
         reads_prompt = before < prompts
         if self._window is not None:  # padding stands on the left
             reads_prompt = before >= (prompt_tokens + first_of_group).maximum(prompt_tokens - prompts)
         dtype = self._layers[0].completions[0].dtype
         parts = (
             torch.zeros_like(reads, dtype=dtype).masked_fill_(~reads, torch.finfo(dtype).min)
-            for reads in (reads_prompt, (place < own) & (place >= first))
+            for reads in (reads_prompt, (place < lengths) & (place >= first))
         )
         return Mask(*(part[:, None, None] for part in parts))
 

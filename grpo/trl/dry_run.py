@@ -26,7 +26,9 @@ from grpo.memory import DoesNotFit, Fit
 from grpo.memory.budget import readable
 from grpo.model.load import context_length
 from grpo.model.target import make_target
+from grpo.plan.advice import check_one_row
 from grpo.plan.tables import plan_of
+from grpo.plan.trace import TracedPhases
 from grpo.plan.warm_up import card_to_plan_for, see_trace, show_plan, warm_up
 from grpo.plan.workload import LONGEST_TEXTS
 from grpo.trl.sampling import base_model, obstacle
@@ -180,18 +182,16 @@ def _longest_prompt(trainer: Any) -> int:
     return max(1, *map(len, trainer._tokenize_prompts(texts)[0]))
 
 
-def _check_one_row(traced: TracedTrainer, fit: Fit) -> None:
-    """DoesNotFit where a phase has no room for one row of the longest texts."""
-    work, room = traced.work, fit.room_bytes() / (1 + fit.device.slack)
-    for phase in work.phases:
-        needed = traced.added_bytes(phase, work.size(1))
-        if needed > room and traced.added_bytes(phase, work.size(work.config.group_size)) > room:
-            raise DoesNotFit(
-                f"{phase} does not fit: one row needs {readable(needed)} beside the "
-                f"{readable(fit.device.used_bytes())} that are held all along, and there are "
-                f"{fit.device.budget()}: lower max_completion_length, or set gradient_checkpointing, bf16, "
-                "use_peft, or beta: 0, which need less; a smaller model needs the least."
-            )
+def _advice(traced: TracedPhases, fit: Fit) -> DoesNotFit:
+    """By the settings of TRL."""
+    row = traced.work.size(1)
+    phase = max(traced.work.phases, key=lambda name: traced.added_bytes(name, row))
+    return DoesNotFit(
+        f"{phase} does not fit: one row needs {readable(traced.added_bytes(phase, row))} beside the "
+        f"{readable(fit.device.used_bytes())} that are held all along, and there are "
+        f"{fit.device.budget()}: lower max_completion_length, or set gradient_checkpointing, bf16, "
+        "use_peft, or beta: 0, which need less; a smaller model needs the least."
+    )
 
 
 def trace(
@@ -229,7 +229,7 @@ def dry_run(
             )  # fmt: skip
             card.held_bytes += sum(traced.phases.resident().values())
             fit = Fit(card, group_size=work.config.group_size, fixed=work.fixed_rows)
-            _check_one_row(traced, fit)
+            check_one_row(traced, fit, _advice)
             warm_up(fit, work, partial(see_trace, fit, traced), bold=True)
     except Untraceable as error:
         logger.info("{}: the first step will tell how many rows fit", error)
