@@ -132,7 +132,7 @@ class Arena:
         # A step is recorded for few lengths: by powers of two.
         num_blocks = -(-max(ages) // BLOCK)
         length = min(2 ** (num_blocks - 1).bit_length() * BLOCK, static_cache_length(self.room.new_tokens))
-        key = self._sampling, len(self.groups), length
+        key = *self._sampling.values(), len(self.groups), length
         if key in self._replays:
             self._replays[key]()
             return

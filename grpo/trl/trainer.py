@@ -310,10 +310,12 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         """Whether a group's prompt may be computed once; if not, a line says why."""
         model = base_model(self.accelerator.unwrap_model(self.model))
         if self.is_sharded or self._is_vlm or has_dropout(model) or is_prompt_learning(self.model):
-            return False  # of which the first step needs no word
-        if self.args.gradient_checkpointing and not may_recompute_itself(model):
             return False
-        if wrong := self._wrong_with_sharing(model):
+        if self.args.gradient_checkpointing and not may_recompute_itself(model):
+            wrong: str | None = "layers are recomputed by transformers itself, without a cache"
+        else:
+            wrong = self._wrong_with_sharing(model)
+        if wrong:
             logger.info("each completion is scored behind a prompt of its own: {}", wrong)
         return not wrong
 

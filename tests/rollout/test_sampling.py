@@ -83,7 +83,8 @@ LOGITS = st.lists(st.integers(-3, 3).map(lambda n: n * math.log(2)), min_size=1,
     st.sampled_from([0.0, 0.1, 0.3, 0.7]),
 )  # fmt: skip
 def test_truncation_keeps_what_a_slow_implementation_keeps(logits, top_k, top_p, min_p):
-    masked = truncate(torch.tensor([logits]).double(), top_k=top_k, top_p=top_p, min_p=min_p)[0]
+    exact = torch.tensor([logits], dtype=torch.float64)
+    masked = truncate(exact, top_k=top_k, top_p=top_p, min_p=min_p)[0]
     kept = kept_by_hand(logits, top_k, top_p, min_p)
     assert {i for i, value in enumerate(masked.tolist()) if value > -math.inf} == kept
     assert all(masked[i] == logits[i] for i in kept)  # and nothing else has changed

@@ -94,6 +94,16 @@ def test_what_most_rows_have_to_themselves_is_not_shared():
     assert rows.tolist() == [0, 1, 0, 1] and batch.ids.tolist() == [[0, 1], [1, 1]]
 
 
+def test_positions_that_are_each_rows_own_are_minded():
+    model, (ids, mask) = made("llama"), texts([1, 2, 3], [4, 5, 6])
+    positions = torch.arange(ids.shape[1]) * torch.arange(1, len(ids) + 1)[:, None]
+    states = []
+    for tokens in (TOKENS, None):
+        with shared_prompts.shared_prompts(model, tokens) if tokens else nullcontext():
+            states.append(model.base_model(ids, mask, position_ids=positions).last_hidden_state)
+    assert torch.equal(*states)
+
+
 def test_a_trainer_learns_the_same_with_prompts_of_their_own():
     case = Case("dapo", beta=0.04, iterations=2)
     seen: dict[bool, int] = {}
@@ -131,16 +141,17 @@ def test_adapters_and_checkpointing_of_a_trainer(monkeypatch):
     assert max(difference(*runs)) < 1e-10 and "full" in calls
 
 
-def test_where_it_would_be_something_else_prompts_are_each_rows_own(monkeypatch, logged):
+@pytest.mark.parametrize("factor, told", [(1.01, "0.01"), (torch.nan, "nan")])
+def test_where_it_would_be_something_else_prompts_are_each_rows_own(monkeypatch, logged, factor, told):
     right = run(Ours, Case())
 
     def wrong(*args, **options):
-        return 1.01 * hidden(*args, **options)
+        return factor * hidden(*args, **options)
 
     hidden = shared_prompts.completion_hidden
     monkeypatch.setattr(shared_prompts, "completion_hidden", wrong)
     assert max(difference(right, run(Ours, Case()))) < 1e-10
-    assert any("behind a prompt of its own: hidden states come out 0.01 of" in line for line in logged)
+    assert any(f"behind a prompt of its own: hidden states come out {told} of" in line for line in logged)
 
 
 def test_a_model_that_cannot_is_told_of():
