@@ -57,6 +57,10 @@ class PromptBatch(NamedTuple):
         """On the left where attention has a sliding window, which counts places between tokens."""
         if not self.is_padded or self.on_left or sliding_window(model.config) is None:
             return self
+        return self.moved_left()
+
+    def moved_left(self) -> "PromptBatch":
+        """Of one that is padded on the right, the same prompts padded on the left."""
         moved = self._replace(on_left=True)
         return moved._replace(ids=self.ids.gather(1, moved.positions))
 

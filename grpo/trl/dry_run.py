@@ -31,7 +31,8 @@ from grpo.plan.tables import plan_of
 from grpo.plan.trace import TracedPhases
 from grpo.plan.warm_up import card_to_plan_for, see_trace, show_plan, warm_up
 from grpo.plan.workload import LONGEST_TEXTS
-from grpo.trl.sampling import base_model, obstacle
+from grpo.trl.sampling import base_model, obstacle, sampling_settings
+from grpo.trl.shared_prompts import may_share_prompts
 from grpo.trl.traced import Mode, TracedTrainer, TrainerWork, scores_policy
 from grpo.trl.trainer import GRPOTrainer
 
@@ -51,10 +52,8 @@ class _Planned(GRPOTrainer):
     """Trains up to its first step, by when TRL and accelerate have made the model ready."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, native_sampling=False, **kwargs)
-
-    def _wrong_with_sharing(self, model: PreTrainedModel) -> str | None:
-        return None  # as far as can be known without weights
+        super().__init__(*args, native_sampling=False, share_prompts=False, **kwargs)
+        self._shares = may_share_prompts(self, try_it=False)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         prompts = self.args.generation_batch_size // self.num_generations
@@ -161,8 +160,7 @@ def _work_of(trainer: Any, device: torch.device) -> TrainerWork:
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else policy.dtype
     config = Config(
         batch_size=-(-args.per_device_train_batch_size * args.steps_per_generation // group) * group,
-        group_size=group, max_new_tokens=trainer.max_completion_length, temperature=trainer.temperature,
-        top_k=trainer.top_k or 0, top_p=1.0 if trainer.top_p is None else trainer.top_p,
+        group_size=group, **vars(sampling_settings(trainer)),
     )  # fmt: skip
     return TrainerWork(
         config, make_target(policy.config, device, dtype), longest,

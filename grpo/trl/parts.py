@@ -68,8 +68,8 @@ def parts(
     of_rows, tokens = len(lengths), counted.sum(1).tolist()
     order = lengths.argsort(descending=True, stable=True).tolist()
     if groups is not None:
-        places = {group: place for place, group in reversed([*enumerate(groups[row] for row in order)])}
-        order.sort(key=lambda row: places[groups[row]])
+        ranks = {group: rank for rank, group in enumerate(dict.fromkeys(groups[row] for row in order))}
+        order.sort(key=lambda row: ranks[groups[row]])
     if only is not None:
         order = [row for row in order if row in only]
     samples = split_pixel_values_by_grid(dict(inputs))

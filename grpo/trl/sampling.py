@@ -57,6 +57,15 @@ def obstacle(trainer: Any, *, try_it: bool = True) -> str | None:
     return None
 
 
+def sampling_settings(trainer: Any) -> SamplingSettings:
+    """A trainer's, as the decoder takes them."""
+    return SamplingSettings(
+        max_new_tokens=trainer.max_completion_length, temperature=trainer.temperature,
+        top_k=trainer.top_k or 0, top_p=1.0 if trainer.top_p is None else trainer.top_p,
+        min_p=trainer.min_p or 0.0,
+    )  # fmt: skip
+
+
 class NativeSampler:
     """Of one trainer, whose `Fit` says how many rows are sampled at once."""
 
@@ -98,11 +107,7 @@ class NativeSampler:
 
     def _sample(self, model: PreTrainedModel, prompt_ids: list[list[int]]) -> list[list[int]]:
         trainer, size, longest = self._trainer, _group_size(prompt_ids), max(map(len, prompt_ids))
-        settings = SamplingSettings(
-            max_new_tokens=trainer.max_completion_length, temperature=trainer.temperature,
-            top_k=trainer.top_k or 0, top_p=1.0 if trainer.top_p is None else trainer.top_p,
-            min_p=trainer.min_p or 0.0,
-        )  # fmt: skip
+        settings = sampling_settings(trainer)
         model = self._in_step(model)
         uniforms = step_uniforms(
             len(prompt_ids), settings.max_new_tokens, seed=trainer.args.seed, step=self._drawn[0],

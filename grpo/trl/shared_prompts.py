@@ -13,14 +13,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from loguru import logger
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from grpo.model.prefill import PromptBatch, crossed_window
+from grpo.model.activation_checkpointing import may_recompute_itself
+from grpo.model.load import context_length
+from grpo.model.prefill import PromptBatch, crossed_window, pad_prompts
 from grpo.model.stand_ins import exact_products
 from grpo.scoring.forward import completion_hidden
 from grpo.scoring.model_checks import made_up_batch
+from grpo.trl.sampling import base_model
 
 _PADDING = -1
 _NOT_SHARED = "position_ids", "token_type_ids", "inputs_embeds", "past_key_values"
@@ -99,6 +103,31 @@ def _without_transformers_checkpointing(backbone: Any) -> Iterator[None]:
             backbone.gradient_checkpointing = True
 
 
+def may_share_prompts(trainer: Any, *, try_it: bool = True) -> bool:
+    """Whether a trainer of TRL's may compute a group's prompt once.
+
+    Where it would come out otherwise a line says why. try_it: whether that is tried out, which takes weights.
+    """
+    model = base_model(trainer.accelerator.unwrap_model(trainer.model))
+    if trainer.is_sharded or trainer._is_vlm or has_dropout(model) or _is_prompt_learning(trainer.model):
+        return False
+    wrong = check_shared_prompts(model, context_length(model.config)) if try_it else None
+    if trainer.args.gradient_checkpointing and not may_recompute_itself(model):
+        wrong = "layers are recomputed by transformers itself, without a cache"
+    if wrong is not None:
+        logger.info("each completion is scored behind a prompt of its own: {}", wrong)
+    return wrong is None
+
+
+def has_dropout(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
+def _is_prompt_learning(model: Any) -> bool:
+    """Whether peft puts tokens of its own before each text."""
+    return any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values())
+
+
 @exact_products()
 @torch.no_grad()
 def check_shared_prompts(model: PreTrainedModel, context: int) -> str | None:
@@ -114,10 +143,8 @@ def check_shared_prompts(model: PreTrainedModel, context: int) -> str | None:
             prompts, completions = batch.prompts, batch.completion_ids
             rows = [[*ids[:size].tolist(), *completion.tolist()] for ids, size, completion in
                     zip(prompts.ids, prompts.lengths.tolist(), completions, strict=True)]  # fmt: skip
-            width = max(map(len, rows))
-            ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=model.device)
-            mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]).to(ids)
-            ids, mask = ids.repeat_interleave(2, 0), mask.repeat_interleave(2, 0)
+            texts = pad_prompts([row for row in rows for _ in range(2)]).to(model.device).moved_left()
+            ids, mask, width = texts.ids, texts.mask.long(), texts.ids.shape[1]
             run = partial(model.base_model, use_cache=False)
             try:
                 expected = run(input_ids=ids, attention_mask=mask).last_hidden_state

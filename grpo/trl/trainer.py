@@ -19,14 +19,11 @@ from loguru import logger
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from grpo.config.sizes import parse_size
 from grpo.environment import keep_freed
 from grpo.memory import Device, Fit, Size
 from grpo.memory.budget import data_limit
-from grpo.model.activation_checkpointing import may_recompute_itself
-from grpo.model.load import context_length
 from grpo.plan.tables import Measured
 from grpo.trl.parts import (
     LOSSES,
@@ -41,7 +38,7 @@ from grpo.trl.processes import Alone, average_gradients, metric_values, smallest
 from grpo.trl.record import plan_table, step_metrics
 from grpo.trl.replay import RandomState, drop_gradients, gradients_apart
 from grpo.trl.sampling import NativeSampler, base_model, obstacle
-from grpo.trl.shared_prompts import check_shared_prompts, shared_prompts, unlike_prompts
+from grpo.trl.shared_prompts import has_dropout, may_share_prompts, shared_prompts, unlike_prompts
 
 SHARDED = DistributedType.DEEPSPEED, DistributedType.FSDP
 """Where processes have to do as many passes, and cannot do one again by themselves."""
@@ -115,7 +112,7 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
             raise ValueError(f"memory_utilization={memory_utilization}: a share of the device, up to 1.")
         limit = parse_size(memory_limit) if isinstance(memory_limit, str) else memory_limit
         arguments = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
-        _refuse(arguments.get("args"))
+        _refuse(arguments.get("args"), skips=skip_zero_variance)
         super().__init__(*args, **kwargs)
         if getattr(self, "aux_loss_enabled", False):
             raise ValueError(
@@ -131,14 +128,14 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
             group_size=self.num_generations, replays=not self.is_sharded,
             agree=(lambda rows: smallest(rows, device)) if self.is_sharded else (lambda rows: rows),
         )  # fmt: skip
-        if skip_zero_variance and (reason := self._learns_from_all()):
+        if skip_zero_variance and self.is_sharded:
             raise ValueError(
-                f"skip_zero_variance leaves rows out that would be learned from: {reason}. "
-                "Set one or the other."
+                "skip_zero_variance leaves rows out, and processes that share a model take as many passes: "
+                "leave it out."
             )
         self._skips = skip_zero_variance
         self._measured, self._num_steps = Measured(self.fit), 0
-        self._shares = share_prompts and self._may_share_prompts()
+        self._shares = share_prompts and may_share_prompts(self)
         self._sampler = None
         if native_sampling and not self._has_engine:
             reason = obstacle(self)
@@ -274,7 +271,6 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         discard: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """The batch's loss and metrics, from those of parts that fit."""
-
         only = rows_with_advantage(inputs) if self._skips and phase == "learn" else None
         groups = None
         if self._shares and (unlike := unlike_prompts(inputs["prompt_ids"], inputs["prompt_mask"])):
@@ -306,30 +302,6 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         """Of rows of so many completion tokens, and of `width` with the prompt."""
         return Size(rows, tokens, width - tokens) if self._shares else Size(rows, width)
 
-    def _may_share_prompts(self) -> bool:
-        """Whether a group's prompt may be computed once; if not, a line says why."""
-        model = base_model(self.accelerator.unwrap_model(self.model))
-        if self.is_sharded or self._is_vlm or has_dropout(model) or is_prompt_learning(self.model):
-            return False
-        if self.args.gradient_checkpointing and not may_recompute_itself(model):
-            wrong: str | None = "layers are recomputed by transformers itself, without a cache"
-        else:
-            wrong = self._wrong_with_sharing(model)
-        if wrong:
-            logger.info("each completion is scored behind a prompt of its own: {}", wrong)
-        return not wrong
-
-    def _wrong_with_sharing(self, model: PreTrainedModel) -> str | None:
-        return check_shared_prompts(model, context_length(model.config))
-
-    def _learns_from_all(self) -> str | None:
-        """Why a row without an advantage has a gradient, or counts, all the same; None where it has none."""
-        if self.beta:
-            return f"beta is {self.beta}"
-        if self._entropy_bonus_enabled:
-            return "there is a bonus on entropy"
-        return "processes that share a model take as many passes" if self.is_sharded else None
-
     def _control_entropy(self) -> None:
         """The end of a step to TRL's control of the entropy, which its parts are not."""
         if self.use_adaptive_entropy:
@@ -346,19 +318,19 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         return "train" if self.model.training else "eval"
 
 
-def has_dropout(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+def _refuse(settings: Any, *, skips: bool) -> None:
+    """ValueError for what cannot be had of a batch in parts, before a model is loaded.
 
-
-def is_prompt_learning(model: Any) -> bool:
-    """Whether peft puts tokens of its own before each text."""
-    return any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values())
-
-
-def _refuse(settings: Any) -> None:
-    """ValueError for what cannot be had of a batch in parts, before a model is loaded."""
+    skips: whether rows without an advantage are left out, from which a KL or a bonus would learn.
+    """
     if settings is None:
         return
+    has_bonus = getattr(settings, "entropy_coef", 0.0) or getattr(settings, "use_adaptive_entropy", False)
+    if skips and (settings.beta or has_bonus):
+        reason = f"beta is {settings.beta}" if settings.beta else "there is a bonus on entropy"
+        raise ValueError(
+            f"skip_zero_variance leaves rows out that would be learned from: {reason}. Set one or the other."
+        )
     if settings.top_entropy_quantile < 1.0:
         raise ValueError(
             f"top_entropy_quantile={settings.top_entropy_quantile} is a quantile over the rows on the device "
