@@ -114,7 +114,7 @@ def give_back() -> None:
     """Give freed memory back from here on, and what is free now: it has run out, and gaps may be why."""
     if (libc := _glibc()) is not None:
         libc.malloc_trim(0)
-        _tune_malloc(mapped_from=2**20, trim_above=2**20)
+        _tune_malloc(mapped_from=2**18, trim_above=2**20)
 
 
 def free_bytes() -> int:

@@ -111,7 +111,7 @@ def rows_taken(rank: int, config: Config) -> tuple[dict[str, int], dict[str, int
             texts = config.max_new_tokens, run.longest_prompt
             room = int(sum(run.fit.predict("learn", Size(rows, *texts)) for rows in (4, 8)) / 2)
             run.device.slack, run.device.used_bytes = 0.0, lambda: 0
-            run.device.budget = lambda: Budget(room, "test")
+            run.device.budget, run.device.room_bytes = lambda: Budget(room, "test"), lambda: room
         Trainer(run).train(StopRequest())
         added = {phase: largest.added_bytes for phase, largest in run.measured.largest.items()}
         return planned, run.fit.planned(), added

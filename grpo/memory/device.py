@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from grpo.environment import free_bytes
+from grpo.environment import free_bytes, give_back, keep_freed
 from grpo.memory.budget import (
     CONTEXT_BYTES,
     GB,
@@ -33,6 +33,8 @@ from grpo.memory.live import LiveBytes
 
 FIRST_SLACK = 0.1
 """On a host, where malloc keeps gaps between tensors; elsewhere utilization leaves room for that."""
+GROWTH_BYTES = 32 * 2**20
+"""What a process on a host grows by after its plan: kernels for new shapes, code, texts."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,20 @@ class Device:
             all_of_it.ours_bytes,
         )
         return make_budget(part, utilization=self.utilization, limit_bytes=self.limit_bytes)
+
+    def room_bytes(self) -> int:
+        """What tensors may add to what is held now.
+
+        Not the last bytes of a host: a kernel that cannot be compiled there is never tried again, and torch's
+        own product in bf16 is 20 times as slow.
+        """
+        return self.budget().usable_bytes - self.used_bytes() - (GROWTH_BYTES if self.on_host else 0)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a host's process may hold less than the machine has, by whoever limits it."""
+        machine = psutil.virtual_memory().total
+        return self.on_host and (self.limit_bytes is not None or self.memory().total_bytes < machine)
 
     def used_bytes(self) -> int:
         """What is not free to whatever this process does next: without what any allocator keeps for all.
@@ -232,7 +248,7 @@ class Device:
 
         On CUDA the allocator's share of the card, less what the process holds beside it, now and once its
         kernels are loaded; on Linux RLIMIT_DATA of this process (private writable memory). Gives how, in
-        words.
+        words. A host's process that is limited gives back what it frees, at the cost of fresh pages.
         """
         usable_bytes = self.budget().usable_bytes
         with ExitStack() as limited:
@@ -250,6 +266,9 @@ class Device:
                 if before[0] == resource.RLIM_INFINITY or most < before[0]:
                     limited.callback(resource.setrlimit, resource.RLIMIT_DATA, before)
                     resource.setrlimit(resource.RLIMIT_DATA, (most, before[1]))
+                if self.is_limited:
+                    limited.callback(keep_freed)
+                    give_back()
                 yield "enforced by the system (RLIMIT_DATA)"
             else:
                 yield "a guide for the plan only: this system cannot enforce it"

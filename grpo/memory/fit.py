@@ -151,7 +151,7 @@ class Fit:
 
     def room_bytes(self) -> int:
         """What phases may add now."""
-        return self.device.budget().usable_bytes - self.device.used_bytes()
+        return self.device.room_bytes()
 
     def positions(self, size: Size) -> int:
         """Tokens that such a pass computes."""
@@ -181,8 +181,7 @@ class Fit:
         known = phase if self.knows(phase) or not like else like
         if not self.knows(known):
             return min(batch_size, self.group_size, state.most or batch_size)
-        budget, formula = self.device.budget(), self._phases[known].formula
-        room = budget.usable_bytes - self.device.used_bytes()
+        formula, room = self._phases[known].formula, self.device.room_bytes()
         growth = GROWTH[formula.has_one_size]
 
         def largest(fits: Callable[[int], bool], at_most: int) -> int:
@@ -212,7 +211,7 @@ class Fit:
             if again:
                 state.went_well, state.most = 0, None if rows == batch_size or not state.most else most
         if before is None or rows != batch_size or rows > before:  # a smaller batch leaves the plan as it is
-            why = f"longer texts, or less room, of {budget}"
+            why = f"longer texts, or less room, of {self.device.budget()}"
             if before is not None and rows > before:
                 why = "room for all" if rows == batch_size else "room for more"
             self._change(phase, rows, why)

@@ -54,6 +54,7 @@ _SAYS_OUT_OF_MEMORY = re.compile(
             r"^Resource temporarily unavailable$",  # a thread, which has no room for its stack
             r"could not create a memory object",  # oneDNN
             r"could not (?:create|execute) a primitive(?! descriptor)",
+            r"error return without exception set",  # CPython 3.11, where a frame has no room
         ]
     ),
     re.IGNORECASE,
@@ -71,7 +72,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     link: BaseException | None = error
     seen: list[BaseException] = []
     while isinstance(link, Exception) and not isinstance(link, DoesNotFit) and link not in seen:
-        by_text = isinstance(link, RuntimeError) and _SAYS_OUT_OF_MEMORY.search(str(link))
+        by_text = isinstance(link, RuntimeError | SystemError) and _SAYS_OUT_OF_MEMORY.search(str(link))
         by_number = isinstance(link, OSError) and link.errno == errno.ENOMEM
         if by_text or by_number or isinstance(link, MemoryError | torch.OutOfMemoryError):
             return True

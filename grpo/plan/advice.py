@@ -7,11 +7,9 @@ import torch
 
 from grpo.memory import DoesNotFit, Fit
 from grpo.memory.budget import GB, MEMORY_LIMIT, readable
+from grpo.memory.device import GROWTH_BYTES
 from grpo.plan.trace import TracedPhases
 from grpo.plan.workload import Workload
-
-MARGIN_BYTES = 32 * 2**20
-"""Beside what is predicted: what a process grows by after its first plan, code and texts."""
 
 
 def check_one_row(
@@ -44,7 +42,7 @@ def explain(traced: TracedPhases, fit: Fit) -> DoesNotFit:
         text += _remedies(traced, phase)
     else:
         text += f"The process and the model alone take {readable(used)}."
-    enough = math.ceil(100 * (used + needed + MARGIN_BYTES) / budget.share / GB) / 100
+    enough = math.ceil(100 * (used + needed + GROWTH_BYTES) / budget.share / GB) / 100
     if budget.reason == MEMORY_LIMIT:
         return DoesNotFit(f"{text} {MEMORY_LIMIT} has to be at least {enough:.2f}GB.")
     of_which = f", of which {budget.share:.0%} are used (--memory-utilization)" if budget.share < 1 else ""

@@ -15,6 +15,7 @@ from real_phases import allocator_peak
 from several_processes import in_processes, values
 from torch import nn
 
+from grpo.environment import keep_freed
 from grpo.memory import Device, budget, is_out_of_memory, peak_live_bytes
 from grpo.memory import device as devices
 from grpo.memory.budget import (
@@ -327,6 +328,9 @@ def test_the_budget_is_the_least_of_share_free_memory_and_limit(card):
     assert (sold.ours_bytes, sold.others_bytes) == (0, 0)
     assert str(make_budget(sold, utilization=0.85)) == "19.99 GB (85% of 23.52 GB)"
     assert DeviceMemory(100, 60, 50).others_bytes == 0  # what we hold may be counted twice
+    host = Device("cpu", limit_bytes=2**40)
+    assert abs(host.budget().usable_bytes - host.used_bytes() - host.room_bytes() - 32 * MB) < MB
+    assert host.is_limited and not Device(CUDA, limit_bytes=GB).is_limited
     budgets = [Device(CUDA, utilization=0.5, sharing=sharing).budget() for sharing in (1, 2)]
     assert [made.usable_bytes for made in budgets] == [12 * GB, 6 * GB]
 
@@ -370,14 +374,34 @@ def without_a_limit() -> tuple[str, list[bool]]:
     return how, [*found, resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY]
 
 
+def freed_memory() -> tuple[str, list[bool]]:
+    """What is freed goes back where it counts towards a limit, and is kept elsewhere and afterwards."""
+
+    def kept_bytes() -> int:
+        before = counted.memory().ours_bytes
+        blocks = [torch.ones(4 * MB, dtype=torch.uint8) for _ in range(16)]
+        held = counted.memory().ours_bytes - before
+        del blocks
+        assert held > 60 * MB
+        return counted.memory().ours_bytes - before
+
+    counted = Device(limit_bytes=2**40)
+    keep_freed()
+    with Device(limit_bytes=counted.memory().ours_bytes + 512 * MB).capped() as how:
+        found = [kept_bytes() < 8 * MB]
+    with Device().capped():
+        found.append(kept_bytes() > 56 * MB)
+    return how, found
+
+
 def limited(rank: int) -> tuple[str, list[bool]]:
-    return (within_a_limit, below_ulimit, without_a_limit)[rank]()
+    return (within_a_limit, below_ulimit, without_a_limit, freed_memory)[rank]()
 
 
 @LINUX
 def test_on_linux_the_system_enforces_the_budget_and_a_limit_that_is_there_is_all_there_is():
     """Each in a process of its own, whose other tests would have to live with it."""
-    for how, found in values(in_processes(3, limited)):
+    for how, found in values(in_processes(4, limited)):
         assert how == "enforced by the system (RLIMIT_DATA)" and found == [True] * len(found)
 
 

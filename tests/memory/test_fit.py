@@ -39,6 +39,7 @@ class Meter:
         self.tried, self.asked_exact = list[int](), list[bool]()
         self.budget = lambda: Budget(self.usable, "test")
         self.used_bytes, self.neighbours = lambda: 150, lambda: ""
+        self.room_bytes = lambda: self.budget().usable_bytes - 150
 
     @contextmanager
     def measure(self, *, exact: bool) -> Iterator[Peak]:

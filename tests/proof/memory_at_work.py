@@ -59,6 +59,9 @@ def test_the_least_limit_that_is_named_is_enough_and_twice_the_need_costs_no_tim
         limit = GB * float(named[1] or named[2]) if named else limit
     status, _, slow, _ = train(tmp_path / "least", precision, limit=limit)
     assert status == 0 and slow <= 4 * seconds
+    for within in True, False:
+        status, printed, *_ = train(tmp_path / f"more-{within}", precision, limit=1.2 * limit, within=within)
+        assert status == 0 and "out of memory" not in printed
     status, _, free, _ = train(tmp_path / "twice", precision, limit=2 * need)
     assert status == 0 and free <= 1.15 * seconds
 
