@@ -147,7 +147,7 @@ def change(steps: list[dict[str, Any]]) -> tuple[float, float, float]:
 def row_for(name: str, steps: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, str]:
     """Of the table. others: the first side's steps; in the first of all the drop-in still measures."""
     first, last = steps[0]["look"], steps[-1]["look"]
-    ratio, least, most = times_as_much(*([step["seconds"] for step in who[2:]] for who in (steps, others)))
+    ratio, least, most = times_as_much(*([step["seconds"] for step in side[2:]] for side in (steps, others)))
     rise, low, high = change(steps)
     seconds = [step["seconds"] for step in steps[1:]]
     return {

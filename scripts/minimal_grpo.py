@@ -82,8 +82,8 @@ def train(seconds: float) -> list[float]:
         with fit.rows("learn", size) as rows:
             for micro in micro_batches(sampled, rows):
                 tokens = batch.tokens(micro, loss.loss_type, target.exact_dtype)
-                micro, there = micro.to(target.device, tokens.tensors())
-                sums.append(learn_tokens(model, micro, tokens.with_tensors(there), settings=loss, **compute))
+                micro, moved = micro.to(target.device, tokens.tensors())
+                sums.append(learn_tokens(model, micro, tokens.with_tensors(moved), settings=loss, **compute))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

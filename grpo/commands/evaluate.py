@@ -38,7 +38,7 @@ class EvaluateConfig(Settings):
     """What to judge by: names, or functions as file.py:name; none given: those of the first run named."""
     reward_weights: tuple[float, ...] = ()
     """One weight a reward; none given: 1 each."""
-    asking: tyro.conf.OmitArgPrefixes[PromptSettings] = field(default_factory=PromptSettings)
+    prompt_settings: tyro.conf.OmitArgPrefixes[PromptSettings] = field(default_factory=PromptSettings)
     heldout_share: float | None = None
     """Share of positions that is held out, 1 for a file of its own (bundled: is split already); None: the
     run's."""
@@ -108,8 +108,8 @@ class EvaluateConfig(Settings):
         changes = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.reward:
             changes |= {"reward": self.reward, "reward_weights": self.reward_weights}
-        if self.asking != PromptSettings():
-            changes |= vars(self.asking)
+        if self.prompt_settings != PromptSettings():
+            changes |= vars(self.prompt_settings)
         task = replace(base, **changes)
         return with_length(replace(task, reward=rewards_for(task.prompts, task.reward)))
 

@@ -94,8 +94,8 @@ def sweep(asked: Sweep, console: Console) -> int:
         again = sys.argv[1:] if asked.output else [*sys.argv[1:], "--output", str(folder)]
         logger.error("stopped; finished sizes are kept. Go on with: {} {}", typed("sweep"), shlex.join(again))
         return INTERRUPTED
-    what = "loss" if settings.objective == "lm" else "reward"
-    title = f"{settings.total:,} {settings.unit} at each size; {what}"
+    quality = "loss" if settings.objective == "lm" else "reward"
+    title = f"{settings.total:,} {settings.unit} at each size; {quality}"
     console.print(table(title, [size_row(size, settings.unit) for size in sizes]))
     logger.info("for the report: {} {}", typed("report"), shlex.quote(str(folder)))
     return FAILED if any(size.status == "failed" for size in sizes) else DONE

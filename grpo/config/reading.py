@@ -36,10 +36,10 @@ def to_plain(config: Config) -> dict[str, Any]:
 def from_plain(values: Mapping[str, Any], base: Config | None = None) -> Config:
     """Settings by name as a file has them, over `base`, and of its class. SettingsError for what is none."""
     base = base or Config()
-    known = [item.name for item in fields(base)]
+    names = [item.name for item in fields(base)]
     for name in values:
-        if name not in known:
-            hint = f"{_near(name, known)}docs/settings.md and --help name them all."
+        if name not in names:
+            hint = f"{_near(name, names)}docs/settings.md and --help name them all."
             raise SettingsError(f"there is no setting {reprlib.repr(name)}. {hint}")
     if values.get("gradient_checkpointing") == "selective":
         logger.info("gradient_checkpointing is auto: selective, of an older version, is no longer known")
@@ -128,13 +128,13 @@ def read_config(path: Path, profile: str | None = None, base: Config | None = No
     if not isinstance(profiles, dict) or not profiles or {*map(type, profiles.values())} - {dict, NoneType}:
         hint = "write a name below 'profiles:', and below that lines like 'batch_size: 64'."
         raise SettingsError(f"profiles in {file} are no named settings: {hint}")
-    named = {str(name): part or {} for name, part in profiles.items()}  # none: only what is shared
+    by_name = {str(name): part or {} for name, part in profiles.items()}  # none: only what is shared
     if profile is None:
-        raise SettingsError(f"{file} holds profiles: choose one with --profile, of {', '.join(named)}.")
-    if profile not in named:
-        hint = f"{_near(profile, named)}There are {', '.join(named)}."
+        raise SettingsError(f"{file} holds profiles: choose one with --profile, of {', '.join(by_name)}.")
+    if profile not in by_name:
+        hint = f"{_near(profile, by_name)}There are {', '.join(by_name)}."
         raise SettingsError(f"profile is {profile!r}, which is none of {file}: {hint}")
-    return from_plain({**values, **named[profile]}, base)
+    return from_plain({**values, **by_name[profile]}, base)
 
 
 def parse_command_line(arguments: Sequence[str] | None = None) -> Config:

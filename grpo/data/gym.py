@@ -48,14 +48,14 @@ def make_dataset(spec: str) -> Any:
             f"prompts is {spec!r}, but reasoning-gym has no task {name!r}{_nearest(name, datasets)}."
         )
     _, config = datasets[name]
-    known = [field.name for field in dataclasses.fields(config)]
+    names = [field.name for field in dataclasses.fields(config)]
     settings: dict[str, Any] = {"size": SIZE, "seed": SEED}
     for item in filter(None, query.split("&")):
         setting, equals, value = item.partition("=")
-        if setting not in known or not equals:
+        if setting not in names or not equals:
             raise SettingsError(
-                f"prompts is {spec!r}, but {name} has no setting {setting!r}{_nearest(setting, known)}; "
-                f"it has {', '.join(known)}. Give them as {PREFIX}{name}?{known[0]}=…&…"
+                f"prompts is {spec!r}, but {name} has no setting {setting!r}{_nearest(setting, names)}; "
+                f"it has {', '.join(names)}. Give them as {PREFIX}{name}?{names[0]}=…&…"
             )
         settings[setting] = yaml.safe_load(value)
     try:

@@ -92,14 +92,14 @@ class Processes(World):
 
     def _listen(self, other: int) -> None:
         """All that another process says, to its end; in a thread of its own."""
-        what: str | None = ""
+        place: str | None = ""
         try:
-            while what not in (None, THE_END):
+            while place not in (None, THE_END):
                 length = self._receive(other, torch.empty(1, dtype=torch.int64))
                 content = self._receive(other, torch.empty(int(length), dtype=torch.uint8))
-                what, value = message = unpack(content.numpy().tobytes())
+                place, value = message = unpack(content.numpy().tobytes())
                 with self._news:
-                    if what is None:
+                    if place is None:
                         self._lost[other] = value
                     else:
                         self._inbox[other].append(message)
@@ -233,7 +233,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         for tensor in tensors:
             if tensor.dtype != dtype:
                 continue
-            if bucket and sum(each.nbytes for each in [*bucket, tensor]) > BUCKET_BYTES:
+            if bucket and sum(part.nbytes for part in [*bucket, tensor]) > BUCKET_BYTES:
                 yield bucket
                 bucket = []
             bucket.append(tensor)

@@ -36,11 +36,11 @@ class Share:
 
     def rollout(self, of: Rollout) -> Rollout:
         """This process's part of the step's rollout, and idle groups behind it."""
-        own = of.groups(self.groups)
+        ours = of.groups(self.groups)
         if not self.idle:
-            return own
+            return ours
         repeated = of.groups(range(self.idle))
-        return Rollout.join([own, replace(repeated, lengths=torch.zeros_like(repeated.lengths))])
+        return Rollout.join([ours, replace(repeated, lengths=torch.zeros_like(repeated.lengths))])
 
     def rows(self, of: Tensor) -> Tensor:
         """This process's rows of a tensor (N, …), and zeros for the idle ones."""

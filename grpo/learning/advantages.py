@@ -119,9 +119,9 @@ def field_credit(
         first, last = torch.tensor(field.letters).unsqueeze(2).unbind(1)  # (N, 1)
         is_end = last == lengths  # and what ends the text, which has no letters
         is_whole = (first == 0) & is_end | is_unclear
-        inside = (ends > first) & ((starts < last) | is_end) & ~is_whole & rollout.mask  # (N, C)
-        credit += part.unsqueeze(1) * inside
-        rest -= part * inside.any(1)
+        of_field = (ends > first) & ((starts < last) | is_end) & ~is_whole & rollout.mask  # (N, C)
+        credit += part.unsqueeze(1) * of_field
+        rest -= part * of_field.any(1)
     return (credit + rest.unsqueeze(1)) * rollout.mask
 
 

@@ -94,9 +94,9 @@ def accumulate_grpo(
     begin_gradients(model)
     for micro in micro_batches(batch.rollout, rows, mask=batch.mask, pass_tokens=pass_tokens):
         tokens = batch.tokens(micro, settings.loss_type, torch.promote_types(model.dtype, torch.float32))
-        micro, there = micro.to(device, tokens.tensors())
+        micro, moved = micro.to(device, tokens.tensors())
         metrics = learn_tokens(
-            model, micro, tokens.with_tensors(there), settings=settings, temperature=temperature, dtype=dtype,
+            model, micro, tokens.with_tensors(moved), settings=settings, temperature=temperature, dtype=dtype,
             importance_cap=importance_cap, checkpointing=checkpointing,
         )  # fmt: skip
         sums = merge_metrics(sums, {name: value.to(exact) for name, value in metrics.items()})

@@ -106,5 +106,5 @@ class Measured:
         return table
 
 
-def _held(one: Pass) -> tuple[int, int]:
-    return one.added_bytes or 0, one.process_bytes
+def _held(largest: Pass) -> tuple[int, int]:
+    return largest.added_bytes or 0, largest.process_bytes

@@ -214,7 +214,7 @@ class Engine:
             )
             replaced = self._replaced[position.seed]
             replaced[thought.how] += 1
-            counts = ", ".join(f"{how} {count}" for how, count in replaced.items())
+            counts = ", ".join(f"{move_kind} {count}" for move_kind, count in replaced.items())
             self._send(as_info(f"{reason}: {thought.how} {played} (in this game: {counts})"))
         if is_infinite:
             stop.wait()

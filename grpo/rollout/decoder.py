@@ -44,9 +44,9 @@ def open_arena(model: PreTrainedModel, room: Room, reusable: ReusableArena | Non
     """
     reusable = reusable or ReusableArena()
     if reusable.arena is not None:
-        has = reusable.arena.room
-        if has == room._replace(
-            groups=max(room.groups, has.groups), prompt_tokens=max(room.prompt_tokens, has.prompt_tokens)
+        there = reusable.arena.room
+        if there == room._replace(
+            groups=max(room.groups, there.groups), prompt_tokens=max(room.prompt_tokens, there.prompt_tokens)
         ):
             return reusable.arena
         reusable.release()  # before there is another

@@ -126,8 +126,8 @@ def _attend_once(of_prompt: Part, of_completion: Part, scale: float) -> Tensor:
     weights = torch.cat(parts, -1).softmax(-1)  # (R, H, P + L)
     from_prompt, from_own = weights.split([part.shape[-1] for part in parts], -1)
     by_prompt = from_prompt.view(len(folded), -1, *query.shape[1:3], from_prompt.shape[-1])
-    read = _by_row(by_prompt.transpose(1, 2).flatten(2, 3) @ prompt_values, query)
-    return read + (from_own.unflatten(1, query.shape[1:3]) @ completion_values).flatten(1, 2)
+    attended = _by_row(by_prompt.transpose(1, 2).flatten(2, 3) @ prompt_values, query)
+    return attended + (from_own.unflatten(1, query.shape[1:3]) @ completion_values).flatten(1, 2)
 
 
 def _attend_twice(of_prompt: Part, of_completion: Part, scale: float) -> Tensor:

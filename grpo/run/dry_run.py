@@ -69,6 +69,6 @@ def _tokenizer_of(name: str) -> Tokenizer:
     logger.info("prompts are counted as a token a byte, the most there can be")
 
     def token_a_byte(text: str | list[str], **options: bool) -> Mapping[str, Any]:
-        return {"input_ids": text.encode() if isinstance(text, str) else [one.encode() for one in text]}
+        return {"input_ids": text.encode() if isinstance(text, str) else [line.encode() for line in text]}
 
     return token_a_byte

@@ -38,9 +38,13 @@ class MicroBatch:
     ) -> tuple["MicroBatch", dict[str, Tensor]]:
         """On a device, in one copy with others that belong to it; those that are None are left out."""
         tensors = {name: getattr(self, name) for name in ("row_to_prompt", "completion_ids", "scored")}
-        named = {name: tensor for name, tensor in {**tensors, **(others or {})}.items() if tensor is not None}
-        ids, lengths, *there = to_device([self.prompts.ids, self.prompts.lengths, *named.values()], device)
-        moved = dict(zip(named, there, strict=True))
+        to_move = {
+            name: tensor for name, tensor in {**tensors, **(others or {})}.items() if tensor is not None
+        }
+        ids, lengths, *tensors_there = to_device(
+            [self.prompts.ids, self.prompts.lengths, *to_move.values()], device
+        )
+        moved = dict(zip(to_move, tensors_there, strict=True))
         tensors = {name: moved.pop(name) for name in tensors if name in moved}
         prompts = PromptBatch(ids, lengths, self.prompts.is_padded)
         return replace(self, prompts=prompts, **tensors), moved
@@ -175,7 +179,7 @@ def score(
     exact = torch.promote_types(model.dtype, torch.float32)
     logp = torch.zeros(rollout.completion_ids.shape, dtype=exact, device=model.device)
     for micro in micro_batches(rollout, rows, pass_tokens=pass_tokens):
-        batch, there = micro.to(model.device, {"rows": micro.rows})
+        batch, moved = micro.to(model.device, {"rows": micro.rows})
         part = batch.padded(token_logprobs(model, batch, temperature=temperature, dtype=dtype)[0])
-        logp[there["rows"], : part.shape[1]] = part.to(exact)
+        logp[moved["rows"], : part.shape[1]] = part.to(exact)
     return logp.cpu()

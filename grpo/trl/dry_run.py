@@ -85,8 +85,8 @@ def _outline(
     """What TRL's `create_model_from_path` gives, without storage."""
     if options.get("quantization_config") is not None:
         raise Untraceable("this model cannot be traced (it is quantized)")
-    known = {name: options[name] for name in ("revision", "trust_remote_code") if options.get(name)}
-    config = AutoConfig.from_pretrained(path, **known)
+    of_config = {name: options[name] for name in ("revision", "trust_remote_code") if options.get(name)}
+    config = AutoConfig.from_pretrained(path, **of_config)
     kind = config.dtype if dtype in ("auto", None) else dtype
     kind = getattr(torch, kind) if isinstance(kind, str) else kind or torch.float32
     with _told(), mode:
@@ -127,9 +127,9 @@ def _at_first_step(
     args.report_to, args.disable_tqdm = [], True
     args.push_to_hub = args.log_completions = args.eval_on_start = False
 
-    def make(*given: Any, **named: Any) -> _Planned:
+    def make(*args: Any, **options: Any) -> _Planned:
         with _told(ValueError, TypeError, OSError, ImportError):
-            return _Planned(*given, **named, **memory)
+            return _Planned(*args, **options, **memory)
 
     with ExitStack() as changed:
         args.output_dir = changed.enter_context(tempfile.TemporaryDirectory())
@@ -156,7 +156,7 @@ def _work_of(trainer: Any, device: torch.device) -> TrainerWork:
     if reason is not None:
         logger.info("TRL samples by itself ({}): the first step will tell in how many rows", reason)
     scores = bool(trainer.beta) or scores_policy(trainer)
-    done = {"sample": reason is None, "score": scores, "learn": True}
+    phases = {"sample": reason is None, "score": scores, "learn": True}
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else policy.dtype
     config = Config(
         batch_size=-(-args.per_device_train_batch_size * args.steps_per_generation // group) * group,
@@ -164,7 +164,7 @@ def _work_of(trainer: Any, device: torch.device) -> TrainerWork:
     )  # fmt: skip
     return TrainerWork(
         config, make_target(policy.config, device, dtype), longest,
-        done=tuple(phase for phase, is_done in done.items() if is_done),
+        done=tuple(phase for phase, is_done in phases.items() if is_done),
         learn_rows=args.per_device_train_batch_size, shares_prompts=trainer._shares,
     )  # fmt: skip
 

@@ -11,13 +11,13 @@ from grpo.memory.budget import GB
 def step_metrics(passes: Sequence[Pass]) -> dict[str, float]:
     """Of a step's passes, by name."""
     metrics: dict[str, float] = {}
-    for phase in dict.fromkeys(one.phase for one in passes):
-        of_phase = [one for one in passes if one.phase == phase]
-        largest = max(of_phase, key=lambda one: one.rows * one.tokens)
+    for phase in dict.fromkeys(item.phase for item in passes):
+        of_phase = [item for item in passes if item.phase == phase]
+        largest = max(of_phase, key=lambda item: item.rows * item.tokens)
         metrics |= {
             f"memory/{phase}_rows": float(largest.rows),
-            f"memory/{phase}_peak_gb": max(one.process_bytes for one in of_phase) / GB,
-            f"memory/{phase}_retries": float(sum(one.retries for one in of_phase)),
+            f"memory/{phase}_peak_gb": max(item.process_bytes for item in of_phase) / GB,
+            f"memory/{phase}_retries": float(sum(item.retries for item in of_phase)),
         }
     return metrics
 

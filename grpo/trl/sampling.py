@@ -38,16 +38,18 @@ def obstacle(trainer: Any, *, try_it: bool = True) -> str | None:
     try_it: whether the decoder is tried out, which takes weights.
     """
     model = base_model(trainer.accelerator.unwrap_model(trainer.model))
-    known = _OURS | {name for name, value in _WITHOUT.items() if trainer.generation_kwargs.get(name) == value}
-    others = sorted(trainer.generation_kwargs.keys() - known)
+    settings = _OURS | {
+        name for name, value in _WITHOUT.items() if trainer.generation_kwargs.get(name) == value
+    }
+    unknown = sorted(trainer.generation_kwargs.keys() - settings)
     if trainer.is_sharded:
         return "the model is sharded"
     if trainer.args.fp16:
         return "fp16"
     if trainer._is_vlm:
         return "the model takes images"
-    if others:
-        return f"generation with {', '.join(others)}"
+    if unknown:
+        return f"generation with {', '.join(unknown)}"
     if not trainer.temperature > 0:
         return "greedy generation"
     if try_it and has_static_cache(model.config):
@@ -115,7 +117,7 @@ class NativeSampler:
         )  # (N, max_new_tokens)  # fmt: skip
         done: list[list[int]] = []
 
-        def some(rows: int) -> list[list[int]]:
+        def sample_part(rows: int) -> list[list[int]]:
             # At first so many rows alone, to see what they take; later all, those that wait for places too.
             count = rows if not self._fit.knows("sample") else len(prompt_ids)
             if in_group := len(done) % size:
@@ -132,7 +134,7 @@ class NativeSampler:
 
         while len(done) < len(prompt_ids):
             done += self._fit.run(
-                "sample", some, Size(len(prompt_ids) - len(done), settings.max_new_tokens, longest),
+                "sample", sample_part, Size(len(prompt_ids) - len(done), settings.max_new_tokens, longest),
                 discard=self._arena.release, reused=lambda: self._arena.nbytes,
             )  # fmt: skip
         if trainer.accelerator.device.type != "cuda":  # where nothing is recorded

@@ -174,9 +174,9 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         self, prompt_ids: list[list[int]], images: Any, multimodal_fields: Any, *args: Any, **kwargs: Any
     ) -> tuple[list[list[int]], Any]:
         """Whole groups at a time; a part that ran out of memory begins again from the same random state."""
-        own = self._sampler if images is None and not multimodal_fields else None
-        if own is not None and own.has_room(prompt_ids):
-            return own.sample(prompt_ids), None
+        sampler = self._sampler if images is None and not multimodal_fields else None
+        if sampler is not None and sampler.has_room(prompt_ids):
+            return sampler.sample(prompt_ids), None
         generate = super()._generate_single_turn
         fields = fields_by_row(multimodal_fields, images, len(prompt_ids))
         if fields is None or self._has_engine:
@@ -233,9 +233,9 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         **kwargs: Any,
     ) -> Any:
         """TRL's log-probs of the last `tokens` of each text, so many rows at once as it is told."""
-        with ExitStack() as inside:
+        with ExitStack() as stack:
             if self._shares:
-                inside.enter_context(shared_prompts(base_model(unwrapped(model)), tokens))
+                stack.enter_context(shared_prompts(base_model(unwrapped(model)), tokens))
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, tokens, *args, **kwargs
             )

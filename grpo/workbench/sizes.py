@@ -114,7 +114,7 @@ class Size:
         rated = [(p["heldout"], p["done"]) for p in self.curve if p["done"] and p["heldout"] is not None]
         self.final_heldout: float | None = rated[-1][0] if rated else None
         sign = 1 if self.higher_is_better else -1
-        best = max(rated, key=lambda one: sign * one[0], default=(None, None))
+        best = max(rated, key=lambda point: sign * point[0], default=(None, None))
         self.best_heldout: float | None = best[0]
         self.best_heldout_at: int | None = best[1]
         """Units done when it was best first."""
@@ -127,8 +127,8 @@ class Size:
         self.allocated_bytes = allocated and int(GB * allocated)
         """The most by torch's allocator; None on a host, where it is not asked."""
         self.reserved_bytes = reserved and int(GB * reserved)
-        both = [line for line in self.memory if line.get("predicted_bytes") and line.get("added_bytes")]
-        fullest = max(both, key=lambda line: line["added_bytes"], default={})
+        compared = [line for line in self.memory if line.get("predicted_bytes") and line.get("added_bytes")]
+        fullest = max(compared, key=lambda line: line["added_bytes"], default={})
         self.added_bytes: int | None = fullest.get("added_bytes")
         """The most that tensors added in an update for which there was a prediction."""
         self.predicted_bytes = fullest.get("predicted_bytes") or _most(self.memory, "predicted_bytes")

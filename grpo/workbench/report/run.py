@@ -23,7 +23,9 @@ def run_content(run: Run) -> dict[str, Any]:
     """What run.html.j2 writes down."""
     planned, done = figure(run.settings, "steps"), len(run.steps)
     steps = f"{done:,} steps of {planned:,.0f}" if planned and planned > done else f"{done:,} steps"
-    known = [f"{name.replace('_', ' ')} {show(run.settings[name])}" for name in _LEDE if name in run.settings]
+    settings = [
+        f"{name.replace('_', ' ')} {show(run.settings[name])}" for name in _LEDE if name in run.settings
+    ]
     ends = {f"step {record.get('step')}": record for record in (*run.evaluations[:1], *run.evaluations[-1:])}
     answers = [
         (f"position {count}, {when}", f"{when} {count}", example.prompt, getattr(example, when))
@@ -34,7 +36,7 @@ def run_content(run: Run) -> dict[str, Any]:
     for line in run.memory:
         phases.setdefault(str(line.get("phase")), []).append(line)
     return {
-        "lede": f"{steps}; {', '.join(known)}.",
+        "lede": f"{steps}; {', '.join(settings)}.",
         "run": run,
         "facts": [*facts(run)],
         "in_words": in_words(run.changes) if run.changes else [],

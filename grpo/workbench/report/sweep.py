@@ -32,8 +32,8 @@ _RATES = {
 
 def sweep_content(sweep: Sweep) -> dict[str, Any]:
     """What sweep.html.j2 writes down."""
-    known = [("of", "model"), ("on", "device_name"), ("in", "precision")]
-    words = [f" {word} {sweep.header[name]}" for word, name in known if sweep.header.get(name)]
+    parts = [("of", "model"), ("on", "device_name"), ("in", "precision")]
+    words = [f" {word} {sweep.header[name]}" for word, name in parts if sweep.header.get(name)]
     work = f"each with {show(figure(sweep.header, 'total'))} {sweep.unit}{''.join(words)}"
     tuned = {str(size.batch_size): dict(size.tuned) for size in sweep.sizes if size.tuned}
     rates = sorted({rate for tries in tuned.values() for rate in tries})
