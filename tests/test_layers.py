@@ -78,7 +78,7 @@ def test_memory_and_rewards_stand_alone() -> None:
 
 LINES = {
     "grpo": 980, "grpo.commands": 1015, "grpo.config": 930, "grpo.data": 1795, "grpo.distributed": 585,
-    "grpo.evaluate": 665, "grpo.learning": 815, "grpo.memory": 1680, "grpo.model": 1440, "grpo.plan": 780,
+    "grpo.evaluate": 665, "grpo.learning": 815, "grpo.memory": 1700, "grpo.model": 1440, "grpo.plan": 780,
     "grpo.play": 1050, "grpo.rollout": 1140, "grpo.run": 2230, "grpo.scoring": 735, "grpo.trl": 1500,
     "grpo.workbench": 3585, "rewards": 1090, "scripts": 1920,
 }  # fmt: skip

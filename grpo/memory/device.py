@@ -33,8 +33,10 @@ from grpo.memory.live import LiveBytes
 
 FIRST_SLACK = 0.1
 """On a host, where malloc keeps gaps between tensors; elsewhere utilization leaves room for that."""
-GROWTH_BYTES = 32 * 2**20
-"""What a process on a host grows by after its plan: kernels for new shapes, code, texts."""
+GROWTH_BYTES = 64 * 2**20
+"""What a process on a host grows by after its plan: kernels for new shapes (in bf16), code, texts."""
+FRAGMENTED = 3.0
+"""Times what a phase adds that malloc may come to hold where it keeps what is freed (2.6 were seen)."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Device:
         self._data_limit = data_limit() if self.on_host else None
         limited = limit_bytes is not None or self._data_limit is not None
         self._counts_private = limited and self.on_host and sys.platform == "linux"
-        self._peak_bytes = self._least_outside_bytes = 0
+        self._peak_bytes = self._least_outside_bytes = self._least_used_bytes = 0
 
     # ---------------------------------------------------------------------------------- what there is
 
@@ -126,12 +128,20 @@ class Device:
         return make_budget(part, utilization=self.utilization, limit_bytes=self.limit_bytes)
 
     def room_bytes(self) -> int:
-        """What tensors may add to what is held now.
+        """What tensors may add to what is held now, or in a while, by a process that is `capped`.
 
-        Not the last bytes of a host: a kernel that cannot be compiled there is never tried again, and torch's
-        own product in bf16 is 20 times as slow.
+        A kernel that cannot be compiled on the last bytes of a host is never tried again, and torch's own
+        product in bf16 is 20 times as slow.
         """
-        return self.budget().usable_bytes - self.used_bytes() - (GROWTH_BYTES if self.on_host else 0)
+        return self.budget().usable_bytes - max(self.used_bytes(), self._least_used_bytes)
+
+    def mind_fragments(self, added_bytes: float) -> None:
+        """Have a limited process keep what it frees, which is faster, only where there is room for its gaps.
+
+        added_bytes: by the phase that adds most.
+        """
+        if self.is_limited:
+            (keep_freed if FRAGMENTED * added_bytes <= self.room_bytes() else give_back)()
 
     @property
     def is_limited(self) -> bool:
@@ -269,6 +279,7 @@ class Device:
                 if self.is_limited:
                     limited.callback(keep_freed)
                     give_back()
+                self._least_used_bytes = self.used_bytes() + GROWTH_BYTES
                 yield "enforced by the system (RLIMIT_DATA)"
             else:
                 yield "a guide for the plan only: this system cannot enforce it"

@@ -54,6 +54,11 @@ class Pass:
     def size(self) -> Size:
         return Size(self.rows, self.tokens - self.shared, self.shared)
 
+    @property
+    def expected_bytes(self) -> int:
+        """What tensors added, as far as that is known: it is not counted in every step."""
+        return self.added_bytes or self.predicted_bytes or 0
+
     def as_dict(self) -> dict[str, Any]:
         """A line of memory.jsonl."""
         return {name: value for name, value in asdict(self).items() if name != "shared"}

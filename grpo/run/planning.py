@@ -7,7 +7,6 @@ from functools import cache
 from loguru import logger
 
 from grpo.distributed import World
-from grpo.environment import keep_freed
 from grpo.memory import Device, DoesNotFit, Fit, Size
 from grpo.memory.budget import readable
 from grpo.model.load import Policy
@@ -20,8 +19,6 @@ from grpo.plan.workload import Workload
 
 HOST_WORK, CARD_WORK = 2e10, 4e14
 """Tokens times parameters of a pass that is computed only to see what it holds: a second of two cores."""
-FRAGMENTED = 3.0
-"""Times what tensors take that malloc may come to hold where it keeps what is freed (2.6 were seen)."""
 
 
 def plan_run(
@@ -46,8 +43,6 @@ def plan_run(
             if (beyond := device.used_bytes() - device.budget().usable_bytes) > 0:
                 raise DoesNotFit(f"{readable(beyond)} more are held than may be.")
             work, fit = _try_out(work, world, device, phases_at, is_trial)
-            if device.is_limited and _has_room_for_fragments(fit, work):
-                keep_freed()  # which is faster
         except DoesNotFit as error:
             limited.close()  # to say what would be enough takes memory, too
             if work.config.memory_limit and not work.config.shard:  # whose passes want all processes
@@ -55,11 +50,6 @@ def plan_run(
             raise explain(TracedPhases(work), Fit(device)) from error
         stack.push(limited.pop_all())
     return work, fit, plan_of(fit, phases_at(work))
-
-
-def _has_room_for_fragments(fit: Fit, work: Workload) -> bool:
-    largest = max(fit.predict(phase, work.size(work.rows_here)) for phase in work.phases)
-    return FRAGMENTED * largest <= fit.room_bytes()
 
 
 def _make_first_passes(work: Workload, phases: PhasesAt) -> None:

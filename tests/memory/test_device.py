@@ -328,9 +328,7 @@ def test_the_budget_is_the_least_of_share_free_memory_and_limit(card):
     assert (sold.ours_bytes, sold.others_bytes) == (0, 0)
     assert str(make_budget(sold, utilization=0.85)) == "19.99 GB (85% of 23.52 GB)"
     assert DeviceMemory(100, 60, 50).others_bytes == 0  # what we hold may be counted twice
-    host = Device("cpu", limit_bytes=2**40)
-    assert abs(host.budget().usable_bytes - host.used_bytes() - host.room_bytes() - 32 * MB) < MB
-    assert host.is_limited and not Device(CUDA, limit_bytes=GB).is_limited
+    assert Device("cpu", limit_bytes=2**40).is_limited and not Device(CUDA, limit_bytes=GB).is_limited
     budgets = [Device(CUDA, utilization=0.5, sharing=sharing).budget() for sharing in (1, 2)]
     assert [made.usable_bytes for made in budgets] == [12 * GB, 6 * GB]
 
@@ -342,6 +340,10 @@ def within_a_limit() -> tuple[str, list[bool]]:
     refused = True
     with device.capped() as how:
         found = [abs(device.budget().usable_bytes - 192 * MB - device.memory().ours_bytes) < 32 * MB]
+        found.append(abs(device.room_bytes() - (192 - 64) * MB) < 16 * MB)  # 64 for what comes later
+        grown = torch.ones(80 * MB, dtype=torch.uint8)
+        found.append(abs(device.room_bytes() - (192 - 80) * MB) < 16 * MB)
+        del grown
         found.append(torch.empty(64 * MB, dtype=torch.uint8).numel() == 64 * MB)
         try:
             refused = torch.empty(512 * MB, dtype=torch.uint8) is None
@@ -396,6 +398,18 @@ def freed_memory() -> tuple[str, list[bool]]:
 
 def limited(rank: int) -> tuple[str, list[bool]]:
     return (within_a_limit, below_ulimit, without_a_limit, freed_memory)[rank]()
+
+
+def test_a_limited_process_keeps_what_it_frees_where_that_may_come_to_three_times_as_much(monkeypatch):
+    keep, give, limited = mock.Mock(), mock.Mock(), Device(limit_bytes=GB)
+    monkeypatch.setattr(devices, "keep_freed", keep)
+    monkeypatch.setattr(devices, "give_back", give)
+    limited.room_bytes = lambda: 300 * MB
+    for added, calls in (99 * MB, (1, 0)), (101 * MB, (1, 1)):
+        limited.mind_fragments(added)
+        assert (keep.call_count, give.call_count) == calls
+    Device().mind_fragments(2**60)
+    assert give.call_count == 1
 
 
 @LINUX

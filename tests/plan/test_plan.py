@@ -237,11 +237,11 @@ def test_a_refusal_names_phase_needs_and_remedies_and_with_the_least_that_it_say
     }  # fmt: skip
     (least,) = re.findall(r"As it is, ([\d.]+) GB have to be there\.$", said)
     for enough in (True, False):
-        total = int(float(least) * GB) - (0 if enough else 64 * MIB)
+        total = int(float(least) * GB) - (0 if enough else 80 * MIB)
         card = Card(DeviceMemory(total, total, 0), utilization=1.0)
         card.held_bytes = OUTSIDE
         if enough:
-            assert rows_of(plan_without_weights(workload(**exact), card)[1])[2] == 1
+            assert rows_of(plan_without_weights(workload(**exact), card)[1])[2] <= 2
         else:
             with pytest.raises(DoesNotFit):
                 plan_without_weights(workload(**exact), card)

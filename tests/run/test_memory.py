@@ -7,7 +7,6 @@ from io import StringIO
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from grpo.memory import Budget, Device, DoesNotFit, Pass, Size
 from grpo.memory.budget import GB
 from grpo.memory.rows import smaller_rows
 from grpo.model import load as model_module
-from grpo.run import planning
 from grpo.run.dry_run import dry_run
 from grpo.run.setup import Run, open_run
 from grpo.run.tracking import MEMORY_FILE, read_lines
@@ -210,7 +208,6 @@ def test_an_evaluation_has_the_rows_that_fit(fp64: Config, monkeypatch):
 def limit_to(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """So many bytes may be held, of which no process takes any."""
     monkeypatch.setattr("grpo.memory.device.FIRST_SLACK", 0.0)
-    monkeypatch.setattr("grpo.memory.device.GROWTH_BYTES", 0)
     monkeypatch.setattr(Device, "used_bytes", lambda self: 0)
     monkeypatch.setattr(Device, "capped", lambda self: nullcontext("not enforced"))
     return lambda limit: monkeypatch.setattr(Device, "budget", lambda self: Budget(limit, "test"))
@@ -237,22 +234,6 @@ def test_batch_size_auto_is_the_largest_that_needs_no_splitting(auto: Config, li
     limit_to(too_little)
     with pytest.raises(SettingsError, match=r"batch_size is auto, .* one group of 4 .*--batch-size 4"):
         trained(auto)
-
-
-def test_a_limited_process_keeps_what_it_frees_where_that_may_come_to_three_times_as_much(
-    auto: Config, limit_to, monkeypatch
-):
-    keep_freed = mock.Mock()
-    monkeypatch.setattr(planning, "keep_freed", keep_freed)
-    config = replace(auto, batch_size=8)
-    with open_run(config) as run:
-        largest = max(run.fit.predict(phase, Size(8, NEW, run.longest_prompt)) for phase in PHASES)
-    assert not keep_freed.called
-    monkeypatch.setattr(Device, "is_limited", True)
-    for times, calls in (2.9, 0), (3.1, 1):
-        limit_to(int(times * largest))
-        with open_run(config):
-            assert keep_freed.call_count == calls
 
 
 def test_batch_size_auto_is_settled_once_and_computes_what_the_number_does(auto: Config, limit_to):
