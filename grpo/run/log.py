@@ -100,5 +100,5 @@ class RunLog:
         """Of each process, what its phases held since they were last taken."""
         passes = self._run.fit.take_passes()
         self._run.measured.note(passes)
-        self._run.device.mind_fragments(max(done_pass.expected_bytes for done_pass in passes))
+        self._run.device.mind_fragments(max((done_pass.expected_bytes for done_pass in passes), default=0))
         return self._run.world.exchange(what, [done_pass.as_dict() for done_pass in passes])

@@ -66,11 +66,12 @@ def test_every_shape_of_it_is_recognised_and_other_errors_are_not():
         return error
 
     by_type = [MemoryError(), OSError(12, "Cannot allocate memory"), torch.OutOfMemoryError("Allocation on")]
+    by_type.append(SystemError("error return without exception set"))
     shapes = [*map(RuntimeError, SAYS_SO), *by_type, *(make() for make in OUT_OF_MEMORY)]
     shapes.append(raised_from(raised_from(MemoryError(), OSError("b")), ValueError("a")))  # wraps one
     assert [error for error in shapes if not is_out_of_memory(error)] == []
     others = [OSError(28, "No space left on device"), ValueError("a user's words: CUDA out of memory")]
-    others += map(RuntimeError, SAYS_OTHERWISE)
+    others += [*map(RuntimeError, SAYS_OTHERWISE), SystemError("unknown opcode")]
     after, first, second = KeyError("in the handler"), ValueError("a"), ValueError("b")
     after.__context__ = out_of_memory()  # follows one
     first.__cause__, second.__cause__ = second, first
