@@ -41,8 +41,8 @@ def parse(words: Sequence[str] | None = None) -> Words:
     TRL's parser ends the process for flags that are wrong.
     """
     words = list(sys.argv[1:] if words is None else words)
-    parser_here = argparse.ArgumentParser(prog="grpo-lean trl", add_help=False, allow_abbrev=False)
-    group = parser_here.add_argument_group("of grpo-lean")
+    parser = argparse.ArgumentParser(prog="grpo-lean trl", add_help=False, allow_abbrev=False)
+    group = parser.add_argument_group("of grpo-lean")
     group.add_argument("--memory_utilization", "--memory-utilization", type=float, default=0.85,
                        help="share of the device that may be held (default: 0.85)")  # fmt: skip
     group.add_argument("--memory_limit", "--memory-limit", default=None,
@@ -55,26 +55,24 @@ def parse(words: Sequence[str] | None = None) -> Words:
                        help="say what fits and in how many rows, and do not train")  # fmt: skip
     group.add_argument("--device_memory", "--device-memory", default=None,
                        help="with --dry-run: plan for a card that is not there, such as 24GB")  # fmt: skip
-    parser_here.add_argument(
-        "--launched", action="store_true", help=argparse.SUPPRESS
-    )  # by accelerate, of `main`
+    parser.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)  # by accelerate, of `main`
     if {"-h", "--help"} & {*words}:
-        print(parser_here.format_help().partition("\n\n")[2])
-    theirs_parser = _script().make_parser(prog="grpo-lean trl")
-    typed_here, theirs = parser_here.parse_known_args(words)
+        print(parser.format_help().partition("\n\n")[2])
+    trl_parser = _script().make_parser(prog="grpo-lean trl")
+    typed_here, theirs = parser.parse_known_args(words)
     if typed_here.device_memory:  # of a card that is not there, whose settings may be
         theirs += ["--use_cpu", "True", "--tf32", "False"]
-    *parsed, in_file, typed = theirs_parser.parse_args_and_config(
+    *parsed, in_file, typed = trl_parser.parse_args_and_config(
         theirs, return_remaining_strings=True, separate_remaining_strings=True
     )  # both of what TRL does not know
-    ours = vars(parser_here.parse_known_args([*in_file, *words])[0])  # what was typed comes last, and counts
+    ours = vars(parser.parse_known_args([*in_file, *words])[0])  # what was typed comes last, and counts
     plans = ours.pop("dry_run") == "true"
     ours["skip_zero_variance"] = ours["skip_zero_variance"] == "true"
     if (absent := ours.pop("device_memory")) and not plans:
         raise ValueError(f"device_memory is {absent}, of a card that is not there: add --dry-run.")
     if ours["memory_limit"] is not None:
         ours["memory_limit"] = parse_size(ours["memory_limit"])
-    to_launch = [] if ours.pop("launched") else [*parser_here.parse_known_args(in_file)[1], *typed]
+    to_launch = [] if ours.pop("launched") else [*parser.parse_known_args(in_file)[1], *typed]
     unknown = list(typed)
     others = [word for word in words if not (unknown and word == unknown[0] and unknown.pop(0))]
     device_memory = parse_size(absent) if absent else None
