@@ -2,8 +2,9 @@
 
 TRL puts each completion behind its prompt, so a prompt with eight completions is computed, and held for the
 backward pass, eight times. Here the model's backbone computes it once; completions read its keys and values.
-All that follows from the hidden states (head, log-probs, loss, metrics) is TRL's, and so are positions: a
-token's is its column, padding on the left included.
+All that follows from the hidden states (head, log-probs, loss, metrics) is TRL's, but that it is given
+completions alone: without Triton its head takes every column. Positions are TRL's, too: a token's is its
+column, padding on the left included.
 """
 
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from grpo.trl.sampling import base_model
 
 _PADDING = -1
 _NOT_SHARED = "position_ids", "token_type_ids", "inputs_embeds", "past_key_values"
-"""What a backbone may be given a row at a time, beside its tokens."""
+"""What a backbone may be given of each row beside its tokens, of which TRL gives nothing."""
 
 
 def unlike_prompts(ids: Tensor, mask: Tensor) -> tuple[PromptBatch, Tensor] | None:
@@ -50,42 +51,52 @@ def _unique(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def shared_prompts(model: PreTrainedModel, tokens: int) -> Iterator[None]:
-    """Inside, the model's backbone takes rows whose last `tokens` are the completion.
+def shared_prompts(
+    model: PreTrainedModel, texts: Tensor, mask: Tensor, tokens: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inside, the model's backbone takes the ends of these texts (R, P + C) for the whole of them.
 
-    Its hidden states are those from which completions are predicted, and zeros elsewhere.
+    tokens: C, of the completions. Gives the ends, ids and mask (R, C + 1): completions, and the token before
+    them. The backbone is given those row by row, any number at once. Its hidden states (r, C + 1, D) are those
+    from which completions are predicted, and zeros at the last place.
     """
     backbone: nn.Module = model.base_model
     before, plain = vars(backbone).get("forward"), backbone.forward
+    width, done = texts.shape[1] - tokens, 0
 
     def restore() -> None:
         del backbone.forward  # the class's shows again
         if before is not None:
             backbone.forward = before
 
-    def forward(input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any) -> Any:
-        assert input_ids is not None and attention_mask is not None
-        width = input_ids.shape[1] - tokens
-        unlike = unlike_prompts(input_ids[:, :width], attention_mask[:, :width])
-        if unlike is None or any(options.get(name) is not None for name in _NOT_SHARED):
-            return plain(input_ids=input_ids, attention_mask=attention_mask, **options)
+    def forward(input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Any:
+        nonlocal done
+        if told := [name for name in _NOT_SHARED if options.get(name) is not None]:
+            raise ValueError(
+                f"prompts are shared by a model that is given {told[0]}: set share_prompts=False."
+            )
+        rows = slice(done, done + len(input_ids))
+        done = rows.stop
+        ids = texts[rows]
+        unlike = unlike_prompts(ids[:, :width], mask[rows, :width])
+        if unlike is None:
+            hidden = plain(input_ids=ids, attention_mask=mask[rows], **options).last_hidden_state
+            return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden[:, width - 1 :])
         is_told = backbone.training and getattr(backbone, "gradient_checkpointing", False)
         recomputes = is_told and torch.is_grad_enabled()
         restore()
         try:
             with _without_transformers_checkpointing(backbone):
                 hidden = completion_hidden(
-                    model, *unlike, input_ids[:, width:], checkpointing="full" if recomputes else "none"
+                    model, *unlike, ids[:, width:], checkpointing="full" if recomputes else "none"
                 )
         finally:
             backbone.forward = forward
-        return BaseModelOutputWithPastAndCrossAttentions(
-            last_hidden_state=F.pad(hidden, (0, 0, width - 1, 1))
-        )
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=F.pad(hidden, (0, 0, 0, 1)))
 
     backbone.forward = forward
     try:
-        yield
+        yield texts[:, width - 1 :], mask[:, width - 1 :]
     finally:
         restore()
 
@@ -144,16 +155,15 @@ def check_shared_prompts(model: PreTrainedModel, context: int) -> str | None:
             rows = [[*ids[:size].tolist(), *completion.tolist()] for ids, size, completion in
                     zip(prompts.ids, prompts.lengths.tolist(), completions, strict=True)]  # fmt: skip
             texts = pad_prompts([row for row in rows for _ in range(2)]).to(model.device).moved_left()
-            ids, mask, width = texts.ids, texts.mask.long(), texts.ids.shape[1]
+            ids, mask = texts.ids, texts.mask.long()
             run = partial(model.base_model, use_cache=False)
             try:
-                expected = run(input_ids=ids, attention_mask=mask).last_hidden_state
-                with shared_prompts(model, tokens):
-                    found = run(input_ids=ids, attention_mask=mask).last_hidden_state
+                expected = run(input_ids=ids, attention_mask=mask).last_hidden_state[:, -tokens - 1 :]
+                with shared_prompts(model, ids, mask, tokens) as (ends, ends_mask):
+                    found = run(input_ids=ends, attention_mask=ends_mask).last_hidden_state
             except (TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError) as error:
                 return f"{type(error).__name__}: {error}".splitlines()[0]
-            places = slice(width - tokens - 1, width - 1)
-            expected, found = expected[:, places].float(), found[:, places].float()
+            expected, found = expected[:, :-1].float(), found[:, :-1].float()
             difference = ((found - expected).norm() / expected.norm()).item()
             if not difference < allowed:  # nor is it, where one is NaN
                 return f"hidden states come out {difference:.3g} of their size wrong"

@@ -233,12 +233,11 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         **kwargs: Any,
     ) -> Any:
         """TRL's log-probs of the last `tokens` of each text, so many rows at once as it is told."""
+        texts = input_ids, attention_mask
         with ExitStack() as stack:
             if self._shares:
-                stack.enter_context(shared_prompts(base_model(unwrapped(model)), tokens))
-            return super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, tokens, *args, **kwargs
-            )
+                texts = stack.enter_context(shared_prompts(base_model(unwrapped(model)), *texts, tokens))
+            return super()._get_per_token_logps_and_entropies(model, *texts, tokens, *args, **kwargs)
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         if isinstance(generation_batch, Part):

@@ -51,7 +51,8 @@ def texts(*prompts: list[int], group: int = 3) -> tuple[torch.Tensor, torch.Tens
 
 def states_and_gradients(model, ids, mask, *, shared):
     model.zero_grad()
-    with shared_prompts.shared_prompts(model, TOKENS) if shared else nullcontext():
+    ends = shared_prompts.shared_prompts(model, ids, mask, TOKENS) if shared else nullcontext((ids, mask))
+    with ends as (ids, mask):
         states = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
     states = states[:, -TOKENS - 1 : -1] * mask[:, -TOKENS:, None]
     states.square().sum().backward()
@@ -94,14 +95,26 @@ def test_what_most_rows_have_to_themselves_is_not_shared():
     assert rows.tolist() == [0, 1, 0, 1] and batch.ids.tolist() == [[0, 1], [1, 1]]
 
 
-def test_positions_that_are_each_rows_own_are_minded():
-    model, (ids, mask) = made("llama"), texts([1, 2, 3], [4, 5, 6])
-    positions = torch.arange(ids.shape[1]) * torch.arange(1, len(ids) + 1)[:, None]
+def test_positions_that_are_each_rows_own_are_refused():
+    model, texts_and_mask = made("llama"), texts([1, 2, 3], [4, 5, 6])
+    with (
+        shared_prompts.shared_prompts(model, *texts_and_mask, TOKENS) as (ids, mask),
+        pytest.raises(ValueError, match="given position_ids: set share_prompts=False"),
+    ):
+        model.base_model(ids, mask, position_ids=torch.zeros_like(ids))
+
+
+def test_rows_may_come_in_parts_and_with_prompts_of_their_own():
+    """As TRL scores; a part of one row has nothing to share, and is cut like the others."""
+    model, (ids, mask) = made("llama"), texts([1, 2, 3, 4], [4, 5])
+    whole, _ = states_and_gradients(model, ids, mask, shared=False)
     states = []
-    for tokens in (TOKENS, None):
-        with shared_prompts.shared_prompts(model, tokens) if tokens else nullcontext():
-            states.append(model.base_model(ids, mask, position_ids=positions).last_hidden_state)
-    assert torch.equal(*states)
+    with shared_prompts.shared_prompts(model, ids, mask, TOKENS) as ends, torch.no_grad():
+        for rows in (slice(0, 3), slice(3, 4), slice(4, 6)):
+            states.append(model.base_model(*(end[rows] for end in ends)).last_hidden_state)
+            assert states[-1].shape[1] == TOKENS + 1
+    found = torch.cat(states)[:, :-1] * mask[:, -TOKENS:, None]
+    assert (found - whole).norm() <= 1e-12 * whole.norm()
 
 
 def test_a_trainer_learns_the_same_with_prompts_of_their_own():
