@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from loguru import logger
 from transformers import PreTrainedModel
-from trl.models import unwrap_model_for_generation
 
 from grpo.config.groups import SamplingSettings
 from grpo.memory import Fit, Size
@@ -94,18 +93,14 @@ class NativeSampler:
         """Tokens of a completion to each of N prompts; those that follow each other may be the same."""
         trainer = self._trainer
         self._next_draw()
-        with unwrap_model_for_generation(
-            trainer.model_wrapped, trainer.accelerator,
-            generation_kwargs=trainer.generation_kwargs,
-            gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
-        ) as unwrapped, torch.no_grad():  # fmt: skip
-            model = base_model(unwrapped)
-            was_training = model.training
-            model.eval()
-            try:
+        model = base_model(trainer.accelerator.unwrap_model(trainer.model_wrapped))
+        was_training = model.training
+        model.eval()  # in which no layer is recomputed, either
+        try:
+            with torch.no_grad():
                 return self._sample(model, [list(ids) for ids in prompt_ids])
-            finally:
-                model.train(was_training)
+        finally:
+            model.train(was_training)
 
     def _sample(self, model: PreTrainedModel, prompt_ids: list[list[int]]) -> list[list[int]]:
         trainer, size, longest = self._trainer, _group_size(prompt_ids), max(map(len, prompt_ids))
@@ -127,7 +122,7 @@ class NativeSampler:
             part = slice(len(done), len(done) + count)
             completions = sample_completions(
                 model, trainer.processing_class, prompt_ids[part][::size], uniforms[part], settings,
-                rows=rows, ends=tuple(trainer.eos_token_ids), reusable=self._arena,
+                rows=rows, ends=_ends(trainer), reusable=self._arena,
             )  # fmt: skip
             pairs = zip(completions.ids.tolist(), completions.lengths.tolist(), strict=True)
             return [ids[:length] for ids, length in pairs]
@@ -155,6 +150,12 @@ class NativeSampler:
         step, times = self._drawn
         now = self._trainer.state.global_step
         self._drawn = now, times + 1 if step == now else 0
+
+
+def _ends(trainer: Any) -> tuple[int, ...]:
+    """Tokens any of which ends a completion, as TRL's own sampling is told; before 1.15 that was one."""
+    ends = trainer.generation_kwargs["eos_token_id"]
+    return (ends,) if isinstance(ends, int) else tuple(ends or ())
 
 
 def base_model(model: Any) -> Any:

@@ -209,15 +209,15 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         input_ids: Tensor,
         attention_mask: Tensor,
         logits_to_keep: int,
-        *args: Any,
         batch_size: int | None = None,
+        *args: Any,
         **kwargs: Any,
     ) -> Any:
         """With a `batch_size` nothing is learned: then it is as many rows as fit."""
 
         def work(rows: int | None) -> Any:
             texts = input_ids, attention_mask, logits_to_keep
-            return self.scored(model, *texts, *args, batch_size=rows, **kwargs)
+            return self.scored(model, *texts, rows, *args, **kwargs)
 
         if batch_size is None:
             return work(None)

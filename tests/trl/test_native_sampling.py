@@ -122,3 +122,17 @@ def test_after_a_prompt_too_long_for_the_context_trl_samples(trainer, monkeypatc
         assert native(trainer, [[1] * 12]) == [[1]]
     assert len(native(trainer, PROMPTS)) == len(PROMPTS) and asked == [1, 1]
     assert sum("after a prompt of 12 tokens: the context leaves 9" in line for line in logged) == 1
+
+
+def test_versions_of_trl_that_know_one_end_only(trainer):
+    """Before 1.15 there are no `eos_token_ids`, and before 1.14 rows at once are told by their place."""
+    several = native(trainer, PROMPTS)
+    del trainer.eos_token_ids
+    trainer.generation_kwargs["eos_token_id"] = 0
+    trainer.state.global_step -= 1
+    trainer._sampler = sampling.NativeSampler(trainer, trainer.fit)
+    assert native(trainer, PROMPTS) == several
+    texts = torch.tensor([[1, 2, 3, 4]] * 4), torch.ones(4, 4, dtype=torch.long)
+    found = trainer._get_per_token_logps_and_entropies(trainer.model, *texts, 2, 3)[0]
+    expected = trainer._get_per_token_logps_and_entropies(trainer.model, *texts, 2, batch_size=3)[0]
+    assert torch.equal(found, expected) and found.shape == (4, 2)
