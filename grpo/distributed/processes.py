@@ -63,19 +63,19 @@ class Processes(World):
 
     # ------------------------------------------------------------------------------ small things
 
-    def exchange(self, what: str, value: T) -> list[T]:
-        sends = self._send([what, value])
+    def exchange(self, stage: str, value: T) -> list[T]:
+        sends = self._send([stage, value])
         with self._news:
             self._news.wait_for(lambda: self._lost or all(self._inbox.values()), self._wait_s)
             if missing := [other for other in self._others if not self._inbox[other]]:
-                raise self._loss(what, missing)
+                raise self._loss(stage, missing)
             messages = {other: self._inbox[other].popleft() for other in self._others}
         self._sends = sends  # as all are here, all have read what was sent before
-        for other, (their_place, _) in messages.items():
-            if their_place != what:
-                text = f"{self._called(other)} has come to {their_place} when this process came to {what}."
+        for other, (their_stage, _) in messages.items():
+            if their_stage != stage:
+                text = f"{self._called(other)} has come to {their_stage} when this process came to {stage}."
                 raise ProcessLost(text, rank=other)
-        messages[self.rank] = [what, value]
+        messages[self.rank] = [stage, value]
         return [messages[rank][1] for rank in range(self.size)]
 
     def _send(self, message: list[Any]) -> list[Any]:
@@ -92,14 +92,14 @@ class Processes(World):
 
     def _listen(self, other: int) -> None:
         """All that another process says, to its end; in a thread of its own."""
-        place: str | None = ""
+        stage: str | None = ""
         try:
-            while place not in (None, THE_END):
+            while stage not in (None, THE_END):
                 length = self._receive(other, torch.empty(1, dtype=torch.int64))
                 content = self._receive(other, torch.empty(int(length), dtype=torch.uint8))
-                place, value = message = unpack(content.numpy().tobytes())
+                stage, value = message = unpack(content.numpy().tobytes())
                 with self._news:
-                    if place is None:
+                    if stage is None:
                         self._lost[other] = value
                     else:
                         self._inbox[other].append(message)
@@ -116,14 +116,14 @@ class Processes(World):
         work.wait(timedelta(days=365))  # whoever waits for what is said has a patience of its own
         return into
 
-    def _loss(self, what: str, missing: Sequence[int]) -> ProcessLost:
+    def _loss(self, stage: str, missing: Sequence[int]) -> ProcessLost:
         """Whom this process misses, and why. It may only now hear who is gone: it may have been stopped."""
         with self._news:
             self._news.wait_for(lambda: self._lost, _LAST_WORDS_S)
         for rank, words in self._lost.items():
-            return ProcessLost(f"{self._called(rank)} {words}; this process came to {what}.", rank=rank)
+            return ProcessLost(f"{self._called(rank)} {words}; this process came to {stage}.", rank=rank)
         return ProcessLost(
-            f"{' and '.join(map(self._called, missing))} lives but has not come to {what} for "
+            f"{' and '.join(map(self._called, missing))} lives but has not come to {stage} for "
             f"{self._wait_s / 60:.3g} minutes: it hangs or is stopped, or is that much slower; "
             "--wait-minutes is how long processes wait for one another.",
             rank=missing[0],
@@ -141,11 +141,11 @@ class Processes(World):
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
         self._traffic["processes/summed_bytes"] += sum(gradient.nbytes for gradient in gradients)
-        what = "the sum of gradients"
+        stage = "the sum of gradients"
         if dist.get_backend() == "gloo":
-            sum_in_buckets(gradients, wait=lambda work: self._finish(work, what))
+            sum_in_buckets(gradients, wait=lambda work: self._finish(work, stage))
         elif last := sum_in_buckets(gradients, wait=lambda work: work.wait()):  # where only streams wait
-            self._finish(last, what)
+            self._finish(last, stage)
 
     def copy_from_main(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -153,17 +153,17 @@ class Processes(World):
             self._finish(dist.broadcast(copied, src=0, async_op=True), "the copy of weights")
             tensor.copy_(copied)
 
-    def _finish(self, work: Any, what: str) -> None:
+    def _finish(self, work: Any, stage: str) -> None:
         """Wait for a collective, but not for one that is lost."""
         until = time.monotonic() + self._wait_s
         while not work.is_completed():
             if self._lost or time.monotonic() > until:
-                raise self._loss(what, self._others)
+                raise self._loss(stage, self._others)
             time.sleep(_PAUSE_S)
         try:
             work.wait()
         except RuntimeError as error:  # a connection has broken: whose, its listener will tell
-            raise self._loss(what, self._others) from error
+            raise self._loss(stage, self._others) from error
 
     def take_traffic(self) -> dict[str, float]:
         taken = dict(self._traffic)

@@ -39,17 +39,17 @@ class World:
         """Of so many groups, those of this process: neighbours, as even as can be, perhaps none."""
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
-    def exchange(self, what: str, value: T) -> list[T]:
+    def exchange(self, stage: str, value: T) -> list[T]:
         """What every process gave, in the order of their ranks. ProcessLost if one does not come.
 
-        what: named in the error. Whoever has come so far says with it that all went well. value: what JSON
-        can say, and tensors on the CPU; another process's tuples come as lists.
+        stage: how far they have come, named in the error; to come there says that all went well. value: what
+        JSON can say, and tensors on the CPU; another process's tuples come as lists.
         """
         return [value]
 
-    def from_main(self, what: str, value: T) -> T:
+    def from_main(self, stage: str, value: T) -> T:
         """What the first process gave."""
-        return self.exchange(what, value)[0]
+        return self.exchange(stage, value)[0]
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Make every `.grad` the sum over the processes; one that is missing here counts as zeros."""

@@ -33,10 +33,12 @@ class RandomState:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._host = torch.get_rng_state()
-        self._own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        self._host_state = torch.get_rng_state()
+        self._device_state = (
+            None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        )
 
     def restore(self) -> None:
-        torch.set_rng_state(self._host)
-        if self._own is not None:
-            torch.get_device_module(self._device).set_rng_state(self._own, self._device)
+        torch.set_rng_state(self._host_state)
+        if self._device_state is not None:
+            torch.get_device_module(self._device).set_rng_state(self._device_state, self._device)

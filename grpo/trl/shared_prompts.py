@@ -57,8 +57,8 @@ def shared_prompts(
     """Inside, the model's backbone takes the ends of these texts (R, P + C) for the whole of them.
 
     tokens: C, of the completions. Gives the ends, ids and mask (R, C + 1): completions, and the token before
-    them. The backbone is given those row by row, any number at once. Its hidden states (r, C + 1, D) are those
-    from which completions are predicted, and zeros at the last place.
+    them. The backbone is given those row by row, any number at once. Its hidden states (r, C + 1, D) are
+    those from which completions are predicted, and zeros at the last place.
     """
     backbone: nn.Module = model.base_model
     before, plain = vars(backbone).get("forward"), backbone.forward
@@ -160,11 +160,11 @@ def check_shared_prompts(model: PreTrainedModel, context: int) -> str | None:
             try:
                 expected = run(input_ids=ids, attention_mask=mask).last_hidden_state[:, -tokens - 1 :]
                 with shared_prompts(model, ids, mask, tokens) as (ends, ends_mask):
-                    found = run(input_ids=ends, attention_mask=ends_mask).last_hidden_state
+                    shared = run(input_ids=ends, attention_mask=ends_mask).last_hidden_state
             except (TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError) as error:
                 return f"{type(error).__name__}: {error}".splitlines()[0]
-            expected, found = expected[:, :-1].float(), found[:, :-1].float()
-            difference = ((found - expected).norm() / expected.norm()).item()
+            expected, shared = expected[:, :-1].float(), shared[:, :-1].float()
+            difference = ((shared - expected).norm() / expected.norm()).item()
             if not difference < allowed:  # nor is it, where one is NaN
                 return f"hidden states come out {difference:.3g} of their size wrong"
     return None

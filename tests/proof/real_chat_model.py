@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         return
     made = tmp_path_factory.mktemp("chat") / "smollm2"
     try:
-        runpy.run_path(str(ROOT / "scripts" / "chat_model.py"))["make"](made)
+        runpy.run_path(str(ROOT / "scripts" / "chat_model.py"))["main"](made)
     except ValueError as error:
         pytest.skip(f"no chat model: {error}")
     yield made
