@@ -23,7 +23,7 @@ class Stepper:
     """Applies accumulated gradients, and refuses those that are not finite.
 
     A step whose loss, KL or gradient is not finite is dropped, counted and reported; three in a
-    row raise `Diverged`. `updating` is entered around clipping and the optimizer's step.
+    row raise `Diverged`, with this `remedy`. `updating` is entered around clipping and the optimizer's step.
     """
 
     def __init__(
@@ -33,12 +33,13 @@ class Stepper:
         max_grad_norm: float,
         *,
         updating: Callable[[], AbstractContextManager[object]] = nullcontext,
+        remedy: str = "lower --learning-rate or raise --kl-coef",
     ) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._sharded = is_sharded(model)
         self._optimizer = optimizer
         self._max_grad_norm = max_grad_norm or math.inf
-        self._updating = updating
+        self._updating, self._remedy = updating, remedy
         self.moved = False
         """Whether the weights have moved since the caller last set this."""
         self.num_skipped = 0
@@ -92,8 +93,7 @@ class Stepper:
         logger.warning("step skipped: {} ({} skipped so far)", fault, self.num_skipped)
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise Diverged(
-                f"{self.skipped_in_a_row} steps in a row were not finite ({fault}). "
-                "Lower --learning-rate or raise --kl-coef."
+                f"{self.skipped_in_a_row} steps in a row were not finite ({fault}): {self._remedy}."
             )
 
 

@@ -136,7 +136,7 @@ def train_lm(task: Task, folder: Path) -> None:
     heldout = corpus.heldout_windows(max(1, task.eval_prompts), task.context)
     model = load_model(task, target)
     optimizer = make_optimizer(model, task)
-    stepper = Stepper(model, optimizer, task.max_grad_norm)
+    stepper = Stepper(model, optimizer, task.max_grad_norm, remedy="lower --learning-rate")
     checkpointing = choose_checkpointing(task.gradient_checkpointing)
     learn = partial(accumulate_lm, model, dtype=target.dtype, rows=task.rows, checkpointing=checkpointing)
     limit = parse_size(task.memory_limit) if task.memory_limit else None
