@@ -130,6 +130,7 @@ def test_a_warm_up_asks_for_a_group_twice_as_many_and_four_times_as_many_until_t
 
         def pass_at(phase: str, size: Size) -> bool:
             if phase == "learn":
+                assert size.tokens == (10 if size.rows in seen else 20)
                 seen.append(size.rows)
             fit.see(phase, size, 1000.0 * size.rows)
             return size.rows < at_most
@@ -138,9 +139,9 @@ def test_a_warm_up_asks_for_a_group_twice_as_many_and_four_times_as_many_until_t
         warm_up(fit, work, pass_at)
         return seen
 
-    assert asked() == [8, 16, 64, 256] and asked(batch=8) == [8]
-    assert asked(train_rows=4) == [4] and asked(train_rows=32) == [8, 16, 32]
-    assert asked(at_most=16) == [8, 16]  # a larger pass is not to be had
+    assert asked() == [8, 16, 64, 256] and asked(batch=8) == [8, 8]  # the second of half the tokens
+    assert asked(train_rows=4) == [4, 4] and asked(train_rows=32) == [8, 16, 32]
+    assert asked(at_most=16) == [8, 16, 8]  # a larger pass is not to be had
 
 
 # --------------------------------------------------------------------------------- what is auto
