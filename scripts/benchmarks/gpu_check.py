@@ -127,7 +127,7 @@ def train(config: Config, *, bias: float = 1.0) -> Figures:
     a step (median), and what its tensors add, predicted and measured (last step).
     """
     trainer = Trainer(config)
-    trainer.save = lambda *, best=False: None  # type: ignore[method-assign]  # it would outlast the steps
+    trainer.save = lambda **_: None  # type: ignore[method-assign]  # it would outlast the steps
     if bias != 1.0:
         _mispredict(trainer.run.fit, bias)
     for _ in trainer:

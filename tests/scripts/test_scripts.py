@@ -1,5 +1,6 @@
 """The scripts: that each can be started, and the demo. What they measure is `make proof`."""
 
+import json
 import runpy
 from pathlib import Path
 
@@ -43,6 +44,16 @@ def test_the_smallest_trainer_takes_a_step(tmp_path: Path):
     first, last = done.stdout.splitlines()[0], done.stdout.splitlines()[-1]
     assert first.startswith("step   1: reward 0.") and "8 rows at once" in first
     assert last.startswith("reward of the first quarter of 1 steps 0.")
+
+
+def test_the_check_of_a_card_runs_where_there_is_none(tmp_path: Path):
+    """Its first parts, on a tiny model: minutes of a card are not for finding out that they do not."""
+    file = tmp_path / "small.json"
+    done = run("scripts/gpu_check.py", "--small", "--quick", "--output", file, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_text())
+    assert [row["rows"]["learn"] for row in found["rows"]] == [8, 16]
+    assert found["recorded steps"]["equal"] == 1.0
 
 
 def test_the_proof_counts_what_passed_failed_and_was_left_out(tmp_path: Path, monkeypatch, capsys):
