@@ -102,8 +102,10 @@ class PhasesAt:
         others_wait = rows < self.work.rows_here
         made = (1 + others_wait) * rows, tokens + 1  # by a whole rollout
         written = torch.zeros(made, dtype=torch.long, device=device), torch.zeros(made, device=device)
-        width = prompt_places(self._sampler.config, size.shared, self.work.target.device.type)
-        arena = open_arena(self._sampler, Room(len(prompts), per_prompt, width, tokens, ends=(0,)))
+        device_type = self.work.target.device.type
+        width = prompt_places(self._sampler.config, size.shared, device_type)
+        room = Room(len(prompts), per_prompt, width, tokens, ends=(0,))
+        arena = open_arena(self._sampler, room, device_type=device_type)
         arena.restart(SamplingSettings.of(self.work.config, max_new_tokens=tokens), len(prompts))
 
         def fill(groups: int) -> None:

@@ -59,7 +59,16 @@ class Arena:
     groups: list[int | None]
     """The group in each active place, by the caller's numbers; None: the place is free, or is made so."""
 
-    def __init__(self, model: PreTrainedModel, room: Room, graphs: CUDAGraphs | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        room: Room,
+        graphs: CUDAGraphs | None = None,
+        *,
+        device_type: str | None = None,
+    ) -> None:
+        """device_type: of the device that a trace stands for, if not the model's."""
+        self._device_type = device_type or model.device.type
         self.model, self._head, self.room, self._graphs = model, model.get_output_embeddings(), room, graphs
         self._config, self._window = model.config.get_text_config(decoder=True), sliding_window(model.config)
         self._replays: dict[Hashable, Replay] = {}
@@ -110,7 +119,8 @@ class Arena:
         if not self._layers:
             sizes = room.groups, room.groups * room.width, static_cache_length(room.new_tokens)
             self._layers = [
-                StaticLayer(*sizes, is_sliding=slides) for slides in layers_with_window(model.config)
+                StaticLayer(*sizes, is_sliding=slides, device_type=self._device_type)
+                for slides in layers_with_window(model.config)
             ]
         for layer in self._layers:
             layer.groups = index

@@ -37,10 +37,17 @@ class ReusableArena:
         self.arena = None
 
 
-def open_arena(model: PreTrainedModel, room: Room, reusable: ReusableArena | None = None) -> Arena:
+def open_arena(
+    model: PreTrainedModel,
+    room: Room,
+    reusable: ReusableArena | None = None,
+    *,
+    device_type: str | None = None,
+) -> Arena:
     """One with so much room, over a static cache where the model can decode over one.
 
-    reusable: where to find that of an earlier rollout, and to leave it for the next.
+    reusable: where to find that of an earlier rollout, and to leave it for the next. device_type: of the
+    device that a trace stands for.
     """
     reusable = reusable or ReusableArena()
     if reusable.arena is not None:
@@ -51,7 +58,7 @@ def open_arena(model: PreTrainedModel, room: Room, reusable: ReusableArena | Non
             return reusable.arena
         reusable.release()  # before there is another
     if has_static_cache(model.config):
-        reusable.arena = Arena(model, room, step_graphs(model))
+        reusable.arena = Arena(model, room, step_graphs(model), device_type=device_type)
     else:
         reusable.arena = GrowingArena(model, room)
     return reusable.arena

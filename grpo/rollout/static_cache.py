@@ -63,9 +63,12 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
     groups: Tensor
     reading: Reading | None = None
 
-    def __init__(self, num_groups: int, num_rows: int, num_places: int, *, is_sliding: bool) -> None:
+    def __init__(
+        self, num_groups: int, num_rows: int, num_places: int, *, is_sliding: bool, device_type: str
+    ) -> None:
+        """device_type: of the device that it is on, or that a trace stands for."""
         super().__init__()
-        self.is_sliding = is_sliding
+        self.is_sliding, self._device_type = is_sliding, device_type
         self._shape = num_groups, num_rows, num_places
         self.prompts: list[Tensor] = []
         """Keys and values, each (groups, H', P, d)."""
@@ -79,7 +82,7 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
                 stored[self.reading.rows, :, self.reading.place] = new.squeeze(2).to(stored.dtype)
             return self, self
         if not self.prompts:
-            dtype, num_groups = cache_dtype(key.dtype, key.device.type), self._shape[0]
+            dtype, num_groups = cache_dtype(key.dtype, self._device_type), self._shape[0]
             self.prompts = [new.new_zeros(num_groups, *new.shape[1:], dtype=dtype) for new in (key, value)]
         for prompts, new in zip(self.prompts, (key, value), strict=True):
             prompts[self.groups] = new.to(prompts.dtype)
@@ -108,7 +111,7 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
         by_prompt = by_head.unflatten(0, (prompts, -1)).transpose(1, 2).flatten(2, 3)  # (b, H', g·h, d)
         of_prompt = by_prompt, *(tensor[:prompts] for tensor in self.prompts), mask.prompt
         of_completion = by_head, *(tensor[:rows, :, :length] for tensor in self.completions), mask.completion
-        attend = _attend_twice if query.device.type == "cpu" else _attend_once
+        attend = _attend_twice if self._device_type == "cpu" else _attend_once
         return attend(of_prompt, of_completion, scale).to(query.dtype)
 
 

@@ -136,6 +136,17 @@ def test_what_costs_memory_on_cards_shows():
     assert recorded > plain  # as much as a token takes to run, for as long as there are rows
 
 
+def test_keys_and_values_are_held_as_the_device_that_is_planned_for_holds_them():
+    """In bf16 on a card, and in fp32 on a CPU, on whichever the trace is made."""
+    size, traces = Size(32 * G, 48, 40), [traced_on(of, compute_dtype=BF16) for of in ("xpu", "cpu")]
+    (card, host), (more, most) = (
+        [trace.phases.known_parts("sample", size)["KV cache"] for trace in traces],
+        [trace.added_bytes("sample", size) for trace in traces],
+    )
+    assert host == 2 * card and card < most - more < 1.3 * card
+    assert more < 2 * card
+
+
 def test_attention_with_a_mask_has_a_workspace_on_cards_in_bf16():
     """A block of 64 x 64 in fp32 for each 64 queries of each row and head: 16 KB; wider heads have more."""
 
