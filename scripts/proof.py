@@ -65,7 +65,7 @@ TOGETHER = (
     Part("learning-curve", 5, "learning_curve.py --output {folder} --seeds 1 --steps 1"
          " --batch-size 16 --heldout 4 --minutes 0.03", "at learning rate 0 nothing moves"),
     Part("card-small", 8, "sh scripts/gpu_check.sh --small --output {folder}/small.json", "its parts run"),
-    Part("documented", 8, "pytest tests/proof/as_documented.py", "accelerate; plans as on the pages"),
+    Part("documented", 8, "pytest tests/proof/as_documented.py", "accelerate starts one run"),
     Part("installed", 8, "pytest tests/proof/installed.py", "the wheel trains anywhere"),
     Part("browser", 8, "pytest tests/proof/report_in_browser.py", "reports in Chromium", CHROMIUM),
     Part("examples", 15, "pytest -p tests.proof.more_examples --hypothesis-profile=proof tests",

@@ -45,6 +45,18 @@ def succeeded(folder: Path, *words: object) -> Ended:
     return done
 
 
+def cells(text: str, start: str) -> dict[str, list[str]]:
+    """Rows of the first table after `start`, by their first cell."""
+    rows: dict[str, list[str]] = {}
+    for line in text[text.index(start) :].splitlines()[1:]:
+        found = [cell.strip() for cell in re.split("[│|┃]", line)[1:-1]]
+        if rows and not re.match(r"\s*[│├└|]", line):
+            return rows
+        if found and re.search(r"\d", "".join(found[1:])):
+            rows[found[0]] = found[1:]
+    return rows
+
+
 def anchors(page: str) -> list[str]:
     """What GitHub makes of a page's headings: lower case, without punctuation, a hyphen for a space."""
     text = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
@@ -136,6 +148,15 @@ def test_every_example_has_its_test_and_the_readme_no_more_than_180_lines():
     assert PYTHON.count("```python") == sum(page is PYTHON for page, _ in EXAMPLES.values())
     memory = code(PYTHON, "fit")
     assert "import grpo" not in memory and memory.count("from grpo") == memory.count("from grpo.memory") == 1
+
+
+def test_the_readmes_plan_for_124_million_parameters_in_8_gb(tmp_path):
+    words = ("--dry-run", "--device-memory", "8GB", "--batch-size", 512)
+    done = run("train_lean.py", *words, cwd=tmp_path, COLUMNS="120", HF_HUB_OFFLINE="1")
+    said = done.stdout + done.stderr
+    start = "Memory planned; budget 6.66 GB"
+    printed, shown = cells(said, start), cells(README, start)
+    assert printed == shown and len(shown) > 12
 
 
 def test_the_example_of_an_own_task_runs(tmp_path):

@@ -1,7 +1,6 @@
-"""Runs started as docs/several-cards.md says, and tables that are worked out as README and docs have them."""
+"""Runs started by accelerate, as docs/several-cards.md says."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,18 +26,6 @@ def python(cwd: Path, *words: object, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
-def cells(text: str, start: str) -> dict[str, list[str]]:
-    """Rows of the first table after `start`, by their first cell."""
-    rows: dict[str, list[str]] = {}
-    for line in text[text.index(start) :].splitlines()[1:]:
-        found = [cell.strip() for cell in re.split("[│|┃]", line)[1:-1]]
-        if rows and not re.match(r"\s*[│├└|]", line):
-            return rows
-        if found and re.search(r"\d", "".join(found[1:])):
-            rows[found[0]] = found[1:]
-    return rows
-
-
 def test_accelerate_starts_two_processes_that_do_the_step_of_one(tmp_path):
     """Without a card as with several, if it is told that there are."""
     little = {"model": "rook-tiny", "device": "cpu", "batch-size": 16, "max-new-tokens": 8, "engine": "off",
@@ -52,10 +39,3 @@ def test_accelerate_starts_two_processes_that_do_the_step_of_one(tmp_path):
         assert two[name] == pytest.approx(one[name], rel=1e-10), name
     texts, others = (read_lines(tmp_path / "runs" / name / COMPLETIONS_FILE) for name in ("two", "one"))
     assert texts == others and texts
-
-
-def test_the_readmes_plan_for_124_million_parameters_in_8_gb(tmp_path):
-    said = python(tmp_path, TRAIN, "--dry-run", "--device-memory", "8GB", "--batch-size", 512)
-    start = "Memory planned; budget 6.66 GB"
-    printed, shown = cells(said, start), cells((ROOT / "README.md").read_text(), start)
-    assert printed == shown and len(shown) > 12
