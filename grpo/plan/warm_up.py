@@ -47,11 +47,9 @@ def warm_up(fit: Fit, work: Workload, pass_at: Callable[[str, Size], bool], *, b
             more = _with_one_pass_less(rows, work)
             if bold and rows in seen and more and fit.needs(phase, work.size(more)) <= JUST * room:
                 rows = more
-        longest = work.size(seen[0])
-        if (
-            len(seen) == 1 and longest.tokens > 1 and not bold
-        ):  # what does not depend on tokens is to be known
-            pass_at(phase, longest._replace(tokens=longest.tokens // 2))
+        if len(seen) == 1 and not bold:  # of one size all bytes would be taken to grow with the tokens
+            longest = work.size(seen[0])
+            pass_at(phase, longest._replace(tokens=max(1, longest.tokens // 2)))
 
 
 def _with_one_pass_less(rows: int, work: Workload) -> int:
