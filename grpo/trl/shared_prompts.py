@@ -80,8 +80,9 @@ def shared_prompts(
         ids = texts[rows]
         unlike = unlike_prompts(ids[:, :width], mask[rows, :width])
         if unlike is None:
-            hidden = plain(input_ids=ids, attention_mask=mask[rows], **options).last_hidden_state
-            return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden[:, width - 1 :])
+            output = plain(input_ids=ids, attention_mask=mask[rows], **options)
+            output.last_hidden_state = output.last_hidden_state[:, width - 1 :]
+            return output
         is_told = backbone.training and getattr(backbone, "gradient_checkpointing", False)
         recomputes = is_told and torch.is_grad_enabled()
         restore()

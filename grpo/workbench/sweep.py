@@ -156,8 +156,8 @@ def _tune(settings: Sweep, size: int, folder: Path) -> tuple[float, list[dict[st
         if ended.status == OK and heldout is not None:
             tried[rate] = heldout
         rows.append({"learning_rate": rate, "heldout": tried.get(rate)})
-        shown = f"{heldout:.4f}" if rate in tried else ended.status
-        logger.info("size {}: learning rate {:.2g}: held-out {}", size, rate, shown)
+        shown = f"held-out {heldout:.4f}" if rate in tried else ended.status
+        logger.info("size {}: learning rate {:.2g}: {}", size, rate, shown)
         if ended.status in ("out of memory", "failed"):
             break
     else:
