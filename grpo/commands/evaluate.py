@@ -164,9 +164,9 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
     from grpo.evaluate import evaluate
     from grpo.model.load import load_policy
     from grpo.model.target import choose_device, choose_model
-    from grpo.model.weights import RolloutModel
     from grpo.play.alone import mate_in_one, self_play
     from grpo.play.player import Player
+    from grpo.rollout.decoder import make_sampler
     from grpo.run.folder import checkpoint_of
     from grpo.run.loading import prompt_room
 
@@ -185,7 +185,7 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
             judge = RewardFunctions(task.reward, task.reward_weights).with_engine(engine)
             judge.check({prompt.task for prompt in heldout}, heldout[:PROMPTS_LOOKED_AT])
         policy = load_policy(name, device, config.precision)
-        sampler, tokenizer = RolloutModel(policy.model, policy.target.dtype).model, policy.tokenizer
+        sampler, tokenizer = make_sampler(policy), policy.tokenizer
         results = {
             mode: evaluate(
                 sampler, tokenizer, heldout, settings=settings, samples=config.samples, engine=engine,

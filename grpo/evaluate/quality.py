@@ -13,7 +13,7 @@ from grpo.data.reward_functions import RewardFunctions
 from grpo.evaluate.evaluation import Evaluation, paired_difference
 from grpo.evaluate.heldout import EVALUATION_STEP, evaluate
 from grpo.model.load import Policy
-from grpo.model.weights import RolloutModel
+from grpo.rollout.decoder import make_sampler
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.types import Prompt
@@ -62,7 +62,7 @@ class Change(NamedTuple):
 
 def measure(policy: Policy, config: Config, prompts: Sequence[Prompt], *, samples: int) -> Quality:
     """Quality on `prompts`, judged by their labels; `reward` is the one that `config` trains on."""
-    model = RolloutModel(policy.model, policy.target.dtype).model
+    model = make_sampler(policy)
     rewards = RewardFunctions(config.reward, config.reward_weights)
     return {
         mode: evaluate(
@@ -77,7 +77,7 @@ def answers(policy: Policy, config: Config, prompts: Sequence[Prompt]) -> list[s
     """Greedy ones."""
     settings = SamplingSettings(config.max_new_tokens, 0.0)
     uniforms = step_uniforms(len(prompts), settings.max_new_tokens, seed=SEED, step=EVALUATION_STEP)
-    model = RolloutModel(policy.model, policy.target.dtype).model
+    model = make_sampler(policy)
     return rollout(model, policy.tokenizer, prompts, uniforms, settings, rows=ROWS).completions
 
 

@@ -6,7 +6,7 @@ TRL's `sync_ref_model` with a mixture of 1).
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -15,7 +15,13 @@ from transformers import PreTrainedModel
 
 from grpo.distributed.shard import shard_model, whole
 from grpo.model.adapters import adapter_parameters, adapters_off, has_adapters
+from grpo.model.first_layers import is_plain
 from grpo.model.head import centred_head
+from grpo.model.load import context_length
+from grpo.model.stand_ins import NEVER, exact_products
+
+COPY_ERROR = 0.2
+"""Of the spread of log-probs: what a copy in bf16 may be off by, some ten times what rounding does."""
 
 
 def frozen_copy(model: PreTrainedModel, device: torch.device | None = None) -> PreTrainedModel:
@@ -25,44 +31,111 @@ def frozen_copy(model: PreTrainedModel, device: torch.device | None = None) -> P
 
 
 class RolloutModel:
-    """The policy as the sampler runs it: itself, or a copy in the compute dtype, kept in step.
+    """The policy as the sampler runs it: the policy itself, or a copy in the compute dtype, kept in step.
 
-    In lower precision its head is its own and centred, as the scorer's is (`centred_head`). Where adapters'
-    base is in that precision already, all but the head is the policy's itself.
+    A plain linear head of a copy in lower precision is centred, as the scorer's is (`centred_head`).
+    Quantized layers are never copied or cast: their numbers mean nothing without their scales. Where the
+    base of adapters is in the compute dtype already, all but the head is the policy's own.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        self.model, self._copies = model, list[tuple[Tensor, Tensor, bool]]()
+        self.model, self._policy, self._dtype = model, model, dtype
+        self._copies = list[tuple[Tensor, Tensor, bool]]()
+        self._trained = _trained_parameters(model)
+        head = model.get_output_embeddings()
         if dtype.itemsize < 4 and has_adapters(model) and _base_is_in(dtype, model):
-            shared = model.base_model, model.config, *model.get_output_embeddings().parameters()
-            self.model = copy.deepcopy(model, {id(part): part for part in shared})
+            own_head = head.parameters() if _is_plain_linear(head) else _quantized_parts(head)
+            shared = [model.base_model, model.config, *own_head]
         elif model.dtype != dtype:
-            self.model = frozen_copy(model)
+            shared = [model.config, *_quantized_parts(model)]
         else:
             return
-        trained = dict(model.named_parameters(remove_duplicate=False))
+        self.model = copy.deepcopy(model, {id(part): part for part in shared})
         head = self.model.get_output_embeddings()
-        for name, parameter in list(head.named_parameters()):  # neither the embedding nor the policy's
-            setattr(head, name, nn.Parameter(parameter.data, requires_grad=False))
+        if _is_plain_linear(head):
+            for name, parameter in list(head.named_parameters()):  # neither the embedding's nor the policy's
+                setattr(head, name, nn.Parameter(parameter.data, requires_grad=False))
+        policys = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in self.model.named_parameters():  # not the buffers: rotary frequencies stay fp32
-            if parameter is not trained[name]:
+            if parameter is not policys[name]:
+                parameter.requires_grad_(False)
                 parameter.data = torch.empty_like(parameter.data, dtype=dtype)
-                is_head = parameter is head.weight or parameter is head.bias
-                self._copies.append((parameter, trained[name], is_head))
-        self.refresh()
-        self._copies = [copied for copied in self._copies if copied[1].requires_grad]
+                is_head = _is_plain_linear(head) and (parameter is head.weight or parameter is head.bias)
+                self._copies.append((parameter, policys[name], is_head))
+        self._copy(self._copies)
+
+    def refresh(self) -> None:
+        """Copy the weights that are trained in place, after the optimizer has moved them."""
+        self._copy(copied for copied in self._copies if copied[1].requires_grad)
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Copy the weights over in place, after the optimizer has moved them."""
-        for parameter, trained, is_head in self._copies:
-            parameter.copy_(centred_head(trained, parameter.dtype) if is_head else trained)
+    def _copy(self, copies: Iterable[tuple[Tensor, Tensor, bool]]) -> None:
+        for parameter, policys, is_head in copies:
+            parameter.copy_(centred_head(policys, parameter.dtype) if is_head else policys)
+
+    def is_outdated(self) -> bool:
+        """Whether the policy has been given other weights, or trains others than when this was made.
+
+        Other adapters may have been put in or switched on, or layers unfrozen: then make another.
+        """
+        return self._trained != _trained_parameters(self._policy)
+
+    @exact_products()
+    @torch.no_grad()
+    def check(self) -> str | None:
+        """What is wrong if a copy's log-probs are another model's; None if they are the policy's.
+
+        The policy runs its own forward pass over made-up tokens, under autocast as it is scored and trained,
+        and the copy its backbone and head, as the sampler does. bf16 rounds log-probs by about a hundredth of
+        their spread; those of other weights differ by all of it.
+        """
+        model, policy = self.model, self._policy
+        if model is policy:
+            return None
+        length, vocabulary = (
+            min(16, context_length(model.config)),
+            model.config.get_text_config(decoder=True).vocab_size,
+        )
+        ids = torch.randint(vocabulary, (2, length), generator=torch.Generator().manual_seed(0))
+        texts = {"input_ids": (ids := ids.to(model.device)), "attention_mask": torch.ones_like(ids)}
+        is_lower = self._dtype.itemsize < 4
+        with torch.autocast(model.device.type, self._dtype if is_lower else None, enabled=is_lower):
+            expected = policy(**texts, use_cache=False).logits
+        hidden = model.base_model(**texts, use_cache=False).last_hidden_state
+        wanted, sampled = (
+            logits.float().log_softmax(-1).clamp(min=NEVER)
+            for logits in (expected, model.get_output_embeddings()(hidden))
+        )
+        spread = (wanted - wanted.mean(-1, keepdim=True)).norm()
+        error = ((sampled - wanted).norm() / spread).item()
+        if error < COPY_ERROR:
+            return None
+        return f"log-probs of its copy in {self._dtype} differ from its own by {error:.2g} of their spread"
+
+
+def _trained_parameters(model: nn.Module) -> list[tuple[int, bool]]:
+    """Which parameters a model has, and whether each is trained."""
+    return [(id(parameter), parameter.requires_grad) for parameter in model.parameters()]
+
+
+def _is_plain_linear(head: nn.Module) -> bool:
+    """Whether a head is its weight and bias alone: not so with adapters around it, or quantized."""
+    return type(head) is nn.Linear and all(map(is_plain, head.parameters()))
+
+
+def _quantized_parts(model: nn.Module) -> Iterator[nn.Module | Tensor]:
+    """Layers of a model whose weights are quantized, whole with their scales, and those weights."""
+    for module in model.modules():
+        quantized = [weight for weight in module.parameters(recurse=False) if not is_plain(weight)]
+        yield from quantized
+        if quantized and not any(module.children()):
+            yield module
 
 
 def _base_is_in(dtype: torch.dtype, model: PreTrainedModel) -> bool:
     """Whether frozen weights are in `dtype` already; TRL loads a base in fp32, and casts as it goes."""
     frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
-    return all(weight.dtype == dtype for weight in frozen if weight.ndim > 1 and weight.is_floating_point())
+    return all(weight.dtype == dtype for weight in frozen if weight.ndim > 1 and is_plain(weight))
 
 
 def make_reference(policy: PreTrainedModel, device: torch.device) -> "Reference":

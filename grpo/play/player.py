@@ -14,9 +14,8 @@ from grpo.config.groups import Precision, SamplingSettings
 from grpo.config.reading import read_run_settings
 from grpo.model.load import context_length, load_policy
 from grpo.model.target import choose_device, choose_model
-from grpo.model.weights import RolloutModel
 from grpo.play.thought import MOST_ANSWERS, Position, Thought, conclude, read_answer
-from grpo.rollout.decoder import ReusableArena, records_steps
+from grpo.rollout.decoder import ReusableArena, make_sampler, records_steps
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.folder import checkpoint_of
@@ -132,6 +131,6 @@ def load_player(
     tokens = min(settings.max_new_tokens, room)
     sampling = SamplingSettings.of(settings, temperature=temperature, max_new_tokens=tokens)
     return Player(
-        RolloutModel(policy.model, policy.target.dtype).model, policy.tokenizer, sampling,
+        make_sampler(policy), policy.tokenizer, sampling,
         trailing_space=settings.trailing_space, rows=rows,
     )  # fmt: skip

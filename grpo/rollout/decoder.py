@@ -1,6 +1,7 @@
 """The arena that a model decodes in: chosen by what the model can do, compared with it at load."""
 
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from loguru import logger
@@ -10,16 +11,18 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from grpo.config.groups import SamplingSettings
 from grpo.distributed.shard import is_sharded
 from grpo.memory import is_out_of_memory
-from grpo.model.load import context_length
+from grpo.model.first_layers import first_layers, is_plain
+from grpo.model.load import Policy, context_length
 from grpo.model.prefill import crossed_window, layers_with_window
 from grpo.model.stand_ins import exact_products
+from grpo.model.weights import RolloutModel
 from grpo.rollout.arena import Arena, Room
 from grpo.rollout.graphs import CUDAGraphs, graphs_of
 from grpo.rollout.growing import GrowingArena
 from grpo.rollout.static_cache import static_cache_length
 
-_refused: set[str] = set()
-"""Kinds of models that turned out to compute something else over a static cache, until the process ends."""
+_refused = WeakValueDictionary[int, PretrainedConfig]()
+"""Configurations, by id, of models that turned out to compute something else over a static cache."""
 
 
 @dataclass
@@ -77,13 +80,16 @@ def records_steps(model: PretrainedConfig, device_type: str) -> bool:
 
 
 def has_static_cache(model: PretrainedConfig) -> bool:
-    """Whether a model of this kind hands keys and values to a cache, and calls attention by its name."""
+    """Whether a model hands keys and values to a cache, and calls attention by its name.
+
+    It goes by the model's kind, and by what `check_decoder` found out about the model itself.
+    """
     try:
         kind = AutoModelForCausalLM._model_mapping[type(model)]
         layers_with_window(model)
     except (KeyError, ValueError):  # transformers does not know it, or it remembers something else
         return False
-    return kind._supports_attention_backend and model.model_type not in _refused
+    return kind._supports_attention_backend and _refused.get(id(model)) is not model
 
 
 def prompt_places(model: PretrainedConfig, tokens: int, device_type: str) -> int:
@@ -103,17 +109,24 @@ def replaced_at_once(groups: int) -> int:
     return max(1, groups // 8)
 
 
+def make_sampler(policy: Policy) -> PreTrainedModel:
+    """A policy's model as `RolloutModel` has it, for whoever samples from it and does not train it."""
+    check_decoder(policy.model)
+    return RolloutModel(policy.model, policy.target.dtype).model
+
+
 @exact_products()
 @torch.no_grad()
-def check_decoder(model: PreTrainedModel) -> None:
+def check_decoder(model: PreTrainedModel, *shapes: PretrainedConfig) -> None:
     """Find out on made-up tokens whether a model decodes over a static cache as it does without any.
 
     Where it does not, and where its kind cannot, a line says that it is over Hugging Face's own cache.
+    shapes: other copies of the model's configuration, by which its memory is planned.
     """
     reason = "its attention cannot be called by name"
     if has_static_cache(model.config):
         try:
-            difference = _difference(model)
+            difference = _difference(_in_fp32(model))
             if difference < 1e-3:
                 return
             reason = f"with a static one its log-probs come out {difference:.3g} nats wrong"
@@ -121,9 +134,20 @@ def check_decoder(model: PreTrainedModel) -> None:
             if is_out_of_memory(error):
                 raise
             reason = str(error).splitlines()[0].rstrip(".")
-        _refused.add(model.config.model_type)
+        _refused.update({id(config): config for config in (model.config, *shapes)})
     name = type(model).__name__
     logger.info("{} decodes over Hugging Face's growing cache, which is slower: {}", name, reason)
+
+
+def _in_fp32(model: PreTrainedModel) -> PreTrainedModel:
+    """The model itself if it computes in fp32 or float64, else its first layers in fp32.
+
+    bf16, or products of quantized weights, round log-probs by 0.05 nats, as much as a window that is one
+    token too wide changes them.
+    """
+    if model.dtype.itemsize >= 4 and all(map(is_plain, model.parameters())):
+        return model
+    return first_layers(model)
 
 
 def _difference(model: PreTrainedModel) -> float:
@@ -135,8 +159,6 @@ def _difference(model: PreTrainedModel) -> float:
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     texts = [torch.randint(vocabulary, (n,), generator=generator) for n in (longest, 5, 9)]
     uniforms = torch.rand(4, 3, generator=generator).to(model.device)
-    arena = Arena(model, Room(2, 2, longest, 3, ends=()))
-    arena.restart(SamplingSettings(max_new_tokens=3), 2)
     differences: list[Tensor] = []
 
     def compare(text: Tensor, place: int) -> None:
@@ -148,6 +170,8 @@ def _difference(model: PreTrainedModel) -> float:
         differences.append((logp[:, : lengths.max()] - expected).abs().max())
 
     with crossed_window(model, longest):
+        arena = Arena(model, Room(2, 2, longest, 3, ends=()))
+        arena.restart(SamplingSettings(max_new_tokens=3), 2)
         arena.fill({0: 0, 1: 1}, [text.tolist() for text in texts[:2]], uniforms)
         arena.advance()
         compare(texts[1], 1)

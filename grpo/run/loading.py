@@ -182,7 +182,7 @@ def load_models(
     on_host = config.uses_lora or config.shard  # whole, in fp32, it may not fit the device
     reference_device = torch.device("cpu") if config.shard else reference_device
     is_nowhere = source.model is not None or base_of(source.name) is not None
-    in_4bit = config.load_in_4bit
+    in_4bit, shape = config.load_in_4bit, target.model_config
     policy = source.load(target, on_host=on_host, in_4bit=in_4bit and not is_nowhere)
     if config.uses_lora:
         base = findable(source.name)
@@ -195,11 +195,11 @@ def load_models(
                 policy = ModelSource(base, tokenizer=policy.tokenizer).load(target, in_4bit=True)
         add_adapters(policy.model, config, seed=config.seed, base=base)
     check_scorer(policy.model, context_length(policy.model.config))
-    check_decoder(policy.model)
     if config.uses_lora:  # after the check, which wants to be exact, and not on the device before
         store_base(policy.model, target.dtype)
         policy.model.to(target.device)
     if checkpoint is None:
+        check_decoder(policy.model, shape, target.model_config)
         return policy, make_reference(policy.model, reference_device) if config.uses_reference else None
     logger.info("going on from {}", shown(checkpoint.folder))
     if config.uses_lora:
@@ -212,6 +212,7 @@ def load_models(
         )
         policy = source.load_weights(policy, str(checkpoint.folder), on_host=config.shard)
     reference.restore(checkpoint.reference())
+    check_decoder(policy.model, shape, target.model_config)
     return policy, reference if config.uses_reference else None
 
 

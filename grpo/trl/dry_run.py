@@ -7,6 +7,7 @@ weights are fake. Passes of each phase are then traced, and planned by the plann
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from heapq import nlargest
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from grpo.config import Config
+from grpo.config.groups import SamplingSettings
 from grpo.memory import DoesNotFit, Fit
 from grpo.memory.budget import readable
 from grpo.model.load import context_length
@@ -31,7 +33,7 @@ from grpo.plan.tables import plan_of
 from grpo.plan.trace import TracedPhases
 from grpo.plan.warm_up import card_to_plan_for, see_trace, show_plan, warm_up
 from grpo.plan.workload import LONGEST_TEXTS
-from grpo.trl.sampling import base_model, obstacle, sampling_settings
+from grpo.trl.sampling import base_model, generation_of, longest_completion, why_not_native
 from grpo.trl.shared_prompts import may_share_prompts
 from grpo.trl.traced import Mode, TracedTrainer, TrainerWork, scores_policy
 from grpo.trl.trainer import GRPOTrainer
@@ -54,6 +56,9 @@ class _Planned(GRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, native_sampling=False, share_prompts=False, **kwargs)
         self._shares = may_share_prompts(self, try_it=False)
+
+    def _replace_engine(self, reason: str | None) -> None:
+        """Leave it to `_work_of`, which asks whether the native decoder could sample instead."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         prompts = self.args.generation_batch_size // self.num_generations
@@ -114,9 +119,8 @@ def _at_first_step(
 ) -> Any:
     """The trainer of a script that comes to its first step, on this host, and leaves nothing behind."""
     args = settings[1]
-    for engine in ("use_vllm", "use_transformers_continuous_batching"):
-        if getattr(args, engine, False):
-            raise Untraceable(f"{engine} samples with memory of its own")
+    if getattr(args, "use_vllm", False):
+        raise Untraceable("vLLM samples with memory of its own")
     if settings[0].reward_model_name_or_path:
         raise Untraceable("a reward model is beside the policy")
     if args.device.type != "cpu":  # fake tensors say they are the host's
@@ -149,10 +153,18 @@ def _work_of(trainer: Any, device: torch.device) -> TrainerWork:
     policy = base_model(trainer.model)
     if trainer.is_sharded:
         raise Untraceable("the model is sharded over processes")
-    longest = _longest_prompt(trainer)
-    reason = obstacle(trainer, try_it=False)
-    if reason is None and longest + trainer.max_completion_length > context_length(policy.config):
-        reason = f"the context does not hold {longest} + {trainer.max_completion_length} tokens"
+    if trainer._has_engine and not trainer.engine_casts:
+        raise Untraceable("continuous batching samples with memory of its own")
+    longest, new_tokens = _longest_prompt(trainer), longest_completion(trainer)
+    reason = why_not_native(trainer, try_it=False)
+    if trainer.engine_casts:
+        GRPOTrainer._replace_engine(trainer, reason)
+    sampling = SamplingSettings(max_new_tokens=new_tokens)
+    if reason is None:
+        sampling = generation_of(trainer).settings
+        sampling = replace(sampling, temperature=sampling.temperature or 1.0)  # which takes no memory
+    if reason is None and longest + new_tokens > context_length(policy.config):
+        reason = f"the context does not hold {longest} + {new_tokens} tokens"
     if reason is not None:
         logger.info("TRL samples by itself ({}): the first step will tell in how many rows", reason)
     scores = bool(trainer.beta) or scores_policy(trainer)
@@ -160,7 +172,7 @@ def _work_of(trainer: Any, device: torch.device) -> TrainerWork:
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else policy.dtype
     config = Config(
         batch_size=-(-args.per_device_train_batch_size * args.steps_per_generation // group) * group,
-        group_size=group, **vars(sampling_settings(trainer)),
+        group_size=group, **vars(sampling),
     )  # fmt: skip
     return TrainerWork(
         config, make_target(policy.config, device, dtype), longest,

@@ -20,12 +20,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from grpo.model.activation_checkpointing import may_recompute_itself
+from grpo.model.first_layers import is_plain
 from grpo.model.load import context_length
 from grpo.model.prefill import PromptBatch, crossed_window, pad_prompts
 from grpo.model.stand_ins import exact_products
 from grpo.scoring.forward import completion_hidden
 from grpo.scoring.model_checks import made_up_batch
-from grpo.trl.sampling import base_model
+from grpo.trl.sampling import base_model, why_peft_must_run
 
 _PADDING = -1
 _NOT_SHARED = "position_ids", "token_type_ids", "inputs_embeds", "past_key_values"
@@ -121,9 +122,11 @@ def may_share_prompts(trainer: Any, *, try_it: bool = True) -> bool:
     Where it would come out otherwise a line says why. try_it: whether that is tried out, which takes weights.
     """
     model = base_model(trainer.accelerator.unwrap_model(trainer.model))
-    if trainer.is_sharded or trainer._is_vlm or has_dropout(model) or _is_prompt_learning(trainer.model):
+    if trainer.is_sharded or trainer._is_vlm or has_dropout(model):
         return False
-    wrong = check_shared_prompts(model, context_length(model.config)) if try_it else None
+    wrong = why_peft_must_run(trainer.accelerator.unwrap_model(trainer.model))
+    if wrong is None and try_it:
+        wrong = check_shared_prompts(model, context_length(model.config))
     if trainer.args.gradient_checkpointing and not may_recompute_itself(model):
         wrong = "layers are recomputed by transformers itself, without a cache"
     if wrong is not None:
@@ -135,11 +138,6 @@ def has_dropout(model: nn.Module) -> bool:
     return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
-def _is_prompt_learning(model: Any) -> bool:
-    """Whether peft puts tokens of its own before each text."""
-    return any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values())
-
-
 @exact_products()
 @torch.no_grad()
 def check_shared_prompts(model: PreTrainedModel, context: int) -> str | None:
@@ -148,7 +146,8 @@ def check_shared_prompts(model: PreTrainedModel, context: int) -> str | None:
     In prompts of one length, and of two, padded on the left as TRL does.
     """
     length, tokens = min(280, context), 4
-    allowed = 1e-3 if model.dtype.itemsize >= 4 else 0.05
+    is_exact = model.dtype.itemsize >= 4 and all(map(is_plain, model.parameters()))
+    allowed = 1e-3 if is_exact else 0.05
     with crossed_window(model, length):
         for equal in (True, False):
             batch = made_up_batch(model, length, equal=equal)

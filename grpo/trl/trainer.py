@@ -37,11 +37,13 @@ from grpo.trl.parts import (
 from grpo.trl.processes import Alone, average_gradients, metric_values, smallest, unwrapped
 from grpo.trl.record import plan_table, step_metrics
 from grpo.trl.replay import RandomState, drop_gradients, gradients_apart
-from grpo.trl.sampling import NativeSampler, base_model, obstacle
+from grpo.trl.sampling import NativeSampler, base_model, longest_completion, say_trl_samples, why_not_native
 from grpo.trl.shared_prompts import has_dropout, may_share_prompts, shared_prompts, unlike_prompts
 
 SHARDED = DistributedType.DEEPSPEED, DistributedType.FSDP
 """Where processes have to do as many passes, and cannot do one again by themselves."""
+CONTINUOUS_BATCHING = "use_transformers_continuous_batching", "use_transformers_paged"
+"""TRL's switches for transformers' engine; the latter is the older name."""
 
 
 class _StepInParts(transformers.Trainer):
@@ -137,12 +139,16 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         self._measured, self._num_steps = Measured(self.fit), 0
         self._shares = share_prompts and may_share_prompts(self)
         self._sampler = None
+        reason = None if native_sampling else "native_sampling is False"
+        if native_sampling and (self.engine_casts or not self._has_engine):
+            reason = why_not_native(self)
+        if self.engine_casts:
+            self._replace_engine(reason)
         if native_sampling and not self._has_engine:
-            reason = obstacle(self)
             if reason is None:
                 self._sampler = NativeSampler(self, self.fit)
             else:
-                logger.info("TRL samples completions by itself, without sharing prompts: {}", reason)
+                say_trl_samples(reason)
         if has_dropout(self.model):
             logger.warning(
                 "the model has dropout, which differs with the rows that are done at once: for steps that do "
@@ -175,7 +181,7 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
     ) -> tuple[list[list[int]], Any]:
         """Whole groups at a time; a part that ran out of memory begins again from the same random state."""
         sampler = self._sampler if images is None and not multimodal_fields else None
-        if sampler is not None and sampler.has_room(prompt_ids):
+        if sampler is not None and sampler.takes(prompt_ids):
             return sampler.sample(prompt_ids), None
         generate = super()._generate_single_turn
         fields = fields_by_row(multimodal_fields, images, len(prompt_ids))
@@ -191,7 +197,7 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
 
         while len(done) < len(prompt_ids):
             done += self.fit.run(
-                "sample", sample, Size(len(prompt_ids) - len(done), longest + self.max_completion_length),
+                "sample", sample, Size(len(prompt_ids) - len(done), longest + longest_completion(self)),
                 took=lambda rows, ids: Size(rows, longest + max(map(len, ids))),
                 discard=RandomState(self.accelerator.device).restore,
             )  # fmt: skip
@@ -200,8 +206,33 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
     @property
     def _has_engine(self) -> bool:
         """Whether vLLM or transformers' continuous batching samples, which mind memory themselves."""
-        engines = "use_vllm", "use_transformers_continuous_batching", "use_transformers_paged"
-        return any(getattr(self, engine, False) for engine in engines)
+        return any(getattr(self, engine, False) for engine in ("use_vllm", *CONTINUOUS_BATCHING))
+
+    @property
+    def engine_casts(self) -> bool:
+        """Whether TRL's continuous batching would cast the weights that are trained, and leave them so."""
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+        if dtype is None or not any(getattr(self, flag, False) for flag in CONTINUOUS_BATCHING):
+            return False
+        return any(p.is_floating_point() and p.dtype != dtype for p in self.model.parameters())
+
+    def _replace_engine(self, reason: str | None) -> None:
+        """Have the native decoder sample instead of continuous batching that casts the trained weights.
+
+        TRL 1.16 casts them in place at every sampling (`_generate_single_turn`) and never back; steps of a
+        small learning rate then round to nothing. reason: why the decoder cannot; ValueError if there is one.
+        """
+        flag = next(flag for flag in CONTINUOUS_BATCHING if getattr(self, flag, False))
+        harm = (
+            f"{flag} would cast the fp32 weights that are trained to {'bf16' if self.args.bf16 else 'fp16'}"
+        )
+        if reason is not None:
+            raise ValueError(
+                f"{harm} and leave them so, in which small updates round to nothing, and the native decoder "
+                f"cannot sample instead ({reason}): set {flag}=False, or bf16=False and fp16=False."
+            )
+        setattr(self, flag, False)
+        logger.info("completions are sampled by the native decoder: {}, for good", harm)
 
     def _get_per_token_logps_and_entropies(
         self,

@@ -1,6 +1,7 @@
 """The sampler, the scorer, every decoder and a plain forward pass say the same of every token."""
 
 from unittest import mock
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -295,9 +296,9 @@ def test_a_token_is_what_the_whole_text_says(name, kind, fused, monkeypatch):
 
 
 @pytest.fixture
-def refused(monkeypatch) -> set[str]:
-    """Types of models that decode the usual way: none yet."""
-    monkeypatch.setattr(grpo.rollout.decoder, "_refused", set())
+def refused(monkeypatch) -> WeakValueDictionary:
+    """Configurations of models that decode the usual way: none yet."""
+    monkeypatch.setattr(grpo.rollout.decoder, "_refused", WeakValueDictionary())
     return grpo.rollout.decoder._refused
 
 
@@ -311,7 +312,7 @@ def test_tokens_do_not_depend_on_rows_or_decoder(name, tokenizer, refused):
     with mock.patch.object(Arena, "fill", autospec=True, side_effect=Arena.fill) as fill:
         whole, *others = [sample(policy, many, rows=rows, **options) for rows in (12, 4, 1)]
     assert fill.call_count > 5 and len(whole.lengths.unique()) > 3
-    refused.add(policy.model.config.model_type)
+    refused[id(policy.model.config)] = policy.model.config
     assert not has_static_cache(policy.model.config)
     for each in [*others, sample(policy, many, rows=12, **options)]:
         assert torch.equal(each.completion_ids, whole.completion_ids)
@@ -355,6 +356,35 @@ def test_tokens_that_are_never_sampled_do_not_decide_how_a_model_decodes(logit, 
     check_decoder(model)
     check_scorer(model, 64)
     assert has_static_cache(model.config) and not logged
+
+
+@pytest.mark.usefixtures("refused")
+@pytest.mark.parametrize("window", [512, 4096])
+@pytest.mark.parametrize("name", ["mistral", "qwen2, windows", "gemma3_text", "phi3"])
+def test_models_with_windows_of_a_real_size_decode_over_a_static_cache(name, window, logged):
+    """The check looks beyond a window by making it smaller; one that is a token too wide would be told."""
+    real = shaped(name).to_dict() | {"sliding_window": window, "max_position_embeddings": 8192}
+    model = made(AutoConfig.for_model(**real)).float()
+    check_decoder(model)
+    assert has_static_cache(model.config) and not logged
+    assert model.config.sliding_window == window
+    within = Arena._mask_within
+    wider = lambda self, length, size: within(self, length, size + (size == self._window))  # noqa: E731
+    with mock.patch.object(Arena, "_mask_within", wider):
+        check_decoder(model)
+    assert not has_static_cache(model.config) and "nats wrong" in logged[0]
+
+
+@pytest.mark.usefixtures("refused")
+def test_what_one_model_cannot_do_refuses_no_other_of_its_kind(monkeypatch):
+    bad, good = (made(shaped("llama")) for _ in range(2))
+    with monkeypatch.context() as patched:
+        patched.setattr(StaticLayer, "attend", lambda self, query, scale: query)
+        check_decoder(bad)
+    check_decoder(good)
+    assert has_static_cache(good.config) and not has_static_cache(bad.config)
+    copied = RolloutModel(bad, torch.bfloat16).model
+    assert copied is not bad and not has_static_cache(copied.config)
 
 
 PER_TOKEN = {"gpt2": 2 * 2 * 32 * 4, "llama": 2 * 2 * 2 * 8 * 4, "qwen": 2 * 2 * 1 * 16 * 4}

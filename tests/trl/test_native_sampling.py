@@ -1,10 +1,23 @@
 """TRL's completions by our decoder: of TRL's distribution, and the same however many are sampled at once."""
 
+from unittest import mock
+
 import pytest
 import torch
 import trl
+from datasets import Dataset
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PolyConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from scipy.stats import chi2_contingency, chisquare
-from trl_cases import GROUP, Case, make
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from trl_cases import GROUP, Case, make, model, reward, tokenizer
 
 from grpo.memory import recovery
 from grpo.trl import GRPOTrainer, sampling
@@ -38,7 +51,7 @@ def test_it_has_trls_distribution(trainer):
     ours = native(trainer, prompts)
     torch.manual_seed(0)
     theirs, _ = trl.GRPOTrainer._generate_single_turn(trainer, prompts, None, {}, GROUP)
-    trainer.temperature = 1.2
+    trainer.generation_config.temperature = 1.2  # by which TRL's generate samples
     bold = native(trainer, prompts)
     assert sum(map(len, ours)) > 10_000
     expected = trainer.model(torch.tensor([[1, 2]])).logits[0, -1].softmax(-1).detach().numpy() * len(prompts)
@@ -102,14 +115,187 @@ def test_memory_that_runs_out_changes_no_token(trainer, monkeypatch):
     assert recovery.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
 
 
-@pytest.mark.parametrize("options, reason", [
-    ({"repetition_penalty": 1.1}, "generation with repetition_penalty"),
-    ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "generation with no_repeat_ngram_size"),
+def of_config(**values):
+    """Sets values in TRL's generation configuration of a trainer, as a callback would."""
+    return lambda trainer: vars(trainer.generation_config).update(values)
+
+
+def of_model(**values):
+    """Sets values in the model's own, as a generation_config.json would."""
+    return lambda trainer: vars(trainer.model.generation_config).update(values)
+
+
+@pytest.mark.parametrize("more, change", [
+    ({"generation_kwargs": {"temperature": 0.4}}, None),
+    ({"generation_kwargs": {"top_k": 2}}, None),
+    ({"generation_kwargs": {"top_p": 0.5, "min_p": 0.05}}, None),
+    ({"generation_kwargs": {"do_sample": False}}, None),
+    ({"generation_kwargs": {"max_new_tokens": 3}}, None),
+    ({"generation_kwargs": {"repetition_penalty": 1.0, "min_new_tokens": 0}}, None),
+    ({"top_k": None}, of_model(top_k=2)),
+    ({}, of_model(min_p=0.4)),
+    ({}, of_config(temperature=0.4)),
+    ({}, of_config(max_new_tokens=2, top_k=3)),
+    ({}, of_model(temperature=0.1, top_k=2, repetition_penalty=2.0, max_new_tokens=1)),  # TRL's come first
 ])  # fmt: skip
-def test_what_it_cannot_do_goes_trls_way_and_is_said(options, reason, logged):
-    trainer = make(GRPOTrainer, Case(more=tuple(options.items())))
-    assert trainer._sampler is None and logged[-1].endswith(reason)
-    assert len(trainer._generate_single_turn(PROMPTS, None, {}, GROUP)[0]) == len(PROMPTS)
+def test_what_trls_generate_minds_is_minded_wherever_it_is_set(more, change, logged):
+    """Row by row from the same distribution, and of no greater length."""
+    trainer = make(GRPOTrainer, Case(more=tuple(more.items())))
+    if change:
+        change(trainer)
+    prompts = [[3]] * 1000
+    ours = native(trainer, prompts)
+    torch.manual_seed(0)
+    theirs, _ = trl.GRPOTrainer._generate_single_turn(trainer, prompts, None, {}, GROUP)
+    assert not [line for line in logged if "TRL samples" in line]
+    assert max(map(len, ours)) == max(map(len, theirs))
+    for position in range(max(map(len, ours))):
+        both = torch.tensor([counts(ours, position), counts(theirs, position)])
+        possible = both.sum(0) > 0
+        if possible.sum() > 1:
+            assert chi2_contingency(both[:, possible]).pvalue > 0.001
+
+
+@pytest.mark.parametrize("more, change, reason", [
+    ({"repetition_penalty": 1.1}, None, "generation with repetition_penalty"),
+    ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, None, "generation with no_repeat_ngram_size"),
+    ({"generation_kwargs": {"suppress_tokens": [2]}}, None, "generation with suppress_tokens"),
+    ({"generation_kwargs": {"forced_eos_token_id": 0}}, None, "generation with forced_eos_token_id"),
+    ({"generation_kwargs": {"num_beams": 2}}, None, "generation with num_beams"),
+    ({"generation_kwargs": {"eos_token_id": [0, 3]}}, None, r"ends at [0, 3], and completions at [0]"),
+    ({}, of_model(bad_words_ids=[[2]]), "generation with bad_words_ids"),
+    ({}, of_model(min_new_tokens=2), "generation with min_new_tokens"),
+    ({}, of_config(typical_p=0.5), "generation with typical_p"),
+    ({}, lambda trainer: setattr(trainer.model, "generate", trainer.model.generate), "generate of its own"),
+])  # fmt: skip
+def test_what_it_cannot_do_goes_trls_way_and_is_said(more, change, reason, logged):
+    """Also where it is said after the trainer was made: by a callback, or the model's own configuration."""
+    trainer = make(GRPOTrainer, Case(more=tuple(more.items())))
+    assert (trainer._sampler is None) == (change is None)
+    if change:
+        change(trainer)
+    for _ in range(2):
+        assert len(trainer._generate_single_turn(PROMPTS, None, {}, GROUP)[0]) == len(PROMPTS)
+    assert sum("TRL samples" in line and reason in line for line in logged) == 1
+
+
+def peft_trainer(config, *, kind=GRPOTrainer, **more):
+    with mock.patch("trl_cases.model", lambda: get_peft_model(model().float(), config)):
+        return make(kind, Case(more=tuple(more.items())))
+
+
+ALORA = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], alora_invocation_tokens=[1, 2])
+
+
+@pytest.mark.parametrize("config, reason", [
+    (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PROMPT_TUNING"),
+    (PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PREFIX_TUNING"),
+    (ALORA, "aLoRA"),
+])  # fmt: skip
+def test_adapters_that_only_peft_can_run_are_sampled_by_trl(config, reason, logged):
+    """Behind a soft prompt, or from the tokens that aLoRA looks for: the model within knows nothing of it."""
+    trainer = peft_trainer(config)
+    assert trainer._sampler is None and not trainer._shares
+    assert sum(reason in line for line in logged) == 2  # sampling, and sharing prompts
+
+
+LLAMA = {
+    "vocab_size": 8, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 32, "initializer_range": 0.3, "bos_token_id": 0,
+    "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stored", [{"load_in_4bit": True}, {"load_in_8bit": True}], ids=["4 bits", "8 bits"])
+def test_a_quantized_base_is_sampled_by_the_policys_own_distribution(tmp_path, stored):
+    """In bf16, as TRL trains by default, where a copy of packed bits would be noise."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(tmp_path)
+    trainer = GRPOTrainer(
+        model=str(tmp_path), reward_funcs=reward, processing_class=tokenizer(),
+        train_dataset=Dataset.from_dict({"prompt": ["a b"] * 8}),
+        peft_config=LoraConfig(task_type="CAUSAL_LM", r=2),
+        args=trl.GRPOConfig(
+            str(tmp_path / "out"), use_cpu=True, bf16=True, report_to="none", num_generations=GROUP,
+            per_device_train_batch_size=GROUP, max_completion_length=3,
+            model_init_kwargs={"quantization_config": BitsAndBytesConfig(**stored)},
+        ),
+    )  # fmt: skip
+    prompts = [[1, 2]] * 600
+    found = native(trainer, prompts)
+    assert trainer._sampler is not None
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = trainer.model(torch.tensor([[1, 2]])).logits[0, -1].double().softmax(-1)
+    assert chisquare(counts(found, 0), (expected / expected.sum()).numpy() * len(prompts)).pvalue > 0.001
+
+
+def test_adapters_that_are_chosen_by_task_need_peft():
+    llama = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    poly = PolyConfig(task_type="CAUSAL_LM", r=2, n_tasks=2, n_skills=2, target_modules=["q_proj"])
+    assert sampling.why_peft_must_run(get_peft_model(llama, poly)) == "peft runs POLY adapters by itself"
+
+
+@pytest.mark.parametrize("config", [
+    LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"]),
+    LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], use_dora=True),
+    IA3Config(task_type="CAUSAL_LM", target_modules=["c_attn"], feedforward_modules=[]),
+    VeraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"]),
+], ids=["lora", "dora", "ia3", "vera"])  # fmt: skip
+def test_adapters_in_layers_are_sampled_with(config):
+    trainer = peft_trainer(config)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.5 * torch.randn_like(parameter)
+    prompts = [[1, 2]] * 800
+    expected = trainer.model(torch.tensor([[1, 2]])).logits[0, -1].softmax(-1).detach().double()
+    found = native(trainer, prompts)
+    assert trainer._sampler is not None
+    assert chisquare(counts(found, 0), (expected / expected.sum()).numpy() * len(prompts)).pvalue > 0.001
+
+
+def test_adapters_that_are_switched_are_sampled_with():
+    """The sampler's copy in bf16 is made anew."""
+    trainer = peft_trainer(LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"]), bf16=True)
+    prompts = [[1, 2]] * 500
+    before = native(trainer, prompts)
+    trainer.model.add_adapter("other", LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"]))
+    trainer.model.set_adapter("other")
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if ".other." in name:
+                parameter += 5 * torch.randn_like(parameter)
+    trainer.state.global_step -= 1
+    trainer._sampler._drawn = 0, 0
+    assert native(trainer, prompts) != before
+
+
+ENGINE = "use_transformers_continuous_batching"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_an_engine_that_would_cast_what_is_trained_is_replaced_or_refused(dtype, logged):
+    """TRL 1.16 casts the masters at each sampling, and never back; so small updates round to nothing."""
+    more = {ENGINE: True, "bf16": dtype == "bf16", "fp16": dtype == "fp16"}
+    with mock.patch("trl_cases.model", lambda: model().float()):
+        if dtype == "fp16":
+            with pytest.raises(ValueError, match=rf"{ENGINE} would cast .* to fp16 .*set {ENGINE}=False"):
+                make(GRPOTrainer, Case(more=tuple(more.items())))
+            return
+        trainer = make(GRPOTrainer, Case(more=tuple(more.items())))
+        assert any("sampled by the native decoder" in line and "to bf16, for good" in line for line in logged)
+        native(trainer, PROMPTS)
+        assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+        with pytest.raises(ValueError, match=r"cannot sample instead .native_sampling is False"):
+            make(GRPOTrainer, Case(more=tuple(more.items())), native_sampling=False)
+        with pytest.raises(ValueError, match=r"cannot sample instead .generation with no_repeat_ngram_size"):
+            kwargs = {"generation_kwargs": {"no_repeat_ngram_size": 2}}
+            make(GRPOTrainer, Case(more=tuple({**more, **kwargs}.items())))
+
+
+def test_an_engine_that_casts_nothing_stays():
+    trainer = make(GRPOTrainer, Case(more=((ENGINE, True),)))
+    assert trainer._has_engine and trainer._sampler is None and not trainer.engine_casts
 
 
 def test_after_a_prompt_too_long_for_the_context_trl_samples(trainer, monkeypatch, logged):
@@ -121,14 +307,16 @@ def test_after_a_prompt_too_long_for_the_context_trl_samples(trainer, monkeypatc
     for _ in range(2):
         assert native(trainer, [[1] * 12]) == [[1]]
     assert len(native(trainer, PROMPTS)) == len(PROMPTS) and asked == [1, 1]
-    assert sum("after a prompt of 12 tokens: the context leaves 9" in line for line in logged) == 1
+    assert (
+        sum("after a prompt of 12 tokens the context leaves no room, 9 fit" in line for line in logged) == 1
+    )
 
 
 def test_versions_of_trl_that_know_one_end_only(trainer):
     """Before 1.15 there are no `eos_token_ids`, and before 1.14 rows at once are told by their place."""
     several = native(trainer, PROMPTS)
     del trainer.eos_token_ids
-    trainer.generation_kwargs["eos_token_id"] = 0
+    trainer.eos_token_id = trainer.generation_config.eos_token_id = 0
     trainer.state.global_step -= 1
     trainer._sampler = sampling.NativeSampler(trainer, trainer.fit)
     assert native(trainer, PROMPTS) == several

@@ -1,0 +1,138 @@
+"""The sampler's copy is the policy's model, whatever weights are stored in and wherever adapters are."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+from grpo.model.first_layers import first_layers
+from grpo.model.weights import RolloutModel
+from grpo.rollout.decoder import check_decoder, has_static_cache
+
+IDS = torch.randint(260, (2, 16), generator=torch.Generator().manual_seed(0))
+STORED = {
+    "4 bits": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "4 bits within bf16": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=torch.bfloat16),
+    "4 bits, products in bf16": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16),
+    "8 bits": BitsAndBytesConfig(load_in_8bit=True),
+}
+HEADS = {
+    "saved head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "both ends": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    "adapter of the head": {"target_modules": ["q_proj", "lm_head"]},
+    "magnitudes of the head": {"target_modules": ["q_proj", "lm_head"], "use_dora": True},
+    "all layers": {"target_modules": "all-linear"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Llama whose logits are spread by some nats, as those of trained models are."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=260, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, initializer_range=0.2, max_position_embeddings=512, bos_token_id=256,
+            eos_token_id=257,
+        )
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("llama")
+    model.save_pretrained(path)
+    return path
+
+
+def adapted(folder, *, is_prepared=False, dtype=torch.float32, quantization=None, **adapters):
+    """peft's model around one that is loaded so, and the model within; its adapters have moved."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=quantization)
+    if is_prepared:
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    outer = get_peft_model(model, LoraConfig(**{"r": 4, "task_type": "CAUSAL_LM"} | adapters))
+    move(outer)
+    return outer, outer.get_base_model().eval()
+
+
+@torch.no_grad()
+def move(model) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+
+
+@torch.no_grad()
+def correlation(model, sampler) -> float:
+    """Of log-probs as they are scored and as they are sampled."""
+    with torch.autocast("cpu", torch.bfloat16):
+        scored = model(IDS).logits.float().log_softmax(-1)
+    hidden = sampler.model.base_model(IDS).last_hidden_state
+    sampled = sampler.model.get_output_embeddings()(hidden).float().log_softmax(-1)
+    return torch.corrcoef(torch.stack([scored.flatten(), sampled.flatten()]))[0, 1].item()
+
+
+@pytest.mark.parametrize("is_prepared", [False, True], ids=["as loaded", "prepared by peft"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stored", STORED)
+def test_a_quantized_base_is_sampled_from_as_it_is_and_never_copied(folder, stored, dtype, is_prepared):
+    quantization = copy.deepcopy(STORED[stored])
+    _, model = adapted(
+        folder, is_prepared=is_prepared, dtype=dtype, quantization=quantization, target_modules="all-linear"
+    )
+    packed = {id(p) for p in model.parameters() if type(p) not in (torch.nn.Parameter, torch.Tensor)}
+    assert len(packed) == 14
+    sampler = RolloutModel(model, torch.bfloat16)
+    assert packed <= {id(parameter) for parameter in sampler.model.parameters()}
+    assert sampler.check() is None and correlation(model, sampler) > 0.998
+    move(model)
+    sampler.refresh()
+    assert sampler.check() is None and correlation(model, sampler) > 0.998
+    check_decoder(model)
+    assert has_static_cache(model.config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["base in fp32", "base in bf16"])
+@pytest.mark.parametrize("kind", HEADS)
+def test_adapters_of_the_head_are_followed(folder, kind, dtype):
+    _, model = adapted(folder, dtype=dtype, **HEADS[kind])
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    sampler = RolloutModel(model, torch.bfloat16)
+    assert sampler.check() is None and correlation(model, sampler) > 0.998
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    move(model)
+    assert kind not in ("saved head", "both ends") or sampler.check() is not None
+    sampler.refresh()
+    assert sampler.check() is None and correlation(model, sampler) > 0.998
+
+
+def test_a_copy_of_other_weights_is_told(folder):
+    """As one whose packed bits were taken for weights would be."""
+    _, model = adapted(folder, target_modules="all-linear")
+    sampler = RolloutModel(model, torch.bfloat16)
+    weight = sampler.model.get_submodule("model.layers.0.mlp.down_proj.base_layer").weight
+    weight.data = torch.randint(256, weight.shape, dtype=torch.uint8).to(torch.bfloat16)
+    assert "differ from its own" in sampler.check()
+
+
+def test_a_copy_is_outdated_when_other_weights_are_trained(folder):
+    outer, model = adapted(folder, target_modules=["q_proj"])
+    sampler = RolloutModel(model, torch.bfloat16)
+    assert not sampler.is_outdated()
+    outer.add_adapter("other", LoraConfig(r=2, target_modules=["v_proj"]))
+    outer.set_adapter("other")
+    assert sampler.is_outdated() and not RolloutModel(model, torch.bfloat16).is_outdated()
+    model.model.norm.weight.requires_grad_(True)
+    assert RolloutModel(model, torch.bfloat16).check() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_16_bits_is_compared_by_its_first_layers_in_fp32(folder, dtype):
+    """Its own rounding is larger than the faults that are looked for."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    check_decoder(model)
+    assert has_static_cache(model.config)
+    part = first_layers(model)
+    assert {parameter.dtype for parameter in part.parameters()} == {torch.float32}
+    with torch.no_grad():
+        theirs, ours = (each(IDS).logits.float().log_softmax(-1) for each in (model, part))
+    assert 1e-3 < (theirs - ours).abs().max() < 0.5
