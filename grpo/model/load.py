@@ -164,10 +164,37 @@ def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def context_length(config: PretrainedConfig) -> int:
-    """Tokens the model's positions reach, or its attention, where it goes by chunks."""
-    config = config.get_text_config(decoder=True)
-    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "attention_chunk_size"))
-    return min((limit for limit in limits if limit), default=2**20)
+    """Tokens that a text may have.
+
+    The model's positions reach so far, or its attention, where it goes by chunks, or its rotary frequencies
+    as they are for short texts, see `rotary_limit`.
+    """
+    text = config.get_text_config(decoder=True)
+    limits = [getattr(text, name, None) for name in ("max_position_embeddings", "attention_chunk_size")]
+    return min((limit for limit in (*limits, rotary_limit(config)) if limit), default=2**20)
+
+
+def rotary_limit(config: PretrainedConfig) -> int | None:
+    """Tokens beyond which rotary frequencies change for all texts of a pass; None where they never do.
+
+    longrope (Phi-3, Phi-4-mini) and dynamic NTK choose them by the longest text on the device at once
+    (transformers' `dynamic_rope_update`), so that what a text says would depend on those beside it.
+    """
+    text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    by_layer = [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, dict)]
+    limits = [
+        each.get("original_max_position_embeddings") or text.max_position_embeddings
+        for each in by_layer
+        if each.get("rope_type") in ("longrope", "dynamic")
+    ]
+    return min(limits, default=None)
+
+
+def is_cut_short(config: PretrainedConfig) -> bool:
+    """Whether the model's positions reach further than its `rotary_limit`."""
+    limit, text = rotary_limit(config), config.get_text_config(decoder=True)
+    return limit is not None and limit < text.max_position_embeddings
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

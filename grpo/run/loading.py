@@ -24,6 +24,7 @@ from grpo.model.load import (
     context_length,
     end_names,
     end_tokens,
+    is_cut_short,
     load_config,
     load_tokenizer,
 )
@@ -132,6 +133,12 @@ def room_in(model: PretrainedConfig, tokenizer: Tokenizer, max_new_tokens: int) 
     where others have no row in the model, or one that is put in front of each text.
     """
     context = context_length(model)
+    if is_cut_short(model):
+        logger.info(
+            "texts have {:,} tokens at most, fewer than the model's positions reach: a longer one would "
+            "change the rotary frequencies of all that are on the device with it",
+            context,
+        )
     if context <= max_new_tokens:
         raise SettingsError(
             f"max_new_tokens is {max_new_tokens}, but the model's context is {context} tokens: give less "

@@ -24,6 +24,7 @@ from grpo.config.sizes import parse_size
 from grpo.environment import keep_freed
 from grpo.memory import Device, Fit, Size
 from grpo.memory.budget import data_limit
+from grpo.model.load import is_cut_short, rotary_limit
 from grpo.plan.tables import Measured
 from grpo.trl.parts import (
     LOSSES,
@@ -149,6 +150,12 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
                 self._sampler = NativeSampler(self, self.fit)
             else:
                 say_trl_samples(reason)
+        if is_cut_short(self.model.config):
+            logger.warning(
+                "a text of more than {:,} tokens changes the rotary frequencies of all that are on the "
+                "device with it, so that a step depends on how many there are: keep texts shorter",
+                rotary_limit(self.model.config),
+            )
         if has_dropout(self.model):
             logger.warning(
                 "the model has dropout, which differs with the rows that are done at once: for steps that do "

@@ -10,7 +10,7 @@ from conftest import ARCHITECTURES, CPU
 from test_checkpointing import made
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from grpo.model.load import context_length, load_policy
+from grpo.model.load import context_length, is_cut_short, load_policy
 from grpo.model.names import out_of_reach
 from grpo.model.target import HUB_DEFAULT, choose_model, compute_dtype
 from grpo.model.weights import RolloutModel
@@ -117,6 +117,41 @@ def test_models_of_plain_heads_and_attention_can(load):
     model = made("mistral", num_key_value_heads=2, sliding_window=24)
     assert context_length(model.config) == 64
     check_scorer(model, 64)
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "factor": 3.4,
+    "long_factor": [1.0, 4.0, 16.0, 48.0], "original_max_position_embeddings": 40,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "context"),
+    [
+        ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 40}, 40),
+        ("llama", {"rope_parameters": LONGROPE}, 40),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, 64),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, 64),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                                             "full_attention": LONGROPE},
+                         "layer_types": ["full_attention", "sliding_attention"]}, 40),
+    ],
+)  # fmt: skip
+def test_a_context_ends_where_a_longer_text_would_change_all_that_are_beside_it(kind, more, context):
+    """longrope takes other frequencies for a whole pass; within the context a text says the same alone."""
+    model = made(kind, max_position_embeddings=64, num_key_value_heads=2, head_dim=8, pad_token_id=0, **more)
+    assert context_length(model.config) == context
+    assert is_cut_short(model.config) == (context < 64)
+    ids = torch.arange(context).view(1, -1) % 8
+    with torch.no_grad():
+        short, alone = ids[:, :9], model(ids[:, :9]).logits
+        positions = torch.arange(context).view(1, -1)
+        beside = model(torch.cat([short.expand(1, -1), ids[:, 9:]], 1), position_ids=positions).logits[:, :9]
+    assert torch.allclose(beside, alone, atol=1e-5)
+    if context < 64:
+        longer = torch.arange(context + 1).view(1, -1)
+        changed = model(longer % 8, position_ids=longer).logits[:, :9]
+        assert (changed - alone).abs().max() > 1e-3
 
 
 def test_products_are_exact_while_the_head_is_checked_and_as_before_afterwards(load, monkeypatch):
