@@ -39,6 +39,7 @@ class Phases:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        run.fit.keeps("sample", run.arena)
         self._longest_prompt = run.longest_prompt
         # Micro-batches of like lengths; the processes of a sharded model all have to make the same passes.
         self._pass_tokens = None if run.config.shard else run.policy.target.pass_tokens
@@ -103,7 +104,7 @@ class Phases:
 
         sampled = run.fit.run(
             "sample", work, self._batch(num_rows, prompt_ids), took=took, kv_growth=kv_growth,
-            discard=run.arena.release, reused=lambda: run.arena.nbytes,
+            discard=run.arena.release,
         )  # fmt: skip
         # What decoding has recorded stays for the next rollout, unless another phase needs the room.
         planned = run.fit.planned().items()

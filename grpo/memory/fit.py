@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from loguru import logger
 
@@ -67,9 +67,21 @@ class Pass:
 _NOTHING = Size(0)
 
 
+class Preallocated(Protocol):
+    """What a phase has kept of an earlier pass, and begins the next one with."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def is_oversized(self) -> bool:
+        """Whether the last pass used a part of it only: then its bytes are no measure of that pass."""
+        ...
+
+
 @dataclass
 class _Phase:
-    """What is known of a phase. A checkpoint has all but its batch, and why rows have changed."""
+    """What is known of a phase. A checkpoint has all but its batch, what it keeps, and why rows changed."""
 
     formula: Formula = field(default_factory=Formula)
     slack: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
@@ -88,6 +100,8 @@ class _Phase:
     """Times in a row that memory ran out, and the same rows went well the second time."""
     batch: Size = _NOTHING
     """The largest that it was planned for."""
+    kept: Preallocated | None = None
+    """What is there before a pass begins; it is part of what the pass needs."""
     reason: str | None = None
 
 
@@ -158,6 +172,17 @@ class Fit:
         """What phases may add now."""
         return self.device.room_bytes()
 
+    def keeps(self, phase: str, kept: Preallocated) -> None:
+        """From here on a phase keeps something from one pass to the next.
+
+        It counts as room for that phase, which needs it anyway, and not for the others.
+        """
+        self._phases[phase].kept = kept
+
+    def _kept_bytes(self, phase: str) -> int:
+        kept = self._phases[phase].kept
+        return kept.nbytes if kept is not None else 0
+
     def positions(self, size: Size) -> int:
         """Tokens that such a pass computes."""
         return positions(*size, self.group_size)
@@ -186,7 +211,7 @@ class Fit:
         known = phase if self.knows(phase) or not like else like
         if not self.knows(known):
             return min(batch_size, self.group_size, state.most or batch_size)
-        formula, room = self._phases[known].formula, self.device.room_bytes()
+        formula, room = self._phases[known].formula, self.device.room_bytes() + self._kept_bytes(phase)
         growth = GROWTH[formula.has_one_size]
 
         def largest(fits: Callable[[int], bool], at_most: int) -> int:
@@ -256,25 +281,24 @@ class Fit:
         took: Callable[[int, T], Size] | None = None,
         discard: Callable[[], None] = lambda: None,
         kv_growth: Sequence[tuple[int, int]] = (),
-        reused: Callable[[], int] = lambda: 0,
         warms: bool = False,
     ) -> T:
         """`work(rows)`, and where memory runs out once more with fewer rows, as of `survive`.
 
         batch: all rows, with the tokens of the longest. took: the largest pass that it was, where only the
-        result tells; the batch then says the most that there may be. kv_growth: filled by `work`. reused:
-        bytes that an earlier time has left, with which this one begins. warms: whether all of the batch is to
-        be tried at once, and counted exactly, to learn from it.
+        result tells; the batch then says the most that there may be. kv_growth: filled by `work`. warms:
+        whether all of the batch is to be tried at once, and counted exactly, to learn from it.
         """
         state, errors = self._phases[phase], list[str]()
         planned = batch.rows if warms else self.plan(phase, batch, like=like)
 
         def measured(rows: int) -> T:
-            size, left = batch._replace(rows=min(rows, batch.rows)), reused()
+            size, left = batch._replace(rows=min(rows, batch.rows)), self._kept_bytes(phase)
             with self.device.measure(exact=warms or self._counts(phase, size, batch.rows)) as peak:
                 result = work(rows)
             if peak.added_bytes is not None:
-                peak.added_bytes += left
+                is_typical = state.kept is None or not state.kept.is_oversized
+                peak.added_bytes = peak.added_bytes + left if is_typical else None
                 state.counted += not warms
             size = took(rows, result) if took else size
             self._note(phase, size, peak, retries=len(errors), kv_growth=kv_growth)

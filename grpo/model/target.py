@@ -97,6 +97,22 @@ def choose_device(name: str = AUTO) -> torch.device:
         raise ValueError(message) from error
 
 
+def is_same_device(name: str | None, device: torch.device) -> bool:
+    """Whether a setting names this device, which need not be there: `cuda` is `cuda:0`, and None any.
+
+    ValueError for what is the name of no device.
+    """
+    if name is None or (name == AUTO and device.type != "cpu"):
+        return True
+    if name == AUTO:
+        return choose_device(AUTO) == device
+    try:
+        named = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device is {name!r}: give cpu, cuda, cuda:1 or the like.") from error
+    return (named.type, named.index or 0) == (device.type, device.index or 0)
+
+
 def choose_model(name: str, device: torch.device, *, absent: str | None = None) -> str:
     """Resolve `auto`, and say in one line which model it is and how to choose another.
 

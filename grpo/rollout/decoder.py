@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from grpo.config.groups import SamplingSettings
 from grpo.distributed.shard import is_sharded
 from grpo.memory import is_out_of_memory
+from grpo.memory.recovery import release_cache
 from grpo.model.first_layers import first_layers, is_plain
 from grpo.model.load import Policy, context_length
 from grpo.model.prefill import crossed_window, layers_with_window
@@ -30,14 +31,20 @@ class ReusableArena:
     """An arena that stays from one rollout to the next, with what was recorded of it."""
 
     arena: Arena | None = None
+    is_oversized: bool = False
+    """Whether the last rollout would have done with less."""
 
     @property
     def nbytes(self) -> int:
-        """Of its cache; the rest is little."""
+        """The cache's bytes; the rest is little."""
         return self.arena.cache_bytes if self.arena else 0
 
     def release(self) -> None:
+        """Let go of it, and of the memory that its recordings have reserved, which plans take for held."""
+        has_recordings = self.arena is not None and self.arena.model.device.type == "cuda"
         self.arena = None
+        if has_recordings:
+            release_cache()
 
 
 def open_arena(
@@ -58,8 +65,10 @@ def open_arena(
         if there == room._replace(
             groups=max(room.groups, there.groups), prompt_tokens=max(room.prompt_tokens, there.prompt_tokens)
         ):
+            reusable.is_oversized = there != room
             return reusable.arena
         reusable.release()  # before there is another
+    reusable.is_oversized = False
     if has_static_cache(model.config):
         reusable.arena = Arena(model, room, step_graphs(model), device_type=device_type)
     else:

@@ -4,7 +4,7 @@ Everything in a card stands in the files of its run: settings, and held-out qual
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +111,18 @@ def check_hub(repository: str) -> None:
         )  # fmt: skip
 
 
-def push(model: Path, repository: str, *, private: bool) -> None:
-    """Upload a model's folder and say where it is. What stands in the way is a warning: nothing is lost."""
+def push(model: Path, repository: str, *, private: bool, leave_out: Sequence[str] = ()) -> None:
+    """Upload a model's folder and say where it is. What stands in the way is a warning: nothing is lost.
+
+    leave_out: names of files that stay here.
+    """
     api = HfApi(endpoint())
     try:
         api.create_repo(repository, private=private, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=model, commit_message="Trained by grpo-lean")
+        api.upload_folder(
+            repo_id=repository, folder_path=model, commit_message="Trained by grpo-lean",
+            ignore_patterns=[*leave_out],
+        )  # fmt: skip
     except Exception as error:
         reason, way = _first_line(error), _by_hand(repository, str(shown(model)))
         logger.warning("the model could not be pushed to {} ({}); {}", repository, reason, way)

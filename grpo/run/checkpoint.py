@@ -40,6 +40,8 @@ _REFERENCE = "reference.safetensors"
 _BEST = "best"
 _CARD = "README.md"
 """Of the model to use; peft writes one of its own into a checkpoint."""
+ONLY_TO_TRAIN = (_MANIFEST, _STATE, _TENSORS, _REFERENCE)
+"""Files of a checkpoint that are no part of its model."""
 _OTHER_FILES_BYTES = 4 * 2**20
 """Of tokenizer, settings and logs, about."""
 
@@ -117,8 +119,12 @@ class CheckpointFolder:
             self._mark_best(final)
         self.to_use = final
         with self._optional(f"hold {MODEL_FOLDER}/ as well"):
-            self._publish(final)
-            self.to_use = self.model
+            try:
+                self._publish(final)
+                self.to_use = self.model
+            except OSError:
+                shutil.rmtree(self.model, ignore_errors=True)  # nobody is to take an earlier step's for it
+                raise
         self._prune(final)
         return final
 
@@ -203,7 +209,7 @@ class CheckpointFolder:
         temporary = self.model.with_name(f".{MODEL_FOLDER}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         for path in checkpoint.rglob("*"):
-            if path.is_file() and path.name not in (_MANIFEST, _STATE, _TENSORS, _REFERENCE, _CARD):
+            if path.is_file() and path.name not in (*ONLY_TO_TRAIN, _CARD):
                 target = temporary / path.relative_to(checkpoint)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 try:

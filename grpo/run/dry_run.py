@@ -15,7 +15,7 @@ from grpo.data.reward_files import with_length
 from grpo.environment import launched_processes
 from grpo.model.adapters import check_peft
 from grpo.model.load import context_length, is_default_out_of_reach, load_tokenizer, shape_of
-from grpo.model.target import choose_device, choose_model, make_target
+from grpo.model.target import choose_device, choose_model, is_same_device, make_target
 from grpo.plan.warm_up import card_to_plan_for, plan_without_weights, show_plan
 from grpo.plan.workload import Workload, longest_prompt
 from grpo.run.loading import check_quantized, load_source, room_in
@@ -55,7 +55,7 @@ def workload(config: Config, device: torch.device, *, absent: str | None = None)
     source = load_source(config, room_in(shape, tokenizer, config.max_new_tokens))
     return Workload(
         config, make_target(shape, device, precision), longest_prompt(source, tokenizer),
-        reference_here=config.reference_device in (None, device.type), processes=launched_processes()[1],
+        reference_here=is_same_device(config.reference_device, device), processes=launched_processes()[1],
     )  # fmt: skip
 
 

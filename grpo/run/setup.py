@@ -34,7 +34,7 @@ from grpo.plan.workload import Workload, longest_prompt
 from grpo.rollout.decoder import ReusableArena, records_steps
 from grpo.run import loading
 from grpo.run.card import check_hub, push
-from grpo.run.checkpoint import checkpoint_bytes
+from grpo.run.checkpoint import ONLY_TO_TRAIN, checkpoint_bytes
 from grpo.run.clock import Clock
 from grpo.run.folder import check_room, hold_folder, keep_rewards, open_checkpoints, write_settings
 from grpo.run.inputs import Inputs
@@ -189,7 +189,10 @@ class Run:
             logger.warning("no checkpoint of step {}: {}", step, error)
             return False
         if written and last and self.config.push_to_hub:
-            push(self.checkpoints.model, self.config.push_to_hub, private=self.config.hub_private)
+            push(
+                self.checkpoints.to_use or written, self.config.push_to_hub,
+                private=self.config.hub_private, leave_out=ONLY_TO_TRAIN,
+            )  # fmt: skip
         return bool(written)
 
 

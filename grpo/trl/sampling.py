@@ -164,6 +164,7 @@ class NativeSampler:
     def __init__(self, trainer: Any, fit: Fit) -> None:
         self._trainer, self._fit = trainer, fit
         self._arena = ReusableArena()
+        fit.keeps("sample", self._arena)
         self._sampler: RolloutModel | None = None
         self._drawn = 0, 0  # the step that was sampled for last, and how often
         self._reasons = set[str]()  # that have been logged
@@ -268,7 +269,7 @@ class NativeSampler:
         while len(done) < len(prompt_ids):
             done += self._fit.run(
                 "sample", sample_part, Size(len(prompt_ids) - len(done), settings.max_new_tokens, longest),
-                discard=self._arena.release, reused=lambda: self._arena.nbytes,
+                discard=self._arena.release,
             )  # fmt: skip
         if trainer.accelerator.device.type != "cuda":  # where nothing is recorded
             self._arena.release()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -364,8 +365,9 @@ def test_a_first_try_that_fails_each_time_is_not_made_for_ever(meter, fit, patte
 
 def test_a_pass_has_what_was_predicted_before_it_was_measured(meter):
     fit, meter.process, meter.base = meter.fit(), (150, 700), 8
+    fit.keeps("learn", SimpleNamespace(nbytes=5, is_oversized=False))
     for grown in ([], [(1, 40), (9, 90)]):
-        fit.run("learn", lambda rows: meter.work(rows, 3), Size(4, 3, 2), kv_growth=grown, reused=lambda: 5)
+        fit.run("learn", lambda rows: meter.work(rows, 3), Size(4, 3, 2), kv_growth=grown)
     first, second = fit.take_passes()
     assert first.predicted_bytes is None and second.predicted_bytes == pytest.approx(133, abs=1)
     line = second.as_dict()
@@ -378,6 +380,29 @@ def test_a_pass_has_what_was_predicted_before_it_was_measured(meter):
     with pytest.raises(ZeroDivisionError):  # nobody's business here
         fit.run("learn", lambda rows: rows // 0, Size(4))
     assert fit.take_passes() == []
+
+
+def test_what_a_phase_keeps_is_room_for_it_and_for_no_other(meter):
+    """640 bytes that stay are part of the 640 that 64 rows need: all of them fit once more."""
+    meter.usable, kept = 150 + 700, SimpleNamespace(nbytes=0, is_oversized=False)
+    fit = meter.fit(16, BATCH)
+    fit.keeps("learn", kept)
+    assert meter.steps(fit, 1) == [BATCH]
+    kept.nbytes, meter.row = 640, 0  # the next passes add nothing to it
+    meter.room_bytes = lambda: meter.usable - 150 - kept.nbytes
+    assert meter.steps(fit, 3) == [BATCH] * 3
+    assert fit.predict("learn", Size(BATCH)) == pytest.approx(640, rel=0.05)
+    fit.see("score", Size(BATCH), 640)
+    assert fit.plan("score", Size(BATCH)) < BATCH
+
+
+def test_a_pass_in_a_part_of_what_is_kept_tells_nothing_of_its_size(meter):
+    """A few rows for groups that are sampled again do not take what was kept for many."""
+    fit, kept = meter.fit(16, BATCH), SimpleNamespace(nbytes=640, is_oversized=True)
+    fit.keeps("learn", kept)
+    meter.steps(fit, 3, batch=G)
+    assert fit.predict("learn", Size(G)) == pytest.approx(40, rel=0.05)
+    assert meter.steps(fit, 1) == [BATCH]
 
 
 def test_what_is_measured_corrects_what_was_predicted(meter, fit):

@@ -134,7 +134,7 @@ LONGROPE = {
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, 64),
         ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
                                              "full_attention": LONGROPE},
-                         "layer_types": ["full_attention", "sliding_attention"]}, 40),
+                         "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, 40),
     ],
 )  # fmt: skip
 def test_a_context_ends_where_a_longer_text_would_change_all_that_are_beside_it(kind, more, context):

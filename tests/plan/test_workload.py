@@ -12,9 +12,11 @@ from transformers import GPT2Config
 
 from grpo.config import Config
 from grpo.memory import Size
-from grpo.model.target import Target
+from grpo.model.target import Target, is_same_device
 from grpo.plan.phases_at import PhasesAt, kv_bytes_per_token
+from grpo.plan.trace import TracedPhases
 from grpo.plan.workload import Workload, longest_prompt
+from grpo.run import dry_run
 
 VOCABULARY, G, MIB = 100, 8, 2**20
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -52,6 +54,7 @@ def test_what_exists_all_along_in_bytes_a_parameter(dtype, settings, expected):
     assert phases_of(work).resident() == bytes_of
     bytes_of.pop("reference", None)
     assert phases_of(replace(work, reference_here=False)).resident() == bytes_of
+
     # With adapters the base is there once: 1000 bytes of it, and 50 numbers of adapters in two tensors.
     work = workload(dtype, lora_rank=2, reference_sync=5 * (dtype == BF16))
     size = work.target.exact_dtype.itemsize
@@ -129,3 +132,32 @@ def test_the_longest_prompt_is_the_one_of_most_tokens_of_all_lanes(tokenizer):
     source = source_of(policy=[words, "a"], environment=[digits, "b"])
     counts = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (words, digits)]
     assert longest_prompt(source, tokenizer) == max(counts)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "is_same"),
+    [
+        (None, "cuda", True), ("cuda", "cuda", True), ("cuda:0", "cuda", True), ("cuda", "cuda:0", True),
+        ("cuda:1", "cuda", False), ("cuda:1", "cuda:1", True), ("cpu", "cuda", False), ("cpu", "cpu", True),
+        ("auto", "cuda", True), ("auto", "cpu", True),
+    ],
+)  # fmt: skip
+def test_a_reference_beside_the_policy_is_counted_by_whatever_name_its_device_has(name, device, is_same):
+    assert is_same_device(name, torch.device(device)) == is_same
+
+
+def test_a_dry_run_counts_a_reference_on_the_card_that_is_named_with_its_number(config):
+    """A card that is not there has no other."""
+    held = [
+        sum(
+            TracedPhases(dry_run.workload(each, torch.device("cuda"), absent="8GB"))
+            .phases.resident()
+            .values()
+        )
+        for each in (
+            replace(config, kl_coef=0.1, reference_device=name) for name in (None, "cuda:0", "cuda", "cpu")
+        )
+    ]
+    assert held[0] == held[1] == held[2] > held[3]
+    with pytest.raises(ValueError, match="device is 'warp-drive'"):
+        dry_run.workload(replace(config, reference_device="warp-drive"), torch.device("cuda"), absent="8GB")

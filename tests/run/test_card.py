@@ -11,7 +11,9 @@ import pytest
 from huggingface_hub import ModelCard, constants
 
 from grpo import Trainer
+from grpo.model.names import source_of
 from grpo.run.card import check_hub, model_card, push, usage
+from grpo.run.checkpoint import CheckpointFolder
 
 SETTINGS = {
     "steps": 5, "batch_size": 16, "group_size": 8, "model": "some/base-model", "reward": ["policy"],
@@ -145,3 +147,25 @@ def test_the_model_to_use_has_its_card_and_a_run_that_is_done_goes_to_the_hub(co
     card = (config.runs_dir / "done" / "model" / "README.md").read_text()
     assert "2 steps of 8 completions" in card and "| | step 0 | step 2 |" in card
     assert uploaded["README.md"].decode() == card and "config.json" in uploaded
+
+
+def test_what_is_pushed_is_the_last_step_even_where_its_folder_could_not_be_made(config, hub, monkeypatch):
+    """Step 1 left a model/, and step 2 could not: the weights of step 2 go, without the optimizer's."""
+    sent, uploaded = hub
+    publish = CheckpointFolder._publish
+
+    def refuse_the_second(self, checkpoint):
+        if checkpoint.name == "step-000002":
+            raise OSError("no space left on device")
+        publish(self, checkpoint)
+
+    monkeypatch.setattr(CheckpointFolder, "_publish", refuse_the_second)
+    trainer = Trainer(replace(config, push_to_hub="me/model", checkpoint_interval=1))
+    trainer.train()
+    folder = trainer.run.folder
+    assert not (folder / "model").exists()  # nobody takes step 1 for what was trained
+    last = folder / "checkpoints" / "step-000002"
+    assert trainer.run.checkpoints.to_use == last and source_of(str(folder)) == str(last)
+    assert (last / "model.safetensors").read_bytes() in sent["/put"]
+    assert not {name for name in uploaded if name.startswith(("trainer", "manifest"))}
+    assert not [body for body in sent["/put"] if body == (last / "trainer.safetensors").read_bytes()]
