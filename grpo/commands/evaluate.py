@@ -1,7 +1,7 @@
 """Held-out quality of a model, in the RookWorld README's columns with 95 % intervals."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,12 +17,13 @@ from grpo.config.groups import Precision, PromptSettings, SamplingSettings
 from grpo.config.limits import COUNT, NOT_NEGATIVE, Settings
 from grpo.config.reading import read_run_settings
 from grpo.data.gym import rewards_for
+from grpo.data.kept_files import as_kept
 from grpo.data.load import IN_MEMORY, check_spec
-from grpo.data.reward_files import KNOWN_REWARDS, PROMPTS_LOOKED_AT, load_rewards, with_length
-from rewards.engine import EnginePool
+from grpo.data.reward_files import KNOWN_REWARDS, PROMPTS_LOOKED_AT, load_rewards, reward_file, with_length
 
 if TYPE_CHECKING:
     from grpo.evaluate import Evaluation
+    from rewards.engine import EnginePool
 
 
 @dataclass(frozen=True)
@@ -30,18 +31,18 @@ class EvaluateConfig(Settings):
     """Evaluate models or runs on held-out prompts, greedily and sampled; several stand side by side."""
 
     models: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """Each auto, rook-tiny, a hub id, a model's folder, or a run's: its best checkpoint, else its newest."""
+    """Each auto, rook-tiny, a hub id, a model's folder, or a run's, of which model/ is taken."""
     prompts: str | None = None
-    """bundled, a file, or a dataset on the hub, of which the held-out part is used; None: those of the first
-    run that is named, or bundled."""
+    """bundled, or a file or a dataset on the hub, of which all is used; None, or what the first run that is
+    named was trained on: the part that was held out of it."""
     reward: tuple[str, ...] = ()
     """What to judge by: names, or functions as file.py:name; none given: those of the first run named."""
     reward_weights: tuple[float, ...] = ()
     """One weight a reward; none given: 1 each."""
     prompt_settings: tyro.conf.OmitArgPrefixes[PromptSettings] = field(default_factory=PromptSettings)
     heldout_share: float | None = None
-    """Share of positions that is held out, 1 for a file of its own (bundled: is split already); None: the
-    run's."""
+    """Share of the prompts that is used (bundled: is split already); None: the part that the run held out, or
+    all of other prompts."""
     max_bad_share: float = 0.01
     """More rows than this that cannot be read, or whose prompt is too long for the model, are an error."""
     limit: Annotated[int, COUNT] = 1000
@@ -59,19 +60,22 @@ class EvaluateConfig(Settings):
     max_new_tokens: Annotated[int | None, COUNT] = None
     """Longest completion in tokens; None: the run's, or as in training."""
     stockfish: bool = False
-    """Rank moves with Stockfish instead of by the prompts' labels."""
+    """Rank moves with Stockfish instead of by the prompts' labels, as is done without it for a run that
+    was trained so."""
+    labels: bool = False
+    """Rank moves by the prompts' labels, also for a run that was trained by Stockfish."""
     stockfish_path: str | None = None
-    """The same, with this executable."""
-    engine_depth: Annotated[int, COUNT] = 8
-    """Plies Stockfish searches."""
+    """Rank moves with this executable."""
+    engine_depth: Annotated[int | None, COUNT] = None
+    """Plies Stockfish searches; None: the run's, or 8."""
     rows: Annotated[int, COUNT] = 128
     """Completions on the device at once."""
     seed: int = 0
     """Seed of sampling, and of where games start."""
     device: str = "auto"
     """auto is the accelerator, if there is one."""
-    precision: Precision = "auto"
-    """Dtype of matrix products; auto is bf16 where the device has it."""
+    precision: Precision | None = None
+    """Dtype of matrix products; auto is bf16 where the device has it; None: the run's, or auto."""
     json: Path | None = None
     """Save the scores of one model here."""
     before: Path | None = None
@@ -84,6 +88,8 @@ class EvaluateConfig(Settings):
         for name in ("json", "before"):
             if getattr(self, name) is not None and len(self.models) > 1:
                 yield f"--{name} is for one model, and {len(self.models)} are named: name one"
+        if self.labels and (self.stockfish or self.stockfish_path):
+            yield "--labels and Stockfish are both to rank moves: leave one of the two out"
         if self.json is not None and not self.json.parent.is_dir():
             yield f"--json {self.json}: there is no folder {self.json.parent}, make it first"
         _ = self.modes  # whose settings check themselves
@@ -95,8 +101,10 @@ class EvaluateConfig(Settings):
 
     @cached_property
     def task(self) -> Config:
-        """Prompts and rewards: those of the first run that is named, changed by the flags."""
-        base = from_plain(read_run_settings(self.runs[0])) if self.runs else Config()
+        """Settings of the first run that is named, or the defaults, changed by the flags."""
+        base = Config()
+        if self.runs:
+            base = as_kept(self.runs[0].resolve(), from_plain(read_run_settings(self.runs[0])))
         in_python = [name for name in base.reward if ":" not in name and name not in KNOWN_REWARDS]
         without_rows = self.prompts is None and base.prompts == IN_MEMORY
         if in_python and (not self.reward or without_rows):
@@ -104,8 +112,12 @@ class EvaluateConfig(Settings):
                 f"{self.runs[0]} was trained in Python, with reward {', '.join(in_python)}: give --reward "
                 "file.py:name, and --prompts FILE if those were rows in memory"
             )
-        names = ("prompts", "heldout_share", "max_bad_share", "max_new_tokens")
+        names = ("prompts", "max_bad_share", "max_new_tokens", "engine_depth", "stockfish_path", "precision")
         changes = {name: value for name in names if (value := getattr(self, name)) is not None}
+        is_other = self.prompts is not None and not (self.runs and _is_same(self.prompts, base.prompts))
+        share = 1.0 if is_other and self.heldout_share is None else self.heldout_share
+        if share is not None:
+            changes["heldout_share"] = share
         if self.reward:
             changes |= {"reward": self.reward, "reward_weights": self.reward_weights}
         if self.prompt_settings != PromptSettings():
@@ -114,12 +126,25 @@ class EvaluateConfig(Settings):
         return with_length(replace(task, reward=rewards_for(task.prompts, task.reward)))
 
     @property
+    def wants_engine(self) -> bool:
+        """Whether Stockfish ranks moves: where it is asked for, or the run was trained so."""
+        if self.labels:
+            return False
+        return self.stockfish or self.stockfish_path is not None or bool(self.runs)
+
+    @property
     def modes(self) -> dict[str, SamplingSettings]:
         """Sampling settings by name."""
         if self.temperature is None:
             return {"greedy": SamplingSettings.of(self.task, temperature=0.0), "sampled": self.task}
         name = f"temperature {self.temperature:g}" if self.temperature else "greedy"
         return {name: SamplingSettings.of(self.task, temperature=self.temperature)}
+
+
+def _is_same(prompts: str, others: str) -> bool:
+    """Whether two names mean the same prompts; a file's may be relative or absolute."""
+    paths = [Path(name).expanduser() for name in (prompts, others)]
+    return prompts == others or (paths[0].exists() and paths[0].resolve() == paths[1].resolve())
 
 
 def main(config: EvaluateConfig, console: Console) -> None:
@@ -167,24 +192,31 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
     from grpo.play.alone import mate_in_one, self_play
     from grpo.play.player import Player
     from grpo.rollout.decoder import make_sampler
-    from grpo.run.folder import checkpoint_of
+    from grpo.run.folder import model_of, step_of
     from grpo.run.loading import prompt_room
+    from grpo.run.setup import start_engine
 
     task, device = config.task, choose_device(config.device)
-    name = choose_model(checkpoint_of(model), device)
-    logger.info("evaluating {}", name)
+    name = choose_model(model_of(model), device)
+    logger.info("evaluating {}{}", name, f", which is {step}" if (step := step_of(model)) else "")
     heldout = load_prompts(
         task.prompts, seed=config.seed, heldout_share=task.heldout_share, heldout_count=config.limit,
         max_bad_share=config.max_bad_share, settings=task, to_train=False,
         room=prompt_room(name, task.max_new_tokens),
     ).heldout  # fmt: skip
-    ranked = config.stockfish or config.stockfish_path
-    with EnginePool(config.stockfish_path, depth=config.engine_depth) if ranked else nullcontext() as engine:
-        judge = None
+    tasks = {prompt.task for prompt in heldout}
+    with ExitStack() as stack:
+        engine, judge = None, None
+        if config.wants_engine and "policy" in tasks:
+            is_asked_for = config.stockfish or config.stockfish_path is not None
+            engine = start_engine(replace(task, engine="auto") if is_asked_for else task, stack)
+            if engine is None and is_asked_for:
+                raise ValueError("--stockfish: none was found; give --stockfish-path, or leave it out")
+        _say_judge(config, tasks, engine)
         if config.reward or config.runs:
             judge = RewardFunctions(task.reward, task.reward_weights).with_engine(engine)
-            judge.check({prompt.task for prompt in heldout}, heldout[:PROMPTS_LOOKED_AT])
-        policy = load_policy(name, device, config.precision)
+            judge.check(tasks, heldout[:PROMPTS_LOOKED_AT])
+        policy = load_policy(name, device, task.precision)
         sampler, tokenizer = make_sampler(policy), policy.tokenizer
         results = {
             mode: evaluate(
@@ -211,3 +243,16 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
     if mates:
         columns |= mate_in_one(player, mates, seed=config.seed)
     return {**results, mode: columns}
+
+
+def _say_judge(config: EvaluateConfig, tasks: set[str], engine: "EnginePool | None") -> None:
+    """Tell by what completions are judged, and where that comes from."""
+    task, judges = config.task, list[str]()
+    if config.reward or config.runs:
+        judges.append(f"rewards {', '.join(reward_file(spec)[1] for spec in task.reward)}")
+    if "policy" in tasks:
+        depth = f"Stockfish at depth {task.engine_depth}"
+        judges.append(f"moves ranked by {'the labels of the prompts' if engine is None else depth}")
+    source = f"as {config.runs[0]} was trained" if config.runs and not config.reward else "as the flags say"
+    if judges:
+        logger.info("judged by {} ({})", ", ".join(judges), source)

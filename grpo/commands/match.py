@@ -28,7 +28,7 @@ class MatchConfig(Settings):
     """Play a match, or go on with one that was stopped: the same command again. It is kept as PGN."""
 
     model: Annotated[str, tyro.conf.Positional]
-    """auto, rook-tiny, a hub id, a model's folder, or a run's: its best checkpoint, else its newest."""
+    """auto, rook-tiny, a hub id, a model's folder, or a run's, which plays by its model/."""
     against: str
     """random, stockfish, stockfish:ELO, an engine by its path or as uci:COMMAND, or another model."""
     games: Annotated[int, COUNT] = 100

@@ -21,7 +21,7 @@ class UciConfig:
     """Play chess over UCI: what a chess program is to start, which may set some of this."""
 
     model: str = "auto"
-    """auto, rook-tiny, a hub id, a model's folder, or a run's: its best checkpoint, else its newest."""
+    """auto, rook-tiny, a hub id, a model's folder, or a run's, which plays by its model/."""
     options: tyro.conf.OmitArgPrefixes[Options] = field(default_factory=Options)
     device: str = "auto"
     """auto is the accelerator, if there is one."""

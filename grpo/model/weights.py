@@ -8,6 +8,7 @@ TRL's `sync_ref_model` with a mixture of 1).
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +100,8 @@ class RolloutModel:
         ids = torch.randint(vocabulary, (2, length), generator=torch.Generator().manual_seed(0))
         texts = {"input_ids": (ids := ids.to(model.device)), "attention_mask": torch.ones_like(ids)}
         is_lower = self._dtype.itemsize < 4
-        with torch.autocast(model.device.type, self._dtype if is_lower else None, enabled=is_lower):
+        autocast = partial(torch.autocast, model.device.type, enabled=is_lower, cache_enabled=False)
+        with autocast(self._dtype if is_lower else None):
             expected = policy(**texts, use_cache=False).logits
         hidden = model.base_model(**texts, use_cache=False).last_hidden_state
         wanted, sampled = (

@@ -18,7 +18,7 @@ from grpo.play.thought import MOST_ANSWERS, Position, Thought, conclude, read_an
 from grpo.rollout.decoder import ReusableArena, make_sampler, records_steps
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
-from grpo.run.folder import checkpoint_of
+from grpo.run.folder import model_of, step_of
 from grpo.types import Prompt
 from rewards.formats import policy_prompt
 
@@ -106,23 +106,21 @@ def settings_of(model: str) -> Config:
 
 
 def known_as(model: str) -> str:
-    """Its name, of a folder the last part, of a run with the checkpoint that is taken."""
+    """A model's name as people see it: a folder's last part, and of a run the step that it has come to."""
     if not Path(model).is_dir():
         return model
-    taken = checkpoint_of(model)
-    step = "" if taken == model else f" {Path(taken).resolve().name}"
-    return f"{Path(model).resolve().name}{step}"
+    return f"{Path(model).resolve().name} {step_of(model)}".rstrip()
 
 
 def load_player(
     model: str, device_name: str, precision: Precision = "auto", *, temperature: float = 0.0, rows: int = 64
 ) -> Player:
-    """model: auto, rook-tiny, a hub id, a model's folder, or a run's: its best checkpoint, else its newest.
+    """model: auto, rook-tiny, a hub id, a model's folder, or a run's, which plays by its `model/`.
 
     ValueError says what to do when it cannot be loaded.
     """
     settings, device = settings_of(model), choose_device(device_name)
-    name = choose_model(checkpoint_of(model), device)
+    name = choose_model(model_of(model), device)
     logger.info("playing by {}", name)
     policy = load_policy(name, device, precision)
     room = context_length(policy.model.config) - _LONGEST_PROMPT

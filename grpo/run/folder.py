@@ -15,13 +15,12 @@ from pathlib import Path
 from loguru import logger
 
 from grpo.config import CONFIG_FILE, Config, SettingsError, read_yaml, to_plain, write_yaml
-from grpo.data.reward_files import reward_file
 from grpo.files import shown
 from grpo.memory.budget import readable
 from grpo.model.adapters import check_resumed
+from grpo.model.names import MODEL_FOLDER
 from grpo.run.checkpoint import Checkpoint, CheckpointFolder
 
-REWARDS_FOLDER = "rewards"
 LOCK_FILE = ".in-use"
 """In a run's folder: which process trains there, or was the last to; the lock is on it."""
 
@@ -153,20 +152,27 @@ def open_checkpoints(config: Config, folder: Path) -> tuple[CheckpointFolder, Ch
     return checkpoints, checkpoint
 
 
-def checkpoint_of(model: str) -> str:
-    """Of a run's folder the best checkpoint, else the newest; any other model as it is.
+def model_of(model: str) -> str:
+    """The folder of the model that a run has come to, `model/`, or without one its newest checkpoint.
 
-    ValueError where a run has none.
+    Any other model as it is named. ValueError for a run that has saved none.
     """
+    folder = Path(model) / MODEL_FOLDER
     checkpoints = CheckpointFolder(Path(model) / "checkpoints", keep=1)
     if not checkpoints.folder.is_dir():
         return model
-    chosen = checkpoints.best
-    if chosen is None and (newest := checkpoints.newest_intact()):  # which reads all of its files
-        chosen = newest.folder
-    if chosen is None:
+    if folder.is_dir():
+        return str(folder)
+    newest = checkpoints.newest_intact()  # which reads all of its files
+    if newest is None:
         raise ValueError(f"model is {model!r}, a run without a checkpoint: let it train on, or name a model")
-    return str(chosen)
+    return str(newest.folder)
+
+
+def step_of(model: str) -> str:
+    """The step that a run's `model_of` was saved after, such as step-000050; empty for any other model."""
+    checkpoints = CheckpointFolder(Path(model) / "checkpoints", keep=1).all()
+    return checkpoints[-1].name if checkpoints else ""
 
 
 def write_settings(folder: Path, config: Config) -> None:
@@ -175,16 +181,3 @@ def write_settings(folder: Path, config: Config) -> None:
         write_yaml(replace(config, resume=None), folder / CONFIG_FILE)
     except OSError as error:
         raise _cannot_write(config, error) from error
-
-
-def keep_rewards(folder: Path, config: Config) -> None:
-    """Copies of the user's files that judge, by the rewards' names; one that has changed since is told."""
-    for path, name in map(reward_file, config.reward):
-        if path is None:
-            continue
-        copy = folder / REWARDS_FOLDER / f"{name}.py"
-        if not copy.is_file():
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, copy)
-        elif copy.read_bytes() != path.read_bytes():
-            logger.warning("reward {!r} is not what it was: {} differs from its copy, {}", name, path, copy)

@@ -15,6 +15,7 @@ from rich.console import Console
 from grpo.config import Config
 from grpo.config.sizes import parse_size
 from grpo.data import PromptSource, check_spec
+from grpo.data.kept_files import keep_files
 from grpo.data.maker import template_text
 from grpo.data.reward_files import PROMPTS_LOOKED_AT, with_length
 from grpo.data.reward_functions import RewardFunctions
@@ -36,7 +37,7 @@ from grpo.run import loading
 from grpo.run.card import check_hub, push
 from grpo.run.checkpoint import ONLY_TO_TRAIN, checkpoint_bytes
 from grpo.run.clock import Clock
-from grpo.run.folder import check_room, hold_folder, keep_rewards, open_checkpoints, write_settings
+from grpo.run.folder import check_room, hold_folder, open_checkpoints, write_settings
 from grpo.run.inputs import Inputs
 from grpo.run.planning import plan_run, stays_gathered
 from grpo.run.screen import keep_log
@@ -93,7 +94,7 @@ class Run:
         with told_if_slow(f"reading prompts from {config.prompts}"):
             self.source = loading.load_source(config, room, inputs.prompts)
         rewards.check(self.source.tasks, self.source.longest(PROMPTS_LOOKED_AT))
-        self.engine = _start_engine(config, stack) if "policy" in self.source.tasks else None
+        self.engine = start_engine(config, stack) if "policy" in self.source.tasks else None
         self.rewards = rewards.with_engine(self.engine)
 
     def _load(self, device: torch.device) -> None:
@@ -120,6 +121,8 @@ class Run:
                 loading.shard_models(self.policy, self.reference)
             sampled_in = target.exact_dtype if config.shard else target.dtype
             self.sampler = RolloutModel(self.policy.model, sampled_in)
+            if wrong := self.sampler.check():
+                raise ValueError(f"{config.model!r} cannot be sampled from: {wrong}; give --precision fp32.")
             self.optimizer = make_optimizer(self.policy.model, config)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -147,7 +150,7 @@ class Run:
                 check_room(config, self.folder, size, len(num_there))
             write_settings(self.folder, config)
             stack.enter_context(keep_log(self.folder))
-            keep_rewards(self.folder, config)
+            keep_files(self.folder, config)
         self.eval_prompts = _choose_eval_prompts(config, self.source)
         self.stays_gathered = config.shard and stays_gathered(world, self.fit, work, self.policy)
         device_type = self.device.device.type
@@ -229,7 +232,7 @@ def _check_settings(config: Config, world: World, device: torch.device) -> None:
         )
 
 
-def _start_engine(config: Config, stack: ExitStack) -> EnginePool | None:
+def start_engine(config: Config, stack: ExitStack) -> EnginePool | None:
     """Stockfish, where it is wanted and there."""
     if config.engine == "off":
         return None

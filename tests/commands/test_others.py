@@ -16,7 +16,9 @@ from uci_client import ONE_MOVE, answers, command, play_games
 from whole_runs import train
 
 from grpo import Trainer
-from grpo.commands.evaluate import EvaluateConfig
+from grpo.commands.evaluate import EvaluateConfig, measure
+from grpo.config import CONFIG_FILE, write_yaml
+from grpo.data import load_prompts
 from grpo.evaluate import Evaluation
 from grpo.play.record import Match
 from grpo.run.folder import LOCK_FILE
@@ -76,6 +78,92 @@ def test_a_run_that_was_made_in_python_says_what_it_lacks(config, mine):
         EvaluateConfig((str(trainer.run.folder),))
     given = ["--prompts", mine["prompts"], "--reward", *mine["reward"], "--heldout-share", 1]
     assert here("evaluate", trainer.run.folder, *given).returncode == 0
+
+
+def test_all_of_a_file_is_evaluated_and_of_what_a_run_was_trained_on_the_part_it_held_out(config, mine):
+    folder = train(replace(config, **mine))
+    rows = [{"prompt": f"{n}", "limit": 9} for n in range(40)]
+    others = write_records(config.runs_dir / "others.jsonl", rows)
+
+    def num_prompts(*models: object, **given: object) -> int:
+        task = EvaluateConfig(tuple(map(str, models)), **given).task
+        return len(
+            load_prompts(task.prompts, seed=0, heldout_share=task.heldout_share, to_train=False).heldout
+        )
+
+    held_out = num_prompts(folder)
+    assert 0 < held_out < 20
+    assert num_prompts(folder, prompts=str(others)) == 40
+    assert num_prompts("rook-tiny", prompts=str(others)) == 40
+    assert num_prompts("rook-tiny", prompts=str(mine["prompts"])) == 20
+    assert num_prompts(folder, prompts=str(mine["prompts"])) == held_out  # it was trained on the others
+    assert num_prompts(folder, prompts=str(mine["prompts"]), heldout_share=1.0) == 20
+    assert 0 < num_prompts(folder, prompts=str(others), heldout_share=0.5) < 40
+
+
+def test_a_run_is_judged_by_its_own_copies_of_files_that_have_changed(config, mine, tmp_path, logged):
+    """A reward that is edited afterwards, and a template that is gone, judge and ask nobody anew."""
+    (tmp_path / "ask.jinja").write_text("{{ prompt }} as the run asked")
+    folder = train(replace(config, **mine, prompt_template=tmp_path / "ask.jinja", eval_interval=1))
+    reward = read_lines(folder / "metrics.jsonl")[-1]["eval_reward"]
+    (tmp_path / "mine.py").write_text(OWN_REWARD.replace("return [", "return [9 + "))
+    (tmp_path / "ask.jinja").unlink()
+    config = EvaluateConfig((str(folder),), temperature=0.0, precision="fp32", limit=4)
+    results = measure(config, str(folder), [])
+    assert results["greedy"].mean("reward") == pytest.approx(reward)
+    text = "\n".join(logged)
+    assert "reward 'short' is the run's copy" in text and "mine.py has changed since" in text
+    assert "prompt_template is the run's copy" in text and "ask.jinja is gone since" in text
+    assert f"evaluating {folder / 'model'}, which is step-000001" in text
+    assert "judged by rewards short" in text and "was trained" in text
+    given = EvaluateConfig((str(folder),), reward=mine["reward"], temperature=0.0)  # now as it is
+    assert given.task.reward == mine["reward"]
+
+
+class Started(Exception):
+    """An engine would have been."""
+
+
+@pytest.mark.parametrize(
+    ("trained_with", "flags", "depth"),
+    [
+        ({"engine": "auto", "engine_depth": 3}, {}, 3),
+        ({"engine": "auto", "engine_depth": 3}, {"engine_depth": 2}, 2),
+        ({"engine": "off"}, {"stockfish": True}, 8),
+        ({"engine": "auto"}, {"labels": True}, None),
+        ({"engine": "off"}, {}, None),
+    ],
+)
+def test_moves_are_ranked_by_whom_the_run_was_trained_with(
+    config, trained_with, flags, depth, logged, monkeypatch
+):
+    folder = train(replace(config, steps=1))  # without any, which takes a while
+    write_yaml(replace(config, steps=1, **trained_with), folder / CONFIG_FILE)
+
+    def start(path: str, **options: int) -> None:
+        raise Started(options["depth"])
+
+    monkeypatch.setattr("grpo.run.setup.EnginePool", start)
+    monkeypatch.setattr("grpo.run.setup.find_stockfish", lambda path: "stockfish")
+    told = EvaluateConfig((str(folder),), temperature=0.0, limit=2, **flags)
+    if depth is None:
+        measure(told, str(folder), [])
+        assert "moves ranked by the labels of the prompts" in "".join(logged)
+        return
+    with pytest.raises(Started, match=str(depth)):
+        measure(told, str(folder), [])
+    monkeypatch.setattr("grpo.run.setup.find_stockfish", lambda path: None)
+    if told.stockfish:
+        with pytest.raises(ValueError, match="--stockfish: none was found"):
+            measure(told, str(folder), [])
+    else:  # as a run goes on without one
+        measure(told, str(folder), [])
+        assert "no Stockfish found" in "".join(logged)
+
+
+def test_labels_and_an_engine_do_not_rank_moves_together():
+    with pytest.raises(ValueError, match="--labels and Stockfish are both to rank moves"):
+        EvaluateConfig(("rook-tiny",), labels=True, stockfish=True)
 
 
 POSITIONS = [f"8/8/4k3/8/8/4K3/{pieces} - - 97 80" for pieces in ("R7/8 w", "r7/8 b", "1R6/8 w")]

@@ -19,7 +19,7 @@ from grpo.learning.optimizer import make_optimizer
 from grpo.model.activation_checkpointing import recompute_activations
 from grpo.run import checkpoint as checkpoint_module
 from grpo.run.checkpoint import CheckpointFolder, find_damage
-from grpo.run.folder import checkpoint_of
+from grpo.run.folder import model_of, step_of
 from grpo.run.inputs import Inputs
 from grpo.run.setup import open_run
 from grpo.run.training_state import restore_optimizer
@@ -251,15 +251,20 @@ def test_the_last_ones_are_kept_and_the_best_one_besides(folder, save):
     assert folder.newest_intact().state["step"] == 10_000_000  # by number, not by name
 
 
-def test_of_a_run_the_best_checkpoint_is_taken(tmp_path):
-    assert checkpoint_of("rook-tiny") == "rook-tiny" and checkpoint_of(str(tmp_path)) == str(tmp_path)
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
+def test_of_a_run_the_model_is_taken_that_everybody_loads(folder, save, tmp_path):
+    """`model/`, else the newest checkpoint; the best one, if it is named."""
+    assert model_of("rook-tiny") == "rook-tiny" and step_of("rook-tiny") == ""
+    run = folder.folder.parent
+    assert model_of(str(run)) == str(run)
+    folder.folder.mkdir(exist_ok=True)
     with pytest.raises(ValueError, match="a run without a checkpoint"):
-        checkpoint_of(str(tmp_path))
-    (folder / "step-000002").mkdir()
-    (folder / "best").symlink_to("step-000002")
-    assert checkpoint_of(str(tmp_path)) == str(folder / "step-000002")
+        model_of(str(run))
+    save(folder, 2, best=True)
+    save(folder, 3)
+    assert model_of(str(run)) == str(run / "model") and step_of(str(run)) == "step-000003"
+    shutil.rmtree(run / "model")
+    assert model_of(str(run)) == str(folder.folder / "step-000003")
+    assert model_of(str(folder.best)) == str(folder.folder / "step-000002")
 
 
 def test_on_a_disk_without_links_and_modes_everything_is_saved(folder, save, policy, logged, monkeypatch):
