@@ -11,8 +11,12 @@ import sys
 import threading
 from pathlib import Path
 
-_RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
+_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+_LOCAL_RANKS = (
+    "LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK",
+    "SLURM_LOCALID",
+)  # fmt: skip
 _LEAST_ADDRESSES = 1.4 * 2**30
 """Measured with two threads: 1.3 GB were not enough to come to a first step, in words of our own or any."""
 _GROWING = "expandable_segments:True"
@@ -27,12 +31,35 @@ class _Mallinfo(ctypes.Structure):
 
 
 def launched_processes() -> tuple[int, int]:
-    """This process's rank, and how many a launcher has started (accelerate, torchrun, MPI); else (0, 1)."""
+    """This process's rank, and how many a launcher has started; else (0, 1).
 
-    def first(names: tuple[str, ...], default: int) -> int:
-        return next((int(os.environ[name]) for name in names if os.environ.get(name)), default)
+    Launchers are accelerate, torchrun, mpirun and SLURM's srun, which alone counts the tasks of a step.
+    """
+    size = _first_number(_SIZES, 1)
+    return (_first_number(_RANKS, 0), size) if size > 1 else (0, 1)
 
-    return first(_RANKS, 0), first(_SIZES, 1)
+
+def local_rank() -> int:
+    """This process's number among those that a launcher has started on this machine."""
+    return _first_number(_LOCAL_RANKS, 0)
+
+
+def num_machines() -> int:
+    """How many machines a launcher's processes run on, as far as it says so; else 1."""
+    if os.environ.get("SLURM_STEP_NUM_NODES"):
+        return int(os.environ["SLURM_STEP_NUM_NODES"])
+    here = _first_number(("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"), 0)
+    return -(-launched_processes()[1] // here) if here else 1
+
+
+def is_bound_to_one_card() -> bool:
+    """Whether a launcher has shown each process a card of its own alone, as SLURM and MPI do on request."""
+    by_torch = os.environ.get("LOCAL_RANK") and not any(os.environ.get(name) for name in _LOCAL_RANKS[1:])
+    return not by_torch and len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1
+
+
+def _first_number(names: tuple[str, ...], default: int) -> int:
+    return next((int(os.environ[name]) for name in names if os.environ.get(name)), default)
 
 
 def typed(command: str) -> str:

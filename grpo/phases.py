@@ -15,7 +15,8 @@ from grpo.config.groups import LossSettings, SamplingSettings
 from grpo.data.reward_functions import Scores
 from grpo.data.tokens import tokenize
 from grpo.distributed import largest_share
-from grpo.evaluate import Evaluation, interleave, score_heldout
+from grpo.evaluate import Evaluation, interleave
+from grpo.evaluate.heldout import Answers, answer_heldout, score_answers
 from grpo.evaluate.scores import Column
 from grpo.learning.advantages import zero_variance_groups
 from grpo.learning.loss import loss_counts
@@ -226,21 +227,22 @@ class Phases:
         idle = largest_share(len(run.eval_prompts), run.world.size) - len(mine) if config.shard else 0
         prompts = mine + run.eval_prompts[:idle]  # the processes of a sharded model make the same passes
 
-        def work(rows: int) -> dict[str, Column]:
-            return score_heldout(
+        def work(rows: int) -> Answers:
+            return answer_heldout(
                 run.sampler.model, run.policy.tokenizer, prompts,
                 settings=SamplingSettings.of(config, temperature=0.0), rows=rows,
-                seed=config.seed, engine=run.engine, judge=run.rewards,
+                seed=config.seed, engine=run.engine,
             )  # fmt: skip
 
         scores: dict[str, Column] = {}
         if prompts:
             tokens = self._longest_prompt + config.max_new_tokens  # each row has a prompt of its own
             rows = min(len(prompts), config.rollout_rows or EVAL_ROWS)
-            scores = run.fit.run(
+            answers = run.fit.run(
                 "evaluate", work, Size(rows, tokens), like="sample", discard=run.arena.release
             )
             release_cache()  # of rows that are no step's
+            scores = score_answers(answers, engine=run.engine, judge=run.rewards)
         columns = {name: torch.from_numpy(column[: len(mine)]) for name, column in scores.items()}
         parts = run.world.exchange(f"the evaluation at step {step}", columns)
         everybodys = [{name: column.numpy() for name, column in part.items()} for part in parts]

@@ -6,7 +6,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from rich.console import Console
@@ -17,6 +17,7 @@ from grpo.config import Config, to_plain
 from grpo.data.load import Rows
 from grpo.data.reward_files import RewardFunction
 from grpo.data.reward_functions import Scores
+from grpo.distributed import ProcessLost
 from grpo.evaluate import Evaluation
 from grpo.learning.advantages import field_credit, group_advantages
 from grpo.learning.loss import adaptive_kl
@@ -74,7 +75,7 @@ class Trainer:
             run.rewards.state.max_steps = self.config.steps
             if run.checkpoint is not None:
                 self._restore(run.checkpoint)
-                run.checkpoint = None  # its moments take as much as the optimizer's
+                run.checkpoint = None
             self.saved = self.finished
             self._opened = opened.pop_all()  # and they are closed after the last step
 
@@ -85,8 +86,8 @@ class Trainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, *error: Any) -> None:
+        self._opened.__exit__(*error)  # which other processes are told
 
     @property
     def model(self) -> PreTrainedModel:
@@ -104,51 +105,71 @@ class Trainer:
 
         Whoever stops asking for steps ends the run after the last one, which is saved.
         """
-        config, run = self.config, self.run
         self.progress.begin()
         self.stop.begun = True
-        self._opened.enter_context(self.logs.opened(self.finished))
-        try:
-            if self.finished == 0 and not self._anyone_stops():
-                self.evaluate(0)
-            self.interrupted = self._anyone_stops()
-            if self.interrupted and self.finished == 0:
-                self.save()  # or there would be nothing to go on from
-            done = self.finished > 0 and self.progress.is_over(self.finished, run.world)
-            while not done and not self.interrupted:
-                step = self.finished + 1
-                run.clock.lap()  # what came before is no part of this step's time
-                run.device.reset_peak()
-                prompts = run.source.draw(config.num_prompts)
-                sampled, scores = self.phases.sample_and_reward(step, prompts)
-                rewards, old_logp, ref_logp = self.score(sampled, scores)
-                advantages = group_advantages(rewards, config.group_size, scale=config.advantage_scale)
-                credit = advantages
-                if config.credit == "field":
-                    judged, scale = run.rewards.judged(scores, sampled.completions), config.advantage_scale
-                    tokenizer = run.policy.tokenizer
-                    credit = field_credit(advantages, rewards, judged, sampled, tokenizer, scale=scale)
-                learned = self.learn(step, sampled, credit, old_logp, ref_logp)
-                if run.reference is not None and self._due(step, config.reference_sync):
-                    run.reference.sync(run.policy.model)
-                self._finish(step, sampled)
-                metrics = self.log(step, sampled, scores, advantages, learned)
-                yield Step(step, metrics, sampled, rewards, advantages)
+        with self._opened:
+            self._opened.enter_context(self.logs.opened(self.finished))
+            try:
+                yield from self._steps()
+            except GeneratorExit:
+                self._save_before_the_end()
+                self.close()  # as at the end of all steps
+                raise
+            except Exception as error:
+                self._save_before_the_end(error)
+                raise
 
-                done = self.progress.is_over(step, run.world)
-                better = self.evaluate(step) if done or self._due(step, config.eval_interval) else False
-                self.interrupted = not done and self._anyone_stops()
-                if better or done or self.interrupted or self._due(step, config.checkpoint_interval):
-                    self.stepper.keep_together(run.world)
-                    self.save(best=better, last=done)
-        except (Exception, GeneratorExit):
-            alone = not config.shard  # else the others, who have their parts, may not come to it
-            if alone and self.finished > self.saved and not self.stepper.moved:
-                self.stepper.skipped_in_a_row = 0
-                self.save()  # nothing already learned is lost
-            raise
-        finally:
-            self.close()
+    def _steps(self) -> Iterator[Step]:
+        """All steps that are left, with what is done in between."""
+        config, run = self.config, self.run
+        if self.finished == 0 and not self._anyone_stops():
+            self.evaluate(0)
+        self.interrupted = self._anyone_stops()
+        if self.interrupted and self.finished == 0:
+            self.save()  # or there would be nothing to go on from
+        done = self.finished > 0 and self.progress.is_over(self.finished, run.world)
+        while not done and not self.interrupted:
+            step = self.finished + 1
+            run.clock.lap()  # what came before is no part of this step's time
+            run.device.reset_peak()
+            prompts = run.source.draw(config.num_prompts)
+            sampled, scores = self.phases.sample_and_reward(step, prompts)
+            rewards, old_logp, ref_logp = self.score(sampled, scores)
+            advantages = group_advantages(rewards, config.group_size, scale=config.advantage_scale)
+            credit = advantages
+            if config.credit == "field":
+                judged, scale = run.rewards.judged(scores, sampled.completions), config.advantage_scale
+                tokenizer = run.policy.tokenizer
+                credit = field_credit(advantages, rewards, judged, sampled, tokenizer, scale=scale)
+            learned = self.learn(step, sampled, credit, old_logp, ref_logp)
+            if run.reference is not None and self._due(step, config.reference_sync):
+                run.reference.sync(run.policy.model)
+            self._finish(step, sampled)
+            metrics = self.log(step, sampled, scores, advantages, learned)
+            yield Step(step, metrics, sampled, rewards, advantages)
+
+            done = self.progress.is_over(step, run.world)
+            better = self.evaluate(step) if done or self._due(step, config.eval_interval) else False
+            self.interrupted = not done and self._anyone_stops()
+            if better or done or self.interrupted or self._due(step, config.checkpoint_interval):
+                self.stepper.keep_together(run.world)
+                run.sampler.refresh()  # of what may have been copied from another process
+                self.save(best=better, last=done)
+
+    def _save_before_the_end(self, error: Exception | None = None) -> None:
+        """Nothing that was learned is lost, whatever ends the run before its last step.
+
+        error: None where the caller asks for no more steps. A sharded model is saved by all processes
+        together, which they come to only then; where the first process is lost the second one saves.
+        """
+        run = self.run
+        stands_in = isinstance(error, ProcessLost) and error.rank == 0 and run.world.rank == 1
+        if self.finished <= self.saved or self.stepper.moved or (self.config.shard and error is not None):
+            return
+        if self.config.shard:
+            run.world.exchange("the end of this run", self.finished)  # ProcessLost where others go on
+        self.stepper.skipped_in_a_row = 0
+        self.save(stands_in=stands_in)
 
     def score(self, sampled: Rollout, scores: Scores) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Rewards (N,), and this process's log-probs (n, C) under the policy so far and the reference."""
@@ -207,8 +228,11 @@ class Trainer:
         self.best_reward = reward
         return step > 0
 
-    def save(self, *, best: bool = False, last: bool = False) -> None:
-        """A checkpoint of the last whole step, which the first process writes."""
+    def save(self, *, best: bool = False, last: bool = False, stands_in: bool = False) -> None:
+        """A checkpoint of the last whole step, which the first process writes.
+
+        stands_in: this process writes it instead, as the first one is lost.
+        """
         state = {
             "source": self.source_state,
             "kl_coef": self.kl_coef,
@@ -219,12 +243,13 @@ class Trainer:
             "memory": self.run.fit.state(),
             "settings": to_plain(replace(self.config, resume=None)),
         }
-        if self.run.save(self.finished, state, best=best, last=last):
+        if self.run.save(self.finished, state, best=best, last=last, writes=stands_in):
             self.saved = self.finished
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state
-        restore_optimizer(self.run.policy.model, self.run.optimizer, checkpoint.tensors, checkpoint.folder)
+        with checkpoint.tensors() as tensors:
+            restore_optimizer(self.run.policy.model, self.run.optimizer, tensors, checkpoint.folder)
         self.run.source.restore(state["source"])
         if self.config.kl_target is not None:
             self.kl_coef = state["kl_coef"]

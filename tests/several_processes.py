@@ -27,6 +27,7 @@ from conftest import untraced
 import grpo.phases
 from grpo.config import Config
 from grpo.config.groups import OptimizerSettings
+from grpo.data.reward_functions import RewardFailed
 from grpo.distributed import World, open_world
 from grpo.distributed.processes import Processes
 from grpo.learning.optimizer import make_optimizer
@@ -36,7 +37,7 @@ from grpo.trainer import Trainer
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__, "sharded", "grpo.run.dry_run", "grpo.workbench.report", "tyro"])
-PLACES = {"sample": "rollout", "score": "score", "learn": "accumulate_grpo", "evaluation": "score_heldout"}
+PLACES = {"sample": "rollout", "score": "score", "learn": "accumulate_grpo", "evaluation": "answer_heldout"}
 """What a phase calls in grpo.phases."""
 
 
@@ -182,7 +183,8 @@ def train(
 
 
 def _flat(run: Any, what: str) -> torch.Tensor:
-    return torch.cat([getattr(p, what).flatten().clone() for p in run.policy.model.parameters()])
+    trained = [p for p in run.policy.model.parameters() if p.requires_grad]
+    return torch.cat([getattr(p, what).flatten().clone() for p in trained])
 
 
 def _failing(work: Any, phase: str, trainer: Trainer, due: set[tuple[int, str]], fired: list[Any]) -> Any:
@@ -199,6 +201,31 @@ def _failing(work: Any, phase: str, trainer: Trainer, due: set[tuple[int, str]],
     return work_or_fail
 
 
+def train_in_python(rank: int, config: Config, broken: str) -> None:
+    """A run by the Python API, of which something of the caller's breaks in the second process."""
+
+    def reward(completions: list[str], **columns: Any) -> list[float]:
+        if rank and broken == "reward" and columns["trainer_state"].global_step:
+            raise ZeroDivisionError("the reward broke")
+        return [float(len(text)) for text in completions]
+
+    with untraced():
+        if broken == "reward":
+            try:
+                Trainer(config, rewards=[reward]).train()
+            except RewardFailed as error:
+                raise error.__cause__ or error from None
+        elif broken == "with":
+            with Trainer(config, rewards=[reward]) as trainer:
+                if rank:
+                    raise ZeroDivisionError("the with broke")
+                trainer.train()
+        else:
+            for _ in Trainer(config, rewards=[reward]):
+                if rank:
+                    raise ZeroDivisionError("the loop broke")
+
+
 PATIENCE_S = 6.0
 """How long a process waits for one that is stuck or stopped, once that has happened."""
 
@@ -206,18 +233,18 @@ PATIENCE_S = 6.0
 def accident(kind: str, world: World, step: int) -> None:
     """What happens to the second process of two in its second step.
 
-    killed: without a word, in the third step. stuck: until the other has given it up. stopped: the first,
-    which keeps torch's own store; it goes on when the other has ended.
+    killed: without a word, in the third step; first-killed: the first of them. stuck: until the other has
+    given it up. stopped: the first, which keeps torch's own store; it goes on when the other has ended.
     """
     assert isinstance(world, Processes)
     pids = world.exchange("their numbers", os.getpid())
-    when = {"killed": (1, 3), "stopped": (0, 2)}.get(kind, (1, 2))
+    when = {"killed": (1, 3), "first-killed": (0, 3), "stopped": (0, 2)}.get(kind, (1, 2))
     if step == when[1] and kind in ("stuck", "stopped"):
         world._wait_s = PATIENCE_S
     if (world.rank, step) != when:
         return
     heard(world)
-    if kind == "killed":
+    if kind in ("killed", "first-killed"):
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "broken":
         raise ValueError("the reward broke")

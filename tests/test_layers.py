@@ -77,9 +77,9 @@ def test_memory_and_rewards_stand_alone() -> None:
 
 
 LINES = {
-    "grpo": 980, "grpo.commands": 1050, "grpo.config": 930, "grpo.data": 1860, "grpo.distributed": 585,
-    "grpo.evaluate": 665, "grpo.learning": 815, "grpo.memory": 1725, "grpo.model": 1620, "grpo.plan": 780,
-    "grpo.play": 1050, "grpo.rollout": 1185, "grpo.run": 2230, "grpo.scoring": 735, "grpo.trl": 1680,
+    "grpo": 1020, "grpo.commands": 1050, "grpo.config": 930, "grpo.data": 1860, "grpo.distributed": 600,
+    "grpo.evaluate": 690, "grpo.learning": 815, "grpo.memory": 1725, "grpo.model": 1620, "grpo.plan": 780,
+    "grpo.play": 1050, "grpo.rollout": 1185, "grpo.run": 2280, "grpo.scoring": 735, "grpo.trl": 1680,
     "grpo.workbench": 3585, "rewards": 1090, "scripts": 1920,
 }  # fmt: skip
 """Lines of Python that each room has at most: who adds more raises the number, and says in the commit why."""

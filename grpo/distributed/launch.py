@@ -1,5 +1,6 @@
 """From what a launcher has put into the environment to the processes of a run."""
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,12 +8,11 @@ from datetime import timedelta
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import get_int_from_env
 from torch import distributed as dist
 
 from grpo.distributed.processes import THE_END, Processes
 from grpo.distributed.world import World
-from grpo.environment import launched_processes
+from grpo.environment import is_bound_to_one_card, launched_processes, local_rank, num_machines
 
 
 @contextmanager
@@ -26,6 +26,7 @@ def open_world(device: str, *, wait_minutes: float) -> Iterator[tuple[World, str
         yield World(), device
         return
     device = _device_of(device)
+    _tell_torch(rank, size)
     state = PartialState(cpu=device == "cpu", timeout=timedelta(minutes=wait_minutes + 10))
     world = Processes(rank, size, name=f"{socket.gethostname()}, {device}", wait_s=60 * wait_minutes)
     try:
@@ -39,13 +40,31 @@ def open_world(device: str, *, wait_minutes: float) -> Iterator[tuple[World, str
     state.destroy_process_group()
 
 
+def _tell_torch(rank: int, size: int) -> None:
+    """Set what torchrun would have, where another launcher has started this process. ValueError for a gap.
+
+    torch and accelerate take the first process's machine and a port on it from the environment.
+    """
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_RANK", local_rank())):
+        os.environ.setdefault(name, str(value))
+    if "MASTER_ADDR" not in os.environ and num_machines() > 1:
+        raise ValueError(
+            f"{size} processes were started on {num_machines()} machines, and none knows where the first one "
+            "is: set MASTER_ADDR to the first machine's name, for all of them."
+        )
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
+
+
 def _device_of(device: str) -> str:
     """The device of this process among those of its machine."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return "cpu"
     if device not in ("auto", "cuda"):
         raise ValueError(f"device is {device!r}, but each process has its own: give auto, cuda or cpu.")
-    place, cards = get_int_from_env(["LOCAL_RANK"], 0), torch.cuda.device_count()
+    place, cards = local_rank(), torch.cuda.device_count()
+    if cards == 1 and is_bound_to_one_card():
+        return "cuda:0"  # which is another one for each process
     if place >= cards:
         raise ValueError(
             f"{place + 1} processes or more were started on a machine with {cards} CUDA devices: "

@@ -67,5 +67,5 @@ def sum_of_bits(numbers: Tensor) -> int:
 
     It is the same in whatever order a device adds them.
     """
-    as_integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[numbers.element_size()]
+    as_integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[numbers.element_size()]
     return int(numbers.detach().view(as_integers).sum(dtype=torch.int64).item())

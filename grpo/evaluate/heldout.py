@@ -1,7 +1,7 @@
 """A model's answers to held-out prompts, scored."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -35,20 +35,40 @@ def score_heldout(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     *,
+    engine: EnginePool | None = None,
+    judge: Callable[[Rollout], Scores] | None = None,
+    **options: Any,
+) -> dict[str, Column]:
+    """Complete the prompts and score what the model wrote, see `answer_heldout` and `score_answers`."""
+    answers = answer_heldout(model, tokenizer, prompts, engine=engine, **options)
+    return score_answers(answers, engine=engine, judge=judge)
+
+
+class Answers(NamedTuple):
+    """A model's completions of held-out prompts."""
+
+    rollout: Rollout
+    order: list[int]
+    """The prompts' places before they were sorted."""
+    samples: int
+    """Completions a prompt."""
+
+
+def answer_heldout(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    *,
     settings: SamplingSettings,
     rows: int,
     seed: int,
     samples: int = 1,
     engine: EnginePool | None = None,
-    judge: Callable[[Rollout], Scores] | None = None,
-) -> dict[str, Column]:
-    """Complete the prompts, about `rows` rows at once, and score what the model wrote.
-
-    Returns scores (B, samples) by column, NaN where there is none, which `Evaluation.of` takes.
+) -> Answers:
+    """Complete the prompts, about `rows` rows at once.
 
     samples: completions a prompt, from the same uniforms every time for a seed; a single one, greedy,
-    where the temperature is 0. engine: ranks moves instead of labels, while the model writes. judge: what
-    rewards say of the rollout, which becomes the column `reward`, and one for each of them by TRL's name.
+    where the temperature is 0. engine: begins to rank moves while the model writes.
     """
     if not prompts:
         raise ValueError("no prompts to evaluate: hold some out, or give more positions")
@@ -69,14 +89,29 @@ def score_heldout(
         sampled = rollout(
             model, tokenizer, [prompts[i] for i in order], uniforms, settings, rows=rows, watch_rows=done
         )
+    return Answers(sampled, order, samples)
+
+
+def score_answers(
+    answers: Answers,
+    *,
+    engine: EnginePool | None = None,
+    judge: Callable[[Rollout], Scores] | None = None,
+) -> dict[str, Column]:
+    """Scores (B, samples) by column, NaN where there is none, which `Evaluation.of` takes.
+
+    engine: ranks moves instead of labels. judge: what rewards say of the rollout, which becomes the column
+    `reward`, and one for each of them by TRL's name.
+    """
+    sampled = answers.rollout
     scores = score_completions(sampled.row_prompts, sampled.completions, engine=engine)  # each (N,)
     if judge is not None:
         judgement = judge(sampled)
         names = ["reward", *(f"rewards/{name}/mean" for name in judgement.names)]
         columns = [judgement.rewards_where_scored, *judgement.table.T]
         scores |= {name: column.numpy() for name, column in zip(names, columns, strict=True)}
-    back = np.argsort(order)
-    return {name: row.reshape(-1, samples)[back] for name, row in scores.items()}
+    back = np.argsort(answers.order)
+    return {name: row.reshape(-1, answers.samples)[back] for name, row in scores.items()}
 
 
 def interleave(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:

@@ -42,8 +42,10 @@ class GRPOBatch:
         `counts` stay those of the whole step, and so does the gradient. Of groups of which none has any, the
         first stays: something has to be measured.
         """
+        if not self.rollout.prompts:
+            return self
         taught = (self.advantages != 0).view(len(self.rollout.prompts), -1).any(1)  # (B,)
-        if taught.all() or not self.rollout.prompts:
+        if taught.all():
             return self
         groups = taught.nonzero().flatten() if taught.any() else torch.zeros(1, dtype=torch.long)
         size = self.rollout.group_size

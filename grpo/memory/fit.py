@@ -196,21 +196,24 @@ class Fit:
         """
         state = self._phases[phase]
         state.batch = max(state.batch, batch)
-        rows = self._plan(phase, batch, like)
+        rows, why = self._plan(phase, batch, like)
         agreed = self._agree(rows)
         if agreed < rows:
-            state.rows = agreed
+            why = "another process has room for no more"
+        if why is not None:
+            self._change(phase, agreed, why)
         return agreed
 
-    def _plan(self, phase: str, batch: Size, like: str) -> int:
+    def _plan(self, phase: str, batch: Size, like: str) -> tuple[int, str | None]:
+        """Rows as this process alone would take them, and why the plan changes to them, if it does."""
         state = self._phases[phase]
         batch_size = min(batch.rows, self.fixed.get(phase, batch.rows))
         if self._obeys and phase in self.fixed:
             state.rows = batch_size
-            return batch_size
+            return batch_size, None
         known = phase if self.knows(phase) or not like else like
         if not self.knows(known):
-            return min(batch_size, self.group_size, state.most or batch_size)
+            return min(batch_size, self.group_size, state.most or batch_size), None
         formula, room = self._phases[known].formula, self.device.room_bytes() + self._kept_bytes(phase)
         growth = GROWTH[formula.has_one_size]
 
@@ -244,8 +247,8 @@ class Fit:
             why = f"longer texts, or less room, of {self.device.budget()}"
             if before is not None and rows > before:
                 why = "room for all" if rows == batch_size else "room for more"
-            self._change(phase, rows, why)
-        return rows
+            return rows, why
+        return rows, None
 
     def _change(self, phase: str, rows: int, why: str) -> None:
         state = self._phases[phase]

@@ -171,9 +171,17 @@ class Reference:
         """Become what the policy is now."""
         self.restore(adapter_parameters(policy) or dict(policy.named_parameters()))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """What to save and to `restore`, on the CPU; nothing as long as it is as it was at first."""
-        return {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in self._synced.items()}
+    def tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
+        """What to save and to `restore`, on the CPU; nothing as long as it is as it was at first.
+
+        keep: whether this process writes it; of a sharded model all take part in gathering each tensor.
+        """
+        gathered = {}
+        for name, tensor in self._synced.items():
+            all_of_it = whole(tensor.detach())
+            if keep:
+                gathered[name] = all_of_it.cpu().contiguous()
+        return gathered
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:

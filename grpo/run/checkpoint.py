@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from loguru import logger
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -48,16 +48,40 @@ _OTHER_FILES_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded checkpoint: its folder, the trainer's state as JSON, and the tensors beside it."""
+    """An intact checkpoint: its folder, and the trainer's state as JSON."""
 
     folder: Path
     state: dict[str, Any]
-    tensors: dict[str, Tensor]
+
+    @contextmanager
+    def tensors(self) -> Iterator[Mapping[str, Tensor]]:
+        """Moments and random state, each read when it is asked for: together they may not fit."""
+        with safe_open(self.folder / _TENSORS, framework="pt") as file:
+            yield StoredTensors(file)
 
     def reference(self) -> dict[str, Tensor]:
         """What the reference had become; nothing if it was as at first."""
         file = self.folder / _REFERENCE
         return load_file(file) if file.is_file() else {}
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of an open file of safetensors', by name."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._file.keys():  # noqa: SIM118  # no dictionary
+            raise KeyError(name)
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file.keys())
+
+    def __len__(self) -> int:
+        return len(self._file.keys())
 
 
 class CheckpointFolder:
@@ -168,7 +192,7 @@ class CheckpointFolder:
             if damage := find_damage(folder):
                 logger.warning("checkpoint {} is damaged ({}); trying the one before", folder, damage)
                 continue
-            return Checkpoint(folder, json.loads((folder / _STATE).read_text()), load_file(folder / _TENSORS))
+            return Checkpoint(folder, json.loads((folder / _STATE).read_text()))
         return None
 
     def all(self) -> list[Path]:
@@ -305,8 +329,22 @@ def _save_model(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | No
     if has_adapters(policy.model):
         save_adapters(policy.model, folder)
     else:
-        policy.model.save_pretrained(folder, state_dict=weights, **options)
+        with _saving_in_this_process(policy.model):
+            policy.model.save_pretrained(folder, state_dict=weights, **options)
     policy.tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _saving_in_this_process(model: Any) -> Iterator[None]:
+    """Inside, transformers writes a model whichever process this is: that has been decided before.
+
+    By itself it writes in the first process alone, and in others leaves out the weights in silence.
+    """
+    model.should_save_on_this_rank = lambda is_main_process: True
+    try:
+        yield
+    finally:
+        del model.should_save_on_this_rank
 
 
 def _flush(path: Path) -> None:

@@ -122,9 +122,12 @@ def check_room(config: Config, folder: Path, checkpoint_bytes: int, num_there: i
         logger.warning(text, readable(free), folder, readable(most))
 
 
-def open_checkpoints(config: Config, folder: Path) -> tuple[CheckpointFolder, Checkpoint | None]:
+def open_checkpoints(
+    config: Config, folder: Path, *, repairs: bool = True
+) -> tuple[CheckpointFolder, Checkpoint | None]:
     """The run's checkpoints, and the one it goes on from, if it is to; what is changed then is said.
 
+    repairs: whether to repair what a process that was killed has left: one of several does.
     SettingsError where there is none, or nothing left to do.
     """
     checkpoints = CheckpointFolder(
@@ -140,7 +143,8 @@ def open_checkpoints(config: Config, folder: Path) -> tuple[CheckpointFolder, Ch
     check_resumed(config, checkpoint.folder)
     if config.steps <= (done := checkpoint.state["step"]):
         raise SettingsError(f"steps is {config.steps}, but {done} steps are done: give --steps above {done}.")
-    checkpoints.mend()
+    if repairs:
+        checkpoints.mend()
     file = folder / CONFIG_FILE  # older checkpoints have no copy of the settings
     before = checkpoint.state.get("settings") or (read_yaml(file) if file.is_file() else {})
     now = to_plain(replace(config, resume=None))

@@ -58,16 +58,27 @@ def open_run(config: Config, inputs: Inputs = NOTHING) -> Iterator["Run"]:
     where one of the others fails. inputs: instead of what the settings name.
     """
     config = inputs.named_in(config)
-    with open_world(config.device, wait_minutes=config.wait_minutes) as (world, device), ExitStack() as stack:
-        yield Run(config, inputs, world, choose_device(device), stack)
+    with (
+        ExitStack() as at_the_end,
+        open_world(config.device, wait_minutes=config.wait_minutes) as (world, device),
+        ExitStack() as stack,
+    ):
+        yield Run(config, inputs, world, choose_device(device), stack, at_the_end)
 
 
 class Run:
-    """The parts of one run. Whatever is opened `stack` closes."""
+    """The parts of one run. Whatever is opened `stack` closes; `at_the_end` this process is alone."""
 
     def __init__(
-        self, config: Config, inputs: Inputs, world: World, device: torch.device, stack: ExitStack
+        self,
+        config: Config,
+        inputs: Inputs,
+        world: World,
+        device: torch.device,
+        stack: ExitStack,
+        at_the_end: ExitStack,
     ) -> None:
+        self._at_the_end = at_the_end
         self.config = replace(config, model=choose_model(config.model, device))
         self.world, self.is_trial = world, inputs.is_trial
         self.clock = Clock(device)
@@ -83,7 +94,12 @@ class Run:
         rewards = RewardFunctions(inputs.rewards or config.reward, config.reward_weights)
         folder = stack.enter_context(hold_folder(config)) if self.world.is_main else Path()
         self.folder = Path(self.world.from_main("the choice of a folder", str(folder)))
-        self.checkpoints, self.checkpoint = open_checkpoints(config, self.folder)
+        is_main = self.world.is_main
+        if is_main:
+            self.checkpoints, self.checkpoint = open_checkpoints(config, self.folder)
+        self.world.exchange("the repair of checkpoints", None)
+        if not is_main:
+            self.checkpoints, self.checkpoint = open_checkpoints(config, self.folder, repairs=False)
         check_spec(config.prompts if inputs.prompts is None else inputs.prompts)
         self._model_source = inputs.model_source(config)
         self._shape = self._model_source.load_config()
@@ -167,17 +183,19 @@ class Run:
         idle = largest_share(num_groups, self.world.size) - len(groups) if self.config.shard else 0
         return Share(groups, self.config.group_size, idle)
 
-    def save(self, step: int, state: dict[str, Any], *, best: bool, last: bool) -> bool:
+    def save(self, step: int, state: dict[str, Any], *, best: bool, last: bool, writes: bool = False) -> bool:
         """A checkpoint, which the first process writes; whether this one has written it.
 
-        last: of a run that is done, whose model then goes to the hub if it is to.
+        last: the run is done, and its model goes to the hub if it is to. writes: this process writes it,
+        whichever it is.
         """
-        snapshot, is_main = None, self.world.is_main
+        snapshot, is_main = None, self.world.is_main or writes
         if self.is_trial:
             return True  # nothing is wanted
         if self.config.shard:  # here all take part
             snapshot = take_snapshot(self.policy.model, self.optimizer, keep=is_main)
-        reference = self.reference.tensors() if self.reference and (is_main or snapshot) else None
+        takes_part = self.reference is not None and (is_main or snapshot is not None)
+        reference = self.reference.tensors(keep=is_main) if self.reference and takes_part else None
         if not is_main:
             return False
         try:
@@ -192,8 +210,9 @@ class Run:
             logger.warning("no checkpoint of step {}: {}", step, error)
             return False
         if written and last and self.config.push_to_hub:
-            push(
-                self.checkpoints.to_use or written, self.config.push_to_hub,
+            # When the others have been let go: an upload may take longer than they wait.
+            self._at_the_end.callback(
+                push, self.checkpoints.to_use or written, self.config.push_to_hub,
                 private=self.config.hub_private, leave_out=ONLY_TO_TRAIN,
             )  # fmt: skip
         return bool(written)

@@ -17,6 +17,7 @@ from several_processes import PATIENCE_S, begin, heard, in_processes, stop_until
 
 from grpo.distributed import ProcessLost, World, largest_share, launch, open_world, processes
 from grpo.distributed.processes import pack, unpack
+from grpo.distributed.world import sum_of_bits
 from grpo.environment import launched_processes
 from grpo.evaluate import interleave
 
@@ -61,6 +62,60 @@ def test_launchers_say_who_is_who_and_each_has_a_card_of_its_own(monkeypatch):
         launch._device_of("auto")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert launch._device_of("auto") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("said", "found", "cards", "device"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": 5, "OMPI_COMM_WORLD_SIZE": 8, "OMPI_COMM_WORLD_LOCAL_RANK": 1}, (5, 8), 4,
+         "cuda:1"),
+        ({"PMI_RANK": 3, "PMI_SIZE": 4, "MPI_LOCALRANKID": 3}, (3, 4), 4, "cuda:3"),
+        ({"SLURM_PROCID": 2, "SLURM_STEP_NUM_TASKS": 4, "SLURM_LOCALID": 2}, (2, 4), 4, "cuda:2"),
+        ({"SLURM_PROCID": 2, "SLURM_STEP_NUM_TASKS": 4, "SLURM_LOCALID": 2, "CUDA_VISIBLE_DEVICES": 7},
+         (2, 4), 1, "cuda:0"),
+        ({"SLURM_PROCID": 0, "SLURM_NTASKS": 4}, (0, 1), 1, "cuda:0"),  # the script of a job, before srun
+        ({"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "SLURM_PROCID": 0, "SLURM_LOCALID": 0}, (1, 2), 2,
+         "cuda:1"),  # torchrun within a job
+    ],
+)  # fmt: skip
+def test_ranks_of_mpi_and_slurm(said, found, cards, device, monkeypatch):
+    for name, value in said.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    assert launched_processes() == found and launch._device_of("auto") == device
+
+
+def test_processes_on_one_card_that_nobody_gave_them_are_refused(monkeypatch):
+    """torchrun shows all processes all cards, also where a person has left one of them."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="1 CUDA devices"):
+        launch._device_of("auto")
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_torch_is_told_where_the_first_process_is_or_it_is_asked_for(machines):
+    said = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
+    with mock.patch.dict(os.environ, said | {"SLURM_STEP_NUM_NODES": str(machines)}):
+        if machines > 1:
+            with pytest.raises(ValueError, match=r"4 processes were started on 2 machines.*set MASTER_ADDR"):
+                launch._tell_torch(1, 4)
+            os.environ["MASTER_ADDR"] = "first"
+        launch._tell_torch(1, 4)
+        names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"
+        address = "first" if machines > 1 else "127.0.0.1"
+        assert [os.environ[name] for name in names] == ["1", "4", "1", address, "29500"]
+    assert "WORLD_SIZE" not in os.environ
+
+
+def test_a_sum_of_bits_is_of_numbers_of_any_size():
+    for dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32):
+        ones = torch.ones(3).to(dtype)
+        assert sum_of_bits(ones) != sum_of_bits(torch.zeros(3).to(dtype)) == 0
+        assert sum_of_bits(ones) == 3 * sum_of_bits(ones[:1])
 
 
 def test_interleaved_scores_are_in_the_order_of_the_prompts():

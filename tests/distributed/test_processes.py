@@ -1,6 +1,7 @@
 """Invariance I3 and its accidents: a step is the same step however many processes share its work."""
 
 import shutil
+import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -8,12 +9,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from several_processes import Ended, Trained, accident, begin, in_processes, kept_together, train, values
+from several_processes import (
+    Ended,
+    Trained,
+    accident,
+    begin,
+    in_processes,
+    kept_together,
+    train,
+    train_in_python,
+    values,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from whole_runs import PASSING, metrics_of
 
 from grpo.config import Config
 from grpo.distributed import World
+from grpo.run.checkpoint import find_damage
 from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, process_file, read_lines
 
 OTHER_PLANS = {
@@ -137,7 +149,7 @@ def accidents(fp64) -> dict[str, list[Ended]]:
         work = partial(train, during=partial(accident, kind))
         return begin(2, work, replace(fp64, eval_interval=0, name=kind, wait_minutes=2))
 
-    every = {kind: begun(kind) for kind in ("killed", "broken", "stopped", "stuck")}
+    every = {kind: begun(kind) for kind in ("killed", "first-killed", "broken", "stopped", "stuck")}
     return {kind: ended() for kind, ended in every.items()}
 
 
@@ -148,6 +160,7 @@ LATE = ["lives but has not come to the sampling of step 2 for 0.1 minutes", "--w
     ("kind", "rank", "says"),
     [
         ("killed", 0, ["is gone: its connection is closed", "came to the sampling of step 3"]),
+        ("first-killed", 1, ["is gone: its connection is closed", "came to the sampling of step 3"]),
         ("broken", 0, ["ended with ValueError: the reward broke"]),
         ("stopped", 1, LATE),
         ("stuck", 0, LATE),
@@ -171,6 +184,42 @@ def test_a_killed_process_s_run_goes_on_with_any_number(fp64, alone, accidents):
         resumed = values(in_processes(size, train, replace(fp64, eval_interval=0, resume=copy, name=None)))[0]
         assert (resumed.weights - alone.weights).norm() <= 1e-12 * alone.weights.norm()
         assert_same_metrics(steps, metrics_of(copy, NOT_THE_SAME))
+
+
+def test_where_the_first_process_is_lost_the_second_one_saves(fp64, accidents):
+    assert accidents["first-killed"][0].exit_code == -9
+    (checkpoint,) = (fp64.runs_dir / "first-killed" / "checkpoints").glob("step-*")
+    assert checkpoint.name == "step-000002" and find_damage(checkpoint) is None
+
+
+def test_an_error_in_the_python_api_is_told_to_the_others_at_once(fp64):
+    """A reward breaks in one process, and a `with` or a loop of a caller's in another run."""
+    config = replace(fp64, eval_interval=0, wait_minutes=2)
+    began = time.monotonic()
+    by_kind = {
+        kind: begin(2, train_in_python, replace(config, name=f"in-python-{kind}"), kind)
+        for kind in ("reward", "loop", "with")
+    }
+    for kind, ended in by_kind.items():
+        whole, broken = ended()
+        assert broken.error == f"ZeroDivisionError: the {kind} broke"
+        assert whole.error.startswith("ProcessLost: process 1 (") and "has not come" not in whole.error
+    assert time.monotonic() - began < 100  # nobody has waited for two minutes
+
+
+def test_a_process_without_groups_learns_nothing_and_all_end(fp64):
+    config = replace(fp64, eval_interval=0, kl_coef=0.0, steps=1, batch_size=8, name="few-groups")
+    weights = [run.weights for run in values(in_processes(3, train, config))]
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+
+
+def test_a_base_in_4_bits_is_shared_by_several_processes(fp64):
+    config = replace(
+        fp64, precision="fp32", eval_interval=0, steps=1, lora_rank=2, load_in_4bit=True, name="4-bits",
+        lora_targets=("all-linear",),
+    )  # fmt: skip
+    first, second = values(in_processes(2, train, config))
+    assert first.finished == second.finished == 1
 
 
 def test_processes_agree_on_settings_on_when_to_stop_and_on_the_batch(fp64):

@@ -482,3 +482,10 @@ def test_on_a_cpu_what_the_process_takes_beside_its_tensors_counts():
     assert [each.rows for each in passes] == [4, 8, 32, 64]
     assert [each.added_bytes for each in passes] == [each.rows * 2 * MB for each in passes]
     assert 2 * 64 * MB <= 1.01 * needs < 3 * 64 * MB
+
+
+def test_what_others_have_no_room_for_is_told_once_and_not_at_each_step(meter, logged):
+    """All processes of a sharded model take the rows of the one with least room."""
+    fit = meter.fit(16, BATCH, agree=lambda rows: min(rows, 32))
+    assert meter.steps(fit, 5) == [32] * 5
+    assert len(changes(logged)) <= 1

@@ -84,20 +84,24 @@ def test_everything_comes_back_bit_for_bit_and_moments_by_name(folder, save, pol
     assert saved.state == {"step": 3, "note": "of 3"}
     moments = {p: {k: v.clone() for k, v in entry.items()} for p, entry in optimizer.state.items()}
     bias = policy.model.transformer.ln_f.bias
-    assert torch.equal(saved.tensors["transformer.ln_f.bias|exp_avg"], moments[bias]["exp_avg"])
-    assert saved.tensors["transformer.ln_f.bias|step"] == 1
+    with saved.tensors() as tensors:
+        assert torch.equal(tensors["transformer.ln_f.bias|exp_avg"], moments[bias]["exp_avg"])
+        assert tensors["transformer.ln_f.bias|step"] == 1
+        assert tensors.get("another") is None and len(tensors) == len([*tensors])
     for entry in optimizer.state.values():
         for value in entry.values():
             value.fill_(7)
-    restore_optimizer(policy.model, optimizer, saved.tensors, saved.folder)
+    with saved.tensors() as tensors:
+        restore_optimizer(policy.model, optimizer, tensors, saved.folder)
     for parameter, entry in moments.items():
         assert entry["exp_avg"].any()
         assert all(torch.equal(optimizer.state[parameter][name], value) for name, value in entry.items())
     assert torch.equal(torch.rand(4), drawn)  # the random state, too
     other = torch.optim.Adamax(policy.model.parameters())
     other.step()  # by the gradients of before
-    with pytest.raises(ValueError, match=r"has no exp_inf of .*--optimizer-kind"):
-        restore_optimizer(policy.model, other, saved.tensors, saved.folder)
+    refused = pytest.raises(ValueError, match=r"has no exp_inf of .*--optimizer-kind")
+    with saved.tensors() as tensors, refused:
+        restore_optimizer(policy.model, other, tensors, saved.folder)
 
 
 def test_whoever_is_stopped_is_told_what_there_is_to_go_on_from(folder, save):

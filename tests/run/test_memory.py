@@ -18,6 +18,7 @@ from grpo import phases as planned
 from grpo.config import CONFIG_FILE, Config, SettingsError, parse_command_line, read_yaml
 from grpo.memory import Budget, Device, DoesNotFit, Pass, Size
 from grpo.memory.budget import GB
+from grpo.memory.live import LiveBytes
 from grpo.memory.rows import smaller_rows
 from grpo.model import load as model_module
 from grpo.run.dry_run import dry_run
@@ -109,7 +110,7 @@ class RunsOut:
         return result
 
 
-PLACES = {"sample": "rollout", "score": "score", "learn": "accumulate_grpo", "evaluate": "score_heldout"}
+PLACES = {"sample": "rollout", "score": "score", "learn": "accumulate_grpo", "evaluate": "answer_heldout"}
 
 
 def run_out_everywhere(monkeypatch: pytest.MonkeyPatch, times: int) -> dict[str, RunsOut]:
@@ -194,8 +195,8 @@ def test_a_budget_that_forces_splits_changes_nothing(fp64: Config, plain: Path, 
 
 def test_an_evaluation_has_the_rows_that_fit(fp64: Config, monkeypatch):
     """No two of its prompts are shared, so each row holds all its tokens; it begins with sampling's bytes."""
-    evaluated = RunsOut(planned.score_heldout, times=0)
-    monkeypatch.setattr(planned, "score_heldout", evaluated)
+    evaluated = RunsOut(planned.answer_heldout, times=0)
+    monkeypatch.setattr(planned, "answer_heldout", evaluated)
 
     def prepare(run: Run) -> None:
         leave_room(run, int(1.5 * run.fit.predict("sample", Size(4, run.longest_prompt + NEW))))
@@ -290,3 +291,20 @@ def test_a_dry_run_prints_the_plan_and_needs_no_hub(dry, monkeypatch, logged: li
     assert any("a token a byte" in line for line in logged)
     with pytest.raises(ValueError, match="could not be fetched"):
         dry(model="nobody/other-model", device_memory="24GB")
+
+
+@pytest.mark.parametrize(
+    "kind", [{}, {"lora_rank": 4}, {"kl_coef": 0.0}], ids=["full", "lora", "no reference"]
+)
+def test_a_run_that_goes_on_holds_no_more_than_it_did_before(config, kind):
+    """The moments of its checkpoint are read one by one, into those that the optimizer has anyway."""
+    config = replace(config, **kind)
+    folder = train(config)
+    held = []
+    for each in (replace(config, name="fresh"), replace(config, resume=folder, name=None, steps=9)):
+        with LiveBytes() as live, untraced(), open_run(each) as run:
+            largest = max(p.nbytes for p in run.policy.model.parameters())
+            Trainer(run)
+            held.append((live.live_bytes, live.peak_bytes))
+    (fresh, fresh_peak), (resumed, peak) = held
+    assert resumed <= fresh + 2**16 and peak <= fresh_peak + largest + 2**16
