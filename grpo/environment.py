@@ -91,7 +91,7 @@ def unsupported() -> str | None:
 def is_windows_subsystem() -> bool:
     """Whether this is Linux inside Windows (WSL), whose CUDA driver is Windows' own."""
     try:
-        return "microsoft" in KERNEL_RELEASE.read_text().lower()
+        return "microsoft" in KERNEL_RELEASE.read_text(encoding="utf-8").lower()
     except OSError:
         return False
 

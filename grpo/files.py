@@ -55,6 +55,11 @@ def put_back(folder: Path) -> None:
             os.rename(backup, place)
 
 
+def as_path(name: str | Path) -> Path:
+    """A file or folder as a person names it: ~ and $VARIABLES, which no shell has replaced in YAML."""
+    return Path(os.path.expanduser(os.path.expandvars(name)))
+
+
 def shown(path: Path) -> Path:
     """As a person would name it in the present folder."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -23,6 +23,13 @@ class Prompt:
     columns: dict[str, Any]
     messages: Messages | None = None
     """The conversation that `text` was, if it was one."""
+    undated: str | None = None
+    """`text` as the chat template renders it on any day, if it says what day it is."""
+
+    @property
+    def lasting_text(self) -> str:
+        """What the prompt is known by from one day to another."""
+        return self.text if self.undated is None else self.undated
 
     @property
     def task(self) -> str:

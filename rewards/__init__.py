@@ -5,15 +5,6 @@ rewards(prompts=[...], completions=[...], fen=[...])      # TRL's calling conven
 rewards.components(prompts, completions, fen=[...])       # the same by component, for logging
 """
 
-from rewards.environment import GAIN_WEIGHTS, SPARSE_WEIGHTS, EnvironmentReward
-from rewards.policy import LEGAL_WEIGHTS, PolicyReward
+from .by_name import REWARDS
 
-REWARDS: dict[str, PolicyReward | EnvironmentReward] = {
-    "policy": PolicyReward(),
-    "policy-best": PolicyReward("policy-best", {"is_best": 1.0}),
-    "policy-legal": PolicyReward("policy-legal", LEGAL_WEIGHTS),
-    "environment": EnvironmentReward(),
-    "environment-sparse": EnvironmentReward("environment-sparse", SPARSE_WEIGHTS),
-    "environment-gain": EnvironmentReward("environment-gain", GAIN_WEIGHTS),
-}
-"""By name. Each answers its own prompts and None for others, so several run side by side."""
+__all__ = ["REWARDS"]

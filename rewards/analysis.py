@@ -31,11 +31,12 @@ class AnalysisCache:
     """
 
     def __init__(self, path: str | Path | None) -> None:
-        self._path = path or Path(platformdirs.user_cache_dir("grpo-lean"), "engine.sqlite")
+        self._path: str | Path = path or ""
         try:
+            self._path = path or Path(platformdirs.user_cache_dir("grpo-lean"), "engine.sqlite")
             os.makedirs(Path(self._path).parent, exist_ok=True)
             self._db = self._open(self._path)
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, sqlite3.Error, RuntimeError) as error:  # the last where nobody has a home
             self._forget_file(error)
 
     def get(self, key: str) -> Analysis | None:
@@ -60,7 +61,8 @@ class AnalysisCache:
             return self._execute(statement, *values)
 
     def _forget_file(self, error: Exception) -> None:
-        logger.warning("engine cache {} cannot be used, analyses will not be kept: {}", self._path, error)
+        name = f"engine cache {self._path}".rstrip()
+        logger.warning("{} cannot be used, analyses will not be kept: {}", name, error)
         self._db = self._open(":memory:")
 
     @staticmethod

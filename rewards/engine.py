@@ -9,6 +9,7 @@ import os
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
@@ -17,12 +18,12 @@ from typing import Any, Self, TypeVar
 from weakref import WeakValueDictionary
 
 import chess
-from chess.engine import INFO_PV, INFO_SCORE, Limit, SimpleEngine
+from chess.engine import INFO_PV, INFO_SCORE, Limit, SimpleEngine, UciProtocol
 from chess.engine import EngineError as EngineFailed
 from loguru import logger
 
-from rewards.analysis import Analysis, AnalysisCache
-from rewards.formats import legal_move, usual_move
+from .analysis import Analysis, AnalysisCache
+from .formats import legal_move, usual_move
 
 MATE_SCORE = 100_000
 """Centipawns of a mate on the board; a mate in n is worth ±(1000 - n/100) pawns."""
@@ -47,7 +48,7 @@ def find_stockfish(path: str | None = None) -> str | None:
     """The executable to run: `path` if given (EngineError if it is not one), else as found."""
     if path is None:
         return shutil.which("stockfish") or shutil.which("stockfish", path="/usr/games")  # Debian's
-    if executable := shutil.which(os.path.expanduser(path)):
+    if executable := shutil.which(os.path.expanduser(os.path.expandvars(path))):
         return executable
     raise EngineError(
         f"stockfish_path={path!r} is not an executable: install Stockfish "
@@ -60,6 +61,25 @@ def require_stockfish(path: str | None = None) -> str:
     if executable := find_stockfish(path):
         return executable
     raise EngineError("Stockfish was not found: install it (apt-get install stockfish) or give its path")
+
+
+_LAST_LINES = 6
+
+
+def _heard_by(said: deque[str]) -> type[UciProtocol]:
+    """python-chess's protocol that keeps what an engine says besides its answers, on either stream."""
+
+    class Heard(UciProtocol):
+        def line_received(self, line: str) -> None:
+            if line.startswith("info string "):
+                said.append(line.removeprefix("info string ").strip())
+            super().line_received(line)
+
+        def error_line_received(self, line: str) -> None:
+            said.append(line.strip())
+            super().error_line_received(line)
+
+    return Heard
 
 
 class UciEngines:
@@ -78,6 +98,7 @@ class UciEngines:
         self._timeout_s, self._attempts = timeout_s, attempts
         self.engines: list[SimpleEngine | None] = [None] * count
         """None where one has died, or has not been asked yet: it is started for the next question."""
+        self._said = [deque[str]() for _ in range(count)]
         self._questions: SimpleQueue[tuple[Future[Any], Ask[Any], str] | None] = SimpleQueue()
         self._closed = False
         self._threads = [
@@ -144,6 +165,7 @@ class UciEngines:
             finally:
                 killer.cancel()
             self._stop(place)
+            failure += self._last_words(place)
             if attempt < self._attempts and not self._closed:
                 logger.warning("engine restarted on {!r}: {}", fen, failure)
         raise EngineError(f"the engine failed on {fen!r}: {failure}")
@@ -151,8 +173,11 @@ class UciEngines:
     def _start(self, place: int) -> SimpleEngine:
         """In its own session: Ctrl-C in the terminal reaches only this process."""
         self.check_open()
+        self._said[place] = said = deque[str](maxlen=_LAST_LINES)
         try:
-            engine = SimpleEngine.popen_uci(self._command, timeout=START_TIMEOUT_S, start_new_session=True)
+            engine = SimpleEngine.popen(
+                _heard_by(said), self._command, timeout=START_TIMEOUT_S, start_new_session=True
+            )
             self.engines[place] = engine
             engine.protocol.loop.set_exception_handler(
                 lambda _, context: logger.debug("engine: {}", context["message"])
@@ -166,8 +191,14 @@ class UciEngines:
             self.check_open()
             if not isinstance(error, OSError | EngineFailed):  # TimeoutError is an OSError
                 raise
-            reason = str(error) or f"no answer in {START_TIMEOUT_S:g} s"
+            reason = (str(error) or f"no answer in {START_TIMEOUT_S:g} s") + self._last_words(place)
             raise EngineError(f"{' '.join(self._command)} is not a working UCI engine: {reason}") from error
+
+    def _last_words(self, place: int) -> str:
+        """What an engine that has ended said of itself: its errors, or if it named none its last lines."""
+        lines = list(self._said[place])
+        errors = [line for line in lines if "error" in line.lower()]
+        return f"; it said: {' '.join(errors or lines)}" if lines else ""
 
     def _stop(self, place: int) -> None:
         engine, self.engines[place] = self.engines[place], None

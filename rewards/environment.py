@@ -13,8 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 import chess
 from rapidfuzz.distance import Levenshtein
 
-from rewards.formats import EnvironmentCompletion, environment_field, parse_environment_completion
-from rewards.weighted import WeightedReward
+from .formats import EnvironmentCompletion, environment_field, parse_environment_completion
+from .weighted import WeightedReward
 
 LEGAL_REWARD, MATE_REWARD, DRAW_REWARD, ILLEGAL_REWARD = 0.001, 1.0, 0.5, -1.0
 _ROUNDING = 1e-9

@@ -16,10 +16,10 @@ from typing import Any, ClassVar, Self
 
 import chess
 
-from rewards.analysis import Analysis
-from rewards.engine import MULTIPV, EnginePool
-from rewards.formats import PolicyCompletion, parse_policy_completion, policy_field, usual_move
-from rewards.weighted import Text, WeightedReward
+from .analysis import Analysis
+from .engine import MULTIPV, EnginePool
+from .formats import PolicyCompletion, parse_policy_completion, policy_field, usual_move
+from .weighted import Text, WeightedReward
 
 TOP = MULTIPV
 EVAL_FLOOR_PAWNS = 1.0

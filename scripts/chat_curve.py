@@ -84,7 +84,7 @@ def main(
     apart = len(rows) // heldout  # of the held-out among all, which keeps the share of each kind
     parts = rows[::apart][:heldout], [row for number, row in enumerate(rows) if number % apart]
     for file, part in zip(files.values(), parts, strict=True):
-        file.write_text("".join(f"{json.dumps(asked(row, system))}\n" for row in part))
+        file.write_text("".join(f"{json.dumps(asked(row, system))}\n" for row in part), encoding="utf-8")
     work = Work(
         "ours", str(model), str(files["prompts"]), str(output), steps + 1, batch_size=batch_size,
         max_new_tokens=new_tokens, train_rows=train_rows, kl_coef=0.0, learning_rate=learning_rate,

@@ -69,7 +69,7 @@ def main(
         if not (output / f"{name}-greedy.json").exists():
             _run(name, its_config, prompts)
     results = {name: load_quality(output, name) for name in settings}
-    times = sorted(float((output / f"{name}.minutes").read_text()) for name in names)
+    times = sorted(float((output / f"{name}.minutes").read_text(encoding="utf-8")) for name in names)
     took = f"{times[0]:.1f} to {times[-1]:.1f} minutes, seeds: {seeds}"
     CONSOLE.print(f"GRPO for {took}. In percent, reward in hundredths.\n")
     unmoved = True
@@ -96,7 +96,7 @@ def _run(name: str, config: Config, prompts: list[Prompt]) -> None:
         if stopped:
             sys.exit(130)
     minutes = (time.monotonic() - start) / 60
-    (output / f"{name}.minutes").write_text(f"{minutes:.3f}")
+    (output / f"{name}.minutes").write_text(f"{minutes:.3f}", encoding="utf-8")
     save_quality(measure(policy, config, prompts, samples=SAMPLES), output, name)
     logger.warning("{}: trained for {:.1f} minutes", name, minutes)
 

@@ -16,7 +16,8 @@ LAYERS = (
     ("grpo.rollout", "grpo.scoring"),
     ("grpo.model",),
     ("grpo.data", "grpo.distributed"),
-    ("rewards", "grpo.memory", "grpo.config", "grpo.types"),
+    ("grpo.rewards", "grpo.memory", "grpo.config", "grpo.types"),
+    ("rewards",),
     ("grpo.files", "grpo.environment", "grpo.prompt", "grpo.waiting"),
 )
 """Rooms from top to bottom; those side by side do not import each other."""
@@ -77,10 +78,10 @@ def test_memory_and_rewards_stand_alone() -> None:
 
 
 LINES = {
-    "grpo": 1020, "grpo.commands": 1050, "grpo.config": 930, "grpo.data": 1860, "grpo.distributed": 600,
-    "grpo.evaluate": 690, "grpo.learning": 815, "grpo.memory": 1725, "grpo.model": 1620, "grpo.plan": 780,
-    "grpo.play": 1050, "grpo.rollout": 1185, "grpo.run": 2280, "grpo.scoring": 735, "grpo.trl": 1680,
-    "grpo.workbench": 3585, "rewards": 1090, "scripts": 1920,
+    "grpo": 1155, "grpo.commands": 1065, "grpo.config": 945, "grpo.data": 1920, "grpo.distributed": 600,
+    "grpo.evaluate": 720, "grpo.learning": 815, "grpo.memory": 1725, "grpo.model": 1665, "grpo.plan": 780,
+    "grpo.play": 1050, "grpo.rollout": 1185, "grpo.run": 2295, "grpo.scoring": 765, "grpo.trl": 1680,
+    "grpo.workbench": 3585, "rewards": 1110, "scripts": 1920,
 }  # fmt: skip
 """Lines of Python that each room has at most: who adds more raises the number, and says in the commit why."""
 

@@ -4,6 +4,7 @@ import io
 import os
 import re
 import sys
+from codecs import lookup
 from contextlib import nullcontext, redirect_stderr
 from importlib import import_module
 from os.path import expanduser
@@ -77,6 +78,7 @@ def main() -> int:
 
 def run(name: str) -> int:
     """One command with the words of `sys.argv`, from the start of a process; its exit status."""
+    _speak_utf8()
     _prepare()
     if trouble := unsupported():
         print(f"error {trouble}", file=sys.stderr)
@@ -101,7 +103,7 @@ def call(name: str) -> int:
                 _load(command.action)(settings, screen(width=None if sys.stdout.isatty() else WIDTH)) or DONE
             )
         except Exception as error:
-            from rewards.engine import EngineError  # not before: chess takes a tenth of a second to load
+            from grpo.rewards import EngineError  # not before: chess takes a tenth of a second to load
 
             if not isinstance(error, ValueError | EngineError):
                 raise
@@ -125,6 +127,17 @@ def _load(place: str) -> Any:
     """MODULE:NAME."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
+
+
+def _speak_utf8() -> None:
+    """Start Python again in its UTF-8 mode where a locale knows ASCII alone, as in a bare container.
+
+    Names of files beyond ASCII could not be opened or written down otherwise, by us or by any library.
+    """
+    knows_ascii_only = lookup(sys.getfilesystemencoding()).name == "ascii"
+    if knows_ascii_only and not sys.flags.ignore_environment and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _prepare() -> None:

@@ -20,10 +20,11 @@ from grpo.data.gym import rewards_for
 from grpo.data.kept_files import as_kept
 from grpo.data.load import IN_MEMORY, check_spec
 from grpo.data.reward_files import KNOWN_REWARDS, PROMPTS_LOOKED_AT, load_rewards, reward_file, with_length
+from grpo.files import as_path
 
 if TYPE_CHECKING:
     from grpo.evaluate import Evaluation
-    from rewards.engine import EnginePool
+    from grpo.rewards import EnginePool
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class EvaluateConfig(Settings):
 
 def _is_same(prompts: str, others: str) -> bool:
     """Whether two names mean the same prompts; a file's may be relative or absolute."""
-    paths = [Path(name).expanduser() for name in (prompts, others)]
+    paths = [as_path(name) for name in (prompts, others)]
     return prompts == others or (paths[0].exists() and paths[0].resolve() == paths[1].resolve())
 
 

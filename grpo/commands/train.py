@@ -33,11 +33,11 @@ def main(config: Config, _: Console) -> int:
     from grpo.distributed import ProcessLost
     from grpo.learning.step import Diverged
     from grpo.memory.recovery import RESERVE_BYTES, is_out_of_memory
+    from grpo.rewards import EngineError
     from grpo.run.dry_run import dry_run
     from grpo.run.interrupt import stop_on_signal
     from grpo.run.setup import open_run, show_plans
     from grpo.trainer import Trainer
-    from rewards.engine import EngineError
 
     statuses: dict[type[BaseException], int] = {
         KeyboardInterrupt: INTERRUPTED, ValueError: WRONG_USAGE, EngineError: WRONG_USAGE,

@@ -53,7 +53,7 @@ def find_max(settings: FindMax, console: Console) -> None:
         "next": result.next_sizes(), "recommended": result.recommended(),
         "trials": [{name: getattr(trial, name) for name in TRIAL} for trial in trials],
     }  # fmt: skip
-    (folder / "max_batch.json").write_text(json.dumps(content, indent=1) + "\n")
+    (folder / "max_batch.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     result.draw(folder / "max_batch.png")
     _name(console, folder / "max_batch.json", folder / "max_batch.png")
 
@@ -79,7 +79,7 @@ def calculate(settings: Calculator, console: Console) -> None:
         names = write_profiles(settings, figures, settings.yaml)
         console.print(f"{settings.yaml}: profiles {', '.join(names)}", highlight=False)
     if settings.json is not None:
-        settings.json.write_text(json.dumps(figures, indent=1) + "\n")
+        settings.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 def sweep(asked: Sweep, console: Console) -> int:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from numbers import Integral, Real
-from os.path import expanduser
+from os.path import expanduser, expandvars
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
@@ -51,6 +51,10 @@ BY_KIND: dict[Any, Limit] = {
         lambda value: all(len(part.encode(errors="replace")) < 256 for part in Path(value).parts),
         "a disk takes names of up to 255 letters, give a shorter one",
     ),
+    Path: Limit(
+        lambda value: not any(part.startswith("$") for part in value.parts),
+        "there is no such variable in the environment, set it or write the whole path",
+    ),
 }
 """Of all settings of a run: what single precision has room for with some to spare, a count, a name."""
 OF_ANY_SIZE = ("seed", "system_prompt")
@@ -60,7 +64,7 @@ _MADE_OF: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
     int: (Integral, int),
     float: (Real | str, float),
     str: (str | int | float | Path, str),
-    Path: (str | Path, lambda value: Path(expanduser(value))),
+    Path: (str | Path, lambda value: Path(expanduser(expandvars(value)))),
 }
 """By type of a setting, what it is made of: to YAML 1e-5 is text, and a name of digits a number."""
 

@@ -58,7 +58,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
         is_cut = text.startswith(_WHOLE) and text.rstrip().rpartition("\n")[2] != _END
-        values = None if is_cut else yaml.safe_load(text)
+        values = None if is_cut else yaml.load(text, Loader=_UniqueKeys)  # a safe one
     except FileNotFoundError:
         raise SettingsError(f"{file} does not exist.") from None
     except RecursionError:
@@ -75,6 +75,20 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if strange := [key for key in values if not isinstance(key, str)]:
         raise SettingsError(f"{file} has {strange[0]!r} where a setting's name belongs.")
     return values
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Reads YAML as `safe_load` does, and refuses a key that stands twice (YAML 1.2, section 3.2.1.1)."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    problem = f"{key.value!r} stands twice: leave one of the two out"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 class CutOff(SettingsError):
@@ -106,7 +120,7 @@ def _saved_settings(folder: Path) -> tuple[dict[str, Any], Path | None]:
     """Those of the newest checkpoint that has some, and where that is."""
     for state in sorted(folder.glob("checkpoints/step-*/trainer.json"), reverse=True):
         try:
-            settings = json.loads(state.read_text())["settings"]
+            settings = json.loads(state.read_text(encoding="utf-8"))["settings"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
         if isinstance(settings, dict):

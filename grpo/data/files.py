@@ -9,7 +9,7 @@ import difflib
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -91,6 +91,11 @@ def _table(file: File, *, delimiter: str) -> Rows:
         except csv.Error as error:  # at the end of the file, of a quote that is not closed
             raise ValueError(f"{file}, in the row that begins in line {began}: {error}") from error
     names, *content = [row for row in rows if row] or [[]]
+    if others := _other_separator(names, delimiter):
+        raise ValueError(
+            f"{file} has {others} between its fields, where {_SEPARATORS[delimiter]} belong: save it again "
+            "with those, or as .jsonl"
+        )
     if len(set(names)) < len(names):
         raise ValueError(f"{file} names a column twice in its first line: {', '.join(names)}")
     columns = list(zip(*(row for row in content if len(row) == len(names)), strict=True)) or [()] * len(names)
@@ -102,6 +107,17 @@ def _table(file: File, *, delimiter: str) -> Rows:
             yield number, dict(zip(names, map(_value, row, are_numbers), strict=True))
         except ValueError as error:
             yield number, error
+
+
+_SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical bars"}
+
+
+def _other_separator(names: Sequence[str], delimiter: str) -> str | None:
+    """What seems to stand between fields instead of `delimiter`, of which the first line has none."""
+    if len(names) != 1 or delimiter in names[0]:
+        return None
+    first = names[0].removeprefix("sep=")  # in which Excel tells itself
+    return next((name for other, name in _SEPARATORS.items() if other != delimiter and other in first), None)
 
 
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?(e[+-]?\d+)?", re.IGNORECASE)

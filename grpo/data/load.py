@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
-from pathlib import Path
 from typing import Any
 
 from loguru import logger
@@ -20,6 +19,7 @@ from grpo.data.gym import gym_rows, is_gym, make_dataset
 from grpo.data.maker import PLAIN, Convert, PromptMaker, Room
 from grpo.data.rows import from_record
 from grpo.data.source import HELDOUT_SHARE, PromptSource
+from grpo.files import as_path
 from grpo.prompt import Prompt
 
 POSITIONS: Traversable = resources.files("grpo").joinpath("assets", "positions")
@@ -104,7 +104,7 @@ def check_spec(spec: str | Rows) -> None:
     elif is_gym(spec):
         make_dataset(spec)
     elif is_file(spec):
-        check_file(Path(spec).expanduser())
+        check_file(as_path(spec))
 
 
 def _not_rows(kind: str) -> str:
@@ -119,7 +119,7 @@ def is_file(spec: str) -> bool:
     """Whether a person means a file by it, there or not."""
     if is_gym(spec):
         return False
-    path = Path(spec).expanduser()
+    path = as_path(spec)
     has_ending = path.parent.is_dir() and bool(re.fullmatch(r"\.[A-Za-z]{3,8}", path.suffix))
     looks_like_one = path.exists() or path.suffix.lower() in FORMATS or has_ending
     return spec != "bundled" and (HUB_NAME.fullmatch(spec) is None or looks_like_one)
@@ -165,7 +165,9 @@ def _on_hub(spec: str, maker: PromptMaker) -> Numbered:
         (prompt,) = maker.make(f"{spec}:{number}", rows[number], from_record)
         return prompt
 
-    made = ((n, maker.make_or_count(f"{spec}:{n}", row, from_record)) for n, row in enumerate(rows))
+    made = (
+        (n, maker.make_or_count(f"{spec}:{n}", row, from_record)) for n, row in enumerate(_readable(rows))
+    )
     return ((number, prompt) for number, prompts in made for prompt in prompts), prompt_of
 
 
@@ -191,12 +193,27 @@ def _rows(spec: str | Rows, maker: PromptMaker) -> Iterator[tuple[str, Any, Conv
         for number, problem in enumerate(gym_rows(spec, as_messages=maker.can_chat)):
             yield f"{spec}:{number}", problem, from_record
     elif isinstance(spec, str):
-        yield from file_rows(Path(spec).expanduser())
+        yield from file_rows(as_path(spec))
     else:
-        for number, row in enumerate(spec, start=1):
+        for number, row in enumerate(_readable(spec), start=1):
             if not isinstance(row, Mapping):
                 raise ValueError(_not_rows(f"{type(spec).__name__} of {type(row).__name__}"))
             yield f"row {number}", row, from_record
+
+
+def _readable(rows: Rows) -> Iterator[Any]:
+    """Rows one by one. ValueError where one needs a package to be read that is not installed.
+
+    A dataset of Hugging Face's decodes a row's images and sounds as it gives it.
+    """
+    try:
+        yield from rows
+    except ImportError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"the prompts have a column that cannot be read ({reason}): install what it needs, or leave that "
+            "column out, as by rows.remove_columns([...])"
+        ) from error
 
 
 def _mixing_share(spec: str, counts: Counter[str], policy_share: float | None) -> float:

@@ -33,6 +33,8 @@ NO_CHAT_TEMPLATE = (
 )
 _TEMPLATES = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
 _TEMPLATES.tests["none"] = lambda value: value == ""  # as which a missing value is given to a template
+_NO_DATE = "{% macro strftime_now(form='') %}{{ form }}{% endmacro %}"
+"""Has a template say the format of a date instead of today's."""
 _REFUSALS = (jinja2.TemplateError, TypeError, ArithmeticError, AttributeError, LookupError)
 """What templates raise for values they do not take, and the sandbox for what they may not do."""
 
@@ -168,7 +170,10 @@ class PromptMaker:
         columns = {"task": "custom", **other_columns(record, "prompt")}
         if isinstance(asked, str):
             return Prompt(row_id, asked, columns)
-        return Prompt(row_id, self._conversation(asked, record), columns, asked)
+        undated = None
+        if "strftime_now" in (self._chat_template or ""):
+            undated = self._conversation(asked, record, before=_NO_DATE)
+        return Prompt(row_id, self._conversation(asked, record), columns, asked, undated)
 
     def _asked(self, record: Columns, column: str) -> str | Messages:
         """What a row asks, as text or messages."""
@@ -193,8 +198,12 @@ class PromptMaker:
             messages = [{"role": "system", "content": self.settings.system_prompt}, *messages]
         return messages
 
-    def _conversation(self, messages: Messages, record: Columns) -> str:
-        """The messages in the chat template, with the beginning of an answer."""
+    def _conversation(self, messages: Messages, record: Columns, *, before: str = "") -> str:
+        """The messages in the chat template, with the beginning of an answer.
+
+        Where the last message is the assistant's, that is the beginning, and the model goes on with it.
+        before: what stands in front of the template.
+        """
         if self._room is None or self._chat_template is None:
             raise SettingsError(NO_CHAT_TEMPLATE)
         tools, options = record.get("tools"), record.get("chat_template_kwargs")
@@ -202,10 +211,13 @@ class PromptMaker:
             tools = json.loads(tools)
         messages, tools, options = _without_nulls([messages, tools or None, options or {}])
         render: Any = getattr(self._room.tokenizer, "apply_chat_template", None)
+        goes_on = messages[-1]["role"] == "assistant"
+        if goes_on and not messages[-1].get("content"):
+            raise ValueError("the last message is the assistant's, and has no text to go on from")
         try:
             text: str = render(
-                messages, tools=tools, chat_template=self._chat_template,
-                add_generation_prompt=True, tokenize=False, **options,
+                messages, tools=tools, chat_template=before + self._chat_template, tokenize=False,
+                **{"add_generation_prompt": not goes_on, "continue_final_message": goes_on, **options},
             )  # fmt: skip
         except jinja2.TemplateSyntaxError as error:
             where = f"line {error.lineno}: {error.message}"
@@ -214,7 +226,16 @@ class PromptMaker:
             ) from error
         except _REFUSALS as error:
             raise ValueError(f"the chat template does not take it: {error}") from error
+        if goes_on and not text.endswith(_last_words(messages[-1]["content"])):
+            raise ValueError("the chat template does not end in the assistant's message that is to go on")
         return text
+
+
+def _last_words(content: Any) -> str:
+    """The text that a message ends in: templates may drop what is empty around it."""
+    if isinstance(content, list):  # of parts
+        content = next((part["text"] for part in reversed(content) if part.get("text")), "")
+    return str(content).strip()
 
 
 Convert = Callable[[Any, str, PromptMaker], list[Prompt]]

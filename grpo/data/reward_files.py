@@ -23,8 +23,9 @@ from grpo.config import Config
 from grpo.config.groups import SamplingSettings
 from grpo.data.gym import SCORE, gym_score
 from grpo.data.source import collate
+from grpo.files import as_path
 from grpo.prompt import Prompt
-from rewards import REWARDS
+from grpo.rewards import REWARDS
 
 RewardFunction = Callable[..., Any]
 """In TRL's convention, perhaps a coroutine function."""
@@ -100,7 +101,7 @@ def load_reward(spec: str) -> tuple[str, RewardFunction]:
 def reward_file(spec: str) -> tuple[Path | None, str]:
     """The file that a reward is in, if it is the user's own, and its name."""
     path, separator, name = spec.rpartition(":")
-    return (Path(path).expanduser() if separator else None), name
+    return (as_path(path) if separator else None), name
 
 
 @functools.cache

@@ -29,10 +29,16 @@ from grpo.data.reward_files import (
     process_as_it_was,
 )
 from grpo.data.source import collate
+from grpo.rewards import EnginePool, PolicyReward, WeightedReward
 from grpo.types import Prompt, Rollout
-from rewards.engine import EnginePool
-from rewards.policy import PolicyReward
-from rewards.weighted import WeightedReward
+
+
+def _plain(value: Any) -> bool | int | float | str | None:
+    """A value as JSON has it: numpy's and torch's single numbers are numbers, anything else is text."""
+    if isinstance(value, np.generic | np.ndarray | Tensor):
+        numbers = np.ravel(value.detach().cpu() if isinstance(value, Tensor) else value).tolist()
+        value = numbers[0] if len(numbers) == 1 else value
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
 class RewardFailed(RuntimeError):
@@ -150,7 +156,7 @@ class RewardFunctions:
                     f"log_extra({column!r}) got {len(values)} values for {len(prompts)} completions"
                 )
             for row, value in zip(extra, values, strict=True):
-                row[column] = value if isinstance(value, bool | int | float | str | None) else str(value)
+                row[column] = _plain(value)
 
         ids = zip(rollout.completion_ids.tolist(), rollout.lengths.tolist(), strict=True)
         arguments: dict[str, Any] = {

@@ -15,7 +15,7 @@ import chess.pgn
 
 from grpo.data.maker import Columns, PromptMaker, other_columns
 from grpo.prompt import Prompt
-from rewards.formats import (
+from grpo.rewards import (
     BY_ROOK,
     MAX_HISTORY,
     environment_prompt,
@@ -128,7 +128,10 @@ def _line(line: str, maker: PromptMaker) -> Question:
         return _policy_line(line, maker)
     fields = line.removeprefix("A:").split("+")
     if not (line.startswith("A:") or (len(fields) == 7 and fields[0].count("/") == 7)):
-        raise ValueError(f"a RookWorld line starts with 'P:' or 'A:', not {line[:10]!r}")
+        raise ValueError(
+            f"a RookWorld line starts with 'P:' or 'A:', not {line[:10]!r}; plain prompts are taken from a "
+            ".jsonl, .csv or .parquet file with a column `prompt`"
+        )
     if len(fields) != 7 and (len(fields) != 4 or fields[3]):
         raise ValueError(f"an environment line has seven fields joined by '+', this one {len(fields)}")
     fen, board = _set_up(fields[0])

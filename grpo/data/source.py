@@ -172,7 +172,7 @@ def position(prompt: Prompt) -> str:
     """The first four fields of the prompt's FEN, or its text where it has none."""
     fen = prompt.columns.get("fen")
     if not isinstance(fen, str) or not fen.strip():
-        return prompt.text
+        return prompt.lasting_text
     if fen.split()[3:4] != ["-"]:  # an en-passant square that nobody can use: some tools leave it out
         with suppress(ValueError):
             fen = chess.Board(fen).fen()
@@ -195,7 +195,7 @@ def digest(prompts: Iterable[Prompt]) -> str:
 
 
 def _identity(prompt: Prompt) -> bytes:
-    return f"{prompt.id}\0{prompt.text}\0".encode(errors="surrogatepass")
+    return f"{prompt.id}\0{prompt.lasting_text}\0".encode(errors="surrogatepass")
 
 
 def _shown(digest: Any) -> str:

@@ -8,8 +8,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from grpo.evaluate.quality import Example
-from rewards.environment import referee
-from rewards.formats import is_fen, is_move, legal_move, parse_environment_completion, parse_policy_completion
+from grpo.rewards import (
+    is_fen,
+    is_move,
+    legal_move,
+    parse_environment_completion,
+    parse_policy_completion,
+    referee,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

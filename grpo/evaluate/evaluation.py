@@ -86,13 +86,13 @@ class Evaluation:
             }
             for column, scores in self.scores.items()
         }
-        file.write_text(json.dumps(content, allow_nan=False))
+        file.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
 
     @staticmethod
     def load(file: Path) -> "Evaluation":
         """What `save` wrote, score for score. ValueError for any other file."""
         try:
-            content = json.loads(file.read_text())
+            content = json.loads(file.read_text(encoding="utf-8"))
             return Evaluation(
                 {column: np.array(entry["scores"], np.float64) for column, entry in content.items()},
                 {column: entry["prompts"] for column, entry in content.items()},

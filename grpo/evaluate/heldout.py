@@ -10,11 +10,11 @@ from grpo.config.groups import SamplingSettings
 from grpo.data.reward_functions import Scores
 from grpo.evaluate.evaluation import Evaluation
 from grpo.evaluate.scores import Column, score_completions
+from grpo.rewards import EnginePool
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.types import TASKS, Prompt, Rollout
 from grpo.waiting import waiting
-from rewards.engine import EnginePool
 
 EVALUATION_STEP = -1
 """The step whose uniforms evaluations sample with: none of training's."""

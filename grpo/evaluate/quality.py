@@ -135,7 +135,9 @@ def save(run: Path, before: Quality, after: Quality, shown: Sequence[Example]) -
     folder.mkdir(exist_ok=True)
     save_quality(before, folder, "before")
     save_quality(after, folder, "after")
-    (folder / "examples.json").write_text(json.dumps([asdict(example) for example in shown]))
+    (folder / "examples.json").write_text(
+        json.dumps([asdict(example) for example in shown]), encoding="utf-8"
+    )
 
 
 def load(run: Path) -> tuple[list[Change], list[Example]]:
@@ -144,7 +146,10 @@ def load(run: Path) -> tuple[list[Change], list[Example]]:
     if not folder.is_dir():
         return [], []
     try:
-        shown = [Example(**example) for example in json.loads((folder / "examples.json").read_text())]
+        shown = [
+            Example(**example)
+            for example in json.loads((folder / "examples.json").read_text(encoding="utf-8"))
+        ]
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{folder / 'examples.json'} cannot be read ({error})") from error
     return changes(load_quality(folder, "before"), load_quality(folder, "after")), shown

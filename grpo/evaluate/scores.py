@@ -8,12 +8,18 @@ import numpy as np
 import numpy.typing as npt
 from rapidfuzz.distance import Levenshtein
 
+from grpo.rewards import (
+    TOP,
+    Analysis,
+    EnginePool,
+    Position,
+    Truth,
+    is_best,
+    parse_environment_completion,
+    parse_policy_completion,
+    referee,
+)
 from grpo.types import Prompt
-from rewards.analysis import Analysis
-from rewards.engine import EnginePool
-from rewards.environment import referee
-from rewards.formats import parse_environment_completion, parse_policy_completion
-from rewards.policy import TOP, Position, Truth, is_best
 
 Column = npt.NDArray[np.float64]
 

@@ -101,7 +101,7 @@ def _control_groups() -> Iterator[Path]:
     A container may see the path that its host knows, of which only the end exists.
     """
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:  # not on Linux
         return
     for _, controllers, path in (line.split(":", 2) for line in lines):
@@ -125,10 +125,14 @@ def _limit_and_use(folder: Path) -> tuple[int, int]:
     limit, used = sys.maxsize, 0
     for limit_file, use_file in _LIMITS:
         with suppress(OSError, ValueError):  # no such file; the limit is "max"
-            most, in_use = (int((folder / name).read_text()) for name in (limit_file, use_file))
+            most, in_use = (
+                int((folder / name).read_text(encoding="utf-8")) for name in (limit_file, use_file)
+            )
             if most < limit:
                 limit, used = most, in_use
     with suppress(OSError):
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        stat = dict(
+            line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
+        )
         used -= int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
     return limit, max(0, used)

@@ -218,7 +218,7 @@ class Device:
         self._peak_bytes = 0
         if self.on_host and sys.platform == "linux":
             with suppress(OSError):  # not permitted in some sandboxes: the peak is then the whole life's
-                Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+                Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # proc(5): resets VmHWM
         elif self.device.type not in ("cpu", "mps"):  # MPS keeps no peak
             torch.accelerator.reset_peak_memory_stats(self.device)
 
@@ -318,6 +318,6 @@ def _status() -> dict[str, int]:
     if sys.platform != "linux":
         resident = psutil.Process().memory_info().rss
         return {"VmRSS": resident, "VmHWM": resident}
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     fields = (line.split() for line in lines if line.startswith("Vm"))
     return {name.rstrip(":"): int(size) * 1024 for name, size, *_ in fields}

@@ -160,7 +160,11 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 def check_resumed(lora: LoraSettings, folder: Path) -> None:
     """ValueError unless a checkpoint has adapters of this kind, or none where none are trained."""
     file = folder / ADAPTER_CONFIG
-    stored = json.loads(file.read_text()) if file.is_file() else {"r": 0, "lora_alpha": lora.used_alpha}
+    stored = (
+        json.loads(file.read_text(encoding="utf-8"))
+        if file.is_file()
+        else {"r": 0, "lora_alpha": lora.used_alpha}
+    )
     for name, now, then in (
         ("lora_rank", lora.lora_rank, stored["r"]),
         ("lora_alpha", lora.used_alpha, stored["lora_alpha"]),
@@ -175,7 +179,7 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
 
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
     if tensors.keys() != _state(model).keys():
-        targets = json.loads((folder / ADAPTER_CONFIG).read_text())["target_modules"]
+        targets = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["target_modules"]
         raise ValueError(f"lora_targets are others than {str(folder)!r} has: {', '.join(sorted(targets))}.")
     set_peft_model_state_dict(model, tensors)
 
@@ -187,7 +191,12 @@ def merged_with(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
     config = PeftConfig.from_pretrained(str(folder))
     config.base_model_name_or_path = None  # which may be elsewhere now
+    ends = model.get_output_embeddings(), model.get_input_embeddings()
+    is_tied = ends[0] is not None and ends[0].weight is ends[1].weight
     adapted: Any = get_peft_model(model, config)
+    if is_tied and (model.get_output_embeddings(), model.get_input_embeddings()) != ends:
+        # Adapters of one end are not the other's: merged into a weight that both have they would be.
+        ends[0].weight = nn.Parameter(ends[0].weight.detach().clone())
     report = set_peft_model_state_dict(adapted, load_file(folder / WEIGHTS))
     missing = [name for name in report.missing_keys if ".lora_" in name]
     if missing or report.unexpected_keys:
@@ -196,6 +205,9 @@ def merged_with(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
             f"such as {min([*missing, *report.unexpected_keys])}"
         )
     merged: PreTrainedModel = adapted.merge_and_unload()
+    if is_tied and merged.get_output_embeddings().weight is not merged.get_input_embeddings().weight:
+        for shape in (merged.config, merged.config.get_text_config(decoder=True)):
+            shape.tie_word_embeddings = False
     return merged.requires_grad_(True)  # peft leaves the base as it trained: not at all
 
 

@@ -5,8 +5,9 @@ in bf16. Dropout is off in every phase. No code from the hub is ever run, no pic
 """
 
 import copy
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,17 @@ class Policy(NamedTuple):
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     target: Target
+
+    @contextmanager
+    def as_it_came(self) -> Iterator[None]:
+        """Inside, the model's configuration is the one that it came with, to be saved."""
+        came_with = self.target.came_with
+        now = {name: getattr(self.model.config, name) for name in came_with}
+        vars(self.model.config).update(came_with)
+        try:
+            yield
+        finally:
+            vars(self.model.config).update(now)
 
 
 @dataclass(frozen=True)
@@ -74,7 +86,8 @@ class ModelSource:
             model.set_attn_implementation(target.attention)
         if not (on_host or in_4bit):
             model.to(target.device)  # type: ignore[arg-type]
-        return Policy(model, self.load_tokenizer(), target)
+        came_with = _changed_for_training(self.name) if self.model is None else {}
+        return Policy(model, self.load_tokenizer(), replace(target, came_with=came_with))
 
     def load_weights(self, policy: Policy, folder: str, *, on_host: bool = False) -> Policy:
         """A policy with the weights in a checkpoint's folder: the model that is given, or one of its own."""
@@ -130,8 +143,20 @@ def load_config(name: str) -> PretrainedConfig:
     """The model's shape, dropout off. ValueError says what to do when it cannot be had."""
     if (base := base_of(name)) is not None:
         return load_config(base)
+    return _as_trained(_stored_config(name))
+
+
+def _stored_config(name: str) -> PretrainedConfig:
+    base = base_of(name)
     with loading(name):
-        return _as_trained(AutoConfig.from_pretrained(**_from(name)))
+        return AutoConfig.from_pretrained(**_from(name if base is None else base))
+
+
+def _changed_for_training(name: str) -> dict[str, Any]:
+    """The settings of a stored configuration that `_as_trained` changes, as they are stored."""
+    stored = _stored_config(name)
+    trained = _as_trained(copy.deepcopy(stored))
+    return {key: value for key, value in vars(stored).items() if getattr(trained, key) != value}
 
 
 def shape_of(name: str) -> PretrainedConfig:

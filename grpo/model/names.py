@@ -63,7 +63,7 @@ def base_of(name: str) -> str | None:
             f"model {name!r} holds adapters ({ADAPTER_CONFIG}) and a whole model ({whole[0]}): move one of "
             "the two into a folder of its own, and name the one that is meant."
         )
-    base = json.loads(file.read_text()).get("base_model_name_or_path")
+    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not base:
         raise ValueError(
             f"model {name!r} holds adapters, but {ADAPTER_CONFIG} does not say of which model: add it."

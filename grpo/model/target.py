@@ -1,8 +1,10 @@
 """What a model runs on, and how: settled once from the settings, handed on to whoever needs to know."""
 
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from loguru import logger
@@ -31,6 +33,8 @@ class Target:
     """The name transformers knows it by."""
     grows_segments: bool = True
     """Whether the allocator has segments that grow, on CUDA."""
+    came_with: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """Settings of the model's stored configuration that are others while it is trained, such as dropout."""
 
     @property
     def on_cpu(self) -> bool:
@@ -145,7 +149,7 @@ def multiplies_in_bf16(device: torch.device) -> bool:
 
 def _cpu_flags() -> set[str]:
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith(("flags", "Features")):
                 return set(line.partition(":")[2].split())
     return set()

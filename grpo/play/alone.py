@@ -63,7 +63,7 @@ def read_mates(file: Path) -> list[chess.Board]:
     boards: list[chess.Board] = []
     place = "no JSON of examples"
     try:
-        for number, example in enumerate(json.loads(file.read_text())["examples"], start=1):
+        for number, example in enumerate(json.loads(file.read_text(encoding="utf-8"))["examples"], start=1):
             place, board = f"example {number}", chess.Board()
             for move in re.sub(r"\d+\.+", " ", example["input"]).split():
                 board.push_san(move)

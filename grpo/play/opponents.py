@@ -12,7 +12,7 @@ from typing import Protocol
 import chess.engine
 
 from grpo.play.thought import Position, Thought, any_move
-from rewards.engine import PATIENCE_S, UciEngines, require_stockfish
+from grpo.rewards import PATIENCE_S, UciEngines, require_stockfish
 
 RANDOM, STOCKFISH, ENGINE = "random", "stockfish", "uci"
 

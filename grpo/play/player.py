@@ -15,12 +15,12 @@ from grpo.config.reading import read_run_settings
 from grpo.model.load import context_length, load_policy
 from grpo.model.target import choose_device, choose_model
 from grpo.play.thought import MOST_ANSWERS, Position, Thought, conclude, read_answer
+from grpo.rewards import policy_prompt
 from grpo.rollout.decoder import ReusableArena, make_sampler, records_steps
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.folder import model_of, step_of
 from grpo.types import Prompt
-from rewards.formats import policy_prompt
 
 _LONGEST_PROMPT = 96
 """Tokens, were each letter of a position one."""

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import chess
 
-from rewards.formats import legal_move, parse_policy_completion
+from grpo.rewards import legal_move, parse_policy_completion
 
 How = Literal["best", "candidate", "again", "random", "resigned"]
 IllegalMoves = Literal["replace", "resign"]

@@ -22,7 +22,7 @@ import chess
 from loguru import logger
 
 from grpo.play.thought import MOST_ANSWERS, IllegalMoves, Position, Thought, conclude, game_seed
-from rewards.engine import MATE_SCORE
+from grpo.rewards import MATE_SCORE
 
 if TYPE_CHECKING:
     from grpo.play.player import Player

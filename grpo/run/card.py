@@ -25,7 +25,7 @@ _OF_THE_FOLDER = "name", "runs_dir", "resume", "push_to_hub", "trackers", "log_l
 def write_card(run: Path, file: Path) -> None:
     """The card of the model that a run has trained so far; none of a folder that is no run's."""
     if (run / CONFIG_FILE).is_file():
-        file.write_text(model_card(run))
+        file.write_text(model_card(run), encoding="utf-8")
 
 
 def model_card(run: Path) -> str:

@@ -126,13 +126,14 @@ class CheckpointFolder:
                 weights, tensors = snapshot or take_snapshot(policy.model, optimizer)
                 _save_model(policy, folder, weights)
                 if self._merge and has_adapters(policy.model):
-                    save_merged(policy.model, folder / MERGED)
+                    with policy.as_it_came():
+                        save_merged(policy.model, folder / MERGED)
                     policy.tokenizer.save_pretrained(folder / MERGED)
                 save_file(tensors, folder / _TENSORS)
                 if reference:
                     save_file(dict(reference), folder / _REFERENCE)
-                (folder / _STATE).write_text(json.dumps(state, indent=1))
-                (folder / _MANIFEST).write_text(json.dumps(_manifest(folder), indent=1))
+                (folder / _STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+                (folder / _MANIFEST).write_text(json.dumps(_manifest(folder), indent=1), encoding="utf-8")
         except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
             logger.warning("checkpoint of step {} could not be written ({}); training goes on", step, error)
             self.unwritten.append(step)
@@ -192,7 +193,7 @@ class CheckpointFolder:
             if damage := find_damage(folder):
                 logger.warning("checkpoint {} is damaged ({}); trying the one before", folder, damage)
                 continue
-            return Checkpoint(folder, json.loads((folder / _STATE).read_text()))
+            return Checkpoint(folder, json.loads((folder / _STATE).read_text(encoding="utf-8")))
         return None
 
     def all(self) -> list[Path]:
@@ -205,7 +206,7 @@ class CheckpointFolder:
         """The checkpoint with the highest held-out reward so far: the newest that was saved as the best."""
         for folder in reversed(self.all()):
             with suppress(OSError, ValueError, AttributeError):  # damaged
-                if json.loads((folder / _STATE).read_text()).get("best"):
+                if json.loads((folder / _STATE).read_text(encoding="utf-8")).get("best"):
                     return folder.resolve()
         link = self.folder / _BEST
         return link.resolve() if link.is_dir() else None
@@ -299,7 +300,7 @@ def checkpoint_bytes(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -
 def find_damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder, or None."""
     try:
-        written, on_disk = json.loads((folder / _MANIFEST).read_text()), _manifest(folder)
+        written, on_disk = json.loads((folder / _MANIFEST).read_text(encoding="utf-8")), _manifest(folder)
         weights = {name for name in written if name.endswith(".safetensors")} - {_TENSORS, _REFERENCE}
         if not weights or not {_STATE, _TENSORS} <= set(written):
             return f"{_MANIFEST} cannot be read: it names no weights, {_STATE} and {_TENSORS}"
@@ -329,7 +330,7 @@ def _save_model(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | No
     if has_adapters(policy.model):
         save_adapters(policy.model, folder)
     else:
-        with _saving_in_this_process(policy.model):
+        with _saving_in_this_process(policy.model), policy.as_it_came():
             policy.model.save_pretrained(folder, state_dict=weights, **options)
     policy.tokenizer.save_pretrained(folder)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -11,6 +10,7 @@ from grpo.config.groups import BUNDLED
 from grpo.data.gym import rewards_for
 from grpo.data.load import IN_MEMORY, Rows, is_file
 from grpo.data.reward_files import RewardFunction, load_rewards, reward_file
+from grpo.files import as_path
 from grpo.model.load import ModelSource
 from grpo.model.names import BASE_FOLDER
 from grpo.model.target import AUTO
@@ -69,7 +69,7 @@ class Inputs:
 
 
 def _absolute(name: str) -> str:
-    path = Path(name).expanduser()
+    path = as_path(name)
     return str(path.resolve()) if path.exists() else name
 
 

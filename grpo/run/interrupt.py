@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,10 +26,14 @@ class StopRequest:
 def stop_on_signal() -> Iterator[StopRequest]:
     """While inside, the first SIGINT or SIGTERM only sets the flag; the second raises KeyboardInterrupt.
 
+    In another thread than the main one, where Python sets no handlers, signals stay what they are.
     The first does where no step has begun. Of several processes, what comes within a second of the first is
     the first again.
     """
     stop, since = StopRequest(), math.inf
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
     rank, size = launched_processes()
 
     def on_signal(signum: int, frame: FrameType | None) -> None:

@@ -195,7 +195,8 @@ def load_models(
         base = findable(source.name)
         if folder is not None and is_nowhere:
             base = str((folder / BASE_FOLDER).resolve())
-            policy.model.save_pretrained(base)
+            with policy.as_it_came():
+                policy.model.save_pretrained(base)
             policy.tokenizer.save_pretrained(base)
             if in_4bit:
                 target = replace(target, model_config=policy.model.config)  # not quantized any more

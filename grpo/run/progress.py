@@ -1,5 +1,6 @@
 """How much of a run is done, by whichever of its steps and its minutes is further: annealing goes by that."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ class Progress:
     def __init__(
         self, steps: int, minutes: float | None, *, now: Callable[[], float] = time.monotonic
     ) -> None:
+        if minutes is not None and math.isinf(minutes):
+            minutes = None  # no limit
         self.steps, self._limit_s, self._now = steps, 60 * (minutes or 0), now
         self._began: float | None = None
         self._before_s = 0.0  # of earlier starts

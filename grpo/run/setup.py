@@ -32,6 +32,7 @@ from grpo.plan.advice import does_not_stay
 from grpo.plan.phases_at import PhasesAt
 from grpo.plan.tables import Measured, plan_table
 from grpo.plan.workload import Workload, longest_prompt
+from grpo.rewards import EnginePool, find_stockfish
 from grpo.rollout.decoder import ReusableArena, records_steps
 from grpo.run import loading
 from grpo.run.card import check_hub, push
@@ -45,7 +46,6 @@ from grpo.run.tracking import check_trackers
 from grpo.run.training_state import take_snapshot
 from grpo.types import Prompt
 from grpo.waiting import told_if_slow
-from rewards.engine import EnginePool, find_stockfish
 
 NOTHING = Inputs()
 

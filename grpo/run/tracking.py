@@ -120,8 +120,7 @@ class RunTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step's metrics. What is not finite becomes null in JSON."""
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._write(METRICS_FILE, step, [finite])
+        self._write(METRICS_FILE, step, [metrics])
         for name, board in self._boards.items():
             with self._attempt(name):
                 board.send(step, metrics)
@@ -168,7 +167,8 @@ class RunTracker:
             self._files[name] = self._begin(name)
         for record in records:
             with self._attempt(name):
-                self._files[name].write(json.dumps({"step": step, **record}) + "\n")
+                line = json.dumps({"step": step, **_finite(record)}, allow_nan=False)
+                self._files[name].write(line + "\n")
 
     @contextmanager
     def _attempt(self, name: str) -> Iterator[None]:
@@ -182,6 +182,15 @@ class RunTracker:
             self._failing.add(name)
         else:
             self._failing.discard(name)
+
+
+def _finite(value: Any) -> Any:
+    """Null for numbers that JSON does not have (RFC 8259), at any depth."""
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _tensorboard(folder: Path, first_step: int) -> Board:
@@ -205,12 +214,15 @@ def _board(name: str, folder: Path, settings: Mapping[str, Any]) -> Board:
     options: dict[str, Any] = {"embed": False}
     if name == "wandb":
         id_file = folder / "wandb-id"
-        run_id = id_file.read_text() if id_file.is_file() else secrets.token_hex(4)
+        run_id = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+        if id_file.is_file():
+            run_id = id_file.read_text(encoding="utf-8")
         write_whole(id_file, run_id)
         options = {"id": run_id, "dir": str(folder)}
-    run = library.init(
-        project=_PROJECT, name=folder.name, config=dict(settings), resume="allow", **options
-    )  # fmt: skip
+    # A project or name that is handed over would overrule what the environment says.
+    project = os.environ.get(f"{name.upper()}_PROJECT") or _PROJECT
+    title = os.environ.get(f"{name.upper()}_NAME") or folder.name
+    run = library.init(project=project, name=title, config=dict(settings), resume="allow", **options)
     return Board(lambda step, values: run.log(dict(values), step=step), run.finish, library.Table)
 
 

@@ -276,5 +276,5 @@ def write_profiles(settings: Calculator, figures: Row, file: Path) -> list[str]:
         profiles[name] = {"batch_size": count * size * settings.accumulate}
         launch = "python" if count == 1 else f"accelerate launch --num_processes {count}"
         remarks.append(f"# {launch} train_lean.py --config {shlex.quote(file.name)} --profile {name}")
-    file.write_text("\n".join([*remarks, yaml.safe_dump(content, sort_keys=False)]))
+    file.write_text("\n".join([*remarks, yaml.safe_dump(content, sort_keys=False)]), encoding="utf-8")
     return list(profiles)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from grpo.config import SettingsError
 from grpo.data.load import POSITIONS
-from grpo.files import replacing
+from grpo.files import as_path, replacing
 from grpo.model.load import context_length, load_tokenizer
 from grpo.workbench.models import model_shape
 from grpo.workbench.settings import Task
@@ -100,11 +100,11 @@ def text_file(data: str | None) -> Path:
     if data is None:
         raise SettingsError("data is not given, but --objective lm trains on a text: give --data FILE.")
     if data == BUNDLED_TEXT:
-        lines = POSITIONS.joinpath("train.txt").read_text().splitlines()
+        lines = POSITIONS.joinpath("train.txt").read_text(encoding="utf-8").splitlines()
         random.Random(0).shuffle(lines)
         text = "\n".join(lines) + "\n"
         return _cached(text, "txt", text.encode)
-    path = Path(data).expanduser()
+    path = as_path(data)
     if not path.is_file():
         raise SettingsError(f"data is {data!r}, which is no file: give a text file.")
     return path
@@ -146,7 +146,10 @@ def _version(path: Path) -> str:
 def _cached(key: str, suffix: str, make: Callable[[], bytes]) -> Path:
     """A file of the user's cache directory, made where it is not there yet."""
     name = hashlib.sha256(key.encode()).hexdigest()[:24]
-    path = platformdirs.user_cache_path("grpo-lean") / "corpora" / f"{name}.{suffix}"
+    try:
+        path = platformdirs.user_cache_path("grpo-lean") / "corpora" / f"{name}.{suffix}"
+    except RuntimeError as error:
+        raise ValueError(f"there is no folder for caches ({error}): set HOME, or XDG_CACHE_HOME") from error
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, "wb") as file:

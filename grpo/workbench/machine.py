@@ -88,7 +88,7 @@ def device_name(device: torch.device) -> str:
     if device.type != "cpu":
         return f"{device.type} ({platform.machine()})"
     file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     processor = next(names, platform.processor() or platform.machine())
     return f"{processor}, {torch.get_num_threads()} threads"

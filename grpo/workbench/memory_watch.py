@@ -70,7 +70,7 @@ def judge_run(folder: Path) -> LeakVerdict:
 def report(verdict: LeakVerdict, samples: Sequence[MemorySample], folder: Path) -> LeakVerdict:
     """Write the verdict with its samples, and the plot, into the run folder."""
     content = {**verdict.to_dict(), "samples": [sample.__dict__ for sample in samples]}
-    (folder / VERDICT).write_text(json.dumps(content, indent=1) + "\n")
+    (folder / VERDICT).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     phases: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for line in read_lines(folder / MEMORY_FILE):
         phases[line["phase"]].append((line["step"], line["process_bytes"] / GB))

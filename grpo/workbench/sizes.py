@@ -162,7 +162,7 @@ def read_size(sweep: Path, batch_size: int, header: Record) -> Size:
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a file; {} where there is none, or half of one."""
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

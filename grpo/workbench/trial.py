@@ -83,7 +83,9 @@ def run_task(
             process.wait()
     if content := read_json(folder / ENDED_FILE):
         return Ended(**content)
-    ended = _death(code, (folder / PRINTED_FILE).read_text(), limited=task.memory_limit is not None)
+    ended = _death(
+        code, (folder / PRINTED_FILE).read_text(encoding="utf-8"), limited=task.memory_limit is not None
+    )
     return write_ended(folder, ended)
 
 

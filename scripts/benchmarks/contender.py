@@ -93,7 +93,7 @@ def peak_bytes() -> int:
 
 
 def read(file: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(file).read_text().splitlines()]
+    return [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
 
 
 def looking(work: Work, model: Any, tokenizer: Any) -> Callable[[], dict[str, float]]:

@@ -58,4 +58,4 @@ def write(output: Path | None, content: Any) -> None:
     """As JSON, where a file is named; its folder is made."""
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(content, indent=1) + "\n")
+        output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

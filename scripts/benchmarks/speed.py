@@ -111,7 +111,7 @@ def race(
     """Every contender's steps, in rounds. folder: for models, prompts and runs."""
     model = write_model(folder / "model", case.shape) if case.shape else BUNDLED_FOLDER
     prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in prompt_rows()))
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in prompt_rows()), encoding="utf-8")
     work = Work(
         "ours", str(model), str(prompts), str(folder), WARM_UP_STEPS + case.rounds + 1, device,
         batch_size=case.batch_size, max_new_tokens=case.max_new_tokens, train_rows=case.train_rows,

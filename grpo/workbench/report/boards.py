@@ -12,10 +12,10 @@ from markupsafe import Markup
 
 from grpo.evaluate.boards import judge
 from grpo.play.record import Match
+from grpo.rewards import as_move
 from grpo.workbench.report.charts import own_ids
 from grpo.workbench.report.read import Run
 from grpo.workbench.sizes import Record, figure
-from rewards.formats import as_move
 
 GOOD, BAD, WRONG_SQUARE = "#1f6fb5c8", "#c0392bd0", "#e8a39b"
 _COLORS = {
