@@ -8,7 +8,6 @@ import ctypes
 import logging
 import os
 import sys
-import threading
 from pathlib import Path
 
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
@@ -114,8 +113,6 @@ def set_library_defaults() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     # bitsandbytes warns of 4-bit products that it will not have to compute.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    # Python's threads (a progress bar, a tracker): 8 MB of stack each would count towards a limit.
-    threading.stack_size(2**20)
     keep_freed()
 
 

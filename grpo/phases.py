@@ -41,6 +41,7 @@ class Phases:
     def __init__(self, run: Run) -> None:
         self._run = run
         run.fit.keeps("sample", run.arena)
+        run.fit.keeps("evaluate", run.eval_arena)
         self._longest_prompt = run.longest_prompt
         # Micro-batches of like lengths; the processes of a sharded model all have to make the same passes.
         self._pass_tokens = None if run.config.shard else run.policy.target.pass_tokens
@@ -105,16 +106,21 @@ class Phases:
 
         sampled = run.fit.run(
             "sample", work, self._batch(num_rows, prompt_ids), took=took, kv_growth=kv_growth,
-            discard=run.arena.release,
+            discard=self._release_arenas,
         )  # fmt: skip
-        # What decoding has recorded stays for the next rollout, unless another phase needs the room.
-        planned = run.fit.planned().items()
-        needs = [
-            run.fit.needs(phase, self._batch(rows)) for phase, rows in planned if phase in ("score", "learn")
-        ]
-        if run.fit.room_bytes() < max(needs, default=0.0):
-            run.arena.release()
+        if run.fit.room_bytes() < self._needed_bytes("score", "learn"):
+            self._release_arenas()
         return sampled
+
+    def _needed_bytes(self, *phases: str) -> float:
+        """What these phases add in their plans: what decoding keeps stays where there is room beside."""
+        planned = self._run.fit.planned().items()
+        needs = [self._run.fit.needs(phase, self._batch(rows)) for phase, rows in planned if phase in phases]
+        return max(needs, default=0.0)
+
+    def _release_arenas(self) -> None:
+        self._run.arena.release()
+        self._run.eval_arena.release()
 
     def _batch(self, rows: int, prompt_ids: Sequence[Sequence[int]] = ()) -> Size:
         """With texts as long as there may be: rows are planned for those, and so seldom change."""
@@ -148,7 +154,7 @@ class Phases:
             ),
             self._batch(len(sampled.completion_ids), sampled.prompt_ids),
             took=lambda rows, _: largest_pass(sampled, rows, pass_tokens=self._pass_tokens),
-            discard=run.arena.release,
+            discard=self._release_arenas,
         )  # fmt: skip
 
     def kl(self, sampled: Rollout, old_logp: Tensor, ref_logp: Tensor) -> Tensor:
@@ -212,7 +218,7 @@ class Phases:
 
         def discard() -> None:
             run.optimizer.zero_grad(set_to_none=True)
-            run.arena.release()
+            self._release_arenas()
 
         return run.fit.run(
             "learn", work, self._batch(len(batch.mask), batch.rollout.prompt_ids),
@@ -231,7 +237,7 @@ class Phases:
             return answer_heldout(
                 run.sampler.model, run.policy.tokenizer, prompts,
                 settings=SamplingSettings.of(config, temperature=0.0), rows=rows,
-                seed=config.seed, engine=run.engine,
+                seed=config.seed, engine=run.engine, reusable=run.eval_arena if run.records else None,
             )  # fmt: skip
 
         scores: dict[str, Column] = {}
@@ -239,8 +245,10 @@ class Phases:
             tokens = self._longest_prompt + config.max_new_tokens  # each row has a prompt of its own
             rows = min(len(prompts), config.rollout_rows or EVAL_ROWS)
             answers = run.fit.run(
-                "evaluate", work, Size(rows, tokens), like="sample", discard=run.arena.release
+                "evaluate", work, Size(rows, tokens), like="sample", discard=self._release_arenas
             )
+            if run.fit.room_bytes() + run.arena.nbytes < self._needed_bytes("sample", "score", "learn"):
+                run.eval_arena.release()
             release_cache()  # of rows that are no step's
             scores = score_answers(answers, engine=run.engine, judge=run.rewards)
         columns = {name: torch.from_numpy(column[: len(mine)]) for name, column in scores.items()}

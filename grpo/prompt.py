@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from grpo.errors import UserError
+
 TASKS = ("policy", "environment", "custom")
 
 Messages = list[dict[str, Any]]
@@ -50,17 +52,17 @@ class Prompt:
 def checked_messages(value: Any, name: str) -> Messages:
     """A conversation as it is given in a row. ValueError for one that no chat template takes."""
     if not isinstance(value, list) or not value:
-        raise ValueError(f"`{name}` is {_kind(value)}, and neither text nor a list of messages")
+        raise UserError(f"`{name}` is {_kind(value)}, and neither text nor a list of messages")
     messages: Messages = []
     for number, message in enumerate(value, start=1):
         if not isinstance(message, Mapping):
-            raise ValueError(f"message {number} of `{name}` is {_kind(message)}: give role and content")
+            raise UserError(f"message {number} of `{name}` is {_kind(message)}: give role and content")
         fields = {key: field for key, field in message.items() if field is not None}
         if not isinstance(fields.get("role"), str):
-            raise ValueError(f"message {number} of `{name}` has no role: give system, user or assistant")
+            raise UserError(f"message {number} of `{name}` has no role: give system, user or assistant")
         content = _joined(fields.get("content"))
         if not isinstance(content, str) and "tool_calls" not in fields:
-            raise ValueError(f"message {number} of `{name}` has {_kind(content)} as its content: give text")
+            raise UserError(f"message {number} of `{name}` has {_kind(content)} as its content: give text")
         messages.append(fields if content is None else {**fields, "content": content})
     return messages
 

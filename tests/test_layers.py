@@ -19,6 +19,7 @@ LAYERS = (
     ("grpo.rewards", "grpo.memory", "grpo.config", "grpo.types"),
     ("rewards",),
     ("grpo.files", "grpo.environment", "grpo.prompt", "grpo.waiting"),
+    ("grpo.errors",),
 )
 """Rooms from top to bottom; those side by side do not import each other."""
 DEPTH = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
@@ -72,15 +73,15 @@ def test_memory_and_rewards_stand_alone() -> None:
     for room in ("grpo/memory", "rewards"):
         for path in (ROOT / room).rglob("*.py"):
             ours = {room_of(name) for name in imports(path.read_text())} - {None}
-            assert ours <= {room.replace("/", "."), "grpo.environment"}, (
+            assert ours <= {room.replace("/", "."), "grpo.environment", "grpo.errors"}, (
                 f"{path.relative_to(ROOT)} imports {ours}"
             )
 
 
 LINES = {
-    "grpo": 1155, "grpo.commands": 1065, "grpo.config": 945, "grpo.data": 1920, "grpo.distributed": 600,
-    "grpo.evaluate": 720, "grpo.learning": 815, "grpo.memory": 1725, "grpo.model": 1665, "grpo.plan": 780,
-    "grpo.play": 1050, "grpo.rollout": 1185, "grpo.run": 2295, "grpo.scoring": 765, "grpo.trl": 1680,
+    "grpo": 1170, "grpo.commands": 1095, "grpo.config": 945, "grpo.data": 1935, "grpo.distributed": 600,
+    "grpo.evaluate": 720, "grpo.learning": 815, "grpo.memory": 1755, "grpo.model": 1680, "grpo.plan": 780,
+    "grpo.play": 1050, "grpo.rollout": 1230, "grpo.run": 2325, "grpo.scoring": 765, "grpo.trl": 1695,
     "grpo.workbench": 3585, "rewards": 1110, "scripts": 1920,
 }  # fmt: skip
 """Lines of Python that each room has at most: who adds more raises the number, and says in the commit why."""

@@ -11,6 +11,7 @@ from os.path import expanduser
 from typing import Any, NamedTuple
 
 from grpo.environment import launched_processes, set_library_defaults, unsupported
+from grpo.errors import UserError
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses."""
@@ -22,7 +23,7 @@ class Command(NamedTuple):
     """A line of the overview, and how it is obeyed.
 
     The action is given the settings and a console, and returns an exit status or nothing for 0; its
-    ValueErrors and EngineErrors are what people can mend. Both are MODULE:NAME.
+    UserErrors and EngineErrors are what people can mend. Both are MODULE:NAME.
     """
 
     what: str
@@ -105,7 +106,7 @@ def call(name: str) -> int:
         except Exception as error:
             from grpo.rewards import EngineError  # not before: chess takes a tenth of a second to load
 
-            if not isinstance(error, ValueError | EngineError):
+            if not isinstance(error, UserError | EngineError):
                 raise
             print_error(errors, error)
             return WRONG_USAGE

@@ -20,6 +20,7 @@ from grpo.data.gym import rewards_for
 from grpo.data.kept_files import as_kept
 from grpo.data.load import IN_MEMORY, check_spec
 from grpo.data.reward_files import KNOWN_REWARDS, PROMPTS_LOOKED_AT, load_rewards, reward_file, with_length
+from grpo.errors import UserError
 from grpo.files import as_path
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class EvaluateConfig(Settings):
         in_python = [name for name in base.reward if ":" not in name and name not in KNOWN_REWARDS]
         without_rows = self.prompts is None and base.prompts == IN_MEMORY
         if in_python and (not self.reward or without_rows):
-            raise ValueError(
+            raise UserError(
                 f"{self.runs[0]} was trained in Python, with reward {', '.join(in_python)}: give --reward "
                 "file.py:name, and --prompts FILE if those were rows in memory"
             )
@@ -177,7 +178,7 @@ def main(config: EvaluateConfig, console: Console) -> None:
         both = {"before": before, "after": columns}
         console.print(results_table(both, title=f"before: {config.before}", compared=True))
         if other := before.of_other_prompts(columns):
-            raise ValueError(
+            raise UserError(
                 f"--before {config.before} is of other prompts in {', '.join(other)}: evaluate both on the "
                 "same ones, as --limit and --prompts say"
             )
@@ -212,7 +213,7 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
             is_asked_for = config.stockfish or config.stockfish_path is not None
             engine = start_engine(replace(task, engine="auto") if is_asked_for else task, stack)
             if engine is None and is_asked_for:
-                raise ValueError("--stockfish: none was found; give --stockfish-path, or leave it out")
+                raise UserError("--stockfish: none was found; give --stockfish-path, or leave it out")
         _say_judge(config, tasks, engine)
         if config.reward or config.runs:
             judge = RewardFunctions(task.reward, task.reward_weights).with_engine(engine)
@@ -228,7 +229,7 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
         }  # fmt: skip
     mode, columns = next(iter(results.items()))
     if not columns.scores:
-        raise ValueError(
+        raise UserError(
             f"{task.prompts} holds prompts of your own, which only rewards can score: give --reward "
             "file.py:name, or name the run that was trained on them"
         )

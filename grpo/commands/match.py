@@ -17,6 +17,7 @@ from grpo.commands import DONE, INTERRUPTED
 from grpo.config import CONFIG_FILE
 from grpo.config.groups import Precision
 from grpo.config.limits import COUNT, NOT_NEGATIVE, Settings, at_least
+from grpo.errors import UserError
 from grpo.play.thought import IllegalMoves
 
 PLAYED_BY = ("start", "prompts", "temperature", "illegal_moves", "movetime", "nodes", "seed")
@@ -106,7 +107,7 @@ def main(config: MatchConfig, console: Console) -> int:
                 replace=config.illegal_moves == "replace",
             )  # fmt: skip
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"the match cannot be written to {folder} ({error}): make room, or give another --output"
         ) from error
     if match.finished:

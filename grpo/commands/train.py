@@ -12,12 +12,16 @@ from grpo.config import Config
 from grpo.data.load import check_spec
 from grpo.data.reward_files import load_rewards
 from grpo.environment import launched_processes
+from grpo.errors import UserError
 from grpo.files import shown
 from grpo.run.screen import configure_logging
 
 if TYPE_CHECKING:
     from grpo.run.setup import Run
     from grpo.trainer import Trainer
+
+
+_INTERNAL = "the run ends with a fault of the program's own, not of its use"
 
 
 def main(config: Config, _: Console) -> int:
@@ -40,10 +44,16 @@ def main(config: Config, _: Console) -> int:
     from grpo.trainer import Trainer
 
     statuses: dict[type[BaseException], int] = {
-        KeyboardInterrupt: INTERRUPTED, ValueError: WRONG_USAGE, EngineError: WRONG_USAGE,
+        KeyboardInterrupt: INTERRUPTED, UserError: WRONG_USAGE, EngineError: WRONG_USAGE,
         Diverged: FAILED, RewardFailed: FAILED, ProcessLost: FAILED,
     }  # fmt: skip
-    reserve, go_on = bytearray(RESERVE_BYTES), "nothing was begun"
+
+    def status_of(error: BaseException) -> int | None:
+        """The exit status for what ends a run, None for a fault of the program's."""
+        known = next((statuses[kind] for kind in statuses if isinstance(error, kind)), None)
+        return FAILED if known is None and is_out_of_memory(error) else known
+
+    reserve, go_on, is_told = bytearray(RESERVE_BYTES), "nothing was begun", False
     try:
         if config.dry_run:
             dry_run(config, console)
@@ -56,6 +66,11 @@ def main(config: Config, _: Console) -> int:
             go_on = "nothing was learned yet"
             try:
                 trainer.train(stop)
+            except Exception as error:
+                if status_of(error) is None:  # while log.txt is still written
+                    logger.opt(exception=True).error(_INTERNAL)
+                    is_told = True
+                raise
             finally:
                 go_on = run.checkpoints.how_to_go_on()
             console.print(run.measured.table(run.plan.budget))
@@ -70,13 +85,16 @@ def main(config: Config, _: Console) -> int:
                 console.print(how_to_load(run), highlight=False, soft_wrap=True)  # to be copied
     except BaseException as error:
         reserve.clear()  # first of all: to say anything takes memory
-        status = next((statuses[kind] for kind in statuses if isinstance(error, kind)), None)
-        reason = shortened(error)
-        if status is None and is_out_of_memory(error):
-            status = FAILED
+        status, reason = status_of(error), shortened(error)
+        if not isinstance(error, tuple(statuses)) and is_out_of_memory(error):
             reason = "memory ran out, and not for the rows of a phase: give more, or a smaller model"
         if status is None:
-            raise
+            if not isinstance(error, Exception):
+                raise
+            if not is_told:
+                logger.opt(exception=True).error(_INTERNAL)
+            logger.error("{}: {} ({})", type(error).__name__, reason or "no more is known", go_on)
+            return FAILED
         first_is_lost = isinstance(error, ProcessLost) and error.rank == 0
         level = "ERROR" if process == 0 or first_is_lost else "DEBUG"
         logger.log(level, "{} ({})", reason or "stopped at once", go_on)

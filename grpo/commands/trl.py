@@ -16,6 +16,7 @@ from loguru import logger
 
 from grpo.commands import run
 from grpo.config.sizes import parse_size
+from grpo.errors import UserError
 
 
 class Words(NamedTuple):
@@ -69,7 +70,7 @@ def parse(words: Sequence[str] | None = None) -> Words:
     plans = ours.pop("dry_run") == "true"
     ours["skip_zero_variance"] = ours["skip_zero_variance"] == "true"
     if (absent := ours.pop("device_memory")) and not plans:
-        raise ValueError(f"device_memory is {absent}, of a card that is not there: add --dry-run.")
+        raise UserError(f"device_memory is {absent}, of a card that is not there: add --dry-run.")
     if ours["memory_limit"] is not None:
         ours["memory_limit"] = parse_size(ours["memory_limit"])
     to_launch = [] if ours.pop("launched") else [*parser.parse_known_args(in_file)[1], *typed]
@@ -130,14 +131,14 @@ def _ours() -> Any:
     try:
         return import_module("grpo.trl")
     except ImportError as error:  # of a TRL that is too old
-        raise ValueError(str(error)) from error
+        raise UserError(str(error)) from error
 
 
 def _script() -> Any:
     try:
         return import_module("trl.scripts.grpo")
     except ImportError as error:
-        raise ValueError(f"grpo-lean trl needs TRL, 1.10 or newer: pip install trl ({error}).") from error
+        raise UserError(f"grpo-lean trl needs TRL, 1.10 or newer: pip install trl ({error}).") from error
 
 
 if __name__ == "__main__":

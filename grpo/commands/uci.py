@@ -13,6 +13,7 @@ from loguru import logger
 from rich.console import Console
 
 from grpo.commands import DONE, INTERRUPTED
+from grpo.errors import UserError
 from grpo.play.uci import Options, serve
 
 
@@ -36,7 +37,7 @@ def main(config: UciConfig, _: Console) -> None:
         try:
             logger.add(config.log, level="INFO")
         except OSError as error:
-            raise ValueError(
+            raise UserError(
                 f"--log {config.log} cannot be written ({error.strerror}): give another file"
             ) from error
     try:

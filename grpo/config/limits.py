@@ -16,9 +16,10 @@ from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 from grpo.config.sizes import is_size
+from grpo.errors import UserError
 
 
-class SettingsError(ValueError):
+class SettingsError(UserError):
     """A setting that cannot be: names it, its value, and what to do."""
 
 

@@ -28,6 +28,7 @@ from grpo.config.limits import (
     Settings,
     at_least,
 )
+from grpo.errors import UserError
 
 REWARDS = Limit(len, "give at least one, such as policy")
 DISTINCT = Limit(
@@ -83,7 +84,7 @@ class RunSettings(Settings):
     def num_rows(self) -> int:
         """Completions a step, N; ValueError while batch_size is still auto."""
         if self.batch_size == "auto":
-            raise ValueError("batch_size is auto: it has not been found yet.")
+            raise UserError("batch_size is auto: it has not been found yet.")
         return self.batch_size
 
 

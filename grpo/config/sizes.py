@@ -2,6 +2,8 @@
 
 import re
 
+from grpo.errors import UserError
+
 GB = 2**30
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": GB, "TB": 2**40}
 
@@ -9,7 +11,7 @@ _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": GB, "TB": 2**40}
 def parse_size(text: str) -> int:
     """Bytes of "24GB", "512MB", "1.5GiB" or a plain number of bytes, a MB at least. ValueError for others."""
     if not is_size(text):
-        raise ValueError(f"{text!r} is no size: write it like 24GB or 512MB.")
+        raise UserError(f"{text!r} is no size: write it like 24GB or 512MB.")
     return _bytes(text)
 
 

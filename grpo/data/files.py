@@ -19,6 +19,7 @@ import chess.pgn
 
 from grpo.data.maker import Convert
 from grpo.data.rows import finite, from_game, from_json, from_line, from_position, from_record
+from grpo.errors import UserError
 
 File = Path | Traversable
 Rows = Iterator[tuple[int, Any]]
@@ -35,13 +36,13 @@ def check_file(path: Path) -> None:
     """ValueError unless `path` is a file of a kind that is read here."""
     accepted = ", ".join(FORMATS)
     if path.is_dir():
-        raise ValueError(f"{path} is a folder: name one file in it ({accepted})")
+        raise UserError(f"{path} is a folder: name one file in it ({accepted})")
     if not path.exists():
-        raise ValueError(
+        raise UserError(
             f"no file {path}{_near(path)}; --prompts is bundled, a file, or OWNER/NAME on the hub"
         )
     if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"{path}: prompts are read from {accepted}, not from {path.suffix or 'other'} files")
+        raise UserError(f"{path}: prompts are read from {accepted}, not from {path.suffix or 'other'} files")
 
 
 def _near(path: Path) -> str:
@@ -69,13 +70,13 @@ def _records(file: File) -> Rows:
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise ValueError(f"{file} needs pyarrow: pip install pyarrow, or give a .jsonl file") from error
+        raise UserError(f"{file} needs pyarrow: pip install pyarrow, or give a .jsonl file") from error
     try:
         with parquet.ParquetFile(str(file)) as table:
             records = (record for batch in table.iter_batches() for record in batch.to_pylist())
             yield from enumerate(records, start=1)
     except (ValueError, OSError) as error:
-        raise ValueError(f"{file} is not a parquet file, or a damaged one: {error}") from error
+        raise UserError(f"{file} is not a parquet file, or a damaged one: {error}") from error
 
 
 def _table(file: File, *, delimiter: str) -> Rows:
@@ -89,21 +90,21 @@ def _table(file: File, *, delimiter: str) -> Rows:
                 rows.append(row)
                 began = reader.line_num + 1
         except csv.Error as error:  # at the end of the file, of a quote that is not closed
-            raise ValueError(f"{file}, in the row that begins in line {began}: {error}") from error
+            raise UserError(f"{file}, in the row that begins in line {began}: {error}") from error
     names, *content = [row for row in rows if row] or [[]]
     if others := _other_separator(names, delimiter):
-        raise ValueError(
+        raise UserError(
             f"{file} has {others} between its fields, where {_SEPARATORS[delimiter]} belong: save it again "
             "with those, or as .jsonl"
         )
     if len(set(names)) < len(names):
-        raise ValueError(f"{file} names a column twice in its first line: {', '.join(names)}")
+        raise UserError(f"{file} names a column twice in its first line: {', '.join(names)}")
     columns = list(zip(*(row for row in content if len(row) == len(names)), strict=True)) or [()] * len(names)
     are_numbers = [all(_NUMBER.fullmatch(field) for field in column if field) for column in columns]
     for number, row in enumerate(content, start=1):
         try:
             if len(row) != len(names):
-                raise ValueError(f"{len(row)} fields, and {len(names)} names in the first line")
+                raise UserError(f"{len(row)} fields, and {len(names)} names in the first line")
             yield number, dict(zip(names, map(_value, row, are_numbers), strict=True))
         except ValueError as error:
             yield number, error

@@ -19,6 +19,7 @@ from grpo.data.gym import gym_rows, is_gym, make_dataset
 from grpo.data.maker import PLAIN, Convert, PromptMaker, Room
 from grpo.data.rows import from_record
 from grpo.data.source import HELDOUT_SHARE, PromptSource
+from grpo.errors import UserError
 from grpo.files import as_path
 from grpo.prompt import Prompt
 
@@ -82,9 +83,9 @@ def load_prompts(
             reason = "all of them are held out: lower --heldout-share"
         elif maker.num_rows > maker.num_bad:
             reason = f"none of its rows has a position to play from: {reason}"
-        raise ValueError(f"no prompts to train on in {name}: {reason}")
+        raise UserError(f"no prompts to train on in {name}: {reason}")
     if "custom" not in counts and counts and maker.settings.has_custom_prompts:
-        raise ValueError(f"{name} holds chess positions: leave the settings of chats and templates out")
+        raise UserError(f"{name} holds chess positions: leave the settings of chats and templates out")
     if counts:
         source.policy_share = _mixing_share(name, counts, policy_share)
     tasks = (f"{counts[task]:,} {task} (held out {held[task]:,})" for task in sorted(counts | held))
@@ -96,9 +97,9 @@ def check_spec(spec: str | Rows) -> None:
     """ValueError for what is neither "bundled", a file that is there, a task, nor a hub dataset's name."""
     if not isinstance(spec, str):
         if isinstance(spec, Mapping) or not isinstance(spec, Iterable):
-            raise ValueError(_not_rows(type(spec).__name__))
+            raise UserError(_not_rows(type(spec).__name__))
     elif spec == IN_MEMORY:
-        raise ValueError(
+        raise UserError(
             "the prompts of that run were rows in memory: give them again, here as --prompts FILE"
         )
     elif is_gym(spec):
@@ -137,7 +138,7 @@ def _open_dataset(spec: str) -> Any:
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"the hub dataset {spec!r} needs the package datasets: pip install datasets, or {WAYS_OUT}"
         ) from error
     match = HUB_NAME.fullmatch(spec)
@@ -146,7 +147,7 @@ def _open_dataset(spec: str) -> Any:
     try:
         rows = datasets.load_dataset(path, config, split=split or "train")
     except Exception as error:
-        raise ValueError(
+        raise UserError(
             f"cannot read the hub dataset {spec!r} ({type(error).__name__}: {error}). "
             f"Is its name right, and the network up? If not, {WAYS_OUT}"
         ) from error
@@ -187,7 +188,7 @@ def _rows(spec: str | Rows, maker: PromptMaker) -> Iterator[tuple[str, Any, Conv
     if isinstance(spec, str) and spec == "bundled":
         for file in (POSITIONS / "train.txt", POSITIONS / "heldout.txt"):
             if not file.is_file():
-                raise ValueError(f"the bundled positions are incomplete, {file} is missing: install again")
+                raise UserError(f"the bundled positions are incomplete, {file} is missing: install again")
             yield from file_rows(file)
     elif isinstance(spec, str) and is_gym(spec):
         for number, problem in enumerate(gym_rows(spec, as_messages=maker.can_chat)):
@@ -197,7 +198,7 @@ def _rows(spec: str | Rows, maker: PromptMaker) -> Iterator[tuple[str, Any, Conv
     else:
         for number, row in enumerate(_readable(spec), start=1):
             if not isinstance(row, Mapping):
-                raise ValueError(_not_rows(f"{type(spec).__name__} of {type(row).__name__}"))
+                raise UserError(_not_rows(f"{type(spec).__name__} of {type(row).__name__}"))
             yield f"row {number}", row, from_record
 
 
@@ -210,7 +211,7 @@ def _readable(rows: Rows) -> Iterator[Any]:
         yield from rows
     except ImportError as error:
         reason = " ".join(str(error).split())
-        raise ValueError(
+        raise UserError(
             f"the prompts have a column that cannot be read ({reason}): install what it needs, or leave that "
             "column out, as by rows.remove_columns([...])"
         ) from error
@@ -220,11 +221,11 @@ def _mixing_share(spec: str, counts: Counter[str], policy_share: float | None) -
     """The share of policy prompts to draw, where both tasks are there."""
     if "custom" in counts:
         if len(counts) > 1:
-            raise ValueError(f"{spec} mixes a `prompt` column with positions: give each a file of its own")
+            raise UserError(f"{spec} mixes a `prompt` column with positions: give each a file of its own")
         return 0.0
     for task, extreme in (("policy", 1.0), ("environment", 0.0)):
         if policy_share == extreme and task not in counts:
-            raise ValueError(
+            raise UserError(
                 f"--policy-share {policy_share:g} asks for {task} prompts alone, and {spec} has none to "
                 f"train on: use --policy-share {1 - extreme:g}, or other --prompts"
             )

@@ -20,6 +20,7 @@ from loguru import logger
 from grpo.config.groups import PromptSettings
 from grpo.config.limits import SettingsError
 from grpo.data.tokens import Tokenizer, tokenize
+from grpo.errors import UserError
 from grpo.prompt import Messages, Prompt, checked_messages
 
 RESERVED_COLUMNS = frozenset(
@@ -43,7 +44,7 @@ PLAIN = PromptSettings()
 """Rows are asked by their columns `prompt`, `text` or `fen`, as they are."""
 
 
-class TooLong(ValueError):
+class TooLong(UserError):
     """A prompt of more tokens than there is room for."""
 
 
@@ -63,7 +64,7 @@ class Room:
         A token is at least a byte, so short texts are not tokenized, which takes a microsecond a byte.
         """
         if unknown := [token for token in self.without_row if token in prompt.text]:
-            raise ValueError(f"the token {unknown[0]!r}, which the tokenizer knows and the model does not")
+            raise UserError(f"the token {unknown[0]!r}, which the tokenizer knows and the model does not")
         longest = self.context - self.max_new_tokens
         texts = [prompt.text]
         if not prompt.text.isascii():  # which a tokenizer may write in another form first
@@ -148,8 +149,8 @@ class PromptMaker:
         if share > self._max_bad_share:
             remedies = ", ".join(self._examples)
             if self.num_bad == self.num_rows:
-                raise ValueError(f"{bad}: {remedies}, or give other --prompts")
-            raise ValueError(
+                raise UserError(f"{bad}: {remedies}, or give other --prompts")
+            raise UserError(
                 f"{bad}; at most {self._max_bad_share:.1%} may be: {remedies}, or allow more with "
                 f"--max-bad-share {math.ceil(share * 1000) / 1000}"
             )
@@ -165,7 +166,7 @@ class PromptMaker:
     def render_prompt(self, row_id: str, record: Columns) -> Prompt:
         """Of a row of the user's own. ValueError where it asks nothing, SettingsError where none could."""
         if (task := record.get("task")) in ("policy", "environment"):
-            raise ValueError(f"rename column `task`: {task!r} in it means a chess prompt, which this is not")
+            raise UserError(f"rename column `task`: {task!r} in it means a chess prompt, which this is not")
         asked = self._asked(record, self.settings.prompt_column or "prompt")
         columns = {"task": "custom", **other_columns(record, "prompt")}
         if isinstance(asked, str):
@@ -182,14 +183,14 @@ class PromptMaker:
             try:
                 asked = self._template.render(_with_empty_texts(record))
             except jinja2.UndefinedError as error:
-                raise ValueError(f"prompt_template: {error.message}; there are {', '.join(record)}") from None
+                raise UserError(f"prompt_template: {error.message}; there are {', '.join(record)}") from None
             except _REFUSALS as error:
-                raise ValueError(f"prompt_template: {error}") from error
+                raise UserError(f"prompt_template: {error}") from error
         elif asked is None:
-            raise ValueError(f"there is no `{column}`; there are {', '.join(record)}")
+            raise UserError(f"there is no `{column}`; there are {', '.join(record)}")
         if isinstance(asked, str):
             if not asked.strip():
-                raise ValueError(f"`{column}` is empty")
+                raise UserError(f"`{column}` is empty")
             if not self._text_is_message:
                 return asked
             asked = [{"role": "user", "content": asked}]
@@ -213,7 +214,7 @@ class PromptMaker:
         render: Any = getattr(self._room.tokenizer, "apply_chat_template", None)
         goes_on = messages[-1]["role"] == "assistant"
         if goes_on and not messages[-1].get("content"):
-            raise ValueError("the last message is the assistant's, and has no text to go on from")
+            raise UserError("the last message is the assistant's, and has no text to go on from")
         try:
             text: str = render(
                 messages, tools=tools, chat_template=before + self._chat_template, tokenize=False,
@@ -225,9 +226,9 @@ class PromptMaker:
                 f"the chat template is no Jinja template: {where}; give another --chat-template."
             ) from error
         except _REFUSALS as error:
-            raise ValueError(f"the chat template does not take it: {error}") from error
+            raise UserError(f"the chat template does not take it: {error}") from error
         if goes_on and not text.endswith(_last_words(messages[-1]["content"])):
-            raise ValueError("the chat template does not end in the assistant's message that is to go on")
+            raise UserError("the chat template does not end in the assistant's message that is to go on")
         return text
 
 
@@ -245,7 +246,7 @@ Convert = Callable[[Any, str, PromptMaker], list[Prompt]]
 def other_columns(record: Columns, used: str) -> dict[str, Any]:
     """Those besides the `used` one, which the rewards get. ValueError for a name that is taken."""
     if taken := RESERVED_COLUMNS & record.keys():
-        raise ValueError(f"rename column `{min(taken)}`: every reward function already gets that argument")
+        raise UserError(f"rename column `{min(taken)}`: every reward function already gets that argument")
     return {name: value for name, value in record.items() if name != used}
 
 

@@ -23,6 +23,7 @@ from grpo.config import Config
 from grpo.config.groups import SamplingSettings
 from grpo.data.gym import SCORE, gym_score
 from grpo.data.source import collate
+from grpo.errors import UserError
 from grpo.files import as_path
 from grpo.prompt import Prompt
 from grpo.rewards import REWARDS
@@ -49,14 +50,12 @@ def load_rewards(
     ValueError for two of one name, and for weights of another number.
     """
     if len(weights) not in (0, len(specs)):
-        raise ValueError(
-            f"reward_weights has {len(weights)} numbers for {len(specs)} rewards: give one each."
-        )
+        raise UserError(f"reward_weights has {len(weights)} numbers for {len(specs)} rewards: give one each.")
     functions: dict[str, RewardFunction] = {}
     for spec in specs:
         name, function = load_reward(spec) if isinstance(spec, str) else (_name(spec), spec)
         if name in functions:
-            raise ValueError(f"two rewards are called {name!r}: rename one")
+            raise UserError(f"two rewards are called {name!r}: rename one")
         functions[name] = function
     return functions
 
@@ -82,17 +81,17 @@ def load_reward(spec: str) -> tuple[str, RewardFunction]:
     if path is None:
         if spec in KNOWN_REWARDS:
             return spec, KNOWN_REWARDS[spec]
-        raise ValueError(
+        raise UserError(
             f"reward {spec!r} is not known: give one of {', '.join(KNOWN_REWARDS)}, "
             "or a function of your own as file.py:name."
         )
     if not path.is_file():
-        raise ValueError(f"reward {spec!r}: there is no file {str(path)!r}.")
+        raise UserError(f"reward {spec!r}: there is no file {str(path)!r}.")
     module = _module(path, path.stat().st_mtime_ns)
     function = getattr(module, name, None)
     if not callable(function):
         names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        raise ValueError(
+        raise UserError(
             f"reward {spec!r}: {str(path)!r} has no function {name!r}; it has {', '.join(names)}."
         )
     return name, function
@@ -119,7 +118,7 @@ def _module(path: Path, changed_ns: int) -> ModuleType:
     name = path.stem if is_same else f"reward_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"reward file {str(path)!r} is not a Python file.")
+        raise UserError(f"reward file {str(path)!r} is not a Python file.")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         with process_as_it_was():
@@ -128,7 +127,7 @@ def _module(path: Path, changed_ns: int) -> ModuleType:
         sys.path[:] = search_path  # where it wants to find what it imports later
     except Exception as error:
         del sys.modules[name]
-        raise ValueError(f"reward file {str(path)!r} fails on import: {error!r}") from error
+        raise UserError(f"reward file {str(path)!r} fails on import: {error!r}") from error
     return module
 
 
@@ -147,7 +146,7 @@ def check_tasks(functions: Mapping[str, RewardFunction], tasks: Collection[str])
         if prefix not in scored:
             add = f"add --reward {task}, or give --policy-share {other_share}"
             remedy = add if prefix else "give --reward file.py:name"
-            raise ValueError(f"no reward in {', '.join(functions)} scores {task} prompts: {remedy}.")
+            raise UserError(f"no reward in {', '.join(functions)} scores {task} prompts: {remedy}.")
 
 
 def check_columns(functions: Mapping[str, RewardFunction], prompts: Sequence[Prompt]) -> None:
@@ -160,7 +159,7 @@ def check_columns(functions: Mapping[str, RewardFunction], prompts: Sequence[Pro
         try:
             _signature(function).bind(**arguments)
         except TypeError as error:
-            raise ValueError(
+            raise UserError(
                 f"reward {name!r} is called with {', '.join(names)}: {error}. Give --prompts "
                 "that have it, or the function a default, and **columns for what it does not use."
             ) from error

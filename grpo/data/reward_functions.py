@@ -29,6 +29,7 @@ from grpo.data.reward_files import (
     process_as_it_was,
 )
 from grpo.data.source import collate
+from grpo.errors import UserError
 from grpo.rewards import EnginePool, PolicyReward, WeightedReward
 from grpo.types import Prompt, Rollout
 
@@ -67,7 +68,7 @@ class Scores:
         """(N,) weighted sums. ValueError for a row that no function scored."""
         rewards = self.rewards_where_scored
         if rows := rewards.isnan().nonzero().flatten().tolist():
-            raise ValueError(
+            raise UserError(
                 f"No reward function scored row {rows[0]} ({len(rows)} of {len(rewards)} rows). Every "
                 "completion needs at least one number: add a reward function for that kind of prompt, or "
                 "leave such prompts out."
@@ -152,7 +153,7 @@ class RewardFunctions:
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
             if len(values) != len(prompts):
-                raise ValueError(
+                raise UserError(
                     f"log_extra({column!r}) got {len(values)} values for {len(prompts)} completions"
                 )
             for row, value in zip(extra, values, strict=True):
@@ -299,14 +300,14 @@ def _numbers(name: str, answer: Any, count: int) -> list[float]:
             raise TypeError(f"{texts[0]!r} is text, not a number")
         numbers = [math.nan if score is None else float(score) for score in answer]
     except Exception as error:  # of __float__, which may be the user's
-        raise ValueError(f"reward {name!r} returned a {type(answer).__name__} ({error}): {wanted}") from error
+        raise UserError(f"reward {name!r} returned a {type(answer).__name__} ({error}): {wanted}") from error
     if len(numbers) != count:
         number = len(numbers) if len(numbers) < count else f"more than {count}"
-        raise ValueError(f"reward {name!r} returned {number} scores for {count} completions: {wanted}")
+        raise UserError(f"reward {name!r} returned {number} scores for {count} completions: {wanted}")
     for row, (score, value) in enumerate(zip(answer, numbers, strict=True)):
         if score is not None and not math.isfinite(value):
             kind = "NaN" if math.isnan(value) else value
-            raise ValueError(
+            raise UserError(
                 f"reward {name!r} returned {kind} for completion {row}: return finite numbers, or None "
                 "for what it does not judge."
             )

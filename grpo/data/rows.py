@@ -14,6 +14,7 @@ import chess
 import chess.pgn
 
 from grpo.data.maker import Columns, PromptMaker, other_columns
+from grpo.errors import UserError
 from grpo.prompt import Prompt
 from grpo.rewards import (
     BY_ROOK,
@@ -39,12 +40,12 @@ def from_record(record: Columns, row_id: str, maker: PromptMaker) -> list[Prompt
         return [maker.render_prompt(row_id, record)]
     name = next((name for name in ("text", "fen") if record.get(name) is not None), None)
     if name is None:
-        raise ValueError(
+        raise UserError(
             f"none of the columns `prompt`, `text`, `fen` has a value: name one of {', '.join(record)} with "
             "--prompt-column"
         )
     if not isinstance(record[name], str):
-        raise ValueError(f"`{name}` is {type(record[name]).__name__}, not text")
+        raise UserError(f"`{name}` is {type(record[name]).__name__}, not text")
     others = other_columns(record, name)
     text, columns = _line(record[name], maker) if name == "text" else _position(record, maker)
     return [Prompt(row_id, text, others | columns)]
@@ -60,16 +61,16 @@ def from_json(line: str, row_id: str, maker: PromptMaker) -> list[Prompt]:
     try:
         record = json.loads(line, parse_float=finite)
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        raise UserError("nested too deep") from None
     if not isinstance(record, dict):
-        raise ValueError(f"not a JSON object: {line[:60]!r}")
+        raise UserError(f"not a JSON object: {line[:60]!r}")
     return from_record(record, row_id, maker)
 
 
 def finite(text: str) -> float:
     """The number. ValueError for one like 1e400, which would come out as infinity."""
     if math.isinf(number := float(text)):
-        raise ValueError(f"{text} is beyond the largest number, about 1.8e308")
+        raise UserError(f"{text} is beyond the largest number, about 1.8e308")
     return number
 
 
@@ -96,13 +97,13 @@ def from_game(game: chess.pgn.Game, row_id: str, maker: PromptMaker) -> list[Pro
     Ids count half-moves: "games.pgn:3.17:policy" is what to play after 17 of them in game 3.
     """
     if game.errors:
-        raise ValueError(str(game.errors[0]))
+        raise UserError(str(game.errors[0]))
     board = game.board()
     if board.uci_variant != "chess" or board.chess960:
-        raise ValueError("not standard chess")
+        raise UserError("not standard chess")
     moves = list(game.mainline_moves())
     if not all(moves):
-        raise ValueError("there is a null move in it")
+        raise UserError("there is a null move in it")
     prompts: list[Prompt] = []
     for ply in range(len(moves) + 1):
         fen, row = board.fen(), f"{row_id}.{ply}"
@@ -128,12 +129,12 @@ def _line(line: str, maker: PromptMaker) -> Question:
         return _policy_line(line, maker)
     fields = line.removeprefix("A:").split("+")
     if not (line.startswith("A:") or (len(fields) == 7 and fields[0].count("/") == 7)):
-        raise ValueError(
+        raise UserError(
             f"a RookWorld line starts with 'P:' or 'A:', not {line[:10]!r}; plain prompts are taken from a "
             ".jsonl, .csv or .parquet file with a column `prompt`"
         )
     if len(fields) != 7 and (len(fields) != 4 or fields[3]):
-        raise ValueError(f"an environment line has seven fields joined by '+', this one {len(fields)}")
+        raise UserError(f"an environment line has seven fields joined by '+', this one {len(fields)}")
     fen, board = _set_up(fields[0])
     return _environment(board, fen, fields[1].strip(), fields[2].split())
 
@@ -145,7 +146,7 @@ def _policy_line(line: str, maker: PromptMaker) -> Question:
         return _policy(board, fen, None, maker)
     answer = parse_policy_completion(label + rest)
     if not answer.well_formed:
-        raise ValueError(f"moves, evals or best move missing or malformed: {rest[:60]!r}")
+        raise UserError(f"moves, evals or best move missing or malformed: {rest[:60]!r}")
     text, columns = _policy(board, fen, (answer.moves, answer.evals), maker)
     best = usual_move(board, answer.best), max(columns["evals"])
     maker.num_labelled += 1
@@ -157,7 +158,7 @@ def _set_up(text: str) -> tuple[str, chess.Board]:
     """A line's FEN without its padding, and the position. All six fields have to be there."""
     fen = " ".join(text.split())
     if len(fen) > 100 or not fen.isascii() or fen.count(" ") != 5:
-        raise ValueError(f"not a FEN: {fen[:100]!r}")
+        raise UserError(f"not a FEN: {fen[:100]!r}")
     return fen, chess.Board(fen)
 
 
@@ -169,7 +170,7 @@ def _position(record: Columns, maker: PromptMaker) -> Question:
         return _policy(board, board.fen(), (moves, evals) if moves or evals else None, maker)
     history = _entries(record.get("history")) or [action]
     if usual_move(board, str(history[-1])) != usual_move(board, str(action)):
-        raise ValueError(f"`history` ends with the action: {history[-1]!r} is not {action!r}")
+        raise UserError(f"`history` ends with the action: {history[-1]!r} is not {action!r}")
     return _environment(board, board.fen(), action, history)
 
 
@@ -177,7 +178,7 @@ def _entries(value: Any) -> list[Any]:
     """Of a list, or of a text of words."""
     entries = value.split() if isinstance(value, str) else value or []
     if not isinstance(entries, list):
-        raise ValueError(f"expected a list, not {str(value)[:60]!r}")
+        raise UserError(f"expected a list, not {str(value)[:60]!r}")
     return entries
 
 
@@ -186,9 +187,9 @@ def _policy(
 ) -> Question:
     """labels: moves and their evals."""
     if not board.is_valid():
-        raise ValueError(f"not a possible position: {fen} ({board.status().name})")
+        raise UserError(f"not a possible position: {fen} ({board.status().name})")
     if board.is_game_over():
-        raise ValueError(f"the game is over in {fen}")
+        raise UserError(f"the game is over in {fen}")
     moves, evals = (None, None) if labels is None else _labels(board, *labels)
     columns = {"task": "policy", "fen": fen, "moves": moves, "evals": evals}
     return policy_prompt(fen, trailing_space=maker.settings.trailing_space), columns
@@ -199,14 +200,14 @@ def _labels(board: chess.Board, moves: Sequence[Any], evals: Sequence[Any]) -> t
     try:
         numbers = [float(number) for number in evals]
     except (TypeError, OverflowError) as error:
-        raise ValueError(str(error)) from None
+        raise UserError(str(error)) from None
     if len(moves) != len(numbers) or not numbers:
-        raise ValueError(f"{len(moves)} moves and {len(numbers)} evals: expected one eval a move")
+        raise UserError(f"{len(moves)} moves and {len(numbers)} evals: expected one eval a move")
     if not all(map(math.isfinite, numbers)):
-        raise ValueError(f"evals are finite numbers of pawns, not {numbers}")
+        raise UserError(f"evals are finite numbers of pawns, not {numbers}")
     best = moves[numbers.index(max(numbers))]
     if not board.is_legal(chess.Move.from_uci(best)):
-        raise ValueError(f"the best label, {best}, is illegal in {board.fen()}")
+        raise UserError(f"the best label, {best}, is illegal in {board.fen()}")
     return [usual_move(board, move) for move in moves], numbers
 
 
@@ -221,7 +222,7 @@ def _environment(board: chess.Board, fen: str, action: Any, history: Sequence[An
 
 def _check_moves(moves: Sequence[Any]) -> None:
     if not all(isinstance(move, str) and is_move(move) for move in moves):
-        raise ValueError(f"not all UCI moves: {list(moves)}")
+        raise UserError(f"not all UCI moves: {list(moves)}")
 
 
 def _usual_history(board: chess.Board, moves: Sequence[str]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import chess
 
+from grpo.errors import UserError
 from grpo.prompt import Prompt
 
 HELDOUT_SHARE = 0.05
@@ -144,14 +145,14 @@ class PromptSource:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. ValueError if that was with other rows or another seed."""
         if any("row" in lane for lane in state["lanes"].values()):  # which says where a block began
-            raise ValueError(
+            raise UserError(
                 "the checkpoint is of a run that streamed its prompts from the hub, in an order that is not "
                 "made any more: start a new run from its weights, with its folder as --model"
             )
         if state["seed"] != self._seed:
-            raise ValueError(f"the checkpoint drew its prompts with seed {state['seed']}, not {self._seed}")
+            raise UserError(f"the checkpoint drew its prompts with seed {state['seed']}, not {self._seed}")
         if state["rows_digest"] != _shown(self._digest):
-            raise ValueError(
+            raise UserError(
                 "the training prompts are not those of the checkpoint: resume with the same --prompts, "
                 "prompt settings and --max-new-tokens, or start a new run from the checkpoint's weights with "
                 "--model"

@@ -13,6 +13,7 @@ from torch import distributed as dist
 from grpo.distributed.processes import THE_END, Processes
 from grpo.distributed.world import World
 from grpo.environment import is_bound_to_one_card, launched_processes, local_rank, num_machines
+from grpo.errors import UserError
 
 
 @contextmanager
@@ -29,6 +30,8 @@ def open_world(device: str, *, wait_minutes: float) -> Iterator[tuple[World, str
     _tell_torch(rank, size)
     state = PartialState(cpu=device == "cpu", timeout=timedelta(minutes=wait_minutes + 10))
     world = Processes(rank, size, name=f"{socket.gethostname()}, {device}", wait_s=60 * wait_minutes)
+    if dist.get_backend() == "nccl":
+        dist.all_reduce(torch.zeros(1, device=device))  # its buffers are there before memory is planned
     try:
         yield world, device
         world.exchange(THE_END, None)
@@ -48,7 +51,7 @@ def _tell_torch(rank: int, size: int) -> None:
     for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_RANK", local_rank())):
         os.environ.setdefault(name, str(value))
     if "MASTER_ADDR" not in os.environ and num_machines() > 1:
-        raise ValueError(
+        raise UserError(
             f"{size} processes were started on {num_machines()} machines, and none knows where the first one "
             "is: set MASTER_ADDR to the first machine's name, for all of them."
         )
@@ -61,12 +64,12 @@ def _device_of(device: str) -> str:
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return "cpu"
     if device not in ("auto", "cuda"):
-        raise ValueError(f"device is {device!r}, but each process has its own: give auto, cuda or cpu.")
+        raise UserError(f"device is {device!r}, but each process has its own: give auto, cuda or cpu.")
     place, cards = local_rank(), torch.cuda.device_count()
     if cards == 1 and is_bound_to_one_card():
         return "cuda:0"  # which is another one for each process
     if place >= cards:
-        raise ValueError(
+        raise UserError(
             f"{place + 1} processes or more were started on a machine with {cards} CUDA devices: "
             "start one for each, or give --device cpu."
         )

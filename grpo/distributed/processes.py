@@ -21,6 +21,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from grpo.distributed.world import ProcessLost, World
+from grpo.errors import UserError
 
 T = TypeVar("T")
 THE_END = "the end"
@@ -267,4 +268,4 @@ def unpack(message: bytes) -> Any:
         text = tensors.pop(_TEXT).numpy().tobytes()
         return json.loads(text, object_hook=lambda d: tensors[d[_TENSOR]] if _TENSOR in d else d)
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"no message: {type(error).__name__}: {error}") from error
+        raise UserError(f"no message: {type(error).__name__}: {error}") from error

@@ -28,6 +28,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from grpo.errors import UserError
+
 T = TypeVar("T")
 
 
@@ -39,7 +41,7 @@ def shard_model(model: PreTrainedModel, compute_dtype: torch.dtype, device: torc
     """
     layers = list(decoder_layers(model.base_model))
     if not layers:
-        raise ValueError(
+        raise UserError(
             f"shard is on, but {type(model).__name__} does not say which of its layers can be "
             "sharded: leave it off, or choose another --model."
         )

@@ -10,6 +10,7 @@ from statistics import NormalDist
 import numpy as np
 
 from grpo.data.source import digest
+from grpo.errors import UserError
 from grpo.evaluate.scores import Column, decimals
 from grpo.types import Prompt
 
@@ -99,7 +100,7 @@ class Evaluation:
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{file} is no saved evaluation ({reason}): give what --json wrote") from error
+            raise UserError(f"{file} is no saved evaluation ({reason}): give what --json wrote") from error
 
 
 def paired_difference(before: Evaluation, after: Evaluation, column: str) -> tuple[float, float, float]:
@@ -109,9 +110,9 @@ def paired_difference(before: Evaluation, after: Evaluation, column: str) -> tup
     """
     for evaluation in (before, after):
         if column not in evaluation.scores:
-            raise ValueError(f"no column {column!r} in an evaluation of {', '.join(evaluation.scores)}")
+            raise UserError(f"no column {column!r} in an evaluation of {', '.join(evaluation.scores)}")
     if column in before.of_other_prompts(after):
-        raise ValueError(f"{column!r} is of other prompts before than after: evaluate both on the same ones")
+        raise UserError(f"{column!r} is of other prompts before than after: evaluate both on the same ones")
     differences = after.scores[column] - before.scores[column]
     return float(differences.mean()), *bootstrap_interval(differences)
 

@@ -8,9 +8,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.config.groups import SamplingSettings
 from grpo.data.reward_functions import Scores
+from grpo.errors import UserError
 from grpo.evaluate.evaluation import Evaluation
 from grpo.evaluate.scores import Column, score_completions
 from grpo.rewards import EnginePool
+from grpo.rollout.decoder import ReusableArena
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.types import TASKS, Prompt, Rollout
@@ -64,16 +66,18 @@ def answer_heldout(
     seed: int,
     samples: int = 1,
     engine: EnginePool | None = None,
+    reusable: ReusableArena | None = None,
 ) -> Answers:
     """Complete the prompts, about `rows` rows at once.
 
     samples: completions a prompt, from the same uniforms every time for a seed; a single one, greedy,
-    where the temperature is 0. engine: begins to rank moves while the model writes.
+    where the temperature is 0. engine: begins to rank moves while the model writes. reusable: where to find
+    the arena of an earlier evaluation, and to leave it for the next.
     """
     if not prompts:
-        raise ValueError("no prompts to evaluate: hold some out, or give more positions")
+        raise UserError("no prompts to evaluate: hold some out, or give more positions")
     if samples < 1:
-        raise ValueError(f"samples is {samples}: give at least 1")
+        raise UserError(f"samples is {samples}: give at least 1")
     if settings.temperature == 0:
         samples = 1
     if engine is not None:
@@ -87,7 +91,14 @@ def answer_heldout(
     uniforms = uniforms.view(len(prompts), samples, -1)[order].flatten(0, 1)  # (N, max_new_tokens)
     with waiting("held-out prompts") as done:
         sampled = rollout(
-            model, tokenizer, [prompts[i] for i in order], uniforms, settings, rows=rows, watch_rows=done
+            model,
+            tokenizer,
+            [prompts[i] for i in order],
+            uniforms,
+            settings,
+            rows=rows,
+            watch_rows=done,
+            reusable=reusable,
         )
     return Answers(sampled, order, samples)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from grpo.config import Config
 from grpo.config.groups import SamplingSettings
 from grpo.data.reward_functions import RewardFunctions
+from grpo.errors import UserError
 from grpo.evaluate.evaluation import Evaluation, paired_difference
 from grpo.evaluate.heldout import EVALUATION_STEP, evaluate
 from grpo.model.load import Policy
@@ -151,5 +152,5 @@ def load(run: Path) -> tuple[list[Change], list[Example]]:
             for example in json.loads((folder / "examples.json").read_text(encoding="utf-8"))
         ]
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{folder / 'examples.json'} cannot be read ({error})") from error
+        raise UserError(f"{folder / 'examples.json'} cannot be read ({error})") from error
     return changes(load_quality(folder, "before"), load_quality(folder, "after")), shown

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.config.groups import Scale
 from grpo.data.reward_functions import Judged
+from grpo.errors import UserError
 from grpo.types import Rollout
 
 _EPSILON = 1e-4  # TRL's, so that advantages carry over
@@ -62,7 +63,7 @@ def _deviation(groups: Tensor, scale: Scale) -> Tensor | float:
     if scale == "group":
         return groups.std(dim=1, keepdim=True) + _EPSILON
     if scale not in ("batch", "none"):
-        raise ValueError(f"scale is {scale!r}; choose 'group', 'batch' or 'none'.")
+        raise UserError(f"scale is {scale!r}; choose 'group', 'batch' or 'none'.")
     return groups.std() + _EPSILON if scale == "batch" else 1.0
 
 
@@ -77,17 +78,17 @@ def _all_equal(groups: Tensor) -> Tensor:
 
 def _in_groups(rewards: Tensor, group_size: int) -> Tensor:
     if group_size < 2:
-        raise ValueError(
+        raise UserError(
             f"group_size is {group_size}: a completion needs siblings to be compared with, so 2 or more."
         )
     if rewards.ndim != 1 or rewards.numel() == 0 or rewards.numel() % group_size:
-        raise ValueError(
+        raise UserError(
             f"Rewards of shape {tuple(rewards.shape)} are not whole groups of {group_size}: "
             "give one number for each completion, the completions of a prompt side by side."
         )
     if not rewards.isfinite().all():
         row = int((~rewards.isfinite()).nonzero()[0])
-        raise ValueError(f"The reward of row {row} is {rewards[row].item()}; advantages need finite rewards.")
+        raise UserError(f"The reward of row {row} is {rewards[row].item()}; advantages need finite rewards.")
     return rewards.to(torch.promote_types(rewards.dtype, torch.float32)).reshape(-1, group_size)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from grpo.config.groups import LossSettings, LossType
+from grpo.errors import UserError
 from grpo.learning.metrics import loss_metrics
 
 
@@ -149,12 +150,12 @@ def grpo_loss(
     """
     shapes = [tuple(t.shape) for t in (logp, old_logp, ref_logp, mask) if t is not None]
     if logp.ndim != 2 or len(set(shapes)) > 1 or advantages.shape not in (logp.shape, logp.shape[:1]):
-        raise ValueError(
+        raise UserError(
             f"Need log-probs and mask (R, C), advantages (R,) or (R, C); got {shapes}, "
             f"{tuple(advantages.shape)}."
         )
     if settings.kl_coef != 0 and ref_logp is None:
-        raise ValueError(
+        raise UserError(
             f"kl_coef is {settings.kl_coef} but ref_logp is None: score the reference, or set it to 0."
         )
     at = mask.nonzero(as_tuple=True)  # rows and places, (K,) each
@@ -215,8 +216,8 @@ def adaptive_kl(
     relative error, clipped to ±max_error, times `gain`, is the coefficient's relative change.
     """
     if not target > 0:
-        raise ValueError(f"The KL target is {target}; it must be above 0 nats a token (usual: 0.01 to 0.1).")
+        raise UserError(f"The KL target is {target}; it must be above 0 nats a token (usual: 0.01 to 0.1).")
     if not math.isfinite(kl):
-        raise ValueError(f"The KL is {kl}: such a step must be skipped, it tells nothing of the coefficient.")
+        raise UserError(f"The KL is {kl}: such a step must be skipped, it tells nothing of the coefficient.")
     error = min(max(kl / target - 1, -max_error), max_error)
     return kl_coef * (1 + gain * error)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from grpo.config.groups import OptimizerSettings
+from grpo.errors import UserError
 
 WHERE_8BIT = ("cuda", "cpu")
 """Devices that bitsandbytes was tried on."""
@@ -44,7 +45,7 @@ def check_optimizer(settings: OptimizerSettings, device: torch.device, dtype: to
     elif dtype == torch.float64:
         fault = "but precision is fp64, which it has not:"
     if fault:
-        raise ValueError(f"optimizer_kind is {kind}, {fault} give adamw.")
+        raise UserError(f"optimizer_kind is {kind}, {fault} give adamw.")
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:

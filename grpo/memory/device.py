@@ -5,6 +5,7 @@ host the resident set and its high-water mark, which Linux lets a process reset.
 counted exactly, by `LiveBytes`, where that is asked for, as it costs time.
 """
 
+import math
 import os
 import resource
 import sys
@@ -89,7 +90,13 @@ class Device:
         utilization: float = 0.85,
         limit_bytes: int | None = None,
         sharing: int = 1,
+        counts_by_driver: bool = False,
     ) -> None:
+        """counts_by_driver: whether torch's counters may hold memory that is not mapped.
+
+        vLLM's sleep mode unmaps what torch goes on counting as allocated (vllm#17117, #33625).
+        """
+        self._counts_by_driver = counts_by_driver
         self.device = torch.device(device)
         self.on_host = self.device.type == "cpu"
         self.utilization, self.limit_bytes, self._sharing = utilization, limit_bytes, sharing
@@ -98,6 +105,8 @@ class Device:
         self._data_limit = data_limit() if self.on_host else None
         limited = limit_bytes is not None or self._data_limit is not None
         self._counts_private = limited and self.on_host and sys.platform == "linux"
+        self._cap_bytes: float = math.inf
+        """What `capped` enforces: where others leave later there is no more than that."""
         self._peak_bytes = self._least_outside_bytes = self._least_used_bytes = 0
 
     # ---------------------------------------------------------------------------------- what there is
@@ -133,7 +142,8 @@ class Device:
         A kernel that cannot be compiled on the last bytes of a host is never tried again, and torch's own
         product in bf16 is 20 times as slow.
         """
-        return self.budget().usable_bytes - max(self.used_bytes(), self._least_used_bytes)
+        usable_bytes = min(self.budget().usable_bytes, self._cap_bytes)
+        return usable_bytes - max(self.used_bytes(), self._least_used_bytes)
 
     def mind_fragments(self, added_bytes: float) -> None:
         """Have a limited process keep what it frees, which is faster, only where there is room for its gaps.
@@ -159,6 +169,10 @@ class Device:
         if self.device.type == "mps":
             return torch.mps.current_allocated_memory()
         allocated = torch.accelerator.memory_allocated(self.device)
+        if self._counts_by_driver:
+            free, total = torch.accelerator.get_memory_info(self.device)
+            kept = torch.accelerator.memory_reserved(self.device) - allocated  # of nobody's, and so free
+            return max(0, total - free - kept)
         outside = max(self._least_outside_bytes, self._outside_allocator_bytes())
         return allocated + self._kept_for_graphs_bytes() + outside
 
@@ -262,6 +276,8 @@ class Device:
         """
         usable_bytes = self.budget().usable_bytes
         with ExitStack() as limited:
+            limited.callback(setattr, self, "_cap_bytes", math.inf)
+            self._cap_bytes = usable_bytes
             if self.device.type == "cuda":
                 outside = max(CONTEXT_BYTES, self._outside_allocator_bytes() + KERNELS_BYTES)
                 self._least_outside_bytes = min(MOST_OUTSIDE_BYTES, outside)

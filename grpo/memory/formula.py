@@ -16,6 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import nnls
 
+from grpo.errors import UserError
+
 REMEMBERED = 5
 """Measurements of sizes alike, the newest; and shares of what a process held beside its tensors."""
 _ALIKE = 1.25
@@ -54,7 +56,7 @@ class Formula:
     def __call__(self, rows: int, tokens: int) -> float:
         """Bytes that such a pass adds. ValueError before anything was seen."""
         if not self._seen:
-            raise ValueError("nothing was measured yet.")
+            raise UserError("nothing was measured yet.")
         if self._fitted is None:
             self._fitted = self._fit()
         coefficients, sizes, errors = self._fitted

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from grpo.errors import UserError
 
-class DoesNotFit(ValueError):
+
+class DoesNotFit(UserError):
     """Not even one row of a phase fits."""
 
 

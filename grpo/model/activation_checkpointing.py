@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from grpo.config.groups import Checkpointing, CheckpointingSetting
 from grpo.distributed.shard import decoder_layers
+from grpo.errors import UserError
 
 _recompute: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 """Dropout is off, so no state of a random generator needs to be kept."""
@@ -40,7 +41,7 @@ def recomputed_layers(model: PreTrainedModel, checkpointing: Checkpointing) -> I
     """
     layers = [] if checkpointing == "none" else list(decoder_layers(model.base_model))
     if checkpointing == "full" and not layers:
-        raise ValueError(
+        raise UserError(
             f"gradient_checkpointing is full, but {type(model).__name__} does not say which of its layers "
             "can be recomputed: give none (fewer train_rows need less memory, too)."
         )

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from grpo.config.groups import LoraSettings
+from grpo.errors import UserError
 from grpo.model.four_bits import compute_in, dequantized, layers_in_4_bits
 from grpo.model.names import ADAPTER_CONFIG
 
@@ -40,7 +41,7 @@ def check_peft(lora: LoraSettings) -> None:
         ("peft", lora.uses_lora, f"lora_rank is {lora.lora_rank}"),
     ):
         if is_wanted and importlib.util.find_spec(package) is None:
-            raise ValueError(
+            raise UserError(
                 f"{setting}, which needs the package {package}: pip install {package}, or leave it out."
             )
 
@@ -82,7 +83,7 @@ def _target_modules(model: Any, layers: Mapping[str, nn.Module], wanted: tuple[s
             fault = f"{target!r}, which is none of the model's"
     if fault:
         ends = sorted({name.rpartition(".")[2] for name in layers})
-        raise ValueError(f"lora_targets is {fault}: give some of {', '.join(ends)}, or {ALL_LINEAR}.")
+        raise UserError(f"lora_targets is {fault}: give some of {', '.join(ends)}, or {ALL_LINEAR}.")
     return ALL_LINEAR if ALL_LINEAR in targets else sorted(targets)
 
 
@@ -170,7 +171,7 @@ def check_resumed(lora: LoraSettings, folder: Path) -> None:
         ("lora_alpha", lora.used_alpha, stored["lora_alpha"]),
     ):
         if now != then:
-            raise ValueError(f"{name} is {now:g}, but {str(folder)!r} has {then:g}: go on with that.")
+            raise UserError(f"{name} is {now:g}, but {str(folder)!r} has {then:g}: go on with that.")
 
 
 def load_adapters(model: nn.Module, folder: Path) -> None:
@@ -180,7 +181,7 @@ def load_adapters(model: nn.Module, folder: Path) -> None:
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
     if tensors.keys() != _state(model).keys():
         targets = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["target_modules"]
-        raise ValueError(f"lora_targets are others than {str(folder)!r} has: {', '.join(sorted(targets))}.")
+        raise UserError(f"lora_targets are others than {str(folder)!r} has: {', '.join(sorted(targets))}.")
     set_peft_model_state_dict(model, tensors)
 
 
@@ -200,7 +201,7 @@ def merged_with(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     report = set_peft_model_state_dict(adapted, load_file(folder / WEIGHTS))
     missing = [name for name in report.missing_keys if ".lora_" in name]
     if missing or report.unexpected_keys:
-        raise ValueError(
+        raise UserError(
             f"{WEIGHTS} lacks {len(missing)} of their weights and has {len(report.unexpected_keys)} besides, "
             f"such as {min([*missing, *report.unexpected_keys])}"
         )

@@ -25,6 +25,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from grpo.config.groups import Precision
+from grpo.errors import UserError
 from grpo.model.activation_checkpointing import recompute_activations
 from grpo.model.adapters import merged_copy, merged_with
 from grpo.model.four_bits import compute_in, layers_in_4_bits, quantization, quantized_by
@@ -112,7 +113,7 @@ def load_model(name: str, target: Target, *, in_4bit: bool = False) -> PreTraine
         try:
             return merged_with(model, Path(source_of(name))).eval()
         except (*LOADING_ERRORS, RuntimeError) as error:  # the latter of shapes of another model
-            raise ValueError(f"the adapters in {name!r} do not fit their base {base!r}: {error}") from error
+            raise UserError(f"the adapters in {name!r} do not fit their base {base!r}: {error}") from error
     method = quantized_by(target.model_config)
     options: dict[str, Any] = {"device_map": {"": target.device}} if in_4bit else {}
     if in_4bit and method is None:
@@ -230,13 +231,13 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     with loading(name, is_tokenizer=True):
         tokenizer = AutoTokenizer.from_pretrained(**_from(name))
         if not tokenizer("text")["input_ids"]:  # transformers makes an empty one where there are no files
-            raise ValueError("there is no tokenizer in it")
+            raise UserError("there is no tokenizer in it")
     return _ends_texts(tokenizer, name)
 
 
 def _ends_texts(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"model {name!r} has a tokenizer without an end-of-text token: give it one.")
+        raise UserError(f"model {name!r} has a tokenizer without an end-of-text token: give it one.")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

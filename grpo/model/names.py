@@ -18,6 +18,7 @@ from loguru import logger
 from safetensors import SafetensorError
 
 from grpo.config.groups import BUNDLED
+from grpo.errors import UserError
 from grpo.memory import is_out_of_memory
 
 BUNDLED_FOLDER = Path(__file__).parents[1] / "assets" / BUNDLED
@@ -59,13 +60,13 @@ def base_of(name: str) -> str | None:
     if not file.is_file():
         return None
     if whole := [path.name for path in folder.glob("model*.safetensors")]:
-        raise ValueError(
+        raise UserError(
             f"model {name!r} holds adapters ({ADAPTER_CONFIG}) and a whole model ({whole[0]}): move one of "
             "the two into a folder of its own, and name the one that is meant."
         )
     base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not base:
-        raise ValueError(
+        raise UserError(
             f"model {name!r} holds adapters, but {ADAPTER_CONFIG} does not say of which model: add it."
         )
     if Path(base).is_dir():
@@ -119,7 +120,7 @@ def loading(name: str, quantized: str | None = None, *, is_tokenizer: bool = Fal
     except (*LOADING_ERRORS, *more) as error:
         if is_out_of_memory(error):
             raise
-        raise ValueError(_remedy(name, error, quantized)) from error
+        raise UserError(_remedy(name, error, quantized)) from error
     finally:
         log.removeFilter(_is_no_table)
 
@@ -139,7 +140,7 @@ def check_whole(name: str, report: Mapping[str, Collection[Any]]) -> None:
         if names:
             faults.append(f"{verb} {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}")
     if faults:
-        raise ValueError(
+        raise UserError(
             f"model {name!r} does not hold the weights of the causal language model that its config.json "
             f"describes: it {'; '.join(faults)}. Give the folder of a whole one, saved as such (a classifier "
             "has no vocabulary head)."

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from grpo.errors import UserError
 from grpo.model.transfer import to_device
 
 
@@ -95,7 +96,7 @@ def layers_with_window(config: PretrainedConfig) -> list[bool]:
     """
     layers = DynamicCache(config=config).layers
     if not layers or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
-        raise ValueError("its layers remember something else than their own keys and values.")
+        raise UserError("its layers remember something else than their own keys and values.")
     return [layer.is_sliding for layer in layers]
 
 

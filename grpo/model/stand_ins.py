@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo.errors import UserError
+
 NEVER = -30.0
 """A log-prob that is as good as none: none such is sampled, and fp32 knows -10,000 to a thousandth."""
 _OF_SCORES = "softcap", "s_aux", "position_bias"
@@ -23,7 +25,7 @@ def product_dtype(values: Tensor) -> torch.dtype:
 def refuse_unknown(options: Mapping[str, Any]) -> None:
     """ValueError for what some models (Gemma 2, GPT-OSS) would have an attention change about its scores."""
     if wanted := [name for name in _OF_SCORES if options.get(name) is not None]:
-        raise ValueError(f"its attention takes {', '.join(wanted)}, which is not supported here.")
+        raise UserError(f"its attention takes {', '.join(wanted)}, which is not supported here.")
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from grpo.config.groups import BUNDLED, Precision
 from grpo.environment import grows_segments
+from grpo.errors import UserError
 from grpo.model import attention
 
 AUTO = "auto"
@@ -98,7 +99,7 @@ def choose_device(name: str = AUTO) -> torch.device:
         there = f"cpu and {accelerator.type}" if accelerator else "cpu"
         reason = str(error).splitlines()[0]
         message = f"device is {name!r}, which cannot be used here ({reason}): give {there}."
-        raise ValueError(message) from error
+        raise UserError(message) from error
 
 
 def is_same_device(name: str | None, device: torch.device) -> bool:
@@ -113,7 +114,7 @@ def is_same_device(name: str | None, device: torch.device) -> bool:
     try:
         named = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"device is {name!r}: give cpu, cuda, cuda:1 or the like.") from error
+        raise UserError(f"device is {name!r}: give cpu, cuda, cuda:1 or the like.") from error
     return (named.type, named.index or 0) == (device.type, device.index or 0)
 
 

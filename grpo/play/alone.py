@@ -9,6 +9,7 @@ from pathlib import Path
 import chess
 import numpy as np
 
+from grpo.errors import UserError
 from grpo.evaluate.evaluation import Evaluation
 from grpo.evaluate.scores import HALF_MOVES, MATES
 from grpo.play.match import play_games, random_openings
@@ -26,11 +27,11 @@ def self_play(player: Player, num_games: int, *, seed: int, fens: Sequence[str] 
     or at positions drawn from `fens`: played greedily, they would all be the same one otherwise.
     """
     if num_games < 1:
-        raise ValueError(f"the number of games is {num_games}: give at least 1")
+        raise UserError(f"the number of games is {num_games}: give at least 1")
     if fens is None:
         boards = random_openings(num_games, seed=seed)
     elif len(fens) < num_games:
-        raise ValueError(f"{num_games} games need as many positions: give at most {len(fens)} games")
+        raise UserError(f"{num_games} games need as many positions: give at most {len(fens)} games")
     else:
         boards = [chess.Board(fen) for fen in random.Random(f"self-play {seed}").sample(fens, num_games)]
     games = [Game.begin(board) for board in boards]
@@ -68,11 +69,11 @@ def read_mates(file: Path) -> list[chess.Board]:
             for move in re.sub(r"\d+\.+", " ", example["input"]).split():
                 board.push_san(move)
             if not any(is_mate(board, move) for move in board.legal_moves):
-                raise ValueError("no move mates")
+                raise UserError("no move mates")
             boards.append(board)
         if not boards:
-            raise ValueError("no examples")
+            raise UserError("no examples")
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{place}: {type(error).__name__}: {error}"
-        raise ValueError(f"{file} is not BIG-bench's checkmate_in_one ({reason}): get {MATES_URL}") from error
+        raise UserError(f"{file} is not BIG-bench's checkmate_in_one ({reason}): get {MATES_URL}") from error
     return boards

@@ -10,6 +10,7 @@ from loguru import logger
 from rich.table import Table
 
 from grpo.data import load_prompts
+from grpo.errors import UserError
 from grpo.play.opponents import Opponent
 from grpo.play.player import settings_of
 from grpo.play.record import Game, Match
@@ -42,7 +43,7 @@ def heldout_positions(count: int, *, model: str, prompts: str | None, seed: int)
     fens = dict.fromkeys(prompt.columns["fen"] for prompt in heldout if prompt.task == "policy")
     boards = [board for board in map(chess.Board, fens) if not board.is_game_over()]
     if len(boards) < count:
-        raise ValueError(
+        raise UserError(
             f"the games need {count} positions, and {prompts} has {len(boards)} held out: give --games "
             f"{2 * len(boards)}, or other --prompts"
         )

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import chess.engine
 
+from grpo.errors import UserError
 from grpo.play.thought import Position, Thought, any_move
 from grpo.rewards import PATIENCE_S, UciEngines, require_stockfish
 
@@ -72,12 +73,12 @@ def engine_command(name: str) -> list[str] | None:
     kind, _, rest = name.partition(":")
     if kind == STOCKFISH:
         if rest and not rest.isdecimal():
-            raise ValueError(f"against is {name!r}: give stockfish, or its Elo as in stockfish:1500")
+            raise UserError(f"against is {name!r}: give stockfish, or its Elo as in stockfish:1500")
         return [require_stockfish()]
     if kind == ENGINE:
         command = shlex.split(rest)
         if not command or shutil.which(command[0]) is None:
-            raise ValueError(f"against is an engine, {rest!r}, which is no program: give its path")
+            raise UserError(f"against is an engine, {rest!r}, which is no program: give its path")
         return command
     path = Path(name).expanduser()
     return [str(path.resolve())] if path.is_file() and os.access(path, os.X_OK) else None
@@ -91,5 +92,5 @@ def _configure(engine: chess.engine.SimpleEngine, *, elo: str) -> None:
     least, most = (option.min, option.max) if option is not None else (None, None)
     if least is None or most is None or not least <= int(elo) <= most:
         name = engine.id.get("name", "this engine")
-        raise ValueError(f"against is stockfish:{elo}, but UCI_Elo of {name} goes from {least} to {most}")
+        raise UserError(f"against is stockfish:{elo}, but UCI_Elo of {name} goes from {least} to {most}")
     engine.configure({"UCI_LimitStrength": True, "UCI_Elo": int(elo)})

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo.config import CONFIG_FILE, Config, from_plain
 from grpo.config.groups import Precision, SamplingSettings
 from grpo.config.reading import read_run_settings
+from grpo.errors import UserError
 from grpo.model.load import context_length, load_policy
 from grpo.model.target import choose_device, choose_model
 from grpo.play.thought import MOST_ANSWERS, Position, Thought, conclude, read_answer
@@ -125,7 +126,7 @@ def load_player(
     policy = load_policy(name, device, precision)
     room = context_length(policy.model.config) - _LONGEST_PROMPT
     if room < 1:
-        raise ValueError(f"model {model!r} has a context too short for a position: give another one")
+        raise UserError(f"model {model!r} has a context too short for a position: give another one")
     tokens = min(settings.max_new_tokens, room)
     sampling = SamplingSettings.of(settings, temperature=temperature, max_new_tokens=tokens)
     return Player(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import chess
 import chess.pgn
 
+from grpo.errors import UserError
 from grpo.evaluate.evaluation import LEVEL_Z
 from grpo.files import write_whole
 from grpo.play.thought import How, Thought
@@ -227,15 +228,15 @@ class Match:
             with file.open(encoding="utf-8") as lines:
                 while pgn := chess.pgn.read_game(lines):
                     if pgn.errors:
-                        raise ValueError(pgn.errors[0])
+                        raise UserError(pgn.errors[0])
                     if pgn.headers["Site"] != _SITE or pgn.headers["Result"] not in _RESULTS:
-                        raise ValueError("it was not made here")
+                        raise UserError("it was not made here")
                     games.append(Game(pgn, first_is_white=len(games) % 2 == 0))
             if not games:
-                raise ValueError("it is empty")
+                raise UserError("it is empty")
         except (OSError, ValueError, LookupError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise ValueError(
+            raise UserError(
                 f"{file} is no match ({reason}): remove it, or play into another folder"
             ) from error
         return Match(games)
@@ -246,7 +247,7 @@ class Match:
             return self
         before = Match.load(folder).games
         if len(self.games) < (begun := len(before)):
-            raise ValueError(
+            raise UserError(
                 f"{folder} is a match of {begun} games: give --games {begun} or more, or another --output"
             )
         for old, new in zip(before, self.games, strict=False):
@@ -254,7 +255,7 @@ class Match:
             for name in {**was, **wanted}:
                 if name not in _MAY_DIFFER and was.get(name) != wanted.get(name):
                     difference = f"{name} {was.get(name)}, not {wanted.get(name)}"
-                    raise ValueError(
+                    raise UserError(
                         f"{folder} is a match with {difference}: give another --output, or remove it"
                     )
         return Match([*before, *self.games[begun:]])

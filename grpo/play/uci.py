@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import chess
 from loguru import logger
 
+from grpo.errors import UserError
 from grpo.play.thought import MOST_ANSWERS, IllegalMoves, Position, Thought, conclude, game_seed
 from grpo.rewards import MATE_SCORE
 
@@ -59,11 +60,11 @@ class Options:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature:g}: give 0 (greedy) or more")
+            raise UserError(f"temperature is {self.temperature:g}: give 0 (greedy) or more")
         if not 0 <= self.seed <= MOST_SEED:
-            raise ValueError(f"seed is {self.seed}: give a whole number from 0 to {MOST_SEED}")
+            raise UserError(f"seed is {self.seed}: give a whole number from 0 to {MOST_SEED}")
         if self.illegal_moves not in get_args(IllegalMoves):
-            raise ValueError(f"illegal moves are {self.illegal_moves!r}: give replace or resign")
+            raise UserError(f"illegal moves are {self.illegal_moves!r}: give replace or resign")
 
     def changed(self, words: Sequence[str]) -> "Options":
         """By `name NAME value VALUE`. ValueError for what there is not, or cannot be."""
@@ -71,7 +72,7 @@ class Options:
         for name, (field, read, _) in _OPTIONS.items():
             if name.lower() == wanted.lower():
                 return replace(self, **{field: read(value)})
-        raise ValueError(f"there is no option {wanted!r}")
+        raise UserError(f"there is no option {wanted!r}")
 
 
 def read_position(words: Sequence[str]) -> chess.Board:
@@ -79,10 +80,10 @@ def read_position(words: Sequence[str]) -> chess.Board:
     start, _, moves = " ".join(words).partition(" moves")
     kind, _, fen = start.partition(" ")
     if kind not in ("startpos", "fen"):
-        raise ValueError("say position startpos, or position fen FEN")
+        raise UserError("say position startpos, or position fen FEN")
     board = chess.Board(fen) if kind == "fen" else chess.Board()
     if not board.is_valid():
-        raise ValueError(f"{board.fen()} is no legal position ({board.status()!r})")
+        raise UserError(f"{board.fen()} is no legal position ({board.status()!r})")
     for move in moves.split():
         board.push_uci(move)
     return board

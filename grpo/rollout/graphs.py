@@ -16,8 +16,11 @@ from loguru import logger
 from torch import Tensor
 
 Replay = Callable[[], None]
-SAME = 0.75
-"""Share of values that a replay has to repeat. Sums in another order may lead to another token at times."""
+MIN_MATCH, LOGP_TOLERANCE = 0.98, 0.02
+"""Share of tokens that a replay has to repeat, and what their log-probs may differ by, in nats.
+
+Sums in another order may lead to another token at times, and of few rows one may.
+"""
 
 
 class CUDAGraphs:
@@ -76,7 +79,7 @@ def graphs_of(device: torch.device) -> CUDAGraphs | None:
 def run_and_record(
     graphs: CUDAGraphs, work: Callable[[], None], *, changed: Sequence[Tensor], shown: Sequence[Tensor]
 ) -> Replay | None:
-    """Run work as it is, then record it, and compare what is `shown` after the first replay.
+    """Run work as it is, then record it, and compare what is `shown` after the first replay, row by row.
 
     changed: all tensors to which a second run makes a difference. None, with a warning, where recording fails
     or something else is shown: `graphs` are then used no more.
@@ -89,9 +92,7 @@ def run_and_record(
         replay = graphs.record(work)
         _set(changed, before)
         replay()
-        pairs = zip(shown, expected, strict=True)
-        same = [a.isclose(b, rtol=0.05, atol=0.05, equal_nan=True).double().mean() for a, b in pairs]
-        if torch.stack(same).min() < SAME:
+        if not is_repeated(shown, expected):
             raise RuntimeError("the first replay gave other tokens")
     except torch.OutOfMemoryError:
         raise
@@ -100,6 +101,22 @@ def run_and_record(
         graphs.works, replay = False, None
     _set(changed, after)
     return replay
+
+
+def is_repeated(shown: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Whether a replay shows what was expected, of as many rows as there have to be.
+
+    Whole numbers, as tokens are, have to be the same, and others, as log-probs, close where those are.
+    """
+    same = torch.ones_like(expected[0], dtype=torch.bool)
+    close = same.clone()
+    for now, before in zip(shown, expected, strict=True):
+        if before.is_floating_point():
+            close &= now.isclose(before, rtol=0, atol=LOGP_TOLERANCE, equal_nan=True)
+        else:
+            same &= now == before
+    unlike = torch.stack([(~same).sum(), (same & ~close).sum()]).tolist()
+    return unlike[0] <= max(1, (1 - MIN_MATCH) * same.numel()) and unlike[1] <= (1 - MIN_MATCH) * same.numel()
 
 
 def _set(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -5,9 +5,9 @@ of a group share their prompt's keys, and end within a few tokens of each other.
 """
 
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 import torch
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo.config.groups import SamplingSettings
 from grpo.data.tokens import tokenize
 from grpo.distributed.shard import any_process, run_gathered
+from grpo.errors import UserError
 from grpo.model.load import context_length, end_tokens
 from grpo.rollout.arena import Arena, Completions, Room
 from grpo.rollout.decoder import ReusableArena, open_arena, prompt_places, replaced_at_once
@@ -26,6 +27,10 @@ _CHECK_EVERY = 8
 """Tokens between looks at the cache, and at who has finished on an accelerator, which waits for it."""
 
 
+_MERGED_TOKENS = 4
+"""Tokens before a text that may change how its first letter is written: a letter has up to four bytes."""
+
+
 def tokenize_prompts(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, *, longest: int
 ) -> list[list[int]]:
@@ -33,9 +38,9 @@ def tokenize_prompts(
     prompt_ids = tokenize(prompts, tokenizer)
     for prompt, ids in zip(prompts, prompt_ids, strict=True):
         if not ids:
-            raise ValueError(f"prompt {prompt.id} is empty: a prompt needs at least one token.")
+            raise UserError(f"prompt {prompt.id} is empty: a prompt needs at least one token.")
         if len(ids) > longest:
-            raise ValueError(
+            raise UserError(
                 f"prompt {prompt.id} has {len(ids)} tokens, but the model's context leaves {longest} beside "
                 "max_new_tokens: shorten the prompt, lower max_new_tokens, or choose another model."
             )
@@ -155,6 +160,8 @@ class _Sampling:
     watch_cache: Callable[[int, int], object] | None
     watch_rows: Callable[[float], None] | None
     stopped: Callable[[], bool] | None
+    looked_at: Counter[int] = field(default_factory=Counter)
+    """By row, the tokens in which no stop text stands."""
 
     def sample(self, arena: Arena, groups: Iterable[int]) -> None:
         """Sample groups, by their first rows, as many at once as there are places."""
@@ -208,12 +215,23 @@ class _Sampling:
         if not self.settings.stop or not places:
             return
         stops, sampled = self.settings.stop_texts, arena.rows(places)
+        window = max(len(stop.encode()) for stop in stops) + _MERGED_TOKENS
         cut: dict[int, int] = {}
-        rows = (tensor.tolist() for tensor in (arena.rows_of(places), sampled.ids, sampled.lengths))
-        for row, ids, length in zip(*rows, strict=True):
-            stopped_at = stop_length(ids[:length], self.tokenizer, stops)
-            if stopped_at is not None:
-                cut[row] = stopped_at
+        firsts = [arena.groups[place] for place in places]
+        numbers = [first + row for first in firsts if first is not None for row in range(arena.room.width)]
+        tensors = arena.rows_of(places), sampled.ids, sampled.lengths, sampled.terminated
+        for number, row, ids, length, has_ended in zip(
+            numbers, *(tensor.tolist() for tensor in tensors), strict=True
+        ):
+            looked_at, self.looked_at[number] = self.looked_at[number], length
+            if has_ended or length == looked_at:
+                continue
+            # What was looked at before has no stop text: one that has come since ends among the new tokens.
+            text = self.tokenizer.decode(ids[max(0, looked_at - window) : length])
+            if any(stop in text for stop in stops):
+                stopped_at = stop_length(ids[:length], self.tokenizer, stops)
+                if stopped_at is not None:
+                    cut[row] = stopped_at
         if cut:
             arena.cut([*cut], [*cut.values()])
 

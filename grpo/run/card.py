@@ -32,7 +32,9 @@ def model_card(run: Path) -> str:
     """In Markdown, with the header that the hub reads."""
     settings = read_yaml(run / CONFIG_FILE)
     lines = read_lines(run / METRICS_FILE)
+    lines = [line for line in lines if isinstance(line.get("step"), int)]  # others are nobody's of ours
     steps = max((line["step"] for line in lines), default=0)
+    settings = {name: _without_folders(value) for name, value in settings.items()}
     base, prompts = str(settings["model"]), str(settings["prompts"])
     has_adapters = bool(settings.get("lora_rank"))
     header = ModelCardData(
@@ -62,6 +64,13 @@ def model_card(run: Path) -> str:
         f"```yaml\n{yaml.safe_dump(changed, sort_keys=False).strip()}\n```",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _without_folders(value: Any) -> Any:
+    """A path of this machine, such as a reward's file, by its last name alone: nobody else has the rest."""
+    if isinstance(value, list):
+        return [_without_folders(each) for each in value]
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 def usage(has_adapters: bool) -> str:

@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo.environment import typed
+from grpo.errors import UserError
 from grpo.files import put_back, shown, take_place
 from grpo.model.adapters import MERGED, has_adapters, save_adapters, save_merged
 from grpo.model.load import Policy
@@ -166,7 +167,7 @@ class CheckpointFolder:
             with self._replacing(trial) as folder:
                 _save_model(policy, folder, weights, save_original_format=False)
         except Exception as error:  # of whoever takes part: transformers, peft, a tokenizer, the disk
-            raise ValueError(
+            raise UserError(
                 f"the model could not be saved in {shown(self.folder.parent)} when it is trained: "
                 f"{' '.join(str(error).split())}"
             ) from error
@@ -241,7 +242,12 @@ class CheckpointFolder:
                     os.link(path, target)
                 except OSError:  # a disk that has no links
                     shutil.copyfile(path, target)
-        write_card(self.folder.parent, temporary / _CARD)
+        try:
+            write_card(self.folder.parent, temporary / _CARD)
+        except Exception as error:  # of files that a person may have edited: a card is no part of the model
+            if "card" not in self._refused:
+                logger.warning("{} has no card: {}", shown(self.model), " ".join(str(error).split()))
+            self._refused.add("card")
         take_place(temporary, self.model)
 
     def _prune(self, newest: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from loguru import logger
 
 from grpo.config import CONFIG_FILE, Config, SettingsError, read_yaml, to_plain, write_yaml
+from grpo.errors import UserError
 from grpo.files import shown
 from grpo.memory.budget import readable
 from grpo.model.adapters import check_resumed
@@ -169,7 +170,7 @@ def model_of(model: str) -> str:
         return str(folder)
     newest = checkpoints.newest_intact()  # which reads all of its files
     if newest is None:
-        raise ValueError(f"model is {model!r}, a run without a checkpoint: let it train on, or name a model")
+        raise UserError(f"model is {model!r}, a run without a checkpoint: let it train on, or name a model")
     return str(newest.folder)
 
 

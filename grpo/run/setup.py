@@ -21,6 +21,7 @@ from grpo.data.reward_files import PROMPTS_LOOKED_AT, with_length
 from grpo.data.reward_functions import RewardFunctions
 from grpo.distributed import World, largest_share, open_world
 from grpo.distributed.share import Share
+from grpo.errors import UserError
 from grpo.learning.optimizer import check_optimizer, make_optimizer
 from grpo.memory import Device, DoesNotFit, Fit, is_out_of_memory, survive
 from grpo.memory.recovery import release_cache
@@ -138,7 +139,7 @@ class Run:
             sampled_in = target.exact_dtype if config.shard else target.dtype
             self.sampler = RolloutModel(self.policy.model, sampled_in)
             if wrong := self.sampler.check():
-                raise ValueError(f"{config.model!r} cannot be sampled from: {wrong}; give --precision fp32.")
+                raise UserError(f"{config.model!r} cannot be sampled from: {wrong}; give --precision fp32.")
             self.optimizer = make_optimizer(self.policy.model, config)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -171,7 +172,8 @@ class Run:
         self.stays_gathered = config.shard and stays_gathered(world, self.fit, work, self.policy)
         device_type = self.device.device.type
         self.records = not config.shard and records_steps(work.target.model_config, device_type)
-        self.arena = ReusableArena()  # what decoding leaves for the next rollout, where it records
+        # What decoding leaves for the next rollout, and for the next evaluation, where it records.
+        self.arena, self.eval_arena = ReusableArena(), ReusableArena()
 
     def _phases_at(self, work: Workload) -> PhasesAt:
         scored = self.reference.model if self.reference and work.scores == "reference" else None

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TextIO
 
 from loguru import logger
 
+from grpo.errors import UserError
 from grpo.files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
@@ -80,7 +81,7 @@ def check_trackers(names: Sequence[str]) -> None:
     """ValueError if one of them is not installed, or wants to know first who is there."""
     for name in {"wandb", "trackio"} & {*names}:
         if importlib.util.find_spec(name) is None:
-            raise ValueError(
+            raise UserError(
                 f"trackers names {name}, which is not installed: pip install {name}, or leave it out."
             )
     if "wandb" not in names:
@@ -88,7 +89,7 @@ def check_trackers(names: Sequence[str]) -> None:
     import wandb
 
     if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False, verify=False):
-        raise ValueError(
+        raise UserError(
             "trackers names wandb, where nobody is logged in: wandb login, or set WANDB_MODE=offline, or "
             "leave it out."
         )
@@ -157,7 +158,7 @@ class RunTracker:
             write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
             return path.open("a", buffering=1)
         except OSError as error:
-            raise ValueError(
+            raise UserError(
                 f"{path} cannot be written ({error.strerror}): make room on its disk, or move away what is "
                 "in its place; then start again."
             ) from error

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo.distributed.shard import is_sharded, part_like, whole
+from grpo.errors import UserError
 
 
 class Snapshot(NamedTuple):
@@ -46,7 +47,7 @@ def restore_optimizer(
         for parameter, name, entry in _moments(model, optimizer):
             state, stored = optimizer.state[parameter], tensors.get(f"{name}|{entry}")
             if stored is None:
-                raise ValueError(
+                raise UserError(
                     f"the checkpoint in {str(folder)!r} has no {entry} of {name}: go on with the "
                     "--optimizer-kind and the model that it was saved with."
                 )

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 
 from grpo.config.groups import Checkpointing
 from grpo.distributed.shard import is_sharded
+from grpo.errors import UserError
 from grpo.model.activation_checkpointing import recomputed_layers
 from grpo.model.attention import needs_no_mask
 from grpo.model.prefill import PromptBatch, encode_prompts, layers_with_window, padding_unknown
@@ -111,7 +112,7 @@ class _CompletionLayer(DynamicLayer):  # type: ignore[misc]  # transformers is n
     def __init__(self, prompts: _PromptLayer, row_to_prompt: Tensor) -> None:
         super().__init__()
         if prompts.key_values is None:
-            raise ValueError("its layers do not hand their keys and values to a cache.")
+            raise UserError("its layers do not hand their keys and values to a cache.")
         self.keys, self.values = prompts.key_values
         self.is_sliding, self.is_initialized, self._rows = prompts.is_sliding, True, row_to_prompt
 

@@ -20,6 +20,7 @@ import torch
 from loguru import logger
 from torch import Tensor
 
+from grpo.errors import UserError
 from grpo.model.head import CAST_ROWS, centred_head, parts
 from grpo.model.stand_ins import product_dtype
 from grpo.scoring.kernels import are_compiled, compiled, fill_softmax, scores_of, try_kernels
@@ -75,11 +76,11 @@ def head_pass(
     """
     if hidden.shape[:-1] != targets.shape or (scored is not None and scored.ndim != 1):
         shapes = [tuple(t.shape) for t in (hidden, targets, scored) if t is not None]
-        raise ValueError(f"hidden (R, C, D), targets (R, C) and scored (K,) do not go together: {shapes}.")
+        raise UserError(f"hidden (R, C, D), targets (R, C) and scored (K,) do not go together: {shapes}.")
     if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}; log-probs need one above 0 (usual: 1.0).")
+        raise UserError(f"temperature is {temperature}; log-probs need one above 0 (usual: 1.0).")
     if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be 1 or more (usual: 256 to 4096).")
+        raise UserError(f"chunk_tokens is {chunk_tokens}; it must be 1 or more (usual: 256 to 4096).")
     states, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)  # (R·C, D), (R·C,)
     dtype, device = product_dtype(hidden), device or hidden.device
     exact = torch.promote_types(dtype, torch.float32)

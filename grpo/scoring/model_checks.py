@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
+from grpo.errors import UserError
 from grpo.model.attention import needs_no_mask
 from grpo.model.prefill import crossed_window, pad_prompts
 from grpo.model.stand_ins import NEVER, exact_products
@@ -57,7 +58,7 @@ def _check_scorer(model: PreTrainedModel, batch: MicroBatch) -> None:
     try:
         ours = batch.padded(token_logprobs(model, batch, temperature=1.0, dtype=model.dtype)[0])
     except (TypeError, AttributeError, ValueError, NotImplementedError) as error:
-        raise ValueError(f"{type(model).__name__} cannot be trained here: {error}") from error
+        raise UserError(f"{type(model).__name__} cannot be trained here: {error}") from error
     for row, (prompt, length) in enumerate(zip(batch.prompts.ids, batch.prompts.lengths, strict=True)):
         ids = torch.cat([prompt[:length], batch.completion_ids[row]]).to(model.device).unsqueeze(0)
         # With a mask of its own making the model's pass would share a fault of ours in making none.
@@ -65,7 +66,7 @@ def _check_scorer(model: PreTrainedModel, batch: MicroBatch) -> None:
         theirs = logits.log_softmax(-1).gather(1, ids[0, -4:].unsqueeze(1)).squeeze(1)
         difference = (ours[row].clamp(min=NEVER) - theirs.clamp(min=NEVER)).abs().max().item()
         if not difference < 1e-3:
-            raise ValueError(
+            raise UserError(
                 f"{type(model).__name__} cannot be trained here: its log-probs come out {difference:.3g} "
                 "nats wrong, so its head or its attention is of a kind that is not supported; "
                 "choose another --model."

@@ -1,5 +1,9 @@
 """TRL's GRPO trainer, with as many rows on the device at once as fit: `from grpo.trl import GRPOTrainer`."""
 
+from grpo.environment import set_library_defaults
+
+set_library_defaults()  # as `grpo-lean trl` does; what is read when torch is loaded needs this import first
+
 try:
     import trl as _trl
 except ImportError as error:

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from grpo.config import Config
 from grpo.config.groups import SamplingSettings
+from grpo.errors import UserError
 from grpo.memory import DoesNotFit, Fit
 from grpo.memory.budget import readable
 from grpo.model.load import context_length
@@ -63,7 +64,7 @@ class _Planned(GRPOTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         prompts = self.args.generation_batch_size // self.num_generations
         if isinstance(self.train_dataset, Sized) and len(self.train_dataset) < prompts:
-            raise ValueError(
+            raise UserError(
                 f"the dataset has {len(self.train_dataset)} prompts, and TRL leaves out a batch that is not "
                 f"full, which takes {prompts}: lower per_device_train_batch_size, or give more prompts."
             )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
+from grpo.errors import UserError
 from grpo.model.activation_checkpointing import may_recompute_itself
 from grpo.model.first_layers import is_plain
 from grpo.model.load import context_length
@@ -73,7 +74,7 @@ def shared_prompts(
     def forward(input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Any:
         nonlocal done
         if told := [name for name in _NOT_SHARED if options.get(name) is not None]:
-            raise ValueError(
+            raise UserError(
                 f"prompts are shared by a model that is given {told[0]}: set share_prompts=False."
             )
         rows = slice(done, done + len(input_ids))

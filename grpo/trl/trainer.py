@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from grpo.config.sizes import parse_size
 from grpo.environment import keep_freed
+from grpo.errors import UserError
 from grpo.memory import Device, Fit, Size
 from grpo.memory.budget import data_limit
 from grpo.model.load import is_cut_short, rotary_limit
@@ -112,13 +113,13 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         **kwargs: Any,
     ) -> None:
         if not 0 < memory_utilization <= 1:
-            raise ValueError(f"memory_utilization={memory_utilization}: a share of the device, up to 1.")
+            raise UserError(f"memory_utilization={memory_utilization}: a share of the device, up to 1.")
         limit = parse_size(memory_limit) if isinstance(memory_limit, str) else memory_limit
         arguments = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         _refuse(arguments.get("args"), skips=skip_zero_variance)
         super().__init__(*args, **kwargs)
         if getattr(self, "aux_loss_enabled", False):
-            raise ValueError(
+            raise UserError(
                 "the router's auxiliary loss is a product of means over all tokens on the device, so it "
                 "depends on how a batch is split: set GRPOConfig(router_aux_loss_coef=0.0)."
             )
@@ -127,12 +128,15 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
             keep_freed()  # fresh pages would cost more than what is done with them
         self.is_sharded = self.accelerator.distributed_type in SHARDED
         self.fit = Fit(
-            Device(device, utilization=memory_utilization, limit_bytes=limit),
+            Device(
+                device, utilization=memory_utilization, limit_bytes=limit,
+                counts_by_driver=device.type == "cuda" and self._engine_sleeps,
+            ),
             group_size=self.num_generations, replays=not self.is_sharded,
             agree=(lambda rows: smallest(rows, device)) if self.is_sharded else (lambda rows: rows),
         )  # fmt: skip
         if skip_zero_variance and self.is_sharded:
-            raise ValueError(
+            raise UserError(
                 "skip_zero_variance leaves rows out, and processes that share a model take as many passes: "
                 "leave it out."
             )
@@ -216,6 +220,12 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         return any(getattr(self, engine, False) for engine in ("use_vllm", *CONTINUOUS_BATCHING))
 
     @property
+    def _engine_sleeps(self) -> bool:
+        """Whether vLLM is in this process, and gives its memory back between samplings."""
+        is_here = getattr(self, "use_vllm", False) and getattr(self.args, "vllm_mode", "") == "colocate"
+        return bool(is_here and getattr(self.args, "vllm_enable_sleep_mode", False))
+
+    @property
     def engine_casts(self) -> bool:
         """Whether TRL's continuous batching would cast the weights that are trained, and leave them so."""
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
@@ -234,7 +244,7 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
             f"{flag} would cast the fp32 weights that are trained to {'bf16' if self.args.bf16 else 'fp16'}"
         )
         if reason is not None:
-            raise ValueError(
+            raise UserError(
                 f"{harm} and leave them so, in which small updates round to nothing, and the native decoder "
                 f"cannot sample instead ({reason}): set {flag}=False, or bf16=False and fp16=False."
             )
@@ -365,21 +375,21 @@ def _refuse(settings: Any, *, skips: bool) -> None:
     has_bonus = getattr(settings, "entropy_coef", 0.0) or getattr(settings, "use_adaptive_entropy", False)
     if skips and (settings.beta or has_bonus):
         reason = f"beta is {settings.beta}" if settings.beta else "there is a bonus on entropy"
-        raise ValueError(
+        raise UserError(
             f"skip_zero_variance leaves rows out that would be learned from: {reason}. Set one or the other."
         )
     if settings.top_entropy_quantile < 1.0:
-        raise ValueError(
+        raise UserError(
             f"top_entropy_quantile={settings.top_entropy_quantile} is a quantile over the rows on the device "
             "at once: set it to 1.0, or use entropy_coef to keep entropy up."
         )
     if settings.loss_type not in LOSSES:
-        raise ValueError(
+        raise UserError(
             f"how the loss {settings.loss_type!r} adds up over parts is not known: set loss_type to one of "
             f"{', '.join(LOSSES)}."
         )
     if settings.use_liger_kernel and hasattr(GRPOTrainer, "compute_liger_loss"):
-        raise ValueError(
+        raise UserError(
             "Liger's fused loss divides by the rows that are on the device at once: set "
             "use_liger_kernel=False, or install TRL 1.15 or newer, which takes only its layers."
         )

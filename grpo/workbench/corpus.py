@@ -20,6 +20,7 @@ from torch import Tensor
 
 from grpo.config import SettingsError
 from grpo.data.load import POSITIONS
+from grpo.errors import UserError
 from grpo.files import as_path, replacing
 from grpo.model.load import context_length, load_tokenizer
 from grpo.workbench.models import model_shape
@@ -149,7 +150,7 @@ def _cached(key: str, suffix: str, make: Callable[[], bytes]) -> Path:
     try:
         path = platformdirs.user_cache_path("grpo-lean") / "corpora" / f"{name}.{suffix}"
     except RuntimeError as error:
-        raise ValueError(f"there is no folder for caches ({error}): set HOME, or XDG_CACHE_HOME") from error
+        raise UserError(f"there is no folder for caches ({error}): set HOME, or XDG_CACHE_HOME") from error
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, "wb") as file:

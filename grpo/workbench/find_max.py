@@ -13,6 +13,7 @@ from loguru import logger
 
 from grpo.config import SettingsError
 from grpo.data.reward_files import with_length
+from grpo.errors import UserError
 from grpo.memory.budget import GB, readable
 from grpo.model.load import context_length, load_tokenizer
 from grpo.plan.workload import longest_prompt
@@ -153,7 +154,7 @@ def find(checked: Checked, folder: Path) -> list[Size]:
         logger.info("batch {}: {} training steps in a new process", size, TRIAL_STEPS)
         trial = try_size(settings, size, folder)
         if trial.status not in ("ok", "out of memory"):
-            raise ValueError(
+            raise UserError(
                 f"batch {size} {trial.status}, and not for want of memory: {trial.message}; its log is "
                 f"{size_folder(folder, size) / PRINTED_FILE}"
             )

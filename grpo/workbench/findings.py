@@ -8,6 +8,7 @@ from pathlib import Path
 
 from grpo.config import Config, to_plain
 from grpo.environment import typed
+from grpo.errors import UserError
 from grpo.memory.budget import GB, readable
 from grpo.workbench.find_max import INCREMENT, Checked, line_bytes
 from grpo.workbench.line import LEAST_FOR_A_LINE, Line, fit_line, leaves_the_line, unseen_margin
@@ -147,13 +148,13 @@ def findings(checked: Checked, trials: Sequence[Size], flags: str = "") -> Findi
     settings, usable = checked.settings, checked.usable_bytes
     for trial in trials:
         if trial.status not in ("ok", "out of memory"):
-            raise ValueError(
+            raise UserError(
                 f"batch {trial.batch_size} {trial.status}, and not for want of memory: {trial.message}"
             )
     peaks = {trial.batch_size: float(line_bytes(trial)) for trial in trials if trial.is_finished}
     if not peaks:
         smallest = min(trials, key=lambda trial: trial.batch_size)
-        raise ValueError(
+        raise UserError(
             f"not even a batch of {smallest.batch_size} fits in {readable(usable)} "
             f"({smallest.message}): give a smaller model, shorter texts, --gradient-checkpointing full, or "
             "more memory."

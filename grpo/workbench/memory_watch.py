@@ -13,6 +13,7 @@ from loguru import logger
 from rich.console import Console
 
 from grpo.config import Config
+from grpo.errors import UserError
 from grpo.files import shown
 from grpo.memory.budget import GB, readable
 from grpo.memory.leaks.leak import MIN_STEPS, LeakVerdict, LeakWatch, MemorySample, detect_leak
@@ -51,7 +52,7 @@ def watch_training(config: Config, console: Console, stop: StopRequest) -> tuple
 def judge_run(folder: Path) -> LeakVerdict:
     """The verdict over the steps that are in a run's files now. ValueError for a folder without any."""
     if not (folder / MEMORY_FILE).is_file():
-        raise ValueError(f"attach is {str(folder)!r}, which holds no {MEMORY_FILE}: give a run's folder.")
+        raise UserError(f"attach is {str(folder)!r}, which holds no {MEMORY_FILE}: give a run's folder.")
     process = {line["step"]: line["process_bytes"] for line in read_lines(folder / MEMORY_FILE)}
     samples, tokens_before = list[MemorySample](), 0
     for line in read_lines(folder / METRICS_FILE):

@@ -4,15 +4,19 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from commands import ROOT, Command, Ended, here, run
 from prompt_lines import write_records
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 from whole_runs import metrics_of
 
+from grpo.commands.train import main as train_command
+from grpo.errors import UserError
 from grpo.run.checkpoint import CheckpointFolder, find_damage
 from grpo.run.folder import LOCK_FILE
 from grpo.run.tracking import read_lines
@@ -201,3 +205,22 @@ def test_of_a_wrong_setting_the_first_process_speaks_and_the_second_keeps_silent
     monkeypatch.setenv("RANK", "1")
     done = here("train", "--batch-size", 60)
     assert done.returncode == 2 and not done.stdout + done.stderr
+
+
+def test_a_fault_of_the_programs_own_is_told_as_one(config, monkeypatch):
+    """With its traceback, in log.txt too, and exit status 1: nobody looks for it in what they typed."""
+
+    def break_down(*_: object) -> None:
+        raise ValueError("zip() argument 2 is shorter than argument 1")
+
+    monkeypatch.setattr("grpo.trainer.group_advantages", break_down)
+    assert train_command(replace(config, name="broken"), Console()) == 1
+    text = (config.runs_dir / "broken" / "log.txt").read_text()
+    assert "a fault of the program's own" in text and "Traceback" in text and "break_down" in text
+    monkeypatch.setattr("grpo.trainer.group_advantages", lambda *_, **__: refuse())
+    assert train_command(replace(config, name="refused"), Console()) == 2
+    assert "Traceback" not in (config.runs_dir / "refused" / "log.txt").read_text()
+
+
+def refuse() -> None:
+    raise UserError("steps is 3: give more.")

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -12,6 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from commands import ROOT
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -29,8 +31,9 @@ from grpo.config import Config, SettingsError, read_yaml
 from grpo.config.reading import from_plain
 from grpo.data import Room, load_prompts
 from grpo.data.reward_functions import _plain
-from grpo.files import as_path
+from grpo.files import as_path, take_place
 from grpo.model.load import load_policy
+from grpo.run.card import model_card
 from grpo.run.interrupt import stop_on_signal
 from grpo.run.progress import Progress
 from grpo.run.tracking import COMPLETIONS_FILE, METRICS_FILE, RunTracker
@@ -342,3 +345,40 @@ def test_adapters_of_tied_embeddings_are_loaded_as_peft_loads_them(tmp_path, ada
         expected = theirs(ids).logits
         for model in (ours, AutoModelForCausalLM.from_pretrained(tmp_path / "merged")):
             torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=0)
+
+
+def test_a_card_that_cannot_be_written_ends_no_run_and_names_no_folder(config, tmp_path, logged):
+    """An edited settings file, and a line of somebody else's in the metrics."""
+    reward = "def short(completions, **_):\n    return [-float(len(t)) for t in completions]\n"
+    (tmp_path / "mine.py").write_text(reward)
+    folder = train(replace(config, reward=(f"{tmp_path}/mine.py:short",), steps=1))
+    card = (folder / "model" / "README.md").read_text()
+    assert "mine.py:short" in card and str(tmp_path) not in card
+    with (folder / METRICS_FILE).open("a") as file:
+        file.write(json.dumps({"another": "program"}) + "\n")
+    assert "# test" in model_card(folder)
+
+    def edited(*_: object) -> None:
+        (folder / "config.yaml").write_text("steps: [1\n")
+
+    resumed = replace(config, reward=(f"{tmp_path}/mine.py:short",), resume=folder, name=None, steps=2)
+    with mock.patch("grpo.run.checkpoint.take_place", lambda new, place: edited() or take_place(new, place)):
+        train(resumed)
+    assert (folder / "model" / "config.json").is_file()
+    assert sum("has no card" in line for line in logged) == 1
+
+
+def test_importing_us_leaves_the_stacks_of_threads_alone():
+    """A recursion in somebody's thread would else be a crash instead of an error."""
+    code = "import threading; from grpo import Trainer; assert threading.stack_size() == 0"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_drop_in_sets_what_its_command_sets():
+    code = "import grpo.trl, os; assert 'expandable_segments:True' in os.environ['PYTORCH_ALLOC_CONF']"
+    environment = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -264,6 +265,15 @@ def test_on_cuda_every_pass_is_exact_and_the_context_counts_up_to_its_usual_size
     assert device.read().peak_bytes == 1 * GB
 
 
+def test_what_an_engine_that_sleeps_has_unmapped_is_not_held(card):
+    """torch goes on counting it (vllm#17117): of 12 GB allocated 8 are asleep, and nobody else is there."""
+    card.memory_allocated, card.memory_reserved = 12 * GB, 13 * GB
+    card.get_memory_info = 24 * GB - 5 * GB - 300 * MB, 24 * GB
+    held = Device(CUDA), Device(CUDA, counts_by_driver=True)
+    assert [device.used_bytes() for device in held] == [12 * GB, 4 * GB + 300 * MB]
+    assert held[1].room_bytes() - held[0].room_bytes() == 8 * GB - 300 * MB
+
+
 @pytest.mark.parametrize(
     ("outside", "kept_back"),  # what is there already, and what kernels and recordings add to it
     [(100 * MB, CONTEXT_BYTES), (649 * MB, 649 * MB + KERNELS_BYTES), (2 * GB, MOST_OUTSIDE_BYTES)],
@@ -469,3 +479,19 @@ def test_a_containers_limit_counts_where_it_is_lower(monkeypatch, files, total, 
     monkeypatch.setattr(budget.psutil, "virtual_memory", lambda: host)
     monkeypatch.setattr(budget, "Path", File)
     assert budget.host_total_and_available() == (total * KB, available * KB)
+
+
+def test_what_neighbours_leave_after_the_cap_is_set_is_not_planned_for(monkeypatch):
+    """The system goes on enforcing what there was when it was set: rows for more would run out of it."""
+    device = Device(limit_bytes=None)
+    ours = device.memory().ours_bytes
+    beside = DeviceMemory(24 * GB, 2 * GB, ours)
+    alone = DeviceMemory(24 * GB, 18 * GB, ours)
+    monkeypatch.setattr(device, "memory", lambda: beside)
+    with ExitStack() as stack:
+        monkeypatch.setattr("grpo.memory.device.resource.setrlimit", lambda *_: None)
+        stack.enter_context(device.capped())
+        before = device.room_bytes()
+        monkeypatch.setattr(device, "memory", lambda: alone)
+        assert abs(device.room_bytes() - before) < 64 * MB
+    assert device.room_bytes() > before + 10 * GB

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,11 +12,13 @@ import torch
 from conftest import ARCHITECTURES
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from whole_runs import train
 
+from grpo import phases as planned
 from grpo.config.groups import SamplingSettings
 from grpo.rollout.arena import Arena, Room
 from grpo.rollout.decoder import ReusableArena, prompt_places
-from grpo.rollout.graphs import graphs_of, run_and_record
+from grpo.rollout.graphs import graphs_of, is_repeated, run_and_record
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.types import Prompt, Rollout
@@ -231,3 +234,31 @@ def test_a_capture_that_fails_leaves_the_pool(monkeypatch, logged):
         assert len(logged) == 2
     finally:
         graphs_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("wrong_tokens", "logp_error", "passes"),
+    [(0, 0.0, True), (0, 0.019, True), (0, 0.03, False), (2, 0.0, True), (3, 0.0, False)],
+)
+def test_a_replay_has_to_repeat_98_of_100_tokens_and_their_log_probs(wrong_tokens, logp_error, passes):
+    """Of 100 rows; what another token's log-prob is does not matter."""
+    ids, logp = torch.arange(100), -torch.rand(100)
+    other_ids, other_logp = ids.clone(), logp + logp_error
+    other_ids[:wrong_tokens] += 1
+    other_logp[:wrong_tokens] -= 5
+    assert is_repeated([other_ids, other_logp], [ids, logp]) == passes
+
+
+def test_evaluations_find_the_arena_of_the_one_before(config, monkeypatch):
+    """Where steps are recorded a second evaluation records nothing again."""
+    seen = []
+    monkeypatch.setattr("grpo.run.setup.records_steps", lambda *_: True)
+    answer = planned.answer_heldout
+
+    def note(*args, reusable, **options):
+        seen.append(reusable.arena)
+        return answer(*args, reusable=reusable, **options)
+
+    monkeypatch.setattr(planned, "answer_heldout", note)
+    train(replace(config, eval_interval=1, steps=2))
+    assert seen[0] is None and seen[1] is seen[2] is not None

@@ -1,6 +1,8 @@
 """From logits to tokens: the inverse CDF at a uniform number that is a row's and a position's own."""
 
 import math
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from conftest import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo.config.groups import SamplingSettings
+from grpo.rollout.sample import rollout, stop_length
 from grpo.rollout.tokens import sample_tokens, step_uniforms, truncate
 
 ALMOST_ONE = 1 - 2**-24  # the largest number torch.rand returns in float32
@@ -154,3 +158,30 @@ def test_every_seed_step_draw_row_and_position_has_its_own_uniform_the_same_ever
         assert torch.equal(step_uniforms(rows, 7, seed=3, step=5), first[:rows])
     assert torch.equal(torch.get_rng_state(), state)  # nor do they draw on anyone else's
     assert first.shape == (40, 7) and first.dtype == torch.float32 and 0 <= first.min() <= first.max() < 1
+
+
+def test_stop_texts_are_looked_for_in_what_has_come_since(load, prompts):
+    """Each look decodes some tokens, however long the row is, and finds what a look at all of it finds."""
+    policy, lengths = load(), []
+    decode = policy.tokenizer.decode
+    settings = SamplingSettings(max_new_tokens=96, stop=("B:", "+"))
+    uniforms = step_uniforms(len(prompts) * 4, 96, seed=0, step=1)
+
+    def note(*ids, **options):
+        lengths.extend(map(len, ids))  # the whole rows are decoded by name, in the end
+        return decode(*ids, **options)
+
+    def sample(text_of):
+        with mock.patch.object(policy.tokenizer, "decode", text_of):
+            return rollout(policy.model, policy.tokenizer, prompts, uniforms, settings, rows=8)
+
+    sampled = sample(note)
+    pairs = zip(sampled.completion_ids.tolist(), sampled.lengths.tolist(), strict=True)
+    texts = [decode(ids[:length]) for ids, length in pairs]
+    whole = rollout(policy.model, policy.tokenizer, prompts, uniforms, replace(settings, stop=()), rows=8)
+    for text, ids, length in zip(texts, whole.completion_ids.tolist(), whole.lengths.tolist(), strict=True):
+        stopped_at = stop_length(ids[:length], policy.tokenizer, settings.stop_texts)
+        assert text == decode(ids[: stopped_at or length])
+    assert any("B:" in text or "+" in text for text in texts)
+    looks = [length for length in lengths if length <= 8 + 2 + 4]
+    assert len(looks) > 0.5 * len(lengths)

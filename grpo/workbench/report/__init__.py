@@ -17,6 +17,7 @@ from loguru import logger
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
+from grpo.errors import UserError
 from grpo.memory.budget import GB
 from grpo.workbench.report.charts import line
 from grpo.workbench.report.read import Run, Sweep, curves, read_folder
@@ -41,7 +42,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
         target.mkdir(parents=True, exist_ok=True)
         (target / HTML).write_text(page, encoding="utf-8")
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"the report cannot be written to {target} ({error.strerror}): give another --output."
         ) from error
     return target / HTML
@@ -54,21 +55,21 @@ def make_page(folders: Sequence[Path]) -> str:
     to report on, is given twice, or is not of the others' kind.
     """
     if not folders:
-        raise ValueError("no folder is given: give that of a run or of a sweep, or several of a kind.")
+        raise UserError("no folder is given: give that of a run or of a sweep, or several of a kind.")
     paths = [folder.resolve() for folder in folders]
     if len(set(paths)) < len(paths):
-        raise ValueError("a folder is given twice: give each once.")
+        raise UserError("a folder is given twice: give each once.")
     shared = os.path.commonpath([path.parent for path in paths])
     results = [read_folder(path, str(path.relative_to(shared))) for path in paths]
     sweeps = [result for result in results if isinstance(result, Sweep)]
     runs = [result for result in results if isinstance(result, Run)]
     if runs and sweeps:
-        raise ValueError(
+        raise UserError(
             "both runs and sweeps are given: give folders of one kind, and the others in a second call."
         )
     begun = [run for run in runs if run.steps or run.evaluations]
     if runs and not begun:
-        raise ValueError(f"{paths[0]} is a run that has logged no step yet: wait for its first one.")
+        raise UserError(f"{paths[0]} is a run that has logged no step yet: wait for its first one.")
     for run in runs:
         if run not in begun:
             logger.warning("left out: {}, which has logged no step yet", run.name)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config import CONFIG_FILE, read_yaml
+from grpo.errors import UserError
 from grpo.evaluate import quality
 from grpo.evaluate.quality import Change, Example
 from grpo.play.record import FILE as MATCH_FILE
@@ -117,12 +118,12 @@ def read_folder(folder: Path, name: str) -> Sweep | Run:
     if tried := {int(size[1]) for size in sizes if size}:
         return _read_sweep(folder, name, tried)
     if (folder / SWEEP_FILE).exists():
-        raise ValueError(
+        raise UserError(
             f"{folder} is a sweep in which no size has been tried: run the sweep until one has finished."
         )
     if (folder / METRICS_FILE).exists():
         return _read_run(folder, name)
-    raise ValueError(
+    raise UserError(
         f"{folder} is neither a run nor a sweep: it holds no {METRICS_FILE} and no {SWEEP_FILE}. Give the "
         "folder that train_lean.py or grpo-lean sweep wrote."
     )
