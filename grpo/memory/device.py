@@ -142,7 +142,7 @@ class Device:
         A kernel that cannot be compiled on the last bytes of a host is never tried again, and torch's own
         product in bf16 is 20 times as slow.
         """
-        usable_bytes = min(self.budget().usable_bytes, self._cap_bytes)
+        usable_bytes = int(min(self.budget().usable_bytes, self._cap_bytes))
         return usable_bytes - max(self.used_bytes(), self._least_used_bytes)
 
     def mind_fragments(self, added_bytes: float) -> None:

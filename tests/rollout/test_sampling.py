@@ -162,26 +162,27 @@ def test_every_seed_step_draw_row_and_position_has_its_own_uniform_the_same_ever
 
 def test_stop_texts_are_looked_for_in_what_has_come_since(load, prompts):
     """Each look decodes some tokens, however long the row is, and finds what a look at all of it finds."""
-    policy, lengths = load(), []
+    policy, looks = load(), []
     decode = policy.tokenizer.decode
-    settings = SamplingSettings(max_new_tokens=96, stop=("B:", "+"))
+    settings = SamplingSettings(max_new_tokens=96)
     uniforms = step_uniforms(len(prompts) * 4, 96, seed=0, step=1)
 
+    def sample(settings):
+        sampled = rollout(policy.model, policy.tokenizer, prompts, uniforms, settings, rows=8)
+        pairs = zip(sampled.completion_ids.tolist(), sampled.lengths.tolist(), strict=True)
+        return [ids[:length] for ids, length in pairs]
+
     def note(*ids, **options):
-        lengths.extend(map(len, ids))  # the whole rows are decoded by name, in the end
+        looks.extend(map(len, ids))  # whole rows are decoded by name, in the end
         return decode(*ids, **options)
 
-    def sample(text_of):
-        with mock.patch.object(policy.tokenizer, "decode", text_of):
-            return rollout(policy.model, policy.tokenizer, prompts, uniforms, settings, rows=8)
-
-    sampled = sample(note)
-    pairs = zip(sampled.completion_ids.tolist(), sampled.lengths.tolist(), strict=True)
-    texts = [decode(ids[:length]) for ids, length in pairs]
-    whole = rollout(policy.model, policy.tokenizer, prompts, uniforms, replace(settings, stop=()), rows=8)
-    for text, ids, length in zip(texts, whole.completion_ids.tolist(), whole.lengths.tolist(), strict=True):
-        stopped_at = stop_length(ids[:length], policy.tokenizer, settings.stop_texts)
-        assert text == decode(ids[: stopped_at or length])
-    assert any("B:" in text or "+" in text for text in texts)
-    looks = [length for length in lengths if length <= 8 + 2 + 4]
-    assert len(looks) > 0.5 * len(lengths)
+    with mock.patch("grpo.rollout.sample.end_tokens", lambda *_: ()):
+        whole = sample(settings)
+        texts = [decode(ids) for ids in whole]
+        stops = tuple(text[at : at + 3] for text, at in zip(texts, (30, 55, 80, 100), strict=False))
+        with mock.patch.object(policy.tokenizer, "decode", note):
+            stopped = sample(replace(settings, stop=stops))
+    assert len(stops) > 1 and sum(map(len, stopped)) < sum(map(len, whole))
+    for found, ids in zip(stopped, whole, strict=True):
+        assert found == ids[: stop_length(ids, policy.tokenizer, stops) or len(ids)]
+    assert sum(length <= 8 + 3 * 4 + 4 for length in looks) > 0.5 * len(looks)
