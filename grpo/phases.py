@@ -108,8 +108,9 @@ class Phases:
             "sample", work, self._batch(num_rows, prompt_ids), took=took, kv_growth=kv_growth,
             discard=self._release_arenas,
         )  # fmt: skip
-        if run.fit.room_bytes() < self._needed_bytes("score", "learn"):
-            self._release_arenas()
+        for arena in (run.eval_arena, run.arena):
+            if run.fit.room_bytes() < self._needed_bytes("score", "learn"):
+                arena.release()
         return sampled
 
     def _needed_bytes(self, *phases: str) -> float:
