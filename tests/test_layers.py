@@ -80,7 +80,7 @@ def test_memory_and_rewards_stand_alone() -> None:
 
 LINES = {
     "grpo": 1170, "grpo.commands": 1095, "grpo.config": 945, "grpo.data": 1935, "grpo.distributed": 600,
-    "grpo.evaluate": 720, "grpo.learning": 815, "grpo.memory": 1755, "grpo.model": 1680, "grpo.plan": 780,
+    "grpo.evaluate": 720, "grpo.learning": 815, "grpo.memory": 1755, "grpo.model": 1710, "grpo.plan": 780,
     "grpo.play": 1050, "grpo.rollout": 1230, "grpo.run": 2325, "grpo.scoring": 765, "grpo.trl": 1695,
     "grpo.workbench": 3585, "rewards": 1110, "scripts": 1920,
 }  # fmt: skip

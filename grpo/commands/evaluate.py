@@ -189,7 +189,7 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
     from grpo.data import load_prompts
     from grpo.data.reward_functions import RewardFunctions
     from grpo.evaluate import evaluate
-    from grpo.model.load import load_policy
+    from grpo.model.load import context_length, load_policy
     from grpo.model.target import choose_device, choose_model
     from grpo.play.alone import mate_in_one, self_play
     from grpo.play.player import Player
@@ -197,6 +197,7 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
     from grpo.run.folder import model_of, step_of
     from grpo.run.loading import prompt_room
     from grpo.run.setup import start_engine
+    from grpo.scoring.model_checks import check_scorer
 
     task, device = config.task, choose_device(config.device)
     name = choose_model(model_of(model), device)
@@ -219,6 +220,7 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
             judge = RewardFunctions(task.reward, task.reward_weights).with_engine(engine)
             judge.check(tasks, heldout[:PROMPTS_LOOKED_AT])
         policy = load_policy(name, device, task.precision)
+        check_scorer(policy.model, context_length(policy.model.config))  # its head, too
         sampler, tokenizer = make_sampler(policy), policy.tokenizer
         results = {
             mode: evaluate(

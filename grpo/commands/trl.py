@@ -10,11 +10,13 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from loguru import logger
 
 from grpo.commands import run
+from grpo.config.reading import read_yaml, take_option
 from grpo.config.sizes import parse_size
 from grpo.errors import UserError
 
@@ -63,6 +65,9 @@ def parse(words: Sequence[str] | None = None) -> Words:
     typed_here, theirs = parser.parse_known_args(words)
     if typed_here.device_memory:  # of a card that is not there, whose settings may be
         theirs += ["--use_cpu", "True", "--tf32", "False"]
+    file, _ = take_option(list(theirs), "--config")
+    if file is not None and Path(file).is_file():
+        read_yaml(Path(file))  # which refuses a key that stands twice; TRL takes the last one's value
     *parsed, in_file, typed = trl_parser.parse_args_and_config(
         theirs, return_remaining_strings=True, separate_remaining_strings=True
     )  # both of what TRL does not know

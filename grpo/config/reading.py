@@ -159,8 +159,8 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> Config:
 
         print(help_text(Path(sys.argv[0]).name))  # noqa: T201
         sys.exit(0)
-    resumed, _ = _take_option(arguments, "--resume")
-    name, _ = _take_option(arguments, "--name")
+    resumed, _ = take_option(arguments, "--resume")
+    name, _ = take_option(arguments, "--name")
     stored: dict[str, Any] = {}
     if resumed:
         if not isfile(Path(resumed) / CONFIG_FILE):
@@ -177,14 +177,14 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> Config:
 
 def take_config(arguments: Sequence[str], base: Config) -> tuple[Config, list[str]]:
     """`base` with `--config FILE [--profile NAME]` over it, and the arguments without these."""
-    file, rest = _take_option(list(arguments), "--config")
-    profile, rest = _take_option(rest, "--profile")
+    file, rest = take_option(list(arguments), "--config")
+    profile, rest = take_option(rest, "--profile")
     if profile is not None and not file:
         raise SettingsError(f"profile is {profile!r}, which wants a file to be in: add --config FILE.yaml.")
     return (read_config(Path(file), profile, base) if file else base), rest
 
 
-def _take_option(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
+def take_option(arguments: list[str], option: str) -> tuple[str | None, list[str]]:
     """The value of `option VALUE` or `option=VALUE`, and the arguments without it."""
     for index, argument in enumerate(arguments):
         if argument == option and index + 1 < len(arguments):

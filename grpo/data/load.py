@@ -203,18 +203,24 @@ def _rows(spec: str | Rows, maker: PromptMaker) -> Iterator[tuple[str, Any, Conv
 
 
 def _readable(rows: Rows) -> Iterator[Any]:
-    """Rows one by one. ValueError where one needs a package to be read that is not installed.
+    """Rows one by one. ValueError where one cannot be read.
 
-    A dataset of Hugging Face's decodes a row's images and sounds as it gives it.
+    A dataset of Hugging Face's decodes a row's images and sounds as it gives it, for which files or packages
+    may be missing.
     """
+    failures = (ImportError, OSError, RuntimeError, ValueError) if _is_dataset(rows) else ImportError
     try:
         yield from rows
-    except ImportError as error:
+    except failures as error:
         reason = " ".join(str(error).split())
         raise UserError(
             f"the prompts have a column that cannot be read ({reason}): install what it needs, or leave that "
             "column out, as by rows.remove_columns([...])"
         ) from error
+
+
+def _is_dataset(rows: Rows) -> bool:
+    return type(rows).__module__.split(".")[0] == "datasets"
 
 
 def _mixing_share(spec: str, counts: Counter[str], policy_share: float | None) -> float:

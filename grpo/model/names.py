@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from grpo.config.groups import BUNDLED
 from grpo.errors import UserError
+from grpo.files import as_path
 from grpo.memory import is_out_of_memory
 
 BUNDLED_FOLDER = Path(__file__).parents[1] / "assets" / BUNDLED
@@ -41,9 +42,9 @@ def source_of(name: str) -> str:
     """The folder, or the id on the hub, that a name means: of a run its model, or its newest checkpoint."""
     if name == BUNDLED:
         return str(BUNDLED_FOLDER)
-    folder = Path(name)
+    folder = as_path(name)
     if any((folder / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
-        return name
+        return str(folder)
     of_run = [folder / MODEL_FOLDER, *sorted(folder.glob("checkpoints/step-*"), reverse=True)]
     return next((str(path) for path in of_run if path.is_dir()), name)
 

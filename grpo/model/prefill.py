@@ -12,6 +12,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from grpo.errors import UserError
 from grpo.model.transfer import to_device
 
+_LARGE_LOGIT = 30.0
+"""A soft cap of 15 to 50, as models have them, changes logits of this size by more than a nat."""
+
 
 class PromptBatch(NamedTuple):
     """b prompts padded to P tokens: on the right, as causal attention never looks at what follows."""
@@ -87,6 +90,29 @@ def crossed_window(model: PreTrainedModel, length: int) -> Iterator[None]:
     finally:
         if window is not None:
             text.sliding_window = window
+
+
+@contextmanager
+def large_logits(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the head is scaled so that the largest logit is as large as a trained model's.
+
+    What a soft cap does to logits shows in large ones alone, and those of fresh weights are small.
+    """
+    head = model.get_output_embeddings()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(head.weight.shape[0], (2, 4), generator=generator).to(model.device)
+    scores = head(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    largest = scores[scores.isfinite()].abs().max().item()
+    weights = [weight for weight in head.parameters() if weight.is_floating_point()]
+    before = [weight.detach().clone() for weight in weights]
+    try:
+        if 0 < largest < _LARGE_LOGIT:
+            for weight in weights:
+                weight.data.mul_(_LARGE_LOGIT / largest)
+        yield
+    finally:
+        for weight, values in zip(weights, before, strict=True):
+            weight.data.copy_(values)
 
 
 def layers_with_window(config: PretrainedConfig) -> list[bool]:

@@ -1,19 +1,13 @@
 """Whether a model can be trained here, found out on made-up tokens before anything slow begins."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from transformers import PreTrainedModel
 
 from grpo.errors import UserError
 from grpo.model.attention import needs_no_mask
-from grpo.model.prefill import crossed_window, pad_prompts
+from grpo.model.prefill import crossed_window, large_logits, pad_prompts
 from grpo.model.stand_ins import NEVER, exact_products
 from grpo.scoring.micro_batches import MicroBatch, token_logprobs
-
-LARGE_LOGIT = 30.0
-"""A soft cap of 15 to 50, as models have them, changes logits of this size by more than a nat."""
 
 
 @exact_products()
@@ -30,28 +24,8 @@ def check_scorer(model: PreTrainedModel, context: int) -> None:
     with crossed_window(model, length):
         for equal in masks:  # prompts of one length go another way there
             _check_scorer(model, made_up_batch(model, length, equal=equal))
-        with _large_logits(model, length):
+        with large_logits(model):
             _check_scorer(model, made_up_batch(model, length))
-
-
-@contextmanager
-def _large_logits(model: PreTrainedModel, length: int) -> Iterator[None]:
-    """Inside, the head is scaled so that the largest logit is as large as a trained model's."""
-    head = model.get_output_embeddings()
-    ids = made_up_batch(model, length).completion_ids.to(model.device)
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    scores = head(hidden)
-    largest = scores[scores.isfinite()].abs().max().item()
-    weights = [p for p in head.parameters() if p.is_floating_point()]
-    before = [weight.detach().clone() for weight in weights]
-    try:
-        if 0 < largest < LARGE_LOGIT:
-            for weight in weights:
-                weight.mul_(LARGE_LOGIT / largest)
-        yield
-    finally:
-        for weight, values in zip(weights, before, strict=True):
-            weight.copy_(values)
 
 
 def _check_scorer(model: PreTrainedModel, batch: MicroBatch) -> None:

@@ -17,6 +17,7 @@ from commands import ROOT
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -27,12 +28,15 @@ from transformers import (
 from whole_runs import train
 
 from grpo.commands import _speak_utf8
+from grpo.commands.trl import parse
 from grpo.config import Config, SettingsError, read_yaml
 from grpo.config.reading import from_plain
 from grpo.data import Room, load_prompts
 from grpo.data.reward_functions import _plain
 from grpo.files import as_path, take_place
 from grpo.model.load import load_policy
+from grpo.model.names import source_of
+from grpo.rollout.decoder import check_decoder, has_static_cache
 from grpo.run.card import model_card
 from grpo.run.interrupt import stop_on_signal
 from grpo.run.progress import Progress
@@ -145,6 +149,12 @@ def test_a_key_that_stands_twice_is_an_error(tmp_path, text):
         read_yaml(file)
 
 
+def test_a_key_that_stands_twice_in_trls_file_is_an_error(tmp_path):
+    (file := tmp_path / "grpo.yaml").write_text("beta: 0.0\nlearning_rate: 1e-5\nbeta: 0.1\n")
+    with pytest.raises(SettingsError, match="'beta' stands twice"):
+        parse(["--config", str(file)])
+
+
 def test_a_key_may_replace_what_is_merged_in(tmp_path):
     (file := tmp_path / "c.yaml").write_text(
         "profiles:\n  a: &a\n    steps: 1\n  b:\n    <<: *a\n    steps: 2\n"
@@ -158,6 +168,9 @@ def test_variables_in_yaml_are_those_of_the_environment(monkeypatch, tmp_path):
     config = from_plain({"runs_dir": "$HOME/my-runs", "chat_template": "~/${MINE}/t.jinja"})
     assert config.runs_dir == tmp_path / "my-runs" and config.chat_template == tmp_path / "data" / "t.jinja"
     assert as_path("$HOME/p.jsonl") == tmp_path / "p.jsonl"
+    assert source_of("$HOME/none") == "$HOME/none"
+    (tmp_path / "config.json").write_text("{}")
+    assert source_of("$HOME") == source_of("~") == str(tmp_path)
     with pytest.raises(SettingsError, match=r"runs_dir .* no such variable in the environment"):
         from_plain({"runs_dir": "$NOBODY_HAS_SET_THIS/runs"})
     assert Config(system_prompt="$5").system_prompt == "$5"
@@ -310,6 +323,23 @@ def test_the_saved_configuration_is_the_one_the_model_came_with(config, tmp_path
         assert (found["resid_pdrop"], found["activation_function"]) == (0.1, "gelu_new")
         unlike = {key for key in shape if found.get(key) != shape[key]}
         assert unlike <= {"resid_pdrop", "activation_function", "transformers_version", "dtype"}
+
+
+@pytest.mark.parametrize("scale", ["logit_scale", "logits_scaling"])
+def test_a_head_with_a_factor_is_refused_though_its_logits_are_small(scale):
+    torch.manual_seed(0)
+    kind = "cohere" if scale == "logit_scale" else "granite"
+    config = AutoConfig.for_model(kind, **TINY, **{scale: 0.5 if kind == "cohere" else 2.0})
+    with pytest.raises(ValueError, match="its head or its attention is of a kind that is not supported"):
+        check_scorer(AutoModelForCausalLM.from_config(config).eval(), 128)
+
+
+def test_the_decoder_of_the_drop_in_refuses_a_head_that_caps_its_logits(logged):
+    """TRL samples from such a model by itself, and computes the cap."""
+    torch.manual_seed(0)
+    model = NanoChatForCausalLM(NanoChatConfig(**TINY)).eval()
+    check_decoder(model)
+    assert not has_static_cache(model.config) and "nats wrong" in logged[0]
 
 
 @pytest.mark.parametrize(
