@@ -168,7 +168,7 @@ def answered(answer, monkeypatch):
     """Make `answer(prompt)` the model. Returns the prompts and uniforms it is asked with."""
     asked = []
 
-    def rollout(model, tokenizer, prompts, uniforms, settings, *, rows, watch_rows=None):
+    def rollout(model, tokenizer, prompts, uniforms, settings, *, rows, watch_rows=None, reusable=None):
         assert uniforms.shape[1] == settings.max_new_tokens
         asked.append((list(prompts), uniforms))
         texts = [answer(prompt) for prompt in prompts for _ in range(len(uniforms) // len(prompts))]
