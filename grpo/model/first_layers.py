@@ -16,11 +16,11 @@ def is_plain(parameter: Tensor) -> bool:
     return type(parameter) in (Tensor, nn.Parameter, FakeTensor) and parameter.dtype in _PLAIN_DTYPES
 
 
-def first_layers(model: PreTrainedModel) -> PreTrainedModel:
+def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """A model of the same kind with as many first layers as there are kinds of them, in fp32.
 
     It is there to compare two ways of computing the same. Weights are the model's own, without adapters;
-    quantized ones are made up in their usual size.
+    quantized ones are made up in their usual size. device: where it is to be.
     """
     config = _shortened(model.config)
     with torch.device("meta"):
@@ -33,11 +33,13 @@ def first_layers(model: PreTrainedModel) -> PreTrainedModel:
         tensor = getattr(layer, kind)
         if isinstance(empty, nn.Parameter):
             if is_plain(tensor) and tensor.shape == empty.shape:
-                values = tensor.detach().float()
+                values = tensor.detach().to(device).float()
             else:
-                values = torch.randn(empty.shape, generator=generator).to(model.device)
+                values = torch.randn(empty.shape, generator=generator).to(device)
                 values *= empty.shape[-1] ** -0.5
             tensor = nn.Parameter(values, requires_grad=False)
+        else:
+            tensor = tensor.to(device)
         setattr(part.get_submodule(owner), kind, tensor)
     part.tie_weights()
     return part.eval()

@@ -131,8 +131,23 @@ def test_a_model_in_16_bits_is_compared_by_its_first_layers_in_fp32(folder, dtyp
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     check_decoder(model)
     assert has_static_cache(model.config)
-    part = first_layers(model)
+    part = first_layers(model, torch.device("cpu"))
     assert {parameter.dtype for parameter in part.parameters()} == {torch.float32}
     with torch.no_grad():
         theirs, ours = (each(IDS).logits.float().log_softmax(-1) for each in (model, part))
     assert 1e-3 < (theirs - ours).abs().max() < 0.5
+
+
+def test_where_the_device_has_no_room_for_the_check_it_is_done_on_the_host(folder, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    asked = []
+
+    def without_room(model, device):
+        asked.append(device.type)
+        if len(asked) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return first_layers(model, device)
+
+    monkeypatch.setattr("grpo.rollout.decoder.first_layers", without_room)
+    check_decoder(model)
+    assert has_static_cache(model.config) and len(asked) == 2
