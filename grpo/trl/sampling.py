@@ -168,6 +168,7 @@ class NativeSampler:
         self._sampler: RolloutModel | None = None
         self._drawn = 0, 0  # the step that was sampled for last, and how often
         self._reasons = set[str]()  # that have been logged
+        self._wrong: str | None = None  # of the policy's copy, once it has been made
         self._generation: Generation
 
     def takes(self, prompt_ids: Sequence[Sequence[int]]) -> bool:
@@ -203,6 +204,8 @@ class NativeSampler:
         if self._sampler is not None and not self._sampler.is_outdated():
             self._sampler.refresh()
             return
+        if self._wrong is not None:
+            raise NotNative(self._wrong)
         self._arena.release()
         self._sampler = None  # before there is another
         policy = self._policy
@@ -215,6 +218,7 @@ class NativeSampler:
                 raise
             wrong = f"a copy of it in {dtype} does not run: {error}".splitlines()[0]
         if wrong is not None:
+            self._wrong = wrong
             raise NotNative(wrong)
         self._sampler = sampler
 

@@ -270,6 +270,16 @@ def test_adapters_that_are_switched_are_sampled_with():
     assert native(trainer, prompts) != before
 
 
+def test_a_copy_that_is_another_model_is_made_once_and_never_sampled_from(monkeypatch, logged):
+    made = []
+    monkeypatch.setattr(sampling.RolloutModel, "check", lambda self: made.append(self) or "another model")
+    with mock.patch("trl_cases.model", lambda: model().float()):
+        trainer = make(GRPOTrainer, Case(more=(("bf16", True),)))
+    for _ in range(3):
+        assert len(native(trainer, PROMPTS)) == len(PROMPTS)
+    assert len(made) == 1 and sum("TRL samples" in line and "another model" in line for line in logged) == 1
+
+
 ENGINE = "use_transformers_continuous_batching"
 
 
