@@ -54,7 +54,8 @@ def num_machines() -> int:
 def is_bound_to_one_card() -> bool:
     """Whether a launcher has shown each process a card of its own alone, as SLURM and MPI do on request."""
     by_torch = os.environ.get("LOCAL_RANK") and not any(os.environ.get(name) for name in _LOCAL_RANKS[1:])
-    return not by_torch and len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return not by_torch and bool(visible) and "," not in visible
 
 
 def _first_number(names: tuple[str, ...], default: int) -> int:

@@ -142,15 +142,15 @@ def _from(name: str) -> dict[str, Any]:
 
 def load_config(name: str) -> PretrainedConfig:
     """The model's shape, dropout off. ValueError says what to do when it cannot be had."""
-    if (base := base_of(name)) is not None:
-        return load_config(base)
     return _as_trained(_stored_config(name))
 
 
 def _stored_config(name: str) -> PretrainedConfig:
-    base = base_of(name)
+    """The configuration as it is stored; that of adapters is their base's."""
+    if (base := base_of(name)) is not None:
+        return _stored_config(base)
     with loading(name):
-        return AutoConfig.from_pretrained(**_from(name if base is None else base))
+        return AutoConfig.from_pretrained(**_from(name))
 
 
 def _changed_for_training(name: str) -> dict[str, Any]:

@@ -219,13 +219,12 @@ class _Sampling:
         cut: dict[int, int] = {}
         firsts = [arena.groups[place] for place in places]
         numbers = [first + row for first in firsts if first is not None for row in range(arena.room.width)]
-        tensors = arena.rows_of(places), sampled.ids, sampled.lengths, sampled.terminated
-        for number, row, ids, length, has_ended in zip(
-            numbers, *(tensor.tolist() for tensor in tensors), strict=True
-        ):
-            looked_at, self.looked_at[number] = self.looked_at[number], length
-            if has_ended or length == looked_at:
+        rows = (tensor.tolist() for tensor in (arena.rows_of(places), sampled.ids, sampled.lengths))
+        for number, row, ids, length in zip(numbers, *rows, strict=True):
+            looked_at = self.looked_at[number]
+            if length <= looked_at:  # it had ended by then, or has been cut
                 continue
+            self.looked_at[number] = length
             # What was looked at before has no stop text: one that has come since ends among the new tokens.
             text = self.tokenizer.decode(ids[max(0, looked_at - window) : length])
             if any(stop in text for stop in stops):

@@ -86,10 +86,13 @@ def test_ranks_of_mpi_and_slurm(said, found, cards, device, monkeypatch):
     assert launched_processes() == found and launch._device_of("auto") == device
 
 
-def test_processes_on_one_card_that_nobody_gave_them_are_refused(monkeypatch):
-    """torchrun shows all processes all cards, also where a person has left one of them."""
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+@pytest.mark.parametrize(
+    "said", [{"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "0"}, {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}]
+)
+def test_processes_on_one_card_that_nobody_gave_them_are_refused(said, monkeypatch):
+    """torchrun and a plain mpirun show all processes all cards, also where there is one of them."""
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="1 CUDA devices"):

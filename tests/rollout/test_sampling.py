@@ -186,3 +186,21 @@ def test_stop_texts_are_looked_for_in_what_has_come_since(load, prompts):
     for found, ids in zip(stopped, whole, strict=True):
         assert found == ids[: stop_length(ids, policy.tokenizer, stops) or len(ids)]
     assert sum(length <= 8 + 3 * 4 + 4 for length in looks) > 0.5 * len(looks)
+
+
+def test_a_stop_text_shortly_before_a_rows_own_end_counts(load, prompts):
+    """Both come between two looks: the row ends at the first, as if it were looked at after each token."""
+    policy, settings = load(), SamplingSettings(max_new_tokens=40)
+    uniforms = step_uniforms(len(prompts) * 4, 40, seed=0, step=1)
+
+    def sample(settings, ends):
+        sampled = rollout(policy.model, policy.tokenizer, prompts, uniforms, settings, rows=8, ends=ends)
+        pairs = zip(sampled.completion_ids.tolist(), sampled.lengths.tolist(), strict=True)
+        return [ids[:length] for ids, length in pairs]
+
+    free = sample(settings, ())
+    ends = [ids[4] for ids in free]  # each row has ended after five tokens, before the first look
+    stops = tuple(policy.tokenizer.decode(ids[:3])[-2:] for ids in free)
+    ended, stopped = sample(settings, ends), sample(replace(settings, stop=stops), ends)
+    expected = [ids[: stop_length(ids, policy.tokenizer, stops) or len(ids)] for ids in ended]
+    assert stopped == expected and sum(map(len, stopped)) < sum(map(len, ended))
