@@ -10,7 +10,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +106,8 @@ class Device:
         limited = limit_bytes is not None or self._data_limit is not None
         self._counts_private = limited and self.on_host and sys.platform == "linux"
         self._cap_bytes: float = math.inf
-        """What `capped` enforces: where others leave later there is no more than that."""
+        """What `capped` enforces."""
+        self._enforce: Callable[[int], str] | None = None
         self._peak_bytes = self._least_outside_bytes = self._least_used_bytes = 0
 
     # ---------------------------------------------------------------------------------- what there is
@@ -137,12 +138,15 @@ class Device:
         return make_budget(part, utilization=self.utilization, limit_bytes=self.limit_bytes)
 
     def room_bytes(self) -> int:
-        """What tensors may add to what is held now, or in a while, by a process that is `capped`.
+        """Bytes that tensors may add to what is held now, or in a while, by a process that is `capped`.
 
-        A kernel that cannot be compiled on the last bytes of a host is never tried again, and torch's own
-        product in bf16 is 20 times as slow.
+        Where others have left more than the cap allows, the cap is raised first. Some memory is never planned
+        for on a capped host: a kernel that cannot be compiled on its last bytes is never tried again, and
+        torch's own product in bf16 is 20 times as slow.
         """
-        usable_bytes = int(min(self.budget().usable_bytes, self._cap_bytes))
+        usable_bytes = self.budget().usable_bytes
+        if self._enforce is not None and usable_bytes > self._cap_bytes:
+            self._cap_bytes, _ = usable_bytes, self._enforce(usable_bytes)
         return usable_bytes - max(self.used_bytes(), self._least_used_bytes)
 
     def mind_fragments(self, added_bytes: float) -> None:
@@ -274,31 +278,47 @@ class Device:
         kernels are loaded; on Linux RLIMIT_DATA of this process (private writable memory). Gives how, in
         words. A host's process that is limited gives back what it frees, at the cost of fresh pages.
         """
-        usable_bytes = self.budget().usable_bytes
         with ExitStack() as limited:
+            enforce = self._cap_by_system(limited)
+            limited.callback(setattr, self, "_enforce", None)
             limited.callback(setattr, self, "_cap_bytes", math.inf)
-            self._cap_bytes = usable_bytes
-            if self.device.type == "cuda":
-                outside = max(CONTEXT_BYTES, self._outside_allocator_bytes() + KERNELS_BYTES)
-                self._least_outside_bytes = min(MOST_OUTSIDE_BYTES, outside)
-                share = max(0, usable_bytes - self._least_outside_bytes) / self.memory().total_bytes
-                limited.callback(torch.cuda.set_per_process_memory_fraction, 1.0, self.device)
-                torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
-                yield f"enforced by the CUDA allocator ({share:.1%} of the card)"
-            elif self.on_host and sys.platform == "linux":
-                status, before = _status(), resource.getrlimit(resource.RLIMIT_DATA)
-                untouched = 0 if self._counts_private else max(0, status["VmData"] - status["VmRSS"])
-                most = usable_bytes + untouched
-                if before[0] == resource.RLIM_INFINITY or most < before[0]:
-                    limited.callback(resource.setrlimit, resource.RLIMIT_DATA, before)
-                    resource.setrlimit(resource.RLIMIT_DATA, (most, before[1]))
-                if self.is_limited:
-                    limited.callback(keep_freed)
-                    give_back()
-                self._least_used_bytes = self.used_bytes() + GROWTH_BYTES
-                yield "enforced by the system (RLIMIT_DATA)"
-            else:
-                yield "a guide for the plan only: this system cannot enforce it"
+            self._cap_bytes = self.budget().usable_bytes
+            self._enforce = enforce
+            yield enforce(int(self._cap_bytes))
+
+    def _cap_by_system(self, limited: ExitStack) -> Callable[[int], str]:
+        """Returns what has the system enforce a number of bytes, again if need be, and says how.
+
+        limited: what takes the cap away in the end.
+        """
+        if self.device.type == "cuda":
+            outside = max(CONTEXT_BYTES, self._outside_allocator_bytes() + KERNELS_BYTES)
+            self._least_outside_bytes = min(MOST_OUTSIDE_BYTES, outside)
+            limited.callback(torch.cuda.set_per_process_memory_fraction, 1.0, self.device)
+            return self._cap_allocator
+        if self.on_host and sys.platform == "linux":
+            status, before = _status(), resource.getrlimit(resource.RLIMIT_DATA)
+            untouched = 0 if self._counts_private else max(0, status["VmData"] - status["VmRSS"])
+            limited.callback(resource.setrlimit, resource.RLIMIT_DATA, before)
+            if self.is_limited:
+                limited.callback(keep_freed)
+                give_back()
+            self._least_used_bytes = self.used_bytes() + GROWTH_BYTES
+            return lambda usable_bytes: _cap_private_memory(usable_bytes + untouched, before)
+        return lambda _: "a guide for the plan only: this system cannot enforce it"
+
+    def _cap_allocator(self, usable_bytes: int) -> str:
+        share = max(0, usable_bytes - self._least_outside_bytes) / self.memory().total_bytes
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
+        return f"enforced by the CUDA allocator ({share:.1%} of the card)"
+
+
+def _cap_private_memory(most_bytes: int, before: tuple[int, int]) -> str:
+    """Caps what a Linux process may hold, no higher than the limits that it came with."""
+    soft, hard = before
+    most = most_bytes if soft == resource.RLIM_INFINITY else min(most_bytes, soft)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    return "enforced by the system (RLIMIT_DATA)"
 
 
 class Card(Device):

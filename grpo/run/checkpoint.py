@@ -186,12 +186,26 @@ class CheckpointFolder:
     def damage(self, step: int) -> str | None:
         """Why the checkpoint of `step` is not on the disk as it should be, read back from there; or None."""
         folder = self._of_step(step)
-        return find_damage(folder) if folder.is_dir() else "it could not be written"
+        try:
+            return find_damage(folder) if folder.is_dir() else "it could not be written"
+        except OSError as error:
+            return f"it cannot be read: {error}"
 
     def newest_intact(self) -> Checkpoint | None:
-        """The newest checkpoint whose files are all as they were written; None if there is none."""
+        """Returns the newest checkpoint whose files are all as they were written; None if there is none.
+
+        UserError for one that cannot be read: that may pass, and a run that went on from an earlier one
+        would delete it.
+        """
         for folder in reversed(self.all()):
-            if damage := find_damage(folder):
+            try:
+                damage = find_damage(folder)
+            except OSError as error:
+                raise UserError(
+                    f"checkpoint {shown(folder)} cannot be read ({error}); nothing was changed. Try again, "
+                    "or move that folder away to go on from the checkpoint before it."
+                ) from error
+            if damage:
                 logger.warning("checkpoint {} is damaged ({}); trying the one before", folder, damage)
                 continue
             return Checkpoint(folder, json.loads((folder / _STATE).read_text(encoding="utf-8")))
@@ -231,17 +245,17 @@ class CheckpointFolder:
             os.replace(link, self.folder / _BEST)
 
     def _publish(self, checkpoint: Path) -> None:
-        """Make `model/` of a checkpoint's files, which as links take no room twice, or of copies."""
+        """Copies a checkpoint's model to `model/`.
+
+        Hard links would take no room, but whoever writes to `model/` would damage the checkpoint with it.
+        """
         temporary = self.model.with_name(f".{MODEL_FOLDER}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         for path in checkpoint.rglob("*"):
             if path.is_file() and path.name not in (*ONLY_TO_TRAIN, _CARD):
                 target = temporary / path.relative_to(checkpoint)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    os.link(path, target)
-                except OSError:  # a disk that has no links
-                    shutil.copyfile(path, target)
+                shutil.copyfile(path, target)
         try:
             write_card(self.folder.parent, temporary / _CARD)
         except Exception as error:  # of files that a person may have edited: a card is no part of the model
@@ -295,16 +309,21 @@ class CheckpointFolder:
             self._refused.add(what)
 
 
-def checkpoint_bytes(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> int:
-    """What a checkpoint takes: weights (of adapters alone, where there are any) and the optimizer's state."""
+def saved_model_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the weights that are saved: of adapters alone, where there are any."""
     only_trained = has_adapters(model)
-    weights = sum(p.nbytes for p in model.parameters() if p.requires_grad or not only_trained)
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad or not only_trained)
+
+
+def checkpoint_bytes(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes that a checkpoint takes on the disk: the weights that are saved and the optimizer's state."""
+    weights = saved_model_bytes(model)
     states = [value for state in optimizer.state.values() for value in state.values()]
     return weights + sum(state.nbytes for state in states if torch.is_tensor(state)) + _OTHER_FILES_BYTES
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None."""
+    """Returns what is wrong with a checkpoint folder, or None. OSError where it cannot be read."""
     try:
         written, on_disk = json.loads((folder / _MANIFEST).read_text(encoding="utf-8")), _manifest(folder)
         weights = {name for name in written if name.endswith(".safetensors")} - {_TENSORS, _REFERENCE}
@@ -317,7 +336,7 @@ def find_damage(folder: Path) -> str | None:
                 return f"{name} has {on_disk[name]['bytes']} bytes instead of {entry['bytes']}"
             if on_disk[name]["sha256"] != entry["sha256"]:
                 return f"{name} does not have the content that was written"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{_MANIFEST} cannot be read: {error}"
     return None
 

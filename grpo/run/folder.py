@@ -105,14 +105,17 @@ def _cannot_write(config: Config, error: OSError) -> SettingsError:
     return SettingsError(f"{_where(config)}, where a run cannot write ({error}): give {what}.")
 
 
-def check_room(config: Config, folder: Path, checkpoint_bytes: int, num_there: int) -> None:
+def check_room(
+    config: Config, folder: Path, *, checkpoint_bytes: int, model_bytes: int, num_there: int
+) -> None:
     """SettingsError where not one checkpoint fits on the disk of `folder`, a warning where not all will.
 
     num_there: checkpoints that the folder has, of which old ones go.
     """
     free = shutil.disk_usage(folder).free
-    # Beside those that stay there are the best one and the one that is being written.
-    most = max(1, config.keep_checkpoints + 2 - num_there) * checkpoint_bytes
+    # Beside those that stay there are the best one and the one that is being written; beside `model/` the
+    # one that takes its place.
+    most = max(1, config.keep_checkpoints + 2 - num_there) * checkpoint_bytes + 2 * model_bytes
     if free < checkpoint_bytes:
         raise SettingsError(
             f"{_where(config)}, on a disk with {readable(free)} free, where a checkpoint takes "

@@ -37,7 +37,7 @@ from grpo.rewards import EnginePool, find_stockfish
 from grpo.rollout.decoder import ReusableArena, records_steps
 from grpo.run import loading
 from grpo.run.card import check_hub, push
-from grpo.run.checkpoint import ONLY_TO_TRAIN, checkpoint_bytes
+from grpo.run.checkpoint import ONLY_TO_TRAIN, checkpoint_bytes, saved_model_bytes
 from grpo.run.clock import Clock
 from grpo.run.folder import check_room, hold_folder, open_checkpoints, write_settings
 from grpo.run.inputs import Inputs
@@ -163,8 +163,13 @@ class Run:
         self.measured = Measured(self.fit)
         if world.is_main:
             if not self.is_trial:
-                size, num_there = checkpoint_bytes(self.policy.model, self.optimizer), self.checkpoints.all()
-                check_room(config, self.folder, size, len(num_there))
+                check_room(
+                    config,
+                    self.folder,
+                    checkpoint_bytes=checkpoint_bytes(self.policy.model, self.optimizer),
+                    model_bytes=saved_model_bytes(self.policy.model),
+                    num_there=len(self.checkpoints.all()),
+                )
             write_settings(self.folder, config)
             stack.enter_context(keep_log(self.folder))
             keep_files(self.folder, config)

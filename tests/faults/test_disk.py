@@ -89,11 +89,13 @@ def test_a_last_model_that_is_not_on_the_disk_is_no_success(tmp_path, quick_flag
 
 
 def test_room_is_looked_for_before_the_first_step(config, monkeypatch, logged):
-    """A checkpoint takes 6 MB: two stay, the best one, one is written."""
+    """A checkpoint takes 6 MB: two stay, the best one, one is written; its model 1 MB, twice."""
 
     def check_with(free: int) -> None:
         usage.return_value.free = free
-        folder_module.check_room(config, config.runs_dir, 6 * 2**20, 0)
+        folder_module.check_room(
+            config, config.runs_dir, checkpoint_bytes=6 * 2**20, model_bytes=2**20, num_there=0
+        )
 
     monkeypatch.setattr(folder_module.shutil, "disk_usage", usage := mock.Mock(**{"return_value.free": 1000}))
     with pytest.raises(SettingsError, match="free, where a checkpoint takes"):
@@ -103,9 +105,9 @@ def test_room_is_looked_for_before_the_first_step(config, monkeypatch, logged):
         check_with(5 * 2**20)
     logged.clear()
     check_with(13 * 2**20)
-    check_with(24 * 2**20)
+    check_with(26 * 2**20)
     (said,) = logged
-    assert "will take up to 24 MB: make room, or lower --keep-checkpoints" in said
+    assert "will take up to 26 MB: make room, or lower --keep-checkpoints" in said
 
 
 def test_settings_are_replaced_whole_or_not_at_all(tmp_path):

@@ -5,7 +5,6 @@ import os
 import resource
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -481,17 +480,29 @@ def test_a_containers_limit_counts_where_it_is_lower(monkeypatch, files, total, 
     assert budget.host_total_and_available() == (total * KB, available * KB)
 
 
-def test_what_neighbours_leave_after_the_cap_is_set_is_not_planned_for(monkeypatch):
-    """The system goes on enforcing what there was when it was set: rows for more would run out of it."""
-    device = Device(limit_bytes=None)
+def test_the_cap_grows_with_what_neighbours_leave(monkeypatch):
+    """Room beyond an old cap would run out of memory; the limits that the process came with stay."""
+    device, limits = Device(limit_bytes=None), []
     ours = device.memory().ours_bytes
     beside = DeviceMemory(24 * GB, 2 * GB, ours)
     alone = DeviceMemory(24 * GB, 18 * GB, ours)
     monkeypatch.setattr(device, "memory", lambda: beside)
-    with ExitStack() as stack:
-        monkeypatch.setattr("grpo.memory.device.resource.setrlimit", lambda *_: None)
-        stack.enter_context(device.capped())
+    monkeypatch.setattr("grpo.memory.device.resource.setrlimit", lambda _, limit: limits.append(limit[0]))
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr("grpo.memory.device.resource.getrlimit", lambda _: unlimited)
+    with device.capped():
         before = device.room_bytes()
+        assert len(limits) == 1
         monkeypatch.setattr(device, "memory", lambda: alone)
-        assert abs(device.room_bytes() - before) < 64 * MB
-    assert device.room_bytes() > before + 10 * GB
+        assert device.room_bytes() > before + 10 * GB and limits[1] - limits[0] > 10 * GB
+        monkeypatch.setattr(device, "memory", lambda: beside)
+        assert abs(device.room_bytes() - before) < 64 * MB and len(limits) == 2  # never lowered
+    assert limits[2] == resource.RLIM_INFINITY
+    device.room_bytes()
+    assert len(limits) == 3
+    low = (3 * GB, 4 * GB)
+    monkeypatch.setattr("grpo.memory.device.resource.getrlimit", lambda _: low)
+    monkeypatch.setattr(device, "memory", lambda: alone)
+    with device.capped():
+        device.room_bytes()
+    assert set(limits[3:]) == {3 * GB}

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.config.groups import OptimizerSettings
+from grpo.errors import UserError
 from grpo.learning.optimizer import make_optimizer
 from grpo.model.activation_checkpointing import recompute_activations
 from grpo.run import checkpoint as checkpoint_module
@@ -257,6 +258,28 @@ def test_the_last_ones_are_kept_and_the_best_one_besides(folder, save):
     assert folder.newest_intact().state["step"] == 10_000_000  # by number, not by name
 
 
+def test_who_writes_to_model_leaves_the_checkpoints_as_they_are(folder, save):
+    """As `save_pretrained("runs/NAME/model")` does, or an editor."""
+    final = save(folder, 3)
+    for path in folder.model.rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"another")
+    assert find_damage(final) is None
+    assert save(folder, 4) and AutoModelForCausalLM.from_pretrained(folder.model)
+
+
+def test_a_checkpoint_that_cannot_be_read_just_now_is_kept(folder, save, monkeypatch):
+    save(folder, 2)
+    newest = save(folder, 3)
+    with monkeypatch.context() as patch:
+        broken = lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error"))  # noqa: E731
+        patch.setattr(checkpoint_module.hashlib, "file_digest", broken)
+        with pytest.raises(UserError, match=r"step-000003 cannot be read .*nothing was changed"):
+            folder.newest_intact()
+        assert folder.damage(3) == "it cannot be read: [Errno 5] Input/output error"
+    assert folder.newest_intact().folder == newest
+
+
 def test_of_a_run_the_model_is_taken_that_everybody_loads(folder, save, tmp_path):
     """`model/`, else the newest checkpoint; the best one, if it is named."""
     assert model_of("rook-tiny") == "rook-tiny" and step_of("rook-tiny") == ""
@@ -277,7 +300,7 @@ def test_on_a_disk_without_links_and_modes_everything_is_saved(folder, save, pol
     """As over a network; nor are folders flushed. At last, a model without a copy is in its checkpoint."""
     flush = checkpoint_module._flush
     monkeypatch.setattr(checkpoint_module, "_flush", lambda path: forbid() if path.is_dir() else flush(path))
-    for place, name in ((os, "link"), (os, "symlink"), (os, "chmod"), (checkpoint_module.Path, "chmod")):
+    for place, name in ((os, "symlink"), (os, "chmod"), (checkpoint_module.Path, "chmod")):
         monkeypatch.setattr(place, name, forbid)
     for step in range(1, 5):
         assert save(folder, step, best=step == 1) is not None
