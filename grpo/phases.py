@@ -6,6 +6,7 @@ depends on is fixed before it begins.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ from grpo.rollout.decoder import has_static_cache
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.setup import Run
-from grpo.scoring.micro_batches import largest_pass, score
+from grpo.scoring.logprobs import score
+from grpo.scoring.stream import largest_stream
 from grpo.types import Prompt, Rollout
 
 EVAL_ROWS = 256
@@ -43,8 +45,6 @@ class Phases:
         run.fit.keeps("sample", run.arena)
         run.fit.keeps("evaluate", run.eval_arena)
         self._longest_prompt = run.longest_prompt
-        # Micro-batches of like lengths; the processes of a sharded model all have to make the same passes.
-        self._pass_tokens = None if run.config.shard else run.policy.target.pass_tokens
 
     def sample_and_reward(self, step: int, prompts: list[Prompt]) -> tuple[Rollout, Scores]:
         """The step's completions and what the rewards say of them, all of them in every process.
@@ -128,6 +128,14 @@ class Phases:
         self._longest_prompt = max([self._longest_prompt, *map(len, prompt_ids)])
         return Size(rows, self._run.config.max_new_tokens, self._longest_prompt)
 
+    def _packing(self, sampled: Rollout) -> dict[str, Any]:
+        """How `streams` fills what so many rows of the longest texts take.
+
+        The processes of a sharded model all have to make the same passes.
+        """
+        size = self._batch(1, sampled.prompt_ids)
+        return {"longest": (size.shared, size.tokens), "of_equal_rows": self._run.config.shard}
+
     def score(self, sampled: Rollout) -> tuple[Tensor | None, Tensor | None]:
         """Log-probs (n, C) of this process's n rows under the policy so far, and under the reference.
 
@@ -147,14 +155,15 @@ class Phases:
         config, run = self._run.config, self._run
         if not sampled.prompts:
             return torch.zeros(sampled.completion_ids.shape)
+        packing = self._packing(sampled)
         return run.fit.run(
             "score",
             lambda rows: score(
-                model, sampled, rows=rows, pass_tokens=self._pass_tokens,
-                temperature=config.temperature, dtype=run.policy.target.dtype,
+                model, sampled, rows=rows, temperature=config.temperature, dtype=run.policy.target.dtype,
+                **packing,
             ),
             self._batch(len(sampled.completion_ids), sampled.prompt_ids),
-            took=lambda rows, _: largest_pass(sampled, rows, pass_tokens=self._pass_tokens),
+            took=lambda rows, _: largest_stream(sampled, rows, **packing),
             discard=self._release_arenas,
         )  # fmt: skip
 
@@ -208,13 +217,13 @@ class Phases:
         config, run = self._run.config, self._run
         if not batch.rollout.prompts:
             return {}
+        packing = self._packing(batch.rollout)
 
         def work(rows: int) -> Sums:
             return accumulate_grpo(
                 run.policy.model, batch, settings=settings, temperature=config.temperature,
-                dtype=run.policy.target.dtype, rows=rows, pass_tokens=self._pass_tokens,
-                importance_cap=config.importance_cap,
-                checkpointing=choose_checkpointing(config.gradient_checkpointing),
+                dtype=run.policy.target.dtype, rows=rows, importance_cap=config.importance_cap,
+                checkpointing=choose_checkpointing(config.gradient_checkpointing), **packing,
             )  # fmt: skip
 
         def discard() -> None:
@@ -223,7 +232,7 @@ class Phases:
 
         return run.fit.run(
             "learn", work, self._batch(len(batch.mask), batch.rollout.prompt_ids),
-            took=lambda rows, _: largest_pass(batch.rollout, rows, pass_tokens=self._pass_tokens),
+            took=lambda rows, _: largest_stream(batch.rollout, rows, **packing),
             discard=discard,
         )  # fmt: skip
 

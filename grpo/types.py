@@ -1,6 +1,6 @@
 """What flows through a step, and the letters its shapes are written in.
 
-B prompts a step, G completions a prompt, N = B * G rows; R rows of a micro-batch; P prompt tokens,
+B prompts a step, G completions a prompt, N = B * G rows; R rows of a stream; P prompt tokens,
 C completion tokens; V vocabulary, D hidden width.
 """
 

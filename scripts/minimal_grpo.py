@@ -22,7 +22,7 @@ from grpo.data import load_prompts
 from grpo.data.reward_functions import RewardFunctions
 from grpo.learning.advantages import group_advantages
 from grpo.learning.loss import loss_counts
-from grpo.learning.objectives import GRPOBatch, finish_grpo, learn_tokens
+from grpo.learning.objectives import GRPOBatch, finish_grpo, learn_tokens, to_device_together
 from grpo.learning.optimizer import make_optimizer
 from grpo.memory import Device, Fit, Size
 from grpo.model.load import load_policy
@@ -30,7 +30,8 @@ from grpo.model.target import choose_device
 from grpo.model.weights import frozen_copy
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
-from grpo.scoring.micro_batches import micro_batches, score
+from grpo.scoring.logprobs import score
+from grpo.scoring.stream import streams
 
 BATCH_SIZE, GROUP_SIZE, NEW_TOKENS = 64, 8, 96
 MOVE = re.compile("[a-h][1-8][a-h]([1-8])[qrbn]?")
@@ -80,10 +81,10 @@ def train(seconds: float) -> list[float]:
         batch = GRPOBatch(sampled, advantages, sampled.mask, counts, ref_logp=ref_logp)
         sums = []
         with fit.rows("learn", size) as rows:
-            for micro in micro_batches(sampled, rows):
-                tokens = batch.tokens(micro, loss.loss_type, target.exact_dtype)
-                micro, moved = micro.to(target.device, tokens.tensors())
-                sums.append(learn_tokens(model, micro, tokens.with_tensors(moved), settings=loss, **compute))
+            for stream in streams(sampled, rows):
+                tokens = batch.tokens(stream, loss.loss_type, target.exact_dtype)
+                stream, tokens = to_device_together(stream, tokens, target.device)
+                sums.append(learn_tokens(model, stream, tokens, settings=loss, **compute))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

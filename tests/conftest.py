@@ -41,7 +41,8 @@ from grpo.memory.fit import EXACT_RUNS
 from grpo.model.load import Policy, load_policy
 from grpo.model.names import BUNDLED_FOLDER
 from grpo.plan.workload import Workload
-from grpo.scoring.micro_batches import MicroBatch, token_logprobs
+from grpo.scoring.logprobs import token_logprobs
+from grpo.scoring.stream import Stream
 from grpo.types import Prompt
 from rewards.formats import policy_prompt
 
@@ -172,17 +173,11 @@ def model_folders(
     return folders
 
 
-def places(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Where a mask (R, C) is True, among its R·C places."""
-    return None if mask is None else mask.flatten().nonzero().squeeze(1)
-
-
-def learned_logprobs(model, batch: MicroBatch, weights=None, **options) -> torch.Tensor:
-    """Log-probs (R, C) of a micro-batch. Gradients of their sum, weighted by `weights` (R, C), are added."""
-    scored = slice(None) if batch.scored is None else batch.scored
-    ones = torch.ones(batch.completion_ids.shape, dtype=torch.float64) if weights is None else weights
-    slopes = ones.flatten()[scored]
-    return batch.padded(token_logprobs(model, batch, slope=lambda _, part: slopes[part], **options)[0])
+def learned_logprobs(model, stream: Stream, weights=None, **options) -> torch.Tensor:
+    """Log-probs (R, C) of a stream. Gradients of their sum, weighted by `weights` (R, C), are added."""
+    ones = torch.ones(len(stream.row), dtype=torch.float64)
+    slopes = ones if weights is None else weights[stream.row, stream.place]
+    return stream.padded(token_logprobs(model, stream, slope=lambda _, part: slopes[part], **options)[0])
 
 
 @pytest.fixture(scope="session")

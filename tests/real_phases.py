@@ -91,11 +91,6 @@ class RealPhases(PhasesAt):
         sampler = RolloutModel(model, setting.compute_dtype).model
         super().__init__(setting.workload(), model, sampler, make_reference(model, CPU).model)
 
-    def _prompts(self, size: Size) -> tuple[list[list[int]], int]:
-        """The first is a token shorter: prompts of one length need no mask, of which a trace cannot know."""
-        (first, *others), per_prompt = super()._prompts(size)
-        return [first[1:] if others else first, *others], per_prompt
-
     def prepare(self, phase: str, size: Size) -> Callable[[], object]:
         """One pass, for a meter."""
         return partial(self.run, phase, size)

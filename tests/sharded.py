@@ -17,13 +17,13 @@ from grpo.config.groups import SamplingSettings
 from grpo.distributed.shard import shard_model, whole
 from grpo.memory import Budget, Size
 from grpo.model.load import load_policy
-from grpo.model.prefill import pad_prompts
 from grpo.model.weights import frozen_copy
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import open_run
-from grpo.scoring.micro_batches import MicroBatch, token_logprobs
+from grpo.scoring.logprobs import token_logprobs
+from grpo.scoring.stream import Stream, make_stream
 from grpo.trainer import Trainer
 from grpo.types import Prompt
 
@@ -39,16 +39,16 @@ def process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _batches(rank: int) -> list[MicroBatch]:
-    """Two micro-batches; the second process has completions of one token in one of them."""
+def _streams(rank: int) -> list[Stream]:
+    """Two streams; the second process has completions of one token in one of them."""
     generator = torch.Generator().manual_seed(rank)
 
-    def batch(width: int) -> MicroBatch:
+    def stream(width: int) -> Stream:
         prompts = [torch.randint(1, 60, (length,), generator=generator).tolist() for length in (5, 9)]
         tokens = torch.randint(1, 60, (4, width), generator=generator)
-        return MicroBatch(torch.arange(4), pad_prompts(prompts), torch.tensor([0, 0, 1, 1]), tokens)
+        return make_stream(prompts, [0, 0, 1, 1], tokens.tolist())
 
-    return [batch(7), batch(1 if rank else 5)]
+    return [stream(7), stream(1 if rank else 5)]
 
 
 def compared(rank: int, folder: Path, prompts: list[Prompt]) -> tuple[list[float], Any, list[int]]:
@@ -65,7 +65,7 @@ def compared(rank: int, folder: Path, prompts: list[Prompt]) -> tuple[list[float
         shard_model(policy.model, torch.float64, CPU)
         errors = []
         for checkpointing in ("none", "full", "full"):
-            for model, batches in ((policy.model, _batches(rank)), (one, _batches(0) + _batches(1))):
+            for model, batches in ((policy.model, _streams(rank)), (one, _streams(0) + _streams(1))):
                 model.zero_grad(set_to_none=True)
                 for batch in batches:
                     token_logprobs(

@@ -12,7 +12,8 @@ from grpo.config.groups import Checkpointing, LossSettings, LossType
 from grpo.learning.loss import StepCounts, Tokens, token_loss, token_weights
 from grpo.learning.metrics import finish_metrics, loss_metrics, merge_metrics
 from grpo.learning.step import begin_gradients
-from grpo.scoring.micro_batches import MicroBatch, micro_batches, token_logprobs
+from grpo.scoring.logprobs import token_logprobs
+from grpo.scoring.stream import Stream, streams
 from grpo.types import Rollout
 
 Sums = dict[str, Tensor]
@@ -54,12 +55,10 @@ class GRPOBatch:
         chosen = {name: values[rows] for name, values in by_row.items() if values is not None}
         return replace(self, rollout=self.rollout.groups(groups.tolist()), **chosen)
 
-    def tokens(self, micro: MicroBatch, loss_type: LossType, dtype: torch.dtype) -> Tokens:
-        """Those of a micro-batch that are learned from, the ones that it scores; numbers in `dtype`."""
-        assert micro.scored is not None
-        rows, width = micro.rows, micro.completion_ids.shape[1]
-        row = micro.scored // width  # (K,)
-        at = rows[row], micro.scored % width
+    def tokens(self, stream: Stream, loss_type: LossType, dtype: torch.dtype) -> Tokens:
+        """Those of a stream, which are learned from; numbers in `dtype`."""
+        rows = stream.rows
+        at = rows[stream.row], stream.place
 
         def learned(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[at].to(dtype)
@@ -67,7 +66,8 @@ class GRPOBatch:
         weights = token_weights(self.mask[rows].sum(1), self.counts, loss_type)  # (R,)
         advantages = self.advantages[at[0]] if self.advantages.ndim == 1 else self.advantages[at]
         return Tokens(
-            num_rows=len(rows), row=row, weight=weights[row].to(dtype), advantage=advantages.to(dtype),
+            num_rows=len(rows), row=stream.row, weight=weights[stream.row].to(dtype),
+            advantage=advantages.to(dtype),
             old_logp=learned(self.old_logp), ref_logp=learned(self.ref_logp),
             sampler_logp=self.rollout.sampler_logp[at],
         )  # fmt: skip
@@ -81,11 +81,12 @@ def accumulate_grpo(
     temperature: float,
     dtype: torch.dtype,
     rows: int,
-    pass_tokens: int | None = None,
+    longest: tuple[int, int] | None = None,
+    of_equal_rows: bool = False,
     importance_cap: float | None = None,
     checkpointing: Checkpointing = "none",
 ) -> Sums:
-    """Add the step's gradient to the parameters' `.grad`, in the parts that `micro_batches` makes.
+    """Add the step's gradient to the parameters' `.grad`, in the parts that `streams` makes.
 
     The split changes nothing (invariance I1), nor does `checkpointing`: what the backward pass
     computes again to save memory. Returns what `finish_grpo` makes metrics of.
@@ -94,20 +95,27 @@ def accumulate_grpo(
     exact = torch.float32 if device.type == "mps" else torch.float64  # which MPS does not have
     sums: Sums = {}
     begin_gradients(model)
-    for micro in micro_batches(batch.rollout, rows, mask=batch.mask, pass_tokens=pass_tokens):
-        tokens = batch.tokens(micro, settings.loss_type, torch.promote_types(model.dtype, torch.float32))
-        micro, moved = micro.to(device, tokens.tensors())
+    for stream in streams(batch.rollout, rows, mask=batch.mask, longest=longest, of_equal_rows=of_equal_rows):
+        tokens = batch.tokens(stream, settings.loss_type, torch.promote_types(model.dtype, torch.float32))
+        stream, tokens = to_device_together(stream, tokens, device)
         metrics = learn_tokens(
-            model, micro, tokens.with_tensors(moved), settings=settings, temperature=temperature, dtype=dtype,
+            model, stream, tokens, settings=settings, temperature=temperature, dtype=dtype,
             importance_cap=importance_cap, checkpointing=checkpointing,
         )  # fmt: skip
         sums = merge_metrics(sums, {name: value.to(exact) for name, value in metrics.items()})
     return dict(zip(sums, torch.stack(list(sums.values())).cpu(), strict=True))
 
 
+def to_device_together(stream: Stream, tokens: Tokens, device: torch.device) -> tuple[Stream, Tokens]:
+    """Both on a device, in one copy."""
+    names = tokens.tensors()
+    stream, moved = stream.to(device, *names.values())
+    return stream, tokens.with_tensors(dict(zip(names, moved, strict=True)))
+
+
 def learn_tokens(
     model: PreTrainedModel,
-    micro: MicroBatch,
+    stream: Stream,
     tokens: Tokens,
     *,
     settings: LossSettings,
@@ -117,9 +125,9 @@ def learn_tokens(
     checkpointing: Checkpointing = "none",
     traced: torch.device | None = None,
 ) -> Sums:
-    """Add a micro-batch's share of the step's gradient to `.grad`; its share of the metrics.
+    """Add a stream's share of the step's gradient to `.grad`; its share of the metrics.
 
-    tokens: those that `micro` scores. traced: the device whose memory a trace is of.
+    tokens: those of the stream. traced: the device whose memory a trace is of.
     """
     loss = partial(token_loss, settings=settings, importance_cap=importance_cap)
 
@@ -129,7 +137,7 @@ def learn_tokens(
             return torch.autograd.grad(loss(leaf, tokens.part(part))[0].sum(), leaf)[0]
 
     logp, entropy = token_logprobs(
-        model, micro, temperature=temperature, dtype=dtype, entropy=True, slope=slope,
+        model, stream, temperature=temperature, dtype=dtype, entropy=True, slope=slope,
         per_token=settings.is_per_token, checkpointing=checkpointing, traced=traced,
     )  # (K,)  # fmt: skip
     with torch.no_grad():

@@ -49,10 +49,11 @@ class Pass:
     kv_growth: list[tuple[int, int]]
     """(tokens generated, bytes of keys and values) within a rollout."""
     shared: int = 0
+    computed: int = 0
 
     @property
     def size(self) -> Size:
-        return Size(self.rows, self.tokens - self.shared, self.shared)
+        return Size(self.rows, self.tokens - self.shared, self.shared, self.computed)
 
     @property
     def expected_bytes(self) -> int:
@@ -61,7 +62,7 @@ class Pass:
 
     def as_dict(self) -> dict[str, Any]:
         """A line of memory.jsonl."""
-        return {name: value for name, value in asdict(self).items() if name != "shared"}
+        return {name: value for name, value in asdict(self).items() if name not in ("shared", "computed")}
 
 
 _NOTHING = Size(0)
@@ -185,7 +186,7 @@ class Fit:
 
     def positions(self, size: Size) -> int:
         """Tokens that such a pass computes."""
-        return positions(*size, self.group_size)
+        return positions(size, self.group_size)
 
     # -------------------------------------------------------------------------------------------- plans
 
@@ -371,7 +372,7 @@ class Fit:
         predicted = int(self.predict(phase, size)) if self.knows(phase) else None
         done = Pass(
             phase, size.rows, size.tokens + size.shared, predicted, added, peak.process_bytes, peak.seconds,
-            retries, state.reason, list(kv_growth), size.shared,
+            retries, state.reason, list(kv_growth), size.shared, size.computed,
         )  # fmt: skip
         self._passes.append(done)
         state.reason = None

@@ -16,11 +16,13 @@ class Size(NamedTuple):
     rows: int
     tokens: int = 1
     shared: int = 0
+    computed: int = 0
+    """All tokens of a pass whose rows are of unlike lengths; 0: all rows are as long as the longest."""
 
 
-def positions(rows: int, tokens: int, shared: int, group_size: int) -> int:
+def positions(size: Size, group_size: int) -> int:
     """Tokens that a pass computes: `tokens` of each row, and of each group `shared` that its rows have."""
-    return rows * tokens + -(-rows // group_size) * shared
+    return size.computed or size.rows * size.tokens + -(-size.rows // group_size) * size.shared
 
 
 def smaller_rows(rows: int, group_size: int) -> int | None:

@@ -1,12 +1,11 @@
 """Gradient checkpointing: what the backward pass computes again instead of having kept it.
 
-Hugging Face's own drops a cache that is passed to a layer, because layers write to it and would do so
-again when they are recomputed. The caches of `forward` may be written to any number of times. Left out:
-keeping products alone. Half the rows at once save as much memory, and cost less time.
+Hugging Face's own is a switch of the model's; here layers are recomputed inside whatever they ran in. Left
+out: keeping products alone. Half the rows at once save as much memory, and cost less time.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -34,10 +33,16 @@ def choose_checkpointing(setting: CheckpointingSetting) -> Checkpointing:
 
 
 @contextmanager
-def recomputed_layers(model: PreTrainedModel, checkpointing: Checkpointing) -> Iterator[None]:
+def recomputed_layers(
+    model: PreTrainedModel,
+    checkpointing: Checkpointing,
+    *,
+    inside: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Iterator[None]:
     """Layers that run in here keep everything (none) or only their input (full): same values, same gradients.
 
-    ValueError for a model that does not say what its layers are, where they are to be recomputed.
+    inside: what a layer runs in, and again in the backward pass. ValueError for a model that does not say
+    what its layers are, where they are to be recomputed.
     """
     layers = [] if checkpointing == "none" else list(decoder_layers(model.base_model))
     if checkpointing == "full" and not layers:
@@ -47,7 +52,7 @@ def recomputed_layers(model: PreTrainedModel, checkpointing: Checkpointing) -> I
         )
     patched = [(layer, vars(layer).get("forward")) for layer in layers]
     for layer in layers:
-        layer.forward = partial(_recompute, _without_transformers_own(layer))
+        layer.forward = partial(_recompute, _run_inside(inside, _without_transformers_own(layer)))
     try:
         yield
     finally:
@@ -55,6 +60,16 @@ def recomputed_layers(model: PreTrainedModel, checkpointing: Checkpointing) -> I
             del layer.forward  # the class's shows again
             if before is not None:
                 layer.forward = before
+
+
+def _run_inside(
+    inside: Callable[[], AbstractContextManager[object]], forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    def run(*args: Any, **options: Any) -> Any:
+        with inside():
+            return forward(*args, **options)
+
+    return run
 
 
 def _without_transformers_own(layer: nn.Module) -> Callable[..., Any]:

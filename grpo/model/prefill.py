@@ -25,8 +25,6 @@ class PromptBatch(NamedTuple):
     """Whether any is shorter than P, as far as is known."""
     on_left: bool = False
     """Whether padding stands there, and with it all prompts' ends beside each other."""
-    by_column: bool = False
-    """Whether a token's position is its column, as where a model is told a mask alone."""
 
     @property
     def mask(self) -> Tensor:
@@ -36,21 +34,12 @@ class PromptBatch(NamedTuple):
     @property
     def positions(self) -> Tensor:
         """(b, P) that the model is told; of what pads, any."""
-        return self._columns if self.by_column else self._places.clamp(min=0)
-
-    @property
-    def ends(self) -> Tensor:
-        """(b,): the position of what follows."""
-        return torch.full_like(self.lengths, self.ids.shape[1]) if self.by_column else self.lengths
-
-    @property
-    def _columns(self) -> Tensor:
-        return torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
+        return self._places.clamp(min=0)
 
     @property
     def _places(self) -> Tensor:
         """(b, P) of tokens within their prompts: below zero, or from the length on, where there is none."""
-        columns = self._columns
+        columns = torch.arange(self.ids.shape[1], device=self.ids.device).expand_as(self.ids)
         return columns + (self.lengths.unsqueeze(1) - columns.shape[1]) if self.on_left else columns
 
     def to(self, device: torch.device) -> "PromptBatch":

@@ -52,15 +52,6 @@ class Target:
         return self.dtype != self.exact_dtype
 
     @property
-    def pass_tokens(self) -> int:
-        """Tokens that take as long as what a pass costs besides: its Python, and weights read once more.
-
-        On a CPU measured with the bundled model, whose tokens cost least; elsewhere an estimate: an
-        accelerator computes so many while it waits for a pass's kernels to be launched.
-        """
-        return 512 if self.on_cpu else 8192
-
-    @property
     def vocab_size(self) -> int:
         return int(self.model_config.get_text_config(decoder=True).vocab_size)
 
@@ -164,5 +155,4 @@ def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
     attention.register()
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
-        return attention.LOWER_RIGHT
     return attention.IN_FP32 if device.type == "cpu" and dtype == torch.bfloat16 else "sdpa"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+import numpy as np
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -17,13 +18,13 @@ from grpo.learning.loss import Tokens
 from grpo.learning.objectives import learn_tokens
 from grpo.learning.optimizer import moment_bytes
 from grpo.memory import Size
-from grpo.model.prefill import pad_prompts
 from grpo.plan.workload import Workload
 from grpo.rollout.arena import Arena, Room
 from grpo.rollout.decoder import cache_tokens, open_arena, prompt_places, replaced_at_once
 from grpo.rollout.static_cache import cache_dtype
 from grpo.scoring.head import logit_bytes, tokens_at_once
-from grpo.scoring.micro_batches import MicroBatch, token_logprobs
+from grpo.scoring.logprobs import token_logprobs
+from grpo.scoring.stream import Stream, make_stream
 
 
 class PhasesAt:
@@ -129,7 +130,7 @@ class PhasesAt:
         """Log-probs of whole texts."""
         with self._reference() as model:
             token_logprobs(
-                model, self._batch(size), temperature=self.work.config.temperature,
+                model, self._stream(size), temperature=self.work.config.temperature,
                 dtype=self.work.target.dtype, traced=self.work.target.device,
             )  # fmt: skip
 
@@ -137,15 +138,15 @@ class PhasesAt:
         """The loss and its backward pass, with gradients of a part before."""
         self.begin_gradients()
         config, target, device = self.work.config, self.work.target, self.policy.device
-        batch = self._batch(size)
-        row = torch.arange(len(batch.rows), device=device).repeat_interleave(size.tokens)
+        stream = self._stream(size)
+        row = stream.row.to(device)
         weight, advantage, sampler_logp, ref_logp = torch.zeros(4, len(row), device=device)
         tokens = Tokens(
-            len(batch.rows), row, weight, advantage, sampler_logp,
+            len(stream.rows), row, weight, advantage, sampler_logp,
             ref_logp=ref_logp if config.kl_coef else None,
         )  # fmt: skip
         learn_tokens(
-            self.policy, batch, tokens, settings=config, dtype=target.dtype, traced=target.device,
+            self.policy, stream, tokens, settings=config, dtype=target.dtype, traced=target.device,
             temperature=config.temperature, checkpointing=self.work.checkpointing,
         )  # fmt: skip
         self.forget()
@@ -160,14 +161,13 @@ class PhasesAt:
         for parameter in self.trained:
             parameter.grad = None
 
-    def _batch(self, size: Size) -> MicroBatch:
+    def _stream(self, size: Size) -> Stream:
         prompts, per_prompt = self._prompts(size)
         rows = len(prompts) * per_prompt
-        return MicroBatch(
-            rows=torch.arange(rows),
-            prompts=pad_prompts(prompts)._replace(is_padded=True),  # which takes more
-            row_to_prompt=torch.arange(rows) // per_prompt,
-            completion_ids=torch.zeros(rows, size.tokens, dtype=torch.long),
+        return make_stream(
+            prompts,
+            [row // per_prompt for row in range(rows)],
+            [np.zeros(size.tokens, dtype=np.int64)] * rows,
         )
 
     def _prompts(self, size: Size) -> tuple[list[list[int]], int]:

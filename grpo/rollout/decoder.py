@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from grpo.config.groups import SamplingSettings
 from grpo.distributed.shard import is_sharded
+from grpo.errors import UserError
 from grpo.memory import is_out_of_memory
 from grpo.memory.recovery import release_cache
 from grpo.model.first_layers import first_layers, is_plain
@@ -130,12 +131,14 @@ def check_decoder(model: PreTrainedModel, *shapes: PretrainedConfig) -> None:
     """Find out on made-up tokens whether a model decodes over a static cache as it does without any.
 
     Where it does not, and where its kind cannot, a line says that it is over Hugging Face's own cache.
-    shapes: other copies of the model's configuration, by which its memory is planned.
+    ValueError for a model that gives something else over that one, too (GPT-Neo, whose attention minds what
+    stands between prompt and completion). shapes: other copies of the model's configuration, by which its
+    memory is planned.
     """
     reason = "its attention cannot be called by name"
     if has_static_cache(model.config):
         try:
-            difference = _largest_difference(model)
+            difference = _largest_difference(model, Arena)
             if difference < 1e-3:
                 return
             reason = f"with a static one its log-probs come out {difference:.3g} nats wrong"
@@ -145,10 +148,16 @@ def check_decoder(model: PreTrainedModel, *shapes: PretrainedConfig) -> None:
             reason = str(error).splitlines()[0].rstrip(".")
         _refused.update({id(config): config for config in (model.config, *shapes)})
     name = type(model).__name__
+    difference = _largest_difference(model, GrowingArena)
+    if not difference < 1e-3:
+        raise UserError(
+            f"{name} cannot be sampled from here: over a cache its log-probs come out {difference:.3g} nats "
+            "wrong; choose another --model."
+        )
     logger.info("{} decodes over Hugging Face's growing cache, which is slower: {}", name, reason)
 
 
-def _largest_difference(model: PreTrainedModel) -> float:
+def _largest_difference(model: PreTrainedModel, kind: type[Arena]) -> float:
     """The largest `_difference`, at logits as they are and at large ones, in fp32.
 
     bf16, or products of quantized weights, round log-probs by 0.05 nats, as much as a window that is one
@@ -156,26 +165,26 @@ def _largest_difference(model: PreTrainedModel) -> float:
     device has no room for them.
     """
     if model.dtype.itemsize >= 4 and all(map(is_plain, model.parameters())):
-        return _both_differences(model)
+        return _both_differences(model, kind)
     try:
-        return _both_differences(first_layers(model, model.device))
+        return _both_differences(first_layers(model, model.device), kind)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
     release_cache()
-    return _both_differences(first_layers(model, torch.device("cpu")))
+    return _both_differences(first_layers(model, torch.device("cpu")), kind)
 
 
-def _both_differences(model: PreTrainedModel) -> float:
-    difference = _difference(model)
+def _both_differences(model: PreTrainedModel, kind: type[Arena]) -> float:
+    difference = _difference(model, kind)
     with large_logits(model):
-        return max(difference, _difference(model))
+        return max(difference, _difference(model, kind))
 
 
-def _difference(model: PreTrainedModel) -> float:
+def _difference(model: PreTrainedModel, kind: type[Arena]) -> float:
     """The largest between log-probs (nats) as sampled and of the model's own forward pass over whole texts.
 
-    Of two groups, and a third that takes the second's place.
+    Of two groups, and where groups may join later a third that takes the second's place.
     """
     longest, generator = min(280, context_length(model.config) - 3), torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -192,11 +201,14 @@ def _difference(model: PreTrainedModel) -> float:
         differences.append((logp[:, : lengths.max()] - expected).abs().max())
 
     with crossed_window(model, longest):
-        arena = Arena(model, Room(2, 2, longest, 3, ends=()))
+        arena = kind(model, Room(2, 2, longest, 3, ends=()))
         arena.restart(SamplingSettings(max_new_tokens=3), 2)
         arena.fill({0: 0, 1: 1}, [text.tolist() for text in texts[:2]], uniforms)
         arena.advance()
         compare(texts[1], 1)
+        if not arena.joins:
+            compare(texts[0], 0)
+            return torch.stack(differences).max().item()
         arena.fill({1: 2}, [texts[2].tolist()], uniforms[:2])
         arena.advance()
         arena.advance()

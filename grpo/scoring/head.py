@@ -50,7 +50,6 @@ def head_pass(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    scored: Tensor | None = None,
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
@@ -61,9 +60,7 @@ def head_pass(
 ) -> HeadPass:
     """log softmax((hidden @ weightᵀ + bias) / temperature) at `targets`, and the gradients of a loss of it.
 
-    hidden: (R, C, D), the states that predict `targets` (R, C). weight: (V, D), bias: (V,). scored: (K,)
-    places among the R·C tokens, nothing else is computed or read; None: all of them, so that shapes are known
-    beforehand and fake tensors can trace it.
+    hidden: (K, D), the states that predict `targets` (K,). weight: (V, D), bias: (V,).
 
     slope: the derivative of a loss, asked for each chunk as soon as its log-probs are there. The gradients of
     `weight` and `bias`, where they require one, are ADDED to their `.grad`; hidden's is returned, and left to
@@ -74,19 +71,18 @@ def head_pass(
     precision is centred, see `centred_head`. chunk_tokens: None: as `tokens_at_once` has it. device: whose
     memory a trace is of, if not hidden's. ValueError for arguments that do not go together.
     """
-    if hidden.shape[:-1] != targets.shape or (scored is not None and scored.ndim != 1):
-        shapes = [tuple(t.shape) for t in (hidden, targets, scored) if t is not None]
-        raise UserError(f"hidden (R, C, D), targets (R, C) and scored (K,) do not go together: {shapes}.")
+    if hidden.shape[:-1] != targets.shape or targets.ndim != 1:
+        shapes = tuple(hidden.shape), tuple(targets.shape)
+        raise UserError(f"hidden (K, D) and targets (K,) do not go together: {shapes}.")
     if not temperature > 0:
         raise UserError(f"temperature is {temperature}; log-probs need one above 0 (usual: 1.0).")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise UserError(f"chunk_tokens is {chunk_tokens}; it must be 1 or more (usual: 256 to 4096).")
-    states, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)  # (R·C, D), (R·C,)
     dtype, device = product_dtype(hidden), device or hidden.device
     exact = torch.promote_types(dtype, torch.float32)
-    count = len(states) if scored is None else len(scored)
+    count = len(hidden)
     logp, entropies = hidden.new_zeros(2, count, dtype=exact)
-    hidden_gradient = None if slope is None else torch.zeros_like(states)
+    hidden_gradient = None if slope is None else torch.empty_like(hidden)
     learning = [] if slope is None else [p for p in (weight, bias) if p is not None and p.requires_grad]
     sums = [(parameter, _room_for_gradient(parameter, exact)) for parameter in learning]
     with torch.autocast(hidden.device.type, enabled=False):
@@ -95,15 +91,14 @@ def head_pass(
         chunk_tokens = min(chunk_tokens or tokens_at_once(len(weight), dtype, device.type), max(1, count))
         room = hidden.new_empty(chunk_tokens, len(head.weight), dtype=dtype)  # (k, V + padding)
         for chunk in parts(count, chunk_tokens, hidden):
-            places = chunk if scored is None else scored[chunk]
-            inputs = states[places].to(dtype)  # (k, D)
+            inputs = hidden[chunk].to(dtype)  # (k, D)
             products = head.multiply(inputs, room[: len(inputs)])
-            scores = head.score(products, targets[places], entropy=entropy)  # (k, 4)
+            scores = head.score(products, targets[chunk], entropy=entropy)  # (k, 4)
             logp[chunk], entropies[chunk] = scores[:, 0], scores[:, 1]
             if slope is None or hidden_gradient is None:
                 continue
-            head.to_gradient(products, scores, targets[places], slope(logp[chunk], chunk))
-            hidden_gradient[places] = (products @ head.weight).to(hidden.dtype)
+            head.to_gradient(products, scores, targets[chunk], slope(logp[chunk], chunk))
+            hidden_gradient[chunk] = (products @ head.weight).to(hidden.dtype)
             for parameter, total in sums:
                 if parameter is weight:
                     _add_product(total, products[:, : len(weight)], inputs)
@@ -111,7 +106,7 @@ def head_pass(
                     total += products[:, : len(weight)].sum(0, dtype=exact)
     for parameter, total in sums:
         _add_gradient(parameter, total)
-    return HeadPass(logp, entropies, None if hidden_gradient is None else hidden_gradient.view(hidden.shape))
+    return HeadPass(logp, entropies, hidden_gradient)
 
 
 # ------------------------------------------------------------------------------------ what a chunk takes

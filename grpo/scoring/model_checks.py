@@ -1,13 +1,47 @@
 """Whether a model can be trained here, found out on made-up tokens before anything slow begins."""
 
+from typing import NamedTuple
+
 import torch
+from loguru import logger
 from transformers import PreTrainedModel
 
 from grpo.errors import UserError
-from grpo.model.attention import needs_no_mask
-from grpo.model.prefill import crossed_window, large_logits, pad_prompts
+from grpo.memory import is_out_of_memory
+from grpo.model.prefill import crossed_window, large_logits, layers_with_window
 from grpo.model.stand_ins import NEVER, exact_products
-from grpo.scoring.micro_batches import MicroBatch, token_logprobs
+from grpo.scoring.logprobs import read_side_by_side, reads_streams, token_logprobs
+from grpo.scoring.stream import Stream, make_stream
+
+_OTHERS_ERRORS = TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError, IndexError
+"""What a model raises that cannot be run the way that is tried."""
+
+
+class MadeUp(NamedTuple):
+    """Prompts, which of them each row has, and the rows' own tokens: ids."""
+
+    prompts: list[list[int]]
+    prompt_of: list[int]
+    rows: list[list[int]]
+
+    def stream(self) -> Stream:
+        return make_stream(self.prompts, self.prompt_of, self.rows)
+
+    def texts(self) -> list[list[int]]:
+        """The rows behind their prompts."""
+        return [[*self.prompts[prompt], *row] for prompt, row in zip(self.prompt_of, self.rows, strict=True)]
+
+
+def made_up(model: PreTrainedModel, length: int, *, equal: bool = False) -> MadeUp:
+    """Three rows of 4 tokens, two of one prompt that fills the rest of `length`, one of a prompt of 5 tokens.
+
+    equal: the prompts are of one length.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    first, second = torch.randint(vocabulary, (2, length - 4), generator=generator).tolist()
+    rows = torch.randint(vocabulary, (3, 4), generator=generator).tolist()
+    return MadeUp([first, second if equal else second[:5]], [0, 0, 1], rows)
 
 
 @exact_products()
@@ -15,45 +49,51 @@ from grpo.scoring.micro_batches import MicroBatch, token_logprobs
 def check_scorer(model: PreTrainedModel, context: int) -> None:
     """ValueError unless log-probs are those of the model's own forward pass.
 
-    They are not for a model that does more to its logits than a linear layer does (Gemma 2, Cohere,
-    Granite), or whose attention minds what stands between prompt and completion (GPT-Neo). What a soft cap
-    does shows in large logits alone, so logits are compared as large as a trained model's, too.
+    They are not for a model that does more to its logits than a linear layer does (Gemma 2, Cohere, Granite).
+    What a soft cap does shows in large logits alone, so logits are compared as large as a trained model's,
+    too. A model whose attention cannot be run over a stream goes through side by side, which a line says.
     """
-    length = min(280, context)
-    masks = (False, True) if needs_no_mask(model.config._attn_implementation) else (False,)
-    with crossed_window(model, length):
-        for equal in masks:  # prompts of one length go another way there
-            _check_scorer(model, made_up_batch(model, length, equal=equal))
-        with large_logits(model):
-            _check_scorer(model, made_up_batch(model, length))
-
-
-def _check_scorer(model: PreTrainedModel, batch: MicroBatch) -> None:
+    name, length = type(model).__name__, min(280, context)
     try:
-        ours = batch.padded(token_logprobs(model, batch, temperature=1.0, dtype=model.dtype)[0])
-    except (TypeError, AttributeError, ValueError, NotImplementedError) as error:
-        raise UserError(f"{type(model).__name__} cannot be trained here: {error}") from error
-    for row, (prompt, length) in enumerate(zip(batch.prompts.ids, batch.prompts.lengths, strict=True)):
-        ids = torch.cat([prompt[:length], batch.completion_ids[row]]).to(model.device).unsqueeze(0)
+        layers_with_window(model.config)
+    except UserError as error:
+        raise UserError(f"{name} cannot be trained here: {error}") from error
+    wrong, could_read = _what_is_wrong(model, length), reads_streams(model)
+    if wrong is not None and could_read:
+        read_side_by_side(model)
+        over_streams, wrong = wrong, _what_is_wrong(model, length)
+        if wrong is None:
+            logger.info("{} is scored in padded rows, which is slower: over streams {}", name, over_streams)
+    if wrong is not None:
+        raise UserError(
+            f"{name} cannot be trained here: {wrong}, so its head or its attention is of a kind that is not "
+            "supported; choose another --model."
+        )
+
+
+def _what_is_wrong(model: PreTrainedModel, length: int) -> str | None:
+    texts = made_up(model, length)
+    try:
+        with crossed_window(model, length):
+            difference = _difference(model, texts)
+            with large_logits(model):
+                difference = max(difference, _difference(model, texts))
+    except _OTHERS_ERRORS as error:
+        if is_out_of_memory(error):
+            raise
+        return str(error).splitlines()[0].rstrip(".") or type(error).__name__
+    return None if difference < 1e-3 else f"its log-probs come out {difference:.3g} nats wrong"
+
+
+def _difference(model: PreTrainedModel, texts: MadeUp) -> float:
+    """The largest between log-probs as they are scored and those of the model's own forward pass."""
+    ours, _ = token_logprobs(model, texts.stream(), temperature=1.0, dtype=model.dtype)
+    differences = []
+    for row, (text, scored) in enumerate(zip(texts.texts(), ours.view(len(texts.rows), -1), strict=True)):
+        ids, count = torch.tensor([text], device=model.device), len(texts.rows[row])
         # With a mask of its own making the model's pass would share a fault of ours in making none.
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -5:-1]
-        theirs = logits.log_softmax(-1).gather(1, ids[0, -4:].unsqueeze(1)).squeeze(1)
-        difference = (ours[row].clamp(min=NEVER) - theirs.clamp(min=NEVER)).abs().max().item()
-        if not difference < 1e-3:
-            raise UserError(
-                f"{type(model).__name__} cannot be trained here: its log-probs come out {difference:.3g} "
-                "nats wrong, so its head or its attention is of a kind that is not supported; "
-                "choose another --model."
-            )
-
-
-def made_up_batch(model: PreTrainedModel, length: int, *, equal: bool = False) -> MicroBatch:
-    """Two rows of `length` tokens at most, 4 of them the completion, with prompts of their own.
-
-    equal: their prompts are of one length.
-    """
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(model.get_input_embeddings().num_embeddings, (2, length), generator=generator)
-    other = length - 4 if equal else 5
-    prompts, completions = [tokens[0, : length - 4].tolist(), tokens[1, :other].tolist()], tokens[:, -4:]
-    return MicroBatch(torch.arange(2), pad_prompts(prompts), torch.arange(2), completions)
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        log_probs = logits[0, -count - 1 : -1].log_softmax(-1)
+        theirs = log_probs.gather(1, ids[0, -count:].unsqueeze(1)).squeeze(1)
+        differences.append((scored.clamp(min=NEVER) - theirs.clamp(min=NEVER)).abs().max())
+    return torch.stack(differences).max().item()

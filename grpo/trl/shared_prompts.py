@@ -1,7 +1,7 @@
 """Prompts once a group in TRL's scoring and learning.
 
 TRL puts each completion behind its prompt, so a prompt with eight completions is computed, and held for the
-backward pass, eight times. Here the model's backbone computes it once; completions read its keys and values.
+backward pass, eight times. Here the model's backbone computes it once, in a stream with its completions.
 All that follows from the hidden states (head, log-probs, loss, metrics) is TRL's, but that it is given
 completions alone: without Triton its head takes every column. Positions are TRL's, too: a token's is its
 column, padding on the left included.
@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from loguru import logger
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -23,10 +22,11 @@ from grpo.errors import UserError
 from grpo.model.activation_checkpointing import may_recompute_itself
 from grpo.model.first_layers import is_plain
 from grpo.model.load import context_length
-from grpo.model.prefill import PromptBatch, crossed_window, pad_prompts
+from grpo.model.prefill import crossed_window, pad_prompts
 from grpo.model.stand_ins import exact_products
-from grpo.scoring.forward import completion_hidden
-from grpo.scoring.model_checks import made_up_batch
+from grpo.scoring.logprobs import reads_streams, token_states
+from grpo.scoring.model_checks import made_up
+from grpo.scoring.stream import Stream, make_stream
 from grpo.trl.sampling import base_model, why_peft_must_run
 
 _PADDING = -1
@@ -34,18 +34,23 @@ _NOT_SHARED = "position_ids", "token_type_ids", "inputs_embeds", "past_key_value
 """What a backbone may be given of each row beside its tokens, of which TRL gives nothing."""
 
 
-def unlike_prompts(ids: Tensor, mask: Tensor) -> tuple[PromptBatch, Tensor] | None:
+def unlike_prompts(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor] | None:
     """Of prompts (R, P), padded on the left, those that differ, and which of them is each row's (R,).
 
-    None where that saves nothing: most rows have a prompt of their own.
+    -1 stands where there is padding. None where that saves nothing: most rows have a prompt of their own.
     """
     unlike, row_to_prompt = _unique(torch.where(mask.bool(), ids, _PADDING))
-    if 2 * len(unlike) > len(row_to_prompt):
-        return None
-    there = unlike != _PADDING
-    is_padded = not bool(there.all())
-    batch = PromptBatch(unlike.clamp(min=0), there.sum(1), is_padded, on_left=is_padded, by_column=True)
-    return batch, row_to_prompt
+    return None if 2 * len(unlike) > len(row_to_prompt) else (unlike, row_to_prompt)
+
+
+def _stream_of(unlike: Tensor, row_to_prompt: Tensor, ids: Tensor, mask: Tensor) -> Stream:
+    """The stream of completions (R, C) behind their prompts, positions as TRL counts them: by column."""
+    prompts = [[token for token in row if token != _PADDING] for row in unlike.tolist()]
+    columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    lengths = (mask * columns).amax(1).tolist()  # what pads completions is not computed
+    rows = [row[:length] for row, length in zip(ids.cpu().numpy(), lengths, strict=True)]
+    first = [unlike.shape[1] - len(prompt) for prompt in prompts]
+    return make_stream(prompts, row_to_prompt.tolist(), rows, first_positions=first)
 
 
 def _unique(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,13 +94,15 @@ def shared_prompts(
         recomputes = is_told and torch.is_grad_enabled()
         restore()
         try:
+            host = _stream_of(*unlike, ids[:, width:], mask[rows, width:])
+            stream, (at,) = host.to(ids.device, host.row * (tokens + 1) + host.place)
             with _without_transformers_checkpointing(backbone):
-                hidden = completion_hidden(
-                    model, *unlike, ids[:, width:], checkpointing="full" if recomputes else "none"
-                )
+                states = token_states(model, stream, checkpointing="full" if recomputes else "none")
         finally:
             backbone.forward = forward
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=F.pad(hidden, (0, 0, 0, 1)))
+        hidden = states.new_zeros(len(ids) * (tokens + 1), states.shape[-1]).index_copy(0, at, states)
+        hidden = hidden.view(len(ids), tokens + 1, -1)
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)
 
     backbone.forward = forward
     try:
@@ -146,15 +153,14 @@ def check_shared_prompts(model: PreTrainedModel, context: int) -> str | None:
 
     In prompts of one length, and of two, padded on the left as TRL does.
     """
+    if not reads_streams(model):
+        return f"{type(model).__name__} does not hand its attention on to others"
     length, tokens = min(280, context), 4
     is_exact = model.dtype.itemsize >= 4 and all(map(is_plain, model.parameters()))
     allowed = 1e-3 if is_exact else 0.05
     with crossed_window(model, length):
         for equal in (True, False):
-            batch = made_up_batch(model, length, equal=equal)
-            prompts, completions = batch.prompts, batch.completion_ids
-            rows = [[*ids[:size].tolist(), *completion.tolist()] for ids, size, completion in
-                    zip(prompts.ids, prompts.lengths.tolist(), completions, strict=True)]  # fmt: skip
+            rows = made_up(model, length, equal=equal).texts()
             texts = pad_prompts([row for row in rows for _ in range(2)]).to(model.device).moved_left()
             ids, mask = texts.ids, texts.mask.long()
             run = partial(model.base_model, use_cache=False)

@@ -10,11 +10,13 @@ import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from loguru import logger
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from grpo.config import CONFIG_FILE, Config, write_yaml
 from grpo.config.groups import Checkpointing, LoraSettings
@@ -26,14 +28,14 @@ from grpo.memory import Device, Pass, Size
 from grpo.memory.device import Peak
 from grpo.memory.fit import EXACT_RUNS
 from grpo.model.activation_checkpointing import choose_checkpointing, recomputed_layers
+from grpo.model.prefill import layers_with_window
 from grpo.model.target import Target, choose_device, make_target
 from grpo.plan.phases_at import PhasesAt
 from grpo.plan.trace import TracedPhases
 from grpo.plan.workload import Workload
 from grpo.run.tracking import RunTracker
-from grpo.scoring.forward import empty_cache
 from grpo.scoring.head import Slope, head_pass
-from grpo.scoring.micro_batches import computing_in
+from grpo.scoring.logprobs import computing_in
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.models import load_model, model_shape
 from grpo.workbench.settings import Task
@@ -43,6 +45,24 @@ WHOLE = LoraSettings()
 """All weights are trained."""
 EVAL_ROWS = 8
 """Held-out windows at once: their memory must not be what decides whether a small batch fits."""
+
+
+class _ForgetfulLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
+    def __init__(self, is_sliding: bool) -> None:
+        super().__init__()
+        self.is_sliding = is_sliding
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+
+def _forgetful_cache(model: PreTrainedModel) -> Cache:
+    """A cache that remembers nothing, for texts that go through in one piece.
+
+    Without any, transformers looks into the positions for packed texts, which waits for an accelerator, and
+    takes fake tensors for packed.
+    """
+    return Cache([_ForgetfulLayer(is_sliding) for is_sliding in layers_with_window(model.config)])
 
 
 def window_logprobs(
@@ -61,12 +81,11 @@ def window_logprobs(
     windows = windows.to(model.device)
     with computing_in(dtype, model.device), torch.set_grad_enabled(slope is not None):
         hidden = model.base_model(
-            input_ids=windows[:, :-1], past_key_values=empty_cache(model), use_cache=True
+            input_ids=windows[:, :-1], past_key_values=_forgetful_cache(model), use_cache=True
         ).last_hidden_state  # (R, T, D)
         head = model.get_output_embeddings()
-        result = head_pass(
-            hidden.detach(), head.weight, windows[:, 1:], bias=head.bias, slope=slope, device=traced
-        )
+        hidden, targets = hidden.flatten(0, 1), windows[:, 1:].flatten()
+        result = head_pass(hidden.detach(), head.weight, targets, bias=head.bias, slope=slope, device=traced)
     if result.hidden_gradient is not None:
         hidden.backward(result.hidden_gradient)
     return result.logp.view(windows[:, 1:].shape)

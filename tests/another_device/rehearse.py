@@ -20,7 +20,7 @@ from grpo.learning.objectives import accumulate_grpo
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import Run, open_run
 from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, read_lines
-from grpo.scoring.micro_batches import micro_batches
+from grpo.scoring.stream import streams
 from grpo.trainer import Trainer
 
 RICH = {
@@ -76,13 +76,13 @@ class Copies(TorchDispatchMode):
 
 
 def copies_of_learning(config: Config) -> dict[str, int]:
-    """Between host and device, in all steps of a run, and how many micro-batches there were."""
-    count = {"micro batches": 0, "steps": 0}
+    """Between host and device, in all steps of a run, and how many streams there were."""
+    count = {"streams": 0, "steps": 0}
     copies = Copies()
 
     def accumulate(model: Any, batch: Any, **settings: Any) -> Any:
-        rows = {name: settings[name] for name in ("rows", "pass_tokens")}
-        count["micro batches"] += len(list(micro_batches(batch.rollout, **rows)))
+        packing = {name: settings[name] for name in ("rows", "longest", "of_equal_rows")}
+        count["streams"] += len(list(streams(batch.rollout, **packing)))
         count["steps"] += 1
         with copies:
             return accumulate_grpo(model, batch, **settings)

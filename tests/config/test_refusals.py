@@ -214,8 +214,8 @@ def rolled_out(at: Given, text: str) -> None:
 
 
 def scored(**given: Any) -> None:
-    """Log-probs of 3 rows of 5 tokens, of a vocabulary of 11."""
-    hidden, weight, targets = torch.zeros(3, 5, 4), torch.zeros(11, 4), torch.zeros(3, 5, dtype=torch.long)
+    """Log-probs of 5 tokens, of a vocabulary of 11."""
+    hidden, weight, targets = torch.zeros(5, 4), torch.zeros(11, 4), torch.zeros(5, dtype=torch.long)
     head_pass(hidden, **{"weight": weight, "targets": targets, **given})
 
 
@@ -696,8 +696,8 @@ REFUSED: dict[str, list[Row]] = {
     ],
     "scoring": each_of(
         scored,
-        ({"targets": torch.zeros(3, 4, dtype=torch.long)}, "(3, 5, 4), (3, 4)", "do not go together"),
-        ({"scored": torch.ones(3, 5, dtype=torch.bool)}, "(3, 5, 4), (3, 5), (3, 5)", "do not go together"),
+        ({"targets": torch.zeros(4, dtype=torch.long)}, "(5, 4), (4,)", "do not go together"),
+        ({"targets": torch.zeros(5, 1, dtype=torch.long)}, "(5, 4), (5, 1)", "do not go together"),
         ({"temperature": 0.0}, "temperature is 0"), ({"chunk_tokens": 0}, "chunk_tokens is 0"),
     ),
     "trl": [

@@ -47,11 +47,11 @@ def test_peaks_are_what_was_predicted_and_out_of_memory_costs_a_retry(found):
     )
 
 
-def test_a_micro_batch_is_one_copy_and_nothing_is_left_on_the_device(found):
+def test_a_stream_is_one_copy_and_nothing_is_left_on_the_device(found):
     """One copy of everything it is learned from; and one back, of a step's sums."""
     copies = found["copies"]
-    assert copies["steps"] == 3 and copies["micro batches"] >= 12
-    assert copies["to device"] == copies["micro batches"] and copies["to host"] == copies["steps"]
+    assert copies["steps"] == 3 and copies["streams"] >= 9
+    assert copies["to device"] == copies["streams"] and copies["to host"] == copies["steps"]
     assert copies["waits"] == 0
     assert found["left behind"] == 0
 

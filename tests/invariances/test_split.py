@@ -23,7 +23,7 @@ from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.scoring import head
 from grpo.scoring.head import head_pass
-from grpo.scoring.micro_batches import micro_batches, score
+from grpo.scoring.logprobs import score
 
 G, LENGTH = 3, 12
 N = 4 * G
@@ -46,13 +46,19 @@ def frozen_batch(policy, prompts, *, length: int = LENGTH) -> GRPOBatch:
 
 
 def learn(
-    policy, batch, loss: LossSettings, rows: int, *, checkpointing: Checkpointing = "none", pass_tokens=None
+    policy,
+    batch,
+    loss: LossSettings,
+    rows: int,
+    *,
+    checkpointing: Checkpointing = "none",
+    of_equal_rows=False,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """One step's gradient as one vector, and its metrics."""
     policy.model.zero_grad(set_to_none=True)
     sums = accumulate_grpo(
         policy.model, batch, settings=loss, temperature=1.0, dtype=policy.target.dtype, rows=rows,
-        importance_cap=2.0, checkpointing=checkpointing, pass_tokens=pass_tokens,
+        importance_cap=2.0, checkpointing=checkpointing, of_equal_rows=of_equal_rows,
     )  # fmt: skip
     metrics = finish_grpo([sums], batch.counts)
     return torch.cat([p.grad.flatten() for p in policy.model.parameters()]), metrics
@@ -74,9 +80,7 @@ def test_i1_a_steps_gradient_and_metrics_do_not_depend_on_the_split_in_float64(l
     whole = learn(policy, batch, KL, N)
     for rows in (1, 2, 3, 5, 7, N - 1):
         assert_same_step(whole, learn(policy, batch, KL, rows), exactness=1e-12)
-    assert_same_step(whole, learn(policy, batch, KL, N, pass_tokens=0), exactness=1e-12)
-    num_lengths = len(batch.rollout.lengths.view(-1, G).amax(1).unique())
-    assert len(list(micro_batches(batch.rollout, N, pass_tokens=0))) == num_lengths
+    assert_same_step(whole, learn(policy, batch, KL, 3, of_equal_rows=True), exactness=1e-12)
     for checkpointing, rows in (("full", 2), ("full", N)):
         again = learn(policy, batch, KL, rows, checkpointing=checkpointing)
         assert_same_step(whole, again, exactness=1e-12)

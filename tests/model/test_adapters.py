@@ -33,8 +33,8 @@ from grpo.plan.trace import TracedPhases
 from grpo.run.checkpoint import CheckpointFolder
 from grpo.run.loading import check_quantized
 from grpo.run.setup import Run, open_run
-from grpo.scoring.micro_batches import token_logprobs
-from grpo.scoring.model_checks import made_up_batch
+from grpo.scoring.logprobs import token_logprobs
+from grpo.scoring.model_checks import made_up
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
 
@@ -245,7 +245,7 @@ def test_gradients_are_those_of_the_dequantized_base(load, model_folders, tmp_pa
         add_adapters(model, IN_4_BITS)
         move(model)
         store_base(model, dtype)
-        batch = made_up_batch(model, 24)
+        batch = made_up(model, 24).stream()
         with adapters_off(model), torch.no_grad():  # layers are used without gradients first, as in sampling
             token_logprobs(model, batch, temperature=1.0, dtype=dtype)
         learned_logprobs(model, batch, temperature=1.0, dtype=dtype)

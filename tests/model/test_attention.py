@@ -1,27 +1,33 @@
 """Attention in training: values and gradients are plain attention's, by whichever way a device takes."""
 
 import dataclasses
-from collections.abc import Callable
+import math
+import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from conftest import learned_logprobs
+from conftest import examples, learned_logprobs, let_norms_be_exact
+from hypothesis import given
+from hypothesis import strategies as st
 from test_checkpointing import made, made_up
-from transformers.masking_utils import sdpa_mask
 from whole_runs import train
 
 from grpo.memory.live import LiveBytes
 from grpo.model import attention
 from grpo.model.target import choose_attention
+from grpo.scoring import logprobs, stream
 from grpo.scoring.model_checks import check_scorer
+from grpo.scoring.stream import make_stream
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 
 def learned(model, batch, dtype: torch.dtype = F64) -> list[torch.Tensor]:
     """Log-probs, and the gradients of some sum of them by all parameters."""
-    ids = batch.completion_ids
-    weights = torch.arange(1.0, 1 + ids.numel()).view_as(ids)
+    shape = len(batch.rows), batch.layout.longest_row
+    weights = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
     logp = learned_logprobs(model, batch, weights, temperature=1.0, dtype=dtype)
     return [logp, *(parameter.grad for parameter in model.parameters())]
 
@@ -102,101 +108,198 @@ def test_autocast_decides_the_dtype_and_what_is_exact_stays_so():
     torch.testing.assert_close(exact.transpose(1, 2), plain(*inputs, unseen))
 
 
-EQUAL, UNEQUAL = [(7, 3), (7, 1), (7, 2)], [(7, 3), (6, 1), (7, 2)]
-
-
-def by(model, batch, kind: str, dtype: torch.dtype = F64) -> list[torch.Tensor]:
-    """`learned` with this attention."""
-    model.set_attn_implementation(kind)
+def side_by_side(model, batch, monkeypatch, dtype=F64) -> list[torch.Tensor]:
+    """`learned`, each row padded behind a prompt of its own, as transformers runs it."""
     model.zero_grad()
+    with monkeypatch.context() as patch:
+        patch.setattr(logprobs, "reads_streams", lambda model: False)
+        return [each.clone() for each in learned(model, batch, dtype)]
+
+
+def over_stream(model, batch, dtype=F64) -> list[torch.Tensor]:
+    model.zero_grad()
+    assert logprobs.reads_streams(model)
     return [each.clone() for each in learned(model, batch, dtype)]
 
 
-@pytest.fixture
-def registered(monkeypatch) -> Callable[[str, Callable], None]:
-    """What puts a function in another's place, known to transformers too, until the test is over."""
-
-    def put(name: str, function: Callable) -> None:
-        monkeypatch.setattr(attention, name, function)
-        attention.register()
-
-    yield put
-    monkeypatch.undo()
-    attention.register()
+GROUPS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 4)), min_size=1, max_size=4)
 
 
-@pytest.fixture
-def masks(registered) -> list[torch.Tensor | None]:
-    """Those that attention is given, one after the other."""
-    seen, attend = [], attention.attend_from_lower_right
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen"])
+def test_over_a_stream_log_probs_and_gradients_are_those_of_padded_rows(load, monkeypatch, architecture):
+    """To 1e-12, however texts are cut into rectangles."""
+    model = load(architecture, "fp64").model
 
-    def note(module, query, key, value, attention_mask, **options):
-        if query.shape[2] < key.shape[2]:
-            seen.append(attention_mask)
-        return attend(module, query, key, value, attention_mask, **options)
+    @examples(8)
+    @given(GROUPS, st.integers(1, 12), st.integers(0, 99), st.sampled_from([0, 2**14]))
+    def holds(groups, width, seed, worth):
+        with monkeypatch.context() as patch:
+            patch.setattr(stream, "RECTANGLE_SCORES", worth)
+            batch = made_up(groups, width, seed)
+        expected = side_by_side(model, batch, monkeypatch)
+        torch.testing.assert_close(over_stream(model, batch), expected, rtol=1e-11, atol=1e-12)
 
-    registered("attend_from_lower_right", note)
-    return seen
+    holds()
 
 
-@pytest.mark.parametrize(
-    ("architecture", "groups"), [("gpt2", EQUAL), ("llama", EQUAL), ("qwen", EQUAL), ("llama", UNEQUAL)]
-)
-def test_without_a_mask_log_probs_and_gradients_are_the_same(load, masks, architecture, groups):
-    model, batch = load(architecture, "fp64").model, made_up(groups, 9)
-    expected = by(model, batch, "sdpa")
-    assert masks == []
-    torch.testing.assert_close(by(model, batch, attention.LOWER_RIGHT), expected, rtol=1e-12, atol=1e-12)
-    model = load(architecture).model  # whose products are in bf16, where all others are
-    expected, found = (by(model, batch, name, BF16)[0] for name in ("sdpa", attention.LOWER_RIGHT))
-    assert (found - expected).abs().max() < 0.05
-    assert len(masks) == 4 and all((mask is None) == (groups == EQUAL) for mask in masks)
-    check_scorer(model, 24)
-    assert {mask is None for mask in masks[4:]} == {True, False}  # both are tried
+def test_in_bf16_it_is_as_close_to_the_truth_as_padded_rows(load, monkeypatch):
+    batch = made_up([(7, 3), (6, 1), (9, 2)], 9)
+    truth = side_by_side(load("llama", "fp64").model, batch, monkeypatch)
+    model = load("llama", "bf16").model
+    padded, found = side_by_side(model, batch, monkeypatch, BF16), over_stream(model, batch, BF16)
+    for one, other, true in zip(found, padded, truth, strict=True):
+        assert (one - true).norm() <= 1.3 * (other - true).norm() + 1e-3 * true.norm()
 
 
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
-WINDOWS = {"mistral": {}, "gemma3_text": {"head_dim": 8, "layer_types": KINDS}}
+WINDOWS = {
+    "mistral": {}, "gemma3_text": {"head_dim": 8, "layer_types": KINDS},
+    "qwen2": {"use_sliding_window": True, "layer_types": KINDS},
+}  # fmt: skip
 
 
 def with_window(kind: str, length: int = 5, **changes):
     options = {"num_key_value_heads": 2, "sliding_window": length, **changes}
-    return made(kind, **WINDOWS[kind], **options).double()
+    model = made(kind, **WINDOWS[kind], **options).double()
+    let_norms_be_exact(model)
+    return model
 
 
 @pytest.mark.parametrize("kind", WINDOWS)
-def test_layers_with_a_window_see_no_more_than_it(masks, kind):
-    """Prompts of one length, as a single group's always are, and completions that cross the window."""
-    model, batch = with_window(kind), made_up(EQUAL, 9)
-    expected, found = (by(model, batch, name) for name in ("sdpa", attention.LOWER_RIGHT))
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)  # norms are in fp32
+def test_layers_with_a_window_see_no_more_than_it(monkeypatch, kind):
+    """Within prompts, and in completions that see part of theirs, or none."""
+    model, batch = with_window(kind), made_up([(7, 3), (6, 1), (12, 2)], 9)
+    expected = side_by_side(model, batch, monkeypatch)
+    torch.testing.assert_close(over_stream(model, batch), expected, rtol=1e-9, atol=1e-9)
     model.config.sliding_window = None if kind == "mistral" else 1000
-    beyond, *_ = by(model, batch, "sdpa")
+    beyond, *_ = over_stream(model, batch)
     assert (beyond - expected[0]).abs().max() > 0.01
-    assert [mask is None for mask in masks] == [False, kind == "gemma3_text", False]  # its second sees all
-    model = with_window(kind, 8)
-    model.set_attn_implementation("sdpa")
-    check_scorer(model, 64)  # with a mask too
+    check_scorer(with_window(kind, 8), 64)
 
 
-def test_the_check_of_the_scorer_crosses_the_window_however_long_it_is(registered):
-    """And is not misled by a pass of the model's own that makes no mask either."""
+def test_a_window_of_thousands_is_crossed_by_the_check_of_the_scorer(monkeypatch, logged):
+    """Where layers over a stream did not mind it, rows would go side by side, and a line would say so."""
     model = with_window("mistral", 1000, max_position_embeddings=2000)
-    attention.register()
-    model.set_attn_implementation(attention.LOWER_RIGHT)
     check_scorer(model, 2000)
-    assert model.config.sliding_window == 1000
+    assert model.config.sliding_window == 1000 and logprobs.reads_streams(model)
+    mask = attention.Rectangle.mask
+    monkeypatch.setattr(attention.Rectangle, "mask", lambda self, window, dtype: mask(self, None, dtype))
+    check_scorer(model, 2000)
+    assert not logprobs.reads_streams(model)
+    (said,) = [line for line in logged if "padded rows, which is slower" in line]
+    assert "over streams its log-probs come out" in said
 
-    def blind(*args, attention_mask=None, **options):
-        return None if attention_mask is None else sdpa_mask(*args, attention_mask=attention_mask, **options)
 
-    registered("_mask", blind)
-    with pytest.raises(ValueError, match="log-probs come out"):
-        check_scorer(model, 2000)
+def test_layers_that_tell_attention_nothing_go_side_by_side(monkeypatch, logged):
+    model = made("gpt2")
+    for layer in model.transformer.h:
+        attend = layer.attn.forward
+        layer.attn.forward = lambda *args, attend=attend, stream=None, **options: attend(*args, **options)
+    check_scorer(model, 64)
+    assert not logprobs.reads_streams(model)
+    assert any("its layers do not tell attention" in line for line in logged)
+    learned(model, made_up([(7, 3)], 9), F32)
 
 
-def test_it_is_what_cuda_takes(monkeypatch):
+def test_for_the_backward_pass_attention_keeps_what_it_was_given_once():
+    """Not the copies of rows, in which a prompt of 64 tokens would be there for each of 8 rows."""
+    query, key, value = (torch.randn(1, H, 64 + 8 * 4, D).requires_grad_() for _ in range(3))
+    batch = make_stream([[1] * 64], [0] * 8, [[1] * 5] * 8)
+    with LiveBytes() as live:
+        mixed, _ = attention.attend_over_stream(Layer(H), query, key, value, None, stream=batch.attention)
+        kept = live.live_bytes
+    tokens = 64 + 8 * 4
+    masks, order = 4 * 8 * 4 * (64 + 4), 8 * tokens
+    # What attention gave, as rectangles and in order, the sums of its exponentials, and the inputs in order.
+    assert kept <= 5 * 4 * H * tokens * D + 4 * H * tokens + masks + order + 8 * 4 * 8 * (64 + 4)
+    with torch.no_grad():
+        again, _ = attention.attend_over_stream(Layer(H), query, key, value, None, stream=batch.attention)
+    assert torch.equal(mixed, again)
+
+
+def varlen(query, key, value, query_ends, key_ends, longest_query, longest_keys, *, scale, window_size,
+           enable_gqa):  # fmt: skip
+    """As torch's kernel describes itself: sequence by sequence, causal from the lower right."""
+    assert query_ends.dtype == key_ends.dtype == torch.int32 and enable_gqa == (
+        query.shape[1] != key.shape[1]
+    )
+    mixed = []
+    for start, end, first, last in zip(
+        query_ends[:-1].tolist(),
+        query_ends[1:].tolist(),
+        key_ends[:-1].tolist(),
+        key_ends[1:].tolist(),
+        strict=True,
+    ):
+        assert 0 < end - start <= longest_query and end - start <= last - first <= longest_keys
+        sharing = query.shape[1] // key.shape[1]
+        one = query[start:end].transpose(0, 1)
+        others = (each[first:last].repeat_interleave(sharing, 1).transpose(0, 1) for each in (key, value))
+        place = torch.arange(end - start).unsqueeze(1) + (last - first) - (end - start)
+        distance = place - torch.arange(last - first)
+        seen = (distance >= 0) & ((distance <= window_size[0]) | (window_size[0] < 0))
+        unseen = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+        scale = one.shape[-1] ** -0.5 if scale is None else scale
+        mixed.append(plain(one.float(), *(each.float() for each in others), unseen, scale).to(one.dtype))
+    return torch.cat([each.transpose(0, 1) for each in mixed])
+
+
+@pytest.fixture
+def kernel(monkeypatch) -> mock.Mock:
+    """In the place of torch's kernel, as if this were a device that has it."""
+    there = mock.Mock(side_effect=varlen)
+    monkeypatch.setattr(attention, "KERNEL_ON", ("cpu",))
+    monkeypatch.setattr(attention, "_works", {})
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=there))
+    return there
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "mistral"])
+def test_a_kernel_for_sequences_gives_what_rectangles_do(monkeypatch, kernel, logged, kind):
+    model = with_window(kind, 5) if kind in WINDOWS else made(kind)
+    model, batch = model.float(), made_up([(7, 3), (6, 1), (12, 2)], 9)
+    with torch.autocast("cpu", BF16):
+        found = learned(model, batch, BF16)
+    assert all(attention._works.values()) and kernel.call_count > 3 and not logged
+    used = kernel.call_count
+    monkeypatch.setattr(attention, "KERNEL_ON", ())
+    model.zero_grad()
+    with torch.autocast("cpu", BF16):
+        expected = learned(model, batch, BF16)
+    assert kernel.call_count == used
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= 0.05 * other.norm()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda *qkv, **_: 1.1 * qkv[0] + 0 * (qkv[1].sum() + qkv[2].sum()), "it gives something else (by"),
+        (RuntimeError("no kernel image"), "no kernel image"),
+    ],
+)
+def test_a_kernel_that_is_wrong_or_missing_is_not_used_which_a_line_says_once(kernel, logged, wrong, told):
+    kernel.side_effect = wrong
+    model, batch = made("gpt2"), made_up([(7, 3)], 9)
+    for _ in range(2):
+        with torch.autocast("cpu", BF16):
+            learned(model, batch, BF16)
+    assert list(attention._works.values()) == [False] and kernel.call_count == 1
+    (line,) = logged
+    assert "padded rectangles, slower: varlen_attn: " in line and told in line
+
+
+def test_what_an_attention_cannot_do_is_refused():
+    query = torch.zeros(1, 1, 3, D)
+    batch = make_stream([[1, 2]], [0], [[1, 2]])
+    with pytest.raises(ValueError, match="softcap, which is not supported"):
+        attention.attend_over_stream(
+            Layer(1), query, query, query, None, stream=batch.attention, softcap=50.0
+        )
+
+
+def test_a_device_chooses_its_attention(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda on: None)
-    assert choose_attention(torch.device("cuda"), BF16) == attention.LOWER_RIGHT
+    assert choose_attention(torch.device("cuda"), BF16) == "sdpa"
     assert choose_attention(torch.device("cpu"), F32) == "sdpa"
     assert choose_attention(torch.device("cpu"), BF16) == attention.IN_FP32

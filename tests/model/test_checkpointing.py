@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, examples, learned_logprobs, places
+from conftest import ARCHITECTURES, examples, learned_logprobs
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
@@ -20,10 +20,9 @@ from grpo.config.groups import Checkpointing, LoraSettings
 from grpo.memory.live import LiveBytes
 from grpo.model.activation_checkpointing import recompute_activations
 from grpo.model.adapters import add_adapters
-from grpo.model.prefill import pad_prompts
-from grpo.scoring.forward import completion_hidden
-from grpo.scoring.micro_batches import MicroBatch
+from grpo.scoring.logprobs import token_states
 from grpo.scoring.model_checks import check_scorer
+from grpo.scoring.stream import Stream, make_stream
 
 SIZES = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
@@ -33,26 +32,22 @@ SIZES = {
 COMPLETIONS_OF_PROMPTS = [(7, 3), (1, 1), (12, 2), (4, 4)]
 
 
-def made_up(groups: list[tuple[int, int]], width: int, seed: int = 0) -> MicroBatch:
-    """A micro-batch of (prompt tokens, completions) groups, of random tokens and lengths up to `width`."""
+def made_up(groups: list[tuple[int, int]], width: int, seed: int = 0) -> Stream:
+    """The stream of (prompt tokens, completions) groups, of random tokens and lengths up to `width`."""
     generator = torch.Generator().manual_seed(seed)
-    row_to_prompt = torch.arange(len(groups)).repeat_interleave(torch.tensor([rows for _, rows in groups]))
-    rows = len(row_to_prompt)
-    lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
+    prompt_of = torch.arange(len(groups)).repeat_interleave(torch.tensor([rows for _, rows in groups]))
+    lengths = torch.randint(1, width + 1, (len(prompt_of),), generator=generator).tolist()
     prompts = [torch.randint(50, (tokens,), generator=generator).tolist() for tokens, _ in groups]
-    return MicroBatch(
-        rows=torch.arange(rows),
-        prompts=pad_prompts(prompts),
-        row_to_prompt=row_to_prompt[torch.randperm(rows, generator=generator)],
-        completion_ids=torch.randint(50, (rows, width), generator=generator),
-        scored=places(torch.arange(width) < lengths),
-    )
+    prompt_of = prompt_of[torch.randperm(len(prompt_of), generator=generator)].tolist()
+    rows = [torch.randint(50, (length,), generator=generator).tolist() for length in lengths]
+    return make_stream(prompts, prompt_of, rows)
 
 
-def learn(model, batch: MicroBatch, dtype: torch.dtype, *, checkpointing: Checkpointing):
+def learn(model, batch: Stream, dtype: torch.dtype, *, checkpointing: Checkpointing):
     """Log-probs, and the gradient by all parameters of some weighted sum of them."""
     model.zero_grad()
-    weights = torch.randn(batch.completion_ids.shape, generator=torch.Generator().manual_seed(1))
+    shape = len(batch.rows), batch.layout.longest_row
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     options = {"temperature": 0.7, "dtype": dtype, "checkpointing": checkpointing}
     logp = learned_logprobs(model, batch, weights, **options)
     return logp, {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -129,11 +124,6 @@ def gpt2(num_layers: int = 2) -> PreTrainedModel:
     return made("gpt2", num_hidden_layers=num_layers, activation_function="gelu_pytorch_tanh")
 
 
-def hidden_of(model, batch: MicroBatch, checkpointing: Checkpointing) -> torch.Tensor:
-    inputs = model, batch.prompts, batch.row_to_prompt, batch.completion_ids
-    return completion_hidden(*inputs, checkpointing=checkpointing)
-
-
 def stored_per_layer(*, checkpointing: Checkpointing, recomputed: bool = False) -> float:
     """What one layer more leaves for the backward pass of 10 rows, kept by the graph or by closures."""
     stored = []
@@ -142,25 +132,25 @@ def stored_per_layer(*, checkpointing: Checkpointing, recomputed: bool = False) 
         if recomputed:
             recompute_activations(model)
         with LiveBytes() as live:
-            hidden = hidden_of(model, batch, checkpointing)
+            hidden = token_states(model, batch, checkpointing=checkpointing)
             assert hidden.requires_grad
             stored.append(live.live_bytes)
     return (stored[1] - stored[0]) / 3
 
 
-def test_a_layer_stores_its_input_and_prompts_keys_alone():
-    """4 prompts of 12 tokens and 10 rows of 8 have 32 floats each, and the prompts' keys and values are views
-    of a product of 96, not repeated to rows. What its activation function makes of 128 a token is a fifth of
-    what it stores else."""
+def test_a_layer_stores_its_input_alone_and_attention_no_copies():
+    """The stream has 32 floats a token. What a layer's activation function makes of 128 is a fifth of what it
+    stores else; of attention it stores queries, keys, values and what comes out, each once."""
     plain, full = (stored_per_layer(checkpointing=name) for name in ("none", "full"))
-    assert full == 4 * ((4 * 12 + 10 * 8) * 32 + 4 * 12 * 96) and plain > 9 * full
-    assert plain - stored_per_layer(checkpointing="none", recomputed=True) >= 4 * (4 * 12 + 10 * 8) * 128
+    tokens = len(made_up(COMPLETIONS_OF_PROMPTS, 9))
+    assert full == 4 * tokens * 32 and plain > 9 * full
+    assert plain - stored_per_layer(checkpointing="none", recomputed=True) >= 4 * tokens * 128
 
 
 @pytest.mark.parametrize("checkpointing", get_args(Checkpointing))
-@pytest.mark.parametrize("last_call", [1, 2, None])
+@pytest.mark.parametrize("last_call", [1, None])
 def test_a_graph_without_its_backward_pass_is_freed(checkpointing, last_call):
-    """As after running out of memory in a prompt's or a completion's last layer: else that is lost."""
+    """As after running out of memory in the last layer: else that is lost."""
     model, batch, calls = gpt2(), made_up(COMPLETIONS_OF_PROMPTS, 9), []
 
     def run_out_of_memory(*_):
@@ -171,8 +161,8 @@ def test_a_graph_without_its_backward_pass_is_freed(checkpointing, last_call):
     model.transformer.h[1].mlp.register_forward_pre_hook(run_out_of_memory)
     with LiveBytes() as live:
         with pytest.raises(torch.OutOfMemoryError) if last_call else nullcontext():
-            hidden_of(model, batch, checkpointing)
-        assert len(calls) == (last_call or 2) and min(calls) > 0
+            token_states(model, batch, checkpointing=checkpointing)
+        assert len(calls) == 1 and min(calls) > 0
         gc.collect()
         assert live.live_bytes == 0
     assert not any("forward" in vars(module) for module in model.modules())
@@ -185,7 +175,7 @@ def test_a_layer_with_a_forward_of_its_own_keeps_it():
     original = layer.forward
     own = layer.forward = lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs)
     learn(model, made_up(COMPLETIONS_OF_PROMPTS, 9), torch.float32, checkpointing="full")
-    assert layer.forward is own and len(calls) == 4  # prompts and completions, forward and again
+    assert layer.forward is own and len(calls) == 2  # prompts and completions, forward and again
 
 
 def test_a_model_that_does_not_name_its_layers_is_refused():
@@ -205,4 +195,4 @@ def test_the_setting_reaches_learning_and_only_learning(config, monkeypatch, che
 
     config = dataclasses.replace(config, steps=1, gradient_checkpointing=checkpointing)
     train(config, lambda trainer: monkeypatch.setattr(place, recompute))
-    assert calls == [True] * (0 if checkpointing == "none" else 2 * 2)  # prompts and completions, two layers
+    assert calls == [True] * (0 if checkpointing == "none" else 2)  # layers

@@ -157,7 +157,7 @@ def test_rows_are_planned_for_the_longest_texts_or_as_the_user_fixed_them():
     ):  # fmt: skip
         _, plan = plan_without_weights(workload(**settings), card_of(room))
         assert [*plan.sizes] == ["sample", "score", "learn"] and rows_of(plan) == rows, settings
-        assert {size[1:] for size in plan.sizes.values()} == {(20, 50)}
+        assert {size[1:] for size in plan.sizes.values()} == {(20, 50, 0)}
     # A host keeps gaps between tensors.
     _, plan = plan_without_weights(workload(), card_of(64.5 * 70 * MIB + GRADIENTS, slack=0.1))
     assert rows_of(plan) == [32, 32, 32]

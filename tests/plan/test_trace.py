@@ -16,7 +16,7 @@ from grpo.learning.optimizer import make_optimizer
 from grpo.memory import Size, peak_live_bytes
 from grpo.plan.trace import TracedPhases
 from grpo.rollout.sample import rollout
-from grpo.scoring.micro_batches import score
+from grpo.scoring.logprobs import score
 from grpo.types import Rollout
 
 G, VOCABULARY = 4, 96
@@ -60,8 +60,9 @@ def test_a_trace_is_what_the_real_pass_allocates(name: str, options: dict, off: 
             work = real.prepare(phase, size)
             work()  # what is set up once is no part of it
             found = traced.added_bytes(phase, size)
-            # Fused attention uses some by thread, and so do products where the processor has bf16.
-            within = 2**16 * (setting.compute_dtype == BF16)
+            # Fused attention uses some by thread, and so do products in bf16; processors that have none
+            # turn what they multiply into fp32.
+            within = 2**18 * (setting.compute_dtype == BF16)
             most = max(off, 0.03) if phase == "sample" else off
             assert found == pytest.approx(allocator_peak(work), rel=most, abs=within), (phase, size)
             assert found == pytest.approx(peak_live_bytes(work), rel=most), (phase, size)

@@ -24,7 +24,7 @@ from grpo.model.load import end_tokens, load_policy
 from grpo.model.weights import RolloutModel
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
-from grpo.scoring.micro_batches import score
+from grpo.scoring.logprobs import score
 from grpo.types import Rollout
 
 ANSWERS, GROUP, TOKENS = 64, 4, 48

@@ -10,9 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import grpo.rollout.decoder
 from grpo.config.groups import LoraSettings, SamplingSettings
-from grpo.memory import Size
 from grpo.memory.live import LiveBytes
-from grpo.memory.rows import positions
 from grpo.model.adapters import add_adapters, store_base
 from grpo.model.load import ModelSource, Policy, end_names, end_tokens
 from grpo.model.weights import RolloutModel
@@ -23,8 +21,9 @@ from grpo.rollout.growing import GrowingArena
 from grpo.rollout.sample import rollout
 from grpo.rollout.static_cache import StaticLayer
 from grpo.rollout.tokens import step_uniforms
-from grpo.scoring.micro_batches import largest_pass, micro_batches, score, token_logprobs
+from grpo.scoring.logprobs import score, token_logprobs
 from grpo.scoring.model_checks import check_scorer
+from grpo.scoring.stream import streams
 from grpo.types import Prompt, Rollout
 
 G, LENGTH = 3, 12
@@ -97,8 +96,8 @@ def test_the_scorer_equals_a_plain_forward_pass(
     weights = torch.randn(sampled.mask.shape, generator=torch.Generator().manual_seed(1))
     sum((logp * weights[row, : len(logp)]).sum() for row, (logp, _) in enumerate(plain)).backward()
     expected = gradients(exact)
-    for batch in micro_batches(sampled, 5):
-        learned_logprobs(policy.model, batch, weights[batch.rows, : batch.completion_ids.shape[1]], **options)
+    for batch in streams(sampled, 5):
+        learned_logprobs(policy.model, batch, weights[batch.rows], **options)
         _, entropy = token_logprobs(policy.model, batch, entropy=True, **options)
         for row, ours in zip(batch.rows.tolist(), batch.padded(entropy), strict=True):
             assert (ours[: sampled.lengths[row]] - plain[row][1]).abs().max() < nats
@@ -153,68 +152,6 @@ def test_greedy_tokens_are_those_of_generate(load, prompts, architecture):
         assert ours[:certain] == generated[:certain] and (close or ours == generated)
         compared += certain
     assert compared > 60
-
-
-@pytest.mark.parametrize("pass_tokens", [None, 0])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 100])
-def test_micro_batches_hold_every_row_once_and_groups_whole_where_they_fit(load, prompts, rows, pass_tokens):
-    """The largest of them is known without any."""
-    sampled = sample(load("gpt2"), prompts)
-    batches = list(micro_batches(sampled, rows, pass_tokens=pass_tokens))
-    assert sorted(torch.cat([batch.rows for batch in batches]).tolist()) == [*range(len(prompts) * G)]
-    for batch in batches:
-        pairs = zip(batch.prompts.ids, batch.prompts.lengths, strict=True)
-        prompts_of = [ids[:length].tolist() for ids, length in pairs]
-        scored = torch.zeros(batch.completion_ids.shape, dtype=torch.bool)
-        scored.view(-1)[batch.scored] = True
-        for place, row in enumerate(batch.rows.tolist()):
-            assert prompts_of[batch.row_to_prompt[place]] == sampled.prompt_ids[row // G]
-            length = sampled.lengths[row]
-            assert torch.equal(batch.completion_ids[place, :length], sampled.completion_ids[row, :length])
-            assert scored[place].tolist() == [*[True] * length, *[False] * (scored.shape[1] - length)]
-        assert len(batch.rows) <= rows
-        assert rows < G or len(prompts_of) * G == len(batch.rows)  # none is cut, no prompt computed twice
-    sizes = [Size(len(b.rows), b.completion_ids.shape[1], int(b.prompts.lengths.max())) for b in batches]
-    largest = max(sizes, key=lambda size: positions(*size, G))
-    assert largest_pass(sampled, rows, pass_tokens=pass_tokens) == largest
-
-
-def lengths_of(*longest: int) -> Rollout:
-    """Groups whose longest completions are so long; shorter ones beside them."""
-    lengths = torch.tensor([length - shorter % G for length in longest for shorter in range(G)])
-    ids = torch.ones(len(lengths), max(longest), dtype=torch.long)
-    return Rollout(
-        prompts=[Prompt(str(place), "", {}) for place in range(len(longest))],
-        prompt_ids=[[1, 2] for _ in longest], completion_ids=ids, lengths=lengths,
-        terminated=torch.ones_like(lengths, dtype=torch.bool), sampler_logp=torch.zeros(ids.shape),
-        completions=[""] * len(lengths),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("longest", "pass_tokens", "parts"),
-    [
-        ([40, 40, 40, 40], 0, [[40] * 4]),  # nothing is saved
-        ([40, 10, 40, 10], 60 * G - 1, [[40, 40], [10, 10]]),  # 60 tokens of a row a group
-        ([40, 10, 40, 10], 60 * G, [[10, 10, 40, 40]]),
-        ([40, 10, 20, 10], 0, [[40], [20], [10, 10]]),
-        ([40, 10, 20, 10], 12 * G, [[40], [20], [10, 10]]),  # 60 tokens, then 20
-        ([40, 10, 20, 10], 22 * G, [[20, 40], [10, 10]]),
-        ([40, 10, 20, 10], None, [[10, 10, 20, 40]]),
-    ],
-)
-def test_rows_are_parted_where_that_saves_more_padding_than_a_pass_costs(longest, pass_tokens, parts):
-    """But parts of a group are not parted further."""
-    sampled = lengths_of(*longest)
-
-    def rows_of(most: int, tokens: int | None) -> list[torch.Tensor]:
-        return [batch.rows for batch in micro_batches(sampled, most, pass_tokens=tokens)]
-
-    batches = rows_of(100, pass_tokens)
-    assert [sampled.lengths[rows].view(-1, G).amax(1).tolist() for rows in batches] == parts
-    assert sorted(torch.cat(batches).tolist()) == [*range(len(sampled.lengths))]
-    assert max(map(len, rows_of(2 * G, pass_tokens))) <= 2 * G
-    assert [*map(len, rows_of(G - 1, pass_tokens))] == [*map(len, rows_of(G - 1, None))]
 
 
 SIZES = {
@@ -385,6 +322,17 @@ def test_what_one_model_cannot_do_refuses_no_other_of_its_kind(monkeypatch):
     assert has_static_cache(good.config) and not has_static_cache(bad.config)
     copied = RolloutModel(bad, torch.bfloat16).model
     assert copied is not bad and not has_static_cache(copied.config)
+
+
+@pytest.mark.usefixtures("refused")
+def test_a_model_that_no_cache_serves_is_refused():
+    """GPT-Neo's local attention counts places, padding between prompt and completion among them."""
+    neo = AutoConfig.for_model(
+        "gpt_neo", vocab_size=60, hidden_size=32, num_layers=2, num_heads=4, window_size=8,
+        attention_types=[[["global", "local"], 1]], max_position_embeddings=96,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="GPTNeoForCausalLM cannot be sampled from here: over a cache"):
+        check_decoder(AutoModelForCausalLM.from_config(neo).eval())
 
 
 PER_TOKEN = {"gpt2": 2 * 2 * 32 * 4, "llama": 2 * 2 * 2 * 8 * 4, "qwen": 2 * 2 * 1 * 16 * 4}

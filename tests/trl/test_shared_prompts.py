@@ -81,18 +81,19 @@ def test_states_and_gradients_are_the_models_own(kind, recomputes):
         found = states_and_gradients(other, ids, mask, shared=True)
         for one, theirs in zip(found, expected, strict=True):
             assert (one - theirs).norm() <= 1e-12 * theirs.norm() and theirs.norm() > 1
-        assert words == [2 * len(prompts[0]), len(ids) * (TOKENS - 1)]  # prompts once, then completions
-        assert len(passes) == (4 if recomputes else 2)
+        own = len(ids) * (TOKENS - 1) - 1  # of completions all but the last tokens, of which one is padding
+        assert words == [sum(map(len, prompts)) + own]  # in one pass, prompts once
+        assert len(passes) == (2 if recomputes else 1)
 
 
 def test_what_most_rows_have_to_themselves_is_not_shared():
     ids, mask = texts([1, 2], [3, 4], [5, 6], group=1)
     assert shared_prompts.unlike_prompts(ids[:, :2], mask[:, :2]) is None
     ids = torch.tensor([[0, 1], [1, 1], [0, 1], [1, 1]])  # of which two begin with what pads the others
-    batch, rows = shared_prompts.unlike_prompts(ids, (ids > 0).long())
-    assert rows.tolist() == [0, 1, 0, 1] and batch.lengths.tolist() == [1, 2]
-    batch, rows = shared_prompts.unlike_prompts(ids, torch.ones_like(ids))
-    assert rows.tolist() == [0, 1, 0, 1] and batch.ids.tolist() == [[0, 1], [1, 1]]
+    unlike, rows = shared_prompts.unlike_prompts(ids, (ids > 0).long())
+    assert rows.tolist() == [0, 1, 0, 1] and unlike.tolist() == [[-1, 1], [1, 1]]
+    unlike, rows = shared_prompts.unlike_prompts(ids, torch.ones_like(ids))
+    assert rows.tolist() == [0, 1, 0, 1] and unlike.tolist() == [[0, 1], [1, 1]]
 
 
 def test_positions_that_are_each_rows_own_are_refused():
@@ -140,13 +141,13 @@ def test_adapters_and_checkpointing_of_a_trainer(monkeypatch):
     more = (("gradient_checkpointing", True),)
     lora = LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False)
     calls = []
-    hidden = shared_prompts.completion_hidden
+    hidden = shared_prompts.token_states
 
     def spy(*args, **options):
         calls.append(options["checkpointing"])
         return hidden(*args, **options)
 
-    monkeypatch.setattr(shared_prompts, "completion_hidden", spy)
+    monkeypatch.setattr(shared_prompts, "token_states", spy)
     runs = []
     for shares in (True, False):
         torch.manual_seed(3)
@@ -161,8 +162,8 @@ def test_where_it_would_be_something_else_prompts_are_each_rows_own(monkeypatch,
     def wrong(*args, **options):
         return factor * hidden(*args, **options)
 
-    hidden = shared_prompts.completion_hidden
-    monkeypatch.setattr(shared_prompts, "completion_hidden", wrong)
+    hidden = shared_prompts.token_states
+    monkeypatch.setattr(shared_prompts, "token_states", wrong)
     assert max(difference(right, run(Ours, Case()))) < 1e-10
     assert any(f"behind a prompt of its own: hidden states come out {told} of" in line for line in logged)
 
@@ -171,4 +172,4 @@ def test_a_model_that_cannot_is_told_of():
     """Its layers remember a state of what came before, and no keys and values."""
     torch.manual_seed(0)
     model = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2)).eval()
-    assert "something else than their own keys" in shared_prompts.check_shared_prompts(model, 64)
+    assert "does not hand its attention on" in shared_prompts.check_shared_prompts(model, 64)

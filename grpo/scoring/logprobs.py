@@ -1,0 +1,138 @@
+"""Log-probs of given completions, under policy (with gradients) or reference (without)."""
+
+from functools import partial
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from grpo.config.groups import Checkpointing
+from grpo.distributed.shard import run_gathered
+from grpo.model.activation_checkpointing import recomputed_layers
+from grpo.model.attention import reading_streams
+from grpo.model.prefill import sliding_window
+from grpo.model.transfer import to_device
+from grpo.scoring.head import HeadPass, Slope, head_pass
+from grpo.scoring.stream import Stream, streams
+from grpo.types import Rollout
+
+_beside: WeakValueDictionary[int, PretrainedConfig] = WeakValueDictionary()
+"""By its id, the configuration of each model whose streams have come out wrong."""
+
+
+def reads_streams(model: PreTrainedModel) -> bool:
+    """Whether the model is run over streams; if not, rows go side by side, each behind its own prompt."""
+    return bool(type(model)._supports_attention_backend) and id(model.config) not in _beside
+
+
+def read_side_by_side(model: PreTrainedModel) -> None:
+    """From here on this model is run over rows side by side."""
+    _beside[id(model.config)] = model.config
+
+
+def token_states(model: PreTrainedModel, stream: Stream, *, checkpointing: Checkpointing = "none") -> Tensor:
+    """Hidden states (K, D) that predict the stream's tokens; the stream is on the model's device.
+
+    checkpointing: see `recomputed_layers`. ValueError for a model whose layers cannot be run so.
+    """
+    if not reads_streams(model):
+        return _states_side_by_side(model, stream, checkpointing)
+    attention = stream.attention.for_pass(sliding_window(model.config), recomputed=checkpointing == "full")
+    reading = partial(reading_streams, model.config)
+    with recomputed_layers(model, checkpointing, inside=reading), reading():
+        hidden: Tensor = model.base_model(
+            input_ids=stream.ids,
+            # Of four dimensions, a mask is handed through to attention, which reads `stream` instead.
+            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device),
+            position_ids=stream.positions,
+            use_cache=False,
+            stream=attention,
+        ).last_hidden_state
+    return hidden[0].index_select(0, stream.states)
+
+
+def _states_side_by_side(model: PreTrainedModel, stream: Stream, checkpointing: Checkpointing) -> Tensor:
+    """The same from rows that are padded, each behind a prompt of its own: any model can do that."""
+    places, is_there, contexts = stream.layout.side_by_side()
+    where, mask, begins = to_device(
+        [torch.tensor(each) for each in (places, is_there, contexts)], model.device
+    )
+    row, place = to_device([stream.row, stream.place], model.device)
+    with recomputed_layers(model, checkpointing):
+        hidden: Tensor = model.base_model(
+            input_ids=stream.ids[0][where],
+            attention_mask=mask.long(),
+            position_ids=stream.positions[0][where],
+            use_cache=False,
+        ).last_hidden_state
+    return hidden.flatten(0, 1).index_select(0, row * where.shape[1] + begins[row] + place - 1)
+
+
+def token_logprobs(
+    model: PreTrainedModel,
+    stream: Stream,
+    *,
+    temperature: float,
+    dtype: torch.dtype,
+    entropy: bool = False,
+    slope: Slope | None = None,
+    per_token: bool = True,
+    checkpointing: Checkpointing = "none",
+    traced: torch.device | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies (or zeros) of a stream's K tokens, (K,) each, on the model's device.
+
+    Of the temperature-scaled, untruncated distribution. dtype: what matrix products are computed in. With
+    `slope`, see `head_pass`, gradients are added to the parameters' `.grad`; per_token: whether the slope at
+    a token depends on its log-prob alone; if not, all are computed first, and the head is multiplied again.
+    checkpointing: see `recomputed_layers`. traced: the device whose memory a trace is of.
+    """
+    device = model.device
+    stream, _ = stream.to(device)
+
+    def work() -> tuple[Tensor, HeadPass]:
+        with computing_in(dtype, device), torch.set_grad_enabled(slope is not None):
+            states = token_states(model, stream, checkpointing=checkpointing)
+            head = model.get_output_embeddings()
+            scores = partial(
+                head_pass, states.detach(), head.weight, stream.targets,
+                bias=head.bias, temperature=temperature, entropy=entropy, device=traced,
+            )  # fmt: skip
+            if slope is None or per_token:
+                return states, scores(slope=slope)
+            logp = scores(entropy=False).logp
+            slopes = slope(logp, slice(0, len(logp)))
+            return states, scores(slope=lambda _, part: slopes[part])
+
+    states, scored = run_gathered(model, work)
+    if scored.hidden_gradient is not None and states.requires_grad:
+        states.backward(scored.hidden_gradient)  # type: ignore[no-untyped-call]
+    return scored.logp, scored.entropy
+
+
+def computing_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:
+    """Matrix products inside are computed in `dtype`, where it is lower than the weights' own."""
+    lower = dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast(device.type, dtype=dtype if lower else torch.bfloat16, enabled=lower)
+
+
+@torch.no_grad()
+def score(
+    model: PreTrainedModel,
+    rollout: Rollout,
+    *,
+    rows: int,
+    temperature: float,
+    dtype: torch.dtype,
+    longest: tuple[int, int] | None = None,
+    of_equal_rows: bool = False,
+) -> Tensor:
+    """Log-probs (N, C) of a whole rollout without gradients, on the CPU; in parts: see `streams`."""
+    exact = torch.promote_types(model.dtype, torch.float32)
+    logp = torch.zeros(rollout.completion_ids.shape, dtype=exact, device=model.device)
+    for stream in streams(rollout, rows, longest=longest, of_equal_rows=of_equal_rows):
+        stream, (row, place) = stream.to(model.device, stream.rows[stream.row], stream.place)
+        values, _ = token_logprobs(model, stream, temperature=temperature, dtype=dtype)
+        logp[row, place] = values.to(exact)
+    return logp.cpu()

@@ -1,0 +1,337 @@
+"""Rows of a step as the model sees them: one stream of tokens, in which nothing is padded.
+
+A stream begins with the contexts (prompts) of its rows, each once, and then has each row's own tokens. Linear
+layers see T tokens, `model/attention.py` says what each attends to. Layouts are made on the host from lengths
+alone, so that fake tensors can trace what is done with a stream.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from grpo.memory import Size
+from grpo.memory.rows import positions
+from grpo.model.attention import Rectangle, Sequences, StreamAttention
+from grpo.model.transfer import to_device
+from grpo.types import Rollout
+
+Numbers = NDArray[np.int64]
+
+RECTANGLE_SCORES = 2**14
+"""Scores of attention, of one head, that take as long as another rectangle does: what a cut has to save."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """R rows in T tokens, of which K are learned from, or scored."""
+
+    ids: Tensor
+    """(1, T)"""
+    positions: Tensor
+    """(1, T)"""
+    states: Tensor
+    """(K,) places among the T of the states that predict the K tokens, row by row."""
+    targets: Tensor
+    """(K,) ids of these tokens."""
+    attention: StreamAttention
+    rows: Tensor
+    """(R,) which rows of the step these are; on the host."""
+    row: Tensor
+    """(K,) which of the R rows a token belongs to; on the host."""
+    place: Tensor
+    """(K,) which of its row's tokens it is; on the host."""
+    layout: "Layout"
+
+    def __len__(self) -> int:
+        """T, the tokens that the model computes."""
+        return self.ids.shape[1]
+
+    def to(self, device: torch.device, *others: Tensor) -> tuple["Stream", list[Tensor]]:
+        """Copies what the model needs to a device, with other tensors that belong to it, in one copy."""
+        attention, mine = self.attention.tensors, [self.ids, self.positions, self.states, self.targets]
+        moved = to_device([*mine, *attention, *others], device)
+        ids, places, states, targets = moved[:4]
+        stream = replace(
+            self, ids=ids, positions=places, states=states, targets=targets,
+            attention=self.attention.to(moved[4 : 4 + len(attention)]),
+        )  # fmt: skip
+        return stream, moved[4 + len(attention) :]
+
+    def padded(self, values: Tensor) -> Tensor:
+        """Values (K,) in the shape of the rows' tokens (R, C), 0 where none is scored."""
+        width = self.layout.longest_row
+        place = (self.row * width + self.place).to(values.device)
+        return values.new_zeros(len(self.rows) * width).index_copy(0, place, values).view(-1, width)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where texts stand in a stream. Of B contexts and R rows; on the host."""
+
+    context_sizes: Numbers
+    """(B,) tokens."""
+    context_of: Numbers
+    """(R,) which context each row has."""
+    row_sizes: Numbers
+    """(R,) own tokens that the model reads: up to the one before the last that is scored."""
+    longest_row: int
+    """Tokens of the longest row, the last one included."""
+
+    @cached_property
+    def starts(self) -> Numbers:
+        """(B + R + 1,) where contexts, rows and nothing more begin."""
+        sizes = np.concatenate([[0], self.context_sizes, self.row_sizes])
+        return sizes.cumsum()
+
+    @property
+    def context_starts(self) -> Numbers:
+        return self.starts[: len(self.context_sizes)]
+
+    @property
+    def row_starts(self) -> Numbers:
+        return self.starts[len(self.context_sizes) : -1]
+
+    def attention(self) -> StreamAttention:
+        """What each token attends to: contexts to themselves, rows to their context, too."""
+        nothing = np.zeros_like(self.context_sizes)
+        of_contexts = _Pieces(self.context_starts, self.context_sizes, nothing, nothing)
+        before = self.context_starts[self.context_of], self.context_sizes[self.context_of]
+        of_rows = _Pieces(self.row_starts, self.row_sizes, *before)
+        order, done, rectangles = np.zeros(self.starts[-1], dtype=np.int64), 0, []
+        for pieces in (*of_contexts.alike(), *of_rows.alike()):
+            queries, is_there = _places(pieces.starts, pieces.sizes)
+            before_them, _ = _places(pieces.before_starts, pieces.before_sizes)
+            order[queries[is_there]] = done + np.flatnonzero(is_there)
+            done += queries.size
+            keys = np.concatenate([before_them, queries], 1)
+            rectangles.append(Rectangle(*map(torch.tensor, (queries, keys, pieces.before_sizes))))
+        return StreamAttention(rectangles, torch.tensor(order), self._sequences())
+
+    def _sequences(self) -> Sequences:
+        """Contexts and rows in the stream's order, those without a token left out."""
+        before = np.concatenate([np.zeros_like(self.context_sizes), self.context_sizes[self.context_of]])
+        before_starts = np.concatenate([self.context_starts, self.context_starts[self.context_of]])
+        sizes, starts = np.diff(self.starts), self.starts[:-1]
+        some = sizes > 0
+        sizes, starts, before, before_starts = sizes[some], starts[some], before[some], before_starts[some]
+        both = np.stack([before, sizes], 1).flatten()  # what comes before each piece, and itself
+        begins = np.stack([before_starts, starts], 1).flatten()
+        keys = np.arange(both.sum()) + np.repeat(begins - (both.cumsum() - both), both)
+        query_ends, key_ends = (
+            torch.tensor(np.concatenate([[0], counts.cumsum()]), dtype=torch.int32)
+            for counts in (sizes, before + sizes)
+        )
+        return Sequences(
+            query_ends, torch.tensor(keys), key_ends, int(sizes.max()), int((before + sizes).max())
+        )
+
+    def side_by_side(self) -> tuple[Numbers, NDArray[np.bool_], Numbers]:
+        """Rows behind their contexts as models take them that read no streams.
+
+        Returns places in the stream (R, W), 0 where there is padding; where there is none (R, W); and where
+        a row's own tokens begin (R,).
+        """
+        contexts = self.context_sizes[self.context_of]
+        texts = [
+            np.concatenate([np.arange(start, start + size), np.arange(own, own + count)])
+            for start, size, own, count in zip(
+                self.context_starts[self.context_of], contexts, self.row_starts, self.row_sizes, strict=True
+            )
+        ]
+        width = max(map(len, texts))
+        places = np.zeros((len(texts), width), dtype=np.int64)
+        for row, text in zip(places, texts, strict=True):
+            row[: len(text)] = text
+        lengths = contexts + self.row_sizes
+        return places, np.arange(width) < lengths[:, None], contexts
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Pieces of a stream, and what comes before each: where they start, and how many tokens they have."""
+
+    starts: Numbers
+    sizes: Numbers
+    before_starts: Numbers
+    before_sizes: Numbers
+
+    def alike(self) -> Iterator["_Pieces"]:
+        """Pieces of like length together; those without a token are left out."""
+        order = np.lexsort([self.before_sizes, self.sizes])
+        order = order[self.sizes[order] > 0]
+        start = 0
+        for count in _like_lengths(self.sizes[order], self.before_sizes[order]):
+            yield self._take(order[start : start + count])
+            start += count
+
+    def _take(self, chosen: Numbers) -> "_Pieces":
+        return _Pieces(
+            self.starts[chosen], self.sizes[chosen], self.before_starts[chosen], self.before_sizes[chosen]
+        )
+
+
+def _like_lengths(sizes: Numbers, before: Numbers) -> list[int]:
+    """How many pieces, in rising order, go into each rectangle, so that little of it is padding."""
+    count = len(sizes)
+    if count < 2:
+        return [count] if count else []
+    most_before, most_behind = np.maximum.accumulate(before), np.maximum.accumulate(before[::-1])[::-1]
+    cuts = np.arange(1, count)
+    together = count * sizes[-1] * (sizes[-1] + most_before[-1])
+    first = cuts * sizes[:-1] * (sizes[:-1] + most_before[:-1])
+    second = (count - cuts) * sizes[-1] * (sizes[-1] + most_behind[1:])
+    saved = together - first - second
+    best = int(saved.argmax())
+    if saved[best] <= RECTANGLE_SCORES:
+        return [count]
+    cut = best + 1
+    return [*_like_lengths(sizes[:cut], before[:cut]), *_like_lengths(sizes[cut:], before[cut:])]
+
+
+def _places(starts: Numbers, sizes: Numbers) -> tuple[Numbers, NDArray[np.bool_]]:
+    """Places of pieces (R, most of sizes), 0 where one has no token, and where it has."""
+    columns = np.arange(int(sizes.max()))
+    is_there = columns < sizes[:, None]
+    return np.where(is_there, starts[:, None] + columns, 0), is_there
+
+
+def make_stream(
+    contexts: Sequence[Sequence[int]],
+    context_of: Sequence[int],
+    rows: Sequence[Any],
+    *,
+    learned: Sequence[Any] | None = None,
+    first_positions: Sequence[int] | None = None,
+    numbers: Sequence[int] | None = None,
+) -> Stream:
+    """The stream of some rows, on the host.
+
+    contexts: token ids that rows begin with, at least one each. context_of: (R,) which one each row has.
+    rows: R arrays of token ids. learned: R arrays of bool, which tokens are scored; None: all.
+    first_positions: of each context's first token, if not 0. numbers: which rows of a step these are, if not
+    the first R.
+    """
+    scored = [
+        np.arange(len(ids)) if learned is None else np.flatnonzero(learned[number])
+        for number, ids in enumerate(rows)
+    ]
+    layout = Layout(
+        context_sizes=np.array([len(ids) for ids in contexts]),
+        context_of=np.array(context_of, dtype=np.int64),
+        row_sizes=np.array([int(places[-1]) if len(places) else 0 for places in scored], dtype=np.int64),
+        longest_row=max(1, *map(len, rows)),
+    )
+    read = [ids[:count] for ids, count in zip(rows, layout.row_sizes, strict=True)]
+    first = np.zeros_like(layout.context_sizes) if first_positions is None else np.array(first_positions)
+    behind = (first + layout.context_sizes)[layout.context_of]
+    segments, starts = np.diff(layout.starts), layout.starts
+    place_of = np.arange(starts[-1]) + np.repeat(np.concatenate([first, behind]) - starts[:-1], segments)
+    row = np.repeat(np.arange(len(rows)), [len(places) for places in scored])
+    place = np.concatenate([np.zeros(0, dtype=np.int64), *scored])
+    context_ends = layout.context_starts + layout.context_sizes - 1
+    states = np.where(place == 0, context_ends[layout.context_of[row]], layout.row_starts[row] + place - 1)
+    targets = [np.asarray(ids)[places] for ids, places in zip(rows, scored, strict=True)]
+
+    def tensor(values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.long)
+
+    return Stream(
+        ids=tensor(np.concatenate([*contexts, *read]).astype(np.int64)).unsqueeze(0),
+        positions=tensor(place_of).unsqueeze(0),
+        states=tensor(states),
+        targets=tensor(np.concatenate([np.zeros(0, dtype=np.int64), *targets])),
+        attention=layout.attention(),
+        rows=tensor(range(len(rows)) if numbers is None else numbers),
+        row=tensor(row),
+        place=tensor(place),
+        layout=layout,
+    )
+
+
+# ------------------------------------------------------------------------------- a step in several streams
+
+
+def streams(
+    rollout: Rollout,
+    rows: int,
+    *,
+    mask: Tensor | None = None,
+    longest: tuple[int, int] | None = None,
+    of_equal_rows: bool = False,
+) -> Iterator[Stream]:
+    """All N rows of a step, in streams that each take no more tokens than `rows` of the longest would.
+
+    mask: (N, C), the tokens that are scored; None: all of the completions'. longest: prompt and new tokens
+    that `rows` is meant for; None: those of this step. of_equal_rows: the same number of rows each time,
+    however long, as where several processes have to make the same passes.
+    """
+    ids, lengths = rollout.completion_ids.numpy(), rollout.lengths.tolist()
+    scored = None if mask is None else mask.numpy()
+    for chosen in pack(rollout, rows, longest=longest, of_equal_rows=of_equal_rows):
+        groups = sorted({row // rollout.group_size for row in chosen})
+        context_of = {group: number for number, group in enumerate(groups)}
+        yield make_stream(
+            [rollout.prompt_ids[group] for group in groups],
+            [context_of[row // rollout.group_size] for row in chosen],
+            [ids[row, : lengths[row]] for row in chosen],
+            learned=None if scored is None else [scored[row, : lengths[row]] for row in chosen],
+            numbers=chosen,
+        )
+
+
+def pack(
+    rollout: Rollout, rows: int, *, longest: tuple[int, int] | None = None, of_equal_rows: bool = False
+) -> list[list[int]]:
+    """Which rows of a step go into each stream, the largest stream first; see `streams`.
+
+    Groups stay whole, so that their prompt is there once, unless one alone is too much: then its rows are
+    parted. The largest go first into the first stream that has room for them.
+    """
+    size, lengths = rollout.group_size, rollout.lengths.numpy()
+    of_prompts = np.array([len(ids) for ids in rollout.prompt_ids])
+    groups = np.arange(len(lengths)).reshape(-1, size)
+    if of_equal_rows:
+        order = groups[np.argsort(-lengths[groups].max(1), kind="stable")].flatten()
+        each = rows - rows % size if rows >= size else rows
+        return [order[start : start + each].tolist() for start in range(0, len(order), each)]
+    prompt_tokens, new_tokens = longest or (int(of_prompts.max()), max(1, int(lengths.max())))
+    room = positions(Size(rows, new_tokens, prompt_tokens), size)
+    parts: list[tuple[int, list[int]]] = []
+    for group, of_group in enumerate(groups):
+        part: list[int] = []
+        tokens = int(of_prompts[group])
+        for row in of_group[np.argsort(-lengths[of_group], kind="stable")].tolist():
+            if part and tokens + lengths[row] > room:
+                parts.append((tokens, part))
+                part, tokens = [], int(of_prompts[group])
+            part.append(row)
+            tokens += int(lengths[row])
+        parts.append((tokens, part))
+    left: list[int] = []
+    packed: list[list[int]] = []
+    for tokens, part in sorted(parts, key=lambda each: -each[0]):
+        number = next((number for number, free in enumerate(left) if free >= tokens), len(left))
+        if number == len(left):
+            left.append(room)
+            packed.append([])
+        left[number] -= tokens
+        packed[number] += part
+    return packed
+
+
+def largest_stream(rollout: Rollout, rows: int, **options: Any) -> Size:
+    """The size of the largest among `streams`, which their memory depends on."""
+    lengths, group_size = rollout.lengths, rollout.group_size
+
+    def size(chosen: list[int]) -> Size:
+        prompts = [len(rollout.prompt_ids[group]) for group in {row // group_size for row in chosen}]
+        own = lengths[chosen]
+        return Size(min(rows, len(lengths)), int(own.max()), max(prompts), sum(prompts) + int(own.sum()))
+
+    return max(map(size, pack(rollout, rows, **options)), key=lambda each: each.computed)
