@@ -5,7 +5,6 @@ depends on is fixed before it begins.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,12 +15,13 @@ from grpo.config.groups import LossSettings, SamplingSettings
 from grpo.data.reward_functions import Scores
 from grpo.data.tokens import tokenize
 from grpo.distributed import largest_share
+from grpo.distributed.share import Share
 from grpo.evaluate import Evaluation, interleave
 from grpo.evaluate.heldout import Answers, answer_heldout, score_answers
 from grpo.evaluate.scores import Column
 from grpo.learning.advantages import zero_variance_groups
-from grpo.learning.loss import loss_counts
-from grpo.learning.objectives import GRPOBatch, Sums, accumulate_grpo, finish_grpo
+from grpo.learning.loss import StepCounts
+from grpo.learning.objectives import Sums, accumulate_grpo, finish_grpo, with_advantage
 from grpo.memory import Size
 from grpo.memory.recovery import release_cache
 from grpo.model.activation_checkpointing import choose_checkpointing
@@ -31,7 +31,7 @@ from grpo.rollout.tokens import step_uniforms
 from grpo.run.setup import Run
 from grpo.scoring.logprobs import score
 from grpo.scoring.stream import largest_stream
-from grpo.types import Prompt, Rollout
+from grpo.types import Batch, Prompt
 
 EVAL_ROWS = 256
 """Held-out prompts answered at once, at most."""
@@ -45,54 +45,76 @@ class Phases:
         run.fit.keeps("sample", run.arena)
         run.fit.keeps("evaluate", run.eval_arena)
         self._longest_prompt = run.longest_prompt
+        self._idle: Batch | None = None
+        """Groups without tokens that this process goes through as the others of a sharded model have more."""
 
-    def sample_and_reward(self, step: int, prompts: list[Prompt]) -> tuple[Rollout, Scores]:
-        """The step's completions and what the rewards say of them, all of them in every process.
+    def sample_and_reward(self, step: int, prompts: list[Prompt]) -> tuple[Batch | None, Scores]:
+        """This process's completions, None for no groups, and what is known of all of the step's.
 
-        With `--refill-groups`, groups whose rewards are all equal are replaced by those of further prompts.
+        With `--refill-groups`, groups whose rewards are all equal are replaced by those of further prompts,
+        by the process that has them.
         """
-        config = self._run.config
-        sampled, scores = self._sample(step, prompts, draw=0)
+        config, run = self._run.config, self._run
+        batch, scores = self._sample(step, prompts, range(len(prompts)), draw=0)
         for draw in range(1, config.refill_groups + 1):
             zero_variance = (
                 zero_variance_groups(scores.rewards, config.group_size).nonzero().flatten().tolist()
             )
             if not zero_variance:
                 break
-            more, more_scores = self._sample(step, self._run.source.draw(len(zero_variance)), draw=draw)
-            sampled = sampled.replace_groups(zero_variance, more)
+            drawn = run.source.draw(len(zero_variance))
+            more, more_scores = self._sample(step, drawn, zero_variance, draw=draw)
+            if batch is not None and more is not None:
+                mine = list(run.share().groups)
+                replaced = [mine.index(group) for group in run.share(zero_variance).groups]
+                batch = batch.replace_groups(replaced, more)
             scores = scores.replace_groups(zero_variance, more_scores, config.group_size)
-        return sampled, scores
+        return batch, scores
 
-    def _sample(self, step: int, prompts: list[Prompt], *, draw: int) -> tuple[Rollout, Scores]:
-        """This process samples and judges its groups, and gets the others'. draw: see `step_uniforms`."""
-        config, run, mine = self._run.config, self._run, None
-        share = run.share(len(prompts))
+    def _sample(
+        self, step: int, prompts: list[Prompt], groups: Sequence[int], *, draw: int
+    ) -> tuple[Batch | None, Scores]:
+        """This process samples and judges its groups; what is known of the others' is exchanged.
+
+        prompts: of groups with these numbers. draw: see `step_uniforms`.
+        """
+        config, run = self._run.config, self._run
+        share, place = run.share(groups), {group: number for number, group in enumerate(groups)}
+        mine = Share([place[group] for group in share.groups], config.group_size, share.idle)
         with run.clock("sample"):
-            run.rewards.prepare(share.prompts(prompts))  # the engine works while the model writes
+            run.rewards.prepare(mine.of_groups(prompts))  # the engine works while the model writes
             if share:
                 uniforms = step_uniforms(
                     len(prompts) * config.group_size, config.max_new_tokens,
                     seed=config.seed, step=step, draw=draw,
                 )  # (N, max_new_tokens)  # fmt: skip
-                sampled = self._rollout(share.prompts(prompts) + prompts[: share.idle], share.rows(uniforms))
+                sampled = self._rollout(*self._with_idle(mine, prompts, uniforms))
+                if draw == 0:
+                    idle = range(len(mine.groups), len(mine.groups) + mine.idle)
+                    self._idle = sampled.select_groups(idle).without_tokens() if idle else None
+        batch, part = None, None
         if share.groups:
             with run.clock("reward"):
-                sampled = sampled.groups(range(len(share.groups)))
-                texts = replace(sampled, prompts=[])  # which every process has
-                mine = {"rollout": vars(texts), "scores": vars(run.rewards(sampled))}
+                batch = sampled.select_groups(range(len(share.groups))) if share.idle else sampled
+                part = vars(run.rewards(batch))
         with run.clock("wait"):
-            parts = [part for part in run.world.exchange(f"the sampling of step {step}", mine) if part]
-        joined = replace(Rollout.join([Rollout(**part["rollout"]) for part in parts]), prompts=prompts)
-        return joined, Scores.join([Scores(**part["scores"]) for part in parts])
+            parts = run.world.exchange(f"the sampling of step {step}", part)
+        return batch, Scores.join([Scores(**part) for part in parts if part])
 
-    def _rollout(self, prompts: list[Prompt], uniforms: Tensor) -> Rollout:
+    def _with_idle(
+        self, share: Share, prompts: list[Prompt], uniforms: Tensor
+    ) -> tuple[list[Prompt], Tensor]:
+        """Prompts and uniforms of a share, the first prompts once more for its idle groups."""
+        idle = torch.zeros(share.idle * share.group_size, uniforms.shape[1])
+        return share.of_groups(prompts) + prompts[: share.idle], torch.cat([uniforms[share.rows], idle])
+
+    def _rollout(self, prompts: list[Prompt], uniforms: Tensor) -> Batch:
         config, run = self._run.config, self._run
         num_rows, max_tokens = uniforms.shape
         prompt_ids = tokenize(prompts, run.policy.tokenizer)
         kv_growth: list[tuple[int, int]] = []
 
-        def work(rows: int) -> Rollout:
+        def work(rows: int) -> Batch:
             kv_growth.clear()
             return rollout(
                 run.sampler.model, run.policy.tokenizer, prompts, uniforms, config,
@@ -100,9 +122,9 @@ class Phases:
                 watch_cache=lambda *seen: kv_growth.append(seen),
             )  # fmt: skip
 
-        def took(rows: int, sampled: Rollout) -> Size:
+        def took(rows: int, sampled: Batch) -> Size:
             tokens = max_tokens if has_static_cache(run.policy.model.config) else int(sampled.lengths.max())
-            return Size(min(rows, num_rows), tokens, max(map(len, sampled.prompt_ids)))
+            return Size(min(rows, num_rows), tokens, max(map(len, sampled.context_ids)))
 
         sampled = run.fit.run(
             "sample", work, self._batch(num_rows, prompt_ids), took=took, kv_growth=kv_growth,
@@ -128,81 +150,79 @@ class Phases:
         self._longest_prompt = max([self._longest_prompt, *map(len, prompt_ids)])
         return Size(rows, self._run.config.max_new_tokens, self._longest_prompt)
 
-    def _packing(self, sampled: Rollout) -> dict[str, Any]:
+    def _packing(self, batch: Batch) -> dict[str, Any]:
         """How `streams` fills what so many rows of the longest texts take.
 
         The processes of a sharded model all have to make the same passes.
         """
-        size = self._batch(1, sampled.prompt_ids)
+        size = self._batch(1, batch.context_ids)
         return {"longest": (size.shared, size.tokens), "of_equal_rows": self._run.config.shard}
 
-    def score(self, sampled: Rollout) -> tuple[Tensor | None, Tensor | None]:
-        """Log-probs (n, C) of this process's n rows under the policy so far, and under the reference.
+    def score(self, batch: Batch | None) -> Batch | None:
+        """The batch with log-probs under the policy so far and the reference, where the loss wants them.
 
-        None where the loss does without them: in the first pass of learning the policy is what it was.
+        In the first pass of learning the policy is what it was, and so is not scored for that.
         """
-        config, run, old_logp, ref_logp = self._run.config, self._run, None, None
-        mine = run.share(len(sampled.prompts)).rollout(sampled)
+        config, run, columns = self._run.config, self._run, dict[str, Tensor]()
         with run.clock("score"):
             if config.num_iterations > 1 or config.kl_in_reward:
-                old_logp = self._logprobs(run.policy.model, mine)
+                columns["old_logp"] = self._logprobs(run.policy.model, batch)
             if run.reference is not None:
                 with run.reference.model() as reference:
-                    ref_logp = self._logprobs(reference, mine)
-        return old_logp, ref_logp
+                    columns["ref_logp"] = self._logprobs(reference, batch)
+        return None if batch is None else batch.with_columns(**columns)
 
-    def _logprobs(self, model: PreTrainedModel, sampled: Rollout) -> Tensor:
+    def _logprobs(self, model: PreTrainedModel, batch: Batch | None) -> Tensor:
+        """Log-probs (K,) of a batch's tokens, through which idle groups go, too."""
         config, run = self._run.config, self._run
-        if not sampled.prompts:
-            return torch.zeros(sampled.completion_ids.shape)
-        packing = self._packing(sampled)
+        with_idle = [each for each in (batch, self._idle) if each is not None]
+        if not with_idle:
+            return torch.zeros(0)
+        rows_of = Batch.cat(with_idle)
+        packing = self._packing(rows_of)
         return run.fit.run(
             "score",
             lambda rows: score(
-                model, sampled, rows=rows, temperature=config.temperature, dtype=run.policy.target.dtype,
+                model, rows_of, rows=rows, temperature=config.temperature, dtype=run.policy.target.dtype,
                 **packing,
             ),
-            self._batch(len(sampled.completion_ids), sampled.prompt_ids),
-            took=lambda rows, _: largest_stream(sampled, rows, **packing),
+            self._batch(len(rows_of), rows_of.context_ids),
+            took=lambda rows, _: largest_stream(rows_of, rows, **packing),
             discard=self._release_arenas,
         )  # fmt: skip
 
-    def kl(self, sampled: Rollout, old_logp: Tensor, ref_logp: Tensor) -> Tensor:
+    def kl(self, batch: Batch | None) -> Tensor:
         """The KL (k1) of each of the step's completions, (N,), from the log-probs of each process's rows."""
-        share = self._run.share(len(sampled.prompts))
-        mine = ((old_logp - ref_logp) * share.rollout(sampled).mask).sum(1)[: share.num_rows]  # (n,)
+        mine = torch.zeros(0)
+        if batch is not None:
+            assert batch.old_logp is not None and batch.ref_logp is not None
+            mine = batch.sum_by_row(batch.old_logp - batch.ref_logp)  # (n,)
         with self._run.clock("wait"):
-            return torch.cat(self._run.world.exchange("scoring", mine))
+            parts = self._run.world.exchange("scoring", mine)
+        return torch.cat([part for part in parts if len(part)])
 
     def gradients(
-        self,
-        step: int,
-        sampled: Rollout,
-        advantages: Tensor,
-        old_logp: Tensor | None,
-        ref_logp: Tensor | None,
-        *,
-        kl_coef: float,
+        self, step: int, batch: Batch | None, scores: Scores, *, kl_coef: float
     ) -> Callable[[], dict[str, float]]:
         """What makes the step's gradients, summed over the processes, and gives its metrics; any time again.
 
-        advantages: (N,) or (N, C). old_logp, ref_logp: of `score`.
+        batch: this process's, with credit, scored. scores: of the whole step.
         """
         config, run = self._run.config, self._run
-        mask = sampled.mask  # (N, C)
+        counted = scores.lengths
         if config.mask_truncated:
-            mask = mask & sampled.terminated.unsqueeze(1)
-        counts = loss_counts(mask, config.max_new_tokens)  # of the whole step
-        share = run.share(len(sampled.prompts))
-        batch = GRPOBatch(
-            share.rollout(sampled), share.rows(advantages), share.rows(mask), counts, old_logp, ref_logp
-        )
+            counted = counted * scores.terminated
+            if batch is not None:
+                batch = batch.with_columns(learned=batch.learned & batch.terminated[batch.row])
+        counts = StepCounts(len(scores.lengths), int(counted.sum()), config.max_new_tokens)
         settings = LossSettings.of(config, kl_coef=kl_coef)
-        if kl_coef == 0 and not config.shard:  # there all make the same passes
-            batch = batch.without_zero_variance_groups()
+        if batch is not None and kl_coef == 0 and not config.shard:  # there all make the same passes
+            batch = with_advantage(batch)
+        if self._idle is not None:
+            batch = _with_idle_rows(batch, self._idle)
 
         def accumulate() -> dict[str, float]:
-            sums = self.accumulate(batch, settings)
+            sums = self.accumulate(batch, counts, settings)
             with run.clock("wait"):
                 parts = run.world.exchange(f"the learning of step {step}", sums)  # all went well
             if not config.shard:  # there the backward passes have done it
@@ -212,16 +232,16 @@ class Phases:
 
         return accumulate
 
-    def accumulate(self, batch: GRPOBatch, settings: LossSettings) -> Sums:
+    def accumulate(self, batch: Batch | None, counts: StepCounts, settings: LossSettings) -> Sums:
         """Add this process's gradients to the policy's; what `finish_grpo` makes metrics of."""
         config, run = self._run.config, self._run
-        if not batch.rollout.prompts:
+        if batch is None:
             return {}
-        packing = self._packing(batch.rollout)
+        packing = self._packing(batch)
 
         def work(rows: int) -> Sums:
             return accumulate_grpo(
-                run.policy.model, batch, settings=settings, temperature=config.temperature,
+                run.policy.model, batch, counts, settings=settings, temperature=config.temperature,
                 dtype=run.policy.target.dtype, rows=rows, importance_cap=config.importance_cap,
                 checkpointing=choose_checkpointing(config.gradient_checkpointing), **packing,
             )  # fmt: skip
@@ -231,8 +251,8 @@ class Phases:
             self._release_arenas()
 
         return run.fit.run(
-            "learn", work, self._batch(len(batch.mask), batch.rollout.prompt_ids),
-            took=lambda rows, _: largest_stream(batch.rollout, rows, **packing),
+            "learn", work, self._batch(len(batch), batch.context_ids),
+            took=lambda rows, _: largest_stream(batch, rows, **packing),
             discard=discard,
         )  # fmt: skip
 
@@ -265,3 +285,14 @@ class Phases:
         parts = run.world.exchange(f"the evaluation at step {step}", columns)
         everybodys = [{name: column.numpy() for name, column in part.items()} for part in parts]
         return Evaluation.of(run.eval_prompts, interleave(everybodys))
+
+
+def _with_idle_rows(batch: Batch | None, idle: Batch) -> Batch:
+    """A batch with idle groups behind it, which have the same columns."""
+    columns = [
+        name
+        for name in ("credit", "old_logp", "ref_logp")
+        if batch is None or getattr(batch, name) is not None
+    ]
+    idle = idle.with_columns(**{name: torch.zeros(0) for name in columns})
+    return idle if batch is None else Batch.cat([batch, idle])

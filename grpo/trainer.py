@@ -32,7 +32,7 @@ from grpo.run.log import RunLog
 from grpo.run.progress import Progress
 from grpo.run.setup import Run, open_run
 from grpo.run.training_state import restore_optimizer
-from grpo.types import Rollout, Step
+from grpo.types import Batch, Step
 
 
 class Trainer:
@@ -133,20 +133,18 @@ class Trainer:
             run.clock.lap()  # what came before is no part of this step's time
             run.device.reset_peak()
             prompts = run.source.draw(config.num_prompts)
-            sampled, scores = self.phases.sample_and_reward(step, prompts)
-            rewards, old_logp, ref_logp = self.score(sampled, scores)
+            batch, scores = self.phases.sample_and_reward(step, prompts)
+            batch = self.phases.score(batch)
+            rewards = self.rewards(batch, scores)
             advantages = group_advantages(rewards, config.group_size, scale=config.advantage_scale)
-            credit = advantages
-            if config.credit == "field":
-                judged, scale = run.rewards.judged(scores, sampled.completions), config.advantage_scale
-                tokenizer = run.policy.tokenizer
-                credit = field_credit(advantages, rewards, judged, sampled, tokenizer, scale=scale)
-            learned = self.learn(step, sampled, credit, old_logp, ref_logp)
+            if batch is not None:
+                batch = batch.with_columns(credit=self.credit(batch, scores, rewards, advantages))
+            learned = self.learn(step, batch, scores)
             if run.reference is not None and self._due(step, config.reference_sync):
                 run.reference.sync(run.policy.model)
-            self._finish(step, sampled)
-            metrics = self.log(step, sampled, scores, advantages, learned)
-            yield Step(step, metrics, sampled, rewards, advantages)
+            self._finish(step, scores)
+            metrics = self.log(step, batch, scores, advantages, learned)
+            yield Step(step, metrics, batch or Batch.empty(), rewards, advantages)
 
             done = self.progress.is_over(step, run.world)
             better = self.evaluate(step) if done or self._due(step, config.eval_interval) else False
@@ -171,31 +169,40 @@ class Trainer:
         self.stepper.skipped_in_a_row = 0
         self.save(stands_in=stands_in)
 
-    def score(self, sampled: Rollout, scores: Scores) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Rewards (N,), and this process's log-probs (n, C) under the policy so far and the reference."""
+    def rewards(self, batch: Batch | None, scores: Scores) -> Tensor:
+        """The step's rewards, (N,), less the KL where that is part of them. batch: this process's, scored."""
         rewards = scores.rewards
-        old_logp, ref_logp = self.phases.score(sampled)
-        if self.config.kl_in_reward and old_logp is not None and ref_logp is not None:
-            kl = self.phases.kl(sampled, old_logp, ref_logp)  # (N,)
+        if self.config.kl_in_reward and self.run.reference is not None:
+            kl = self.phases.kl(batch)  # (N,)
             # A KL that is not finite reaches the loss by way of ref_logp, where the step is skipped.
             rewards = rewards - self.kl_coef * torch.where(kl.isfinite(), kl, 0.0)
-        return rewards, old_logp, ref_logp
+        return rewards
 
-    def learn(
-        self, step: int, sampled: Rollout, credit: Tensor, old_logp: Tensor | None, ref_logp: Tensor | None
-    ) -> dict[str, float]:
-        """`num_iterations` optimizer steps on a rollout; metrics of the last. credit: (N,) or (N, C)."""
+    def credit(self, batch: Batch, scores: Scores, rewards: Tensor, advantages: Tensor) -> Tensor:
+        """The advantage (K,) of each of the batch's tokens: its row's, or those of fields that have some.
+
+        rewards, advantages: (N,) of the whole step.
+        """
+        config, run, rows = self.config, self.run, self.run.share().rows
+        if config.credit != "field":
+            return advantages[rows][batch.row]
+        judged, scale = run.rewards.judged(scores, batch.texts), config.advantage_scale
+        tokenizer, first_row = run.policy.tokenizer, int(rows[0])
+        return field_credit(advantages, rewards, judged, batch, tokenizer, scale=scale, first_row=first_row)
+
+    def learn(self, step: int, batch: Batch | None, scores: Scores) -> dict[str, float]:
+        """`num_iterations` optimizer steps on a batch with credit; metrics of the last."""
         config, run = self.config, self.run
         rate = learning_rate(self.progress.position(step - 1), config.steps, config)
         set_learning_rate(run.optimizer, rate)
         kl_coef = 0.0 if config.kl_in_reward else self.kl_coef
-        gradients = self.phases.gradients(step, sampled, credit, old_logp, ref_logp, kl_coef=kl_coef)
+        gradients = self.phases.gradients(step, batch, scores, kl_coef=kl_coef)
         with run.clock("learn"):
             metrics = self.stepper.step(gradients)
             rounding = {name: value for name, value in metrics.items() if name.startswith("sampling/")}
             for _ in range(config.num_iterations - 1):
                 if metrics["skipped"]:
-                    break  # the rollout is to blame: it would fail again
+                    break  # the batch is to blame: it would fail again
                 metrics = self.stepper.step(gradients) | rounding  # the policy itself has moved
             run.sampler.refresh()
         metrics |= {"learning_rate": rate, "kl_coef": self.kl_coef}
@@ -203,19 +210,18 @@ class Trainer:
             self.kl_coef = adaptive_kl(self.kl_coef, metrics["kl"], config.kl_target)
         return metrics
 
-    def _finish(self, step: int, sampled: Rollout) -> None:
+    def _finish(self, step: int, scores: Scores) -> None:
         """From here on the step is part of the run, whatever happens."""
         self.finished, self.source_state, self.stepper.moved = step, self.run.source.state(), False
         self.run.rewards.state.global_step = step
-        prompt_tokens = sum(map(len, sampled.prompt_ids)) * self.config.group_size
-        self.num_tokens += prompt_tokens + int(sampled.lengths.sum())
+        self.num_tokens += int(scores.prompt_lengths.sum() + scores.lengths.sum())
 
     def log(
-        self, step: int, sampled: Rollout, scores: Scores, advantages: Tensor, learned: dict[str, float]
+        self, step: int, batch: Batch | None, scores: Scores, advantages: Tensor, learned: dict[str, float]
     ) -> dict[str, float]:
         """The step's metrics by TRL's names, which the first process writes."""
         learned = {**learned, "num_tokens": float(self.num_tokens)}
-        return self.logs.step(step, sampled, scores, advantages, learned)
+        return self.logs.step(step, batch, scores, advantages, learned)
 
     def evaluate(self, step: int) -> bool:
         """Held-out quality (greedy) into the metrics; whether its reward is the best so far."""

@@ -1,87 +1,185 @@
 """What flows through a step, and the letters its shapes are written in.
 
-B prompts a step, G completions a prompt, N = B * G rows; R rows of a stream; P prompt tokens,
-C completion tokens; V vocabulary, D hidden width.
+B prompts a step, G completions a prompt, N = B * G rows; K tokens, row by row; R rows of a stream;
+V vocabulary, D hidden width.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from grpo.prompt import TASKS, Prompt
 
-__all__ = ["TASKS", "Prompt", "Rollout", "Step"]
+__all__ = ["TASKS", "Batch", "Prompt", "Step"]
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """A step's completions: B prompts, G rows each, N = B * G rows group by group.
+class Batch:
+    """The texts of a step, or of one process's share of it. Nothing is padded; all of it is on the host.
 
-    Frozen before the first backward pass: whatever is retried later, these stay.
+    B prompts with N rows, which are whole groups side by side as they are sampled. A column is None until it
+    is known. What is known is never changed: whatever is done again later starts from the same.
     """
 
-    prompts: list[Prompt]  # B
-    prompt_ids: list[list[int]]  # tokens of each of the B prompts
-    completion_ids: Tensor  # (N, C) on the CPU, padded on the right; C is the longest row's length
-    lengths: Tensor  # (N,) tokens a row, the end-of-text token included
-    terminated: Tensor  # (N,) bool: ended by itself; its opposite is truncated, cut at max_new_tokens
-    sampler_logp: Tensor  # (N, C) log-probs as the sampler saw them; 0 on the padding
-    completions: list[str]  # N texts, special tokens left out
+    prompts: list[Prompt]
+    """(B,)"""
+    context_ids: list[list[int]]
+    """(B,) token ids that the rows of each prompt begin with."""
+    group: Tensor
+    """(N,) which prompt each row belongs to; rising."""
+    lengths: Tensor
+    """(N,) tokens that a row has sampled, the end-of-text token included."""
+    terminated: Tensor
+    """(N,) bool: ended by itself; its opposite is truncated, cut at max_new_tokens."""
+    texts: list[str]
+    """(N,) completions, special tokens left out."""
+    ids: Tensor
+    """(K,) sampled tokens, row by row."""
+    sampler_logp: Tensor
+    """(K,) their log-probs as the sampler saw them."""
+    learned: Tensor
+    """(K,) bool: the tokens that are learned from."""
+    credit: Tensor | None = None
+    """(K,) each token's advantage: its row's, or its own where fields have theirs. Filled by the trainer."""
+    old_logp: Tensor | None = None
+    """(K,) log-probs under the policy before this step's updates. Filled by scoring, where wanted."""
+    ref_logp: Tensor | None = None
+    """(K,) log-probs under the reference. Filled by scoring, where there is one."""
 
-    @property
-    def group_size(self) -> int:
-        return len(self.lengths) // len(self.prompts)
-
-    @property
-    def mask(self) -> Tensor:
-        """(N, C) bool, True on a row's own tokens. From lengths: pad and end-of-text share an id."""
-        return torch.arange(self.completion_ids.shape[1]) < self.lengths.unsqueeze(1)
-
-    @property
-    def row_prompts(self) -> list[Prompt]:
-        """N prompts, each repeated for its rows."""
-        return [prompt for prompt in self.prompts for _ in range(self.group_size)]
-
-    def groups(self, which: Sequence[int]) -> "Rollout":
-        """Some of the B groups, by their numbers; perhaps none. Completions keep their width C."""
-        rows = [group * self.group_size + row for group in which for row in range(self.group_size)]
-        return Rollout(
-            prompts=[self.prompts[group] for group in which],
-            prompt_ids=[self.prompt_ids[group] for group in which],
-            completion_ids=self.completion_ids[rows],
-            lengths=self.lengths[rows],
-            terminated=self.terminated[rows],
-            sampler_logp=self.sampler_logp[rows],
-            completions=[self.completions[row] for row in rows],
+    @staticmethod
+    def of_rows(
+        prompts: Sequence[Prompt],
+        context_ids: Sequence[list[int]],
+        ids: Tensor,
+        lengths: Tensor,
+        *,
+        terminated: Tensor,
+        sampler_logp: Tensor,
+        texts: Sequence[str],
+    ) -> "Batch":
+        """The batch of rows (N, C) that are padded on the right: ids and sampler_logp."""
+        is_there = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
+        group_size = len(ids) // max(1, len(prompts))
+        return Batch(
+            prompts=list(prompts),
+            context_ids=list(context_ids),
+            group=torch.arange(len(prompts)).repeat_interleave(group_size),
+            lengths=lengths,
+            terminated=terminated,
+            texts=list(texts),
+            ids=ids[is_there],
+            sampler_logp=sampler_logp[is_there],
+            learned=torch.ones(int(is_there.sum()), dtype=torch.bool),
         )
 
     @staticmethod
-    def join(parts: Sequence["Rollout"]) -> "Rollout":
-        """One after the other, as wide as the widest."""
-        width = max(part.completion_ids.shape[1] for part in parts)
+    def empty() -> "Batch":
+        """The batch of a process that has no groups."""
+        nothing, numbers = torch.zeros(0), torch.zeros(0, dtype=torch.long)
+        flags = torch.zeros(0, dtype=torch.bool)
+        return Batch([], [], numbers, numbers, flags, [], numbers, nothing, flags, nothing)
 
-        def wide(tensors: list[Tensor]) -> Tensor:
-            return torch.cat([F.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors])
+    def __len__(self) -> int:
+        """N"""
+        return len(self.lengths)
 
-        return Rollout(
-            prompts=[prompt for part in parts for prompt in part.prompts],
-            prompt_ids=[ids for part in parts for ids in part.prompt_ids],
-            completion_ids=wide([part.completion_ids for part in parts]),
-            lengths=torch.cat([part.lengths for part in parts]),
-            terminated=torch.cat([part.terminated for part in parts]),
-            sampler_logp=wide([part.sampler_logp for part in parts]),
-            completions=[text for part in parts for text in part.completions],
-        )
+    @property
+    def group_size(self) -> int:
+        """G, of a batch of whole groups."""
+        return len(self) // max(1, len(self.prompts))
 
-    def replace_groups(self, groups: Sequence[int], others: "Rollout") -> "Rollout":
-        """With `groups` (indices among the B) taken from `others`, in order."""
+    @cached_property
+    def offsets(self) -> Tensor:
+        """(N + 1,) where each row's tokens begin, and where the last ones end."""
+        return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
+
+    @cached_property
+    def row(self) -> Tensor:
+        """(K,) which row each token belongs to."""
+        return torch.arange(len(self)).repeat_interleave(self.lengths)
+
+    @property
+    def row_prompts(self) -> list[Prompt]:
+        """(N,) the prompt of each row."""
+        return [self.prompts[group] for group in self.group.tolist()]
+
+    def by_row(self, values: Tensor) -> list[Tensor]:
+        """Values (K,) of the tokens as N tensors, one a row."""
+        return list(values.split(self.lengths.tolist()))
+
+    def sum_by_row(self, values: Tensor) -> Tensor:
+        """The sum over each row's tokens of values (K,): (N,)."""
+        return values.new_zeros(len(self)).index_add(0, self.row, values)
+
+    def padded(self, values: Tensor) -> Tensor:
+        """Values (K,) of the tokens as rows (N, C), 0 on the right of shorter ones: to look at."""
+        width = max(1, int(self.lengths.max())) if len(self) else 1
+        place = torch.arange(len(values)) - self.offsets[:-1].repeat_interleave(self.lengths)
+        return values.new_zeros(len(self), width).index_put((self.row, place), values)
+
+    def select(self, rows: Sequence[int] | Tensor) -> "Batch":
+        """Some rows, in this order, and the prompts that these have."""
+        rows = torch.as_tensor(rows, dtype=torch.long)
+        groups, number = torch.unique_consecutive(self.group[rows], return_inverse=True)
+        lengths = self.lengths[rows]
+        starts = self.offsets[rows] - (lengths.cumsum(0) - lengths)
+        tokens = torch.arange(int(lengths.sum())) + starts.repeat_interleave(lengths)
+        by_token = {name: value[tokens] for name, value in self._by_token()}
+        return replace(
+            self,
+            prompts=[self.prompts[group] for group in groups.tolist()],
+            context_ids=[self.context_ids[group] for group in groups.tolist()],
+            group=number,
+            lengths=lengths,
+            terminated=self.terminated[rows],
+            texts=[self.texts[row] for row in rows.tolist()],
+        ).with_columns(**by_token)
+
+    def select_groups(self, groups: Iterable[int]) -> "Batch":
+        """Some whole groups, in this order."""
+        size = self.group_size
+        return self.select([group * size + row for group in groups for row in range(size)])
+
+    @staticmethod
+    def cat(batches: Sequence["Batch"]) -> "Batch":
+        """One after the other; all have the same columns."""
+        first = batches[0]
+        sizes = torch.tensor([0, *(len(batch.prompts) for batch in batches)]).cumsum(0).tolist()
+        columns = {
+            name: torch.cat([getattr(batch, name) for batch in batches]) for name, _ in first._by_token()
+        }
+        return replace(
+            first,
+            prompts=[prompt for batch in batches for prompt in batch.prompts],
+            context_ids=[ids for batch in batches for ids in batch.context_ids],
+            group=torch.cat([batch.group + before for batch, before in zip(batches, sizes, strict=False)]),
+            lengths=torch.cat([batch.lengths for batch in batches]),
+            terminated=torch.cat([batch.terminated for batch in batches]),
+            texts=[text for batch in batches for text in batch.texts],
+        ).with_columns(**columns)
+
+    def replace_groups(self, groups: Sequence[int], others: "Batch") -> "Batch":
+        """With `groups` (numbers among the B) taken from `others`, in order."""
         order = list(range(len(self.prompts)))
         for place, group in enumerate(groups, start=len(order)):
             order[group] = place
-        return Rollout.join([self, others]).groups(order)
+        return Batch.cat([self, others]).select_groups(order) if groups else self
+
+    def without_tokens(self) -> "Batch":
+        """The same rows as if they had sampled nothing: what idle processes of a sharded model go through."""
+        nothing = {name: value[:0] for name, value in self._by_token()}
+        return replace(self, lengths=torch.zeros_like(self.lengths)).with_columns(**nothing)
+
+    def with_columns(self, **columns: Tensor) -> "Batch":
+        """With these in place of its columns of tokens, by name."""
+        return replace(self, **columns)  # type: ignore[arg-type]  # none is another kind of field
+
+    def _by_token(self) -> list[tuple[str, Tensor]]:
+        names = "ids", "sampler_logp", "learned", "credit", "old_logp", "ref_logp"
+        return [(name, value) for name in names if (value := getattr(self, name)) is not None]
 
 
 @dataclass(frozen=True)
@@ -89,12 +187,16 @@ class Step:
     """What one step of a run came to."""
 
     number: int
-    metrics: dict[str, float]  # by TRL's names
-    rollout: Rollout
-    rewards: Tensor  # (N,)
-    advantages: Tensor  # (N,)
+    metrics: dict[str, float]
+    """By TRL's names, of the whole step."""
+    batch: Batch
+    """The texts that this process sampled: all of the step's, where there is one process."""
+    rewards: Tensor
+    """(N,) of the whole step."""
+    advantages: Tensor
+    """(N,) of the whole step."""
 
     @property
     def completions(self) -> list[str]:
-        """N texts, group by group."""
-        return self.rollout.completions
+        """The batch's texts, group by group."""
+        return self.batch.texts

@@ -21,8 +21,8 @@ from grpo.config.groups import LossSettings, OptimizerSettings, SamplingSettings
 from grpo.data import load_prompts
 from grpo.data.reward_functions import RewardFunctions
 from grpo.learning.advantages import group_advantages
-from grpo.learning.loss import loss_counts
-from grpo.learning.objectives import GRPOBatch, finish_grpo, learn_tokens, to_device_together
+from grpo.learning.loss import loss_counts, token_weights
+from grpo.learning.objectives import finish_grpo, learn_tokens, to_device_together, tokens_of
 from grpo.learning.optimizer import make_optimizer
 from grpo.memory import Device, Fit, Size
 from grpo.model.load import load_policy
@@ -71,18 +71,19 @@ def train(seconds: float) -> list[float]:
         advantages = group_advantages(scores, GROUP_SIZE)  # (N,)
 
         # How likely is each token to the model as it was at first? It is not to go far from that.
-        size = Size(BATCH_SIZE, sampled.completion_ids.shape[1])
+        size = Size(BATCH_SIZE, int(sampled.lengths.max()))
         with fit.rows("score", size) as rows:
-            ref_logp = score(reference, sampled, rows=rows, **compute)  # (N, C)
+            ref_logp = score(reference, sampled, rows=rows, **compute)  # (K,) of all tokens
 
         # What the loss depends on is fixed before the first backward pass: the sum over the parts is the
         # step's, whatever the parts are.
-        counts = loss_counts(sampled.mask, NEW_TOKENS)
-        batch = GRPOBatch(sampled, advantages, sampled.mask, counts, ref_logp=ref_logp)
+        counts = loss_counts(sampled, NEW_TOKENS)
+        batch = sampled.with_columns(credit=advantages[sampled.row], ref_logp=ref_logp)
+        weights = token_weights(batch.lengths, counts, loss.loss_type)[batch.row]
         sums = []
         with fit.rows("learn", size) as rows:
-            for stream in streams(sampled, rows):
-                tokens = batch.tokens(stream, loss.loss_type, target.exact_dtype)
+            for stream in streams(batch, rows):
+                tokens = tokens_of(stream, batch, weights, target.exact_dtype)
                 stream, tokens = to_device_together(stream, tokens, target.device)
                 sums.append(learn_tokens(model, stream, tokens, settings=loss, **compute))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -177,7 +177,13 @@ def learned_logprobs(model, stream: Stream, weights=None, **options) -> torch.Te
     """Log-probs (R, C) of a stream. Gradients of their sum, weighted by `weights` (R, C), are added."""
     ones = torch.ones(len(stream.row), dtype=torch.float64)
     slopes = ones if weights is None else weights[stream.row, stream.place]
-    return stream.padded(token_logprobs(model, stream, slope=lambda _, part: slopes[part], **options)[0])
+    return padded(stream, token_logprobs(model, stream, slope=lambda _, part: slopes[part], **options)[0])
+
+
+def padded(stream: Stream, values: torch.Tensor) -> torch.Tensor:
+    """Values (K,) of a stream's tokens in the shape of its rows (R, C), 0 where none is scored."""
+    shape = stream.num_rows, stream.layout.longest_row
+    return values.new_zeros(shape).index_put((stream.row, stream.place), values)
 
 
 @pytest.fixture(scope="session")

@@ -163,13 +163,13 @@ def train(
             during(run.world, step)
             return sample(step, prompts)
 
-        def note_credit(step: int, sampled: Any, advantages: torch.Tensor, *rest: Any) -> Any:
-            credit.append(advantages)
-            return learn(step, sampled, advantages, *rest)
+        def note_credit(step: int, batch: Any, *rest: Any) -> Any:
+            credit.append(torch.zeros(0, 1) if batch is None else batch.padded(batch.credit))
+            return learn(step, batch, *rest)
 
-        def note_rows(batch: Any, settings: Any, **options: Any) -> Any:
-            rows.append(len(batch.advantages))
-            return accumulate(batch, settings, **options)
+        def note_rows(batch: Any, *rest: Any) -> Any:
+            rows.append(0 if batch is None else len(batch))
+            return accumulate(batch, *rest)
 
         trainer.phases.sample_and_reward, trainer.learn = sample_and_more, note_credit  # type: ignore[method-assign]
         trainer.phases.accumulate = note_rows  # type: ignore[method-assign]

@@ -86,7 +86,7 @@ def compared(rank: int, folder: Path, prompts: list[Prompt]) -> tuple[list[float
             given = model, policy.tokenizer, own, own_uniforms, settings
             with Gathers() as counted:
                 each = rollout(*given, rows=2 * GROUP, stay_gathered=stay_gathered)
-            made.append((each.completion_ids.numpy(), each.sampler_logp.numpy()))
+            made.append((each.ids.numpy(), each.sampler_logp.numpy()))
             gathers.append(counted.count)
         held = sum(p.to_local().numel() for p in policy.model.parameters())  # ValueError: not parted again
         assert held < sum(p.numel() for p in one.parameters())

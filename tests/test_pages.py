@@ -120,7 +120,7 @@ def test_what_is_named_is_there():
 LETTERS = PAGES["docs/recipes/letters.md"].replace("eval_interval=50,", "eval_interval=25,")
 EXAMPLES = {
     "run": (PYTHON, r"2 0\.\d+ '.*'\nthe model is in \S+/runs/[\d-]+/model\n"),
-    "loss": (PYTHON, r"gradient of \(4, 6\)\n"),
+    "loss": (PYTHON, r"gradient of \(21,\)\n"),
     "fit": (PYTHON, r"1024 rows at once\n"),
     "leaks": (PYTHON, r"LEAK in 40 steps\n(.*\n)+  held: tensors .*\n"),
     "example": (PAGES["docs/trl.md"], r"Memory planned after the first step(.*\n)+"),

@@ -47,7 +47,7 @@ def train(
     with open_run(config) as run:
         trainer = Trainer(run, Console(quiet=True))
         prepare(trainer)
-        log, score = trainer.log, trainer.score
+        log, score = trainer.log, trainer.phases.score
 
         def log_then_ask_to_stop(step: int, *rest: Any) -> None:
             stop.requested |= step == stop_after
@@ -58,7 +58,7 @@ def train(
                 raise error
             return score(*rest)
 
-        trainer.log, trainer.score = log_then_ask_to_stop, score_or_die  # type: ignore[method-assign]
+        trainer.log, trainer.phases.score = log_then_ask_to_stop, score_or_die  # type: ignore[method-assign]
         try:
             trainer.train(stop)
         except error:

@@ -31,7 +31,7 @@ from grpo.data.reward_files import (
 from grpo.data.source import collate
 from grpo.errors import UserError
 from grpo.rewards import EnginePool, PolicyReward, WeightedReward
-from grpo.types import Prompt, Rollout
+from grpo.types import Batch, Prompt
 
 
 def _plain(value: Any) -> bool | int | float | str | None:
@@ -48,7 +48,7 @@ class RewardFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Scores:
-    """What the reward functions said of N completions."""
+    """What is known of a step's N completions in every process: what rewards said, and lengths."""
 
     names: tuple[str, ...]
     """The F reward functions."""
@@ -62,6 +62,12 @@ class Scores:
     """N: what rewards had to say of a completion besides (`log_extra`), by column."""
     metrics: dict[str, list[float]]
     """What they had to say of all (`log_metric`), by name; of several numbers the mean is logged."""
+    lengths: Tensor
+    """(N,) sampled tokens."""
+    terminated: Tensor
+    """(N,) bool: ended by itself."""
+    prompt_lengths: Tensor
+    """(N,) tokens of each row's prompt."""
 
     @property
     def rewards(self) -> Tensor:
@@ -87,12 +93,15 @@ class Scores:
         metrics: dict[str, list[float]] = {}
         for name, values in (item for part in parts for item in part.metrics.items()):
             metrics[name] = [*metrics.get(name, ()), *values]
+        columns: dict[str, Any] = {
+            name: torch.cat([getattr(part, name) for part in parts]) for name in _TENSORS
+        }
         return replace(
             parts[0],
-            table=torch.cat([part.table for part in parts]),
             components=[row for part in parts for row in part.components],
             extra=[row for part in parts for row in part.extra],
             metrics=metrics,
+            **columns,
         )
 
     def replace_groups(self, groups: Sequence[int], others: "Scores", group_size: int) -> "Scores":
@@ -102,12 +111,20 @@ class Scores:
             first = len(self.table) + place * group_size
             rows[group * group_size : (group + 1) * group_size] = range(first, first + group_size)
         components, extra = ([column[row] for row in rows] for column in (both.components, both.extra))
-        return replace(both, table=both.table[rows], components=components, extra=extra)
+        columns: dict[str, Any] = {name: getattr(both, name)[rows] for name in _TENSORS}
+        return replace(both, components=components, extra=extra, **columns)
+
+
+_TENSORS = "table", "lengths", "terminated", "prompt_lengths"
+"""The columns of scores that are tensors."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What one component adds to the rewards of N completions (N,), and the letters that it looks at."""
+    """What one component adds to the rewards of a step's completions, (N,), and the letters that it looks at.
+
+    letters: of the texts that were asked for.
+    """
 
     values: Tensor
     letters: list[tuple[int, int]]
@@ -144,9 +161,9 @@ class RewardFunctions:
             if isinstance(function, PolicyReward):
                 function.prepare([prompt.text for prompt in prompts], **columns)
 
-    def __call__(self, rollout: Rollout) -> Scores:
-        """Score a rollout. RewardFailed, or ValueError for an answer that is not one score a completion."""
-        prompts = rollout.row_prompts
+    def __call__(self, batch: Batch) -> Scores:
+        """Scores a batch's rows. RewardFailed; ValueError for an answer that is not a score for each."""
+        prompts = batch.row_prompts
         components: list[dict[str, float]] = [{} for _ in prompts]
         extra: list[dict[str, Any]] = [{} for _ in prompts]
         metrics: dict[str, list[float]] = {}
@@ -159,11 +176,10 @@ class RewardFunctions:
             for row, value in zip(extra, values, strict=True):
                 row[column] = _plain(value)
 
-        ids = zip(rollout.completion_ids.tolist(), rollout.lengths.tolist(), strict=True)
         arguments: dict[str, Any] = {
             "prompts": [prompt.for_rewards for prompt in prompts],
-            "completions": list(map(Prompt.as_completion, prompts, rollout.completions)),
-            "completion_ids": [row[:length] for row, length in ids],
+            "completions": list(map(Prompt.as_completion, prompts, batch.texts)),
+            "completion_ids": [ids.tolist() for ids in batch.by_row(batch.ids)],
             **collate(prompts),
             "trainer_state": self.state,
             "log_extra": log_extra,
@@ -180,10 +196,14 @@ class RewardFunctions:
                     row.update({f"{name}/{key}": value for key, value in (part or {}).items()})
         columns = [scores[name] for name in self._functions]
         table = torch.tensor(columns, dtype=torch.float64).T  # (N, F)
-        return Scores(tuple(self._functions), table, self._weights, components, extra, metrics)
+        contexts = torch.tensor([len(ids) for ids in batch.context_ids])
+        return Scores(
+            tuple(self._functions), table, self._weights, components, extra, metrics,
+            batch.lengths, batch.terminated, contexts[batch.group],
+        )  # fmt: skip
 
-    def judged(self, scores: Scores, completions: Sequence[str]) -> Iterator[Judged]:
-        """By component of our own rewards, what it adds to `scores.rewards`, and what it judges."""
+    def judged(self, scores: Scores, texts: Sequence[str]) -> Iterator[Judged]:
+        """By component of our own rewards: what it adds to `scores.rewards`, and which letters it judges."""
         for (name, function), weight in zip(self._functions.items(), self._weights.tolist(), strict=True):
             if not isinstance(function, WeightedReward):
                 continue
@@ -194,7 +214,7 @@ class RewardFunctions:
             ]
             for component in dict.fromkeys(key for row in shares for key in row):
                 values = [weight * row.get(component, 0.0) for row in shares]
-                letters = [function.field_of(component, text) for text in completions]
+                letters = [function.field_of(component, text) for text in texts]
                 yield Judged(torch.tensor(values, dtype=torch.float64), letters)
 
 

@@ -1,23 +1,24 @@
 """A process's share of a step's groups, and the idle ones it is accompanied by where all do equally many."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from grpo.types import Prompt, Rollout
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Share:
-    """Neighbouring groups of a step, and `idle` more.
+    """Groups of a step, by their numbers, and `idle` more.
 
-    The processes of a sharded model make the same passes. Where one has fewer groups than another it
-    repeats some, of which nothing is kept: their rows have no tokens and no advantage.
+    The processes of a sharded model make the same passes. Where one has fewer groups than another it repeats
+    some, of which nothing is kept: their rows have no tokens and no advantage.
     """
 
-    groups: range
+    groups: Sequence[int]
     group_size: int
     idle: int = 0
 
@@ -26,23 +27,11 @@ class Share:
         return bool(self.groups) or self.idle > 0
 
     @property
-    def num_rows(self) -> int:
-        """Those that count."""
-        return len(self.groups) * self.group_size
+    def rows(self) -> Tensor:
+        """Numbers of the rows that count, among the step's."""
+        groups = torch.tensor(list(self.groups), dtype=torch.long).unsqueeze(1)
+        return (groups * self.group_size + torch.arange(self.group_size)).flatten()
 
-    def prompts(self, of: list[Prompt]) -> list[Prompt]:
-        """This process's of the step's prompts, without idle ones."""
-        return of[self.groups.start : self.groups.stop]
-
-    def rollout(self, of: Rollout) -> Rollout:
-        """This process's part of the step's rollout, and idle groups behind it."""
-        ours = of.groups(self.groups)
-        if not self.idle:
-            return ours
-        repeated = of.groups(range(self.idle))
-        return Rollout.join([ours, replace(repeated, lengths=torch.zeros_like(repeated.lengths))])
-
-    def rows(self, of: Tensor) -> Tensor:
-        """This process's rows of a tensor (N, …), and zeros for the idle ones."""
-        rows = of[self.groups.start * self.group_size : self.groups.stop * self.group_size]
-        return F.pad(rows, (0, 0) * (of.ndim - 1) + (0, self.idle * self.group_size))
+    def of_groups(self, values: Sequence[T]) -> list[T]:
+        """Those of this process, of what the step has for each group."""
+        return [values[group] for group in self.groups]

@@ -35,9 +35,13 @@ class World:
         """Whether this process writes the run's folder and log."""
         return self.rank == 0
 
-    def share(self, count: int) -> range:
-        """Of so many groups, those of this process: neighbours, as even as can be, perhaps none."""
-        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+    def share(self, count: int, rank: int | None = None) -> range:
+        """Of so many groups, those of a process: neighbours, as even as can be, perhaps none.
+
+        rank: None: of this process.
+        """
+        rank = self.rank if rank is None else rank
+        return range(rank * count // self.size, (rank + 1) * count // self.size)
 
     def exchange(self, stage: str, value: T) -> list[T]:
         """What every process gave, in the order of their ranks. ProcessLost if one does not come.

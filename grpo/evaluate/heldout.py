@@ -15,7 +15,7 @@ from grpo.rewards import EnginePool
 from grpo.rollout.decoder import ReusableArena
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
-from grpo.types import TASKS, Prompt, Rollout
+from grpo.types import TASKS, Batch, Prompt
 from grpo.waiting import waiting
 
 EVALUATION_STEP = -1
@@ -38,7 +38,7 @@ def score_heldout(
     prompts: Sequence[Prompt],
     *,
     engine: EnginePool | None = None,
-    judge: Callable[[Rollout], Scores] | None = None,
+    judge: Callable[[Batch], Scores] | None = None,
     **options: Any,
 ) -> dict[str, Column]:
     """Complete the prompts and score what the model wrote, see `answer_heldout` and `score_answers`."""
@@ -49,7 +49,7 @@ def score_heldout(
 class Answers(NamedTuple):
     """A model's completions of held-out prompts."""
 
-    rollout: Rollout
+    batch: Batch
     order: list[int]
     """The prompts' places before they were sorted."""
     samples: int
@@ -107,15 +107,15 @@ def score_answers(
     answers: Answers,
     *,
     engine: EnginePool | None = None,
-    judge: Callable[[Rollout], Scores] | None = None,
+    judge: Callable[[Batch], Scores] | None = None,
 ) -> dict[str, Column]:
     """Scores (B, samples) by column, NaN where there is none, which `Evaluation.of` takes.
 
-    engine: ranks moves instead of labels. judge: what rewards say of the rollout, which becomes the column
+    engine: ranks moves instead of labels. judge: what rewards say of the batch, which becomes the column
     `reward`, and one for each of them by TRL's name.
     """
-    sampled = answers.rollout
-    scores = score_completions(sampled.row_prompts, sampled.completions, engine=engine)  # each (N,)
+    sampled = answers.batch
+    scores = score_completions(sampled.row_prompts, sampled.texts, engine=engine)  # each (N,)
     if judge is not None:
         judgement = judge(sampled)
         names = ["reward", *(f"rewards/{name}/mean" for name in judgement.names)]

@@ -79,7 +79,7 @@ def answers(policy: Policy, config: Config, prompts: Sequence[Prompt]) -> list[s
     settings = SamplingSettings(config.max_new_tokens, 0.0)
     uniforms = step_uniforms(len(prompts), settings.max_new_tokens, seed=SEED, step=EVALUATION_STEP)
     model = make_sampler(policy)
-    return rollout(model, policy.tokenizer, prompts, uniforms, settings, rows=ROWS).completions
+    return rollout(model, policy.tokenizer, prompts, uniforms, settings, rows=ROWS).texts
 
 
 def changes(before: Quality, after: Quality) -> list[Change]:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo.config.groups import Scale
 from grpo.data.reward_functions import Judged
 from grpo.errors import UserError
-from grpo.types import Rollout
+from grpo.types import Batch
 
 _EPSILON = 1e-4  # TRL's, so that advantages carry over
 
@@ -96,39 +96,45 @@ def field_credit(
     advantages: Tensor,
     rewards: Tensor,
     judged: Iterable[Judged],
-    rollout: Rollout,
+    batch: Batch,
     tokenizer: PreTrainedTokenizerBase,
     *,
     scale: Scale,
+    first_row: int = 0,
 ) -> Tensor:
-    """Each token's own advantage (N, C): a component's goes to the tokens of the field that it judges.
+    """Each token's own advantage (K,): a component's goes to the tokens of the field that it judges.
 
-    advantages: (N,), of `group_advantages(rewards)`; what no component accounts for goes to all tokens, as it
-    does where a text cannot be cut at its tokens. Process supervision (DeepSeekMath, 2402.03300, section
-    4.1.3) gives a step's advantage to its tokens; here steps are fields. 0 on the padding.
+    advantages: (N,), of `group_advantages(rewards)`, of the whole step, as are the values of `judged`; its
+    letters are of the batch, which has the step's rows from `first_row` on. What no component accounts for
+    goes to all tokens, as it does where a text cannot be cut at its tokens. Process supervision
+    (DeepSeekMath, 2402.03300, section 4.1.3) gives a step's advantage to its tokens; here steps are fields.
     """
-    ends = _token_ends(rollout, tokenizer)  # (N, C)
-    starts = torch.cat([ends.new_zeros(len(ends), 1), ends[:, :-1]], dim=1)
-    lengths = torch.tensor([[len(text)] for text in rollout.completions])  # (N, 1)
-    is_unclear = ends[:, -1:] != lengths
-    fields = list(judged)  # F of them
+    letters = _letters(batch, tokenizer)  # (K,)
+    whole = letters.cumsum(0)
+    before = torch.cat([whole.new_zeros(1), whole])[batch.offsets[:-1]]  # (n,)
+    ends = whole - before[batch.row]  # (K,) letters of its completion that are written after each token
+    starts = ends - letters
+    of_texts = torch.tensor([len(text) for text in batch.texts])  # (n,)
+    is_unclear = (batch.sum_by_row(letters) != of_texts)[batch.row]
+    fields, own = list(judged), slice(first_row, first_row + len(batch))  # F of them
     values = torch.stack([field.values for field in fields]) if fields else rewards.new_empty(0, len(rewards))
-    parts = part_advantages(values, rewards, rollout.group_size, scale=scale).to(advantages.dtype)  # (F, N)
-    rest = advantages.clone()
-    credit = torch.zeros(ends.shape, dtype=advantages.dtype)
+    group_size = batch.group_size
+    parts = part_advantages(values, rewards, group_size, scale=scale).to(advantages.dtype)[:, own]  # (F, n)
+    rest = advantages[own].clone()
+    credit = torch.zeros(len(letters), dtype=advantages.dtype)
     for field, part in zip(fields, parts, strict=True):
-        first, last = torch.tensor(field.letters).unsqueeze(2).unbind(1)  # (N, 1)
-        is_end = last == lengths  # and what ends the text, which has no letters
+        first, last = torch.tensor(field.letters).unbind(1)  # (n,)
+        is_end = (last == of_texts)[batch.row]  # and what ends the text, which has no letters
+        first, last = first[batch.row], last[batch.row]
         is_whole = (first == 0) & is_end | is_unclear
-        of_field = (ends > first) & ((starts < last) | is_end) & ~is_whole & rollout.mask  # (N, C)
-        credit += part.unsqueeze(1) * of_field
-        rest -= part * of_field.any(1)
-    return (credit + rest.unsqueeze(1)) * rollout.mask
+        of_field = (ends > first) & ((starts < last) | is_end) & ~is_whole  # (K,)
+        credit += part[batch.row] * of_field
+        rest -= part * (batch.sum_by_row(of_field.long()) > 0)
+    return credit + rest[batch.row]
 
 
-def _token_ends(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """How many letters of its completion have been written after each token: (N, C)."""
-    known, places = rollout.completion_ids.unique(return_inverse=True)
+def _letters(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """How many letters each token writes: (K,)."""
+    known, places = batch.ids.unique(return_inverse=True)
     texts = tokenizer.batch_decode(known.unsqueeze(1).tolist(), skip_special_tokens=True)
-    letters = torch.tensor([len(text) for text in texts])[places]
-    return (letters * rollout.mask).cumsum(1)
+    return torch.tensor([len(text) for text in texts], dtype=torch.long)[places]

@@ -1,11 +1,11 @@
 """The clipped policy-gradient losses of GRPO and its kin, as pure functions of tensors.
 
-A step of any number of rows may be split into micro-batches: each loss is a SUM over tokens, of what a token
-weighs (`token_weights`: one over a count of the WHOLE step) times the loss of that token. Micro-batch losses,
-gradients and metric sums therefore add up to the step's, however the rows were split (invariance I1).
+A step of any number of rows may be split into streams: each loss is a SUM over tokens, of what a token weighs
+(`token_weights`: one over a count of the WHOLE step) times the loss of that token. Their losses, gradients
+and metric sums therefore add up to the step's, however the rows were split (invariance I1).
 
-Shapes: K tokens that are learned from, of R rows of a micro-batch with C completion tokens at most. What is
-not finite is not hidden: it reaches the loss and the metrics, so that the caller can skip the step.
+Shapes: K tokens that are learned from, of R rows of a stream. What is not finite is not hidden: it reaches
+the loss and the metrics, so that the caller can skip the step.
 
 TRL 1.16's `GRPOTrainer._compute_loss` is the measure; tests/learning/test_loss_equals_trl.py
 compares values, gradients and metrics. Left out on purpose: bnpo (its value depends on the split), sapo,
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from grpo.config.groups import LossSettings, LossType
 from grpo.errors import UserError
-from grpo.learning.metrics import loss_metrics
+from grpo.types import Batch
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class StepCounts:
     """The longest a completion may be (a setting, not what was seen)."""
 
 
-def loss_counts(mask: Tensor, max_length: int) -> StepCounts:
-    """The counts of a step whose completion mask is (N, C), before it is split."""
-    return StepCounts(rows=mask.shape[0], tokens=int(mask.bool().sum()), max_length=max_length)
+def loss_counts(batch: Batch, max_length: int) -> StepCounts:
+    """The counts of a step that is this batch, before it is split."""
+    return StepCounts(rows=len(batch), tokens=int(batch.learned.sum()), max_length=max_length)
 
 
 def token_weights(row_tokens: Tensor, counts: StepCounts, loss_type: LossType) -> Tensor:
@@ -102,6 +102,10 @@ def token_loss(
     the policy's loss, not the KL. The second result: the log-ratios, (K,) or of sequences (num_rows,), and
     the KL (K,), if there is a reference.
     """
+    if settings.kl_coef != 0 and tokens.ref_logp is None:
+        raise UserError(
+            f"kl_coef is {settings.kl_coef} but ref_logp is None: score the reference, or set it to 0."
+        )
     dtype = torch.promote_types(logp.dtype, torch.float32)
     logp = logp.to(dtype)
     old_logp = logp.detach() if tokens.old_logp is None else tokens.old_logp.to(dtype)
@@ -123,54 +127,6 @@ def token_loss(
         if settings.kl_coef != 0:
             loss = loss + settings.kl_coef * ratios["kl"]
     return tokens.weight.to(dtype) * loss, ratios
-
-
-def grpo_loss(
-    logp: Tensor,
-    old_logp: Tensor | None,
-    ref_logp: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    counts: StepCounts,
-    settings: LossSettings,
-    importance_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """A micro-batch's share of the step's loss, to call backward on, and of its metrics.
-
-    logp: (R, C) log-probs with gradient. old_logp: (R, C) of the policy that is corrected for, or
-    None for `logp` itself (one update per rollout). ref_logp: (R, C) or None; needed unless
-    kl_coef is 0, and only measured if it is. advantages: (R,), or (R, C) where tokens have credit of their
-    own. mask: (R, C) bool or 0/1: what stands outside is never read, not even as NaN, and gets a gradient of
-    exactly zero. importance_weights: (R, C) or (R, 1), multiply the policy's loss, not the KL. The loss of
-    rows is the sum of `token_loss`.
-
-    Metrics are detached scalars for `merge_metrics`, `finish_metrics`. Zero rows give a loss of 0 and metrics
-    that change nothing. ValueError for shapes that do not go together.
-    """
-    shapes = [tuple(t.shape) for t in (logp, old_logp, ref_logp, mask) if t is not None]
-    if logp.ndim != 2 or len(set(shapes)) > 1 or advantages.shape not in (logp.shape, logp.shape[:1]):
-        raise UserError(
-            f"Need log-probs and mask (R, C), advantages (R,) or (R, C); got {shapes}, "
-            f"{tuple(advantages.shape)}."
-        )
-    if settings.kl_coef != 0 and ref_logp is None:
-        raise UserError(
-            f"kl_coef is {settings.kl_coef} but ref_logp is None: score the reference, or set it to 0."
-        )
-    at = mask.nonzero(as_tuple=True)  # rows and places, (K,) each
-
-    def learned(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values.detach().expand_as(logp)[at]
-
-    tokens = Tokens(
-        num_rows=len(logp), row=at[0], sampler_logp=logp.detach()[at],
-        weight=token_weights(mask.bool().sum(1), counts, settings.loss_type)[at[0]],
-        advantage=advantages[at[0]] if advantages.ndim == 1 else advantages[at],
-        old_logp=learned(old_logp), ref_logp=learned(ref_logp),
-    )  # fmt: skip
-    losses, ratios = token_loss(logp[at], tokens, settings, importance_weights=learned(importance_weights))
-    return losses.sum(), loss_metrics(ratios, tokens, settings)
 
 
 def _policy_loss(logp: Tensor, log_ratio: Tensor, advantage: Tensor, settings: LossSettings) -> Tensor:

@@ -1,20 +1,19 @@
-"""What is learned, as "accumulate gradients over micro-batches"."""
+"""What is learned: gradients of a step, added up over streams."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial, reduce
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo.config.groups import Checkpointing, LossSettings, LossType
+from grpo.config.groups import Checkpointing, LossSettings
 from grpo.learning.loss import StepCounts, Tokens, token_loss, token_weights
 from grpo.learning.metrics import finish_metrics, loss_metrics, merge_metrics
 from grpo.learning.step import begin_gradients
 from grpo.scoring.logprobs import token_logprobs
 from grpo.scoring.stream import Stream, streams
-from grpo.types import Rollout
+from grpo.types import Batch
 
 Sums = dict[str, Tensor]
 """Sums, least and largest values over rows, as `merge_metrics` puts them together; empty without rows."""
@@ -22,60 +21,38 @@ _GAP = "sampling/sampling_logp_difference"
 """Between sampler and scorer, by TRL's name."""
 
 
-@dataclass(frozen=True)
-class GRPOBatch:
-    """Everything the loss of one step depends on, frozen before the first backward pass.
+def with_advantage(batch: Batch) -> Batch:
+    """Only groups in which something has an advantage: without a KL the others have no gradient.
 
-    Of the rows that this process learns from; `counts` are of the whole step. advantages: (N,) or (N, C).
-    old_logp, ref_logp: (N, C) or None. mask: (N, C) tokens that are learned from.
+    The step's counts stay what they are, and so does the gradient. Of groups of which none has any, the first
+    stays: something has to be measured.
     """
+    assert batch.credit is not None
+    taught = batch.sum_by_row((batch.credit != 0).long()).view(len(batch.prompts), -1).any(1)  # (B,)
+    if taught.all():
+        return batch
+    return batch.select_groups(taught.nonzero().flatten().tolist() or [0])
 
-    rollout: Rollout
-    advantages: Tensor
-    mask: Tensor
-    counts: StepCounts
-    old_logp: Tensor | None = None
-    ref_logp: Tensor | None = None
 
-    def without_zero_variance_groups(self) -> "GRPOBatch":
-        """Only groups in which something has an advantage: without a KL the others have no gradient.
+def tokens_of(stream: Stream, batch: Batch, weights: Tensor, dtype: torch.dtype) -> Tokens:
+    """What the loss has to know of a stream's tokens; numbers in `dtype`. weights: (K,) of the batch's."""
+    assert batch.credit is not None
+    at = stream.tokens
 
-        `counts` stay those of the whole step, and so does the gradient. Of groups of which none has any, the
-        first stays: something has to be measured.
-        """
-        if not self.rollout.prompts:
-            return self
-        taught = (self.advantages != 0).view(len(self.rollout.prompts), -1).any(1)  # (B,)
-        if taught.all():
-            return self
-        groups = taught.nonzero().flatten() if taught.any() else torch.zeros(1, dtype=torch.long)
-        size = self.rollout.group_size
-        rows = (groups.unsqueeze(1) * size + torch.arange(size)).flatten()
-        by_row = {name: getattr(self, name) for name in ("advantages", "mask", "old_logp", "ref_logp")}
-        chosen = {name: values[rows] for name, values in by_row.items() if values is not None}
-        return replace(self, rollout=self.rollout.groups(groups.tolist()), **chosen)
+    def known(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[at].to(dtype)
 
-    def tokens(self, stream: Stream, loss_type: LossType, dtype: torch.dtype) -> Tokens:
-        """Those of a stream, which are learned from; numbers in `dtype`."""
-        rows = stream.rows
-        at = rows[stream.row], stream.place
-
-        def learned(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[at].to(dtype)
-
-        weights = token_weights(self.mask[rows].sum(1), self.counts, loss_type)  # (R,)
-        advantages = self.advantages[at[0]] if self.advantages.ndim == 1 else self.advantages[at]
-        return Tokens(
-            num_rows=len(rows), row=stream.row, weight=weights[stream.row].to(dtype),
-            advantage=advantages.to(dtype),
-            old_logp=learned(self.old_logp), ref_logp=learned(self.ref_logp),
-            sampler_logp=self.rollout.sampler_logp[at],
-        )  # fmt: skip
+    return Tokens(
+        num_rows=stream.num_rows, row=stream.row, weight=weights[at].to(dtype),
+        advantage=batch.credit[at].to(dtype), sampler_logp=batch.sampler_logp[at],
+        old_logp=known(batch.old_logp), ref_logp=known(batch.ref_logp),
+    )  # fmt: skip
 
 
 def accumulate_grpo(
     model: PreTrainedModel,
-    batch: GRPOBatch,
+    batch: Batch,
+    counts: StepCounts,
     *,
     settings: LossSettings,
     temperature: float,
@@ -86,18 +63,20 @@ def accumulate_grpo(
     importance_cap: float | None = None,
     checkpointing: Checkpointing = "none",
 ) -> Sums:
-    """Add the step's gradient to the parameters' `.grad`, in the parts that `streams` makes.
+    """Add a step's gradient to the parameters' `.grad`, in the parts that `streams` makes of a batch.
 
     The split changes nothing (invariance I1), nor does `checkpointing`: what the backward pass
-    computes again to save memory. Returns what `finish_grpo` makes metrics of.
+    computes again to save memory. batch: with credit. counts: of the whole step, of which the batch may be a
+    share. Returns what `finish_grpo` makes metrics of.
     """
     device = model.device
     exact = torch.float32 if device.type == "mps" else torch.float64  # which MPS does not have
+    lower = torch.promote_types(model.dtype, torch.float32)
     sums: Sums = {}
     begin_gradients(model)
-    for stream in streams(batch.rollout, rows, mask=batch.mask, longest=longest, of_equal_rows=of_equal_rows):
-        tokens = batch.tokens(stream, settings.loss_type, torch.promote_types(model.dtype, torch.float32))
-        stream, tokens = to_device_together(stream, tokens, device)
+    weights = token_weights(batch.sum_by_row(batch.learned.long()), counts, settings.loss_type)[batch.row]
+    for stream in streams(batch, rows, scored=batch.learned, longest=longest, of_equal_rows=of_equal_rows):
+        stream, tokens = to_device_together(stream, tokens_of(stream, batch, weights, lower), device)
         metrics = learn_tokens(
             model, stream, tokens, settings=settings, temperature=temperature, dtype=dtype,
             importance_cap=importance_cap, checkpointing=checkpointing,

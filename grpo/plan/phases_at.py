@@ -142,7 +142,7 @@ class PhasesAt:
         row = stream.row.to(device)
         weight, advantage, sampler_logp, ref_logp = torch.zeros(4, len(row), device=device)
         tokens = Tokens(
-            len(stream.rows), row, weight, advantage, sampler_logp,
+            stream.num_rows, row, weight, advantage, sampler_logp,
             ref_logp=ref_logp if config.kl_coef else None,
         )  # fmt: skip
         learn_tokens(

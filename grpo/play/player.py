@@ -95,7 +95,7 @@ class Player:
         whole = (written.terminated | (written.lengths == settings.max_new_tokens)).tolist()
         return [
             read_answer(position, text, is_whole=is_whole)
-            for position, text, is_whole in zip(positions, written.completions, whole, strict=True)
+            for position, text, is_whole in zip(positions, written.texts, whole, strict=True)
         ]
 
 

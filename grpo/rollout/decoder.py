@@ -127,13 +127,13 @@ def make_sampler(policy: Policy) -> PreTrainedModel:
 
 @exact_products()
 @torch.no_grad()
-def check_decoder(model: PreTrainedModel, *shapes: PretrainedConfig) -> None:
+def check_decoder(model: PreTrainedModel, *shapes: PretrainedConfig, refuses: bool = True) -> None:
     """Find out on made-up tokens whether a model decodes over a static cache as it does without any.
 
     Where it does not, and where its kind cannot, a line says that it is over Hugging Face's own cache.
     ValueError for a model that gives something else over that one, too (GPT-Neo, whose attention minds what
-    stands between prompt and completion). shapes: other copies of the model's configuration, by which its
-    memory is planned.
+    stands between prompt and completion), where such a one `refuses`. shapes: other copies of the model's
+    configuration, by which its memory is planned.
     """
     reason = "its attention cannot be called by name"
     if has_static_cache(model.config):
@@ -148,7 +148,7 @@ def check_decoder(model: PreTrainedModel, *shapes: PretrainedConfig) -> None:
             reason = str(error).splitlines()[0].rstrip(".")
         _refused.update({id(config): config for config in (model.config, *shapes)})
     name = type(model).__name__
-    difference = _largest_difference(model, GrowingArena)
+    difference = _largest_difference(model, GrowingArena) if refuses else 0.0
     if not difference < 1e-3:
         raise UserError(
             f"{name} cannot be sampled from here: over a cache its log-probs come out {difference:.3g} nats "

@@ -21,7 +21,7 @@ from grpo.errors import UserError
 from grpo.model.load import context_length, end_tokens
 from grpo.rollout.arena import Arena, Completions, Room
 from grpo.rollout.decoder import ReusableArena, open_arena, prompt_places, replaced_at_once
-from grpo.types import Prompt, Rollout
+from grpo.types import Batch, Prompt
 
 _CHECK_EVERY = 8
 """Tokens between looks at the cache, and at who has finished on an accelerator, which waits for it."""
@@ -74,7 +74,7 @@ def rollout(
     watch_cache: Callable[[int, int], object] | None = None,
     watch_rows: Callable[[float], None] | None = None,
     stopped: Callable[[], bool] | None = None,
-) -> Rollout:
+) -> Batch:
     """Sample N = len(uniforms) completions, N / B of each prompt, at most `rows` at once.
 
     uniforms: (N, max_new_tokens), see `step_uniforms`. ends: tokens any of which ends a completion; None: all
@@ -89,16 +89,15 @@ def rollout(
         rows=rows, ends=ends, reusable=reusable, stay_gathered=stay_gathered, watch_cache=watch_cache,
         watch_rows=watch_rows, stopped=stopped,
     )  # fmt: skip
-    longest = int(lengths.max())
-    texts = zip(completion_ids.tolist(), lengths.tolist(), strict=True)
-    return Rollout(
-        prompts=list(prompts),
-        prompt_ids=prompt_ids,
-        completion_ids=completion_ids[:, :longest],
-        lengths=lengths,
+    rows_ids = [ids[:length] for ids, length in zip(completion_ids.tolist(), lengths.tolist(), strict=True)]
+    return Batch.of_rows(
+        prompts,
+        prompt_ids,
+        completion_ids,
+        lengths,
         terminated=terminated,
-        sampler_logp=logp[:, :longest],
-        completions=tokenizer.batch_decode([ids[:n] for ids, n in texts], skip_special_tokens=True),
+        sampler_logp=logp,
+        texts=tokenizer.batch_decode(rows_ids, skip_special_tokens=True),
     )
 
 

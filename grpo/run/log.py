@@ -12,12 +12,18 @@ from grpo.config import to_plain
 from grpo.data.reward_functions import Scores
 from grpo.evaluate import Evaluation
 from grpo.model.load import end_names
-from grpo.run.metrics import completion_records, reward_metrics, rollout_metrics, warnings_of
+from grpo.run.metrics import (
+    chosen_rows,
+    completion_records,
+    length_metrics,
+    reward_metrics,
+    warnings_of,
+)
 from grpo.run.progress import Progress
 from grpo.run.screen import StepProgress, held_out_line, in_one_line
 from grpo.run.setup import Run
 from grpo.run.tracking import RunTracker
-from grpo.types import Rollout
+from grpo.types import Batch
 
 
 class RunLog:
@@ -52,13 +58,25 @@ class RunLog:
             self._tracker.close()
 
     def step(
-        self, step: int, sampled: Rollout, scores: Scores, advantages: Tensor, learned: dict[str, float]
+        self,
+        step: int,
+        batch: Batch | None,
+        scores: Scores,
+        advantages: Tensor,
+        learned: dict[str, float],
     ) -> dict[str, float]:
-        """Record a step; its metrics by TRL's names."""
+        """Records a step; its metrics by TRL's names. batch: this process's; the rest is the step's."""
         run, config = self._run, self._config
-        memory, passes = run.device.read(), self._take_passes(f"the log of step {step}")
+        num_rows, shows = len(scores.lengths), config.show_completions and step % config.show_completions == 0
+        chosen = chosen_rows(config.logged_completions, num_rows)
+        shown = chosen_rows(1, num_rows, first=step) if shows else []
+        records = []
+        if batch is not None:
+            first_row, wanted = int(run.share().rows[0]), sorted({*chosen, *shown})
+            records = completion_records(batch, first_row, scores, advantages, wanted)
+        memory, (passes, everybodys) = run.device.read(), self._exchange(f"the log of step {step}", records)
         metrics = {
-            **rollout_metrics(sampled),
+            **length_metrics(scores),
             **reward_metrics(scores, config.group_size),
             **learned,
             **run.clock.lap(),
@@ -77,28 +95,30 @@ class RunLog:
         self._warned |= warnings.keys()
         self._tracker.log(step, metrics)
         self._tracker.log_memory(step, passes)
-        completions = completion_records(sampled, scores, advantages, config.logged_completions)
-        self._tracker.log_completions(step, completions)
+        by_row = {record["row"]: record for record in everybodys}
+        self._tracker.log_completions(step, [by_row[row] for row in chosen])
         self._bar.update(step, in_one_line(metrics, config.num_rows))
-        if config.show_completions and step % config.show_completions == 0:
-            self._bar.show(next(completion_records(sampled, scores, advantages, 1, first=step)))
+        for row in shown:
+            self._bar.show(by_row[row])
         return metrics
 
     def evaluation(self, step: int, evaluation: Evaluation) -> dict[str, float]:
         """Record an evaluation; the means of its columns."""
-        passes, means = (
-            self._take_passes(f"the log of the evaluation at step {step}"),
-            evaluation.as_metrics(),
-        )
+        passes, _ = self._exchange(f"the log of the evaluation at step {step}", [])
+        means = evaluation.as_metrics()
         if self._tracker is not None:
             self._tracker.log_memory(step, passes)
             self._tracker.log(step, {**means, **evaluation.interval_metrics()})
         logger.info("held-out at step {}: {}", step, held_out_line(means))
         return means
 
-    def _take_passes(self, what: str) -> list[list[dict[str, Any]]]:
-        """Of each process, what its phases held since they were last taken."""
+    def _exchange(
+        self, what: str, records: list[dict[str, Any]]
+    ) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
+        """What the phases of each process held since they were last taken, and all processes' records."""
         passes = self._run.fit.take_passes()
         self._run.measured.note(passes)
         self._run.device.mind_fragments(max((done_pass.expected_bytes for done_pass in passes), default=0))
-        return self._run.world.exchange(what, [done_pass.as_dict() for done_pass in passes])
+        mine = {"passes": [done_pass.as_dict() for done_pass in passes], "records": records}
+        parts = self._run.world.exchange(what, mine)
+        return [part["passes"] for part in parts], [record for part in parts for record in part["records"]]

@@ -1,6 +1,6 @@
 """A step's numbers by TRL's names."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,17 +8,17 @@ from torch import Tensor
 
 from grpo.data.reward_functions import Scores
 from grpo.learning.advantages import zero_variance_groups
-from grpo.types import Rollout
+from grpo.types import Batch
 
 MANY_CUT, MANY_EQUAL = 0.5, 0.75
 """Shares of a step's completions that are cut, and of its groups without a difference, that are told."""
 
 
-def rollout_metrics(rollout: Rollout) -> dict[str, float]:
+def length_metrics(scores: Scores) -> dict[str, float]:
     """Lengths in tokens; `clipped_ratio` is the share of completions cut at max_new_tokens."""
-    ended = rollout.lengths[rollout.terminated]
-    metrics = {"completions/clipped_ratio": 1 - rollout.terminated.float().mean().item()}
-    for kind, lengths in (("", rollout.lengths), ("_terminated", ended if len(ended) else torch.zeros(1))):
+    ended = scores.lengths[scores.terminated]
+    metrics = {"completions/clipped_ratio": 1 - scores.terminated.float().mean().item()}
+    for kind, lengths in (("", scores.lengths), ("_terminated", ended if len(ended) else torch.zeros(1))):
         for statistic in ("mean", "min", "max"):
             value = getattr(lengths.float(), statistic)().item()
             metrics[f"completions/{statistic}{kind}_length"] = value
@@ -68,25 +68,38 @@ def warnings_of(
     return warnings
 
 
+def chosen_rows(count: int, num_rows: int, *, first: int = 0) -> list[int]:
+    """About `count` rows of a step, evenly over its groups from row `first` on."""
+    count = min(count, num_rows)
+    return [(first + index * num_rows // count) % num_rows for index in range(count)]
+
+
 def completion_records(
-    rollout: Rollout, scores: Scores, advantages: Tensor, count: int, *, first: int = 0
-) -> Iterator[dict[str, Any]]:
-    """About `count` completions of a step, evenly over its groups from row `first` on, with their rewards."""
-    prompts = rollout.row_prompts
-    num_rows = len(prompts)
-    for index in range(min(count, num_rows)):
-        row = (first + index * num_rows // min(count, num_rows)) % num_rows
+    batch: Batch, first_row: int, scores: Scores, advantages: Tensor, chosen: Sequence[int]
+) -> list[dict[str, Any]]:
+    """The completions among the chosen rows of a step that a batch has, with their rewards.
+
+    first_row: the step's row that is the batch's first. scores, advantages: of the whole step.
+    """
+    prompts, records = batch.row_prompts, []
+    for row in chosen:
+        own = row - first_row
+        if not 0 <= own < len(batch):
+            continue
         rewards = dict(zip(scores.names, scores.table[row].tolist(), strict=True))
-        yield {
-            "row": row,
-            "prompt_id": prompts[row].id,
-            "prompt": prompts[row].text,
-            **({"messages": prompts[row].messages} if prompts[row].messages else {}),
-            "completion": rollout.completions[row],
-            "num_tokens": int(rollout.lengths[row]),
-            "terminated": bool(rollout.terminated[row]),
-            "rewards": {name: value for name, value in rewards.items() if value == value},
-            "components": scores.components[row],
-            **({"extra": scores.extra[row]} if scores.extra[row] else {}),
-            "advantage": advantages[row].item(),
-        }
+        records.append(
+            {
+                "row": row,
+                "prompt_id": prompts[own].id,
+                "prompt": prompts[own].text,
+                **({"messages": prompts[own].messages} if prompts[own].messages else {}),
+                "completion": batch.texts[own],
+                "num_tokens": int(batch.lengths[own]),
+                "terminated": bool(batch.terminated[own]),
+                "rewards": {name: value for name, value in rewards.items() if value == value},
+                "components": scores.components[row],
+                **({"extra": scores.extra[row]} if scores.extra[row] else {}),
+                "advantage": advantages[row].item(),
+            }
+        )
+    return records

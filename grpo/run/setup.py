@@ -2,7 +2,7 @@
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from grpo.data.kept_files import keep_files
 from grpo.data.maker import template_text
 from grpo.data.reward_files import PROMPTS_LOOKED_AT, with_length
 from grpo.data.reward_functions import RewardFunctions
-from grpo.distributed import World, largest_share, open_world
+from grpo.distributed import World, open_world
 from grpo.distributed.share import Share
 from grpo.errors import UserError
 from grpo.learning.optimizer import check_optimizer, make_optimizer
@@ -184,11 +184,14 @@ class Run:
         scored = self.reference.model if self.reference and work.scores == "reference" else None
         return PhasesAt(work, self.policy.model, self.sampler.model, scored)
 
-    def share(self, num_groups: int) -> Share:
-        """This process's of a step's groups."""
-        groups = self.world.share(num_groups)
-        idle = largest_share(num_groups, self.world.size) - len(groups) if self.config.shard else 0
-        return Share(groups, self.config.group_size, idle)
+    def share(self, groups: Sequence[int] | None = None) -> Share:
+        """This process's of some of a step's groups, by their numbers; None: of all."""
+        num_groups, world = self.config.num_prompts, self.world
+        numbers = range(num_groups) if groups is None else groups
+        shares = [world.share(num_groups, rank) for rank in range(world.size)]
+        mine = [group for group in numbers if group in shares[world.rank]]
+        most = max(sum(group in share for group in numbers) for share in shares)
+        return Share(mine, self.config.group_size, most - len(mine) if self.config.shard else 0)
 
     def save(self, step: int, state: dict[str, Any], *, best: bool, last: bool, writes: bool = False) -> bool:
         """A checkpoint, which the first process writes; whether this one has written it.

@@ -15,7 +15,7 @@ from grpo.model.prefill import sliding_window
 from grpo.model.transfer import to_device
 from grpo.scoring.head import HeadPass, Slope, head_pass
 from grpo.scoring.stream import Stream, streams
-from grpo.types import Rollout
+from grpo.types import Batch
 
 _beside: WeakValueDictionary[int, PretrainedConfig] = WeakValueDictionary()
 """By its id, the configuration of each model whose streams have come out wrong."""
@@ -120,7 +120,7 @@ def computing_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:
 @torch.no_grad()
 def score(
     model: PreTrainedModel,
-    rollout: Rollout,
+    batch: Batch,
     *,
     rows: int,
     temperature: float,
@@ -128,11 +128,10 @@ def score(
     longest: tuple[int, int] | None = None,
     of_equal_rows: bool = False,
 ) -> Tensor:
-    """Log-probs (N, C) of a whole rollout without gradients, on the CPU; in parts: see `streams`."""
+    """Log-probs (K,) of a batch's tokens without gradients, on the host; in parts: see `streams`."""
     exact = torch.promote_types(model.dtype, torch.float32)
-    logp = torch.zeros(rollout.completion_ids.shape, dtype=exact, device=model.device)
-    for stream in streams(rollout, rows, longest=longest, of_equal_rows=of_equal_rows):
-        stream, (row, place) = stream.to(model.device, stream.rows[stream.row], stream.place)
-        values, _ = token_logprobs(model, stream, temperature=temperature, dtype=dtype)
-        logp[row, place] = values.to(exact)
+    logp = torch.zeros(len(batch.ids), dtype=exact, device=model.device)
+    for stream in streams(batch, rows, longest=longest, of_equal_rows=of_equal_rows):
+        there, (tokens,) = stream.to(model.device, stream.tokens)
+        logp[tokens] = token_logprobs(model, there, temperature=temperature, dtype=dtype)[0].to(exact)
     return logp.cpu()

@@ -1,7 +1,5 @@
 """Whether a model can be trained here, found out on made-up tokens before anything slow begins."""
 
-from typing import NamedTuple
-
 import torch
 from loguru import logger
 from transformers import PreTrainedModel
@@ -11,28 +9,13 @@ from grpo.memory import is_out_of_memory
 from grpo.model.prefill import crossed_window, large_logits, layers_with_window
 from grpo.model.stand_ins import NEVER, exact_products
 from grpo.scoring.logprobs import read_side_by_side, reads_streams, token_logprobs
-from grpo.scoring.stream import Stream, make_stream
+from grpo.scoring.stream import Texts
 
 _OTHERS_ERRORS = TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError, IndexError
 """What a model raises that cannot be run the way that is tried."""
 
 
-class MadeUp(NamedTuple):
-    """Prompts, which of them each row has, and the rows' own tokens: ids."""
-
-    prompts: list[list[int]]
-    prompt_of: list[int]
-    rows: list[list[int]]
-
-    def stream(self) -> Stream:
-        return make_stream(self.prompts, self.prompt_of, self.rows)
-
-    def texts(self) -> list[list[int]]:
-        """The rows behind their prompts."""
-        return [[*self.prompts[prompt], *row] for prompt, row in zip(self.prompt_of, self.rows, strict=True)]
-
-
-def made_up(model: PreTrainedModel, length: int, *, equal: bool = False) -> MadeUp:
+def made_up(model: PreTrainedModel, length: int, *, equal: bool = False) -> Texts:
     """Three rows of 4 tokens, two of one prompt that fills the rest of `length`, one of a prompt of 5 tokens.
 
     equal: the prompts are of one length.
@@ -41,7 +24,7 @@ def made_up(model: PreTrainedModel, length: int, *, equal: bool = False) -> Made
     vocabulary = model.get_input_embeddings().num_embeddings
     first, second = torch.randint(vocabulary, (2, length - 4), generator=generator).tolist()
     rows = torch.randint(vocabulary, (3, 4), generator=generator).tolist()
-    return MadeUp([first, second if equal else second[:5]], [0, 0, 1], rows)
+    return Texts([first, second if equal else second[:5]], [0, 0, 1], rows)
 
 
 @exact_products()
@@ -85,11 +68,11 @@ def _what_is_wrong(model: PreTrainedModel, length: int) -> str | None:
     return None if difference < 1e-3 else f"its log-probs come out {difference:.3g} nats wrong"
 
 
-def _difference(model: PreTrainedModel, texts: MadeUp) -> float:
+def _difference(model: PreTrainedModel, texts: Texts) -> float:
     """The largest between log-probs as they are scored and those of the model's own forward pass."""
     ours, _ = token_logprobs(model, texts.stream(), temperature=1.0, dtype=model.dtype)
     differences = []
-    for row, (text, scored) in enumerate(zip(texts.texts(), ours.view(len(texts.rows), -1), strict=True)):
+    for row, (text, scored) in enumerate(zip(texts.whole(), ours.view(len(texts.rows), -1), strict=True)):
         ids, count = torch.tensor([text], device=model.device), len(texts.rows[row])
         # With a mask of its own making the model's pass would share a fault of ours in making none.
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits

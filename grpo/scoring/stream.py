@@ -1,4 +1,4 @@
-"""Rows of a step as the model sees them: one stream of tokens, in which nothing is padded.
+"""Rows of a batch as the model sees them: one stream of tokens, in which nothing is padded.
 
 A stream begins with the contexts (prompts) of its rows, each once, and then has each row's own tokens. Linear
 layers see T tokens, `model/attention.py` says what each attends to. Layouts are made on the host from lengths
@@ -8,7 +8,7 @@ alone, so that fake tensors can trace what is done with a stream.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from grpo.memory import Size
 from grpo.memory.rows import positions
 from grpo.model.attention import Rectangle, Sequences, StreamAttention
 from grpo.model.transfer import to_device
-from grpo.types import Rollout
+from grpo.types import Batch
 
 Numbers = NDArray[np.int64]
 
@@ -40,17 +40,22 @@ class Stream:
     targets: Tensor
     """(K,) ids of these tokens."""
     attention: StreamAttention
-    rows: Tensor
-    """(R,) which rows of the step these are; on the host."""
     row: Tensor
     """(K,) which of the R rows a token belongs to; on the host."""
     place: Tensor
     """(K,) which of its row's tokens it is; on the host."""
+    tokens: Tensor
+    """(K,) which of the batch's tokens it is; on the host."""
     layout: "Layout"
 
     def __len__(self) -> int:
         """T, the tokens that the model computes."""
         return self.ids.shape[1]
+
+    @property
+    def num_rows(self) -> int:
+        """R"""
+        return len(self.layout.context_of)
 
     def to(self, device: torch.device, *others: Tensor) -> tuple["Stream", list[Tensor]]:
         """Copies what the model needs to a device, with other tensors that belong to it, in one copy."""
@@ -62,12 +67,6 @@ class Stream:
             attention=self.attention.to(moved[4 : 4 + len(attention)]),
         )  # fmt: skip
         return stream, moved[4 + len(attention) :]
-
-    def padded(self, values: Tensor) -> Tensor:
-        """Values (K,) in the shape of the rows' tokens (R, C), 0 where none is scored."""
-        width = self.layout.longest_row
-        place = (self.row * width + self.place).to(values.device)
-        return values.new_zeros(len(self.rows) * width).index_copy(0, place, values).view(-1, width)
 
 
 @dataclass(frozen=True)
@@ -201,6 +200,24 @@ def _places(starts: Numbers, sizes: Numbers) -> tuple[Numbers, NDArray[np.bool_]
     return np.where(is_there, starts[:, None] + columns, 0), is_there
 
 
+class Texts(NamedTuple):
+    """Rows behind their prompts, in numbers."""
+
+    prompts: list[list[int]]
+    prompt_of: list[int]
+    """Which prompt each row has."""
+    rows: list[list[int]]
+    """Each row's own tokens."""
+
+    def stream(self, **options: Any) -> Stream:
+        """See `make_stream`."""
+        return make_stream(*self, **options)
+
+    def whole(self) -> list[list[int]]:
+        """Each row behind its prompt."""
+        return [[*self.prompts[prompt], *row] for prompt, row in zip(self.prompt_of, self.rows, strict=True)]
+
+
 def make_stream(
     contexts: Sequence[Sequence[int]],
     context_of: Sequence[int],
@@ -208,14 +225,12 @@ def make_stream(
     *,
     learned: Sequence[Any] | None = None,
     first_positions: Sequence[int] | None = None,
-    numbers: Sequence[int] | None = None,
 ) -> Stream:
     """The stream of some rows, on the host.
 
     contexts: token ids that rows begin with, at least one each. context_of: (R,) which one each row has.
     rows: R arrays of token ids. learned: R arrays of bool, which tokens are scored; None: all.
-    first_positions: of each context's first token, if not 0. numbers: which rows of a step these are, if not
-    the first R.
+    first_positions: of each context's first token, if not 0.
     """
     scored = [
         np.arange(len(ids)) if learned is None else np.flatnonzero(learned[number])
@@ -247,9 +262,9 @@ def make_stream(
         states=tensor(states),
         targets=tensor(np.concatenate([np.zeros(0, dtype=np.int64), *targets])),
         attention=layout.attention(),
-        rows=tensor(range(len(rows)) if numbers is None else numbers),
         row=tensor(row),
         place=tensor(place),
+        tokens=tensor(np.cumsum([0, *map(len, rows)])[row] + place),
         layout=layout,
     )
 
@@ -258,58 +273,59 @@ def make_stream(
 
 
 def streams(
-    rollout: Rollout,
+    batch: Batch,
     rows: int,
     *,
-    mask: Tensor | None = None,
+    scored: Tensor | None = None,
     longest: tuple[int, int] | None = None,
     of_equal_rows: bool = False,
 ) -> Iterator[Stream]:
-    """All N rows of a step, in streams that each take no more tokens than `rows` of the longest would.
+    """All rows of a batch, in streams that each take no more tokens than `rows` of the longest would.
 
-    mask: (N, C), the tokens that are scored; None: all of the completions'. longest: prompt and new tokens
-    that `rows` is meant for; None: those of this step. of_equal_rows: the same number of rows each time,
-    however long, as where several processes have to make the same passes.
+    scored: (K,) bool, which of the batch's tokens; None: all. longest: prompt and new tokens that `rows` is
+    meant for; None: those of this batch. of_equal_rows: the same number of rows each time, however long, as
+    where several processes have to make the same passes.
     """
-    ids, lengths = rollout.completion_ids.numpy(), rollout.lengths.tolist()
-    scored = None if mask is None else mask.numpy()
-    for chosen in pack(rollout, rows, longest=longest, of_equal_rows=of_equal_rows):
-        groups = sorted({row // rollout.group_size for row in chosen})
-        context_of = {group: number for number, group in enumerate(groups)}
-        yield make_stream(
-            [rollout.prompt_ids[group] for group in groups],
-            [context_of[row // rollout.group_size] for row in chosen],
-            [ids[row, : lengths[row]] for row in chosen],
-            learned=None if scored is None else [scored[row, : lengths[row]] for row in chosen],
-            numbers=chosen,
+    ids, group, offsets = batch.ids.numpy(), batch.group.tolist(), batch.offsets.tolist()
+    wanted = None if scored is None else scored.numpy()
+    for chosen in pack(batch, rows, longest=longest, of_equal_rows=of_equal_rows):
+        groups = {number: place for place, number in enumerate(sorted({group[row] for row in chosen}))}
+        tokens = [slice(offsets[row], offsets[row + 1]) for row in chosen]
+        stream = make_stream(
+            [batch.context_ids[number] for number in groups],
+            [groups[group[row]] for row in chosen],
+            [ids[own] for own in tokens],
+            learned=None if wanted is None else [wanted[own] for own in tokens],
         )
+        yield replace(stream, tokens=batch.offsets[chosen][stream.row] + stream.place)
 
 
 def pack(
-    rollout: Rollout, rows: int, *, longest: tuple[int, int] | None = None, of_equal_rows: bool = False
+    batch: Batch, rows: int, *, longest: tuple[int, int] | None = None, of_equal_rows: bool = False
 ) -> list[list[int]]:
-    """Which rows of a step go into each stream, the largest stream first; see `streams`.
+    """Which rows of a batch go into each stream, the largest stream first; see `streams`.
 
     Groups stay whole, so that their prompt is there once, unless one alone is too much: then its rows are
-    parted. The largest go first into the first stream that has room for them.
+    parted. The largest go first, into the first stream that has room for them.
     """
-    size, lengths = rollout.group_size, rollout.lengths.numpy()
-    of_prompts = np.array([len(ids) for ids in rollout.prompt_ids])
-    groups = np.arange(len(lengths)).reshape(-1, size)
+    lengths = batch.lengths.numpy()
+    of_prompts = np.array([len(ids) for ids in batch.context_ids])
+    rows_of = np.split(np.arange(len(lengths)), np.flatnonzero(np.diff(batch.group.numpy())) + 1)
     if of_equal_rows:
-        order = groups[np.argsort(-lengths[groups].max(1), kind="stable")].flatten()
+        size = batch.group_size
+        order = np.concatenate(sorted(rows_of, key=lambda group: -lengths[group].max()))
         each = rows - rows % size if rows >= size else rows
         return [order[start : start + each].tolist() for start in range(0, len(order), each)]
     prompt_tokens, new_tokens = longest or (int(of_prompts.max()), max(1, int(lengths.max())))
-    room = positions(Size(rows, new_tokens, prompt_tokens), size)
+    room = positions(Size(rows, new_tokens, prompt_tokens), batch.group_size)
     parts: list[tuple[int, list[int]]] = []
-    for group, of_group in enumerate(groups):
+    for of_prompt, of_group in zip(of_prompts.tolist(), rows_of, strict=True):
         part: list[int] = []
-        tokens = int(of_prompts[group])
+        tokens = of_prompt
         for row in of_group[np.argsort(-lengths[of_group], kind="stable")].tolist():
             if part and tokens + lengths[row] > room:
                 parts.append((tokens, part))
-                part, tokens = [], int(of_prompts[group])
+                part, tokens = [], of_prompt
             part.append(row)
             tokens += int(lengths[row])
         parts.append((tokens, part))
@@ -325,13 +341,12 @@ def pack(
     return packed
 
 
-def largest_stream(rollout: Rollout, rows: int, **options: Any) -> Size:
+def largest_stream(batch: Batch, rows: int, **options: Any) -> Size:
     """The size of the largest among `streams`, which their memory depends on."""
-    lengths, group_size = rollout.lengths, rollout.group_size
 
     def size(chosen: list[int]) -> Size:
-        prompts = [len(rollout.prompt_ids[group]) for group in {row // group_size for row in chosen}]
-        own = lengths[chosen]
-        return Size(min(rows, len(lengths)), int(own.max()), max(prompts), sum(prompts) + int(own.sum()))
+        prompts = [len(batch.context_ids[group]) for group in batch.group[chosen].unique().tolist()]
+        own = batch.lengths[chosen]
+        return Size(min(rows, len(batch)), int(own.max()), max(prompts), sum(prompts) + int(own.sum()))
 
-    return max(map(size, pack(rollout, rows, **options)), key=lambda each: each.computed)
+    return max(map(size, pack(batch, rows, **options)), key=lambda each: each.computed)

@@ -65,7 +65,7 @@ def why_not_native(trainer: Any, *, try_it: bool = True) -> str | None:
         generation_of(trainer)
         model = base_model(trainer.accelerator.unwrap_model(trainer.model))
         if try_it and has_static_cache(model.config):
-            check_decoder(model)  # which says so where it computes something else
+            check_decoder(model, refuses=False)  # which says so where it computes something else
         if not has_static_cache(model.config):
             raise NotNative(f"{type(model).__name__} does not decode over a static cache")
     except NotNative as reason:

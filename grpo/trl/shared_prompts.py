@@ -26,7 +26,7 @@ from grpo.model.prefill import crossed_window, pad_prompts
 from grpo.model.stand_ins import exact_products
 from grpo.scoring.logprobs import reads_streams, token_states
 from grpo.scoring.model_checks import made_up
-from grpo.scoring.stream import Stream, make_stream
+from grpo.scoring.stream import Texts
 from grpo.trl.sampling import base_model, why_peft_must_run
 
 _PADDING = -1
@@ -43,14 +43,13 @@ def unlike_prompts(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor] | None:
     return None if 2 * len(unlike) > len(row_to_prompt) else (unlike, row_to_prompt)
 
 
-def _stream_of(unlike: Tensor, row_to_prompt: Tensor, ids: Tensor, mask: Tensor) -> Stream:
-    """The stream of completions (R, C) behind their prompts, positions as TRL counts them: by column."""
+def _read(unlike: Tensor, row_to_prompt: Tensor, ids: Tensor, mask: Tensor) -> Texts:
+    """Prompts that differ (b, P), which one each row has (R,), completions (R, C), by their numbers."""
     prompts = [[token for token in row if token != _PADDING] for row in unlike.tolist()]
     columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     lengths = (mask * columns).amax(1).tolist()  # what pads completions is not computed
-    rows = [row[:length] for row, length in zip(ids.cpu().numpy(), lengths, strict=True)]
-    first = [unlike.shape[1] - len(prompt) for prompt in prompts]
-    return make_stream(prompts, row_to_prompt.tolist(), rows, first_positions=first)
+    rows = [row[:length] for row, length in zip(ids.tolist(), lengths, strict=True)]
+    return Texts(prompts, row_to_prompt.tolist(), rows)
 
 
 def _unique(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +93,10 @@ def shared_prompts(
         recomputes = is_told and torch.is_grad_enabled()
         restore()
         try:
-            host = _stream_of(*unlike, ids[:, width:], mask[rows, width:])
+            there = _read(*unlike, ids[:, width:], mask[rows, width:])
+            # Positions as TRL counts them: by column, padding on the left included.
+            first = [width - len(prompt) for prompt in there.prompts]
+            host = there.stream(first_positions=first)
             stream, (at,) = host.to(ids.device, host.row * (tokens + 1) + host.place)
             with _without_transformers_checkpointing(backbone):
                 states = token_states(model, stream, checkpointing="full" if recomputes else "none")
@@ -160,7 +162,7 @@ def check_shared_prompts(model: PreTrainedModel, context: int) -> str | None:
     allowed = 1e-3 if is_exact else 0.05
     with crossed_window(model, length):
         for equal in (True, False):
-            rows = made_up(model, length, equal=equal).texts()
+            rows = made_up(model, length, equal=equal).whole()
             texts = pad_prompts([row for row in rows for _ in range(2)]).to(model.device).moved_left()
             ids, mask = texts.ids, texts.mask.long()
             run = partial(model.base_model, use_cache=False)

@@ -21,6 +21,7 @@ from grpo.model.weights import RolloutModel
 from grpo.plan.phases_at import PhasesAt
 from grpo.plan.trace import TracedPhases, take_norms_as_cuda_does
 from grpo.plan.workload import Workload
+from grpo.scoring.stream import Texts
 from grpo.trl import shared_prompts
 from grpo.trl.parts import Part
 from grpo.trl.sampling import base_model
@@ -66,14 +67,25 @@ class TracedTrainer(TracedPhases):
         def groups(rows: Tensor) -> tuple[Tensor, Tensor]:
             return rows[::group], torch.arange(len(rows), device=rows.device) // group
 
-        # Prompts without values are told apart by their places.
-        with _kernels_of(self.work.target.device), mock.patch.object(shared_prompts, "_unique", groups):
+        # Prompts without values are told apart by their places, and texts are as long as there is room for.
+        with (
+            _kernels_of(self.work.target.device),
+            mock.patch.object(shared_prompts, "_unique", groups),
+            mock.patch.object(shared_prompts, "_read", _longest_texts),
+        ):
             return super()._trace(phase, size)
 
     def _unseen(self, phase: str, size: Size) -> int:
         if phase == "learn" and not self.work.shares_prompts:
             size = Size(size.rows, size.shared + size.tokens)
         return super()._unseen(phase, size)
+
+
+def _longest_texts(unlike: Tensor, row_to_prompt: Tensor, ids: Tensor, mask: Tensor) -> Texts:
+    """What `shared_prompts._read` gives, made up: rows of one prompt are side by side."""
+    (num_prompts, prompt_tokens), (num_rows, tokens) = unlike.shape, ids.shape
+    prompt_of = [row * num_prompts // num_rows for row in range(num_rows)]
+    return Texts([[0] * prompt_tokens] * num_prompts, prompt_of, [[0] * tokens] * num_rows)
 
 
 class TrainerPhases(PhasesAt):

@@ -123,7 +123,7 @@ def looking(work: Work, model: Any, tokenizer: Any) -> Callable[[], dict[str, fl
             "right": right.mean().item(), "ended": written.terminated.double().mean().item(),
             "tokens": written.lengths.double().mean().item(),
             "short": (right * (written.lengths <= work.max_new_tokens)).mean().item(),
-            "each": right.tolist(), "texts": written.completions[:3],
+            "each": right.tolist(), "texts": written.texts[:3],
         }  # fmt: skip
 
     return look

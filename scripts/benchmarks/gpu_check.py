@@ -32,7 +32,7 @@ from grpo.config.groups import BUNDLED, LossSettings, Precision, SamplingSetting
 from grpo.config.sizes import parse_size
 from grpo.data import load_prompts
 from grpo.learning.loss import loss_counts
-from grpo.learning.objectives import GRPOBatch, accumulate_grpo
+from grpo.learning.objectives import accumulate_grpo
 from grpo.memory import Fit
 from grpo.memory.budget import GB
 from grpo.memory.recovery import release_cache
@@ -45,7 +45,7 @@ from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
-from grpo.types import Prompt, Rollout
+from grpo.types import Batch, Prompt
 from grpo.workbench.check import matmul_rate
 
 ROOT = Path(__file__).parents[2]
@@ -228,7 +228,7 @@ def _rates(config: Config) -> Figures:
     return {"flops": flops, "copied_bytes_per_s": copied}
 
 
-def _sample(policy: Policy, prompts: list[Prompt], rows: int, tokens: int, *, at_once: int) -> Rollout:
+def _sample(policy: Policy, prompts: list[Prompt], rows: int, tokens: int, *, at_once: int) -> Batch:
     uniforms = step_uniforms(rows, tokens, seed=0, step=1)
     sampler = RolloutModel(policy.model, policy.target.dtype).model
     settings = SamplingSettings(max_new_tokens=tokens)
@@ -244,7 +244,7 @@ def _recorded(config: Config, rounds: int = 5) -> Figures:
     def timed() -> tuple[float, list[str]]:
         start = time.perf_counter()
         made = _sample(policy, prompts, rows, tokens, at_once=rows)
-        return time.perf_counter() - start, made.completions
+        return time.perf_counter() - start, made.texts
 
     def plain() -> tuple[float, list[str]]:
         with mock.patch.object(decoder, "step_graphs", lambda model: None):
@@ -264,22 +264,22 @@ def _invariances(config: Config, precision: Precision, rows: int = 32, tokens: i
     policy = load_policy(BUNDLED, choose_device(config.device), precision)
     prompts = load_prompts("bundled", policy_share=0.5, seed=0).draw(rows // 8)
     whole, parts = (_sample(policy, prompts, rows, tokens, at_once=number) for number in (rows, 8))
-    width = min(whole.completion_ids.shape[1], parts.completion_ids.shape[1])
-    same = (whole.completion_ids[:, :width] == parts.completion_ids[:, :width]) & whole.mask[:, :width]
-    advantages, counts = torch.linspace(-1, 1, rows, dtype=torch.float64), loss_counts(whole.mask, tokens)
-    batch = GRPOBatch(whole, advantages, whole.mask, counts, ref_logp=whole.sampler_logp)
+    pairs = zip(whole.by_row(whole.ids), parts.by_row(parts.ids), strict=True)
+    same = sum(int((one[: len(other)] == other[: len(one)]).sum()) for one, other in pairs)
+    advantages, counts = torch.linspace(-1, 1, rows, dtype=torch.float64), loss_counts(whole, tokens)
+    batch = whole.with_columns(credit=advantages[whole.row], ref_logp=whole.sampler_logp)
 
     def gradient(at_once: int) -> torch.Tensor:
         policy.model.zero_grad(set_to_none=True)
         accumulate_grpo(
-            policy.model, batch, settings=LossSettings(kl_coef=0.1), temperature=1.0,
+            policy.model, batch, counts, settings=LossSettings(kl_coef=0.1), temperature=1.0,
             dtype=policy.target.dtype, rows=at_once,
         )  # fmt: skip
         return torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
 
     at_once = gradient(rows)
     differences = [(gradient(number) - at_once).norm() / at_once.norm() for number in (8, 3)]
-    return {"same": float(same.sum() / whole.mask.sum()), "gradient": float(max(differences))}
+    return {"same": same / len(whole.ids), "gradient": float(max(differences))}
 
 
 def _show(results: Figures) -> None:

@@ -80,12 +80,12 @@ def copies_of_learning(config: Config) -> dict[str, int]:
     count = {"streams": 0, "steps": 0}
     copies = Copies()
 
-    def accumulate(model: Any, batch: Any, **settings: Any) -> Any:
+    def accumulate(model: Any, batch: Any, counts: Any, **settings: Any) -> Any:
         packing = {name: settings[name] for name in ("rows", "longest", "of_equal_rows")}
-        count["streams"] += len(list(streams(batch.rollout, **packing)))
+        count["streams"] += len(list(streams(batch, **packing)))
         count["steps"] += 1
         with copies:
-            return accumulate_grpo(model, batch, **settings)
+            return accumulate_grpo(model, batch, counts, **settings)
 
     phases.accumulate_grpo = accumulate
     train(config)

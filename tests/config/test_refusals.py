@@ -17,6 +17,7 @@ import pytest
 import torch
 from chess import STARTING_FEN as START
 from commands import here
+from padded_loss import grpo_loss
 from report_folders import sweep_settings, write_run, write_sweep
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -31,7 +32,7 @@ from grpo.data import load_prompts
 from grpo.data.reward_files import load_reward, load_rewards
 from grpo.evaluate import Evaluation, evaluate, paired_difference
 from grpo.learning.advantages import group_advantages
-from grpo.learning.loss import StepCounts, adaptive_kl, grpo_loss
+from grpo.learning.loss import StepCounts, adaptive_kl
 from grpo.learning.optimizer import check_optimizer
 from grpo.memory import Device, Fit, Size
 from grpo.model import attention

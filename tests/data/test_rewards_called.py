@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 import rewards as rewards_package
 from grpo.data.reward_functions import RewardFailed, RewardFunctions
 from grpo.run.metrics import reward_metrics
-from grpo.types import Prompt, Rollout
+from grpo.types import Batch, Prompt
 from rewards.formats import environment_prompt, policy_prompt
 
 FEN = "8/8/8/4k3/8/8/4P3/4K3 w - - 0 1"
@@ -34,15 +34,18 @@ PLAY = Prompt("p:1", policy_prompt(FEN),
 OWN = [Prompt(f"o:{i}", f"question {i}", {"task": "custom", "answer": i}) for i in range(2)]
 
 
-def rollout_of(prompts: list[Prompt], completions: list[str]) -> Rollout:
+def batch_of(prompts: list[Prompt], completions: list[str]) -> Batch:
     """Completions of one token a letter, its code point the token."""
     lengths = torch.tensor([len(text) for text in completions])
     rows = [torch.tensor([ord(letter) for letter in text], dtype=torch.long) for text in completions]
     ids, ended = pad_sequence(rows, batch_first=True), torch.ones(len(rows), dtype=torch.bool)
-    return Rollout(prompts, [[1] for _ in prompts], ids, lengths, ended, torch.zeros(ids.shape), completions)
+    return Batch.of_rows(
+        prompts, [[1] for _ in prompts], ids, lengths, terminated=ended, sampler_logp=torch.zeros(ids.shape),
+        texts=completions,
+    )  # fmt: skip
 
 
-ASKED = rollout_of(OWN, ["0", "12", "1", ""])
+ASKED = batch_of(OWN, ["0", "12", "1", ""])
 
 
 def in_file(folder: Path, source: str, name: str = "mine.py") -> RewardFunctions:
@@ -113,7 +116,7 @@ def test_a_file_elsewhere_may_import_its_neighbour_and_start_processes(tmp_path,
     (tmp_path / "neighbour.py").write_text("def half(number):\n    return number / 2\n")
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path / "run")
-    asked = rollout_of(OWN, ["a", "bcd"])
+    asked = batch_of(OWN, ["a", "bcd"])
     assert in_file(Path(".."), POOLED, "pooled_rewards.py")(asked).rewards.tolist() == [0.5, 1.5]
     for name in ("random.py", "rewards.py"):
         score = in_file(tmp_path, "def f(completions, **k):\n    return [2.0] * len(completions)\n", name)
@@ -148,7 +151,7 @@ def test_it_is_called_as_trl_calls_it():
 
     talk = [{"role": "user", "content": "2 + 2?"}]
     prompts = [OWN[0], Prompt("t:1", "<user>2 + 2?<assistant>", {"task": "custom", "answer": 4}, talk)]
-    RewardFunctions([spy])(rollout_of(prompts, ["a", "bcd", "", "e"]))
+    RewardFunctions([spy])(batch_of(prompts, ["a", "bcd", "", "e"]))
     assert seen["prompts"] == ["question 0", "question 0", talk, talk]
     said = [[{"role": "assistant", "content": text}] for text in ("", "e")]
     assert seen["completions"] == ["a", "bcd", *said]
@@ -167,7 +170,7 @@ def test_what_a_reward_logs_and_what_it_is_told_of_the_run():
 
     score = RewardFunctions([told, plain])
     score.state.global_step, score.state.max_steps = 3, 5
-    scores, other = score(rollout_of(OWN, ["a", "bcd", "", "e"])), score(rollout_of(OWN[:1], ["xyz", ""]))
+    scores, other = score(batch_of(OWN, ["a", "bcd", "", "e"])), score(batch_of(OWN[:1], ["xyz", ""]))
     assert [extra["letters"] for extra in scores.extra] == [1, 3, 0, 1]
     assert scores.metrics == {"asked": [3.0, 5.0]} and reward_metrics(scores, 2)["asked"] == 4
     joined, replaced = type(scores).join([scores, scores]), scores.replace_groups([1], other, 2)
@@ -196,7 +199,7 @@ def test_coroutine_functions_are_awaited_together():
 
     score = RewardFunctions([partial(first, some=True), Second()])
     for _ in range(2):  # in one loop, which clients that are kept open want
-        scores = score(rollout_of(OWN, ["a", "no", "b", "c"]))
+        scores = score(batch_of(OWN, ["a", "no", "b", "c"]))
     assert scores.rewards.tolist() == [3.0, 1.0, 3.0, 3.0] and scores.metrics == {"second": [7.0]}
     assert len(loops) == 1
     with pytest.raises(RewardFailed, match=r"'broken' failed with KeyError in .*\.py, line \d+: 'gone'"):
@@ -246,7 +249,7 @@ def test_an_error_in_a_users_function_is_named_with_its_place(tmp_path):
 
 def test_each_of_our_rewards_takes_its_own_prompts_and_logs_its_components():
     score = RewardFunctions(["policy", "environment"], (1.0, 2.0))
-    scores = score(rollout_of([MOVE, PLAY], [RIGHT, "nonsense", " M: e2e4 E: 0.5 B: e2e4", "nonsense"]))
+    scores = score(batch_of([MOVE, PLAY], [RIGHT, "nonsense", " M: e2e4 E: 0.5 B: e2e4", "nonsense"]))
     assert scores.table.isnan().tolist() == [[True, False]] * 2 + [[False, True]] * 2
     perfect, bad_answer, best, bad_move = scores.rewards.tolist()
     assert perfect == 2.0 and best == 1.0 and bad_answer < 1 and bad_move < 0.2  # times the weight
@@ -256,22 +259,22 @@ def test_each_of_our_rewards_takes_its_own_prompts_and_logs_its_components():
 
 def test_replacing_groups_replaces_their_scores_and_rows_alone():
     score = RewardFunctions(["environment"])
-    first = score(rollout_of([MOVE, MOVE, MOVE], ["?"] * 6))
-    merged = first.replace_groups([2, 0], score(rollout_of([MOVE, MOVE], [RIGHT, "?", "?", RIGHT])), 2)
+    first = score(batch_of([MOVE, MOVE, MOVE], ["?"] * 6))
+    merged = first.replace_groups([2, 0], score(batch_of([MOVE, MOVE], [RIGHT, "?", "?", RIGHT])), 2)
     assert (merged.rewards == 1.0).tolist() == [False, True, False, False, True, False]
     assert [row["environment/format"] for row in merged.components] == [0, 1, 0, 0, 1, 0]
     assert (first.rewards < 1).all()  # untouched
-    merged = rollout_of(OWN, ["a", "bcd", "ef", "g"]).replace_groups([1], rollout_of([PLAY], ["hijklm", "n"]))
-    assert merged.prompts == [OWN[0], PLAY] and merged.completions == ["a", "bcd", "hijklm", "n"]
-    assert merged.lengths.tolist() == [1, 3, 6, 1] and merged.completion_ids.shape == (4, 6)
-    texts = ["".join(chr(c) for c in row[row > 0].tolist()) for row in merged.completion_ids]
-    assert texts == merged.completions and merged.row_prompts == [OWN[0], OWN[0], PLAY, PLAY]
+    merged = batch_of(OWN, ["a", "bcd", "ef", "g"]).replace_groups([1], batch_of([PLAY], ["hijklm", "n"]))
+    assert merged.prompts == [OWN[0], PLAY] and merged.texts == ["a", "bcd", "hijklm", "n"]
+    assert merged.lengths.tolist() == [1, 3, 6, 1] and len(merged.ids) == 11
+    texts = ["".join(chr(c) for c in ids.tolist()) for ids in merged.by_row(merged.ids)]
+    assert texts == merged.texts and merged.row_prompts == [OWN[0], OWN[0], PLAY, PLAY]
 
 
 def test_judged_parts_of_our_own_rewards_add_up_to_the_reward():
     """A user's reward judges no field, and is no part of them."""
     answers = [RIGHT, "8/8+1.0", " M: e2e4 e1d2 E: 0.5 0.1 B: e2e4", " M: e1d2"]
-    made, own = rollout_of([MOVE, PLAY], answers), RewardFunctions(["environment", "policy"], [1.0, 2.0])
+    made, own = batch_of([MOVE, PLAY], answers), RewardFunctions(["environment", "policy"], [1.0, 2.0])
     scores = own(made)
     parts = list(own.judged(scores, answers))
     assert torch.allclose(sum(part.values for part in parts), scores.rewards)
@@ -330,4 +333,4 @@ def test_what_a_reward_changes_of_the_process_is_put_back(tmp_path, monkeypatch)
     source += f"sys.path.insert(0, '{tmp_path / 'elsewhere'}')\ndef f(**columns):\n    import later\n"
     judge = in_file(tmp_path, source + "    return later.SCORES")
     assert state_of_the_process()[:-1] == before[:-1]
-    assert judge(rollout_of(OWN, ["a", "b"])).rewards.tolist() == [2, 3]
+    assert judge(batch_of(OWN, ["a", "b"])).rewards.tolist() == [2, 3]

@@ -15,7 +15,8 @@ from whole_runs import metrics_of
 
 from grpo.distributed.share import Share
 from grpo.memory import DoesNotFit, survive
-from grpo.types import Rollout
+from grpo.phases import _with_idle_rows
+from grpo.types import Batch
 
 
 def test_gradients_and_samples_are_those_of_a_whole_model(model_folders, prompts):
@@ -28,8 +29,8 @@ def test_gradients_and_samples_are_those_of_a_whole_model(model_folders, prompts
         for ids, logp in sharded:
             assert np.array_equal(ids, alone[0]) and np.abs(logp - alone[1]).max() < 1e-12
         assert gathers[0] > 2 * gathers[1] and gathers[1:] == [3, 0]  # two layers, and what is outside
-        lengths.append(alone[0].shape[1])
-    assert max(lengths) > 1
+        lengths.append(len(alone[0]))
+    assert lengths[0] != lengths[1]
 
 
 def test_a_sharded_run_measures_and_all_processes_take_as_many_rows(config, model_folders):
@@ -85,15 +86,15 @@ def test_out_of_memory_is_an_error_at_once_where_others_take_part():
 
 
 def test_an_idle_group_has_no_tokens_and_no_advantage(prompts):
-    made = Rollout(
-        prompts=prompts[:3], prompt_ids=[[1], [2], [3]], completion_ids=torch.arange(12).view(6, 2),
-        lengths=torch.tensor([1, 2, 2, 1, 2, 2]), terminated=torch.ones(6, dtype=torch.bool),
-        sampler_logp=torch.zeros(6, 2), completions=["a"] * 6,
-    )  # fmt: skip
-    share = Share(range(2, 3), 2, idle=1)
-    own = share.rollout(made)
-    assert own.prompt_ids == [[3], [1]] and own.lengths.tolist() == [2, 2, 0, 0] and not own.mask[2:].any()
-    assert share.rows(torch.arange(1.0, 7.0)).tolist() == [5, 6, 0, 0]
-    assert share.rows(torch.arange(12).view(6, 2)).tolist() == [[8, 9], [10, 11], [0, 0], [0, 0]]
-    assert (share.num_rows, share.prompts([*"abc"])) == (2, ["c"])
+    made = Batch.of_rows(
+        prompts[:3], [[1], [2], [3]], torch.arange(12).view(6, 2), torch.tensor([1, 2, 2, 1, 2, 2]),
+        terminated=torch.ones(6, dtype=torch.bool), sampler_logp=torch.zeros(6, 2), texts=["a"] * 6,
+    ).with_columns(credit=torch.ones(10))  # fmt: skip
+    own = _with_idle_rows(made.select_groups([2]), made.select_groups([0]).without_tokens())
+    assert own.context_ids == [[3], [1]] and own.lengths.tolist() == [2, 2, 0, 0]
+    assert own.ids.tolist() == [8, 9, 10, 11] and own.credit.tolist() == [1] * 4
+    alone = _with_idle_rows(None, made.select_groups([0]).without_tokens())
+    assert alone.lengths.tolist() == [0, 0] and len(alone.credit) == len(alone.ids) == 0
+    share = Share([2], 2, idle=1)
+    assert (share.rows.tolist(), share.of_groups([*"abc"])) == ([4, 5], ["c"])
     assert not Share(range(1, 1), 2) and Share(range(1, 1), 2, idle=1)

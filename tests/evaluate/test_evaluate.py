@@ -23,7 +23,7 @@ from grpo.evaluate.heldout import evaluate
 from grpo.evaluate.quality import Example
 from grpo.evaluate.scores import HALF_MOVES, MATES, score_completions
 from grpo.evaluate.tables import change_table, results_table
-from grpo.types import Prompt, Rollout
+from grpo.types import Batch, Prompt
 from rewards.analysis import Analysis
 from rewards.environment import referee
 from rewards.formats import environment_prompt, policy_prompt
@@ -173,7 +173,10 @@ def answered(answer, monkeypatch):
         asked.append((list(prompts), uniforms))
         texts = [answer(prompt) for prompt in prompts for _ in range(len(uniforms) // len(prompts))]
         lengths = torch.ones(len(uniforms), dtype=torch.long)
-        return Rollout(list(prompts), [], lengths[:, None], lengths, lengths > 0, lengths[:, None], texts)
+        return Batch.of_rows(
+            prompts, [], lengths[:, None], lengths, terminated=lengths > 0, sampler_logp=lengths[:, None],
+            texts=texts,
+        )  # fmt: skip
 
     monkeypatch.setattr(heldout, "rollout", rollout)
     return asked
@@ -211,7 +214,9 @@ def test_scores_and_uniforms_stay_with_their_prompts_and_samples_are_averaged(mo
 def test_rewards_are_columns(monkeypatch):
     """Their sum, and each by TRL's name; a prompt that none scores has none."""
     table = torch.tensor([[3.0, math.nan], [2.0, math.nan], [math.nan, math.nan]]).double()
-    judged = Scores(("size", "other"), table, torch.tensor([2.0, 1.0]).double(), [], [], {})
+    judged = Scores(
+        ("size", "other"), table, torch.tensor([2.0, 1.0]).double(), [], [], {}, *[torch.ones(3)] * 3
+    )
     answered(lambda prompt: prompt.text, monkeypatch)
     prompts = [Prompt(f"c:{length}", "x" * length, {}) for length in (1, 2, 3)]  # judged from the longest on
     result = evaluate(None, None, prompts, settings=GREEDY, rows=8, seed=0, judge=lambda rollout: judged)

@@ -12,14 +12,16 @@ from commands import run
 from prompt_lines import write_records
 
 from grpo.data.reward_functions import RewardFunctions
-from grpo.types import Prompt, Rollout
+from grpo.types import Batch, Prompt
 
 
-def rollout() -> Rollout:
+def batch() -> Batch:
     ones = torch.ones(2, 3)
     prompts = [Prompt("1", "Say a", {"tags": ["kept"]}), Prompt("2", "Say b", {"tags": []})]
-    start = (prompts, [[1], [2]], ones.long(), ones[:, 0].long(), ones[:, 0].bool(), ones)
-    return Rollout(*start, ["a", "b"])
+    return Batch.of_rows(
+        prompts, [[1], [2]], ones.long(), ones[:, 0].long(), terminated=ones[:, 0].bool(), sampler_logp=ones,
+        texts=["a", "b"],
+    )  # fmt: skip
 
 
 def test_a_reward_may_change_what_it_gets_and_switch_gradients_off():
@@ -33,11 +35,11 @@ def test_a_reward_may_change_what_it_gets_and_switch_gradients_off():
         torch.set_grad_enabled(False)
         return [1.0, 1.0]
 
-    given = rollout()
+    given = batch()
     for _ in range(2):
         assert RewardFunctions([changing])(given).rewards.tolist() == [1.0, 1.0]
         assert torch.is_grad_enabled()
-    assert given.prompts[0].columns == {"tags": ["kept"]} and given.completions == ["a", "b"]
+    assert given.prompts[0].columns == {"tags": ["kept"]} and given.texts == ["a", "b"]
     with pytest.raises(KeyboardInterrupt):
         RewardFunctions([interrupted])(given)  # Ctrl-C inside a reward is one
 
@@ -54,7 +56,7 @@ def test_random_rewards_are_the_same_for_the_same_completions():
         np.random.seed(seed)
         random.seed(seed)
         before = torch.get_rng_state(), random.getstate()
-        results.append(score(rollout()).rewards)
+        results.append(score(batch()).rewards)
         assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
     assert torch.equal(*results) and results[0][0] != results[0][1]
 

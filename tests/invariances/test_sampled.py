@@ -14,14 +14,14 @@ from grpo.model.load import load_policy
 from grpo.model.weights import RolloutModel
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
-from grpo.types import Prompt, Rollout
+from grpo.types import Batch, Prompt
 
 G, LENGTH = 3, 12
 N = 4 * G
 SAMPLING = SamplingSettings(max_new_tokens=LENGTH)
 
 
-def sample(policy, prompts, uniforms, *, rows: int) -> Rollout:
+def sample(policy, prompts, uniforms, *, rows: int) -> Batch:
     return rollout(policy.model, policy.tokenizer, prompts, uniforms, SAMPLING, rows=rows)
 
 
@@ -50,11 +50,12 @@ def test_i2_tokens_do_not_depend_on_rows_or_order(references, prompts, architect
     policy, uniforms, reference = references[architecture]
     places = torch.tensor([group * G + row for group in order for row in range(G)])
     sampled = sample(policy, [prompts[group] for group in order], uniforms[places], rows=rows)
-    assert torch.equal(sampled.completion_ids, reference.completion_ids[places])
-    assert torch.equal(sampled.lengths, reference.lengths[places])
-    assert torch.equal(sampled.terminated, reference.terminated[places])
-    assert sampled.completions == [reference.completions[place] for place in places]
-    assert torch.allclose(sampled.sampler_logp, reference.sampler_logp[places], atol=1e-12, rtol=0)
+    expected = reference.select(places)
+    assert torch.equal(sampled.ids, expected.ids)
+    assert torch.equal(sampled.lengths, expected.lengths)
+    assert torch.equal(sampled.terminated, expected.terminated)
+    assert sampled.texts == expected.texts
+    assert torch.allclose(sampled.sampler_logp, expected.sampler_logp, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -64,33 +65,29 @@ def test_i2_tokens_do_not_depend_on_who_is_beside_them(references, prompts, arch
     for groups in ([0], [1], [2], [3], [1, 3], [0, 2, 3]):
         places = torch.tensor([group * G + row for group in groups for row in range(G)])
         sampled = sample(policy, [prompts[group] for group in groups], uniforms[places], rows=100)
-        width = sampled.completion_ids.shape[1]
-        assert torch.equal(sampled.completion_ids, reference.completion_ids[places, :width])
+        assert torch.equal(sampled.ids, reference.select(places).ids)
         assert torch.equal(sampled.lengths, reference.lengths[places])
 
 
 def test_i2_siblings_differ_and_so_do_steps(references, prompts):
     """Two groups of one prompt, too: uniforms belong to rows, not to texts."""
     policy, _, reference = references["gpt2"]
-    assert len({tuple(row) for row in reference.completion_ids.tolist()}) == N
+    assert len({tuple(ids.tolist()) for ids in reference.by_row(reference.ids)}) == N
     later = sample(policy, prompts, step_uniforms(N, LENGTH, seed=0, step=2), rows=N)
-    assert not torch.equal(later.completion_ids, reference.completion_ids)
+    assert not torch.equal(later.ids, reference.ids)
     twins = [Prompt("a", "P: 8/8/8/8/8/8/8/8 w - - 0 1", {})] * 2
     sampled = sample(policy, twins, step_uniforms(2 * G, LENGTH, seed=0, step=1), rows=100)
-    assert sampled.completions[:G] != sampled.completions[G:]
+    assert sampled.texts[:G] != sampled.texts[G:]
 
 
 def test_i2_a_row_that_has_ended_says_no_more(references):
-    """After end-of-text: nothing, in tokens, log-probs, and text."""
+    """After end-of-text: nothing, in tokens and text."""
     policy, _, reference = references["gpt2"]
     end = policy.tokenizer.eos_token_id
-    for row, length in enumerate(reference.lengths.tolist()):
-        ids = reference.completion_ids[row]
-        assert (ids[: length - 1] != end).all() and (ids[length:] == 0).all()
-        assert reference.terminated[row] == (ids[length - 1] == end)
-        assert reference.terminated[row] or length == LENGTH
-        assert (reference.sampler_logp[row, length:] == 0).all()
-        assert reference.completions[row] == policy.tokenizer.decode(ids[:length], skip_special_tokens=True)
+    for row, ids in enumerate(reference.by_row(reference.ids)):
+        assert (ids[:-1] != end).all() and reference.terminated[row] == (ids[-1] == end)
+        assert reference.terminated[row] or len(ids) == LENGTH
+        assert reference.texts[row] == policy.tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 5), ("bf16", 200)])
@@ -109,10 +106,12 @@ def test_i2_few_tokens_differ_where_people_run_it(load, prompts, precision, boun
         few, many = (
             rollout(model, policy.tokenizer, prompts, uniforms, sampling, rows=rows) for rows in (4, 600)
         )
-        width = min(few.completion_ids.shape[1], many.completion_ids.shape[1])
-        differs = few.completion_ids[:, :width] != many.completion_ids[:, :width]
-        before = (differs & few.mask[:, :width]).cumsum(1)  # after its first difference a row is another text
-        drawn += int(((before == 0) & few.mask[:, :width]).sum())
-        different += int((before > 0).any(1).sum())
+        for one, other in zip(few.by_row(few.ids), many.by_row(many.ids), strict=True):
+            count = min(len(one), len(other))
+            apart = (
+                one[:count] != other[:count]
+            ).nonzero()  # after its first difference a row is another text
+            drawn += int(apart[0]) if len(apart) else count
+            different += len(apart) > 0
     print(f"{precision}: {different} of {drawn + different} tokens differ")
     assert drawn > 15 * num_rows and different <= bound * num_rows / 600

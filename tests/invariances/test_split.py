@@ -17,13 +17,14 @@ from grpo.data import load_prompts
 from grpo.data.reward_functions import RewardFunctions
 from grpo.learning.advantages import field_credit, group_advantages
 from grpo.learning.loss import loss_counts
-from grpo.learning.objectives import GRPOBatch, accumulate_grpo, finish_grpo
+from grpo.learning.objectives import accumulate_grpo, finish_grpo
 from grpo.model.load import load_policy
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.scoring import head
 from grpo.scoring.head import head_pass
 from grpo.scoring.logprobs import score
+from grpo.types import Batch
 
 G, LENGTH = 3, 12
 N = 4 * G
@@ -31,7 +32,7 @@ LOSSES = ("grpo", "dapo", "dr_grpo", "cispo")
 KL = LossSettings(kl_coef=0.1)
 
 
-def frozen_batch(policy, prompts, *, length: int = LENGTH) -> GRPOBatch:
+def frozen_batch(policy, prompts, *, length: int = LENGTH) -> Batch:
     """A step off its old policy, so that ratios are not 1 and some are clipped; truncated rows masked."""
     uniforms = step_uniforms(N, length, seed=0, step=1)
     settings = SamplingSettings(max_new_tokens=length)
@@ -40,9 +41,10 @@ def frozen_batch(policy, prompts, *, length: int = LENGTH) -> GRPOBatch:
     now = score(policy.model, sampled, rows=N, temperature=1.0, dtype=policy.target.dtype)
     old, ref = (now + 0.2 * torch.randn(now.shape, generator=generator).to(now) for _ in range(2))
     advantages = torch.randn(N, generator=generator, dtype=torch.float64)
-    mask = sampled.mask & sampled.terminated.unsqueeze(1)
     assert len(sampled.lengths.unique()) > 4
-    return GRPOBatch(sampled, advantages, mask, loss_counts(mask, length), old, ref)
+    return sampled.with_columns(
+        credit=advantages[sampled.row], learned=sampled.terminated[sampled.row], old_logp=old, ref_logp=ref
+    )
 
 
 def learn(
@@ -56,11 +58,12 @@ def learn(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """One step's gradient as one vector, and its metrics."""
     policy.model.zero_grad(set_to_none=True)
+    counts = loss_counts(batch, LENGTH)
     sums = accumulate_grpo(
-        policy.model, batch, settings=loss, temperature=1.0, dtype=policy.target.dtype, rows=rows,
+        policy.model, batch, counts, settings=loss, temperature=1.0, dtype=policy.target.dtype, rows=rows,
         importance_cap=2.0, checkpointing=checkpointing, of_equal_rows=of_equal_rows,
     )  # fmt: skip
-    metrics = finish_grpo([sums], batch.counts)
+    metrics = finish_grpo([sums], counts)
     return torch.cat([p.grad.flatten() for p in policy.model.parameters()]), metrics
 
 
@@ -76,7 +79,7 @@ def test_i1_a_steps_gradient_and_metrics_do_not_depend_on_the_split_in_float64(l
     """To 1e-12, whole groups or cut ones, whatever is left over for the last pass; recomputed or kept."""
     policy = load(architecture, "fp64")
     batch = frozen_batch(policy, prompts)
-    assert batch.mask.any(1).sum() < N
+    assert not batch.learned.all()
     whole = learn(policy, batch, KL, N)
     for rows in (1, 2, 3, 5, 7, N - 1):
         assert_same_step(whole, learn(policy, batch, KL, rows), exactness=1e-12)
@@ -103,7 +106,7 @@ def test_i1_holds_for_every_loss(load, prompts, monkeypatch, loss_type, level, e
     monkeypatch.setattr(head._Head, "multiply", lambda *args: [multiplied.append(1), multiply(*args)][1])
     monkeypatch.setitem(head_pass.__wrapped__.__kwdefaults__, "chunk_tokens", 7)
     assert_same_step(whole, learn(policy, batch, loss, N), exactness=1e-12)
-    chunks = -(-batch.counts.tokens // 7)
+    chunks = -(-int(batch.learned.sum()) // 7)
     assert len(multiplied) == (chunks if level == "token" else 2 * chunks) > 4
 
 
@@ -113,14 +116,15 @@ def test_i1_a_split_by_hand_with_plain_forward_passes_gives_the_same_gradient(lo
     batch = dataclasses.replace(frozen_batch(policy, prompts), old_logp=None)
     gradient, _ = learn(policy, dataclasses.replace(batch, ref_logp=None), LossSettings(kl_coef=0.0), 5)
     policy.model.zero_grad(set_to_none=True)
-    sampled, tokens = batch.rollout, int(batch.mask.sum())
-    for row in batch.mask.any(1).nonzero().flatten().tolist():
-        completion = sampled.completion_ids[row, : sampled.lengths[row]].tolist()
-        prompt = sampled.prompt_ids[row // G]
+    tokens, completions = int(batch.learned.sum()), batch.by_row(batch.ids)
+    sampler_logp, credit = batch.by_row(batch.sampler_logp), batch.by_row(batch.credit)
+    for row in batch.terminated.nonzero().flatten().tolist():
+        completion = completions[row].tolist()
+        prompt = batch.context_ids[row // G]
         logits = policy.model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0]
         logp = logits[len(prompt) - 1 : -1].log_softmax(-1)[range(len(completion)), completion]
-        weight = (logp.detach() - sampled.sampler_logp[row, : len(completion)]).exp()  # 1 but for rounding
-        (-batch.advantages[row] * (logp * weight).sum() / tokens).backward()
+        weight = (logp.detach() - sampler_logp[row]).exp()  # 1 but for rounding
+        (-credit[row] * logp * weight).sum().div(tokens).backward()
     by_hand = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
     assert (gradient - by_hand).norm() < 1e-12 * by_hand.norm()
 
@@ -143,15 +147,14 @@ def test_i1_holds_where_each_field_has_its_advantage():
     source = load_prompts("bundled", seed=0, heldout_share=0)
     batch = frozen_batch(policy, source.draw(4), length=64)
     rewards = RewardFunctions(["policy-legal", "environment-sparse"], [2.0, 1.0])
-    scores = rewards(batch.rollout)
-    judged = rewards.judged(scores, batch.rollout.completions)
-    advantages = field_credit(
-        group_advantages(scores.rewards, G, scale="batch"), scores.rewards, judged, batch.rollout,
+    scores = rewards(batch)
+    judged = rewards.judged(scores, batch.texts)
+    credit = field_credit(
+        group_advantages(scores.rewards, G, scale="batch"), scores.rewards, judged, batch,
         policy.tokenizer, scale="batch",
     )  # fmt: skip
-    split = [len(row[mask].unique()) > 1 for row, mask in zip(advantages, batch.rollout.mask, strict=True)]
-    assert sum(split) >= 3 and advantages.shape == batch.mask.shape
-    batch = dataclasses.replace(batch, advantages=advantages)
+    assert sum(len(own.unique()) > 1 for own in batch.by_row(credit)) >= 3
+    batch = batch.with_columns(credit=credit)
     whole = learn(policy, batch, KL, N)
     for rows in (2, 5):
         assert_same_step(whole, learn(policy, batch, KL, rows), exactness=1e-12)

@@ -12,8 +12,8 @@ from grpo.config.groups import LossSettings
 from grpo.data.reward_functions import Judged, Scores
 from grpo.learning.advantages import field_credit, group_advantages, zero_variance_groups
 from grpo.learning.loss import loss_counts
-from grpo.learning.objectives import GRPOBatch, accumulate_grpo, finish_grpo
-from grpo.types import Prompt, Rollout
+from grpo.learning.objectives import accumulate_grpo, finish_grpo, with_advantage
+from grpo.types import Batch, Prompt
 
 NAN = math.nan
 
@@ -58,22 +58,23 @@ def test_advantages_sum_to_zero_and_keep_the_order_within_a_group(groups):
 
 def test_rewards_are_weighted_and_not_mine_adds_nothing():
     table = torch.tensor([[1.0, NAN], [NAN, 0.5], [0.25, 0.5]])
-    scores = Scores(("a", "b"), table, torch.tensor([2.0, 4.0]), [], [], {})
+    scores = Scores(("a", "b"), table, torch.tensor([2.0, 4.0]), [], [], {}, *[torch.ones(3)] * 3)
     assert scores.rewards.tolist() == [2.0, 2.0, 2.5]
 
 
 # ------------------------------------------------------------------------------------ credit by field
 
 
-def rollout_of(rows: list[list[int]], groups: int = 1, text: str = "") -> Rollout:
+def sampled(rows: list[list[int]], groups: int = 1, text: str = "") -> Batch:
     """Completions of these tokens; prompts of two."""
     lengths = torch.tensor([len(row) for row in rows])
     ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
     for place, row in enumerate(rows):
         ids[place, : len(row)] = torch.tensor(row)
-    return Rollout(
+    return Batch.of_rows(
         [Prompt(str(group), "", {}) for group in range(groups)], [[1, 2]] * groups, ids, lengths,
-        torch.ones(len(rows), dtype=torch.bool), torch.zeros(ids.shape), [text] * len(rows),
+        terminated=torch.ones(len(rows), dtype=torch.bool), sampler_logp=torch.zeros(ids.shape),
+        texts=[text] * len(rows),
     )  # fmt: skip
 
 
@@ -86,15 +87,16 @@ class Letters:
 
 
 def credit_of(advantages, rewards, judged, made, scale="none"):
+    """By token, in the order of rows."""
     return field_credit(advantages, rewards, judged, made, Letters(), scale=scale)
 
 
 def credit_of_two(first, second, scale):
     """Plain advantages and credit of four rows whose tokens are a field each; row 1 has a token of both."""
-    made = rollout_of([[2, 3], [1, 4], [2, 3], [2, 3]], text="xxxxx")
+    made = sampled([[2, 3], [1, 4], [2, 3], [2, 3]], text="xxxxx")
     judged = [Judged(first, [(0, 2)] * 4), Judged(second, [(2, 5)] * 4)]
     advantages = group_advantages(first + second, 4, scale=scale)
-    return advantages, credit_of(advantages, first + second, judged, made, scale)
+    return advantages, credit_of(advantages, first + second, judged, made, scale).view(4, 2)
 
 
 def test_credit_goes_to_the_field_that_was_judged():
@@ -102,7 +104,7 @@ def test_credit_goes_to_the_field_that_was_judged():
 
     By hand: parts are +-1 and -+0.5, what is left of +-3 is for all.
     """
-    made = rollout_of([[2, 3, 1, 0], [2, 3, 1, 0]], text="xxxxxx")
+    made = sampled([[2, 3, 1, 0], [2, 3, 1, 0]], text="xxxxxx")
     judged = [
         Judged(torch.tensor([3.0, 1.0]), [(2, 5), (2, 5)]),
         Judged(torch.tensor([0.0, 1.0]), [(5, 6), (5, 6)]),
@@ -111,7 +113,7 @@ def test_credit_goes_to_the_field_that_was_judged():
     credit = credit_of(torch.tensor([3.0, -3.0]), torch.tensor([4.0, -2.0]), judged, made)
     rest = 3.0 - 1.0 + 0.5
     expected = torch.tensor([rest, rest + 1.0, rest - 0.5, rest - 0.5])
-    assert torch.allclose(credit, torch.stack([expected, -expected]))
+    assert torch.allclose(credit, torch.cat([expected, -expected]))
 
 
 def test_parts_are_divided_by_what_the_whole_is():
@@ -139,25 +141,26 @@ def test_fields_that_trade_off_are_no_more_than_a_deviation_apart():
 
 def test_what_cannot_be_cut_at_its_tokens_is_credited_as_a_whole():
     """A tokenizer whose pieces do not add up to the text, and a field that is missing."""
-    made = replace(rollout_of([[2, 3], [2, 3]]), completions=["xxxxxx", "xxxxx"])
+    made = replace(sampled([[2, 3], [2, 3]]), texts=["xxxxxx", "xxxxx"])
     given = torch.tensor([1.0, -1.0])
     credit = credit_of(given, given, [Judged(given, [(0, 2), (0, 2)])], made)
-    assert credit.tolist() == [[1.0, 1.0], [-1.0, 0.0]]
+    assert credit.tolist() == [1.0, 1.0, -1.0, 0.0]
     nowhere = [Judged(given, [(9, 9), (9, 9)])]
-    assert credit_of(given, given, nowhere, made).tolist() == [[1, 1], [-1, -1]]
+    assert credit_of(given, given, nowhere, made).tolist() == [1, 1, -1, -1]
 
 
-def batch_of(*, zero_variance: list[int], credit: str = "whole") -> GRPOBatch:
+def batch_of(*, zero_variance: list[int], credit: str = "whole") -> Batch:
     """Five groups of two; those of zero variance have no advantage."""
     generator = torch.Generator().manual_seed(3)
     lengths = 3, 7, 5, 5, 2, 8, 4, 6, 1, 9
     rows = [torch.randint(1, 60, (length,), generator=generator).tolist() for length in lengths]
-    made = rollout_of(rows, groups=5)
+    made = sampled(rows, groups=5)
     advantages = torch.tensor([1.0, -1.0] * 5, dtype=torch.float64)
     advantages.view(5, 2)[zero_variance] = 0.0
+    by_token = advantages[made.row]
     if credit == "field":
-        advantages = advantages.unsqueeze(1) * (torch.arange(made.completion_ids.shape[1]) % 2)
-    return GRPOBatch(made, advantages, made.mask, loss_counts(made.mask, 9))
+        by_token = by_token * (torch.cat([torch.arange(length) for length in lengths]) % 2)
+    return made.with_columns(credit=by_token)
 
 
 @pytest.mark.parametrize(
@@ -172,14 +175,16 @@ def test_zero_variance_groups_change_no_gradient(load, loss_type, credit, zero_v
     settings = LossSettings(loss_type=loss_type, kl_coef=0.0)
     model = load("gpt2", "fp64").model
 
-    def gradient(batch: GRPOBatch) -> torch.Tensor:
+    def gradient(batch: Batch) -> torch.Tensor:
         model.zero_grad(set_to_none=True)
-        sums = accumulate_grpo(model, batch, settings=settings, temperature=1.0, dtype=torch.float64, rows=4)
-        assert finish_grpo([sums], batch.counts)["entropy"] > 0
+        options = {"temperature": 1.0, "dtype": torch.float64, "rows": 4}
+        sums = accumulate_grpo(model, batch, counts, settings=settings, **options)
+        assert finish_grpo([sums], counts)["entropy"] > 0
         return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
     whole = batch_of(zero_variance=zero_variance, credit=credit)
-    fewer = whole.without_zero_variance_groups()
-    assert len(fewer.rollout.prompts) == max(1, 5 - len(zero_variance)) and fewer.counts is whole.counts
+    counts = loss_counts(whole, 9)
+    fewer = with_advantage(whole)
+    assert len(fewer.prompts) == max(1, 5 - len(zero_variance))
     expected = gradient(whole)
     assert torch.linalg.norm(gradient(fewer) - expected) <= 1e-12 * max(1.0, torch.linalg.norm(expected))

@@ -9,9 +9,10 @@ import torch
 from conftest import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from padded_loss import counts_of, grpo_loss
 
 from grpo.config.groups import LossSettings
-from grpo.learning.loss import StepCounts, adaptive_kl, grpo_loss, loss_counts, truncated_importance_weights
+from grpo.learning.loss import StepCounts, adaptive_kl, truncated_importance_weights
 from grpo.learning.metrics import finish_metrics, merge_metrics
 
 LN2 = math.log(2)
@@ -228,7 +229,7 @@ def test_i1_a_split_changes_neither_loss_nor_metrics(chosen, dual_clip, rows, to
     shape = (rows, tokens) if by_field else (rows,)
     advantages = torch.randn(shape, dtype=torch.float64, generator=generator)
     advantages[torch.rand(rows, generator=generator) < 0.2] = 0
-    counts, others = loss_counts(mask, max_length=8), (old, ref, advantages, mask)
+    counts, others = counts_of(mask, max_length=8), (old, ref, advantages, mask)
 
     def accumulate(parts):
         leaf = logp.clone().requires_grad_()
@@ -250,7 +251,7 @@ def test_i1_a_split_changes_neither_loss_nor_metrics(chosen, dual_clip, rows, to
 
 def test_counts_are_of_the_whole_step_and_one_without_any_token_is_zero_and_says_nothing():
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]])
-    assert loss_counts(mask, max_length=144) == StepCounts(rows=3, tokens=3, max_length=144)
+    assert counts_of(mask, max_length=144) == StepCounts(rows=3, tokens=3, max_length=144)
     found, grad, metrics = run(mask=torch.zeros_like(MASK), counts=StepCounts(rows=2, tokens=0, max_length=4))
     assert found == 0 and (grad == 0).all()
     assert all(map(math.isnan, metrics.values()))

@@ -10,11 +10,11 @@ from itertools import product
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from conftest import places
+from padded_loss import counts_of, grpo_loss
 from trl_cases import LENGTH, Case, Stock, make
 
 from grpo.config.groups import LossSettings
-from grpo.learning.loss import grpo_loss, loss_counts, truncated_importance_weights
+from grpo.learning.loss import truncated_importance_weights
 from grpo.learning.metrics import finish_metrics
 from grpo.scoring.head import head_pass
 
@@ -90,7 +90,7 @@ def compare(monkeypatch, trainer, settings, *, on_policy=False, sampler=None):
     ours = logp.clone().requires_grad_()
     loss, sums = grpo_loss(
         ours, inputs["old_per_token_logps"], ref if settings.kl_coef else None, advantages, mask,
-        counts=loss_counts(mask, LENGTH), settings=settings, importance_weights=weights,
+        counts=counts_of(mask, LENGTH), settings=settings, importance_weights=weights,
     )  # fmt: skip
     loss.backward()
 
@@ -143,7 +143,8 @@ def test_parameter_gradients_through_the_model_and_the_chunked_head(trainer):
     model = trainer.model.train()
 
     hidden = model.transformer(input_ids=ids, attention_mask=attention).last_hidden_state[:, 1:-1]
-    head = model.lm_head.weight, ids[:, 2:], places(mask)
+    hidden = hidden[mask]
+    head = model.lm_head.weight, ids[:, 2:][mask]
 
     def padded(values):
         return values.new_zeros(R, C).index_put((mask,), values)
@@ -163,7 +164,7 @@ def test_parameter_gradients_through_the_model_and_the_chunked_head(trainer):
     theirs = gradients()
     model.zero_grad()
     leaf = logp.requires_grad_()
-    loss, _ = grpo_loss(leaf, old, ref, advantages, mask, counts=loss_counts(mask, LENGTH), settings=settings)
+    loss, _ = grpo_loss(leaf, old, ref, advantages, mask, counts=counts_of(mask, LENGTH), settings=settings)
     loss.backward()
     slope = leaf.grad[mask]
     again = head_pass(hidden.detach(), *head, chunk_tokens=4, slope=lambda _, part: slope[part])

@@ -88,7 +88,7 @@ def changes(logged: list[str]) -> list[str]:
 def test_sizes_to_try_halve_by_whole_groups_and_then_divide_the_group():
     for group_size, sizes in {8: [56, 24, 8, 4, 2, 1], 12: [20, 12, 6, 4, 3, 2, 1], 1: [7, 3, 1]}.items():
         assert [smaller_rows(rows, group_size) for rows in sizes] == [*sizes[1:], None]
-    assert positions(10, 5, 7, 4) == 10 * 5 + 3 * 7  # three groups, the last of two rows
+    assert positions(Size(10, 5, 7), 4) == 10 * 5 + 3 * 7  # three groups, the last of two rows
 
 
 @given(group_size=GROUPS, groups=GROUPS, odd=st.integers(0, 15), capacity=st.integers(0, 300))

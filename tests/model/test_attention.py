@@ -26,7 +26,7 @@ F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 def learned(model, batch, dtype: torch.dtype = F64) -> list[torch.Tensor]:
     """Log-probs, and the gradients of some sum of them by all parameters."""
-    shape = len(batch.rows), batch.layout.longest_row
+    shape = batch.num_rows, batch.layout.longest_row
     weights = torch.arange(1.0, 1 + math.prod(shape)).view(shape)
     logp = learned_logprobs(model, batch, weights, temperature=1.0, dtype=dtype)
     return [logp, *(parameter.grad for parameter in model.parameters())]

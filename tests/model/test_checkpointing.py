@@ -46,7 +46,7 @@ def made_up(groups: list[tuple[int, int]], width: int, seed: int = 0) -> Stream:
 def learn(model, batch: Stream, dtype: torch.dtype, *, checkpointing: Checkpointing):
     """Log-probs, and the gradient by all parameters of some weighted sum of them."""
     model.zero_grad()
-    shape = len(batch.rows), batch.layout.longest_row
+    shape = batch.num_rows, batch.layout.longest_row
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     options = {"temperature": 0.7, "dtype": dtype, "checkpointing": checkpointing}
     logp = learned_logprobs(model, batch, weights, **options)

@@ -11,13 +11,13 @@ from real_phases import FullLengthTokenizer, RealPhases, Setting, allocator_peak
 
 from grpo.config.groups import LoraSettings, OptimizerSettings, SamplingSettings
 from grpo.learning.loss import loss_counts
-from grpo.learning.objectives import GRPOBatch, accumulate_grpo
+from grpo.learning.objectives import accumulate_grpo
 from grpo.learning.optimizer import make_optimizer
 from grpo.memory import Size, peak_live_bytes
 from grpo.plan.trace import TracedPhases
 from grpo.rollout.sample import rollout
 from grpo.scoring.logprobs import score
-from grpo.types import Rollout
+from grpo.types import Batch
 
 G, VOCABULARY = 4, 96
 SIZE = Size(4 * G, 24, 40)
@@ -85,18 +85,18 @@ def test_a_made_up_pass_holds_what_a_steps_does():
     uniforms = torch.ones(2 * rows, SIZE.tokens) - 1e-3  # token 0 ends a text: only 0 samples it
     uniforms[rows - G : rows, -2] = 0.0  # a group ends while the others' cache is full
     uniforms[-G:, 0] = 0.0  # the last to come leaves at once, and what stays is copied
-    made = Rollout(
+    made = Batch.of_rows(
         prompts, [[1] * SIZE.shared] * len(prompts), torch.ones(2 * rows, SIZE.tokens, dtype=torch.long),
-        torch.full((2 * rows,), SIZE.tokens), torch.zeros(2 * rows, dtype=torch.bool),
-        torch.zeros(2 * rows, SIZE.tokens), [""] * 2 * rows,
+        torch.full((2 * rows,), SIZE.tokens), terminated=torch.zeros(2 * rows, dtype=torch.bool),
+        sampler_logp=torch.zeros(2 * rows, SIZE.tokens), texts=[""] * 2 * rows,
     )  # fmt: skip
-    counts = loss_counts(made.mask, SIZE.tokens)
-    batch = GRPOBatch(made, torch.ones(2 * rows), made.mask, counts, None, torch.zeros(made.mask.shape))
+    counts, ones = loss_counts(made, SIZE.tokens), torch.ones(len(made.ids))
+    batch = made.with_columns(credit=ones, ref_logp=torch.zeros_like(ones))
     common = {"temperature": 1.0, "dtype": setting.compute_dtype, "rows": rows}
 
     def learn() -> None:
         real.policy.zero_grad(set_to_none=True)
-        accumulate_grpo(real.policy, batch, settings=real.work.config, **common)
+        accumulate_grpo(real.policy, batch, counts, settings=real.work.config, **common)
 
     sampling = SamplingSettings.of(real.work.config, max_new_tokens=SIZE.tokens)
     texts = FullLengthTokenizer(SIZE.shared), prompts

@@ -25,7 +25,7 @@ from grpo.model.weights import RolloutModel
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.scoring.logprobs import score
-from grpo.types import Rollout
+from grpo.types import Batch
 
 ANSWERS, GROUP, TOKENS = 64, 4, 48
 SYSTEM = "Answer in one sentence."
@@ -77,7 +77,7 @@ def answers(
     temperature: float,
     samples: int,
     sampler=None,
-) -> Rollout:
+) -> Batch:
     prompts = asked(model, tokenizer, count=ANSWERS // GROUP)
     settings = SamplingSettings(max_new_tokens=TOKENS, temperature=temperature)
     uniforms = step_uniforms(len(prompts) * samples, TOKENS, seed=0, step=0)
@@ -85,15 +85,15 @@ def answers(
 
 
 @torch.no_grad()
-def by_transformers(model: PreTrainedModel, written: Rollout) -> Tensor:
-    """Log-probs of the answers (N, C) by plain passes in fp32, a row at a time; 0 behind their ends."""
-    logp = torch.zeros(written.completion_ids.shape)
-    for row, length in enumerate(written.lengths.tolist()):
-        prompt = written.prompt_ids[row // GROUP]
-        ids = torch.tensor([prompt + written.completion_ids[row, :length].tolist()])
+def by_transformers(model: PreTrainedModel, written: Batch) -> Tensor:
+    """Log-probs of the answers' tokens (K,) by plain passes in fp32, a row at a time."""
+    logp = []
+    for row, own in enumerate(written.by_row(written.ids)):
+        prompt = written.context_ids[row // GROUP]
+        ids = torch.tensor([prompt + own.tolist()])
         scores = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        logp[row, :length] = scores.gather(1, ids[0, len(prompt) :, None])[:, 0]
-    return logp
+        logp.append(scores.gather(1, ids[0, len(prompt) :, None])[:, 0])
+    return torch.cat(logp)
 
 
 def test_the_template_s_tokens_are_those_of_apply_chat_template(model, tokenizer):
@@ -106,13 +106,13 @@ def test_the_template_s_tokens_are_those_of_apply_chat_template(model, tokenizer
 def test_log_probs_of_64_real_answers_are_those_of_a_plain_forward_pass(model, tokenizer, capsys):
     """In fp32 to 1e-4; in bf16 it is shown what the sampler, the scorer and fp32 differ by."""
     written = answers(model, tokenizer, temperature=1.0, samples=GROUP)
-    exact, there = by_transformers(model, written), written.mask
+    exact = by_transformers(model, written)
     score_in = partial(score, model, written, rows=ANSWERS, temperature=1.0)
     for ours in score_in(dtype=torch.float32), written.sampler_logp:
-        assert (ours - exact)[there].abs().max() < 1e-4
+        assert (ours - exact).abs().max() < 1e-4
     sampler = RolloutModel(model, torch.bfloat16).model
     written = answers(model, tokenizer, temperature=1.0, samples=GROUP, sampler=sampler)
-    exact, there = by_transformers(model, written), written.mask
+    exact = by_transformers(model, written)
     scored = score_in.func(model, written, **score_in.keywords | {"dtype": torch.bfloat16})
     pairs = {
         "sampler in bf16 - fp32": written.sampler_logp - exact, "scorer in bf16 - fp32": scored - exact,
@@ -120,21 +120,21 @@ def test_log_probs_of_64_real_answers_are_those_of_a_plain_forward_pass(model, t
     }  # fmt: skip
     with capsys.disabled():
         for name, difference in pairs.items():
-            sizes = difference[there].abs()
+            sizes = difference.abs()
             parts = " ".join(f"{part:.4f}" for part in sizes.quantile(torch.tensor([0.5, 0.9, 0.99, 1.0])))
             print(f"\n{name}: half, 90 %, 99 %, all of {len(sizes)} tokens within {parts}", end="")
     for difference in pairs.values():
-        assert difference[there].abs().median() < 0.05 and difference[there].mean().abs() < 0.02
+        assert difference.abs().median() < 0.05 and difference.mean().abs() < 0.02
 
 
 def test_greedy_answers_are_token_by_token_those_of_generate(model, tokenizer):
     written = answers(model, tokenizer, temperature=0.0, samples=1)
-    for row, prompt in enumerate(written.prompt_ids):
+    for row, prompt in enumerate(written.context_ids):
         theirs = model.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False,
             max_new_tokens=TOKENS, eos_token_id=end_tokens(model, tokenizer), pad_token_id=0,
         )[0, len(prompt) :]  # fmt: skip
-        assert theirs.tolist() == written.completion_ids[row, : written.lengths[row]].tolist()
+        assert theirs.tolist() == written.by_row(written.ids)[row].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -163,9 +163,9 @@ def test_adapters_beside_the_base_and_merged_answer_as_ours(folder, model, token
     """Loaded by plain transformers and peft; and training has changed the answers."""
     from peft import AutoPeftModelForCausalLM
 
-    base = answers(model, tokenizer, temperature=0.0, samples=1).completions
+    base = answers(model, tokenizer, temperature=0.0, samples=1).texts
     ours = load_policy(str(trained), torch.device("cpu"), "fp32")[0]
-    written = answers(ours, tokenizer, temperature=0.0, samples=1).completions
+    written = answers(ours, tokenizer, temperature=0.0, samples=1).texts
     assert written != base
     beside = AutoPeftModelForCausalLM.from_pretrained(trained, dtype=torch.float32).eval()
     merged = AutoModelForCausalLM.from_pretrained(trained / MERGED, dtype=torch.float32).eval()

@@ -5,7 +5,7 @@ from weakref import WeakValueDictionary
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, CONTEXT, LONG_MOVE_PROMPT, learned_logprobs, let_norms_be_exact
+from conftest import ARCHITECTURES, CONTEXT, LONG_MOVE_PROMPT, let_norms_be_exact
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import grpo.rollout.decoder
@@ -24,7 +24,7 @@ from grpo.rollout.tokens import step_uniforms
 from grpo.scoring.logprobs import score, token_logprobs
 from grpo.scoring.model_checks import check_scorer
 from grpo.scoring.stream import streams
-from grpo.types import Prompt, Rollout
+from grpo.types import Batch, Prompt
 
 G, LENGTH = 3, 12
 PLACES = 48  # of the static cache, which has whole blocks
@@ -33,7 +33,7 @@ EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 def sample(
     policy, prompts, *, rows=100, width=G, tokens=LENGTH, temperature=1.0, stop=(), step=1, **others
-) -> Rollout:
+) -> Batch:
     """width: rows of a group."""
     settings = SamplingSettings(max_new_tokens=tokens, temperature=temperature, stop=stop)
     uniforms = step_uniforms(len(prompts) * width, tokens, seed=0, step=step)
@@ -46,12 +46,11 @@ def plain_logits(model, prompt_ids: list[int], completion_ids: list[int]) -> tor
     return logits[len(prompt_ids) - 1 : -1]  # the state of a token predicts the next
 
 
-def plain_rows(model, sampled: Rollout, temperature: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def plain_rows(model, sampled: Batch, temperature: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Log-probs of each row's tokens, and the entropies at each."""
     rows = []
-    for row, length in enumerate(sampled.lengths.tolist()):
-        ids = sampled.completion_ids[row, :length]
-        logits = plain_logits(model, sampled.prompt_ids[row // G], ids.tolist()) / temperature
+    for row, ids in enumerate(sampled.by_row(sampled.ids)):
+        logits = plain_logits(model, sampled.context_ids[row // G], ids.tolist()) / temperature
         chances = torch.distributions.Categorical(logits=logits)
         rows.append((chances.log_prob(ids), chances.entropy()))
     return rows
@@ -83,24 +82,24 @@ def test_the_scorer_equals_a_plain_forward_pass(
     sampler = RolloutModel(policy.model, policy.target.dtype).model
     sampled = sample(policy._replace(model=sampler), prompts, temperature=temperature)
     ended = sampled.terminated.nonzero().flatten()
-    last = sampled.lengths[ended] - 1
-    assert len(ended) > 1 and (sampled.completion_ids[ended, last] == policy.tokenizer.eos_token_id).all()
-    assert len(set(map(len, sampled.prompt_ids))) == 4 and len(sampled.lengths.unique()) > 2
-    sampled.completion_ids[~sampled.mask] = 17
+    last = sampled.offsets[1:][ended] - 1
+    assert len(ended) > 1 and (sampled.ids[last] == policy.tokenizer.eos_token_id).all()
+    assert len(set(map(len, sampled.context_ids))) == 4 and len(sampled.lengths.unique()) > 2
     plain = plain_rows(exact, sampled, temperature)
     scored = [score(policy.model, sampled, rows=rows, **options) for rows in (1, 2, 5, 100)]
     for ours in (*scored, sampled.sampler_logp):
-        assert not ours[~sampled.mask].any() and (ours[ended, last] < 0).all()
-        for row, (logp, _) in enumerate(plain):
-            assert (ours[row, : len(logp)] - logp).abs().max() < nats
-    weights = torch.randn(sampled.mask.shape, generator=torch.Generator().manual_seed(1))
-    sum((logp * weights[row, : len(logp)]).sum() for row, (logp, _) in enumerate(plain)).backward()
+        assert (ours[last] < 0).all()
+        for found, (logp, _) in zip(sampled.by_row(ours), plain, strict=True):
+            assert (found - logp).abs().max() < nats
+    weights = torch.randn(len(sampled.ids), generator=torch.Generator().manual_seed(1))
+    pairs = zip(plain, sampled.by_row(weights), strict=True)
+    sum((logp * own).sum() for (logp, _), own in pairs).backward()
     expected = gradients(exact)
     for batch in streams(sampled, 5):
-        learned_logprobs(policy.model, batch, weights[batch.rows], **options)
+        slopes = weights[batch.tokens]
+        token_logprobs(policy.model, batch, slope=lambda _, part, own=slopes: own[part], **options)
         _, entropy = token_logprobs(policy.model, batch, entropy=True, **options)
-        for row, ours in zip(batch.rows.tolist(), batch.padded(entropy), strict=True):
-            assert (ours[: sampled.lengths[row]] - plain[row][1]).abs().max() < nats
+        assert (entropy - torch.cat([each for _, each in plain])[batch.tokens]).abs().max() < nats
     assert (gradients(policy.model) - expected).norm() < gradient * expected.norm()
 
 
@@ -120,14 +119,14 @@ def test_with_adapters_in_bf16_logits_are_as_fine_as_without(load, model_folders
             store_base(policy.model, torch.bfloat16)
         sampled = sample(policy._replace(model=RolloutModel(policy.model, torch.bfloat16).model), prompts)
         scored = score(policy.model, sampled, rows=100, temperature=1.0, dtype=torch.bfloat16)
-        differences.append((scored - sampled.sampler_logp)[sampled.mask].abs().mean().item())
+        differences.append((scored - sampled.sampler_logp).abs().mean().item())
     assert differences[0] < 3 * differences[1] + 0.01
 
 
 def test_a_prompt_that_just_fits_is_sampled_to_the_end_of_the_context(load):
     policy = load("gpt2")
     sampled = sample(policy, [Prompt("long", "a" * (CONTEXT - LENGTH), {})])
-    assert len(sampled.prompt_ids[0]) == CONTEXT - LENGTH
+    assert len(sampled.context_ids[0]) == CONTEXT - LENGTH
     scored = score(policy.model, sampled, rows=3, temperature=1.0, dtype=torch.float32)
     assert torch.allclose(scored, sampled.sampler_logp, atol=1e-4)
 
@@ -139,13 +138,13 @@ def test_greedy_tokens_are_those_of_generate(load, prompts, architecture):
     policy, compared = load(architecture, "fp32"), 0
     policy.model.get_output_embeddings().weight[0] /= 5  # the end comes later
     sampled = sample(policy, prompts, temperature=0.0, rows=5, tokens=24)
-    for row, length in enumerate(sampled.lengths.tolist()):
-        prompt_ids = sampled.prompt_ids[row // G]
+    for row, own in enumerate(sampled.by_row(sampled.ids)):
+        prompt_ids = sampled.context_ids[row // G]
         generated = policy.model.generate(
             torch.tensor([prompt_ids]), attention_mask=torch.ones(1, len(prompt_ids)), do_sample=False,
             max_new_tokens=24,
         )[0, len(prompt_ids) :].tolist()  # fmt: skip
-        ours = sampled.completion_ids[row, :length].tolist()
+        ours = own.tolist()
         best = plain_logits(policy.model, prompt_ids, generated).topk(2).values
         close = (best[:, 0] - best[:, 1] < 1e-4).nonzero().flatten().tolist()
         certain = close[0] if close else len(generated)
@@ -252,7 +251,7 @@ def test_tokens_do_not_depend_on_rows_or_decoder(name, tokenizer, refused):
     refused[id(policy.model.config)] = policy.model.config
     assert not has_static_cache(policy.model.config)
     for each in [*others, sample(policy, many, rows=12, **options)]:
-        assert torch.equal(each.completion_ids, whole.completion_ids)
+        assert torch.equal(each.ids, whole.ids)
         assert torch.allclose(each.sampler_logp, whole.sampler_logp, atol=1e-12, rtol=0)
 
 
@@ -368,9 +367,9 @@ def test_a_cache_takes_up_what_its_tokens_do(load, architecture, kind):
 def test_the_cache_is_watched_during_the_first_rows_and_changes_nothing(load, prompts):
     policy, seen = load("gpt2"), {}
     watched = sample(policy, prompts, rows=2 * G, watch_cache=seen.setdefault)
-    assert torch.equal(watched.completion_ids, sample(policy, prompts, rows=2 * G).completion_ids)
+    assert torch.equal(watched.ids, sample(policy, prompts, rows=2 * G).ids)
     assert [*seen] in ([1, 9], [1, 9, LENGTH])
-    longest = max(map(len, watched.prompt_ids))
+    longest = max(map(len, watched.context_ids))
     assert seen[1] == (2 * longest + 2 * G * PLACES) * PER_TOKEN["gpt2"]
 
 
@@ -378,19 +377,20 @@ def test_every_end_that_the_model_names_ends_a_text(load, prompts):
     """Chat models have several; texts are those of one end alone, up to the first of any."""
     policy = load("gpt2", "fp64")
 
-    def sampled(ends: int | list[int] | None) -> Rollout:
+    def sampled(ends: int | list[int] | None) -> Batch:
         policy.model.generation_config.eos_token_id = ends
         return sample(policy, prompts, rows=8, width=4, tokens=40, step=0)
 
     one, alone = sampled(0), sampled(None)
-    assert torch.equal(one.completion_ids, alone.completion_ids)  # the tokenizer's counts in any case
-    many = one.completion_ids[:, 1].unique()[1:5].tolist()  # none of them the tokenizer's
+    assert torch.equal(one.ids, alone.ids)  # the tokenizer's counts in any case
+    many = one.padded(one.ids)[:, 1].unique()[1:5].tolist()  # none of them the tokenizer's
     several = sampled(many)
     assert (several.lengths < one.lengths).any()
-    for row, length in enumerate(one.lengths.tolist()):
-        text = one.completion_ids[row, :length].tolist()
+    pairs = zip(one.by_row(one.ids), several.by_row(several.ids), strict=True)
+    for row, (text, found) in enumerate(pairs):
+        text = text.tolist()
         first = next((place for place, token in enumerate(text) if token in many), len(text) - 1)
-        assert several.completion_ids[row, : several.lengths[row]].tolist() == text[: first + 1]
+        assert found.tolist() == text[: first + 1]
         assert several.terminated[row] == (text[first] in {0, *many})
     assert end_tokens(policy.model, policy.tokenizer) == (0, *many)
     assert end_names(policy.model, policy.tokenizer)[0] == policy.tokenizer.eos_token
@@ -402,15 +402,15 @@ def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it(load, pr
     assert SamplingSettings(stop=("\\n\\n", "a\tb", "###")).stop_texts == ("\n\n", "a\tb", "###")
     policy, options = load(architecture, "fp64"), {"rows": rows, "width": 4, "tokens": 40, "step": 0}
     plain = sample(policy, prompts, **options)
-    longest = max(plain.completions, key=len)
+    longest = max(plain.texts, key=len)
     stops = longest[3:6], longest[1:3]
     stopped = sample(policy, prompts, stop=stops, **options)
     assert (stopped.lengths < plain.lengths).any()
-    for row, length in enumerate(plain.lengths.tolist()):
-        ids = plain.completion_ids[row, :length].tolist()
+    pairs = zip(plain.by_row(plain.ids), stopped.by_row(stopped.ids), strict=True)
+    for row, (ids, found) in enumerate(pairs):
+        ids, length = ids.tolist(), len(ids)
         texts = [policy.tokenizer.decode(ids[:count]) for count in range(1, length + 1)]
         first = next((n for n, text in enumerate(texts, 1) if any(stop in text for stop in stops)), None)
         count = first or length
-        assert stopped.lengths[row] == count and stopped.completion_ids[row, :count].tolist() == ids[:count]
-        assert not stopped.completion_ids[row, count:].any() and not stopped.sampler_logp[row, count:].any()
+        assert stopped.lengths[row] == count and found.tolist() == ids[:count]
         assert bool(stopped.terminated[row]) == (first is not None or bool(plain.terminated[row]))

@@ -21,7 +21,7 @@ from grpo.rollout.decoder import ReusableArena, prompt_places
 from grpo.rollout.graphs import graphs_of, is_repeated, run_and_record
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
-from grpo.types import Prompt, Rollout
+from grpo.types import Batch, Prompt
 
 G, T = 3, 120
 
@@ -119,7 +119,7 @@ def test_rollouts_of_recorded_tokens_are_the_same(load, prompts, rows, monkeypat
     if rows < G:
         orders = [many[:2]]  # a step at a time, in Python
 
-    def sample(turn: int, reusable: ReusableArena | None = None) -> Rollout:
+    def sample(turn: int, reusable: ReusableArena | None = None) -> Batch:
         uniforms = step_uniforms(len(orders[turn]) * G, 60, seed=0, step=1 + turn)
         return rollout(*policy[:2], orders[turn], uniforms, settings, rows=rows, reusable=reusable)
 
@@ -135,7 +135,7 @@ def test_rollouts_of_recorded_tokens_are_the_same(load, prompts, rows, monkeypat
 
     def check(turn: int = 0, reusable: ReusableArena | None = None) -> None:
         again = sample(turn, reusable)
-        for name in ("completion_ids", "lengths", "terminated"):
+        for name in ("ids", "lengths", "terminated"):
             assert torch.equal(getattr(again, name), getattr(plain[turn], name))
         assert torch.allclose(again.sampler_logp, plain[turn].sampler_logp, atol=1e-12, rtol=0)
 

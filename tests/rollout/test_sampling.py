@@ -169,8 +169,7 @@ def test_stop_texts_are_looked_for_in_what_has_come_since(load, prompts):
 
     def sample(settings):
         sampled = rollout(policy.model, policy.tokenizer, prompts, uniforms, settings, rows=8)
-        pairs = zip(sampled.completion_ids.tolist(), sampled.lengths.tolist(), strict=True)
-        return [ids[:length] for ids, length in pairs]
+        return [ids.tolist() for ids in sampled.by_row(sampled.ids)]
 
     def note(*ids, **options):
         looks.extend(map(len, ids))  # whole rows are decoded by name, in the end
@@ -195,8 +194,7 @@ def test_a_stop_text_shortly_before_a_rows_own_end_counts(load, prompts):
 
     def sample(settings, ends):
         sampled = rollout(policy.model, policy.tokenizer, prompts, uniforms, settings, rows=8, ends=ends)
-        pairs = zip(sampled.completion_ids.tolist(), sampled.lengths.tolist(), strict=True)
-        return [ids[:length] for ids, length in pairs]
+        return [ids.tolist() for ids in sampled.by_row(sampled.ids)]
 
     free = sample(settings, ())
     ends = [ids[4] for ids in free]  # each row has ended after five tokens, before the first look

@@ -306,7 +306,7 @@ def test_a_model_may_have_rows_that_its_tokenizer_has_no_token_for(config, load)
         policy.model.get_output_embeddings().weight[902:] *= 20
     trainer = Trainer(replace(config, steps=1), model=policy.model, tokenizer=policy.tokenizer)
     (step,) = trainer
-    assert (step.rollout.completion_ids >= 902).any() and len(step.completions) == config.num_rows
+    assert (step.batch.ids >= 902).any() and len(step.completions) == config.num_rows
     saved = load_policy(str(trainer.run.folder), CPU, "fp32").model
     assert torch.equal(saved.get_output_embeddings().weight, policy.model.get_output_embeddings().weight)
 

@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from grpo.memory import Size
 from grpo.memory.rows import positions
 from grpo.scoring.stream import largest_stream, make_stream, pack, streams
-from grpo.types import Prompt, Rollout
+from grpo.types import Batch, Prompt
 
 G = 4
 
 
-def step_of(lengths: list[list[int]], prompts: list[int]) -> Rollout:
+def step_of(lengths: list[list[int]], prompts: list[int]) -> Batch:
     """Groups of completions of these lengths behind prompts of those."""
     flat = torch.tensor(lengths).flatten()
     ids = torch.arange(len(flat) * int(flat.max() or 1)).view(len(flat), -1)
-    return Rollout(
-        prompts=[Prompt(str(place), "", {}) for place in range(len(prompts))],
-        prompt_ids=[[-1 - place] * size for place, size in enumerate(prompts)], completion_ids=ids,
-        lengths=flat, terminated=torch.ones_like(flat, dtype=torch.bool),
-        sampler_logp=torch.zeros(ids.shape), completions=[""] * len(flat),
+    return Batch.of_rows(
+        [Prompt(str(place), "", {}) for place in range(len(prompts))],
+        [[-1 - place] * size for place, size in enumerate(prompts)], ids, flat,
+        terminated=torch.ones_like(flat, dtype=torch.bool), sampler_logp=torch.zeros(ids.shape),
+        texts=[""] * len(flat),
     )  # fmt: skip
 
 
@@ -44,14 +44,14 @@ def test_every_row_is_in_one_stream_and_none_has_more_tokens_than_so_many_of_the
     sampled = step_of(*map(list, zip(*groups, strict=True)))
     parts = pack(sampled, rows, of_equal_rows=of_equal_rows)
     assert sorted(row for part in parts for row in part) == [*range(len(sampled.lengths))]
-    longest = Size(rows, max(1, int(sampled.lengths.max())), max(map(len, sampled.prompt_ids)))
+    longest = Size(rows, max(1, int(sampled.lengths.max())), max(map(len, sampled.context_ids)))
     made = list(streams(sampled, rows, of_equal_rows=of_equal_rows))
     if of_equal_rows:
         assert {len(part) for part in parts[:-1]} <= {rows if rows < G else rows // G * G}
     else:
         assert all(len(stream) <= positions(longest, G) for stream in made)
     for stream, part in zip(made, parts, strict=True):
-        prompts = sum(len(sampled.prompt_ids[group]) for group in {row // G for row in part})
+        prompts = sum(len(sampled.context_ids[group]) for group in {row // G for row in part})
         assert len(stream) == prompts + sum(max(0, int(sampled.lengths[row]) - 1) for row in part)
     largest = largest_stream(sampled, rows, of_equal_rows=of_equal_rows)
     assert largest.computed >= max(map(len, made)) and largest.rows == min(rows, len(sampled.lengths))
@@ -62,21 +62,22 @@ def test_every_row_is_in_one_stream_and_none_has_more_tokens_than_so_many_of_the
 def test_what_a_stream_says_is_what_its_rows_say(groups, seed, masked):
     """Ids, positions, and from which state each token that is scored is predicted."""
     sampled = step_of(*map(list, zip(*groups, strict=True)))
-    mask = sampled.mask
+    scored = torch.ones(len(sampled.ids), dtype=torch.bool)
     if masked:
-        mask = mask & (torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)) < 0.5)
-    found = torch.zeros_like(mask)
-    for stream in streams(sampled, 2 * G, mask=mask):
-        ids, places = stream.ids[0], stream.positions[0]
-        rows = stream.rows[stream.row]
-        for row, place, state, target in zip(
-            rows.tolist(), stream.place.tolist(), stream.states.tolist(), stream.targets.tolist(), strict=True
+        scored = torch.rand(len(scored), generator=torch.Generator().manual_seed(seed)) < 0.5
+    found = torch.zeros_like(scored)
+    for stream in streams(sampled, 2 * G, scored=scored):
+        ids, positions = stream.ids[0], stream.positions[0]
+        for token, state, target in zip(
+            stream.tokens.tolist(), stream.states.tolist(), stream.targets.tolist(), strict=True
         ):
-            prompt, own = sampled.prompt_ids[row // G], sampled.completion_ids[row].tolist()
-            assert target == own[place] and places[state] == len(prompt) + place - 1
-            assert ids[state] == (prompt[-1] if place == 0 else own[place - 1])
-        found[rows, stream.place] = True
-    assert torch.equal(found, mask)
+            row = int(sampled.row[token])
+            place = token - int(sampled.offsets[row])
+            prompt = sampled.context_ids[row // G]
+            assert target == sampled.ids[token] and positions[state] == len(prompt) + place - 1
+            assert ids[state] == (prompt[-1] if place == 0 else sampled.ids[token - 1])
+        found[stream.tokens] = True
+    assert torch.equal(found, scored)
 
 
 def test_groups_stay_whole_where_they_fit_and_the_largest_stream_comes_first():
@@ -115,11 +116,7 @@ def test_with_long_tails_hardly_a_token_is_computed_that_is_not_needed(mean, cap
     lengths = list(lognormal(512 // size, size, mean, cap, spread, draws))
     prompts = [draws.randint(40, 400) for _ in lengths]
     flat = torch.tensor(lengths).flatten()
-    sampled = Rollout(
-        [Prompt(str(place), "", {}) for place in range(len(lengths))], [[1] * count for count in prompts],
-        torch.zeros(len(flat), int(flat.max()), dtype=torch.long), flat, torch.ones(len(flat)) > 0,
-        torch.zeros(0), [],
-    )  # fmt: skip
+    sampled = step_of(lengths, prompts)
     made = list(streams(sampled, rows, longest=(400, cap)))
     needed = sum(prompts) + int(flat.sum())
     computed = sum(map(len, made))
