@@ -178,9 +178,9 @@ class MemorySettings(Settings):
     rollout_rows: Annotated[int | None, ROWS] = None
     """Completions sampled at once; None: planned."""
     score_rows: Annotated[int | None, ROWS] = None
-    """Completions scored at once without gradients; None: planned."""
+    """Completions of the longest scored at once without gradients, more of shorter ones; None: planned."""
     train_rows: Annotated[int | None, ROWS] = None
-    """Completions in one backward pass; None: planned."""
+    """Completions of the longest in one backward pass, more of shorter ones; None: planned."""
     gradient_checkpointing: CheckpointingSetting = "auto"
     """What layers compute again in the backward pass: all (full), or nothing (none); auto: nothing, or all
     where not one completion would fit otherwise."""

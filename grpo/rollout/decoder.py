@@ -23,6 +23,8 @@ from grpo.rollout.graphs import CUDAGraphs, graphs_of
 from grpo.rollout.growing import GrowingArena
 from grpo.rollout.static_cache import static_cache_length
 
+_OTHERS_ERRORS = TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError, IndexError
+"""What a model raises that cannot be run the way that is tried."""
 _refused = WeakValueDictionary[int, PretrainedConfig]()
 """Configurations, by id, of models that turned out to compute something else over a static cache."""
 
@@ -142,19 +144,25 @@ def check_decoder(model: PreTrainedModel, *shapes: PretrainedConfig, refuses: bo
             if difference < 1e-3:
                 return
             reason = f"with a static one its log-probs come out {difference:.3g} nats wrong"
-        except (TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError) as error:
+        except _OTHERS_ERRORS as error:
             if is_out_of_memory(error):
                 raise
             reason = str(error).splitlines()[0].rstrip(".")
         _refused.update({id(config): config for config in (model.config, *shapes)})
     name = type(model).__name__
-    difference = _largest_difference(model, GrowingArena) if refuses else 0.0
-    if not difference < 1e-3:
-        raise UserError(
-            f"{name} cannot be sampled from here: over a cache its log-probs come out {difference:.3g} nats "
-            "wrong; choose another --model."
-        )
+    if refuses and (wrong := _what_is_wrong_over_a_cache(model)) is not None:
+        raise UserError(f"{name} cannot be sampled from here: {wrong}; choose another --model.")
     logger.info("{} decodes over Hugging Face's growing cache, which is slower: {}", name, reason)
+
+
+def _what_is_wrong_over_a_cache(model: PreTrainedModel) -> str | None:
+    try:
+        difference = _largest_difference(model, GrowingArena)
+    except _OTHERS_ERRORS as error:
+        if is_out_of_memory(error):
+            raise
+        return f"it does not run over a cache ({(str(error).splitlines() or [type(error).__name__])[0]})"
+    return None if difference < 1e-3 else f"over a cache its log-probs come out {difference:.3g} nats wrong"
 
 
 def _largest_difference(model: PreTrainedModel, kind: type[Arena]) -> float:

@@ -332,6 +332,9 @@ def test_a_model_that_no_cache_serves_is_refused():
     )  # fmt: skip
     with pytest.raises(ValueError, match="GPTNeoForCausalLM cannot be sampled from here: over a cache"):
         check_decoder(AutoModelForCausalLM.from_config(neo).eval())
+    rwkv = AutoConfig.for_model("rwkv", vocab_size=60, hidden_size=32, num_hidden_layers=2)
+    with pytest.raises(ValueError, match="cannot be sampled from here: it does not run over a cache"):
+        check_decoder(AutoModelForCausalLM.from_config(rwkv).eval())
 
 
 PER_TOKEN = {"gpt2": 2 * 2 * 32 * 4, "llama": 2 * 2 * 2 * 8 * 4, "qwen": 2 * 2 * 1 * 16 * 4}
