@@ -38,7 +38,7 @@ EVAL_ROWS = 256
 
 
 class Phases:
-    """Of one run. What several processes exchange is exchanged here, after a phase and never within one."""
+    """The phases of one run. Processes exchange here what they have to, after a phase and never within."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -49,7 +49,7 @@ class Phases:
         """Groups without tokens that this process goes through as the others of a sharded model have more."""
 
     def sample_and_reward(self, step: int, prompts: list[Prompt]) -> tuple[Batch | None, Scores]:
-        """This process's completions, None for no groups, and what is known of all of the step's.
+        """Returns this process's completions, None for no groups, and what is known of all of the step's.
 
         With `--refill-groups`, groups whose rewards are all equal are replaced by those of further prompts,
         by the process that has them.
@@ -74,7 +74,7 @@ class Phases:
     def _sample(
         self, step: int, prompts: list[Prompt], groups: Sequence[int], *, draw: int
     ) -> tuple[Batch | None, Scores]:
-        """This process samples and judges its groups; what is known of the others' is exchanged.
+        """Samples and judges this process's groups; what is known of the others' is exchanged.
 
         prompts: of groups with these numbers. draw: see `step_uniforms`.
         """
@@ -136,7 +136,7 @@ class Phases:
         return sampled
 
     def _needed_bytes(self, *phases: str) -> float:
-        """What these phases add in their plans: what decoding keeps stays where there is room beside."""
+        """Returns the most bytes that one of these phases adds as planned: so much has to be free for it."""
         planned = self._run.fit.planned().items()
         needs = [self._run.fit.needs(phase, self._batch(rows)) for phase, rows in planned if phase in phases]
         return max(needs, default=0.0)
@@ -146,7 +146,7 @@ class Phases:
         self._run.eval_arena.release()
 
     def _batch(self, rows: int, prompt_ids: Sequence[Sequence[int]] = ()) -> Size:
-        """With texts as long as there may be: rows are planned for those, and so seldom change."""
+        """Returns the size of a batch of the longest texts there may be: rows are planned for those."""
         self._longest_prompt = max([self._longest_prompt, *map(len, prompt_ids)])
         return Size(rows, self._run.config.max_new_tokens, self._longest_prompt)
 
@@ -159,7 +159,7 @@ class Phases:
         return {"longest": (size.shared, size.tokens), "of_equal_rows": self._run.config.shard}
 
     def score(self, batch: Batch | None) -> Batch | None:
-        """The batch with log-probs under the policy so far and the reference, where the loss wants them.
+        """Returns the batch with log-probs under the policy so far and the reference, where they are wanted.
 
         In the first pass of learning the policy is what it was, and so is not scored for that.
         """
@@ -192,7 +192,7 @@ class Phases:
         )  # fmt: skip
 
     def kl(self, batch: Batch | None) -> Tensor:
-        """The KL (k1) of each of the step's completions, (N,), from the log-probs of each process's rows."""
+        """Returns the KL (k1) of each of the step's completions, (N,), from each process's log-probs."""
         mine = torch.zeros(0)
         if batch is not None:
             assert batch.old_logp is not None and batch.ref_logp is not None
@@ -204,7 +204,7 @@ class Phases:
     def gradients(
         self, step: int, batch: Batch | None, scores: Scores, *, kl_coef: float
     ) -> Callable[[], dict[str, float]]:
-        """What makes the step's gradients, summed over the processes, and gives its metrics; any time again.
+        """Returns a function that makes the step's gradients, summed over processes, and gives its metrics.
 
         batch: this process's, with credit, scored. scores: of the whole step.
         """

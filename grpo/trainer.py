@@ -170,7 +170,7 @@ class Trainer:
         self.save(stands_in=stands_in)
 
     def rewards(self, batch: Batch | None, scores: Scores) -> Tensor:
-        """The step's rewards, (N,), less the KL where that is part of them. batch: this process's, scored."""
+        """Returns the step's rewards (N,), less the KL where it is part of them. batch: this process's."""
         rewards = scores.rewards
         if self.config.kl_in_reward and self.run.reference is not None:
             kl = self.phases.kl(batch)  # (N,)
@@ -179,7 +179,7 @@ class Trainer:
         return rewards
 
     def credit(self, batch: Batch, scores: Scores, rewards: Tensor, advantages: Tensor) -> Tensor:
-        """The advantage (K,) of each of the batch's tokens: its row's, or those of fields that have some.
+        """Returns the advantage (K,) of each of the batch's tokens: its row's, or its field's.
 
         rewards, advantages: (N,) of the whole step.
         """

@@ -1,4 +1,4 @@
-"""What flows through a step, and the letters its shapes are written in.
+"""The texts of a step and what it came to, and the letters that shapes are written in.
 
 B prompts a step, G completions a prompt, N = B * G rows; K tokens, row by row; R rows of a stream;
 V vocabulary, D hidden width.
@@ -60,7 +60,7 @@ class Batch:
         sampler_logp: Tensor,
         texts: Sequence[str],
     ) -> "Batch":
-        """The batch of rows (N, C) that are padded on the right: ids and sampler_logp."""
+        """Makes a batch of rows (N, C) that are padded on the right: ids and sampler_logp."""
         is_there = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
         group_size = len(ids) // max(1, len(prompts))
         return Batch(
@@ -107,21 +107,21 @@ class Batch:
         return [self.prompts[group] for group in self.group.tolist()]
 
     def by_row(self, values: Tensor) -> list[Tensor]:
-        """Values (K,) of the tokens as N tensors, one a row."""
+        """Splits values (K,) of the tokens into N tensors, one a row."""
         return list(values.split(self.lengths.tolist()))
 
     def sum_by_row(self, values: Tensor) -> Tensor:
-        """The sum over each row's tokens of values (K,): (N,)."""
+        """Sums values (K,) over each row's tokens: (N,)."""
         return values.new_zeros(len(self)).index_add(0, self.row, values)
 
     def padded(self, values: Tensor) -> Tensor:
-        """Values (K,) of the tokens as rows (N, C), 0 on the right of shorter ones: to look at."""
+        """Returns values (K,) of the tokens as rows (N, C), 0 on the right of shorter ones, to look at."""
         width = max(1, int(self.lengths.max())) if len(self) else 1
         place = torch.arange(len(values)) - self.offsets[:-1].repeat_interleave(self.lengths)
         return values.new_zeros(len(self), width).index_put((self.row, place), values)
 
     def select(self, rows: Sequence[int] | Tensor) -> "Batch":
-        """Some rows, in this order, and the prompts that these have."""
+        """Returns some rows, in this order, and the prompts that these have."""
         rows = torch.as_tensor(rows, dtype=torch.long)
         groups, number = torch.unique_consecutive(self.group[rows], return_inverse=True)
         lengths = self.lengths[rows]
@@ -139,13 +139,13 @@ class Batch:
         ).with_columns(**by_token)
 
     def select_groups(self, groups: Iterable[int]) -> "Batch":
-        """Some whole groups, in this order."""
+        """Returns some whole groups, in this order."""
         size = self.group_size
         return self.select([group * size + row for group in groups for row in range(size)])
 
     @staticmethod
     def cat(batches: Sequence["Batch"]) -> "Batch":
-        """One after the other; all have the same columns."""
+        """Joins batches, which have the same columns, one after the other."""
         first = batches[0]
         sizes = torch.tensor([0, *(len(batch.prompts) for batch in batches)]).cumsum(0).tolist()
         columns = {
@@ -162,19 +162,19 @@ class Batch:
         ).with_columns(**columns)
 
     def replace_groups(self, groups: Sequence[int], others: "Batch") -> "Batch":
-        """With `groups` (numbers among the B) taken from `others`, in order."""
+        """Returns the same with `groups` (numbers among the B) taken from `others`, in order."""
         order = list(range(len(self.prompts)))
         for place, group in enumerate(groups, start=len(order)):
             order[group] = place
         return Batch.cat([self, others]).select_groups(order) if groups else self
 
     def without_tokens(self) -> "Batch":
-        """The same rows as if they had sampled nothing: what idle processes of a sharded model go through."""
+        """Returns the same rows as if they had sampled nothing, which idle processes go through."""
         nothing = {name: value[:0] for name, value in self._by_token()}
         return replace(self, lengths=torch.zeros_like(self.lengths)).with_columns(**nothing)
 
     def with_columns(self, **columns: Tensor) -> "Batch":
-        """With these in place of its columns of tokens, by name."""
+        """Returns the same with these columns of tokens, by name."""
         return replace(self, **columns)  # type: ignore[arg-type]  # none is another kind of field
 
     def _by_token(self) -> list[tuple[str, Tensor]]:
@@ -184,11 +184,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step of a run came to."""
+    """The outcome of one step of a run."""
 
     number: int
     metrics: dict[str, float]
-    """By TRL's names, of the whole step."""
+    """The whole step's, by TRL's names."""
     batch: Batch
     """The texts that this process sampled: all of the step's, where there is one process."""
     rewards: Tensor

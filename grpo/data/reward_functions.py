@@ -48,7 +48,7 @@ class RewardFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Scores:
-    """What is known of a step's N completions in every process: what rewards said, and lengths."""
+    """The rewards and lengths of a step's N completions, which every process knows."""
 
     names: tuple[str, ...]
     """The F reward functions."""
@@ -61,7 +61,7 @@ class Scores:
     extra: list[dict[str, Any]]
     """N: what rewards had to say of a completion besides (`log_extra`), by column."""
     metrics: dict[str, list[float]]
-    """What they had to say of all (`log_metric`), by name; of several numbers the mean is logged."""
+    """Numbers that rewards logged of all (`log_metric`), by name; the mean of several is logged."""
     lengths: Tensor
     """(N,) sampled tokens."""
     terminated: Tensor
@@ -105,7 +105,7 @@ class Scores:
         )
 
     def replace_groups(self, groups: Sequence[int], others: "Scores", group_size: int) -> "Scores":
-        """With `groups` (indices among the B) taken from `others`, in order."""
+        """Returns the same with `groups` (numbers among the B) taken from `others`, in order."""
         both, rows = Scores.join([self, others]), list(range(len(self.table)))
         for place, group in enumerate(groups):
             first = len(self.table) + place * group_size
@@ -121,7 +121,7 @@ _TENSORS = "table", "lengths", "terminated", "prompt_lengths"
 
 @dataclass(frozen=True)
 class Judged:
-    """What one component adds to the rewards of a step's completions, (N,), and the letters that it looks at.
+    """One component: what it adds to the rewards of a step's completions, (N,), and the letters it looks at.
 
     letters: of the texts that were asked for.
     """
@@ -203,7 +203,7 @@ class RewardFunctions:
         )  # fmt: skip
 
     def judged(self, scores: Scores, texts: Sequence[str]) -> Iterator[Judged]:
-        """By component of our own rewards: what it adds to `scores.rewards`, and which letters it judges."""
+        """Yields what each component of our rewards adds to `scores.rewards`, and the letters it judges."""
         for (name, function), weight in zip(self._functions.items(), self._weights.tolist(), strict=True):
             if not isinstance(function, WeightedReward):
                 continue

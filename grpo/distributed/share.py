@@ -33,5 +33,5 @@ class Share:
         return (groups * self.group_size + torch.arange(self.group_size)).flatten()
 
     def of_groups(self, values: Sequence[T]) -> list[T]:
-        """Those of this process, of what the step has for each group."""
+        """Picks this process's from what the step has for each group."""
         return [values[group] for group in self.groups]

@@ -36,7 +36,7 @@ class World:
         return self.rank == 0
 
     def share(self, count: int, rank: int | None = None) -> range:
-        """Of so many groups, those of a process: neighbours, as even as can be, perhaps none.
+        """Returns the groups of a process, of so many: neighbours, as even as can be, perhaps none.
 
         rank: None: of this process.
         """

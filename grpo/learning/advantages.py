@@ -23,7 +23,7 @@ _EPSILON = 1e-4  # TRL's, so that advantages carry over
 
 
 def group_advantages(rewards: Tensor, group_size: int, *, scale: Scale = "group") -> Tensor:
-    """How much better each completion is than its siblings.
+    """Returns how much better each completion is than its siblings.
 
     rewards: (N,) in rows of consecutive groups. Returns (N,), zero mean in each group, in fp32 or
     finer. `scale` "group" divides by the group's sample standard deviation + 1e-4 (DeepSeekMath,
@@ -102,7 +102,7 @@ def field_credit(
     scale: Scale,
     first_row: int = 0,
 ) -> Tensor:
-    """Each token's own advantage (K,): a component's goes to the tokens of the field that it judges.
+    """Returns each token's own advantage (K,): a component's goes to the tokens of the field that it judges.
 
     advantages: (N,), of `group_advantages(rewards)`, of the whole step, as are the values of `judged`; its
     letters are of the batch, which has the step's rows from `first_row` on. What no component accounts for
@@ -134,7 +134,7 @@ def field_credit(
 
 
 def _letters(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """How many letters each token writes: (K,)."""
+    """Counts the letters that each token writes: (K,)."""
     known, places = batch.ids.unique(return_inverse=True)
     texts = tokenizer.batch_decode(known.unsqueeze(1).tolist(), skip_special_tokens=True)
     return torch.tensor([len(text) for text in texts], dtype=torch.long)[places]

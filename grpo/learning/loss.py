@@ -27,7 +27,7 @@ from grpo.types import Batch
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What the losses are divided by: counts of the whole step, summed over processes."""
+    """Counts of the whole step, summed over processes, which losses are divided by."""
 
     rows: int
     """Completions in the step, those without a token in the mask included."""
@@ -38,12 +38,12 @@ class StepCounts:
 
 
 def loss_counts(batch: Batch, max_length: int) -> StepCounts:
-    """The counts of a step that is this batch, before it is split."""
+    """Counts a step that is this batch, before it is split."""
     return StepCounts(rows=len(batch), tokens=int(batch.learned.sum()), max_length=max_length)
 
 
 def token_weights(row_tokens: Tensor, counts: StepCounts, loss_type: LossType) -> Tensor:
-    """What a token of each row weighs in the step's loss, (R,) in float64; they are fixed before any pass.
+    """Returns the weight of each row's tokens in the step's loss, (R,) in float64, fixed before any pass.
 
     row_tokens: (R,) tokens of the rows that are learned from.
     """
@@ -64,22 +64,22 @@ class Tokens:
     """Its weight in the step's loss, which is sum(weight * loss of the token)."""
     advantage: Tensor
     sampler_logp: Tensor
-    """As the sampler saw it, for what `importance_cap` corrects for."""
+    """Log-probs as the sampler saw them, which `importance_cap` corrects for."""
     old_logp: Tensor | None = None
-    """By the policy that is corrected for; None: the policy as it is (one update a rollout)."""
+    """Log-probs under the policy that is corrected for; None: the policy as it is (one update a batch)."""
     ref_logp: Tensor | None = None
-    """By the reference model, where there is one."""
+    """Log-probs under the reference model, where there is one."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those that there are, by name."""
+        """Returns the tensors that there are, by name."""
         return {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
 
     def part(self, which: slice) -> "Tokens":
-        """Some of the K tokens."""
+        """Returns some of the K tokens."""
         return self.with_tensors({name: value[which] for name, value in self.tensors().items()})
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Tokens":
-        """With others in place of its `tensors`."""
+        """Returns the same with others in place of its `tensors`."""
         return replace(self, **tensors)  # type: ignore[arg-type]  # none of them is the number of rows
 
 
@@ -91,7 +91,7 @@ def token_loss(
     importance_cap: float | None = None,
     importance_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What each of the tokens adds to the step's loss (K,), and what `loss_metrics` is made of.
+    """Returns what each token adds to the step's loss, (K,), and what `loss_metrics` is made of.
 
     logp: (K,) log-probs, of which the losses are: PPO's clip (1707.06347, eq. 7) with dual clip (1912.09729),
     averaged as GRPO (2402.03300, eq. 3), DAPO (2503.14476, eq. 8) or Dr. GRPO (2503.20783) do; CISPO

@@ -1,4 +1,4 @@
-"""What is learned: gradients of a step, added up over streams."""
+"""The gradient of a step, added up over streams."""
 
 from collections.abc import Sequence
 from functools import partial, reduce
@@ -22,7 +22,7 @@ _GAP = "sampling/sampling_logp_difference"
 
 
 def with_advantage(batch: Batch) -> Batch:
-    """Only groups in which something has an advantage: without a KL the others have no gradient.
+    """Keeps the groups in which something has an advantage: without a KL the others have no gradient.
 
     The step's counts stay what they are, and so does the gradient. Of groups of which none has any, the first
     stays: something has to be measured.
@@ -35,7 +35,7 @@ def with_advantage(batch: Batch) -> Batch:
 
 
 def tokens_of(stream: Stream, batch: Batch, weights: Tensor, dtype: torch.dtype) -> Tokens:
-    """What the loss has to know of a stream's tokens; numbers in `dtype`. weights: (K,) of the batch's."""
+    """Picks what the loss has to know of a stream's tokens, in `dtype`. weights: (K,) of the batch's."""
     assert batch.credit is not None
     at = stream.tokens
 
@@ -63,7 +63,7 @@ def accumulate_grpo(
     importance_cap: float | None = None,
     checkpointing: Checkpointing = "none",
 ) -> Sums:
-    """Add a step's gradient to the parameters' `.grad`, in the parts that `streams` makes of a batch.
+    """Adds a step's gradient to the parameters' `.grad`, in the parts that `streams` makes of a batch.
 
     The split changes nothing (invariance I1), nor does `checkpointing`: what the backward pass
     computes again to save memory. batch: with credit. counts: of the whole step, of which the batch may be a
@@ -86,7 +86,7 @@ def accumulate_grpo(
 
 
 def to_device_together(stream: Stream, tokens: Tokens, device: torch.device) -> tuple[Stream, Tokens]:
-    """Both on a device, in one copy."""
+    """Copies both to a device, in one transfer."""
     names = tokens.tensors()
     stream, moved = stream.to(device, *names.values())
     return stream, tokens.with_tensors(dict(zip(names, moved, strict=True)))
@@ -104,7 +104,7 @@ def learn_tokens(
     checkpointing: Checkpointing = "none",
     traced: torch.device | None = None,
 ) -> Sums:
-    """Add a stream's share of the step's gradient to `.grad`; its share of the metrics.
+    """Adds a stream's share of the step's gradient to `.grad`; its share of the metrics.
 
     tokens: those of the stream. traced: the device whose memory a trace is of.
     """

@@ -11,13 +11,13 @@ class DoesNotFit(UserError):
 
 
 class Size(NamedTuple):
-    """Of a pass: rows, the tokens that each computes, at most, and those computed once for a group's rows."""
+    """The size of a pass: rows, the most tokens that one computes, and those computed once for a group."""
 
     rows: int
     tokens: int = 1
     shared: int = 0
     computed: int = 0
-    """All tokens of a pass whose rows are of unlike lengths; 0: all rows are as long as the longest."""
+    """Tokens of the whole pass where rows are of unlike lengths; 0: all rows are as long as the longest."""
 
 
 def positions(size: Size, group_size: int) -> int:

@@ -56,7 +56,7 @@ class Rectangle:
     """(R,) tokens that come before each piece."""
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """What is added to scores, (R, 1, Q, P + Q), or None where plain causal attention will do.
+        """Returns what is added to scores, (R, 1, Q, P + Q), or None where plain causal attention will do.
 
         window: tokens that one attends to at most, itself among them.
         """
@@ -92,7 +92,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class StreamAttention:
-    """What each token of a stream attends to; models hand it to their attention as `stream`."""
+    """Says what each token of a stream attends to. Models hand it on to their attention as `stream`."""
 
     rectangles: list[Rectangle]
     order: Tensor
@@ -105,11 +105,11 @@ class StreamAttention:
     _masks: dict[Any, list[Tensor | None]] = field(default_factory=dict)
 
     def for_pass(self, window: int | None, *, recomputed: bool) -> "StreamAttention":
-        """The same for one pass, which makes masks of its own."""
+        """Returns the same for one pass, which makes masks of its own."""
         return replace(self, window=window, recomputed=recomputed, _masks={})
 
     def to(self, tensors: Sequence[Tensor]) -> "StreamAttention":
-        """With these in place of its `tensors`."""
+        """Returns the same with these in place of its `tensors`."""
         order, query_ends, keys, key_ends, *rest = tensors
         rectangles = [Rectangle(*rest[start : start + 3]) for start in range(0, len(rest), 3)]
         sequences = replace(self.sequences, query_ends=query_ends, keys=keys, key_ends=key_ends)
@@ -124,7 +124,7 @@ class StreamAttention:
         return [self.order, whole.query_ends, whole.keys, whole.key_ends, *of_rectangles]
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
-        """Those of the rectangles: made by the first layer that wants them, for all."""
+        """Returns the rectangles' masks, which the first layer that wants them makes for all layers."""
         if (window, dtype) not in self._masks:
             self._masks[window, dtype] = [each.mask(window, dtype) for each in self.rectangles]
         return self._masks[window, dtype]
@@ -155,7 +155,11 @@ def attend_over_stream(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: query (1, H, T, d), key and value (1, H / n, T, d), to (1, T, H, d)."""
+    """Attends over a stream, as transformers calls it.
+
+    query: (1, H, T, d); key, value: (1, H / n, T, d). Returns (1, T, H, d). ValueError for a model that wants
+    more done.
+    """
     if stream is None:
         raise UserError("its layers do not tell attention what they are told.")
     refuse_unknown(options)
@@ -170,7 +174,7 @@ def attend_over_stream(
 def _attend_in_rectangles(
     stream: StreamAttention, tokens: list[Tensor], window: int | None, scaling: float | None
 ) -> Tensor:
-    """What each token sees, (T, H, d): by torch's attention, on any device."""
+    """Returns what each token sees, (T, H, d), by torch's attention over rectangles, on any device."""
     dtype = tokens[0].dtype
     exact = torch.promote_types(dtype, torch.float32) if tokens[0].device.type == "cpu" else dtype
     keeps_copies = stream.recomputed or not torch.is_grad_enabled()
@@ -190,7 +194,7 @@ def _attend(
     *,
     keeps_copies: bool,
 ) -> Tensor:
-    """What a rectangle's pieces see, (R · Q, H, d), from the stream's queries, keys and values."""
+    """Returns what a rectangle's pieces see, (R · Q, H, d), from the stream's queries, keys and values."""
     num_heads, dtype = tokens[0].shape[1], tokens[0].dtype
 
     def gather(states: Tensor, places: Tensor) -> Tensor:
@@ -215,7 +219,7 @@ def _attend(
 KERNEL_ON = ("cuda",)
 """Kinds of devices on which torch's kernel for sequences of any length is tried."""
 _CLOSE = 0.03
-"""Of the size of what rectangles give: as much do products in 16 bits differ by."""
+"""The difference between both ways that is allowed, relative to their size: products in 16 bits differ so."""
 _works: dict[Any, bool] = {}
 
 
@@ -256,7 +260,7 @@ def _difference(
 def _attend_in_sequences(
     stream: StreamAttention, tokens: list[Tensor], window: int | None, scaling: float | None
 ) -> Tensor:
-    """What each token sees, (T, H, d), by one call of a kernel that pads nothing (torch 2.12 and newer)."""
+    """Returns what each token sees, (T, H, d), by one call of a kernel that pads nothing (torch 2.12 on)."""
     from torch.nn.attention.varlen import varlen_attn  # older versions have none
 
     sequences, (query, *states) = stream.sequences, tokens

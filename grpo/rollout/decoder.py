@@ -24,7 +24,7 @@ from grpo.rollout.growing import GrowingArena
 from grpo.rollout.static_cache import static_cache_length
 
 _OTHERS_ERRORS = TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError, IndexError
-"""What a model raises that cannot be run the way that is tried."""
+"""Errors that a model raises that cannot be run the way that is tried."""
 _refused = WeakValueDictionary[int, PretrainedConfig]()
 """Configurations, by id, of models that turned out to compute something else over a static cache."""
 

@@ -1,4 +1,4 @@
-"""What is recorded of a run's steps: metrics, completions and memory on the disk, a line on the screen."""
+"""Records of a run's steps: metrics, completions and memory on the disk, a line on the screen."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -115,7 +115,7 @@ class RunLog:
     def _exchange(
         self, what: str, records: list[dict[str, Any]]
     ) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
-        """What the phases of each process held since they were last taken, and all processes' records."""
+        """Returns what each process's phases held since they were last taken, and all processes' records."""
         passes = self._run.fit.take_passes()
         self._run.measured.note(passes)
         self._run.device.mind_fragments(max((done_pass.expected_bytes for done_pass in passes), default=0))

@@ -51,7 +51,7 @@ def reward_metrics(scores: Scores, group_size: int) -> dict[str, float]:
 def warnings_of(
     step: int, metrics: Mapping[str, float], *, num_rows: int, max_new_tokens: int, ends: Sequence[str]
 ) -> dict[str, str]:
-    """What a person should know of a step's metrics, by kind. ends: what ends a completion, for people."""
+    """Returns what a person should know of a step's metrics, by kind. ends: names of what ends a text."""
     warnings = {}
     if (share := metrics["frac_reward_zero_std"]) >= MANY_EQUAL:
         warnings["equal"] = (
@@ -69,7 +69,7 @@ def warnings_of(
 
 
 def chosen_rows(count: int, num_rows: int, *, first: int = 0) -> list[int]:
-    """About `count` rows of a step, evenly over its groups from row `first` on."""
+    """Chooses about `count` rows of a step, evenly over its groups from row `first` on."""
     count = min(count, num_rows)
     return [(first + index * num_rows // count) % num_rows for index in range(count)]
 
@@ -77,7 +77,7 @@ def chosen_rows(count: int, num_rows: int, *, first: int = 0) -> list[int]:
 def completion_records(
     batch: Batch, first_row: int, scores: Scores, advantages: Tensor, chosen: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """The completions among the chosen rows of a step that a batch has, with their rewards.
+    """Returns the chosen rows of a step that a batch has, with their rewards.
 
     first_row: the step's row that is the batch's first. scores, advantages: of the whole step.
     """

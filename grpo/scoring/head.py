@@ -26,14 +26,14 @@ from grpo.model.stand_ins import product_dtype
 from grpo.scoring.kernels import are_compiled, compiled, fill_softmax, scores_of, try_kernels
 
 Slope = Callable[[Tensor, slice], Tensor]
-"""From log-probs (k,) of some of the K tokens, and which ones, to the loss's derivative by each (k,)."""
+"""Takes log-probs (k,) of some of the K tokens, and which ones; gives the loss's derivative by each (k,)."""
 
 HOST_TOKENS, HOST_BYTES = 2**10, 2**27
-"""Of a chunk on a CPU, at most."""
+"""Tokens and bytes of a chunk on a CPU, at most."""
 LAUNCHED_TOKENS, LAUNCHED_BYTES = 2**14, 2**28
-"""Of a chunk at most on an accelerator, where its kernels have to be worth launching."""
+"""Tokens and bytes of a chunk on an accelerator, at most; its kernels have to be worth launching."""
 _MULTIPLE = 64
-"""Of a padded vocabulary: rows of products in 16 bits then begin at multiples of 128 bytes."""
+"""A padded vocabulary is a multiple of this: rows of products in 16 bits begin at multiples of 128 bytes."""
 
 
 class HeadPass(NamedTuple):
@@ -42,7 +42,7 @@ class HeadPass(NamedTuple):
     entropy: Tensor
     """(K,) in nats; zeros where it is not asked for."""
     hidden_gradient: Tensor | None
-    """Of the loss, by the hidden states and in their shape; None without a slope."""
+    """The loss's gradient by the hidden states, in their shape; None without a slope."""
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from grpo.scoring.stream import Stream, streams
 from grpo.types import Batch
 
 _beside: WeakValueDictionary[int, PretrainedConfig] = WeakValueDictionary()
-"""By its id, the configuration of each model whose streams have come out wrong."""
+"""The configuration of each model whose streams have come out wrong, by its id."""
 
 
 def reads_streams(model: PreTrainedModel) -> bool:
@@ -27,12 +27,12 @@ def reads_streams(model: PreTrainedModel) -> bool:
 
 
 def read_side_by_side(model: PreTrainedModel) -> None:
-    """From here on this model is run over rows side by side."""
+    """Has this model run over rows side by side from here on."""
     _beside[id(model.config)] = model.config
 
 
 def token_states(model: PreTrainedModel, stream: Stream, *, checkpointing: Checkpointing = "none") -> Tensor:
-    """Hidden states (K, D) that predict the stream's tokens; the stream is on the model's device.
+    """Returns the hidden states (K, D) that predict the stream's tokens; the stream is on the model's device.
 
     checkpointing: see `recomputed_layers`. ValueError for a model whose layers cannot be run so.
     """
@@ -53,7 +53,7 @@ def token_states(model: PreTrainedModel, stream: Stream, *, checkpointing: Check
 
 
 def _states_side_by_side(model: PreTrainedModel, stream: Stream, checkpointing: Checkpointing) -> Tensor:
-    """The same from rows that are padded, each behind a prompt of its own: any model can do that."""
+    """Returns the same from padded rows, each behind a prompt of its own, as any model can be run."""
     places, is_there, contexts = stream.layout.side_by_side()
     where, mask, begins = to_device(
         [torch.tensor(each) for each in (places, is_there, contexts)], model.device
@@ -81,12 +81,12 @@ def token_logprobs(
     checkpointing: Checkpointing = "none",
     traced: torch.device | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies (or zeros) of a stream's K tokens, (K,) each, on the model's device.
+    """Returns log-probs and entropies (or zeros) of a stream's K tokens, (K,) each, on the model's device.
 
-    Of the temperature-scaled, untruncated distribution. dtype: what matrix products are computed in. With
-    `slope`, see `head_pass`, gradients are added to the parameters' `.grad`; per_token: whether the slope at
-    a token depends on its log-prob alone; if not, all are computed first, and the head is multiplied again.
-    checkpointing: see `recomputed_layers`. traced: the device whose memory a trace is of.
+    The distribution is the temperature-scaled, untruncated one. dtype: what matrix products are computed in.
+    With `slope`, see `head_pass`, gradients are added to the parameters' `.grad`. per_token: whether the
+    slope at a token depends on its log-prob alone; if not, all are computed first, and the head is multiplied
+    again. checkpointing: see `recomputed_layers`. traced: the device whose memory a trace is of.
     """
     device = model.device
     stream, _ = stream.to(device)
@@ -128,7 +128,7 @@ def score(
     longest: tuple[int, int] | None = None,
     of_equal_rows: bool = False,
 ) -> Tensor:
-    """Log-probs (K,) of a batch's tokens without gradients, on the host; in parts: see `streams`."""
+    """Returns log-probs (K,) of a batch's tokens without gradients, on the host; in parts, see `streams`."""
     exact = torch.promote_types(model.dtype, torch.float32)
     logp = torch.zeros(len(batch.ids), dtype=exact, device=model.device)
     for stream in streams(batch, rows, longest=longest, of_equal_rows=of_equal_rows):

@@ -12,7 +12,7 @@ from grpo.scoring.logprobs import read_side_by_side, reads_streams, token_logpro
 from grpo.scoring.stream import Texts
 
 _OTHERS_ERRORS = TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError, IndexError
-"""What a model raises that cannot be run the way that is tried."""
+"""Errors that a model raises that cannot be run the way that is tried."""
 
 
 def made_up(model: PreTrainedModel, length: int, *, equal: bool = False) -> Texts:

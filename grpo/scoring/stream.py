@@ -71,7 +71,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where texts stand in a stream. Of B contexts and R rows; on the host."""
+    """The places of B contexts and R rows in a stream, on the host."""
 
     context_sizes: Numbers
     """(B,) tokens."""
@@ -97,7 +97,7 @@ class Layout:
         return self.starts[len(self.context_sizes) : -1]
 
     def attention(self) -> StreamAttention:
-        """What each token attends to: contexts to themselves, rows to their context, too."""
+        """Says what each token attends to: contexts to themselves, rows to their context, too."""
         nothing = np.zeros_like(self.context_sizes)
         of_contexts = _Pieces(self.context_starts, self.context_sizes, nothing, nothing)
         before = self.context_starts[self.context_of], self.context_sizes[self.context_of]
@@ -113,7 +113,7 @@ class Layout:
         return StreamAttention(rectangles, torch.tensor(order), self._sequences())
 
     def _sequences(self) -> Sequences:
-        """Contexts and rows in the stream's order, those without a token left out."""
+        """Lists contexts and rows in the stream's order, those without a token left out."""
         before = np.concatenate([np.zeros_like(self.context_sizes), self.context_sizes[self.context_of]])
         before_starts = np.concatenate([self.context_starts, self.context_starts[self.context_of]])
         sizes, starts = np.diff(self.starts), self.starts[:-1]
@@ -176,7 +176,7 @@ class _Pieces:
 
 
 def _like_lengths(sizes: Numbers, before: Numbers) -> list[int]:
-    """How many pieces, in rising order, go into each rectangle, so that little of it is padding."""
+    """Returns how many pieces, in rising order, go into each rectangle, so that little of it is padding."""
     count = len(sizes)
     if count < 2:
         return [count] if count else []
@@ -226,7 +226,7 @@ def make_stream(
     learned: Sequence[Any] | None = None,
     first_positions: Sequence[int] | None = None,
 ) -> Stream:
-    """The stream of some rows, on the host.
+    """Makes the stream of some rows, on the host.
 
     contexts: token ids that rows begin with, at least one each. context_of: (R,) which one each row has.
     rows: R arrays of token ids. learned: R arrays of bool, which tokens are scored; None: all.
@@ -280,7 +280,7 @@ def streams(
     longest: tuple[int, int] | None = None,
     of_equal_rows: bool = False,
 ) -> Iterator[Stream]:
-    """All rows of a batch, in streams that each take no more tokens than `rows` of the longest would.
+    """Yields all rows of a batch in streams that each take no more tokens than `rows` of the longest would.
 
     scored: (K,) bool, which of the batch's tokens; None: all. longest: prompt and new tokens that `rows` is
     meant for; None: those of this batch. of_equal_rows: the same number of rows each time, however long, as
@@ -303,7 +303,7 @@ def streams(
 def pack(
     batch: Batch, rows: int, *, longest: tuple[int, int] | None = None, of_equal_rows: bool = False
 ) -> list[list[int]]:
-    """Which rows of a batch go into each stream, the largest stream first; see `streams`.
+    """Decides which rows of a batch go into each stream, the largest stream first; see `streams`.
 
     Groups stay whole, so that their prompt is there once, unless one alone is too much: then its rows are
     parted. The largest go first, into the first stream that has room for them.
@@ -342,7 +342,7 @@ def pack(
 
 
 def largest_stream(batch: Batch, rows: int, **options: Any) -> Size:
-    """The size of the largest among `streams`, which their memory depends on."""
+    """Returns the size of the largest among `streams`, which their memory depends on."""
 
     def size(chosen: list[int]) -> Size:
         prompts = [len(batch.context_ids[group]) for group in batch.group[chosen].unique().tolist()]

@@ -31,11 +31,11 @@ from grpo.trl.sampling import base_model, why_peft_must_run
 
 _PADDING = -1
 _NOT_SHARED = "position_ids", "token_type_ids", "inputs_embeds", "past_key_values"
-"""What a backbone may be given of each row beside its tokens, of which TRL gives nothing."""
+"""Arguments of a backbone that are each row's own, none of which TRL gives."""
 
 
 def unlike_prompts(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Of prompts (R, P), padded on the left, those that differ, and which of them is each row's (R,).
+    """Returns the unlike ones of prompts (R, P), padded on the left, and which of them each row has (R,).
 
     -1 stands where there is padding. None where that saves nothing: most rows have a prompt of their own.
     """
@@ -44,7 +44,7 @@ def unlike_prompts(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _read(unlike: Tensor, row_to_prompt: Tensor, ids: Tensor, mask: Tensor) -> Texts:
-    """Prompts that differ (b, P), which one each row has (R,), completions (R, C), by their numbers."""
+    """Reads unlike prompts (b, P), which one each row has (R,), and completions (R, C), as lists."""
     prompts = [[token for token in row if token != _PADDING] for row in unlike.tolist()]
     columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     lengths = (mask * columns).amax(1).tolist()  # what pads completions is not computed
@@ -151,7 +151,7 @@ def has_dropout(model: nn.Module) -> bool:
 @exact_products()
 @torch.no_grad()
 def check_shared_prompts(model: PreTrainedModel, context: int) -> str | None:
-    """What is wrong where hidden states are not the model's own, on made-up tokens; None where they are.
+    """Says what is wrong where hidden states are not the model's own, on made-up tokens; None where they are.
 
     In prompts of one length, and of two, padded on the left as TRL does.
     """

@@ -82,7 +82,7 @@ class TracedTrainer(TracedPhases):
 
 
 def _longest_texts(unlike: Tensor, row_to_prompt: Tensor, ids: Tensor, mask: Tensor) -> Texts:
-    """What `shared_prompts._read` gives, made up: rows of one prompt are side by side."""
+    """Makes up what `shared_prompts._read` gives: rows of one prompt are side by side."""
     (num_prompts, prompt_tokens), (num_rows, tokens) = unlike.shape, ids.shape
     prompt_of = [row * num_prompts // num_rows for row in range(num_rows)]
     return Texts([[0] * prompt_tokens] * num_prompts, prompt_of, [[0] * tokens] * num_rows)
