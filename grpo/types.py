@@ -177,6 +177,23 @@ class Batch:
         """Returns the same with these columns of tokens, by name."""
         return replace(self, **columns)  # type: ignore[arg-type]  # none is another kind of field
 
+    # What scripts of earlier versions ask `step.rollout` for.
+
+    @property
+    def prompt_ids(self) -> list[list[int]]:
+        """(B,) token ids of the prompts."""
+        return self.context_ids
+
+    @property
+    def completion_ids(self) -> Tensor:
+        """(N, C) sampled tokens, 0 on the right of shorter rows."""
+        return self.padded(self.ids)
+
+    @property
+    def completions(self) -> list[str]:
+        """(N,) the rows' texts."""
+        return self.texts
+
     def _by_token(self) -> list[tuple[str, Tensor]]:
         names = "ids", "sampler_logp", "learned", "credit", "old_logp", "ref_logp"
         return [(name, value) for name in names if (value := getattr(self, name)) is not None]
@@ -200,3 +217,8 @@ class Step:
     def completions(self) -> list[str]:
         """The batch's texts, group by group."""
         return self.batch.texts
+
+    @property
+    def rollout(self) -> Batch:
+        """The batch, by the name that scripts of earlier versions know."""
+        return self.batch

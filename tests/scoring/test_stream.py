@@ -9,10 +9,15 @@ from conftest import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo.config.groups import SamplingSettings
 from grpo.memory import Size
 from grpo.memory.rows import positions
+from grpo.rollout.sample import rollout
+from grpo.rollout.tokens import step_uniforms
+from grpo.scoring import micro_batches
+from grpo.scoring.logprobs import score
 from grpo.scoring.stream import largest_stream, make_stream, pack, streams
-from grpo.types import Batch, Prompt
+from grpo.types import Batch, Prompt, Step
 
 G = 4
 
@@ -134,3 +139,21 @@ def test_rows_without_a_token_that_counts_are_there_all_the_same():
     assert stream.targets.tolist() == [5] and stream.states.tolist() == [3]
     nothing = make_stream([[1, 2]], [0], [[]])
     assert nothing.states.shape == (0,) and len(nothing.attention.rectangles) == 1
+
+
+def test_scripts_of_earlier_versions_find_padded_rows(load, prompts):
+    """`step.rollout`, its `completion_ids`, and `score` of `scoring/micro_batches.py`, (N, C) each."""
+    policy, settings = load("gpt2", "fp64"), SamplingSettings(max_new_tokens=9)
+    uniforms = step_uniforms(len(prompts) * 2, 9, seed=0, step=1)
+    batch = rollout(policy.model, policy.tokenizer, prompts, uniforms, settings, rows=8)
+    step = Step(1, {}, batch, torch.zeros(len(batch)), torch.zeros(len(batch)))
+    assert step.rollout.completions == step.completions and step.rollout.prompt_ids == batch.context_ids
+    options = {"rows": 4, "temperature": 1.0, "dtype": torch.float64}
+    padded, packed = (
+        micro_batches.score(policy.model, step.rollout, **options),
+        score(policy.model, batch, **options),
+    )
+    assert padded.shape == step.rollout.completion_ids.shape == (len(batch), int(batch.lengths.max()))
+    for row, (ids, logp) in enumerate(zip(batch.by_row(batch.ids), batch.by_row(packed), strict=True)):
+        assert torch.equal(padded[row, : len(ids)], logp) and not padded[row, len(ids) :].any()
+        assert torch.equal(step.rollout.completion_ids[row, : len(ids)], ids)
