@@ -175,10 +175,9 @@ class Phases:
     def _logprobs(self, model: PreTrainedModel, batch: Batch | None) -> Tensor:
         """Log-probs (K,) of a batch's tokens, through which idle groups go, too."""
         config, run = self._run.config, self._run
-        with_idle = [each for each in (batch, self._idle) if each is not None]
-        if not with_idle:
+        rows_of = _with_idle_rows(batch, self._idle)
+        if rows_of is None:
             return torch.zeros(0)
-        rows_of = Batch.cat(with_idle)
         packing = self._packing(rows_of)
         return run.fit.run(
             "score",
@@ -218,8 +217,7 @@ class Phases:
         settings = LossSettings.of(config, kl_coef=kl_coef)
         if batch is not None and kl_coef == 0 and not config.shard:  # there all make the same passes
             batch = with_advantage(batch)
-        if self._idle is not None:
-            batch = _with_idle_rows(batch, self._idle)
+        batch = _with_idle_rows(batch, self._idle)
 
         def accumulate() -> dict[str, float]:
             sums = self.accumulate(batch, counts, settings)
@@ -287,8 +285,10 @@ class Phases:
         return Evaluation.of(run.eval_prompts, interleave(everybodys))
 
 
-def _with_idle_rows(batch: Batch | None, idle: Batch) -> Batch:
-    """A batch with idle groups behind it, which have the same columns."""
+def _with_idle_rows(batch: Batch | None, idle: Batch | None) -> Batch | None:
+    """Puts idle groups, if there are any, behind a batch, with the same columns."""
+    if idle is None:
+        return batch
     columns = [
         name
         for name in ("credit", "old_logp", "ref_logp")

@@ -71,12 +71,12 @@ def accumulate_grpo(
     """
     device = model.device
     exact = torch.float32 if device.type == "mps" else torch.float64  # which MPS does not have
-    lower = torch.promote_types(model.dtype, torch.float32)
+    loss_dtype = torch.promote_types(model.dtype, torch.float32)
     sums: Sums = {}
     begin_gradients(model)
     weights = token_weights(batch.sum_by_row(batch.learned.long()), counts, settings.loss_type)[batch.row]
     for stream in streams(batch, rows, scored=batch.learned, longest=longest, of_equal_rows=of_equal_rows):
-        stream, tokens = to_device_together(stream, tokens_of(stream, batch, weights, lower), device)
+        stream, tokens = to_device_together(stream, tokens_of(stream, batch, weights, loss_dtype), device)
         metrics = learn_tokens(
             model, stream, tokens, settings=settings, temperature=temperature, dtype=dtype,
             importance_cap=importance_cap, checkpointing=checkpointing,

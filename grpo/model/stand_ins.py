@@ -11,6 +11,8 @@ from grpo.errors import UserError
 
 NEVER = -30.0
 """A log-prob that is as good as none: none such is sampled, and fp32 knows -10,000 to a thousandth."""
+MODEL_ERRORS = TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError, IndexError
+"""Errors that a model raises that cannot be run the way that is tried."""
 _OF_SCORES = "softcap", "s_aux", "position_bias"
 
 

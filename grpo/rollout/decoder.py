@@ -16,15 +16,13 @@ from grpo.memory.recovery import release_cache
 from grpo.model.first_layers import first_layers, is_plain
 from grpo.model.load import Policy, context_length
 from grpo.model.prefill import crossed_window, large_logits, layers_with_window
-from grpo.model.stand_ins import exact_products
+from grpo.model.stand_ins import MODEL_ERRORS, exact_products
 from grpo.model.weights import RolloutModel
 from grpo.rollout.arena import Arena, Room
 from grpo.rollout.graphs import CUDAGraphs, graphs_of
 from grpo.rollout.growing import GrowingArena
 from grpo.rollout.static_cache import static_cache_length
 
-_OTHERS_ERRORS = TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError, IndexError
-"""Errors that a model raises that cannot be run the way that is tried."""
 _refused = WeakValueDictionary[int, PretrainedConfig]()
 """Configurations, by id, of models that turned out to compute something else over a static cache."""
 
@@ -144,7 +142,7 @@ def check_decoder(model: PreTrainedModel, *shapes: PretrainedConfig, refuses: bo
             if difference < 1e-3:
                 return
             reason = f"with a static one its log-probs come out {difference:.3g} nats wrong"
-        except _OTHERS_ERRORS as error:
+        except MODEL_ERRORS as error:
             if is_out_of_memory(error):
                 raise
             reason = str(error).splitlines()[0].rstrip(".")
@@ -158,7 +156,7 @@ def check_decoder(model: PreTrainedModel, *shapes: PretrainedConfig, refuses: bo
 def _what_is_wrong_over_a_cache(model: PreTrainedModel) -> str | None:
     try:
         difference = _largest_difference(model, GrowingArena)
-    except _OTHERS_ERRORS as error:
+    except MODEL_ERRORS as error:
         if is_out_of_memory(error):
             raise
         return f"it does not run over a cache ({(str(error).splitlines() or [type(error).__name__])[0]})"

@@ -7,12 +7,9 @@ from transformers import PreTrainedModel
 from grpo.errors import UserError
 from grpo.memory import is_out_of_memory
 from grpo.model.prefill import crossed_window, large_logits, layers_with_window
-from grpo.model.stand_ins import NEVER, exact_products
+from grpo.model.stand_ins import MODEL_ERRORS, NEVER, exact_products
 from grpo.scoring.logprobs import read_side_by_side, reads_streams, token_logprobs
 from grpo.scoring.stream import Texts
-
-_OTHERS_ERRORS = TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError, IndexError
-"""Errors that a model raises that cannot be run the way that is tried."""
 
 
 def made_up(model: PreTrainedModel, length: int, *, equal: bool = False) -> Texts:
@@ -61,7 +58,7 @@ def _what_is_wrong(model: PreTrainedModel, length: int) -> str | None:
             difference = _difference(model, texts)
             with large_logits(model):
                 difference = max(difference, _difference(model, texts))
-    except _OTHERS_ERRORS as error:
+    except MODEL_ERRORS as error:
         if is_out_of_memory(error):
             raise
         return str(error).splitlines()[0].rstrip(".") or type(error).__name__
