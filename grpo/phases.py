@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo.config.groups import LossSettings, SamplingSettings
+from grpo.config.groups import SamplingSettings
 from grpo.data.reward_functions import Scores
 from grpo.data.tokens import tokenize
 from grpo.distributed import largest_share
@@ -24,13 +24,12 @@ from grpo.learning.loss import StepCounts
 from grpo.learning.objectives import Sums, accumulate_grpo, finish_grpo, with_advantage
 from grpo.memory import Size
 from grpo.memory.recovery import release_cache
-from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.rollout.decoder import has_static_cache
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.setup import Run
 from grpo.scoring.logprobs import score
-from grpo.scoring.stream import largest_stream
+from grpo.scoring.packing import largest_stream
 from grpo.types import Batch, Prompt
 
 EVAL_ROWS = 256
@@ -44,6 +43,7 @@ class Phases:
         self._run = run
         run.fit.keeps("sample", run.arena)
         run.fit.keeps("evaluate", run.eval_arena)
+        run.fit.borrow_formula("evaluate", "sample")
         self._longest_prompt = run.longest_prompt
         self._idle: Batch | None = None
         """Groups without tokens that this process goes through as the others of a sharded model have more."""
@@ -127,7 +127,7 @@ class Phases:
             return Size(min(rows, num_rows), tokens, max(map(len, sampled.context_ids)))
 
         sampled = run.fit.run(
-            "sample", work, self._batch(num_rows, prompt_ids), took=took, kv_growth=kv_growth,
+            "sample", work, self._worst_case(num_rows, prompt_ids), took=took, kv_growth=kv_growth,
             discard=self._release_arenas,
         )  # fmt: skip
         for arena in (run.eval_arena, run.arena):
@@ -138,14 +138,16 @@ class Phases:
     def _needed_bytes(self, *phases: str) -> float:
         """Returns the most bytes that one of these phases adds as planned: so much has to be free for it."""
         planned = self._run.fit.planned().items()
-        needs = [self._run.fit.needs(phase, self._batch(rows)) for phase, rows in planned if phase in phases]
+        needs = [
+            self._run.fit.needs(phase, self._worst_case(rows)) for phase, rows in planned if phase in phases
+        ]
         return max(needs, default=0.0)
 
     def _release_arenas(self) -> None:
         self._run.arena.release()
         self._run.eval_arena.release()
 
-    def _batch(self, rows: int, prompt_ids: Sequence[Sequence[int]] = ()) -> Size:
+    def _worst_case(self, rows: int, prompt_ids: Sequence[Sequence[int]] = ()) -> Size:
         """Returns the size of a batch of the longest texts there may be: rows are planned for those."""
         self._longest_prompt = max([self._longest_prompt, *map(len, prompt_ids)])
         return Size(rows, self._run.config.max_new_tokens, self._longest_prompt)
@@ -155,7 +157,7 @@ class Phases:
 
         The processes of a sharded model all have to make the same passes.
         """
-        size = self._batch(1, batch.context_ids)
+        size = self._worst_case(1, batch.context_ids)
         return {"longest": (size.shared, size.tokens), "of_equal_rows": self._run.config.shard}
 
     def score(self, batch: Batch | None) -> Batch | None:
@@ -165,7 +167,7 @@ class Phases:
         """
         config, run, columns = self._run.config, self._run, dict[str, Tensor]()
         with run.clock("score"):
-            if config.num_iterations > 1 or config.kl_in_reward:
+            if config.scores_policy:
                 columns["old_logp"] = self._logprobs(run.policy.model, batch)
             if run.reference is not None:
                 with run.reference.model() as reference:
@@ -174,18 +176,15 @@ class Phases:
 
     def _logprobs(self, model: PreTrainedModel, batch: Batch | None) -> Tensor:
         """Log-probs (K,) of a batch's tokens, through which idle groups go, too."""
-        config, run = self._run.config, self._run
+        run = self._run
         rows_of = _with_idle_rows(batch, self._idle)
         if rows_of is None:
             return torch.zeros(0)
         packing = self._packing(rows_of)
         return run.fit.run(
             "score",
-            lambda rows: score(
-                model, rows_of, rows=rows, temperature=config.temperature, dtype=run.policy.target.dtype,
-                **packing,
-            ),
-            self._batch(len(rows_of), rows_of.context_ids),
+            lambda rows: score(model, rows_of, rows=rows, **packing, **run.work.scoring()),
+            self._worst_case(len(rows_of), rows_of.context_ids),
             took=lambda rows, _: largest_stream(rows_of, rows, **packing),
             discard=self._release_arenas,
         )  # fmt: skip
@@ -214,13 +213,12 @@ class Phases:
             if batch is not None:
                 batch = batch.with_columns(learned=batch.learned & batch.terminated[batch.row])
         counts = StepCounts(len(scores.lengths), int(counted.sum()), config.max_new_tokens)
-        settings = LossSettings.of(config, kl_coef=kl_coef)
         if batch is not None and kl_coef == 0 and not config.shard:  # there all make the same passes
             batch = with_advantage(batch)
         batch = _with_idle_rows(batch, self._idle)
 
         def accumulate() -> dict[str, float]:
-            sums = self.accumulate(batch, counts, settings)
+            sums = self.accumulate(batch, counts, kl_coef)
             with run.clock("wait"):
                 parts = run.world.exchange(f"the learning of step {step}", sums)  # all went well
             if not config.shard:  # there the backward passes have done it
@@ -230,26 +228,22 @@ class Phases:
 
         return accumulate
 
-    def accumulate(self, batch: Batch | None, counts: StepCounts, settings: LossSettings) -> Sums:
-        """Add this process's gradients to the policy's; what `finish_grpo` makes metrics of."""
-        config, run = self._run.config, self._run
+    def accumulate(self, batch: Batch | None, counts: StepCounts, kl_coef: float) -> Sums:
+        """Adds this process's gradients to the policy's; returns what `finish_grpo` makes metrics of."""
+        run = self._run
         if batch is None:
             return {}
-        packing = self._packing(batch)
+        packing, options = self._packing(batch), run.work.learning(kl_coef)
 
         def work(rows: int) -> Sums:
-            return accumulate_grpo(
-                run.policy.model, batch, counts, settings=settings, temperature=config.temperature,
-                dtype=run.policy.target.dtype, rows=rows, importance_cap=config.importance_cap,
-                checkpointing=choose_checkpointing(config.gradient_checkpointing), **packing,
-            )  # fmt: skip
+            return accumulate_grpo(run.policy.model, batch, counts, rows=rows, **packing, **options)
 
         def discard() -> None:
             run.optimizer.zero_grad(set_to_none=True)
             self._release_arenas()
 
         return run.fit.run(
-            "learn", work, self._batch(len(batch), batch.context_ids),
+            "learn", work, self._worst_case(len(batch), batch.context_ids),
             took=lambda rows, _: largest_stream(batch, rows, **packing),
             discard=discard,
         )  # fmt: skip
@@ -272,9 +266,7 @@ class Phases:
         if prompts:
             tokens = self._longest_prompt + config.max_new_tokens  # each row has a prompt of its own
             rows = min(len(prompts), config.rollout_rows or EVAL_ROWS)
-            answers = run.fit.run(
-                "evaluate", work, Size(rows, tokens), like="sample", discard=self._release_arenas
-            )
+            answers = run.fit.run("evaluate", work, Size(rows, tokens), discard=self._release_arenas)
             if run.fit.room_bytes() + run.arena.nbytes < self._needed_bytes("sample", "score", "learn"):
                 run.eval_arena.release()
             release_cache()  # of rows that are no step's

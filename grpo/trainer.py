@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, Self
 
@@ -23,7 +23,6 @@ from grpo.learning.advantages import field_credit, group_advantages
 from grpo.learning.loss import adaptive_kl
 from grpo.learning.optimizer import learning_rate, set_learning_rate
 from grpo.learning.step import Stepper
-from grpo.memory import Size
 from grpo.phases import Phases
 from grpo.run.checkpoint import Checkpoint
 from grpo.run.inputs import Inputs
@@ -62,8 +61,9 @@ class Trainer:
             self.run, self.config = run, run.config
             self.phases = Phases(run)
             self.stepper = Stepper(
-                run.policy.model, run.optimizer, self.config.max_grad_norm, updating=self._updating
-            )
+                run.policy.model, run.optimizer, self.config.max_grad_norm,
+                updating=lambda: run.clock("update"),
+            )  # fmt: skip
             self.progress = Progress(self.config.steps, self.config.minutes)
             self.logs = RunLog(run, console or Console(quiet=True), self.progress)
             self.finished = self.num_tokens = 0
@@ -265,12 +265,6 @@ class Trainer:
         self.finished, self.source_state = state["step"], state["source"]
         self.run.rewards.state.global_step = self.finished
         self.progress.restore(state)
-
-    @contextmanager
-    def _updating(self) -> Iterator[None]:
-        """Around the optimizer's step, when the gradients of all rows are there."""
-        with self.run.clock("update"), self.run.fit.watch("update", Size(self.config.num_rows)):
-            yield
 
     def _anyone_stops(self) -> bool:
         """Whether any process has been asked to stop: all stop after the same step."""

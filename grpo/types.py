@@ -99,7 +99,7 @@ class Batch:
     @cached_property
     def row(self) -> Tensor:
         """(K,) which row each token belongs to."""
-        return torch.arange(len(self)).repeat_interleave(self.lengths)
+        return torch.arange(len(self)).repeat_interleave(self.lengths, output_size=len(self.ids))
 
     @property
     def row_prompts(self) -> list[Prompt]:

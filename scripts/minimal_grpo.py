@@ -31,7 +31,7 @@ from grpo.model.weights import frozen_copy
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.scoring.logprobs import score
-from grpo.scoring.stream import streams
+from grpo.scoring.packing import streams
 
 BATCH_SIZE, GROUP_SIZE, NEW_TOKENS = 64, 8, 96
 MOVE = re.compile("[a-h][1-8][a-h]([1-8])[qrbn]?")

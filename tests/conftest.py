@@ -6,7 +6,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
@@ -37,7 +37,6 @@ from grpo.config import Config
 from grpo.config.groups import Precision
 from grpo.data.load import POSITIONS
 from grpo.memory import Fit
-from grpo.memory.fit import EXACT_RUNS
 from grpo.model.load import Policy, load_policy
 from grpo.model.names import BUNDLED_FOLDER
 from grpo.plan.workload import Workload
@@ -311,7 +310,7 @@ def untraced(row_bytes: float = 1e5, *, counted: bool = False) -> Iterator[None]
                 fit.see(phase, size, row_bytes * size.rows)
             fit.plan(phase, work.size(work.rows_here))
 
-    uncounted = mock.patch("grpo.memory.fit.EXACT_RUNS", EXACT_RUNS if counted else 0)
+    uncounted = nullcontext() if counted else mock.patch.object(Fit, "_counts", Fit._teaches)
     with mock.patch("grpo.run.planning.warm_up", made_up), uncounted:
         yield
 

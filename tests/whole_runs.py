@@ -79,7 +79,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     last = max((folder / "checkpoints").glob("step-*"))
     state = json.loads((last / "trainer.json").read_text())
     assert state.pop("settings")["name"] == folder.name and state.pop("trained_s") > 0
-    state["memory"] = {phase: (each["rows"], each["most"]) for phase, each in state["memory"].items()}
+    state["memory"] = {phase: (each["rows"], each["oom_ceiling"]) for phase, each in state["memory"].items()}
     return {
         "tensors": {
             f"{file.relative_to(last)}: {name}": tensor

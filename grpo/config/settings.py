@@ -162,6 +162,11 @@ class AlgorithmSettings(Settings):
     kl_target: Annotated[float | None, POSITIVE] = None
     """Adapt kl_coef so that the KL settles at this many nats a token."""
 
+    @property
+    def scores_policy(self) -> bool:
+        """Whether the policy's log-probs are computed before it learns; else it still is what they are of."""
+        return self.num_iterations > 1 or self.kl_in_reward
+
 
 @dataclass(frozen=True)
 class MemorySettings(Settings):

@@ -1,7 +1,8 @@
 """The gradient of a step, added up over streams."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial, reduce
+from typing import NotRequired, Unpack
 
 import torch
 from torch import Tensor
@@ -11,8 +12,9 @@ from grpo.config.groups import Checkpointing, LossSettings
 from grpo.learning.loss import StepCounts, Tokens, token_loss, token_weights
 from grpo.learning.metrics import finish_metrics, loss_metrics, merge_metrics
 from grpo.learning.step import begin_gradients
-from grpo.scoring.logprobs import token_logprobs
-from grpo.scoring.stream import Stream, streams
+from grpo.scoring.logprobs import ScoringOptions, token_logprobs
+from grpo.scoring.packing import streams
+from grpo.scoring.stream import Stream
 from grpo.types import Batch
 
 Sums = dict[str, Tensor]
@@ -49,19 +51,23 @@ def tokens_of(stream: Stream, batch: Batch, weights: Tensor, dtype: torch.dtype)
     )  # fmt: skip
 
 
+class LearningOptions(ScoringOptions):
+    """How gradients are computed, see `learn_tokens`."""
+
+    settings: LossSettings
+    importance_cap: NotRequired[float | None]
+    checkpointing: NotRequired[Checkpointing]
+
+
 def accumulate_grpo(
     model: PreTrainedModel,
     batch: Batch,
     counts: StepCounts,
     *,
-    settings: LossSettings,
-    temperature: float,
-    dtype: torch.dtype,
     rows: int,
     longest: tuple[int, int] | None = None,
     of_equal_rows: bool = False,
-    importance_cap: float | None = None,
-    checkpointing: Checkpointing = "none",
+    **options: Unpack[LearningOptions],
 ) -> Sums:
     """Adds a step's gradient to the parameters' `.grad`, in the parts that `streams` makes of a batch.
 
@@ -69,18 +75,28 @@ def accumulate_grpo(
     computes again to save memory. batch: with credit. counts: of the whole step, of which the batch may be a
     share. Returns what `finish_grpo` makes metrics of.
     """
+    parts = streams(batch, rows, scored=batch.learned, longest=longest, of_equal_rows=of_equal_rows)
+    return accumulate_streams(model, batch, parts, counts, **options)
+
+
+def accumulate_streams(
+    model: PreTrainedModel,
+    batch: Batch,
+    parts: Iterable[Stream],
+    counts: StepCounts,
+    **options: Unpack[LearningOptions],
+) -> Sums:
+    """Does what `accumulate_grpo` does, with a batch that comes in these streams."""
     device = model.device
     exact = torch.float32 if device.type == "mps" else torch.float64  # which MPS does not have
     loss_dtype = torch.promote_types(model.dtype, torch.float32)
     sums: Sums = {}
     begin_gradients(model)
-    weights = token_weights(batch.sum_by_row(batch.learned.long()), counts, settings.loss_type)[batch.row]
-    for stream in streams(batch, rows, scored=batch.learned, longest=longest, of_equal_rows=of_equal_rows):
+    row_tokens = batch.sum_by_row(batch.learned.long())  # (N,)
+    weights = token_weights(row_tokens, counts, options["settings"].loss_type)[batch.row]  # (K,)
+    for stream in parts:
         stream, tokens = to_device_together(stream, tokens_of(stream, batch, weights, loss_dtype), device)
-        metrics = learn_tokens(
-            model, stream, tokens, settings=settings, temperature=temperature, dtype=dtype,
-            importance_cap=importance_cap, checkpointing=checkpointing,
-        )  # fmt: skip
+        metrics = learn_tokens(model, stream, tokens, **options)
         sums = merge_metrics(sums, {name: value.to(exact) for name, value in metrics.items()})
     return dict(zip(sums, torch.stack(list(sums.values())).cpu(), strict=True))
 

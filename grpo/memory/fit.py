@@ -1,31 +1,32 @@
 """How many rows of each phase are on the device at once: the only planner.
 
-A run, a plan for a card that is not there, find-max and TRL's trainer share it. What a phase adds at its peak
-is measured, or traced, and predicted by a `Formula`. Peaks bend upwards with rows, so that a formula from
-small passes can be too low: no more than four times the tokens that have been seen are tried at once.
+A run, a plan for a card that is not there, find-max and TRL's trainer share it. A phase is measured or
+traced at a few sizes, a `Formula` predicts the bytes of others, and rows grow until the batch fits or memory
+says how much of it does. From then on the plan is settled: a pass is learned from only if it is larger than
+all before, and rows only go down, where memory runs out or there is less room.
 """
 
-import copy
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from loguru import logger
 
 from grpo.memory.device import Device, Peak
-from grpo.memory.formula import REMEMBERED, Formula
+from grpo.memory.formula import Formula
 from grpo.memory.recovery import is_out_of_memory, survive
 from grpo.memory.rows import Size, even_rows, largest_rows, positions, smaller_rows
 
 T = TypeVar("T")
-EXACT_RUNS, LONGER = 2, 1.1
-"""Where the allocator keeps no statistics, tensors are counted one by one in a warm-up, in so many first
-passes of a phase, and in passes so many times as large as any before.
-"""
 GROWTH = {True: 2, False: 4}
-"""Times the most tokens or rows that were seen: what is tried at once, where all had as many rows or not."""
+"""How many times the most tokens or rows seen so far are tried at once. Peaks bend upwards with rows, so a
+formula from small passes may be too low; by whether all passes that were seen had about as many rows.
+"""
+LARGER = 1.1
+"""A settled phase's tensors are counted again in a pass this many times as large as any before."""
 AGAIN_AFTER = 50
 """Passes in a row that went well, after which more rows than were cut down to are tried."""
 
@@ -39,8 +40,9 @@ class Pass:
     tokens: int
     """Of the longest row, the prompt's included."""
     predicted_bytes: int | None
-    """Of `added_bytes`, made before this was measured; None: it was the first of its phase."""
+    """A prediction of `added_bytes` that was made before the pass; None where nothing was known yet."""
     added_bytes: int | None
+    """What tensors added at the peak; None in passes in which they were not counted."""
     process_bytes: int
     seconds: float
     retries: int
@@ -52,12 +54,8 @@ class Pass:
     computed: int = 0
 
     @property
-    def size(self) -> Size:
-        return Size(self.rows, self.tokens - self.shared, self.shared, self.computed)
-
-    @property
     def expected_bytes(self) -> int:
-        """What tensors added, as far as that is known: it is not counted in every step."""
+        """What tensors added, or were predicted to in a pass that did not count them."""
         return self.added_bytes or self.predicted_bytes or 0
 
     def as_dict(self) -> dict[str, Any]:
@@ -82,38 +80,37 @@ class Preallocated(Protocol):
 
 @dataclass
 class _Phase:
-    """What is known of a phase. A checkpoint has all but its batch, what it keeps, and why rows changed."""
+    """What is known of one phase; a checkpoint has the formula and the fields in `_STORED`."""
 
     formula: Formula = field(default_factory=Formula)
-    slack: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    """Tokens, and the share of its tensors that the process took beside them, where it grew."""
+    is_borrowed: bool = False
+    """Whether the formula is another phase's, and goes once this one has been seen itself."""
     rows: int | None = None
-    """At once, as planned last."""
-    most: int | None = None
-    """Rows that may be taken, after more have run out of memory."""
-    explores: bool = True
-    """Whether more would have been taken, had as many been seen."""
+    """Rows at once, as planned last."""
+    is_settled: bool = False
+    """Whether the batch fits, or memory says how much of it does; until then rows grow."""
+    oom_ceiling: int | None = None
+    """Rows that may be taken at most, after more have run out of memory."""
     went_well: int = 0
     """Passes in a row since rows were cut down."""
-    counted: int = 0
-    """Of a run's own passes, those whose tensors were counted one by one."""
-    unlucky: int = 0
+    same_size_retries: int = 0
     """Times in a row that memory ran out, and the same rows went well the second time."""
-    batch: Size = _NOTHING
-    """The largest that it was planned for."""
+    worst_case: Size = _NOTHING
+    """The largest batch that it was planned for."""
     kept: Preallocated | None = None
     """What is there before a pass begins; it is part of what the pass needs."""
     reason: str | None = None
+    """Why rows have changed; the next pass tells it."""
 
 
-_STORED = ("rows", "most", "explores", "went_well", "counted", "unlucky")
+_STORED = ("rows", "is_borrowed", "is_settled", "oom_ceiling", "went_well", "same_size_retries")
 
 
 class Fit:
-    """Rows at once by phase: measured, planned, and after running out of memory done again with fewer.
+    """Plans rows at once by phase, and does a phase again with fewer where memory runs out.
 
-    Rows are sticky: they change for a reason, which is one log line. Once a batch fits they grow no more; cut
-    down, by memory that ran out, longer texts or neighbours, they are tried again after fifty passes.
+    Rows are sticky: they change for a reason, which is one log line. After they were cut down, more are tried
+    after fifty passes that went well.
     """
 
     def __init__(
@@ -123,58 +120,55 @@ class Fit:
         group_size: int = 1,
         fixed: Mapping[str, int] | None = None,
         replays: bool = True,
-        agree: Callable[[int], int] = lambda rows: rows,
-        obeys: bool = False,
+        sync_rows: Callable[[int], int] = lambda rows: rows,
+        force_fixed_rows: bool = False,
     ) -> None:
         """fixed: rows that a person wants, by phase, and fewer only where they do not fit.
 
-        obeys: whether they are to be tried all the same.
-        replays: whether `run` may do again what ran out of memory. agree: the rows that all processes take,
-        of what this one would, where they have to take as many.
+        force_fixed_rows: try them all the same, as a trial does. replays: whether `run` may do again what ran
+        out of memory. sync_rows: makes of this process's rows those that all processes take, where they have
+        to take as many.
         """
         self.device, self.group_size = device, group_size
         self.fixed = dict(fixed or {})
-        self._replays, self._agree, self._obeys = replays, agree, obeys
+        self._replays, self._sync_rows, self._force_fixed_rows = replays, sync_rows, force_fixed_rows
         self._phases: defaultdict[str, _Phase] = defaultdict(_Phase)
         self._passes: list[Pass] = []
+        self._counted = set[str]()
+        """Phases of which a pass of the run itself, not a warm-up's, had its tensors counted."""
 
     # ------------------------------------------------------------------------------------ what is known
 
     def see(self, phase: str, size: Size, added_bytes: float) -> None:
-        """What a pass adds, measured or traced."""
-        self._phases[phase].formula.see(size.rows, self.positions(size), added_bytes)
+        """Takes note of what a pass adds, measured or traced."""
+        state = self._phases[phase]
+        if state.is_borrowed:
+            state.formula, state.is_borrowed = Formula(), False
+        state.formula.see(size.rows, self.positions(size), added_bytes)
 
-    def formula(self, phase: str) -> Callable[[Size], float]:
-        """As it is now: bytes that the tensors of a pass add, by what was seen so far."""
-        formula = copy.deepcopy(self._phases[phase].formula)
-        return lambda size: formula(size.rows, self.positions(size))
+    def borrow_formula(self, phase: str, source: str) -> None:
+        """Plans a phase by what is known of another that does much the same, until it is seen itself."""
+        state = self._phases[phase]
+        state.formula, state.is_borrowed = deepcopy(self._phases[source].formula), True
 
     def knows(self, phase: str) -> bool:
-        """Whether anything was seen of it."""
+        """Returns whether anything was seen of it."""
         return bool(self._phases[phase].formula.seen)
 
     def predict(self, phase: str, size: Size) -> float:
-        """Bytes that the tensors of such a pass add. ValueError before anything was seen of the phase."""
+        """Returns the bytes that the tensors of such a pass add. ValueError before anything was seen."""
         return self._phases[phase].formula(size.rows, self.positions(size))
 
     def needs(self, phase: str, size: Size) -> float:
-        """The same with what the process holds beside tensors."""
-        return (1 + self.slack(phase)) * self.predict(phase, size)
-
-    def slack(self, phase: str) -> float:
-        """What the process holds beside the phase's tensors, as a share; 0 where utilization covers it."""
-        if not self.device.slack:
-            return 0.0
-        state = self._phases[phase]
-        shares = [share for tokens, share in state.slack if 2 * tokens >= state.formula.most_tokens]
-        return max(shares, default=self.device.slack)
+        """Returns the same with what the process is taken to hold beside tensors."""
+        return (1 + self.device.slack) * self.predict(phase, size)
 
     def room_bytes(self) -> int:
-        """What phases may add now."""
+        """Returns what phases may add now."""
         return self.device.room_bytes()
 
     def keeps(self, phase: str, kept: Preallocated) -> None:
-        """From here on a phase keeps something from one pass to the next.
+        """Tells that a phase keeps something from one pass to the next.
 
         It counts as room for that phase, which needs it anyway, and not for the others.
         """
@@ -185,71 +179,88 @@ class Fit:
         return kept.nbytes if kept is not None else 0
 
     def positions(self, size: Size) -> int:
-        """Tokens that such a pass computes."""
+        """Returns the tokens that such a pass computes."""
         return positions(size, self.group_size)
 
     # -------------------------------------------------------------------------------------------- plans
 
-    def plan(self, phase: str, batch: Size, *, like: str = "") -> int:
-        """The rows that the next pass takes at once. batch: all rows, with the tokens of the longest.
-
-        like: a phase whose formula serves, too, until this one has its own.
-        """
+    def plan(self, phase: str, batch: Size) -> int:
+        """Returns the rows that the next pass takes at once. batch: all rows, with the longest's tokens."""
         state = self._phases[phase]
-        state.batch = max(state.batch, batch)
-        rows, why = self._plan(phase, batch, like)
-        agreed = self._agree(rows)
-        if agreed < rows:
-            why = "another process has room for no more"
+        if batch.rows > state.worst_case.rows == state.rows:
+            state.is_settled = False  # all of the largest batch so far have fitted
+        state.worst_case = max(state.worst_case, batch)
+        rows, why = self._plan(phase, batch)
+        agreed = self._sync_rows(rows)
+        if agreed < rows:  # until they have seen more, perhaps
+            state.is_settled, why = False, "another process has room for no more"
         if why is not None:
             self._change(phase, agreed, why)
         return agreed
 
-    def _plan(self, phase: str, batch: Size, like: str) -> tuple[int, str | None]:
-        """Rows as this process alone would take them, and why the plan changes to them, if it does."""
+    def _plan(self, phase: str, batch: Size) -> tuple[int, str | None]:
+        """Returns rows as this process alone would take them, and why the plan changes, if it does."""
         state = self._phases[phase]
-        batch_size = min(batch.rows, self.fixed.get(phase, batch.rows))
-        if self._obeys and phase in self.fixed:
-            state.rows = batch_size
-            return batch_size, None
-        known = phase if self.knows(phase) or not like else like
-        if not self.knows(known):
-            return min(batch_size, self.group_size, state.most or batch_size), None
-        formula, room = self._phases[known].formula, self.device.room_bytes() + self._kept_bytes(phase)
+        most = min(batch.rows, self.fixed.get(phase, batch.rows))
+        if self._force_fixed_rows and phase in self.fixed:
+            state.rows = most
+            return most, None
+        if not self.knows(phase):
+            return min(most, self.group_size, state.oom_ceiling or most), None
+        room = self.device.room_bytes() + self._kept_bytes(phase)
+        before, tries_more = state.rows, state.went_well >= AGAIN_AFTER
+        if before is not None and state.is_settled and not tries_more:
+            rows = self._kept_rows(phase, batch, min(before, most), room)
+        else:
+            rows = self._grown_rows(phase, batch, most, room, tries_more)
+        if before is not None and rows == most and rows <= before:
+            return rows, None  # a smaller batch leaves the plan as it is
+        if before is None or rows <= before:
+            return rows, f"longer texts, or less room, of {self.device.budget()}"
+        return rows, "room for all" if rows == most else "room for more"
+
+    def _kept_rows(self, phase: str, batch: Size, rows: int, room: int) -> int:
+        """Returns these rows of a settled plan, or fewer where not even their tensors have room any more.
+
+        What a process holds beside tensors goes up and down by itself, and is no reason to change a plan.
+        """
+        if self.predict(phase, batch._replace(rows=rows)) <= room:
+            return rows
+        return self._largest(lambda count: self.needs(phase, batch._replace(rows=count)) <= room, rows)
+
+    def _grown_rows(self, phase: str, batch: Size, most: int, room: int, tries_more: bool) -> int:
+        """Returns the most rows that fit, as far as passes that were seen tell, and settles the plan.
+
+        tries_more: go beyond the rows to which memory that ran out has cut them down.
+        """
+        state, formula = self._phases[phase], self._phases[phase].formula
         growth = GROWTH[formula.has_one_size]
 
-        def largest(fits: Callable[[int], bool], at_most: int) -> int:
-            return largest_rows(fits, batch_size=at_most, group_size=self.group_size) or 1
-
         def fits(rows: int) -> bool:
-            return self.needs(known, batch._replace(rows=rows)) <= room
+            return self.needs(phase, batch._replace(rows=rows)) <= room
 
         def in_reach(rows: int) -> bool:
             # By rows, too: where texts turn out shorter than they may be, so many tokens are never seen.
             tokens = self.positions(batch._replace(rows=rows))
             return tokens <= growth * formula.most_tokens or rows <= growth * formula.most_rows
 
-        before, again = state.rows, state.went_well >= AGAIN_AFTER
-        if before is not None and not state.explores and not again:
-            rows = largest(fits, min(before, batch_size))
-        else:
-            most = min(batch_size, (1 + again) * state.most) if state.most else batch_size
-            rows = largest(lambda rows: in_reach(rows) and fits(rows), most)
-            more = rows + (self.group_size if rows >= self.group_size else 1)
-            state.explores = rows == batch_size or (rows < most and fits(more))  # only not seen yet
-            if formula.has_one_size and not state.explores and rows > 1 and in_reach(2 * rows):
-                # All of it is taken to grow with the rows: half as many tell how much does.
-                rows, state.explores = smaller_rows(rows, self.group_size) or 1, True
-            elif rows < batch_size:
+        ceiling = min(most, (1 + tries_more) * state.oom_ceiling) if state.oom_ceiling else most
+        rows = self._largest(lambda count: in_reach(count) and fits(count), ceiling)
+        more = rows + (self.group_size if rows >= self.group_size else 1)
+        is_cut = rows < most and (rows >= ceiling or not fits(more))  # else too few were seen yet
+        state.is_settled = is_cut or (rows == most and batch.rows == state.worst_case.rows)
+        if rows < most:
+            if formula.has_one_size and state.is_settled and rows > 1 and in_reach(2 * rows):
+                # All bytes are taken to grow with the rows: half as many tell how much does.
+                rows, state.is_settled = smaller_rows(rows, self.group_size) or 1, False
+            else:
                 rows = even_rows(rows, batch_size=batch.rows, group_size=self.group_size)
-            if again:
-                state.went_well, state.most = 0, None if rows == batch_size or not state.most else most
-        if before is None or rows != batch_size or rows > before:  # a smaller batch leaves the plan as it is
-            why = f"longer texts, or less room, of {self.device.budget()}"
-            if before is not None and rows > before:
-                why = "room for all" if rows == batch_size else "room for more"
-            return rows, why
-        return rows, None
+        if tries_more:
+            state.went_well, state.oom_ceiling = 0, None if rows == most or not state.oom_ceiling else ceiling
+        return rows
+
+    def _largest(self, fits: Callable[[int], bool], at_most: int) -> int:
+        return largest_rows(fits, batch_size=at_most, group_size=self.group_size) or 1
 
     def _change(self, phase: str, rows: int, why: str) -> None:
         state = self._phases[phase]
@@ -261,16 +272,16 @@ class Fit:
             state.went_well = 0
 
     def plan_again(self) -> dict[str, tuple[int, Size]]:
-        """Of each phase that was seen, the rows that its next pass takes, and of how large a batch."""
-        known = {phase: state.batch for phase, state in self._phases.items() if self.knows(phase)}
+        """Returns, for each phase that was seen, the rows of its next pass, and of how large a batch."""
+        known = {phase: state.worst_case for phase, state in self._phases.items() if self.knows(phase)}
         return {phase: (self.plan(phase, batch), batch) for phase, batch in known.items() if batch.rows}
 
-    def reconsider(self, phase: str) -> None:
-        """Plan anew what was planned from less, before a run begins."""
-        self._phases[phase].rows, self._phases[phase].explores = None, True
+    def discard_plan(self, phase: str) -> None:
+        """Has a phase planned anew, from all that is known by now, before a run begins."""
+        self._phases[phase].rows, self._phases[phase].is_settled = None, False
 
     def planned(self) -> dict[str, int]:
-        """Rows at once by phase, as planned last."""
+        """Returns rows at once by phase, as planned last."""
         return {phase: state.rows for phase, state in self._phases.items() if state.rows is not None}
 
     # ------------------------------------------------------------------------------------------- passes
@@ -281,31 +292,26 @@ class Fit:
         work: Callable[[int], T],
         batch: Size,
         *,
-        like: str = "",
         took: Callable[[int, T], Size] | None = None,
         discard: Callable[[], None] = lambda: None,
         kv_growth: Sequence[tuple[int, int]] = (),
-        warms: bool = False,
+        is_warmup: bool = False,
     ) -> T:
-        """`work(rows)`, and where memory runs out once more with fewer rows, as of `survive`.
+        """Returns `work(rows)`, done again with fewer rows where memory runs out, see `survive`.
 
         batch: all rows, with the tokens of the longest. took: the largest pass that it was, where only the
-        result tells; the batch then says the most that there may be. kv_growth: filled by `work`. warms:
-        whether all of the batch is to be tried at once, and counted exactly, to learn from it.
+        result tells; the batch then says the most that there may be. kv_growth: filled by `work`. is_warmup:
+        try all of the batch at once, and learn from it.
         """
         state, errors = self._phases[phase], list[str]()
-        planned = batch.rows if warms else self.plan(phase, batch, like=like)
+        planned = batch.rows if is_warmup else self.plan(phase, batch)
 
         def measured(rows: int) -> T:
-            size, left = batch._replace(rows=min(rows, batch.rows)), self._kept_bytes(phase)
-            with self.device.measure(exact=warms or self._counts(phase, size, batch.rows)) as peak:
+            size = batch._replace(rows=min(rows, batch.rows))
+            with self._measure(phase, size, is_warmup) as peak:
                 result = work(rows)
-            if peak.added_bytes is not None:
-                is_typical = state.kept is None or not state.kept.is_oversized
-                peak.added_bytes = peak.added_bytes + left if is_typical else None
-                state.counted += not warms
             size = took(rows, result) if took else size
-            self._note(phase, size, peak, retries=len(errors), kv_growth=kv_growth)
+            self._note(phase, size, peak, is_warmup, retries=len(errors), kv_growth=kv_growth)
             return result
 
         result, rows = survive(
@@ -313,61 +319,74 @@ class Fit:
             on_retry=errors.append, replays=self._replays,
         )  # fmt: skip
         if not errors:
-            state.unlucky, state.went_well = 0, state.went_well + 1
+            state.same_size_retries, state.went_well = 0, state.went_well + 1
             return result
-        state.unlucky = state.unlucky + 1 if rows == planned else 0
-        if rows < planned or state.unlucky > 1:
+        state.same_size_retries = state.same_size_retries + 1 if rows == planned else 0
+        if rows < planned or state.same_size_retries > 1:
             most = rows if rows < planned else smaller_rows(rows, self.group_size) or 1
             self._ran_out(phase, most, errors[-1])
         return result
 
     def _ran_out(self, phase: str, most: int, error: str) -> None:
-        """No more than so many rows are taken for a while."""
+        """Has no more than so many rows taken for a while."""
         state = self._phases[phase]
         self._change(phase, most, f"memory ran out ({error})")
-        state.most, state.went_well, state.unlucky, state.explores = most, 0, 0, False
+        state.oom_ceiling, state.went_well, state.same_size_retries = most, 0, 0
+        state.is_settled = True
 
     @contextmanager
     def rows(self, phase: str, batch: Size) -> Iterator[int]:
-        """For a loop of one's own: gives the rows to take at once, and measures what is done inside."""
-        rows = self.plan(phase, batch)
-        with self.watch(phase, batch._replace(rows=rows)):
-            yield rows
-
-    @contextmanager
-    def watch(self, phase: str, size: Size) -> Iterator[None]:
-        """Measure what is done in one piece and not again, such as the optimizer's step.
+        """For a loop of one's own: gives the rows to take at once, and measures what is done inside.
 
         An error goes its way; one of memory is remembered, so that there are fewer rows the next time.
         """
-        state = self._phases[phase]
+        rows = self.plan(phase, batch)
+        size = batch._replace(rows=rows)
         try:
-            with self.device.measure(exact=self._counts(phase, size, size.rows)) as peak:
-                yield
+            with self._measure(phase, size, is_warmup=False) as peak:
+                yield rows
         except Exception as error:
             if is_out_of_memory(error):
-                self._ran_out(phase, smaller_rows(size.rows, self.group_size) or 1, type(error).__name__)
+                self._ran_out(phase, smaller_rows(rows, self.group_size) or 1, type(error).__name__)
             raise
-        state.counted += peak.added_bytes is not None
-        self._note(phase, size, peak)
-        state.went_well += 1
+        self._note(phase, size, peak, is_warmup=False)
+        self._phases[phase].went_well += 1
 
-    def _counts(self, phase: str, size: Size, batch_size: int) -> bool:
-        """Whether tensors are counted one by one: it takes as long in a pass of one row as in a hundred."""
+    @contextmanager
+    def _measure(self, phase: str, size: Size, is_warmup: bool) -> Iterator[Peak]:
+        """Measures a pass; what the phase has kept is part of it."""
+        state, kept_bytes = self._phases[phase], self._kept_bytes(phase)
+        with self.device.measure(exact=is_warmup or self._counts(phase, size)) as peak:
+            yield peak
+        if peak.added_bytes is not None:
+            is_typical = state.kept is None or not state.kept.is_oversized
+            peak.added_bytes = peak.added_bytes + kept_bytes if is_typical else None
+            if not is_warmup:
+                self._counted.add(phase)
+
+    def _counts(self, phase: str, size: Size) -> bool:
+        """Returns whether tensors are counted one by one, where the allocator keeps no statistics.
+
+        They are in a phase's first pass, to compare it with the plan, and in passes that are learned from.
+        """
+        return phase not in self._counted or self._teaches(phase, size)
+
+    def _teaches(self, phase: str, size: Size) -> bool:
+        """Returns whether a pass tells more than is known: until a plan is settled, and of larger ones."""
         state = self._phases[phase]
-        new = state.counted < EXACT_RUNS and batch_size <= 4 * size.rows
-        return new or self.positions(size) > LONGER * state.formula.most_tokens
+        return not state.is_settled or self.positions(size) > LARGER * state.formula.most_tokens
 
     def _note(
         self,
         phase: str,
         size: Size,
         peak: Peak,
+        is_warmup: bool,
         *,
         retries: int = 0,
         kv_growth: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Keep what a pass was predicted and measured to add, and learn from it."""
+        """Keeps what a pass was predicted and measured to add, and learns from it."""
         state, added = self._phases[phase], peak.added_bytes
         predicted = int(self.predict(phase, size)) if self.knows(phase) else None
         done = Pass(
@@ -378,36 +397,31 @@ class Fit:
         state.reason = None
         if added is None and predicted is None:  # more than its tensors took, but nothing else is known
             added = max(0, peak.process_bytes - peak.used_before_bytes)
-        if added is not None:
+        is_larger = self.positions(size) > state.formula.most_tokens or size.rows > state.formula.most_rows
+        if added is not None and (is_warmup or is_larger or state.is_borrowed or not state.is_settled):
             self.see(phase, size, added)
-        tensors = self.predict(phase, size) if added is None else added
-        if peak.process_bytes > peak.process_before_bytes:
-            # What was there before, such as what others have freed, is none of this phase's.
-            beyond = peak.process_bytes - max(peak.process_before_bytes, peak.used_before_bytes + tensors)
-            state.slack.append((self.positions(size), max(0.0, beyond) / max(1.0, tensors)))
 
     def take_passes(self) -> list[Pass]:
-        """What was measured since they were last taken."""
+        """Returns what was measured since this was last called."""
         passes, self._passes = self._passes, []
         return passes
 
     # -------------------------------------------------------------------------------------- checkpoints
 
     def state(self) -> dict[str, Any]:
-        """What was seen, and rows, which are state: the parts of a step's sums depend on them."""
+        """Returns what was seen, and rows, which are state: the parts of a step's sums depend on them."""
         return {
             phase: {
                 "seen": [*map(list, state.formula.seen)],
-                "slack": [*map(list, state.slack)],
                 **{name: getattr(state, name) for name in _STORED},
             }
             for phase, state in self._phases.items()
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on as a checkpoint has it, with its rows; one of an older version has none."""
+        """Goes on as a checkpoint has it, with its rows; a phase of an older version's is planned anew."""
         for phase, stored in state.items():
-            if "seen" not in stored:
+            if not stored.keys() >= {"seen", *_STORED}:
                 continue
             known = self._phases[phase]
             if known.rows is not None and stored["rows"] not in (None, known.rows):
@@ -415,6 +429,5 @@ class Fit:
                     "plan: {} {} rows at once, as before, instead of {}", phase, stored["rows"], known.rows
                 )
             known.formula = Formula(stored["seen"])
-            known.slack = deque(((int(tokens), share) for tokens, share in stored["slack"]), REMEMBERED)
             for name in _STORED:
                 setattr(known, name, stored[name])

@@ -75,4 +75,4 @@ class Formula:
         reluctance = _RELUCTANCE * np.diag([0.0, 1.0, 1.0])[1:]
         solution, _ = nnls(np.r_[sizes / scale, reluctance], np.r_[measured / most, 0.0, 0.0])
         coefficients = most * solution / scale
-        return coefficients, sizes[:, :2], measured / (sizes @ coefficients).clip(min=1.0)
+        return coefficients, sizes[:, :2], measured / (sizes @ coefficients).clip(min=1e-9)

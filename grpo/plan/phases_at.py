@@ -6,6 +6,7 @@ model that is there or on one without storage. Nothing is learned: gradients are
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,8 +15,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from grpo.config.groups import SamplingSettings
 from grpo.distributed.shard import run_gathered
-from grpo.learning.loss import Tokens
-from grpo.learning.objectives import learn_tokens
+from grpo.learning.loss import StepCounts
+from grpo.learning.objectives import accumulate_streams
 from grpo.learning.optimizer import moment_bytes
 from grpo.memory import Size
 from grpo.plan.workload import Workload
@@ -23,8 +24,9 @@ from grpo.rollout.arena import Arena, Room
 from grpo.rollout.decoder import cache_tokens, open_arena, prompt_places, replaced_at_once
 from grpo.rollout.static_cache import cache_dtype
 from grpo.scoring.head import logit_bytes, tokens_at_once
-from grpo.scoring.logprobs import token_logprobs
+from grpo.scoring.logprobs import score_streams
 from grpo.scoring.stream import Stream, make_stream
+from grpo.types import Batch, Prompt
 
 
 class PhasesAt:
@@ -48,7 +50,7 @@ class PhasesAt:
         self.trained_sizes = [parameter.numel() for parameter in self.trained]
 
     def run(self, phase: str, size: Size) -> None:
-        """One pass. size: `tokens` are new ones, `shared` the prompt's. KeyError for an unknown phase."""
+        """Makes one pass. size: `tokens` are new ones, `shared` a prompt's. KeyError for an unknown phase."""
         {"sample": self.sample, "score": self.score, "learn": self.learn}[phase](size)
 
     def resident(self) -> dict[str, int]:
@@ -127,28 +129,22 @@ class PhasesAt:
 
     @torch.no_grad()
     def score(self, size: Size) -> None:
-        """Log-probs of whole texts."""
+        """Computes log-probs of whole texts."""
+        batch, stream = self._texts(size)
+        options = self.work.scoring()
+        options["traced"] = self.work.target.device
         with self._reference() as model:
-            token_logprobs(
-                model, self._stream(size), temperature=self.work.config.temperature,
-                dtype=self.work.target.dtype, traced=self.work.target.device,
-            )  # fmt: skip
+            score_streams(model, batch, [stream], **options)
 
     def learn(self, size: Size) -> None:
-        """The loss and its backward pass, with gradients of a part before."""
+        """Computes gradients as of a part of a step, which finds those of another."""
         self.begin_gradients()
-        config, target, device = self.work.config, self.work.target, self.policy.device
-        stream = self._stream(size)
-        row = stream.row.to(device)
-        weight, advantage, sampler_logp, ref_logp = torch.zeros(4, len(row), device=device)
-        tokens = Tokens(
-            stream.num_rows, row, weight, advantage, sampler_logp,
-            ref_logp=ref_logp if config.kl_coef else None,
-        )  # fmt: skip
-        learn_tokens(
-            self.policy, stream, tokens, settings=config, dtype=target.dtype, traced=target.device,
-            temperature=config.temperature, checkpointing=self.work.checkpointing,
-        )  # fmt: skip
+        config = self.work.config
+        batch, stream = self._texts(size)
+        counts = StepCounts(len(batch), len(batch.ids), config.max_new_tokens)
+        options = self.work.learning(config.kl_coef)
+        options["traced"] = self.work.target.device
+        accumulate_streams(self.policy, batch, [stream], counts, **options)
         self.forget()
 
     def begin_gradients(self) -> None:
@@ -161,14 +157,21 @@ class PhasesAt:
         for parameter in self.trained:
             parameter.grad = None
 
-    def _stream(self, size: Size) -> Stream:
+    def _texts(self, size: Size) -> tuple[Batch, Stream]:
+        """Returns a batch with the columns that a step's has, and the stream that it is."""
         prompts, per_prompt = self._prompts(size)
-        rows = len(prompts) * per_prompt
-        return make_stream(
-            prompts,
-            [row // per_prompt for row in range(rows)],
-            [np.zeros(size.tokens, dtype=np.int64)] * rows,
-        )
+        rows, config = len(prompts) * per_prompt, self.work.config
+        group, tokens = [row // per_prompt for row in range(rows)], rows * size.tokens
+        nothing, flags = torch.zeros(tokens), torch.ones(tokens, dtype=torch.bool)
+        batch = Batch(
+            [Prompt("", "", {})] * len(prompts), prompts, torch.tensor(group),
+            torch.full((rows,), size.tokens), flags[:rows], [""] * rows, nothing.long(), nothing, flags,
+            credit=nothing,
+            old_logp=nothing if config.scores_policy else None,
+            ref_logp=nothing if config.uses_reference else None,
+        )  # fmt: skip
+        stream = make_stream(prompts, group, [np.zeros(size.tokens, dtype=np.int64)] * rows)
+        return batch, replace(stream, tokens=torch.arange(tokens))
 
     def _prompts(self, size: Size) -> tuple[list[list[int]], int]:
         """Prompts of equal length, and rows of each: whole groups, or part of one."""

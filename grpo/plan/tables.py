@@ -60,24 +60,14 @@ def plan_table(plan: Plan) -> Table:
 
 @dataclass
 class Measured:
-    """The largest passes of a run, by phase, and what was said of such before its first step."""
+    """The largest passes of a run, by phase, with what was predicted of them before they were made."""
 
-    fit: Fit
     largest: dict[str, Pass] = field(default_factory=dict)
-    predicted: dict[str, int] = field(default_factory=dict)
-    """Bytes that tensors were predicted to add to those passes, before the first step."""
     retries: dict[str, int] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """What is known by now is what was said before."""
-        self._first = {phase: self.fit.formula(phase) for phase in self.fit.planned()}
-
     def note(self, passes: Sequence[Pass]) -> None:
-        """Those of a step."""
+        """Takes note of a step's passes."""
         for new in passes:
             phase, before = new.phase, self.largest.get(new.phase)
             self.retries[phase] = self.retries.get(phase, 0) + new.retries
@@ -85,16 +75,14 @@ class Measured:
                 self.changes.append(f"{phase} {new.reason}")
             if before is None or _held(new) > _held(before):
                 self.largest[phase] = new
-                if formula := self._first.get(phase):
-                    self.predicted[phase] = int(formula(new.size))
 
     def table(self, budget: Budget, title: str = "Memory measured, in GB") -> Table:
-        """A row a phase: the largest pass, what its tensors added and were said to, and the process then."""
+        """Returns a row for each phase: its largest pass, and what it was predicted and measured to add."""
         table = Table(title=f"{title}; budget {budget}", title_justify="left")
-        for column in ("phase", "rows", "said", "measured", "off by", "process", "s", "retries"):
+        for column in ("phase", "rows", "predicted", "measured", "off by", "process", "s", "retries"):
             table.add_column(column, justify="left" if column == "phase" else "right")
         for phase, largest in self.largest.items():
-            predicted, measured = self.predicted.get(phase), largest.added_bytes
+            predicted, measured = largest.predicted_bytes, largest.added_bytes
             table.add_row(
                 phase, str(largest.rows), "" if predicted is None else f"{predicted / GB:.3f}",
                 "" if measured is None else f"{measured / GB:.3f}",

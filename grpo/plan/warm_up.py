@@ -40,7 +40,7 @@ def warm_up(fit: Fit, work: Workload, pass_at: Callable[[str, Size], bool], *, b
         seen: list[int] = []
         while rows not in seen and len(seen) < MOST_PASSES and pass_at(phase, work.size(rows)):
             seen.append(rows)
-            fit.reconsider(phase)  # what was seen last tells more
+            fit.discard_plan(phase)  # what was seen last tells more
             rows = fit.plan(phase, work.size(batch))
             if bold and phase not in work.fixed_rows and fit.needs(phase, work.size(batch)) <= room:
                 rows = batch  # in proportion to what was seen: rather too much

@@ -4,13 +4,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from grpo.config import Config
-from grpo.config.groups import Checkpointing
+from grpo.config.groups import Checkpointing, LossSettings
 from grpo.data import PromptSource, Tokenizer
 from grpo.data.tokens import tokenize
 from grpo.distributed import largest_share
+from grpo.learning.objectives import LearningOptions
 from grpo.memory import Size
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.target import Target
+from grpo.scoring.logprobs import ScoringOptions
 
 LONGEST_TEXTS = 64
 """Texts of most characters that are tokenized to find the one of most tokens."""
@@ -51,7 +53,7 @@ class Workload:
         """Whose log-probs are computed without learning, at most: autocast keeps a policy's cast weights."""
         config = self.config
         follows = config.uses_lora and config.reference_sync > 0  # with adapters of its own
-        if config.num_iterations > 1 or config.kl_in_reward or follows:
+        if config.scores_policy or follows:
             return "policy"
         return "reference" if config.uses_reference else "nothing"
 
@@ -64,6 +66,19 @@ class Workload:
     def checkpointing(self) -> Checkpointing:
         """What layers compute again, as yet unknown: nothing."""
         return choose_checkpointing(self.config.gradient_checkpointing)
+
+    def scoring(self) -> ScoringOptions:
+        """Returns how log-probs are computed, in a step and in the passes that it is planned by."""
+        return {"temperature": self.config.temperature, "dtype": self.target.dtype}
+
+    def learning(self, kl_coef: float) -> LearningOptions:
+        """Returns how gradients are computed. kl_coef: in this step."""
+        return {
+            "settings": LossSettings.of(self.config, kl_coef=kl_coef),
+            "importance_cap": self.config.importance_cap,
+            "checkpointing": self.checkpointing,
+            **self.scoring(),
+        }
 
     def with_settings(self, **changes: Any) -> "Workload":
         """The same with other settings."""

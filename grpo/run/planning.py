@@ -69,7 +69,7 @@ def _try_out(
     """Passes of each phase; where not one row learns, and that is left open, layers are recomputed."""
     shard = work.config.shard
 
-    def agree(rows: int) -> int:
+    def fewest(rows: int) -> int:
         return min(world.exchange("the rows at once", rows)) if shard else rows
 
     kinds = ("none", "full") if work.config.gradient_checkpointing == "auto" and not shard else ("",)
@@ -77,7 +77,7 @@ def _try_out(
         tried = work.with_settings(gradient_checkpointing=kind) if kind else work
         fit = Fit(
             device, group_size=work.config.group_size, fixed=work.fixed_rows, replays=not (shard or is_trial),
-            agree=agree, obeys=is_trial,
+            sync_rows=fewest, force_fixed_rows=is_trial,
         )  # fmt: skip
         try:
             warm_up(fit, tried, _passes(tried, fit, phases_at(tried)))
@@ -90,7 +90,7 @@ def _try_out(
         largest = min(world.exchange("the batch size", largest_batch(fit, tried)))
         tried = tried.with_settings(batch_size=world.size * largest)
         for phase in tried.phases:
-            fit.reconsider(phase)
+            fit.discard_plan(phase)
             fit.plan(phase, tried.size(tried.rows_here))
     fit.take_passes()
     return tried, fit
@@ -105,7 +105,7 @@ def _passes(work: Workload, fit: Fit, phases: PhasesAt) -> Callable[[str, Size],
         if size.rows <= work.config.group_size or fit.positions(size) <= most:
             fit.run(
                 phase, lambda rows: phases.run(phase, size._replace(rows=rows)), size,
-                discard=phases.forget, warms=True,
+                discard=phases.forget, is_warmup=True,
             )  # fmt: skip
             return True
         if work.config.shard:

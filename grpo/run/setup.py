@@ -159,8 +159,9 @@ class Run:
             work, self.fit, self.plan = plan_run(
                 work, world, self.device, self._phases_at, stack, is_trial=self.is_trial
             )
-        self.config = config = work.config  # auto no more
-        self.measured = Measured(self.fit)
+        self.work, self.config = work, work.config  # auto no more
+        config = self.config
+        self.measured = Measured()
         if world.is_main:
             if not self.is_trial:
                 check_room(

@@ -1,6 +1,8 @@
 """Log-probs of given completions, under policy (with gradients) or reference (without)."""
 
+from collections.abc import Iterable
 from functools import partial
+from typing import NotRequired, TypedDict, Unpack
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,7 +16,8 @@ from grpo.model.attention import reading_streams
 from grpo.model.prefill import sliding_window
 from grpo.model.transfer import to_device
 from grpo.scoring.head import HeadPass, Slope, head_pass
-from grpo.scoring.stream import Stream, streams
+from grpo.scoring.packing import streams
+from grpo.scoring.stream import Stream
 from grpo.types import Batch
 
 _beside: WeakValueDictionary[int, PretrainedConfig] = WeakValueDictionary()
@@ -117,21 +120,43 @@ def computing_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=dtype if lower else torch.bfloat16, enabled=lower)
 
 
-@torch.no_grad()
+class ScoringOptions(TypedDict):
+    """How log-probs are computed, see `token_logprobs`."""
+
+    temperature: float
+    dtype: torch.dtype
+    traced: NotRequired[torch.device | None]
+
+
 def score(
     model: PreTrainedModel,
     batch: Batch,
     *,
     rows: int,
-    temperature: float,
-    dtype: torch.dtype,
     longest: tuple[int, int] | None = None,
     of_equal_rows: bool = False,
+    **options: Unpack[ScoringOptions],
 ) -> Tensor:
     """Returns log-probs (K,) of a batch's tokens without gradients, on the host; in parts, see `streams`."""
+    parts = streams(batch, rows, longest=longest, of_equal_rows=of_equal_rows)
+    return score_streams(model, batch, parts, **options)
+
+
+@torch.no_grad()
+def score_streams(
+    model: PreTrainedModel,
+    batch: Batch,
+    parts: Iterable[Stream],
+    *,
+    temperature: float,
+    dtype: torch.dtype,
+    traced: torch.device | None = None,
+) -> Tensor:
+    """Returns what `score` does, of a batch that comes in these streams."""
     exact = torch.promote_types(model.dtype, torch.float32)
     logp = torch.zeros(len(batch.ids), dtype=exact, device=model.device)
-    for stream in streams(batch, rows, longest=longest, of_equal_rows=of_equal_rows):
+    for stream in parts:
         there, (tokens,) = stream.to(model.device, stream.tokens)
-        logp[tokens] = token_logprobs(model, there, temperature=temperature, dtype=dtype)[0].to(exact)
+        scored, _ = token_logprobs(model, there, temperature=temperature, dtype=dtype, traced=traced)
+        logp[tokens] = scored.to(exact)
     return logp.cpu()

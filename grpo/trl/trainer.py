@@ -133,7 +133,7 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
                 counts_by_driver=device.type == "cuda" and self._engine_sleeps,
             ),
             group_size=self.num_generations, replays=not self.is_sharded,
-            agree=(lambda rows: smallest(rows, device)) if self.is_sharded else (lambda rows: rows),
+            sync_rows=(lambda rows: smallest(rows, device)) if self.is_sharded else (lambda rows: rows),
         )  # fmt: skip
         if skip_zero_variance and self.is_sharded:
             raise UserError(
@@ -141,7 +141,7 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
                 "leave it out."
             )
         self._skips = skip_zero_variance
-        self._measured, self._num_steps = Measured(self.fit), 0
+        self._measured, self._num_steps = Measured(), 0
         self._shares = share_prompts and may_share_prompts(self)
         self._sampler = None
         reason = None if native_sampling else "native_sampling is False"
@@ -174,7 +174,6 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         if self._num_steps == self.current_gradient_accumulation_steps:
             self._show(plan_table(self.fit))
-            self._measured.begin()
         loss = super().training_step(*args, **kwargs)
         passes = self.fit.take_passes()
         self._num_steps += 1

@@ -26,7 +26,6 @@ from grpo.learning.optimizer import learning_rate, make_optimizer, set_learning_
 from grpo.learning.step import Stepper, begin_gradients
 from grpo.memory import Device, Pass, Size
 from grpo.memory.device import Peak
-from grpo.memory.fit import EXACT_RUNS
 from grpo.model.activation_checkpointing import choose_checkpointing, recomputed_layers
 from grpo.model.prefill import layers_with_window
 from grpo.model.target import Target, choose_device, make_target
@@ -195,7 +194,7 @@ def train_lm(task: Task, folder: Path) -> None:
             set_learning_rate(optimizer, rate)
             # The same windows in the same order for a seed, however they are cut into batches.
             windows = corpus.train_windows(task.num_rows, task.context, generator)
-            with device.measure(exact=step <= EXACT_RUNS) as peak:
+            with device.measure(exact=step == 1) as peak:
                 metrics = stepper.step(partial(learn, windows))
             seconds, num_tokens = time.perf_counter() - start, step * task.num_rows * task.context
             known = {"num_tokens": num_tokens, "learning_rate": rate, "step_time": seconds}

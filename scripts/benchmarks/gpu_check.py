@@ -168,7 +168,7 @@ def _mispredict(fit: Fit, factor: float) -> None:
     honest = fit.predict
     fit.predict = lambda phase, size: factor * honest(phase, size)  # type: ignore[method-assign]
     for phase in fit.planned():
-        fit.reconsider(phase)
+        fit.discard_plan(phase)
 
 
 def _row(config: Config) -> Figures:

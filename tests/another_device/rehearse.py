@@ -20,7 +20,7 @@ from grpo.learning.objectives import accumulate_grpo
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import Run, open_run
 from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, read_lines
-from grpo.scoring.stream import streams
+from grpo.scoring.packing import streams
 from grpo.trainer import Trainer
 
 RICH = {
@@ -128,7 +128,7 @@ def rehearse(rank: int, library: Path, model: Path, prompts: Path, folder: Path)
     resumed = train(on(NAME, rich, resume=folder / "rich"))
     found["rich, resumed"] = compared(resumed, train(on("cpu", rich, name="rich on the CPU")))
 
-    largest, small = (here["phases"][phase]["process_bytes"] for phase in ("learn", "update"))
+    largest, small = (here["phases"][phase]["process_bytes"] for phase in ("learn", "sample"))
 
     def less_than_it_says(run: Run) -> None:
         pretend.set_limit((largest + small) // 2)

@@ -15,7 +15,8 @@ from test_checkpointing import made, made_up
 from whole_runs import train
 
 from grpo.memory.live import LiveBytes
-from grpo.model import attention
+from grpo.model import attention, stream_attention
+from grpo.model import varlen as kernels
 from grpo.model.target import choose_attention
 from grpo.scoring import logprobs, stream
 from grpo.scoring.model_checks import check_scorer
@@ -182,8 +183,10 @@ def test_a_window_of_thousands_is_crossed_by_the_check_of_the_scorer(monkeypatch
     model = with_window("mistral", 1000, max_position_embeddings=2000)
     check_scorer(model, 2000)
     assert model.config.sliding_window == 1000 and logprobs.reads_streams(model)
-    mask = attention.Rectangle.mask
-    monkeypatch.setattr(attention.Rectangle, "mask", lambda self, window, dtype: mask(self, None, dtype))
+    mask = stream_attention.Rectangle.mask
+    monkeypatch.setattr(
+        stream_attention.Rectangle, "mask", lambda self, window, dtype: mask(self, None, dtype)
+    )
     check_scorer(model, 2000)
     assert not logprobs.reads_streams(model)
     (said,) = [line for line in logged if "padded rows, which is slower" in line]
@@ -248,8 +251,8 @@ def varlen(query, key, value, query_ends, key_ends, longest_query, longest_keys,
 def kernel(monkeypatch) -> mock.Mock:
     """In the place of torch's kernel, as if this were a device that has it."""
     there = mock.Mock(side_effect=varlen)
-    monkeypatch.setattr(attention, "KERNEL_ON", ("cpu",))
-    monkeypatch.setattr(attention, "_works", {})
+    monkeypatch.setattr(kernels, "KERNEL_ON", ("cpu",))
+    monkeypatch.setattr(kernels, "_works", {})
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=there))
     return there
 
@@ -260,9 +263,9 @@ def test_a_kernel_for_sequences_gives_what_rectangles_do(monkeypatch, kernel, lo
     model, batch = model.float(), made_up([(7, 3), (6, 1), (12, 2)], 9)
     with torch.autocast("cpu", BF16):
         found = learned(model, batch, BF16)
-    assert all(attention._works.values()) and kernel.call_count > 3 and not logged
+    assert all(kernels._works.values()) and kernel.call_count > 3 and not logged
     used = kernel.call_count
-    monkeypatch.setattr(attention, "KERNEL_ON", ())
+    monkeypatch.setattr(kernels, "KERNEL_ON", ())
     model.zero_grad()
     with torch.autocast("cpu", BF16):
         expected = learned(model, batch, BF16)
@@ -284,7 +287,7 @@ def test_a_kernel_that_is_wrong_or_missing_is_not_used_which_a_line_says_once(ke
     for _ in range(2):
         with torch.autocast("cpu", BF16):
             learned(model, batch, BF16)
-    assert list(attention._works.values()) == [False] and kernel.call_count == 1
+    assert list(kernels._works.values()) == [False] and kernel.call_count == 1
     (line,) = logged
     assert "padded rectangles, slower: varlen_attn: " in line and told in line
 

@@ -103,7 +103,7 @@ def test_planned_rows_are_those_of_brute_force_over_traces_and_real_passes_plan_
         fit = Fit(card, group_size=4)
 
         def pass_at(phase: str, size: Size) -> bool:
-            fit.run(phase, lambda rows: real.run(phase, size._replace(rows=rows)), size, warms=True)
+            fit.run(phase, lambda rows: real.run(phase, size._replace(rows=rows)), size, is_warmup=True)
             return True
 
         warm_up(fit, work, pass_at)
@@ -307,23 +307,19 @@ def test_a_plan_says_what_a_phase_consists_of_and_no_part_is_more_than_the_whole
 
 
 def test_what_was_said_before_a_run_is_compared_with_what_was_measured():
-    fit = Fit(card_of(100 * GB))
-    for phase, rows in ("sample", 64), ("learn", 64):
-        fit.see(phase, Size(rows, 20), rows * 0.01 * GB)
-        fit.plan(phase, Size(rows, 20))
-    measured = Measured(fit)
-    fit.see("learn", Size(64, 20), 9 * GB)  # what is learned later changes nothing in what was said
+    measured = Measured()
 
     def made(phase: str, rows: int, gb: float, reason: str | None = None, retries: int = 0) -> Pass:
-        return Pass(phase, rows, 20, None, int(gb * GB), 3 * GB, 1.5, retries, reason, [])
+        predicted = None if phase == "evaluate" else int(0.64 * GB)
+        return Pass(phase, rows, 20, predicted, int(gb * GB), 3 * GB, 1.5, retries, reason, [])
 
     measured.note([made("sample", 64, 0.8), made("learn", 64, 0.5, retries=2)])
     measured.note([made("learn", 32, 0.4, "64 -> 32: memory ran out", 1), made("evaluate", 5, 0.1)])
     table = measured.table(Budget(4 * GB, "test"))
     rows = printed(table)
-    assert rows["phase"] == ["rows", "said", "measured", "off by", "process", "s", "retries"]
+    assert rows["phase"] == ["rows", "predicted", "measured", "off by", "process", "s", "retries"]
     assert rows["sample"] == ["64", "0.640", "0.800", "-20.0%", "3.00", "1.50", "0"]
     assert rows["learn"] == ["64", "0.640", "0.500", "+28.0%", "3.00", "1.50", "3"]
     assert rows["evaluate"] == ["5", "", "0.100", "", "3.00", "1.50", "0"]
     assert "learn 64 -> 32: memory ran out" in str(table.caption) and "4.00 GB (test)" in str(table.title)
-    assert printed(Measured(Fit(card_of(GB))).table(Budget(GB, ""))).keys() == {"phase"}
+    assert printed(Measured().table(Budget(GB, ""))).keys() == {"phase"}

@@ -23,7 +23,7 @@ from grpo.rollout.static_cache import StaticLayer
 from grpo.rollout.tokens import step_uniforms
 from grpo.scoring.logprobs import score, token_logprobs
 from grpo.scoring.model_checks import check_scorer
-from grpo.scoring.stream import streams
+from grpo.scoring.packing import streams
 from grpo.types import Batch, Prompt
 
 G, LENGTH = 3, 12

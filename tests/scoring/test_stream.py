@@ -16,7 +16,8 @@ from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.scoring import micro_batches
 from grpo.scoring.logprobs import score
-from grpo.scoring.stream import largest_stream, make_stream, pack, streams
+from grpo.scoring.packing import largest_stream, pack, streams
+from grpo.scoring.stream import make_stream
 from grpo.types import Batch, Prompt, Step
 
 G = 4
