@@ -89,7 +89,8 @@ class RealPhases(PhasesAt):
             add_adapters(model, setting.lora)
             store_base(model, setting.compute_dtype)
         sampler = RolloutModel(model, setting.compute_dtype).model
-        super().__init__(setting.workload(), model, sampler, make_reference(model, CPU).model)
+        reference = make_reference(model, CPU, setting.compute_dtype)
+        super().__init__(setting.workload(), model, sampler, reference.model)
 
     def prepare(self, phase: str, size: Size) -> Callable[[], object]:
         """One pass, for a meter."""

@@ -9,10 +9,13 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
+from loguru import logger
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from grpo.distributed.shard import shard_model, whole
 from grpo.model.adapters import adapter_parameters, adapters_off, has_adapters
@@ -32,9 +35,11 @@ def frozen_copy(model: PreTrainedModel, device: torch.device | None = None) -> P
 
 
 class RolloutModel:
-    """The policy as the sampler runs it: the policy itself, or a copy in the compute dtype, kept in step.
+    """The policy as the sampler runs it: the policy itself, or a model with its products in a lower dtype.
 
-    A plain linear head of a copy in lower precision is centred, as the scorer's is (`centred_head`).
+    That model shares everything with the policy but the weights of products, see `product_weights`, which it
+    holds in the compute dtype, and its head, which is centred as the scorer's is (`centred_head`). Under
+    `sampling_in` it computes what the policy does under autocast, which is how the policy is scored.
     Quantized layers are never copied or cast: their numbers mean nothing without their scales. Where the
     base of adapters is in the compute dtype already, all but the head is the policy's own.
     """
@@ -43,27 +48,29 @@ class RolloutModel:
         self.model, self._policy, self._dtype = model, model, dtype
         self._copies = list[tuple[Tensor, Tensor, bool]]()
         self._trained = _trained_parameters(model)
-        head = model.get_output_embeddings()
-        if dtype.itemsize < 4 and has_adapters(model) and _base_is_in(dtype, model):
-            own_head = head.parameters() if _is_plain_linear(head) else _quantized_parts(head)
-            shared = [model.base_model, model.config, *own_head]
-        elif model.dtype != dtype:
-            shared = [model.config, *_quantized_parts(model)]
-        else:
+        has_lower_base = dtype.itemsize < 4 and has_adapters(model) and _base_is_in(dtype, model)
+        if model.dtype == dtype and not has_lower_base:
             return
+        shared = [model.config, *model.parameters(), *_quantized_parts(model)]
+        if has_lower_base:
+            shared.append(model.base_model)
         self.model = copy.deepcopy(model, {id(part): part for part in shared})
         head = self.model.get_output_embeddings()
+        copied_parts = {id(part) for part in (head if has_lower_base else self.model).modules()}
+        products = [place for place in product_weights(self.model, dtype) if id(place[0]) in copied_parts]
         if _is_plain_linear(head):
-            for name, parameter in list(head.named_parameters()):  # neither the embedding's nor the policy's
-                setattr(head, name, nn.Parameter(parameter.data, requires_grad=False))
-        policys = dict(model.named_parameters(remove_duplicate=False))
-        for name, parameter in self.model.named_parameters():  # not the buffers: rotary frequencies stay fp32
-            if parameter is not policys[name]:
-                parameter.requires_grad_(False)
-                parameter.data = torch.empty_like(parameter.data, dtype=dtype)
-                is_head = _is_plain_linear(head) and (parameter is head.weight or parameter is head.bias)
-                self._copies.append((parameter, policys[name], is_head))
+            products += [(head, name) for name, _ in head.named_parameters()]
+        copied: dict[int, Tensor] = {}
+        for module, name in products:
+            policys = getattr(module, name)
+            if id(policys) not in copied:
+                copied[id(policys)] = nn.Parameter(
+                    torch.empty_like(policys, dtype=dtype), requires_grad=False
+                )
+                self._copies.append((copied[id(policys)], policys, module is head))
+            setattr(module, name, copied[id(policys)])
         self._copy(self._copies)
+        _samples_in[self.model] = dtype
 
     def refresh(self) -> None:
         """Copy the weights that are trained in place, after the optimizer has moved them."""
@@ -93,26 +100,61 @@ class RolloutModel:
         model, policy = self.model, self._policy
         if model is policy:
             return None
-        length, vocabulary = (
-            min(16, context_length(model.config)),
-            model.config.get_text_config(decoder=True).vocab_size,
-        )
-        ids = torch.randint(vocabulary, (2, length), generator=torch.Generator().manual_seed(0))
-        texts = {"input_ids": (ids := ids.to(model.device)), "attention_mask": torch.ones_like(ids)}
+        texts = _made_up_texts(model)
         is_lower = self._dtype.itemsize < 4
         autocast = partial(torch.autocast, model.device.type, enabled=is_lower, cache_enabled=False)
         with autocast(self._dtype if is_lower else None):
             expected = policy(**texts, use_cache=False).logits
-        hidden = model.base_model(**texts, use_cache=False).last_hidden_state
-        wanted, sampled = (
-            logits.float().log_softmax(-1).clamp(min=NEVER)
-            for logits in (expected, model.get_output_embeddings()(hidden))
-        )
+        with sampling_in(model):
+            hidden = model.base_model(**texts, use_cache=False).last_hidden_state
+            logits = model.get_output_embeddings()(hidden)
+        wanted, sampled = (each.float().log_softmax(-1).clamp(min=NEVER) for each in (expected, logits))
         spread = (wanted - wanted.mean(-1, keepdim=True)).norm()
         error = ((sampled - wanted).norm() / spread).item()
         if error < COPY_ERROR:
             return None
         return f"log-probs of its copy in {self._dtype} differ from its own by {error:.2g} of their spread"
+
+
+_samples_in: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
+"""The dtype of products of each sampler's model that is not the policy itself."""
+
+
+def sampling_in(model: PreTrainedModel) -> AbstractContextManager[object]:
+    """Inside, a sampler's model computes its products as the policy's are computed where it is scored.
+
+    No cast weights are kept: recorded steps would go on with them when the policy has moved.
+    """
+    if (dtype := _samples_in.get(model)) is None:
+        return nullcontext()
+    enabled = dtype.itemsize < 4
+    return torch.autocast(
+        model.device.type, dtype if enabled else torch.bfloat16, enabled=enabled, cache_enabled=False
+    )
+
+
+def product_weights(model: PreTrainedModel, dtype: torch.dtype) -> list[tuple[nn.Module, str]]:
+    """Returns where weights stand that autocast casts to `dtype` wherever they are used, but for the head's.
+
+    Those are of linear layers and convolutions, and the stacked ones of experts. Embeddings, norms and
+    anything that a layer computes with in another way stay as they are.
+    """
+    head = model.get_output_embeddings()
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, weight in module.named_parameters(recurse=False)
+        if is_plain(weight) and weight.itemsize > dtype.itemsize and module is not head
+        if isinstance(module, nn.Linear | Conv1D | nn.Conv1d) or weight.ndim >= 3
+    ]
+
+
+def _made_up_texts(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Returns two texts of random tokens, as the model's forward pass takes them."""
+    length = min(16, context_length(model.config))
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(vocabulary, (2, length), generator=torch.Generator().manual_seed(0)).to(model.device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _trained_parameters(model: nn.Module) -> list[tuple[int, bool]]:
@@ -140,9 +182,55 @@ def _base_is_in(dtype: torch.dtype, model: PreTrainedModel) -> bool:
     return all(weight.dtype == dtype for weight in frozen if weight.ndim > 1 and is_plain(weight))
 
 
-def make_reference(policy: PreTrainedModel, device: torch.device) -> "Reference":
-    """The reference of a policy that has not moved yet. device: where a copy lives."""
-    return Reference(policy if has_adapters(policy) else frozen_copy(policy, device))
+def make_reference(
+    policy: PreTrainedModel, device: torch.device, dtype: torch.dtype = torch.float32
+) -> "Reference":
+    """Makes the reference of a policy that has not moved yet.
+
+    device: where a copy lives. dtype: what its products are computed in.
+    """
+    if has_adapters(policy):
+        return Reference(policy)
+    frozen = frozen_copy(policy, device)
+    lower_products(frozen, dtype)
+    return Reference(frozen)
+
+
+@torch.no_grad()
+def lower_products(frozen: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Has a frozen model hold the weights of its products in the 16 bits that they are multiplied in.
+
+    Autocast would cast them at every use, so logits stay the same to the bit. Where they do not, the model is
+    left as it was, which a line says.
+    """
+    if dtype.itemsize >= 4 or frozen.dtype.itemsize < 4:
+        return
+
+    def logits() -> Tensor:
+        with torch.autocast(frozen.device.type, dtype, cache_enabled=False):
+            output: Tensor = frozen(**_made_up_texts(frozen), use_cache=False).logits
+        return output
+
+    expected = logits()
+    before = [(module, name, getattr(module, name)) for module, name in product_weights(frozen, dtype)]
+    cast_products(frozen, dtype)
+    if not torch.equal(logits(), expected):
+        for module, name, weight in before:
+            setattr(module, name, weight)
+        logger.info("the reference stays in {}: in {} its log-probs would be others", frozen.dtype, dtype)
+
+
+def cast_products(frozen: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Casts the weights of a frozen model's products."""
+    for module, name in product_weights(frozen, dtype):
+        setattr(module, name, nn.Parameter(getattr(module, name).detach().to(dtype), requires_grad=False))
+
+
+def reference_bytes(policy: PreTrainedModel, dtype: torch.dtype) -> int:
+    """Returns the bytes of a policy's frozen copy whose products are computed in `dtype`."""
+    products = [getattr(module, name) for module, name in product_weights(policy, dtype)]
+    saved = sum(weight.numel() * (weight.itemsize - dtype.itemsize) for weight in products)
+    return sum(parameter.nbytes for parameter in policy.parameters()) - saved
 
 
 class Reference:

@@ -19,6 +19,7 @@ from grpo.learning.loss import StepCounts
 from grpo.learning.objectives import accumulate_streams
 from grpo.learning.optimizer import moment_bytes
 from grpo.memory import Size
+from grpo.model.weights import reference_bytes
 from grpo.plan.workload import Workload
 from grpo.rollout.arena import Arena, Room
 from grpo.rollout.decoder import cache_tokens, open_arena, prompt_places, replaced_at_once
@@ -68,12 +69,11 @@ class PhasesAt:
         if config.uses_lora and config.reference_sync:
             parts["reference"] = exact * sum(sizes)
         elif config.uses_reference and self.work.reference_here and not config.uses_lora:
-            parts["reference"] = parts["weights"]
-        if target.is_lower and shards == 1:  # shards sample with what they gather
-            text = target.model_config.get_text_config(decoder=True)
-            # A head that is the embedding, too, is one of its own there; beside adapters it is all there is.
-            head = text.vocab_size * text.hidden_size * (text.tie_word_embeddings or config.uses_lora)
-            parts["sampler's copy"] = target.dtype.itemsize * (head + sum(sizes) * (not config.uses_lora))
+            whole = shards > 1  # which is sharded as it is
+            parts["reference"] = parts["weights"] if whole else reference_bytes(self.policy, target.dtype)
+        there = {*map(id, self.policy.parameters())}
+        if copies := sum(copy.nbytes for copy in self._sampler.parameters() if id(copy) not in there):
+            parts["sampler's copy"] = copies
         return parts
 
     def known_parts(self, phase: str, size: Size) -> dict[str, int]:

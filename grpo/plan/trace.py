@@ -23,6 +23,7 @@ from grpo.memory.live import LiveBytes
 from grpo.model.activation_checkpointing import recompute_activations
 from grpo.model.adapters import adapters_off, add_adapters, has_adapters, linear_layers, store_base
 from grpo.model.four_bits import outline
+from grpo.model.weights import RolloutModel, cast_products
 from grpo.plan.phases_at import PhasesAt
 from grpo.plan.workload import Workload
 from grpo.rollout.arena import Arena
@@ -32,24 +33,31 @@ SCRATCH_BYTES = 2 * 2**20
 """Workspace of CUDA's libraries, for models so small that it counts."""
 
 
+class Mode(FakeTensorMode):
+    """What is copied with a model stays the mode of its tensors."""
+
+    def __deepcopy__(self, memo: object) -> "Mode":
+        return self
+
+
 class TracedPhases:
     """A model without storage, and what a pass of each phase adds, in bytes."""
 
     def __init__(self, work: Workload, kind: type[PhasesAt] = PhasesAt) -> None:
         """kind: the phases, if others than a run's."""
         self.work = work
-        self._mode, self._known = FakeTensorMode(), dict[tuple[str, Size], int]()
+        self._mode, self._known = Mode(), dict[tuple[str, Size], int]()
         target, dtype = work.target, work.target.exact_dtype
         with self._mode:
             self._policy = self._make_model(dtype)
         if work.config.uses_lora:
             self._add_adapters(dtype)
-        sampler = self._policy
-        if target.is_lower and not work.config.uses_lora:
-            with self._mode:
-                sampler = self._make_model(dtype).requires_grad_(False)
-                for parameter in sampler.parameters():  # not the buffers
-                    parameter.data = parameter.data.to(target.dtype)
+        with self._mode:
+            sampler = RolloutModel(self._policy, dtype if work.config.shard else target.dtype).model
+            if work.scores == "reference" and not work.config.uses_lora:
+                self._reference = self._make_model(dtype).requires_grad_(False)
+                if target.is_lower and not work.config.shard:
+                    cast_products(self._reference, target.dtype)
         self.phases = kind(
             work, self._policy, sampler, self._as_reference, hold_recording=self._hold_recording
         )
@@ -107,9 +115,7 @@ class TracedPhases:
             with adapters_off(self._policy):
                 yield self._policy
         else:
-            self._policy.requires_grad_(False)
-            yield self._policy
-            self._policy.requires_grad_(True)
+            yield self._reference
 
     def _add_adapters(self, dtype: torch.dtype) -> None:
         if self.work.config.load_in_4bit:

@@ -19,6 +19,7 @@ from transformers import Cache, PreTrainedModel
 from grpo.config.groups import SamplingSettings
 from grpo.distributed.shard import is_sharded
 from grpo.model.prefill import encode_prompts, layers_with_window, pad_prompts, sliding_window
+from grpo.model.weights import sampling_in
 from grpo.rollout.graphs import CUDAGraphs, Replay, run_and_record
 from grpo.rollout.static_cache import BLOCK, Mask, Reading, StaticLayer, decoding, static_cache_length
 from grpo.rollout.tokens import sample_tokens
@@ -102,7 +103,8 @@ class Arena:
     def fill(self, groups: Mapping[int, int], prompt_ids: Sequence[Sequence[int]], uniforms: Tensor) -> None:
         """Groups take free places, and their rows have first tokens. groups: by place. uniforms: (…, T)."""
         rows, written = self.rows_of(groups), self._completions
-        logits = self._head(self._encode([*groups], prompt_ids)).repeat_interleave(self.room.width, 0)
+        with sampling_in(self.model):
+            logits = self._head(self._encode([*groups], prompt_ids)).repeat_interleave(self.room.width, 0)
         tokens, logp = self._sample(logits, uniforms[:, 0])
         for values, first in ((written.ids, tokens), (written.logp, logp)):
             values[rows] = 0
@@ -155,9 +157,11 @@ class Arena:
         rows, longest = len(self.groups) * self.room.width, self.room.new_tokens
         ids, logps, lengths, terminated = (values[:rows] for values in self._completions)
         prompt_lengths = self._prompt_lengths[: len(self.groups)].repeat_interleave(self.room.width)
-        hidden = self._decode(ids[:, -1:], (prompt_lengths + lengths - 1).unsqueeze(1), length)
+        with sampling_in(self.model):
+            hidden = self._decode(ids[:, -1:], (prompt_lengths + lengths - 1).unsqueeze(1), length)
+            logits = self._head(hidden)
         uniforms = self._uniforms[:rows].gather(1, lengths.clamp(max=longest - 1).unsqueeze(1))
-        tokens, logp = self._sample(self._head(hidden), uniforms.squeeze(1))
+        tokens, logp = self._sample(logits, uniforms.squeeze(1))
         goes_on = ~terminated & (lengths < longest)
         place = torch.where(goes_on, lengths, longest).unsqueeze(1)
         for values, newest in ((ids, tokens), (logps, logp)):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from grpo.model.stand_ins import refuse_unknown
+from grpo.model.stand_ins import product_dtype, refuse_unknown
 
 BLOCK = 48
 """Where steps are recorded own tokens are read in multiples of this: each length is recorded anew."""
@@ -79,11 +79,13 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
         """key, value: of prompts (b, H', P, d), or of a token (R, H', 1, d)."""
         if self.reading is not None:
             for stored, new in zip(self.completions, (key, value), strict=True):
+                new = new.to(product_dtype(new))  # as where it is scored
                 stored[self.reading.rows, :, self.reading.place] = new.squeeze(2).to(stored.dtype)
             return self, self
         if not self.prompts:
-            dtype, num_groups = cache_dtype(key.dtype, self._device_type), self._shape[0]
+            dtype, num_groups = cache_dtype(product_dtype(key), self._device_type), self._shape[0]
             self.prompts = [new.new_zeros(num_groups, *new.shape[1:], dtype=dtype) for new in (key, value)]
+        key, value = (new.to(product_dtype(new)) for new in (key, value))
         for prompts, new in zip(self.prompts, (key, value), strict=True):
             prompts[self.groups] = new.to(prompts.dtype)
         return key, value
@@ -174,7 +176,9 @@ def _attend(
     """As transformers calls it, a layer of the cache for keys and values: (R, H, 1, d) to (R, 1, H, d)."""
     refuse_unknown(others)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return key.attend(query.squeeze(2), scale).unsqueeze(1), None
+    query = query.squeeze(2).to(product_dtype(query))
+    with torch.autocast(query.device.type, enabled=False):
+        return key.attend(query, scale).unsqueeze(1), None
 
 
 AttentionInterface.register(_NAME, _attend)

@@ -30,7 +30,7 @@ from grpo.model.load import (
 )
 from grpo.model.names import BASE_FOLDER, base_of, findable
 from grpo.model.target import Target
-from grpo.model.weights import Reference, frozen_copy, make_reference
+from grpo.model.weights import Reference, frozen_copy, lower_products, make_reference
 from grpo.prompt import Prompt
 from grpo.rollout.decoder import check_decoder
 from grpo.run.checkpoint import Checkpoint
@@ -206,18 +206,21 @@ def load_models(
     if config.uses_lora:  # after the check, which wants to be exact, and not on the device before
         store_base(policy.model, target.dtype)
         policy.model.to(target.device)
+    reference_dtype = torch.float32 if config.shard else target.dtype
     if checkpoint is None:
         check_decoder(policy.model, shape, target.model_config)
-        return policy, make_reference(policy.model, reference_device) if config.uses_reference else None
+        if not config.uses_reference:
+            return policy, None
+        return policy, make_reference(policy.model, reference_device, reference_dtype)
     logger.info("going on from {}", shown(checkpoint.folder))
     if config.uses_lora:
         reference = make_reference(policy.model, reference_device)
         load_adapters(policy.model, checkpoint.folder)
     else:
         first = policy.model
-        reference = Reference(
-            first.to(reference_device) if source.model is None else frozen_copy(first, reference_device)
-        )
+        frozen = first.to(reference_device) if source.model is None else frozen_copy(first, reference_device)
+        lower_products(frozen, reference_dtype)
+        reference = Reference(frozen)
         policy = source.load_weights(policy, str(checkpoint.folder), on_host=config.shard)
     reference.restore(checkpoint.reference())
     check_decoder(policy.model, shape, target.model_config)

@@ -31,12 +31,12 @@ from grpo.model.load import context_length
 from grpo.model.target import make_target
 from grpo.plan.advice import check_one_row
 from grpo.plan.tables import plan_of
-from grpo.plan.trace import TracedPhases
+from grpo.plan.trace import Mode, TracedPhases
 from grpo.plan.warm_up import card_to_plan_for, see_trace, show_plan, warm_up
 from grpo.plan.workload import LONGEST_TEXTS
 from grpo.trl.sampling import base_model, generation_of, longest_completion, why_not_native
 from grpo.trl.shared_prompts import may_share_prompts
-from grpo.trl.traced import Mode, TracedTrainer, TrainerWork, scores_policy
+from grpo.trl.traced import TracedTrainer, TrainerWork, scores_policy
 from grpo.trl.trainer import GRPOTrainer
 
 

@@ -19,7 +19,7 @@ from trl.trainer.utils import use_adapter
 from grpo.memory import Size
 from grpo.model.weights import RolloutModel
 from grpo.plan.phases_at import PhasesAt
-from grpo.plan.trace import TracedPhases, take_norms_as_cuda_does
+from grpo.plan.trace import Mode, TracedPhases, take_norms_as_cuda_does
 from grpo.plan.workload import Workload
 from grpo.scoring.stream import Texts
 from grpo.trl import shared_prompts
@@ -52,7 +52,7 @@ class TracedTrainer(TracedPhases):
 
     work: TrainerWork
 
-    def __init__(self, work: TrainerWork, trainer: Any, mode: FakeTensorMode) -> None:
+    def __init__(self, work: TrainerWork, trainer: Any, mode: Mode) -> None:
         self.work, self._mode, self._known = work, mode, {}
         for model in filter(None, (trainer.model, trainer.ref_model)):
             _without_storage(model, mode)
@@ -170,13 +170,6 @@ class TrainerPhases(PhasesAt):
         if self._trainer.beta:
             inputs["ref_per_token_logps"] = torch.zeros(completions)
         return inputs
-
-
-class Mode(FakeTensorMode):
-    """What is copied with a model stays the mode of its tensors."""
-
-    def __deepcopy__(self, memo: object) -> "Mode":
-        return self
 
 
 class _WithoutValues(TorchFunctionMode):

@@ -28,7 +28,7 @@ from grpo.model.adapters import (
 )
 from grpo.model.four_bits import dequantized, layers_in_4_bits
 from grpo.model.load import ModelSource, load_config, load_policy
-from grpo.model.weights import RolloutModel, make_reference
+from grpo.model.weights import RolloutModel, make_reference, sampling_in
 from grpo.plan.trace import TracedPhases
 from grpo.run.checkpoint import CheckpointFolder
 from grpo.run.loading import check_quantized
@@ -45,7 +45,8 @@ IN_4_BITS = replace(EVERYWHERE, load_in_4bit=True)
 
 @torch.no_grad()
 def logprobs(model) -> torch.Tensor:
-    return model(input_ids=IDS).logits.float().log_softmax(-1)
+    with sampling_in(model):
+        return model(input_ids=IDS).logits.float().log_softmax(-1)
 
 
 def move(model) -> None:
@@ -339,7 +340,8 @@ def test_a_base_in_fp32_is_sampled_by_a_whole_copy_in_bf16_that_follows_its_adap
     model = load("llama", "fp32").model
     add_adapters(model, EVERYWHERE)
     sampler = RolloutModel(model, torch.bfloat16)
-    assert {weight.dtype for weight in sampler.model.parameters()} == {torch.bfloat16}
+    layers = {weight.dtype for name, weight in sampler.model.named_parameters() if "proj" in name}
+    assert layers == {torch.bfloat16} == {sampler.model.lm_head.weight.dtype}
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
     before = logprobs(sampler.model)
     rounding = (before - logprobs(model)).abs().mean()

@@ -8,9 +8,10 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from grpo.model.first_layers import first_layers
-from grpo.model.weights import RolloutModel
+from grpo.model.weights import RolloutModel, make_reference, reference_bytes, sampling_in
 from grpo.rollout.decoder import check_decoder, has_static_cache
 
+BF16, FP32 = torch.bfloat16, torch.float32
 IDS = torch.randint(260, (2, 16), generator=torch.Generator().manual_seed(0))
 STORED = {
     "4 bits": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
@@ -66,8 +67,9 @@ def correlation(model, sampler) -> float:
     """Of log-probs as they are scored and as they are sampled."""
     with torch.autocast("cpu", torch.bfloat16):
         scored = model(IDS).logits.float().log_softmax(-1)
-    hidden = sampler.model.base_model(IDS).last_hidden_state
-    sampled = sampler.model.get_output_embeddings()(hidden).float().log_softmax(-1)
+    with sampling_in(sampler.model):
+        hidden = sampler.model.base_model(IDS).last_hidden_state
+        sampled = sampler.model.get_output_embeddings()(hidden).float().log_softmax(-1)
     return torch.corrcoef(torch.stack([scored.flatten(), sampled.flatten()]))[0, 1].item()
 
 
@@ -100,9 +102,57 @@ def test_adapters_of_the_head_are_followed(folder, kind, dtype):
     assert sampler.check() is None and correlation(model, sampler) > 0.998
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
     move(model)
-    assert kind not in ("saved head", "both ends") or sampler.check() is not None
+    is_copied = dtype == torch.float32 and kind in ("saved head", "both ends")  # in bf16 it is shared
+    assert not is_copied or sampler.check() is not None
     sampler.refresh()
     assert sampler.check() is None and correlation(model, sampler) > 0.998
+
+
+@pytest.mark.parametrize("has_adapters", [False, True], ids=["whole", "adapters"])
+def test_in_bf16_the_samplers_states_are_those_that_the_scorer_sees_to_the_bit(folder, has_adapters):
+    """Embeddings, norms and what is added up between layers stay in fp32; a copy all in bf16 is far off."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if has_adapters:
+        _, model = adapted(folder, target_modules="all-linear")
+    sampler = RolloutModel(model, torch.bfloat16).model
+    assert sampler.model.embed_tokens.weight is model.model.embed_tokens.weight
+    assert sampler.model.layers[0].mlp.down_proj.weight.dtype == torch.bfloat16
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model.model(IDS).last_hidden_state
+    with torch.no_grad(), sampling_in(sampler):
+        assert torch.equal(sampler.model(IDS).last_hidden_state, expected)
+        assert not torch.is_autocast_cache_enabled()  # recorded steps would keep what it casts once
+    assert not torch.equal(copy.deepcopy(model).bfloat16().model(IDS).last_hidden_state.float(), expected)
+
+
+def test_a_reference_holds_the_weights_of_products_in_bf16_and_scores_the_same_to_the_bit(folder, logged):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def logits(model) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(IDS).logits
+
+    whole, reference = (make_reference(model, IDS.device, dtype)._model for dtype in (FP32, BF16))
+    assert torch.equal(logits(reference), logits(whole)) and torch.equal(logits(reference), logits(model))
+    held = sum(weight.nbytes for weight in reference.parameters())
+    assert held == reference_bytes(model, BF16) < 0.7 * sum(weight.nbytes for weight in whole.parameters())
+    assert reference.lm_head.weight.dtype == reference.model.norm.weight.dtype == FP32
+    assert not any(weight.requires_grad for weight in reference.parameters()) and not logged
+
+    class Exact(torch.nn.Linear):
+        """A router, as some are, whose product is always in fp32."""
+
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return torch.nn.functional.linear(states.float(), self.weight.float())
+
+    model.model.layers[0].mlp.gate_proj.__class__ = Exact
+    reference = make_reference(model, IDS.device, BF16)._model
+    assert {weight.dtype for weight in reference.parameters()} == {FP32}
+    assert torch.equal(logits(reference), logits(model))
+    (line,) = logged
+    assert "stays in torch.float32: in torch.bfloat16 its log-probs would be others" in line
 
 
 def test_a_copy_of_other_weights_is_told(folder):

@@ -365,7 +365,8 @@ def test_the_calculator_as_it_is_typed_of_counts_and_of_the_bundled_model(tmp_pa
     held = {line["name"]: line["bytes"] for line in stored["lines"]}
     weights, size = held["trainable weights"], stored["shares"][1]["batch_size"]
     assert (held["optimizer"], held["gradients"]) == (2 * weights, weights)
-    assert held["sampler's copy"] == weights / 2 + 2 * 902 * 256  # a head of its own
+    shared = (902 + 512) * 256 + (2 * 4 + 1) * 2 * 256  # numbers of embeddings and norms; the head is its own
+    assert held["sampler's copy"] == 2 * (weights / 4 - shared + 902 * 256)
     config = parse_command_line(["--config", "p.yaml", "--profile", "rtx4090_dual"])
     assert (config.model, config.batch_size, config.precision) == ("rook-tiny", 2 * size, "bf16")
     assert size > 0 and size % 8 == 0 and config.kl_coef == 0
