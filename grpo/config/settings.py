@@ -187,8 +187,8 @@ class MemorySettings(Settings):
     train_rows: Annotated[int | None, ROWS] = None
     """Completions of the longest in one backward pass, more of shorter ones; None: planned."""
     gradient_checkpointing: CheckpointingSetting = "auto"
-    """What layers compute again in the backward pass: all (full), or nothing (none); auto: nothing, or all
-    where not one completion would fit otherwise."""
+    """What layers compute again in the backward pass: all (full), or nothing (none); auto: all where few
+    completions would learn at once otherwise."""
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()

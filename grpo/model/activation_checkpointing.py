@@ -25,10 +25,7 @@ _recompute: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preser
 
 
 def choose_checkpointing(setting: CheckpointingSetting) -> Checkpointing:
-    """`auto` is none: rows that go through in parts save more memory, and cost less time.
-
-    It is full in a run where not one row would learn otherwise.
-    """
+    """`auto` is none until a plan has chosen: rows that go through in parts save more memory in less time."""
     return "none" if setting == "auto" else setting
 
 

@@ -14,7 +14,7 @@ from grpo.plan.advice import explain
 from grpo.plan.phases_at import PhasesAt
 from grpo.plan.tables import Plan, plan_of
 from grpo.plan.trace import TracedPhases
-from grpo.plan.warm_up import largest_batch, see_trace, warm_up
+from grpo.plan.warm_up import choose_recomputing, largest_batch, see_trace, warm_up
 from grpo.plan.workload import Workload
 
 HOST_WORK, CARD_WORK = 2e10, 4e14
@@ -66,26 +66,21 @@ def _make_first_passes(work: Workload, phases: PhasesAt) -> None:
 def _try_out(
     work: Workload, world: World, device: Device, phases_at: Callable[[Workload], PhasesAt], is_trial: bool
 ) -> tuple[Workload, Fit]:
-    """Passes of each phase; where not one row learns, and that is left open, layers are recomputed."""
+    """Makes passes of each phase, with layers recomputed where that is wanted, see `choose_recomputing`."""
     shard = work.config.shard
 
     def fewest(rows: int) -> int:
         return min(world.exchange("the rows at once", rows)) if shard else rows
 
-    kinds = ("none", "full") if work.config.gradient_checkpointing == "auto" and not shard else ("",)
-    for kind in kinds:
-        tried = work.with_settings(gradient_checkpointing=kind) if kind else work
+    def plan(tried: Workload) -> tuple[Workload, Fit]:
         fit = Fit(
             device, group_size=work.config.group_size, fixed=work.fixed_rows, replays=not (shard or is_trial),
             sync_rows=fewest, force_fixed_rows=is_trial,
         )  # fmt: skip
-        try:
-            warm_up(fit, tried, _passes(tried, fit, phases_at(tried)))
-            break
-        except DoesNotFit:
-            if kind != "none":
-                raise
-            logger.info("gradient checkpointing is full: not one row would learn otherwise")
+        warm_up(fit, tried, _passes(tried, fit, phases_at(tried)))
+        return tried, fit
+
+    tried, fit = plan(work) if shard else choose_recomputing(work, plan)
     if work.config.batch_size == "auto":
         largest = min(world.exchange("the batch size", largest_batch(fit, tried)))
         tried = tried.with_settings(batch_size=world.size * largest)

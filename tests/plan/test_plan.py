@@ -156,18 +156,21 @@ def test_rows_are_planned_for_the_longest_texts_or_as_the_user_fixed_them():
         ({"rollout_rows": 32, "score_rows": 16, "train_rows": 4}, 100 * GB, [32, 16, 4]),
         ({"rollout_rows": 64}, 9 * 70 * MIB + GRADIENTS, [8, 8, 8]),
     ):  # fmt: skip
-        _, plan = plan_without_weights(workload(**settings), card_of(room))
+        work = workload(gradient_checkpointing="none", **settings)
+        _, plan = plan_without_weights(work, card_of(room))
         assert [*plan.sizes] == ["sample", "score", "learn"] and rows_of(plan) == rows, settings
         assert {size[1:] for size in plan.sizes.values()} == {(20, 50, 0)}
     # A host keeps gaps between tensors.
-    _, plan = plan_without_weights(workload(), card_of(64.5 * 70 * MIB + GRADIENTS, slack=0.1))
+    whole = workload(gradient_checkpointing="none")
+    _, plan = plan_without_weights(whole, card_of(64.5 * 70 * MIB + GRADIENTS, slack=0.1))
     assert rows_of(plan) == [32, 32, 32]
 
 
 @pytest.mark.usefixtures("made_up")
 @pytest.mark.parametrize("groups", [0.5, 1.1, 2.1, 5.1, 17.9, 32])
 def test_the_batch_that_is_found_is_that_of_brute_force(groups: float):
-    work, room = workload(batch_size="auto", max_batch_size=150), groups * G * 70 * MIB + GRADIENTS
+    work = workload(batch_size="auto", max_batch_size=150, gradient_checkpointing="none")
+    room = groups * G * 70 * MIB + GRADIENTS
     traced = Traced(work)
     needed = {size: traced.added_bytes("learn", work.size(size)) for size in range(G, 151, G)}
     expected = max((size for size, most in needed.items() if most <= room), default=0)
@@ -189,24 +192,43 @@ class WithoutLayers(Traced):
             raise ValueError("does not say which of its layers can be recomputed")
 
 
-def test_layers_are_recomputed_only_where_not_one_row_would_learn_otherwise(made_up, logged):
+def test_layers_are_recomputed_where_few_rows_would_learn_otherwise(made_up, logged):
     def settled(room: float, **settings: object) -> tuple[str, int]:
         work, plan = plan_without_weights(workload(**{**WITHOUT_KL, **settings}), card_of(room))
         return work.config.gradient_checkpointing, plan.sizes["learn"].rows
 
-    for rows in (64, 2, 1):
-        assert settled(GRADIENTS + (rows + 0.3) * 70 * MIB) == ("none", rows)
+    made_up(type("Learning", (Traced,), {"added_bytes": only_learning}))
+    assert settled(GRADIENTS + 64.3 * 70 * MIB) == ("none", 64)
+    long = {"max_new_tokens": 1000}  # of which a row makes a full pass
+    assert settled(GRADIENTS + 1.3 * 1050 * MIB, **long) == ("none", 1)
+    assert settled(GRADIENTS + 2.3 * 70 * MIB, train_rows=2) == ("none", 2)  # as many as are wanted
     assert not [line for line in logged if "checkpointing" in line]
+    for rows in 2, 1:
+        assert settled(GRADIENTS + (rows + 0.3) * 70 * MIB) == ("full", 2 * rows)
+    assert "INFO gradient checkpointing is full: 4 rows learn at once, instead of 2" in logged
+    made_up(type("NoLess", (Traced,), {"added_bytes": no_less_recomputed}))
+    assert settled(GRADIENTS + 2.3 * 70 * MIB) == ("none", 2)
+    made_up(type("Learning", (Traced,), {"added_bytes": only_learning}))
+    auto = {"batch_size": "auto", "max_batch_size": 64}
+    assert settled(GRADIENTS + 8.3 * 70 * MIB, **auto) == ("none", 8)
+    assert settled(GRADIENTS + 4.3 * 70 * MIB, **auto) == ("full", 8)
+    made_up(type("Learning", (WithoutLayers,), {"added_bytes": only_learning}))
+    assert settled(GRADIENTS + 1.3 * 70 * MIB) == ("none", 1)
     scarce = GRADIENTS + 50 * MIB - 4 * PARAMETERS  # there is no reference
     made_up(type("Learning", (Traced,), {"added_bytes": only_learning}))
     assert settled(scarce) == ("full", 1)  # one row takes 70 MB, or half of that
-    assert "INFO gradient checkpointing is full: not one row would learn otherwise" in logged
+    assert "INFO gradient checkpointing is full: 1 rows learn at once, instead of 0" in logged
     assert settled(GB, gradient_checkpointing="full")[0] == "full"
     with pytest.raises(DoesNotFit, match=r"learn does not fit: one row .*checkpointing full saves"):
         settled(scarce - 30 * MIB)
     made_up(type("Learning", (WithoutLayers,), {"added_bytes": only_learning}))
     with pytest.raises(DoesNotFit, match="learn does not fit: one row"):
         settled(scarce)
+
+
+def no_less_recomputed(traced: Traced, phase: str, size: Size) -> int:
+    plain = Traced(traced.work.with_settings(gradient_checkpointing="none"))
+    return only_learning(plain, phase, size)
 
 
 def only_learning(traced: Traced, phase: str, size: Size) -> int:
