@@ -208,11 +208,12 @@ class Fit:
         if not self.knows(phase):
             return min(most, self.group_size, state.oom_ceiling or most), None
         room = self.device.room_bytes() + self._kept_bytes(phase)
-        before, tries_more = state.rows, state.went_well >= AGAIN_AFTER
-        if before is not None and state.is_settled and not tries_more:
-            rows = self._kept_rows(phase, batch, min(before, most), room)
-        else:
-            rows = self._grown_rows(phase, batch, most, room, tries_more)
+        before, tries_more, kept = state.rows, state.went_well >= AGAIN_AFTER, 0
+        if before is not None and state.is_settled:
+            kept = self._kept_rows(phase, batch, min(before, most), room)
+        rows = kept
+        if not state.is_settled or before is None or tries_more:
+            rows = max(kept, self._grown_rows(phase, batch, most, room, tries_more))
         if before is not None and rows == most and rows <= before:
             return rows, None  # a smaller batch leaves the plan as it is
         if before is None or rows <= before:

@@ -294,6 +294,8 @@ def test_a_plan_leaves_a_tenth_for_what_a_process_holds_beside_tensors_and_then_
     for room, *meter.process in (710, 150, 900), (645, 900, 900), (641, 900, 5000), (700, 150, 5000):
         meter.usable = 150 + room
         assert meter.steps(fit, 1) == [BATCH]
+    meter.usable = 150 + 645
+    assert meter.steps(fit, AGAIN_AFTER + 1) == [BATCH] * (AGAIN_AFTER + 1)  # planned anew, and no fewer
     meter.usable = 150 + 635  # which not even tensors have room in
     assert meter.steps(fit, 2) == [56, 56]
 
