@@ -21,7 +21,7 @@ from grpo.model.adapters import add_adapters, store_base
 from grpo.model.load import load_model
 from grpo.model.target import Target, make_target
 from grpo.model.weights import RolloutModel, make_reference
-from grpo.plan.phases_at import PhasesAt
+from grpo.plan.phase_probe import PhaseProbe
 from grpo.plan.workload import Workload
 from grpo.types import Prompt
 
@@ -73,7 +73,7 @@ class Setting:
         return Workload(config, self.target, longest.shared)
 
 
-class RealPhases(PhasesAt):
+class RealPhases(PhaseProbe):
     """Weights are random, as memory does not depend on them."""
 
     def __init__(self, setting: Setting) -> None:

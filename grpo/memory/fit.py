@@ -18,7 +18,7 @@ from loguru import logger
 from grpo.memory.device import Device, Peak
 from grpo.memory.formula import Formula
 from grpo.memory.recovery import is_out_of_memory, survive
-from grpo.memory.rows import Size, even_rows, largest_rows, positions, smaller_rows
+from grpo.memory.rows import Size, even_rows, largest_rows, num_tokens, smaller_rows
 
 T = TypeVar("T")
 GROWTH = {True: 2, False: 4}
@@ -144,7 +144,7 @@ class Fit:
         state = self._phases[phase]
         if state.is_borrowed:
             state.formula, state.is_borrowed = Formula(), False
-        state.formula.see(size.rows, self.positions(size), added_bytes)
+        state.formula.see(size.rows, self.num_tokens(size), added_bytes)
 
     def borrow_formula(self, phase: str, source: str) -> None:
         """Plans a phase by what is known of another that does much the same, until it is seen itself."""
@@ -157,7 +157,7 @@ class Fit:
 
     def predict(self, phase: str, size: Size) -> float:
         """Returns the bytes that the tensors of such a pass add. ValueError before anything was seen."""
-        return self._phases[phase].formula(size.rows, self.positions(size))
+        return self._phases[phase].formula(size.rows, self.num_tokens(size))
 
     def needs(self, phase: str, size: Size) -> float:
         """Returns the same with what the process is taken to hold beside tensors."""
@@ -178,9 +178,9 @@ class Fit:
         kept = self._phases[phase].kept
         return kept.nbytes if kept is not None else 0
 
-    def positions(self, size: Size) -> int:
+    def num_tokens(self, size: Size) -> int:
         """Returns the tokens that such a pass computes."""
-        return positions(size, self.group_size)
+        return num_tokens(size, self.group_size)
 
     # -------------------------------------------------------------------------------------------- plans
 
@@ -242,7 +242,7 @@ class Fit:
 
         def in_reach(rows: int) -> bool:
             # By rows, too: where texts turn out shorter than they may be, so many tokens are never seen.
-            tokens = self.positions(batch._replace(rows=rows))
+            tokens = self.num_tokens(batch._replace(rows=rows))
             return tokens <= growth * formula.most_tokens or rows <= growth * formula.most_rows
 
         ceiling = min(most, (1 + tries_more) * state.oom_ceiling) if state.oom_ceiling else most
@@ -375,7 +375,7 @@ class Fit:
     def _teaches(self, phase: str, size: Size) -> bool:
         """Returns whether a pass tells more than is known: until a plan is settled, and of larger ones."""
         state = self._phases[phase]
-        return not state.is_settled or self.positions(size) > LARGER * state.formula.most_tokens
+        return not state.is_settled or self.num_tokens(size) > LARGER * state.formula.most_tokens
 
     def _note(
         self,
@@ -398,7 +398,7 @@ class Fit:
         state.reason = None
         if added is None and predicted is None:  # more than its tensors took, but nothing else is known
             added = max(0, peak.process_bytes - peak.used_before_bytes)
-        is_larger = self.positions(size) > state.formula.most_tokens or size.rows > state.formula.most_rows
+        is_larger = self.num_tokens(size) > state.formula.most_tokens or size.rows > state.formula.most_rows
         if added is not None and (is_warmup or is_larger or state.is_borrowed or not state.is_settled):
             self.see(phase, size, added)
 

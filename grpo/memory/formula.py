@@ -18,11 +18,11 @@ from scipy.optimize import nnls
 
 from grpo.errors import UserError
 
-REMEMBERED = 5
-"""Measurements of sizes alike, the newest; and shares of what a process held beside its tensors."""
+MEASUREMENTS_PER_SIZE = 5
+"""The newest measurements of sizes alike that are kept."""
 _ALIKE = 1.25
 """Sizes are alike within this factor."""
-_RELUCTANCE = 0.03
+_RIDGE = 0.03
 """Of the fit to say that bytes are not the tokens': only if the measurements do."""
 
 
@@ -48,7 +48,7 @@ class Formula:
     def see(self, rows: int, tokens: int, num_bytes: float) -> None:
         """A pass over `rows`, of `tokens` in all, has added so much at its peak."""
         alike = int(math.log(rows) / math.log(_ALIKE)), int(math.log(max(1, tokens)) / math.log(_ALIKE))
-        measured = self._seen.setdefault(alike, deque(maxlen=REMEMBERED))
+        measured = self._seen.setdefault(alike, deque(maxlen=MEASUREMENTS_PER_SIZE))
         measured.append((float(tokens), float(rows), float(num_bytes)))
         self.most_tokens, self.most_rows = max(self.most_tokens, tokens), max(self.most_rows, rows)
         self._fitted: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
@@ -72,7 +72,7 @@ class Formula:
         sizes, measured = np.c_[seen[:, :2], np.ones(len(seen))], seen[:, 2]
         scale, most = sizes.max(0), max(1.0, measured.max())
         # Where rows had one length, either of the first two columns explains the bytes: let tokens do.
-        reluctance = _RELUCTANCE * np.diag([0.0, 1.0, 1.0])[1:]
+        reluctance = _RIDGE * np.diag([0.0, 1.0, 1.0])[1:]
         solution, _ = nnls(np.r_[sizes / scale, reluctance], np.r_[measured / most, 0.0, 0.0])
         coefficients = most * solution / scale
         return coefficients, sizes[:, :2], measured / (sizes @ coefficients).clip(min=1e-9)

@@ -108,7 +108,7 @@ def survive(
         outcome = _attempt(run, rows)
         if isinstance(outcome, tuple):
             return outcome[0], rows
-        _let_go(outcome, discard)
+        _free_failed_attempt(outcome, discard)
         tried.append(rows)
         if not replays:
             raise DoesNotFit(
@@ -143,7 +143,7 @@ def _attempt(run: Callable[[int], T], rows: int) -> tuple[T] | Exception:
         raise
 
 
-def _let_go(error: Exception, discard: Callable[[], None]) -> None:
+def _free_failed_attempt(error: Exception, discard: Callable[[], None]) -> None:
     """Free what a failed attempt still holds: in frames, as gradients, in cycles, in the cache."""
     linked: list[BaseException] = [error]
     for link in linked:  # grows meanwhile

@@ -20,7 +20,7 @@ class Size(NamedTuple):
     """Tokens of the whole pass where rows are of unlike lengths; 0: all rows are as long as the longest."""
 
 
-def positions(size: Size, group_size: int) -> int:
+def num_tokens(size: Size, group_size: int) -> int:
     """Tokens that a pass computes: `tokens` of each row, and of each group `shared` that its rows have."""
     return size.computed or size.rows * size.tokens + -(-size.rows // group_size) * size.shared
 

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from grpo.memory import Budget, Fit, Pass, Size
 from grpo.memory.budget import GB
-from grpo.plan.phases_at import PhasesAt
+from grpo.plan.phase_probe import PhaseProbe
 
 ELSE = "everything else in the process"
 """Interpreter, libraries, context, and what an allocator keeps."""
@@ -22,7 +22,7 @@ class Plan:
     budget: Budget
 
 
-def plan_of(fit: Fit, phases: PhasesAt) -> Plan:
+def plan_of(fit: Fit, phases: PhaseProbe) -> Plan:
     """What `fit` plans now."""
     work, resident = phases.work, phases.resident()
     rest = max(0.0, fit.device.used_bytes() - sum(resident.values()))

@@ -24,7 +24,7 @@ from grpo.model.activation_checkpointing import recompute_activations
 from grpo.model.adapters import adapters_off, add_adapters, has_adapters, linear_layers, store_base
 from grpo.model.four_bits import outline
 from grpo.model.weights import RolloutModel, cast_products
-from grpo.plan.phases_at import PhasesAt
+from grpo.plan.phase_probe import PhaseProbe
 from grpo.plan.workload import Workload
 from grpo.rollout.arena import Arena
 from grpo.rollout.decoder import records_steps
@@ -43,7 +43,7 @@ class Mode(FakeTensorMode):
 class TracedPhases:
     """A model without storage, and what a pass of each phase adds, in bytes."""
 
-    def __init__(self, work: Workload, kind: type[PhasesAt] = PhasesAt) -> None:
+    def __init__(self, work: Workload, kind: type[PhaseProbe] = PhaseProbe) -> None:
         """kind: the phases, if others than a run's."""
         self.work = work
         self._mode, self._known = Mode(), dict[tuple[str, Size], int]()

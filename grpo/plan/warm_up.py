@@ -31,18 +31,20 @@ GPT-2 124 M on two CPU cores learns a row of 210 tokens in 1.04 s alone, and in 
 recomputed; a row of 800 tokens in 3.3 s, and in 3.6 s.
 """
 MOST_PASSES = 12
-"""Of a phase."""
-JUST = 1.2
-"""Times the room, by a formula that may be that much too high."""
+"""Passes of one phase at most."""
+OVERSHOOT = 1.2
+"""A formula may be so many times too high: passes that it puts this far beyond the room are traced, too."""
 STARTED_BYTES = 64 * 2**20
 """What a process on a host grows by from its imports to its plan: code and threads."""
 
 
-def warm_up(fit: Fit, work: Workload, pass_at: Callable[[str, Size], bool], *, bold: bool = False) -> None:
-    """See each phase, and plan it.
+def warm_up(
+    fit: Fit, work: Workload, pass_at: Callable[[str, Size], bool], *, traced_only: bool = False
+) -> None:
+    """Makes passes of each phase, until its plan is one that was seen.
 
-    pass_at: makes `fit` see a pass, or one of fewer rows; False where such a pass is not to be had. bold: see
-    a pass of more rows, too, that may just fit: where none can run out of memory.
+    pass_at: makes `fit` see a pass, or one of fewer rows; False where such a pass is not to be had.
+    traced_only: no pass can run out of memory, so that one of more rows, which may just fit, is seen, too.
     """
     room, batch = fit.room_bytes(), work.rows_here
     for phase in work.phases:
@@ -52,12 +54,13 @@ def warm_up(fit: Fit, work: Workload, pass_at: Callable[[str, Size], bool], *, b
             seen.append(rows)
             fit.discard_plan(phase)  # what was seen last tells more
             rows = fit.plan(phase, work.size(batch))
-            if bold and phase not in work.fixed_rows and fit.needs(phase, work.size(batch)) <= room:
+            if traced_only and phase not in work.fixed_rows and fit.needs(phase, work.size(batch)) <= room:
                 rows = batch  # in proportion to what was seen: rather too much
             more = _with_one_pass_less(rows, work)
-            if bold and rows in seen and more and fit.needs(phase, work.size(more)) <= JUST * room:
+            may_fit = more and fit.needs(phase, work.size(more)) <= OVERSHOOT * room
+            if traced_only and rows in seen and may_fit:
                 rows = more
-        if len(seen) == 1 and not bold:  # of one size all bytes would be taken to grow with the tokens
+        if len(seen) == 1 and not traced_only:  # of one size all bytes would be taken to grow with the tokens
             longest = work.size(seen[0])
             pass_at(phase, longest._replace(tokens=max(1, longest.tokens // 2)))
 
@@ -103,7 +106,7 @@ def plan_without_weights(work: Workload, card: Card) -> tuple[Workload, Plan]:
     work = traced.work
     if work.config.batch_size == "auto":
         work = work.with_settings(batch_size=work.processes * largest_batch(fit, work))
-        warm_up(fit, work, partial(see_trace, fit, traced), bold=True)
+        warm_up(fit, work, partial(see_trace, fit, traced), traced_only=True)
     return work, plan_of(fit, traced.phases)
 
 
@@ -134,7 +137,7 @@ def _traced_plan(work: Workload, card: Card) -> tuple[TracedPhases, Fit]:
     loaded.held_bytes += sum(traced.phases.resident().values())
     fit = Fit(loaded, group_size=work.config.group_size, fixed=work.fixed_rows)
     check_one_row(traced, fit)
-    warm_up(fit, work, partial(see_trace, fit, traced), bold=True)
+    warm_up(fit, work, partial(see_trace, fit, traced), traced_only=True)
     return traced, fit
 
 
@@ -173,4 +176,4 @@ def _makes_full_pass(fit: Fit, work: Workload) -> bool:
     """
     rows, is_auto = fit.planned()["learn"], work.config.batch_size == "auto"
     wanted = work.fixed_rows.get("learn", work.config.group_size if is_auto else work.rows_here)
-    return rows >= wanted or fit.positions(work.size(rows)) >= FULL_PASS_TOKENS
+    return rows >= wanted or fit.num_tokens(work.size(rows)) >= FULL_PASS_TOKENS

@@ -11,7 +11,7 @@ from grpo.memory import Device, DoesNotFit, Fit, Size
 from grpo.memory.budget import readable
 from grpo.model.load import Policy
 from grpo.plan.advice import explain
-from grpo.plan.phases_at import PhasesAt
+from grpo.plan.phase_probe import PhaseProbe
 from grpo.plan.tables import Plan, plan_of
 from grpo.plan.trace import TracedPhases
 from grpo.plan.warm_up import choose_recomputing, largest_batch, see_trace, warm_up
@@ -25,7 +25,7 @@ def plan_run(
     work: Workload,
     world: World,
     device: Device,
-    phases_at: Callable[[Workload], PhasesAt],
+    phases_of: Callable[[Workload], PhaseProbe],
     stack: ExitStack,
     *,
     is_trial: bool = False,
@@ -42,17 +42,17 @@ def plan_run(
         try:
             if (beyond := device.used_bytes() - device.budget().usable_bytes) > 0:
                 raise DoesNotFit(f"{readable(beyond)} more are held than may be.")
-            work, fit = _try_out(work, world, device, phases_at, is_trial)
+            work, fit = _try_out(work, world, device, phases_of, is_trial)
         except DoesNotFit as error:
             limited.close()  # to say what would be enough takes memory, too
             if work.config.memory_limit and not work.config.shard:  # whose passes want all processes
-                _make_first_passes(work, phases_at(work))
+                _make_first_passes(work, phases_of(work))
             raise explain(TracedPhases(work), Fit(device)) from error
         stack.push(limited.pop_all())
-    return work, fit, plan_of(fit, phases_at(work))
+    return work, fit, plan_of(fit, phases_of(work))
 
 
-def _make_first_passes(work: Workload, phases: PhasesAt) -> None:
+def _make_first_passes(work: Workload, phases: PhaseProbe) -> None:
     """Have a process that was refused hold what a first pass leaves for good: threads, kernels, libraries.
 
     On 16 cores they take 70 MB, and a limit that is named without them would be refused again.
@@ -60,11 +60,11 @@ def _make_first_passes(work: Workload, phases: PhasesAt) -> None:
     for phase in work.phases:
         with suppress(Exception):  # it only makes a figure better
             phases.run(phase, work.size(1))
-        phases.forget()
+        phases.drop_gradients()
 
 
 def _try_out(
-    work: Workload, world: World, device: Device, phases_at: Callable[[Workload], PhasesAt], is_trial: bool
+    work: Workload, world: World, device: Device, phases_of: Callable[[Workload], PhaseProbe], is_trial: bool
 ) -> tuple[Workload, Fit]:
     """Makes passes of each phase, with layers recomputed where that is wanted, see `choose_recomputing`."""
     shard = work.config.shard
@@ -77,7 +77,7 @@ def _try_out(
             device, group_size=work.config.group_size, fixed=work.fixed_rows, replays=not (shard or is_trial),
             sync_rows=fewest, force_fixed_rows=is_trial,
         )  # fmt: skip
-        warm_up(fit, tried, _passes(tried, fit, phases_at(tried)))
+        warm_up(fit, tried, _passes(tried, fit, phases_of(tried)))
         return tried, fit
 
     tried, fit = plan(work) if shard else choose_recomputing(work, plan)
@@ -91,16 +91,16 @@ def _try_out(
     return tried, fit
 
 
-def _passes(work: Workload, fit: Fit, phases: PhasesAt) -> Callable[[str, Size], bool]:
+def _passes(work: Workload, fit: Fit, phases: PhaseProbe) -> Callable[[str, Size], bool]:
     """Real ones, in which kernels are loaded and the process is seen to grow; traces where they take long."""
     most = (HOST_WORK if work.target.on_cpu else CARD_WORK) / phases.policy.num_parameters()
     traced = cache(lambda: TracedPhases(work))
 
     def pass_at(phase: str, size: Size) -> bool:
-        if size.rows <= work.config.group_size or fit.positions(size) <= most:
+        if size.rows <= work.config.group_size or fit.num_tokens(size) <= most:
             fit.run(
                 phase, lambda rows: phases.run(phase, size._replace(rows=rows)), size,
-                discard=phases.forget, is_warmup=True,
+                discard=phases.drop_gradients, is_warmup=True,
             )  # fmt: skip
             return True
         if work.config.shard:

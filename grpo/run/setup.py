@@ -30,7 +30,7 @@ from grpo.model.load import context_length
 from grpo.model.target import choose_device, choose_model, compute_dtype, make_target, multiplies_in_bf16
 from grpo.model.weights import RolloutModel
 from grpo.plan.advice import does_not_stay
-from grpo.plan.phases_at import PhasesAt
+from grpo.plan.phase_probe import PhaseProbe
 from grpo.plan.tables import Measured, plan_table
 from grpo.plan.workload import Workload, longest_prompt
 from grpo.rewards import EnginePool, find_stockfish
@@ -157,7 +157,7 @@ class Run:
         work = replace(self._work, longest_prompt=self.longest_prompt)
         with told_if_slow("trying out how many rows fit, at the longest texts"):
             work, self.fit, self.plan = plan_run(
-                work, world, self.device, self._phases_at, stack, is_trial=self.is_trial
+                work, world, self.device, self._phases_of, stack, is_trial=self.is_trial
             )
         self.work, self.config = work, work.config  # auto no more
         config = self.config
@@ -181,9 +181,9 @@ class Run:
         # What decoding leaves for the next rollout, and for the next evaluation, where it records.
         self.arena, self.eval_arena = ReusableArena(), ReusableArena()
 
-    def _phases_at(self, work: Workload) -> PhasesAt:
+    def _phases_of(self, work: Workload) -> PhaseProbe:
         scored = self.reference.model if self.reference and work.scores == "reference" else None
-        return PhasesAt(work, self.policy.model, self.sampler.model, scored)
+        return PhaseProbe(work, self.policy.model, self.sampler.model, scored)
 
     def share(self, groups: Sequence[int] | None = None) -> Share:
         """This process's of some of a step's groups, by their numbers; None: of all."""

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from grpo.memory import Size
-from grpo.memory.rows import positions
+from grpo.memory.rows import num_tokens
 from grpo.scoring.stream import Stream, make_stream
 from grpo.types import Batch
 
@@ -58,7 +58,7 @@ def pack(
         each = rows - rows % size if rows >= size else rows
         return [order[start : start + each].tolist() for start in range(0, len(order), each)]
     prompt_tokens, new_tokens = longest or (int(of_prompts.max()), max(1, int(lengths.max())))
-    room = positions(Size(rows, new_tokens, prompt_tokens), batch.group_size)
+    room = num_tokens(Size(rows, new_tokens, prompt_tokens), batch.group_size)
     parts: list[tuple[int, list[int]]] = []
     for of_prompt, of_group in zip(of_prompts.tolist(), rows_of, strict=True):
         part: list[int] = []

@@ -241,7 +241,7 @@ def dry_run(
             card.held_bytes += sum(traced.phases.resident().values())
             fit = Fit(card, group_size=work.config.group_size, fixed=work.fixed_rows)
             check_one_row(traced, fit, _advice)
-            warm_up(fit, work, partial(see_trace, fit, traced), bold=True)
+            warm_up(fit, work, partial(see_trace, fit, traced), traced_only=True)
     except Untraceable as error:
         logger.info("{}: the first step will tell how many rows fit", error)
         return

@@ -18,7 +18,7 @@ from trl.trainer.utils import use_adapter
 
 from grpo.memory import Size
 from grpo.model.weights import RolloutModel
-from grpo.plan.phases_at import PhasesAt
+from grpo.plan.phase_probe import PhaseProbe
 from grpo.plan.trace import Mode, TracedPhases, take_norms_as_cuda_does
 from grpo.plan.workload import Workload
 from grpo.scoring.stream import Texts
@@ -88,7 +88,7 @@ def _longest_texts(unlike: Tensor, row_to_prompt: Tensor, ids: Tensor, mask: Ten
     return Texts([[0] * prompt_tokens] * num_prompts, prompt_of, [[0] * tokens] * num_rows)
 
 
-class TrainerPhases(PhasesAt):
+class TrainerPhases(PhaseProbe):
     """The phases of a trainer: sampling is ours, and the others run TRL's code."""
 
     def __init__(self, work: TrainerWork, trainer: Any, **options: Any) -> None:
@@ -153,7 +153,7 @@ class TrainerPhases(PhasesAt):
         part = Part(self._inputs(size), rows=size.rows, tokens=tokens, of_rows=size.rows, of_tokens=tokens)
         with _WithoutValues(size):
             transformers.Trainer.training_step(self._trainer, self._model, part)
-        self.forget()
+        self.drop_gradients()
 
     def _inputs(self, size: Size) -> dict[str, Tensor]:
         prompts, completions = (size.rows, size.shared), (size.rows, size.tokens)

@@ -172,7 +172,7 @@ class Model:
         fit = Fit(card, group_size=config.group_size)
         most = config.max_batch_size // config.group_size * config.group_size
         all_of_it = self.work.with_settings(batch_size=most)
-        warm_up(fit, all_of_it, partial(see_trace, fit, self.traced), bold=True)
+        warm_up(fit, all_of_it, partial(see_trace, fit, self.traced), traced_only=True)
         try:
             size = largest_batch(fit, all_of_it)
         except SettingsError:  # not one group

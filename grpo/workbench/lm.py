@@ -29,7 +29,7 @@ from grpo.memory.device import Peak
 from grpo.model.activation_checkpointing import choose_checkpointing, recomputed_layers
 from grpo.model.prefill import layers_with_window
 from grpo.model.target import Target, choose_device, make_target
-from grpo.plan.phases_at import PhasesAt
+from grpo.plan.phase_probe import PhaseProbe
 from grpo.plan.trace import TracedPhases
 from grpo.plan.workload import Workload
 from grpo.run.tracking import RunTracker
@@ -122,7 +122,7 @@ def heldout_losses(model: PreTrainedModel, windows: Tensor, *, dtype: torch.dtyp
     return torch.cat([-window_logprobs(model, part, dtype=dtype).mean(1) for part in windows.split(rows)])
 
 
-class WindowPhases(PhasesAt):
+class WindowPhases(PhaseProbe):
     """Learning from windows of `tokens`, the one phase that there is."""
 
     def learn(self, size: Size) -> None:
@@ -132,7 +132,7 @@ class WindowPhases(PhasesAt):
             window_logprobs(
                 self.policy, windows, dtype=target.dtype, slope=lambda logp, _: logp, traced=target.device
             )
-        self.forget()
+        self.drop_gradients()
 
 
 def added_bytes(

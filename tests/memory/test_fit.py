@@ -17,8 +17,8 @@ from several_processes import in_processes, values
 from grpo.memory import Budget, Device, DoesNotFit, Fit, Size, largest_rows
 from grpo.memory.device import Peak
 from grpo.memory.fit import AGAIN_AFTER, Pass
-from grpo.memory.formula import REMEMBERED, Formula
-from grpo.memory.rows import even_rows, positions, smaller_rows
+from grpo.memory.formula import MEASUREMENTS_PER_SIZE, Formula
+from grpo.memory.rows import even_rows, num_tokens, smaller_rows
 
 pytestmark = pytest.mark.usefixtures("frozen")
 G, BATCH, ROOMY = 4, 64, 10_000
@@ -88,7 +88,7 @@ def changes(logged: list[str]) -> list[str]:
 def test_sizes_to_try_halve_by_whole_groups_and_then_divide_the_group():
     for group_size, sizes in {8: [56, 24, 8, 4, 2, 1], 12: [20, 12, 6, 4, 3, 2, 1], 1: [7, 3, 1]}.items():
         assert [smaller_rows(rows, group_size) for rows in sizes] == [*sizes[1:], None]
-    assert positions(Size(10, 5, 7), 4) == 10 * 5 + 3 * 7  # three groups, the last of two rows
+    assert num_tokens(Size(10, 5, 7), 4) == 10 * 5 + 3 * 7  # three groups, the last of two rows
 
 
 @given(group_size=GROUPS, groups=GROUPS, odd=st.integers(0, 15), capacity=st.integers(0, 300))
@@ -156,7 +156,7 @@ def test_one_size_is_taken_for_its_tokens_and_of_sizes_alike_the_newest_count():
     formula = Formula()
     for _ in range(20):
         formula.see(4, 40, 160)
-    for _ in range(REMEMBERED):
+    for _ in range(MEASUREMENTS_PER_SIZE):
         formula.see(4, 41, 82)
     assert [formula(4, 41), formula(16, 164)] == pytest.approx([82, 328], rel=0.01)
 

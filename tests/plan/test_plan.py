@@ -20,7 +20,7 @@ from grpo.memory import Budget, Card, DoesNotFit, Fit, Pass, Size, largest_rows
 from grpo.memory.budget import GB, DeviceMemory
 from grpo.memory.device import Peak
 from grpo.memory.live import LiveBytes
-from grpo.plan.phases_at import PhasesAt
+from grpo.plan.phase_probe import PhaseProbe
 from grpo.plan.tables import ELSE, Measured, Plan, plan_of, plan_table
 from grpo.plan.trace import TracedPhases
 from grpo.plan.warm_up import plan_without_weights, warm_up
@@ -38,7 +38,7 @@ class Traced:
         self.work = work
         model = nn.Linear(PARAMETERS, 1, bias=False, device="meta")
         model.get_output_embeddings = lambda: None  # type: ignore[assignment]
-        self.phases = PhasesAt(work, model, model)  # type: ignore[arg-type]
+        self.phases = PhaseProbe(work, model, model)  # type: ignore[arg-type]
 
     def added_bytes(self, phase: str, size: Size) -> int:
         of_token = MIB * self.work.target.dtype.itemsize / 4

@@ -107,9 +107,9 @@ def test_a_made_up_pass_holds_what_a_steps_does():
     }  # fmt: skip
     for phase, work in steps.items():
         work()
-        real.forget()
+        real.drop_gradients()
         held = allocator_peak(work)
-        real.forget()
+        real.drop_gradients()
         made_up = real.prepare(phase, SIZE._replace(rows=rows))
         assert allocator_peak(made_up) == pytest.approx(held, rel=0.02), phase
     # All at once nobody waits, and no group is replaced.

@@ -13,7 +13,7 @@ from transformers import GPT2Config
 from grpo.config import Config
 from grpo.memory import Size
 from grpo.model.target import Target, is_same_device
-from grpo.plan.phases_at import PhasesAt, kv_bytes_per_token
+from grpo.plan.phase_probe import PhaseProbe, kv_bytes_per_token
 from grpo.plan.trace import TracedPhases
 from grpo.plan.workload import Workload, longest_prompt
 from grpo.run import dry_run
@@ -44,11 +44,11 @@ class Layers(nn.Module):
 
 def phases_of(
     work: Workload, sizes: Sequence[int] = (1000,), frozen_bytes: int = 0, copied: int = 0
-) -> PhasesAt:
+) -> PhaseProbe:
     """Phases of a policy of `Layers`, whose sampler has so many numbers in bf16 of its own."""
     model = Layers(sizes, frozen_bytes, work.target.exact_dtype)
     sampler = nn.ParameterList([*model.parameters(), nn.Parameter(torch.empty(copied, dtype=BF16))])
-    return PhasesAt(work, model, sampler)  # type: ignore[arg-type]
+    return PhaseProbe(work, model, sampler)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grpo.config.groups import SamplingSettings
 from grpo.memory import Size
-from grpo.memory.rows import positions
+from grpo.memory.rows import num_tokens
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.scoring import micro_batches
@@ -55,7 +55,7 @@ def test_every_row_is_in_one_stream_and_none_has_more_tokens_than_so_many_of_the
     if of_equal_rows:
         assert {len(part) for part in parts[:-1]} <= {rows if rows < G else rows // G * G}
     else:
-        assert all(len(stream) <= positions(longest, G) for stream in made)
+        assert all(len(stream) <= num_tokens(longest, G) for stream in made)
     for stream, part in zip(made, parts, strict=True):
         prompts = sum(len(sampled.context_ids[group]) for group in {row // G for row in part})
         assert len(stream) == prompts + sum(max(0, int(sampled.lengths[row]) - 1) for row in part)
@@ -127,7 +127,7 @@ def test_with_long_tails_hardly_a_token_is_computed_that_is_not_needed(mean, cap
     needed = sum(prompts) + int(flat.sum())
     computed = sum(map(len, made))
     assert 0.98 * needed < computed <= 1.05 * needed
-    room = positions(Size(rows, cap, 400), size)
+    room = num_tokens(Size(rows, cap, 400), size)
     assert len(made) <= 1.25 * needed / room + 1
     attended = sum(each.queries.numel() for stream in made for each in stream.attention.rectangles)
     assert attended <= 1.3 * computed

@@ -30,7 +30,7 @@ from grpo.scoring.stream import Stream, make_stream
 from grpo.types import Batch, Prompt
 
 
-class PhasesAt:
+class PhaseProbe:
     """The phases of one pair of models. `reference`: what scores, without gradients."""
 
     def __init__(
@@ -145,15 +145,15 @@ class PhasesAt:
         options = self.work.learning(config.kl_coef)
         options["traced"] = self.work.target.device
         accumulate_streams(self.policy, batch, [stream], counts, **options)
-        self.forget()
+        self.drop_gradients()
 
     def begin_gradients(self) -> None:
         """As a part before leaves them."""
         for parameter in self.trained:
             parameter.grad = torch.zeros_like(parameter)
 
-    def forget(self) -> None:
-        """Drop gradients, of a pass that went well or of one that did not."""
+    def drop_gradients(self) -> None:
+        """Drops gradients, of a pass that went well or of one that did not."""
         for parameter in self.trained:
             parameter.grad = None
 
