@@ -103,17 +103,18 @@ def test_the_template_s_tokens_are_those_of_apply_chat_template(model, tokenizer
         assert ours == list(theirs["input_ids"])
 
 
-def test_log_probs_of_64_real_answers_are_those_of_a_plain_forward_pass(model, tokenizer, capsys):
+def test_log_probs_of_64_real_answers_are_those_of_a_plain_forward_pass(folder, model, tokenizer, capsys):
     """In fp32 to 1e-4; in bf16 it is shown what the sampler, the scorer and fp32 differ by."""
     written = answers(model, tokenizer, temperature=1.0, samples=GROUP)
     exact = by_transformers(model, written)
     score_in = partial(score, model, written, rows=ANSWERS, temperature=1.0)
     for ours in score_in(dtype=torch.float32), written.sampler_logp:
         assert (ours - exact).abs().max() < 1e-4
-    sampler = RolloutModel(model, torch.bfloat16).model
+    policy = load_policy(str(folder), torch.device("cpu"), "bf16").model  # as a run has it
+    sampler = RolloutModel(policy, torch.bfloat16).model
     written = answers(model, tokenizer, temperature=1.0, samples=GROUP, sampler=sampler)
     exact = by_transformers(model, written)
-    scored = score_in.func(model, written, **score_in.keywords | {"dtype": torch.bfloat16})
+    scored = score(policy, written, rows=ANSWERS, temperature=1.0, dtype=torch.bfloat16)
     pairs = {
         "sampler in bf16 - fp32": written.sampler_logp - exact, "scorer in bf16 - fp32": scored - exact,
         "sampler - scorer, both in bf16": written.sampler_logp - scored,
