@@ -24,6 +24,18 @@ def product_dtype(values: Tensor) -> torch.dtype:
     return values.dtype
 
 
+def computing_in(dtype: torch.dtype, device: torch.device, *, keeps_casts: bool = True) -> torch.autocast:
+    """Inside, matrix products are computed in `dtype`, where it is lower than the weights' own.
+
+    keeps_casts: whether weights that are trained are cast once for all of their uses inside.
+    """
+    lower = dtype in (torch.bfloat16, torch.float16)
+    lowest = dtype if lower else torch.bfloat16
+    return torch.autocast(
+        device.type, dtype=lowest, enabled=lower, cache_enabled=None if keeps_casts else False
+    )
+
+
 def refuse_unknown(options: Mapping[str, Any]) -> None:
     """ValueError for what some models (Gemma 2, GPT-OSS) would have an attention change about its scores."""
     if wanted := [name for name in _OF_SCORES if options.get(name) is not None]:

@@ -8,7 +8,6 @@ TRL's `sync_ref_model` with a mixture of 1).
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,7 +21,7 @@ from grpo.model.adapters import adapter_parameters, adapters_off, has_adapters
 from grpo.model.first_layers import is_plain
 from grpo.model.head import centred_head
 from grpo.model.load import context_length
-from grpo.model.stand_ins import NEVER, exact_products
+from grpo.model.stand_ins import NEVER, computing_in, exact_products
 
 COPY_ERROR = 0.2
 """Of the spread of log-probs: what a copy in bf16 may be off by, some ten times what rounding does."""
@@ -101,9 +100,7 @@ class RolloutModel:
         if model is policy:
             return None
         texts = _made_up_texts(model)
-        is_lower = self._dtype.itemsize < 4
-        autocast = partial(torch.autocast, model.device.type, enabled=is_lower, cache_enabled=False)
-        with autocast(self._dtype if is_lower else None):
+        with computing_in(self._dtype, model.device, keeps_casts=False):
             expected = policy(**texts, use_cache=False).logits
         with sampling_in(model):
             hidden = model.base_model(**texts, use_cache=False).last_hidden_state
@@ -125,12 +122,8 @@ def sampling_in(model: PreTrainedModel) -> AbstractContextManager[object]:
 
     No cast weights are kept: recorded steps would go on with them when the policy has moved.
     """
-    if (dtype := _samples_in.get(model)) is None:
-        return nullcontext()
-    enabled = dtype.itemsize < 4
-    return torch.autocast(
-        model.device.type, dtype if enabled else torch.bfloat16, enabled=enabled, cache_enabled=False
-    )
+    dtype = _samples_in.get(model)
+    return nullcontext() if dtype is None else computing_in(dtype, model.device, keeps_casts=False)
 
 
 def product_weights(model: PreTrainedModel, dtype: torch.dtype) -> list[tuple[nn.Module, str]]:
@@ -207,7 +200,7 @@ def lower_products(frozen: PreTrainedModel, dtype: torch.dtype) -> None:
         return
 
     def logits() -> Tensor:
-        with torch.autocast(frozen.device.type, dtype, cache_enabled=False):
+        with computing_in(dtype, frozen.device, keeps_casts=False):
             output: Tensor = frozen(**_made_up_texts(frozen), use_cache=False).logits
         return output
 

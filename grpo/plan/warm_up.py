@@ -15,7 +15,7 @@ from rich.console import Console
 
 from grpo.config import SettingsError
 from grpo.errors import UserError
-from grpo.memory import Card, Device, Fit, Size, largest_multiple
+from grpo.memory import Card, Device, DoesNotFit, Fit, Size, largest_multiple
 from grpo.memory.budget import CONTEXT_BYTES, card_memory
 from grpo.model.stand_ins import MODEL_ERRORS
 from grpo.plan.advice import check_one_row
@@ -132,13 +132,20 @@ def show_plan(work: Workload, plan: Plan, console: Console) -> None:
 
 
 def _traced_plan(work: Workload, card: Card) -> tuple[TracedPhases, Fit]:
-    """Plans on a card by traces alone. DoesNotFit, with a remedy, where not one row fits."""
-    traced, loaded = TracedPhases(work), copy(card)
+    traced = TracedPhases(work)
+    return traced, plan_by_traces(traced, card)
+
+
+def plan_by_traces(
+    traced: TracedPhases, card: Card, advice: Callable[[TracedPhases, Fit], DoesNotFit] | None = None
+) -> Fit:
+    """Plans on a card by traces alone. DoesNotFit where not one row fits; advice: see `check_one_row`."""
+    work, loaded = traced.work, copy(card)
     loaded.held_bytes += sum(traced.phases.resident().values())
     fit = Fit(loaded, group_size=work.config.group_size, fixed=work.fixed_rows)
-    check_one_row(traced, fit)
+    check_one_row(traced, fit, advice)
     warm_up(fit, work, partial(see_trace, fit, traced), traced_only=True)
-    return traced, fit
+    return fit
 
 
 def choose_recomputing(work: Workload, plan: Callable[[Workload], tuple[T, Fit]]) -> tuple[T, Fit]:

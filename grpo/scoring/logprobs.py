@@ -14,6 +14,7 @@ from grpo.distributed.shard import run_gathered
 from grpo.model.activation_checkpointing import recomputed_layers
 from grpo.model.attention import reading_streams
 from grpo.model.prefill import sliding_window
+from grpo.model.stand_ins import computing_in
 from grpo.model.transfer import to_device
 from grpo.scoring.head import HeadPass, Slope, head_pass
 from grpo.scoring.packing import streams
@@ -112,12 +113,6 @@ def token_logprobs(
     if scored.hidden_gradient is not None and states.requires_grad:
         states.backward(scored.hidden_gradient)  # type: ignore[no-untyped-call]
     return scored.logp, scored.entropy
-
-
-def computing_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:
-    """Matrix products inside are computed in `dtype`, where it is lower than the weights' own."""
-    lower = dtype in (torch.bfloat16, torch.float16)
-    return torch.autocast(device.type, dtype=dtype if lower else torch.bfloat16, enabled=lower)
 
 
 class ScoringOptions(TypedDict):

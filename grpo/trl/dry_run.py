@@ -29,10 +29,9 @@ from grpo.memory import DoesNotFit, Fit
 from grpo.memory.budget import readable
 from grpo.model.load import context_length
 from grpo.model.target import make_target
-from grpo.plan.advice import check_one_row
 from grpo.plan.tables import plan_of
 from grpo.plan.trace import Mode, TracedPhases
-from grpo.plan.warm_up import card_to_plan_for, see_trace, show_plan, warm_up
+from grpo.plan.warm_up import card_to_plan_for, plan_by_traces, show_plan
 from grpo.plan.workload import LONGEST_TEXTS
 from grpo.trl.sampling import base_model, generation_of, longest_completion, why_not_native
 from grpo.trl.shared_prompts import may_share_prompts
@@ -238,10 +237,7 @@ def dry_run(
                 device, device_memory, utilization=memory["memory_utilization"],
                 limit_bytes=memory["memory_limit"],
             )  # fmt: skip
-            card.held_bytes += sum(traced.phases.resident().values())
-            fit = Fit(card, group_size=work.config.group_size, fixed=work.fixed_rows)
-            check_one_row(traced, fit, _advice)
-            warm_up(fit, work, partial(see_trace, fit, traced), traced_only=True)
+            fit = plan_by_traces(traced, card, _advice)
     except Untraceable as error:
         logger.info("{}: the first step will tell how many rows fit", error)
         return

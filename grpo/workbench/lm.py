@@ -28,13 +28,13 @@ from grpo.memory import Device, Pass, Size
 from grpo.memory.device import Peak
 from grpo.model.activation_checkpointing import choose_checkpointing, recomputed_layers
 from grpo.model.prefill import layers_with_window
+from grpo.model.stand_ins import computing_in
 from grpo.model.target import Target, choose_device, make_target
 from grpo.plan.phase_probe import PhaseProbe
 from grpo.plan.trace import TracedPhases
 from grpo.plan.workload import Workload
 from grpo.run.tracking import RunTracker
 from grpo.scoring.head import Slope, head_pass
-from grpo.scoring.logprobs import computing_in
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.models import load_model, model_shape
 from grpo.workbench.settings import Task
