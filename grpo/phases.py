@@ -24,8 +24,8 @@ from grpo.learning.loss import StepCounts
 from grpo.learning.objectives import Sums, accumulate_grpo, finish_grpo, with_advantage
 from grpo.memory import Size
 from grpo.memory.recovery import release_cache
-from grpo.rollout.decoder import has_static_cache
-from grpo.rollout.sample import rollout
+from grpo.rollout.decoder import joins_rows
+from grpo.rollout.sample import begin_rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.setup import Run
 from grpo.scoring.logprobs import score
@@ -45,6 +45,10 @@ class Phases:
         run.fit.keeps("evaluate", run.eval_arena)
         run.fit.borrow_formula("evaluate", "sample")
         self._longest_prompt = run.longest_prompt
+        self.cache_plan = run.work.cache_plan()
+        """What rows at once are planned to hold in pages while they are sampled."""
+        self.tokens_twice = 0.0
+        """Share of the last sampling's tokens that were sampled twice, as their rows had been given up."""
         self._idle: Batch | None = None
         """Groups without tokens that this process goes through as the others of a sharded model have more."""
 
@@ -88,7 +92,7 @@ class Phases:
                     len(prompts) * config.group_size, config.max_new_tokens,
                     seed=config.seed, step=step, draw=draw,
                 )  # (N, max_new_tokens)  # fmt: skip
-                sampled = self._rollout(*self._with_idle(mine, prompts, uniforms))
+                sampled = self._rollout(*self._with_idle(mine, prompts, uniforms), judged=len(mine.groups))
                 if draw == 0:
                     idle = range(len(mine.groups), len(mine.groups) + mine.idle)
                     self._idle = sampled.select_groups(idle).without_tokens() if idle else None
@@ -108,38 +112,59 @@ class Phases:
         idle = torch.zeros(share.idle * share.group_size, uniforms.shape[1])
         return share.of_groups(prompts) + prompts[: share.idle], torch.cat([uniforms[share.rows], idle])
 
-    def _rollout(self, prompts: list[Prompt], uniforms: Tensor) -> Batch:
+    def _rollout(self, prompts: list[Prompt], uniforms: Tensor, *, judged: int) -> Batch:
+        """Samples completions. Rewards begin with a group once it has ended, of the first `judged` groups."""
         config, run = self._run.config, self._run
-        num_rows, max_tokens = uniforms.shape
+        num_rows, plan = len(uniforms), self.cache_plan
         prompt_ids = tokenize(prompts, run.policy.tokenizer)
         kv_growth: list[tuple[int, int]] = []
+        run.rewards.forget_begun()
 
         def work(rows: int) -> Batch:
-            kv_growth.clear()
-            return rollout(
-                run.sampler.model, run.policy.tokenizer, prompts, uniforms, config,
-                rows=rows, reusable=run.arena if run.records else None, stay_gathered=run.stays_gathered,
-                watch_cache=lambda *seen: kv_growth.append(seen),
+            sampling = begin_rollout(
+                run.sampler.model, run.policy.tokenizer, prompts, uniforms, config, rows=rows,
+                cache_tokens=plan.tokens, reusable=run.arena if run.records else None,
+                stay_gathered=run.stays_gathered,
             )  # fmt: skip
+            for groups in sampling.whole_groups():
+                for group in groups:
+                    if group < judged:
+                        run.rewards.begin(sampling.batch(prompts, [group]))
+            kv_growth[:] = sampling.kv_growth
+            self.tokens_twice = sampling.share_given_up
+            return sampling.batch(prompts)
+
+        joins = joins_rows(run.sampler.model)
 
         def took(rows: int, sampled: Batch) -> Size:
-            tokens = max_tokens if has_static_cache(run.policy.model.config) else int(sampled.lengths.max())
-            return Size(min(rows, num_rows), tokens, max(map(len, sampled.context_ids)))
+            tokens = int(plan.tokens) if joins or config.shard else int(sampled.lengths.max())
+            return Size(min(rows, num_rows), tokens, max(map(len, sampled.context_ids)), batch_rows=num_rows)
 
         sampled = run.fit.run(
-            "sample", work, self._worst_case(num_rows, prompt_ids), took=took, kv_growth=kv_growth,
+            "sample", work, self._sample_size(num_rows, prompt_ids), took=took, kv_growth=kv_growth,
             discard=self._release_arenas,
         )  # fmt: skip
+        rows = run.fit.planned().get("sample", num_rows)
+        some_wait = joins and (rows < num_rows or plan.tokens < config.max_new_tokens)
+        if some_wait and (why := plan.see(sampled.lengths.tolist(), min(rows, num_rows))):
+            run.fit.reopen("sample", why)
         for arena in (run.eval_arena, run.arena):
             if run.fit.room_bytes() < self._needed_bytes("score", "learn"):
                 arena.release()
         return sampled
 
+    def _sample_size(self, rows: int, prompt_ids: Sequence[Sequence[int]] = ()) -> Size:
+        """Returns the size of so many rows that decode at once."""
+        size = self._worst_case(rows, prompt_ids)
+        return size._replace(tokens=int(self.cache_plan.tokens), batch_rows=self._run.work.rows_here)
+
     def _needed_bytes(self, *phases: str) -> float:
         """Returns the most bytes that one of these phases adds as planned: so much has to be free for it."""
         planned = self._run.fit.planned().items()
         needs = [
-            self._run.fit.needs(phase, self._worst_case(rows)) for phase, rows in planned if phase in phases
+            self._run.fit.needs(phase, (self._sample_size if phase == "sample" else self._worst_case)(rows))
+            for phase, rows in planned
+            if phase in phases
         ]
         return max(needs, default=0.0)
 

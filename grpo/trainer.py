@@ -206,6 +206,7 @@ class Trainer:
                 metrics = self.stepper.step(gradients) | rounding  # the policy itself has moved
             run.sampler.refresh()
         metrics |= {"learning_rate": rate, "kl_coef": self.kl_coef}
+        metrics["sampling/tokens_twice"] = self.phases.tokens_twice
         if config.kl_target is not None and "kl" in metrics and not metrics["skipped"]:
             self.kl_coef = adaptive_kl(self.kl_coef, metrics["kl"], config.kl_target)
         return metrics
@@ -247,6 +248,7 @@ class Trainer:
             **self.progress.state(self.finished),
             **self.stepper.state(),
             "memory": self.run.fit.state(),
+            "cache": self.phases.cache_plan.state(),
             "settings": to_plain(replace(self.config, resume=None)),
         }
         if self.run.save(self.finished, state, best=best, last=last, writes=stands_in):
@@ -262,6 +264,7 @@ class Trainer:
         self.best_reward, self.num_tokens = state["best_reward"], state["num_tokens"]
         self.stepper.restore(state)
         self.run.fit.restore(state["memory"])
+        self.phases.cache_plan.restore(state.get("cache", {}))
         self.finished, self.source_state = state["step"], state["source"]
         self.run.rewards.state.global_step = self.finished
         self.progress.restore(state)

@@ -11,13 +11,14 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import chess
 
 from .analysis import Analysis
-from .engine import MULTIPV, EnginePool
+from .engine import MULTIPV, EngineError, EnginePool
 from .formats import PolicyCompletion, parse_policy_completion, policy_field, usual_move
 from .weighted import Text, WeightedReward
 
@@ -156,12 +157,23 @@ class PolicyReward(WeightedReward):
         """A copy that asks `engine` for the truth. Closing it is the caller's."""
         return dataclasses.replace(self, engine=engine)
 
-    def prepare(self, prompts: Sequence[Text], **columns: Any) -> None:
-        """Start the engine on these prompts now; scoring them later finds the answers there."""
-        if self.engine is not None and self._needs_truth():
-            _, texts, own_columns = self._own(prompts, columns)
-            for fen in dict.fromkeys(p.fen for p in self._positions(texts, own_columns) if p is not None):
-                self.engine.submit(fen)
+    def prepare(
+        self, prompts: Sequence[Text], completions: Sequence[str] | None = None, **columns: Any
+    ) -> None:
+        """Start the engine on these prompts now; scoring them later finds the answers there.
+
+        completions: to which it asks about the moves in them, too, once the best ones are known.
+        """
+        if self.engine is None or not self._needs_truth():
+            return
+        own, texts, own_columns = self._own(prompts, columns)
+        positions = self._positions(texts, own_columns)
+        for position in dict.fromkeys(p for p in positions if p is not None):
+            best = self.engine.submit(position.fen)
+            if completions is not None and "evaluations" in self.weights:
+                rows = [row for row, other in zip(own, positions, strict=True) if other == position]
+                written = [position.usual(parse_policy_completion(completions[row])) for row in rows]
+                best.add_done_callback(functools.partial(_ask_others, self.engine, position, written))
 
     def _score(
         self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
@@ -216,6 +228,16 @@ class PolicyReward(WeightedReward):
                 self._leave_out("no engine and no labels", "see with_engine, or give columns moves and evals")
             truths.append(truth)
         return truths
+
+
+def _ask_others(
+    engine: EnginePool, position: Position, written: Sequence[PolicyCompletion], best: Future[Analysis]
+) -> None:
+    """Asks for the evals of legal moves that are not among the best."""
+    with suppress(EngineError):  # whoever scores them will be told
+        moves = {move for text in written for move in text.moves}
+        for move in position.legal.intersection(moves).difference(best.result().moves):
+            engine.submit(position.fen, [move])
 
 
 @functools.lru_cache(maxsize=4096)

@@ -306,9 +306,9 @@ def untraced(row_bytes: float = 1e5, *, counted: bool = False) -> Iterator[None]
     def made_up(fit: Fit, work: Workload, pass_at: object, **options: object) -> None:
         for phase in work.phases:
             for groups in (1, 64):
-                size = work.size(groups * work.config.group_size)
+                size = work.size(groups * work.config.group_size, phase)
                 fit.see(phase, size, row_bytes * size.rows)
-            fit.plan(phase, work.size(work.rows_here))
+            fit.plan(phase, work.size(work.rows_here, phase))
 
     uncounted = nullcontext() if counted else mock.patch.object(Fit, "_counts", Fit._teaches)
     with mock.patch("grpo.run.planning.warm_up", made_up), uncounted:

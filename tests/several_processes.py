@@ -37,7 +37,12 @@ from grpo.trainer import Trainer
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__, "sharded", "grpo.run.dry_run", "grpo.workbench.report", "tyro"])
-PLACES = {"sample": "rollout", "score": "score", "learn": "accumulate_grpo", "evaluation": "answer_heldout"}
+PLACES = {
+    "sample": "begin_rollout",
+    "score": "score",
+    "learn": "accumulate_grpo",
+    "evaluation": "answer_heldout",
+}
 """What a phase calls in grpo.phases."""
 
 

@@ -182,6 +182,9 @@ class MemorySettings(Settings):
     """Print the plan for the longest prompts and completions, and stop."""
     rollout_rows: Annotated[int | None, ROWS] = None
     """Completions sampled at once; None: planned."""
+    typical_tokens: Annotated[int | None, at_least(1)] = None
+    """Tokens of a completion on average, by which sampling is planned until steps tell; None: all may be as
+    long as max_new_tokens."""
     score_rows: Annotated[int | None, ROWS] = None
     """Completions of the longest scored at once without gradients, more of shorter ones; None: planned."""
     train_rows: Annotated[int | None, ROWS] = None
@@ -253,6 +256,11 @@ class Config(
             rows = getattr(self, name)
             if rows and rows % self.group_size and self.group_size % rows:
                 yield _not_whole(name, rows, self.group_size, parts=True)
+        if self.max_new_tokens and (self.typical_tokens or 0) > self.max_new_tokens:
+            yield (
+                f"typical_tokens is {self.typical_tokens}, more than max_new_tokens, {self.max_new_tokens}: "
+                "give what texts have on average, or leave it out."
+            )
         if self.temperature == 0:
             yield "temperature is 0: a group of equal completions teaches nothing, give more (usual: 1.0)."
         if self.credit == "field" and not self.is_per_token:

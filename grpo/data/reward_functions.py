@@ -11,6 +11,7 @@ import random
 import threading
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -138,10 +139,12 @@ class RewardFunctions:
         self.state = SimpleNamespace(global_step=0, max_steps=0)
         """What a reward may know of the run: steps that are done, and to do, by transformers' names."""
         self._weights = torch.tensor(weights or [1.0] * len(specs), dtype=torch.float64)
+        self._begun: dict[_Key, _Begun] = {}
 
     def with_engine(self, engine: EnginePool | None) -> "RewardFunctions":
         """The same rewards, with an engine to judge moves."""
         judged = copy.copy(self)
+        judged._begun = {}
         if engine is not None:
             judged._functions = {
                 name: function.with_engine(engine) if isinstance(function, PolicyReward) else function
@@ -161,35 +164,44 @@ class RewardFunctions:
             if isinstance(function, PolicyReward):
                 function.prepare([prompt.text for prompt in prompts], **columns)
 
+    def begin(self, batch: Batch) -> None:
+        """Let rewards start on completions of a prompt in the background, while others are sampled.
+
+        The engine is asked about moves, and coroutine functions are called, with these completions alone;
+        scoring a batch that has them waits for both.
+        """
+        users = {name: f for name, f in self._functions.items() if _is_coroutine_function(f)}
+        key = _key_of(batch.prompts[0], batch.texts)
+        if users and key not in self._begun:
+            call = _Call(batch, self.state)
+            self._begun[key] = _Begun(call, {name: call.start(name, f) for name, f in users.items()})
+        for function in self._functions.values():
+            if isinstance(function, PolicyReward):
+                columns = collate(batch.row_prompts)
+                function.prepare([prompt.text for prompt in batch.row_prompts], batch.texts, **columns)
+
+    def forget_begun(self) -> None:
+        """Nobody waits any more for what was begun."""
+        for begun in self._begun.values():
+            for answer in begun.answers.values():
+                answer.cancel()
+        self._begun.clear()
+
     def __call__(self, batch: Batch) -> Scores:
         """Scores a batch's rows. RewardFailed; ValueError for an answer that is not a score for each."""
-        prompts = batch.row_prompts
+        prompts, call = batch.row_prompts, _Call(batch, self.state)
         components: list[dict[str, float]] = [{} for _ in prompts]
-        extra: list[dict[str, Any]] = [{} for _ in prompts]
-        metrics: dict[str, list[float]] = {}
-
-        def log_extra(column: str, values: Sequence[Any]) -> None:
-            if len(values) != len(prompts):
-                raise UserError(
-                    f"log_extra({column!r}) got {len(values)} values for {len(prompts)} completions"
-                )
-            for row, value in zip(extra, values, strict=True):
-                row[column] = _plain(value)
-
-        arguments: dict[str, Any] = {
-            "prompts": [prompt.for_rewards for prompt in prompts],
-            "completions": list(map(Prompt.as_completion, prompts, batch.texts)),
-            "completion_ids": [ids.tolist() for ids in batch.by_row(batch.ids)],
-            **collate(prompts),
-            "trainer_state": self.state,
-            "log_extra": log_extra,
-            "log_metric": lambda name, value: metrics.setdefault(name, []).append(float(value)),
-        }
         users = {name: f for name, f in self._functions.items() if not isinstance(f, WeightedReward)}
-        scores = call_all(users, arguments)
+        try:
+            begun = self._begun_of(batch)
+            later = {name for name in users if begun and _is_coroutine_function(users[name])}
+            scores = call_all({n: f for n, f in users.items() if n not in later}, call.arguments)
+            scores |= call.join([*begun], later)
+        finally:
+            self.forget_begun()
         for name, function in self._functions.items():
             if isinstance(function, WeightedReward):
-                parts = function.components(**arguments)
+                parts = function.components(**call.arguments)
                 means = (None if part is None else function.mean(part) for part in parts)
                 scores[name] = [torch.nan if mean is None else mean for mean in means]
                 for row, part in zip(components, parts, strict=True):
@@ -198,9 +210,17 @@ class RewardFunctions:
         table = torch.tensor(columns, dtype=torch.float64).T  # (N, F)
         contexts = torch.tensor([len(ids) for ids in batch.context_ids])
         return Scores(
-            tuple(self._functions), table, self._weights, components, extra, metrics,
+            tuple(self._functions), table, self._weights, components, call.extra, call.metrics,
             batch.lengths, batch.terminated, contexts[batch.group],
         )  # fmt: skip
+
+    def _begun_of(self, batch: Batch) -> "list[_Begun]":
+        """What was begun of each of a batch's prompts, in their order; nothing where it was not of all."""
+        rows = [[] for _ in batch.prompts]  # type: list[list[str]]
+        for group, text in zip(batch.group.tolist(), batch.texts, strict=True):
+            rows[group].append(text)
+        begun = [self._begun.get(_key_of(*each)) for each in zip(batch.prompts, rows, strict=True)]
+        return [each for each in begun if each is not None] if None not in begun else []
 
     def judged(self, scores: Scores, texts: Sequence[str]) -> Iterator[Judged]:
         """Yields what each component of our rewards adds to `scores.rewards`, and the letters it judges."""
@@ -219,6 +239,84 @@ class RewardFunctions:
 
 
 # ------------------------------------------------------------------------------- functions of the user's
+
+
+class _Call:
+    """What reward functions are called with for some completions, and what they say besides scores."""
+
+    def __init__(self, batch: Batch, state: SimpleNamespace) -> None:
+        prompts = batch.row_prompts
+        self.extra: list[dict[str, Any]] = [{} for _ in prompts]
+        self.metrics: dict[str, list[float]] = {}
+        self.arguments: dict[str, Any] = {
+            "prompts": [prompt.for_rewards for prompt in prompts],
+            "completions": list(map(Prompt.as_completion, prompts, batch.texts)),
+            "completion_ids": [ids.tolist() for ids in batch.by_row(batch.ids)],
+            **collate(prompts),
+            "trainer_state": state,
+            "log_extra": self._log_extra,
+            "log_metric": self._log_metric,
+        }
+
+    def _log_extra(self, column: str, values: Sequence[Any]) -> None:
+        if len(values) != len(self.extra):
+            raise UserError(
+                f"log_extra({column!r}) got {len(values)} values for {len(self.extra)} completions"
+            )
+        for row, value in zip(self.extra, values, strict=True):
+            row[column] = _plain(value)
+
+    def _log_metric(self, name: str, value: Any) -> None:
+        self.metrics.setdefault(name, []).append(float(value))
+
+    def start(self, name: str, function: RewardFunction) -> "Future[list[float]]":
+        """Call a coroutine function in the background."""
+        count = len(self.extra)
+
+        async def wait_for() -> list[float]:
+            with _errors_of(name):
+                arguments = arguments_of(function, self.arguments).items()
+                answer = _as_list(await function(**{key: _copied(value) for key, value in arguments}), count)
+            return _numbers(name, answer, count)
+
+        return asyncio.run_coroutine_threadsafe(wait_for(), _loop())
+
+    def join(self, begun: "Sequence[_Begun]", names: Collection[str]) -> dict[str, list[float]]:
+        """Returns what these functions say of all completions, once they have answered, and takes over what
+        they logged. begun: the calls that these completions were parts of, in order.
+        """
+        scores: dict[str, list[float]] = {name: [] for name in names}
+        with _as_it_was(self.arguments):
+            for name in names:
+                for each in begun:
+                    scores[name] += each.answers[name].result()
+        rows = (row for each in begun for row in each.call.extra)
+        for row, found in zip(self.extra, rows, strict=False):
+            row.update(found)
+        for each in begun:
+            for metric, values in each.call.metrics.items():
+                self.metrics.setdefault(metric, []).extend(values)
+        return scores
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """Calls that were begun while other rows were sampled."""
+
+    call: _Call
+    answers: "dict[str, Future[list[float]]]"
+
+
+_Key = tuple[int, tuple[str, ...]]
+
+
+def _key_of(prompt: Prompt, texts: Sequence[str]) -> _Key:
+    """A prompt, as an object, and what was sampled for it."""
+    return id(prompt), tuple(texts)
+
+
+def _is_coroutine_function(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def call_all(functions: Mapping[str, RewardFunction], arguments: dict[str, Any]) -> dict[str, list[float]]:

@@ -13,7 +13,7 @@ from grpo.evaluate.evaluation import Evaluation
 from grpo.evaluate.scores import Column, score_completions
 from grpo.rewards import EnginePool
 from grpo.rollout.decoder import ReusableArena
-from grpo.rollout.sample import rollout
+from grpo.rollout.sample import begin_rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.types import TASKS, Batch, Prompt
 from grpo.waiting import waiting
@@ -89,17 +89,14 @@ def answer_heldout(
     order = sorted(range(len(prompts)), key=lambda i: (TASKS.index(prompts[i].task), -len(prompts[i].text)))
     uniforms = step_uniforms(len(prompts) * samples, settings.max_new_tokens, seed=seed, step=EVALUATION_STEP)
     uniforms = uniforms.view(len(prompts), samples, -1)[order].flatten(0, 1)  # (N, max_new_tokens)
+    sorted_prompts = [prompts[i] for i in order]
+    sampling = begin_rollout(
+        model, tokenizer, sorted_prompts, uniforms, settings, rows=rows, reusable=reusable
+    )
     with waiting("held-out prompts") as done:
-        sampled = rollout(
-            model,
-            tokenizer,
-            [prompts[i] for i in order],
-            uniforms,
-            settings,
-            rows=rows,
-            watch_rows=done,
-            reusable=reusable,
-        )
+        for _ in sampling:
+            done(sampling.share_done)
+    sampled = sampling.batch(sorted_prompts)
     return Answers(sampled, order, samples)
 
 

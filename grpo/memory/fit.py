@@ -101,6 +101,8 @@ class _Phase:
     """What is there before a pass begins; it is part of what the pass needs."""
     reason: str | None = None
     """Why rows have changed; the next pass tells it."""
+    reopened: str | None = None
+    """Why rows may be more at once from now on, or fewer."""
 
 
 _STORED = ("rows", "is_borrowed", "is_settled", "oom_ceiling", "went_well", "same_size_retries")
@@ -195,7 +197,8 @@ class Fit:
         if agreed < rows:  # until they have seen more, perhaps
             state.is_settled, why = False, "another process has room for no more"
         if why is not None:
-            self._change(phase, agreed, why)
+            self._change(phase, agreed, state.reopened or why)
+        state.reopened = None
         return agreed
 
     def _plan(self, phase: str, batch: Size) -> tuple[int, str | None]:
@@ -280,6 +283,11 @@ class Fit:
     def discard_plan(self, phase: str) -> None:
         """Has a phase planned anew, from all that is known by now, before a run begins."""
         self._phases[phase].rows, self._phases[phase].is_settled = None, False
+
+    def reopen(self, phase: str, why: str) -> None:
+        """Has a phase planned anew within a run, as a row takes something else than it was planned for."""
+        state = self._phases[phase]
+        state.is_settled, state.oom_ceiling, state.worst_case, state.reopened = False, None, _NOTHING, why
 
     def planned(self) -> dict[str, int]:
         """Returns rows at once by phase, as planned last."""

@@ -18,11 +18,29 @@ class Size(NamedTuple):
     shared: int = 0
     computed: int = 0
     """Tokens of the whole pass where rows are of unlike lengths; 0: all rows are as long as the longest."""
+    batch_rows: int = 0
+    """Rows of the whole batch, of a phase in which the others wait and their prompts are there already."""
 
 
 def num_tokens(size: Size, group_size: int) -> int:
-    """Tokens that a pass computes: `tokens` of each row, and of each group `shared` that its rows have."""
-    return size.computed or size.rows * size.tokens + -(-size.rows // group_size) * size.shared
+    """Tokens of a pass: `tokens` of each row, and of each prompt that is there `shared`."""
+    if size.computed:
+        return size.computed
+    prompts = -(-size.rows // group_size)
+    if size.rows < size.batch_rows:
+        prompts = prompts_held(*size[:3], prompts=-(-size.batch_rows // group_size), group_size=group_size)
+    return size.rows * size.tokens + prompts * size.shared
+
+
+def prompts_held(rows: int, tokens: float, prompt_tokens: int, *, prompts: int, group_size: int) -> int:
+    """Prompts that are there while so many rows at once are sampled, of a batch of `prompts`.
+
+    Those whose rows have not all ended are about twice as many as rows at once would fill, where texts have
+    tails (lengths of a lognormal distribution); others are encoded ahead, in a sixteenth of what rows take.
+    """
+    in_use = -(-rows // group_size)
+    ahead = min(in_use, int(rows * tokens / 16 / max(1, prompt_tokens)))
+    return min(prompts, 2 * in_use + ahead, rows + -(-rows // 8))
 
 
 def smaller_rows(rows: int, group_size: int) -> int | None:

@@ -22,7 +22,7 @@ def check_one_row(
     work, room = traced.work, fit.room_bytes() / (1 + fit.device.slack)
     group = min(work.rows_here, work.config.group_size)
     for phase in work.phases:
-        if all(traced.added_bytes(phase, work.size(rows)) > room for rows in (group, 1)):
+        if all(traced.added_bytes(phase, work.size(rows, phase)) > room for rows in (group, 1)):
             raise (advice or explain)(traced, fit)
 
 

@@ -21,9 +21,9 @@ from grpo.learning.optimizer import moment_bytes
 from grpo.memory import Size
 from grpo.model.weights import reference_bytes
 from grpo.plan.workload import Workload
-from grpo.rollout.arena import Arena, Room
-from grpo.rollout.decoder import cache_tokens, open_arena, prompt_places, replaced_at_once
-from grpo.rollout.static_cache import cache_dtype
+from grpo.rollout.arena import Arena, Completions, Room
+from grpo.rollout.decoder import has_static_cache, open_arena, prompt_places
+from grpo.rollout.static_cache import cache_dtype, page_tokens
 from grpo.scoring.head import logit_bytes, tokens_at_once
 from grpo.scoring.logprobs import score_streams
 from grpo.scoring.stream import Stream, make_stream
@@ -80,9 +80,10 @@ class PhaseProbe:
         """Of what a phase adds, the bytes that have a closed form, as upper bounds."""
         target, model = self.work.target, self.work.target.model_config
         if phase == "sample":
-            prompts = -(-size.rows // self.work.config.group_size)
-            places = prompt_places(model, size.shared, target.device.type)
-            tokens = prompts * places + size.rows * cache_tokens(model, size.tokens)
+            room = self._room(model, size)
+            tokens = room.prompts * room.prompt_tokens + room.pages * room.page
+            if not has_static_cache(model):
+                tokens = size.rows * (size.shared + size.tokens)
             return {
                 "KV cache": tokens * kv_bytes_per_token(model, cache_dtype(target.dtype, target.device.type)),
                 "logits": size.rows * target.vocab_size * (4 + target.dtype.itemsize),
@@ -96,35 +97,46 @@ class PhaseProbe:
 
     @torch.no_grad()
     def sample(self, size: Size) -> None:
-        """Prefill, the last token, when the cache is full, a group for another, and one that leaves."""
+        """Encodes prompts, adds the last token when the cache is full, and encodes prompts of rows that wait.
+
+        size: `tokens` that rows hold in the cache, on average.
+        """
         run_gathered(self._sampler, partial(self._decode, size))
+
+    def _room(self, model: PretrainedConfig, size: Size) -> Room:
+        """Returns what a rollout has room for that is planned for this size."""
+        config, device_type = self.work.config, self.work.target.device.type
+        longest, prompts = config.max_new_tokens, -(-size.rows // config.group_size)
+        if not page_tokens(longest) <= size.tokens <= longest:
+            longest = size.tokens  # of no part of what texts may take
+        if size.rows < size.batch_rows:
+            prompts = -(-size.batch_rows // config.group_size)
+        width = prompt_places(model, size.shared, device_type)
+        return Room.of(
+            size.rows, prompts, config.group_size, width, longest, ends=(0,), cache_tokens=size.tokens
+        )
 
     def _decode(self, size: Size) -> None:
         prompts, per_prompt = self._prompts(size)
-        rows, tokens, device = len(prompts) * per_prompt, size.tokens, self._sampler.device
-        others_wait = rows < self.work.rows_here
-        made = (1 + others_wait) * rows, tokens + 1  # by a whole rollout
-        written = torch.zeros(made, dtype=torch.long, device=device), torch.zeros(made, device=device)
-        device_type = self.work.target.device.type
-        width = prompt_places(self._sampler.config, size.shared, device_type)
-        room = Room(len(prompts), per_prompt, width, tokens, ends=(0,))
+        room, device_type = self._room(self._sampler.config, size), self.work.target.device.type
+        rows, tokens = len(prompts) * per_prompt, room.pages // size.rows * room.page
+        made = max(rows, size.batch_rows) if device_type == "cpu" else 0  # by a whole rollout
+        written = Completions.empty(made, room.new_tokens, self._sampler)
         arena = open_arena(self._sampler, room, device_type=device_type)
-        arena.restart(SamplingSettings.of(self.work.config, max_new_tokens=tokens), len(prompts))
-
-        def fill(groups: int) -> None:
-            uniforms = torch.zeros(groups * per_prompt, tokens, device=device)
-            arena.fill({group: group for group in range(groups)}, prompts[:groups], uniforms)
-
-        fill(len(prompts))
+        arena.restart(SamplingSettings.of(self.work.config, max_new_tokens=room.new_tokens))
+        arena.encode(dict(enumerate(prompts)))
+        uniforms = torch.zeros(rows, room.new_tokens, device=self._sampler.device)
+        arena.begin({row: row // per_prompt for row in range(rows)}, uniforms)
+        tokens = min(tokens, room.new_tokens)
         arena.skip(max(0, tokens - 2))
+        while lacking := [slot for slot in arena.slots if arena.lacks_page(slot, 0)]:
+            arena.add_pages(lacking)
         if tokens > 1:
             recording = self._hold_recording(arena)
-            if others_wait and arena.joins and len(prompts) > 1:
-                fill(replaced_at_once(len(prompts)))
+            if arena.joins and (ahead := min(arena.free_prompts, arena.prompts_at_once)):
+                arena.encode({len(prompts) + number: prompts[0] for number in range(ahead)})
             del recording
-            if len(prompts) > 1:
-                arena.groups[0] = None
-                arena.compact()
+            arena.leave([0])
         del written
 
     @torch.no_grad()

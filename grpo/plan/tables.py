@@ -26,7 +26,7 @@ def plan_of(fit: Fit, phases: PhaseProbe) -> Plan:
     """What `fit` plans now."""
     work, resident = phases.work, phases.resident()
     rest = max(0.0, fit.device.used_bytes() - sum(resident.values()))
-    sizes = {phase: work.size(min(rows, work.rows_here)) for phase, rows in fit.planned().items()}
+    sizes = {phase: work.size(min(rows, work.rows_here), phase) for phase, rows in fit.planned().items()}
     parts: dict[str, Mapping[str, float]] = {}
     for phase, size in sizes.items():
         added, known = fit.predict(phase, size), phases.known_parts(phase, size)

@@ -50,18 +50,22 @@ def warm_up(
     for phase in work.phases:
         rows = min(batch, work.config.group_size, work.fixed_rows.get(phase, batch))
         seen: list[int] = []
-        while rows not in seen and len(seen) < MOST_PASSES and pass_at(phase, work.size(rows)):
+        while rows not in seen and len(seen) < MOST_PASSES and pass_at(phase, work.size(rows, phase)):
             seen.append(rows)
             fit.discard_plan(phase)  # what was seen last tells more
-            rows = fit.plan(phase, work.size(batch))
-            if traced_only and phase not in work.fixed_rows and fit.needs(phase, work.size(batch)) <= room:
+            rows = fit.plan(phase, work.size(batch, phase))
+            if (
+                traced_only
+                and phase not in work.fixed_rows
+                and fit.needs(phase, work.size(batch, phase)) <= room
+            ):
                 rows = batch  # in proportion to what was seen: rather too much
             more = _with_one_pass_less(rows, work)
-            may_fit = more and fit.needs(phase, work.size(more)) <= OVERSHOOT * room
+            may_fit = more and fit.needs(phase, work.size(more, phase)) <= OVERSHOOT * room
             if traced_only and rows in seen and may_fit:
                 rows = more
         if len(seen) == 1 and not traced_only:  # of one size all bytes would be taken to grow with the tokens
-            longest = work.size(seen[0])
+            longest = work.size(seen[0], phase)
             pass_at(phase, longest._replace(tokens=max(1, longest.tokens // 2)))
 
 

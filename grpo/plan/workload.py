@@ -12,6 +12,8 @@ from grpo.learning.objectives import LearningOptions
 from grpo.memory import Size
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.target import Target
+from grpo.rollout.decoder import has_static_cache
+from grpo.rollout.lengths import CachePlan
 from grpo.scoring.logprobs import ScoringOptions
 
 LONGEST_TEXTS = 64
@@ -84,9 +86,17 @@ class Workload:
         """The same with other settings."""
         return replace(self, config=replace(self.config, **changes))
 
-    def size(self, rows: int) -> Size:
-        """A pass of the longest texts."""
-        return Size(rows, self.config.max_new_tokens, self.longest_prompt)
+    def cache_plan(self) -> CachePlan:
+        """Returns what a row is planned to hold of its own while it is sampled, before any was."""
+        by_pages = has_static_cache(self.target.model_config) and not self.config.shard
+        return CachePlan(self.config.max_new_tokens, self.config.typical_tokens if by_pages else None)
+
+    def size(self, rows: int, phase: str = "") -> Size:
+        """A pass of the longest texts, or for "sample" of rows that hold so much while others wait."""
+        size = Size(rows, self.config.max_new_tokens, self.longest_prompt)
+        if phase != "sample":
+            return size
+        return size._replace(tokens=int(self.cache_plan().tokens), batch_rows=self.rows_here)
 
 
 def longest_prompt(source: PromptSource, tokenizer: Tokenizer) -> int:

@@ -18,7 +18,7 @@ from grpo.model.target import choose_device, choose_model
 from grpo.play.thought import MOST_ANSWERS, Position, Thought, conclude, read_answer
 from grpo.rewards import policy_prompt
 from grpo.rollout.decoder import ReusableArena, make_sampler, records_steps
-from grpo.rollout.sample import rollout
+from grpo.rollout.sample import begin_rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.folder import model_of, step_of
 from grpo.types import Prompt
@@ -88,10 +88,15 @@ class Player:
             step_uniforms(1, settings.max_new_tokens, seed=seed, step=board.ply(), draw=attempt)
             for board, seed in positions
         ]
-        written = rollout(
-            self._model, self._tokenizer, self.prompts([board for board, _ in positions]),
-            torch.cat(uniforms), settings, rows=self._rows, reusable=self._arena, stopped=stopped,
+        prompts = self.prompts([board for board, _ in positions])
+        sampling = begin_rollout(
+            self._model, self._tokenizer, prompts, torch.cat(uniforms), settings, rows=self._rows,
+            reusable=self._arena,
         )  # fmt: skip
+        for _ in sampling:
+            if stopped():
+                sampling.stop()
+        written = sampling.batch(prompts)
         whole = (written.terminated | (written.lengths == settings.max_new_tokens)).tolist()
         return [
             read_answer(position, text, is_whole=is_whole)

@@ -1,15 +1,17 @@
-"""The arena that rows decode in: places for G groups of g rows, of which the first are active.
+"""The arena that rows decode in: slots for rows, places for their prompts, and pages for their own tokens.
 
-The model's own forward pass runs, and with it all of its modules; what is ours is the cache that it hands
-keys and values to, and the attention that it calls (`static_cache.py`). A group may take the place of a
-finished one, or the others move to the first places. Tensors stay where they are: on CUDA a whole token (the
-model's pass, sampling, and what is noted of it) is recorded once for a number of groups and a length, and
-replayed, in this rollout and the next.
+A row takes a free slot and leaves it when it has ended; its prompt stays as long as any of its rows wants it,
+and it takes a page more when its text has filled the last. The model's own forward pass runs, and with it all
+of its modules; what is ours is the cache that it hands keys and values to, and the attention that it calls
+(`static_cache.py`). Tensors stay where they are: on CUDA a whole token (the model's pass, sampling, and what
+is noted of it) is recorded once for a number of rows, prompts and pages, and replayed, in this rollout and
+the next.
 
-Shapes: b active groups, R = b·g active rows, P prompt tokens, T new tokens at most, V vocabulary.
+Shapes: R active rows, P prompt tokens, T new tokens at most, V vocabulary, and as in `static_cache.py`.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -18,30 +20,62 @@ from transformers import Cache, PreTrainedModel
 
 from grpo.config.groups import SamplingSettings
 from grpo.distributed.shard import is_sharded
+from grpo.memory.rows import prompts_held
 from grpo.model.prefill import encode_prompts, layers_with_window, pad_prompts, sliding_window
 from grpo.model.weights import sampling_in
 from grpo.rollout.graphs import CUDAGraphs, Replay, run_and_record
-from grpo.rollout.static_cache import BLOCK, Mask, Reading, StaticLayer, decoding, static_cache_length
+from grpo.rollout.places import Pool
+from grpo.rollout.static_cache import Mask, Places, Reading, StaticLayer, decoding, page_tokens
 from grpo.rollout.tokens import sample_tokens
 
 FEW_ROWS = 64
 """On CUDA so many rows of a small model take as long as one."""
+RECORDED_TOKENS = 48
+"""Where steps are recorded, of a row's only page so many tokens are read, or 2, 4, … times as many."""
 
 
 class Room(NamedTuple):
-    """Groups of `width` rows, their tokens at most, and the tokens that end a completion."""
+    """What an arena has room for, and the tokens that end a completion."""
 
-    groups: int
-    width: int
+    rows: int
+    """Rows that decode at once."""
+    prompts: int
+    pages: int
+    group_size: int
+    """Rows of a prompt at most."""
     prompt_tokens: int
     new_tokens: int
+    page: int
+    """Tokens of a page."""
     ends: tuple[int, ...]
+
+    @property
+    def pages_per_row(self) -> int:
+        """Pages of a row that gets as long as it may."""
+        return -(-self.new_tokens // self.page)
+
+    @classmethod
+    def of(
+        cls, rows: int, prompts: int, group_size: int, prompt_tokens: int, new_tokens: int,
+        ends: Iterable[int] = (), *, cache_tokens: float | None = None, page: int | None = None,
+    ) -> "Room":  # fmt: skip
+        """Returns what so many rows at once take of a rollout of so many prompts.
+
+        cache_tokens: that rows are planned to hold of their own, on average; None: as many as they may get.
+        """
+        page, tokens = page or page_tokens(new_tokens), min(new_tokens, cache_tokens or new_tokens)
+        places = prompts_held(rows, tokens, prompt_tokens, prompts=prompts, group_size=group_size)
+        room = cls(rows, places, 0, group_size, prompt_tokens, new_tokens, page, tuple(ends))
+        pages = most = rows * room.pages_per_row
+        if tokens < new_tokens:
+            pages = min(most, max(int(rows * tokens / page), rows, room.pages_per_row))
+        return room._replace(pages=pages)
 
 
 class Completions(NamedTuple):
     """What some rows have sampled: `lengths` tokens, and 0 behind them.
 
-    The last column has the newest token, also of a row that has ended and runs on until its group has.
+    The last column has the newest token, also of a row that has ended and has not left.
     """
 
     ids: Tensor  # (R, T + 1)
@@ -50,15 +84,41 @@ class Completions(NamedTuple):
     terminated: Tensor  # (R,) bool: ended by itself
 
     @classmethod
-    def empty(cls, rows: int, longest: int, model: PreTrainedModel) -> "Completions":
-        ids = torch.zeros(rows, longest + 1, dtype=torch.long, device=model.device)
+    def empty(
+        cls, rows: int, longest: int, model: PreTrainedModel, device: torch.device | str | None = None
+    ) -> "Completions":
+        """Of a model, on its device, or another one."""
+        ids = torch.zeros(rows, longest + 1, dtype=torch.long, device=device or model.device)
         logp = torch.zeros_like(ids, dtype=torch.promote_types(model.dtype, torch.float32))
         return cls(ids, logp, torch.zeros_like(ids[:, 0]), torch.zeros_like(ids[:, 0], dtype=torch.bool))
 
 
+@dataclass
+class Slot:
+    """A row that decodes, as the host knows it."""
+
+    row: int
+    """The caller's number."""
+    group: int
+    """The caller's number of its prompt."""
+    tokens: int = 1
+    """That it has sampled, if it has not ended."""
+    pages: list[int] = field(default_factory=list)
+
+
+class _Sizes(NamedTuple):
+    """How much of the tensors a step reads."""
+
+    rows: int
+    prompts: int
+    per_prompt: int
+    pages: int
+    per_row: int
+
+
 class Arena:
-    groups: list[int | None]
-    """The group in each active place, by the caller's numbers; None: the place is free, or is made so."""
+    slots: list[Slot]
+    """The active rows, by their places."""
 
     def __init__(
         self,
@@ -73,90 +133,300 @@ class Arena:
         self.model, self._head, self.room, self._graphs = model, model.get_output_embeddings(), room, graphs
         self._config, self._window = model.config.get_text_config(decoder=True), sliding_window(model.config)
         self._replays: dict[Hashable, Replay] = {}
-        rows, device = room.groups * room.width, model.device
         self._layers: list[StaticLayer] = []
-        """Empty until the first prompts."""
-        self._completions = Completions.empty(rows, room.new_tokens, model)
-        self._uniforms = torch.zeros(rows, room.new_tokens, device=device)
-        self._prompt_lengths = torch.zeros(room.groups, dtype=torch.long, device=device)
-        self._ends = torch.tensor(room.ends, dtype=torch.long, device=device)
+        """Empty until the first prompts, as the next."""
+        self._states: Tensor | None = None
+        """(prompts, D) of each prompt's last token, from which a row begins."""
+        self._written = set[int]()
+        """Pages that have had something in them."""
+        self._completions = Completions.empty(room.rows, room.new_tokens, model)
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.long, device=model.device)
+
+        self._uniforms = torch.zeros(room.rows, room.new_tokens, device=model.device)
+        self._prompt_lengths = numbers(room.prompts)
+        self._ends = torch.tensor(room.ends, dtype=torch.long, device=model.device)
+        self._places = Places(
+            numbers(room.prompts, room.group_size), numbers(room.rows), numbers(room.pages),
+            numbers(room.pages), numbers(room.rows, room.pages_per_row), numbers(room.rows),
+        )  # fmt: skip
+        self._row_prompts = numbers(room.rows)
 
     @property
     def joins(self) -> bool:
-        """Whether groups may take finished ones' places, by a pass of one process alone."""
+        """Whether rows may begin while others decode, by a pass of one process alone."""
         return not is_sharded(self.model)
 
-    def restart(self, settings: SamplingSettings, num_groups: int) -> None:
-        """All places are free again, and the first ones, for so many groups, are active."""
+    def restart(self, settings: SamplingSettings) -> None:
+        """Everything is free again."""
         names = "temperature", "top_k", "top_p", "min_p"
         self._sampling = {name: getattr(settings, name) for name in names}
         self._completions.lengths.fill_(self.room.new_tokens)  # over
-        self._num_tokens = [0] * self.room.groups  # of each group's rows that go on, for the host
-        self.groups = [None] * self._places_for(num_groups, self.room.groups)
+        self.slots = []
+        self._prompts, self._pages = Pool(self.room.prompts), Pool(self.room.pages)
+        self._place_of: dict[int, int] = {}
+        """The places of prompts, by group."""
+        self._changed = True
+
+    # ------------------------------------------------------------------------------------------ prompts
 
     @property
-    def in_use(self) -> list[int]:
-        """Places that have a group."""
-        return [place for place, group in enumerate(self.groups) if group is not None]
+    def groups(self) -> Collection[int]:
+        """Groups whose prompts are here."""
+        return self._place_of.keys()
+
+    @property
+    def prompts_at_once(self) -> int:
+        """Prompts that are encoded together at most: as many as all slots have rows of."""
+        return -(-self.room.rows // self.room.group_size)
+
+    @property
+    def free_prompts(self) -> int:
+        """Prompts that there is room for."""
+        return self._prompts.num_free
 
     @torch.no_grad()
-    def fill(self, groups: Mapping[int, int], prompt_ids: Sequence[Sequence[int]], uniforms: Tensor) -> None:
-        """Groups take free places, and their rows have first tokens. groups: by place. uniforms: (…, T)."""
-        rows, written = self.rows_of(groups), self._completions
+    def encode(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        """Prompts take free places, by their groups, and their keys and values are kept."""
+        taken = {group: self._prompts.take() for group in prompts}
+        index = torch.tensor([*taken.values()], device=self.model.device)
         with sampling_in(self.model):
-            logits = self._head(self._encode([*groups], prompt_ids)).repeat_interleave(self.room.width, 0)
-        tokens, logp = self._sample(logits, uniforms[:, 0])
-        for values, first in ((written.ids, tokens), (written.logp, logp)):
-            values[rows] = 0
-            values[rows, 0] = values[rows, -1] = first
-        written.lengths[rows], written.terminated[rows] = 1, self._is_end(tokens)
-        self._uniforms[rows] = uniforms
-        for place, group in groups.items():
-            self.groups[place], self._num_tokens[place] = group, 1
+            states, lengths = self._encode(index, [*prompts.values()])
+        if self._states is None:
+            self._states = states.new_zeros(self.room.prompts, states.shape[1])
+        self._states[index], self._prompt_lengths[index] = states, lengths
+        self._place_of |= taken
+        self._changed = True
 
-    def _encode(self, places: Sequence[int], prompt_ids: Sequence[Sequence[int]]) -> Tensor:
-        """Keep keys and values of prompts in these places; the states (…, D) of their last tokens."""
-        model, room, index = self.model, self.room, torch.tensor(places, device=self.model.device)
+    def _encode(self, places: Tensor, prompt_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Keep keys and values of prompts in these places; the states (b, D) of their last tokens, and their
+        lengths (b,).
+        """
+        model, room = self.model, self.room
         prompts = pad_prompts(prompt_ids, width=room.prompt_tokens).to(model.device).padded_for(model)
         if not self._layers:
-            sizes = room.groups, room.groups * room.width, static_cache_length(room.new_tokens)
+            pages = room.pages + (self._graphs is not None)  # the last is written by slots that are free
             self._layers = [
-                StaticLayer(*sizes, is_sliding=slides, device_type=self._device_type)
+                StaticLayer(
+                    room.prompts, pages, self.room.page, is_sliding=slides, device_type=self._device_type
+                )
                 for slides in layers_with_window(model.config)
             ]
         for layer in self._layers:
-            layer.groups = index
+            layer.prompt_places = places
         hidden, _ = encode_prompts(model, prompts, Cache(self._layers))
-        for layer in self._layers:
-            layer.clear(self.rows_of(places))
-        self._prompt_lengths[index] = prompts.lengths
-        return hidden
+        return hidden, prompts.lengths
+
+    def forget(self, groups: Iterable[int]) -> None:
+        """Give back the places of these groups' prompts; none of their rows is active."""
+        for group in groups:
+            self._prompts.give_back(self._place_of.pop(group))
+        self._changed = True
+
+    # --------------------------------------------------------------------------------------------- rows
+
+    @property
+    def free_slots(self) -> int:
+        """Rows that may begin."""
+        return self.room.rows - len(self.slots)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that are nobody's."""
+        return self._pages.num_free
+
+    @torch.no_grad()
+    def begin(self, rows: Mapping[int, int], uniforms: Tensor) -> None:
+        """Rows take free slots and a page each, and have first tokens. rows: by group. uniforms: (…, T)."""
+        written, device, first = self._completions, self.model.device, len(self.slots)
+        self.slots += [Slot(row, group) for row, group in rows.items()]
+        self.add_pages(self.slots[first:])
+        index = torch.arange(first, len(self.slots), device=device)
+        groups = list(dict.fromkeys(rows.values()))
+        places = torch.tensor([self._place_of[group] for group in groups], device=device)
+        of_groups = torch.tensor([groups.index(group) for group in rows.values()], device=device)
+        assert self._states is not None
+        uniforms = uniforms.to(device)
+        with sampling_in(self.model):
+            logits = self._head(self._states[places])[of_groups]
+        tokens, logp = self._sample(logits, uniforms[:, 0])
+        for values, newest in ((written.ids, tokens), (written.logp, logp)):
+            values[index] = 0
+            values[index, 0] = values[index, -1] = newest
+        written.lengths[index], written.terminated[index] = 1, self._is_end(tokens)
+        self._uniforms[index] = uniforms
+        self._changed = True
+
+    def lacks_page(self, slot: Slot, ahead: int) -> bool:
+        """Whether a row that goes on so many tokens has to have a page more."""
+        return len(slot.pages) * self.room.page < min(slot.tokens + ahead, self.room.new_tokens)
+
+    def add_pages(self, slots: Iterable[Slot]) -> None:
+        """Each of these rows takes a free page more."""
+        is_new, used = not self._written, list[int]()
+        for slot in slots:
+            slot.pages.append(page := self._pages.take())
+            used += [page] if page in self._written else []
+            self._written.add(page)
+        if used or is_new:  # what another row has written, a NaN perhaps, would outlive its mask
+            index = torch.tensor(used, dtype=torch.long, device=self.model.device)
+            for layer in self._layers:
+                layer.clear(index)
+        self._changed = True
+
+    def leave(self, places: Collection[int]) -> None:
+        """Free these slots and their pages; the other rows close up."""
+        going_on = [place for place in range(len(self.slots)) if place not in places]
+        for place in places:
+            for page in self.slots[place].pages:
+                self._pages.give_back(page)
+        self._keep(going_on)
+
+    def close_gaps(self) -> None:
+        """Pages and prompts close up where more than an eighth of what is read is nobody's."""
+        for pool, move in ((self._pages, self._move_pages), (self._prompts, self._move_prompts)):
+            if pool.front > len(pool.taken) + len(pool.taken) // 8:
+                move(pool.close_gaps())
+                self._changed = True
+
+    def _keep(self, going_on: list[int]) -> list[int]:
+        """The last of these rows take the places of those that leave, so that few are moved. Returned: who is
+        then where.
+        """
+        count = len(going_on)
+        stay = {place: place for place in going_on if place < count}
+        gaps = (place for place in range(count) if place not in stay)
+        order = stay | {next(gaps): place for place in going_on if place >= count}
+        moved = [place for place in range(count) if order[place] != place]
+        if moved:
+            to, source = (
+                torch.tensor(places, device=self.model.device)
+                for places in (moved, [order[place] for place in moved])
+            )
+            for values in (*self._completions, self._uniforms):
+                values[to] = values[source]
+        self.slots = [self.slots[order[place]] for place in range(count)]
+        self._completions.lengths[count:] = self.room.new_tokens  # over
+        self._changed = True
+        return [order[place] for place in range(count)]
+
+    def _move_pages(self, moves: Mapping[int, int]) -> None:
+        for slot in self.slots:
+            slot.pages = [moves.get(page, page) for page in slot.pages]
+        self._move([stored for layer in self._layers for stored in layer.pages], moves)
+
+    def _move_prompts(self, moves: Mapping[int, int]) -> None:
+        self._place_of = {group: moves.get(place, place) for group, place in self._place_of.items()}
+        stored = [stored for layer in self._layers for stored in layer.prompts]
+        assert self._states is not None
+        self._move([*stored, self._states, self._prompt_lengths], moves)
+
+    def _move(self, tensors: Iterable[Tensor], moves: Mapping[int, int]) -> None:
+        """What stands in some places goes to others, tensor by tensor: never two copies of them all."""
+        if moves:
+            source, to = (
+                torch.tensor([*places], device=self.model.device) for places in (moves, moves.values())
+            )
+            for tensor in tensors:
+                tensor[to] = tensor[source]
+
+    # ------------------------------------------------------------------------------------------- tokens
 
     @torch.no_grad()
     def advance(self) -> None:
         """One token more for each row that has not ended."""
-        ages = self._num_tokens[: len(self.groups)]
-        self._same_place = ages[0] - 1 if self._graphs is None and min(ages) == max(ages) else None
-        self._num_tokens = [min(count + 1, self.room.new_tokens) for count in self._num_tokens]
+        if self._changed:
+            self._sizes, self._changed = self._note_places(), False
+        most = max((slot.tokens for slot in self.slots), default=1)
+        for slot in self.slots:
+            slot.tokens = min(slot.tokens + 1, self.room.new_tokens)
+        length = min(most, self.room.page) if self._sizes.per_row == 1 else self.room.page
         if self._graphs is None or not self._graphs.works:
-            self._add_token(max(ages))
+            self._add_token(length)
             return
         # A step is recorded for few lengths: by powers of two.
-        num_blocks = -(-max(ages) // BLOCK)
-        length = min(2 ** (num_blocks - 1).bit_length() * BLOCK, static_cache_length(self.room.new_tokens))
-        key = *self._sampling.values(), len(self.groups), length
+        parts = -(-length // RECORDED_TOKENS)
+        length = min(2 ** (parts - 1).bit_length() * RECORDED_TOKENS, self.room.page)
+        key = *self._sampling.values(), self._sizes, length
         if key in self._replays:
             self._replays[key]()
             return
         written = self._completions
-        newest = [values[: len(self.groups) * self.room.width, -1] for values in written[:2]]
+        newest = [values[: len(self.slots), -1] for values in written[:2]]
         replay = run_and_record(self._graphs, lambda: self._add_token(length), changed=written, shown=newest)
         self._replays = {} if replay is None else self._replays | {key: replay}
 
+    def _note_places(self) -> _Sizes:
+        """Tell the device where everything is, and return how much of it there is."""
+        slots = self.slots
+        by_prompt: list[list[int]] = [[] for _ in range(self._prompts.front)]
+        in_prompts, row_prompts = list[tuple[int, int]](), [self._place_of[slot.group] for slot in slots]
+        for number, place in enumerate(row_prompts):
+            in_prompts.append((place, len(by_prompt[place])))
+            by_prompt[place].append(number)
+        pages = {
+            page: (number, at) for number, slot in enumerate(slots) for at, page in enumerate(slot.pages)
+        }
+        sizes = self._sizes_for(
+            _Sizes(
+                len(slots), len(by_prompt), max(map(len, by_prompt), default=1), self._pages.front,
+                max((len(slot.pages) for slot in slots), default=1),
+            )
+        )  # fmt: skip
+        of_pages = [pages.get(page, (0, 0)) for page in range(sizes.pages)]
+        table = Places(
+            *map(
+                torch.tensor,
+                (
+                    [_filled(by_prompt[place] if place < len(by_prompt) else [], sizes.per_prompt)
+                     for place in range(sizes.prompts)],
+                    _filled([place * sizes.per_prompt + at for place, at in in_prompts], sizes.rows),
+                    [number for number, _ in of_pages],
+                    [at for _, at in of_pages],
+                    [_filled(slot.pages, sizes.per_row) for slot in slots]
+                    + [[0] * sizes.per_row] * (sizes.rows - len(slots)),
+                    _filled([len(slot.pages) for slot in slots], sizes.rows),
+                ),
+            )
+        )  # fmt: skip
+        for values, stored in zip(table, self._read(sizes), strict=True):
+            stored.copy_(values)
+        self._row_prompts[: sizes.rows].copy_(torch.tensor(_filled(row_prompts, sizes.rows)))
+        return sizes
+
+    def _read(self, sizes: _Sizes) -> Places:
+        """The parts of tables that a step of these sizes reads."""
+        places = self._places
+        return Places(
+            places.prompt_rows[: sizes.prompts, : sizes.per_prompt], places.in_prompts[: sizes.rows],
+            places.page_rows[: sizes.pages], places.page_numbers[: sizes.pages],
+            places.row_pages[: sizes.rows, : sizes.per_row], places.page_counts[: sizes.rows],
+        )  # fmt: skip
+
+    def _sizes_for(self, needed: _Sizes) -> _Sizes:
+        """What is read where so much is needed, one of each at least, as the others of a sharded model have
+        some.
+
+        Where steps are recorded: all, a half, a quarter and so on, as recordings are for one size; fewer than
+        FEW_ROWS rows save nothing.
+        """
+        needed = _Sizes(*(max(1, count) for count in needed))
+        if self._graphs is None:
+            return needed
+        room, group = self.room, self.room.group_size
+        return _Sizes(
+            halved(room.rows, needed.rows, FEW_ROWS),
+            halved(room.prompts, needed.prompts, -(-FEW_ROWS // group)),
+            group,
+            halved(room.pages, needed.pages, FEW_ROWS),
+            halved(room.pages_per_row, needed.per_row, 1),
+        )
+
     def _add_token(self, length: int) -> None:
-        rows, longest = len(self.groups) * self.room.width, self.room.new_tokens
+        rows, longest = self._sizes.rows, self.room.new_tokens
         ids, logps, lengths, terminated = (values[:rows] for values in self._completions)
-        prompt_lengths = self._prompt_lengths[: len(self.groups)].repeat_interleave(self.room.width)
+        prompt_lengths = self._prompt_lengths[self._row_prompts[:rows]]
         with sampling_in(self.model):
             hidden = self._decode(ids[:, -1:], (prompt_lengths + lengths - 1).unsqueeze(1), length)
             logits = self._head(hidden)
@@ -183,7 +453,7 @@ class Arena:
             hidden: Tensor = self.model.base_model(
                 input_ids=ids,
                 # Handed through as it is; without any, some models look for padding, and wait for the device.
-                attention_mask=reading.mask.completion,
+                attention_mask=reading.mask.page,
                 position_ids=positions,
                 past_key_values=Cache(self._layers),
                 use_cache=True,
@@ -192,105 +462,93 @@ class Arena:
 
     def _reading(self, length: int) -> Reading:
         """Each row's newest token goes behind its others; what a row writes that has ended is never read."""
-        rows, place = len(self.groups) * self.room.width, self._same_place
-        mask = window_mask = self._mask_within(length, length + self.room.prompt_tokens)
+        places = self._read(self._sizes)
+        newest = self._completions.lengths[: self._sizes.rows] - 1
+        number = (newest // self.room.page).clamp(max=self._sizes.per_row - 1)
+        page = places.row_pages.gather(1, number.unsqueeze(1)).squeeze(1)
+        if self._graphs is not None:  # free slots write, too: to the page that is nobody's
+            page = page.where(places.page_counts > 0, self.room.pages)
+        mask = window_mask = self._mask_within(length, None)
         if self._window is not None:
             window_mask = self._mask_within(length, self._window)
-        if place is not None:  # quicker than places of rows
-            return Reading(slice(rows), place, mask, window_mask)
-        lengths = self._completions.lengths[:rows]
-        return Reading(torch.arange(rows, device=lengths.device), lengths - 1, mask, window_mask)
+        return Reading(page, newest % self.room.page, places, mask, window_mask)
 
-    def _mask_within(self, length: int, window: int) -> Mask:
+    def _mask_within(self, length: int, window: int | None) -> Mask:
         """What layers read that see so many of the newest tokens. Completions begin where prompts end."""
-        num_groups, prompt_tokens = len(self.groups), self.room.prompt_tokens
-        lengths = self._completions.lengths[: num_groups * self.room.width].unsqueeze(1)  # (R, 1)
-        prompts = self._prompt_lengths[:num_groups].unsqueeze(1)  # (b, 1)
-        first = lengths - window
-        first_of_group = first.view(num_groups, -1).amax(1, keepdim=True)  # of rows that go on
+        places, sizes, prompt_tokens = self._read(self._sizes), self._sizes, self.room.prompt_tokens
+        lengths = self._completions.lengths[: sizes.rows]  # (R,)
+        own = (lengths[places.page_rows] - places.page_numbers * self.room.page).unsqueeze(1)  # (n, 1)
         place, before = (torch.arange(n, device=lengths.device) for n in (length, prompt_tokens))
-        reads_prompt = before < prompts
-        if self._window is not None:  # padding stands on the left
-            reads_prompt = before >= (prompt_tokens + first_of_group).maximum(prompt_tokens - prompts)
-        dtype = self._layers[0].completions[0].dtype
+        reads_own = place < own
+        prompts = self._prompt_lengths[: sizes.prompts, None, None]  # (b, 1, 1)
+        if self._window is None:
+            reads_prompt = before < prompts
+        else:  # padding stands on the left
+            reads_prompt = before >= prompt_tokens - prompts
+        if window is not None:
+            reads_own = reads_own & (place >= own - window)
+            first = lengths[places.prompt_rows].unsqueeze(2) - window  # (b, g, 1)
+            reads_prompt = reads_prompt & (before >= prompt_tokens + first)  # (b, g, P)
+        dtype = self._layers[0].pages[0].dtype
         parts = (
             torch.zeros_like(reads, dtype=dtype).masked_fill_(~reads, torch.finfo(dtype).min)
-            for reads in (reads_prompt, (place < lengths) & (place >= first))
+            for reads in (reads_prompt, reads_own)
         )
-        return Mask(*(part[:, None, None] for part in parts))
+        prompt, own_tokens = parts
+        return Mask(prompt[:, None], own_tokens[:, None, None])
 
-    def rows(self, places: Iterable[int]) -> Completions:
-        """What the rows of groups in these places have sampled, in the places' order."""
-        rows = self.rows_of(places)
-        return Completions(*(values[rows] for values in self._completions))
+    def skip(self, num_tokens: int) -> None:
+        """Stand where that many more tokens lead, whatever they are: for tracing memory."""
+        for slot in self.slots:
+            slot.tokens += num_tokens
+        self._completions.lengths[: len(self.slots)].add_(num_tokens)
 
-    def rows_of(self, places: Iterable[int]) -> Tensor:
-        """Indices of their rows."""
-        device = self._ends.device
-        firsts = torch.tensor([*places], dtype=torch.long, device=device).unsqueeze(1) * self.room.width
-        return (firsts + torch.arange(self.room.width, device=device)).flatten()
+    # ------------------------------------------------------------------------------------------ results
 
-    def cut(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+    def sampled(self, places: Sequence[int]) -> Completions:
+        """What the rows in these slots have sampled."""
+        index = torch.tensor(places, dtype=torch.long, device=self.model.device)
+        return Completions(*(values[index] for values in self._completions))
+
+    def cut(self, places: Sequence[int], lengths: Sequence[int]) -> None:
         """These rows have ended after so many tokens: what they sampled beyond is dropped."""
         ids, logp, *_ = written = self._completions
-        index, ends = (torch.tensor(numbers, device=ids.device) for numbers in (rows, lengths))
+        index, ends = (torch.tensor(numbers, device=ids.device) for numbers in (places, lengths))
         beyond = torch.arange(ids.shape[1], device=ids.device) >= ends.unsqueeze(1)
         for values in (ids, logp):
             values[index] = values[index].masked_fill(beyond, 0)
         written.lengths[index], written.terminated[index] = ends, True
 
     def ended(self) -> list[int]:
-        """Places whose group has, in all of its rows; it waits for an accelerator."""
+        """Slots whose rows have ended; it waits for an accelerator."""
         over = self._completions.terminated | (self._completions.lengths == self.room.new_tokens)
-        of_groups = over.view(-1, self.room.width).all(1).tolist()
-        return [place for place in self.in_use if of_groups[place]]
-
-    @torch.no_grad()
-    def compact(self) -> None:
-        """Groups move to the first places, and only as many as are needed stay active, one at least."""
-        going_on = self.in_use or [0]
-        active, room = self._places_for(len(going_on), len(self.groups)), self.room
-        if active == len(self.groups):
-            return
-        rows = self.rows_of(going_on)
-        self._move(torch.tensor(going_on, device=rows.device), rows)
-        to_front([*self._completions, self._uniforms], rows)
-        self._completions.lengths[len(rows) :] = room.new_tokens  # over
-        free = [None] * (active - len(going_on))
-        self._num_tokens = [*(self._num_tokens[p] for p in going_on), *[0] * (room.groups - len(going_on))]
-        self.groups = [*(self.groups[place] for place in going_on), *free]
-
-    def _places_for(self, num_groups: int, places: int) -> int:
-        """How many of so many places are active for so many groups.
-
-        Where steps are recorded: of all, a half, a quarter and so on, as recordings are for a number of rows;
-        fewer than FEW_ROWS rows save nothing.
-        """
-        if self._graphs is None:
-            return num_groups
-        while places > 1 and (half := -(-places // 2)) >= num_groups and half * self.room.width >= FEW_ROWS:
-            places = half
-        return places
-
-    def _move(self, groups: Tensor, rows: Tensor) -> None:
-        """Their part of the cache goes to the first places."""
-        for layer in self._layers:
-            to_front(layer.prompts, groups)
-            to_front(layer.completions, rows)
-        to_front([self._prompt_lengths], groups)
-
-    def skip(self, num_tokens: int) -> None:
-        """Stand where that many more tokens lead, whatever they are: for tracing memory."""
-        self._num_tokens = [count + num_tokens for count in self._num_tokens]
-        self._completions.lengths.add_(num_tokens)
+        return over[: len(self.slots)].nonzero().flatten().tolist()
 
     @property
     def cache_bytes(self) -> int:
         """Of keys and values at most, while a token is added."""
-        return sum(tensor.nbytes for layer in self._layers for tensor in (*layer.prompts, *layer.completions))
+        return sum(tensor.nbytes for layer in self._layers for tensor in (*layer.prompts, *layer.pages))
+
+    @property
+    def used_bytes(self) -> int:
+        """Of those, what prompts and rows have taken."""
+        pools = [(self._prompts, "prompts"), (self._pages, "pages")]
+        places = {
+            name: sum(
+                tensor.nbytes // len(tensor) for layer in self._layers for tensor in getattr(layer, name)
+            )
+            for _, name in pools
+        }
+        return sum(len(pool.taken) * places[name] for pool, name in pools)
 
 
-def to_front(tensors: Iterable[Tensor], index: Tensor) -> None:
-    """What stands at these places goes to the first ones, tensor by tensor: never two copies of them all."""
-    for tensor in tensors:
-        tensor[: len(index)] = tensor.index_select(0, index)
+def _filled(numbers: Sequence[int], count: int, value: int = 0) -> list[int]:
+    """The same with a value behind them, `count` in all."""
+    return [*numbers, *[value] * (count - len(numbers))]
+
+
+def halved(places: int, needed: int, few: int) -> int:
+    """So many places, or as small a half, quarter and so on of them as holds those needed and a few."""
+    while places > 1 and (half := -(-places // 2)) >= max(needed, few):
+        places = half
+    return places

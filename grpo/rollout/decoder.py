@@ -21,8 +21,9 @@ from grpo.model.weights import RolloutModel
 from grpo.rollout.arena import Arena, Room
 from grpo.rollout.graphs import CUDAGraphs, graphs_of
 from grpo.rollout.growing import GrowingArena
-from grpo.rollout.static_cache import static_cache_length
 
+_CHECKED_TOKENS = 6
+"""That a row has sampled when `check_decoder` compares them."""
 _refused = WeakValueDictionary[int, PretrainedConfig]()
 """Configurations, by id, of models that turned out to compute something else over a static cache."""
 
@@ -62,9 +63,9 @@ def open_arena(
     """
     reusable = reusable or ReusableArena()
     if reusable.arena is not None:
-        there = reusable.arena.room
+        there, counts = reusable.arena.room, ("rows", "prompts", "pages", "prompt_tokens")
         if there == room._replace(
-            groups=max(room.groups, there.groups), prompt_tokens=max(room.prompt_tokens, there.prompt_tokens)
+            **{name: max(getattr(there, name), getattr(room, name)) for name in counts}
         ):
             reusable.is_oversized = there != room
             return reusable.arena
@@ -102,21 +103,16 @@ def has_static_cache(model: PretrainedConfig) -> bool:
     return kind._supports_attention_backend and _refused.get(id(model)) is not model
 
 
+def joins_rows(model: PreTrainedModel) -> bool:
+    """Whether rows may begin while others decode, and take their pages one by one."""
+    return has_static_cache(model.config) and not is_sharded(model)
+
+
 def prompt_places(model: PretrainedConfig, tokens: int, device_type: str) -> int:
     """Tokens that prompts are padded to while they decode: on CUDA, where steps are recorded, few sizes."""
     if not records_steps(model, device_type):
         return tokens
     return max(tokens, min(-(-tokens // 64) * 64, context_length(model)))
-
-
-def cache_tokens(model: PretrainedConfig, new_tokens: int) -> int:
-    """Places that a row's cache has for its own tokens in the end."""
-    return static_cache_length(new_tokens) if has_static_cache(model) else new_tokens
-
-
-def replaced_at_once(groups: int) -> int:
-    """How many of so many groups have to end before others take their places: one prefill serves them."""
-    return max(1, groups // 8)
 
 
 def make_sampler(policy: Policy) -> PreTrainedModel:
@@ -190,34 +186,47 @@ def _both_differences(model: PreTrainedModel, kind: type[Arena]) -> float:
 def _difference(model: PreTrainedModel, kind: type[Arena]) -> float:
     """The largest between log-probs (nats) as sampled and of the model's own forward pass over whole texts.
 
-    Of two groups, and where groups may join later a third that takes the second's place.
+    Of two rows each of two prompts, with pages that end within the text; where rows may join later one of a
+    third prompt, in the place of one that leaves.
     """
-    longest, generator = min(280, context_length(model.config) - 3), torch.Generator().manual_seed(0)
+    longest, generator = (
+        min(280, context_length(model.config) - _CHECKED_TOKENS),
+        torch.Generator().manual_seed(0),
+    )
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     texts = [torch.randint(vocabulary, (n,), generator=generator) for n in (longest, 5, 9)]
-    uniforms = torch.rand(4, 3, generator=generator).to(model.device)
+    uniforms = torch.rand(5, _CHECKED_TOKENS, generator=generator).to(model.device)
     differences: list[Tensor] = []
 
-    def compare(text: Tensor, place: int) -> None:
-        ids, logp, lengths, _ = arena.rows([place])
-        ids = ids[:, : lengths.max()]  # (2, n)
-        whole = torch.cat([text.to(ids.device).expand(2, -1), ids], 1)
+    def compare(row: int, group: int) -> None:
+        place = next(place for place, slot in enumerate(arena.slots) if slot.row == row)
+        ids, logp, lengths, _ = arena.sampled([place])
+        ids = ids[:, : lengths[0]]  # (1, n)
+        whole = torch.cat([texts[group].to(ids.device).unsqueeze(0), ids], 1)
         logits = model(input_ids=whole, attention_mask=torch.ones_like(whole), use_cache=False).logits
-        expected = logits[:, len(text) - 1 : -1].log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)
-        differences.append((logp[:, : lengths.max()] - expected).abs().max())
+        expected = (
+            logits[:, len(texts[group]) - 1 : -1].log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)
+        )
+        differences.append((logp[:, : lengths[0]] - expected).abs().max())
+
+    def advance(tokens: int) -> None:
+        for _ in range(tokens):
+            arena.add_pages([slot for slot in arena.slots if arena.lacks_page(slot, 1)])
+            arena.advance()
 
     with crossed_window(model, longest):
-        arena = kind(model, Room(2, 2, longest, 3, ends=()))
-        arena.restart(SamplingSettings(max_new_tokens=3), 2)
-        arena.fill({0: 0, 1: 1}, [text.tolist() for text in texts[:2]], uniforms)
-        arena.advance()
-        compare(texts[1], 1)
-        if not arena.joins:
-            compare(texts[0], 0)
-            return torch.stack(differences).max().item()
-        arena.fill({1: 2}, [texts[2].tolist()], uniforms[:2])
-        arena.advance()
-        arena.advance()
-        compare(texts[0], 0)
-        compare(texts[2], 1)
+        arena = kind(model, Room.of(4, 3, 2, longest, _CHECKED_TOKENS, page=2))
+        arena.restart(SamplingSettings(max_new_tokens=_CHECKED_TOKENS))
+        arena.encode({group: text.tolist() for group, text in enumerate(texts[: 2 + arena.joins])})
+        arena.begin({0: 0, 1: 0, 2: 1, 3: 1}, uniforms[:4])
+        advance(2)
+        compare(3, 1)
+        if arena.joins:
+            arena.leave([1])
+            arena.begin({4: 2}, uniforms[4:])
+        advance(3)
+        compare(0, 0)
+        compare(2, 1)
+        if arena.joins:
+            compare(4, 2)
     return torch.stack(differences).max().item()

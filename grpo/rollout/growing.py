@@ -1,6 +1,6 @@
 """Decoding for models that hand their cache to nobody, over Hugging Face's own, which grows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +16,30 @@ class GrowingArena(Arena):
     joins = False
     _cache: Any = None
 
-    def _encode(self, places: Sequence[int], prompt_ids: Sequence[Sequence[int]]) -> Tensor:
+    @property
+    def prompts_at_once(self) -> int:
+        return self.room.prompts  # a cache is one pass
+
+    def _encode(self, places: Tensor, prompt_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         self._cache = None  # before there is another
         prompts = pad_prompts(prompt_ids).to(self.model.device).padded_for(self.model)
         hidden, self._cache = encode_prompts(self.model, prompts)  # (b, D)
-        self._cache.batch_repeat_interleave(self.room.width)
-        self._mask = prompts.mask.long().repeat_interleave(self.room.width, 0)  # (R, P + t)
-        self._prompt_lengths[: len(places)] = prompts.lengths
-        return hidden
+        self._mask = prompts.mask.long()  # (b, P), then (R, P + t)
+        return hidden, prompts.lengths
+
+    def begin(self, rows: Mapping[int, int], uniforms: Tensor) -> None:
+        super().begin(rows, uniforms)
+        self._select([self._place_of[group] for group in rows.values()])
+
+    def _keep(self, going_on: list[int]) -> list[int]:
+        order = super()._keep(going_on)
+        self._select(order or [0])
+        return order
+
+    def _select(self, rows: list[int]) -> None:
+        index = torch.tensor(rows, device=self.model.device)
+        self._cache.batch_select_indices(index)
+        self._mask = self._mask[index]
 
     def _decode(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(ids), 1)], 1)
@@ -33,11 +49,6 @@ class GrowingArena(Arena):
         )  # fmt: skip
         hidden: Tensor = output.last_hidden_state[:, -1]
         return hidden
-
-    def _move(self, groups: Tensor, rows: Tensor) -> None:
-        self._cache.batch_select_indices(rows)
-        self._mask = self._mask[rows]
-        self._prompt_lengths[: len(groups)] = self._prompt_lengths[groups]
 
     def skip(self, num_tokens: int) -> None:
         super().skip(num_tokens)
@@ -51,3 +62,5 @@ class GrowingArena(Arena):
     def cache_bytes(self) -> int:
         layers = [layer.keys.nbytes + layer.values.nbytes for layer in self._cache.layers]
         return sum(layers) + max(layers)  # the largest is there twice while a token is added
+
+    used_bytes = cache_bytes

@@ -1,26 +1,24 @@
-"""Sampling a step's completions: prompts once a group, and order plays no part.
-
-A group that has finished leaves, or a waiting one takes its place. Rows do not leave one by one: those
-of a group share their prompt's keys, and end within a few tokens of each other.
-"""
+"""Sampling completions: prompts once for all of their rows, and rows that come and go."""
 
 from bisect import bisect_left
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from heapq import heappop, heappush, nsmallest
+from itertools import count, islice
+from typing import Any
 
 import torch
+from loguru import logger
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.config.groups import SamplingSettings
 from grpo.data.tokens import tokenize
-from grpo.distributed.shard import any_process, run_gathered
+from grpo.distributed.shard import any_process, is_sharded, run_gathered
 from grpo.errors import UserError
 from grpo.model.load import context_length, end_tokens
 from grpo.rollout.arena import Arena, Completions, Room
-from grpo.rollout.decoder import ReusableArena, open_arena, prompt_places, replaced_at_once
+from grpo.rollout.decoder import ReusableArena, open_arena, prompt_places
 from grpo.types import Batch, Prompt
 
 _CHECK_EVERY = 8
@@ -59,188 +57,255 @@ def stop_length(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, stops: S
     return 1 + bisect_left(range(1, len(ids)), True, key=has_stopped)
 
 
-@torch.no_grad()
-def rollout(
+def begin_rollout(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     uniforms: Tensor,
     settings: SamplingSettings,
     *,
-    rows: int,
     ends: Sequence[int] | None = None,
-    reusable: ReusableArena | None = None,
-    stay_gathered: bool = False,
-    watch_cache: Callable[[int, int], object] | None = None,
-    watch_rows: Callable[[float], None] | None = None,
-    stopped: Callable[[], bool] | None = None,
-) -> Batch:
-    """Sample N = len(uniforms) completions, N / B of each prompt, at most `rows` at once.
+    **options: Any,
+) -> "Rollout":
+    """Returns the rollout of prompts that are yet to be tokenized, see `Rollout` for the rest.
 
-    uniforms: (N, max_new_tokens), see `step_uniforms`. ends: tokens any of which ends a completion; None: all
-    that the model and its tokenizer name. All else: see `sample_completions`.
+    ends: tokens any of which ends a completion; None: all that the model and its tokenizer name.
     """
     room = context_length(model.config) - settings.max_new_tokens
     prompt_ids = tokenize_prompts(prompts, tokenizer, longest=room)
     if ends is None:
         ends = () if settings.ignore_ends else end_tokens(model, tokenizer)
-    completion_ids, logp, lengths, terminated = sample_completions(
-        model, tokenizer, prompt_ids, uniforms, settings,
-        rows=rows, ends=ends, reusable=reusable, stay_gathered=stay_gathered, watch_cache=watch_cache,
-        watch_rows=watch_rows, stopped=stopped,
-    )  # fmt: skip
-    rows_ids = [ids[:length] for ids, length in zip(completion_ids.tolist(), lengths.tolist(), strict=True)]
-    return Batch.of_rows(
-        prompts,
-        prompt_ids,
-        completion_ids,
-        lengths,
-        terminated=terminated,
-        sampler_logp=logp,
-        texts=tokenizer.batch_decode(rows_ids, skip_special_tokens=True),
-    )
+    return Rollout(model, tokenizer, prompt_ids, uniforms, settings, ends=ends, **options)
 
 
-@torch.no_grad()
-def sample_completions(
+def rollout(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompt_ids: list[list[int]],
+    prompts: Sequence[Prompt],
     uniforms: Tensor,
     settings: SamplingSettings,
-    *,
-    rows: int,
-    ends: Sequence[int],
-    reusable: ReusableArena | None = None,
-    stay_gathered: bool = False,
-    watch_cache: Callable[[int, int], object] | None = None,
-    watch_rows: Callable[[float], None] | None = None,
-    stopped: Callable[[], bool] | None = None,
-) -> Completions:
-    """Tokens of N = len(uniforms) completions on the CPU, N / B of each prompt, at most `rows` at once.
+    **options: Any,
+) -> Batch:
+    """Returns completions of all prompts, when the last has ended. options: see `begin_rollout`."""
+    sampling = begin_rollout(model, tokenizer, prompts, uniforms, settings, **options)
+    sampling.finish()
+    return sampling.batch(prompts)
 
-    Whole groups are sampled together where `rows` allows, and a group is split where it does not; neither
-    changes what is sampled.
-    reusable: where to find the arena of an earlier rollout of this model, and to leave it for the next.
-    stay_gathered: of a sharded model all weights at once, instead of a layer's for each token anew.
-    watch_cache: told, every few steps, how many the first rows have done and the cache's bytes.
-    watch_rows: told, as often, what share of all is done.
-    stopped: asked after every token; once it says so, rows are left as they are, most of them cut short.
+
+class Rollout:
+    """Completions of prompts, sampled as they are asked for: iterating yields the rows that have ended.
+
+    A row waits for a slot, decodes in it and leaves it; where pages run short, the rows that began last are
+    given up, and wait again. They say the same the second time, as a token is a function of its seed, step,
+    row and position: none of this changes what is sampled.
     """
-    group_size = len(uniforms) // len(prompt_ids)
-    sampling = _Sampling(
-        tokenizer, prompt_ids, uniforms.to(model.device), settings,
-        Completions.empty(len(uniforms), settings.max_new_tokens, model),
-        watch_cache, watch_rows, stopped,
-    )  # fmt: skip
-    prompt_tokens = prompt_places(model.config, max(map(len, prompt_ids)), model.device.type)
-    width = min(rows, group_size)
 
-    def work() -> None:
-        for column in range(0, group_size, width):  # rows of a group that decode together
-            num_rows = min(width, group_size - column)
-            num_groups = min(max(1, rows // num_rows), len(prompt_ids))
-            room = Room(num_groups, num_rows, prompt_tokens, settings.max_new_tokens, tuple(ends))
-            sampling.sample(open_arena(model, room, reusable), range(column, len(uniforms), group_size))
-
-    run_gathered(model, work, stay_gathered=stay_gathered)
-    return Completions(*(values.cpu() for values in sampling.completions))
-
-
-@dataclass
-class _Sampling:
-    """All N rows of a rollout: groups are dealt to the places of an arena, and written as they end."""
-
-    tokenizer: PreTrainedTokenizerBase
-    prompt_ids: list[list[int]]
-    uniforms: Tensor
-    settings: SamplingSettings
     completions: Completions
-    watch_cache: Callable[[int, int], object] | None
-    watch_rows: Callable[[float], None] | None
-    stopped: Callable[[], bool] | None
-    looked_at: Counter[int] = field(default_factory=Counter)
-    """By row, the tokens in which no stop text stands."""
+    """On the CPU; of rows that have not ended, nothing."""
+    kv_growth: list[tuple[int, int]]
+    """(tokens, bytes of keys and values in use), every few tokens of the first rows."""
+    tokens_given_up: int
+    """That are sampled twice."""
 
-    def sample(self, arena: Arena, groups: Iterable[int]) -> None:
-        """Sample groups, by their first rows, as many at once as there are places."""
-        longest, waiting = self.settings.max_new_tokens, deque(groups)
-        check_every = 1 if self.uniforms.device.type == "cpu" else _CHECK_EVERY
-        while waiting:
-            num_groups = min(arena.room.groups, len(waiting))
-            arena.restart(self.settings, num_groups)
-            self._fill(arena, range(num_groups), waiting)
-            for steps in count(1):
-                if self.stopped is not None and self.stopped():
-                    self._take(arena, arena.in_use)
-                    return
-                self._watch(arena, steps)
-                if steps % check_every == 0 or steps == longest:
-                    if steps % _CHECK_EVERY == 0 or steps == longest:
-                        self._stop(arena, arena.in_use)
-                    ended = arena.ended()
-                    self._stop(arena, ended)
-                    self._take(arena, ended)
-                    if not any_process(arena.model, bool(arena.in_use)):
-                        break
-                free = [place for place, group in enumerate(arena.groups) if group is None]
-                at_once = replaced_at_once(len(arena.groups))
-                if not (waiting and arena.joins):
-                    arena.compact()
-                elif len(free) >= at_once:
-                    self._fill(arena, free[:at_once], waiting)
-                arena.advance()
-            self.watch_cache = None  # it has seen the first rows
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_ids: Sequence[Sequence[int]],
+        uniforms: Tensor,
+        settings: SamplingSettings,
+        *,
+        rows: int,
+        ends: Sequence[int],
+        cache_tokens: float | None = None,
+        reusable: ReusableArena | None = None,
+        stay_gathered: bool = False,
+    ) -> None:
+        """N = len(uniforms) completions, N / B of each prompt, at most `rows` at once.
 
-    def _fill(self, arena: Arena, places: Iterable[int], waiting: deque[int]) -> None:
-        """Waiting groups take free places, and have their first tokens."""
-        groups = {place: waiting.popleft() for place in places if waiting}
-        group_size = len(self.uniforms) // len(self.prompt_ids)
-        prompt_ids = [self.prompt_ids[first // group_size] for first in groups.values()]
-        uniforms = [self.uniforms[first : first + arena.room.width] for first in groups.values()]
-        arena.fill(groups, prompt_ids, torch.cat(uniforms))
+        uniforms: (N, max_new_tokens), see `step_uniforms`. ends: tokens any of which ends a completion.
+        cache_tokens: that rows at once are planned to hold of their own, on average; None: as many as they
+        may get. reusable: where to find the arena of an earlier rollout of this model, and to leave it for
+        the next. stay_gathered: gather all weights of a sharded model once, instead of each for every token.
+        """
+        self._model, self._tokenizer, self._settings = model, tokenizer, settings
+        self._prompt_ids, self._uniforms = [list(ids) for ids in prompt_ids], uniforms
+        self._group_size = len(uniforms) // len(prompt_ids)
+        self._reusable, self._stay_gathered = reusable, stay_gathered
+        prompt_tokens = prompt_places(model.config, max(map(len, prompt_ids)), model.device.type)
+        self._room = Room.of(
+            min(rows, len(uniforms)), len(prompt_ids), self._group_size, prompt_tokens,
+            settings.max_new_tokens, ends, cache_tokens=cache_tokens,
+        )  # fmt: skip
+        self.completions = Completions.empty(len(uniforms), settings.max_new_tokens, model, device="cpu")
+        self.kv_growth, self.tokens_given_up, self._ended, self._is_stopped = [], 0, 0, False
+        self._arena: Arena | None = None
+        self._looked_at: Counter[int] = Counter()
+        """By row, the tokens in which no stop text stands."""
 
-    def _take(self, arena: Arena, places: Sequence[int]) -> None:
-        """Write what groups in these places have sampled; the places then are free."""
-        for place in places:
-            first = arena.groups[place]
-            assert first is not None
-            for values, sampled in zip(self.completions, arena.rows([place]), strict=True):
-                values[first : first + arena.room.width] = sampled
-            arena.groups[place] = None
+    @property
+    def share_done(self) -> float:
+        """Of all tokens that there may be, where a row that has ended has no more to come."""
+        active = sum(slot.tokens for slot in self._arena.slots) if self._arena is not None else 0
+        return (self._ended + active / self._settings.max_new_tokens) / len(self._uniforms)
 
-    def _stop(self, arena: Arena, places: Sequence[int]) -> None:
+    @property
+    def share_given_up(self) -> float:
+        """Tokens that were sampled twice, by all that there are."""
+        return self.tokens_given_up / max(1, int(self.completions.lengths.sum()))
+
+    def stop(self) -> None:
+        """Leave rows as they are, most of them cut short: they are what is yielded next, and last."""
+        self._is_stopped = True
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[list[int]]:
+        """Every few tokens (on a CPU every one) the rows that have ended since, by their numbers."""
+        if is_sharded(self._model):  # all of it is one forward pass
+            yield from run_gathered(self._model, lambda: [*self._sample()], stay_gathered=self._stay_gathered)
+        else:
+            yield from self._sample()
+
+    def whole_groups(self) -> Iterator[list[int]]:
+        """Every few tokens the groups of which the last row has ended since, by their numbers."""
+        left = [self._group_size] * len(self._prompt_ids)
+        for rows in self:
+            groups = [row // self._group_size for row in rows]
+            for group in groups:
+                left[group] -= 1
+            yield [group for group in dict.fromkeys(groups) if not left[group]]
+
+    def finish(self) -> Completions:
+        """Returns all completions, once the last row has ended."""
+        for _ in self:
+            pass
+        return self.completions
+
+    def batch(self, prompts: Sequence[Prompt], groups: Sequence[int] | None = None) -> Batch:
+        """Returns what these groups have sampled so far, None: all of them. prompts: the rollout's."""
+        groups = range(len(self._prompt_ids)) if groups is None else groups
+        rows = [group * self._group_size + row for group in groups for row in range(self._group_size)]
+        ids, logp, lengths, terminated = (values[rows] for values in self.completions)
+        written = [ids[:length] for ids, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
+        return Batch.of_rows(
+            [prompts[group] for group in groups],
+            [self._prompt_ids[group] for group in groups],
+            ids,
+            lengths,
+            terminated=terminated,
+            sampler_logp=logp,
+            texts=self._tokenizer.batch_decode(written, skip_special_tokens=True),
+        )
+
+    def _sample(self) -> Iterator[list[int]]:
+        arena = self._arena = open_arena(self._model, self._room, self._reusable)
+        arena.restart(self._settings)
+        self._waiting = list(range(len(self._uniforms)))  # a heap
+        self._left = [self._group_size] * len(self._prompt_ids)
+        self._held_back = False
+        look_every = 1 if self._model.device.type == "cpu" else _CHECK_EVERY
+        for step in count(0, look_every):
+            self._begin_rows(arena)
+            arena.close_gaps()
+            self._take_pages(arena, look_every)
+            if step % _CHECK_EVERY == 0 and step <= self._settings.max_new_tokens:
+                self.kv_growth.append((step + 1, arena.used_bytes))
+            if self._settings.max_new_tokens > 1:
+                for _ in range(look_every):
+                    arena.advance()
+            if self._is_stopped:
+                yield self._leave(arena, range(len(arena.slots)))
+                break
+            if step % _CHECK_EVERY == 0:
+                self._stop_texts(arena, range(len(arena.slots)))
+            ended = arena.ended()
+            self._stop_texts(arena, ended)
+            yield self._leave(arena, ended)
+            if not any_process(self._model, bool(self._waiting or arena.slots)):
+                break
+        self._arena = None
+        if self.share_given_up:
+            text = (
+                "{:.1%} of tokens were sampled twice: texts are longer than the pages that were planned for"
+            )
+            logger.info(text, self.share_given_up)
+
+    def _begin_rows(self, arena: Arena) -> None:
+        """Waiting rows take free slots, and waiting prompts free places, together."""
+        if not arena.joins:
+            if any_process(self._model, bool(arena.slots)):
+                return
+            arena.restart(self._settings)
+        while count := self._may_begin(arena):
+            rows = {row: row // self._group_size for row in nsmallest(count, self._waiting)}
+            if missing := [group for group in dict.fromkeys(rows.values()) if group not in arena.groups]:
+                if arena.joins:  # others that will be waited for, too
+                    waiting = dict.fromkeys(row // self._group_size for row in sorted(self._waiting))
+                    ahead = (group for group in waiting if group not in arena.groups)
+                    missing = [*islice(ahead, min(arena.free_prompts, arena.prompts_at_once))]
+                if missing:
+                    arena.encode({group: self._prompt_ids[group] for group in missing})
+                rows = {row: group for row, group in rows.items() if group in arena.groups}
+            if not rows:
+                return  # until a prompt's last row has ended
+            for _ in rows:
+                heappop(self._waiting)
+            arena.begin(rows, self._uniforms[[*rows]])
+
+    def _may_begin(self, arena: Arena) -> int:
+        """How many rows may: once some were given up, as many as leave a page for a tenth of the others."""
+        pages = arena.free_pages
+        if self._held_back and arena.slots:
+            pages -= 1 + len(arena.slots) // 10
+        return max(0, min(len(self._waiting), arena.free_slots, pages))
+
+    def _take_pages(self, arena: Arena, ahead: int) -> None:
+        """Rows that need a page for the next tokens take one; if there are too few, rows are given up."""
+        while lacking := [slot for slot in arena.slots if arena.lacks_page(slot, ahead)]:
+            if len(lacking) <= arena.free_pages:
+                arena.add_pages(lacking)
+                continue
+            self._held_back = True
+            last = max(range(len(arena.slots)), key=lambda place: arena.slots[place].row)
+            slot = arena.slots[last]
+            self.tokens_given_up += slot.tokens
+            self._looked_at.pop(slot.row, None)
+            arena.leave([last])
+            heappush(self._waiting, slot.row)
+
+    def _leave(self, arena: Arena, places: Collection[int]) -> list[int]:
+        """Write what rows in these slots have sampled; the slots then are free."""
+        if not places:
+            return []
+        slots = [arena.slots[place] for place in places]
+        rows = [slot.row for slot in slots]
+        for values, sampled in zip(self.completions, arena.sampled([*places]), strict=True):
+            values[rows] = sampled.cpu()
+        arena.leave(places)
+        for slot in slots:
+            self._left[slot.group] -= 1
+        arena.forget({slot.group for slot in slots if not self._left[slot.group]})
+        self._ended += len(rows)
+        return rows
+
+    def _stop_texts(self, arena: Arena, places: Sequence[int]) -> None:
         """End rows in which a stop text stands, after the token that completes the first."""
-        if not self.settings.stop or not places:
+        if not self._settings.stop or not places:
             return
-        stops, sampled = self.settings.stop_texts, arena.rows(places)
+        stops, sampled = self._settings.stop_texts, arena.sampled(places)
         window = max(len(stop.encode()) for stop in stops) + _MERGED_TOKENS
         cut: dict[int, int] = {}
-        firsts = [arena.groups[place] for place in places]
-        numbers = [first + row for first in firsts if first is not None for row in range(arena.room.width)]
-        rows = (tensor.tolist() for tensor in (arena.rows_of(places), sampled.ids, sampled.lengths))
-        for number, row, ids, length in zip(numbers, *rows, strict=True):
-            looked_at = self.looked_at[number]
+        for place, ids, length in zip(places, sampled.ids.tolist(), sampled.lengths.tolist(), strict=True):
+            row = arena.slots[place].row
+            looked_at = self._looked_at[row]
             if length <= looked_at:  # it had ended by then, or has been cut
                 continue
-            self.looked_at[number] = length
+            self._looked_at[row] = length
             # What was looked at before has no stop text: one that has come since ends among the new tokens.
-            text = self.tokenizer.decode(ids[max(0, looked_at - window) : length])
+            text = self._tokenizer.decode(ids[max(0, looked_at - window) : length])
             if any(stop in text for stop in stops):
-                stopped_at = stop_length(ids[:length], self.tokenizer, stops)
+                stopped_at = stop_length(ids[:length], self._tokenizer, stops)
                 if stopped_at is not None:
-                    cut[row] = stopped_at
+                    cut[place] = stopped_at
         if cut:
             arena.cut([*cut], [*cut.values()])
-
-    def _watch(self, arena: Arena, steps: int) -> None:
-        longest = self.settings.max_new_tokens
-        if steps % _CHECK_EVERY != 1 and steps != longest:
-            return
-        if self.watch_cache is not None and steps <= longest:
-            self.watch_cache(steps, arena.cache_bytes)
-        if self.watch_rows is not None:
-            sampled = arena.rows(arena.in_use)  # a row that has ended has no more to come
-            done = torch.where(sampled.terminated, longest, sampled.lengths).sum() / longest
-            ended = (self.completions.lengths > 0).sum()
-            self.watch_rows(float((ended + done) / len(self.uniforms)))

@@ -1,11 +1,11 @@
 """A cache of fixed size for a model to decode over, and the attention that reads it.
 
-A group's prompt is held once, and each row's own tokens beside it; one softmax goes over both. The model's
-own layers hand keys and values to the cache and call the attention, by the names and with the arguments that
-transformers has for them.
+A prompt is held once for all of its rows. A row's own tokens are held in pages, which it takes as its text
+grows; one softmax goes over both. The model's own layers hand keys and values to the cache and call the
+attention, by the names and with the arguments that transformers has for them.
 
-Shapes: b groups of g rows, R = b·g rows, H heads that share H' of keys and values, h each, of width d,
-P prompt tokens, L own tokens that are read.
+Shapes: b prompts with at most g active rows each, R active rows, n pages of L tokens that are read, at most k
+of one row, H heads that share H' of keys and values, h each, of width d, P prompt tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,16 @@ from transformers.cache_utils import DynamicLayer
 
 from grpo.model.stand_ins import product_dtype, refuse_unknown
 
-BLOCK = 48
-"""Where steps are recorded own tokens are read in multiples of this: each length is recorded anew."""
+PAGE = 256
+"""Tokens of a page at most."""
 
 
-def static_cache_length(tokens: int) -> int:
-    """Places that the cache has for so many tokens of a row."""
-    return -(-tokens // BLOCK) * BLOCK
+def page_tokens(new_tokens: int) -> int:
+    """Returns the tokens of a page, for completions of so many: one page holds a short one, and as few as it
+    takes, all alike, a long one.
+    """
+    pages = -(-new_tokens // PAGE)
+    return -(-new_tokens // (pages * 8)) * 8
 
 
 def cache_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
@@ -37,127 +40,169 @@ def cache_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if device_type == "cpu" else dtype
 
 
+class Places(NamedTuple):
+    """Where prompts and pages of the active rows are. It changes as rows come and go, and take pages."""
+
+    prompt_rows: Tensor
+    """(b, g) rows that each prompt has; what is left over has any row's number, and is not looked at."""
+    in_prompts: Tensor
+    """(R,) place of each row in `prompt_rows`, flattened."""
+    page_rows: Tensor
+    """(n,) row that each page belongs to; of a page that is nobody's, any."""
+    page_numbers: Tensor
+    """(n,) how many pages of the same row are before it."""
+    row_pages: Tensor
+    """(R, k) pages of each row; what is left over is not looked at."""
+    page_counts: Tensor
+    """(R,) pages that each row has."""
+
+    @property
+    def has_page(self) -> Tensor:
+        """(R, k), True where `row_pages` names a page of the row's."""
+        numbers = torch.arange(self.row_pages.shape[1], device=self.row_pages.device)
+        return numbers < self.page_counts.unsqueeze(1)
+
+
 class Mask(NamedTuple):
     """What is added to scores: 0 where a token is read, else the lowest number there is."""
 
-    prompt: Tensor  # (b, 1, 1, P)
-    completion: Tensor  # (R, 1, 1, L)
+    prompt: Tensor  # (b, 1, 1, P), or (b, 1, g, P) where rows of a prompt read unlike parts of it
+    page: Tensor  # (n, 1, 1, L)
 
 
 class Reading(NamedTuple):
-    """Where each row's newest token is written, (rows, place), and what it reads."""
+    """Where each row's newest token is written, and what it reads."""
 
-    rows: slice | Tensor
-    place: int | Tensor  # the same place for all rows, or (R,)
+    page: Tensor  # (R,)
+    offset: Tensor  # (R,), in the page
+    places: Places
     mask: Mask
     window_mask: Mask  # of layers with a sliding window
 
 
 class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
-    """One layer's keys and values, of all groups and rows that there are places for.
+    """One layer's keys and values, of all prompts and rows' own tokens that there are places for.
 
-    Given prompts' keys, it keeps them for `groups`. While there is a `reading`, it is given a token of each
-    row, and hands itself to the model's attention in place of keys and values.
+    Given prompts' keys, it keeps them in `prompt_places`. While there is a `reading`, it is given a token of
+    each row, and hands itself to the model's attention in place of keys and values.
     """
 
-    groups: Tensor
+    prompt_places: Tensor
     reading: Reading | None = None
 
     def __init__(
-        self, num_groups: int, num_rows: int, num_places: int, *, is_sliding: bool, device_type: str
+        self, num_prompts: int, num_pages: int, page: int, *, is_sliding: bool, device_type: str
     ) -> None:
-        """device_type: of the device that it is on, or that a trace stands for."""
+        """page: its tokens. device_type: of the device that it is on, or that a trace stands for."""
         super().__init__()
         self.is_sliding, self._device_type = is_sliding, device_type
-        self._shape = num_groups, num_rows, num_places
+        self._shape = num_prompts, num_pages, page
         self.prompts: list[Tensor] = []
-        """Keys and values, each (groups, H', P, d)."""
-        self.completions: list[Tensor] = []
-        """Keys and values, each (rows, H', places, d)."""
+        """Keys and values, each (prompts, H', P, d)."""
+        self.pages: list[Tensor] = []
+        """Keys and values, each (pages, H', tokens, d)."""
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """key, value: of prompts (b, H', P, d), or of a token (R, H', 1, d)."""
         if self.reading is not None:
-            for stored, new in zip(self.completions, (key, value), strict=True):
+            for stored, new in zip(self.pages, (key, value), strict=True):
                 new = new.to(product_dtype(new))  # as where it is scored
-                stored[self.reading.rows, :, self.reading.place] = new.squeeze(2).to(stored.dtype)
+                stored[self.reading.page, :, self.reading.offset] = new.squeeze(2).to(stored.dtype)
             return self, self
         if not self.prompts:
-            dtype, num_groups = cache_dtype(product_dtype(key), self._device_type), self._shape[0]
-            self.prompts = [new.new_zeros(num_groups, *new.shape[1:], dtype=dtype) for new in (key, value)]
+            dtype, num_prompts = cache_dtype(product_dtype(key), self._device_type), self._shape[0]
+            self.prompts = [new.new_zeros(num_prompts, *new.shape[1:], dtype=dtype) for new in (key, value)]
         key, value = (new.to(product_dtype(new)) for new in (key, value))
         for prompts, new in zip(self.prompts, (key, value), strict=True):
-            prompts[self.groups] = new.to(prompts.dtype)
+            prompts[self.prompt_places] = new.to(prompts.dtype)
         return key, value
 
-    def clear(self, rows: Tensor) -> None:
-        """Forget these rows' own tokens: a NaN would outlive its mask."""
-        if not self.completions:
-            _, num_rows, places = self._shape
-            self.completions = [
-                tensor.new_zeros(num_rows, tensor.shape[1], places, tensor.shape[3])
-                for tensor in self.prompts
+    def clear(self, pages: Tensor) -> None:
+        """Forget what stands in these pages: a NaN would outlive its mask. At first there are none."""
+        if not self.pages:
+            _, num_pages, page = self._shape
+            self.pages = [
+                tensor.new_zeros(num_pages, tensor.shape[1], page, tensor.shape[3]) for tensor in self.prompts
             ]
-            return
-        for stored in self.completions:
-            stored.index_fill_(0, rows, 0.0)
+        for stored in self.pages:
+            stored.index_fill_(0, pages, 0.0)
 
     def attend(self, query: Tensor, scale: float) -> Tensor:
         """What each row's newest token reads, of the prompt and its own; query and result (R, H, d)."""
         assert self.reading is not None
         mask = self.reading.window_mask if self.is_sliding else self.reading.mask
-        prompts, rows, length = len(mask.prompt), len(query), mask.completion.shape[-1]
-        by_head = query.to(self.completions[0].dtype).unflatten(
-            1, (self.completions[0].shape[1], -1)
-        )  # (R, H', h, d)
-        by_prompt = by_head.unflatten(0, (prompts, -1)).transpose(1, 2).flatten(2, 3)  # (b, H', g·h, d)
-        of_prompt = by_prompt, *(tensor[:prompts] for tensor in self.prompts), mask.prompt
-        of_completion = by_head, *(tensor[:rows, :, :length] for tensor in self.completions), mask.completion
+        places, (num_prompts, _, _, tokens) = self.reading.places, mask.prompt.shape
+        num_pages, length = len(mask.page), mask.page.shape[-1]
+        by_head = query.to(self.pages[0].dtype).unflatten(1, (self.pages[0].shape[1], -1))  # (R, H', h, d)
+        of_prompts = (
+            _by_prompt(by_head, places), *(tensor[:num_prompts, :, :tokens] for tensor in self.prompts),
+            _for_queries(mask.prompt, places.prompt_rows.shape[1] * by_head.shape[2]),
+        )  # fmt: skip
+        of_pages = (
+            by_head[places.page_rows], *(tensor[:num_pages, :, :length] for tensor in self.pages),
+            _for_queries(mask.page, by_head.shape[2]),
+        )  # fmt: skip
         attend = _attend_twice if self._device_type == "cpu" else _attend_once
-        return attend(of_prompt, of_completion, scale).to(query.dtype)
+        return attend(of_prompts, of_pages, places, scale).flatten(1, 2).to(query.dtype)
 
 
 Part = tuple[Tensor, ...]
-"""Query, keys, values and mask: of prompts (b, H', g·h, …), or of rows' own tokens (R, H', h, …)."""
+"""Query, keys, values and mask: of prompts (b, H', g·h, …), or of pages (n, H', h, …)."""
 
 
-def _attend_once(of_prompt: Part, of_completion: Part, scale: float) -> Tensor:
-    """Plain products, and one softmax over the prompt and the row's own tokens."""
-    (folded, _, prompt_values, _), (query, _, completion_values, _) = of_prompt, of_completion
-    prompt, completion = (
-        torch.add(mask, q @ keys.mT, alpha=scale) for q, keys, _, mask in (of_prompt, of_completion)
-    )
-    parts = [_by_row(prompt, query), completion.flatten(1, 2)]
-    weights = torch.cat(parts, -1).softmax(-1)  # (R, H, P + L)
+def _attend_once(of_prompts: Part, of_pages: Part, places: Places, scale: float) -> Tensor:
+    """Plain products, and one softmax over the prompt and the row's own tokens; result (R, H', h, d)."""
+    (_, _, prompt_values, _), (query, _, page_values, _) = of_prompts, of_pages
+    prompt, pages = (torch.add(mask, q @ keys.mT, alpha=scale) for q, keys, _, mask in (of_prompts, of_pages))
+    sharing, has_page = query.shape[2], places.has_page[:, None, None, :, None]
+    own = pages[places.row_pages].permute(0, 2, 3, 1, 4)  # (R, H', h, k, L)
+    own = own.masked_fill(~has_page, torch.finfo(own.dtype).min)
+    parts = [_by_row(prompt, places, sharing), own.flatten(3)]
+    weights = torch.cat(parts, -1).softmax(-1)  # (R, H', h, P + k·L)
     from_prompt, from_own = weights.split([part.shape[-1] for part in parts], -1)
-    by_prompt = from_prompt.view(len(folded), -1, *query.shape[1:3], from_prompt.shape[-1])
-    attended = _by_row(by_prompt.transpose(1, 2).flatten(2, 3) @ prompt_values, query)
-    return attended + (from_own.unflatten(1, query.shape[1:3]) @ completion_values).flatten(1, 2)
+    attended = _by_row(_by_prompt(from_prompt, places) @ prompt_values, places, sharing)
+    by_page = from_own.unflatten(-1, own.shape[3:])[places.page_rows, :, :, places.page_numbers]
+    of_rows = (by_page @ page_values)[places.row_pages]  # (R, k, H', h, d)
+    return attended + of_rows.where(has_page.transpose(1, 3), 0).sum(1)
 
 
-def _attend_twice(of_prompt: Part, of_completion: Part, scale: float) -> Tensor:
-    """Torch's fused attention of either part, merged by their log-sum-exps, as cascade attention does.
+def _attend_twice(of_prompts: Part, of_pages: Part, places: Places, scale: float) -> Tensor:
+    """Torch's fused attention of the prompt and of each page, merged by their log-sum-exps, as
+    flash-decoding and cascade attention do; result (R, H', h, d).
 
-    With weights e^l of each part: o = o₁ σ(l₁ - l₂) + o₂ σ(l₂ - l₁).
+    Of parts o_i with sums l_i of their e^score: o = Σ o_i · softmax(l)_i.
     """
-    (first, first_sum), (second, second_sum) = (
-        # A mask that is the same for all queries would be read more slowly.
-        _fused(query, *others, attn_mask=mask.expand(-1, -1, query.shape[2], -1).contiguous(), scale=scale)
-        for query, *others, mask in (of_prompt, of_completion)
+    (prompt, prompt_sum), (pages, page_sum) = (
+        _fused(query, *others, attn_mask=mask, scale=scale) for query, *others, mask in (of_prompts, of_pages)
     )
-    query = of_completion[0]
-    share = _by_row(first_sum.unsqueeze(-1), query) - second_sum.flatten(1, 2).unsqueeze(-1)
-    return second.flatten(1, 2).lerp(_by_row(first, query), share.sigmoid())
+    sharing, has_page = pages.shape[2], places.has_page[:, :, None, None]
+    sums = [
+        _by_row(prompt_sum.unsqueeze(-1), places, sharing).squeeze(-1).unsqueeze(1),  # (R, 1, H', h)
+        page_sum[places.row_pages].masked_fill(~has_page, -torch.inf),  # (R, k, H', h)
+    ]
+    parts = [_by_row(prompt, places, sharing).unsqueeze(1), pages[places.row_pages]]
+    # Nothing of a page that is not the row's: not even a NaN, which would outlive a weight of zero.
+    parts[1] = parts[1].where(has_page.unsqueeze(-1), 0)
+    return (torch.cat(sums, 1).softmax(1).unsqueeze(-1) * torch.cat(parts, 1)).sum(1)
 
 
 _fused: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def _by_row(folded: Tensor, by_head: Tensor) -> Tensor:
-    """(b, H', g·h, n) of prompts as (R, H, n), for queries by_head (R, H', h, d)."""
-    rows, _, sharing, _ = by_head.shape
-    split = folded.unflatten(2, (rows // len(folded), sharing)).transpose(1, 2)  # (b, g, H', h, n)
-    return split.reshape(rows, -1, folded.shape[-1])
+def _for_queries(mask: Tensor, queries: int) -> Tensor:
+    """A mask (b, 1, 1 or g, P) for as many queries, in memory: one that is expanded is read more slowly."""
+    return mask.repeat_interleave(queries // mask.shape[2], 2)
+
+
+def _by_prompt(by_row: Tensor, places: Places) -> Tensor:
+    """(R, H', h, n) as (b, H', g·h, n) of prompts."""
+    return by_row[places.prompt_rows].transpose(1, 2).flatten(2, 3)
+
+
+def _by_row(by_prompt: Tensor, places: Places, sharing: int) -> Tensor:
+    """(b, H', g·h, n) of prompts as (R, H', h, n). sharing: h."""
+    split = by_prompt.unflatten(2, (-1, sharing)).transpose(1, 2)  # (b, g, H', h, n)
+    return split.flatten(0, 1)[places.in_prompts]
 
 
 _NAME = "decoding"

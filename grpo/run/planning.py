@@ -86,7 +86,7 @@ def _try_out(
         tried = tried.with_settings(batch_size=world.size * largest)
         for phase in tried.phases:
             fit.discard_plan(phase)
-            fit.plan(phase, tried.size(tried.rows_here))
+            fit.plan(phase, tried.size(tried.rows_here, phase))
     fit.take_passes()
     return tried, fit
 
@@ -118,7 +118,7 @@ def stays_gathered(world: World, fit: Fit, work: Workload, policy: Policy) -> bo
     """Sample with all weights of a sharded model gathered, where every process has room for as many rows."""
     weights = work.target.dtype.itemsize * policy.model.num_parameters()
     rows = fit.planned()["sample"]
-    room = fit.needs("sample", work.size(rows)) + weights <= fit.room_bytes()
+    room = fit.needs("sample", work.size(rows, "sample")) + weights <= fit.room_bytes()
     if not all(world.exchange("the room for gathered weights", room)):
         return False
     logger.info("all weights stay gathered while sampling, as there is room for them")

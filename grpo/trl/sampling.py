@@ -22,7 +22,8 @@ from grpo.memory import Fit, Size, is_out_of_memory
 from grpo.model.load import context_length
 from grpo.model.weights import RolloutModel
 from grpo.rollout.decoder import ReusableArena, check_decoder, has_static_cache
-from grpo.rollout.sample import sample_completions
+from grpo.rollout.lengths import CachePlan
+from grpo.rollout.sample import Rollout
 from grpo.rollout.tokens import step_uniforms
 
 _HONOURED = {
@@ -169,6 +170,7 @@ class NativeSampler:
         self._drawn = 0, 0  # the step that was sampled for last, and how often
         self._reasons = set[str]()  # that have been logged
         self._wrong: str | None = None  # of the policy's copy, once it has been made
+        self._cache_plan = CachePlan(longest_completion(trainer))
         self._generation: Generation
 
     def takes(self, prompt_ids: Sequence[Sequence[int]]) -> bool:
@@ -254,6 +256,9 @@ class NativeSampler:
             draw=self._drawn[1] * trainer.accelerator.num_processes + trainer.accelerator.process_index,
         )  # (N, max_new_tokens)  # fmt: skip
         done: list[list[int]] = []
+        if self._cache_plan.new_tokens != settings.max_new_tokens:  # which a callback may change
+            self._cache_plan = CachePlan(settings.max_new_tokens)
+        plan = self._cache_plan
 
         def sample_part(rows: int) -> list[list[int]]:
             # At first so many rows alone, to see what they take; later all, those that wait for places too.
@@ -263,18 +268,28 @@ class NativeSampler:
             elif count > size:
                 count -= count % size
             part = slice(len(done), len(done) + count)
-            completions = sample_completions(
+            completions = Rollout(
                 model, trainer.processing_class, prompt_ids[part][::size], uniforms[part], settings,
-                rows=rows, ends=ends, reusable=self._arena,
-            )  # fmt: skip
+                rows=rows, ends=ends, reusable=self._arena, cache_tokens=plan.tokens,
+            ).finish()  # fmt: skip
             pairs = zip(completions.ids.tolist(), completions.lengths.tolist(), strict=True)
             return [ids[:length] for ids, length in pairs]
 
+        def took(rows: int, new: list[list[int]]) -> Size:
+            return Size(min(rows, len(new)), int(plan.tokens), longest, batch_rows=len(new))
+
         while len(done) < len(prompt_ids):
-            done += self._fit.run(
-                "sample", sample_part, Size(len(prompt_ids) - len(done), settings.max_new_tokens, longest),
+            sampled = self._fit.run(
+                "sample", sample_part,
+                Size(left := len(prompt_ids) - len(done), int(plan.tokens), longest, batch_rows=left),
+                took=took,
                 discard=self._arena.release,
             )  # fmt: skip
+            done += sampled
+        rows = min(self._fit.planned().get("sample", len(done)), len(done))
+        some_wait = rows < len(done) or plan.tokens < plan.new_tokens
+        if some_wait and (why := plan.see([*map(len, done)], rows)):
+            self._fit.reopen("sample", why)
         if trainer.accelerator.device.type != "cuda":  # where nothing is recorded
             self._arena.release()
         return done

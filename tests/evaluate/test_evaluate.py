@@ -168,17 +168,20 @@ def answered(answer, monkeypatch):
     """Make `answer(prompt)` the model. Returns the prompts and uniforms it is asked with."""
     asked = []
 
-    def rollout(model, tokenizer, prompts, uniforms, settings, *, rows, watch_rows=None, reusable=None):
+    def begin_rollout(model, tokenizer, prompts, uniforms, settings, *, rows, reusable=None):
         assert uniforms.shape[1] == settings.max_new_tokens
         asked.append((list(prompts), uniforms))
         texts = [answer(prompt) for prompt in prompts for _ in range(len(uniforms) // len(prompts))]
         lengths = torch.ones(len(uniforms), dtype=torch.long)
-        return Batch.of_rows(
+        batch = Batch.of_rows(
             prompts, [], lengths[:, None], lengths, terminated=lengths > 0, sampler_logp=lengths[:, None],
             texts=texts,
         )  # fmt: skip
+        sampling = mock.MagicMock(share_done=1.0)
+        sampling.batch.side_effect = lambda prompts: batch
+        return sampling
 
-    monkeypatch.setattr(heldout, "rollout", rollout)
+    monkeypatch.setattr(heldout, "begin_rollout", begin_rollout)
     return asked
 
 

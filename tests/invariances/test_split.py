@@ -175,13 +175,15 @@ def test_a_whole_run_depends_neither_on_its_rows_nor_on_memory_running_out(confi
     straight = outcome(train(dataclasses.replace(config, name="straight")))
     assert any(row["advantage"] for row in straight["completions"])
     tried = {}
-    for name in ("rollout", "score", "accumulate_grpo"):
+    for name in ("begin_rollout", "score", "accumulate_grpo"):
         work = getattr(phases, name)
 
         def runs_out_twice(*args, work=work, name=name, **options):
             done = work(*args, **options)
             tried.setdefault(name, []).append(options["rows"])
             if len(tried[name]) <= 2:
+                if name == "begin_rollout":
+                    done.finish()
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             return done
 

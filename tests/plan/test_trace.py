@@ -110,7 +110,7 @@ def test_a_made_up_pass_holds_what_a_steps_does():
         real.drop_gradients()
         held = allocator_peak(work)
         real.drop_gradients()
-        made_up = real.prepare(phase, SIZE._replace(rows=rows))
+        made_up = real.prepare(phase, SIZE._replace(rows=rows, batch_rows=2 * rows))
         assert allocator_peak(made_up) == pytest.approx(held, rel=0.02), phase
     # All at once nobody waits, and no group is replaced.
     whole = partial(rollout, real._sampler, *texts, uniforms, sampling, rows=2 * rows, ends=(0,))
@@ -139,7 +139,7 @@ def test_what_costs_memory_on_cards_shows():
 
 def test_keys_and_values_are_held_as_the_device_that_is_planned_for_holds_them():
     """In bf16 on a card, and in fp32 on a CPU, on whichever the trace is made."""
-    size, traces = Size(32 * G, 48, 40), [traced_on(of, compute_dtype=BF16) for of in ("xpu", "cpu")]
+    size, traces = Size(32 * G, 96, 40), [traced_on(of, compute_dtype=BF16) for of in ("xpu", "cpu")]
     (card, host), (more, most) = (
         [trace.phases.known_parts("sample", size)["KV cache"] for trace in traces],
         [trace.added_bytes("sample", size) for trace in traces],

@@ -100,7 +100,7 @@ def test_keys_and_values_of_a_token():
 
 def test_of_what_a_phase_adds_a_part_has_a_closed_form():
     phases, size = phases_of(workload(), [300]), Size(16, 20, 50)
-    cache = (2 * 50 + 16 * 48) * 256 * 2  # the cache has whole blocks of 48 tokens
+    cache = (2 * 50 + 16 * 24) * 256 * 2  # a page has a multiple of 8 tokens
     assert phases.known_parts("sample", size) == {"KV cache": cache, "logits": 16 * VOCABULARY * 8}
     assert phases.known_parts("score", size) == {"logits": 16 * 20 * VOCABULARY * 8}
     expected = {"logits": 16 * 20 * VOCABULARY * 12, "gradients": 4 * 300}

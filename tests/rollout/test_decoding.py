@@ -5,8 +5,9 @@ from weakref import WeakValueDictionary
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, CONTEXT, LONG_MOVE_PROMPT, let_norms_be_exact
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from conftest import ARCHITECTURES, CONTEXT, LONG_MOVE_PROMPT
+from families import FAMILY, SIZES, made, shaped
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo.rollout.decoder
 from grpo.config.groups import BUNDLED, LoraSettings, SamplingSettings
@@ -16,10 +17,10 @@ from grpo.model.adapters import add_adapters, store_base
 from grpo.model.load import ModelSource, Policy, end_names, end_tokens, load_policy
 from grpo.model.weights import RolloutModel
 from grpo.rollout import static_cache
-from grpo.rollout.arena import Arena, Completions, Room
+from grpo.rollout.arena import Arena, Room
 from grpo.rollout.decoder import check_decoder, has_static_cache, open_arena
 from grpo.rollout.growing import GrowingArena
-from grpo.rollout.sample import rollout
+from grpo.rollout.sample import begin_rollout, rollout
 from grpo.rollout.static_cache import StaticLayer
 from grpo.rollout.tokens import step_uniforms
 from grpo.scoring.logprobs import score, token_logprobs
@@ -28,7 +29,7 @@ from grpo.scoring.packing import streams
 from grpo.types import Batch, Prompt
 
 G, LENGTH = 3, 12
-PLACES = 48  # of the static cache, which has whole blocks
+PLACES = 16  # of a page
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
@@ -168,46 +169,36 @@ def test_greedy_tokens_are_those_of_generate(load, prompts, architecture):
     assert compared > 60
 
 
-SIZES = {
-    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "max_position_embeddings": 96, "initializer_range": 0.3, "pad_token_id": 0,
-    "bos_token_id": 0, "eos_token_id": 0,
-}  # fmt: skip
-WINDOW = {"sliding_window": 12}
-FAMILY = {
-    "gpt2": {}, "gpt2, unscaled": {"scale_attn_weights": False},
-    "gpt2, by layer": {"scale_attn_by_inverse_layer_idx": True},
-    "llama": {}, "qwen2": {}, "smollm3": {}, "qwen3": {"head_dim": 16}, "mistral": WINDOW, "phi3": WINDOW,
-    "qwen2, windows": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
-    "gemma3_text": {**WINDOW, "head_dim": 16, "query_pre_attn_scalar": 16},
-}  # fmt: skip
-
-
-def shaped(name: str) -> PretrainedConfig:
-    groups = {} if name.startswith("gpt2") else {"num_key_value_heads": 2}
-    return AutoConfig.for_model(name.partition(",")[0], **SIZES, **groups, **FAMILY[name])
-
-
-def made(config: PretrainedConfig):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa").eval()
-    let_norms_be_exact(model)
-    return model
-
-
 def arena_of(
-    model, groups: int, width: int, prompt_tokens: int, new_tokens: int, kind: type = Arena
+    model, prompts: list[list[int]], width: int, new_tokens: int, kind: type = Arena, page: int | None = None
 ) -> Arena:
-    arena = kind(model, Room(groups, width, prompt_tokens, new_tokens, ends=()))
-    arena.restart(SamplingSettings(max_new_tokens=new_tokens), groups)
+    """With all rows of these prompts, whose first tokens are there, `width` of each."""
+    rows = len(prompts) * width
+    longest = max(map(len, prompts))
+    arena = kind(model, Room.of(rows, 2 * len(prompts), width, longest, new_tokens, page=page))
+    arena.restart(SamplingSettings(max_new_tokens=new_tokens))
+    arena.encode(dict(enumerate(prompts)))
+    uniforms = torch.rand(rows, new_tokens, generator=torch.Generator().manual_seed(0))
+    arena.begin({row: row // width for row in range(rows)}, uniforms)
     return arena
 
 
-def assert_said_by_the_whole_text(model, prompt: list[int], rows: Completions) -> None:
-    for ids, logp, length, _ in zip(*rows, strict=True):
+def advance(arena: Arena) -> None:
+    arena.add_pages([slot for slot in arena.slots if arena.lacks_page(slot, 1)])
+    arena.advance()
+
+
+def place_of(arena: Arena, row: int) -> int:
+    return next(place for place, slot in enumerate(arena.slots) if slot.row == row)
+
+
+def assert_said_by_the_whole_text(model, prompt: list[int], arena: Arena, row: int) -> int:
+    """Returns how many tokens the row has."""
+    for ids, logp, length, _ in zip(*arena.sampled([place_of(arena, row)]), strict=True):
         logits = plain_logits(model, prompt, ids[:length].tolist())
         expected = logits.log_softmax(-1).gather(1, ids[:length].unsqueeze(1)).squeeze(1)
         assert torch.allclose(logp[:length], expected, atol=1e-12, rtol=0)
+    return int(length)
 
 
 @pytest.mark.parametrize(
@@ -215,35 +206,40 @@ def assert_said_by_the_whole_text(model, prompt: list[int], rows: Completions) -
     [*((Arena, name) for name in FAMILY), (GrowingArena, "gpt2"), (GrowingArena, "gemma3_text")],
 )
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+@pytest.mark.parametrize("page", [8, 64])
 @torch.no_grad()
-def test_a_token_is_what_the_whole_text_says(name, kind, fused, monkeypatch):
-    """Prompts of one token to three windows, groups that leave, and one that starts in another's place, after
-    rows that were NaN throughout.
+def test_a_token_is_what_the_whole_text_says(name, kind, fused, page, monkeypatch):
+    """Prompts of one token to three windows, rows that leave by themselves, and others that begin in their
+    slots and pages, after rows that were NaN throughout; gaps between pages and prompts are closed.
 
     plain: attention as devices that are no CPU have it.
     """
     if not fused:
         monkeypatch.setattr(static_cache, "_attend_twice", static_cache._attend_once)
-    model, uniforms = made(shaped(name)), torch.rand(6, 60, generator=torch.Generator().manual_seed(0))
-    prompts, arena = [[*range(1, n + 1)] for n in (36, 1, 20)], arena_of(model, 3, 2, 36, 60, kind)
-    arena.fill({0: 0, 1: 1, 2: 2}, prompts, uniforms)
+    model, prompts = made(shaped(name)), [[*range(1, n + 1)] for n in (36, 1, 20)]
+    arena = arena_of(model, prompts, 2, 60, kind, page)
     for turn in range(59):
         if turn == 12:
-            assert_said_by_the_whole_text(model, prompts[1], arena.rows([1]))
-            arena.groups[1] = None
-            arena.compact()
-            assert arena.groups == [0, 2]
+            assert assert_said_by_the_whole_text(model, prompts[1], arena, 2) == 13
+            arena.leave([2, 3])
+            arena.forget([1])
+            arena.close_gaps()
+            assert [slot.row for slot in arena.slots] == [0, 1, 4, 5] and arena.free_slots == 2
+            assert arena.used_bytes <= arena.cache_bytes
         if turn == 15 and arena.joins:
-            assert_said_by_the_whole_text(model, prompts[0], arena.rows([0]))
+            assert_said_by_the_whole_text(model, prompts[0], arena, 0)
             for layer in arena._layers:
-                for stored in layer.completions:
-                    stored[:2] = torch.nan
-            prompts[0] = [5, 6, 7]
-            arena.fill({0: 3}, prompts[:1], uniforms[4:])
-        arena.advance()
-    assert arena.rows([0, 1]).lengths.tolist() == [45 if arena.joins else 60] * 2 + [60] * 2
-    for place, prompt in enumerate(prompts[::2]):
-        assert_said_by_the_whole_text(model, prompt, arena.rows([place]))
+                for stored in layer.pages:
+                    stored[arena.slots[0].pages] = torch.nan
+            arena.leave([0])
+            prompts.append([5, 6, 7])
+            arena.encode({3: prompts[3]})
+            arena.begin({6: 3, 7: 3}, torch.rand(2, 60))
+        advance(arena)
+    lengths = [
+        assert_said_by_the_whole_text(model, prompts[slot.group], arena, slot.row) for slot in arena.slots
+    ]
+    assert lengths == ([60] * 3 + [45] * 2 if arena.joins else [60] * 4)
 
 
 @pytest.fixture
@@ -260,9 +256,9 @@ def test_tokens_do_not_depend_on_rows_or_decoder(name, tokenizer, refused):
     policy = Policy(made(AutoConfig.for_model(**shaped(name).to_dict() | sizes)), tokenizer, None)
     many = [Prompt(f"{n}", LONG_MOVE_PROMPT[:n], {}) for n in (30, 2, 17, 5, 24, 9)]
     options = {"width": 2, "ends": range(0, len(tokenizer), 7)}
-    with mock.patch.object(Arena, "fill", autospec=True, side_effect=Arena.fill) as fill:
+    with mock.patch.object(Arena, "begin", autospec=True, side_effect=Arena.begin) as begin:
         whole, *others = [sample(policy, many, rows=rows, **options) for rows in (12, 4, 1)]
-    assert fill.call_count > 5 and len(whole.lengths.unique()) > 3
+    assert begin.call_count > 5 and len(whole.lengths.unique()) > 3
     refused[id(policy.model.config)] = policy.model.config
     assert not has_static_cache(policy.model.config)
     for each in [*others, sample(policy, many, rows=12, **options)]:
@@ -289,7 +285,7 @@ def test_what_computes_something_else_decodes_the_usual_way_and_says_so(config, 
         monkeypatch.setattr(StaticLayer, "attend", lambda self, query, scale: query)
     check_decoder(model)
     assert not has_static_cache(model.config) and isinstance(
-        open_arena(model, Room(1, 1, 4, 4, ())), GrowingArena
+        open_arena(model, Room.of(1, 1, 1, 4, 4)), GrowingArena
     )
     assert len(logged) == 1 and "growing cache" in logged[0] and reason in logged[0]
 
@@ -320,7 +316,7 @@ def test_models_with_windows_of_a_real_size_decode_over_a_static_cache(name, win
     assert has_static_cache(model.config) and not logged
     assert model.config.sliding_window == window
     within = Arena._mask_within
-    wider = lambda self, length, size: within(self, length, size + (size == self._window))  # noqa: E731
+    wider = lambda self, length, size: within(self, length, size and size + 1)  # noqa: E731
     with mock.patch.object(Arena, "_mask_within", wider):
         check_decoder(model)
     assert not has_static_cache(model.config) and "nats wrong" in logged[0]
@@ -365,11 +361,9 @@ def test_a_cache_takes_up_what_its_tokens_do(load, architecture, kind):
     Tokens that are skipped lead to the same bytes, though not to the same log-probs.
     """
     model, size = load(architecture).model, PER_TOKEN[architecture]
-    arena, skipping = (arena_of(model, 2, G, 20, LENGTH, kind) for _ in range(2))
-    for each in (arena, skipping):
-        each.fill({0: 0, 1: 1}, [[5] * 20, [6] * 20], torch.rand(2 * G, LENGTH))
+    arena, skipping = (arena_of(model, [[5] * 20, [6] * 20], G, LENGTH, kind) for _ in range(2))
     for own in range(4):
-        held = (2 * 20 + 2 * G * PLACES) * size
+        held = (4 * 20 + 2 * G * PLACES) * size  # with places for two prompts more
         if kind is GrowingArena:  # one of two layers is there twice while it grows
             held = 2 * G * (20 + own) * size * 3 // 2
         assert arena.cache_bytes == held
@@ -379,16 +373,18 @@ def test_a_cache_takes_up_what_its_tokens_do(load, architecture, kind):
     skipping.skip(3)
     skipping.advance()
     assert skipping.cache_bytes == arena.cache_bytes
-    assert torch.equal(skipping.rows([0, 1]).lengths, arena.rows([0, 1]).lengths)
+    assert torch.equal(skipping.sampled([0, 1]).lengths, arena.sampled([0, 1]).lengths)
 
 
-def test_the_cache_is_watched_during_the_first_rows_and_changes_nothing(load, prompts):
-    policy, seen = load("gpt2"), {}
-    watched = sample(policy, prompts, rows=2 * G, watch_cache=seen.setdefault)
-    assert torch.equal(watched.ids, sample(policy, prompts, rows=2 * G).ids)
-    assert [*seen] in ([1, 9], [1, 9, LENGTH])
-    longest = max(map(len, watched.context_ids))
-    assert seen[1] == (2 * longest + 2 * G * PLACES) * PER_TOKEN["gpt2"]
+def test_the_cache_is_watched_during_the_first_rows(load, prompts):
+    policy, settings = load("gpt2"), SamplingSettings(max_new_tokens=LENGTH)
+    uniforms = step_uniforms(len(prompts) * G, LENGTH, seed=0, step=1)
+    sampling = begin_rollout(policy.model, policy.tokenizer, prompts, uniforms, settings, rows=2 * G)
+    sampling.finish()
+    growth = dict(sampling.kv_growth)
+    assert [*growth] == [1, 9]
+    longest = max(len(ids) for ids in sampling.batch(prompts).context_ids)
+    assert growth[1] == (2 * longest + 2 * G * PLACES) * PER_TOKEN["gpt2"]
 
 
 def test_every_end_that_the_model_names_ends_a_text(load, prompts):

@@ -16,7 +16,7 @@ from whole_runs import train
 
 from grpo import phases as planned
 from grpo.config.groups import SamplingSettings
-from grpo.rollout.arena import Arena, Room
+from grpo.rollout.arena import Arena, Room, halved
 from grpo.rollout.decoder import ReusableArena, prompt_places
 from grpo.rollout.graphs import graphs_of, is_repeated, run_and_record
 from grpo.rollout.sample import rollout
@@ -63,34 +63,41 @@ class _Noted(TorchDispatchMode):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_replayed_tokens_are_what_tokens_are_and_each_is_one_launch(load, architecture, monkeypatch):
-    """Across blocks, while groups start over and go elsewhere; places are not the recorded ones."""
+    """Across pages, while rows leave and others begin; places are not the recorded ones."""
     monkeypatch.setattr("grpo.rollout.arena.FEW_ROWS", 1)
     policy, recorder = load(architecture, "fp64"), OperationRecorder()
-    settings = SamplingSettings(max_new_tokens=T)
     with torch.no_grad():
         policy.model.get_output_embeddings().weight[0] = 0  # nothing ends
-    room = Room(3, G, 4, T, ends=(0,))
+    room = Room.of(12, 5, 4, 4, T, ends=(0,), page=64)
     plain, replaying = arenas = Arena(policy.model, room), Arena(policy.model, room, recorder)
-    uniforms = torch.rand(3 * G, T, generator=torch.Generator().manual_seed(0))
+    uniforms = torch.rand(12, T, generator=torch.Generator().manual_seed(0))
     for arena in arenas:
-        arena.restart(settings, 3)
-        arena.fill({0: 0, 1: 1, 2: 2}, [[1, 2, 3], [4, 5], [6]], uniforms)
+        arena.restart(SamplingSettings(max_new_tokens=T))
+        arena.encode({0: [1, 2, 3], 1: [4, 5], 2: [6]})
+        arena.begin({row: row // 4 for row in range(12)}, uniforms)
     for token in range(110):
-        if token in (30, 80):
-            for arena in arenas:
-                arena.fill({1 if token == 30 else 0: 9}, [[7, 8, 9, 10]], uniforms[:G].flip(1))
-        if token == 70:
-            for arena in arenas:
-                arena.groups[0] = None
-                arena.compact()
-        plain.advance(), replaying.advance()
-        theirs, ours = (arena.rows(range(3 if token < 70 else 2)) for arena in arenas)
+        for arena in arenas:
+            if token in (30, 80):
+                arena.leave([1] if token == 30 else [0, 2])
+                arena.encode({3 + (token == 80): [7, 8, 9, 10]})
+                arena.begin({20 + token: 3 + (token == 80)}, uniforms[:1].flip(1))
+            if token == 70:
+                arena.leave(
+                    [p for p, slot in enumerate(arena.slots) if slot.group == 2 or slot.row in (5, 6)]
+                )
+                arena.forget([2])
+                arena.close_gaps()
+            arena.add_pages([slot for slot in arena.slots if arena.lacks_page(slot, 1)])
+            arena.advance()
+        theirs, ours = (arena.sampled(range(len(arena.slots))) for arena in arenas)
+        assert [slot.row for slot in plain.slots] == [slot.row for slot in replaying.slots]
         for name in ("ids", "lengths", "terminated"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name))
         assert torch.allclose(ours.logp, theirs.logp, atol=1e-12, rtol=0)
     assert theirs.lengths.max() == 111 and theirs.lengths.min() == 31  # of the one that came at 80
-    assert recorder.recorded == 4  # one and two blocks; then of fewer groups: two, and three
-    assert recorder.replayed == 4 + 110 - 4  # the first of each are compared
+    # Of 12 rows with a page each: 48 and 64 tokens; with two, as their pages grow more; of fewer rows.
+    assert recorder.recorded < 8
+    assert recorder.replayed == 110  # the first of each are compared
     # Of the plain path's operations none is left outside; the sampler's part alone are some dozens.
     replaying._replays = dict.fromkeys(replaying._replays, lambda: None)
     with _Noted() as outside:
@@ -156,13 +163,21 @@ def test_rollouts_of_recorded_tokens_are_the_same(load, prompts, rows, monkeypat
 
 
 def test_places_are_given_up_by_halves_and_prompts_have_few_widths_where_steps_are_recorded(load):
-    def places_left(places: int, going_on: tuple[int, ...], width: int) -> list[int]:
-        arena = Arena(load("gpt2").model, Room(places, width, 4, 4, ()), OperationRecorder())
-        return [arena._places_for(groups, places) for groups in going_on]
+    def places_left(places: int, going_on: tuple[int, ...], few: int) -> list[int]:
+        return [halved(places, needed, few) for needed in going_on]
 
-    assert places_left(64, (64, 33, 32, 17, 16, 9, 8, 1), 8) == [64, 64, 32, 32, 16, 16, 8, 8]
-    assert places_left(8, (8, 4, 1), 8) == [8, 8, 8]  # 64 rows are few
-    assert places_left(9, (6, 5, 1), 16) == [9, 5, 5]
+    assert places_left(512, (512, 257, 256, 129, 128, 65, 64, 1), 64) == [
+        512,
+        512,
+        256,
+        256,
+        128,
+        128,
+        64,
+        64,
+    ]
+    assert places_left(64, (64, 32, 1), 64) == [64, 64, 64]
+    assert places_left(9, (6, 5, 1), 4) == [9, 5, 5]
     config = load("gpt2").model.config  # 192 positions
     places = [prompt_places(config, tokens, "cuda") for tokens in (1, 64, 65, 150, 192)]
     assert places == [64, 64, 128, 192, 192]
@@ -201,11 +216,12 @@ def test_a_driver_that_refuses_is_asked_once_and_a_replay_that_shows_something_e
 def test_without_graphs_that_work_steps_run_as_they_are(load):
     recorder = OperationRecorder()
     recorder.works = False
-    arena = Arena(load("gpt2").model, Room(1, G, 4, T, ()), recorder)
-    arena.restart(SamplingSettings(max_new_tokens=T), 1)
-    arena.fill({0: 0}, [[1, 2]], torch.rand(G, T))
+    arena = Arena(load("gpt2").model, Room.of(G, 1, G, 4, T), recorder)
+    arena.restart(SamplingSettings(max_new_tokens=T))
+    arena.encode({0: [1, 2]})
+    arena.begin(dict.fromkeys(range(G), 0), torch.rand(G, T))
     arena.advance()
-    assert arena.rows([0]).lengths.tolist() == [2] * G and recorder.recorded == 0
+    assert arena.sampled(range(G)).lengths.tolist() == [2] * G and recorder.recorded == 0
 
 
 def test_a_capture_that_fails_leaves_the_pool(monkeypatch, logged):

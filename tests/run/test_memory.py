@@ -21,6 +21,7 @@ from grpo.memory.budget import GB
 from grpo.memory.live import LiveBytes
 from grpo.memory.rows import smaller_rows
 from grpo.model import load as model_module
+from grpo.rollout.sample import Rollout
 from grpo.run.dry_run import dry_run
 from grpo.run.setup import Run, open_run
 from grpo.run.tracking import MEMORY_FILE, read_lines
@@ -90,7 +91,7 @@ def test_every_phase_of_every_step_leaves_a_record(plain: Path):
         tokens = [count for count, _ in line["kv_growth"]]
         assert tokens[0] == 1 and tokens == sorted(set(tokens)) and tokens[-1] <= NEW
         prompt, per_token = line["tokens"] - NEW, 2 * 2 * 32 * 8
-        assert line["kv_growth"][0][1] == (BATCH * 48 + BATCH // G * prompt) * per_token
+        assert line["kv_growth"][0][1] == (BATCH * 16 + BATCH // G * prompt) * per_token
 
 
 class RunsOut:
@@ -105,11 +106,15 @@ class RunsOut:
         result = self.work(*arguments, **options)
         if self.fired < self.times:
             self.fired += 1
+            if isinstance(result, Rollout):
+                result.finish()
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return result
 
 
-PLACES = {"sample": "rollout", "score": "score", "learn": "accumulate_grpo", "evaluate": "answer_heldout"}
+PLACES = {
+    "sample": "begin_rollout", "score": "score", "learn": "accumulate_grpo", "evaluate": "answer_heldout",
+}  # fmt: skip
 
 
 def run_out_everywhere(monkeypatch: pytest.MonkeyPatch, times: int) -> dict[str, RunsOut]:

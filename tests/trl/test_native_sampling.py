@@ -100,16 +100,22 @@ def test_prompts_of_turns_have_groups_of_any_size(trainer):
 def test_memory_that_runs_out_changes_no_token(trainer, monkeypatch):
     expected = native(trainer, PROMPTS)
     again = make(GRPOTrainer, Case())
-    sample, calls = sampling.sample_completions, []
+    calls = []
 
-    def runs_out(*args, rows, **options):
-        calls.append(rows)
-        completions = sample(*args, rows=rows, **options)
-        if rows > GROUP:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return completions
+    class RunsOut(sampling.Rollout):
+        """After the last token."""
 
-    monkeypatch.setattr(sampling, "sample_completions", runs_out)
+        def __init__(self, *args, rows, **options):
+            super().__init__(*args, rows=rows, **options)
+            calls.append(rows)
+
+        def finish(self):
+            completions = super().finish()
+            if calls[-1] > GROUP:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return completions
+
+    monkeypatch.setattr(sampling, "Rollout", RunsOut)
     assert native(again, PROMPTS) == expected
     assert calls == [GROUP, 2 * GROUP, 2 * GROUP, GROUP]
     assert recovery.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
