@@ -206,7 +206,7 @@ class Trainer:
                 metrics = self.stepper.step(gradients) | rounding  # the policy itself has moved
             run.sampler.refresh()
         metrics |= {"learning_rate": rate, "kl_coef": self.kl_coef}
-        metrics["sampling/tokens_twice"] = self.phases.tokens_twice
+        metrics["memory/tokens_twice"] = self.phases.tokens_twice
         if config.kl_target is not None and "kl" in metrics and not metrics["skipped"]:
             self.kl_coef = adaptive_kl(self.kl_coef, metrics["kl"], config.kl_target)
         return metrics

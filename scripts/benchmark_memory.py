@@ -1,4 +1,11 @@
-"""How well memory is predicted, in whole runs on the CPU: what tensors were said to add, and did."""
+"""How well memory is predicted, in whole runs on the CPU: what tensors were said to add, and did.
+
+    python scripts/benchmark_memory.py
+    python scripts/benchmark_memory.py --tails
+
+With `--tails`: how many rows of long answers are sampled at once if they are planned by what such texts take,
+and how many tokens are sampled twice where they turn out longer.
+"""
 
 import re
 import subprocess
@@ -12,13 +19,13 @@ from typing import Any
 
 import torch
 import tyro
-from benchmarks.models import GPT2_3M, GPT2_30M, GPT2_124M, write_model
+from benchmarks.models import GPT2_3M, GPT2_30M, GPT2_124M, LLAMA_3B, write_model, write_shape
 from benchmarks.results import CONSOLE, conclude, table, write
 from loguru import logger
 
 from grpo.model.target import multiplies_in_bf16
 from grpo.run.screen import configure_logging
-from grpo.run.tracking import MEMORY_FILE, read_lines
+from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 
 ROOT = Path(__file__).parents[1]
 SHAPES = {"3m": GPT2_3M, "30m": GPT2_30M, "124m": GPT2_124M}
@@ -69,14 +76,18 @@ class Run:
                 }
 
 
-def main(quick: bool = False, output: Path | None = None) -> int:
+def main(quick: bool = False, tails: bool = False, output: Path | None = None) -> int:
     """Print what tensors add, against what was said before the first step; 1 if a bar is missed.
 
     Args:
         quick: Four runs of small models, not 24.
+        tails: Rows at once of answers with tails instead, by dry run, and a run in which they turn out long.
         output: A JSON file for every phase.
     """
     configure_logging("INFO", CONSOLE)
+    if tails:
+        with TemporaryDirectory() as folder:
+            return conclude({**rows_of_tails(Path(folder)), **longer_than_planned(Path(folder))})
     runs: list[Run] = []
     with TemporaryDirectory() as folder:
         try:
@@ -130,6 +141,48 @@ def train_all(folder: Path, chosen: dict[tuple[str, str], tuple[int, ...]]) -> I
             errors = [f"{row['error']:+.1%}" for row in run.compared()]
             logger.info("{}: status {}, {}", run.name, run.status, errors)
             yield run
+
+
+def rows_of_tails(folder: Path) -> dict[str, bool]:
+    """Rows that 24 GB hold of 3 B of Llama's shape, if all texts may be long, and by their average."""
+    model = write_shape(folder / "llama", LLAMA_3B)
+    rows, verdicts = [], {}
+    for most, mean in ((2048, 600), (4096, 1200)):
+        found = []
+        for typical in ((), ("--typical-tokens", str(mean))):
+            planned = subprocess.run(
+                [sys.executable, ROOT / "train_lean.py", "--dry-run", "--model", model, "--device", "cuda",
+                 "--precision", "bf16", "--lora-rank", "16", "--load-in-4bit", "--batch-size", "512",
+                 "--max-new-tokens", str(most), "--device-memory", "24GB", *typical],
+                capture_output=True, text=True, check=True,
+            )  # fmt: skip
+            told = re.search(r"rows at once\D+(\d+)", planned.stdout + planned.stderr)
+            found.append(int(told[1]) if told else 0)
+        ratio = found[1] / max(1, found[0])
+        rows.append({"new tokens": most, "on average": mean, "all long": found[0], "by average": found[1]})
+        verdicts[f"{ratio:.2f} times as many rows of {mean} of {most} tokens (at least 2)"] = ratio >= 2
+    CONSOLE.print(table(rows, "Rows sampled at once, 3 B of Llama's shape, 4 bits, 24 GB, by dry run"))
+    return verdicts
+
+
+def longer_than_planned(folder: Path) -> dict[str, bool]:
+    """A run in a limit on the host, whose texts are longer than is said to be typical."""
+    model = write_model(folder / "3m", SHAPES["3m"])
+    ended = subprocess.run(
+        [sys.executable, ROOT / "train_lean.py", "--model", model, "--batch-size", "64", "--max-new-tokens",
+         "384", "--typical-tokens", "230", "--device", "cpu", "--engine", "off", "--steps", "2",
+         "--eval-interval", "0", "--memory-limit", "1.2GB", "--runs-dir", folder / "runs"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    steps = [line for path in folder.glob(f"runs/*/{METRICS_FILE}") for line in read_lines(path)]
+    told = [line for line in (ended.stdout + ended.stderr).splitlines() if "twice" in line or "plan:" in line]
+    for line in told:
+        CONSOLE.print(line.strip(), highlight=False)
+    twice = [line["memory/tokens_twice"] for line in steps]
+    return {
+        f"in 1.2 GB texts that turn out long are sampled, status {ended.returncode}": not ended.returncode,
+        f"tokens sampled twice: {', '.join(f'{share:.1%}' for share in twice)}": len(twice) == 2,
+    }
 
 
 if __name__ == "__main__":

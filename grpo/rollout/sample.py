@@ -202,10 +202,11 @@ class Rollout:
         arena.restart(self._settings)
         self._waiting = list(range(len(self._uniforms)))  # a heap
         self._left = [self._group_size] * len(self._prompt_ids)
-        self._held_back = False
+        self._held_back = any_active = False
         look_every = 1 if self._model.device.type == "cpu" else _CHECK_EVERY
         for step in count(0, look_every):
-            self._begin_rows(arena)
+            if arena.joins or not any_active:
+                self._begin_rows(arena)
             arena.close_gaps()
             self._take_pages(arena, look_every)
             if step % _CHECK_EVERY == 0 and step <= self._settings.max_new_tokens:
@@ -221,20 +222,19 @@ class Rollout:
             ended = arena.ended()
             self._stop_texts(arena, ended)
             yield self._leave(arena, ended)
-            if not any_process(self._model, bool(self._waiting or arena.slots)):
+            any_active = any_process(self._model, bool(arena.slots))
+            if not any_active and not self._waiting:  # as many wait in all processes
                 break
         self._arena = None
         if self.share_given_up:
-            text = (
-                "{:.1%} of tokens were sampled twice: texts are longer than the pages that were planned for"
+            logger.info(
+                "{:.1%} of tokens were sampled twice: texts are longer than they were planned for",
+                self.share_given_up,
             )
-            logger.info(text, self.share_given_up)
 
     def _begin_rows(self, arena: Arena) -> None:
         """Waiting rows take free slots, and waiting prompts free places, together."""
-        if not arena.joins:
-            if any_process(self._model, bool(arena.slots)):
-                return
+        if not arena.joins:  # none is left in any process, and what prompts there were is gone
             arena.restart(self._settings)
         while count := self._may_begin(arena):
             rows = {row: row // self._group_size for row in nsmallest(count, self._waiting)}

@@ -170,20 +170,21 @@ def _attend_twice(of_prompts: Part, of_pages: Part, places: Places, scale: float
     """Torch's fused attention of the prompt and of each page, merged by their log-sum-exps, as
     flash-decoding and cascade attention do; result (R, H', h, d).
 
-    Of parts o_i with sums l_i of their e^score: o = Σ o_i · softmax(l)_i.
+    Of parts o_i with log-sum-exps l_i: o = Σ o_i · softmax(l)_i; of two, o = o₁ + (o₂ - o₁) σ(l₂ - l₁).
     """
     (prompt, prompt_sum), (pages, page_sum) = (
         _fused(query, *others, attn_mask=mask, scale=scale) for query, *others, mask in (of_prompts, of_pages)
     )
-    sharing, has_page = pages.shape[2], places.has_page[:, :, None, None]
-    sums = [
-        _by_row(prompt_sum.unsqueeze(-1), places, sharing).squeeze(-1).unsqueeze(1),  # (R, 1, H', h)
-        page_sum[places.row_pages].masked_fill(~has_page, -torch.inf),  # (R, k, H', h)
-    ]
-    parts = [_by_row(prompt, places, sharing).unsqueeze(1), pages[places.row_pages]]
+    sharing = pages.shape[2]
+    prompt, prompt_sum = (_by_row(each, places, sharing) for each in (prompt, prompt_sum.unsqueeze(-1)))
+    pages, page_sum = pages[places.row_pages], page_sum[places.row_pages].unsqueeze(-1)  # (R, k, H', h, …)
+    if pages.shape[1] == 1:
+        return prompt.lerp(pages.squeeze(1), (page_sum.squeeze(1) - prompt_sum).sigmoid())
     # Nothing of a page that is not the row's: not even a NaN, which would outlive a weight of zero.
-    parts[1] = parts[1].where(has_page.unsqueeze(-1), 0)
-    return (torch.cat(sums, 1).softmax(1).unsqueeze(-1) * torch.cat(parts, 1)).sum(1)
+    has_page = places.has_page[:, :, None, None, None]
+    pages, page_sum = pages.where(has_page, 0), page_sum.where(has_page, -torch.inf)
+    weights = torch.cat([prompt_sum.unsqueeze(1), page_sum], 1).softmax(1)
+    return (weights * torch.cat([prompt.unsqueeze(1), pages], 1)).sum(1)
 
 
 _fused: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

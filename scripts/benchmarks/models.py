@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
+    LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -27,6 +28,21 @@ GPT2_30M = gpt2(8, 512)
 GPT2_3M = gpt2(6, 192, n_head=6)
 GPT2_MINUTE = gpt2(2, 32, n_positions=256)
 LIKE_ROOK_TINY = AutoConfig.from_pretrained(BUNDLED_FOLDER)
+
+
+LLAMA_3B = LlamaConfig(
+    hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
+    num_key_value_heads=8, head_dim=128, vocab_size=128256, max_position_embeddings=131072,
+    tie_word_embeddings=True,
+)  # fmt: skip
+"""As Llama 3.2 has it."""
+
+
+def write_shape(folder: Path, shape: PretrainedConfig) -> Path:
+    """The folder of such a model without weights, for a plan."""
+    shape.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(BUNDLED_FOLDER).save_pretrained(folder)
+    return folder
 
 
 def write_model(folder: Path, shape: PretrainedConfig) -> Path:

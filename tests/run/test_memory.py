@@ -24,7 +24,7 @@ from grpo.model import load as model_module
 from grpo.rollout.sample import Rollout
 from grpo.run.dry_run import dry_run
 from grpo.run.setup import Run, open_run
-from grpo.run.tracking import MEMORY_FILE, read_lines
+from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
 
 STEPS, G, BATCH, NEW = 2, 4, 16, 10
@@ -46,11 +46,11 @@ def fp64(model_folders: dict[str, Path], data_file: Path, tmp_path_factory: pyte
     )  # fmt: skip
 
 
-def trained(config: Config, prepare: Callable[[Run], object] = lambda run: None) -> Path:
+def trained(config: Config, prepare: Callable[[Run], object] = lambda run: None, **how: Any) -> Path:
     """The folder of a run by a made-up plan; it leaves no gradients."""
     held: list[Trainer] = []
     with untraced(ROW_BYTES, counted=True):
-        folder = train(config, lambda trainer: (held.append(trainer), prepare(trainer.run)))
+        folder = train(config, lambda trainer: (held.append(trainer), prepare(trainer.run)), **how)
     assert all(parameter.grad is None for parameter in held[0].model.parameters())
     return folder
 
@@ -63,7 +63,7 @@ def plain(fp64: Config) -> Path:
 def learned(folder: Path) -> dict[str, Any]:
     """What a run leaves behind, but for what its plan has seen."""
     found = outcome(folder)
-    del found["state"]["memory"]
+    del found["state"]["memory"], found["state"]["cache"]
     return found
 
 
@@ -312,3 +312,37 @@ def test_a_run_that_goes_on_holds_no_more_than_it_did_before(config, kind):
             held.append((live.live_bytes, live.peak_bytes))
     (fresh, fresh_peak), (resumed, peak) = held
     assert resumed <= fresh + 2**16 and peak <= fresh_peak + largest + 2**16
+
+
+def test_texts_that_turn_out_long_are_sampled_all_the_same_and_planned_for_from_then_on(
+    fp64: Config, logged: list[str], monkeypatch
+):
+    """Rows are given up, the step is the same step, and a run that is resumed knows what texts took."""
+    monkeypatch.setattr("grpo.rollout.static_cache.PAGE", 8)
+    config = replace(fp64, steps=3, max_new_tokens=40, ignore_ends=True, eval_interval=0)
+    whole = trained(replace(config, name="all-may-be-long"))
+    folder = trained(replace(config, name="short", typical_tokens=8))
+    shares = [line["memory/tokens_twice"] for line in read_lines(folder / METRICS_FILE)]
+    assert 0.05 < shares[0] < 1 and shares[1:] == [0, 0]
+    assert_close_outcome(learned(folder), learned(whole), exactness=1e-12)
+    assert sum("of tokens were sampled twice: texts are longer" in line for line in logged) == 1
+    cut = trained(replace(config, name="cut", typical_tokens=8), stop_after=1)
+    resumed = trained(replace(config, name="cut", typical_tokens=8, resume=cut))
+    assert [line["memory/tokens_twice"] for line in read_lines(resumed / METRICS_FILE)] == shares
+    assert_same_outcome(outcome(resumed), {**outcome(folder)})
+
+
+def test_rows_are_more_at_once_when_texts_have_turned_out_short(fp64: Config, logged: list[str], monkeypatch):
+    """Room for few rows of 40 tokens, prompts among them, and texts of less than a page."""
+    monkeypatch.setattr("grpo.rollout.static_cache.PAGE", 8)
+
+    def prepare(run: Run) -> None:
+        leave_room(run, 10**9)
+        del run.fit._phases["sample"]  # what was made up
+        for rows, tokens in ((4, 40), (8, 40), (8, 8)):
+            run.fit.see("sample", Size(rows, tokens), 0.98e9 * rows / 8 * tokens / 40)
+
+    folder = trained(replace(fp64, name="room-for-8", steps=3, max_new_tokens=40, eval_interval=0), prepare)
+    assert [line["rows"] for line in records(folder, "sample")] == [4, 8, 8]
+    changes = [line for line in logged if line.startswith("INFO plan: sample 4 -> 8")]
+    assert len(changes) == 1 and "tokens of the cache a row, and not 40" in changes[0]
