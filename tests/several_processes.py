@@ -27,7 +27,7 @@ from conftest import untraced
 import grpo.phases
 from grpo.config import Config
 from grpo.config.groups import OptimizerSettings
-from grpo.data.reward_functions import RewardFailed
+from grpo.data.reward_calls import RewardFailed
 from grpo.distributed import World, open_world
 from grpo.distributed.processes import Processes
 from grpo.learning.optimizer import make_optimizer

@@ -33,7 +33,7 @@ def main(config: Config, _: Console) -> int:
     configure_logging(config.log_level, console, process=process)
     logger.info("loading torch and {}", "the model" if config.model == "auto" else config.model)
     # Imported here: a wrong setting need not wait for the large libraries.
-    from grpo.data.reward_functions import RewardFailed
+    from grpo.data.reward_calls import RewardFailed
     from grpo.distributed import ProcessLost
     from grpo.learning.step import Diverged
     from grpo.memory.recovery import RESERVE_BYTES, is_out_of_memory

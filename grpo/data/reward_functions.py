@@ -1,50 +1,21 @@
-"""Calling reward functions, ours and the user's, all in TRL's convention. A user's may do anything."""
+"""The reward functions of a run, ours and the user's, all in TRL's convention, and what they say."""
 
-import asyncio
 import copy
-import functools
-import hashlib
-import inspect
-import itertools
-import math
-import random
-import threading
-import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from grpo.data.reward_files import (
-    RewardFunction,
-    arguments_of,
-    check_columns,
-    check_tasks,
-    load_rewards,
-    process_as_it_was,
-)
+from grpo.data.reward_calls import BegunCall, RewardCall, as_it_was, call_all, is_coroutine_function
+from grpo.data.reward_files import RewardFunction, check_columns, check_tasks, load_rewards
 from grpo.data.source import collate
 from grpo.errors import UserError
 from grpo.rewards import EnginePool, PolicyReward, WeightedReward
 from grpo.types import Batch, Prompt
-
-
-def _plain(value: Any) -> bool | int | float | str | None:
-    """A value as JSON has it: numpy's and torch's single numbers are numbers, anything else is text."""
-    if isinstance(value, np.generic | np.ndarray | Tensor):
-        numbers = np.ravel(value.detach().cpu() if isinstance(value, Tensor) else value).tolist()
-        value = numbers[0] if len(numbers) == 1 else value
-    return value if isinstance(value, bool | int | float | str | None) else str(value)
-
-
-class RewardFailed(RuntimeError):
-    """An error in a reward function of the user's."""
 
 
 @dataclass(frozen=True)
@@ -139,12 +110,12 @@ class RewardFunctions:
         self.state = SimpleNamespace(global_step=0, max_steps=0)
         """What a reward may know of the run: steps that are done, and to do, by transformers' names."""
         self._weights = torch.tensor(weights or [1.0] * len(specs), dtype=torch.float64)
-        self._begun: dict[_Key, _Begun] = {}
+        self._forget_calls()
 
     def with_engine(self, engine: EnginePool | None) -> "RewardFunctions":
         """The same rewards, with an engine to judge moves."""
         judged = copy.copy(self)
-        judged._begun = {}
+        judged._forget_calls()
         if engine is not None:
             judged._functions = {
                 name: function.with_engine(engine) if isinstance(function, PolicyReward) else function
@@ -170,33 +141,40 @@ class RewardFunctions:
         The engine is asked about moves, and coroutine functions are called, with these completions alone;
         scoring a batch that has them waits for both.
         """
-        users = {name: f for name, f in self._functions.items() if _is_coroutine_function(f)}
+        users = {name: f for name, f in self._functions.items() if is_coroutine_function(f)}
         key = _key_of(batch.prompts[0], batch.texts)
         if users and key not in self._begun:
-            call = _Call(batch, self.state)
-            self._begun[key] = _Begun(call, {name: call.start(name, f) for name, f in users.items()})
+            call = RewardCall(batch, self.state)
+            if not self._begun:
+                self._meanwhile.enter_context(as_it_was(call.arguments))
+            self._begun[key] = call.begin(users)
         for function in self._functions.values():
             if isinstance(function, PolicyReward):
                 columns = collate(batch.row_prompts)
                 function.prepare([prompt.text for prompt in batch.row_prompts], batch.texts, **columns)
 
     def forget_begun(self) -> None:
-        """Nobody waits any more for what was begun."""
+        """Drops what was begun and nobody waits for any more."""
         for begun in self._begun.values():
-            for answer in begun.answers.values():
-                answer.cancel()
-        self._begun.clear()
+            begun.cancel()
+        self._meanwhile.close()
+        self._forget_calls()
+
+    def _forget_calls(self) -> None:
+        self._begun: dict[tuple[int, tuple[str, ...]], BegunCall] = {}
+        self._meanwhile = ExitStack()
+        """Entered while calls that were begun may run."""
 
     def __call__(self, batch: Batch) -> Scores:
         """Scores a batch's rows. RewardFailed; ValueError for an answer that is not a score for each."""
-        prompts, call = batch.row_prompts, _Call(batch, self.state)
+        prompts, call = batch.row_prompts, RewardCall(batch, self.state)
         components: list[dict[str, float]] = [{} for _ in prompts]
         users = {name: f for name, f in self._functions.items() if not isinstance(f, WeightedReward)}
         try:
             begun = self._begun_of(batch)
-            later = {name for name in users if begun and _is_coroutine_function(users[name])}
+            later = {name for name in users if begun and is_coroutine_function(users[name])}
             scores = call_all({n: f for n, f in users.items() if n not in later}, call.arguments)
-            scores |= call.join([*begun], later)
+            scores |= call.join(begun, later)
         finally:
             self.forget_begun()
         for name, function in self._functions.items():
@@ -214,9 +192,9 @@ class RewardFunctions:
             batch.lengths, batch.terminated, contexts[batch.group],
         )  # fmt: skip
 
-    def _begun_of(self, batch: Batch) -> "list[_Begun]":
-        """What was begun of each of a batch's prompts, in their order; nothing where it was not of all."""
-        rows = [[] for _ in batch.prompts]  # type: list[list[str]]
+    def _begun_of(self, batch: Batch) -> list[BegunCall]:
+        """Returns the calls of a batch's prompts, in their order, if all were begun, else none."""
+        rows: list[list[str]] = [[] for _ in batch.prompts]
         for group, text in zip(batch.group.tolist(), batch.texts, strict=True):
             rows[group].append(text)
         begun = [self._begun.get(_key_of(*each)) for each in zip(batch.prompts, rows, strict=True)]
@@ -238,195 +216,6 @@ class RewardFunctions:
                 yield Judged(torch.tensor(values, dtype=torch.float64), letters)
 
 
-# ------------------------------------------------------------------------------- functions of the user's
-
-
-class _Call:
-    """What reward functions are called with for some completions, and what they say besides scores."""
-
-    def __init__(self, batch: Batch, state: SimpleNamespace) -> None:
-        prompts = batch.row_prompts
-        self.extra: list[dict[str, Any]] = [{} for _ in prompts]
-        self.metrics: dict[str, list[float]] = {}
-        self.arguments: dict[str, Any] = {
-            "prompts": [prompt.for_rewards for prompt in prompts],
-            "completions": list(map(Prompt.as_completion, prompts, batch.texts)),
-            "completion_ids": [ids.tolist() for ids in batch.by_row(batch.ids)],
-            **collate(prompts),
-            "trainer_state": state,
-            "log_extra": self._log_extra,
-            "log_metric": self._log_metric,
-        }
-
-    def _log_extra(self, column: str, values: Sequence[Any]) -> None:
-        if len(values) != len(self.extra):
-            raise UserError(
-                f"log_extra({column!r}) got {len(values)} values for {len(self.extra)} completions"
-            )
-        for row, value in zip(self.extra, values, strict=True):
-            row[column] = _plain(value)
-
-    def _log_metric(self, name: str, value: Any) -> None:
-        self.metrics.setdefault(name, []).append(float(value))
-
-    def start(self, name: str, function: RewardFunction) -> "Future[list[float]]":
-        """Call a coroutine function in the background."""
-        count = len(self.extra)
-
-        async def wait_for() -> list[float]:
-            with _errors_of(name):
-                arguments = arguments_of(function, self.arguments).items()
-                answer = _as_list(await function(**{key: _copied(value) for key, value in arguments}), count)
-            return _numbers(name, answer, count)
-
-        return asyncio.run_coroutine_threadsafe(wait_for(), _loop())
-
-    def join(self, begun: "Sequence[_Begun]", names: Collection[str]) -> dict[str, list[float]]:
-        """Returns what these functions say of all completions, once they have answered, and takes over what
-        they logged. begun: the calls that these completions were parts of, in order.
-        """
-        scores: dict[str, list[float]] = {name: [] for name in names}
-        with _as_it_was(self.arguments):
-            for name in names:
-                for each in begun:
-                    scores[name] += each.answers[name].result()
-        rows = (row for each in begun for row in each.call.extra)
-        for row, found in zip(self.extra, rows, strict=False):
-            row.update(found)
-        for each in begun:
-            for metric, values in each.call.metrics.items():
-                self.metrics.setdefault(metric, []).extend(values)
-        return scores
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """Calls that were begun while other rows were sampled."""
-
-    call: _Call
-    answers: "dict[str, Future[list[float]]]"
-
-
-_Key = tuple[int, tuple[str, ...]]
-
-
-def _key_of(prompt: Prompt, texts: Sequence[str]) -> _Key:
-    """A prompt, as an object, and what was sampled for it."""
+def _key_of(prompt: Prompt, texts: Sequence[str]) -> tuple[int, tuple[str, ...]]:
+    """Returns a prompt, as an object, and what was sampled for it."""
     return id(prompt), tuple(texts)
-
-
-def _is_coroutine_function(function: Any) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def call_all(functions: Mapping[str, RewardFunction], arguments: dict[str, Any]) -> dict[str, list[float]]:
-    """What they say of each of the completions, NaN for None; coroutines are awaited together.
-
-    They get copies, which they may change. RewardFailed for an error in one, but for Ctrl-C; ValueError for
-    an answer that is not one score a completion.
-    """
-    answers: dict[str, Any] = {}
-    count = len(arguments["completions"])
-    for name, function in functions.items():
-        with _errors_of(name), _as_it_was(arguments):
-            copies = {key: _copied(values) for key, values in arguments_of(function, arguments).items()}
-            answers[name] = _as_list(function(**copies), count)
-    coroutines = {name: answer for name, answer in answers.items() if inspect.isawaitable(answer)}
-
-    async def wait_for(name: str) -> None:
-        with _errors_of(name):
-            answers[name] = _as_list(await coroutines[name], count)
-
-    async def wait_for_all() -> None:
-        await asyncio.gather(*map(wait_for, coroutines))
-
-    if coroutines:
-        with _as_it_was(arguments):
-            waiting = asyncio.run_coroutine_threadsafe(wait_for_all(), _loop())
-            try:
-                waiting.result()
-            except BaseException:  # of one, or Ctrl-C: nobody waits for the others
-                waiting.cancel()
-                raise
-    return {name: _numbers(name, answer, count) for name, answer in answers.items()}
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """One for all calls, so that a client that a reward keeps open stays of use; in a thread of its own."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
-    return loop
-
-
-@contextmanager
-def _errors_of(name: str) -> Iterator[None]:
-    """RewardFailed for whatever a function of the user's raises, but for Ctrl-C."""
-    try:
-        yield
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        raise
-    except BaseException as error:  # sys.exit() as well, or training would end as if all were done
-        frames = traceback.extract_tb(error.__traceback__)
-        of_rewards = [frame for frame in frames if frame.filename != __file__]
-        where = f" in {of_rewards[-1].filename}, line {of_rewards[-1].lineno}" if of_rewards else ""
-        raise RewardFailed(f"reward {name!r} failed with {type(error).__name__}{where}: {error}") from error
-
-
-def _copied(values: Any) -> Any:
-    """Of a list row by row, as rows may share what they hold."""
-    if not isinstance(values, list):
-        return values
-    return [copy.deepcopy(row) if isinstance(row, list | dict | set) else row for row in values]
-
-
-def _as_list(answer: Any, count: int) -> Any:
-    """A list if it is a sequence of any kind, `count` + 1 at most: it may have no end."""
-    if isinstance(answer, str | bytes | Mapping) or not isinstance(answer, Iterable):
-        return answer
-    return list(itertools.islice(answer, count + 1))
-
-
-@contextmanager
-def _as_it_was(arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, random numbers depend on the completions alone; afterwards all is as before.
-
-    So a reward that draws some gives the same to the same completions, in a run that is resumed, too.
-    """
-    text = repr((arguments["prompts"], arguments["completions"]))
-    seed = int.from_bytes(hashlib.sha256(text.encode(errors="replace")).digest()[:4], "big")
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    try:
-        with process_as_it_was(), torch.set_grad_enabled(torch.is_grad_enabled()):  # which it may switch
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-
-
-def _numbers(name: str, answer: Any, count: int) -> list[float]:
-    """What a function returned, as `count` numbers, NaN for None. ValueError if it is not that."""
-    wanted = f"it must return a list of {count}, one number, or None, for each completion."
-    try:
-        if isinstance(answer, str | bytes | Mapping):
-            raise TypeError("which is no list")
-        if texts := [score for score in answer if isinstance(score, str | bytes)]:
-            raise TypeError(f"{texts[0]!r} is text, not a number")
-        numbers = [math.nan if score is None else float(score) for score in answer]
-    except Exception as error:  # of __float__, which may be the user's
-        raise UserError(f"reward {name!r} returned a {type(answer).__name__} ({error}): {wanted}") from error
-    if len(numbers) != count:
-        number = len(numbers) if len(numbers) < count else f"more than {count}"
-        raise UserError(f"reward {name!r} returned {number} scores for {count} completions: {wanted}")
-    for row, (score, value) in enumerate(zip(answer, numbers, strict=True)):
-        if score is not None and not math.isfinite(value):
-            kind = "NaN" if math.isnan(value) else value
-            raise UserError(
-                f"reward {name!r} returned {kind} for completion {row}: return finite numbers, or None "
-                "for what it does not judge."
-            )
-    return numbers

@@ -32,7 +32,7 @@ from grpo.commands.trl import parse
 from grpo.config import Config, SettingsError, read_yaml
 from grpo.config.reading import from_plain
 from grpo.data import Room, load_prompts
-from grpo.data.reward_functions import _plain
+from grpo.data.reward_calls import _plain
 from grpo.files import as_path, take_place
 from grpo.model.load import load_policy
 from grpo.model.names import source_of

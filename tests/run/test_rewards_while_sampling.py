@@ -1,6 +1,9 @@
 """Rewards of groups that have ended are asked for while others are sampled: told by the order of calls."""
 
 import asyncio
+import os
+import random
+import sys
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
@@ -10,7 +13,8 @@ import torch
 from whole_runs import train
 
 from grpo import phases
-from grpo.data.reward_functions import RewardFailed, RewardFunctions
+from grpo.data.reward_calls import RewardFailed
+from grpo.data.reward_functions import RewardFunctions
 from grpo.rewards import PolicyReward
 from grpo.rollout.arena import Arena
 from grpo.run.tracking import COMPLETIONS_FILE, METRICS_FILE, read_lines
@@ -71,6 +75,28 @@ def test_a_coroutine_is_asked_about_a_group_while_others_are_sampled(config, cal
     assert all(row["rewards"]["reward"] == pytest.approx(len(row["completion"]) / 10) for row in rows)
     assert all(row["extra"]["letters"] == len(row["completion"]) for row in rows)
     assert read_lines(folder / METRICS_FILE)[0]["groups"] == 4
+
+
+def test_the_process_is_as_it_was_though_a_coroutine_has_changed_it_meanwhile(config, tmp_path, monkeypatch):
+    """Folder, seeds and path are changed while others are sampled, and are what they were afterwards."""
+    monkeypatch.chdir(tmp_path)
+    changed, state, path = threading.Event(), random.getstate(), list(sys.path)
+    begin = RewardFunctions.begin
+
+    async def reward(completions, **columns):
+        os.chdir("/")
+        sys.path.append("/nowhere")
+        random.random()
+        changed.set()
+        return [0.0] * len(completions)
+
+    def begin_and_see(self, batch):
+        begin(self, batch)
+        assert changed.wait(10)
+
+    monkeypatch.setattr(RewardFunctions, "begin", begin_and_see)
+    train(replace(config, steps=1), rewarded_by(reward))
+    assert os.getcwd() == str(tmp_path) and sys.path == path and random.getstate() == state
 
 
 def test_a_coroutine_that_fails_while_others_are_sampled_ends_the_run_as_any_reward(config):
