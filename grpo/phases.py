@@ -24,7 +24,7 @@ from grpo.learning.loss import StepCounts
 from grpo.learning.objectives import Sums, accumulate_grpo, finish_grpo, with_advantage
 from grpo.memory import Size
 from grpo.memory.recovery import release_cache
-from grpo.rollout.decoder import joins_rows
+from grpo.rollout.decoder import has_static_cache, joins_rows
 from grpo.rollout.sample import begin_rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.setup import Run
@@ -134,10 +134,9 @@ class Phases:
             self.tokens_twice = sampling.share_given_up
             return sampling.batch(prompts)
 
-        joins = joins_rows(run.sampler.model)
-
         def took(rows: int, sampled: Batch) -> Size:
-            tokens = int(plan.tokens) if joins or config.shard else int(sampled.lengths.max())
+            is_static = has_static_cache(run.sampler.model.config)
+            tokens = int(plan.tokens) if is_static else int(sampled.lengths.max())
             return Size(min(rows, num_rows), tokens, max(map(len, sampled.context_ids)), batch_rows=num_rows)
 
         sampled = run.fit.run(
@@ -145,8 +144,7 @@ class Phases:
             discard=self._release_arenas,
         )  # fmt: skip
         rows = run.fit.planned().get("sample", num_rows)
-        some_wait = joins and (rows < num_rows or plan.tokens < config.max_new_tokens)
-        if some_wait and (why := plan.see(sampled.lengths.tolist(), min(rows, num_rows))):
+        if joins_rows(run.sampler.model) and (why := plan.see(sampled.lengths.tolist(), rows)):
             run.fit.reopen("sample", why)
         for arena in (run.eval_arena, run.arena):
             if run.fit.room_bytes() < self._needed_bytes("score", "learn"):

@@ -46,6 +46,7 @@ QUICK = {
     ("rook-tiny", "fp32"): (64,), ("rook-tiny", "bf16"): (8,), ("rook-tiny", "lora"): (16,),
     ("3m", "fp32"): (16,),
 }  # fmt: skip
+TWO_STEPS = "--device", "cpu", "--engine", "off", "--steps", "2", "--eval-interval", "0"
 PHASES = ("sample", "score", "learn")
 MEDIAN, WORST = 0.02, 0.08
 
@@ -117,6 +118,12 @@ def main(quick: bool = False, tails: bool = False, output: Path | None = None) -
     return conclude(verdicts)
 
 
+def train(*flags: object) -> subprocess.CompletedProcess[str]:
+    """Runs the training command."""
+    command = [sys.executable, ROOT / "train_lean.py", *map(str, flags)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 def train_all(folder: Path, chosen: dict[tuple[str, str], tuple[int, ...]]) -> Iterator[Run]:
     """Two steps of each, in a folder of its own."""
     for (model, kind), sizes in chosen.items():
@@ -129,11 +136,9 @@ def train_all(folder: Path, chosen: dict[tuple[str, str], tuple[int, ...]]) -> I
                 str(folder / model) if model in SHAPES else model,
                 folder / f"{model}-{kind}-{size}",
             )
-            ended = subprocess.run(
-                [sys.executable, ROOT / "train_lean.py", "--model", source,
-                 *KINDS[kind], "--batch-size", str(size), "--max-new-tokens", "48", "--device", "cpu",
-                 "--engine", "off", "--steps", "2", "--eval-interval", "0", "--runs-dir", runs],
-                capture_output=True, text=True,
+            ended = train(
+                "--model", source, *KINDS[kind], "--batch-size", size, "--max-new-tokens", 48,
+                *TWO_STEPS, "--runs-dir", runs,
             )  # fmt: skip
             passes = [line for path in runs.glob(f"*/{MEMORY_FILE}") for line in read_lines(path)]
             printed = " ".join((ended.stdout + ended.stderr).split())
@@ -150,12 +155,12 @@ def rows_of_tails(folder: Path) -> dict[str, bool]:
     for most, mean in ((2048, 600), (4096, 1200)):
         found = []
         for typical in ((), ("--typical-tokens", str(mean))):
-            planned = subprocess.run(
-                [sys.executable, ROOT / "train_lean.py", "--dry-run", "--model", model, "--device", "cuda",
-                 "--precision", "bf16", "--lora-rank", "16", "--load-in-4bit", "--batch-size", "512",
-                 "--max-new-tokens", str(most), "--device-memory", "24GB", *typical],
-                capture_output=True, text=True, check=True,
+            planned = train(
+                "--dry-run", "--model", model, "--device", "cuda", "--precision", "bf16", "--lora-rank", 16,
+                "--load-in-4bit", "--batch-size", 512, "--max-new-tokens", most, "--device-memory", "24GB",
+                *typical,
             )  # fmt: skip
+            planned.check_returncode()
             told = re.search(r"rows at once\D+(\d+)", planned.stdout + planned.stderr)
             found.append(int(told[1]) if told else 0)
         ratio = found[1] / max(1, found[0])
@@ -168,11 +173,9 @@ def rows_of_tails(folder: Path) -> dict[str, bool]:
 def longer_than_planned(folder: Path) -> dict[str, bool]:
     """A run in a limit on the host, whose texts are longer than is said to be typical."""
     model = write_model(folder / "3m", SHAPES["3m"])
-    ended = subprocess.run(
-        [sys.executable, ROOT / "train_lean.py", "--model", model, "--batch-size", "64", "--max-new-tokens",
-         "384", "--typical-tokens", "230", "--device", "cpu", "--engine", "off", "--steps", "2",
-         "--eval-interval", "0", "--memory-limit", "1.2GB", "--runs-dir", folder / "runs"],
-        capture_output=True, text=True,
+    ended = train(
+        "--model", model, "--batch-size", 64, "--max-new-tokens", 384, "--typical-tokens", 230,
+        "--memory-limit", "1.2GB", *TWO_STEPS, "--runs-dir", folder / "runs",
     )  # fmt: skip
     steps = [line for path in folder.glob(f"runs/*/{METRICS_FILE}") for line in read_lines(path)]
     told = [line for line in (ended.stdout + ended.stderr).splitlines() if "twice" in line or "plan:" in line]

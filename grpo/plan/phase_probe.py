@@ -21,8 +21,9 @@ from grpo.learning.optimizer import moment_bytes
 from grpo.memory import Size
 from grpo.model.weights import reference_bytes
 from grpo.plan.workload import Workload
-from grpo.rollout.arena import Arena, Completions, Room
+from grpo.rollout.arena import Arena, Completions
 from grpo.rollout.decoder import has_static_cache, open_arena, prompt_places
+from grpo.rollout.room import Room
 from grpo.rollout.static_cache import cache_dtype, page_tokens
 from grpo.scoring.head import logit_bytes, tokens_at_once
 from grpo.scoring.logprobs import score_streams
@@ -129,7 +130,7 @@ class PhaseProbe:
         arena.begin({row: row // per_prompt for row in range(rows)}, uniforms)
         tokens = min(tokens, room.new_tokens)
         arena.skip(max(0, tokens - 2))
-        while lacking := [slot for slot in arena.slots if arena.lacks_page(slot, 0)]:
+        while lacking := [slot for slot in arena.slots if arena.lacks_page(slot, 1)]:
             arena.add_pages(lacking)
         if tokens > 1:
             recording = self._hold_recording(arena)

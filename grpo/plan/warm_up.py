@@ -48,17 +48,14 @@ def warm_up(
     """
     room, batch = fit.room_bytes(), work.rows_here
     for phase in work.phases:
+        whole = work.size(batch, phase)
         rows = min(batch, work.config.group_size, work.fixed_rows.get(phase, batch))
         seen: list[int] = []
         while rows not in seen and len(seen) < MOST_PASSES and pass_at(phase, work.size(rows, phase)):
             seen.append(rows)
             fit.discard_plan(phase)  # what was seen last tells more
-            rows = fit.plan(phase, work.size(batch, phase))
-            if (
-                traced_only
-                and phase not in work.fixed_rows
-                and fit.needs(phase, work.size(batch, phase)) <= room
-            ):
+            rows = fit.plan(phase, whole)
+            if traced_only and phase not in work.fixed_rows and fit.needs(phase, whole) <= room:
                 rows = batch  # in proportion to what was seen: rather too much
             more = _with_one_pass_less(rows, work)
             may_fit = more and fit.needs(phase, work.size(more, phase)) <= OVERSHOOT * room

@@ -11,7 +11,6 @@ Shapes: R active rows, P prompt tokens, T new tokens at most, V vocabulary, and 
 """
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -20,56 +19,17 @@ from transformers import Cache, PreTrainedModel
 
 from grpo.config.groups import SamplingSettings
 from grpo.distributed.shard import is_sharded
-from grpo.memory.rows import prompts_held
 from grpo.model.prefill import encode_prompts, layers_with_window, pad_prompts, sliding_window
 from grpo.model.weights import sampling_in
 from grpo.rollout.graphs import CUDAGraphs, Replay, run_and_record
-from grpo.rollout.places import Pool
-from grpo.rollout.static_cache import Mask, Places, Reading, StaticLayer, decoding, page_tokens
+from grpo.rollout.places import Pool, moves_into_gaps
+from grpo.rollout.room import Room
+from grpo.rollout.static_cache import Mask, Reading, StaticLayer, decoding
+from grpo.rollout.tables import Slot, Tables
 from grpo.rollout.tokens import sample_tokens
 
-FEW_ROWS = 64
-"""On CUDA so many rows of a small model take as long as one."""
 RECORDED_TOKENS = 48
 """Where steps are recorded, of a row's only page so many tokens are read, or 2, 4, … times as many."""
-
-
-class Room(NamedTuple):
-    """What an arena has room for, and the tokens that end a completion."""
-
-    rows: int
-    """Rows that decode at once."""
-    prompts: int
-    pages: int
-    group_size: int
-    """Rows of a prompt at most."""
-    prompt_tokens: int
-    new_tokens: int
-    page: int
-    """Tokens of a page."""
-    ends: tuple[int, ...]
-
-    @property
-    def pages_per_row(self) -> int:
-        """Pages of a row that gets as long as it may."""
-        return -(-self.new_tokens // self.page)
-
-    @classmethod
-    def of(
-        cls, rows: int, prompts: int, group_size: int, prompt_tokens: int, new_tokens: int,
-        ends: Iterable[int] = (), *, cache_tokens: float | None = None, page: int | None = None,
-    ) -> "Room":  # fmt: skip
-        """Returns what so many rows at once take of a rollout of so many prompts.
-
-        cache_tokens: that rows are planned to hold of their own, on average; None: as many as they may get.
-        """
-        page, tokens = page or page_tokens(new_tokens), min(new_tokens, cache_tokens or new_tokens)
-        places = prompts_held(rows, tokens, prompt_tokens, prompts=prompts, group_size=group_size)
-        room = cls(rows, places, 0, group_size, prompt_tokens, new_tokens, page, tuple(ends))
-        pages = most = rows * room.pages_per_row
-        if tokens < new_tokens:
-            pages = min(most, max(int(rows * tokens / page), rows, room.pages_per_row))
-        return room._replace(pages=pages)
 
 
 class Completions(NamedTuple):
@@ -91,29 +51,6 @@ class Completions(NamedTuple):
         ids = torch.zeros(rows, longest + 1, dtype=torch.long, device=device or model.device)
         logp = torch.zeros_like(ids, dtype=torch.promote_types(model.dtype, torch.float32))
         return cls(ids, logp, torch.zeros_like(ids[:, 0]), torch.zeros_like(ids[:, 0], dtype=torch.bool))
-
-
-@dataclass
-class Slot:
-    """A row that decodes, as the host knows it."""
-
-    row: int
-    """The caller's number."""
-    group: int
-    """The caller's number of its prompt."""
-    tokens: int = 1
-    """That it has sampled, if it has not ended."""
-    pages: list[int] = field(default_factory=list)
-
-
-class _Sizes(NamedTuple):
-    """How much of the tensors a step reads."""
-
-    rows: int
-    prompts: int
-    per_prompt: int
-    pages: int
-    per_row: int
 
 
 class Arena:
@@ -141,17 +78,10 @@ class Arena:
         """Pages that have had something in them."""
         self._completions = Completions.empty(room.rows, room.new_tokens, model)
 
-        def numbers(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dtype=torch.long, device=model.device)
-
         self._uniforms = torch.zeros(room.rows, room.new_tokens, device=model.device)
-        self._prompt_lengths = numbers(room.prompts)
+        self._prompt_lengths = torch.zeros(room.prompts, dtype=torch.long, device=model.device)
         self._ends = torch.tensor(room.ends, dtype=torch.long, device=model.device)
-        self._places = Places(
-            numbers(room.prompts, room.group_size), numbers(room.rows), numbers(room.pages),
-            numbers(room.pages), numbers(room.rows, room.pages_per_row), numbers(room.rows),
-        )  # fmt: skip
-        self._row_prompts = numbers(room.rows)
+        self._tables = Tables(room, model.device, recorded=graphs is not None)
 
     @property
     def joins(self) -> bool:
@@ -259,8 +189,8 @@ class Arena:
         self._changed = True
 
     def lacks_page(self, slot: Slot, ahead: int) -> bool:
-        """Whether a row that goes on so many tokens has to have a page more."""
-        return len(slot.pages) * self.room.page < min(slot.tokens + ahead, self.room.new_tokens)
+        """Whether a row that goes on so many tokens has to have a page more; the newest is in none yet."""
+        return len(slot.pages) * self.room.page < min(slot.tokens + ahead - 1, self.room.new_tokens)
 
     def add_pages(self, slots: Iterable[Slot]) -> None:
         """Each of these rows takes a free page more."""
@@ -291,25 +221,15 @@ class Arena:
                 self._changed = True
 
     def _keep(self, going_on: list[int]) -> list[int]:
-        """The last of these rows take the places of those that leave, so that few are moved. Returned: who is
-        then where.
-        """
-        count = len(going_on)
-        stay = {place: place for place in going_on if place < count}
-        gaps = (place for place in range(count) if place not in stay)
-        order = stay | {next(gaps): place for place in going_on if place >= count}
-        moved = [place for place in range(count) if order[place] != place]
-        if moved:
-            to, source = (
-                torch.tensor(places, device=self.model.device)
-                for places in (moved, [order[place] for place in moved])
-            )
-            for values in (*self._completions, self._uniforms):
-                values[to] = values[source]
-        self.slots = [self.slots[order[place]] for place in range(count)]
-        self._completions.lengths[count:] = self.room.new_tokens  # over
+        """Rows close up into the slots of those that leave. Returned: who is then where."""
+        moves = moves_into_gaps(going_on)
+        self._move([*self._completions, self._uniforms], moves)
+        now_at = {moves.get(place, place): place for place in going_on}
+        order = [now_at[place] for place in range(len(going_on))]
+        self.slots = [self.slots[place] for place in order]
+        self._completions.lengths[len(order) :] = self.room.new_tokens  # over
         self._changed = True
-        return [order[place] for place in range(count)]
+        return order
 
     def _move_pages(self, moves: Mapping[int, int]) -> None:
         for slot in self.slots:
@@ -337,18 +257,19 @@ class Arena:
     def advance(self) -> None:
         """One token more for each row that has not ended."""
         if self._changed:
-            self._sizes, self._changed = self._note_places(), False
+            self._tables.update(self.slots, self._place_of, self._prompts.front, self._pages.front)
+            self._changed = False
         most = max((slot.tokens for slot in self.slots), default=1)
         for slot in self.slots:
             slot.tokens = min(slot.tokens + 1, self.room.new_tokens)
-        length = min(most, self.room.page) if self._sizes.per_row == 1 else self.room.page
+        length = min(most, self.room.page) if self._tables.sizes.per_row == 1 else self.room.page
         if self._graphs is None or not self._graphs.works:
             self._add_token(length)
             return
         # A step is recorded for few lengths: by powers of two.
         parts = -(-length // RECORDED_TOKENS)
         length = min(2 ** (parts - 1).bit_length() * RECORDED_TOKENS, self.room.page)
-        key = *self._sampling.values(), self._sizes, length
+        key = *self._sampling.values(), self._tables.sizes, length
         if key in self._replays:
             self._replays[key]()
             return
@@ -357,76 +278,10 @@ class Arena:
         replay = run_and_record(self._graphs, lambda: self._add_token(length), changed=written, shown=newest)
         self._replays = {} if replay is None else self._replays | {key: replay}
 
-    def _note_places(self) -> _Sizes:
-        """Tell the device where everything is, and return how much of it there is."""
-        slots = self.slots
-        by_prompt: list[list[int]] = [[] for _ in range(self._prompts.front)]
-        in_prompts, row_prompts = list[tuple[int, int]](), [self._place_of[slot.group] for slot in slots]
-        for number, place in enumerate(row_prompts):
-            in_prompts.append((place, len(by_prompt[place])))
-            by_prompt[place].append(number)
-        pages = {
-            page: (number, at) for number, slot in enumerate(slots) for at, page in enumerate(slot.pages)
-        }
-        sizes = self._sizes_for(
-            _Sizes(
-                len(slots), len(by_prompt), max(map(len, by_prompt), default=1), self._pages.front,
-                max((len(slot.pages) for slot in slots), default=1),
-            )
-        )  # fmt: skip
-        of_pages = [pages.get(page, (0, 0)) for page in range(sizes.pages)]
-        table = Places(
-            *map(
-                torch.tensor,
-                (
-                    [_filled(by_prompt[place] if place < len(by_prompt) else [], sizes.per_prompt)
-                     for place in range(sizes.prompts)],
-                    _filled([place * sizes.per_prompt + at for place, at in in_prompts], sizes.rows),
-                    [number for number, _ in of_pages],
-                    [at for _, at in of_pages],
-                    [_filled(slot.pages, sizes.per_row) for slot in slots]
-                    + [[0] * sizes.per_row] * (sizes.rows - len(slots)),
-                    _filled([len(slot.pages) for slot in slots], sizes.rows),
-                ),
-            )
-        )  # fmt: skip
-        for values, stored in zip(table, self._read(sizes), strict=True):
-            stored.copy_(values)
-        self._row_prompts[: sizes.rows].copy_(torch.tensor(_filled(row_prompts, sizes.rows)))
-        return sizes
-
-    def _read(self, sizes: _Sizes) -> Places:
-        """The parts of tables that a step of these sizes reads."""
-        places = self._places
-        return Places(
-            places.prompt_rows[: sizes.prompts, : sizes.per_prompt], places.in_prompts[: sizes.rows],
-            places.page_rows[: sizes.pages], places.page_numbers[: sizes.pages],
-            places.row_pages[: sizes.rows, : sizes.per_row], places.page_counts[: sizes.rows],
-        )  # fmt: skip
-
-    def _sizes_for(self, needed: _Sizes) -> _Sizes:
-        """What is read where so much is needed, one of each at least, as the others of a sharded model have
-        some.
-
-        Where steps are recorded: all, a half, a quarter and so on, as recordings are for one size; fewer than
-        FEW_ROWS rows save nothing.
-        """
-        needed = _Sizes(*(max(1, count) for count in needed))
-        if self._graphs is None:
-            return needed
-        room, group = self.room, self.room.group_size
-        return _Sizes(
-            halved(room.rows, needed.rows, FEW_ROWS),
-            halved(room.prompts, needed.prompts, -(-FEW_ROWS // group)),
-            group,
-            halved(room.pages, needed.pages, FEW_ROWS),
-            halved(room.pages_per_row, needed.per_row, 1),
-        )
-
     def _add_token(self, length: int) -> None:
-        rows, longest = self._sizes.rows, self.room.new_tokens
+        rows, longest = self._tables.sizes.rows, self.room.new_tokens
         ids, logps, lengths, terminated = (values[:rows] for values in self._completions)
-        prompt_lengths = self._prompt_lengths[self._row_prompts[:rows]]
+        prompt_lengths = self._prompt_lengths[self._tables.row_prompts]
         with sampling_in(self.model):
             hidden = self._decode(ids[:, -1:], (prompt_lengths + lengths - 1).unsqueeze(1), length)
             logits = self._head(hidden)
@@ -462,12 +317,12 @@ class Arena:
 
     def _reading(self, length: int) -> Reading:
         """Each row's newest token goes behind its others; what a row writes that has ended is never read."""
-        places = self._read(self._sizes)
-        newest = self._completions.lengths[: self._sizes.rows] - 1
-        number = (newest // self.room.page).clamp(max=self._sizes.per_row - 1)
+        places, sizes = self._tables.places, self._tables.sizes
+        newest = self._completions.lengths[: sizes.rows] - 1
+        number = (newest // self.room.page).clamp(max=sizes.per_row - 1)
         page = places.row_pages.gather(1, number.unsqueeze(1)).squeeze(1)
         if self._graphs is not None:  # free slots write, too: to the page that is nobody's
-            page = page.where(places.page_counts > 0, self.room.pages)
+            page = page.where(places.has_page[:, 0], self.room.pages)
         mask = window_mask = self._mask_within(length, None)
         if self._window is not None:
             window_mask = self._mask_within(length, self._window)
@@ -475,7 +330,7 @@ class Arena:
 
     def _mask_within(self, length: int, window: int | None) -> Mask:
         """What layers read that see so many of the newest tokens. Completions begin where prompts end."""
-        places, sizes, prompt_tokens = self._read(self._sizes), self._sizes, self.room.prompt_tokens
+        places, sizes, prompt_tokens = self._tables.places, self._tables.sizes, self.room.prompt_tokens
         lengths = self._completions.lengths[: sizes.rows]  # (R,)
         own = (lengths[places.page_rows] - places.page_numbers * self.room.page).unsqueeze(1)  # (n, 1)
         place, before = (torch.arange(n, device=lengths.device) for n in (length, prompt_tokens))
@@ -532,23 +387,10 @@ class Arena:
     @property
     def used_bytes(self) -> int:
         """Of those, what prompts and rows have taken."""
-        pools = [(self._prompts, "prompts"), (self._pages, "pages")]
-        places = {
-            name: sum(
-                tensor.nbytes // len(tensor) for layer in self._layers for tensor in getattr(layer, name)
-            )
-            for _, name in pools
-        }
-        return sum(len(pool.taken) * places[name] for pool, name in pools)
-
-
-def _filled(numbers: Sequence[int], count: int, value: int = 0) -> list[int]:
-    """The same with a value behind them, `count` in all."""
-    return [*numbers, *[value] * (count - len(numbers))]
-
-
-def halved(places: int, needed: int, few: int) -> int:
-    """So many places, or as small a half, quarter and so on of them as holds those needed and a few."""
-    while places > 1 and (half := -(-places // 2)) >= max(needed, few):
-        places = half
-    return places
+        stored = [
+            (pool, t)
+            for layer in self._layers
+            for pool, kept in ((self._prompts, layer.prompts), (self._pages, layer.pages))
+            for t in kept
+        ]
+        return sum(len(pool.taken) * (tensor.nbytes // len(tensor)) for pool, tensor in stored)

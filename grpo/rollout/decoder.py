@@ -18,9 +18,10 @@ from grpo.model.load import Policy, context_length
 from grpo.model.prefill import crossed_window, large_logits, layers_with_window
 from grpo.model.stand_ins import MODEL_ERRORS, exact_products
 from grpo.model.weights import RolloutModel
-from grpo.rollout.arena import Arena, Room
+from grpo.rollout.arena import Arena
 from grpo.rollout.graphs import CUDAGraphs, graphs_of
 from grpo.rollout.growing import GrowingArena
+from grpo.rollout.room import Room
 
 _CHECKED_TOKENS = 6
 """That a row has sampled when `check_decoder` compares them."""

@@ -66,7 +66,12 @@ class CachePlan:
         self._took: deque[float] = deque(maxlen=STEPS)
 
     def see(self, lengths: Sequence[int], rows: int) -> str | None:
-        """Takes note of a step's lengths, in rows at once. Where that changes the plan, it says so."""
+        """Takes note of a step's lengths, in rows at once. Where that changes the plan, it says so.
+
+        Where all decode at once though all might be as long as they may, there is nothing to plan.
+        """
+        if rows >= len(lengths) and self.tokens == self.new_tokens:
+            return None
         self._took.append(tokens_at_once(lengths, rows, self.new_tokens))
         most, before = max(self._took), self.tokens
         wanted = min(MARGIN * most, self.new_tokens)

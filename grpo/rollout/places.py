@@ -1,5 +1,6 @@
 """Places in tensors of fixed size, taken and given back."""
 
+from collections.abc import Collection
 from heapq import heappop, heappush
 
 
@@ -33,9 +34,14 @@ class Pool:
 
     def close_gaps(self) -> dict[int, int]:
         """Takes what stands behind gaps into them, as new places by old ones."""
-        used = len(self.taken)
-        gaps = (place for place in range(used) if place not in self.taken)
-        moves = {place: next(gaps) for place in sorted(self.taken) if place >= used}
+        moves, used = moves_into_gaps(self.taken), len(self.taken)
         self.taken = set(range(used))
         self._free = list(range(used, self.size))  # a heap
         return moves
+
+
+def moves_into_gaps(taken: Collection[int]) -> dict[int, int]:
+    """Returns new places, by old ones, of what stands behind gaps: as few move as can."""
+    count, stay = len(taken), {place for place in taken if place < len(taken)}
+    gaps = (place for place in range(count) if place not in stay)
+    return {place: next(gaps) for place in sorted(taken) if place >= count}

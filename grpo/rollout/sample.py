@@ -17,8 +17,9 @@ from grpo.data.tokens import tokenize
 from grpo.distributed.shard import any_process, is_sharded, run_gathered
 from grpo.errors import UserError
 from grpo.model.load import context_length, end_tokens
-from grpo.rollout.arena import Arena, Completions, Room
+from grpo.rollout.arena import Arena, Completions
 from grpo.rollout.decoder import ReusableArena, open_arena, prompt_places
+from grpo.rollout.room import Room
 from grpo.types import Batch, Prompt
 
 _CHECK_EVERY = 8
@@ -162,18 +163,16 @@ class Rollout:
     def __iter__(self) -> Iterator[list[int]]:
         """Every few tokens (on a CPU every one) the rows that have ended since, by their numbers."""
         if is_sharded(self._model):  # all of it is one forward pass
-            yield from run_gathered(self._model, lambda: [*self._sample()], stay_gathered=self._stay_gathered)
+            work = lambda: [row for rows in self._sample() for row in rows]  # noqa: E731
+            yield run_gathered(self._model, work, stay_gathered=self._stay_gathered)
         else:
             yield from self._sample()
 
     def whole_groups(self) -> Iterator[list[int]]:
         """Every few tokens the groups of which the last row has ended since, by their numbers."""
-        left = [self._group_size] * len(self._prompt_ids)
         for rows in self:
-            groups = [row // self._group_size for row in rows]
-            for group in groups:
-                left[group] -= 1
-            yield [group for group in dict.fromkeys(groups) if not left[group]]
+            groups = dict.fromkeys(row // self._group_size for row in rows)
+            yield [group for group in groups if not self._left[group]]
 
     def finish(self) -> Completions:
         """Returns all completions, once the last row has ended."""
@@ -269,7 +268,7 @@ class Rollout:
             last = max(range(len(arena.slots)), key=lambda place: arena.slots[place].row)
             slot = arena.slots[last]
             self.tokens_given_up += slot.tokens
-            self._looked_at.pop(slot.row, None)
+            self._looked_at.pop(slot.row, None)  # in 16 bits it may say something else
             arena.leave([last])
             heappush(self._waiting, slot.row)
 

@@ -53,14 +53,8 @@ class Places(NamedTuple):
     """(n,) how many pages of the same row are before it."""
     row_pages: Tensor
     """(R, k) pages of each row; what is left over is not looked at."""
-    page_counts: Tensor
-    """(R,) pages that each row has."""
-
-    @property
-    def has_page(self) -> Tensor:
-        """(R, k), True where `row_pages` names a page of the row's."""
-        numbers = torch.arange(self.row_pages.shape[1], device=self.row_pages.device)
-        return numbers < self.page_counts.unsqueeze(1)
+    has_page: Tensor
+    """(R, k) bool: whether `row_pages` names a page of the row's there."""
 
 
 class Mask(NamedTuple):

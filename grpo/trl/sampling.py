@@ -286,9 +286,8 @@ class NativeSampler:
                 discard=self._arena.release,
             )  # fmt: skip
             done += sampled
-        rows = min(self._fit.planned().get("sample", len(done)), len(done))
-        some_wait = rows < len(done) or plan.tokens < plan.new_tokens
-        if some_wait and (why := plan.see([*map(len, done)], rows)):
+        rows = self._fit.planned().get("sample", len(done))
+        if why := plan.see([*map(len, done)], rows):
             self._fit.reopen("sample", why)
         if trainer.accelerator.device.type != "cuda":  # where nothing is recorded
             self._arena.release()

@@ -17,9 +17,10 @@ from grpo.model.adapters import add_adapters, store_base
 from grpo.model.load import ModelSource, Policy, end_names, end_tokens, load_policy
 from grpo.model.weights import RolloutModel
 from grpo.rollout import static_cache
-from grpo.rollout.arena import Arena, Room
+from grpo.rollout.arena import Arena
 from grpo.rollout.decoder import check_decoder, has_static_cache, open_arena
 from grpo.rollout.growing import GrowingArena
+from grpo.rollout.room import Room
 from grpo.rollout.sample import begin_rollout, rollout
 from grpo.rollout.static_cache import StaticLayer
 from grpo.rollout.tokens import step_uniforms

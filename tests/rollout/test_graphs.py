@@ -16,10 +16,12 @@ from whole_runs import train
 
 from grpo import phases as planned
 from grpo.config.groups import SamplingSettings
-from grpo.rollout.arena import Arena, Room, halved
+from grpo.rollout.arena import Arena
 from grpo.rollout.decoder import ReusableArena, prompt_places
 from grpo.rollout.graphs import graphs_of, is_repeated, run_and_record
+from grpo.rollout.room import Room
 from grpo.rollout.sample import rollout
+from grpo.rollout.tables import halved
 from grpo.rollout.tokens import step_uniforms
 from grpo.types import Batch, Prompt
 
@@ -64,7 +66,7 @@ class _Noted(TorchDispatchMode):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_replayed_tokens_are_what_tokens_are_and_each_is_one_launch(load, architecture, monkeypatch):
     """Across pages, while rows leave and others begin; places are not the recorded ones."""
-    monkeypatch.setattr("grpo.rollout.arena.FEW_ROWS", 1)
+    monkeypatch.setattr("grpo.rollout.tables.FEW_ROWS", 1)
     policy, recorder = load(architecture, "fp64"), OperationRecorder()
     with torch.no_grad():
         policy.model.get_output_embeddings().weight[0] = 0  # nothing ends
@@ -138,7 +140,7 @@ def test_rollouts_of_recorded_tokens_are_the_same(load, prompts, rows, monkeypat
     assert rows < G or (len(plain[0].lengths.unique()) > 4 and plain[0].lengths.max() > 48)
     # As if the model were on CUDA, where few rows leave nobody waiting.
     monkeypatch.setattr("grpo.rollout.decoder.step_graphs", lambda model: recorder)
-    monkeypatch.setattr("grpo.rollout.arena.FEW_ROWS", 1)
+    monkeypatch.setattr("grpo.rollout.tables.FEW_ROWS", 1)
 
     def check(turn: int = 0, reusable: ReusableArena | None = None) -> None:
         again = sample(turn, reusable)

@@ -14,9 +14,10 @@ from grpo.config.groups import LoraSettings, SamplingSettings
 from grpo.model.adapters import add_adapters
 from grpo.model.load import ModelSource, Policy, load_policy
 from grpo.rollout import static_cache
-from grpo.rollout.arena import Arena, Room
+from grpo.rollout.arena import Arena
 from grpo.rollout.lengths import MARGIN, CachePlan, lognormal_lengths, tokens_at_once
 from grpo.rollout.places import Pool
+from grpo.rollout.room import Room
 from grpo.rollout.sample import Rollout, begin_rollout
 from grpo.rollout.static_cache import StaticLayer, page_tokens
 from grpo.rollout.tokens import step_uniforms
