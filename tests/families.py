@@ -16,6 +16,8 @@ FAMILY = {
     "llama": {}, "qwen2": {}, "smollm3": {}, "qwen3": {"head_dim": 16}, "mistral": WINDOW, "phi3": WINDOW,
     "qwen2, windows": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
     "gemma3_text": {**WINDOW, "head_dim": 16, "query_pre_attn_scalar": 16},
+    "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5},
+    "cohere2": {**WINDOW, "logit_scale": 0.5},
 }  # fmt: skip
 
 

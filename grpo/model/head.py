@@ -1,12 +1,42 @@
-"""The vocabulary head in lower precision, a part of it at a time."""
+"""The vocabulary head in lower precision, a part of it at a time, and what models do to its products."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 CAST_ROWS = 4096
 """Of a matrix, such as the vocabulary's, that are cast at once: a whole copy in fp32 would be large."""
+
+
+class LogitRule(NamedTuple):
+    """How a model makes logits of its head's products z: scale · z, or cap · tanh(scale · z / cap)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "LogitRule":
+        """By the names that transformers has for it; the checks at load find out whether it is so."""
+        text = config.get_text_config(decoder=True)
+        scale = 1.0
+        for name in ("logit_scale", "lm_head_multiplier", "logits_scaling"):  # Cohere, Falcon-H1, Granite
+            factor = getattr(text, name, None) or 1.0
+            divides = name == "logits_scaling" and text.model_type != "hyperclovax"
+            scale *= 1 / factor if divides else factor
+        return cls(scale, getattr(text, "final_logit_softcapping", None))  # Gemma 2
+
+    def __call__(self, products: Tensor) -> Tensor:
+        """Logits of products, in their place where there is something to be done."""
+        if self.cap is None:
+            return products if self.scale == 1 else products.mul_(self.scale)
+        return products.mul_(self.scale / self.cap).tanh_().mul_(self.cap)
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """The derivative of logits by products."""
+        return self.scale if self.cap is None else self.scale * (1 - (logits / self.cap).square())
 
 
 def parts(count: int, size: int, tensor: Tensor) -> Iterator[slice]:
@@ -19,12 +49,14 @@ def parts(count: int, size: int, tensor: Tensor) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
-def centred_head(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def centred_head(weight: Tensor, dtype: torch.dtype, rule: LogitRule | None = None) -> Tensor:
     """A head (V, D), or its bias (V,), in `dtype`, less its mean over the vocabulary.
 
     The mean adds the same to all logits of a token, which no probability sees, but rounding does:
-    GPT-2's lie near -100, where bf16 knows halves only.
+    GPT-2's lie near -100, where bf16 knows halves only. Where logits are capped, their mean counts.
     """
+    if rule is not None and rule.cap is not None:
+        return weight.to(dtype)
     finite = weight[weight.isfinite()] if weight.dim() == 1 else weight  # a token that cannot occur has -inf
     mean = finite.mean(0, dtype=torch.float32)
     centred = torch.empty_like(weight, dtype=dtype)

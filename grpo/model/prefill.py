@@ -10,6 +10,7 @@ from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo.errors import UserError
+from grpo.model.head import LogitRule
 from grpo.model.transfer import to_device
 
 _LARGE_LOGIT = 30.0
@@ -91,6 +92,7 @@ def large_logits(model: PreTrainedModel) -> Iterator[None]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(head.weight.shape[0], (2, 4), generator=generator).to(model.device)
     scores = head(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    scores = scores * LogitRule.of(model.config).scale
     largest = scores[scores.isfinite()].abs().max().item()
     weights = [weight for weight in head.parameters() if weight.is_floating_point()]
     before = [weight.detach().clone() for weight in weights]

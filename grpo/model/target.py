@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from loguru import logger
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from grpo.config.groups import BUNDLED, Precision
 from grpo.environment import grows_segments
@@ -75,7 +75,12 @@ def make_target(
 ) -> Target:
     """precision: a setting, which may be auto, or the dtype that it has come to."""
     dtype = precision if isinstance(precision, torch.dtype) else compute_dtype(precision, device)
-    return Target(model_config, device, dtype, choose_attention(device, dtype), grows_segments())
+    attends_by = choose_attention(device, dtype)
+    with suppress(KeyError):  # a kind that transformers does not know
+        kind = AutoModelForCausalLM._model_mapping[type(model_config)]
+        if not kind._supports_sdpa:  # Gemma 2, whose scores have a soft cap
+            attends_by = "eager"
+    return Target(model_config, device, dtype, attends_by, grows_segments())
 
 
 def choose_device(name: str = AUTO) -> torch.device:

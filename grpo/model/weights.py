@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from grpo.distributed.shard import shard_model, whole
 from grpo.model.adapters import adapter_parameters, adapters_off, has_adapters
 from grpo.model.first_layers import is_plain
-from grpo.model.head import centred_head
+from grpo.model.head import LogitRule, centred_head
 from grpo.model.load import context_length
 from grpo.model.stand_ins import NEVER, computing_in, exact_products
 
@@ -28,8 +28,11 @@ COPY_ERROR = 0.2
 
 
 def frozen_copy(model: PreTrainedModel, device: torch.device | None = None) -> PreTrainedModel:
-    """The same weights in the same dtype, so that a KL to them starts at zero."""
-    frozen = copy.deepcopy(model).eval().requires_grad_(False)
+    """The same weights in the same dtype, so that a KL to them starts at zero.
+
+    The configuration is the model's own, by which it is known what was found out about the model.
+    """
+    frozen = copy.deepcopy(model, {id(model.config): model.config}).eval().requires_grad_(False)
     return frozen.to(device) if device is not None else frozen
 
 
@@ -77,8 +80,9 @@ class RolloutModel:
 
     @torch.no_grad()
     def _copy(self, copies: Iterable[tuple[Tensor, Tensor, bool]]) -> None:
+        rule = LogitRule.of(self.model.config)
         for parameter, policys, is_head in copies:
-            parameter.copy_(centred_head(policys, parameter.dtype) if is_head else policys)
+            parameter.copy_(centred_head(policys, parameter.dtype, rule) if is_head else policys)
 
     def is_outdated(self) -> bool:
         """Whether the policy has been given other weights, or trains others than when this was made.
@@ -104,7 +108,7 @@ class RolloutModel:
             expected = policy(**texts, use_cache=False).logits
         with sampling_in(model):
             hidden = model.base_model(**texts, use_cache=False).last_hidden_state
-            logits = model.get_output_embeddings()(hidden)
+            logits = LogitRule.of(model.config)(model.get_output_embeddings()(hidden))
         wanted, sampled = (each.float().log_softmax(-1).clamp(min=NEVER) for each in (expected, logits))
         spread = (wanted - wanted.mean(-1, keepdim=True)).norm()
         error = ((sampled - wanted).norm() / spread).item()

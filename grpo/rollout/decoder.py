@@ -16,7 +16,7 @@ from grpo.memory.recovery import release_cache
 from grpo.model.first_layers import first_layers, is_plain
 from grpo.model.load import Policy, context_length
 from grpo.model.prefill import crossed_window, large_logits, layers_with_window
-from grpo.model.stand_ins import MODEL_ERRORS, exact_products
+from grpo.model.stand_ins import MODEL_ERRORS, attention_is_called, exact_products
 from grpo.model.weights import RolloutModel
 from grpo.rollout.arena import Arena
 from grpo.rollout.graphs import CUDAGraphs, graphs_of
@@ -101,7 +101,7 @@ def has_static_cache(model: PretrainedConfig) -> bool:
         layers_with_window(model)
     except (KeyError, ValueError):  # transformers does not know it, or it remembers something else
         return False
-    return kind._supports_attention_backend and _refused.get(id(model)) is not model
+    return attention_is_called(kind) and _refused.get(id(model)) is not model
 
 
 def joins_rows(model: PreTrainedModel) -> bool:
@@ -132,7 +132,7 @@ def check_decoder(model: PreTrainedModel, *shapes: PretrainedConfig, refuses: bo
     stands between prompt and completion), where such a one `refuses`. shapes: other copies of the model's
     configuration, by which its memory is planned.
     """
-    reason = "its attention cannot be called by name"
+    reason = "its attention is not torch's, called by name"
     if has_static_cache(model.config):
         try:
             difference = _largest_difference(model, Arena)

@@ -34,6 +34,7 @@ from grpo.model.weights import Reference, frozen_copy, lower_products, make_refe
 from grpo.prompt import Prompt
 from grpo.rollout.decoder import check_decoder
 from grpo.run.checkpoint import Checkpoint
+from grpo.scoring.logprobs import read_side_by_side, reads_streams
 from grpo.scoring.model_checks import check_scorer
 
 _OF_THIS_MACHINE = {
@@ -202,7 +203,7 @@ def load_models(
                 target = replace(target, model_config=policy.model.config)  # not quantized any more
                 policy = ModelSource(base, tokenizer=policy.tokenizer).load(target, in_4bit=True)
         add_adapters(policy.model, config, seed=config.seed, base=base)
-    check_scorer(policy.model, context_length(policy.model.config))
+    check_scorer(policy.model, context_length(policy.model.config), shape, target.model_config)
     if config.uses_lora:  # after the check, which wants to be exact, and not on the device before
         store_base(policy.model, target.dtype)
         policy.model.to(target.device)
@@ -222,6 +223,8 @@ def load_models(
         lower_products(frozen, reference_dtype)
         reference = Reference(frozen)
         policy = source.load_weights(policy, str(checkpoint.folder), on_host=config.shard)
+        if not reads_streams(first):
+            read_side_by_side(policy.model)
     reference.restore(checkpoint.reference())
     check_decoder(policy.model, shape, target.model_config)
     return policy, reference if config.uses_reference else None

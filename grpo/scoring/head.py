@@ -13,7 +13,7 @@ entropy, which is a metric here.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from loguru import logger
 from torch import Tensor
 
 from grpo.errors import UserError
-from grpo.model.head import CAST_ROWS, centred_head, parts
+from grpo.model.head import CAST_ROWS, LogitRule, centred_head, parts
 from grpo.model.stand_ins import product_dtype
 from grpo.scoring.kernels import are_compiled, compiled, fill_softmax, scores_of, try_kernels
 
@@ -53,14 +53,16 @@ def head_pass(
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
+    rule: LogitRule = LogitRule(),  # noqa: B008
     entropy: bool = False,
     slope: Slope | None = None,
     chunk_tokens: int | None = None,
     device: torch.device | None = None,
 ) -> HeadPass:
-    """log softmax((hidden @ weightᵀ + bias) / temperature) at `targets`, and the gradients of a loss of it.
+    """log softmax(rule(hidden @ weightᵀ + bias) / temperature) at `targets`, and gradients of a loss of it.
 
-    hidden: (K, D), the states that predict `targets` (K,). weight: (V, D), bias: (V,).
+    hidden: (K, D), the states that predict `targets` (K,). weight: (V, D), bias: (V,). rule: what the model
+    does to products before they are its logits.
 
     slope: the derivative of a loss, asked for each chunk as soon as its log-probs are there. The gradients of
     `weight` and `bias`, where they require one, are ADDED to their `.grad`; hidden's is returned, and left to
@@ -87,12 +89,12 @@ def head_pass(
     sums = [(parameter, _room_for_gradient(parameter, exact)) for parameter in learning]
     with torch.autocast(hidden.device.type, enabled=False):
         is_traced = device.type != hidden.device.type
-        head = _Head(weight, bias, dtype, temperature, device, is_traced=is_traced)
+        head = _Head(weight, bias, dtype, temperature, rule, device, is_traced=is_traced)
         chunk_tokens = min(chunk_tokens or tokens_at_once(len(weight), dtype, device.type), max(1, count))
         room = hidden.new_empty(chunk_tokens, len(head.weight), dtype=dtype)  # (k, V + padding)
         for chunk in parts(count, chunk_tokens, hidden):
             inputs = hidden[chunk].to(dtype)  # (k, D)
-            products = head.multiply(inputs, room[: len(inputs)])
+            products = rule(head.multiply(inputs, room[: len(inputs)]))
             scores = head.score(products, targets[chunk], entropy=entropy)  # (k, 4)
             logp[chunk], entropies[chunk] = scores[:, 0], scores[:, 1]
             if slope is None or hidden_gradient is None:
@@ -138,14 +140,15 @@ class _Head:
         bias: Tensor | None,
         dtype: torch.dtype,
         temperature: float,
+        rule: LogitRule,
         device: torch.device,
         *,
         is_traced: bool,
     ) -> None:
         """device: that it runs on, or whose memory is traced."""
-        self._vocabulary, self._temperature = len(weight), temperature
+        self._vocabulary, self._temperature, self._rule = len(weight), temperature, rule
         padding = vocabulary_padding(len(weight), dtype, device.type)
-        cast = centred_head if dtype.itemsize < 4 else Tensor.to
+        cast = partial(centred_head, rule=rule) if dtype.itemsize < 4 else Tensor.to
         self.weight = _padded(cast(weight, dtype), padding)  # (V + padding, D)
         self._bias = None if bias is None else _padded(cast(bias, dtype), padding)
         self._is_traced = is_traced
@@ -169,13 +172,16 @@ class _Head:
         return scores
 
     def to_gradient(self, products: Tensor, scores: Tensor, targets: Tensor, slope: Tensor) -> None:
-        """slope (k,) times (one-hot(targets) - softmax), by the products, in their place."""
+        """slope (k,) times (one-hot(targets) - softmax) times the rule's, by the products, in their place."""
         slope = slope.to(scores.dtype).unsqueeze(1) / self._temperature  # (k, 1)
+        of_rule = self._rule.slope(products)
         if not (self._is_compiled and self._is_traced):
             fill = compiled(fill_softmax, len(products)) if self._is_compiled else fill_softmax
             fill(products[:, : self._vocabulary], scores[:, 2:], slope, self._temperature)
         of_targets = slope * -torch.expm1(scores[:, :1])
         products.scatter_(1, targets.unsqueeze(1), of_targets.to(products.dtype))
+        if self._rule != LogitRule():
+            products.mul_(of_rule)
 
 
 def _padded(values: Tensor, padding: int) -> Tensor:

@@ -13,8 +13,9 @@ from grpo.config.groups import Checkpointing
 from grpo.distributed.shard import run_gathered
 from grpo.model.activation_checkpointing import recomputed_layers
 from grpo.model.attention import reading_streams
+from grpo.model.head import LogitRule
 from grpo.model.prefill import sliding_window
-from grpo.model.stand_ins import computing_in
+from grpo.model.stand_ins import attention_is_called, computing_in
 from grpo.model.transfer import to_device
 from grpo.scoring.head import HeadPass, Slope, head_pass
 from grpo.scoring.packing import streams
@@ -27,12 +28,12 @@ _beside: WeakValueDictionary[int, PretrainedConfig] = WeakValueDictionary()
 
 def reads_streams(model: PreTrainedModel) -> bool:
     """Whether the model is run over streams; if not, rows go side by side, each behind its own prompt."""
-    return bool(type(model)._supports_attention_backend) and id(model.config) not in _beside
+    return attention_is_called(type(model)) and id(model.config) not in _beside
 
 
-def read_side_by_side(model: PreTrainedModel) -> None:
-    """Has this model run over rows side by side from here on."""
-    _beside[id(model.config)] = model.config
+def read_side_by_side(model: PreTrainedModel, *shapes: PretrainedConfig) -> None:
+    """Has this model run over rows side by side from here on, and what is planned by these configurations."""
+    _beside.update({id(config): config for config in (model.config, *shapes)})
 
 
 def token_states(model: PreTrainedModel, stream: Stream, *, checkpointing: Checkpointing = "none") -> Tensor:
@@ -101,7 +102,8 @@ def token_logprobs(
             head = model.get_output_embeddings()
             scores = partial(
                 head_pass, states.detach(), head.weight, stream.targets,
-                bias=head.bias, temperature=temperature, entropy=entropy, device=traced,
+                bias=head.bias, temperature=temperature, rule=LogitRule.of(model.config), entropy=entropy,
+                device=traced,
             )  # fmt: skip
             if slope is None or per_token:
                 return states, scores(slope=slope)

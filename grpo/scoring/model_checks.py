@@ -2,7 +2,7 @@
 
 import torch
 from loguru import logger
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from grpo.errors import UserError
 from grpo.memory import is_out_of_memory
@@ -26,12 +26,13 @@ def made_up(model: PreTrainedModel, length: int, *, equal: bool = False) -> Text
 
 @exact_products()
 @torch.no_grad()
-def check_scorer(model: PreTrainedModel, context: int) -> None:
+def check_scorer(model: PreTrainedModel, context: int, *shapes: PretrainedConfig) -> None:
     """ValueError unless log-probs are those of the model's own forward pass.
 
-    They are not for a model that does more to its logits than a linear layer does (Gemma 2, Cohere, Granite).
-    What a soft cap does shows in large logits alone, so logits are compared as large as a trained model's,
-    too. A model whose attention cannot be run over a stream goes through side by side, which a line says.
+    They are not for a model that does something to its logits that `LogitRule` does not know. What a soft cap
+    does shows in large logits alone, so logits are compared as large as a trained model's, too. A model whose
+    attention cannot be run over a stream goes through side by side, which a line says. shapes: other
+    copies of the model's configuration, by which its memory is planned.
     """
     name, length = type(model).__name__, min(280, context)
     try:
@@ -40,7 +41,7 @@ def check_scorer(model: PreTrainedModel, context: int) -> None:
         raise UserError(f"{name} cannot be trained here: {error}") from error
     wrong, could_read = _what_is_wrong(model, length), reads_streams(model)
     if wrong is not None and could_read:
-        read_side_by_side(model)
+        read_side_by_side(model, *shapes)
         over_streams, wrong = wrong, _what_is_wrong(model, length)
         if wrong is None:
             logger.info("{} is scored in padded rows, which is slower: over streams {}", name, over_streams)

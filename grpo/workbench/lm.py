@@ -27,6 +27,7 @@ from grpo.learning.step import Stepper, begin_gradients
 from grpo.memory import Device, Pass, Size
 from grpo.memory.device import Peak
 from grpo.model.activation_checkpointing import choose_checkpointing, recomputed_layers
+from grpo.model.head import LogitRule
 from grpo.model.prefill import layers_with_window
 from grpo.model.stand_ins import computing_in
 from grpo.model.target import Target, choose_device, make_target
@@ -84,7 +85,10 @@ def window_logprobs(
         ).last_hidden_state  # (R, T, D)
         head = model.get_output_embeddings()
         hidden, targets = hidden.flatten(0, 1), windows[:, 1:].flatten()
-        result = head_pass(hidden.detach(), head.weight, targets, bias=head.bias, slope=slope, device=traced)
+        result = head_pass(
+            hidden.detach(), head.weight, targets,
+            bias=head.bias, rule=LogitRule.of(model.config), slope=slope, device=traced,
+        )  # fmt: skip
     if result.hidden_gradient is not None:
         hidden.backward(result.hidden_gradient)
     return result.logp.view(windows[:, 1:].shape)

@@ -21,7 +21,7 @@ from padded_loss import grpo_loss
 from report_folders import sweep_settings, write_run, write_sweep
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, MambaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
 
 from grpo.commands.evaluate import EvaluateConfig
 from grpo.commands.evaluate import main as evaluate_models
@@ -605,10 +605,10 @@ REFUSED: dict[str, list[Row]] = {
         *[(lambda at, kind=kind: load_changed(at, lambda folder: note(
             folder / "config.json", quantization_config={"quant_method": kind, "bits": 4})), f"({kind})",
            package, "--lora-rank 16") for kind, package in (("gptq", "optimum"), ("awq", "gptqmodel"))],
-        (lambda at: check_shape(check_scorer, GraniteConfig(
+        (lambda at: check_shape(check_scorer, LlamaConfig(
             vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
             initializer_range=0.3, logits_scaling=4.0), 64),
-         "GraniteForCausalLM cannot be trained here", "nats wrong", "--model"),  # it divides its logits
+         "LlamaForCausalLM cannot be trained here", "nats wrong", "--model"),  # its logits are not divided
         (lambda at: check_shape(check_scorer, MambaConfig(
             vocab_size=50, hidden_size=32, num_hidden_layers=1, state_size=4), 64),
          "MambaForCausalLM cannot be trained here"),

@@ -162,7 +162,7 @@ def test_products_are_exact_while_the_head_is_checked_and_as_before_afterwards(l
     try:
         check_scorer(model, 192)
         with pytest.raises(ValueError):
-            check_scorer(made("granite", logits_scaling=4.0), 24)
+            check_scorer(made("llama", logits_scaling=4.0), 24)
         assert set(seen) == {"highest"} and torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)

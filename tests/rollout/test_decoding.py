@@ -270,7 +270,7 @@ def test_tokens_do_not_depend_on_rows_or_decoder(name, tokenizer, refused):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (AutoConfig.for_model("bloom", vocab_size=60, hidden_size=32), "cannot be called by name"),
+        (AutoConfig.for_model("bloom", vocab_size=60, hidden_size=32), "is not torch's, called by name"),
         (AutoConfig.for_model("deepseek_v3", **SIZES, n_routed_experts=2, num_experts_per_tok=1, n_group=1,
             topk_group=1, moe_intermediate_size=32, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
             qk_nope_head_dim=8, v_head_dim=8), "no attribute"),
