@@ -102,6 +102,9 @@ class ModelSettings(Settings):
     """Steps after which the reference becomes the present policy, each time; 0: never."""
     precision: Precision = "auto"
     """Dtype of matrix products; auto: bf16 where native. Weights stay fp32 (with fp64, all is float64)."""
+    fp32_logits: bool = False
+    """Keep logits in fp32 where other products are in 16 bits: the log-probs of sampler and scorer come
+    closer to each other, and the vocabulary's head takes longer."""
 
     shard: bool = False
     """Several processes hold one model together, each a part of every weight: for one that fits no card."""

@@ -117,6 +117,7 @@ def learn_tokens(
     temperature: float,
     dtype: torch.dtype,
     importance_cap: float | None = None,
+    fp32_logits: bool = False,
     checkpointing: Checkpointing = "none",
     traced: torch.device | None = None,
 ) -> Sums:
@@ -132,8 +133,8 @@ def learn_tokens(
             return torch.autograd.grad(loss(leaf, tokens.part(part))[0].sum(), leaf)[0]
 
     logp, entropy = token_logprobs(
-        model, stream, temperature=temperature, dtype=dtype, entropy=True, slope=slope,
-        per_token=settings.is_per_token, checkpointing=checkpointing, traced=traced,
+        model, stream, temperature=temperature, dtype=dtype, fp32_logits=fp32_logits, entropy=True,
+        slope=slope, per_token=settings.is_per_token, checkpointing=checkpointing, traced=traced,
     )  # (K,)  # fmt: skip
     with torch.no_grad():
         losses, ratios = loss(logp, tokens)

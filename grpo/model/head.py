@@ -1,9 +1,11 @@
 """The vocabulary head in lower precision, a part of it at a time, and what models do to its products."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
+from loguru import logger
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -63,3 +65,45 @@ def centred_head(weight: Tensor, dtype: torch.dtype, rule: LogitRule | None = No
     for rows in parts(len(weight), CAST_ROWS, weight):
         centred[rows].copy_(weight[rows] - mean)
     return centred
+
+
+@cache
+def adds_in(exact: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
+    """Returns whether a product of numbers in `dtype` can be added to ones that are more exact; tried once.
+
+    That is `torch.addmm` with an `out_dtype`, which CUDA has.
+    """
+    if device.type != "cuda":
+        return False
+    ones, total = torch.ones(8, 8, dtype=dtype, device=device), torch.ones(8, 8, dtype=exact, device=device)
+    try:
+        torch.addmm(total, ones.T, ones, out_dtype=exact, out=total)
+        works = bool((total == 9).all())
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError) as error:
+        works, reason = False, str(error).splitlines()[0]
+    else:
+        reason = "they come out wrong"
+    if not works:
+        logger.info("products are not added to sums in {} at once, slower: {}", exact, reason)
+    return works
+
+
+def factor_dtype(dtype: torch.dtype, device: torch.device, *, fp32_logits: bool) -> torch.dtype:
+    """Returns what a head's weight and its states are multiplied in, where others are multiplied in `dtype`.
+
+    fp32_logits: whether logits are to be rounded to fp32 alone, see `multiply`.
+    """
+    exact = torch.promote_types(dtype, torch.float32)
+    return exact if fp32_logits and not adds_in(exact, dtype, device) else dtype
+
+
+def multiply(states: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """Returns states (k, D) @ weightᵀ (D, V) + bias (V,) in `out` (k, V), which may be more exact."""
+    if out.dtype != states.dtype:
+        start = out.zero_() if bias is None else out.copy_(bias)
+        return torch.addmm(start, states, weight.T, out_dtype=out.dtype, out=out)
+    if bias is None:
+        return torch.mm(states, weight.T, out=out)
+    return torch.addmm(bias, states, weight.T, out=out)

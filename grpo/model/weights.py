@@ -8,6 +8,7 @@ TRL's `sync_ref_model` with a mixture of 1).
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from grpo.distributed.shard import shard_model, whole
 from grpo.model.adapters import adapter_parameters, adapters_off, has_adapters
 from grpo.model.first_layers import is_plain
-from grpo.model.head import LogitRule, centred_head
+from grpo.model.head import LogitRule, centred_head, factor_dtype, multiply
 from grpo.model.load import context_length
 from grpo.model.stand_ins import NEVER, computing_in, exact_products
 
@@ -40,13 +41,14 @@ class RolloutModel:
     """The policy as the sampler runs it: the policy itself, or a model with its products in a lower dtype.
 
     That model shares everything with the policy but the weights of products, see `product_weights`, which it
-    holds in the compute dtype, and its head, which is centred as the scorer's is (`centred_head`). Under
+    holds in the compute dtype, and its head, which is centred as the scorer's is (`centred_head`), or more
+    exact for `fp32_logits` (`factor_dtype`). Under
     `sampling_in` it computes what the policy does under autocast, which is how the policy is scored.
     Quantized layers are never copied or cast: their numbers mean nothing without their scales. Where the
     base of adapters is in the compute dtype already, all but the head is the policy's own.
     """
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, *, fp32_logits: bool = False) -> None:
         self.model, self._policy, self._dtype = model, model, dtype
         self._copies = list[tuple[Tensor, Tensor, bool]]()
         self._trained = _trained_parameters(model)
@@ -60,19 +62,25 @@ class RolloutModel:
         head = self.model.get_output_embeddings()
         copied_parts = {id(part) for part in (head if has_lower_base else self.model).modules()}
         products = [place for place in product_weights(self.model, dtype) if id(place[0]) in copied_parts]
+        dtype_of_head = factor_dtype(dtype, model.device, fp32_logits=fp32_logits)
         if _is_plain_linear(head):
-            products += [(head, name) for name, _ in head.named_parameters()]
+            products += [
+                (head, name)
+                for name, it in head.named_parameters()
+                if it.dtype != dtype_of_head or it.itemsize < 4
+            ]
         copied: dict[int, Tensor] = {}
         for module, name in products:
             policys = getattr(module, name)
             if id(policys) not in copied:
+                its_dtype = dtype_of_head if module is head else dtype
                 copied[id(policys)] = nn.Parameter(
-                    torch.empty_like(policys, dtype=dtype), requires_grad=False
+                    torch.empty_like(policys, dtype=its_dtype), requires_grad=False
                 )
                 self._copies.append((copied[id(policys)], policys, module is head))
             setattr(module, name, copied[id(policys)])
         self._copy(self._copies)
-        _samples_in[self.model] = dtype
+        _samples_in[self.model] = _Sampling(dtype, fp32_logits)
 
     def refresh(self) -> None:
         """Copy the weights that are trained in place, after the optimizer has moved them."""
@@ -82,7 +90,8 @@ class RolloutModel:
     def _copy(self, copies: Iterable[tuple[Tensor, Tensor, bool]]) -> None:
         rule = LogitRule.of(self.model.config)
         for parameter, policys, is_head in copies:
-            parameter.copy_(centred_head(policys, parameter.dtype, rule) if is_head else policys)
+            is_rounded = is_head and parameter.dtype.itemsize < 4
+            parameter.copy_(centred_head(policys, parameter.dtype, rule) if is_rounded else policys)
 
     def is_outdated(self) -> bool:
         """Whether the policy has been given other weights, or trains others than when this was made.
@@ -108,7 +117,7 @@ class RolloutModel:
             expected = policy(**texts, use_cache=False).logits
         with sampling_in(model):
             hidden = model.base_model(**texts, use_cache=False).last_hidden_state
-            logits = LogitRule.of(model.config)(model.get_output_embeddings()(hidden))
+            logits = LogitRule.of(model.config)(multiply_head(model, hidden))
         wanted, sampled = (each.float().log_softmax(-1).clamp(min=NEVER) for each in (expected, logits))
         spread = (wanted - wanted.mean(-1, keepdim=True)).norm()
         error = ((sampled - wanted).norm() / spread).item()
@@ -117,8 +126,16 @@ class RolloutModel:
         return f"log-probs of its copy in {self._dtype} differ from its own by {error:.2g} of their spread"
 
 
-_samples_in: WeakKeyDictionary[nn.Module, torch.dtype] = WeakKeyDictionary()
-"""The dtype of products of each sampler's model that is not the policy itself."""
+class _Sampling(NamedTuple):
+    """How a sampler's model computes that is not the policy itself."""
+
+    dtype: torch.dtype
+    """Of matrix products."""
+    fp32_logits: bool
+    """Whether the head's are not rounded to it."""
+
+
+_samples_in: WeakKeyDictionary[nn.Module, _Sampling] = WeakKeyDictionary()
 
 
 def sampling_in(model: PreTrainedModel) -> AbstractContextManager[object]:
@@ -126,8 +143,24 @@ def sampling_in(model: PreTrainedModel) -> AbstractContextManager[object]:
 
     No cast weights are kept: recorded steps would go on with them when the policy has moved.
     """
-    dtype = _samples_in.get(model)
-    return nullcontext() if dtype is None else computing_in(dtype, model.device, keeps_casts=False)
+    sampling = _samples_in.get(model)
+    return (
+        nullcontext() if sampling is None else computing_in(sampling.dtype, model.device, keeps_casts=False)
+    )
+
+
+def multiply_head(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """Returns the head's products (…, V) with the states (…, D) of a sampler's model, under `sampling_in`."""
+    head, sampling = model.get_output_embeddings(), _samples_in.get(model)
+    if sampling is None or not sampling.fp32_logits or not _is_plain_linear(head):
+        products: Tensor = head(states)
+        return products
+    exact = torch.promote_types(head.weight.dtype, torch.float32)
+    products = states.new_empty(*states.shape[:-1], len(head.weight), dtype=exact)
+    with torch.autocast(states.device.type, enabled=False):
+        factors = states.flatten(0, -2).to(head.weight.dtype)
+        multiply(factors, head.weight, head.bias, products.flatten(0, -2))
+    return products
 
 
 def product_weights(model: PreTrainedModel, dtype: torch.dtype) -> list[tuple[nn.Module, str]]:

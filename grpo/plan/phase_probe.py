@@ -80,6 +80,8 @@ class PhaseProbe:
     def known_parts(self, phase: str, size: Size) -> dict[str, int]:
         """Of what a phase adds, the bytes that have a closed form, as upper bounds."""
         target, model = self.work.target, self.work.target.model_config
+        exact = torch.promote_types(target.dtype, torch.float32)
+        logit_dtype = exact if self.work.config.fp32_logits else target.dtype
         if phase == "sample":
             room = self._room(model, size)
             tokens = room.prompts * room.prompt_tokens + room.pages * room.page
@@ -87,11 +89,11 @@ class PhaseProbe:
                 tokens = size.rows * (size.shared + size.tokens)
             return {
                 "KV cache": tokens * kv_bytes_per_token(model, cache_dtype(target.dtype, target.device.type)),
-                "logits": size.rows * target.vocab_size * (4 + target.dtype.itemsize),
+                "logits": size.rows * target.vocab_size * (4 + logit_dtype.itemsize),
             }
-        at_once = tokens_at_once(target.vocab_size, target.dtype, target.device.type)
+        at_once = tokens_at_once(target.vocab_size, logit_dtype, target.device.type)
         numbers = min(size.rows * size.tokens, at_once) * target.vocab_size
-        parts = {"logits": numbers * logit_bytes(target.dtype, target.device.type, entropy=phase == "learn")}
+        parts = {"logits": numbers * logit_bytes(logit_dtype, target.device.type, entropy=phase == "learn")}
         if phase == "learn":
             parts["gradients"] = target.exact_dtype.itemsize * -(-sum(self.trained_sizes) // self.work.shards)
         return parts

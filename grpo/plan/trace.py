@@ -53,7 +53,11 @@ class TracedPhases:
         if work.config.uses_lora:
             self._add_adapters(dtype)
         with self._mode:
-            sampler = RolloutModel(self._policy, dtype if work.config.shard else target.dtype).model
+            sampler = RolloutModel(
+                self._policy,
+                dtype if work.config.shard else target.dtype,
+                fp32_logits=work.config.fp32_logits,
+            ).model
             if work.scores == "reference" and not work.config.uses_lora:
                 self._reference = self._make_model(dtype).requires_grad_(False)
                 if target.is_lower and not work.config.shard:

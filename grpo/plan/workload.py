@@ -71,7 +71,9 @@ class Workload:
 
     def scoring(self) -> ScoringOptions:
         """Returns how log-probs are computed, in a step and in the passes that it is planned by."""
-        return {"temperature": self.config.temperature, "dtype": self.target.dtype}
+        config = self.config
+        options: ScoringOptions = {"temperature": config.temperature, "dtype": self.target.dtype}
+        return options | {"fp32_logits": True} if config.fp32_logits else options
 
     def learning(self, kl_coef: float) -> LearningOptions:
         """Returns how gradients are computed. kl_coef: in this step."""

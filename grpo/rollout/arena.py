@@ -21,7 +21,7 @@ from grpo.config.groups import SamplingSettings
 from grpo.distributed.shard import is_sharded
 from grpo.model.head import LogitRule
 from grpo.model.prefill import encode_prompts, layers_with_window, pad_prompts, sliding_window
-from grpo.model.weights import sampling_in
+from grpo.model.weights import multiply_head, sampling_in
 from grpo.rollout.graphs import CUDAGraphs, Replay, run_and_record
 from grpo.rollout.places import Pool, moves_into_gaps
 from grpo.rollout.room import Room
@@ -68,7 +68,7 @@ class Arena:
     ) -> None:
         """device_type: of the device that a trace stands for, if not the model's."""
         self._device_type = device_type or model.device.type
-        self.model, self._head, self.room, self._graphs = model, model.get_output_embeddings(), room, graphs
+        self.model, self.room, self._graphs = model, room, graphs
         self._config, self._window = model.config.get_text_config(decoder=True), sliding_window(model.config)
         self._rule = LogitRule.of(model.config)
         self._replays: dict[Hashable, Replay] = {}
@@ -181,7 +181,7 @@ class Arena:
         assert self._states is not None
         uniforms = uniforms.to(device)
         with sampling_in(self.model):
-            logits = self._rule(self._head(self._states[places]))[of_groups]
+            logits = self._rule(multiply_head(self.model, self._states[places]))[of_groups]
         tokens, logp = self._sample(logits, uniforms[:, 0])
         for values, newest in ((written.ids, tokens), (written.logp, logp)):
             values[index] = 0
@@ -286,7 +286,7 @@ class Arena:
         prompt_lengths = self._prompt_lengths[self._tables.row_prompts]
         with sampling_in(self.model):
             hidden = self._decode(ids[:, -1:], (prompt_lengths + lengths - 1).unsqueeze(1), length)
-            logits = self._rule(self._head(hidden))
+            logits = self._rule(multiply_head(self.model, hidden))
         uniforms = self._uniforms[:rows].gather(1, lengths.clamp(max=longest - 1).unsqueeze(1))
         tokens, logp = self._sample(logits, uniforms.squeeze(1))
         goes_on = ~terminated & (lengths < longest)

@@ -137,7 +137,7 @@ class Run:
             if config.shard:
                 loading.shard_models(self.policy, self.reference)
             sampled_in = target.exact_dtype if config.shard else target.dtype
-            self.sampler = RolloutModel(self.policy.model, sampled_in)
+            self.sampler = RolloutModel(self.policy.model, sampled_in, fp32_logits=config.fp32_logits)
             if wrong := self.sampler.check():
                 raise UserError(f"{config.model!r} cannot be sampled from: {wrong}; give --precision fp32.")
             self.optimizer = make_optimizer(self.policy.model, config)

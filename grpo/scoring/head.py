@@ -13,15 +13,14 @@ entropy, which is a metric here.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from loguru import logger
 from torch import Tensor
 
 from grpo.errors import UserError
-from grpo.model.head import CAST_ROWS, LogitRule, centred_head, parts
+from grpo.model.head import CAST_ROWS, LogitRule, adds_in, centred_head, factor_dtype, multiply, parts
 from grpo.model.stand_ins import product_dtype
 from grpo.scoring.kernels import are_compiled, compiled, fill_softmax, scores_of, try_kernels
 
@@ -54,6 +53,7 @@ def head_pass(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     rule: LogitRule = LogitRule(),  # noqa: B008
+    fp32_logits: bool = False,
     entropy: bool = False,
     slope: Slope | None = None,
     chunk_tokens: int | None = None,
@@ -69,9 +69,11 @@ def head_pass(
     the caller: `hidden.backward(gradient)`.
 
     The matrix product is taken in autocast's dtype where autocast is on, else in hidden's; from the logits on
-    everything is fp32 (float64 for float64), and weight gradients are summed in it, too. A head in lower
-    precision is centred, see `centred_head`. chunk_tokens: None: as `tokens_at_once` has it. device: whose
-    memory a trace is of, if not hidden's. ValueError for arguments that do not go together.
+    everything is fp32 (float64 for float64), and weight gradients are summed in it, too. fp32_logits: logits
+    themselves are not rounded to that dtype; where the device has no such product, weight and states are not,
+    either. A head in lower precision is centred, see `centred_head`. chunk_tokens: None: as `tokens_at_once`
+    has it. device: whose memory a trace is of, if not hidden's. ValueError for arguments that do not go
+    together.
     """
     if hidden.shape[:-1] != targets.shape or targets.ndim != 1:
         shapes = tuple(hidden.shape), tuple(targets.shape)
@@ -82,6 +84,8 @@ def head_pass(
         raise UserError(f"chunk_tokens is {chunk_tokens}; it must be 1 or more (usual: 256 to 4096).")
     dtype, device = product_dtype(hidden), device or hidden.device
     exact = torch.promote_types(dtype, torch.float32)
+    dtype = factor_dtype(dtype, hidden.device, fp32_logits=fp32_logits)
+    logit_dtype = exact if fp32_logits else dtype
     count = len(hidden)
     logp, entropies = hidden.new_zeros(2, count, dtype=exact)
     hidden_gradient = None if slope is None else torch.empty_like(hidden)
@@ -89,9 +93,11 @@ def head_pass(
     sums = [(parameter, _room_for_gradient(parameter, exact)) for parameter in learning]
     with torch.autocast(hidden.device.type, enabled=False):
         is_traced = device.type != hidden.device.type
-        head = _Head(weight, bias, dtype, temperature, rule, device, is_traced=is_traced)
-        chunk_tokens = min(chunk_tokens or tokens_at_once(len(weight), dtype, device.type), max(1, count))
-        room = hidden.new_empty(chunk_tokens, len(head.weight), dtype=dtype)  # (k, V + padding)
+        head = _Head(weight, bias, dtype, logit_dtype, temperature, rule, device, is_traced=is_traced)
+        chunk_tokens = min(
+            chunk_tokens or tokens_at_once(len(weight), logit_dtype, device.type), max(1, count)
+        )
+        room = hidden.new_empty(chunk_tokens, len(head.weight), dtype=logit_dtype)  # (k, V + padding)
         for chunk in parts(count, chunk_tokens, hidden):
             inputs = hidden[chunk].to(dtype)  # (k, D)
             products = rule(head.multiply(inputs, room[: len(inputs)]))
@@ -100,6 +106,7 @@ def head_pass(
             if slope is None or hidden_gradient is None:
                 continue
             head.to_gradient(products, scores, targets[chunk], slope(logp[chunk], chunk))
+            products = products.to(dtype)
             hidden_gradient[chunk] = (products @ head.weight).to(hidden.dtype)
             for parameter, total in sums:
                 if parameter is weight:
@@ -139,6 +146,7 @@ class _Head:
         weight: Tensor,
         bias: Tensor | None,
         dtype: torch.dtype,
+        logit_dtype: torch.dtype,
         temperature: float,
         rule: LogitRule,
         device: torch.device,
@@ -153,14 +161,12 @@ class _Head:
         self._bias = None if bias is None else _padded(cast(bias, dtype), padding)
         self._is_traced = is_traced
         if not is_traced:
-            try_kernels(device, dtype)
-        self._is_compiled = are_compiled(device.type, dtype)
+            try_kernels(device, logit_dtype)
+        self._is_compiled = are_compiled(device.type, logit_dtype)
 
     def multiply(self, states: Tensor, products: Tensor) -> Tensor:
         """states (k, D) @ weightᵀ + bias, written to products (k, V + padding), 0 in the padding."""
-        if self._bias is None:
-            return torch.mm(states, self.weight.T, out=products)
-        return torch.addmm(self._bias, states, self.weight.T, out=products)
+        return multiply(states, self.weight, self._bias, products)
 
     def score(self, products: Tensor, targets: Tensor, *, entropy: bool) -> Tensor:
         """Log-prob, entropy or 0, largest logit and log-sum of each token: (k, 4)."""
@@ -211,28 +217,8 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == right.dtype:
         total.addmm_(left.T, right)
         return
-    if _adds_in(total.dtype, right.dtype, total.device):
+    if adds_in(total.dtype, right.dtype, total.device):
         torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
         return
     for rows in parts(len(total), CAST_ROWS, total):
         total[rows] += left[:, rows].T @ right
-
-
-@cache
-def _adds_in(exact: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a product of numbers in `dtype` can be added to ones that are more exact; tried once."""
-    if device.type != "cuda":
-        return False
-    ones, total = torch.ones(8, 8, dtype=dtype, device=device), torch.ones(8, 8, dtype=exact, device=device)
-    try:
-        torch.addmm(total, ones.T, ones, out_dtype=exact, out=total)
-        works = bool((total == 9).all())
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError) as error:
-        works, reason = False, str(error).splitlines()[0]
-    else:
-        reason = "they come out wrong"
-    if not works:
-        logger.info("products are not added to a head's gradient at once, slower: {}", reason)
-    return works

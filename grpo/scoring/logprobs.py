@@ -80,6 +80,7 @@ def token_logprobs(
     *,
     temperature: float,
     dtype: torch.dtype,
+    fp32_logits: bool = False,
     entropy: bool = False,
     slope: Slope | None = None,
     per_token: bool = True,
@@ -88,7 +89,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Returns log-probs and entropies (or zeros) of a stream's K tokens, (K,) each, on the model's device.
 
-    The distribution is the temperature-scaled, untruncated one. dtype: what matrix products are computed in.
+    The distribution is the temperature-scaled, untruncated one. dtype: what matrix products are computed in;
+    fp32_logits: the head's are not rounded to it.
     With `slope`, see `head_pass`, gradients are added to the parameters' `.grad`. per_token: whether the
     slope at a token depends on its log-prob alone; if not, all are computed first, and the head is multiplied
     again. checkpointing: see `recomputed_layers`. traced: the device whose memory a trace is of.
@@ -102,8 +104,8 @@ def token_logprobs(
             head = model.get_output_embeddings()
             scores = partial(
                 head_pass, states.detach(), head.weight, stream.targets,
-                bias=head.bias, temperature=temperature, rule=LogitRule.of(model.config), entropy=entropy,
-                device=traced,
+                bias=head.bias, temperature=temperature, rule=LogitRule.of(model.config),
+                fp32_logits=fp32_logits, entropy=entropy, device=traced,
             )  # fmt: skip
             if slope is None or per_token:
                 return states, scores(slope=slope)
@@ -122,6 +124,7 @@ class ScoringOptions(TypedDict):
 
     temperature: float
     dtype: torch.dtype
+    fp32_logits: NotRequired[bool]
     traced: NotRequired[torch.device | None]
 
 
@@ -144,16 +147,13 @@ def score_streams(
     model: PreTrainedModel,
     batch: Batch,
     parts: Iterable[Stream],
-    *,
-    temperature: float,
-    dtype: torch.dtype,
-    traced: torch.device | None = None,
+    **options: Unpack[ScoringOptions],
 ) -> Tensor:
     """Returns what `score` does, of a batch that comes in these streams."""
     exact = torch.promote_types(model.dtype, torch.float32)
     logp = torch.zeros(len(batch.ids), dtype=exact, device=model.device)
     for stream in parts:
         there, (tokens,) = stream.to(model.device, stream.tokens)
-        scored, _ = token_logprobs(model, there, temperature=temperature, dtype=dtype, traced=traced)
+        scored, _ = token_logprobs(model, there, **options)
         logp[tokens] = scored.to(exact)
     return logp.cpu()

@@ -8,8 +8,9 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from grpo.model.first_layers import first_layers
-from grpo.model.weights import RolloutModel, make_reference, reference_bytes, sampling_in
+from grpo.model.weights import RolloutModel, make_reference, multiply_head, reference_bytes, sampling_in
 from grpo.rollout.decoder import check_decoder, has_static_cache
+from grpo.scoring.head import head_pass
 
 BF16, FP32 = torch.bfloat16, torch.float32
 IDS = torch.randint(260, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -123,6 +124,37 @@ def test_in_bf16_the_samplers_states_are_those_that_the_scorer_sees_to_the_bit(f
         assert torch.equal(sampler.model(IDS).last_hidden_state, expected)
         assert not torch.is_autocast_cache_enabled()  # recorded steps would keep what it casts once
     assert not torch.equal(copy.deepcopy(model).bfloat16().model(IDS).last_hidden_state.float(), expected)
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["plain", "as CUDA adds"])
+def test_with_fp32_logits_a_sampler_s_head_is_the_scorer_s(folder, monkeypatch, adds):
+    """Of the same states both make the same log-probs, of products that are not rounded to bf16."""
+
+    def add(total, left, right, *, out_dtype, out):
+        return out.addmm_(left.to(out_dtype), right.to(out_dtype))
+
+    addmm = torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda *of, **to: (add if "out_dtype" in to else addmm)(*of, **to))
+    monkeypatch.setattr("grpo.model.head.adds_in", lambda *of: adds)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    targets, errors = IDS[0, 1:], {}
+    for fp32_logits in (False, True):
+        sampler = RolloutModel(model, torch.bfloat16, fp32_logits=fp32_logits).model
+        weight = sampler.lm_head.weight
+        assert (weight is model.lm_head.weight) == (fp32_logits and not adds)
+        with torch.no_grad(), sampling_in(sampler):
+            states = sampler.model(IDS[:1, :-1]).last_hidden_state[0]
+            logits = multiply_head(sampler, states)
+            scored = head_pass(states, model.lm_head.weight, targets, fp32_logits=fp32_logits).logp
+        assert logits.dtype == (torch.float32 if fp32_logits else torch.bfloat16)
+        sampled, exact = (
+            each.float().log_softmax(-1).gather(1, targets.unsqueeze(1))[:, 0]
+            for each in (logits, states.to(weight.dtype).float() @ weight.float().T)
+        )
+        torch.testing.assert_close(sampled, scored, rtol=1e-5, atol=1e-5)
+        errors[fp32_logits] = (sampled - exact).norm()
+    assert errors[True] < 1e-4 < errors[False]
+    assert RolloutModel(model, torch.bfloat16, fp32_logits=True).check() is None
 
 
 def test_a_reference_holds_the_weights_of_products_in_bf16_and_scores_the_same_to_the_bit(folder, logged):

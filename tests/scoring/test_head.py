@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo.memory.live import LiveBytes
-from grpo.model.head import centred_head
+from grpo.model.head import adds_in, centred_head
 from grpo.scoring import head, kernels
 from grpo.scoring.head import HeadPass, head_pass
 
@@ -341,8 +341,8 @@ def test_a_head_is_padded_and_its_chunks_are_large_on_accelerators_alone():
     assert head.tokens_at_once(256, torch.float32, "cuda") == 16384
 
 
-def right(total, left, right, *, out_dtype, out) -> None:
-    out.addmm_(left.to(out_dtype), right.to(out_dtype))
+def right(total, left, right, *, out_dtype, out) -> Tensor:
+    return out.addmm_(left.to(out_dtype), right.to(out_dtype))
 
 
 def wrong(*args, **options) -> None:
@@ -359,9 +359,33 @@ def test_whether_products_are_added_in_fp32_is_tried_once(monkeypatch, logged, a
     monkeypatch.setattr(torch, "ones", lambda *shape, dtype, device: ones(*shape, dtype=dtype))
     monkeypatch.setattr(torch, "addmm", add)
     cuda = torch.device("cuda", 0)
-    assert head._adds_in.__wrapped__(torch.float32, torch.bfloat16, cuda) == works
+    assert adds_in.__wrapped__(torch.float32, torch.bfloat16, cuda) == works
     assert [line for line in logged if "slower: " in line] == logged and len(logged) == (not works)
-    assert not head._adds_in(torch.float32, torch.bfloat16, torch.device("cpu"))
+    assert not adds_in(torch.float32, torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["plain", "as CUDA adds"])
+def test_with_fp32_logits_a_head_in_16_bits_rounds_none_of_its_products(monkeypatch, adds):
+    """Where a product of 16 bits can be added to fp32 its factors are rounded; elsewhere they are not."""
+    monkeypatch.setattr("grpo.model.head.adds_in", lambda *of: adds)
+    addmm = torch.addmm
+    monkeypatch.setattr(
+        torch, "addmm", lambda *of, **to: right(*of, **to) if "out_dtype" in to else addmm(*of, **to)
+    )
+    *leaves, targets = example(torch.float32)
+    hidden, weight, bias = leaves
+    rounded = [centred_head(leaf.detach(), torch.bfloat16) for leaf in (weight, bias)]
+    factors = [hidden.detach().bfloat16(), *rounded] if adds else [leaf.detach() for leaf in leaves]
+    expected, _ = plain(*(factor.float() for factor in factors), targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, gradients = gradients_of(leaves, targets, chunk_tokens=4, fp32_logits=True)
+        coarse, _ = gradients_of(leaves, targets, chunk_tokens=4)
+    assert (found.logp - expected).abs().max() < 1e-5 < (coarse.logp - expected).abs().max()
+    logp, _ = plain(*leaves, targets)
+    theirs = torch.autograd.grad(uneven(logp), leaves)
+    exactness = 0.05 if adds else 1e-4
+    for ours, exact in zip(gradients, theirs, strict=True):
+        assert (ours - exact).norm() < exactness * exact.norm()
 
 
 def test_a_trace_knows_that_kernels_are_compiled(untried):
