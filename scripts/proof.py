@@ -61,6 +61,8 @@ TOGETHER = (
     Part("trl", 15, "pytest tests/proof/grid_of_trl.py", "steps are TRL's, however they are split"),
     Part("trl-tests", 5, "pytest tests/proof/own_tests_of_trl.py", "tests of its kind run with ours"),
     Part("chat", 10, "pytest tests/proof/real_chat_model.py", "a real chat model answers as it should"),
+    Part("models", 60, "models_page.py --page {folder}/models.md --at-once 1",
+         "a step of every kind that transformers lists"),
     Part("uci", 5, "pytest tests/proof/uci_games.py", "games by the clock, and nonsense"),
     Part("learning-curve", 5, "learning_curve.py --output {folder} --seeds 1 --steps 1"
          " --batch-size 16 --heldout 4 --minutes 0.03", "at learning rate 0 nothing moves"),

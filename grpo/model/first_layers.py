@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+_SMALL_VOCABULARY = 256
 _PLAIN_DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
 
@@ -43,6 +44,20 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
         setattr(part.get_submodule(owner), kind, tensor)
     part.tie_weights()
     return part.eval()
+
+
+def made_up_layers(config: PretrainedConfig) -> PreTrainedModel:
+    """Makes a model's first layers, as `first_layers` does, where there are no weights: with random ones, and
+    a small vocabulary, on the CPU.
+    """
+    config = _shortened(config)
+    text: Any = config.get_text_config(decoder=True)
+    text.vocab_size = min(text.vocab_size, _SMALL_VOCABULARY)
+    if getattr(text, "pad_token_id", None) is not None:
+        text.pad_token_id = 0
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def _shortened(config: PretrainedConfig) -> PretrainedConfig:

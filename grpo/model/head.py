@@ -13,6 +13,10 @@ CAST_ROWS = 4096
 """Of a matrix, such as the vocabulary's, that are cast at once: a whole copy in fp32 would be large."""
 
 
+_CAPS = "final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap"
+"""What configurations call a soft cap on logits: those of Gemma 2, xLSTM and RecurrentGemma."""
+
+
 class LogitRule(NamedTuple):
     """How a model makes logits of its head's products z: scale · z, or cap · tanh(scale · z / cap)."""
 
@@ -28,7 +32,8 @@ class LogitRule(NamedTuple):
             factor = getattr(text, name, None) or 1.0
             divides = name == "logits_scaling" and text.model_type != "hyperclovax"
             scale *= 1 / factor if divides else factor
-        return cls(scale, getattr(text, "final_logit_softcapping", None))  # Gemma 2
+        caps = [getattr(text, name, None) for name in _CAPS]
+        return cls(scale, next((cap for cap in caps if cap), None))
 
     def __call__(self, products: Tensor) -> Tensor:
         """Logits of products, in their place where there is something to be done."""

@@ -7,9 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from grpo.errors import UserError
 from grpo.model.head import LogitRule
 from grpo.model.transfer import to_device
 
@@ -104,17 +102,6 @@ def large_logits(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for weight, values in zip(weights, before, strict=True):
             weight.data.copy_(values)
-
-
-def layers_with_window(config: PretrainedConfig) -> list[bool]:
-    """Which layers have one, for all layers of a model that remembers their keys and values.
-
-    ValueError for one that remembers something else.
-    """
-    layers = DynamicCache(config=config).layers
-    if not layers or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
-        raise UserError("its layers remember something else than their own keys and values.")
-    return [layer.is_sliding for layer in layers]
 
 
 def pad_prompts(prompt_ids: Sequence[Sequence[int]], *, width: int | None = None) -> PromptBatch:

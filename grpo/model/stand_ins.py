@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from grpo.errors import UserError
 
@@ -41,14 +40,6 @@ def refuse_unknown(options: Mapping[str, Any]) -> None:
     """ValueError for what some models (Gemma 2, GPT-OSS) would have an attention change about its scores."""
     if wanted := [name for name in _OF_SCORES if options.get(name) is not None]:
         raise UserError(f"its attention takes {', '.join(wanted)}, which is not supported here.")
-
-
-def attention_is_called(kind: type[PreTrainedModel]) -> bool:
-    """Whether models of a kind call their attention by name, and want of it what torch's fused one does.
-
-    Gemma 2 caps its scores, and GPT-OSS has sinks: transformers does not run them by torch's either.
-    """
-    return bool(kind._supports_attention_backend and kind._supports_sdpa)
 
 
 @contextmanager

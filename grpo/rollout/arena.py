@@ -20,7 +20,8 @@ from transformers import Cache, PreTrainedModel
 from grpo.config.groups import SamplingSettings
 from grpo.distributed.shard import is_sharded
 from grpo.model.head import LogitRule
-from grpo.model.prefill import encode_prompts, layers_with_window, pad_prompts, sliding_window
+from grpo.model.prefill import encode_prompts, pad_prompts, sliding_window
+from grpo.model.ways import layers_with_window
 from grpo.model.weights import multiply_head, sampling_in
 from grpo.rollout.graphs import CUDAGraphs, Replay, run_and_record
 from grpo.rollout.places import Pool, moves_into_gaps
@@ -124,14 +125,14 @@ class Arena:
         taken = {group: self._prompts.take() for group in prompts}
         index = torch.tensor([*taken.values()], device=self.model.device)
         with sampling_in(self.model):
-            states, lengths = self._encode(index, [*prompts.values()])
+            states, lengths = self._encode([*taken.values()], [*prompts.values()])
         if self._states is None:
             self._states = states.new_zeros(self.room.prompts, states.shape[1])
         self._states[index], self._prompt_lengths[index] = states, lengths
         self._place_of |= taken
         self._changed = True
 
-    def _encode(self, places: Tensor, prompt_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    def _encode(self, places: Sequence[int], prompt_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Keep keys and values of prompts in these places; the states (b, D) of their last tokens, and their
         lengths (b,).
         """
@@ -145,8 +146,9 @@ class Arena:
                 )
                 for slides in layers_with_window(model.config)
             ]
+        index = torch.tensor(places, device=model.device)
         for layer in self._layers:
-            layer.prompt_places = places
+            layer.prompt_places = index
         hidden, _ = encode_prompts(model, prompts, Cache(self._layers))
         return hidden, prompts.lengths
 

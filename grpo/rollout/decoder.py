@@ -1,12 +1,11 @@
 """The arena that a model decodes in: chosen by what the model can do, compared with it at load."""
 
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
 
 import torch
 from loguru import logger
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from grpo.config.groups import SamplingSettings
 from grpo.distributed.shard import is_sharded
@@ -15,18 +14,22 @@ from grpo.memory import is_out_of_memory
 from grpo.memory.recovery import release_cache
 from grpo.model.first_layers import first_layers, is_plain
 from grpo.model.load import Policy, context_length
-from grpo.model.prefill import crossed_window, large_logits, layers_with_window
-from grpo.model.stand_ins import MODEL_ERRORS, attention_is_called, exact_products
+from grpo.model.prefill import crossed_window, large_logits
+from grpo.model.stand_ins import MODEL_ERRORS, exact_products
+from grpo.model.ways import DECODING, Decoding, choose_decoding, decoding_of, why_not_fastest
 from grpo.model.weights import RolloutModel
 from grpo.rollout.arena import Arena
 from grpo.rollout.graphs import CUDAGraphs, graphs_of
-from grpo.rollout.growing import GrowingArena
+from grpo.rollout.growing import ArenaByLength, ArenaByRow, ArenaWithoutCache, GrowingArena
 from grpo.rollout.room import Room
 
 _CHECKED_TOKENS = 6
 """That a row has sampled when `check_decoder` compares them."""
-_refused = WeakValueDictionary[int, PretrainedConfig]()
-"""Configurations, by id, of models that turned out to compute something else over a static cache."""
+ARENAS: dict[Decoding, type[Arena]] = {
+    "a static cache": Arena, "padded rows": GrowingArena, "rows of one length": ArenaByLength,
+    "rows one by one": ArenaByRow,
+    "whole texts": ArenaWithoutCache,
+}  # fmt: skip
 
 
 @dataclass
@@ -72,10 +75,11 @@ def open_arena(
             return reusable.arena
         reusable.release()  # before there is another
     reusable.is_oversized = False
-    if has_static_cache(model.config):
+    way = decoding_of(model.config)
+    if way == "a static cache":
         reusable.arena = Arena(model, room, step_graphs(model), device_type=device_type)
     else:
-        reusable.arena = GrowingArena(model, room)
+        reusable.arena = ARENAS[way](model, room)
     return reusable.arena
 
 
@@ -92,16 +96,8 @@ def records_steps(model: PretrainedConfig, device_type: str) -> bool:
 
 
 def has_static_cache(model: PretrainedConfig) -> bool:
-    """Whether a model hands keys and values to a cache, and calls attention by its name.
-
-    It goes by the model's kind, and by what `check_decoder` found out about the model itself.
-    """
-    try:
-        kind = AutoModelForCausalLM._model_mapping[type(model)]
-        layers_with_window(model)
-    except (KeyError, ValueError):  # transformers does not know it, or it remembers something else
-        return False
-    return attention_is_called(kind) and _refused.get(id(model)) is not model
+    """Whether a model decodes over a static cache: by its kind, or by what `check_decoder` found out."""
+    return decoding_of(model) == "a static cache"
 
 
 def joins_rows(model: PreTrainedModel) -> bool:
@@ -125,39 +121,37 @@ def make_sampler(policy: Policy) -> PreTrainedModel:
 @exact_products()
 @torch.no_grad()
 def check_decoder(model: PreTrainedModel, *shapes: PretrainedConfig, refuses: bool = True) -> None:
-    """Find out on made-up tokens whether a model decodes over a static cache as it does without any.
+    """Chooses the first way to sample from a model whose log-probs are those of its own forward pass.
 
-    Where it does not, and where its kind cannot, a line says that it is over Hugging Face's own cache.
-    ValueError for a model that gives something else over that one, too (GPT-Neo, whose attention minds what
-    stands between prompt and completion), where such a one `refuses`. shapes: other copies of the model's
-    configuration, by which its memory is planned.
+    They are compared on made-up tokens. A line says where it is not over a static cache. ValueError for a
+    model that no way serves, where such a one `refuses`. shapes: other copies of the model's configuration,
+    by which its memory is planned.
     """
-    reason = "its attention is not torch's, called by name"
-    if has_static_cache(model.config):
-        try:
-            difference = _largest_difference(model, Arena)
-            if difference < 1e-3:
-                return
-            reason = f"with a static one its log-probs come out {difference:.3g} nats wrong"
-        except MODEL_ERRORS as error:
-            if is_out_of_memory(error):
-                raise
-            reason = str(error).splitlines()[0].rstrip(".")
-        _refused.update({id(config): config for config in (model.config, *shapes)})
     name = type(model).__name__
-    if refuses and (wrong := _what_is_wrong_over_a_cache(model)) is not None:
-        raise UserError(f"{name} cannot be sampled from here: {wrong}; choose another --model.")
-    logger.info("{} decodes over Hugging Face's growing cache, which is slower: {}", name, reason)
+    reason = why_not_fastest(type(model), model.config)
+    for way in DECODING[DECODING.index(decoding_of(model.config)) :]:
+        choose_decoding(way, model.config, *shapes)
+        if way != "a static cache" and not refuses:
+            wrong = None  # whoever asks has another sampler for it
+        else:
+            wrong = _what_is_wrong(model, ARENAS[way])
+        if wrong is None:
+            if way != "a static cache":
+                over = "no cache" if way == "whole texts" else "the growing cache of transformers"
+                logger.info("{} decodes over {}, in {}, which is slower: {}", name, over, way, reason)
+            return
+        reason = wrong
+    raise UserError(f"{name} cannot be sampled from here: {reason}; choose another --model.")
 
 
-def _what_is_wrong_over_a_cache(model: PreTrainedModel) -> str | None:
+def _what_is_wrong(model: PreTrainedModel, kind: type[Arena]) -> str | None:
     try:
-        difference = _largest_difference(model, GrowingArena)
+        difference = _largest_difference(model, kind)
     except MODEL_ERRORS as error:
         if is_out_of_memory(error):
             raise
-        return f"it does not run over a cache ({(str(error).splitlines() or [type(error).__name__])[0]})"
-    return None if difference < 1e-3 else f"over a cache its log-probs come out {difference:.3g} nats wrong"
+        return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    return None if difference < 1e-3 else f"its log-probs come out {difference:.3g} nats wrong"
 
 
 def _largest_difference(model: PreTrainedModel, kind: type[Arena]) -> float:

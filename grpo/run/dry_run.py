@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from loguru import logger
 from rich.console import Console
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from grpo.config import Config, SettingsError
 from grpo.config.sizes import parse_size
@@ -14,11 +15,15 @@ from grpo.data import Tokenizer
 from grpo.data.reward_files import with_length
 from grpo.environment import launched_processes
 from grpo.model.adapters import check_peft
+from grpo.model.first_layers import made_up_layers
 from grpo.model.load import context_length, is_default_out_of_reach, load_tokenizer, shape_of
 from grpo.model.target import choose_device, choose_model, is_same_device, make_target
+from grpo.model.ways import why_not_fastest
 from grpo.plan.warm_up import card_to_plan_for, plan_without_weights, show_plan
 from grpo.plan.workload import Workload, longest_prompt
+from grpo.rollout.decoder import check_decoder
 from grpo.run.loading import check_quantized, load_source, room_in
+from grpo.scoring.model_checks import check_scorer
 
 
 def dry_run(config: Config, console: Console) -> None:
@@ -53,10 +58,25 @@ def workload(config: Config, device: torch.device, *, absent: str | None = None)
     config = with_length(check_quantized(config, shape), context_length(shape))
     precision = "bf16" if absent and config.precision == "auto" else config.precision
     source = load_source(config, room_in(shape, tokenizer, config.max_new_tokens))
+    target = make_target(shape, device, precision)
+    _choose_ways(target.model_config)
     return Workload(
-        config, make_target(shape, device, precision), longest_prompt(source, tokenizer),
+        config, target, longest_prompt(source, tokenizer),
         reference_here=is_same_device(config.reference_device, device), processes=launched_processes()[1],
     )  # fmt: skip
+
+
+def _choose_ways(shape: PretrainedConfig) -> None:
+    """Chooses how a model of this shape is scored and sampled from, without its weights.
+
+    Where its kind alone does not say so, made-up weights of its first layers do. ValueError for a model that
+    cannot be trained.
+    """
+    kind = AutoModelForCausalLM._model_mapping[type(shape)]
+    if why_not_fastest(kind, shape) is not None:
+        model = made_up_layers(shape)
+        check_scorer(model, context_length(shape), shape)
+        check_decoder(model, shape)
 
 
 def _tokenizer_of(name: str) -> Tokenizer:

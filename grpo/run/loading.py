@@ -30,11 +30,11 @@ from grpo.model.load import (
 )
 from grpo.model.names import BASE_FOLDER, base_of, findable
 from grpo.model.target import Target
+from grpo.model.ways import choose_reading, decoding_of, reading_of
 from grpo.model.weights import Reference, frozen_copy, lower_products, make_reference
 from grpo.prompt import Prompt
 from grpo.rollout.decoder import check_decoder
 from grpo.run.checkpoint import Checkpoint
-from grpo.scoring.logprobs import read_side_by_side, reads_streams
 from grpo.scoring.model_checks import check_scorer
 
 _OF_THIS_MACHINE = {
@@ -223,16 +223,26 @@ def load_models(
         lower_products(frozen, reference_dtype)
         reference = Reference(frozen)
         policy = source.load_weights(policy, str(checkpoint.folder), on_host=config.shard)
-        if not reads_streams(first):
-            read_side_by_side(policy.model)
+        choose_reading(reading_of(first), policy.model.config)
     reference.restore(checkpoint.reference())
     check_decoder(policy.model, shape, target.model_config)
     return policy, reference if config.uses_reference else None
 
 
 def shard_models(policy: Policy, reference: Reference | None) -> None:
-    """Over all processes, to the device they compute on."""
-    target = policy.target
+    """Over all processes, to the device they compute on.
+
+    SettingsError for a model whose passes are as many as a process has texts of different lengths: in each
+    pass of a sharded model all processes take part.
+    """
+    target, config = policy.target, policy.model.config
+    ways = {reading_of(policy.model), decoding_of(config)} - {"streams", "a static cache", "padded rows"}
+    if ways:
+        way = " and ".join(sorted(ways))
+        raise SettingsError(
+            f"shard is on, but {type(policy.model).__name__} goes through in {way}, in passes that processes "
+            "do not have in common: leave out --shard, or give another --model."
+        )
     shard_model(policy.model, target.dtype, target.device)
     if reference is not None:
         reference.shard(target.dtype, target.device)

@@ -3,37 +3,24 @@
 from collections.abc import Iterable
 from functools import partial
 from typing import NotRequired, TypedDict, Unpack
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from grpo.config.groups import Checkpointing
 from grpo.distributed.shard import run_gathered
 from grpo.model.activation_checkpointing import recomputed_layers
 from grpo.model.attention import reading_streams
 from grpo.model.head import LogitRule
-from grpo.model.prefill import sliding_window
-from grpo.model.stand_ins import attention_is_called, computing_in
+from grpo.model.prefill import padding_unknown, sliding_window
+from grpo.model.stand_ins import computing_in
 from grpo.model.transfer import to_device
+from grpo.model.ways import reading_of
 from grpo.scoring.head import HeadPass, Slope, head_pass
 from grpo.scoring.packing import streams
 from grpo.scoring.stream import Stream
 from grpo.types import Batch
-
-_beside: WeakValueDictionary[int, PretrainedConfig] = WeakValueDictionary()
-"""The configuration of each model whose streams have come out wrong, by its id."""
-
-
-def reads_streams(model: PreTrainedModel) -> bool:
-    """Whether the model is run over streams; if not, rows go side by side, each behind its own prompt."""
-    return attention_is_called(type(model)) and id(model.config) not in _beside
-
-
-def read_side_by_side(model: PreTrainedModel, *shapes: PretrainedConfig) -> None:
-    """Has this model run over rows side by side from here on, and what is planned by these configurations."""
-    _beside.update({id(config): config for config in (model.config, *shapes)})
 
 
 def token_states(model: PreTrainedModel, stream: Stream, *, checkpointing: Checkpointing = "none") -> Tensor:
@@ -41,8 +28,8 @@ def token_states(model: PreTrainedModel, stream: Stream, *, checkpointing: Check
 
     checkpointing: see `recomputed_layers`. ValueError for a model whose layers cannot be run so.
     """
-    if not reads_streams(model):
-        return _states_side_by_side(model, stream, checkpointing)
+    if reading_of(model) != "streams":
+        return _states_of_whole_texts(model, stream, checkpointing)
     attention = stream.attention.for_pass(sliding_window(model.config), recomputed=checkpointing == "full")
     reading = partial(reading_streams, model.config)
     with recomputed_layers(model, checkpointing, inside=reading), reading():
@@ -57,21 +44,25 @@ def token_states(model: PreTrainedModel, stream: Stream, *, checkpointing: Check
     return hidden[0].index_select(0, stream.states)
 
 
-def _states_side_by_side(model: PreTrainedModel, stream: Stream, checkpointing: Checkpointing) -> Tensor:
-    """Returns the same from padded rows, each behind a prompt of its own, as any model can be run."""
-    places, is_there, contexts = stream.layout.side_by_side()
-    where, mask, begins = to_device(
-        [torch.tensor(each) for each in (places, is_there, contexts)], model.device
+def _states_of_whole_texts(model: PreTrainedModel, stream: Stream, checkpointing: Checkpointing) -> Tensor:
+    """Returns the same by the model's own pass over whole texts, each row behind a prompt of its own.
+
+    Texts are padded on the right, behind all that a causal model reads, or go through beside others of their
+    length alone. The model is told ids and nothing else: positions count from 0, and padding needs no mask.
+    """
+    texts = stream.layout.whole_texts()
+    parts = [texts] if reading_of(model) == "padded rows" else texts.by_length()
+    states = list[Tensor]()
+    with recomputed_layers(model, checkpointing), padding_unknown(model):
+        for part in parts:
+            ids = stream.ids[0][torch.tensor(part.places).to(model.device)]
+            output = model.base_model(input_ids=ids, use_cache=False)
+            states.append(output.last_hidden_state.flatten(0, 1))
+    begins, row, place = to_device(
+        [torch.tensor(texts.own_starts(parts)), stream.row, stream.place], model.device
     )
-    row, place = to_device([stream.row, stream.place], model.device)
-    with recomputed_layers(model, checkpointing):
-        hidden: Tensor = model.base_model(
-            input_ids=stream.ids[0][where],
-            attention_mask=mask.long(),
-            position_ids=stream.positions[0][where],
-            use_cache=False,
-        ).last_hidden_state
-    return hidden.flatten(0, 1).index_select(0, row * where.shape[1] + begins[row] + place - 1)
+    of_all = states[0] if len(states) == 1 else torch.cat(states)
+    return of_all.index_select(0, begins[row] + place - 1)
 
 
 def token_logprobs(

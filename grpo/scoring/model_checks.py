@@ -6,9 +6,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from grpo.errors import UserError
 from grpo.memory import is_out_of_memory
-from grpo.model.prefill import crossed_window, large_logits, layers_with_window
+from grpo.model.prefill import crossed_window, large_logits
 from grpo.model.stand_ins import MODEL_ERRORS, NEVER, exact_products
-from grpo.scoring.logprobs import read_side_by_side, reads_streams, token_logprobs
+from grpo.model.ways import READING, choose_reading, reading_of, why_not_fastest
+from grpo.scoring.logprobs import token_logprobs
 from grpo.scoring.stream import Texts
 
 
@@ -27,29 +28,27 @@ def made_up(model: PreTrainedModel, length: int, *, equal: bool = False) -> Text
 @exact_products()
 @torch.no_grad()
 def check_scorer(model: PreTrainedModel, context: int, *shapes: PretrainedConfig) -> None:
-    """ValueError unless log-probs are those of the model's own forward pass.
+    """Chooses the first way to score a model whose log-probs are those of the model's own forward pass.
 
-    They are not for a model that does something to its logits that `LogitRule` does not know. What a soft cap
-    does shows in large logits alone, so logits are compared as large as a trained model's, too. A model whose
-    attention cannot be run over a stream goes through side by side, which a line says. shapes: other
-    copies of the model's configuration, by which its memory is planned.
+    ValueError where none is so: of a head, mostly, that does something to its logits that `LogitRule` does
+    not know. What a soft cap does shows in large logits alone, so logits are compared as large as a trained
+    model's, too. A line says where it is not over streams. shapes: other copies of the model's configuration,
+    by which its memory is planned.
     """
     name, length = type(model).__name__, min(280, context)
-    try:
-        layers_with_window(model.config)
-    except UserError as error:
-        raise UserError(f"{name} cannot be trained here: {error}") from error
-    wrong, could_read = _what_is_wrong(model, length), reads_streams(model)
-    if wrong is not None and could_read:
-        read_side_by_side(model, *shapes)
-        over_streams, wrong = wrong, _what_is_wrong(model, length)
+    reason = why_not_fastest(type(model), model.config)
+    for way in READING[READING.index(reading_of(model)) :]:
+        choose_reading(way, model.config, *shapes)
+        wrong = _what_is_wrong(model, length)
         if wrong is None:
-            logger.info("{} is scored in padded rows, which is slower: over streams {}", name, over_streams)
-    if wrong is not None:
-        raise UserError(
-            f"{name} cannot be trained here: {wrong}, so its head or its attention is of a kind that is not "
-            "supported; choose another --model."
-        )
+            if way != "streams":
+                logger.info("{} is scored in {}, which is slower than over streams: {}", name, way, reason)
+            return
+        reason = wrong
+    raise UserError(
+        f"{name} cannot be trained here: {reason}, so its head or its attention is of a kind that is not "
+        "supported; choose another --model."
+    )
 
 
 def _what_is_wrong(model: PreTrainedModel, length: int) -> str | None:

@@ -127,12 +127,8 @@ class Layout:
             query_ends, torch.tensor(keys), key_ends, int(sizes.max()), int((before + sizes).max())
         )
 
-    def side_by_side(self) -> tuple[Numbers, NDArray[np.bool_], Numbers]:
-        """Rows behind their contexts as models take them that read no streams.
-
-        Returns places in the stream (R, W), 0 where there is padding; where there is none (R, W); and where
-        a row's own tokens begin (R,).
-        """
+    def whole_texts(self) -> "WholeTexts":
+        """Says where each row's text is, its context and its own tokens, for models that read no streams."""
         contexts = self.context_sizes[self.context_of]
         texts = [
             np.concatenate([np.arange(start, start + size), np.arange(own, own + count)])
@@ -145,7 +141,37 @@ class Layout:
         for row, text in zip(places, texts, strict=True):
             row[: len(text)] = text
         lengths = contexts + self.row_sizes
-        return places, np.arange(width) < lengths[:, None], contexts
+        return WholeTexts(places, np.arange(width) < lengths[:, None], contexts, np.arange(len(texts)))
+
+
+class WholeTexts(NamedTuple):
+    """The texts of R rows, padded on the right to W tokens, by their places in a stream."""
+
+    places: Numbers
+    """(R, W), 0 where there is padding."""
+    is_there: NDArray[np.bool_]
+    """(R, W), False where there is padding."""
+    begins: Numbers
+    """(R,) where a row's own tokens begin in its text."""
+    rows: Numbers
+    """(R,) the rows' numbers in the stream."""
+
+    def by_length(self) -> "list[WholeTexts]":
+        """Returns texts of one length together, without padding."""
+        lengths, parts = self.is_there.sum(1), []
+        for length in np.unique(lengths):
+            part = WholeTexts(*(each[lengths == length] for each in self))
+            parts.append(part._replace(places=part.places[:, :length], is_there=part.is_there[:, :length]))
+        return parts
+
+    def own_starts(self, parts: "Sequence[WholeTexts]") -> Numbers:
+        """Returns where each row's own tokens begin, (R,), when the texts of `parts` stand one by one."""
+        starts, done = np.zeros(len(self.rows), dtype=np.int64), 0
+        for part in parts:
+            num_rows, width = part.places.shape
+            starts[part.rows] = done + np.arange(num_rows) * width + part.begins
+            done += part.places.size
+        return starts
 
 
 @dataclass(frozen=True)

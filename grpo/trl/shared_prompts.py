@@ -24,7 +24,8 @@ from grpo.model.first_layers import is_plain
 from grpo.model.load import context_length
 from grpo.model.prefill import crossed_window, pad_prompts
 from grpo.model.stand_ins import exact_products
-from grpo.scoring.logprobs import reads_streams, token_states
+from grpo.model.ways import reading_of
+from grpo.scoring.logprobs import token_states
 from grpo.scoring.model_checks import made_up
 from grpo.scoring.stream import Texts
 from grpo.trl.sampling import base_model, why_peft_must_run
@@ -155,7 +156,7 @@ def check_shared_prompts(model: PreTrainedModel, context: int) -> str | None:
 
     In prompts of one length, and of two, padded on the left as TRL does.
     """
-    if not reads_streams(model):
+    if reading_of(model) != "streams":
         return f"{type(model).__name__} does not hand its attention on to others"
     length, tokens = min(280, context), 4
     is_exact = model.dtype.itemsize >= 4 and all(map(is_plain, model.parameters()))

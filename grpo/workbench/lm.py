@@ -28,9 +28,9 @@ from grpo.memory import Device, Pass, Size
 from grpo.memory.device import Peak
 from grpo.model.activation_checkpointing import choose_checkpointing, recomputed_layers
 from grpo.model.head import LogitRule
-from grpo.model.prefill import layers_with_window
 from grpo.model.stand_ins import computing_in
 from grpo.model.target import Target, choose_device, make_target
+from grpo.model.ways import layers_with_window
 from grpo.plan.phase_probe import PhaseProbe
 from grpo.plan.trace import TracedPhases
 from grpo.plan.workload import Workload

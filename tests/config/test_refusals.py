@@ -21,7 +21,7 @@ from padded_loss import grpo_loss
 from report_folders import sweep_settings, write_run, write_sweep
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
+from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig
 
 from grpo.commands.evaluate import EvaluateConfig
 from grpo.commands.evaluate import main as evaluate_models
@@ -609,9 +609,9 @@ REFUSED: dict[str, list[Row]] = {
             vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
             initializer_range=0.3, logits_scaling=4.0), 64),
          "LlamaForCausalLM cannot be trained here", "nats wrong", "--model"),  # its logits are not divided
-        (lambda at: check_shape(check_scorer, MambaConfig(
-            vocab_size=50, hidden_size=32, num_hidden_layers=1, state_size=4), 64),
-         "MambaForCausalLM cannot be trained here"),
+        (lambda at: check_shape(check_scorer, BertConfig(
+            vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4),
+            64), "BertLMHeadModel cannot be trained here", "nats wrong", "--model"),  # it sees what follows
         (lambda at: attention.attend_in_fp32(None, *[torch.zeros(1, 1, 1, 8)] * 4, softcap=50.0, s_aux=None),
          "softcap, which is not supported here"),
         *[(lambda at, name=name: target_of(at, "gpt2", "c_attn", name), f"'{name}', which is none",

@@ -18,6 +18,7 @@ from grpo.memory.live import LiveBytes
 from grpo.model import attention, stream_attention
 from grpo.model import varlen as kernels
 from grpo.model.target import choose_attention
+from grpo.model.ways import reading_of
 from grpo.scoring import logprobs, stream
 from grpo.scoring.model_checks import check_scorer
 from grpo.scoring.stream import make_stream
@@ -113,13 +114,13 @@ def side_by_side(model, batch, monkeypatch, dtype=F64) -> list[torch.Tensor]:
     """`learned`, each row padded behind a prompt of its own, as transformers runs it."""
     model.zero_grad()
     with monkeypatch.context() as patch:
-        patch.setattr(logprobs, "reads_streams", lambda model: False)
+        patch.setattr(logprobs, "reading_of", lambda model: "padded rows")
         return [each.clone() for each in learned(model, batch, dtype)]
 
 
 def over_stream(model, batch, dtype=F64) -> list[torch.Tensor]:
     model.zero_grad()
-    assert logprobs.reads_streams(model)
+    assert reading_of(model) == "streams"
     return [each.clone() for each in learned(model, batch, dtype)]
 
 
@@ -182,15 +183,15 @@ def test_a_window_of_thousands_is_crossed_by_the_check_of_the_scorer(monkeypatch
     """Where layers over a stream did not mind it, rows would go side by side, and a line would say so."""
     model = with_window("mistral", 1000, max_position_embeddings=2000)
     check_scorer(model, 2000)
-    assert model.config.sliding_window == 1000 and logprobs.reads_streams(model)
+    assert model.config.sliding_window == 1000 and reading_of(model) == "streams"
     mask = stream_attention.Rectangle.mask
     monkeypatch.setattr(
         stream_attention.Rectangle, "mask", lambda self, window, dtype: mask(self, None, dtype)
     )
     check_scorer(model, 2000)
-    assert not logprobs.reads_streams(model)
+    assert reading_of(model) == "padded rows"
     (said,) = [line for line in logged if "padded rows, which is slower" in line]
-    assert "over streams its log-probs come out" in said
+    assert "slower than over streams: its log-probs come out" in said
 
 
 def test_layers_that_tell_attention_nothing_go_side_by_side(monkeypatch, logged):
@@ -199,7 +200,7 @@ def test_layers_that_tell_attention_nothing_go_side_by_side(monkeypatch, logged)
         attend = layer.attn.forward
         layer.attn.forward = lambda *args, attend=attend, stream=None, **options: attend(*args, **options)
     check_scorer(model, 64)
-    assert not logprobs.reads_streams(model)
+    assert reading_of(model) == "padded rows"
     assert any("its layers do not tell attention" in line for line in logged)
     learned(model, made_up([(7, 3)], 9), F32)
 

@@ -1,7 +1,6 @@
 """The sampler, the scorer, every decoder and a plain forward pass say the same of every token."""
 
 from unittest import mock
-from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -9,12 +8,12 @@ from conftest import ARCHITECTURES, CONTEXT, LONG_MOVE_PROMPT
 from families import FAMILY, SIZES, made, shaped
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import grpo.rollout.decoder
 from grpo.config.groups import BUNDLED, LoraSettings, SamplingSettings
 from grpo.data.load import load_prompts
 from grpo.memory.live import LiveBytes
 from grpo.model.adapters import add_adapters, store_base
 from grpo.model.load import ModelSource, Policy, end_names, end_tokens, load_policy
+from grpo.model.ways import DECODING, choose_decoding, decoding_of
 from grpo.model.weights import RolloutModel
 from grpo.rollout import static_cache
 from grpo.rollout.arena import Arena
@@ -243,15 +242,8 @@ def test_a_token_is_what_the_whole_text_says(name, kind, fused, page, monkeypatc
     assert lengths == ([60] * 3 + [45] * 2 if arena.joins else [60] * 4)
 
 
-@pytest.fixture
-def refused(monkeypatch) -> WeakValueDictionary:
-    """Configurations of models that decode the usual way: none yet."""
-    monkeypatch.setattr(grpo.rollout.decoder, "_refused", WeakValueDictionary())
-    return grpo.rollout.decoder._refused
-
-
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2, windows", "qwen3", "gemma3_text"])
-def test_tokens_do_not_depend_on_rows_or_decoder(name, tokenizer, refused):
+def test_tokens_do_not_depend_on_rows_or_decoder(name, tokenizer):
     """Prompts of 2 to 30 tokens, all rows at once, by parts with groups that wait for a place, one by one."""
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT}
     policy = Policy(made(AutoConfig.for_model(**shaped(name).to_dict() | sizes)), tokenizer, None)
@@ -260,9 +252,10 @@ def test_tokens_do_not_depend_on_rows_or_decoder(name, tokenizer, refused):
     with mock.patch.object(Arena, "begin", autospec=True, side_effect=Arena.begin) as begin:
         whole, *others = [sample(policy, many, rows=rows, **options) for rows in (12, 4, 1)]
     assert begin.call_count > 5 and len(whole.lengths.unique()) > 3
-    refused[id(policy.model.config)] = policy.model.config
-    assert not has_static_cache(policy.model.config)
-    for each in [*others, sample(policy, many, rows=12, **options)]:
+    for way in DECODING[1:]:
+        choose_decoding(way, policy.model.config)
+        others += [sample(policy, many, rows=rows, **options) for rows in (12, 4)]
+    for each in others:
         assert torch.equal(each.ids, whole.ids)
         assert torch.allclose(each.sampler_logp, whole.sampler_logp, atol=1e-12, rtol=0)
 
@@ -277,7 +270,6 @@ def test_tokens_do_not_depend_on_rows_or_decoder(name, tokenizer, refused):
         (shaped("llama"), "nats wrong"),
     ], ids=["bloom", "deepseek", "other logits"],
 )  # fmt: skip
-@pytest.mark.usefixtures("refused")
 def test_what_computes_something_else_decodes_the_usual_way_and_says_so(config, reason, logged, monkeypatch):
     model = AutoModelForCausalLM.from_config(config).eval()
     if config.model_type == "llama":
@@ -291,7 +283,6 @@ def test_what_computes_something_else_decodes_the_usual_way_and_says_so(config, 
     assert len(logged) == 1 and "growing cache" in logged[0] and reason in logged[0]
 
 
-@pytest.mark.usefixtures("refused")
 @pytest.mark.parametrize("logit", [-1e5, -torch.inf])
 def test_tokens_that_are_never_sampled_do_not_decide_how_a_model_decodes(logit, logged):
     """At -100,000 nats fp32 rounds by more than the check allows; tokens that cannot occur have -inf."""
@@ -306,7 +297,6 @@ def test_tokens_that_are_never_sampled_do_not_decide_how_a_model_decodes(logit, 
     assert has_static_cache(model.config) and not logged
 
 
-@pytest.mark.usefixtures("refused")
 @pytest.mark.parametrize("window", [512, 4096])
 @pytest.mark.parametrize("name", ["mistral", "qwen2, windows", "gemma3_text", "phi3"])
 def test_models_with_windows_of_a_real_size_decode_over_a_static_cache(name, window, logged):
@@ -323,7 +313,6 @@ def test_models_with_windows_of_a_real_size_decode_over_a_static_cache(name, win
     assert not has_static_cache(model.config) and "nats wrong" in logged[0]
 
 
-@pytest.mark.usefixtures("refused")
 def test_what_one_model_cannot_do_refuses_no_other_of_its_kind(monkeypatch):
     bad, good = (made(shaped("llama")) for _ in range(2))
     with monkeypatch.context() as patched:
@@ -335,18 +324,38 @@ def test_what_one_model_cannot_do_refuses_no_other_of_its_kind(monkeypatch):
     assert copied is not bad and not has_static_cache(copied.config)
 
 
-@pytest.mark.usefixtures("refused")
-def test_a_model_that_no_cache_serves_is_refused():
-    """GPT-Neo's local attention counts places, padding between prompt and completion among them."""
-    neo = AutoConfig.for_model(
-        "gpt_neo", vocab_size=60, hidden_size=32, num_layers=2, num_heads=4, window_size=8,
-        attention_types=[[["global", "local"], 1]], max_position_embeddings=96,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="GPTNeoForCausalLM cannot be sampled from here: over a cache"):
-        check_decoder(AutoModelForCausalLM.from_config(neo).eval())
-    rwkv = AutoConfig.for_model("rwkv", vocab_size=60, hidden_size=32, num_hidden_layers=2)
-    with pytest.raises(ValueError, match="cannot be sampled from here: it does not run over a cache"):
-        check_decoder(AutoModelForCausalLM.from_config(rwkv).eval())
+@pytest.mark.parametrize(
+    ("name", "more", "way", "reason"),
+    [
+        ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 8},
+         "rows of one length", "nats wrong"),  # its local attention counts padding
+        ("rwkv", {}, "rows one by one", "nats wrong"),  # it mixes rows in a pass over a token
+        ("xlstm", {"num_blocks": 2}, "whole texts", "has wrong shape"),
+        ("recurrent_gemma", {"num_attention_heads": 4, "num_hidden_layers": 3}, "whole texts", "its cache"),
+    ],
+    ids=lambda it: it if isinstance(it, str) and "_" in it else "",
+)  # fmt: skip
+def test_a_model_decodes_in_the_first_way_that_is_right(name, more, way, reason, logged):
+    sizes = {"vocab_size": 60, "hidden_size": 32, "num_heads": 4, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(name, **sizes | {"max_position_embeddings": 96} | more)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    check_decoder(model)
+    assert decoding_of(model.config) == way
+    assert f"in {way}, which is slower" in logged[-1] and reason in logged[-1]
+
+
+def test_a_model_that_is_right_in_no_way_is_refused():
+    """Its layers look at what follows."""
+    bert = AutoConfig.for_model(
+        "bert",
+        vocab_size=60,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+    )
+    with pytest.raises(ValueError, match=r"BertLMHeadModel cannot be sampled from here: .* choose another"):
+        check_decoder(AutoModelForCausalLM.from_config(bert).eval())
 
 
 PER_TOKEN = {"gpt2": 2 * 2 * 32 * 4, "llama": 2 * 2 * 2 * 8 * 4, "qwen": 2 * 2 * 1 * 16 * 4}
