@@ -257,9 +257,12 @@ class Phases:
         if batch is None:
             return {}
         packing, options = self._packing(batch), run.work.learning(kl_coef)
+        loss_scale = 1.0 if run.loss_scale is None else run.loss_scale.value
 
         def work(rows: int) -> Sums:
-            return accumulate_grpo(run.policy.model, batch, counts, rows=rows, **packing, **options)
+            return accumulate_grpo(
+                run.policy.model, batch, counts, rows=rows, loss_scale=loss_scale, **packing, **options
+            )
 
         def discard() -> None:
             run.optimizer.zero_grad(set_to_none=True)

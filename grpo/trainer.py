@@ -62,7 +62,7 @@ class Trainer:
             self.phases = Phases(run)
             self.stepper = Stepper(
                 run.policy.model, run.optimizer, self.config.max_grad_norm,
-                updating=lambda: run.clock("update"),
+                updating=lambda: run.clock("update"), loss_scale=run.loss_scale,
             )  # fmt: skip
             self.progress = Progress(self.config.steps, self.config.minutes)
             self.logs = RunLog(run, console or Console(quiet=True), self.progress)

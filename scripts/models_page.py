@@ -42,7 +42,7 @@ from grpo.scoring.packing import streams
 from grpo.types import Batch
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
-MEMORY_BYTES, SECONDS = 6 * 2**30, 300
+MEMORY_BYTES, SECONDS = 6 * 2**30, 600
 MAX_PARAMETERS = 50_000_000
 """Of what is made tiny: one that is larger has a size that is not known here."""
 EXACTNESS = 1e-5
@@ -60,7 +60,8 @@ SIZES = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
     "mamba_n_groups": 1, "mamba_d_ssm": 64, "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8,
-    "state_size": 8, "n_groups": 1, "attention_hidden_size": 32, "query_pre_attn_scalar": 8,
+    "state_size": 8, "n_groups": 1, "attention_hidden_size": 32, "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 8, "query_pre_attn_scalar": 8,
     "num_blocks": 4, "use_mamba_kernels": False,
 }  # fmt: skip
 """Of any configuration that has a setting of this name."""
@@ -76,7 +77,8 @@ MORE: dict[str, dict[str, Any]] = {
         "num_layers": 4, "attention_types": [[["global", "local"], 2]], "num_heads": 4, "window_size": 6,
     },
     "gemma2": {"final_logit_softcapping": 5.0}, "granite": {"logits_scaling": 2.0},
-    "modernbert-decoder": {"local_attention": 6},
+    "modernbert-decoder": {"local_attention": 6}, "dots1": {"n_shared_experts": 1},
+    "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 """Of single kinds."""
 
@@ -146,6 +148,7 @@ def _try(kind: str) -> Found:
     logger.add(lambda line: lines.append(line.record["message"]), level="INFO")
     try:
         model = tiny(kind)
+        model(torch.tensor([PROMPTS[0]]))
     except Exception as error:
         return Found(kind, "not made", words=f"{type(error).__name__}: {error}".splitlines()[0])
     try:
@@ -182,6 +185,8 @@ def shrunk(config: type[PretrainedConfig], more: Mapping[str, Any]) -> Pretraine
     parts: dict[str, type[PretrainedConfig]] = getattr(usual, "sub_configs", {})
     known = inspect.signature(config).parameters
     sizes = {name: value for name, value in SIZES.items() if name in known or name in vars(usual)}
+    if "kv_lora_rank" in sizes:  # such attention has as many heads of keys as of queries
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     of_parts = {
         name: {
             key: value for key, value in vars(shrunk(type(getattr(usual, name)), {})).items() if key in SIZES

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from grpo.config.limits import DECAY, NOT_NEGATIVE, PART, POSITIVE, SHARE, Limit, Settings, at_least
 
-Precision = Literal["auto", "fp32", "bf16", "fp64"]
+Precision = Literal["auto", "fp32", "bf16", "fp16", "fp64"]
 Checkpointing = Literal["none", "full"]
 CheckpointingSetting = Literal["auto", "none", "full"]
 Scale = Literal["group", "batch", "none"]

@@ -101,7 +101,8 @@ class ModelSettings(Settings):
     reference_sync: Annotated[int, NOT_NEGATIVE] = 0
     """Steps after which the reference becomes the present policy, each time; 0: never."""
     precision: Precision = "auto"
-    """Dtype of matrix products; auto: bf16 where native. Weights stay fp32 (with fp64, all is float64)."""
+    """Dtype of matrix products; auto: bf16 where native, fp16 (with a loss scale) on CUDA cards without it.
+    Weights stay fp32 (with fp64, all is float64)."""
     fp32_logits: bool = False
     """Keep logits in fp32 where other products are in 16 bits: the log-probs of sampler and scorer come
     closer to each other, and the vocabulary's head takes longer."""

@@ -67,6 +67,7 @@ def accumulate_grpo(
     rows: int,
     longest: tuple[int, int] | None = None,
     of_equal_rows: bool = False,
+    loss_scale: float = 1.0,
     **options: Unpack[LearningOptions],
 ) -> Sums:
     """Adds a step's gradient to the parameters' `.grad`, in the parts that `streams` makes of a batch.
@@ -76,7 +77,7 @@ def accumulate_grpo(
     share. Returns what `finish_grpo` makes metrics of.
     """
     parts = streams(batch, rows, scored=batch.learned, longest=longest, of_equal_rows=of_equal_rows)
-    return accumulate_streams(model, batch, parts, counts, **options)
+    return accumulate_streams(model, batch, parts, counts, loss_scale=loss_scale, **options)
 
 
 def accumulate_streams(
@@ -84,6 +85,8 @@ def accumulate_streams(
     batch: Batch,
     parts: Iterable[Stream],
     counts: StepCounts,
+    *,
+    loss_scale: float = 1.0,
     **options: Unpack[LearningOptions],
 ) -> Sums:
     """Does what `accumulate_grpo` does, with a batch that comes in these streams."""
@@ -96,7 +99,7 @@ def accumulate_streams(
     weights = token_weights(row_tokens, counts, options["settings"].loss_type)[batch.row]  # (K,)
     for stream in parts:
         stream, tokens = to_device_together(stream, tokens_of(stream, batch, weights, loss_dtype), device)
-        metrics = learn_tokens(model, stream, tokens, **options)
+        metrics = learn_tokens(model, stream, tokens, loss_scale=loss_scale, **options)
         sums = merge_metrics(sums, {name: value.to(exact) for name, value in metrics.items()})
     return dict(zip(sums, torch.stack(list(sums.values())).cpu(), strict=True))
 
@@ -119,18 +122,20 @@ def learn_tokens(
     importance_cap: float | None = None,
     fp32_logits: bool = False,
     checkpointing: Checkpointing = "none",
+    loss_scale: float = 1.0,
     traced: torch.device | None = None,
 ) -> Sums:
     """Adds a stream's share of the step's gradient to `.grad`; its share of the metrics.
 
-    tokens: those of the stream. traced: the device whose memory a trace is of.
+    tokens: those of the stream. loss_scale: what the gradient is multiplied by, see `LossScale`. traced: the
+    device whose memory a trace is of.
     """
     loss = partial(token_loss, settings=settings, importance_cap=importance_cap)
 
     def slope(logp: Tensor, part: slice) -> Tensor:
         with torch.enable_grad():
             leaf = logp.detach().requires_grad_()
-            return torch.autograd.grad(loss(leaf, tokens.part(part))[0].sum(), leaf)[0]
+            return loss_scale * torch.autograd.grad(loss(leaf, tokens.part(part))[0].sum(), leaf)[0]
 
     logp, entropy = token_logprobs(
         model, stream, temperature=temperature, dtype=dtype, fp32_logits=fp32_logits, entropy=True,

@@ -11,6 +11,7 @@ from torch import nn
 
 from grpo.distributed import World, sum_of_bits
 from grpo.distributed.shard import is_sharded, whole
+from grpo.learning.loss_scale import LossScale
 
 MAX_SKIPPED_IN_A_ROW = 3
 
@@ -24,6 +25,8 @@ class Stepper:
 
     A step whose loss, KL or gradient is not finite is dropped, counted and reported; three in a
     row raise `Diverged`, with this `remedy`. `updating` is entered around clipping and the optimizer's step.
+    loss_scale: what gradients are multiplied by when they come; a step that it makes too large for fp16 is
+    left out and halves it, which is no such failure.
     """
 
     def __init__(
@@ -33,13 +36,14 @@ class Stepper:
         max_grad_norm: float,
         *,
         updating: Callable[[], AbstractContextManager[object]] = nullcontext,
+        loss_scale: LossScale | None = None,
         remedy: str = "lower --learning-rate or raise --kl-coef",
     ) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._sharded = is_sharded(model)
         self._optimizer = optimizer
         self._max_grad_norm = max_grad_norm or math.inf
-        self._updating, self._remedy = updating, remedy
+        self._updating, self._remedy, self._loss_scale = updating, remedy, loss_scale
         self.moved = False
         """Whether the weights have moved since the caller last set this."""
         self.num_skipped = 0
@@ -53,17 +57,25 @@ class Stepper:
         self._optimizer.zero_grad(set_to_none=True)
         metrics = accumulate()
         with self._updating():
+            if self._loss_scale is not None:
+                metrics["loss_scale"] = self._loss_scale.value
+                self._loss_scale.unscale(self.parameters)
             norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self._max_grad_norm)).item()
             watched = {"loss": metrics["loss"], "kl": metrics.get("kl", 0.0), "grad_norm": norm}
             broken = [f"{name} is {value}" for name, value in watched.items() if not math.isfinite(value)]
-            if broken:
+            overflows = self._loss_scale is not None and broken == [f"grad_norm is {norm}"]
+            if overflows and self._halve():
+                pass
+            elif broken:
                 self._skip(", ".join(broken))
             else:
                 self.moved = True
                 self._optimizer.step()
                 self.skipped_in_a_row = 0
+                if self._loss_scale is not None:
+                    self._loss_scale.note_good_step()
         self._optimizer.zero_grad(set_to_none=True)
-        return {**metrics, "grad_norm": norm, "skipped": float(self.skipped_in_a_row > 0)}
+        return {**metrics, "grad_norm": norm, "skipped": float(bool(broken))}
 
     @torch.no_grad()
     def keep_together(self, world: World) -> None:
@@ -82,10 +94,23 @@ class Stepper:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"num_skipped": self.num_skipped, "skipped_in_a_row": self.skipped_in_a_row}
+        state = {"num_skipped": self.num_skipped, "skipped_in_a_row": self.skipped_in_a_row}
+        return state if self._loss_scale is None else state | {"loss_scale": self._loss_scale.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.num_skipped, self.skipped_in_a_row = state["num_skipped"], state["skipped_in_a_row"]
+        if self._loss_scale is not None and "loss_scale" in state:
+            self._loss_scale.restore(state["loss_scale"])
+
+    def _halve(self) -> bool:
+        """Leaves out a step whose gradient was scaled beyond fp16; False where less would not help."""
+        assert self._loss_scale is not None
+        if not self._loss_scale.halve():
+            return False
+        self.num_skipped += 1
+        text = "step skipped: its gradient is too large for fp16; the loss scale is {:g} now ({} skipped)"
+        logger.info(text, self._loss_scale.value, self.num_skipped)
+        return True
 
     def _skip(self, fault: str) -> None:
         self.num_skipped += 1

@@ -197,7 +197,7 @@ def context_length(config: PretrainedConfig) -> int:
     """
     text = config.get_text_config(decoder=True)
     limits = [getattr(text, name, None) for name in ("max_position_embeddings", "attention_chunk_size")]
-    return min((limit for limit in (*limits, rotary_limit(config)) if limit), default=2**20)
+    return min((limit for limit in (*limits, rotary_limit(config)) if limit and limit > 0), default=2**20)
 
 
 def rotary_limit(config: PretrainedConfig) -> int | None:

@@ -118,14 +118,15 @@ def padding_unknown(model: PreTrainedModel) -> Iterator[None]:
 
     Without a mask GPT-2 looks for it among the tokens, which waits for the device, and warns.
     """
-    token = getattr(model.config, "pad_token_id", None)
+    settings = vars(model.config)  # past checks that the value is a number
+    token = settings.get("pad_token_id")
     if token is not None:
-        model.config.pad_token_id = None
+        settings["pad_token_id"] = None
     try:
         yield
     finally:
         if token is not None:
-            model.config.pad_token_id = token
+            settings["pad_token_id"] = token
 
 
 def encode_prompts(

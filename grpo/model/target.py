@@ -130,11 +130,22 @@ def choose_model(name: str, device: torch.device, *, absent: str | None = None) 
     return chosen
 
 
+_DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,
+}  # fmt: skip
+
+
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products; `auto` is bf16 where the device multiplies in it natively."""
+    """Returns the dtype of matrix products.
+
+    `auto` is bf16 where the device multiplies in it natively, and fp16 on CUDA cards that do not (before
+    compute capability 8.0, such as T4 and V100).
+    """
     if precision == "auto":
-        precision = "bf16" if multiplies_in_bf16(device) else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[precision]
+        if multiplies_in_bf16(device):
+            return torch.bfloat16
+        return torch.float16 if device.type == "cuda" else torch.float32
+    return _DTYPES[precision]
 
 
 def multiplies_in_bf16(device: torch.device) -> bool:
@@ -160,4 +171,4 @@ def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
     attention.register()
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
-    return attention.IN_FP32 if device.type == "cpu" and dtype == torch.bfloat16 else "sdpa"
+    return attention.IN_FP32 if device.type == "cpu" and dtype.itemsize < 4 else "sdpa"

@@ -128,7 +128,7 @@ def check_decoder(model: PreTrainedModel, *shapes: PretrainedConfig, refuses: bo
     by which its memory is planned.
     """
     name = type(model).__name__
-    reason = why_not_fastest(type(model), model.config)
+    reason = why_not_fastest(type(model), model.config) or "its kind is not in transformers' list"
     for way in DECODING[DECODING.index(decoding_of(model.config)) :]:
         choose_decoding(way, model.config, *shapes)
         if way != "a static cache" and not refuses:
@@ -181,8 +181,8 @@ def _both_differences(model: PreTrainedModel, kind: type[Arena]) -> float:
 def _difference(model: PreTrainedModel, kind: type[Arena]) -> float:
     """The largest between log-probs (nats) as sampled and of the model's own forward pass over whole texts.
 
-    Of two rows each of two prompts, with pages that end within the text; where rows may join later one of a
-    third prompt, in the place of one that leaves.
+    Of two rows each of two prompts, one of which leaves, with pages that end within the text; where rows may
+    join later one of a third prompt, in its place.
     """
     longest, generator = (
         min(280, context_length(model.config) - _CHECKED_TOKENS),
@@ -216,8 +216,8 @@ def _difference(model: PreTrainedModel, kind: type[Arena]) -> float:
         arena.begin({0: 0, 1: 0, 2: 1, 3: 1}, uniforms[:4])
         advance(2)
         compare(3, 1)
+        arena.leave([1])
         if arena.joins:
-            arena.leave([1])
             arena.begin({4: 2}, uniforms[4:])
         advance(3)
         compare(0, 0)

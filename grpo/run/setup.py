@@ -22,6 +22,7 @@ from grpo.data.reward_functions import RewardFunctions
 from grpo.distributed import World, open_world
 from grpo.distributed.share import Share
 from grpo.errors import UserError
+from grpo.learning.loss_scale import LossScale
 from grpo.learning.optimizer import check_optimizer, make_optimizer
 from grpo.memory import Device, DoesNotFit, Fit, is_out_of_memory, survive
 from grpo.memory.recovery import release_cache
@@ -122,6 +123,7 @@ class Run:
             device, utilization=config.memory_utilization, limit_bytes=limit, sharing=world.sharing
         )  # before anything is loaded
         target = make_target(self._shape, device, config.precision)
+        self.loss_scale = LossScale() if target.dtype == torch.float16 else None
         self._work = Workload(config, target, 1, self._reference_device == device, world.size)
         try:
             with told_if_slow(f"loading {config.model}"):
