@@ -114,6 +114,22 @@ def test_what_is_named_is_there():
         _ = grpo.Trainr
 
 
+def test_what_is_said_of_models_is_what_the_page_of_models_found():
+    """README.md's numbers are the page's, and a kind stands there once, under a heading that counts it."""
+    page = PAGES["docs/models.md"]
+    listed, made, trains = map(
+        int, re.search(r"Of (\d+) kinds.* lists, (\d+) .*?(\d+) of", page, re.S).groups()
+    )
+    assert f"[{trains} of the {made} kinds that were tried](docs/models.md)" in PAGES["README.md"]
+    fast, slower, refused, absent = (
+        int(re.search(rf"^## {title} \((\d+)\)$", page, re.M).group(1))
+        for title in ("The fast way", "Slower ways", "Refused", "Not made here")
+    )
+    assert (fast + slower, fast + slower + refused) == (trains, made) and made + absent <= listed
+    assert len(re.findall(r"^\| [\w.-]+ \| (?!scored in|why)", page, re.M)) == slower + refused
+    assert "qwen3_5_text | padded rows | rows of one length" in page
+
+
 # ------------------------------------------------------------------------------ examples run as they stand
 
 # In a tenth of the steps that the page takes.

@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from grpo.errors import UserError
-from grpo.model.stand_ins import product_dtype, refuse_unknown
+from grpo.model.stand_ins import ScoreRule, product_dtype
 from grpo.model.stream_attention import StreamAttention, attend_in_rectangles
 from grpo.model.varlen import attend_in_sequences, kernel_serves
 
@@ -62,14 +62,13 @@ def attend_over_stream(
     """
     if stream is None:
         raise UserError("its layers do not tell attention what they are told.")
-    refuse_unknown(options)
-    dtype = product_dtype(query)
+    rule, dtype = ScoreRule.of(options), product_dtype(query)
     tokens = [states.to(dtype).transpose(1, 2)[0] for states in (query, key, value)]  # (T, H, d) each
     window = None if sliding_window is None else stream.window
     with torch.autocast(query.device.type, enabled=False):
-        has_kernel = kernel_serves(stream, tokens, window, scaling)
-        attend = attend_in_sequences if has_kernel else attend_in_rectangles
-        return attend(stream, tokens, window, scaling).unsqueeze(0), None
+        if rule.is_plain and kernel_serves(stream, tokens, window, scaling):
+            return attend_in_sequences(stream, tokens, window, scaling).unsqueeze(0), None
+        return attend_in_rectangles(stream, tokens, window, scaling, rule).unsqueeze(0), None
 
 
 def attend_in_fp32(
@@ -84,7 +83,8 @@ def attend_in_fp32(
 
     The result has the dtype of products. ValueError for a model that wants more done.
     """
-    refuse_unknown(options)
+    if not ScoreRule.of(options).is_plain:
+        raise UserError("its scores are capped, or have sinks, which torch's attention does not do.")
     dtype = product_dtype(query)
     exact = torch.promote_types(dtype, torch.float32)
 

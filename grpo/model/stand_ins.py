@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ NEVER = -30.0
 """A log-prob that is as good as none: none such is sampled, and fp32 knows -10,000 to a thousandth."""
 MODEL_ERRORS = TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError, IndexError
 """Errors that a model raises that cannot be run the way that is tried."""
-_OF_SCORES = "softcap", "s_aux", "position_bias"
 
 
 def product_dtype(values: Tensor) -> torch.dtype:
@@ -36,10 +35,39 @@ def computing_in(dtype: torch.dtype, device: torch.device, *, keeps_casts: bool 
     )
 
 
-def refuse_unknown(options: Mapping[str, Any]) -> None:
-    """ValueError for what some models (Gemma 2, GPT-OSS) would have an attention change about its scores."""
-    if wanted := [name for name in _OF_SCORES if options.get(name) is not None]:
-        raise UserError(f"its attention takes {', '.join(wanted)}, which is not supported here.")
+class ScoreRule(NamedTuple):
+    """What a model does to scores of attention beside scaling them, as it tells its attention."""
+
+    softcap: float | None = None
+    """Scores s become softcap · tanh(s / softcap): Gemma 2."""
+    sinks: Tensor | None = None
+    """(H,) the score of a token that each one sees, and that has no value: GPT-OSS."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "ScoreRule":
+        """Reads it from what transformers calls attention with; ValueError for what is none of both."""
+        if options.get("position_bias") is not None:
+            raise UserError("its attention takes position_bias, which is not supported here.")
+        return cls(options.get("softcap"), options.get("s_aux"))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is done."""
+        return self.softcap is None and self.sinks is None
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """Returns scores that nothing is masked of, capped."""
+        return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """Returns the softmax of masked scores (R, H, Q, K), where the sinks take their share."""
+        if self.sinks is None:
+            return scores.softmax(-1)
+        sinks = self.sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+
+
+PLAIN = ScoreRule()
 
 
 @contextmanager

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from grpo.model.stand_ins import PLAIN, ScoreRule
+
 
 @dataclass(frozen=True)
 class Rectangle:
@@ -106,14 +108,22 @@ class StreamAttention:
 
 
 def attend_in_rectangles(
-    stream: StreamAttention, tokens: list[Tensor], window: int | None, scaling: float | None
+    stream: StreamAttention,
+    tokens: list[Tensor],
+    window: int | None,
+    scaling: float | None,
+    rule: ScoreRule = PLAIN,
 ) -> Tensor:
-    """Returns what each token sees, (T, H, d), by torch's attention over rectangles, on any device."""
+    """Returns what each token sees, (T, H, d), by torch's attention over rectangles, on any device.
+
+    Where the rule does something to scores, they are written out, in fp32.
+    """
     dtype = tokens[0].dtype
-    exact = torch.promote_types(dtype, torch.float32) if tokens[0].device.type == "cpu" else dtype
+    is_exact = tokens[0].device.type == "cpu" or not rule.is_plain
+    exact = torch.promote_types(dtype, torch.float32) if is_exact else dtype
     keeps_copies = stream.recomputed or not torch.is_grad_enabled()
     mixed = [
-        _attend(rectangle, tokens, mask, exact, scaling, keeps_copies=keeps_copies)
+        _attend(rectangle, tokens, mask, exact, scaling, rule, keeps_copies=keeps_copies)
         for rectangle, mask in zip(stream.rectangles, stream.masks(window, exact), strict=True)
     ]
     return torch.cat(mixed).index_select(0, stream.order)
@@ -125,6 +135,7 @@ def _attend(
     mask: Tensor | None,
     exact: torch.dtype,
     scaling: float | None,
+    rule: ScoreRule,
     *,
     keeps_copies: bool,
 ) -> Tensor:
@@ -144,9 +155,15 @@ def _attend(
     }
     hooks: AbstractContextManager[object] = nullcontext() if keeps_copies else saved_without_copies(again)
     with hooks:
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling
-        )
+        if rule.is_plain:
+            mixed = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling
+            )
+        else:
+            scores = rule.capped((query @ key.mT) * (query.shape[-1] ** -0.5 if scaling is None else scaling))
+            if mask is None:
+                mask = torch.full_like(scores[0, 0], -torch.inf).triu(1)
+            mixed = rule.weights(scores + mask) @ value
     return mixed.to(dtype).transpose(1, 2).flatten(0, 1)
 
 

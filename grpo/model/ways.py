@@ -69,13 +69,12 @@ def decoding_of(config: PretrainedConfig) -> Decoding:
 def why_not_fastest(kind: type[PreTrainedModel], config: PretrainedConfig) -> str | None:
     """Returns why models of a kind neither read streams nor decode over a static cache; None where they do.
 
-    Both take attention that is called by its name, wants what torch's fused one does (Gemma 2 caps its
-    scores, and GPT-OSS has sinks), and is all that layers do across tokens.
+    Both take attention that is called by its name, and is all that layers do across tokens.
     """
     if not _remembers_tokens_alone(config):
         return "its layers remember something else than the keys and values of tokens"
-    if not (kind._supports_attention_backend and kind._supports_sdpa):
-        return "its attention is not torch's, called by name"
+    if not kind._supports_attention_backend:
+        return "its attention is not called by name"
     return None
 
 

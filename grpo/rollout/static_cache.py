@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from grpo.model.stand_ins import product_dtype, refuse_unknown
+from grpo.model.stand_ins import PLAIN, ScoreRule, product_dtype
 
 PAGE = 256
 """Tokens of a page at most."""
@@ -121,7 +121,7 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
         for stored in self.pages:
             stored.index_fill_(0, pages, 0.0)
 
-    def attend(self, query: Tensor, scale: float) -> Tensor:
+    def attend(self, query: Tensor, scale: float, rule: ScoreRule = PLAIN) -> Tensor:
         """What each row's newest token reads, of the prompt and its own; query and result (R, H, d)."""
         assert self.reading is not None
         mask = self.reading.window_mask if self.is_sliding else self.reading.mask
@@ -136,23 +136,37 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
             by_head[places.page_rows], *(tensor[:num_pages, :, :length] for tensor in self.pages),
             _for_queries(mask.page, by_head.shape[2]),
         )  # fmt: skip
-        attend = _attend_twice if self._device_type == "cpu" else _attend_once
-        return attend(of_prompts, of_pages, places, scale).flatten(1, 2).to(query.dtype)
+        if rule.is_plain and self._device_type == "cpu":
+            attended = _attend_twice(of_prompts, of_pages, places, scale)
+        else:
+            attended = _attend_once(of_prompts, of_pages, places, scale, rule)
+        return attended.flatten(1, 2).to(query.dtype)
 
 
 Part = tuple[Tensor, ...]
 """Query, keys, values and mask: of prompts (b, H', g·h, …), or of pages (n, H', h, …)."""
 
 
-def _attend_once(of_prompts: Part, of_pages: Part, places: Places, scale: float) -> Tensor:
+def _attend_once(
+    of_prompts: Part, of_pages: Part, places: Places, scale: float, rule: ScoreRule = PLAIN
+) -> Tensor:
     """Plain products, and one softmax over the prompt and the row's own tokens; result (R, H', h, d)."""
     (_, _, prompt_values, _), (query, _, page_values, _) = of_prompts, of_pages
-    prompt, pages = (torch.add(mask, q @ keys.mT, alpha=scale) for q, keys, _, mask in (of_prompts, of_pages))
+    if rule.is_plain:
+        prompt, pages = (
+            torch.add(mask, q @ keys.mT, alpha=scale) for q, keys, _, mask in (of_prompts, of_pages)
+        )
+    else:
+        exact = torch.promote_types(query.dtype, torch.float32)
+        prompt, pages = (
+            rule.capped(scale * (q @ keys.mT).to(exact)) + mask for q, keys, _, mask in (of_prompts, of_pages)
+        )
     sharing, has_page = query.shape[2], places.has_page[:, None, None, :, None]
     own = pages[places.row_pages].permute(0, 2, 3, 1, 4)  # (R, H', h, k, L)
     own = own.masked_fill(~has_page, torch.finfo(own.dtype).min)
     parts = [_by_row(prompt, places, sharing), own.flatten(3)]
-    weights = torch.cat(parts, -1).softmax(-1)  # (R, H', h, P + k·L)
+    scores = torch.cat(parts, -1)  # (R, H', h, P + k·L)
+    weights = rule.weights(scores.flatten(1, 2).unsqueeze(2)).squeeze(2).view_as(scores).to(query.dtype)
     from_prompt, from_own = weights.split([part.shape[-1] for part in parts], -1)
     attended = _by_row(_by_prompt(from_prompt, places) @ prompt_values, places, sharing)
     by_page = from_own.unflatten(-1, own.shape[3:])[places.page_rows, :, :, places.page_numbers]
@@ -214,11 +228,11 @@ def _attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """As transformers calls it, a layer of the cache for keys and values: (R, H, 1, d) to (R, 1, H, d)."""
-    refuse_unknown(others)
+    rule = ScoreRule.of(others)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query = query.squeeze(2).to(product_dtype(query))
     with torch.autocast(query.device.type, enabled=False):
-        return key.attend(query, scale).unsqueeze(1), None
+        return key.attend(query, scale, rule).unsqueeze(1), None
 
 
 AttentionInterface.register(_NAME, _attend)

@@ -328,7 +328,7 @@ REFUSED: dict[str, list[Row]] = {
             ({"9" * 2000: 1}, "no setting '999", "...", "name them all"),
         ),
         # in Python: of a Config, and of a group alone
-        (lambda at: Config(precision="fancy"), "precision is 'fancy'", "give one of auto, fp32, bf16, fp64"),
+        (lambda at: Config(precision="fancy"), "precision is 'fancy'", "give one of auto, fp32, bf16, fp16, fp64"),
         *each_value(SamplingSettings, "0 (greedy) or more", temperature=(-0.1, math.nan, math.inf)),
         (lambda at: LossSettings("dapo", dual_clip=1.0), "dual_clip is 1.0", "upper clip"),
         *each_at(
@@ -613,7 +613,7 @@ REFUSED: dict[str, list[Row]] = {
             vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4),
             64), "BertLMHeadModel cannot be trained here", "nats wrong", "--model"),  # it sees what follows
         (lambda at: attention.attend_in_fp32(None, *[torch.zeros(1, 1, 1, 8)] * 4, softcap=50.0, s_aux=None),
-         "softcap, which is not supported here"),
+         "its scores are capped, or have sinks"),
         *[(lambda at, name=name: target_of(at, "gpt2", "c_attn", name), f"'{name}', which is none",
            "give some of c_attn, c_fc, c_proj, or") for name in ("q_proj", "lm_head", "wte", "attn")],
         (lambda at: target_of(at, "llama", kind="new"), "peft knows none", "give some of down_proj, "),

@@ -20,8 +20,8 @@ from grpo.scoring.model_checks import check_scorer
 from grpo.scoring.packing import streams
 from grpo.scoring.stream import Texts
 
-FAST = {"granite", "cohere", "cohere2", "nanochat", "olmo3", "ministral"}
-PADDED = {"gemma2", "gpt_oss", "bloom", "gptj"}
+FAST = {"granite", "cohere", "cohere2", "nanochat", "olmo3", "ministral", "gemma2", "gpt_oss"}
+PADDED = {"bloom", "gptj"}
 """The others have recurrent layers, which would remember padding. RWKV mixes rows that decode together, and
 Nemotron-H computes something else for a token alone than within its text."""
 

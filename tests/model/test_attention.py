@@ -296,10 +296,32 @@ def test_a_kernel_that_is_wrong_or_missing_is_not_used_which_a_line_says_once(ke
 def test_what_an_attention_cannot_do_is_refused():
     query = torch.zeros(1, 1, 3, D)
     batch = make_stream([[1, 2]], [0], [[1, 2]])
-    with pytest.raises(ValueError, match="softcap, which is not supported"):
+    with pytest.raises(ValueError, match="position_bias, which is not supported"):
         attention.attend_over_stream(
-            Layer(1), query, query, query, None, stream=batch.attention, softcap=50.0
+            Layer(1), query, query, query, None, stream=batch.attention, position_bias=query
         )
+
+
+@pytest.mark.parametrize("dtype", [F64, BF16])
+def test_scores_are_capped_and_sinks_take_their_share(dtype):
+    """One head by hand: scores 0 and ln 3 are 0 and 2 tanh(ln 3 / 2) = 1 under a cap of 2; a sink has ln 2.
+
+    The second token gives e / (1 + e + 2) to its own value, which is 1, and the rest to 0.
+    """
+    query = torch.tensor([[0.0], [1.0]], dtype=dtype).view(1, 1, 2, 1)
+    key = torch.tensor([[0.0], [math.log(3)]], dtype=dtype).view(1, 1, 2, 1)
+    value = torch.tensor([[0.0], [1.0]], dtype=dtype).view(1, 1, 2, 1)
+    stream = make_stream([[1, 2]], [0], [[3]]).attention
+    sinks = torch.tensor([2.0], dtype=dtype).log().requires_grad_()
+    mixed, _ = attention.attend_over_stream(
+        Layer(1), query, key, value, None, stream=stream.for_pass(None, recomputed=False), scaling=1.0,
+        softcap=2.0, s_aux=sinks,
+    )  # fmt: skip
+    share = math.e / (1 + math.e + 2)
+    close = {"rel": 1e-12 if dtype == F64 else 0.01}
+    assert mixed.dtype == dtype and mixed.flatten().tolist() == pytest.approx([0.0, share], **close)
+    (slope,) = torch.autograd.grad(mixed[0, 1].sum(), sinks)
+    assert slope.item() == pytest.approx(-share * 2 / (1 + math.e + 2), **close)
 
 
 def test_a_device_chooses_its_attention(monkeypatch):

@@ -263,7 +263,7 @@ def test_tokens_do_not_depend_on_rows_or_decoder(name, tokenizer):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (AutoConfig.for_model("bloom", vocab_size=60, hidden_size=32), "is not torch's, called by name"),
+        (AutoConfig.for_model("bloom", vocab_size=60, hidden_size=32), "is not called by name"),
         (AutoConfig.for_model("deepseek_v3", **SIZES, n_routed_experts=2, num_experts_per_tok=1, n_group=1,
             topk_group=1, moe_intermediate_size=32, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
             qk_nope_head_dim=8, v_head_dim=8), "no attribute"),
@@ -275,7 +275,7 @@ def test_what_computes_something_else_decodes_the_usual_way_and_says_so(config, 
     if config.model_type == "llama":
         check_decoder(model)
         assert has_static_cache(model.config) and not logged
-        monkeypatch.setattr(StaticLayer, "attend", lambda self, query, scale: query)
+        monkeypatch.setattr(StaticLayer, "attend", lambda self, query, *_: query)
     check_decoder(model)
     assert not has_static_cache(model.config) and isinstance(
         open_arena(model, Room.of(1, 1, 1, 4, 4)), GrowingArena
@@ -316,7 +316,7 @@ def test_models_with_windows_of_a_real_size_decode_over_a_static_cache(name, win
 def test_what_one_model_cannot_do_refuses_no_other_of_its_kind(monkeypatch):
     bad, good = (made(shaped("llama")) for _ in range(2))
     with monkeypatch.context() as patched:
-        patched.setattr(StaticLayer, "attend", lambda self, query, scale: query)
+        patched.setattr(StaticLayer, "attend", lambda self, query, *_: query)
         check_decoder(bad)
     check_decoder(good)
     assert has_static_cache(good.config) and not has_static_cache(bad.config)

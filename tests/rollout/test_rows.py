@@ -142,7 +142,7 @@ def stub(monkeypatch):
     sizes |= {"intermediate_size": 8, "max_position_embeddings": 8192}
     model = made(AutoConfig.for_model("llama", **sizes)).float()
     model.get_output_embeddings().weight.data.zero_()
-    monkeypatch.setattr(StaticLayer, "attend", lambda self, query, scale: query)
+    monkeypatch.setattr(StaticLayer, "attend", lambda self, query, *_: query)
     return model
 
 
