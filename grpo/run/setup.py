@@ -256,12 +256,13 @@ def _check_settings(config: Config, world: World, device: torch.device) -> None:
             "kl_in_reward is on, and advantage_scale is group: where a group's rewards are equal, the KL is "
             "all that differs, and is scaled up to any reward's size; give --advantage-scale batch or none."
         )
-    if config.precision == "bf16" and not multiplies_in_bf16(device):
+    is_emulated = config.precision == "bf16" and not multiplies_in_bf16(device)
+    if is_emulated or (config.precision == "fp16" and device.type == "cpu"):
         logger.warning(
-            "precision is bf16, in which this {} does not multiply: its products are emulated, and a step "
+            "precision is {}, in which this {} does not multiply: its products are emulated, and a step "
             "takes many times as long; give --precision fp32, or leave it auto.",
-            "processor" if device.type == "cpu" else "device",
-        )
+            config.precision, "processor" if device.type == "cpu" else "device",
+        )  # fmt: skip
 
 
 def start_engine(config: Config, stack: ExitStack) -> EnginePool | None:

@@ -146,7 +146,7 @@ class Model:
     def __init__(self, settings: Calculator, card: Card) -> None:
         train, precision = settings.train, settings.precision
         if precision == "auto":
-            precision = "bf16" if card.bf16 else "fp32"
+            precision = "bf16" if card.bf16 else "fp16"
         train = replace(train, precision=precision, batch_size=train.group_size)  # all of a batch at once
         work = workload(train, torch.device("cuda"), absent=settings.gpu or settings.gpu_memory)
         if settings.prompt_tokens is not None:
@@ -198,7 +198,7 @@ def _notes(settings: Calculator, card: Card, model: Model | None, size: int | No
     if size and size + settings.group_size > settings.max_batch_size:
         notes.append("No larger batch was looked for: --max-batch-size.")
     if not card.bf16 and settings.precision in ("auto", "bf16"):
-        falls = "it is emulated, and slow" if model.work.target.is_lower else "this is for fp32"
+        falls = "it is emulated, and slow" if settings.precision == "bf16" else "this is for fp16"
         notes.append(f"{card.name} has no native bf16: {falls}.")
     return notes
 

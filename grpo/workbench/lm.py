@@ -22,6 +22,7 @@ from grpo.config import CONFIG_FILE, Config, write_yaml
 from grpo.config.groups import Checkpointing, LoraSettings
 from grpo.config.sizes import parse_size
 from grpo.files import write_whole
+from grpo.learning.loss_scale import LossScale
 from grpo.learning.optimizer import learning_rate, make_optimizer, set_learning_rate
 from grpo.learning.step import Stepper, begin_gradients
 from grpo.memory import Device, Pass, Size
@@ -101,16 +102,18 @@ def accumulate_lm(
     dtype: torch.dtype,
     rows: int,
     checkpointing: Checkpointing = "none",
+    loss_scale: LossScale | None = None,
 ) -> dict[str, float]:
-    """Add the gradient of the mean loss over `windows` (N, T + 1), and return it, in nats a token.
+    """Adds the gradient of the mean loss over `windows` (N, T + 1), and returns that loss, in nats a token.
 
-    Every token but a window's first is predicted. The split into `rows` at a time changes nothing.
+    Every token but a window's first is predicted. The split into `rows` at a time changes nothing. The
+    gradient is multiplied by the loss scale, if there is one.
     """
-    num_tokens = windows[:, 1:].numel()
+    num_tokens, scale = windows[:, 1:].numel(), 1.0 if loss_scale is None else loss_scale.value
     exact = torch.float32 if model.device.type == "mps" else torch.float64
 
     def slope(logp: Tensor, _: slice) -> Tensor:
-        return torch.full_like(logp, -1 / num_tokens)
+        return torch.full_like(logp, -scale / num_tokens)
 
     total = torch.zeros((), device=model.device, dtype=exact)
     begin_gradients(model)
@@ -158,9 +161,15 @@ def train_lm(task: Task, folder: Path) -> None:
     heldout = corpus.heldout_windows(max(1, task.eval_prompts), task.context)
     model = load_model(task, target)
     optimizer = make_optimizer(model, task)
-    stepper = Stepper(model, optimizer, task.max_grad_norm, remedy="lower --learning-rate")
+    loss_scale = LossScale() if target.dtype == torch.float16 else None
+    stepper = Stepper(
+        model, optimizer, task.max_grad_norm, loss_scale=loss_scale, remedy="lower --learning-rate"
+    )
     checkpointing = choose_checkpointing(task.gradient_checkpointing)
-    learn = partial(accumulate_lm, model, dtype=target.dtype, rows=task.rows, checkpointing=checkpointing)
+    learn = partial(
+        accumulate_lm, model, dtype=target.dtype, rows=task.rows, checkpointing=checkpointing,
+        loss_scale=loss_scale,
+    )  # fmt: skip
     limit = parse_size(task.memory_limit) if task.memory_limit else None
     device = Device(target.device, utilization=1.0, limit_bytes=limit)
     predicted = _predicted(task, target)

@@ -22,7 +22,7 @@ from grpo.workbench.settings import Task
 
 T = TypeVar("T", bound=Task)
 PRECISIONS: dict[torch.dtype, Precision] = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64",
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64",
 }  # fmt: skip
 
 

@@ -213,7 +213,7 @@ def test_every_setting_is_there_once_in_one_section_with_a_line_of_help(capsys):
     assert sorted(listed) == sorted(flags)
     assert listed[: len(FIRST)] == [f"--{name.replace('_', '-')}" for name in FIRST]
     assert "Longest completion in tokens" in shown and "\nAdapters (LoRA)\n" in shown
-    assert "One of auto, fp32, bf16, fp64. [auto]" in " ".join(shown.split())
+    assert "One of auto, fp32, bf16, fp16, fp64. [auto]" in " ".join(shown.split())
 
 
 def test_the_page_is_as_it_is_made():

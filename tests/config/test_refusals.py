@@ -328,7 +328,8 @@ REFUSED: dict[str, list[Row]] = {
             ({"9" * 2000: 1}, "no setting '999", "...", "name them all"),
         ),
         # in Python: of a Config, and of a group alone
-        (lambda at: Config(precision="fancy"), "precision is 'fancy'", "give one of auto, fp32, bf16, fp16, fp64"),
+        (lambda at: Config(precision="fancy"), "precision is 'fancy'",
+         "give one of auto, fp32, bf16, fp16, fp64"),
         *each_value(SamplingSettings, "0 (greedy) or more", temperature=(-0.1, math.nan, math.inf)),
         (lambda at: LossSettings("dapo", dual_clip=1.0), "dual_clip is 1.0", "upper clip"),
         *each_at(
