@@ -165,13 +165,17 @@ def _attend_once(
     own = pages[places.row_pages].permute(0, 2, 3, 1, 4)  # (R, H', h, k, L)
     own = own.masked_fill(~has_page, torch.finfo(own.dtype).min)
     parts = [_by_row(prompt, places, sharing), own.flatten(3)]
-    scores = torch.cat(parts, -1)  # (R, H', h, P + k·L)
-    weights = rule.weights(scores.flatten(1, 2).unsqueeze(2)).squeeze(2).view_as(scores).to(query.dtype)
+    weights = _softmax(torch.cat(parts, -1), rule).to(query.dtype)  # (R, H', h, P + k·L)
     from_prompt, from_own = weights.split([part.shape[-1] for part in parts], -1)
     attended = _by_row(_by_prompt(from_prompt, places) @ prompt_values, places, sharing)
     by_page = from_own.unflatten(-1, own.shape[3:])[places.page_rows, :, :, places.page_numbers]
     of_rows = (by_page @ page_values)[places.row_pages]  # (R, k, H', h, d)
     return attended + of_rows.where(has_page.transpose(1, 3), 0).sum(1)
+
+
+def _softmax(scores: Tensor, rule: ScoreRule) -> Tensor:
+    """Returns weights of all that rows' heads (R, H', h) read, in which sinks have their share."""
+    return rule.weights(scores.flatten(1, 2).unsqueeze(2)).view_as(scores)
 
 
 def _attend_twice(of_prompts: Part, of_pages: Part, places: Places, scale: float) -> Tensor:
