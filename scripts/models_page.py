@@ -77,7 +77,8 @@ MORE: dict[str, dict[str, Any]] = {
         "num_layers": 4, "attention_types": [[["global", "local"], 2]], "num_heads": 4, "window_size": 6,
     },
     "gemma2": {"final_logit_softcapping": 5.0}, "granite": {"logits_scaling": 2.0},
-    "modernbert-decoder": {"local_attention": 6}, "dots1": {"n_shared_experts": 1},
+    "modernbert-decoder": {"local_attention": 6}, "minicpm3": {"scale_emb": 1},
+    "dots1": {"n_shared_experts": 1},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 """Of single kinds."""
