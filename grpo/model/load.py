@@ -179,6 +179,8 @@ def is_default_out_of_reach(name: str) -> bool:
 def _as_trained(config: PretrainedConfig) -> PretrainedConfig:
     if getattr(config, "activation_function", None) == "gelu_new":
         config.activation_function = "gelu_pytorch_tanh"  # the same formula in one kernel
+    if getattr(config, "rescale_every", 0):
+        config.rescale_every = 0  # RWKV would divide its weights where they stand, and be saved so
     return _without_dropout(config)
 
 

@@ -10,7 +10,7 @@ from whole_runs import assert_close_outcome, assert_same_outcome, outcome, train
 
 from grpo import phases
 from grpo.config.groups import SamplingSettings
-from grpo.model.load import Policy
+from grpo.model.load import Policy, load_policy
 from grpo.model.ways import READING, choose_reading, decoding_of, reading_of
 from grpo.rollout.decoder import check_decoder
 from grpo.rollout.sample import rollout
@@ -137,3 +137,16 @@ def test_accidents_and_breaks_change_nothing(name, config, tokenizer, tmp_path, 
         monkeypatch.setattr(phases, phase, short_of_memory(phase, getattr(phases, phase)))
     assert_close_outcome(outcome(trained("short")), straight, exactness=1e-5)
     assert all(rows[0] > rows[-1] for rows in tries.values())
+
+
+def test_rwkv_is_saved_as_it_is_trained(tokenizer, tmp_path):
+    """In evaluation transformers divides weights of its later layers by 2, 4, … where they stand."""
+    model = another("rwkv", len(tokenizer), CONTEXT)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    policy = load_policy(str(tmp_path), torch.device("cpu"), "fp32")
+    check_scorer(policy.model, 64)
+    assert all(torch.equal(weight, before[name]) for name, weight in policy.model.state_dict().items())
+    with policy.as_it_came():
+        assert policy.model.config.rescale_every == 6
