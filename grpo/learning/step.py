@@ -64,10 +64,9 @@ class Stepper:
             watched = {"loss": metrics["loss"], "kl": metrics.get("kl", 0.0), "grad_norm": norm}
             broken = [f"{name} is {value}" for name, value in watched.items() if not math.isfinite(value)]
             overflows = self._loss_scale is not None and broken == [f"grad_norm is {norm}"]
-            if overflows and self._halve():
-                pass
-            elif broken:
-                self._skip(", ".join(broken))
+            if broken:
+                if not (overflows and self._halve()):
+                    self._skip(", ".join(broken))
             else:
                 self.moved = True
                 self._optimizer.step()

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from loguru import logger
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from grpo.config.groups import BUNDLED, Precision
 from grpo.environment import grows_segments
 from grpo.errors import UserError
 from grpo.model import attention
+from grpo.model.ways import kind_of
 
 AUTO = "auto"
 MIB = 2**20
@@ -76,10 +77,9 @@ def make_target(
     """precision: a setting, which may be auto, or the dtype that it has come to."""
     dtype = precision if isinstance(precision, torch.dtype) else compute_dtype(precision, device)
     attends_by = choose_attention(device, dtype)
-    with suppress(KeyError):  # a kind that transformers does not know
-        kind = AutoModelForCausalLM._model_mapping[type(model_config)]
-        if not kind._supports_sdpa:  # Gemma 2, whose scores have a soft cap
-            attends_by = "eager"
+    kind = kind_of(model_config)
+    if kind is not None and not kind._supports_sdpa:  # Gemma 2, whose scores have a soft cap
+        attends_by = "eager"
     return Target(model_config, device, dtype, attends_by, grows_segments())
 
 

@@ -6,12 +6,10 @@ decodes over a static cache, or over the cache of transformers for rows that are
 or alone, or without a cache, by whole texts.
 """
 
-from collections.abc import Mapping, Sequence
-from inspect import signature
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 from weakref import ref
 
-from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -24,9 +22,6 @@ DECODING: tuple[Decoding, ...] = (
     "a static cache", "padded rows", "rows of one length", "rows one by one", "whole texts",
 )  # fmt: skip
 """From the fastest to the one that asks least of a model."""
-
-CACHE_NAMES = "past_key_values", "cache_params", "state"
-"""What models call their cache, among their arguments and in what they return."""
 
 _chosen: dict[tuple[str, int], tuple[ref[PretrainedConfig], int]] = {}
 """For "reading" or "decoding" and the id of a configuration: that configuration, and the place of its way."""
@@ -55,15 +50,21 @@ def decoding_of(config: PretrainedConfig) -> Decoding:
     """Returns the way that a model with this configuration is sampled from."""
     place = _place("decoding", config)
     if place is None:
-        try:
-            kind = AutoModelForCausalLM._model_mapping[type(config)]
-        except KeyError:  # transformers does not know it
-            kind = None
+        kind = kind_of(config)
         place = 0 if kind is not None and why_not_fastest(kind, config) is None else 1
         if not _remembers_tokens_alone(config):
             place = 2
         _choose("decoding", place, [config])
     return DECODING[place]
+
+
+def kind_of(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """Returns the class of models with this configuration; None of one that transformers does not list."""
+    try:
+        kind: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[type(config)]
+    except KeyError:
+        return None
+    return kind
 
 
 def why_not_fastest(kind: type[PreTrainedModel], config: PretrainedConfig) -> str | None:
@@ -107,9 +108,3 @@ def _choose(what: str, place: int, configs: Sequence[PretrainedConfig]) -> None:
 def _place(what: str, config: PretrainedConfig) -> int | None:
     known = _chosen.get((what, id(config)))
     return known[1] if known is not None and known[0]() is config else None
-
-
-def arguments_of(module: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those of `options` that a module's forward pass names: recurrent models take no positions."""
-    known = signature(module.forward).parameters
-    return {name: value for name, value in options.items() if name in known}

@@ -3,6 +3,8 @@
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from inspect import signature
 from typing import Any
 
 import torch
@@ -11,7 +13,6 @@ from transformers import Cache
 
 from grpo.errors import UserError
 from grpo.model.prefill import encode_prompts, pad_prompts
-from grpo.model.ways import CACHE_NAMES, arguments_of
 from grpo.rollout.arena import Arena
 
 
@@ -141,14 +142,18 @@ class ArenaByLength(GrowingArena):
 
     def _run(self, ids: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
         """Returns the states (r, D) of the last of `ids` (r, n), and what the model remembers then."""
-        model = self.model.base_model
-        options = {} if cache is None else arguments_of(model, dict.fromkeys(CACHE_NAMES, cache))
-        output = model(input_ids=ids, use_cache=True, **options)
-        caches = [getattr(output, name, None) for name in CACHE_NAMES]
-        returned = [each for each in caches if each is not None]
-        if not returned:
+        options = {} if cache is None else {self._cache_name: cache}
+        output = self.model.base_model(input_ids=ids, use_cache=True, **options)
+        cache = getattr(output, self._cache_name, None)
+        if cache is None:
             raise UserError("it keeps its cache to itself.")
-        return output.last_hidden_state[:, -1], returned[0]
+        return output.last_hidden_state[:, -1], cache
+
+    @cached_property
+    def _cache_name(self) -> str:
+        """What the model calls its cache, among its arguments and in what it returns."""
+        known = signature(self.model.base_model.forward).parameters
+        return next((name for name in ("past_key_values", "cache_params", "state") if name in known), "none")
 
 
 class ArenaByRow(ArenaByLength):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from loguru import logger
 from rich.console import Console
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from grpo.config import Config, SettingsError
 from grpo.config.sizes import parse_size
@@ -18,7 +18,7 @@ from grpo.model.adapters import check_peft
 from grpo.model.first_layers import made_up_layers
 from grpo.model.load import context_length, is_default_out_of_reach, load_tokenizer, shape_of
 from grpo.model.target import choose_device, choose_model, is_same_device, make_target
-from grpo.model.ways import why_not_fastest
+from grpo.model.ways import kind_of, why_not_fastest
 from grpo.plan.warm_up import card_to_plan_for, plan_without_weights, show_plan
 from grpo.plan.workload import Workload, longest_prompt
 from grpo.rollout.decoder import check_decoder
@@ -72,8 +72,8 @@ def _choose_ways(shape: PretrainedConfig) -> None:
     Where its kind alone does not say so, made-up weights of its first layers do. ValueError for a model that
     cannot be trained.
     """
-    kind = AutoModelForCausalLM._model_mapping[type(shape)]
-    if why_not_fastest(kind, shape) is not None:
+    kind = kind_of(shape)
+    if kind is not None and why_not_fastest(kind, shape) is not None:
         model = made_up_layers(shape)
         check_scorer(model, context_length(shape), shape)
         check_decoder(model, shape)
