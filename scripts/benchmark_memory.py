@@ -2,9 +2,11 @@
 
     python scripts/benchmark_memory.py
     python scripts/benchmark_memory.py --tails
+    python scripts/benchmark_memory.py --masters
 
 With `--tails`: how many rows of long answers are sampled at once if they are planned by what such texts take,
-and how many tokens are sampled twice where they turn out longer.
+and how many tokens are sampled twice where they turn out longer. With `--masters`: what whole training takes
+whose weights are in bf16, with fp32 masters in the optimizer alone, beside fp32 weights and copies of them.
 """
 
 import re
@@ -12,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -19,11 +22,14 @@ from typing import Any
 
 import torch
 import tyro
-from benchmarks.models import GPT2_3M, GPT2_30M, GPT2_124M, LLAMA_3B, write_model, write_shape
+from benchmarks.models import GPT2_3M, GPT2_30M, GPT2_124M, LLAMA_3B, QWEN_1_5B, write_model, write_shape
 from benchmarks.results import CONSOLE, conclude, table, write
 from loguru import logger
 
-from grpo.model.target import multiplies_in_bf16
+from grpo.config import Config
+from grpo.model.target import make_target, multiplies_in_bf16
+from grpo.plan.trace import TracedPhases
+from grpo.plan.workload import Workload
 from grpo.run.screen import configure_logging
 from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 
@@ -34,6 +40,7 @@ KINDS = {
     "fp32": ("--precision", "fp32"), "bf16": ("--precision", "bf16"),
     "auto": (), "lora": ("--lora-rank", "16"),
 }  # fmt: skip
+WHOLE = {"124 M": GPT2_124M, "1.5 B": QWEN_1_5B, "3 B": LLAMA_3B}
 RUNS = {
     ("rook-tiny", "fp32"): (8, 32, 128, 512), ("rook-tiny", "bf16"): (8, 64, 512),
     ("rook-tiny", "lora"): (16, 256),
@@ -77,15 +84,18 @@ class Run:
                 }
 
 
-def main(quick: bool = False, tails: bool = False, output: Path | None = None) -> int:
+def main(quick: bool = False, tails: bool = False, masters: bool = False, output: Path | None = None) -> int:
     """Print what tensors add, against what was said before the first step; 1 if a bar is missed.
 
     Args:
         quick: Four runs of small models, not 24.
         tails: Rows at once of answers with tails instead, by dry run, and a run in which they turn out long.
+        masters: The memory of whole training with and without weights in bf16 instead, by traces.
         output: A JSON file for every phase.
     """
     configure_logging("INFO", CONSOLE)
+    if masters:
+        return conclude(without_fp32_weights())
     if tails:
         with TemporaryDirectory() as folder:
             return conclude({**rows_of_tails(Path(folder)), **longer_than_planned(Path(folder))})
@@ -146,6 +156,41 @@ def train_all(folder: Path, chosen: dict[tuple[str, str], tuple[int, ...]]) -> I
             errors = [f"{row['error']:+.1%}" for row in run.compared()]
             logger.info("{}: status {}, {}", run.name, run.status, errors)
             yield run
+
+
+class InFp32(Workload):
+    """Weights in fp32: the optimizer moves them themselves, and the sampler has a copy in bf16."""
+
+    splits_masters = False
+
+
+def without_fp32_weights() -> dict[str, bool]:
+    """Compares the largest phase of whole training in bf16, and all that stays beside it.
+
+    A group of 8 rows of 100 and 256 tokens, activations recomputed.
+    """
+    rows, saved = [], {}
+    for (name, shape), kind, kl_coef in product(WHOLE.items(), ("adamw", "adamw8bit"), (0.0, 0.02)):
+        config = Config(
+            device="cpu", precision="bf16", batch_size=8, group_size=8, max_new_tokens=256, kl_coef=kl_coef,
+            optimizer_kind=kind, gradient_checkpointing="full",
+        )  # fmt: skip
+        needs = []
+        for workload in (InFp32, Workload):
+            work = workload(config, make_target(shape, torch.device("cpu"), torch.bfloat16), 100)
+            traced = TracedPhases(work)
+            largest = max(traced.added_bytes(phase, work.size(8, phase)) for phase in work.phases)
+            needs.append(sum(traced.phases.resident().values()) + largest)
+        before, now = needs
+        less = saved[name, kind, kl_coef] = 1 - now / before
+        row = {"model": name, "optimizer": kind, "reference": "yes" if kl_coef else "no"}
+        sizes = {"fp32, GB": f"{before / 2**30:.2f}", "bf16, GB": f"{now / 2**30:.2f}"}
+        rows.append(row | sizes | {"less": f"{less:.1%}"})
+    CONSOLE.print(table(rows, "Whole training, with weights in fp32 or in bf16"))
+    found = {kind: saved["1.5 B", kind, 0.0] for kind in ("adamw", "adamw8bit")}
+    return {
+        f"1.5 B, {kind}: {less:.2%} less (at least a sixth)": less >= 1 / 6 for kind, less in found.items()
+    }
 
 
 def rows_of_tails(folder: Path) -> dict[str, bool]:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from grpo.config import Config
 from grpo.config.groups import Checkpointing, LoraSettings
+from grpo.learning.masters import split_masters
 from grpo.memory import Size
 from grpo.model.activation_checkpointing import recompute_activations
 from grpo.model.adapters import add_adapters, store_base
@@ -88,8 +89,10 @@ class RealPhases(PhaseProbe):
         if setting.lora.uses_lora:
             add_adapters(model, setting.lora)
             store_base(model, setting.compute_dtype)
-        sampler = RolloutModel(model, setting.compute_dtype).model
         reference = make_reference(model, CPU, setting.compute_dtype)
+        splits = setting.workload().splits_masters
+        self.low_bits = split_masters(model, setting.compute_dtype) if splits else {}
+        sampler = RolloutModel(model, setting.compute_dtype).model
         super().__init__(setting.workload(), model, sampler, reference.model)
 
     def prepare(self, phase: str, size: Size) -> Callable[[], object]:

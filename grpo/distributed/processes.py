@@ -139,7 +139,7 @@ class Processes(World):
         gradients = []
         for parameter in parameters:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             gradients.append(parameter.grad)
         self._traffic["processes/summed_bytes"] += sum(gradient.nbytes for gradient in gradients)
         stage = "the sum of gradients"
@@ -150,9 +150,10 @@ class Processes(World):
 
     def copy_from_main(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            copied = tensor.contiguous()
-            self._finish(dist.broadcast(copied, src=0, async_op=True), "the copy of weights")
-            tensor.copy_(copied)
+            numbers = tensor.detach().reshape(-1).clone()  # as bytes: not all integers can be sent
+            sent = dist.broadcast(numbers.view(torch.uint8), src=0, async_op=True)
+            self._finish(sent, "the copy of weights")
+            tensor.copy_(numbers.view(tensor.shape))
 
     def _finish(self, work: Any, stage: str) -> None:
         """Wait for a collective, but not for one that is lost."""

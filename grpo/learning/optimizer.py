@@ -2,14 +2,16 @@
 
 import importlib.util
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grpo.config.groups import OptimizerSettings
 from grpo.errors import UserError
+from grpo.learning.masters import LOW_BITS, master_dtype
 
 WHERE_8BIT = ("cuda", "cpu")
 """Devices that bitsandbytes was tried on."""
@@ -48,8 +50,20 @@ def check_optimizer(settings: OptimizerSettings, device: torch.device, dtype: to
         raise UserError(f"optimizer_kind is {kind}, {fault} give adamw.")
 
 
-def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """AdamW of what is trained; its moments exist from the start: memory does not grow at the second step."""
+def make_optimizer(
+    model: nn.Module, settings: OptimizerSettings, low_bits: Mapping[Tensor, Tensor] = MappingProxyType({})
+) -> torch.optim.Optimizer:
+    """AdamW of what is trained; its moments exist from the start: memory does not grow at the second step.
+
+    low_bits: of masters whose upper half alone is in the model, see `split_masters`.
+    """
+    optimizer = _make_adamw(model, settings)
+    for parameter, bits in low_bits.items():
+        optimizer.state[parameter][LOW_BITS] = bits
+    return optimizer
+
+
+def _make_adamw(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
@@ -69,8 +83,8 @@ def make_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim
     for parameter in trained:
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg": torch.zeros_like(parameter, dtype=master_dtype(parameter)),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=master_dtype(parameter)),
         }
     return optimizer
 

@@ -12,6 +12,7 @@ from torch import nn
 from grpo.distributed import World, sum_of_bits
 from grpo.distributed.shard import is_sharded, whole
 from grpo.learning.loss_scale import LossScale
+from grpo.learning.masters import LOW_BITS, master_dtype, move
 
 MAX_SKIPPED_IN_A_ROW = 3
 
@@ -69,7 +70,7 @@ class Stepper:
                     self._skip(", ".join(broken))
             else:
                 self.moved = True
-                self._optimizer.step()
+                move(self._optimizer)
                 self.skipped_in_a_row = 0
                 if self._loss_scale is not None:
                     self._loss_scale.note_good_step()
@@ -85,10 +86,12 @@ class Stepper:
         """
         if world.size == 1 or self._sharded:
             return
-        sums = [sum_of_bits(parameter) for parameter in self.parameters]
+        kept = [self._optimizer.state[parameter] for parameter in self.parameters]
+        states = [value for state in kept for value in state.values()]
+        low_bits = [state[LOW_BITS] for state in kept if LOW_BITS in state]
+        sums = [sum_of_bits(numbers) for numbers in (*self.parameters, *low_bits)]
         if any(other != sums for other in world.exchange("the comparison of weights", sums)):
             logger.info("the processes' weights have drifted apart by rounding: all take the first one's")
-            states = [value for p in self.parameters for value in self._optimizer.state[p].values()]
             world.copy_from_main([*self.parameters, *filter(torch.is_tensor, states)])
 
     def state(self) -> dict[str, Any]:
@@ -130,4 +133,4 @@ def begin_gradients(model: nn.Module) -> None:
         return
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=master_dtype(parameter))

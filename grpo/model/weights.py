@@ -1,8 +1,8 @@
 """What is made of the trained weights: the sampler's copy of them, and the reference of the KL.
 
-Trained are fp32 masters, or adapters on a frozen base. The sampler reads them as they are, or in the compute
-dtype. The reference stays what the policy was at first, or follows it now and then (`--reference-sync`, as
-TRL's `sync_ref_model` with a mixture of 1).
+Trained are fp32 masters (see `grpo.learning.masters`), or adapters on a frozen base. The sampler reads them
+as they are, or in the compute dtype. The reference stays what the policy was at first, or follows it now and
+then (`--reference-sync`, as TRL's `sync_ref_model` with a mixture of 1).
 """
 
 import copy
@@ -227,33 +227,39 @@ def make_reference(
 
 
 @torch.no_grad()
-def lower_products(frozen: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Has a frozen model hold the weights of its products in the 16 bits that they are multiplied in.
+def lower_products(model: PreTrainedModel, dtype: torch.dtype) -> dict[Tensor, Tensor]:
+    """Has a model hold the weights of its products in the 16 bits that they are multiplied in.
 
     Autocast would cast them at every use, so logits stay the same to the bit. Where they do not, the model is
-    left as it was, which a line says.
+    left as it was, which a line says. Returns, by parameter, the weights as they were.
     """
-    if dtype.itemsize >= 4 or frozen.dtype.itemsize < 4:
-        return
+    if dtype.itemsize >= 4 or model.dtype.itemsize < 4:
+        return {}
 
     def logits() -> Tensor:
-        with computing_in(dtype, frozen.device, keeps_casts=False):
-            output: Tensor = frozen(**_made_up_texts(frozen), use_cache=False).logits
+        with computing_in(dtype, model.device, keeps_casts=False):
+            output: Tensor = model(**_made_up_texts(model), use_cache=False).logits
         return output
 
     expected = logits()
-    before = [(module, name, getattr(module, name)) for module, name in product_weights(frozen, dtype)]
-    cast_products(frozen, dtype)
-    if not torch.equal(logits(), expected):
-        for module, name, weight in before:
-            setattr(module, name, weight)
-        logger.info("the reference stays in {}: in {} its log-probs would be others", frozen.dtype, dtype)
+    before = cast_products(model, dtype)
+    if torch.equal(logits(), expected):
+        return before
+    for parameter, weight in before.items():
+        parameter.data = weight
+    logger.info("the model stays in {}: in {} its log-probs would be others", model.dtype, dtype)
+    return {}
 
 
-def cast_products(frozen: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Casts the weights of a frozen model's products."""
-    for module, name in product_weights(frozen, dtype):
-        setattr(module, name, nn.Parameter(getattr(module, name).detach().to(dtype), requires_grad=False))
+def cast_products(model: PreTrainedModel, dtype: torch.dtype) -> dict[Tensor, Tensor]:
+    """Casts the weights of a model's products in place. Returns, by parameter, the weights as they were."""
+    before = {}
+    for module, name in product_weights(model, dtype):
+        parameter = getattr(module, name)
+        if parameter not in before:
+            before[parameter] = parameter.data
+            parameter.data = parameter.data.to(dtype)
+    return before
 
 
 def reference_bytes(policy: PreTrainedModel, dtype: torch.dtype) -> int:

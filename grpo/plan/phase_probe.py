@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from grpo.config.groups import SamplingSettings
 from grpo.distributed.shard import run_gathered
 from grpo.learning.loss import StepCounts
+from grpo.learning.masters import master_bytes, master_dtype
 from grpo.learning.objectives import accumulate_streams
 from grpo.learning.optimizer import moment_bytes
 from grpo.memory import Size
@@ -56,7 +57,7 @@ class PhaseProbe:
         {"sample": self.sample, "score": self.score, "learn": self.learn}[phase](size)
 
     def resident(self) -> dict[str, int]:
-        """Bytes that exist between phases: fp32 masters, AdamW's two moments, and copies beside them.
+        """Bytes that exist between phases: weights, AdamW's two moments, and copies beside them.
 
         Of adapters the base is there once, and serves the sampler and the reference, too; of a sharded model
         each process holds its part.
@@ -67,6 +68,8 @@ class PhaseProbe:
             "weights": -(-sum(parameter.nbytes for parameter in self.policy.parameters()) // shards),
             "optimizer": moment_bytes(sizes, config, exact),
         }
+        # Of masters whose upper half is the model's weight the optimizer holds the lower.
+        parts["optimizer"] += sum(master_bytes(p) - p.nbytes for p in self.policy.parameters())
         if config.uses_lora and config.reference_sync:
             parts["reference"] = exact * sum(sizes)
         elif config.uses_reference and self.work.reference_here and not config.uses_lora:
@@ -165,7 +168,7 @@ class PhaseProbe:
     def begin_gradients(self) -> None:
         """As a part before leaves them."""
         for parameter in self.trained:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=master_dtype(parameter))
 
     def drop_gradients(self) -> None:
         """Drops gradients, of a pass that went well or of one that did not."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from grpo.learning.masters import split_masters
 from grpo.memory import Size
 from grpo.memory.live import LiveBytes
 from grpo.model.activation_checkpointing import recompute_activations
@@ -53,6 +54,8 @@ class TracedPhases:
         if work.config.uses_lora:
             self._add_adapters(dtype)
         with self._mode:
+            if work.splits_masters:
+                split_masters(self._policy, target.dtype, traced=True)
             sampler = RolloutModel(
                 self._policy,
                 dtype if work.config.shard else target.dtype,

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
+
 from grpo.config import Config
 from grpo.config.groups import Checkpointing, LossSettings
 from grpo.data import PromptSource, Tokenizer
@@ -35,6 +37,11 @@ class Workload:
     def shards(self) -> int:
         """Parts of the model, of which this process holds one."""
         return self.processes if self.config.shard else 1
+
+    @property
+    def splits_masters(self) -> bool:
+        """Whether the model holds weights in bf16 whose fp32 masters are there in the optimizer alone."""
+        return self.target.dtype == torch.bfloat16 and not (self.config.uses_lora or self.config.shard)
 
     @property
     def rows_here(self) -> int:

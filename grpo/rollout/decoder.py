@@ -118,30 +118,34 @@ def make_sampler(policy: Policy) -> PreTrainedModel:
     return RolloutModel(policy.model, policy.target.dtype).model
 
 
+def check_decoder(model: PreTrainedModel, *shapes: PretrainedConfig) -> None:
+    """Chooses a way to sample from a model, see `choose_decoder`. ValueError where none serves."""
+    if wrong := choose_decoder(model, *shapes):
+        name = type(model).__name__
+        raise UserError(f"{name} cannot be sampled from here: {wrong}; choose another --model.")
+
+
 @exact_products()
 @torch.no_grad()
-def check_decoder(model: PreTrainedModel, *shapes: PretrainedConfig, refuses: bool = True) -> None:
+def choose_decoder(model: PreTrainedModel, *shapes: PretrainedConfig) -> str | None:
     """Chooses the first way to sample from a model whose log-probs are those of its own forward pass.
 
-    They are compared on made-up tokens. A line says where it is not over a static cache. ValueError for a
-    model that no way serves, where such a one `refuses`. shapes: other copies of the model's configuration,
-    by which its memory is planned.
+    They are compared on made-up tokens. A line says where it is not over a static cache. Returns what is
+    wrong where no way serves, else None. shapes: other copies of the model's configuration, by which its
+    memory is planned.
     """
     name = type(model).__name__
     reason = why_not_fastest(type(model), model.config) or "its kind is not in transformers' list"
     for way in DECODING[DECODING.index(decoding_of(model.config)) :]:
         choose_decoding(way, model.config, *shapes)
-        if way != "a static cache" and not refuses:
-            wrong = None  # whoever asks has another sampler for it
-        else:
-            wrong = _what_is_wrong(model, ARENAS[way])
+        wrong = _what_is_wrong(model, ARENAS[way])
         if wrong is None:
             if way != "a static cache":
                 over = "no cache" if way == "whole texts" else "the growing cache of transformers"
                 logger.info("{} decodes over {}, in {}, which is slower: {}", name, over, way, reason)
-            return
+            return None
         reason = wrong
-    raise UserError(f"{name} cannot be sampled from here: {reason}; choose another --model.")
+    return reason
 
 
 def _what_is_wrong(model: PreTrainedModel, kind: type[Arena]) -> str | None:

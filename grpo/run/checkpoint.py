@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from grpo.environment import typed
 from grpo.errors import UserError
 from grpo.files import put_back, shown, take_place
+from grpo.learning.masters import LOW_BITS, master_bytes
 from grpo.model.adapters import MERGED, has_adapters, save_adapters, save_merged
 from grpo.model.load import Policy
 from grpo.model.names import MODEL_FOLDER
@@ -312,14 +313,19 @@ class CheckpointFolder:
 def saved_model_bytes(model: PreTrainedModel) -> int:
     """Bytes of the weights that are saved: of adapters alone, where there are any."""
     only_trained = has_adapters(model)
-    return sum(p.nbytes for p in model.parameters() if p.requires_grad or not only_trained)
+    return sum(master_bytes(p) for p in model.parameters() if p.requires_grad or not only_trained)
 
 
 def checkpoint_bytes(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> int:
     """Bytes that a checkpoint takes on the disk: the weights that are saved and the optimizer's state."""
     weights = saved_model_bytes(model)
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    return weights + sum(state.nbytes for state in states if torch.is_tensor(state)) + _OTHER_FILES_BYTES
+    states = [
+        value
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if torch.is_tensor(value) and name != LOW_BITS  # which are a part of the weights, as they are saved
+    ]
+    return weights + sum(state.nbytes for state in states) + _OTHER_FILES_BYTES
 
 
 def find_damage(folder: Path) -> str | None:

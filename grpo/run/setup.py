@@ -23,6 +23,7 @@ from grpo.distributed import World, open_world
 from grpo.distributed.share import Share
 from grpo.errors import UserError
 from grpo.learning.loss_scale import LossScale
+from grpo.learning.masters import join_masters, split_masters
 from grpo.learning.optimizer import check_optimizer, make_optimizer
 from grpo.memory import Device, DoesNotFit, Fit, is_out_of_memory, survive
 from grpo.memory.recovery import release_cache
@@ -86,6 +87,8 @@ class Run:
         self.clock = Clock(device)
         self._open(inputs, device, stack)
         self._load(device)
+        if self._model_source.model is not None:  # who gave it wants it back in one dtype
+            stack.callback(join_masters, self.optimizer)
         self._warm_up(stack)
 
     def _open(self, inputs: Inputs, device: torch.device, stack: ExitStack) -> None:
@@ -138,11 +141,13 @@ class Run:
             loading.check_same(world, config, self.checkpoint, self.source, self.policy.model)
             if config.shard:
                 loading.shard_models(self.policy, self.reference)
+            splits = self._work.splits_masters
+            low_bits = split_masters(self.policy.model, target.dtype) if splits else {}
             sampled_in = target.exact_dtype if config.shard else target.dtype
             self.sampler = RolloutModel(self.policy.model, sampled_in, fp32_logits=config.fp32_logits)
             if wrong := self.sampler.check():
                 raise UserError(f"{config.model!r} cannot be sampled from: {wrong}; give --precision fp32.")
-            self.optimizer = make_optimizer(self.policy.model, config)
+            self.optimizer = make_optimizer(self.policy.model, config, low_bits)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

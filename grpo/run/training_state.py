@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from grpo.distributed.shard import is_sharded, part_like, whole
 from grpo.errors import UserError
+from grpo.learning.masters import LOW_BITS, master_of
 
 
 class Snapshot(NamedTuple):
@@ -24,6 +25,14 @@ class Snapshot(NamedTuple):
 def take_snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer, *, keep: bool = True) -> Snapshot:
     """Of a sharded model a collective, weight by weight; a process that writes nothing need not `keep` it."""
     weights: dict[str, Tensor] | None = None
+    if any(LOW_BITS in state for state in optimizer.state.values()):
+        masters = dict[Tensor, Tensor]()  # tied weights are one
+        for parameter in model.parameters():
+            masters[parameter] = master_of(parameter, optimizer).cpu()
+        weights = {
+            name: masters[weight] if weight in masters else weight.detach()
+            for name, weight in model.state_dict(keep_vars=True).items()
+        }
     if is_sharded(model):
         weights, gathered = {}, {}
         for name, weight in model.state_dict(keep_vars=True).items():
@@ -64,5 +73,6 @@ def _moments(
     """A parameter, its name, and the name of an entry of its state."""
     for name, parameter in model.named_parameters():
         for entry in optimizer.state.get(parameter, {}):
-            if not entry.startswith("qmap"):  # the code books of 8-bit moments, the same for all
+            # Not code books of 8-bit moments, the same for all, nor what comes back from the saved masters.
+            if not entry.startswith("qmap") and entry != LOW_BITS:
                 yield parameter, name, entry

@@ -21,7 +21,7 @@ from grpo.config.groups import SamplingSettings
 from grpo.memory import Fit, Size, is_out_of_memory
 from grpo.model.load import context_length
 from grpo.model.weights import RolloutModel
-from grpo.rollout.decoder import ReusableArena, check_decoder, has_static_cache
+from grpo.rollout.decoder import ReusableArena, choose_decoder
 from grpo.rollout.lengths import CachePlan
 from grpo.rollout.sample import Rollout
 from grpo.rollout.tokens import step_uniforms
@@ -65,10 +65,8 @@ def why_not_native(trainer: Any, *, try_it: bool = True) -> str | None:
         _check_trainer(trainer)
         generation_of(trainer)
         model = base_model(trainer.accelerator.unwrap_model(trainer.model))
-        if try_it and has_static_cache(model.config):
-            check_decoder(model, refuses=False)  # which says so where it computes something else
-        if not has_static_cache(model.config):
-            raise NotNative(f"{type(model).__name__} does not decode over a static cache")
+        if try_it and (wrong := choose_decoder(model)):
+            raise NotNative(wrong)
     except NotNative as reason:
         return str(reason)
     return None

@@ -23,6 +23,7 @@ from grpo.config.groups import Checkpointing, LoraSettings
 from grpo.config.sizes import parse_size
 from grpo.files import write_whole
 from grpo.learning.loss_scale import LossScale
+from grpo.learning.masters import split_masters
 from grpo.learning.optimizer import learning_rate, make_optimizer, set_learning_rate
 from grpo.learning.step import Stepper, begin_gradients
 from grpo.memory import Device, Pass, Size
@@ -160,7 +161,8 @@ def train_lm(task: Task, folder: Path) -> None:
     corpus, generator = open_corpus(task), torch.Generator().manual_seed(task.seed)
     heldout = corpus.heldout_windows(max(1, task.eval_prompts), task.context)
     model = load_model(task, target)
-    optimizer = make_optimizer(model, task)
+    low_bits = {} if task.uses_lora else split_masters(model, target.dtype)
+    optimizer = make_optimizer(model, task, low_bits)
     loss_scale = LossScale() if target.dtype == torch.float16 else None
     stepper = Stepper(
         model, optimizer, task.max_grad_norm, loss_scale=loss_scale, remedy="lower --learning-rate"

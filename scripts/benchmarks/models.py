@@ -12,6 +12,7 @@ from transformers import (
     LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
 )
 
 from grpo.model.names import BUNDLED_FOLDER
@@ -36,6 +37,13 @@ LLAMA_3B = LlamaConfig(
     tie_word_embeddings=True,
 )  # fmt: skip
 """As Llama 3.2 has it."""
+
+
+QWEN_1_5B = Qwen2Config(
+    hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+    num_key_value_heads=2, vocab_size=151936, max_position_embeddings=32768, tie_word_embeddings=True,
+)  # fmt: skip
+"""As Qwen 2.5 has it."""
 
 
 def write_shape(folder: Path, shape: PretrainedConfig) -> Path:

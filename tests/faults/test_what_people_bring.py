@@ -35,7 +35,7 @@ from grpo.data.reward_calls import _plain
 from grpo.files import as_path, take_place
 from grpo.model.load import load_policy
 from grpo.model.names import source_of
-from grpo.rollout.decoder import check_decoder, has_static_cache
+from grpo.rollout.decoder import check_decoder, choose_decoder
 from grpo.run.card import model_card
 from grpo.run.interrupt import stop_on_signal
 from grpo.run.progress import Progress
@@ -333,12 +333,14 @@ def test_a_head_with_a_factor_is_refused_though_its_logits_are_small(scale):
         check_scorer(AutoModelForCausalLM.from_config(config).eval(), 128)
 
 
-def test_the_decoder_of_the_drop_in_refuses_a_head_that_caps_its_logits(logged):
-    """TRL samples from such a model by itself, and computes what it has instead of the cap."""
+def test_no_decoder_is_chosen_where_a_configuration_asks_for_what_the_model_does_not_do(logged):
+    """A Llama does not mind a cap of its logits: the drop-in leaves the sampling of it to TRL."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**TINY, final_logit_softcapping=15.0)).eval()
-    check_decoder(model, refuses=False)
-    assert not has_static_cache(model.config) and "nats wrong" in logged[0]
+    wrong = choose_decoder(model)
+    assert wrong is not None and "nats wrong" in wrong
+    with pytest.raises(ValueError, match="cannot be sampled from here: its log-probs come out"):
+        check_decoder(model)
 
 
 @pytest.mark.parametrize(

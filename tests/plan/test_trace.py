@@ -68,7 +68,7 @@ def test_a_trace_is_what_the_real_pass_allocates(name: str, options: dict, off: 
             assert found == pytest.approx(peak_live_bytes(work), rel=most), (phase, size)
     assert all(parameter.grad is None for parameter in real.policy.parameters())
     # What exists between passes, counted one by one.
-    optimizer = make_optimizer(real.policy, OptimizerSettings())
+    optimizer = make_optimizer(real.policy, OptimizerSettings(), real.low_bits)
     moments = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values())
     parts = traced.phases.resident()
     assert sorted(traced.phases.trained_sizes) == sorted(real.trained_sizes)

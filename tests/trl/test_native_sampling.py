@@ -5,7 +5,9 @@ from unittest import mock
 import pytest
 import torch
 import trl
+import trl_cases
 from datasets import Dataset
+from families import another
 from peft import (
     IA3Config,
     LoraConfig,
@@ -62,6 +64,21 @@ def test_it_has_trls_distribution(trainer):
         assert chi2_contingency([counts(ours, position), counts(theirs, position)]).pvalue > 0.001
     ended = [[sum(row[-1] == 0 for row in rows), len(rows)] for rows in (ours, theirs)]
     assert chi2_contingency(ended).pvalue > 0.001
+
+
+@pytest.mark.parametrize("name", ["bloom", "lfm2", "mamba2", "rwkv", "nemotron_h"])
+def test_kinds_that_have_no_static_cache_are_sampled_as_their_forward_pass_has_it(name, monkeypatch, logged):
+    """In padded rows, rows of one length, one by one, or by whole texts: TRL pads on the left."""
+    monkeypatch.setattr(trl_cases, "model", lambda: another(name, vocabulary=8, context=32))
+    trainer = make(GRPOTrainer, Case())
+    assert any("which is slower" in line for line in logged)
+    assert not any("TRL samples" in line for line in logged)
+    alone = [native(trainer, PROMPTS[start : start + GROUP]) for start in range(0, len(PROMPTS), GROUP)]
+    assert all(len(ids) <= 7 for part in alone for ids in part)
+    trainer.state.global_step = 0
+    rows = [[3, 5, 1]] * 160
+    expected = trainer.model(torch.tensor([rows[0]])).logits[0, -1].softmax(-1).detach().double().numpy()
+    assert chisquare(counts(native(trainer, rows), 0), expected / expected.sum() * len(rows)).pvalue > 0.001
 
 
 def test_what_is_excluded_from_sampling_is_what_trl_excludes():

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import trl
+import trl_cases
 from datasets import Dataset
+from families import another
 from loguru import logger
 from peft import LoraConfig
 from several_processes import in_processes, values
@@ -45,6 +47,17 @@ def test_a_step_in_parts_is_stock_trls_step(case):
     ours = run(Ours, case, prepare=rows_at_once(SIZES[CASES.index(case) % 3]))
     assert max(difference(run(Stock, case), ours)) < 1e-10
     assert {entry["kl"] > 0 for entry in ours["logged"][1:] if case.beta} <= {True}
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gptj", "qwen3_5_text", "lfm2"])
+def test_a_step_of_any_kind_of_model_is_stock_trls_step(name, monkeypatch):
+    """To the rounding of fp32, in which these compute norms, or the states of their linear attention."""
+    dtype = torch.float64
+    monkeypatch.setattr(trl_cases, "model", lambda: another(name, vocabulary=8, context=32, dtype=dtype))
+    case = Case(accumulation=2, beta=0.04)
+    parameters, logged = difference(run(Stock, case), run(Ours, case, prepare=rows_at_once(2 * GROUP)))
+    assert parameters < 2e-6
+    assert logged < 1e-3
 
 
 @pytest.mark.parametrize("loss", LOSSES)

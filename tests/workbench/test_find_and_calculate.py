@@ -326,9 +326,10 @@ def test_a_models_budget_is_the_planners_as_it_is_printed_and_written(model_fold
     found = calculated(**settings, frozen=(0.5e9,))
     count = num_parameters(shape_of(str(model_folders["gpt2"])))
     assert lines(found).items() >= {
-        "frozen, 0.5 B": 1e9, "trainable weights": 4 * count, "optimizer": 8 * count,
-        "gradients": 4 * count, "overhead": CONTEXT_BYTES,
+        "frozen, 0.5 B": 1e9, "gradients": 4 * count, "overhead": CONTEXT_BYTES,
     }.items()  # fmt: skip
+    # Of masters one half may be the model's weight in bf16, and the other the optimizer's.
+    assert lines(found)["trainable weights"] + lines(found)["optimizer"] == 12 * count
     assert [share["share"] for share in found["shares"]] == [0.6, 0.8, 0.85, 0.9]
     assert found["batch_size"] == found["shares"][0]["batch_size"]
     resident = sum(lines(found).values()) - 4 * count  # without gradients, which are added
@@ -363,10 +364,12 @@ def test_the_calculator_as_it_is_typed_of_counts_and_of_the_bundled_model(tmp_pa
     assert "10**9 bytes" not in done.stdout
     stored = json.loads((tmp_path / "p.json").read_text())
     held = {line["name"]: line["bytes"] for line in stored["lines"]}
-    weights, size = held["trainable weights"], stored["shares"][1]["batch_size"]
-    assert (held["optimizer"], held["gradients"]) == (2 * weights, weights)
-    shared = (902 + 512) * 256 + (2 * 4 + 1) * 2 * 256  # numbers of embeddings and norms; the head is its own
-    assert held["sampler's copy"] == 2 * (weights / 4 - shared + 902 * 256)
+    count, size = num_parameters(shape_of("rook-tiny")), stored["shares"][1]["batch_size"]
+    in_fp32 = (902 + 512) * 256 + (2 * 4 + 1) * 2 * 256  # numbers of embeddings and norms
+    assert held["trainable weights"] == 2 * count + 2 * in_fp32
+    assert held["optimizer"] == 10 * count - 2 * in_fp32
+    assert held["gradients"] == 4 * count
+    assert held["sampler's copy"] == 2 * 902 * 256  # the head, which is centred
     config = parse_command_line(["--config", "p.yaml", "--profile", "rtx4090_dual"])
     assert (config.model, config.batch_size, config.precision) == ("rook-tiny", 2 * size, "bf16")
     assert size > 0 and size % 8 == 0 and config.kl_coef == 0

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from grpo.config import Config
 from grpo.config.groups import Checkpointing
+from grpo.learning.masters import split_masters
 from grpo.learning.step import Diverged
 from grpo.memory import DoesNotFit, Size, peak_live_bytes
 from grpo.model.load import context_length
@@ -106,6 +107,7 @@ def test_the_language_loss_is_hugging_faces_and_no_split_changes_it(arch):
 def test_learning_from_windows_holds_what_was_predicted(arch, dtype, checkpointing):
     target = make_target(model_shape(made(arch=arch, vocab=300, context=96)), CPU, dtype)
     model, windows = random_model(target), torch.randint(300, (24, 97))
+    split_masters(model, dtype)
     for rows in (24, 8):
         model.zero_grad(set_to_none=True)
         learn = partial(accumulate_lm, model, windows, dtype=dtype, rows=rows, checkpointing=checkpointing)
