@@ -61,7 +61,11 @@ class RolloutModel:
         self.model = copy.deepcopy(model, {id(part): part for part in shared})
         head = self.model.get_output_embeddings()
         copied_parts = {id(part) for part in (head if has_lower_base else self.model).modules()}
-        products = [place for place in product_weights(self.model, dtype) if id(place[0]) in copied_parts]
+        products = [
+            place
+            for place in product_weights(self.model, dtype, of_experts=True)
+            if id(place[0]) in copied_parts
+        ]
         dtype_of_head = factor_dtype(dtype, model.device, fp32_logits=fp32_logits)
         if _is_plain_linear(head):
             products += [
@@ -163,11 +167,14 @@ def multiply_head(model: PreTrainedModel, states: Tensor) -> Tensor:
     return products
 
 
-def product_weights(model: PreTrainedModel, dtype: torch.dtype) -> list[tuple[nn.Module, str]]:
+def product_weights(
+    model: PreTrainedModel, dtype: torch.dtype, *, of_experts: bool = False
+) -> list[tuple[nn.Module, str]]:
     """Returns where weights stand that autocast casts to `dtype` wherever they are used, but for the head's.
 
-    Those are of linear layers and convolutions, and the stacked ones of experts. Embeddings, norms and
-    anything that a layer computes with in another way stay as they are.
+    Those are of linear layers and convolutions. Embeddings, norms and anything that a layer computes with in
+    another way stay as they are. of_experts: the stacked weights of experts, too, whose products autocast may
+    leave in the dtype that they come in.
     """
     head = model.get_output_embeddings()
     return [
@@ -175,7 +182,7 @@ def product_weights(model: PreTrainedModel, dtype: torch.dtype) -> list[tuple[nn
         for module in model.modules()
         for name, weight in module.named_parameters(recurse=False)
         if is_plain(weight) and weight.itemsize > dtype.itemsize and module is not head
-        if isinstance(module, nn.Linear | Conv1D | nn.Conv1d) or weight.ndim >= 3
+        if isinstance(module, nn.Linear | Conv1D | nn.Conv1d) or (of_experts and weight.ndim >= 3)
     ]
 
 
