@@ -7,7 +7,7 @@ it is known and large.
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType, MethodType
 from typing import Any
@@ -39,6 +39,27 @@ class Mode(FakeTensorMode):
 
     def __deepcopy__(self, memo: object) -> "Mode":
         return self
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return _grouped_products(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+def _grouped_products(left: Tensor, right: Tensor, offs: Tensor | None = None, **_: object) -> Tensor:
+    """Returns an empty tensor as `torch._grouped_mm` gives it, whose own stand-in takes nothing but bf16."""
+    if left.ndim == right.ndim == 2:  # summed over the tokens of each group
+        assert offs is not None
+        return left.new_empty(len(offs), left.shape[0], right.shape[1])
+    if left.ndim == right.ndim == 3:
+        return left.new_empty(len(left), left.shape[1], right.shape[2])
+    return left.new_empty(left.shape[-2], right.shape[-1])
 
 
 class TracedPhases:

@@ -26,7 +26,7 @@ from grpo.model.weights import multiply_head, sampling_in
 from grpo.rollout.graphs import CUDAGraphs, Replay, run_and_record
 from grpo.rollout.places import Pool, moves_into_gaps
 from grpo.rollout.room import Room
-from grpo.rollout.static_cache import Mask, Reading, StaticLayer, decoding
+from grpo.rollout.static_cache import Mask, DecodeStep, StaticLayer, decoding
 from grpo.rollout.tables import Slot, Tables
 from grpo.rollout.tokens import sample_tokens
 
@@ -307,19 +307,19 @@ class Arena:
 
     def _decode(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:
         """The states (R, D) of each row's newest token; ids and positions (R, 1)."""
-        reading = self._reading(length)
-        with decoding(self._config, self._layers, reading):
+        step = self._decode_step(length)
+        with decoding(self._config, self._layers, step):
             hidden: Tensor = self.model.base_model(
                 input_ids=ids,
                 # Handed through as it is; without any, some models look for padding, and wait for the device.
-                attention_mask=reading.mask.page,
+                attention_mask=step.mask.page,
                 position_ids=positions,
                 past_key_values=Cache(self._layers),
                 use_cache=True,
             ).last_hidden_state
         return hidden.squeeze(1)
 
-    def _reading(self, length: int) -> Reading:
+    def _decode_step(self, length: int) -> DecodeStep:
         """Each row's newest token goes behind its others; what a row writes that has ended is never read."""
         places, sizes = self._tables.places, self._tables.sizes
         newest = self._completions.lengths[: sizes.rows] - 1
@@ -330,7 +330,7 @@ class Arena:
         mask = window_mask = self._mask_within(length, None)
         if self._window is not None:
             window_mask = self._mask_within(length, self._window)
-        return Reading(page, newest % self.room.page, places, mask, window_mask)
+        return DecodeStep(page, newest % self.room.page, places, mask, window_mask)
 
     def _mask_within(self, length: int, window: int | None) -> Mask:
         """What layers read that see so many of the newest tokens. Completions begin where prompts end."""

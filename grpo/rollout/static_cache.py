@@ -64,7 +64,7 @@ class Mask(NamedTuple):
     page: Tensor  # (n, 1, 1, L)
 
 
-class Reading(NamedTuple):
+class DecodeStep(NamedTuple):
     """Where each row's newest token is written, and what it reads."""
 
     page: Tensor  # (R,)
@@ -77,12 +77,12 @@ class Reading(NamedTuple):
 class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
     """One layer's keys and values, of all prompts and rows' own tokens that there are places for.
 
-    Given prompts' keys, it keeps them in `prompt_places`. While there is a `reading`, it is given a token of
+    Given prompts' keys, it keeps them in `prompt_places`. While there is a `step`, it is given a token of
     each row, and hands itself to the model's attention in place of keys and values.
     """
 
     prompt_places: Tensor
-    reading: Reading | None = None
+    step: DecodeStep | None = None
 
     def __init__(
         self, num_prompts: int, num_pages: int, page: int, *, is_sliding: bool, device_type: str
@@ -98,10 +98,10 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """key, value: of prompts (b, H', P, d), or of a token (R, H', 1, d)."""
-        if self.reading is not None:
+        if self.step is not None:
             for stored, new in zip(self.pages, (key, value), strict=True):
                 new = new.to(product_dtype(new))  # as where it is scored
-                stored[self.reading.page, :, self.reading.offset] = new.squeeze(2).to(stored.dtype)
+                stored[self.step.page, :, self.step.offset] = new.squeeze(2).to(stored.dtype)
             return self, self
         if not self.prompts:
             dtype, num_prompts = cache_dtype(product_dtype(key), self._device_type), self._shape[0]
@@ -123,9 +123,9 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
 
     def attend(self, query: Tensor, scale: float, rule: ScoreRule = PLAIN) -> Tensor:
         """What each row's newest token reads, of the prompt and its own; query and result (R, H, d)."""
-        assert self.reading is not None
-        mask = self.reading.window_mask if self.is_sliding else self.reading.mask
-        places, (num_prompts, _, _, tokens) = self.reading.places, mask.prompt.shape
+        assert self.step is not None
+        mask = self.step.window_mask if self.is_sliding else self.step.mask
+        places, (num_prompts, _, _, tokens) = self.step.places, mask.prompt.shape
         num_pages, length = len(mask.page), mask.page.shape[-1]
         by_head = query.to(self.pages[0].dtype).unflatten(1, (self.pages[0].shape[1], -1))  # (R, H', h, d)
         of_prompts = (
@@ -243,15 +243,15 @@ AttentionInterface.register(_NAME, _attend)
 
 
 @contextmanager
-def decoding(config: PretrainedConfig, layers: Sequence[StaticLayer], reading: Reading) -> Iterator[None]:
+def decoding(config: PretrainedConfig, layers: Sequence[StaticLayer], step: DecodeStep) -> Iterator[None]:
     """Inside, a model's layers attend to these, and each row's newest token goes to its place."""
     before = config._attn_implementation
     config._attn_implementation = _NAME
     for layer in layers:
-        layer.reading = reading
+        layer.step = step
     try:
         yield
     finally:
         config._attn_implementation = before
         for layer in layers:
-            layer.reading = None
+            layer.step = None

@@ -9,12 +9,14 @@ from families import OTHERS, another, made, shaped
 from whole_runs import assert_close_outcome, assert_same_outcome, outcome, train
 
 from grpo import phases
+from grpo.config import SettingsError
 from grpo.config.groups import SamplingSettings
 from grpo.model.load import Policy, load_policy
 from grpo.model.ways import READING, choose_reading, decoding_of, reading_of
 from grpo.rollout.decoder import check_decoder
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
+from grpo.run.loading import shard_models
 from grpo.scoring.logprobs import score, token_logprobs
 from grpo.scoring.model_checks import check_scorer
 from grpo.scoring.packing import streams
@@ -137,6 +139,15 @@ def test_accidents_and_breaks_change_nothing(name, config, tokenizer, tmp_path, 
         monkeypatch.setattr(phases, phase, short_of_memory(phase, getattr(phases, phase)))
     assert_close_outcome(outcome(trained("short")), straight, exactness=1e-5)
     assert all(rows[0] > rows[-1] for rows in tries.values())
+
+
+@pytest.mark.parametrize("name", ["lfm2", "rwkv", "nemotron_h"])
+def test_kinds_that_go_through_by_length_are_not_sharded(name, tokenizer):
+    """Processes would have to make the same passes, and have texts of other lengths."""
+    model = another(name, len(tokenizer), CONTEXT)
+    check_decoder(model)
+    with pytest.raises(SettingsError, match="leave out --shard, or give another --model"):
+        shard_models(Policy(model, tokenizer, None), None)
 
 
 def test_rwkv_is_saved_as_it_is_trained(tokenizer, tmp_path):

@@ -7,7 +7,9 @@ from functools import partial
 import pytest
 import torch
 from conftest import ARCHITECTURES
+from families import SIZES
 from real_phases import FullLengthTokenizer, RealPhases, Setting, allocator_peak, nameless_prompts
+from transformers import AutoConfig
 
 from grpo.config.groups import LoraSettings, OptimizerSettings, SamplingSettings
 from grpo.learning.loss import loss_counts
@@ -21,6 +23,7 @@ from grpo.types import Batch
 
 G, VOCABULARY = 4, 96
 SIZE = Size(4 * G, 24, 40)
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 LORA, BF16 = LoraSettings(lora_rank=8), torch.bfloat16
 
 
@@ -75,6 +78,18 @@ def test_a_trace_is_what_the_real_pass_allocates(name: str, options: dict, off: 
     assert parts["optimizer"] == pytest.approx(moments, rel=0.01)  # steps have numbers of their own
     if not setting.lora.load_in_4bit:  # whose tables are no parameters
         assert parts["weights"] == sum(each.nbytes for each in real.policy.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_a_mixture_of_experts_is_traced_as_it_is_passed(dtype):
+    """torch's grouped products have no stand-in but in bf16, and autocast leaves those of experts in fp32."""
+    shape = AutoConfig.for_model("qwen3_moe", **{**SIZES, **EXPERTS, "num_key_value_heads": 2})
+    setting = Setting("qwen3_moe", shape, compute_dtype=dtype, group_size=G)
+    real, traced = RealPhases(setting), TracedPhases(setting.workload())
+    for phase in traced.work.phases:
+        work = real.prepare(phase, SIZE)
+        work()
+        assert traced.added_bytes(phase, SIZE) == pytest.approx(peak_live_bytes(work), rel=0.01)
 
 
 def test_a_made_up_pass_holds_what_a_steps_does():
