@@ -26,7 +26,7 @@ from grpo.model.weights import multiply_head, sampling_in
 from grpo.rollout.graphs import CUDAGraphs, Replay, run_and_record
 from grpo.rollout.places import Pool, moves_into_gaps
 from grpo.rollout.room import Room
-from grpo.rollout.static_cache import Mask, DecodeStep, StaticLayer, decoding
+from grpo.rollout.static_cache import DecodeStep, Mask, StaticLayer, decoding
 from grpo.rollout.tables import Slot, Tables
 from grpo.rollout.tokens import sample_tokens
 
