@@ -36,7 +36,7 @@ proof: .venv/installed-test
 	$(PIP) install -c .venv/constraints.txt -e .
 	@if nvidia-smi > /dev/null 2>&1 && ! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 		echo "WARNING: there is an NVIDIA card, but this torch does not see it."; \
-		echo "         Choose a build for your driver: make clean; make TORCH_INDEX=URL demo (README, Installing)"; \
+		echo "         Choose a build for your driver: make clean; make TORCH_INDEX=URL demo (docs/installing.md)"; \
 	fi
 	@touch $@
 

@@ -1,7 +1,7 @@
 """What torch and its libraries read from the environment when they are loaded, and what malloc keeps.
 
 Called before torch is loaded, so no torch here. Left out: starting again without malloc's cache of small
-blocks, which only `GLIBC_TUNABLES` can switch off (docs/design.md says what that is worth).
+blocks, which only `GLIBC_TUNABLES` can switch off.
 """
 
 import ctypes

@@ -34,6 +34,7 @@ from loguru import logger
 
 from grpo.data.gym import gym_rows
 from grpo.run.screen import configure_logging
+from grpo.statistics import mean_interval
 from grpo.workbench.pictures import picture
 
 TASK = "gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=2"
@@ -138,10 +139,9 @@ def curves(work: Work, names: tuple[Name, ...], every: int) -> dict[str, list[di
 
 
 def change(steps: list[dict[str, Any]]) -> tuple[float, float, float]:
-    """Of held-out accuracy: the mean of the paired differences, and its 95 % interval."""
+    """Returns the mean change of held-out accuracy, and its 95 % interval over problems."""
     first, last = (np.array(steps[place]["look"]["each"]) for place in (0, -1))
-    reach = 1.96 * (last - first).std(ddof=1) / len(first) ** 0.5
-    return (last - first).mean(), (last - first).mean() - reach, (last - first).mean() + reach
+    return (last - first).mean(), *mean_interval(last - first, bounds=(-1.0, 1.0))
 
 
 def row_for(name: str, steps: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, str]:

@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 MAY_BE_SKIPPED = (
     "Stockfish is not installed", "there is no C++ compiler", "another C library than glibc",
     "this C library does without", "not on this system, or not permitted", "needs Linux",
-    "TRL_TESTS names no file",
+    "TRL_TESTS names no file", "no chat model: ",
 )  # fmt: skip
 """What a machine may be without. Any other reason fails: nobody would see what is not tested."""
 

@@ -18,7 +18,7 @@ LAYERS = (
     ("grpo.data", "grpo.distributed"),
     ("grpo.rewards", "grpo.memory", "grpo.config", "grpo.types"),
     ("rewards",),
-    ("grpo.files", "grpo.environment", "grpo.prompt", "grpo.waiting"),
+    ("grpo.files", "grpo.environment", "grpo.prompt", "grpo.statistics", "grpo.waiting"),
     ("grpo.errors",),
 )
 """Rooms from top to bottom; those side by side do not import each other."""

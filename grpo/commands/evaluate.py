@@ -1,5 +1,6 @@
 """Held-out quality of a model, in the RookWorld README's columns with 95 % intervals."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from grpo.rewards import EnginePool
 
 
+USUAL_LIMIT = 1000
+"""Prompts of each task."""
+
+
 @dataclass(frozen=True)
 class EvaluateConfig(Settings):
     """Evaluate models or runs on held-out prompts, greedily and sampled; several stand side by side."""
@@ -47,8 +52,8 @@ class EvaluateConfig(Settings):
     all of other prompts."""
     max_bad_share: float = 0.01
     """More rows than this that cannot be read, or whose prompt is too long for the model, are an error."""
-    limit: Annotated[int, COUNT] = 1000
-    """Most prompts of each task, and most positions of --mate-in-one."""
+    limit: Annotated[int, COUNT] | None = None
+    """Most prompts of each task, and most positions of --mate-in-one; None: 1,000, of other prompts all."""
     self_play: Annotated[int, NOT_NEGATIVE] = 0
     """Games to play against itself, each until the first illegal move."""
     self_play_from: Literal["openings", "prompts"] = "openings"
@@ -101,12 +106,27 @@ class EvaluateConfig(Settings):
         """The models that are folders of runs."""
         return [Path(model) for model in self.models if (Path(model) / CONFIG_FILE).is_file()]
 
+    @property
+    def most_prompts(self) -> int:
+        """How many prompts of each task are evaluated, and how many positions of --mate-in-one."""
+        return self.limit or (sys.maxsize if self.has_other_prompts else USUAL_LIMIT)
+
+    @property
+    def has_other_prompts(self) -> bool:
+        """Whether the prompts that are named are not those that the run was trained on."""
+        return self.prompts is not None and not (self.runs and _is_same(self.prompts, self._base.prompts))
+
+    @cached_property
+    def _base(self) -> Config:
+        """The first run's settings, or the defaults."""
+        if not self.runs:
+            return Config()
+        return as_kept(self.runs[0].resolve(), from_plain(read_run_settings(self.runs[0])))
+
     @cached_property
     def task(self) -> Config:
         """Settings of the first run that is named, or the defaults, changed by the flags."""
-        base = Config()
-        if self.runs:
-            base = as_kept(self.runs[0].resolve(), from_plain(read_run_settings(self.runs[0])))
+        base = self._base
         in_python = [name for name in base.reward if ":" not in name and name not in KNOWN_REWARDS]
         without_rows = self.prompts is None and base.prompts == IN_MEMORY
         if in_python and (not self.reward or without_rows):
@@ -116,8 +136,7 @@ class EvaluateConfig(Settings):
             )
         names = ("prompts", "max_bad_share", "max_new_tokens", "engine_depth", "stockfish_path", "precision")
         changes = {name: value for name in names if (value := getattr(self, name)) is not None}
-        is_other = self.prompts is not None and not (self.runs and _is_same(self.prompts, base.prompts))
-        share = 1.0 if is_other and self.heldout_share is None else self.heldout_share
+        share = 1.0 if self.has_other_prompts and self.heldout_share is None else self.heldout_share
         if share is not None:
             changes["heldout_share"] = share
         if self.reward:
@@ -160,7 +179,7 @@ def main(config: EvaluateConfig, console: Console) -> None:
     from grpo.play.alone import read_mates
 
     before = Evaluation.load(config.before) if config.before else None
-    mates = read_mates(config.mate_in_one)[: config.limit] if config.mate_in_one else []
+    mates = read_mates(config.mate_in_one)[: config.most_prompts] if config.mate_in_one else []
     by_model = {model: measure(config, model, mates) for model in config.models}
     if len(by_model) > 1:
         for mode in config.modes:
@@ -203,7 +222,7 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
     name = choose_model(model_of(model), device)
     logger.info("evaluating {}{}", name, f", which is {step}" if (step := step_of(model)) else "")
     heldout = load_prompts(
-        task.prompts, seed=config.seed, heldout_share=task.heldout_share, heldout_count=config.limit,
+        task.prompts, seed=config.seed, heldout_share=task.heldout_share, heldout_count=config.most_prompts,
         max_bad_share=config.max_bad_share, settings=task, to_train=False,
         room=prompt_room(name, task.max_new_tokens),
     ).heldout  # fmt: skip

@@ -5,18 +5,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
 
 import numpy as np
 
 from grpo.data.source import digest
 from grpo.errors import UserError
-from grpo.evaluate.scores import Column, decimals
+from grpo.evaluate.scores import HALF_MOVES, Column, decimals
+from grpo.statistics import mean_interval
 from grpo.types import Prompt
-
-LEVEL = 0.95
-LEVEL_Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
-"""Deviations of a normal distribution within which so much lies."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,15 +38,9 @@ class Evaluation:
         return float(self.scores[column].mean())
 
     def interval(self, column: str) -> tuple[float, float]:
-        """95 % interval of the mean over prompts.
-
-        Wilson's for a share whose every score is 0 or 1, as one sample a prompt gives in most columns;
-        otherwise a percentile bootstrap, infinite for a single prompt.
-        """
+        """95 % interval of the mean over prompts."""
         scores = self.scores[column]
-        if decimals(column) is None and np.isin(scores, (0.0, 1.0)).all():
-            return wilson_interval(int(scores.sum()), len(scores))
-        return bootstrap_interval(scores) if len(scores) > 1 else (-math.inf, math.inf)
+        return mean_interval(scores, bounds=(0.0, 1.0) if _is_rate(column, scores) else None)
 
     def of_other_prompts(self, other: "Evaluation") -> list[str]:
         """Columns that both have, but of different prompts: there is nothing to compare."""
@@ -104,7 +94,7 @@ class Evaluation:
 
 
 def paired_difference(before: Evaluation, after: Evaluation, column: str) -> tuple[float, float, float]:
-    """Mean of after - before, and its 95 % bootstrap interval over prompts.
+    """Mean of after - before, and its 95 % interval over prompts.
 
     ValueError unless both have the column, and for the same prompts.
     """
@@ -113,22 +103,11 @@ def paired_difference(before: Evaluation, after: Evaluation, column: str) -> tup
             raise UserError(f"no column {column!r} in an evaluation of {', '.join(evaluation.scores)}")
     if column in before.of_other_prompts(after):
         raise UserError(f"{column!r} is of other prompts before than after: evaluate both on the same ones")
-    differences = after.scores[column] - before.scores[column]
-    return float(differences.mean()), *bootstrap_interval(differences)
+    first, last = before.scores[column], after.scores[column]
+    bounds = (-1.0, 1.0) if _is_rate(column, first) and _is_rate(column, last) else None
+    return float((last - first).mean()), *mean_interval(last - first, bounds=bounds)
 
 
-def wilson_interval(hits: int, num: int) -> tuple[float, float]:
-    """95 % score interval of a share (Wilson, 1927). By hand: loading scipy.stats takes 23 MB for good."""
-    z = LEVEL_Z
-    middle = (hits + z**2 / 2) / (num + z**2)
-    reach = z * math.sqrt(hits * (num - hits) / num + z**2 / 4) / (num + z**2)
-    return max(0.0, middle - reach), min(1.0, middle + reach)
-
-
-def bootstrap_interval(values: Column) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of the mean (Efron, 1979), of 10,000 resamples."""
-    rng, num = np.random.default_rng(0), len(values)
-    drawn = (rng.integers(num, size=(100, num)) for _ in range(100))  # not all in memory
-    means = np.concatenate([values[indices].mean(1) for indices in drawn])
-    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
+def _is_rate(column: str, scores: Column) -> bool:
+    """Whether scores are shares in [0, 1], as of a reward that only ever is 0 or 1."""
+    return decimals(column) is None or (column != HALF_MOVES and bool(np.isin(scores, (0.0, 1.0)).all()))

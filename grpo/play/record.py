@@ -5,16 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 import chess
 import chess.pgn
 
 from grpo.errors import UserError
-from grpo.evaluate.evaluation import LEVEL_Z
 from grpo.files import write_whole
 from grpo.play.thought import How, Thought
+from grpo.statistics import bounded_interval
 
 FILE = "games.pgn"
 FOLDER = "matches"
@@ -119,10 +119,12 @@ class Score(NamedTuple):
     wins: int
     draws: int
     losses: int
+    pairs: tuple[float, ...] = ()
+    """Points a game, of each two games that began alike; () where games are independent of each other."""
 
     @property
     def games(self) -> int:
-        return sum(self)
+        return self.wins + self.draws + self.losses
 
     @property
     def share(self) -> float:
@@ -131,18 +133,9 @@ class Score(NamedTuple):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % score interval of the expected points a game.
-
-        Wilson's (1927) for three outcomes: the ends are where the share lies z deviations away, with the
-        variance of a game s(1 - s) - d/4 at an expected score s and a share d of draws. As d that of the
-        games would be zero wide where all were drawn: it is taken of z² games more, none of them drawn.
-        """
-        n, s, z2 = self.games, self.share, LEVEL_Z**2
-        drawn = self.draws / (n + z2)
-        middle = s + z2 / (2 * n)
-        reach = math.sqrt(z2 / n * (s * (1 - s) + z2 / (4 * n) - drawn / 4 * (1 + z2 / n)))
-        low, high = ((middle + sign * reach) / (1 + z2 / n) for sign in (-1, 1))
-        return max(0.0, low), min(1.0, high)
+        """95 % interval of the expected points a game."""
+        each = self.pairs or [1.0] * self.wins + [0.5] * self.draws + [0.0] * self.losses
+        return bounded_interval(each)
 
     def share_in_words(self) -> str:
         """64.2 % (57.4 to 70.5)."""
@@ -203,8 +196,14 @@ class Match:
 
     @property
     def score(self) -> Score:
+        """Of finished games. Each two have one first position, with colours exchanged."""
         points = [game.points for game in self.finished]
-        return Score(points.count(1.0), points.count(0.5), points.count(0.0))
+        by_start: dict[int, list[float]] = {}
+        for number, game in enumerate(self.games):
+            if game.is_over:
+                by_start.setdefault(number // 2, []).append(game.points)
+        pairs = tuple(fmean(each) for each in by_start.values())
+        return Score(points.count(1.0), points.count(0.5), points.count(0.0), pairs)
 
     def illegal_a_game(self, player: int) -> float:
         """Illegal answers, of finished games."""

@@ -26,15 +26,17 @@ def length_metrics(scores: Scores) -> dict[str, float]:
 
 
 def reward_metrics(scores: Scores, group_size: int) -> dict[str, float]:
-    """Means and deviations by function and component; `reward_std` is the mean over groups.
+    """Returns means and deviations of rewards, by function and component, and what functions have logged.
 
-    And the means of what the functions have logged themselves.
+    `reward_std` is the deviation of all rewards, as TRL has it; `reward_std_within_groups` is the mean of the
+    groups' own, which is what advantages are made of.
     """
     rewards = scores.rewards
     metrics = {
         **{name: sum(values) / len(values) for name, values in scores.metrics.items()},
         "reward": rewards.mean().item(),
-        "reward_std": rewards.view(-1, group_size).std(1).mean().item(),
+        "reward_std": rewards.std().item(),
+        "reward_std_within_groups": rewards.view(-1, group_size).std(1).mean().item(),
         "frac_reward_zero_std": zero_variance_groups(rewards, group_size).double().mean().item(),
     }
     columns = dict(zip(scores.names, scores.table.T, strict=True))
@@ -44,7 +46,7 @@ def reward_metrics(scores: Scores, group_size: int) -> dict[str, float]:
         values = values[~values.isnan()]
         if len(values):
             metrics[f"rewards/{name}/mean"] = values.mean().item()
-            metrics[f"rewards/{name}/std"] = values.std(correction=0).item()
+            metrics[f"rewards/{name}/std"] = values.std(correction=min(1, len(values) - 1)).item()
     return metrics
 
 

@@ -78,10 +78,11 @@ def keep_log(folder: Path) -> Iterator[None]:
 
 
 def in_one_line(metrics: Mapping[str, float], num_rows: int) -> str:
-    """What a step came to: reward and how it differs in a group, tokens, KL, learning rate, speed, memory."""
+    """A step's reward and its spread within groups, tokens, KL where there is one, rate, speed, memory."""
+    kl = f"kl {metrics['kl']:.4f}, " if "kl" in metrics else ""
     return (
-        f"reward {metrics['reward']:.3f} ± {metrics['reward_std']:.2f}, "
-        f"{metrics['completions/mean_length']:.0f} tokens, kl {metrics.get('kl', 0.0):.4f}, "
+        f"reward {metrics['reward']:.3f} ± {metrics['reward_std_within_groups']:.2f}, "
+        f"{metrics['completions/mean_length']:.0f} tokens, {kl}"
         f"lr {metrics['learning_rate']:.0e}, {num_rows / metrics['step_time']:.0f} samples/s, "
         f"{metrics['memory/peak_gb']:.2f} GB"
     )

@@ -21,8 +21,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import numpy as np
-
 from grpo.config.sizes import GB
 from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 
@@ -33,7 +31,6 @@ WARM_UP_UPDATES = 2
 """First updates, in which kernels are loaded or compiled and tensors counted: no part of the steady state."""
 FINAL_SHARE = 0.1
 """Last share of the updates that the final training figure is the mean of."""
-MOST_STRETCHES = 20
 
 
 def size_folder(sweep: Path, batch_size: int) -> Path:
@@ -174,19 +171,3 @@ def figure(record: Record, name: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
-
-
-def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float] | None:
-    """95 % interval of the mean of ours - theirs on the same held-out rows; None where that cannot be told.
-
-    Neighbouring windows of a text are alike, so the mean's error is that of the means of at most twenty
-    stretches of neighbours (batch means), by Student's t; single rows where there are no more than twenty.
-    """
-    from scipy.stats import sem, t  # 23 MB, which no trial is to hold
-
-    if len(ours) != len(theirs) or len(ours) < 2:
-        return None
-    stretches = np.array_split(np.subtract(ours, theirs), min(MOST_STRETCHES, len(ours)))
-    means = [stretch.mean() for stretch in stretches]
-    reach = t.ppf(0.975, len(means) - 1) * sem(means)
-    return float(np.mean(means) - reach), float(np.mean(means) + reach)

@@ -149,6 +149,9 @@ def shrunk(settings: Sweep) -> tuple[Sweep, list[str]]:
     matters += ["context"] if settings.objective == "lm" else ["max_new_tokens"]
     matters += ["layers", "width"] if settings.arch is not None else []
     caps: dict[str, Any] = {name: LOW_RESOURCE[name] for name in matters}
-    less = {name: cap for name, cap in caps.items() if getattr(settings, name) > cap}
-    changes += [f"{name} {getattr(settings, name)} to {value}" for name, value in less.items()]
+    chosen = {name: getattr(settings, name) for name in caps}
+    if chosen.get("max_new_tokens") == 0:  # which the reward says, and is more
+        chosen["max_new_tokens"] = math.inf
+    less = {name: cap for name, cap in caps.items() if chosen[name] > cap}
+    changes += [f"{name} {getattr(settings, name) or 'as it is'} to {cap}" for name, cap in less.items()]
     return replace(settings, batch_sizes=sizes, **less), changes

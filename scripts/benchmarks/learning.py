@@ -17,12 +17,12 @@ from grpo.model.load import Policy
 from grpo.run.interrupt import stop_on_signal
 from grpo.run.setup import open_run
 from grpo.run.tracking import METRICS_FILE, read_lines
+from grpo.statistics import t_interval
 from grpo.trainer import Trainer
 from grpo.types import Prompt
 from grpo.workbench.pictures import picture
 
 DEMO_SETTINGS = Path(__file__).parents[2] / "grpo" / "assets" / "demo.yaml"
-RESAMPLES = 5_000
 
 
 def demo_config(**changes: Any) -> Config:
@@ -43,27 +43,20 @@ def train_grpo(config: Config, console: Console) -> tuple[Path, Policy, bool]:
         return run.folder, run.policy, stop.requested
 
 
-def seed_bootstrap(before: Evaluation, after: Sequence[Evaluation], column: str) -> np.ndarray:
-    """Resampled mean changes of a column, (RESAMPLES,): seeds and prompts are both drawn anew."""
-    # (S, prompts)
-    changes = np.stack([evaluation.scores[column] - before.scores[column] for evaluation in after])
-    rng = np.random.default_rng(0)
-    num_seeds, num_prompts = changes.shape
-    drawn = rng.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), RESAMPLES) / num_seeds
-    prompts = rng.integers(num_prompts, size=(RESAMPLES, num_prompts))
-    return np.take_along_axis(drawn @ changes, prompts, axis=1).mean(1)
-
-
 def change_rows(before: Evaluation, after: Sequence[Evaluation]) -> Iterator[dict[str, str]]:
-    """Of each column, in hundredths: before, the mean over seeds, and its change with its interval."""
+    """Yields by column, in hundredths: before, the mean over seeds, its change and the interval of that.
+
+    The interval is over seeds, on these prompts; a single seed has none.
+    """
     for column in before.scores:
-        low, high = np.quantile(seed_bootstrap(before, after, column), [0.025, 0.975])
         was = before.mean(column)
         changes = [evaluation.mean(column) - was for evaluation in after]
+        low, high = t_interval(changes)
         change = float(np.mean(changes))
+        interval = f"{_signed(low)} to {_signed(high)}" if len(changes) > 1 else "one seed"
         yield {
             "": column, "before": f"{100 * was:.1f}", "GRPO": f"{100 * (was + change):.1f}",
-            "change": _signed(change), "95 %": f"{_signed(low)} to {_signed(high)}",
+            "change": _signed(change), "95 %": interval,
             "each seed": " ".join(map(_signed, changes)),
         }  # fmt: skip
 

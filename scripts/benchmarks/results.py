@@ -1,7 +1,6 @@
 """What becomes of figures: contenders in turns, a table, what is said of them, and the exit status."""
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,9 +8,9 @@ from typing import Any, TypeVar
 import numpy as np
 from rich import box
 from rich.table import Table
-from scipy.stats import t as student
 
 from grpo.commands.screen import screen
+from grpo.statistics import ratio_interval
 
 T = TypeVar("T")
 CONSOLE = screen(width=180)  # tables are for docs/measurements.md, whatever the terminal
@@ -28,11 +27,8 @@ def in_turns(contenders: Mapping[str, Callable[[], T]], rounds: int) -> dict[str
 
 def times_as_much(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
     """Theirs over ours: geometric mean over the rounds, and its 95 % interval, infinite for a single one."""
-    logs, reach = np.log(np.divide(theirs, ours)), math.inf
-    if len(logs) > 1:
-        reach = float(student.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
-    mean = float(logs.mean())
-    return math.exp(mean), math.exp(mean - reach), math.exp(mean + reach)
+    ratios = np.divide(theirs, ours)
+    return float(np.exp(np.log(ratios).mean())), *ratio_interval(ratios)
 
 
 def table(rows: Iterable[Mapping[str, object]], title: str = "") -> Table:

@@ -99,6 +99,9 @@ def test_all_of_a_file_is_evaluated_and_of_what_a_run_was_trained_on_the_part_it
     assert num_prompts(folder, prompts=str(mine["prompts"])) == held_out  # it was trained on the others
     assert num_prompts(folder, prompts=str(mine["prompts"]), heldout_share=1.0) == 20
     assert 0 < num_prompts(folder, prompts=str(others), heldout_share=0.5) < 40
+    assert EvaluateConfig((str(folder),)).most_prompts == 1000
+    assert EvaluateConfig((str(folder),), prompts=str(others)).most_prompts > 10**9
+    assert EvaluateConfig((str(folder),), prompts=str(others), limit=7).most_prompts == 7
 
 
 def test_a_run_is_judged_by_its_own_copies_of_files_that_have_changed(config, mine, tmp_path, logged):
@@ -181,7 +184,7 @@ def test_a_run_plays_a_model_and_the_games_are_in_its_folder(config, tmp_path):
     folder = run_folder / "matches" / "test-step-000001-against-random-from-prompts"
     assert str(folder / "games.pgn") in ended.stdout.replace("\n", "")
     before = Match.load(folder)
-    assert before.score == (0, 4, 0) and {game.fen for game in before.games} <= set(POSITIONS)
+    assert before.score[:3] == (0, 4, 0) and {game.fen for game in before.games} <= set(POSITIONS)
     ended = here("match", *words, 6)  # two more
     assert ended.returncode == 0 and "0, 6, 0" in ended.stdout
     assert [game.text for game in Match.load(folder).games[:4]] == [game.text for game in before.games]

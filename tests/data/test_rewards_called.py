@@ -159,6 +159,18 @@ def test_it_is_called_as_trl_calls_it():
     assert seen["completion_ids"] == [[97], [98, 99, 100], [], [101]] and seen["answer"] == [0, 0, 4, 4]
 
 
+def test_deviations_are_trls_and_those_within_groups_are_told_apart():
+    """TRL's nanstd of all rewards, 0, 1, 4 and 3: mean 2, squares 4 + 1 + 4 + 1, of which a third."""
+
+    def of_length(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    metrics = reward_metrics(RewardFunctions([of_length])(batch_of(OWN, ["", "a", "abcd", "abc"])), 2)
+    assert metrics["reward_std"] == pytest.approx((10 / 3) ** 0.5)
+    assert metrics["rewards/of_length/std"] == pytest.approx((10 / 3) ** 0.5)
+    assert metrics["reward_std_within_groups"] == pytest.approx(0.5**0.5)
+
+
 def test_what_a_reward_logs_and_what_it_is_told_of_the_run():
     def told(completions, trainer_state, log_metric, log_extra, **columns):
         log_extra("letters", [len(text) for text in completions])

@@ -295,7 +295,7 @@ def test_two_games_have_one_opening_and_all_are_played_together_whatever_is_besi
         match, watched = match_of(5), mock.Mock(wraps=AtRandom())
         shares = list(play_games(match.games, (watched, AtRandom()), seed=seed, at_once=at_once))
         assert shares == sorted(shares) and 0 < shares[0] < shares[-1] == 1
-        assert all(game.is_over for game in match.games) and sum(match.score) == 5
+        assert all(game.is_over for game in match.games) and match.score.games == 5
         assert max(len(call.args[0]) for call in watched.think.call_args_list) <= at_once
         played.append([game.moves for game in match.games])
     assert played[0] == played[1] != played[2]
@@ -388,6 +388,14 @@ def test_score_and_interval_are_those_worked_out_by_hand():
         assert high - low > 0.2 and 0 <= low <= few.share <= high <= 1
     assert elo_difference(1.0) == math.inf == -elo_difference(0.0)
     assert Score(10, 0, 0).elo_in_words().startswith("+inf (+1")
+
+
+def test_games_that_began_alike_count_as_one():
+    """Eight pairs in which each start decides both games: eight outcomes, not sixteen."""
+    together = Score(8, 0, 8, pairs=(1.0,) * 4 + (0.0,) * 4)
+    assert together.interval == pytest.approx(Score(4, 0, 4).interval)
+    exchanged = Score(8, 0, 8, pairs=(0.5,) * 8)  # White won every time: no start favours a player
+    assert exchanged.interval[0] > Score(8, 0, 8).interval[0] > together.interval[0]
 
 
 @pytest.mark.parametrize(("games", "chances"), [(20, (0.4, 0.2, 0.4)), (200, (0.85, 0.1, 0.05))])

@@ -33,7 +33,7 @@ from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, RunTr
 
 LINE = OptimizerSettings(learning_rate=1.0, lr_schedule="linear", min_lr_ratio=0.0, warmup_steps=2)
 METRICS = {
-    "reward": 0.8365, "reward_std": 0.151, "completions/mean_length": 144.2, "kl": 0.0123,
+    "reward": 0.8365, "reward_std_within_groups": 0.151, "completions/mean_length": 144.2, "kl": 0.0123,
     "learning_rate": 1e-5, "step_time": 0.51, "memory/peak_gb": 20.016,
 }  # fmt: skip
 SAID = {"rewards": {"right": 1.0}, "components": {}, "prompt": "2 + 2?", "completion": "4\x1b[2J\nor so"}
@@ -232,6 +232,8 @@ def test_a_step_is_one_line_of_80_columns_that_stays(terminal):
     line = line[line.index("step 1000:") :]
     assert line.rstrip() == "step 1000: reward 0.837 ± 0.15, 144 tokens, kl 0.0123, lr 1e-05, 125/s, 20.02 GB"
     assert len(line) <= 82  # of a thousand steps, on a large card
+    without = in_one_line({name: value for name, value in METRICS.items() if name != "kl"}, 64)
+    assert "kl" not in without and "144 tokens, lr 1e-05" in without
     said = file.getvalue()
     assert "2 + 2?" in said and "→ 4�[2J" in said and "(right 1.00)" in said
     assert "Two and two?" in said and "…" in said and "x" * 400 not in said

@@ -21,7 +21,7 @@ from grpo.workbench import report
 from grpo.workbench.report import make_page
 from grpo.workbench.report.boards import BAD, GOOD, WRONG_SQUARE, answer_card, best_and_worst
 from grpo.workbench.report.boards import completion_cards as cards
-from grpo.workbench.report.charts import COLORS, line
+from grpo.workbench.report.charts import COLORS, _colors_of, line
 from grpo.workbench.report.read import Sweep, read_folder
 from grpo.workbench.report.run import facts as run_facts
 from grpo.workbench.report.sweep import sweep_content
@@ -109,12 +109,12 @@ def of_run(run_folder) -> str:
 
 
 def test_the_page_of_a_sweep(sweep):
-    """256 updates of 0.02 + 64 · 0.004 s, 2 s of compiling. Of a difference: 0.05 · t(19) / √19 = 0.024."""
+    """256 updates of 0.02 + 64 · 0.004 s, 2 s of compiling. Of a difference: 0.05 · t(9) / √9 = 0.038."""
     assert titles(sweep) == [
         "What it says", "Notes", "Results", "Learning curves", "Memory", "What the sizes had in common",
     ]  # fmt: skip
     shown = facts(sweep)
-    assert shown["Best held-out loss"][:2] == ["size 64", "2.300 (2.281 to 2.319) nats a token"]
+    assert shown["Best held-out loss"][:2] == ["size 64", "2.300 (2.270 to 2.330) nats a token"]
     assert shown["Not told from the best"][0] == "size 32, 128"
     assert shown["Trade-off"][:2] == ["size 64", "1 min 13 s"]
     assert shown["Fastest"][:2] == ["size 256", "1 min 9 s"]
@@ -124,13 +124,13 @@ def test_the_page_of_a_sweep(sweep):
     assert shown["Learning rate"][:2] == ["the same at every size", "0.0003"]
     results = rows(sweep, "Results")
     assert results["64"] == {
-        "size": "64", "status": "ok", "held-out": "2.300 (2.281 to 2.319)", "behind the best": "0.000",
+        "size": "64", "status": "ok", "held-out": "2.300 (2.270 to 2.330)", "behind the best": "0.000",
         "time": "1 min 13 s", "tokens a second": "29,681", "memory": "0.81 GB",
         "tensors, predicted": "0.59 GB", "measured": "0.56 GB", "training": "2.253", "gap": "0.047",
         "best held-out": "2.300", "at": "100%",
         "updates": "256", "learning rate": "0.0003", "warm-up": "13", "start": "2.0 s",
     }  # fmt: skip
-    assert results["32"]["behind the best"] == "0.012 (-0.012 to 0.036)"
+    assert results["32"]["behind the best"] == "0.012 (-0.026 to 0.050)"
     assert results["128"]["start"] == "2 min 30 s"
     names = ("status", "tensors, predicted", "measured", "behind the best")
     assert [results["512"][name] for name in names] == ["out of memory", "4.72 GB", "–", "–"]
@@ -140,6 +140,15 @@ def test_the_page_of_a_sweep(sweep):
         "Training loss over tokens", "Held-out loss over seconds of training", "Tensors by batch size",
         "Memory by batch size",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "labels", [["truncated", "reward"], ["evaluate", "sample"], ["a", "b", "learn", "_c"]]
+)
+def test_curves_of_a_picture_have_colours_of_their_own(labels):
+    colors = _colors_of(labels)
+    assert len(set(colors.values())) == len(labels)
+    assert all(colors[label] == COLORS[label] for label in labels if label in COLORS)
 
 
 def test_the_page_of_a_run(of_run, run_folder):

@@ -61,6 +61,10 @@ def test_settings_are_those_of_a_file_and_are_lowered_where_resources_are_low(tm
     assert less.batch_sizes == (8, 64) and less.total_tokens == 100_000 and less.eval_prompts == 20
     assert (less.layers, less.width, less.context) == (2, 128, 64)
     assert {"batch_sizes up to 64", "total_tokens 200000 to 100000", "width 256 to 128"} <= set(changes)
+    of_grpo = Sweep(objective="grpo", batch_sizes=(8,))
+    less_text, changes_of_text = shrunk(of_grpo)  # its length is the reward's, 144
+    assert less_text.max_new_tokens == 48 and "max_new_tokens as it is to 48" in changes_of_text
+    assert shrunk(replace(of_grpo, max_new_tokens=32))[0].max_new_tokens == 32
     named, _ = shrunk(replace(settings, arch=None))
     assert (named.layers, named.context) == (4, 64)  # its layers are what they are
     assert shrunk(less) == (less, [])

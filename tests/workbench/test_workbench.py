@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forked import forked_workers
-from scipy.stats import ttest_1samp
 from tokenizers import Tokenizer
 
 from grpo.config import Config
@@ -27,7 +26,6 @@ from grpo.workbench.corpus import Corpus, open_corpus, trained_tokenizer
 from grpo.workbench.lm import accumulate_lm, added_bytes, heldout_losses
 from grpo.workbench.models import model_shape, num_parameters, random_model
 from grpo.workbench.settings import FindMax, Task
-from grpo.workbench.sizes import paired_difference
 
 CPU = torch.device("cpu")
 
@@ -176,14 +174,3 @@ def test_how_a_task_ended_is_in_its_folder(tmp_path, monkeypatch, error, status,
     monkeypatch.setattr(trial, "train_lm", mock.Mock(side_effect=error))
     assert trial.do_task(tmp_path) == trial.Ended(status, message)
     assert json.loads((tmp_path / "ended.json").read_text()) == {"status": status, "message": message}
-
-
-def test_differences_of_the_same_rows_are_paired_and_neighbours_are_not_taken_for_independent():
-    """By hand: halves of 1 and 3, mean 2; twenty stretches whose means are 1 and 3 in turn."""
-    assert paired_difference([1.0], [1.0]) is None and paired_difference([1.0, 2.0], [1.0]) is None
-    ours = [1.0, 3.0] * 10
-    low, high = paired_difference(ours, [0.0] * 20)
-    expected = ttest_1samp(ours, 0.0).confidence_interval(0.95)
-    assert (low, high) == pytest.approx((expected.low, expected.high))
-    alike = [value for value in ours for _ in range(10)]  # ten neighbours say the same
-    assert paired_difference(alike, [0.0] * 200) == pytest.approx((low, high))

@@ -6,7 +6,8 @@ stays text. Left out: anything that would need a script, such as values under th
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import matplotlib as mpl
@@ -51,11 +52,12 @@ def line(
     dark to light. zoom: leave out what lies above where curves are after a tenth of their length, as a loss's
     first fall hides the rest.
     """
+    colors = _colors_of(curves)
     shades = mpl.colormaps["viridis"](np.linspace(0, 0.85, len(curves)))
     with mpl.rc_context(_STYLE):
         axes, drawn = Figure().subplots(), []
         for index, (label, name) in enumerate(curves.items()):
-            color = COLORS.get(label.removeprefix("_"), PALETTE[index % len(PALETTE)])
+            color = colors[label]
             values = np.array(points(records, x, name)).reshape(-1, 2) / (1, unit)
             if not len(values):
                 continue
@@ -77,6 +79,14 @@ def line(
         _scale(axes, drawn, by_size=x == BATCH_SIZE, zoom=zoom, from_zero=from_zero)
         figure = '<figure class="picture"><figcaption><strong>{}</strong> {}</figcaption>\n{}\n</figure>'
         return Markup(figure).format(title, caption, own_ids(_svg(axes), title))
+
+
+def _colors_of(labels: Iterable[str]) -> dict[str, str]:
+    """A colour for each label: its own, or one that no other label of the picture has, as far as they go."""
+    own = {label: COLORS.get(label.removeprefix("_")) for label in labels}
+    free = [color for color in PALETTE if color not in own.values()] or PALETTE
+    others = iter(cycle(free))
+    return {label: color or next(others) for label, color in own.items()}
 
 
 def own_ids(svg: str, name: str) -> Markup:

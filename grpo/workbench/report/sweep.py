@@ -7,10 +7,13 @@ would favour whoever was looked at most often.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
+from grpo.statistics import mean_interval, neighbours_interval
 from grpo.workbench.report.charts import BATCH_SIZE
 from grpo.workbench.report.read import Sweep, owned
 from grpo.workbench.report.text import Fact, show, show_figure
-from grpo.workbench.sizes import Record, figure, paired_difference
+from grpo.workbench.sizes import Record, figure
 
 FIGURES = (
     "status", "message", "is_finished", "tuned", "final_train", "final_heldout", "best_heldout", "seconds",
@@ -84,22 +87,31 @@ def size_records(sweep: Sweep) -> list[dict[str, Any]]:
         record["ran out"] = size.predicted_bytes if size.status == "out of memory" else None
         record["best_at"] = f"{size.best_heldout_at / size.done:.0%}" if size.best_heldout_at else None
         record[f"{size.batch_size}/end"] = heldout if size.is_finished else None
-        record |= _interval("final_heldout", size.heldout, [0.0] * len(size.heldout))
+        record |= _interval(sweep, "final_heldout", size.heldout)
         if heldout is not None and train is not None and sweep.header.get("objective") != "grpo":
             record["gap"] = sweep.sign * (train - heldout)
         if heldout is not None and size.is_finished and best and best.final_heldout is not None:
             record["behind"] = sweep.sign * (best.final_heldout - heldout) + 0.0  # no -0.0
             if size is not best:
                 better, worse = (best, size) if sweep.sign > 0 else (size, best)
-                record |= _interval("behind", better.heldout, worse.heldout)
+                record |= _interval(sweep, "behind", better.heldout, worse.heldout)
         records.append(record)
     return records
 
 
-def _interval(name: str, ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Of the mean of ours - theirs, on the same held-out rows, where it is known."""
-    ends = paired_difference(ours, theirs)
-    return {} if ends is None else {f"{name}/low": ends[0], f"{name}/high": ends[1]}
+def _interval(
+    sweep: Sweep, name: str, ours: Sequence[float], theirs: Sequence[float] | None = None
+) -> dict[str, float]:
+    """The interval of the mean of ours - theirs on the same held-out rows, where it is known.
+
+    Rows are prompts, or windows of a text, which are like their neighbours.
+    """
+    theirs = theirs or [0.0] * len(ours)
+    if len(ours) != len(theirs) or len(ours) < 2:
+        return {}
+    interval = mean_interval if sweep.header.get("objective") == "grpo" else neighbours_interval
+    low, high = interval(np.subtract(ours, theirs))
+    return {f"{name}/low": low, f"{name}/high": high}
 
 
 def facts(sweep: Sweep, sizes: Sequence[Record]) -> Iterator[Fact]:
