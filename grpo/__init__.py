@@ -19,9 +19,15 @@ if TYPE_CHECKING:
     from grpo.types import Step
 
 __all__ = [
-    "Config", "LoraSettings", "LossSettings", "OptimizerSettings", "PromptSettings", "SamplingSettings",
-    "Step", "Trainer",
-]  # fmt: skip
+    "Config",
+    "LoraSettings",
+    "LossSettings",
+    "OptimizerSettings",
+    "PromptSettings",
+    "SamplingSettings",
+    "Step",
+    "Trainer",
+]
 _PLACES = {"Config": "grpo.config", "Trainer": "grpo.trainer", "Step": "grpo.types"}
 
 

@@ -1,4 +1,4 @@
-"""What torch and its libraries read from the environment when they are loaded, and what malloc keeps.
+"""Sets environment variables that torch and its libraries read when they are loaded, and malloc's policy.
 
 Called before torch is loaded, so no torch here. Left out: starting again without malloc's cache of small
 blocks, which only `GLIBC_TUNABLES` can switch off.
@@ -13,9 +13,12 @@ from pathlib import Path
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _LOCAL_RANKS = (
-    "LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK",
+    "LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_RANK",
     "SLURM_LOCALID",
-)  # fmt: skip
+)
 _LEAST_ADDRESSES = 1.4 * 2**30
 """Measured with two threads: 1.3 GB were not enough to come to a first step, in words of our own or any."""
 _GROWING = "expandable_segments:True"
@@ -62,14 +65,14 @@ def _first_number(names: tuple[str, ...], default: int) -> int:
     return next((int(os.environ[name]) for name in names if os.environ.get(name)), default)
 
 
-def typed(command: str) -> str:
+def command_hint(command: str) -> str:
     """How to start one of `grpo.commands` from where the present one was: what to tell people to type."""
     from_a_file = not Path(sys.argv[0]).name.startswith("grpo-lean")
     return "python train_lean.py" if command == "train" and from_a_file else f"grpo-lean {command}"
 
 
 def unsupported() -> str | None:
-    """What to say where nothing would work: on another system, or with too few addresses (`ulimit -v`).
+    """Returns an error where nothing would work: on another system, or with too few addresses (`ulimit -v`).
 
     Where libraries run out of addresses they abort instead of raising.
     """
@@ -127,7 +130,7 @@ def keep_freed() -> None:
     """Have glibc's malloc keep what is freed for the next tensor, unless the user tunes it.
 
     A fresh page costs more than what is then done with it: a step of GPT-2 124 M spent a third of its time on
-    them. Until memory has run out once, see `give_back`.
+    them. Until memory has run out once, see `return_freed_memory`.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     tuned = "malloc.mmap" in tunables or "malloc.trim" in tunables
@@ -135,7 +138,7 @@ def keep_freed() -> None:
         _tune_malloc(mapped_from=2**31 - 1, trim_above=-1)
 
 
-def give_back() -> None:
+def return_freed_memory() -> None:
     """Give freed memory back from here on, and what is free now: it has run out, and gaps may be why."""
     if (libc := _glibc()) is not None:
         libc.malloc_trim(0)
@@ -143,7 +146,8 @@ def give_back() -> None:
 
 
 def free_bytes() -> int:
-    """What malloc holds and nobody uses; 0 where that is not known (glibc before 2.33, other libraries)."""
+    """Returns the bytes that malloc holds and nobody uses; 0 where that is not known (glibc before 2.33,
+    other libraries)."""
     mallinfo = getattr(_glibc(), "mallinfo2", None)
     if mallinfo is None:
         return 0

@@ -32,10 +32,11 @@ def write_whole(path: Path, text: str) -> None:
         file.write(text)
 
 
-def take_place(new: Path, place: Path) -> None:
+def replace_folder(new: Path, place: Path) -> None:
     """Let a folder take the place of another, which is set aside first and goes last.
 
-    So whatever ends the process, one of the two is on the disk; `put_back` is for what was set aside.
+    So whatever ends the process, one of the two is on the disk; what was set aside is put back by
+    `restore_interrupted_replace`.
     """
     backup = place.with_name(f".{place.name}{_ASIDE}")
     shutil.rmtree(backup, ignore_errors=True)
@@ -45,8 +46,8 @@ def take_place(new: Path, place: Path) -> None:
     shutil.rmtree(backup, ignore_errors=True)
 
 
-def put_back(folder: Path) -> None:
-    """What a process that was killed has set aside in `folder`; where another has its place, it goes."""
+def restore_interrupted_replace(folder: Path) -> None:
+    """Puts back what a killed process has set aside in `folder`; where another has its place, it goes."""
     for backup in folder.glob(f".*{_ASIDE}"):
         place = folder / backup.name.removeprefix(".").removesuffix(_ASIDE)
         if place.exists():

@@ -22,7 +22,7 @@ from grpo.evaluate.scores import Column
 from grpo.learning.advantages import zero_variance_groups
 from grpo.learning.loss import StepCounts
 from grpo.learning.objectives import Sums, accumulate_grpo, finish_grpo, with_advantage
-from grpo.memory import Size
+from grpo.memory import PassSize
 from grpo.memory.recovery import release_cache
 from grpo.rollout.decoder import has_static_cache, joins_rows
 from grpo.rollout.sample import begin_rollout
@@ -46,10 +46,10 @@ class Phases:
         run.fit.borrow_formula("evaluate", "sample")
         self._longest_prompt = run.longest_prompt
         self.cache_plan = run.work.cache_plan()
-        """What rows at once are planned to hold in pages while they are sampled."""
+        """The tokens that rows at once are planned to hold in pages while they are sampled."""
         self.tokens_twice = 0.0
         """Share of the last sampling's tokens that were sampled twice, as their rows had been given up."""
-        self._idle: Batch | None = None
+        self._padding: Batch | None = None
         """Groups without tokens that this process goes through as the others of a sharded model have more."""
 
     def sample_and_reward(self, step: int, prompts: list[Prompt]) -> tuple[Batch | None, Scores]:
@@ -84,33 +84,37 @@ class Phases:
         """
         config, run = self._run.config, self._run
         share, place = run.share(groups), {group: number for number, group in enumerate(groups)}
-        mine = Share([place[group] for group in share.groups], config.group_size, share.idle)
+        mine = Share([place[group] for group in share.groups], config.group_size, share.padding_groups)
         with run.clock("sample"):
             run.rewards.prepare(mine.of_groups(prompts))  # the engine works while the model writes
             if share:
                 uniforms = step_uniforms(
-                    len(prompts) * config.group_size, config.max_new_tokens,
-                    seed=config.seed, step=step, draw=draw,
-                )  # (N, max_new_tokens)  # fmt: skip
-                sampled = self._rollout(*self._with_idle(mine, prompts, uniforms), judged=len(mine.groups))
+                    len(prompts) * config.group_size,
+                    config.max_new_tokens,
+                    seed=config.seed,
+                    step=step,
+                    draw=draw,
+                )  # (N, max_new_tokens)
+                sampled = self._rollout(*self._with_padding(mine, prompts, uniforms), judged=len(mine.groups))
                 if draw == 0:
-                    idle = range(len(mine.groups), len(mine.groups) + mine.idle)
-                    self._idle = sampled.select_groups(idle).without_tokens() if idle else None
+                    padding = range(len(mine.groups), len(mine.groups) + mine.padding_groups)
+                    self._padding = sampled.select_groups(padding).without_tokens() if padding else None
         batch, part = None, None
         if share.groups:
             with run.clock("reward"):
-                batch = sampled.select_groups(range(len(share.groups))) if share.idle else sampled
+                batch = sampled.select_groups(range(len(share.groups))) if share.padding_groups else sampled
                 part = vars(run.rewards(batch))
         with run.clock("wait"):
             parts = run.world.exchange(f"the sampling of step {step}", part)
         return batch, Scores.join([Scores(**part) for part in parts if part])
 
-    def _with_idle(
+    def _with_padding(
         self, share: Share, prompts: list[Prompt], uniforms: Tensor
     ) -> tuple[list[Prompt], Tensor]:
-        """Prompts and uniforms of a share, the first prompts once more for its idle groups."""
-        idle = torch.zeros(share.idle * share.group_size, uniforms.shape[1])
-        return share.of_groups(prompts) + prompts[: share.idle], torch.cat([uniforms[share.rows], idle])
+        """Prompts and uniforms of a share, the first prompts once more for its padding."""
+        padding = torch.zeros(share.padding_groups * share.group_size, uniforms.shape[1])
+        padded = torch.cat([uniforms[share.rows], padding])
+        return share.of_groups(prompts) + prompts[: share.padding_groups], padded
 
     def _rollout(self, prompts: list[Prompt], uniforms: Tensor, *, judged: int) -> Batch:
         """Samples completions. Rewards begin with a group once it has ended, of the first `judged` groups."""
@@ -122,10 +126,16 @@ class Phases:
 
         def work(rows: int) -> Batch:
             sampling = begin_rollout(
-                run.sampler.model, run.policy.tokenizer, prompts, uniforms, config, rows=rows,
-                cache_tokens=plan.tokens, reusable=run.arena if run.records else None,
+                run.sampler.model,
+                run.policy.tokenizer,
+                prompts,
+                uniforms,
+                config,
+                rows=rows,
+                cache_tokens=plan.tokens,
+                reusable=run.arena if run.records else None,
                 stay_gathered=run.stays_gathered,
-            )  # fmt: skip
+            )
             for groups in sampling.whole_groups():
                 for group in groups:
                     if group < judged:
@@ -134,15 +144,21 @@ class Phases:
             self.tokens_twice = sampling.share_given_up
             return sampling.batch(prompts)
 
-        def took(rows: int, sampled: Batch) -> Size:
+        def took(rows: int, sampled: Batch) -> PassSize:
             is_static = has_static_cache(run.sampler.model.config)
             tokens = int(plan.tokens) if is_static else int(sampled.lengths.max())
-            return Size(min(rows, num_rows), tokens, max(map(len, sampled.context_ids)), batch_rows=num_rows)
+            return PassSize(
+                min(rows, num_rows), tokens, max(map(len, sampled.context_ids)), batch_rows=num_rows
+            )
 
         sampled = run.fit.run(
-            "sample", work, self._sample_size(num_rows, prompt_ids), took=took, kv_growth=kv_growth,
-            discard=self._release_arenas,
-        )  # fmt: skip
+            "sample",
+            work,
+            self._sample_size(num_rows, prompt_ids),
+            took=took,
+            kv_growth=kv_growth,
+            rollback=self._release_arenas,
+        )
         rows = run.fit.planned().get("sample", num_rows)
         if joins_rows(run.sampler.model) and (why := plan.see(sampled.lengths.tolist(), rows)):
             run.fit.reopen("sample", why)
@@ -151,10 +167,12 @@ class Phases:
                 arena.release()
         return sampled
 
-    def _sample_size(self, rows: int, prompt_ids: Sequence[Sequence[int]] = ()) -> Size:
+    def _sample_size(self, rows: int, prompt_ids: Sequence[Sequence[int]] = ()) -> PassSize:
         """Returns the size of so many rows that decode at once."""
         size = self._worst_case(rows, prompt_ids)
-        return size._replace(tokens=int(self.cache_plan.tokens), batch_rows=self._run.work.rows_here)
+        return size._replace(
+            completion_tokens=int(self.cache_plan.tokens), batch_rows=self._run.work.rows_here
+        )
 
     def _needed_bytes(self, *phases: str) -> float:
         """Returns the most bytes that one of these phases adds as planned: so much has to be free for it."""
@@ -170,10 +188,10 @@ class Phases:
         self._run.arena.release()
         self._run.eval_arena.release()
 
-    def _worst_case(self, rows: int, prompt_ids: Sequence[Sequence[int]] = ()) -> Size:
+    def _worst_case(self, rows: int, prompt_ids: Sequence[Sequence[int]] = ()) -> PassSize:
         """Returns the size of a batch of the longest texts there may be: rows are planned for those."""
         self._longest_prompt = max([self._longest_prompt, *map(len, prompt_ids)])
-        return Size(rows, self._run.config.max_new_tokens, self._longest_prompt)
+        return PassSize(rows, self._run.config.max_new_tokens, self._longest_prompt)
 
     def _packing(self, batch: Batch) -> dict[str, Any]:
         """How `streams` fills what so many rows of the longest texts take.
@@ -181,7 +199,10 @@ class Phases:
         The processes of a sharded model all have to make the same passes.
         """
         size = self._worst_case(1, batch.context_ids)
-        return {"longest": (size.shared, size.tokens), "of_equal_rows": self._run.config.shard}
+        return {
+            "longest": (size.prompt_tokens, size.completion_tokens),
+            "of_equal_rows": self._run.config.shard,
+        }
 
     def score(self, batch: Batch | None) -> Batch | None:
         """Returns the batch with log-probs under the policy so far and the reference, where they are wanted.
@@ -198,9 +219,9 @@ class Phases:
         return None if batch is None else batch.with_columns(**columns)
 
     def _logprobs(self, model: PreTrainedModel, batch: Batch | None) -> Tensor:
-        """Log-probs (K,) of a batch's tokens, through which idle groups go, too."""
+        """Log-probs (K,) of a batch's tokens, through which padding groups go, too."""
         run = self._run
-        rows_of = _with_idle_rows(batch, self._idle)
+        rows_of = _with_padding_rows(batch, self._padding)
         if rows_of is None:
             return torch.zeros(0)
         packing = self._packing(rows_of)
@@ -209,8 +230,8 @@ class Phases:
             lambda rows: score(model, rows_of, rows=rows, **packing, **run.work.scoring()),
             self._worst_case(len(rows_of), rows_of.context_ids),
             took=lambda rows, _: largest_stream(rows_of, rows, **packing),
-            discard=self._release_arenas,
-        )  # fmt: skip
+            rollback=self._release_arenas,
+        )
 
     def kl(self, batch: Batch | None) -> Tensor:
         """Returns the KL (k1) of each of the step's completions, (N,), from each process's log-probs."""
@@ -238,7 +259,7 @@ class Phases:
         counts = StepCounts(len(scores.lengths), int(counted.sum()), config.max_new_tokens)
         if batch is not None and kl_coef == 0 and not config.shard:  # there all make the same passes
             batch = with_advantage(batch)
-        batch = _with_idle_rows(batch, self._idle)
+        batch = _with_padding_rows(batch, self._padding)
 
         def accumulate() -> dict[str, float]:
             sums = self.accumulate(batch, counts, kl_coef)
@@ -264,35 +285,43 @@ class Phases:
                 run.policy.model, batch, counts, rows=rows, loss_scale=loss_scale, **packing, **options
             )
 
-        def discard() -> None:
+        def rollback() -> None:
             run.optimizer.zero_grad(set_to_none=True)
             self._release_arenas()
 
         return run.fit.run(
-            "learn", work, self._worst_case(len(batch), batch.context_ids),
+            "learn",
+            work,
+            self._worst_case(len(batch), batch.context_ids),
             took=lambda rows, _: largest_stream(batch, rows, **packing),
-            discard=discard,
-        )  # fmt: skip
+            rollback=rollback,
+        )
 
     def evaluate(self, step: int) -> Evaluation:
         """The greedy policy's answers to the held-out prompts; every process answers some of them."""
         config, run = self._run.config, self._run
         mine = run.eval_prompts[run.world.rank :: run.world.size]
-        idle = largest_share(len(run.eval_prompts), run.world.size) - len(mine) if config.shard else 0
-        prompts = mine + run.eval_prompts[:idle]  # the processes of a sharded model make the same passes
+        # The processes of a sharded model make the same passes.
+        padding = largest_share(len(run.eval_prompts), run.world.size) - len(mine) if config.shard else 0
+        prompts = mine + run.eval_prompts[:padding]
 
         def work(rows: int) -> Answers:
             return answer_heldout(
-                run.sampler.model, run.policy.tokenizer, prompts,
-                settings=SamplingSettings.of(config, temperature=0.0), rows=rows,
-                seed=config.seed, engine=run.engine, reusable=run.eval_arena if run.records else None,
-            )  # fmt: skip
+                run.sampler.model,
+                run.policy.tokenizer,
+                prompts,
+                settings=SamplingSettings.of(config, temperature=0.0),
+                rows=rows,
+                seed=config.seed,
+                engine=run.engine,
+                reusable=run.eval_arena if run.records else None,
+            )
 
         scores: dict[str, Column] = {}
         if prompts:
             tokens = self._longest_prompt + config.max_new_tokens  # each row has a prompt of its own
             rows = min(len(prompts), config.rollout_rows or EVAL_ROWS)
-            answers = run.fit.run("evaluate", work, Size(rows, tokens), discard=self._release_arenas)
+            answers = run.fit.run("evaluate", work, PassSize(rows, tokens), rollback=self._release_arenas)
             if run.fit.room_bytes() + run.arena.nbytes < self._needed_bytes("sample", "score", "learn"):
                 run.eval_arena.release()
             release_cache()  # of rows that are no step's
@@ -303,14 +332,14 @@ class Phases:
         return Evaluation.of(run.eval_prompts, interleave(everybodys))
 
 
-def _with_idle_rows(batch: Batch | None, idle: Batch | None) -> Batch | None:
-    """Puts idle groups, if there are any, behind a batch, with the same columns."""
-    if idle is None:
+def _with_padding_rows(batch: Batch | None, padding: Batch | None) -> Batch | None:
+    """Puts padding groups, if there are any, behind a batch, with the same columns."""
+    if padding is None:
         return batch
     columns = [
         name
         for name in ("credit", "old_logp", "ref_logp")
         if batch is None or getattr(batch, name) is not None
     ]
-    idle = idle.with_columns(**{name: torch.zeros(0) for name in columns})
-    return idle if batch is None else Batch.cat([batch, idle])
+    padding = padding.with_columns(**{name: torch.zeros(0) for name in columns})
+    return padding if batch is None else Batch.cat([batch, padding])

@@ -21,7 +21,7 @@ class Prompt:
 
     id: str
     text: str
-    """What goes into the model; of a conversation as the chat template renders it."""
+    """The text that goes into the model; a conversation as the chat template renders it."""
     columns: dict[str, Any]
     messages: Messages | None = None
     """The conversation that `text` was, if it was one."""
@@ -30,7 +30,7 @@ class Prompt:
 
     @property
     def lasting_text(self) -> str:
-        """What the prompt is known by from one day to another."""
+        """The prompt's name from one day to another."""
         return self.text if self.undated is None else self.undated
 
     @property

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     )
     from rewards.environment import referee
     from rewards.formats import (
-        BY_ROOK,
+        CASTLING_ALIASES,
         MAX_HISTORY,
         as_move,
+        canonical_uci,
         environment_prompt,
         is_fen,
         is_move,
@@ -35,13 +36,12 @@ if TYPE_CHECKING:
         parse_environment_completion,
         parse_policy_completion,
         policy_prompt,
-        usual_move,
     )
-    from rewards.policy import TOP, PolicyReward, Position, Truth, is_best
+    from rewards.policy import TOP, PolicyReward, Position, ReferenceMoves, is_best
     from rewards.weighted import WeightedReward
 
 __all__ = [
-    "BY_ROOK",
+    "CASTLING_ALIASES",
     "MATE_SCORE",
     "MAX_HISTORY",
     "PATIENCE_S",
@@ -52,10 +52,11 @@ __all__ = [
     "EnginePool",
     "PolicyReward",
     "Position",
-    "Truth",
+    "ReferenceMoves",
     "UciEngines",
     "WeightedReward",
     "as_move",
+    "canonical_uci",
     "environment_prompt",
     "find_stockfish",
     "is_best",
@@ -67,7 +68,6 @@ __all__ = [
     "policy_prompt",
     "referee",
     "require_stockfish",
-    "usual_move",
 ]
 _MODULES = {
     "REWARDS": "by_name",
@@ -80,7 +80,7 @@ _MODULES = {
     "find_stockfish": "engine",
     "require_stockfish": "engine",
     "referee": "environment",
-    "BY_ROOK": "formats",
+    "CASTLING_ALIASES": "formats",
     "MAX_HISTORY": "formats",
     "as_move": "formats",
     "environment_prompt": "formats",
@@ -90,11 +90,11 @@ _MODULES = {
     "parse_environment_completion": "formats",
     "parse_policy_completion": "formats",
     "policy_prompt": "formats",
-    "usual_move": "formats",
+    "canonical_uci": "formats",
     "PolicyReward": "policy",
     "Position": "policy",
     "TOP": "policy",
-    "Truth": "policy",
+    "ReferenceMoves": "policy",
     "is_best": "policy",
     "WeightedReward": "weighted",
 }

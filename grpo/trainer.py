@@ -22,7 +22,7 @@ from grpo.evaluate import Evaluation
 from grpo.learning.advantages import field_credit, group_advantages
 from grpo.learning.loss import adaptive_kl
 from grpo.learning.optimizer import learning_rate, set_learning_rate
-from grpo.learning.step import Stepper
+from grpo.learning.step import GuardedOptimizer
 from grpo.phases import Phases
 from grpo.run.checkpoint import Checkpoint
 from grpo.run.inputs import Inputs
@@ -60,10 +60,13 @@ class Trainer:
                 run = opened.enter_context(open_run(run, Inputs(model, tokenizer, prompts, rewards)))
             self.run, self.config = run, run.config
             self.phases = Phases(run)
-            self.stepper = Stepper(
-                run.policy.model, run.optimizer, self.config.max_grad_norm,
-                updating=lambda: run.clock("update"), loss_scale=run.loss_scale,
-            )  # fmt: skip
+            self.stepper = GuardedOptimizer(
+                run.policy.model,
+                run.optimizer,
+                self.config.max_grad_norm,
+                updating=lambda: run.clock("update"),
+                loss_scale=run.loss_scale,
+            )
             self.progress = Progress(self.config.steps, self.config.minutes)
             self.logs = RunLog(run, console or Console(quiet=True), self.progress)
             self.finished = self.num_tokens = 0

@@ -1,4 +1,4 @@
-"""What takes longer than some seconds: a progress bar, where somebody watches, or a log line that says what.
+"""Progress of long work: a bar, where somebody watches, or a log line that says what it is.
 
 Only entry points say where (`show_on`), as with logging. A bar goes away when it is full.
 """
@@ -20,13 +20,13 @@ _console: Console | None = None
 
 
 def show_on(console: Console | None) -> None:
-    """Where bars appear, if that is a terminal; None: nowhere."""
+    """Chooses the console for bars, if that is a terminal; None: no bars."""
     global _console
     _console = console if console is not None and console.is_terminal else None
 
 
 @contextmanager
-def told_if_slow(what: str) -> Iterator[None]:
+def log_if_slow(what: str) -> Iterator[None]:
     """A log line, "loading the model …", where that takes longer than `SLOW_S` seconds."""
     timer = threading.Timer(SLOW_S, logger.info, ("{} …", what))
     timer.daemon = True
@@ -38,7 +38,7 @@ def told_if_slow(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[Done]:
+def progress_bar(what: str) -> Iterator[Done]:
     """For the time of a task that says how far it is, from 0 to 1."""
     columns = TextColumn(what), BarColumn(20), TimeRemainingColumn()
     with Progress(*columns, console=_console, transient=True, disable=_console is None) as bar:

@@ -1,4 +1,4 @@
-"""What an engine says of a position, and the file that remembers it from one run to the next."""
+"""An engine's analysis of a position, and the file that keeps it from one run to the next."""
 
 import os
 import sqlite3

@@ -23,7 +23,7 @@ from chess.engine import EngineError as EngineFailed
 from loguru import logger
 
 from .analysis import Analysis, AnalysisCache
-from .formats import legal_move, usual_move
+from .formats import canonical_uci, legal_move
 
 MATE_SCORE = 100_000
 """Centipawns of a mate on the board; a mate in n is worth ±(1000 - n/100) pawns."""
@@ -57,7 +57,7 @@ def find_stockfish(path: str | None = None) -> str | None:
 
 
 def require_stockfish(path: str | None = None) -> str:
-    """What `find_stockfish` finds; EngineError where there is none."""
+    """Returns the path of `find_stockfish`; EngineError where there is none."""
     if executable := find_stockfish(path):
         return executable
     raise EngineError("Stockfish was not found: install it (apt-get install stockfish) or give its path")
@@ -91,9 +91,14 @@ class UciEngines:
     """
 
     def __init__(
-        self, command: Sequence[str], count: int, configure: Callable[[SimpleEngine], None], *,
-        timeout_s: float, attempts: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        command: Sequence[str],
+        count: int,
+        configure: Callable[[SimpleEngine], None],
+        *,
+        timeout_s: float,
+        attempts: int = 1,
+    ) -> None:
         self._command, self._configure = list(command), configure
         self._timeout_s, self._attempts = timeout_s, attempts
         self.engines: list[SimpleEngine | None] = [None] * count
@@ -115,7 +120,8 @@ class UciEngines:
             raise
 
     def submit(self, ask: Ask[T], fen: str) -> Future[T]:
-        """What `ask` returns of an engine. EngineError, in the future, where all attempts fail."""
+        """Returns the future result of `ask`, of an engine. It holds an EngineError where all attempts
+        fail."""
         self.check_open()
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()  # whom it is given to may share it: nobody can cancel it
@@ -195,7 +201,7 @@ class UciEngines:
             raise EngineError(f"{' '.join(self._command)} is not a working UCI engine: {reason}") from error
 
     def _last_words(self, place: int) -> str:
-        """What an engine that has ended said of itself: its errors, or if it named none its last lines."""
+        """Returns the errors that an engine printed which has ended, or if there are none its last lines."""
         lines = list(self._said[place])
         errors = [line for line in lines if "error" in line.lower()]
         return f"; it said: {' '.join(errors or lines)}" if lines else ""
@@ -218,9 +224,13 @@ class EnginePool:
     """
 
     def __init__(
-        self, path: str | None = None, *, depth: int = 8, num_engines: int = 1,
+        self,
+        path: str | None = None,
+        *,
+        depth: int = 8,
+        num_engines: int = 1,
         cache_path: str | Path | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         for name, number in (("depth", depth), ("num_engines", num_engines)):
             if number < 1:
                 raise ValueError(f"{name}={number}: must be at least 1")
@@ -243,7 +253,7 @@ class EnginePool:
             raise ValueError(f"not a legal position, {board.status()!r}: {fen!r}")
         if illegal := sorted(move for move in moves if legal_move(board, move) is None):
             raise ValueError(f"not legal in {fen!r}: {illegal}")
-        moves = sorted({usual_move(board, move) for move in moves})
+        moves = sorted({canonical_uci(board, move) for move in moves})
         key = f"{self._key}|{fen}|{' '.join(moves)}"
 
         def analyse(engine: SimpleEngine) -> Analysis:

@@ -18,7 +18,7 @@ import chess
 
 MAX_HISTORY = 10
 
-BY_ROOK = {"e1h1": "e1g1", "e1a1": "e1c1", "e8h8": "e8g8", "e8a8": "e8c8"}
+CASTLING_ALIASES = {"e1h1": "e1g1", "e1a1": "e1c1", "e8h8": "e8g8", "e8a8": "e8c8"}
 """Castling by the rook's square, and by the king's step."""
 
 _MOVE = re.compile(r"[a-h][1-8][a-h][1-8][qrbn]?")
@@ -28,7 +28,7 @@ _LABEL = re.compile(r"([MEB]:)")
 
 @dataclass(frozen=True)
 class PolicyCompletion:
-    """What a model wrote after `P: {fen}`, field by field.
+    """A completion of `P: {fen}`, field by field.
 
     Entries that are not a UCI move, or not a finite number, are None. `best` is "" where the
     field is missing. `in_order` means M:, E: and B: once each, in that order, nothing before.
@@ -53,7 +53,7 @@ class PolicyCompletion:
 
 @dataclass(frozen=True)
 class EnvironmentCompletion:
-    """What a model wrote after `A: {fen}+{action}+{history}+`. A field it got wrong is None."""
+    """A completion of `A: {fen}+{action}+{history}+`. A field it got wrong is None."""
 
     next_fen: str
     reward: float | None
@@ -104,12 +104,12 @@ def legal_move(board: chess.Board, text: str) -> chess.Move | None:
         return None
 
 
-def usual_move(board: chess.Board, text: str) -> str:
+def canonical_uci(board: chess.Board, text: str) -> str:
     """A legal move as all here write it, castling by the king's step (e1g1); any other text as it is.
 
     Moves that come in are written so before they are compared as text.
     """
-    move = legal_move(board, text) if text in BY_ROOK else None
+    move = legal_move(board, text) if text in CASTLING_ALIASES else None
     return text if move is None else move.uci()
 
 

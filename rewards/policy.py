@@ -19,7 +19,7 @@ import chess
 
 from .analysis import Analysis
 from .engine import MULTIPV, EngineError, EnginePool
-from .formats import PolicyCompletion, parse_policy_completion, policy_field, usual_move
+from .formats import PolicyCompletion, canonical_uci, parse_policy_completion, policy_field
 from .weighted import Text, WeightedReward
 
 TOP = MULTIPV
@@ -40,27 +40,31 @@ class Position:
         return Position(board, board.fen(), frozenset(move.uci() for move in board.legal_moves))
 
     def usual(self, written: PolicyCompletion) -> PolicyCompletion:
-        """The same with moves as `legal` has them, see `usual_move`."""
-        moves = tuple(move and usual_move(self.board, move) for move in written.moves)
-        return dataclasses.replace(written, moves=moves, best=usual_move(self.board, written.best))
+        """The same with moves as `legal` has them, see `canonical_uci`."""
+        moves = tuple(move and canonical_uci(self.board, move) for move in written.moves)
+        return dataclasses.replace(written, moves=moves, best=canonical_uci(self.board, written.best))
 
 
 @dataclass(frozen=True)
-class Truth:
-    """What is known of a position. `ranks` (0 is best) of the ranked moves, `evals` in pawns."""
+class ReferenceMoves:
+    """Known moves and evals of a position. `ranks` (0 is best) of the ranked moves, `evals` in pawns."""
 
     legal: frozenset[str]
     ranks: Mapping[str, int]
     evals: Mapping[str, float]
 
     @staticmethod
-    def from_engine(position: Position, best: Analysis, others: Mapping[str, float]) -> "Truth":
+    def from_engine(position: Position, best: Analysis, others: Mapping[str, float]) -> "ReferenceMoves":
         """The engine's own order of its best moves, and the evals of `others` as well."""
         ranks = {move: rank for rank, move in enumerate(best.moves)}
-        return Truth(position.legal, ranks, {**others, **dict(zip(best.moves, best.evals, strict=True))})
+        return ReferenceMoves(
+            position.legal, ranks, {**others, **dict(zip(best.moves, best.evals, strict=True))}
+        )
 
     @staticmethod
-    def from_labels(position: Position, moves: Sequence[str], numbers: Sequence[float]) -> "Truth | None":
+    def from_labels(
+        position: Position, moves: Sequence[str], numbers: Sequence[float]
+    ) -> "ReferenceMoves | None":
         """By eval alone: labels come shuffled, so equal evals share the better rank.
 
         numbers: the evals. None where no move is legal. ValueError unless there is one finite eval a move.
@@ -71,13 +75,13 @@ class Truth:
             raise ValueError(f"evals are finite numbers of pawns, not {list(numbers)}")
         evals: dict[str, float] = {}
         for text, number in zip(moves, numbers, strict=True):
-            if (move := usual_move(position.board, text)) in position.legal:
+            if (move := canonical_uci(position.board, text)) in position.legal:
                 evals[move] = max(float(number), evals.get(move, -math.inf))
         ranks = {move: sum(other > value for other in evals.values()) for move, value in evals.items()}
-        return Truth(position.legal, ranks, evals) if evals else None
+        return ReferenceMoves(position.legal, ranks, evals) if evals else None
 
 
-def best_move(written: PolicyCompletion, truth: Truth) -> float:
+def best_move(written: PolicyCompletion, truth: ReferenceMoves) -> float:
     """1.0 the best move, 0.7 in the top 3, 0.5 in the top 5, 0.1 legal, else 0."""
     if written.best not in truth.legal:
         return 0.0
@@ -85,13 +89,13 @@ def best_move(written: PolicyCompletion, truth: Truth) -> float:
     return 1.0 if rank == 0 else 0.7 if rank < 3 else 0.5 if rank < TOP else 0.1
 
 
-def move_candidates(written: PolicyCompletion, truth: Truth) -> float:
+def move_candidates(written: PolicyCompletion, truth: ReferenceMoves) -> float:
     """Share of the listed entries in the top 5; a move listed twice earns once."""
     top = {move for move in written.moves if move is not None and truth.ranks.get(move, TOP) < TOP}
     return len(top) / len(written.moves) if written.moves else 0.0
 
 
-def evaluations(written: PolicyCompletion, truth: Truth) -> float:
+def evaluations(written: PolicyCompletion, truth: ReferenceMoves) -> float:
     """Mean over the listed moves of 1 - min(1, |e - t| / max(|t|, 1 pawn)), t that same move's truth.
 
     An illegal move, a move listed before and a missing or unreadable eval earn 0. A legal move without
@@ -112,12 +116,12 @@ def evaluations(written: PolicyCompletion, truth: Truth) -> float:
     return sum(scores) / len(scores) if scores else 0.0
 
 
-def legal(written: PolicyCompletion, truth: Truth) -> float:
+def legal(written: PolicyCompletion, truth: ReferenceMoves) -> float:
     """1 for a legal move in B:, else nothing."""
     return float(written.best in truth.legal)
 
 
-def is_best(written: PolicyCompletion, truth: Truth) -> float:
+def is_best(written: PolicyCompletion, truth: ReferenceMoves) -> float:
     """1 for the best move, else nothing."""
     return float(best_move(written, truth) == 1.0)
 
@@ -126,7 +130,7 @@ WEIGHTS = {"best_move": 4.0, "format": 2.0, "move_candidates": 1.5, "evaluations
 LEGAL_WEIGHTS = {**WEIGHTS, "legal": 4.0}
 """For a model that still breaks the rules: the default pays 0.1 of best_move for keeping them."""
 _LABELS = {"move_candidates": "M:", "evaluations": "E:", "best_move": "B:", "is_best": "B:", "legal": "B:"}
-"""Of the fields that components judge; the others judge all."""
+"""Fields that components judge; the other components judge all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +183,7 @@ class PolicyReward(WeightedReward):
         self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
     ) -> list[dict[str, float]]:
         written = [parse_policy_completion(text) for text in completions]
-        truths: list[Truth | None] = [None] * len(written)
+        truths: list[ReferenceMoves | None] = [None] * len(written)
         if self._needs_truth():
             positions = self._positions(prompts, columns)
             pairs = zip(positions, written, strict=True)
@@ -203,7 +207,7 @@ class PolicyReward(WeightedReward):
 
     def _from_engine(
         self, engine: EnginePool, positions: Sequence[Position | None], written: Sequence[PolicyCompletion]
-    ) -> list[Truth | None]:
+    ) -> list[ReferenceMoves | None]:
         asked = {p.fen: engine.submit(p.fen) for p in dict.fromkeys(positions) if p is not None}
         best = {fen: future.result() for fen, future in asked.items()}
         # One question a move: the eval of a move must not depend on what its siblings listed.
@@ -214,16 +218,18 @@ class PolicyReward(WeightedReward):
                 for move in position.legal.intersection(completion.moves).difference(best[fen].moves, known):
                     known[move] = engine.submit(fen, [move])
         evals = {fen: {m: f.result().evals[0] for m, f in moves.items()} for fen, moves in others.items()}
-        return [p if p is None else Truth.from_engine(p, best[p.fen], evals[p.fen]) for p in positions]
+        return [
+            p if p is None else ReferenceMoves.from_engine(p, best[p.fen], evals[p.fen]) for p in positions
+        ]
 
     def _from_labels(
         self, positions: Sequence[Position | None], moves: Sequence[Any], evals: Sequence[Any]
-    ) -> list[Truth | None]:
-        truths: list[Truth | None] = []
+    ) -> list[ReferenceMoves | None]:
+        truths: list[ReferenceMoves | None] = []
         for position, row_moves, row_evals in zip(positions, moves, evals, strict=True):
             truth = None
             if position is not None and row_moves is not None and row_evals is not None and len(row_moves):
-                truth = Truth.from_labels(position, row_moves, row_evals)
+                truth = ReferenceMoves.from_labels(position, row_moves, row_evals)
             if position is not None and truth is None:
                 self._leave_out("no engine and no labels", "see with_engine, or give columns moves and evals")
             truths.append(truth)

@@ -1,4 +1,4 @@
-"""What both rewards are: named components, each in [0, 1], and their weighted mean.
+"""The base of both rewards: named components, each in [0, 1], and their weighted mean.
 
 The calling convention is TRL 1.16's: `reward(prompts=, completions=, completion_ids=, **columns)`
 gives a float a row, or None where the prompt is another reward's. A component that cannot be scored
@@ -34,7 +34,7 @@ class WeightedReward(abc.ABC):
     weights: Mapping[str, float]
 
     prefix: ClassVar[str]
-    """What its prompts start with."""
+    """The prefix of its prompts."""
     reads: ClassVar[tuple[str, ...]]
     """The columns it reads; one that is absent, or None in a row, is read from the prompt instead."""
     from_truth: ClassVar[Mapping[str, Callable[[Any, Any], float]]]
@@ -90,7 +90,7 @@ class WeightedReward(abc.ABC):
         return 0, len(completion)
 
     def shares(self, row: Mapping[str, float]) -> dict[str, float]:
-        """What each component of one row adds to `mean`."""
+        """Returns what each component of one row adds to `mean`."""
         total = sum(self.weights[name] for name in row)
         return {name: self.weights[name] * value / total for name, value in row.items()} if total else {}
 

@@ -66,9 +66,12 @@ def main(
         rows.append({"seconds a step": name, **shown, "times": f"{ratio:.2f} ({low:.2f} to {high:.2f})"})
     peaks = {side: _median([steps[-1] for steps in runs], ["memory/peak_gb"]) for side, runs in found.items()}
     rows.append(
-        {"seconds a step": "peak, GB", **{side: f"{peak:.2f}" for side, peak in peaks.items()},
-         "times": f"{peaks[commit] / peaks['here']:.2f}"}
-    )  # fmt: skip
+        {
+            "seconds a step": "peak, GB",
+            **{side: f"{peak:.2f}" for side, peak in peaks.items()},
+            "times": f"{peaks[commit] / peaks['here']:.2f}",
+        }
+    )
     CONSOLE.print(table(rows, title=" ".join(flags)))
     tokens = [
         [step["completions/mean_length"] for step in steps] for runs in found.values() for steps in runs

@@ -39,7 +39,7 @@ from grpo.workbench.pictures import picture
 
 TASK = "gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=2"
 RISE, SURELY = 0.15, 0.05
-"""Of held-out accuracy, and the lower end of its interval."""
+"""The least rise of held-out accuracy, and of the lower end of its interval."""
 
 
 def main(
@@ -87,11 +87,20 @@ def main(
     for file, part in zip(files.values(), parts, strict=True):
         file.write_text("".join(f"{json.dumps(asked(row, system))}\n" for row in part), encoding="utf-8")
     work = Work(
-        "ours", str(model), str(files["prompts"]), str(output), steps + 1, batch_size=batch_size,
-        max_new_tokens=new_tokens, train_rows=train_rows, kl_coef=0.0, learning_rate=learning_rate,
+        "ours",
+        str(model),
+        str(files["prompts"]),
+        str(output),
+        steps + 1,
+        batch_size=batch_size,
+        max_new_tokens=new_tokens,
+        train_rows=train_rows,
+        kl_coef=0.0,
+        learning_rate=learning_rate,
         temperature=temperature,
-        rewards=(reward,), heldout=str(files["heldout"]),
-    )  # fmt: skip
+        rewards=(reward,),
+        heldout=str(files["heldout"]),
+    )
     found: dict[str, list[dict[str, Any]]] = {}
     for seed in range(seeds):
         folder = output / f"seed-{seed}"
@@ -117,7 +126,7 @@ def asked(row: dict[str, Any], system: str | None) -> dict[str, Any]:
 
 
 def curves(work: Work, names: tuple[Name, ...], every: int) -> dict[str, list[dict[str, Any]]]:
-    """Of each side, what it reports of its steps; with `look` in it what it then answered."""
+    """Returns each side's reports of its steps; with `look` in them its answers."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with ExitStack() as stack:
         workers = {name: Worker(replace(work, name=name)) for name in names}
@@ -131,9 +140,14 @@ def curves(work: Work, names: tuple[Name, ...], every: int) -> dict[str, list[di
                     record["look"] = workers[name].step("look\n")
                     logger.info(
                         "seed {} {} step {}: {:.1f} s, right {:.1%}, ended {:.1%}, {:.0f} tokens",
-                        work.seed, name, step, record["seconds"], record["look"]["right"],
-                        record["look"]["ended"], record["look"]["tokens"],
-                    )  # fmt: skip
+                        work.seed,
+                        name,
+                        step,
+                        record["seconds"],
+                        record["look"]["right"],
+                        record["look"]["ended"],
+                        record["look"]["tokens"],
+                    )
                 found[name].append(record)
     return {f"{name}, seed {work.seed}": steps for name, steps in found.items()}
 
@@ -145,20 +159,24 @@ def change(steps: list[dict[str, Any]]) -> tuple[float, float, float]:
 
 
 def row_for(name: str, steps: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, str]:
-    """Of the table. others: the first side's steps; in the first of all the drop-in still measures."""
+    """Makes a row of the table. others: the first side's steps; in its very first the drop-in still
+    measures."""
     first, last = steps[0]["look"], steps[-1]["look"]
     ratio, least, most = times_as_much(*([step["seconds"] for step in side[2:]] for side in (steps, others)))
     rise, low, high = change(steps)
     seconds = [step["seconds"] for step in steps[1:]]
     return {
-        "": name, "right before": f"{first['right']:.1%}", "after": f"{last['right']:.1%}",
+        "": name,
+        "right before": f"{first['right']:.1%}",
+        "after": f"{last['right']:.1%}",
         "change": f"{100 * rise:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})",
         "within the tokens of training": f"{first['short']:.1%} to {last['short']:.1%}",
         "ended": f"{first['ended']:.1%} to {last['ended']:.1%}",
-        "minutes": f"{sum(seconds) / 60:.1f}", "s a step": f"{np.median(seconds):.1f}",
+        "minutes": f"{sum(seconds) / 60:.1f}",
+        "s a step": f"{np.median(seconds):.1f}",
         "times the first's": f"{ratio:.2f} ({least:.2f} to {most:.2f})",
         "peak, GB": f"{steps[-1]['peak_bytes'] / 2**30:.2f}",
-    }  # fmt: skip
+    }
 
 
 def draw(found: dict[str, list[dict[str, Any]]], batch_size: int, file: Path) -> None:
@@ -168,8 +186,12 @@ def draw(found: dict[str, list[dict[str, Any]]], batch_size: int, file: Path) ->
             looks = [step for step, record in enumerate(steps) if "look" in record]
             seconds = list(accumulate(record["seconds"] for record in steps))
             right = [100 * steps[step]["look"]["right"] for step in looks]
-            style = {"color": f"C{get_args(Name).index(name.rpartition(', seed')[0])}", "marker": ".",
-                     "linestyle": ("-", "--", ":")[int(name[-1]) % 3], "label": name}  # fmt: skip
+            style = {
+                "color": f"C{get_args(Name).index(name.rpartition(', seed')[0])}",
+                "marker": ".",
+                "linestyle": ("-", "--", ":")[int(name[-1]) % 3],
+                "label": name,
+            }
             over_time.plot([seconds[step] / 60 for step in looks], right, **style)
             over_samples.plot([step * batch_size for step in looks], right, **style)
         over_time.set(xlabel="minutes of training", ylabel="held-out problems right, percent (greedy)")

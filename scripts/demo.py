@@ -9,7 +9,7 @@ import tyro
 from grpo.environment import set_library_defaults
 
 SAMPLES = 2
-"""Of each held-out prompt at temperature 1, besides the greedy answer."""
+"""Samples of each held-out prompt at temperature 1, besides the greedy answer."""
 
 
 def main(

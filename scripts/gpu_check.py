@@ -1,4 +1,4 @@
-"""What a CUDA card shows of memory and speed; see gpu_check.sh, which runs it."""
+"""Checks memory and speed on a CUDA card; see gpu_check.sh, which runs it."""
 
 import sys
 

@@ -26,7 +26,7 @@ from grpo.run.screen import configure_logging
 from grpo.types import Prompt
 
 SAMPLES = 4
-"""Of each held-out prompt."""
+"""Samples of each held-out prompt."""
 
 
 def main(

@@ -38,7 +38,7 @@ MEMORY_BYTES, SECONDS = 6 * 2**30, 600
 
 
 class Found(NamedTuple):
-    """What came of one kind."""
+    """The result of one kind."""
 
     kind: str
     verdict: Literal["trains", "refused", "not made", "wrong"]
@@ -74,8 +74,10 @@ def main(
     for found in results:
         if kinds or found.verdict == "wrong":
             print(*found, sep=" | ")
-    counts = {verdict: sum(found.verdict == verdict for found in results)
-              for verdict in ("trains", "refused", "not made", "wrong")}  # fmt: skip
+    counts = {
+        verdict: sum(found.verdict == verdict for found in results)
+        for verdict in ("trains", "refused", "not made", "wrong")
+    }
     print(f"{counts} of {len(chosen)} kinds in {(time.monotonic() - begun) / 60:.0f} min")
     return int(counts["wrong"] > 0)
 

@@ -1,4 +1,4 @@
-"""What a release has to show, and a change need not, part by part: `make proof`. Half an hour on two cores.
+"""The proof of a release, part by part: `make proof`. Half an hour on two cores.
 
 Benchmarks at their smallest, rates and accuracy, faults and fuzzing, a browser, training that improves, the
 installed wheel, several processes, a card where there is one, and faults made in the source.
@@ -26,7 +26,7 @@ SHOWN = 15
 
 
 @dataclass(frozen=True)
-class Part:
+class ProofPart:
     """One command that ends with 0 if it holds. minutes: its limit, some five times what it takes alone."""
 
     name: str
@@ -34,10 +34,10 @@ class Part:
     command: str
     proves: str
     needs: Sequence[str] = ()
-    """What it needs, and programs of which one shows that it is there."""
+    """The thing that it needs, and programs of which one shows that it is there."""
 
     def words(self, folder: Path) -> list[str]:
-        """Of the command, in which a script or a module stands for what starts it."""
+        """The words of the command, in which a script or a module stands for what starts it."""
         first, *rest = (word.format(folder=folder) for word in shlex.split(self.command))
         if first.endswith(".py"):
             return [sys.executable, f"scripts/{first}", *rest]
@@ -54,39 +54,71 @@ class Part:
 CARD = "card", "nvidia-smi"
 CHROMIUM = "Chromium", "chromium", "chromium-browser"
 TOGETHER = (
-    Part("accuracy", 8, "benchmark_memory.py --quick", "tensors add what was said before"),
-    Part("faults", 8, "pytest tests/proof/faults_on_the_disk.py", "full disks and SIGKILL lose nothing"),
-    Part("fuzz", 10, "pytest tests/proof/bad_input.py", "whatever comes in, no traceback"),
-    Part("leaks", 10, "pytest tests/proof/leak_rates.py", "leaks are found, and not where none is"),
-    Part("trl", 15, "pytest tests/proof/grid_of_trl.py", "steps are TRL's, however they are split"),
-    Part("trl-tests", 5, "pytest tests/proof/own_tests_of_trl.py", "tests of its kind run with ours"),
-    Part("chat", 10, "pytest tests/proof/real_chat_model.py", "a real chat model answers as it should"),
-    Part("models", 60, "models_page.py --page {folder}/models.md --at-once 1",
-         "a step of every kind that transformers lists"),
-    Part("uci", 5, "pytest tests/proof/uci_games.py", "games by the clock, and nonsense"),
-    Part("learning-curve", 5, "learning_curve.py --output {folder} --seeds 1 --steps 1"
-         " --batch-size 16 --heldout 4 --minutes 0.03", "at learning rate 0 nothing moves"),
-    Part("card-small", 8, "sh scripts/gpu_check.sh --small --output {folder}/small.json", "its parts run"),
-    Part("documented", 8, "pytest tests/proof/as_documented.py", "accelerate starts one run"),
-    Part("installed", 8, "pytest tests/proof/installed.py", "the wheel trains anywhere"),
-    Part("browser", 8, "pytest tests/proof/report_in_browser.py", "reports in Chromium", CHROMIUM),
-    Part("examples", 15, "pytest -p tests.proof.more_examples --hypothesis-profile=proof tests",
-         "properties, by 20 times as many new examples"),
-    Part("tokens", 5, "pytest tests/invariances/test_sampled.py -k few -s --hypothesis-profile=proof",
-         "of 10,000 tokens in fp32 and bf16 few depend on rows"),
-)  # fmt: skip
+    ProofPart("accuracy", 8, "benchmark_memory.py --quick", "tensors add what was said before"),
+    ProofPart("faults", 8, "pytest tests/proof/faults_on_the_disk.py", "full disks and SIGKILL lose nothing"),
+    ProofPart("fuzz", 10, "pytest tests/proof/bad_input.py", "whatever comes in, no traceback"),
+    ProofPart("leaks", 10, "pytest tests/proof/leak_rates.py", "leaks are found, and not where none is"),
+    ProofPart("trl", 15, "pytest tests/proof/grid_of_trl.py", "steps are TRL's, however they are split"),
+    ProofPart("trl-tests", 5, "pytest tests/proof/own_tests_of_trl.py", "tests of its kind run with ours"),
+    ProofPart("chat", 10, "pytest tests/proof/real_chat_model.py", "a real chat model answers as it should"),
+    ProofPart(
+        "models",
+        60,
+        "models_page.py --page {folder}/models.md --at-once 1",
+        "a step of every kind that transformers lists",
+    ),
+    ProofPart("uci", 5, "pytest tests/proof/uci_games.py", "games by the clock, and nonsense"),
+    ProofPart(
+        "learning-curve",
+        5,
+        "learning_curve.py --output {folder} --seeds 1 --steps 1 --batch-size 16 --heldout 4 --minutes 0.03",
+        "at learning rate 0 nothing moves",
+    ),
+    ProofPart(
+        "card-small", 8, "sh scripts/gpu_check.sh --small --output {folder}/small.json", "its parts run"
+    ),
+    ProofPart("documented", 8, "pytest tests/proof/as_documented.py", "accelerate starts one run"),
+    ProofPart("installed", 8, "pytest tests/proof/installed.py", "the wheel trains anywhere"),
+    ProofPart("browser", 8, "pytest tests/proof/report_in_browser.py", "reports in Chromium", CHROMIUM),
+    ProofPart(
+        "examples",
+        15,
+        "pytest -p tests.proof.more_examples --hypothesis-profile=proof tests",
+        "properties, by 20 times as many new examples",
+    ),
+    ProofPart(
+        "tokens",
+        5,
+        "pytest tests/invariances/test_sampled.py -k few -s --hypothesis-profile=proof",
+        "of 10,000 tokens in fp32 and bf16 few depend on rows",
+    ),
+)
 """That may share the machine."""
 ALONE = (
-    Part("race", 8, "benchmark.py --only shape --rounds 1 --best", "no slower than TRL, in less memory"),
-    Part("overhead", 5, "pytest tests/proof/memory_at_work.py -k percent",
-         "watching memory takes 1 % of a step"),
-    Part("limits", 15, "pytest tests/proof/memory_at_work.py -k limit",
-         "the least limit that is named is enough, and twice the need costs no time"),
-    Part("improves", 30, "demo.py --steps 20 --minutes 30 --must-improve", "GRPO improves rook-tiny"),
-    Part("card", 8, "sh scripts/gpu_check.sh --quick --output {folder}/card.json", "a card's speed", CARD),
-    Part("mutants", 30, "pytest -n 2 --dist=load tests/proof/mutants.py",
-         "faults made in the source are noticed by the tests"),
-)  # fmt: skip
+    ProofPart("race", 8, "benchmark.py --only shape --rounds 1 --best", "no slower than TRL, in less memory"),
+    ProofPart(
+        "overhead",
+        5,
+        "pytest tests/proof/memory_at_work.py -k percent",
+        "watching memory takes 1 % of a step",
+    ),
+    ProofPart(
+        "limits",
+        15,
+        "pytest tests/proof/memory_at_work.py -k limit",
+        "the least limit that is named is enough, and twice the need costs no time",
+    ),
+    ProofPart("improves", 30, "demo.py --steps 20 --minutes 30 --must-improve", "GRPO improves rook-tiny"),
+    ProofPart(
+        "card", 8, "sh scripts/gpu_check.sh --quick --output {folder}/card.json", "a card's speed", CARD
+    ),
+    ProofPart(
+        "mutants",
+        30,
+        "pytest -n 2 --dist=load tests/proof/mutants.py",
+        "faults made in the source are noticed by the tests",
+    ),
+)
 """That compare speeds, or keep all cores busy by themselves."""
 
 
@@ -158,7 +190,7 @@ def main(
     return int("failed" in verdicts)
 
 
-def run(part: Part, folder: Path, **environment: str) -> str:
+def run(part: ProofPart, folder: Path, **environment: str) -> str:
     """passed, failed, or why it is skipped; printed, of one that failed with the last that it printed."""
     if part.lack:
         print(f"skipped  {part.name:15} {part.proves}: {part.lack}", flush=True)

@@ -83,9 +83,13 @@ def run(script: str | Path, *arguments: object, cwd: Path, traced: bool = False,
 def fresh(script: str | Path, *arguments: object, cwd: Path, **environment: str) -> Ended:
     """The same in a Python that has just been started."""
     return subprocess.run(
-        [sys.executable, str(ROOT / script), *map(str, arguments)], cwd=cwd,
-        env={**os.environ, **ENVIRONMENT, **environment}, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
+        [sys.executable, str(ROOT / script), *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, **ENVIRONMENT, **environment},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
 
 
 def here(command: str, *words: object) -> Ended:
@@ -103,9 +107,13 @@ def here(command: str, *words: object) -> Ended:
 
 
 def _run(
-    words: list[str], cwd: Path, environment: dict[str, str], streams: list[Path], traced: bool,
+    words: list[str],
+    cwd: Path,
+    environment: dict[str, str],
+    streams: list[Path],
+    traced: bool,
     forks_from: dict[str, str],
-) -> None:  # fmt: skip
+) -> None:
     for number, file in enumerate(streams, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background

@@ -72,11 +72,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST = [
-    "test_trl", "test_trace", "test_processes", "test_resume", "test_sampled", "test_split", "test_others",
-    "test_another_device", "test_pages", "test_memory", "test_train", "test_scripts", "test_shard",
-    "test_adapters", "test_decoding", "test_prompts", "test_start", "test_graphs",
-    "test_find_and_calculate", "test_checkpointing", "test_setup", "test_refusals", "test_positions",
-]  # fmt: skip
+    "test_trl",
+    "test_trace",
+    "test_processes",
+    "test_resume",
+    "test_sampled",
+    "test_split",
+    "test_others",
+    "test_another_device",
+    "test_pages",
+    "test_memory",
+    "test_train",
+    "test_scripts",
+    "test_shard",
+    "test_adapters",
+    "test_decoding",
+    "test_prompts",
+    "test_start",
+    "test_graphs",
+    "test_find_and_calculate",
+    "test_checkpointing",
+    "test_setup",
+    "test_refusals",
+    "test_positions",
+]
 """Modules that take longest, the longest first: processes that share the tests do not come to them last."""
 
 
@@ -85,11 +104,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 MAY_BE_SKIPPED = (
-    "Stockfish is not installed", "there is no C++ compiler", "another C library than glibc",
-    "this C library does without", "not on this system, or not permitted", "needs Linux",
-    "TRL_TESTS names no file", "no chat model: ",
-)  # fmt: skip
-"""What a machine may be without. Any other reason fails: nobody would see what is not tested."""
+    "Stockfish is not installed",
+    "there is no C++ compiler",
+    "another C library than glibc",
+    "this C library does without",
+    "not on this system, or not permitted",
+    "needs Linux",
+    "TRL_TESTS names no file",
+    "no chat model: ",
+)
+"""Reasons to skip, for things that a machine may be without. Any other reason fails: nobody would see what is
+not tested."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -128,27 +153,52 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def _gpt2(vocabulary: int) -> PreTrainedModel:
     config = GPT2Config(
-        vocab_size=vocabulary, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=2, initializer_range=0.15,
-        bos_token_id=0, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        n_positions=CONTEXT,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        initializer_range=0.15,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
     return GPT2LMHeadModel(config)  # dropout 0.1 and gelu_new, the defaults
 
 
 def _llama(vocabulary: int) -> PreTrainedModel:
     config = LlamaConfig(
-        vocab_size=vocabulary, max_position_embeddings=CONTEXT, hidden_size=32, intermediate_size=64,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.15,
-        bos_token_id=0, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        max_position_embeddings=CONTEXT,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.15,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
     return LlamaForCausalLM(config)
 
 
 def _qwen(vocabulary: int) -> PreTrainedModel:
     config = Qwen3Config(
-        vocab_size=vocabulary, max_position_embeddings=CONTEXT, hidden_size=32, intermediate_size=64,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=16,
-        initializer_range=0.15, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        max_position_embeddings=CONTEXT,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,
+        initializer_range=0.15,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
     return Qwen3ForCausalLM(config)
 
 
@@ -257,20 +307,48 @@ def _lines(rng: random.Random, count: int) -> Iterator[str]:
 def config(model_folders: dict[str, Path], data_file: Path, tmp_path: Path) -> Config:
     """A run of a second: 2 steps of 8 completions without engine or trackers."""
     return Config(
-        steps=2, batch_size=8, group_size=4, model=str(model_folders["gpt2"]), device="cpu", precision="fp32",
-        prompts=str(data_file), heldout_share=0.2, engine="off", max_new_tokens=10,
-        kl_coef=0.05, eval_interval=0, eval_prompts=4, runs_dir=tmp_path / "runs",
-        name="test", checkpoint_interval=0, trackers=(), logged_completions=4,
-    )  # fmt: skip
+        steps=2,
+        batch_size=8,
+        group_size=4,
+        model=str(model_folders["gpt2"]),
+        device="cpu",
+        precision="fp32",
+        prompts=str(data_file),
+        heldout_share=0.2,
+        engine="off",
+        max_new_tokens=10,
+        kl_coef=0.05,
+        eval_interval=0,
+        eval_prompts=4,
+        runs_dir=tmp_path / "runs",
+        name="test",
+        checkpoint_interval=0,
+        trackers=(),
+        logged_completions=4,
+    )
 
 
 @pytest.fixture
 def quick_flags(model_folders: dict[str, Path], data_file: Path) -> list[object]:
-    """What a command is given for a run of seconds, but for its steps."""
+    """Flags for a run of seconds, but for its steps."""
     return [
-        "--model", model_folders["gpt2"], "--prompts", data_file, "--heldout-share", 0.2, "--engine", "off",
-        "--batch-size", 8, "--group-size", 4, "--max-new-tokens", 8, "--eval-interval", 0,
-    ]  # fmt: skip
+        "--model",
+        model_folders["gpt2"],
+        "--prompts",
+        data_file,
+        "--heldout-share",
+        0.2,
+        "--engine",
+        "off",
+        "--batch-size",
+        8,
+        "--group-size",
+        4,
+        "--max-new-tokens",
+        8,
+        "--eval-interval",
+        0,
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -280,16 +358,25 @@ def command_of_seconds(model_folders: dict[str, Path], tmp_path_factory: pytest.
     prompts = tmp_path_factory.mktemp("prompts") / "prompts.txt"
     prompts.write_text("\n".join(lines[:40] + lines[-40:]))
     given = {
-        "model": model_folders["gpt2"], "prompts": prompts, "engine": "off", "precision": "fp32",
-        "batch-size": 8, "group-size": 4, "max-new-tokens": 8, "eval-interval": 2, "eval-prompts": 4,
-        "heldout-share": 0.2, "checkpoint-interval": 1, "device": "cpu",
-    }  # fmt: skip
+        "model": model_folders["gpt2"],
+        "prompts": prompts,
+        "engine": "off",
+        "precision": "fp32",
+        "batch-size": 8,
+        "group-size": 4,
+        "max-new-tokens": 8,
+        "eval-interval": 2,
+        "eval-prompts": 4,
+        "heldout-share": 0.2,
+        "checkpoint-interval": 1,
+        "device": "cpu",
+    }
     return [word for name, value in given.items() for word in (f"--{name}", str(value))] + ["--trackers"]
 
 
 @pytest.fixture(scope="module")
 def frozen() -> Iterator[None]:
-    """What was imported before need not be looked through at each collection, as in a training run."""
+    """Objects of imports need not be looked through at each collection, as in a training run."""
     gc.collect()
     gc.freeze()
     yield
@@ -324,7 +411,7 @@ def made_up_plans() -> Iterator[None]:
 
 @pytest.fixture
 def logged() -> Iterator[list[str]]:
-    """What is logged during a test, "WARNING text" and so on."""
+    """Lines that are logged during a test, "WARNING text" and so on."""
     messages: list[str] = []
     sink = logger.add(lambda message: messages.append(str(message).rstrip()), format="{level} {message}")
     yield messages

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 _WATCHED = ("open", "os.rename", "os.mkdir", "os.symlink")
-"""Of Python's audit events; os.replace is a rename."""
+"""Names of Python's audit events; os.replace is a rename."""
 _active: Callable[[], None] | None = None
 _folder = ""
 
@@ -104,9 +104,14 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def run_command(
-    words: Sequence[str], said: Path, folder: Path, calls: Calls | None = None, counted: Path | None = None,
-    *, kill_after_s: float = math.inf,
-) -> int:  # fmt: skip
+    words: Sequence[str],
+    said: Path,
+    folder: Path,
+    calls: Calls | None = None,
+    counted: Path | None = None,
+    *,
+    kill_after_s: float = math.inf,
+) -> int:
     """`train_lean.py` with these words in a process that is forked for it; how it ended.
 
     said: gets what it prints. folder: where it is typed. counted: gets the number of its calls below `runs`.

@@ -52,7 +52,7 @@ def _run(words: Sequence[str], environment: Mapping[str, str], cwd: Path, said: 
 
 
 def server() -> dict[str, str]:
-    """Where this process's server listens: for forks, which would each start one of their own."""
+    """The place where this process's server listens: for forks, which would each start one of their own."""
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # as in `fork`
         forkserver.ensure_running()
     names = ("_forkserver_address", "_forkserver_authkey")  # the key: from Python 3.14 on

@@ -89,16 +89,16 @@ def share_found(shape: Shape, noise_mb: float, leak_mb: float, num_series: int, 
 
 
 Shares = dict[str, list[float]]
-"""Of series that are called a leak: by shape, one for each of NOISES_MB."""
+"""Shares of series that are called a leak: by shape, one for each of NOISES_MB."""
 
 
 def false_alarms(num_series: int, seed: int) -> Shares:
-    """Of sound series."""
+    """The share of sound series."""
     return _shares({**SHAPES, **HARDER}, 0.0, num_series, seed)
 
 
 def power(num_series: int, seed: int) -> Shares:
-    """Of series with a leak of LEAK_MB a step."""
+    """The share of series with a leak of LEAK_MB a step."""
     return _shares(SHAPES, LEAK_MB, num_series, seed)
 
 
@@ -110,7 +110,7 @@ def _shares(shapes: Mapping[str, Shape], leak_mb: float, num_series: int, seed: 
 
 
 def promises(alarms: Shares, found: Shares) -> dict[str, bool]:
-    """What docs/measurements.md says of the test, with some room for other seeds."""
+    """The figures of docs/measurements.md, with some room for other seeds."""
     sound = max(float(np.mean(alarms[name])) for name in SHAPES)
     hard = max(float(np.mean(alarms[name])) for name in HARDER)
     least = {name: shares[0] for name, shares in found.items()}

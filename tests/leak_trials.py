@@ -44,7 +44,7 @@ class Cycle:
 
 
 class Leaks:
-    """What each leak does after a step; `none` does nothing."""
+    """Functions that leak after a step; `none` does nothing."""
 
     def __init__(self, model: TinyModel) -> None:
         self.model = model

@@ -47,10 +47,13 @@ def grpo_loss(
         return None if values is None else values.detach().expand_as(logp)[at]
 
     tokens = Tokens(
-        num_rows=len(logp), row=at[0], sampler_logp=logp.detach()[at],
+        num_rows=len(logp),
+        row=at[0],
+        sampler_logp=logp.detach()[at],
         weight=token_weights(mask.bool().sum(1), counts, settings.loss_type)[at[0]],
         advantage=advantages[at[0]] if advantages.ndim == 1 else advantages[at],
-        old_logp=learned(old_logp), ref_logp=learned(ref_logp),
-    )  # fmt: skip
+        old_logp=learned(old_logp),
+        ref_logp=learned(ref_logp),
+    )
     losses, ratios = token_loss(logp[at], tokens, settings, importance_weights=learned(importance_weights))
     return losses.sum(), loss_metrics(ratios, tokens, settings)

@@ -45,7 +45,7 @@ class EnvironmentSample(NamedTuple):
 def policy_completion(
     moves: Iterable[str], evals: Iterable[float], best: str, *, padded: bool = False
 ) -> str:
-    """What follows the prompt; the published data pads its fields with spaces to fixed widths."""
+    """The text behind the prompt; the published data pads its fields with spaces to fixed widths."""
     said, numbers = " ".join(moves), " ".join(str(round(value, 3)) for value in evals)
     return f"M: {said:30}E: {numbers:40}B: {best}" if padded else f"M: {said} E: {numbers} B: {best}"
 
@@ -95,7 +95,7 @@ def game_lines(num_policy: int, num_environment: int, seed: int = 0) -> list[str
 
 
 def parse_line(line: str) -> PolicySample | EnvironmentSample:
-    """What a whole line says, padded or not. AssertionError for one that is not well formed."""
+    """Returns the content of a whole line, padded or not. AssertionError for one that is not well formed."""
     if line.startswith("P:"):
         fen, label, rest = line[2:].partition("M:")
         moves = parse_policy_completion(label + rest)
@@ -119,7 +119,7 @@ write_records = write
 
 
 def source_of(*, seed: int = 0, **texts: list[str]) -> PromptSource:
-    """Of prompts with these texts, by task."""
+    """Returns prompts with these texts, by task."""
     prompts = [Prompt("", text, {"task": task}) for task, several in texts.items() for text in several]
     source = PromptSource(prompts.__getitem__, seed=seed)
     for number, prompt in enumerate(prompts):

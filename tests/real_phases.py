@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from grpo.config import Config
 from grpo.config.groups import Checkpointing, LoraSettings
 from grpo.learning.masters import split_masters
-from grpo.memory import Size
+from grpo.memory import PassSize
 from grpo.model.activation_checkpointing import recompute_activations
 from grpo.model.adapters import add_adapters, store_base
 from grpo.model.load import load_model
@@ -63,15 +63,20 @@ class Setting:
     def target(self) -> Target:
         return make_target(self.model, CPU, self.compute_dtype)
 
-    def workload(self, longest: Size | None = None) -> Workload:
-        """What the planner is told: batches of `longest.rows`, and texts as long; else of one group."""
-        longest = longest or Size(self.group_size)
+    def workload(self, longest: PassSize | None = None) -> Workload:
+        """Returns the workload for the planner: batches of `longest.rows`, and texts as long; else of one
+        group."""
+        longest = longest or PassSize(self.group_size)
         config = Config(
-            device="cpu", batch_size=longest.rows, group_size=self.group_size,
-            max_new_tokens=longest.tokens, kl_coef=0.02 if self.kl else 0.0,
-            gradient_checkpointing=self.checkpointing, **vars(self.lora),
-        )  # fmt: skip
-        return Workload(config, self.target, longest.shared)
+            device="cpu",
+            batch_size=longest.rows,
+            group_size=self.group_size,
+            max_new_tokens=longest.completion_tokens,
+            kl_coef=0.02 if self.kl else 0.0,
+            gradient_checkpointing=self.checkpointing,
+            **vars(self.lora),
+        )
+        return Workload(config, self.target, longest.prompt_tokens)
 
 
 class RealPhases(PhaseProbe):
@@ -95,7 +100,7 @@ class RealPhases(PhaseProbe):
         sampler = RolloutModel(model, setting.compute_dtype).model
         super().__init__(setting.workload(), model, sampler, reference.model)
 
-    def prepare(self, phase: str, size: Size) -> Callable[[], object]:
+    def prepare(self, phase: str, size: PassSize) -> Callable[[], object]:
         """One pass, for a meter."""
         return partial(self.run, phase, size)
 

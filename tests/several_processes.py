@@ -31,7 +31,7 @@ from grpo.data.reward_calls import RewardFailed
 from grpo.distributed import World, open_world
 from grpo.distributed.processes import Processes
 from grpo.learning.optimizer import make_optimizer
-from grpo.learning.step import Stepper
+from grpo.learning.step import GuardedOptimizer
 from grpo.run.setup import open_run
 from grpo.trainer import Trainer
 
@@ -43,7 +43,7 @@ PLACES = {
     "learn": "accumulate_grpo",
     "evaluation": "answer_heldout",
 }
-"""What a phase calls in grpo.phases."""
+"""Functions that a phase calls in grpo.phases."""
 
 
 class Ended(NamedTuple):
@@ -87,7 +87,7 @@ def _ended(process: BaseProcess, pipe: Connection) -> Ended:
 
 
 def values(ended: Sequence[Ended]) -> list[Any]:
-    """What processes returned that all came to their end."""
+    """Returns the values of processes that all came to their end."""
     assert [each.error for each in ended] == [None] * len(ended)
     return [each.value for each in ended]
 
@@ -125,7 +125,8 @@ def _free_port() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What a process saw: the gradient of each optimizer step, weights in the end, and the last step."""
+    """Everything that a process saw: the gradient of each optimizer step, weights in the end, and the last
+    step."""
 
     folder: Path
     gradients: list[torch.Tensor]
@@ -136,7 +137,7 @@ class Trained:
     credit: list[torch.Tensor]
     """The advantages of each step, of all its rows."""
     rows_learned: list[int]
-    """Of each optimizer step, in this process."""
+    """Returns the gradient of each optimizer step in this process."""
 
 
 def train(
@@ -236,7 +237,7 @@ PATIENCE_S = 6.0
 
 
 def accident(kind: str, world: World, step: int) -> None:
-    """What happens to the second process of two in its second step.
+    """An accident of the second process of two in its second step.
 
     killed: without a word, in the third step; first-killed: the first of them. stuck: until the other has
     given it up. stopped: the first, which keeps torch's own store; it goes on when the other has ended.
@@ -284,5 +285,5 @@ def kept_together(rank: int, apart: float) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
             model.weight += apart * rank
             optimizer.state[model.weight]["exp_avg"] += rank
-        Stepper(model, optimizer, 1.0).keep_together(world)
+        GuardedOptimizer(model, optimizer, 1.0).keep_together(world)
         return model.weight.detach(), optimizer.state[model.weight]["exp_avg"]

@@ -1,4 +1,4 @@
-"""What runs in the processes of test_shard.py: each function in two of them, rank first."""
+"""Functions that run in the processes of test_shard.py: each in two of them, rank first."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from whole_runs import train
 from grpo.config import Config
 from grpo.config.groups import SamplingSettings
 from grpo.distributed.shard import shard_model, whole
-from grpo.memory import Budget, Size
+from grpo.memory import Budget, PassSize
 from grpo.model.load import load_policy
 from grpo.model.weights import frozen_copy
 from grpo.rollout.sample import rollout
@@ -69,9 +69,13 @@ def compared(rank: int, folder: Path, prompts: list[Prompt]) -> tuple[list[float
                 model.zero_grad(set_to_none=True)
                 for batch in batches:
                     token_logprobs(
-                        model, batch, temperature=1.0, dtype=torch.float64, checkpointing=checkpointing,
+                        model,
+                        batch,
+                        temperature=1.0,
+                        dtype=torch.float64,
+                        checkpointing=checkpointing,
                         slope=lambda logp, _: torch.ones_like(logp),
-                    )  # fmt: skip
+                    )
             mine = torch.cat([whole(p.grad).flatten() for p in policy.model.parameters()])
             theirs = torch.cat([p.grad.flatten() for p in one.parameters()])
             errors.append(((mine - theirs).norm() / theirs.norm()).item())
@@ -109,7 +113,7 @@ def rows_taken(rank: int, config: Config) -> tuple[dict[str, int], dict[str, int
         planned = run.fit.planned()
         if rank:
             texts = config.max_new_tokens, run.longest_prompt
-            room = int(sum(run.fit.predict("learn", Size(rows, *texts)) for rows in (4, 8)) / 2)
+            room = int(sum(run.fit.predict("learn", PassSize(rows, *texts)) for rows in (4, 8)) / 2)
             run.device.slack, run.device.used_bytes = 0.0, lambda: 0
             run.device.budget, run.device.room_bytes = lambda: Budget(room, "test"), lambda: room
         Trainer(run).train(StopRequest())

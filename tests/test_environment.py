@@ -1,4 +1,4 @@
-"""What glibc keeps of freed memory, seen from outside: the private memory that the system counts."""
+"""Freed memory that glibc keeps, seen from outside: the private memory that the system counts."""
 
 import os
 from unittest import mock
@@ -7,7 +7,7 @@ import pytest
 from several_processes import in_processes, values
 
 from grpo import environment
-from grpo.environment import free_bytes, give_back, keep_freed
+from grpo.environment import free_bytes, keep_freed, return_freed_memory
 from grpo.memory.device import resident_bytes
 
 MB = 2**20
@@ -20,7 +20,7 @@ def held(rank: int) -> list[tuple[int, int]]:
     keep_freed()
     for step in range(4):
         if step == 3:
-            give_back()
+            return_freed_memory()
         blocks = [bytearray(b"1") * MB for _ in range(64)]  # each page is touched
         if step == 0:
             seen.append(((resident_bytes() - before) // MB, (free_bytes() - free) // MB))

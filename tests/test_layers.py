@@ -1,4 +1,4 @@
-"""What may import what: the house has layers, and imports run down only."""
+"""Imports run down only: the house has layers."""
 
 import ast
 

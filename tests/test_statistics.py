@@ -70,17 +70,17 @@ def rates(chance: float, num: int):
 
 
 def means_of_four_samples(rng) -> np.ndarray:
-    """Of 50 prompts whose chances of being answered differ."""
+    """Scores of 50 prompts whose chances of being answered differ."""
     return rng.binomial(4, rng.beta(0.5, 1.5, 50)) / 4
 
 
 def changed_answers(rng) -> np.ndarray:
-    """Of 200 prompts 8 % become right and 4 % wrong."""
+    """Changes of 200 prompts: 8 % become right and 4 % wrong."""
     return rng.choice([-1.0, 0.0, 1.0], 200, p=[0.04, 0.88, 0.08])
 
 
 def two_tasks(rng) -> np.ndarray:
-    """What a batch size gains on 200 held-out prompts, sorted by task: one task gains, the other loses."""
+    """Gains of a batch size on 200 held-out prompts, sorted by task: one task gains, the other loses."""
     num = rng.binomial(200, 0.5)
     return np.concatenate([rng.normal(0.04, 0.2, num), rng.normal(-0.02, 0.05, 200 - num)])
 
@@ -107,7 +107,10 @@ def windows(rng) -> np.ndarray:
         pytest.param(bounded_interval, rates(0.05, 200), 0.05, 4000, id="small rates"),
         pytest.param(mean_interval, means_of_four_samples, 0.25, 600, id="means over prompts"),
         pytest.param(
-            lambda values: mean_interval(values, bounds=(-1.0, 1.0)), changed_answers, 0.04, 600,
+            lambda values: mean_interval(values, bounds=(-1.0, 1.0)),
+            changed_answers,
+            0.04,
+            600,
             id="differences of the same prompts",
         ),
         pytest.param(mean_interval, lambda rng: rng.exponential(size=30), 1.0, 800, id="few skewed rewards"),
@@ -117,6 +120,6 @@ def windows(rng) -> np.ndarray:
         pytest.param(mean_interval, two_tasks, 0.01, 600, id="a sweep with two tasks"),
         pytest.param(neighbours_interval, windows, 0.0, 2000, id="windows of a text"),
     ],
-)  # fmt: skip
+)
 def test_an_interval_holds_the_truth_in_95_of_100_samples(interval, draw, truth, times):
     assert 0.93 <= covered(interval, draw, truth, times=times) <= 0.97

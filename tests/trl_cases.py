@@ -32,7 +32,7 @@ NOT_COMPARED = "memory/", "step_time", "train_runtime", "per_second", "total_flo
 
 @dataclass(frozen=True)
 class Case:
-    """What a run is made with."""
+    """Settings that a run is made with."""
 
     loss: str = "dapo"
     level: str = "token"
@@ -40,7 +40,7 @@ class Case:
     accumulation: int = 1
     iterations: int = 1
     more: tuple[tuple[str, Any], ...] = ()
-    """Of GRPOConfig."""
+    """More settings of GRPOConfig."""
 
 
 def all_cases() -> list[Case]:
@@ -87,17 +87,25 @@ def model() -> GPT2LMHeadModel:
     torch.manual_seed(0)
     made = GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=8, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            vocab_size=8,
+            n_positions=16,
+            n_embd=8,
+            n_layer=1,
+            n_head=2,
+            bos_token_id=0,
+            eos_token_id=0,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
         )
-    ).double()  # fmt: skip
+    ).double()
     with torch.no_grad():  # a fresh GPT-2 is close to uniform, which would hide mistakes
         made.transformer.wte.weight.normal_(std=0.7)
     return made
 
 
 def plain_head(policy: Any, temperature: float = 1.0, **_: Any) -> None:
-    """What TRL's `add_fused_lm_head` gives, in the model's own dtype."""
+    """Returns TRL's `add_fused_lm_head`, in the model's own dtype."""
     forward = policy.forward
 
     def with_log_probs(
@@ -133,23 +141,42 @@ def make(kind: type, case: Case, *, processes: int = 1, **options: Any) -> Any:
     """A trainer of this kind, with a tiny model in float64 and SGD. processes: that share the step's rows."""
     rows = GROUP * GROUPS // processes
     settings = {
-        "output_dir": tempfile.mkdtemp(), "use_cpu": True, "bf16": False, "report_to": "none", "optim": "sgd",
-        "learning_rate": 0.3, "lr_scheduler_type": "constant", "max_grad_norm": 0.5, "disable_tqdm": True,
-        "gradient_checkpointing": False, "save_strategy": "no", "logging_steps": 1, "max_steps": STEPS,
-        "per_device_train_batch_size": rows // case.accumulation, "num_iterations": case.iterations,
-        "gradient_accumulation_steps": case.accumulation, "num_generations": GROUP,
-        "max_completion_length": LENGTH, "loss_type": case.loss, "importance_sampling_level": case.level,
-        "beta": case.beta, "epsilon": 0.05, "epsilon_high": 1.1 if case.loss == "cispo" else 0.06,
-    }  # fmt: skip
+        "output_dir": tempfile.mkdtemp(),
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "optim": "sgd",
+        "learning_rate": 0.3,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.5,
+        "disable_tqdm": True,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": rows // case.accumulation,
+        "num_iterations": case.iterations,
+        "gradient_accumulation_steps": case.accumulation,
+        "num_generations": GROUP,
+        "max_completion_length": LENGTH,
+        "loss_type": case.loss,
+        "importance_sampling_level": case.level,
+        "beta": case.beta,
+        "epsilon": 0.05,
+        "epsilon_high": 1.1 if case.loss == "cispo" else 0.06,
+    }
     reference: Any = model()
     loaded, stock.create_model_from_path = stock.create_model_from_path, lambda *_, **__: reference
     try:
         with exactly():
             made = kind(
-                model=model(), reward_funcs=reward, processing_class=tokenizer(),
+                model=model(),
+                reward_funcs=reward,
+                processing_class=tokenizer(),
                 train_dataset=Dataset.from_dict({"prompt": ["a b", "c", "d e f", "g", "a a", "b"] * 4}),
-                args=trl.GRPOConfig(**settings | dict(case.more)), **options,
-            )  # fmt: skip
+                args=trl.GRPOConfig(**settings | dict(case.more)),
+                **options,
+            )
     finally:
         stock.create_model_from_path = loaded
     return made
@@ -183,7 +210,8 @@ def rows_at_once(rows: int) -> Callable[[Any], None]:
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:
-    """Of parameters, and of logged values: the largest. An AssertionError where not the same was logged."""
+    """Returns the largest difference of parameters, and of logged values. An AssertionError where not the
+    same was logged."""
     parameters = max(
         float((value - other["parameters"][name]).abs().max()) for name, value in one["parameters"].items()
     )

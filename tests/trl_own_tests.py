@@ -20,21 +20,37 @@ from transformers import PreTrainedTokenizerFast
 
 PUBLISHER = "trl-internal-testing"
 TINY = {
-    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 2048,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}
 CAUSAL = {
-    "Qwen2ForCausalLM-2.5": "qwen2_5", "Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM-3.2": "llama3_2",
-    "MistralForCausalLM-0.2": "qwen2_5", "Gemma2ForCausalLM": "gemma", "Cohere2ForCausalLM": "cohere2",
-    "Qwen3MoeForCausalLM": "qwen3", "Glm4MoeForCausalLM": "glm4moe", "GptOssForCausalLM": "gptoss",
-}  # fmt: skip
+    "Qwen2ForCausalLM-2.5": "qwen2_5",
+    "Qwen3ForCausalLM": "qwen3",
+    "LlamaForCausalLM-3.2": "llama3_2",
+    "MistralForCausalLM-0.2": "qwen2_5",
+    "Gemma2ForCausalLM": "gemma",
+    "Cohere2ForCausalLM": "cohere2",
+    "Qwen3MoeForCausalLM": "qwen3",
+    "Glm4MoeForCausalLM": "glm4moe",
+    "GptOssForCausalLM": "gptoss",
+}
 """By name: the chat template among TRL's."""
 CLASSIFIERS = "Qwen2ForSequenceClassification-2.5", "Qwen3ForSequenceClassification"
 CLASSIFIERS_OF_LLAMA = ("LlamaForSequenceClassification-3.2",)
 OF_SOME = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_local_experts": 4,
-    "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 8,
-}  # fmt: skip
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "head_dim": 8,
+}
 WORDS = "Beautiful", "Explicit", "Simple", "Complex", "Flat", "Sparse", "Practicality", "Now", "Never"
 PROMPTS = [f"{word} is better than" for word in WORDS] + [f"{word} counts" for word in WORDS[:8]]
 OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL)\S* (\S+)", re.MULTILINE)
@@ -66,9 +82,12 @@ def make_model(folder: Path, name: str, template: str) -> None:
     if "Classification" in architecture:
         sizes["num_labels"] = 1
     config = config_class(
-        vocab_size=len(tokens), pad_token_id=tokens.pad_token_id, eos_token_id=tokens.eos_token_id,
-        bos_token_id=tokens.bos_token_id, **sizes,
-    )  # fmt: skip
+        vocab_size=len(tokens),
+        pad_token_id=tokens.pad_token_id,
+        eos_token_id=tokens.eos_token_id,
+        bos_token_id=tokens.bos_token_id,
+        **sizes,
+    )
     transformers.set_seed(0)
     model = getattr(transformers, architecture)(config)
     model.save_pretrained(folder / PUBLISHER / f"tiny-{name}")
@@ -103,17 +122,34 @@ def make_all(folder: Path) -> None:
 
 
 def outcomes(tests: Path, folder: Path, *, ours: bool, only: str = "") -> dict[str, str]:
-    """Of each test by name, run in `folder`. tests: TRL's file."""
+    """Returns the outcome of each test by name, run in `folder`. tests: TRL's file."""
     swap = "import trl\nfrom grpo.trl import GRPOTrainer\ntrl.GRPOTrainer = GRPOTrainer\n" if ours else ""
     (folder / "swapped_trainer.py").write_text(swap)
     path = os.pathsep.join([str(folder), *sys.path])
-    command = [sys.executable, "-m", "pytest", str(tests), "-p", "swapped_trainer", "-rA", "-q", "--tb=line",
-               "-o", "addopts=", "-p", "no:cacheprovider", f"--rootdir={tests.parents[1]}"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        str(tests),
+        "-p",
+        "swapped_trainer",
+        "-rA",
+        "-q",
+        "--tb=line",
+        "-o",
+        "addopts=",
+        "-p",
+        "no:cacheprovider",
+        f"--rootdir={tests.parents[1]}",
+    ]
     if only:
         command += ["-k", only]
     done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True,
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
         env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    )
     (folder / f"{'ours' if ours else 'stock'}.log").write_text(done.stdout + done.stderr)
     return {name.split("::", 1)[-1]: outcome for outcome, name in OUTCOME.findall(done.stdout)}

@@ -89,7 +89,7 @@ def stop_times(engine: chess.engine.SimpleEngine, times: int) -> list[float]:
 
 
 def answers(model: str, lines: Sequence[str], *flags: object) -> list[str]:
-    """What the engine says to these lines, all of it UCI; it ends well where they end."""
+    """Returns the engine's answers to these lines, all of it UCI; it ends well where they end."""
     words = [*command(model), *map(str, flags)]
     text = "\n".join(lines).encode(errors="replace")
     ended = subprocess.run(words, input=text, capture_output=True, timeout=120, check=True)

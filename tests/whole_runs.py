@@ -17,16 +17,20 @@ from grpo.run.tracking import COMPLETIONS_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
 
 BY_FIELD = {
-    "model": "rook-tiny", "prompts": "bundled", "credit": "field", "advantage_scale": "batch",
-    "reward": ("policy-legal", "environment-sparse"), "max_new_tokens": 64,
-}  # fmt: skip
+    "model": "rook-tiny",
+    "prompts": "bundled",
+    "credit": "field",
+    "advantage_scale": "batch",
+    "reward": ("policy-legal", "environment-sparse"),
+    "max_new_tokens": 64,
+}
 """Settings: the demo's credit, with a model whose rows are split by field, as the tests' own never are."""
 PASSING = ("timing/", "memory/", "step_time")
 """Metrics that are not the same twice."""
 
 
 class Killed(BaseException):
-    """What no `except Exception` sees, as with a real kill."""
+    """An error that no `except Exception` sees, as with a real kill."""
 
 
 def train(

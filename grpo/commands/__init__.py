@@ -1,4 +1,4 @@
-"""What people type: `grpo-lean COMMAND`, and the files of the repository that do the same."""
+"""The commands that people type: `grpo-lean COMMAND`, and the files of the repository that do the same."""
 
 import io
 import os
@@ -37,29 +37,69 @@ class Command(NamedTuple):
 
 _OWN, _BENCH, _SETTINGS = "grpo.commands", "grpo.commands.workbench", "grpo.workbench.settings"
 COMMANDS = {
-    "train": Command("train a language model with GRPO", "--steps 5 --batch-size 16",
-                     f"{_OWN}.train:main", "grpo.config:parse_command_line"),
-    "monitor": Command("train and watch: is memory growing?", "200 64",
-                       f"{_BENCH}:monitor", f"{_BENCH}:parse_monitor", level="WARNING"),
-    "evaluate": Command("held-out quality of a model or a run", "runs/NAME",
-                        f"{_OWN}.evaluate:main", f"{_OWN}.evaluate:EvaluateConfig"),
-    "uci": Command("a model as an engine for chess programs", "--model runs/NAME",
-                   f"{_OWN}.uci:main", f"{_OWN}.uci:UciConfig"),
-    "match": Command("games of a model against an engine or a model", "runs/NAME --against rook-tiny",
-                     f"{_OWN}.match:main", f"{_OWN}.match:MatchConfig"),
-    "find-max": Command("the largest batch that fits, by real steps", "--memory-limit 800MB",
-                        f"{_BENCH}:find_max", f"{_SETTINGS}:FindMax"),
-    "calculate": Command("the largest batch for a card that is not there", "--gpu rtx4090",
-                         f"{_BENCH}:calculate", f"{_SETTINGS}:Calculator", level="WARNING"),
-    "sweep": Command("one model at several batch sizes", "--batch-sizes 8 32",
-                     f"{_BENCH}:sweep", "grpo.workbench.sweep_settings:Sweep"),
-    "trl": Command("what `trl grpo` runs, with a batch that fits", "--config grpo.yaml",
-                   f"{_OWN}.trl:main", f"{_OWN}.trl:parse"),
-    "report": Command("a run or a sweep as one page", "runs/NAME",
-                      f"{_BENCH}:report", f"{_BENCH}:ReportConfig"),
-    "check": Command("what this machine reaches, and what is switched off", "",
-                     f"{_BENCH}:check", f"{_SETTINGS}:Check"),
-}  # fmt: skip
+    "train": Command(
+        "train a language model with GRPO",
+        "--steps 5 --batch-size 16",
+        f"{_OWN}.train:main",
+        "grpo.config:parse_command_line",
+    ),
+    "monitor": Command(
+        "train and watch: is memory growing?",
+        "200 64",
+        f"{_BENCH}:monitor",
+        f"{_BENCH}:parse_monitor",
+        level="WARNING",
+    ),
+    "evaluate": Command(
+        "held-out quality of a model or a run",
+        "runs/NAME",
+        f"{_OWN}.evaluate:main",
+        f"{_OWN}.evaluate:EvaluateConfig",
+    ),
+    "uci": Command(
+        "a model as an engine for chess programs",
+        "--model runs/NAME",
+        f"{_OWN}.uci:main",
+        f"{_OWN}.uci:UciConfig",
+    ),
+    "match": Command(
+        "games of a model against an engine or a model",
+        "runs/NAME --against rook-tiny",
+        f"{_OWN}.match:main",
+        f"{_OWN}.match:MatchConfig",
+    ),
+    "find-max": Command(
+        "the largest batch that fits, by real steps",
+        "--memory-limit 800MB",
+        f"{_BENCH}:find_max",
+        f"{_SETTINGS}:FindMax",
+    ),
+    "calculate": Command(
+        "the largest batch for a card that is not there",
+        "--gpu rtx4090",
+        f"{_BENCH}:calculate",
+        f"{_SETTINGS}:Calculator",
+        level="WARNING",
+    ),
+    "sweep": Command(
+        "one model at several batch sizes",
+        "--batch-sizes 8 32",
+        f"{_BENCH}:sweep",
+        "grpo.workbench.sweep_settings:Sweep",
+    ),
+    "trl": Command(
+        "what `trl grpo` runs, with a batch that fits",
+        "--config grpo.yaml",
+        f"{_OWN}.trl:main",
+        f"{_OWN}.trl:parse",
+    ),
+    "report": Command(
+        "a run or a sweep as one page", "runs/NAME", f"{_BENCH}:report", f"{_BENCH}:ReportConfig"
+    ),
+    "check": Command(
+        "what this machine reaches, and what is switched off", "", f"{_BENCH}:check", f"{_SETTINGS}:Check"
+    ),
+}
 """All commands by name."""
 
 
@@ -154,9 +194,12 @@ def _prepare() -> None:
 
 def _overview() -> str:
     lines = [
-        "Train language models with GRPO: the batch always fits, and groups stay whole.", "",
-        "usage: grpo-lean COMMAND [FLAGS]", "",
-        *(f"  {name:<10} {it.what:<52} {it.example}".rstrip() for name, it in COMMANDS.items()), "",
+        "Train language models with GRPO: the batch always fits, and groups stay whole.",
+        "",
+        "usage: grpo-lean COMMAND [FLAGS]",
+        "",
+        *(f"  {name:<10} {it.what:<52} {it.example}".rstrip() for name, it in COMMANDS.items()),
+        "",
         "grpo-lean COMMAND --help says more of each.",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines)

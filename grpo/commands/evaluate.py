@@ -20,7 +20,13 @@ from grpo.config.reading import read_run_settings
 from grpo.data.gym import rewards_for
 from grpo.data.kept_files import as_kept
 from grpo.data.load import IN_MEMORY, check_spec
-from grpo.data.reward_files import KNOWN_REWARDS, PROMPTS_LOOKED_AT, load_rewards, reward_file, with_length
+from grpo.data.reward_files import (
+    KNOWN_REWARDS,
+    PROMPTS_LOOKED_AT,
+    load_rewards,
+    resolve_max_new_tokens,
+    reward_file,
+)
 from grpo.errors import UserError
 from grpo.files import as_path
 
@@ -43,7 +49,7 @@ class EvaluateConfig(Settings):
     """bundled, or a file or a dataset on the hub, of which all is used; None, or what the first run that is
     named was trained on: the part that was held out of it."""
     reward: tuple[str, ...] = ()
-    """What to judge by: names, or functions as file.py:name; none given: those of the first run named."""
+    """Rewards to judge by: names, or functions as file.py:name; none given: those of the first run named."""
     reward_weights: tuple[float, ...] = ()
     """One weight a reward; none given: 1 each."""
     prompt_settings: tyro.conf.OmitArgPrefixes[PromptSettings] = field(default_factory=PromptSettings)
@@ -144,7 +150,7 @@ class EvaluateConfig(Settings):
         if self.prompt_settings != PromptSettings():
             changes |= vars(self.prompt_settings)
         task = replace(base, **changes)
-        return with_length(replace(task, reward=rewards_for(task.prompts, task.reward)))
+        return resolve_max_new_tokens(replace(task, reward=rewards_for(task.prompts, task.reward)))
 
     @property
     def wants_engine(self) -> bool:
@@ -176,7 +182,7 @@ def main(config: EvaluateConfig, console: Console) -> None:
     # Imported here and below: a wrong flag need not wait for the large libraries.
     from grpo.evaluate import Evaluation, results_table
     from grpo.evaluate.scores import SAMPLED
-    from grpo.play.alone import read_mates
+    from grpo.play.self_play import read_mates
 
     before = Evaluation.load(config.before) if config.before else None
     mates = read_mates(config.mate_in_one)[: config.most_prompts] if config.mate_in_one else []
@@ -210,8 +216,8 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
     from grpo.evaluate import evaluate
     from grpo.model.load import context_length, load_policy
     from grpo.model.target import choose_device, choose_model
-    from grpo.play.alone import mate_in_one, self_play
     from grpo.play.player import Player
+    from grpo.play.self_play import mate_in_one, self_play
     from grpo.rollout.decoder import make_sampler
     from grpo.run.folder import model_of, step_of
     from grpo.run.loading import prompt_room
@@ -222,10 +228,15 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
     name = choose_model(model_of(model), device)
     logger.info("evaluating {}{}", name, f", which is {step}" if (step := step_of(model)) else "")
     heldout = load_prompts(
-        task.prompts, seed=config.seed, heldout_share=task.heldout_share, heldout_count=config.most_prompts,
-        max_bad_share=config.max_bad_share, settings=task, to_train=False,
+        task.prompts,
+        seed=config.seed,
+        heldout_share=task.heldout_share,
+        heldout_count=config.most_prompts,
+        max_bad_share=config.max_bad_share,
+        settings=task,
+        to_train=False,
         room=prompt_room(name, task.max_new_tokens),
-    ).heldout  # fmt: skip
+    ).heldout
     tasks = {prompt.task for prompt in heldout}
     with ExitStack() as stack:
         engine, judge = None, None
@@ -243,11 +254,18 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
         sampler, tokenizer = make_sampler(policy), policy.tokenizer
         results = {
             mode: evaluate(
-                sampler, tokenizer, heldout, settings=settings, samples=config.samples, engine=engine,
-                judge=judge, rows=config.rows, seed=config.seed,
+                sampler,
+                tokenizer,
+                heldout,
+                settings=settings,
+                samples=config.samples,
+                engine=engine,
+                judge=judge,
+                rows=config.rows,
+                seed=config.seed,
             )
             for mode, settings in config.modes.items()
-        }  # fmt: skip
+        }
     mode, columns = next(iter(results.items()))
     if not columns.scores:
         raise UserError(

@@ -83,29 +83,37 @@ def main(config: MatchConfig, console: Console) -> int:
 
     from grpo.play.match import heldout_positions, play_match, random_openings, score_table
     from grpo.play.opponents import make_opponent
-    from grpo.play.player import known_as, load_player
+    from grpo.play.player import display_name, load_player
     from grpo.play.record import FILE, Match
 
-    players, count = (known_as(config.model), known_as(config.against)), -(-config.games // 2)
+    players, count = (display_name(config.model), display_name(config.against)), -(-config.games // 2)
     starts = (
-        random_openings(count, seed=config.seed) if config.start == "openings"
+        random_openings(count, seed=config.seed)
+        if config.start == "openings"
         else heldout_positions(count, model=config.model, prompts=config.prompts, seed=config.seed)
-    )  # fmt: skip
+    )
     folder = config.folder(players)
     settings = {name: getattr(config, name) for name in PLAYED_BY}
-    match = Match.begin(players, settings, starts, config.games).gone_on_with(folder)
+    match = Match.begin(players, settings, starts, config.games).resume_from(folder)
     load = partial(
-        load_player, device_name=config.device, precision=config.precision, temperature=config.temperature,
+        load_player,
+        device_name=config.device,
+        precision=config.precision,
+        temperature=config.temperature,
         rows=config.rows,
-    )  # fmt: skip
+    )
     limit = chess.engine.Limit(time=None if config.nodes else config.movetime, nodes=config.nodes)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with make_opponent(config.against, limit, config.engines, load) as opponent:
             play_match(
-                match, (load(config.model), opponent), folder, seed=config.seed, at_once=config.rows,
+                match,
+                (load(config.model), opponent),
+                folder,
+                seed=config.seed,
+                at_once=config.rows,
                 replace=config.illegal_moves == "replace",
-            )  # fmt: skip
+            )
     except OSError as error:
         raise UserError(
             f"the match cannot be written to {folder} ({error}): make room, or give another --output"

@@ -44,9 +44,13 @@ def main(config: Config, _: Console) -> int:
     from grpo.trainer import Trainer
 
     statuses: dict[type[BaseException], int] = {
-        KeyboardInterrupt: INTERRUPTED, UserError: WRONG_USAGE, EngineError: WRONG_USAGE,
-        Diverged: FAILED, RewardFailed: FAILED, ProcessLost: FAILED,
-    }  # fmt: skip
+        KeyboardInterrupt: INTERRUPTED,
+        UserError: WRONG_USAGE,
+        EngineError: WRONG_USAGE,
+        Diverged: FAILED,
+        RewardFailed: FAILED,
+        ProcessLost: FAILED,
+    }
 
     def status_of(error: BaseException) -> int | None:
         """The exit status for what ends a run, None for a fault of the program's."""
@@ -120,7 +124,7 @@ def _is_lost(run: "Run", trainer: "Trainer", go_on: str) -> bool:
     unwritten += [f"the checkpoint of step {step}" for step in run.checkpoints.unwritten]
     if unwritten:
         logger.warning("on the way these could not be written: {}", ", ".join(unwritten))
-    lost = run.checkpoints.damage(trainer.finished) if run.world.is_main else None
+    lost = run.checkpoints.verify(trainer.finished) if run.world.is_main else None
     if lost:
         text = "the model of step {} is not in {}: {}; make room there ({})"
         logger.error(text, trainer.finished, shown(run.folder), lost, go_on)

@@ -22,12 +22,12 @@ from grpo.errors import UserError
 
 
 class Words(NamedTuple):
-    """What was typed."""
+    """The command line, parsed."""
 
     parsed: tuple[Any, ...]
     """TRL's own settings: of the script, of training, of the model, of datasets."""
     ours: dict[str, Any]
-    """What our trainer takes besides."""
+    """Arguments that our trainer takes besides TRL's."""
     to_launch: list[str]
     """Words for `accelerate launch`, where more processes are asked for."""
     others: list[str]
@@ -35,29 +35,58 @@ class Words(NamedTuple):
     dry_run: bool = False
     """Whether to plan and not to train."""
     device_memory: int | None = None
-    """Of a card that is not there, to plan for."""
+    """The memory of a card that is not there, to plan for."""
 
 
 def parse(words: Sequence[str] | None = None) -> Words:
-    """Of `sys.argv`, or of `words`. ValueError where TRL is missing, and for a size that is none.
+    """Parses `sys.argv`, or `words`. ValueError where TRL is missing, and for a size that is none.
 
     TRL's parser ends the process for flags that are wrong.
     """
     words = list(sys.argv[1:] if words is None else words)
     parser = argparse.ArgumentParser(prog="grpo-lean trl", add_help=False, allow_abbrev=False)
     group = parser.add_argument_group("of grpo-lean")
-    group.add_argument("--memory_utilization", "--memory-utilization", type=float, default=0.85,
-                       help="share of the device that may be held (default: 0.85)")  # fmt: skip
-    group.add_argument("--memory_limit", "--memory-limit", default=None,
-                       help="the most that may be held, such as 20GB (default: no limit)")  # fmt: skip
-    group.add_argument("--skip_zero_variance", "--skip-zero-variance", nargs="?", const="true",
-                       default="false", type=str.lower, choices=("true", "false"), metavar="",
-                       help="leave groups of equal rewards out of learning")  # fmt: skip
-    group.add_argument("--dry_run", "--dry-run", nargs="?", const="true", default="false", type=str.lower,
-                       choices=("true", "false"), metavar="",
-                       help="say what fits and in how many rows, and do not train")  # fmt: skip
-    group.add_argument("--device_memory", "--device-memory", default=None,
-                       help="with --dry-run: plan for a card that is not there, such as 24GB")  # fmt: skip
+    group.add_argument(
+        "--memory_utilization",
+        "--memory-utilization",
+        type=float,
+        default=0.85,
+        help="share of the device that may be held (default: 0.85)",
+    )
+    group.add_argument(
+        "--memory_limit",
+        "--memory-limit",
+        default=None,
+        help="the most that may be held, such as 20GB (default: no limit)",
+    )
+    group.add_argument(
+        "--skip_zero_variance",
+        "--skip-zero-variance",
+        nargs="?",
+        const="true",
+        default="false",
+        type=str.lower,
+        choices=("true", "false"),
+        metavar="",
+        help="leave groups of equal rewards out of learning",
+    )
+    group.add_argument(
+        "--dry_run",
+        "--dry-run",
+        nargs="?",
+        const="true",
+        default="false",
+        type=str.lower,
+        choices=("true", "false"),
+        metavar="",
+        help="say what fits and in how many rows, and do not train",
+    )
+    group.add_argument(
+        "--device_memory",
+        "--device-memory",
+        default=None,
+        help="with --dry-run: plan for a card that is not there, such as 24GB",
+    )
     parser.add_argument("--launched", action="store_true", help=argparse.SUPPRESS)  # by accelerate, of `main`
     if {"-h", "--help"} & {*words}:
         print(parser.format_help().partition("\n\n")[2])
@@ -110,7 +139,7 @@ def main(words: Words, console: object = None) -> None:
 
 
 def _plan(words: Words, console: Any) -> None:
-    """Of one process, as all of them do the same, unless they share the model."""
+    """Plans for one process, as all do the same unless they share the model."""
     _ours()
     if words.to_launch and _are_sharding(words.to_launch):
         logger.info("processes share the model: the first step will tell how many rows fit")

@@ -19,7 +19,7 @@ from rich.console import Console
 from grpo.commands import DONE, FAILED, INTERRUPTED
 from grpo.config import Config, SettingsError, parse_command_line
 from grpo.config.limits import Settings
-from grpo.environment import typed
+from grpo.environment import command_hint
 from grpo.workbench.cards import cards_rows, find_card
 from grpo.workbench.settings import Calculator, Check, FindMax, new_folder
 from grpo.workbench.sweep_settings import Sweep
@@ -33,7 +33,7 @@ def find_max(settings: FindMax, console: Console) -> None:
     """Check, try sizes, and print what follows."""
     from grpo.workbench.find_max import check, find, trial_row
     from grpo.workbench.findings import findings, flags_of
-    from grpo.workbench.line import leaves_the_line
+    from grpo.workbench.line import first_outlier
 
     checked = check(settings)
     console.print(table("Before the first trial", checked.rows))
@@ -46,13 +46,17 @@ def find_max(settings: FindMax, console: Console) -> None:
         console.print(table("Next sizes", following))
     console.print(table("Recommended", result.recommended()))
     content = {
-        "maximum": result.maximum, "total_bytes": result.total_bytes, "margin_bytes": result.margin_bytes,
+        "maximum": result.maximum,
+        "total_bytes": result.total_bytes,
+        "margin_bytes": result.margin_bytes,
         "headroom_bytes": result.total_bytes - result.peaks[result.maximum],
         "line": asdict(result.line) if result.line is not None else None,
-        "leaves_the_line_at": leaves_the_line(result.peaks), "facts": result.facts(),
-        "next": result.next_sizes(), "recommended": result.recommended(),
+        "leaves_the_line_at": first_outlier(result.peaks),
+        "facts": result.facts(),
+        "next": result.next_sizes(),
+        "recommended": result.recommended(),
         "trials": [{name: getattr(trial, name) for name in TRIAL} for trial in trials],
-    }  # fmt: skip
+    }
     (folder / "max_batch.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     result.draw(folder / "max_batch.png")
     _name(console, folder / "max_batch.json", folder / "max_batch.png")
@@ -92,12 +96,14 @@ def sweep(asked: Sweep, console: Console) -> int:
         sizes = run_sweep(settings, folder)
     except KeyboardInterrupt:
         again = sys.argv[1:] if asked.output else [*sys.argv[1:], "--output", str(folder)]
-        logger.error("stopped; finished sizes are kept. Go on with: {} {}", typed("sweep"), shlex.join(again))
+        logger.error(
+            "stopped; finished sizes are kept. Go on with: {} {}", command_hint("sweep"), shlex.join(again)
+        )
         return INTERRUPTED
     quality = "loss" if settings.objective == "lm" else "reward"
     title = f"{settings.total:,} {settings.unit} at each size; {quality}"
     console.print(table(title, [size_row(size, settings.unit) for size in sizes]))
-    logger.info("for the report: {} {}", typed("report"), shlex.quote(str(folder)))
+    logger.info("for the report: {} {}", command_hint("report"), shlex.quote(str(folder)))
     return FAILED if any(size.status == "failed" for size in sizes) else DONE
 
 
@@ -132,8 +138,10 @@ def parse_monitor() -> Config | Path:
     """Read the settings of a run to train, or the folder of a run to judge."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [STEPS [BATCH_SIZE]] [--attach RUN] [flags of train]",
-        description=MONITOR_HELP, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
+        description=MONITOR_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--attach", type=Path, metavar="RUN", help="judge this run folder instead")
     numbers = list(itertools.takewhile(lambda word: not word.startswith("-"), sys.argv[1:]))[:2]
     options, flags = parser.parse_known_args(sys.argv[1 + len(numbers) :])
@@ -170,7 +178,7 @@ class ReportConfig(Settings):
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """A sweep's or a run's folder, or several of a kind to compare."""
     output: Path | None = None
-    """Where to write; by default into the folder itself, and into report/ for several."""
+    """The folder to write to; by default the folder itself, and report/ for several."""
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()

@@ -5,6 +5,12 @@ from grpo.config.reading import CONFIG_FILE, from_plain, parse_command_line, rea
 from grpo.config.settings import Config
 
 __all__ = [
-    "CONFIG_FILE", "Config", "SettingsError", "from_plain", "parse_command_line", "read_yaml", "to_plain",
+    "CONFIG_FILE",
+    "Config",
+    "SettingsError",
+    "from_plain",
+    "parse_command_line",
+    "read_yaml",
+    "to_plain",
     "write_yaml",
-]  # fmt: skip
+]

@@ -1,4 +1,4 @@
-"""What settings mean, for people: the help of the command line, and docs/settings.md."""
+"""The meaning of settings, for people: the help of the command line, and docs/settings.md."""
 
 import textwrap
 from dataclasses import fields
@@ -10,10 +10,23 @@ from grpo.config.limits import values_of
 from grpo.config.settings import Config
 
 FIRST = (
-    "model", "prompts", "reward", "steps", "batch_size", "group_size", "learning_rate", "kl_coef",
-    "max_new_tokens", "stop", "memory_limit", "minutes", "name", "resume", "dry_run",
-)  # fmt: skip
-"""What people need first."""
+    "model",
+    "prompts",
+    "reward",
+    "steps",
+    "batch_size",
+    "group_size",
+    "learning_rate",
+    "kl_coef",
+    "max_new_tokens",
+    "stop",
+    "memory_limit",
+    "minutes",
+    "name",
+    "resume",
+    "dry_run",
+)
+"""Settings that people need first."""
 
 
 def sections() -> dict[str, list[tuple[str, str, str]]]:
@@ -45,15 +58,18 @@ def _shown(value: Any) -> str:
 
 
 def help_text(program: str, width: int = 100) -> str:
-    """What `--help` prints."""
+    """Returns the text that `--help` prints."""
     lines = [
-        f"usage: {program} [--config FILE.yaml [--profile NAME]] [FLAGS]", "",
-        "Train a language model with GRPO: groups of completions, compared with their siblings.", "",
+        f"usage: {program} [--config FILE.yaml [--profile NAME]] [FLAGS]",
+        "",
+        "Train a language model with GRPO: groups of completions, compared with their siblings.",
+        "",
         *textwrap.wrap(
             "--config FILE.yaml sets defaults that flags override; --profile NAME takes one of its profiles. "
-            "A flag that is on or off is given as --flag or --no-flag. Defaults are in brackets.", width
+            "A flag that is on or off is given as --flag or --no-flag. Defaults are in brackets.",
+            width,
         ),
-    ]  # fmt: skip
+    ]
     for title, members in sections().items():
         lines += ["", title]
         for flag, default, text in members:
@@ -66,10 +82,11 @@ def help_text(program: str, width: int = 100) -> str:
 def settings_page() -> str:
     """docs/settings.md."""
     lines = [
-        "# Settings", "",
+        "# Settings",
+        "",
         "Flags of `grpo-lean train` (`python train_lean.py`), and names in `--config FILE.yaml`,",
         "where a dash is an underscore. This page is made by `python scripts/settings_page.py`.",
-    ]  # fmt: skip
+    ]
     for title, members in sections().items():
         lines += ["", f"## {title}", "", "| flag | default | |", "|---|---|---|"]
         for flag, default, text in members:

@@ -1,4 +1,4 @@
-"""What a setting may be, as an annotation on its field: `steps: Annotated[int, at_least(1)] = 100`.
+"""Limits of settings, as annotations on their fields: `steps: Annotated[int, at_least(1)] = 100`.
 
 Settings are read and checked in one way, wherever they come from: Python, a file, or the command line.
 """
@@ -32,7 +32,7 @@ class Limit:
 
 
 def at_least(least: float, remedy: str = "") -> Limit:
-    """Of a finite number."""
+    """Returns the limit of a finite number that is at least so large."""
     return Limit(lambda value: least <= value < math.inf, remedy or f"give at least {least}")
 
 
@@ -57,7 +57,7 @@ BY_KIND: dict[Any, Limit] = {
         "there is no such variable in the environment, set it or write the whole path",
     ),
 }
-"""Of all settings of a run: what single precision has room for with some to spare, a count, a name."""
+"""Limits of all settings of a run, by type: numbers that single precision has room for, counts, names."""
 OF_ANY_SIZE = ("seed", "system_prompt")
 
 _MADE_OF: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
@@ -144,7 +144,7 @@ def _check(name: str, value: Any, limits: Iterable[Limit]) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """What groups of settings have in common: they are checked where they are made, alone or together."""
+    """The base of all groups of settings, which are checked where they are made, alone or together."""
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -155,7 +155,7 @@ class Settings:
             raise SettingsError(message)
 
     def conflicts(self) -> Iterator[str]:
-        """What does not go together, and what to give instead; each group adds to what the others have."""
+        """Yields the settings that do not go together, and what to give instead; each group adds its own."""
         yield from ()
 
     @classmethod

@@ -56,17 +56,17 @@ class RunSettings(Settings):
     """Completions a step sees: a multiple of the group size. auto: the most that need no splitting,
     found once before the first step; a larger batch is faster, not better."""
     max_batch_size: int = 1024
-    """What batch_size auto does not exceed."""
+    """The most that batch_size auto chooses."""
     group_size: Annotated[int, at_least(2, "a completion is compared with siblings, give at least 2")] = 8
     """Completions of one prompt, compared with each other."""
     seed: int = 0
-    """Of the order of prompts and of every sampled token."""
+    """Fixes the order of prompts and every sampled token."""
     minutes: Annotated[float | None, POSITIVE] = None
     """Stop after this many minutes of training, if the steps are not done before. Schedules go by whichever
     of both is further."""
 
     wait_minutes: Annotated[float, POSITIVE] = 30.0
-    """Of several processes, started by accelerate launch or torchrun: how long they wait for one another."""
+    """How long several processes, started by accelerate launch or torchrun, wait for one another."""
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
@@ -95,9 +95,9 @@ class ModelSettings(Settings):
     model: str = "auto"
     """Hub id or folder of a causal language model; auto: RookWorld-LM-124M on CUDA, else rook-tiny."""
     device: str = "auto"
-    """Where the policy lives: auto, cpu, cuda, cuda:1, mps. With several processes auto, cuda or cpu."""
+    """The policy's device: auto, cpu, cuda, cuda:1, mps. With several processes auto, cuda or cpu."""
     reference_device: str | None = None
-    """Where the reference model lives; None: beside the policy."""
+    """The reference model's device; None: the policy's."""
     reference_sync: Annotated[int, NOT_NEGATIVE] = 0
     """Steps after which the reference becomes the present policy, each time; 0: never."""
     precision: Precision = "auto"
@@ -194,7 +194,7 @@ class MemorySettings(Settings):
     train_rows: Annotated[int | None, ROWS] = None
     """Completions of the longest in one backward pass, more of shorter ones; None: planned."""
     gradient_checkpointing: CheckpointingSetting = "auto"
-    """What layers compute again in the backward pass: all (full), or nothing (none); auto: all where few
+    """Whether layers compute all again in the backward pass (full), or nothing (none); auto: full where few
     completions would learn at once otherwise."""
 
     def conflicts(self) -> Iterator[str]:
@@ -218,7 +218,7 @@ class FolderSettings(Settings):
     """The run folder."""
 
     runs_dir: Path = Path("runs")
-    """Where run folders are made."""
+    """The folder in which run folders are made."""
     name: Annotated[str | None, FOLDER_NAME, PRINTABLE] = None
     """Name of the run folder; None: date and time."""
     resume: Path | None = None
@@ -228,7 +228,7 @@ class FolderSettings(Settings):
     keep_checkpoints: Annotated[int, at_least(1)] = 2
     """Checkpoints kept, the newest; the best one is kept besides."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
-    """Where metrics go besides metrics.jsonl; to wandb and trackio completions, too."""
+    """Trackers that metrics go to besides metrics.jsonl; wandb and trackio get completions, too."""
     logged_completions: Annotated[int, NOT_NEGATIVE] = 16
     """Completions of each step written to completions.jsonl."""
     show_completions: Annotated[int, NOT_NEGATIVE] = 25
@@ -243,15 +243,26 @@ class FolderSettings(Settings):
 
 @dataclass(frozen=True)
 class Config(
-    FolderSettings, EvaluationSettings, MemorySettings, OptimizerSettings, LossSettings, AlgorithmSettings,
-    SamplingSettings, RewardSettings, PromptSettings, DataSettings, LoraSettings, ModelSettings, RunSettings,
-):  # fmt: skip
+    FolderSettings,
+    EvaluationSettings,
+    MemorySettings,
+    OptimizerSettings,
+    LossSettings,
+    AlgorithmSettings,
+    SamplingSettings,
+    RewardSettings,
+    PromptSettings,
+    DataSettings,
+    LoraSettings,
+    ModelSettings,
+    RunSettings,
+):
     """Train a language model with GRPO: groups of completions, compared with their siblings."""
 
     # A dataclass has the fields of its last base first: so they come in the order of the help.
 
     max_new_tokens: Annotated[int, at_least(0, "give at least 1, or leave it out")] = 0
-    """Longest completion in tokens, the end-of-text token included; 0 until `with_length`
+    """Longest completion in tokens, the end-of-text token included; 0 until `resolve_max_new_tokens`
     knows what is trained: 144 for RookWorld's texts, 512 for prompts and rewards of your own."""
 
     def conflicts(self) -> Iterator[str]:

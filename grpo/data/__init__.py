@@ -5,11 +5,17 @@ whichever task and whichever file it comes from.
 """
 
 from grpo.data.load import check_spec, load_prompts
-from grpo.data.maker import Room
+from grpo.data.maker import PromptBudget
 from grpo.data.source import PromptSource, collate
 from grpo.data.tokens import Tokenizer
 from grpo.prompt import Prompt
 
 __all__ = [
-    "Prompt", "PromptSource", "Room", "Tokenizer", "check_spec", "collate", "load_prompts",
-]  # fmt: skip
+    "Prompt",
+    "PromptBudget",
+    "PromptSource",
+    "Tokenizer",
+    "check_spec",
+    "collate",
+    "load_prompts",
+]

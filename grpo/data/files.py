@@ -114,7 +114,7 @@ _SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical ba
 
 
 def _other_separator(names: Sequence[str], delimiter: str) -> str | None:
-    """What seems to stand between fields instead of `delimiter`, of which the first line has none."""
+    """Returns the delimiter that the first line seems to have instead of `delimiter`."""
     if len(names) != 1 or delimiter in names[0]:
         return None
     first = names[0].removeprefix("sep=")  # in which Excel tells itself

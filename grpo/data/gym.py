@@ -91,7 +91,7 @@ def gym_score(
     metadata: list[Any],
     **_: Any,
 ) -> list[float]:
-    """What the tasks' own `score_answer` says of the answer in each completion, from 0 to 1."""
+    """Returns the tasks' own `score_answer` of the answer in each completion, from 0 to 1."""
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
     columns = zip(texts, gym, question, answer, metadata, strict=True)
     return [

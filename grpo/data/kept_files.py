@@ -42,7 +42,7 @@ def as_kept(folder: Path, config: AnyConfig) -> AnyConfig:
 
 
 def _copies(folder: Path, config: Config) -> dict[tuple[str, Path], Path]:
-    """Where the copy of each file is, by what it is to the run and its path."""
+    """Returns the place of each file's copy, by what the file is to the run and its path."""
     copies = {}
     for path, name in map(reward_file, config.reward):
         if path is not None:

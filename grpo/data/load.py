@@ -16,7 +16,7 @@ from loguru import logger
 from grpo.config.groups import PromptSettings
 from grpo.data.files import FORMATS, check_file, file_rows
 from grpo.data.gym import gym_rows, is_gym, make_dataset
-from grpo.data.maker import PLAIN, Convert, PromptMaker, Room
+from grpo.data.maker import PLAIN, Convert, PromptBudget, RowParser
 from grpo.data.rows import from_record
 from grpo.data.source import HELDOUT_SHARE, PromptSource
 from grpo.errors import UserError
@@ -27,7 +27,7 @@ POSITIONS: Traversable = resources.files("grpo").joinpath("assets", "positions")
 Rows = Iterable[Mapping[str, Any]]
 """Rows of columns in memory, such as a list of dictionaries or a `datasets.Dataset`."""
 IN_MEMORY = "in-memory"
-"""What stands in a run's settings for what has no name."""
+"""Stands in a run's settings for prompts or models that were given in memory."""
 _PART = r"[\w.-]+(?:\[[^\[\]]*\])?"
 HUB_NAME = re.compile(rf"([\w.-]+/[\w.-]+)(?::([\w.-]+)(?=:))?(?::({_PART}(?:\+{_PART})*))?")
 """OWNER/NAME, perhaps a configuration, perhaps a split in the package's own words, such as train[:1000]."""
@@ -45,7 +45,7 @@ def load_prompts(
     heldout_count: int = 1_000,
     max_bad_share: float = 0.01,
     settings: PromptSettings = PLAIN,
-    room: Room | None = None,
+    room: PromptBudget | None = None,
     to_train: bool = True,
 ) -> PromptSource:
     """The prompts that `spec` names.
@@ -67,7 +67,7 @@ def load_prompts(
     """
     check_spec(spec)
     name = spec if isinstance(spec, str) else "the prompts given"
-    maker = PromptMaker(name, max_bad_share=max_bad_share, settings=settings, room=room)
+    maker = RowParser(name, max_bad_share=max_bad_share, settings=settings, room=room)
     is_on_hub = isinstance(spec, str) and spec != "bundled" and not is_file(spec) and not is_gym(spec)
     numbered, prompt_of = _on_hub(name, maker) if is_on_hub else _in_memory(spec, maker)
     share = HELDOUT_SHARE if name == "bundled" else heldout_share
@@ -157,7 +157,7 @@ def _open_dataset(spec: str) -> Any:
     return rows
 
 
-def _on_hub(spec: str, maker: PromptMaker) -> Numbered:
+def _on_hub(spec: str, maker: RowParser) -> Numbered:
     """Rows are made prompts when they are asked for: a dataset may be larger than memory."""
     rows = _open_dataset(spec)
     maker.total_rows = len(rows)
@@ -172,7 +172,7 @@ def _on_hub(spec: str, maker: PromptMaker) -> Numbered:
     return ((number, prompt) for number, prompts in made for prompt in prompts), prompt_of
 
 
-def _in_memory(spec: str | Rows, maker: PromptMaker) -> Numbered:
+def _in_memory(spec: str | Rows, maker: RowParser) -> Numbered:
     prompts = [prompt for row in _rows(spec, maker) for prompt in maker.make_or_count(*row)]
     if isinstance(spec, str) and spec.lower().endswith(".pgn"):  # games share their openings
         prompts = list({prompt.text: prompt for prompt in reversed(prompts)}.values())[::-1]
@@ -183,7 +183,7 @@ def _in_memory(spec: str | Rows, maker: PromptMaker) -> Numbered:
     return enumerate(prompts), prompts.__getitem__
 
 
-def _rows(spec: str | Rows, maker: PromptMaker) -> Iterator[tuple[str, Any, Convert]]:
+def _rows(spec: str | Rows, maker: RowParser) -> Iterator[tuple[str, Any, Convert]]:
     """Each with its id, and what makes prompts of it."""
     if isinstance(spec, str) and spec == "bundled":
         for file in (POSITIONS / "train.txt", POSITIONS / "heldout.txt"):

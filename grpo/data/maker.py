@@ -37,7 +37,7 @@ _TEMPLATES.tests["none"] = lambda value: value == ""  # as which a missing value
 _NO_DATE = "{% macro strftime_now(form='') %}{{ form }}{% endmacro %}"
 """Has a template say the format of a date instead of today's."""
 _REFUSALS = (jinja2.TemplateError, TypeError, ArithmeticError, AttributeError, LookupError)
-"""What templates raise for values they do not take, and the sandbox for what they may not do."""
+"""Errors of templates for values that they do not take, and of the sandbox for what they may not do."""
 
 Columns = Mapping[str, Any]
 PLAIN = PromptSettings()
@@ -49,8 +49,8 @@ class TooLong(UserError):
 
 
 @dataclass(frozen=True)
-class Room:
-    """What a model's context leaves for a prompt beside `max_new_tokens`."""
+class PromptBudget:
+    """The tokens that a model's context leaves for a prompt beside `max_new_tokens`."""
 
     tokenizer: Tokenizer
     context: int
@@ -79,7 +79,7 @@ class Room:
             )
 
 
-class PromptMaker:
+class RowParser:
     """Makes prompts of the rows of one source, by the settings, and counts rows that cannot be used.
 
     room: of the model; None: any length, and no tokenizer, without which there are no conversations.
@@ -87,7 +87,12 @@ class PromptMaker:
     """
 
     def __init__(
-        self, name: str, *, max_bad_share: float, settings: PromptSettings = PLAIN, room: Room | None = None
+        self,
+        name: str,
+        *,
+        max_bad_share: float,
+        settings: PromptSettings = PLAIN,
+        room: PromptBudget | None = None,
     ) -> None:
         self.settings = settings
         self.total_rows = math.inf  # where it is known, too many bad rows are an error before all are read
@@ -160,11 +165,14 @@ class PromptMaker:
             logger.info(
                 "{:,} of {:,} labelled policy lines in {} name a B: move other than their highest eval; "
                 "the best move is taken from the evals",
-                self.num_upside_down, self.num_labelled, self._name,
-            )  # fmt: skip
+                self.num_upside_down,
+                self.num_labelled,
+                self._name,
+            )
 
     def render_prompt(self, row_id: str, record: Columns) -> Prompt:
-        """Of a row of the user's own. ValueError where it asks nothing, SettingsError where none could."""
+        """Makes the prompt of a user's row. ValueError where it asks nothing, SettingsError where none
+        could."""
         if (task := record.get("task")) in ("policy", "environment"):
             raise UserError(f"rename column `task`: {task!r} in it means a chess prompt, which this is not")
         asked = self._asked(record, self.settings.prompt_column or "prompt")
@@ -177,7 +185,7 @@ class PromptMaker:
         return Prompt(row_id, self._conversation(asked, record), columns, asked, undated)
 
     def _asked(self, record: Columns, column: str) -> str | Messages:
-        """What a row asks, as text or messages."""
+        """Returns a row's prompt, as text or messages."""
         asked: Any = record.get(column)
         if self._template is not None:
             try:
@@ -217,9 +225,12 @@ class PromptMaker:
             raise UserError("the last message is the assistant's, and has no text to go on from")
         try:
             text: str = render(
-                messages, tools=tools, chat_template=before + self._chat_template, tokenize=False,
+                messages,
+                tools=tools,
+                chat_template=before + self._chat_template,
+                tokenize=False,
                 **{"add_generation_prompt": not goes_on, "continue_final_message": goes_on, **options},
-            )  # fmt: skip
+            )
         except jinja2.TemplateSyntaxError as error:
             where = f"line {error.lineno}: {error.message}"
             raise SettingsError(
@@ -239,7 +250,7 @@ def _last_words(content: Any) -> str:
     return str(content).strip()
 
 
-Convert = Callable[[Any, str, PromptMaker], list[Prompt]]
+Convert = Callable[[Any, str, RowParser], list[Prompt]]
 """From what a row holds, and its id. ValueError, with the reason, for one that cannot be used."""
 
 

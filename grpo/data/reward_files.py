@@ -35,9 +35,10 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 KNOWN_REWARDS: Mapping[str, RewardFunction] = {**REWARDS, SCORE: gym_score}
 """The project's own, by name."""
 PROMPTS_LOOKED_AT = 1000
-"""Of each task, for whether there are the columns that rewards need."""
+"""Prompts of each task that are looked at, for the columns that rewards need."""
 OWN_TASK_TOKENS = 512
-"""Of a completion where prompts and rewards are the user's own, unless a number is given; TRL's default."""
+"""The length of completions where prompts and rewards are the user's own and no number is given; TRL's
+default."""
 _ON_REQUEST = ("trainer_state", "log_extra", "log_metric")
 """Arguments that only a reward with a parameter for them gets."""
 
@@ -60,7 +61,7 @@ def load_rewards(
     return functions
 
 
-def with_length(config: AnyConfig, context: int | None = None) -> AnyConfig:
+def resolve_max_new_tokens(config: AnyConfig, context: int | None = None) -> AnyConfig:
     """The settings with a longest completion; where none is given, by what is asked and rewarded.
 
     RookWorld's texts fit into 144 tokens; what people ask and reward themselves gets 512, and at most half of

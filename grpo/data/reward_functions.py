@@ -95,11 +95,11 @@ _TENSORS = "table", "lengths", "terminated", "prompt_lengths"
 class Judged:
     """One component: what it adds to the rewards of a step's completions, (N,), and the letters it looks at.
 
-    letters: of the texts that were asked for.
+    char_spans: of the texts that were asked for.
     """
 
     values: Tensor
-    letters: list[tuple[int, int]]
+    char_spans: list[tuple[int, int]]
 
 
 class RewardFunctions:
@@ -108,7 +108,7 @@ class RewardFunctions:
     def __init__(self, specs: Sequence[str | RewardFunction], weights: Sequence[float] = ()) -> None:
         self._functions = load_rewards(specs, weights)
         self.state = SimpleNamespace(global_step=0, max_steps=0)
-        """What a reward may know of the run: steps that are done, and to do, by transformers' names."""
+        """The run as a reward may see it: steps that are done, and to do, by transformers' names."""
         self._weights = torch.tensor(weights or [1.0] * len(specs), dtype=torch.float64)
         self._forget_calls()
 
@@ -188,9 +188,16 @@ class RewardFunctions:
         table = torch.tensor(columns, dtype=torch.float64).T  # (N, F)
         contexts = torch.tensor([len(ids) for ids in batch.context_ids])
         return Scores(
-            tuple(self._functions), table, self._weights, components, call.extra, call.metrics,
-            batch.lengths, batch.terminated, contexts[batch.group],
-        )  # fmt: skip
+            tuple(self._functions),
+            table,
+            self._weights,
+            components,
+            call.extra,
+            call.metrics,
+            batch.lengths,
+            batch.terminated,
+            contexts[batch.group],
+        )
 
     def _begun_of(self, batch: Batch) -> list[BegunCall]:
         """Returns the calls of a batch's prompts, in their order, if all were begun, else none."""
@@ -212,8 +219,8 @@ class RewardFunctions:
             ]
             for component in dict.fromkeys(key for row in shares for key in row):
                 values = [weight * row.get(component, 0.0) for row in shares]
-                letters = [function.field_of(component, text) for text in texts]
-                yield Judged(torch.tensor(values, dtype=torch.float64), letters)
+                char_spans = [function.field_of(component, text) for text in texts]
+                yield Judged(torch.tensor(values, dtype=torch.float64), char_spans)
 
 
 def _key_of(prompt: Prompt, texts: Sequence[str]) -> tuple[int, tuple[str, ...]]:

@@ -13,24 +13,24 @@ from typing import Any
 import chess
 import chess.pgn
 
-from grpo.data.maker import Columns, PromptMaker, other_columns
+from grpo.data.maker import Columns, RowParser, other_columns
 from grpo.errors import UserError
 from grpo.prompt import Prompt
 from grpo.rewards import (
-    BY_ROOK,
+    CASTLING_ALIASES,
     MAX_HISTORY,
+    canonical_uci,
     environment_prompt,
     is_move,
     parse_policy_completion,
     policy_prompt,
-    usual_move,
 )
 
 Question = tuple[str, dict[str, Any]]
 """The text and the columns of a prompt."""
 
 
-def from_record(record: Columns, row_id: str, maker: PromptMaker) -> list[Prompt]:
+def from_record(record: Columns, row_id: str, maker: RowParser) -> list[Prompt]:
     """A row of columns.
 
     The first of `prompt`, `text` (a RookWorld line) and `fen` that has a value says what is asked, unless the
@@ -51,12 +51,12 @@ def from_record(record: Columns, row_id: str, maker: PromptMaker) -> list[Prompt
     return [Prompt(row_id, text, others | columns)]
 
 
-def from_line(line: str, row_id: str, maker: PromptMaker) -> list[Prompt]:
+def from_line(line: str, row_id: str, maker: RowParser) -> list[Prompt]:
     """A line of text, which is its only column."""
     return from_record({"text": line.rstrip("\r\n")}, row_id, maker)
 
 
-def from_json(line: str, row_id: str, maker: PromptMaker) -> list[Prompt]:
+def from_json(line: str, row_id: str, maker: RowParser) -> list[Prompt]:
     """One JSON object, its keys the columns."""
     try:
         record = json.loads(line, parse_float=finite)
@@ -74,7 +74,7 @@ def finite(text: str) -> float:
     return number
 
 
-def from_position(line: str, row_id: str, maker: PromptMaker) -> list[Prompt]:
+def from_position(line: str, row_id: str, maker: RowParser) -> list[Prompt]:
     """A FEN or EPD line: what to play there, and what one random legal move leads to.
 
     The move is drawn with the position as the seed, so that a held-out set is the same in all runs.
@@ -91,7 +91,7 @@ def from_position(line: str, row_id: str, maker: PromptMaker) -> list[Prompt]:
     return [policy, Prompt(f"{row_id}:environment", *_environment(board, fen, move, [move]))]
 
 
-def from_game(game: chess.pgn.Game, row_id: str, maker: PromptMaker) -> list[Prompt]:
+def from_game(game: chess.pgn.Game, row_id: str, maker: RowParser) -> list[Prompt]:
     """All positions of a game's main line, and all its moves with their real history.
 
     Ids count half-moves: "games.pgn:3.17:policy" is what to play after 17 of them in game 3.
@@ -119,8 +119,8 @@ def from_game(game: chess.pgn.Game, row_id: str, maker: PromptMaker) -> list[Pro
 # ---------------------------------------------------------------------------------------- questions
 
 
-def _line(line: str, maker: PromptMaker) -> Question:
-    """Of a RookWorld line, padded or not; everything after the prompt may be missing.
+def _line(line: str, maker: RowParser) -> Question:
+    """Parses a RookWorld line, padded or not; everything after the prompt may be missing.
 
     An environment line may lack its `A:`, as all in the published datasets do, if it is whole.
     """
@@ -139,7 +139,7 @@ def _line(line: str, maker: PromptMaker) -> Question:
     return _environment(board, fen, fields[1].strip(), fields[2].split())
 
 
-def _policy_line(line: str, maker: PromptMaker) -> Question:
+def _policy_line(line: str, maker: RowParser) -> Question:
     fen, label, rest = line[2:].partition("M:")
     fen, board = _set_up(fen)
     if not label:
@@ -148,7 +148,7 @@ def _policy_line(line: str, maker: PromptMaker) -> Question:
     if not answer.well_formed:
         raise UserError(f"moves, evals or best move missing or malformed: {rest[:60]!r}")
     text, columns = _policy(board, fen, (answer.moves, answer.evals), maker)
-    best = usual_move(board, answer.best), max(columns["evals"])
+    best = canonical_uci(board, answer.best), max(columns["evals"])
     maker.num_labelled += 1
     maker.num_upside_down += best not in zip(columns["moves"], columns["evals"], strict=True)
     return text, columns
@@ -162,20 +162,20 @@ def _set_up(text: str) -> tuple[str, chess.Board]:
     return fen, chess.Board(fen)
 
 
-def _position(record: Columns, maker: PromptMaker) -> Question:
-    """Of a record with a column `fen`."""
+def _position(record: Columns, maker: RowParser) -> Question:
+    """Parses a record with a column `fen`."""
     board = chess.Board(record["fen"])
     if (action := record.get("action")) is None:
         moves, evals = _entries(record.get("moves")), _entries(record.get("evals"))
         return _policy(board, board.fen(), (moves, evals) if moves or evals else None, maker)
     history = _entries(record.get("history")) or [action]
-    if usual_move(board, str(history[-1])) != usual_move(board, str(action)):
+    if canonical_uci(board, str(history[-1])) != canonical_uci(board, str(action)):
         raise UserError(f"`history` ends with the action: {history[-1]!r} is not {action!r}")
     return _environment(board, board.fen(), action, history)
 
 
 def _entries(value: Any) -> list[Any]:
-    """Of a list, or of a text of words."""
+    """Parses a list, or a text of words."""
     entries = value.split() if isinstance(value, str) else value or []
     if not isinstance(entries, list):
         raise UserError(f"expected a list, not {str(value)[:60]!r}")
@@ -183,7 +183,7 @@ def _entries(value: Any) -> list[Any]:
 
 
 def _policy(
-    board: chess.Board, fen: str, labels: tuple[Sequence[Any], Sequence[Any]] | None, maker: PromptMaker
+    board: chess.Board, fen: str, labels: tuple[Sequence[Any], Sequence[Any]] | None, maker: RowParser
 ) -> Question:
     """labels: moves and their evals."""
     if not board.is_valid():
@@ -208,14 +208,14 @@ def _labels(board: chess.Board, moves: Sequence[Any], evals: Sequence[Any]) -> t
     best = moves[numbers.index(max(numbers))]
     if not board.is_legal(chess.Move.from_uci(best)):
         raise UserError(f"the best label, {best}, is illegal in {board.fen()}")
-    return [usual_move(board, move) for move in moves], numbers
+    return [canonical_uci(board, move) for move in moves], numbers
 
 
 def _environment(board: chess.Board, fen: str, action: Any, history: Sequence[Any]) -> Question:
     """history: moves up to the action."""
     moves = list(history)[-MAX_HISTORY:]
     _check_moves([action, *moves])
-    action, moves = usual_move(board, action), _usual_history(board, moves)
+    action, moves = canonical_uci(board, action), _usual_history(board, moves)
     columns = {"task": "environment", "fen": fen, "action": action, "history": moves}
     return environment_prompt(fen, action, moves), columns
 
@@ -226,15 +226,15 @@ def _check_moves(moves: Sequence[Any]) -> None:
 
 
 def _usual_history(board: chess.Board, moves: Sequence[str]) -> list[str]:
-    """Moves up to the one about to be made, as `usual_move` writes them.
+    """Moves up to the one about to be made, as `canonical_uci` writes them.
 
     Those before are taken back one by one: after castling the king is there, and the rook's corner is empty.
     """
-    if not BY_ROOK.keys() & set(moves):
+    if not CASTLING_ALIASES.keys() & set(moves):
         return list(moves)
-    usual, earlier = [usual_move(board, text) for text in moves[-1:]], board.copy(stack=False)
+    usual, earlier = [canonical_uci(board, text) for text in moves[-1:]], board.copy(stack=False)
     for text in reversed(moves[:-1]):
-        king = chess.Move.from_uci(BY_ROOK.get(text, text))
+        king = chess.Move.from_uci(CASTLING_ALIASES.get(text, text))
         corner = chess.parse_square(text[2:4])
         if earlier.piece_at(corner) is None and earlier.piece_type_at(king.to_square) == chess.KING:
             text = king.uci()

@@ -1,4 +1,4 @@
-"""Where a run's prompts come from next, in an order that a seed fixes and a checkpoint resumes.
+"""The source of a run's prompts, in an order that a seed fixes and a checkpoint resumes.
 
 Each task has a lane of its own: its rows, each once an epoch, shuffled by (seed, task, epoch). A
 source deals from its lanes in turn, so that the mix is even in every step and changing the share
@@ -23,7 +23,7 @@ HELDOUT_SHARE = 0.05
 CHESS_COLUMNS = ("task", "fen", "moves", "evals", "action", "history")
 
 
-class Lane:
+class TaskQueue:
     """One task's prompts, each once an epoch, in a new order every epoch, without an end.
 
     Of each prompt its number among all is kept, and how many characters it has.
@@ -73,7 +73,7 @@ class PromptSource:
         heldout_share: float = 0.0,
         heldout_count: int = 0,
     ) -> None:
-        self.lanes: dict[str, Lane] = {}
+        self.lanes: dict[str, TaskQueue] = {}
         self.policy_share = 0.5
         self._prompt_of, self._seed = prompt_of, seed
         self._heldout_share, self._heldout_count = heldout_share, heldout_count
@@ -93,7 +93,7 @@ class PromptSource:
                 heapq.heappop(heap)
             return
         if prompt.task not in self.lanes:
-            self.lanes[prompt.task] = Lane(f"{self._seed} {prompt.task}")
+            self.lanes[prompt.task] = TaskQueue(f"{self._seed} {prompt.task}")
         lane = self.lanes[prompt.task]
         lane.numbers.append(number)
         lane.lengths.append(len(prompt.text))
@@ -134,7 +134,8 @@ class PromptSource:
         return [self._prompt_of(number) for lane in self.lanes.values() for number in lane.longest(count)]
 
     def state(self) -> dict[str, Any]:
-        """Where the next draw begins, as JSON: per task the epoch, and the place in its order."""
+        """Returns the place where the next draw begins, as JSON: per task the epoch, and the place in its
+        order."""
         return {
             "seed": self._seed,
             "rows_digest": _shown(self._digest),
@@ -164,7 +165,7 @@ class PromptSource:
 
 # Which side of the held-out split a position is on: a property of the position, not of the data.
 def heldout_fraction(prompt: Prompt) -> float:
-    """Where in [0, 1] the prompt's position hashes to."""
+    """Returns the number in [0, 1] that the prompt's position hashes to."""
     key = position(prompt).encode(errors="surrogatepass")
     return int.from_bytes(hashlib.sha256(key).digest()[:8]) / 2**64
 

@@ -22,7 +22,7 @@ def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]
         places = [place for place, prompt in enumerate(prompts) if (prompt.messages is None) is is_text]
         if not places:
             continue
-        num_behind = len(put_behind(tokenizer)) if is_text else 0
+        num_behind = len(suffix_tokens(tokenizer)) if is_text else 0
         texts = [prompts[place].text for place in places]
         # No warning for each that is longer than the model's context: those are counted elsewhere.
         rows = tokenizer(texts, add_special_tokens=is_text, verbose=False)["input_ids"]
@@ -33,7 +33,7 @@ def tokenize(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]
 
 
 @lru_cache(maxsize=8)
-def put_behind(tokenizer: Tokenizer) -> list[int]:
+def suffix_tokens(tokenizer: Tokenizer) -> list[int]:
     """Tokens that it puts behind a text, such as the end that some are saved with (`add_eos_token`)."""
     bare, full = (
         tokenizer(["a"], add_special_tokens=added, verbose=False)["input_ids"][0] for added in (False, True)

@@ -58,9 +58,9 @@ class Processes(World):
         for listener in self._listeners:
             listener.start()
         self.names: list[str] = []
-        """Of each process: its machine and device."""
+        """The machine and device of each process."""
         self.names = self.exchange("the start", name)
-        self.sharing = self.names.count(name)
+        self.ranks_on_device = self.names.count(name)
 
     # ------------------------------------------------------------------------------ small things
 
@@ -248,7 +248,7 @@ _TEXT, _TENSOR = "json", "\0tensor"
 
 
 def pack(value: Any) -> bytes:
-    """What JSON can say, and tensors, which come back on the CPU. TypeError for anything else."""
+    """Packs JSON's types, and tensors, which come back on the CPU. TypeError for anything else."""
     tensors: dict[str, Tensor] = {}
 
     def replaced(tensor: Any) -> dict[str, str]:
@@ -263,7 +263,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(message: bytes) -> Any:
-    """What was packed; tuples are lists. ValueError for what is no message."""
+    """Returns the packed value, tuples as lists. ValueError for anything but a message."""
     try:
         tensors = safetensors.load(message)
         text = tensors.pop(_TEXT).numpy().tobytes()

@@ -112,7 +112,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def part_like(tensor: Tensor, mine: Tensor) -> Tensor:
-    """Of a tensor that every process has, the part that `mine` is of such a one; no collective."""
+    """Returns the part of a whole tensor that `mine` is of its own; no collective."""
     if not isinstance(mine, DTensor):
         return tensor
     return distribute_tensor(

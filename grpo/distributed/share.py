@@ -1,4 +1,4 @@
-"""A process's share of a step's groups, and the idle ones it is accompanied by where all do equally many."""
+"""A process's share of a step's groups, padded with others where all processes do equally many."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Share:
-    """Groups of a step, by their numbers, and `idle` more.
+    """Groups of a step, by their numbers, and `padding_groups` more.
 
     The processes of a sharded model make the same passes. Where one has fewer groups than another it repeats
     some, of which nothing is kept: their rows have no tokens and no advantage.
@@ -20,11 +20,11 @@ class Share:
 
     groups: Sequence[int]
     group_size: int
-    idle: int = 0
+    padding_groups: int = 0
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.groups) or self.idle > 0
+        return bool(self.groups) or self.padding_groups > 0
 
     @property
     def rows(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a run asks of its processes, answered where there is one."""
+"""The interface between a run and its processes, for a single one."""
 
 from collections.abc import Iterable
 from typing import TypeVar
@@ -18,7 +18,7 @@ class ProcessLost(RuntimeError):
 
 
 def largest_share(count: int, processes: int) -> int:
-    """Of so many groups, those of the process that has most."""
+    """Returns how many of so many groups the process has that has most."""
     return -(-count // processes)
 
 
@@ -27,7 +27,7 @@ class World:
 
     rank = 0
     size = 1
-    sharing = 1
+    ranks_on_device = 1
     """Processes on this process's device, itself included."""
 
     @property
@@ -44,7 +44,7 @@ class World:
         return range(rank * count // self.size, (rank + 1) * count // self.size)
 
     def exchange(self, stage: str, value: T) -> list[T]:
-        """What every process gave, in the order of their ranks. ProcessLost if one does not come.
+        """Returns the value of every process, in the order of ranks. ProcessLost if one does not come.
 
         stage: how far they have come, named in the error; to come there says that all went well. value: what
         JSON can say, and tensors on the CPU; another process's tuples come as lists.
@@ -52,7 +52,7 @@ class World:
         return [value]
 
     def from_main(self, stage: str, value: T) -> T:
-        """What the first process gave."""
+        """Returns the first process's value."""
         return self.exchange(stage, value)[0]
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
@@ -67,7 +67,7 @@ class World:
 
 
 def sum_of_bits(numbers: Tensor) -> int:
-    """Of the numbers' bits, taken as integers: tells whether unlike devices hold the same numbers.
+    """Returns the sum of the numbers' bits, taken as integers: equal where devices hold the same numbers.
 
     It is the same in whatever order a device adds them.
     """

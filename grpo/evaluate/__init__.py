@@ -10,6 +10,11 @@ from grpo.evaluate.scores import score_completions
 from grpo.evaluate.tables import results_table
 
 __all__ = [
-    "Evaluation", "evaluate", "interleave", "paired_difference", "results_table",
-    "score_completions", "score_heldout",
-]  # fmt: skip
+    "Evaluation",
+    "evaluate",
+    "interleave",
+    "paired_difference",
+    "results_table",
+    "score_completions",
+    "score_heldout",
+]

@@ -20,7 +20,7 @@ from grpo.rewards import (
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What was asked about a position, and what is to be said of the answer.
+    """A question about a position, and a verdict on the answer.
 
     task: White to move, White plays Nf3.
     move: UCI, the policy's answer or the environment's question; "" where none can be read.
@@ -37,7 +37,7 @@ class Answer:
     wrong: Sequence[chess.Square] = ()
 
 
-def judge(prompt: str, completion: str) -> Answer | None:
+def check_answer(prompt: str, completion: str) -> Answer | None:
     """None for a prompt that is not of one of the two tasks. A completion may be anything."""
     task, _, rest = prompt.partition(":")
     fen, *fields = (part.strip() for part in rest.split("+"))
@@ -55,9 +55,13 @@ def _judge_move(board: chess.Board, completion: str) -> Answer:
     move = legal_move(board, best)
     verdict = f"{best}, which is illegal" if is_move(best) else "no move can be read"
     return Answer(
-        board=board, task=f"{_side(board)} to move", verdict=board.san(move) if move else verdict,
-        right=move is not None, move=best, move_is_legal=move is not None,
-    )  # fmt: skip
+        board=board,
+        task=f"{_side(board)} to move",
+        verdict=board.san(move) if move else verdict,
+        right=move is not None,
+        move=best,
+        move_is_legal=move is not None,
+    )
 
 
 def _judge_position(fen: str, action: str, completion: str) -> Answer:
@@ -77,10 +81,15 @@ def _judge_position(fen: str, action: str, completion: str) -> Answer:
         verdict = "the pieces right, not whose turn it is or how many moves"
     plays = board.san(move) if move else f"{action}, which is illegal"
     return Answer(
-        board=board, task=f"{_side(board)} plays {plays}", right=written == truth,
-        verdict="right" if written == truth else verdict, move=action, move_is_legal=move is not None,
-        predicted=predicted, wrong=wrong,
-    )  # fmt: skip
+        board=board,
+        task=f"{_side(board)} plays {plays}",
+        right=written == truth,
+        verdict="right" if written == truth else verdict,
+        move=action,
+        move_is_legal=move is not None,
+        predicted=predicted,
+        wrong=wrong,
+    )
 
 
 def _side(board: chess.Board) -> str:
@@ -89,7 +98,7 @@ def _side(board: chess.Board) -> str:
 
 def example_boards(example: Example) -> RenderableType:
     """A board, and beside it what was asked and what is to be said of both answers."""
-    before, after = judge(example.prompt, example.before), judge(example.prompt, example.after)
+    before, after = check_answer(example.prompt, example.before), check_answer(example.prompt, example.after)
     if before is None or after is None:
         return Group(example.prompt, f"before: {example.before}", f"after:  {example.after}")
     text = f"{before.task}\n\nbefore: {before.verdict}\nafter:  {after.verdict}"

@@ -1,4 +1,4 @@
-"""What completions score, column by column, with intervals, and what two models say about each other."""
+"""Scores of completions, column by column, with intervals, and the differences of two models."""
 
 import json
 import math
@@ -81,7 +81,7 @@ class Evaluation:
 
     @staticmethod
     def load(file: Path) -> "Evaluation":
-        """What `save` wrote, score for score. ValueError for any other file."""
+        """Reads a file that `save` wrote, score for score. ValueError for any other file."""
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             return Evaluation(

@@ -12,11 +12,11 @@ from grpo.errors import UserError
 from grpo.evaluate.evaluation import Evaluation
 from grpo.evaluate.scores import Column, score_completions
 from grpo.rewards import EnginePool
-from grpo.rollout.decoder import ReusableArena
+from grpo.rollout.decoder import ArenaCache
 from grpo.rollout.sample import begin_rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.types import TASKS, Batch, Prompt
-from grpo.waiting import waiting
+from grpo.waiting import progress_bar
 
 EVALUATION_STEP = -1
 """The step whose uniforms evaluations sample with: none of training's."""
@@ -28,7 +28,7 @@ def evaluate(
     prompts: Sequence[Prompt],
     **options: Any,
 ) -> Evaluation:
-    """What `score_heldout` finds, with the same options, as an `Evaluation`."""
+    """Returns the scores of `score_heldout`, with the same options, as an `Evaluation`."""
     return Evaluation.of(prompts, score_heldout(model, tokenizer, prompts, **options))
 
 
@@ -66,7 +66,7 @@ def answer_heldout(
     seed: int,
     samples: int = 1,
     engine: EnginePool | None = None,
-    reusable: ReusableArena | None = None,
+    reusable: ArenaCache | None = None,
 ) -> Answers:
     """Complete the prompts, about `rows` rows at once.
 
@@ -93,7 +93,7 @@ def answer_heldout(
     sampling = begin_rollout(
         model, tokenizer, sorted_prompts, uniforms, settings, rows=rows, reusable=reusable
     )
-    with waiting("held-out prompts") as done:
+    with progress_bar("held-out prompts") as done:
         for _ in sampling:
             done(sampling.share_done)
     sampled = sampling.batch(sorted_prompts)

@@ -27,9 +27,11 @@ Quality = Mapping[str, Evaluation]
 """Held-out scores of one model, by mode."""
 NAMES = {
     "reward": "reward",
-    "policy/best_move": "the engine's best move", "policy/top5": "in the engine's top five",
-    "policy/legal": "a legal move", "environment/next_state": "the next state, exactly",
-}  # fmt: skip
+    "policy/best_move": "the engine's best move",
+    "policy/top5": "in the engine's top five",
+    "policy/legal": "a legal move",
+    "environment/next_state": "the next state, exactly",
+}
 """Columns that are compared, as people call them; all are shown in hundredths."""
 SEED, ROWS = 1234, 256
 ASKED, SHOWN = 48, 3
@@ -67,11 +69,17 @@ def measure(policy: Policy, config: Config, prompts: Sequence[Prompt], *, sample
     rewards = RewardFunctions(config.reward, config.reward_weights)
     return {
         mode: evaluate(
-            model, policy.tokenizer, prompts, settings=SamplingSettings(config.max_new_tokens, temperature),
-            rows=ROWS, seed=SEED, samples=samples, judge=rewards,
+            model,
+            policy.tokenizer,
+            prompts,
+            settings=SamplingSettings(config.max_new_tokens, temperature),
+            rows=ROWS,
+            seed=SEED,
+            samples=samples,
+            judge=rewards,
         )
         for mode, temperature in zip(MODES, (config.temperature, 0.0), strict=True)
-    }  # fmt: skip
+    }
 
 
 def answers(policy: Policy, config: Config, prompts: Sequence[Prompt]) -> list[str]:
@@ -83,7 +91,7 @@ def answers(policy: Policy, config: Config, prompts: Sequence[Prompt]) -> list[s
 
 
 def changes(before: Quality, after: Quality) -> list[Change]:
-    """Of each column in `NAMES` that both have."""
+    """Returns the change of each column in `NAMES` that both have."""
     rows = []
     for mode in MODES:
         was, now = before[mode], after[mode]
@@ -142,7 +150,7 @@ def save(run: Path, before: Quality, after: Quality, shown: Sequence[Example]) -
 
 
 def load(run: Path) -> tuple[list[Change], list[Example]]:
-    """What `save` wrote; nothing where nothing was. ValueError for what is broken."""
+    """Reads the files that `save` wrote, if there are any. ValueError for broken ones."""
     folder = run / FOLDER
     if not folder.is_dir():
         return [], []

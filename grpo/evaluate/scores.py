@@ -1,4 +1,4 @@
-"""What a completion is worth in each column: pure, no model."""
+"""Scores of a completion in each column, without a model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from grpo.rewards import (
     Analysis,
     EnginePool,
     Position,
-    Truth,
+    ReferenceMoves,
     is_best,
     parse_environment_completion,
     parse_policy_completion,
@@ -61,9 +61,9 @@ def _policy_scores(text: str, prompt: Prompt, ranked: Mapping[str, Analysis]) ->
     assert isinstance(fen, str)
     position, truth = Position.of(chess.Board(fen)), None
     if fen in ranked:
-        truth = Truth.from_engine(position, ranked[fen], {})
+        truth = ReferenceMoves.from_engine(position, ranked[fen], {})
     elif moves and evals:
-        truth = Truth.from_labels(position, moves, evals)
+        truth = ReferenceMoves.from_labels(position, moves, evals)
     written = position.usual(parse_policy_completion(text))
     scores = {}
     if truth is not None and truth.ranks:

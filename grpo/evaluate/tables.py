@@ -44,10 +44,12 @@ def change_table(changes: Sequence[Change], *, num_prompts: int) -> Table:
             table.add_section()
             table.add_row(Text(mode := change.mode, "bold"))
         table.add_row(
-            f"  {change.name}", f"{change.before:.1f}", f"{change.after:.1f}",
+            f"  {change.name}",
+            f"{change.before:.1f}",
+            f"{change.after:.1f}",
             Text(f"{change.change:+.1f}", _color(change.low, change.high)),
             f"{change.low:+.1f} to {change.high:+.1f}",
-        )  # fmt: skip
+        )
     return table
 
 

@@ -37,7 +37,9 @@ def group_advantages(rewards: Tensor, group_size: int, *, scale: Scale = "group"
     return torch.where(_all_equal(groups).unsqueeze(1), 0.0, centred).reshape(-1)
 
 
-def part_advantages(parts: Tensor, rewards: Tensor, group_size: int, *, scale: Scale = "group") -> Tensor:
+def component_advantages(
+    parts: Tensor, rewards: Tensor, group_size: int, *, scale: Scale = "group"
+) -> Tensor:
     """How much better each completion is than its siblings in each of F summands of the rewards: (F, N).
 
     parts: (F, N), which need not add up to rewards (N,). Each is divided by the deviation that rewards would
@@ -59,7 +61,7 @@ def part_advantages(parts: Tensor, rewards: Tensor, group_size: int, *, scale: S
 
 
 def _deviation(groups: Tensor, scale: Scale) -> Tensor | float:
-    """What advantages are divided by."""
+    """The deviation that advantages are divided by."""
     if scale == "group":
         return groups.std(dim=1, keepdim=True) + _EPSILON
     if scale not in ("batch", "none"):
@@ -119,11 +121,12 @@ def field_credit(
     fields, own = list(judged), slice(first_row, first_row + len(batch))  # F of them
     values = torch.stack([field.values for field in fields]) if fields else rewards.new_empty(0, len(rewards))
     group_size = batch.group_size
-    parts = part_advantages(values, rewards, group_size, scale=scale).to(advantages.dtype)[:, own]  # (F, n)
+    parts = component_advantages(values, rewards, group_size, scale=scale)
+    parts = parts.to(advantages.dtype)[:, own]  # (F, n)
     rest = advantages[own].clone()
     credit = torch.zeros(len(letters), dtype=advantages.dtype)
     for field, part in zip(fields, parts, strict=True):
-        first, last = torch.tensor(field.letters).unbind(1)  # (n,)
+        first, last = torch.tensor(field.char_spans).unbind(1)  # (n,)
         is_end = (last == of_texts)[batch.row]  # and what ends the text, which has no letters
         first, last = first[batch.row], last[batch.row]
         is_whole = (first == 0) & is_end | is_unclear

@@ -1,4 +1,4 @@
-"""What a loss says of itself: sums and extremes of micro-batches, and a step's metrics made of them.
+"""Metrics of a loss: sums and extremes of micro-batches, and a step's metrics made of them.
 
 A metric has its final name from the start, which tells how it combines: the least of `min`, the most of
 `max`, the sum of all others.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def loss_metrics(ratios: Mapping[str, Tensor], tokens: "Tokens", settings: LossSettings) -> dict[str, Tensor]:
-    """What `finish_metrics` needs, of what `token_loss` says.
+    """Returns the sums and extremes that `finish_metrics` needs of a `token_loss`.
 
     At the sequence level a ratio belongs to a row, and rows without tokens count (as in TRL).
     """
@@ -41,19 +41,24 @@ def loss_metrics(ratios: Mapping[str, Tensor], tokens: "Tokens", settings: LossS
         return sign * largest(share.masked_fill(row_ratios == 0, -math.inf))
 
     metrics = {
-        "tokens": ratio.new_full((), len(tokens.row)), "ratios": ratio.new_full((), len(ratio)),
-        "ratio/mean": ratio.sum(), "ratio/min": -largest(-ratio), "ratio/max": largest(ratio),
-    }  # fmt: skip
+        "tokens": ratio.new_full((), len(tokens.row)),
+        "ratios": ratio.new_full((), len(ratio)),
+        "ratio/mean": ratio.sum(),
+        "ratio/min": -largest(-ratio),
+        "ratio/max": largest(ratio),
+    }
     high = (ratio > settings.ratio_high) & (advantage > 0)
     low = (ratio < settings.ratio_low) & (advantage < 0)
     if settings.loss_type == "cispo":
         metrics["cispo_clip_ratio"] = high.sum()
     else:
         metrics |= {
-            "clip_ratio/low_mean": low.sum(), "clip_ratio/low_min": largest_share(low, -1),
-            "clip_ratio/high_mean": high.sum(), "clip_ratio/high_max": largest_share(high, 1),
+            "clip_ratio/low_mean": low.sum(),
+            "clip_ratio/low_min": largest_share(low, -1),
+            "clip_ratio/high_mean": high.sum(),
+            "clip_ratio/high_max": largest_share(high, 1),
             "clip_ratio/region_mean": (low | high).sum(),
-        }  # fmt: skip
+        }
     if settings.dual_clip is not None:
         metrics["clip_ratio/dual_mean"] = ((ratio > settings.dual_clip) & (advantage < 0)).sum()
     if "kl" in ratios:

@@ -45,10 +45,14 @@ def tokens_of(stream: Stream, batch: Batch, weights: Tensor, dtype: torch.dtype)
         return None if values is None else values[at].to(dtype)
 
     return Tokens(
-        num_rows=stream.num_rows, row=stream.row, weight=weights[at].to(dtype),
-        advantage=batch.credit[at].to(dtype), sampler_logp=batch.sampler_logp[at],
-        old_logp=known(batch.old_logp), ref_logp=known(batch.ref_logp),
-    )  # fmt: skip
+        num_rows=stream.num_rows,
+        row=stream.row,
+        weight=weights[at].to(dtype),
+        advantage=batch.credit[at].to(dtype),
+        sampler_logp=batch.sampler_logp[at],
+        old_logp=known(batch.old_logp),
+        ref_logp=known(batch.ref_logp),
+    )
 
 
 class LearningOptions(ScoringOptions):
@@ -138,17 +142,27 @@ def learn_tokens(
             return loss_scale * torch.autograd.grad(loss(leaf, tokens.part(part))[0].sum(), leaf)[0]
 
     logp, entropy = token_logprobs(
-        model, stream, temperature=temperature, dtype=dtype, fp32_logits=fp32_logits, entropy=True,
-        slope=slope, per_token=settings.is_per_token, checkpointing=checkpointing, traced=traced,
-    )  # (K,)  # fmt: skip
+        model,
+        stream,
+        temperature=temperature,
+        dtype=dtype,
+        fp32_logits=fp32_logits,
+        entropy=True,
+        slope=slope,
+        per_token=settings.is_per_token,
+        checkpointing=checkpointing,
+        traced=traced,
+    )  # (K,)
     with torch.no_grad():
         losses, ratios = loss(logp, tokens)
         gap = (logp - tokens.sampler_logp).abs()
         return {
             **loss_metrics(ratios, tokens, settings),
-            "loss": losses.sum(), "entropy": entropy.sum(), f"{_GAP}/mean": gap.sum(),
+            "loss": losses.sum(),
+            "entropy": entropy.sum(),
+            f"{_GAP}/mean": gap.sum(),
             f"{_GAP}/max": torch.cat([gap, gap.new_zeros(1)]).max(),
-        }  # fmt: skip
+        }
 
 
 def finish_grpo(parts: Sequence[Sums], counts: StepCounts) -> dict[str, float]:

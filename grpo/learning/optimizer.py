@@ -90,7 +90,7 @@ def _make_adamw(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Op
 
 
 def moment_bytes(sizes: Iterable[int], settings: OptimizerSettings, itemsize: int) -> int:
-    """What the moments of trained tensors hold, of so many numbers each, of `itemsize` bytes."""
+    """Returns the bytes of the moments of trained tensors, of so many numbers each, of `itemsize` bytes."""
     sizes = list(sizes)
     if settings.optimizer_kind == "adamw":
         return 2 * itemsize * sum(sizes)

@@ -21,7 +21,7 @@ class Diverged(RuntimeError):
     """Several steps in a row were not finite: going on would only waste time."""
 
 
-class Stepper:
+class GuardedOptimizer:
     """Applies accumulated gradients, and refuses those that are not finite.
 
     A step whose loss, KL or gradient is not finite is dropped, counted and reported; three in a

@@ -15,13 +15,15 @@ import psutil  # type: ignore[import-untyped]
 
 GB = 2**30
 USABLE_SHARE = 0.98
-"""Of the memory a card is sold with: a 24 GB card offers CUDA about 23.5 (RTX 3090: 23.69, 4090: 23.64)."""
+"""The share of the memory that a card is sold with which CUDA offers: a 24 GB card offers CUDA about 23.5
+(RTX 3090: 23.69, 4090: 23.64)."""
 CONTEXT_BYTES = 512 * 2**20
 """A CUDA context with cuBLAS's workspace; 0.4 to 0.6 GB by card and driver."""
 KERNELS_BYTES = 192 * 2**20
-"""What a context grows by once all kernels are loaded and CUDA graphs recorded: 0.15 GB on an H100."""
-MOST_OUTSIDE_BYTES = 2**30
-"""What a process is taken to hold besides torch's allocator, at most, where nobody tells: Hopper, NCCL."""
+"""Bytes that a context grows by once all kernels are loaded and CUDA graphs recorded: 0.15 GB on an H100."""
+MAX_NON_TORCH_BYTES = 2**30
+"""Bytes that a process is taken to hold beside torch's allocator, at most, if no driver tells (Hopper,
+NCCL)."""
 
 MEMORY_LIMIT = "--memory-limit"
 """The reason of a budget that a person set."""
@@ -89,7 +91,7 @@ def host_total_and_available() -> tuple[int, int]:
 
 
 def data_limit() -> int | None:
-    """What `ulimit -d` lets this process have of private writable memory, if anything does."""
+    """Returns the private writable memory that `ulimit -d` lets this process have, if it is limited."""
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return None if limit == resource.RLIM_INFINITY else limit
 
@@ -114,10 +116,12 @@ def _control_groups() -> Iterator[Path]:
 
 
 _LIMITS = (
-    ("memory.max", "memory.current"), ("memory.high", "memory.current"),
+    ("memory.max", "memory.current"),
+    ("memory.high", "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-)  # fmt: skip
-"""Of a control group, version 2 and 1, and what counts towards each; beyond `high` processes are slowed."""
+)
+"""Limits of a control group, version 2 and 1, and what counts towards each; beyond `high` processes are
+slowed."""
 
 
 def _limit_and_use(folder: Path) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What a device has, what this process holds of it, now and at a peak, and the most that it may hold.
+"""A device's memory: all of it, this process's part now and at a peak, and the most that it may hold.
 
 On an accelerator the allocator's own statistics are read, and the driver's for what is not torch's; on the
 host the resident set and its high-water mark, which Linux lets a process reset. Tensor bytes on the host are
@@ -18,12 +18,12 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from grpo.environment import free_bytes, give_back, keep_freed
+from grpo.environment import free_bytes, keep_freed, return_freed_memory
 from grpo.memory.budget import (
     CONTEXT_BYTES,
     GB,
     KERNELS_BYTES,
-    MOST_OUTSIDE_BYTES,
+    MAX_NON_TORCH_BYTES,
     Budget,
     DeviceMemory,
     data_limit,
@@ -35,8 +35,8 @@ from grpo.memory.live import LiveBytes
 FIRST_SLACK = 0.1
 """On a host, where malloc keeps gaps between tensors; elsewhere utilization leaves room for that."""
 GROWTH_BYTES = 64 * 2**20
-"""What a process on a host grows by after its plan: kernels for new shapes (in bf16), code, texts."""
-FRAGMENTED = 3.0
+"""Bytes that a process on a host grows by after its plan: kernels for new shapes (in bf16), code, texts."""
+MALLOC_OVERHEAD = 3.0
 """Times what a phase adds that malloc may come to hold where it keeps what is freed (2.6 were seen)."""
 
 
@@ -62,7 +62,7 @@ class MemoryReading:
 
 @dataclass
 class Peak:
-    """What a pass was measured to hold at its peak, in bytes; filled in when it ends.
+    """The measured peak of a pass, in bytes; filled in when it ends.
 
     used_before_bytes: by the process when it began, less what an allocator keeps for all.
     process_before_bytes: by the process when it began, context and libraries included; process_bytes: later.
@@ -79,8 +79,9 @@ class Peak:
 class Device:
     """One device, and this process's part of it.
 
-    utilization: share of it that may be held. limit_bytes: the most. sharing: processes that do the same on
-    it. Where private memory is limited, by us or by `ulimit -d`, a process holds that: touched or not.
+    utilization: share of it that may be held. limit_bytes: the most. ranks_on_device: processes that do
+    the same on it. Where private memory is limited, by us or by `ulimit -d`, a process holds that: touched
+    or not.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Device:
         *,
         utilization: float = 0.85,
         limit_bytes: int | None = None,
-        sharing: int = 1,
+        ranks_on_device: int = 1,
         counts_by_driver: bool = False,
     ) -> None:
         """counts_by_driver: whether torch's counters may hold memory that is not mapped.
@@ -99,14 +100,14 @@ class Device:
         self._counts_by_driver = counts_by_driver
         self.device = torch.device(device)
         self.on_host = self.device.type == "cpu"
-        self.utilization, self.limit_bytes, self._sharing = utilization, limit_bytes, sharing
+        self.utilization, self.limit_bytes, self._ranks_on_device = utilization, limit_bytes, ranks_on_device
         self.slack = FIRST_SLACK if self.device.type in ("cpu", "mps") else 0.0
-        """What is held beside tensors, as a share of them, before that is measured."""
+        """The share of tensors' bytes that is held beside them, before that is measured."""
         self._data_limit = data_limit() if self.on_host else None
         limited = limit_bytes is not None or self._data_limit is not None
         self._counts_private = limited and self.on_host and sys.platform == "linux"
         self._cap_bytes: float = math.inf
-        """What `capped` enforces."""
+        """The limit that `capped` enforces."""
         self._enforce: Callable[[int], str] | None = None
         self._peak_bytes = self._least_outside_bytes = self._least_used_bytes = 0
 
@@ -128,11 +129,11 @@ class Device:
         return DeviceMemory(total, free, min(ours, total - free))
 
     def budget(self) -> Budget:
-        """What this process may hold now, beside whatever others do."""
+        """Returns the bytes that this process may hold now, beside whatever others do."""
         all_of_it = self.memory()
         part = DeviceMemory(
-            all_of_it.total_bytes // self._sharing,
-            all_of_it.free_bytes // self._sharing,
+            all_of_it.total_bytes // self._ranks_on_device,
+            all_of_it.free_bytes // self._ranks_on_device,
             all_of_it.ours_bytes,
         )
         return make_budget(part, utilization=self.utilization, limit_bytes=self.limit_bytes)
@@ -149,13 +150,13 @@ class Device:
             self._cap_bytes, _ = usable_bytes, self._enforce(usable_bytes)
         return usable_bytes - max(self.used_bytes(), self._least_used_bytes)
 
-    def mind_fragments(self, added_bytes: float) -> None:
+    def choose_malloc_policy(self, added_bytes: float) -> None:
         """Have a limited process keep what it frees, which is faster, only where there is room for its gaps.
 
         added_bytes: by the phase that adds most.
         """
         if self.is_limited:
-            (keep_freed if FRAGMENTED * added_bytes <= self.room_bytes() else give_back)()
+            (keep_freed if MALLOC_OVERHEAD * added_bytes <= self.room_bytes() else return_freed_memory)()
 
     @property
     def is_limited(self) -> bool:
@@ -164,7 +165,8 @@ class Device:
         return self.on_host and (self.limit_bytes is not None or self.memory().total_bytes < machine)
 
     def used_bytes(self) -> int:
-        """What is not free to whatever this process does next: without what any allocator keeps for all.
+        """Returns the bytes that are not free to what this process does next: without what an allocator keeps
+        for all.
 
         What a CUDA graph's pool keeps is for its replays alone.
         """
@@ -191,7 +193,8 @@ class Device:
         return ""
 
     def _outside_allocator_bytes(self) -> int:
-        """What this process holds besides torch's allocator (context, kernels, NCCL), no more than is usual.
+        """Returns the bytes that this process holds beside torch's allocator (context, kernels, NCCL), within
+        the usual.
 
         The driver tells what all processes hold together.
         """
@@ -199,10 +202,11 @@ class Device:
             return 0
         free, total = torch.accelerator.get_memory_info(self.device)
         reserved = torch.accelerator.memory_reserved(self.device)
-        return max(0, min(MOST_OUTSIDE_BYTES, total - free - reserved))
+        return max(0, min(MAX_NON_TORCH_BYTES, total - free - reserved))
 
     def _kept_for_graphs_bytes(self) -> int:
-        """What the allocator has reserved for CUDA graphs and nothing holds between their replays."""
+        """Returns the bytes that are reserved for CUDA graphs and that nothing holds between their
+        replays."""
         if self.device.type != "cuda":
             return 0
         return sum(
@@ -217,7 +221,7 @@ class Device:
     # ------------------------------------------------------------------------------------------ peaks
 
     def read(self) -> MemoryReading:
-        """What is held now, and the peak since `reset_peak`."""
+        """Returns the bytes that are held now, and the peak since `reset_peak`."""
         if self.on_host:
             resident = resident_bytes()
             return MemoryReading("CPU", resident, resident, max(_status()["VmHWM"], self._peak_bytes))
@@ -242,7 +246,7 @@ class Device:
 
     @contextmanager
     def measure(self, *, exact: bool = False) -> Iterator[Peak]:
-        """What is held inside, filled in at the end. exact: count tensors on the host, one by one."""
+        """Yields the peak inside, filled in at the end. exact: count tensors on the host, one by one."""
         before = self.read()
         self.reset_peak()
         self._peak_bytes = before.peak_bytes  # `read` goes on with it
@@ -293,7 +297,7 @@ class Device:
         """
         if self.device.type == "cuda":
             outside = max(CONTEXT_BYTES, self._outside_allocator_bytes() + KERNELS_BYTES)
-            self._least_outside_bytes = min(MOST_OUTSIDE_BYTES, outside)
+            self._least_outside_bytes = min(MAX_NON_TORCH_BYTES, outside)
             limited.callback(torch.cuda.set_per_process_memory_fraction, 1.0, self.device)
             return self._cap_allocator
         if self.on_host and sys.platform == "linux":
@@ -302,7 +306,7 @@ class Device:
             limited.callback(resource.setrlimit, resource.RLIMIT_DATA, before)
             if self.is_limited:
                 limited.callback(keep_freed)
-                give_back()
+                return_freed_memory()
             self._least_used_bytes = self.used_bytes() + GROWTH_BYTES
             return lambda usable_bytes: _cap_private_memory(usable_bytes + untouched, before)
         return lambda _: "a guide for the plan only: this system cannot enforce it"
@@ -321,7 +325,7 @@ def _cap_private_memory(most_bytes: int, before: tuple[int, int]) -> str:
     return "enforced by the system (RLIMIT_DATA)"
 
 
-class Card(Device):
+class AbsentCard(Device):
     """A card that is not there: it is planned for, and nothing runs on it."""
 
     def __init__(
@@ -335,7 +339,7 @@ class Card(Device):
         super().__init__("meta", utilization=utilization, limit_bytes=limit_bytes)
         self.slack, self._memory = slack, memory
         self.held_bytes = 0
-        """What exists all along on it."""
+        """Bytes that exist all along on it."""
 
     def memory(self) -> DeviceMemory:
         return self._memory
@@ -345,7 +349,7 @@ class Card(Device):
 
 
 def resident_bytes() -> int:
-    """What this process has in memory, as `top` shows it."""
+    """Returns the bytes that this process has in memory, as `top` shows it."""
     return _status()["VmRSS"]
 
 

@@ -18,7 +18,7 @@ from loguru import logger
 from grpo.memory.device import Device, Peak
 from grpo.memory.formula import Formula
 from grpo.memory.recovery import is_out_of_memory, survive
-from grpo.memory.rows import Size, even_rows, largest_rows, num_tokens, smaller_rows
+from grpo.memory.rows import PassSize, even_rows, largest_rows, num_tokens, smaller_rows
 
 T = TypeVar("T")
 GROWTH = {True: 2, False: 4}
@@ -38,11 +38,11 @@ class Pass:
     phase: str
     rows: int
     tokens: int
-    """Of the longest row, the prompt's included."""
+    """Tokens of the longest row, the prompt's included."""
     predicted_bytes: int | None
     """A prediction of `added_bytes` that was made before the pass; None where nothing was known yet."""
     added_bytes: int | None
-    """What tensors added at the peak; None in passes in which they were not counted."""
+    """Bytes that tensors added at the peak; None in passes in which they were not counted."""
     process_bytes: int
     seconds: float
     retries: int
@@ -55,7 +55,7 @@ class Pass:
 
     @property
     def expected_bytes(self) -> int:
-        """What tensors added, or were predicted to in a pass that did not count them."""
+        """The bytes that tensors added, or were predicted to in a pass that did not count them."""
         return self.added_bytes or self.predicted_bytes or 0
 
     def as_dict(self) -> dict[str, Any]:
@@ -63,11 +63,11 @@ class Pass:
         return {name: value for name, value in asdict(self).items() if name not in ("shared", "computed")}
 
 
-_NOTHING = Size(0)
+_NOTHING = PassSize(0)
 
 
 class Preallocated(Protocol):
-    """What a phase has kept of an earlier pass, and begins the next one with."""
+    """Bytes that a phase has kept of an earlier pass, and begins the next one with."""
 
     @property
     def nbytes(self) -> int: ...
@@ -80,7 +80,7 @@ class Preallocated(Protocol):
 
 @dataclass
 class _Phase:
-    """What is known of one phase; a checkpoint has the formula and the fields in `_STORED`."""
+    """Everything that is known of one phase; a checkpoint has the formula and the fields in `_STORED`."""
 
     formula: Formula = field(default_factory=Formula)
     is_borrowed: bool = False
@@ -95,10 +95,10 @@ class _Phase:
     """Passes in a row since rows were cut down."""
     same_size_retries: int = 0
     """Times in a row that memory ran out, and the same rows went well the second time."""
-    worst_case: Size = _NOTHING
+    worst_case: PassSize = _NOTHING
     """The largest batch that it was planned for."""
     kept: Preallocated | None = None
-    """What is there before a pass begins; it is part of what the pass needs."""
+    """Bytes that are there before a pass begins; they are part of what it needs."""
     reason: str | None = None
     """Why rows have changed; the next pass tells it."""
     reopened: str | None = None
@@ -141,7 +141,7 @@ class Fit:
 
     # ------------------------------------------------------------------------------------ what is known
 
-    def see(self, phase: str, size: Size, added_bytes: float) -> None:
+    def see(self, phase: str, size: PassSize, added_bytes: float) -> None:
         """Takes note of what a pass adds, measured or traced."""
         state = self._phases[phase]
         if state.is_borrowed:
@@ -157,11 +157,11 @@ class Fit:
         """Returns whether anything was seen of it."""
         return bool(self._phases[phase].formula.seen)
 
-    def predict(self, phase: str, size: Size) -> float:
+    def predict(self, phase: str, size: PassSize) -> float:
         """Returns the bytes that the tensors of such a pass add. ValueError before anything was seen."""
         return self._phases[phase].formula(size.rows, self.num_tokens(size))
 
-    def needs(self, phase: str, size: Size) -> float:
+    def needs(self, phase: str, size: PassSize) -> float:
         """Returns the same with what the process is taken to hold beside tensors."""
         return (1 + self.device.slack) * self.predict(phase, size)
 
@@ -180,13 +180,13 @@ class Fit:
         kept = self._phases[phase].kept
         return kept.nbytes if kept is not None else 0
 
-    def num_tokens(self, size: Size) -> int:
+    def num_tokens(self, size: PassSize) -> int:
         """Returns the tokens that such a pass computes."""
         return num_tokens(size, self.group_size)
 
     # -------------------------------------------------------------------------------------------- plans
 
-    def plan(self, phase: str, batch: Size) -> int:
+    def plan(self, phase: str, batch: PassSize) -> int:
         """Returns the rows that the next pass takes at once. batch: all rows, with the longest's tokens."""
         state = self._phases[phase]
         if batch.rows > state.worst_case.rows == state.rows:
@@ -201,7 +201,7 @@ class Fit:
         state.reopened = None
         return agreed
 
-    def _plan(self, phase: str, batch: Size) -> tuple[int, str | None]:
+    def _plan(self, phase: str, batch: PassSize) -> tuple[int, str | None]:
         """Returns rows as this process alone would take them, and why the plan changes, if it does."""
         state = self._phases[phase]
         most = min(batch.rows, self.fixed.get(phase, batch.rows))
@@ -223,7 +223,7 @@ class Fit:
             return rows, f"longer texts, or less room, of {self.device.budget()}"
         return rows, "room for all" if rows == most else "room for more"
 
-    def _kept_rows(self, phase: str, batch: Size, rows: int, room: int) -> int:
+    def _kept_rows(self, phase: str, batch: PassSize, rows: int, room: int) -> int:
         """Returns these rows of a settled plan, or fewer where not even their tensors have room any more.
 
         What a process holds beside tensors goes up and down by itself, and is no reason to change a plan.
@@ -232,7 +232,7 @@ class Fit:
             return rows
         return self._largest(lambda count: self.needs(phase, batch._replace(rows=count)) <= room, rows)
 
-    def _grown_rows(self, phase: str, batch: Size, most: int, room: int, tries_more: bool) -> int:
+    def _grown_rows(self, phase: str, batch: PassSize, most: int, room: int, tries_more: bool) -> int:
         """Returns the most rows that fit, as far as passes that were seen tell, and settles the plan.
 
         tries_more: go beyond the rows to which memory that ran out has cut them down.
@@ -275,7 +275,7 @@ class Fit:
         if before is None or rows < before:
             state.went_well = 0
 
-    def plan_again(self) -> dict[str, tuple[int, Size]]:
+    def plan_again(self) -> dict[str, tuple[int, PassSize]]:
         """Returns, for each phase that was seen, the rows of its next pass, and of how large a batch."""
         known = {phase: state.worst_case for phase, state in self._phases.items() if self.knows(phase)}
         return {phase: (self.plan(phase, batch), batch) for phase, batch in known.items() if batch.rows}
@@ -299,10 +299,10 @@ class Fit:
         self,
         phase: str,
         work: Callable[[int], T],
-        batch: Size,
+        batch: PassSize,
         *,
-        took: Callable[[int, T], Size] | None = None,
-        discard: Callable[[], None] = lambda: None,
+        took: Callable[[int, T], PassSize] | None = None,
+        rollback: Callable[[], None] = lambda: None,
         kv_growth: Sequence[tuple[int, int]] = (),
         is_warmup: bool = False,
     ) -> T:
@@ -324,9 +324,14 @@ class Fit:
             return result
 
         result, rows = survive(
-            measured, planned, phase=phase, group_size=self.group_size, discard=discard,
-            on_retry=errors.append, replays=self._replays,
-        )  # fmt: skip
+            measured,
+            planned,
+            phase=phase,
+            group_size=self.group_size,
+            rollback=rollback,
+            on_retry=errors.append,
+            replays=self._replays,
+        )
         if not errors:
             state.same_size_retries, state.went_well = 0, state.went_well + 1
             return result
@@ -344,7 +349,7 @@ class Fit:
         state.is_settled = True
 
     @contextmanager
-    def rows(self, phase: str, batch: Size) -> Iterator[int]:
+    def rows(self, phase: str, batch: PassSize) -> Iterator[int]:
         """For a loop of one's own: gives the rows to take at once, and measures what is done inside.
 
         An error goes its way; one of memory is remembered, so that there are fewer rows the next time.
@@ -362,7 +367,7 @@ class Fit:
         self._phases[phase].went_well += 1
 
     @contextmanager
-    def _measure(self, phase: str, size: Size, is_warmup: bool) -> Iterator[Peak]:
+    def _measure(self, phase: str, size: PassSize, is_warmup: bool) -> Iterator[Peak]:
         """Measures a pass; what the phase has kept is part of it."""
         state, kept_bytes = self._phases[phase], self._kept_bytes(phase)
         with self.device.measure(exact=is_warmup or self._counts(phase, size)) as peak:
@@ -373,14 +378,14 @@ class Fit:
             if not is_warmup:
                 self._counted.add(phase)
 
-    def _counts(self, phase: str, size: Size) -> bool:
+    def _counts(self, phase: str, size: PassSize) -> bool:
         """Returns whether tensors are counted one by one, where the allocator keeps no statistics.
 
         They are in a phase's first pass, to compare it with the plan, and in passes that are learned from.
         """
         return phase not in self._counted or self._teaches(phase, size)
 
-    def _teaches(self, phase: str, size: Size) -> bool:
+    def _teaches(self, phase: str, size: PassSize) -> bool:
         """Returns whether a pass tells more than is known: until a plan is settled, and of larger ones."""
         state = self._phases[phase]
         return not state.is_settled or self.num_tokens(size) > LARGER * state.formula.most_tokens
@@ -388,7 +393,7 @@ class Fit:
     def _note(
         self,
         phase: str,
-        size: Size,
+        size: PassSize,
         peak: Peak,
         is_warmup: bool,
         *,
@@ -399,9 +404,19 @@ class Fit:
         state, added = self._phases[phase], peak.added_bytes
         predicted = int(self.predict(phase, size)) if self.knows(phase) else None
         done = Pass(
-            phase, size.rows, size.tokens + size.shared, predicted, added, peak.process_bytes, peak.seconds,
-            retries, state.reason, list(kv_growth), size.shared, size.computed,
-        )  # fmt: skip
+            phase,
+            size.rows,
+            size.completion_tokens + size.prompt_tokens,
+            predicted,
+            added,
+            peak.process_bytes,
+            peak.seconds,
+            retries,
+            state.reason,
+            list(kv_growth),
+            size.prompt_tokens,
+            size.computed,
+        )
         self._passes.append(done)
         state.reason = None
         if added is None and predicted is None:  # more than its tensors took, but nothing else is known

@@ -1,4 +1,4 @@
-"""What a phase's tensors add at its peak, from passes that were measured or traced.
+"""The bytes that a phase's tensors add at its peak, from passes that were measured or traced.
 
 For R rows, whose pass computes S tokens in all,
 
@@ -23,7 +23,7 @@ MEASUREMENTS_PER_SIZE = 5
 _ALIKE = 1.25
 """Sizes are alike within this factor."""
 _RIDGE = 0.03
-"""Of the fit to say that bytes are not the tokens': only if the measurements do."""
+"""The reluctance of the fit to say that bytes are not the tokens': only if the measurements do."""
 
 
 class Formula:
@@ -32,7 +32,7 @@ class Formula:
     def __init__(self, seen: Sequence[Sequence[float]] = ()) -> None:
         self._seen: dict[tuple[int, int], deque[tuple[float, float, float]]] = {}
         self.most_tokens = self.most_rows = 0
-        """Of the largest passes that were seen."""
+        """The most tokens and rows of passes that were seen."""
         for tokens, rows, num_bytes in seen:
             self.see(int(rows), int(tokens), num_bytes)
 
@@ -67,7 +67,7 @@ class Formula:
         return float(coefficients @ (tokens, rows, 1.0) * correction)
 
     def _fit(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What tokens, rows and 1 are multiplied by; of M passes sizes (M, 2), and bytes by that."""
+        """Returns the factors of tokens, rows and 1 for M passes: sizes (M, 2), and bytes by size."""
         seen = np.array(self.seen)
         sizes, measured = np.c_[seen[:, :2], np.ones(len(seen))], seen[:, 2]
         scale, most = sizes.max(0), max(1.0, measured.max())

@@ -75,7 +75,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def kernel_bytes(func: Any, inputs: Sequence[torch.Tensor], made: torch.Tensor) -> int:
-    """What a CPU kernel allocates beside its result, and frees before it returns."""
+    """Returns the bytes that a CPU kernel allocates beside its result, and frees before it returns."""
     operation = func.overloadpacket
     if func.namespace == "c10d":  # gloo copies what all processes have together
         return max((tensor.nbytes for tensor in inputs), default=0)

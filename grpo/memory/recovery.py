@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch
 from loguru import logger
 
-from grpo.environment import give_back
+from grpo.environment import return_freed_memory
 from grpo.memory.rows import DoesNotFit, smaller_rows
 
 T = TypeVar("T")
@@ -87,14 +87,14 @@ def survive(
     *,
     phase: str,
     group_size: int = 1,
-    discard: Callable[[], None] = lambda: None,
+    rollback: Callable[[], None] = lambda: None,
     on_retry: Callable[[str], None] = lambda error: None,
     replays: bool = True,
 ) -> tuple[T, int]:
     """`run(rows)`, again if memory runs out: once with as many rows, then with fewer, down to one.
 
     `run` is a transaction. It reads what was frozen before (prompts, uniforms, advantages, weights),
-    its result does not depend on how many rows it takes at once, and whatever it changes `discard`
+    its result does not depend on how many rows it takes at once, and whatever it changes `rollback`
     undoes: the gradients that a backward pass left, a captured graph. A replay then gives the same.
     There must be no collective in it, as the other processes do not replay; without `replays` there may
     be one, and running out of memory is an error at once.
@@ -108,7 +108,7 @@ def survive(
         outcome = _attempt(run, rows)
         if isinstance(outcome, tuple):
             return outcome[0], rows
-        _free_failed_attempt(outcome, discard)
+        _free_failed_attempt(outcome, rollback)
         tried.append(rows)
         if not replays:
             raise DoesNotFit(
@@ -143,18 +143,18 @@ def _attempt(run: Callable[[int], T], rows: int) -> tuple[T] | Exception:
         raise
 
 
-def _free_failed_attempt(error: Exception, discard: Callable[[], None]) -> None:
+def _free_failed_attempt(error: Exception, rollback: Callable[[], None]) -> None:
     """Free what a failed attempt still holds: in frames, as gradients, in cycles, in the cache."""
     linked: list[BaseException] = [error]
     for link in linked:  # grows meanwhile
         others = (link.__cause__, link.__context__)
         linked += [other for other in others if other is not None and other not in linked]
         traceback.clear_frames(link.__traceback__)
-    discard()
+    rollback()
     gc.collect()
     release_cache()
     if not any(isinstance(link, torch.OutOfMemoryError) for link in linked):  # the host's
-        give_back()
+        return_freed_memory()
     if any(_ONEDNN_FAILED in str(link) for link in linked) and torch.backends.mkldnn.enabled:
         # Its compiler remembers, thread by thread, that it failed once, and refuses every new shape.
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # torch declares it oddly

@@ -10,26 +10,26 @@ class DoesNotFit(UserError):
     """Not even one row of a phase fits."""
 
 
-class Size(NamedTuple):
-    """The size of a pass: rows, the most tokens that one computes, and those computed once for a group."""
+class PassSize(NamedTuple):
+    """Rows of a pass, the most completion tokens that one has, and the prompt tokens of their groups."""
 
     rows: int
-    tokens: int = 1
-    shared: int = 0
+    completion_tokens: int = 1
+    prompt_tokens: int = 0
     computed: int = 0
     """Tokens of the whole pass where rows are of unlike lengths; 0: all rows are as long as the longest."""
     batch_rows: int = 0
     """Rows of the whole batch, of a phase in which the others wait and their prompts are there already."""
 
 
-def num_tokens(size: Size, group_size: int) -> int:
-    """Tokens of a pass: `tokens` of each row, and of each prompt that is there `shared`."""
+def num_tokens(size: PassSize, group_size: int) -> int:
+    """Returns the tokens of a pass: its rows' completions, and the prompts that are there."""
     if size.computed:
         return size.computed
     prompts = -(-size.rows // group_size)
     if size.rows < size.batch_rows:
         prompts = prompts_held(*size[:3], prompts=-(-size.batch_rows // group_size), group_size=group_size)
-    return size.rows * size.tokens + prompts * size.shared
+    return size.rows * size.completion_tokens + prompts * size.prompt_tokens
 
 
 def prompts_held(rows: int, tokens: float, prompt_tokens: int, *, prompts: int, group_size: int) -> int:

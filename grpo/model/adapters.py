@@ -29,7 +29,7 @@ WEIGHTS, MERGED = "adapter_model.safetensors", "merged"
 """In a folder of adapters: their file, and the folder of the merged model."""
 ALL_LINEAR = "all-linear"
 _PREFIX = "base_model.model."
-"""What peft's own wrapper puts before the names in its files."""
+"""The prefix that peft's own wrapper puts before the names in its files."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -59,11 +59,14 @@ def add_adapters(
 
     layers, alpha = linear_layers(model), lora.used_alpha
     config = LoraConfig(
-        r=lora.lora_rank, lora_alpha=int(alpha) if alpha == int(alpha) else alpha, lora_dropout=0.0,
+        r=lora.lora_rank,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        lora_dropout=0.0,
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),  # GPT-2's are transposed
         target_modules=_target_modules(model, layers, lora.lora_targets),
-        task_type="CAUSAL_LM", base_model_name_or_path=base,
-    )  # fmt: skip
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, low_cpu_mem_usage=empty)
@@ -72,7 +75,7 @@ def add_adapters(
 
 
 def _target_modules(model: Any, layers: Mapping[str, nn.Module], wanted: tuple[str, ...]) -> str | list[str]:
-    """Of layers with adapters, as peft takes it; where none are named, its choice for the architecture."""
+    """Returns the layers that get adapters, as peft takes them; where none are named, its choice."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFTS_CHOICE
 
     choice = PEFTS_CHOICE.get(model.config.model_type, ())

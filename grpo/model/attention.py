@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from grpo.errors import UserError
-from grpo.model.stand_ins import ScoreRule, product_dtype
+from grpo.model.numerics import ScoreRule, matmul_dtype
 from grpo.model.stream_attention import StreamAttention, attend_in_rectangles
 from grpo.model.varlen import attend_in_sequences, kernel_serves
 
@@ -62,7 +62,7 @@ def attend_over_stream(
     """
     if stream is None:
         raise UserError("its layers do not tell attention what they are told.")
-    rule, dtype = ScoreRule.of(options), product_dtype(query)
+    rule, dtype = ScoreRule.of(options), matmul_dtype(query)
     tokens = [states.to(dtype).transpose(1, 2)[0] for states in (query, key, value)]  # (T, H, d) each
     window = None if sliding_window is None else stream.window
     with torch.autocast(query.device.type, enabled=False):
@@ -85,7 +85,7 @@ def attend_in_fp32(
     """
     if not ScoreRule.of(options).is_plain:
         raise UserError("its scores are capped, or have sinks, which torch's attention does not do.")
-    dtype = product_dtype(query)
+    dtype = matmul_dtype(query)
     exact = torch.promote_types(dtype, torch.float32)
 
     def pack(saved: Tensor) -> Tensor:

@@ -85,7 +85,8 @@ def outline(model: nn.Module, names: Iterable[str], mode: AbstractContextManager
 
 
 def _packed_bytes(numbers: int) -> int:
-    """Of a layer's weight: half a byte a number, a byte for 64, 4 for 64 * 256, and tables."""
+    """Returns the bytes of a layer's weight: half a byte a number, a byte for 64, 4 for 64 * 256, and
+    tables."""
     scales = -(-numbers // 64)
     return -(-numbers // 2) + scales + 4 * -(-scales // 256) + 4 * (16 + 256 + 1)
 

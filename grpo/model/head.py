@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 CAST_ROWS = 4096
-"""Of a matrix, such as the vocabulary's, that are cast at once: a whole copy in fp32 would be large."""
+"""Rows of a matrix, such as the vocabulary's, that are cast at once: a whole copy in fp32 would be large."""
 
 
 _CAPS = "final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap"
-"""What configurations call a soft cap on logits: those of Gemma 2, xLSTM and RecurrentGemma."""
+"""Names of a soft cap on logits in configurations: of Gemma 2, xLSTM and RecurrentGemma."""
 
 
 class LogitRule(NamedTuple):
@@ -46,7 +46,7 @@ class LogitRule(NamedTuple):
         return self.scale if self.cap is None else self.scale * (1 - (logits / self.cap).square())
 
 
-def parts(count: int, size: int, tensor: Tensor) -> Iterator[slice]:
+def chunks(count: int, size: int, tensor: Tensor) -> Iterator[slice]:
     """Places of `count` things of a tensor, `size` at a time.
 
     Of a tensor without storage, as in a trace of memory, the first alone: the others hold no more.
@@ -67,7 +67,7 @@ def centred_head(weight: Tensor, dtype: torch.dtype, rule: LogitRule | None = No
     finite = weight[weight.isfinite()] if weight.dim() == 1 else weight  # a token that cannot occur has -inf
     mean = finite.mean(0, dtype=torch.float32)
     centred = torch.empty_like(weight, dtype=dtype)
-    for rows in parts(len(weight), CAST_ROWS, weight):
+    for rows in chunks(len(weight), CAST_ROWS, weight):
         centred[rows].copy_(weight[rows] - mean)
     return centred
 

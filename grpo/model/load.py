@@ -56,7 +56,7 @@ class Policy(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a run's model comes from: its name, or what has been loaded already."""
+    """The source of a run's model: its name, or a model that has been loaded already."""
 
     name: str
     model: PreTrainedModel | None = None
@@ -83,7 +83,7 @@ class ModelSource:
             if target.on_cpu:
                 recompute_activations(model)
         else:
-            model = self.model.eval().to(target.exact_dtype).requires_grad_(True)
+            model = self.model.eval().to(target.master_dtype).requires_grad_(True)
             model.set_attn_implementation(target.attention)
         if not (on_host or in_4bit):
             model.to(target.device)  # type: ignore[arg-type]
@@ -120,21 +120,26 @@ def load_model(name: str, target: Target, *, in_4bit: bool = False) -> PreTraine
         options["quantization_config"] = quantization()
     with loading(name, method):
         model, report = AutoModelForCausalLM.from_pretrained(
-            **_from(name), config=target.model_config, dtype=target.exact_dtype, use_safetensors=True,
-            attn_implementation=target.attention, output_loading_info=True,
-            ignore_mismatched_sizes=True, **options,  # of which `check_whole` tells
-        )  # fmt: skip
+            **_from(name),
+            config=target.model_config,
+            dtype=target.master_dtype,
+            use_safetensors=True,
+            attn_implementation=target.attention,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,  # of which `check_whole` tells
+        )
     check_whole(name, report)
     if method is not None:  # what is not comes in the dtype it is stored in, or in that asked for
         for parameter in model.parameters():
             if parameter.dtype in (torch.bfloat16, torch.float16, torch.float32):
-                parameter.data = parameter.data.to(target.exact_dtype)
-    compute_in(model, target.exact_dtype)
+                parameter.data = parameter.data.to(target.master_dtype)
+    compute_in(model, target.master_dtype)
     return model.eval()
 
 
 def _from(name: str) -> dict[str, Any]:
-    """What every `from_pretrained` is given."""
+    """Returns the arguments that every `from_pretrained` is given."""
     source = source_of(name)
     options = {"trust_remote_code": False, "local_files_only": out_of_reach(source)}
     return {"pretrained_model_name_or_path": source, **options}
@@ -161,7 +166,8 @@ def _changed_for_training(name: str) -> dict[str, Any]:
 
 
 def shape_of(name: str) -> PretrainedConfig:
-    """What `load_config` gives; of HUB_DEFAULT also where the hub is out of reach, which is said."""
+    """Returns the configuration of `load_config`; of HUB_DEFAULT also if the hub is out of reach, which is
+    said."""
     try:
         return load_config(name)
     except ValueError:

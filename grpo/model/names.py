@@ -1,7 +1,7 @@
-"""What a model's name means: the bundled one, a folder, a run, adapters on another, an id on the hub.
+"""Resolves a model's name: the bundled one, a folder, a run, adapters on another, an id on the hub.
 
-And what is wrong with one that cannot be loaded. The hub is asked once whether it answers: its client tries
-six times for every file, half a minute without a network, with a warning each time.
+And says what is wrong with one that cannot be loaded. The hub is asked once whether it answers: its client
+tries six times for every file, half a minute without a network, with a warning each time.
 """
 
 import json
@@ -31,7 +31,7 @@ MODEL_FOLDER = "model"
 ANSWER_S = 10.0
 """How long is waited for the hub's answer."""
 LOADING_ERRORS = (OSError, ValueError, KeyError, SafetensorError, ImportError)
-"""What transformers raises for what is not there, or not whole."""
+"""Errors of transformers for models that are not there, or not whole."""
 
 _VERBS = {"missing": "lacks", "mismatched": "has in another shape", "unexpected": "has besides"}
 

@@ -52,7 +52,7 @@ class PromptBatch(NamedTuple):
         return self.moved_left()
 
     def moved_left(self) -> "PromptBatch":
-        """Of one that is padded on the right, the same prompts padded on the left."""
+        """Returns prompts that are padded on the right, padded on the left."""
         moved = self._replace(on_left=True)
         return moved._replace(ids=self.ids.gather(1, moved.positions))
 
@@ -65,7 +65,7 @@ def sliding_window(config: PretrainedConfig) -> int | None:
 
 
 @contextmanager
-def crossed_window(model: PreTrainedModel, length: int) -> Iterator[None]:
+def shrunk_sliding_window(model: PreTrainedModel, length: int) -> Iterator[None]:
     """Inside, texts of so many tokens are longer than any sliding window, which is made smaller if need be.
 
     So checks on made-up tokens look at what is beyond a window of thousands at the price of hundreds.
@@ -113,7 +113,7 @@ def pad_prompts(prompt_ids: Sequence[Sequence[int]], *, width: int | None = None
 
 
 @contextmanager
-def padding_unknown(model: PreTrainedModel) -> Iterator[None]:
+def without_pad_token_id(model: PreTrainedModel) -> Iterator[None]:
     """Inside, the model knows of no token for padding.
 
     Without a mask GPT-2 looks for it among the tokens, which waits for the device, and warns.
@@ -137,7 +137,7 @@ def encode_prompts(
     Positions are explicit. There is no mask where the padding lies to the right: causal attention does not
     look there, and without one the fast attention kernels serve, and nothing waits for the device.
     """
-    with padding_unknown(model):
+    with without_pad_token_id(model):
         output = model.base_model(
             input_ids=prompts.ids,
             attention_mask=prompts.mask.long() if prompts.on_left else None,

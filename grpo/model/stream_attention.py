@@ -1,4 +1,4 @@
-"""What each token of a stream attends to, and attention over rectangles of texts of like length.
+"""Attention of a stream's tokens, over rectangles of texts of like length.
 
 A stream holds the texts of a pass one behind the other, see `scoring/stream.py`. Linear layers take it as it
 is; attention takes the texts side by side, so padding exists inside it alone. What the rectangles are
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from grpo.model.stand_ins import PLAIN, ScoreRule
+from grpo.model.numerics import PLAIN, ScoreRule
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a model runs on, and how: settled once from the settings, handed on to whoever needs to know."""
+"""The device, dtype and kernels that a model runs with: settled once from the settings."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -30,7 +30,7 @@ class Target:
     model_config: PretrainedConfig
     device: torch.device
     dtype: torch.dtype
-    """Of matrix products."""
+    """The dtype of matrix products."""
     attention: str
     """The name transformers knows it by."""
     grows_segments: bool = True
@@ -43,21 +43,21 @@ class Target:
         return self.device.type == "cpu"
 
     @property
-    def exact_dtype(self) -> torch.dtype:
-        """Of weights that are trained, of their gradients and moments."""
+    def master_dtype(self) -> torch.dtype:
+        """The dtype of weights that are trained, of their gradients and moments."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
-    def is_lower(self) -> bool:
+    def is_mixed_precision(self) -> bool:
         """Whether products are less exact than the weights they are taken with."""
-        return self.dtype != self.exact_dtype
+        return self.dtype != self.master_dtype
 
     @property
     def vocab_size(self) -> int:
         return int(self.model_config.get_text_config(decoder=True).vocab_size)
 
     def block_bytes(self, size: int) -> int:
-        """What the allocator takes for a tensor of so many bytes.
+        """Returns the bytes that the allocator takes for a tensor of so many.
 
         torch's on CUDA (c10/cuda/CUDACachingAllocator.cpp): multiples of 512. Segments that do not grow are
         multiples of 2 MiB for more than 10, and what remains of one is cut off from 1 MiB on.
@@ -131,8 +131,11 @@ def choose_model(name: str, device: torch.device, *, absent: str | None = None) 
 
 
 _DTYPES: dict[str, torch.dtype] = {
-    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64,
-}  # fmt: skip
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
 
 
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:

@@ -19,8 +19,12 @@ Reading = Literal["streams", "padded rows", "rows of one length"]
 Decoding = Literal["a static cache", "padded rows", "rows of one length", "rows one by one", "whole texts"]
 READING: tuple[Reading, ...] = ("streams", "padded rows", "rows of one length")
 DECODING: tuple[Decoding, ...] = (
-    "a static cache", "padded rows", "rows of one length", "rows one by one", "whole texts",
-)  # fmt: skip
+    "a static cache",
+    "padded rows",
+    "rows of one length",
+    "rows one by one",
+    "whole texts",
+)
 """From the fastest to the one that asks least of a model."""
 
 _chosen: dict[tuple[str, int], tuple[ref[PretrainedConfig], int]] = {}

@@ -1,4 +1,4 @@
-"""What is made of the trained weights: the sampler's copy of them, and the reference of the KL.
+"""The sampler's copy of the trained weights, and the reference of the KL.
 
 Trained are fp32 masters (see `grpo.learning.masters`), or adapters on a frozen base. The sampler reads them
 as they are, or in the compute dtype. The reference stays what the policy was at first, or follows it now and
@@ -22,10 +22,10 @@ from grpo.model.adapters import adapter_parameters, adapters_off, has_adapters
 from grpo.model.first_layers import is_plain
 from grpo.model.head import LogitRule, centred_head, factor_dtype, multiply
 from grpo.model.load import context_length
-from grpo.model.stand_ins import NEVER, computing_in, exact_products
+from grpo.model.numerics import MIN_LOGP, computing_in, without_tf32
 
 COPY_ERROR = 0.2
-"""Of the spread of log-probs: what a copy in bf16 may be off by, some ten times what rounding does."""
+"""The share of log-probs' spread that a copy in bf16 may be off by, some ten times what rounding does."""
 
 
 def frozen_copy(model: PreTrainedModel, device: torch.device | None = None) -> PreTrainedModel:
@@ -104,10 +104,10 @@ class RolloutModel:
         """
         return self._trained != _trained_parameters(self._policy)
 
-    @exact_products()
+    @without_tf32()
     @torch.no_grad()
     def check(self) -> str | None:
-        """What is wrong if a copy's log-probs are another model's; None if they are the policy's.
+        """Returns an error if a copy's log-probs are another model's; None if they are the policy's.
 
         The policy runs its own forward pass over made-up tokens, under autocast as it is scored and trained,
         and the copy its backbone and head, as the sampler does. bf16 rounds log-probs by about a hundredth of
@@ -122,7 +122,7 @@ class RolloutModel:
         with sampling_in(model):
             hidden = model.base_model(**texts, use_cache=False).last_hidden_state
             logits = LogitRule.of(model.config)(multiply_head(model, hidden))
-        wanted, sampled = (each.float().log_softmax(-1).clamp(min=NEVER) for each in (expected, logits))
+        wanted, sampled = (each.float().log_softmax(-1).clamp(min=MIN_LOGP) for each in (expected, logits))
         spread = (wanted - wanted.mean(-1, keepdim=True)).norm()
         error = ((sampled - wanted).norm() / spread).item()
         if error < COPY_ERROR:
@@ -134,7 +134,7 @@ class _Sampling(NamedTuple):
     """How a sampler's model computes that is not the policy itself."""
 
     dtype: torch.dtype
-    """Of matrix products."""
+    """The dtype of matrix products."""
     fp32_logits: bool
     """Whether the head's are not rounded to it."""
 
@@ -303,7 +303,7 @@ class Reference:
         self.restore(adapter_parameters(policy) or dict(policy.named_parameters()))
 
     def tensors(self, *, keep: bool = True) -> dict[str, Tensor]:
-        """What to save and to `restore`, on the CPU; nothing as long as it is as it was at first.
+        """Returns tensors to save and to `restore`, on the CPU; none as long as it is as it was at first.
 
         keep: whether this process writes it; of a sharded model all take part in gathering each tensor.
         """

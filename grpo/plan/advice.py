@@ -1,4 +1,4 @@
-"""What to say where not one row fits: what it takes, what would take less, and the least that is enough."""
+"""The error where not one row fits: what it takes, what would take less, and the least that is enough."""
 
 import math
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def check_one_row(
 
 
 def explain(traced: TracedPhases, fit: Fit) -> DoesNotFit:
-    """What one row takes, what would take less, and the least that is enough. Nothing is computed."""
+    """Says what one row takes, what would take less, and the least that is enough. Nothing is computed."""
     work, used, budget = traced.work, fit.device.used_bytes(), fit.device.budget()
     row = work.size(1)
     phase = max(work.phases, key=lambda name: traced.added_bytes(name, row))
@@ -49,7 +49,7 @@ def explain(traced: TracedPhases, fit: Fit) -> DoesNotFit:
     return DoesNotFit(f"{text} As it is, {enough:.2f} GB have to be there{of_which}.")
 
 
-def does_not_stay(work: Workload, fit: Fit) -> str:
+def explain_model_does_not_fit(work: Workload, fit: Fit) -> str:
     """Why set-up ran out of memory: what exists all along, what there is, and what would save some."""
     traced = TracedPhases(work)
     resident = traced.phases.resident()
@@ -63,8 +63,10 @@ def does_not_stay(work: Workload, fit: Fit) -> str:
 def _remedies(traced: TracedPhases, phase: str) -> str:
     """Settings to change, with the bytes that each saves where the present model tells."""
     work, row, resident = traced.work, traced.work.size(1), traced.phases.resident()
-    config, half = work.config, max(1, row.tokens // 2)
-    fewer_bytes = traced.added_bytes(phase, row) - traced.added_bytes(phase, row._replace(tokens=half))
+    config, half = work.config, max(1, row.completion_tokens // 2)
+    fewer_bytes = traced.added_bytes(phase, row) - traced.added_bytes(
+        phase, row._replace(completion_tokens=half)
+    )
     savings = {f"--max-new-tokens {half}": readable(fewer_bytes)}
     if phase == "learn" and work.checkpointing == "none":
         savings["--gradient-checkpointing full"] = "most of the activations"

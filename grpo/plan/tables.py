@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from rich.table import Table
 
-from grpo.memory import Budget, Fit, Pass, Size
+from grpo.memory import Budget, Fit, Pass, PassSize
 from grpo.memory.budget import GB
 from grpo.plan.phase_probe import PhaseProbe
 
@@ -15,15 +15,15 @@ ELSE = "everything else in the process"
 
 @dataclass(frozen=True)
 class Plan:
-    """What was planned at one time. sizes: of each phase's passes, at the longest. Bytes by component."""
+    """A plan that was made at one time. sizes: of each phase's passes, at the longest. Bytes by component."""
 
-    sizes: Mapping[str, Size]
+    sizes: Mapping[str, PassSize]
     parts: Mapping[str, Mapping[str, float]]
     budget: Budget
 
 
 def plan_of(fit: Fit, phases: PhaseProbe) -> Plan:
-    """What `fit` plans now."""
+    """Returns the plan that `fit` makes now."""
     work, resident = phases.work, phases.resident()
     rest = max(0.0, fit.device.used_bytes() - sum(resident.values()))
     sizes = {phase: work.size(min(rows, work.rows_here), phase) for phase, rows in fit.planned().items()}
@@ -84,11 +84,15 @@ class Measured:
         for phase, largest in self.largest.items():
             predicted, measured = largest.predicted_bytes, largest.added_bytes
             table.add_row(
-                phase, str(largest.rows), "" if predicted is None else f"{predicted / GB:.3f}",
+                phase,
+                str(largest.rows),
+                "" if predicted is None else f"{predicted / GB:.3f}",
                 "" if measured is None else f"{measured / GB:.3f}",
                 f"{predicted / measured - 1:+.1%}" if predicted is not None and measured else "",
-                f"{largest.process_bytes / GB:.2f}", f"{largest.seconds:.2f}", str(self.retries[phase]),
-            )  # fmt: skip
+                f"{largest.process_bytes / GB:.2f}",
+                f"{largest.seconds:.2f}",
+                str(self.retries[phase]),
+            )
         if self.changes:
             table.caption, table.caption_justify = "\n".join(["Changes of the plan:", *self.changes]), "left"
         return table

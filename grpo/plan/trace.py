@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo.learning.masters import split_masters
-from grpo.memory import Size
+from grpo.memory import PassSize
 from grpo.memory.live import LiveBytes
 from grpo.model.activation_checkpointing import recompute_activations
 from grpo.model.adapters import adapters_off, add_adapters, has_adapters, linear_layers, store_base
@@ -35,7 +35,7 @@ SCRATCH_BYTES = 2 * 2**20
 
 
 class Mode(FakeTensorMode):
-    """What is copied with a model stays the mode of its tensors."""
+    """A mode that stays the same one when a model is copied with it."""
 
     def __deepcopy__(self, memo: object) -> "Mode":
         return self
@@ -68,8 +68,8 @@ class TracedPhases:
     def __init__(self, work: Workload, kind: type[PhaseProbe] = PhaseProbe) -> None:
         """kind: the phases, if others than a run's."""
         self.work = work
-        self._mode, self._known = Mode(), dict[tuple[str, Size], int]()
-        target, dtype = work.target, work.target.exact_dtype
+        self._mode, self._known = Mode(), dict[tuple[str, PassSize], int]()
+        target, dtype = work.target, work.target.master_dtype
         with self._mode:
             self._policy = self._make_model(dtype)
         if work.config.uses_lora:
@@ -84,20 +84,20 @@ class TracedPhases:
             ).model
             if work.scores == "reference" and not work.config.uses_lora:
                 self._reference = self._make_model(dtype).requires_grad_(False)
-                if target.is_lower and not work.config.shard:
+                if target.is_mixed_precision and not work.config.shard:
                     cast_products(self._reference, target.dtype)
         self.phases = kind(
             work, self._policy, sampler, self._as_reference, hold_recording=self._hold_recording
         )
 
-    def added_bytes(self, phase: str, size: Size) -> int:
-        """What a pass adds at its peak. KeyError for an unknown phase."""
+    def added_bytes(self, phase: str, size: PassSize) -> int:
+        """Returns the bytes that a pass adds at its peak. KeyError for an unknown phase."""
         key = phase, size
         if key not in self._known:
             self._known[key] = self._trace(phase, size) + self._unseen(phase, size)
         return self._known[key]
 
-    def _trace(self, phase: str, size: Size) -> int:
+    def _trace(self, phase: str, size: PassSize) -> int:
         target = self.work.target
         with self._mode:
             self._live = LiveBytes(target.device.type, target.block_bytes)
@@ -105,8 +105,8 @@ class TracedPhases:
                 self.phases.run(phase, size)
         return self._live.peak_bytes
 
-    def _unseen(self, phase: str, size: Size) -> int:
-        """What CUDA's kernels hold within themselves.
+    def _unseen(self, phase: str, size: PassSize) -> int:
+        """Returns the bytes that CUDA's kernels hold within themselves.
 
         Memory-efficient attention, which takes a mask, adds up the queries' gradients in fp32 where products
         are in 16 bits: blocks of 64 queries, as wide as a head, for each row and head (torch's
@@ -115,10 +115,10 @@ class TracedPhases:
         target, text = self.work.target, self.work.target.model_config.get_text_config(decoder=True)
         if target.device.type != "cuda":
             return 0
-        if phase != "learn" or not target.is_lower:
+        if phase != "learn" or not target.is_mixed_precision:
             return SCRATCH_BYTES
         width = max(64, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-        blocks = -(-max(0, size.tokens - 1) // 64)
+        blocks = -(-max(0, size.completion_tokens - 1) // 64)
         return SCRATCH_BYTES + size.rows * text.num_attention_heads * blocks * 4 * 64 * width
 
     def _hold_recording(self, arena: Arena) -> Tensor | None:
@@ -126,7 +126,7 @@ class TracedPhases:
         live = self._live
         held, peak = live.live_bytes, live.peak_bytes
         live.peak_bytes = held
-        arena.advance()
+        arena.decode_step()
         stays = live.peak_bytes - held
         live.peak_bytes = max(peak, live.peak_bytes)
         target = self.work.target

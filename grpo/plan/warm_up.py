@@ -15,9 +15,9 @@ from rich.console import Console
 
 from grpo.config import SettingsError
 from grpo.errors import UserError
-from grpo.memory import Card, Device, DoesNotFit, Fit, Size, largest_multiple
+from grpo.memory import AbsentCard, Device, DoesNotFit, Fit, PassSize, largest_multiple
 from grpo.memory.budget import CONTEXT_BYTES, card_memory
-from grpo.model.stand_ins import MODEL_ERRORS
+from grpo.model.numerics import MODEL_ERRORS
 from grpo.plan.advice import check_one_row
 from grpo.plan.tables import Plan, plan_of, plan_table
 from grpo.plan.trace import TracedPhases
@@ -25,7 +25,7 @@ from grpo.plan.workload import Workload
 
 T = TypeVar("T")
 FULL_PASS_TOKENS = 1024
-"""Of fewer tokens a pass takes almost as long: there layers are rather recomputed than rows learn one by one.
+"""A pass of fewer tokens takes almost as long: there layers are rather recomputed than rows learn one by one.
 
 GPT-2 124 M on two CPU cores learns a row of 210 tokens in 1.04 s alone, and in 0.70 s among eight with layers
 recomputed; a row of 800 tokens in 3.3 s, and in 3.6 s.
@@ -35,11 +35,11 @@ MOST_PASSES = 12
 OVERSHOOT = 1.2
 """A formula may be so many times too high: passes that it puts this far beyond the room are traced, too."""
 STARTED_BYTES = 64 * 2**20
-"""What a process on a host grows by from its imports to its plan: code and threads."""
+"""Bytes that a process on a host grows by from its imports to its plan: code and threads."""
 
 
 def warm_up(
-    fit: Fit, work: Workload, pass_at: Callable[[str, Size], bool], *, traced_only: bool = False
+    fit: Fit, work: Workload, pass_at: Callable[[str, PassSize], bool], *, traced_only: bool = False
 ) -> None:
     """Makes passes of each phase, until its plan is one that was seen.
 
@@ -63,7 +63,7 @@ def warm_up(
                 rows = more
         if len(seen) == 1 and not traced_only:  # of one size all bytes would be taken to grow with the tokens
             longest = work.size(seen[0], phase)
-            pass_at(phase, longest._replace(tokens=max(1, longest.tokens // 2)))
+            pass_at(phase, longest._replace(completion_tokens=max(1, longest.completion_tokens // 2)))
 
 
 def _with_one_pass_less(rows: int, work: Workload) -> int:
@@ -73,7 +73,7 @@ def _with_one_pass_less(rows: int, work: Workload) -> int:
     return -(-batch // (passes * group)) * group if passes and rows >= group else 0
 
 
-def see_trace(fit: Fit, traced: TracedPhases, phase: str, size: Size) -> bool:
+def see_trace(fit: Fit, traced: TracedPhases, phase: str, size: PassSize) -> bool:
     """One pass, of which nothing is computed."""
     fit.see(phase, size, traced.added_bytes(phase, size))
     return True
@@ -98,7 +98,7 @@ def largest_batch(fit: Fit, work: Workload) -> int:
     return size
 
 
-def plan_without_weights(work: Workload, card: Card) -> tuple[Workload, Plan]:
+def plan_without_weights(work: Workload, card: AbsentCard) -> tuple[Workload, Plan]:
     """The plan of a run from traces alone, and the workload with what is auto in its settings settled.
 
     card: with what the process holds besides tensors. DoesNotFit, with a remedy, where not one row fits.
@@ -113,32 +113,34 @@ def plan_without_weights(work: Workload, card: Card) -> tuple[Workload, Plan]:
 
 def card_to_plan_for(
     device: torch.device, absent: int | None, *, utilization: float, limit_bytes: int | None
-) -> Card:
+) -> AbsentCard:
     """The device that is here, or a card of so many bytes, as it is sold, before a model is on it."""
     here = None if absent else Device(device)
-    card = Card(
-        here.memory() if here else card_memory(absent or 0), utilization=utilization,
-        limit_bytes=limit_bytes, slack=here.slack if here else 0,
-    )  # fmt: skip
+    card = AbsentCard(
+        here.memory() if here else card_memory(absent or 0),
+        utilization=utilization,
+        limit_bytes=limit_bytes,
+        slack=here.slack if here else 0,
+    )
     card.held_bytes = here.used_bytes() + STARTED_BYTES if here and here.on_host else CONTEXT_BYTES
     return card
 
 
 def show_plan(work: Workload, plan: Plan, console: Console) -> None:
-    """What is planned for in a line, and the table."""
+    """Prints what is planned for in a line, and the table."""
     dtype = str(work.target.dtype).removeprefix("torch.")
     text = "{} rows of up to {} prompt and {} new tokens, {}"
     logger.info(text, work.config.num_rows, work.longest_prompt, work.config.max_new_tokens, dtype)
     console.print(plan_table(plan))
 
 
-def _traced_plan(work: Workload, card: Card) -> tuple[TracedPhases, Fit]:
+def _traced_plan(work: Workload, card: AbsentCard) -> tuple[TracedPhases, Fit]:
     traced = TracedPhases(work)
     return traced, plan_by_traces(traced, card)
 
 
 def plan_by_traces(
-    traced: TracedPhases, card: Card, advice: Callable[[TracedPhases, Fit], DoesNotFit] | None = None
+    traced: TracedPhases, card: AbsentCard, advice: Callable[[TracedPhases, Fit], DoesNotFit] | None = None
 ) -> Fit:
     """Plans on a card by traces alone. DoesNotFit where not one row fits; advice: see `check_one_row`."""
     work, loaded = traced.work, copy(card)

@@ -11,7 +11,7 @@ from grpo.data import PromptSource, Tokenizer
 from grpo.data.tokens import tokenize
 from grpo.distributed import largest_share
 from grpo.learning.objectives import LearningOptions
-from grpo.memory import Size
+from grpo.memory import PassSize
 from grpo.model.activation_checkpointing import choose_checkpointing
 from grpo.model.target import Target
 from grpo.rollout.decoder import has_static_cache
@@ -68,12 +68,12 @@ class Workload:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Of a step, in their order."""
+        """A step's phases, in their order."""
         return ("sample", "learn") if self.scores == "nothing" else ("sample", "score", "learn")
 
     @property
     def checkpointing(self) -> Checkpointing:
-        """What layers compute again, as yet unknown: nothing."""
+        """Whether layers are computed again; as yet unknown, they are not."""
         return choose_checkpointing(self.config.gradient_checkpointing)
 
     def scoring(self) -> ScoringOptions:
@@ -100,12 +100,12 @@ class Workload:
         by_pages = has_static_cache(self.target.model_config) and not self.config.shard
         return CachePlan(self.config.max_new_tokens, self.config.typical_tokens if by_pages else None)
 
-    def size(self, rows: int, phase: str = "") -> Size:
+    def size(self, rows: int, phase: str = "") -> PassSize:
         """A pass of the longest texts, or for "sample" of rows that hold so much while others wait."""
-        size = Size(rows, self.config.max_new_tokens, self.longest_prompt)
+        size = PassSize(rows, self.config.max_new_tokens, self.longest_prompt)
         if phase != "sample":
             return size
-        return size._replace(tokens=int(self.cache_plan().tokens), batch_rows=self.rows_here)
+        return size._replace(completion_tokens=int(self.cache_plan().tokens), batch_rows=self.rows_here)
 
 
 def longest_prompt(source: PromptSource, tokenizer: Tokenizer) -> int:

@@ -14,9 +14,9 @@ from grpo.errors import UserError
 from grpo.play.opponents import Opponent
 from grpo.play.player import settings_of
 from grpo.play.record import Game, Match
-from grpo.play.thought import Position, game_seed
+from grpo.play.thought import GamePosition, game_seed
 from grpo.run.interrupt import stop_on_signal
-from grpo.waiting import waiting
+from grpo.waiting import progress_bar
 
 _SAVE_EVERY_S = 20.0
 
@@ -63,7 +63,7 @@ def play_games(
     while going_on := [game for game in games if not game.is_over][:at_once]:
         for player in dict.fromkeys(players):
             turns = [game for game in going_on if not game.is_over and players[game.turn] is player]
-            positions = [Position(game.board, seeds[game]) for game in turns]
+            positions = [GamePosition(game.board, seeds[game]) for game in turns]
             thoughts = player.think(positions, replace=replace) if turns else []
             for game, thought in zip(turns, thoughts, strict=True):
                 game.play(thought)
@@ -84,7 +84,7 @@ def play_match(
     OSError where it cannot be written.
     """
     match.save(folder)
-    with stop_on_signal() as stop, waiting(f"{len(match.games)} games") as watch:
+    with stop_on_signal() as stop, progress_bar(f"{len(match.games)} games") as watch:
         stop.begun, saved = True, time.monotonic()
         logger.info("playing; Ctrl-C keeps what has been played")
         try:
@@ -100,7 +100,7 @@ def play_match(
 
 
 def score_table(match: Match) -> Table:
-    """What came of it."""
+    """Makes a table of the score."""
     score, (first, second) = match.score, match.players
     table = Table(
         title=f"{first} against {second}, {score.games} games", show_header=False, caption="95 % intervals"

@@ -12,7 +12,7 @@ from typing import Protocol
 import chess.engine
 
 from grpo.errors import UserError
-from grpo.play.thought import Position, Thought, any_move
+from grpo.play.thought import GamePosition, MoveChoice, random_move
 from grpo.rewards import PATIENCE_S, UciEngines, require_stockfish
 
 RANDOM, STOCKFISH, ENGINE = "random", "stockfish", "uci"
@@ -21,12 +21,12 @@ RANDOM, STOCKFISH, ENGINE = "random", "stockfish", "uci"
 class Opponent(Protocol):
     """Who moves in several games: so does `grpo.play.player.Player`."""
 
-    def think(self, positions: Sequence[Position], *, replace: bool = True) -> list[Thought]: ...
+    def think(self, positions: Sequence[GamePosition], *, replace: bool = True) -> list[MoveChoice]: ...
 
 
-class AtRandom:
-    def think(self, positions: Sequence[Position], *, replace: bool = True) -> list[Thought]:
-        return [Thought(any_move(position), "best") for position in positions]
+class RandomPlayer:
+    def think(self, positions: Sequence[GamePosition], *, replace: bool = True) -> list[MoveChoice]:
+        return [MoveChoice(random_move(position), "best") for position in positions]
 
 
 class UciOpponent:
@@ -35,13 +35,13 @@ class UciOpponent:
     def __init__(self, engines: UciEngines, limit: chess.engine.Limit) -> None:
         self._engines, self._limit = engines, limit
 
-    def think(self, positions: Sequence[Position], *, replace: bool = True) -> list[Thought]:
+    def think(self, positions: Sequence[GamePosition], *, replace: bool = True) -> list[MoveChoice]:
         """EngineError where an engine ends, hangs, or says what is no move."""
         asked = [self._engines.submit(partial(self._play, it), it.board.fen()) for it in positions]
         return [future.result() for future in asked]
 
-    def _play(self, position: Position, engine: chess.engine.SimpleEngine) -> Thought:
-        return Thought(engine.play(position.board, self._limit, game=position.seed).move, "best")
+    def _play(self, position: GamePosition, engine: chess.engine.SimpleEngine) -> MoveChoice:
+        return MoveChoice(engine.play(position.board, self._limit, game=position.seed).move, "best")
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def make_opponent(
     """
     kind, _, rest = name.partition(":")
     if name == RANDOM:
-        yield AtRandom()
+        yield RandomPlayer()
     elif command := engine_command(name):
         elo = rest if kind == STOCKFISH else ""
         timeout_s = PATIENCE_S + (limit.time or 0.0)

@@ -15,9 +15,9 @@ from grpo.config.reading import read_run_settings
 from grpo.errors import UserError
 from grpo.model.load import context_length, load_policy
 from grpo.model.target import choose_device, choose_model
-from grpo.play.thought import MOST_ANSWERS, Position, Thought, conclude, read_answer
+from grpo.play.thought import MOST_ANSWERS, GamePosition, MoveChoice, choose_move, read_answer
 from grpo.rewards import policy_prompt
-from grpo.rollout.decoder import ReusableArena, make_sampler, records_steps
+from grpo.rollout.decoder import ArenaCache, make_sampler, records_steps
 from grpo.rollout.sample import begin_rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.run.folder import model_of, step_of
@@ -45,24 +45,24 @@ class Player:
     ) -> None:
         self._model, self._tokenizer, self._settings = model, tokenizer, settings
         self._trailing_space, self._rows = trailing_space, rows
-        self._arena = ReusableArena() if records_steps(model.config, model.device.type) else None
+        self._arena = ArenaCache() if records_steps(model.config, model.device.type) else None
 
     def think(
         self,
-        positions: Sequence[Position],
+        positions: Sequence[GamePosition],
         *,
         temperature: float | None = None,
         replace: bool = True,
         most_answers: int = MOST_ANSWERS,
         stopped: Callable[[], bool] = lambda: False,
-    ) -> list[Thought]:
+    ) -> list[MoveChoice]:
         """A move for each position, in none of which the game is over.
 
         temperature: in place of the settings'. replace: illegal answers, instead of resigning. stopped: asked
         after every token; what has been written by then is all there is to go by.
         """
         settings = self._settings if temperature is None else changed(self._settings, temperature=temperature)
-        answers: list[list[Thought]] = [[] for _ in positions]
+        answers: list[list[MoveChoice]] = [[] for _ in positions]
         unanswered = list(range(len(positions)))
         for attempt in range(most_answers if replace else 1):
             if attempt and settings.temperature == 0:
@@ -73,7 +73,7 @@ class Player:
             unanswered = [i for i in unanswered if not answers[i][-1].evals]
             if not unanswered or stopped():
                 break
-        return [conclude(*pair, replace=replace) for pair in zip(positions, answers, strict=True)]
+        return [choose_move(*pair, replace=replace) for pair in zip(positions, answers, strict=True)]
 
     def prompts(self, boards: Sequence[chess.Board]) -> list[Prompt]:
         """As the model is asked for moves, each known by its FEN."""
@@ -81,18 +81,26 @@ class Player:
         return [Prompt(fen, policy_prompt(fen, trailing_space=self._trailing_space), {}) for fen in fens]
 
     def _answer(
-        self, positions: Sequence[Position], attempt: int, settings: SamplingSettings,
+        self,
+        positions: Sequence[GamePosition],
+        attempt: int,
+        settings: SamplingSettings,
         stopped: Callable[[], bool],
-    ) -> list[Thought]:  # fmt: skip
+    ) -> list[MoveChoice]:
         uniforms = [  # each row's own, whichever games are beside it
             step_uniforms(1, settings.max_new_tokens, seed=seed, step=board.ply(), draw=attempt)
             for board, seed in positions
         ]
         prompts = self.prompts([board for board, _ in positions])
         sampling = begin_rollout(
-            self._model, self._tokenizer, prompts, torch.cat(uniforms), settings, rows=self._rows,
+            self._model,
+            self._tokenizer,
+            prompts,
+            torch.cat(uniforms),
+            settings,
+            rows=self._rows,
             reusable=self._arena,
-        )  # fmt: skip
+        )
         for _ in sampling:
             if stopped():
                 sampling.stop()
@@ -111,7 +119,7 @@ def settings_of(model: str) -> Config:
     return Config(max_new_tokens=SamplingSettings.max_new_tokens)
 
 
-def known_as(model: str) -> str:
+def display_name(model: str) -> str:
     """A model's name as people see it: a folder's last part, and of a run the step that it has come to."""
     if not Path(model).is_dir():
         return model
@@ -135,6 +143,9 @@ def load_player(
     tokens = min(settings.max_new_tokens, room)
     sampling = SamplingSettings.of(settings, temperature=temperature, max_new_tokens=tokens)
     return Player(
-        make_sampler(policy), policy.tokenizer, sampling,
-        trailing_space=settings.trailing_space, rows=rows,
-    )  # fmt: skip
+        make_sampler(policy),
+        policy.tokenizer,
+        sampling,
+        trailing_space=settings.trailing_space,
+        rows=rows,
+    )

@@ -13,7 +13,7 @@ import chess.pgn
 
 from grpo.errors import UserError
 from grpo.files import write_whole
-from grpo.play.thought import How, Thought
+from grpo.play.thought import MoveChoice, MoveSource
 from grpo.statistics import bounded_interval
 
 FILE = "games.pgn"
@@ -24,7 +24,7 @@ _MAY_DIFFER = {"Event", "Date", "Result", "Termination"}
 """Headers in which a match that goes on is not what it was; the players stand in others."""
 _RESULTS = ("*", "1-0", "0-1", "1/2-1/2")
 _RESIGNED = "an illegal answer"
-_REMARKS: dict[How, str] = {
+_REMARKS: dict[MoveSource, str] = {
     "candidate": "an illegal answer: its next candidate",
     "again": "an illegal answer: asked again",
     "random": "illegal answers: at random",
@@ -70,12 +70,12 @@ class Game:
 
     @property
     def points(self) -> float:
-        """Of the first player."""
+        """The first player's points."""
         if self.result == "1/2-1/2":
             return 0.5
         return float((self.result == "1-0") == self.first_is_white)
 
-    def play(self, thought: Thought) -> None:
+    def play(self, thought: MoveChoice) -> None:
         """A move, and what the rules say of it: nothing else ends a game, but for whoever makes none."""
         if thought.move is None:
             self._end("0-1" if self.board.turn else "1-0", _RESIGNED if thought.illegal else "no move")
@@ -175,9 +175,14 @@ class Match:
             first_is_white = number % 2 == 0
             white, black = players if first_is_white else reversed(players)
             headers = {
-                "Event": f"{players[0]} against {players[1]}", "Site": _SITE, "Round": number + 1,
-                "Date": date.today().strftime("%Y.%m.%d"), "White": white, "Black": black, **settings,
-            }  # fmt: skip
+                "Event": f"{players[0]} against {players[1]}",
+                "Site": _SITE,
+                "Round": number + 1,
+                "Date": date.today().strftime("%Y.%m.%d"),
+                "White": white,
+                "Black": black,
+                **settings,
+            }
             games.append(Game.begin(starts[number // 2], headers, first_is_white=first_is_white))
         return Match(games)
 
@@ -196,7 +201,7 @@ class Match:
 
     @property
     def score(self) -> Score:
-        """Of finished games. Each two have one first position, with colours exchanged."""
+        """The score of finished games. Each two have one first position, with colours exchanged."""
         points = [game.points for game in self.finished]
         by_start: dict[int, list[float]] = {}
         for number, game in enumerate(self.games):
@@ -221,7 +226,7 @@ class Match:
 
     @staticmethod
     def load(folder: Path) -> "Match":
-        """What `save` wrote. ValueError for anything else."""
+        """Reads a match that `save` wrote. ValueError for anything else."""
         file, games = folder / FILE, list[Game]()
         try:
             with file.open(encoding="utf-8") as lines:
@@ -240,7 +245,7 @@ class Match:
             ) from error
         return Match(games)
 
-    def gone_on_with(self, folder: Path) -> "Match":
+    def resume_from(self, folder: Path) -> "Match":
         """This one, or what was played of it before, with as many games. ValueError where that is another."""
         if not (folder / FILE).is_file():
             return self

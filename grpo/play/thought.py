@@ -1,7 +1,8 @@
-"""What a model says of a position as a chess player takes it: a move, and candidates with their evals.
+"""Reads a model's answer to a position as a chess player does: a move, and candidates with their evals.
 
-By the rules alone. An answer whose `B:` is no legal move is replaced: by the model's own next candidate, by
-what it says when it is asked again, at last by any move at random. How a move came about is kept with it.
+It knows the rules alone. An answer whose `B:` is no legal move is replaced: by the model's own next
+candidate, by what it says when it is asked again, at last by any move at random. How a move came about is
+kept with it.
 """
 
 import random
@@ -14,13 +15,13 @@ import chess
 
 from grpo.rewards import legal_move, parse_policy_completion
 
-How = Literal["best", "candidate", "again", "random", "resigned"]
+MoveSource = Literal["best", "candidate", "again", "random", "resigned"]
 IllegalMoves = Literal["replace", "resign"]
 MOST_ANSWERS = 5
 """A model is asked for, until one has a legal move."""
 
 
-class Position(NamedTuple):
+class GamePosition(NamedTuple):
     """A board to think about, and the seed of its game (`game_seed`), by which chance goes."""
 
     board: chess.Board
@@ -32,14 +33,14 @@ def game_seed(seed: int, game: int) -> int:
     return random.Random(f"game {game} of {seed}").getrandbits(48)
 
 
-def any_move(position: Position) -> chess.Move:
+def random_move(position: GamePosition) -> chess.Move:
     """One at random, the same for the same half-move of the same game."""
     moves = sorted(position.board.legal_moves, key=chess.Move.uci)
     return random.Random(f"move {position.board.ply()} of {position.seed}").choice(moves)
 
 
-class Thought(NamedTuple):
-    """What came of thinking about a position, in one answer or in several.
+class MoveChoice(NamedTuple):
+    """A move that was chosen in a position, by one answer or several.
 
     move: None where there is nothing to play, or an illegal answer is not replaced. illegal: what was said as
     the best move and is none. evals: of the move, then of what else the model would have played, in pawns
@@ -47,14 +48,14 @@ class Thought(NamedTuple):
     """
 
     move: chess.Move | None
-    how: How
+    how: MoveSource
     illegal: Sequence[str] = ()
     evals: Mapping[chess.Move, float | None] = MappingProxyType({})
     answers: int = 0
 
 
-def read_answer(position: Position, text: str, *, is_whole: bool = True) -> Thought:
-    """What one completion comes to: `B:`, then what is legal of `M:`, each move once, the highest eval first.
+def read_answer(position: GamePosition, text: str, *, is_whole: bool = True) -> MoveChoice:
+    """Reads one completion: `B:`, then what is legal of `M:`, each move once, the highest eval first.
 
     is_whole: False for a text that was cut short, whose `B:` may not be complete.
     """
@@ -73,17 +74,17 @@ def read_answer(position: Position, text: str, *, is_whole: bool = True) -> Thou
 
     ranked = {move: evals[move] for move in sorted(evals, key=rank, reverse=True)}
     illegal = [] if best is not None or not is_whole else [answer.best or "no move"]
-    how: How = "candidate" if best is None else "best"
-    return Thought(next(iter(ranked), None), how, illegal, ranked, answers=1)
+    how: MoveSource = "candidate" if best is None else "best"
+    return MoveChoice(next(iter(ranked), None), how, illegal, ranked, answers=1)
 
 
-def conclude(position: Position, answers: Sequence[Thought], *, replace: bool) -> Thought:
+def choose_move(position: GamePosition, answers: Sequence[MoveChoice], *, replace: bool) -> MoveChoice:
     """The move that a model's answers come to. replace: what is illegal, instead of resigning."""
     illegal = [text for answer in answers for text in answer.illegal]
     if illegal and not replace:
-        return Thought(None, "resigned", illegal, answers=len(answers))
+        return MoveChoice(None, "resigned", illegal, answers=len(answers))
     for count, answer in enumerate(answers, start=1):
         if answer.evals:
             how = "again" if count > 1 else answer.how
             return answer._replace(how=how, illegal=illegal, answers=count)
-    return Thought(any_move(position), "random", illegal, answers=len(answers))
+    return MoveChoice(random_move(position), "random", illegal, answers=len(answers))

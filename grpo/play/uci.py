@@ -22,7 +22,7 @@ import chess
 from loguru import logger
 
 from grpo.errors import UserError
-from grpo.play.thought import MOST_ANSWERS, IllegalMoves, Position, Thought, conclude, game_seed
+from grpo.play.thought import MOST_ANSWERS, GamePosition, IllegalMoves, MoveChoice, choose_move, game_seed
 from grpo.rewards import MATE_SCORE
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ _A_POSITION = "8/8/8/4k3/8/4K3/8/4R3 w - - 0 1"
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line sets, and `setoption` after it."""
+    """Options that the command line sets, and `setoption` after it."""
 
     temperature: float = 0.0
-    """Of sampling; 0 is greedy."""
+    """The sampling temperature; 0 is greedy."""
     seed: int = 0
-    """Of sampling, and of moves at random."""
+    """The seed of sampling, and of moves at random."""
     illegal_moves: IllegalMoves = "replace"
     """An illegal answer is replaced by the model's next candidate, by what it says asked again, at last by a
     move at random, or it resigns."""
@@ -136,7 +136,7 @@ class Engine:
         self._replaced: defaultdict[int, Counter[str]] = defaultdict(Counter)
         """By the seed of a game, how moves came about that were not the model's first answer."""
         self._stop, self._is_infinite = threading.Event(), False
-        """Of the last search. It is stopped by `stop`, `quit` and the next `go`."""
+        """Whether the last search is to stop, which `stop`, `quit` and the next `go` say, and is endless."""
         self._thinking = ThreadPoolExecutor(1, "thinking")
         self._player = self._thinking.submit(load)
 
@@ -180,30 +180,42 @@ class Engine:
             case ["go", *rest]:
                 self._stop.set()  # of a GUI that does not wait: each `go` has its answer, one after the other
                 self._stop, self._is_infinite = threading.Event(), "infinite" in rest
-                position = Position(self._board, game_seed(self._options.seed, self._game))
+                position = GamePosition(self._board, game_seed(self._options.seed, self._game))
                 self._thinking.submit(
-                    self._answer, position, self._options, read_go(rest), self._is_infinite, time.monotonic(),
+                    self._answer,
+                    position,
+                    self._options,
+                    read_go(rest),
+                    self._is_infinite,
+                    time.monotonic(),
                     self._stop,
-                )  # fmt: skip
+                )
 
     def _answer(
-        self, position: Position, options: Options, numbers: Mapping[str, int], is_infinite: bool,
-        begun: float, stop: threading.Event,
-    ) -> None:  # fmt: skip
+        self,
+        position: GamePosition,
+        options: Options,
+        numbers: Mapping[str, int],
+        is_infinite: bool,
+        begun: float,
+        stop: threading.Event,
+    ) -> None:
         """In the other thread: `bestmove`, whatever happens, as a GUI waits for it."""
         deadline = begun + seconds_for(numbers, position.board.turn)
-        thought = Thought(None, "best")
+        thought = MoveChoice(None, "best")
         if any(position.board.legal_moves):
             try:
                 thought = self._player.result().think(
-                    [position], temperature=options.temperature, replace=options.illegal_moves == "replace",
+                    [position],
+                    temperature=options.temperature,
+                    replace=options.illegal_moves == "replace",
                     most_answers=max(1, numbers.get("nodes", MOST_ANSWERS)),
                     stopped=lambda: stop.is_set() or time.monotonic() > deadline,
-                )[0]  # fmt: skip
+                )[0]
             except Exception as error:
                 logger.exception("thinking about {}", position.board.fen())
                 self._send(as_info(f"error: {error}"))
-                thought = conclude(position, [], replace=True)
+                thought = choose_move(position, [], replace=True)
         played = "(none)" if thought.move is None else thought.move.uci()
         effort = f"nodes {thought.answers} time {round(1000 * (time.monotonic() - begun))}"
         for place, (move, pawns) in enumerate(thought.evals.items(), start=1):
@@ -223,7 +235,7 @@ class Engine:
 
 
 def as_info(text: str) -> str:
-    """What people are to read, on one line."""
+    """Returns a text for people, on one line."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     return f"info string {line[:300]}"
 
@@ -246,7 +258,7 @@ def serve(model: str, device: str, options: Options) -> None:
             from grpo.play.player import load_player  # takes seconds, which `uci` need not wait for
 
             player = load_player(model, device, rows=1)
-            player.think([Position(chess.Board(_A_POSITION), seed=0)], most_answers=1)  # the slowest
+            player.think([GamePosition(chess.Board(_A_POSITION), seed=0)], most_answers=1)  # the slowest
             return player
         except Exception as error:
             send(as_info(f"error: {error}"))

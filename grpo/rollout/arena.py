@@ -23,19 +23,19 @@ from grpo.model.head import LogitRule
 from grpo.model.prefill import encode_prompts, pad_prompts, sliding_window
 from grpo.model.ways import layers_with_window
 from grpo.model.weights import multiply_head, sampling_in
-from grpo.rollout.graphs import CUDAGraphs, Replay, run_and_record
+from grpo.rollout.graphs import CUDAGraphs, Replay, warm_up_and_capture
 from grpo.rollout.places import Pool, moves_into_gaps
-from grpo.rollout.room import Room
-from grpo.rollout.static_cache import DecodeStep, Mask, StaticLayer, decoding
+from grpo.rollout.room import DecodeCapacity
+from grpo.rollout.static_cache import AttentionBias, DecodeStep, StaticLayer, decoding
 from grpo.rollout.tables import Slot, Tables
 from grpo.rollout.tokens import sample_tokens
 
 RECORDED_TOKENS = 48
-"""Where steps are recorded, of a row's only page so many tokens are read, or 2, 4, … times as many."""
+"""Tokens of a row's only page that recorded steps read, or 2, 4, … times as many."""
 
 
 class Completions(NamedTuple):
-    """What some rows have sampled: `lengths` tokens, and 0 behind them.
+    """The tokens that some rows have sampled: `lengths` of them, and 0 behind.
 
     The last column has the newest token, also of a row that has ended and has not left.
     """
@@ -49,7 +49,7 @@ class Completions(NamedTuple):
     def empty(
         cls, rows: int, longest: int, model: PreTrainedModel, device: torch.device | str | None = None
     ) -> "Completions":
-        """Of a model, on its device, or another one."""
+        """Makes empty completions of a model, on its device, or another one."""
         ids = torch.zeros(rows, longest + 1, dtype=torch.long, device=device or model.device)
         logp = torch.zeros_like(ids, dtype=torch.promote_types(model.dtype, torch.float32))
         return cls(ids, logp, torch.zeros_like(ids[:, 0]), torch.zeros_like(ids[:, 0], dtype=torch.bool))
@@ -62,7 +62,7 @@ class Arena:
     def __init__(
         self,
         model: PreTrainedModel,
-        room: Room,
+        room: DecodeCapacity,
         graphs: CUDAGraphs | None = None,
         *,
         device_type: str | None = None,
@@ -87,11 +87,11 @@ class Arena:
         self._tables = Tables(room, model.device, recorded=graphs is not None)
 
     @property
-    def joins(self) -> bool:
+    def supports_refill(self) -> bool:
         """Whether rows may begin while others decode, by a pass of one process alone."""
         return not is_sharded(self.model)
 
-    def restart(self, settings: SamplingSettings) -> None:
+    def reset(self, settings: SamplingSettings) -> None:
         """Everything is free again."""
         names = "temperature", "top_k", "top_p", "min_p"
         self._sampling = {name: getattr(settings, name) for name in names}
@@ -247,7 +247,7 @@ class Arena:
         self._move([*stored, self._states, self._prompt_lengths], moves)
 
     def _move(self, tensors: Iterable[Tensor], moves: Mapping[int, int]) -> None:
-        """What stands in some places goes to others, tensor by tensor: never two copies of them all."""
+        """Moves rows from some places to others, tensor by tensor: there are never two copies of them all."""
         if moves:
             source, to = (
                 torch.tensor([*places], device=self.model.device) for places in (moves, moves.values())
@@ -258,7 +258,7 @@ class Arena:
     # ------------------------------------------------------------------------------------------- tokens
 
     @torch.no_grad()
-    def advance(self) -> None:
+    def decode_step(self) -> None:
         """One token more for each row that has not ended."""
         if self._changed:
             self._tables.update(self.slots, self._place_of, self._prompts.front, self._pages.front)
@@ -279,7 +279,9 @@ class Arena:
             return
         written = self._completions
         newest = [values[: len(self.slots), -1] for values in written[:2]]
-        replay = run_and_record(self._graphs, lambda: self._add_token(length), changed=written, shown=newest)
+        replay = warm_up_and_capture(
+            self._graphs, lambda: self._add_token(length), changed=written, shown=newest
+        )
         self._replays = {} if replay is None else self._replays | {key: replay}
 
     def _add_token(self, length: int) -> None:
@@ -307,7 +309,7 @@ class Arena:
 
     def _decode(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:
         """The states (R, D) of each row's newest token; ids and positions (R, 1)."""
-        step = self._decode_step(length)
+        step = self._step_for(length)
         with decoding(self._config, self._layers, step):
             hidden: Tensor = self.model.base_model(
                 input_ids=ids,
@@ -319,7 +321,7 @@ class Arena:
             ).last_hidden_state
         return hidden.squeeze(1)
 
-    def _decode_step(self, length: int) -> DecodeStep:
+    def _step_for(self, length: int) -> DecodeStep:
         """Each row's newest token goes behind its others; what a row writes that has ended is never read."""
         places, sizes = self._tables.places, self._tables.sizes
         newest = self._completions.lengths[: sizes.rows] - 1
@@ -332,8 +334,9 @@ class Arena:
             window_mask = self._mask_within(length, self._window)
         return DecodeStep(page, newest % self.room.page, places, mask, window_mask)
 
-    def _mask_within(self, length: int, window: int | None) -> Mask:
-        """What layers read that see so many of the newest tokens. Completions begin where prompts end."""
+    def _mask_within(self, length: int, window: int | None) -> AttentionBias:
+        """Returns the bias of layers that see so many of the newest tokens. Completions begin where prompts
+        end."""
         places, sizes, prompt_tokens = self._tables.places, self._tables.sizes, self.room.prompt_tokens
         lengths = self._completions.lengths[: sizes.rows]  # (R,)
         own = (lengths[places.page_rows] - places.page_numbers * self.room.page).unsqueeze(1)  # (n, 1)
@@ -354,7 +357,7 @@ class Arena:
             for reads in (reads_prompt, reads_own)
         )
         prompt, own_tokens = parts
-        return Mask(prompt[:, None], own_tokens[:, None, None])
+        return AttentionBias(prompt[:, None], own_tokens[:, None, None])
 
     def skip(self, num_tokens: int) -> None:
         """Stand where that many more tokens lead, whatever they are: for tracing memory."""
@@ -365,7 +368,7 @@ class Arena:
     # ------------------------------------------------------------------------------------------ results
 
     def sampled(self, places: Sequence[int]) -> Completions:
-        """What the rows in these slots have sampled."""
+        """Returns the tokens that the rows in these slots have sampled."""
         index = torch.tensor(places, dtype=torch.long, device=self.model.device)
         return Completions(*(values[index] for values in self._completions))
 
@@ -385,12 +388,12 @@ class Arena:
 
     @property
     def cache_bytes(self) -> int:
-        """Of keys and values at most, while a token is added."""
+        """The bytes of keys and values at most, while a token is added."""
         return sum(tensor.nbytes for layer in self._layers for tensor in (*layer.prompts, *layer.pages))
 
     @property
     def used_bytes(self) -> int:
-        """Of those, what prompts and rows have taken."""
+        """The bytes of keys and values that prompts and rows have taken."""
         stored = [
             (pool, t)
             for layer in self._layers

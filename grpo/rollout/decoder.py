@@ -14,26 +14,28 @@ from grpo.memory import is_out_of_memory
 from grpo.memory.recovery import release_cache
 from grpo.model.first_layers import first_layers, is_plain
 from grpo.model.load import Policy, context_length
-from grpo.model.prefill import crossed_window, large_logits
-from grpo.model.stand_ins import MODEL_ERRORS, exact_products
+from grpo.model.numerics import MODEL_ERRORS, without_tf32
+from grpo.model.prefill import large_logits, shrunk_sliding_window
 from grpo.model.ways import DECODING, Decoding, choose_decoding, decoding_of, why_not_fastest
 from grpo.model.weights import RolloutModel
 from grpo.rollout.arena import Arena
 from grpo.rollout.graphs import CUDAGraphs, graphs_of
-from grpo.rollout.growing import ArenaByLength, ArenaByRow, ArenaWithoutCache, GrowingArena
-from grpo.rollout.room import Room
+from grpo.rollout.growing import ArenaByLength, ArenaByRow, ArenaWithoutCache, DynamicCacheArena
+from grpo.rollout.room import DecodeCapacity
 
 _CHECKED_TOKENS = 6
 """That a row has sampled when `check_decoder` compares them."""
 ARENAS: dict[Decoding, type[Arena]] = {
-    "a static cache": Arena, "padded rows": GrowingArena, "rows of one length": ArenaByLength,
+    "a static cache": Arena,
+    "padded rows": DynamicCacheArena,
+    "rows of one length": ArenaByLength,
     "rows one by one": ArenaByRow,
     "whole texts": ArenaWithoutCache,
-}  # fmt: skip
+}
 
 
 @dataclass
-class ReusableArena:
+class ArenaCache:
     """An arena that stays from one rollout to the next, with what was recorded of it."""
 
     arena: Arena | None = None
@@ -55,8 +57,8 @@ class ReusableArena:
 
 def open_arena(
     model: PreTrainedModel,
-    room: Room,
-    reusable: ReusableArena | None = None,
+    room: DecodeCapacity,
+    reusable: ArenaCache | None = None,
     *,
     device_type: str | None = None,
 ) -> Arena:
@@ -65,7 +67,7 @@ def open_arena(
     reusable: where to find that of an earlier rollout, and to leave it for the next. device_type: of the
     device that a trace stands for.
     """
-    reusable = reusable or ReusableArena()
+    reusable = reusable or ArenaCache()
     if reusable.arena is not None:
         there, counts = reusable.arena.room, ("rows", "prompts", "pages", "prompt_tokens")
         if there == room._replace(
@@ -84,7 +86,7 @@ def open_arena(
 
 
 def step_graphs(model: PreTrainedModel) -> CUDAGraphs | None:
-    """What records a model's steps: on CUDA, unless other processes take part in them."""
+    """Returns the recorder of a model's steps: on CUDA, unless other processes take part in them."""
     if not is_sharded(model) and records_steps(model.config, model.device.type):
         return graphs_of(model.device)
     return None
@@ -105,7 +107,7 @@ def joins_rows(model: PreTrainedModel) -> bool:
     return has_static_cache(model.config) and not is_sharded(model)
 
 
-def prompt_places(model: PretrainedConfig, tokens: int, device_type: str) -> int:
+def padded_prompt_length(model: PretrainedConfig, tokens: int, device_type: str) -> int:
     """Tokens that prompts are padded to while they decode: on CUDA, where steps are recorded, few sizes."""
     if not records_steps(model, device_type):
         return tokens
@@ -125,7 +127,7 @@ def check_decoder(model: PreTrainedModel, *shapes: PretrainedConfig) -> None:
         raise UserError(f"{name} cannot be sampled from here: {wrong}; choose another --model.")
 
 
-@exact_products()
+@without_tf32()
 @torch.no_grad()
 def choose_decoder(model: PreTrainedModel, *shapes: PretrainedConfig) -> str | None:
     """Chooses the first way to sample from a model whose log-probs are those of its own forward pass.
@@ -211,21 +213,21 @@ def _difference(model: PreTrainedModel, kind: type[Arena]) -> float:
     def advance(tokens: int) -> None:
         for _ in range(tokens):
             arena.add_pages([slot for slot in arena.slots if arena.lacks_page(slot, 1)])
-            arena.advance()
+            arena.decode_step()
 
-    with crossed_window(model, longest):
-        arena = kind(model, Room.of(4, 3, 2, longest, _CHECKED_TOKENS, page=2))
-        arena.restart(SamplingSettings(max_new_tokens=_CHECKED_TOKENS))
-        arena.encode({group: text.tolist() for group, text in enumerate(texts[: 2 + arena.joins])})
+    with shrunk_sliding_window(model, longest):
+        arena = kind(model, DecodeCapacity.of(4, 3, 2, longest, _CHECKED_TOKENS, page=2))
+        arena.reset(SamplingSettings(max_new_tokens=_CHECKED_TOKENS))
+        arena.encode({group: text.tolist() for group, text in enumerate(texts[: 2 + arena.supports_refill])})
         arena.begin({0: 0, 1: 0, 2: 1, 3: 1}, uniforms[:4])
         advance(2)
         compare(3, 1)
         arena.leave([1])
-        if arena.joins:
+        if arena.supports_refill:
             arena.begin({4: 2}, uniforms[4:])
         advance(3)
         compare(0, 0)
         compare(2, 1)
-        if arena.joins:
+        if arena.supports_refill:
             compare(4, 2)
     return torch.stack(differences).max().item()

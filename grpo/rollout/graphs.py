@@ -76,7 +76,7 @@ def graphs_of(device: torch.device) -> CUDAGraphs | None:
         return None
 
 
-def run_and_record(
+def warm_up_and_capture(
     graphs: CUDAGraphs, work: Callable[[], None], *, changed: Sequence[Tensor], shown: Sequence[Tensor]
 ) -> Replay | None:
     """Run work as it is, then record it, and compare what is `shown` after the first replay, row by row.

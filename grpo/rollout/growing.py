@@ -21,11 +21,11 @@ class _Part:
     """Rows that decode in one pass."""
 
     cache: Any
-    """What the model remembers of its texts: prompts at first, then rows."""
+    """The model's cache of its texts: prompts at first, then rows."""
     places: list[int]
-    """Of its prompts at first, in the arena; then the slots of its rows."""
+    """The places of its prompts in the arena at first, then the slots of its rows."""
     mask: Tensor | None = None
-    """Where its texts have tokens, from the first to the newest; None: everywhere."""
+    """The mask of its texts' tokens, from the first to the newest; None: there are tokens everywhere."""
 
     def select(self, rows: Sequence[int], device: torch.device) -> None:
         """Keeps these of its texts, or copies of them, in this order."""
@@ -35,10 +35,10 @@ class _Part:
             self.mask = self.mask[index]
 
 
-class GrowingArena(Arena):
+class DynamicCacheArena(Arena):
     """Rows start together, each with a copy of what its prompt left in the cache. Prompts are padded."""
 
-    joins = False
+    supports_refill = False
     _parts: Sequence[_Part] = ()
 
     @property
@@ -87,9 +87,12 @@ class GrowingArena(Arena):
         assert part.mask is not None
         part.mask = torch.cat([part.mask, part.mask.new_ones(len(ids), 1)], 1)
         output = self.model.base_model(
-            input_ids=ids, attention_mask=part.mask, position_ids=positions, past_key_values=part.cache,
+            input_ids=ids,
+            attention_mask=part.mask,
+            position_ids=positions,
+            past_key_values=part.cache,
             use_cache=True,
-        )  # fmt: skip
+        )
         hidden: Tensor = output.last_hidden_state[:, -1]
         return hidden
 
@@ -99,10 +102,12 @@ class GrowingArena(Arena):
             for layer in getattr(part.cache, "layers", ()):
                 keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
                 if isinstance(keys, Tensor) and isinstance(values, Tensor):
-                    layer.update(*(  # which is as good as nothing
-                        kept.new_zeros(1).expand(*kept.shape[:2], num_tokens, kept.shape[3])
-                        for kept in (keys, values)
-                    ))  # fmt: skip
+                    layer.update(
+                        *(  # which is as good as nothing
+                            kept.new_zeros(1).expand(*kept.shape[:2], num_tokens, kept.shape[3])
+                            for kept in (keys, values)
+                        )
+                    )
             if part.mask is not None:
                 part.mask = torch.cat([part.mask, part.mask.new_ones(len(part.mask), num_tokens)], 1)
 
@@ -118,7 +123,7 @@ class GrowingArena(Arena):
     used_bytes = cache_bytes
 
 
-class ArenaByLength(GrowingArena):
+class ArenaByLength(DynamicCacheArena):
     """The same without any padding, which recurrent layers would remember: prompts of one length together."""
 
     def _encode(self, places: Sequence[int], prompt_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -151,7 +156,7 @@ class ArenaByLength(GrowingArena):
 
     @cached_property
     def _cache_name(self) -> str:
-        """What the model calls its cache, among its arguments and in what it returns."""
+        """Returns the model's name for its cache, among its arguments and in its output."""
         known = signature(self.model.base_model.forward).parameters
         return next((name for name in ("past_key_values", "cache_params", "state") if name in known), "none")
 

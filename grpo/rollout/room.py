@@ -7,8 +7,8 @@ from grpo.memory.rows import prompts_held
 from grpo.rollout.static_cache import page_tokens
 
 
-class Room(NamedTuple):
-    """What an arena has room for, and the tokens that end a completion."""
+class DecodeCapacity(NamedTuple):
+    """The capacity of an arena, and the tokens that end a completion."""
 
     rows: int
     """Rows that decode at once."""
@@ -29,9 +29,17 @@ class Room(NamedTuple):
 
     @classmethod
     def of(
-        cls, rows: int, prompts: int, group_size: int, prompt_tokens: int, new_tokens: int,
-        ends: Iterable[int] = (), *, cache_tokens: float | None = None, page: int | None = None,
-    ) -> "Room":  # fmt: skip
+        cls,
+        rows: int,
+        prompts: int,
+        group_size: int,
+        prompt_tokens: int,
+        new_tokens: int,
+        ends: Iterable[int] = (),
+        *,
+        cache_tokens: float | None = None,
+        page: int | None = None,
+    ) -> "DecodeCapacity":
         """Returns what so many rows at once take of a rollout of so many prompts.
 
         cache_tokens: that rows are planned to hold of their own, on average; None: as many as they may get.

@@ -18,8 +18,8 @@ from grpo.distributed.shard import any_process, is_sharded, run_gathered
 from grpo.errors import UserError
 from grpo.model.load import context_length, end_tokens
 from grpo.rollout.arena import Arena, Completions
-from grpo.rollout.decoder import ReusableArena, open_arena, prompt_places
-from grpo.rollout.room import Room
+from grpo.rollout.decoder import ArenaCache, open_arena, padded_prompt_length
+from grpo.rollout.room import DecodeCapacity
 from grpo.types import Batch, Prompt
 
 _CHECK_EVERY = 8
@@ -47,7 +47,8 @@ def tokenize_prompts(
 
 
 def stop_length(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> int | None:
-    """Of a text's tokens, how many there are when the first stop text is complete; None where none is."""
+    """Returns how many of a text's tokens there are when its first stop text is complete; None without
+    one."""
 
     def has_stopped(count: int) -> bool:
         text = tokenizer.decode(ids[:count])
@@ -119,7 +120,7 @@ class Rollout:
         rows: int,
         ends: Sequence[int],
         cache_tokens: float | None = None,
-        reusable: ReusableArena | None = None,
+        reusable: ArenaCache | None = None,
         stay_gathered: bool = False,
     ) -> None:
         """N = len(uniforms) completions, N / B of each prompt, at most `rows` at once.
@@ -133,11 +134,16 @@ class Rollout:
         self._prompt_ids, self._uniforms = [list(ids) for ids in prompt_ids], uniforms
         self._group_size = len(uniforms) // len(prompt_ids)
         self._reusable, self._stay_gathered = reusable, stay_gathered
-        prompt_tokens = prompt_places(model.config, max(map(len, prompt_ids)), model.device.type)
-        self._room = Room.of(
-            min(rows, len(uniforms)), len(prompt_ids), self._group_size, prompt_tokens,
-            settings.max_new_tokens, ends, cache_tokens=cache_tokens,
-        )  # fmt: skip
+        prompt_tokens = padded_prompt_length(model.config, max(map(len, prompt_ids)), model.device.type)
+        self._room = DecodeCapacity.of(
+            min(rows, len(uniforms)),
+            len(prompt_ids),
+            self._group_size,
+            prompt_tokens,
+            settings.max_new_tokens,
+            ends,
+            cache_tokens=cache_tokens,
+        )
         self.completions = Completions.empty(len(uniforms), settings.max_new_tokens, model, device="cpu")
         self.kv_growth, self.tokens_given_up, self._ended, self._is_stopped = [], 0, 0, False
         self._arena: Arena | None = None
@@ -146,7 +152,7 @@ class Rollout:
 
     @property
     def share_done(self) -> float:
-        """Of all tokens that there may be, where a row that has ended has no more to come."""
+        """The share of all tokens that is done; a row that has ended has no more to come."""
         active = sum(slot.tokens for slot in self._arena.slots) if self._arena is not None else 0
         return (self._ended + active / self._settings.max_new_tokens) / len(self._uniforms)
 
@@ -198,13 +204,13 @@ class Rollout:
 
     def _sample(self) -> Iterator[list[int]]:
         arena = self._arena = open_arena(self._model, self._room, self._reusable)
-        arena.restart(self._settings)
+        arena.reset(self._settings)
         self._waiting = list(range(len(self._uniforms)))  # a heap
         self._left = [self._group_size] * len(self._prompt_ids)
         self._held_back = any_active = False
         look_every = 1 if self._model.device.type == "cpu" else _CHECK_EVERY
         for step in count(0, look_every):
-            if arena.joins or not any_active:
+            if arena.supports_refill or not any_active:
                 self._begin_rows(arena)
             arena.close_gaps()
             self._take_pages(arena, look_every)
@@ -212,7 +218,7 @@ class Rollout:
                 self.kv_growth.append((step + 1, arena.used_bytes))
             if self._settings.max_new_tokens > 1:
                 for _ in range(look_every):
-                    arena.advance()
+                    arena.decode_step()
             if self._is_stopped:
                 yield self._leave(arena, range(len(arena.slots)))
                 break
@@ -233,12 +239,12 @@ class Rollout:
 
     def _begin_rows(self, arena: Arena) -> None:
         """Waiting rows take free slots, and waiting prompts free places, together."""
-        if not arena.joins:  # none is left in any process, and what prompts there were is gone
-            arena.restart(self._settings)
+        if not arena.supports_refill:  # none is left in any process, and what prompts there were is gone
+            arena.reset(self._settings)
         while count := self._may_begin(arena):
             rows = {row: row // self._group_size for row in nsmallest(count, self._waiting)}
             if missing := [group for group in dict.fromkeys(rows.values()) if group not in arena.groups]:
-                if arena.joins:  # others that will be waited for, too
+                if arena.supports_refill:  # others that will be waited for, too
                     waiting = dict.fromkeys(row // self._group_size for row in sorted(self._waiting))
                     ahead = (group for group in waiting if group not in arena.groups)
                     missing = [*islice(ahead, min(arena.free_prompts, arena.prompts_at_once))]

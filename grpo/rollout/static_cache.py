@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from grpo.model.stand_ins import PLAIN, ScoreRule, product_dtype
+from grpo.model.numerics import PLAIN, ScoreRule, matmul_dtype
 
 PAGE = 256
 """Tokens of a page at most."""
@@ -32,7 +32,7 @@ def page_tokens(new_tokens: int) -> int:
 
 
 def cache_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
-    """What keys and values are held in, of a model that computes in `dtype`.
+    """Returns the dtype of keys and values, of a model that computes in `dtype`.
 
     On a CPU fp32 at least. Where a row has one query, torch's attention takes four to seven times as long in
     bf16 there (AVX-512), but with tiles (AMX) a quarter less, which is little of a token.
@@ -41,7 +41,7 @@ def cache_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
 
 
 class Places(NamedTuple):
-    """Where prompts and pages of the active rows are. It changes as rows come and go, and take pages."""
+    """The places of prompts and pages of the active rows. It changes as rows come and go, and take pages."""
 
     prompt_rows: Tensor
     """(b, g) rows that each prompt has; what is left over has any row's number, and is not looked at."""
@@ -57,21 +57,21 @@ class Places(NamedTuple):
     """(R, k) bool: whether `row_pages` names a page of the row's there."""
 
 
-class Mask(NamedTuple):
-    """What is added to scores: 0 where a token is read, else the lowest number there is."""
+class AttentionBias(NamedTuple):
+    """Numbers that are added to scores: 0 where a token is read, else the lowest number there is."""
 
     prompt: Tensor  # (b, 1, 1, P), or (b, 1, g, P) where rows of a prompt read unlike parts of it
     page: Tensor  # (n, 1, 1, L)
 
 
 class DecodeStep(NamedTuple):
-    """Where each row's newest token is written, and what it reads."""
+    """The place where each row's newest token is written, and what it reads."""
 
     page: Tensor  # (R,)
     offset: Tensor  # (R,), in the page
     places: Places
-    mask: Mask
-    window_mask: Mask  # of layers with a sliding window
+    mask: AttentionBias
+    window_mask: AttentionBias  # of layers with a sliding window
 
 
 class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
@@ -100,13 +100,13 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
         """key, value: of prompts (b, H', P, d), or of a token (R, H', 1, d)."""
         if self.step is not None:
             for stored, new in zip(self.pages, (key, value), strict=True):
-                new = new.to(product_dtype(new))  # as where it is scored
+                new = new.to(matmul_dtype(new))  # as where it is scored
                 stored[self.step.page, :, self.step.offset] = new.squeeze(2).to(stored.dtype)
             return self, self
         if not self.prompts:
-            dtype, num_prompts = cache_dtype(product_dtype(key), self._device_type), self._shape[0]
+            dtype, num_prompts = cache_dtype(matmul_dtype(key), self._device_type), self._shape[0]
             self.prompts = [new.new_zeros(num_prompts, *new.shape[1:], dtype=dtype) for new in (key, value)]
-        key, value = (new.to(product_dtype(new)) for new in (key, value))
+        key, value = (new.to(matmul_dtype(new)) for new in (key, value))
         for prompts, new in zip(self.prompts, (key, value), strict=True):
             prompts[self.prompt_places] = new.to(prompts.dtype)
         return key, value
@@ -122,22 +122,25 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
             stored.index_fill_(0, pages, 0.0)
 
     def attend(self, query: Tensor, scale: float, rule: ScoreRule = PLAIN) -> Tensor:
-        """What each row's newest token reads, of the prompt and its own; query and result (R, H, d)."""
+        """Attends from each row's newest token to the prompt and its own tokens; query and result (R, H,
+        d)."""
         assert self.step is not None
         mask = self.step.window_mask if self.is_sliding else self.step.mask
         places, (num_prompts, _, _, tokens) = self.step.places, mask.prompt.shape
         num_pages, length = len(mask.page), mask.page.shape[-1]
         by_head = query.to(self.pages[0].dtype).unflatten(1, (self.pages[0].shape[1], -1))  # (R, H', h, d)
         of_prompts = (
-            _by_prompt(by_head, places), *(tensor[:num_prompts, :, :tokens] for tensor in self.prompts),
+            _by_prompt(by_head, places),
+            *(tensor[:num_prompts, :, :tokens] for tensor in self.prompts),
             _for_queries(mask.prompt, places.prompt_rows.shape[1] * by_head.shape[2]),
-        )  # fmt: skip
+        )
         of_pages = (
-            by_head[places.page_rows], *(tensor[:num_pages, :, :length] for tensor in self.pages),
+            by_head[places.page_rows],
+            *(tensor[:num_pages, :, :length] for tensor in self.pages),
             _for_queries(mask.page, by_head.shape[2]),
-        )  # fmt: skip
+        )
         if rule.is_plain and self._device_type == "cpu":
-            attended = _attend_twice(of_prompts, of_pages, places, scale)
+            attended = _cascade_attention(of_prompts, of_pages, places, scale)
         else:
             attended = _attend_once(of_prompts, of_pages, places, scale, rule)
         return attended.flatten(1, 2).to(query.dtype)
@@ -164,10 +167,10 @@ def _attend_once(
     sharing, has_page = query.shape[2], places.has_page[:, None, None, :, None]
     own = pages[places.row_pages].permute(0, 2, 3, 1, 4)  # (R, H', h, k, L)
     own = own.masked_fill(~has_page, torch.finfo(own.dtype).min)
-    parts = [_by_row(prompt, places, sharing), own.flatten(3)]
+    parts = [_unfold_groups(prompt, places, sharing), own.flatten(3)]
     weights = _softmax(torch.cat(parts, -1), rule).to(query.dtype)  # (R, H', h, P + k·L)
     from_prompt, from_own = weights.split([part.shape[-1] for part in parts], -1)
-    attended = _by_row(_by_prompt(from_prompt, places) @ prompt_values, places, sharing)
+    attended = _unfold_groups(_by_prompt(from_prompt, places) @ prompt_values, places, sharing)
     by_page = from_own.unflatten(-1, own.shape[3:])[places.page_rows, :, :, places.page_numbers]
     of_rows = (by_page @ page_values)[places.row_pages]  # (R, k, H', h, d)
     return attended + of_rows.where(has_page.transpose(1, 3), 0).sum(1)
@@ -178,7 +181,7 @@ def _softmax(scores: Tensor, rule: ScoreRule) -> Tensor:
     return rule.weights(scores.flatten(1, 2).unsqueeze(2)).view_as(scores)
 
 
-def _attend_twice(of_prompts: Part, of_pages: Part, places: Places, scale: float) -> Tensor:
+def _cascade_attention(of_prompts: Part, of_pages: Part, places: Places, scale: float) -> Tensor:
     """Torch's fused attention of the prompt and of each page, merged by their log-sum-exps, as
     flash-decoding and cascade attention do; result (R, H', h, d).
 
@@ -188,7 +191,9 @@ def _attend_twice(of_prompts: Part, of_pages: Part, places: Places, scale: float
         _fused(query, *others, attn_mask=mask, scale=scale) for query, *others, mask in (of_prompts, of_pages)
     )
     sharing = pages.shape[2]
-    prompt, prompt_sum = (_by_row(each, places, sharing) for each in (prompt, prompt_sum.unsqueeze(-1)))
+    prompt, prompt_sum = (
+        _unfold_groups(each, places, sharing) for each in (prompt, prompt_sum.unsqueeze(-1))
+    )
     pages, page_sum = pages[places.row_pages], page_sum[places.row_pages].unsqueeze(-1)  # (R, k, H', h, …)
     if pages.shape[1] == 1:
         return prompt.lerp(pages.squeeze(1), (page_sum.squeeze(1) - prompt_sum).sigmoid())
@@ -212,14 +217,14 @@ def _by_prompt(by_row: Tensor, places: Places) -> Tensor:
     return by_row[places.prompt_rows].transpose(1, 2).flatten(2, 3)
 
 
-def _by_row(by_prompt: Tensor, places: Places, sharing: int) -> Tensor:
+def _unfold_groups(by_prompt: Tensor, places: Places, sharing: int) -> Tensor:
     """(b, H', g·h, n) of prompts as (R, H', h, n). sharing: h."""
     split = by_prompt.unflatten(2, (-1, sharing)).transpose(1, 2)  # (b, g, H', h, n)
     return split.flatten(0, 1)[places.in_prompts]
 
 
 _NAME = "decoding"
-"""What models know this attention by (`attn_implementation`)."""
+"""The name of this attention (`attn_implementation`)."""
 
 
 def _attend(
@@ -234,7 +239,7 @@ def _attend(
     """As transformers calls it, a layer of the cache for keys and values: (R, H, 1, d) to (R, 1, H, d)."""
     rule = ScoreRule.of(others)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    query = query.squeeze(2).to(product_dtype(query))
+    query = query.squeeze(2).to(matmul_dtype(query))
     with torch.autocast(query.device.type, enabled=False):
         return key.attend(query, scale, rule).unsqueeze(1), None
 

@@ -1,4 +1,4 @@
-"""Where rows, prompts and pages are, as the host knows it, and as tables that the device reads."""
+"""The places of rows, prompts and pages, as the host knows them, and as tables that the device reads."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo.rollout.room import Room
+from grpo.rollout.room import DecodeCapacity
 from grpo.rollout.static_cache import Places
 
 FEW_ROWS = 64
@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
     pages: int
     per_row: int
 
-    def recorded(self, room: Room) -> "Sizes":
+    def recorded(self, room: DecodeCapacity) -> "Sizes":
         """Returns sizes that recordings are made for: all, a half, a quarter and so on of what there is.
 
         Fewer than FEW_ROWS rows save nothing.
@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
 class Tables:
     """Tensors that stay where they are, and of which a step reads a part."""
 
-    def __init__(self, room: Room, device: torch.device, *, recorded: bool) -> None:
+    def __init__(self, room: DecodeCapacity, device: torch.device, *, recorded: bool) -> None:
         """recorded: whether steps are recorded for a size, so that there have to be few."""
         self._room, self._recorded = room, recorded
 
@@ -61,10 +61,13 @@ class Tables:
             return torch.zeros(*shape, dtype=torch.long, device=device)
 
         self._places = Places(
-            numbers(room.prompts, room.group_size), numbers(room.rows), numbers(room.pages),
-            numbers(room.pages), numbers(room.rows, room.pages_per_row),
+            numbers(room.prompts, room.group_size),
+            numbers(room.rows),
+            numbers(room.pages),
+            numbers(room.pages),
+            numbers(room.rows, room.pages_per_row),
             numbers(room.rows, room.pages_per_row).bool(),
-        )  # fmt: skip
+        )
         self._row_prompts = numbers(room.rows)
 
     def update(

@@ -97,7 +97,8 @@ def _inverse_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the running sum of weights (R, K) first exceeds target (R, 1), and what is left of it there.
+    """Returns the place where the running sum of weights (R, K) first exceeds target (R, 1), and the rest of
+    it there.
 
     Never a place without weight: the target is kept below the sum of all, from which rounding may lift it.
     """

@@ -116,8 +116,10 @@ def check_hub(repository: str) -> None:
     except Exception as error:  # nobody is logged in, or no network: of several kinds
         logger.warning(
             "--push-to-hub {}: the hub cannot be reached as a user now ({}). The run goes on; {}",
-            repository, _first_line(error), _by_hand(repository, "RUN/model"),
-        )  # fmt: skip
+            repository,
+            _first_line(error),
+            _by_hand(repository, "RUN/model"),
+        )
 
 
 def push(model: Path, repository: str, *, private: bool, leave_out: Sequence[str] = ()) -> None:
@@ -129,9 +131,11 @@ def push(model: Path, repository: str, *, private: bool, leave_out: Sequence[str
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         api.upload_folder(
-            repo_id=repository, folder_path=model, commit_message="Trained by grpo-lean",
+            repo_id=repository,
+            folder_path=model,
+            commit_message="Trained by grpo-lean",
             ignore_patterns=[*leave_out],
-        )  # fmt: skip
+        )
     except Exception as error:
         reason, way = _first_line(error), _by_hand(repository, str(shown(model)))
         logger.warning("the model could not be pushed to {} ({}); {}", repository, reason, way)
@@ -140,7 +144,7 @@ def push(model: Path, repository: str, *, private: bool, leave_out: Sequence[str
 
 
 def endpoint() -> str:
-    """Where the hub is."""
+    """Returns the hub's address."""
     return constants.ENDPOINT
 
 

@@ -25,9 +25,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from grpo.environment import typed
+from grpo.environment import command_hint
 from grpo.errors import UserError
-from grpo.files import put_back, shown, take_place
+from grpo.files import replace_folder, restore_interrupted_replace, shown
 from grpo.learning.masters import LOW_BITS, master_bytes
 from grpo.model.adapters import MERGED, has_adapters, save_adapters, save_merged
 from grpo.model.load import Policy
@@ -41,11 +41,11 @@ _TENSORS = "trainer.safetensors"
 _REFERENCE = "reference.safetensors"
 _BEST = "best"
 _CARD = "README.md"
-"""Of the model to use; peft writes one of its own into a checkpoint."""
+"""The card of the model to use; peft writes one of its own into a checkpoint."""
 ONLY_TO_TRAIN = (_MANIFEST, _STATE, _TENSORS, _REFERENCE)
 """Files of a checkpoint that are no part of its model."""
 _OTHER_FILES_BYTES = 4 * 2**20
-"""Of tokenizer, settings and logs, about."""
+"""Bytes of tokenizer, settings and logs, about."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Checkpoint:
             yield StoredTensors(file)
 
     def reference(self) -> dict[str, Tensor]:
-        """What the reference had become; nothing if it was as at first."""
+        """Returns the reference's tensors; none if it was as at first."""
         file = self.folder / _REFERENCE
         return load_file(file) if file.is_file() else {}
 
@@ -97,7 +97,7 @@ class CheckpointFolder:
         self.model = folder.parent / MODEL_FOLDER
         """The model of the newest checkpoint, without what only training needs."""
         self.to_use: Path | None = None
-        """Where a person finds the model that was saved last: that folder, or a checkpoint."""
+        """The place where a person finds the model that was saved last: that folder, or a checkpoint."""
         self.unwritten: list[int] = []
         """Steps whose checkpoint could not be written."""
         self._keep, self._merge = keep, merge
@@ -155,13 +155,13 @@ class CheckpointFolder:
         self._prune(final)
         return final
 
-    def try_out(self, policy: Policy) -> None:
+    def check_saveable(self, policy: Policy) -> None:
         """ValueError for what would stand in the way of saving: tried with a number for each tensor."""
         trial = self.folder / ".trial"
-        stand_ins: dict[tuple[int, torch.Size], Tensor] = {}  # tied weights have one
+        numerics: dict[tuple[int, torch.Size], Tensor] = {}  # tied weights have one
         tensors = {} if has_adapters(policy.model) else policy.model.state_dict()
         weights = {
-            name: stand_ins.setdefault((tensor.data_ptr(), tensor.shape), torch.zeros(1))
+            name: numerics.setdefault((tensor.data_ptr(), tensor.shape), torch.zeros(1))
             for name, tensor in tensors.items()
         }
         try:
@@ -182,9 +182,9 @@ class CheckpointFolder:
         if not self.all():
             return "no checkpoint was saved yet"
         run = shlex.quote(str(shown(self.folder.parent)))
-        return f"the last checkpoint is good; go on with: {typed('train')} --resume {run}"
+        return f"the last checkpoint is good; go on with: {command_hint('train')} --resume {run}"
 
-    def damage(self, step: int) -> str | None:
+    def verify(self, step: int) -> str | None:
         """Why the checkpoint of `step` is not on the disk as it should be, read back from there; or None."""
         folder = self._of_step(step)
         try:
@@ -227,10 +227,10 @@ class CheckpointFolder:
         link = self.folder / _BEST
         return link.resolve() if link.is_dir() else None
 
-    def mend(self) -> None:
-        """What a process that was killed has left half done: folders set aside, and the mark of the best."""
-        put_back(self.folder)
-        put_back(self.folder.parent)
+    def repair(self) -> None:
+        """Finishes what a killed process has left half done: folders set aside, and the mark of the best."""
+        restore_interrupted_replace(self.folder)
+        restore_interrupted_replace(self.folder.parent)
         if (best := self.best) is not None:
             self._mark_best(best)
 
@@ -263,7 +263,7 @@ class CheckpointFolder:
             if "card" not in self._refused:
                 logger.warning("{} has no card: {}", shown(self.model), " ".join(str(error).split()))
             self._refused.add("card")
-        take_place(temporary, self.model)
+        replace_folder(temporary, self.model)
 
     def _prune(self, newest: Path) -> None:
         folders = self.all()
@@ -294,14 +294,15 @@ class CheckpointFolder:
                     _flush(path)
                     with self._optional("change modes"):
                         path.chmod(usual)
-            take_place(temporary, place)
+            replace_folder(temporary, place)
         except Exception:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
     @contextmanager
     def _optional(self, what: str) -> Iterator[None]:
-        """What not every disk can do: where it refuses, that is said once, and it is done without."""
+        """Inside, a step that not every disk can do: where it refuses, that is said once, and it is left
+        out."""
         try:
             yield
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Where a step's time goes."""
+"""Measures a step's time, part by part."""
 
 import time
 from collections import defaultdict

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from grpo.config import Config, SettingsError
 from grpo.config.sizes import parse_size
 from grpo.data import Tokenizer
-from grpo.data.reward_files import with_length
+from grpo.data.reward_files import resolve_max_new_tokens
 from grpo.environment import launched_processes
 from grpo.model.adapters import check_peft
 from grpo.model.first_layers import made_up_layers
@@ -40,30 +40,35 @@ def dry_run(config: Config, console: Console) -> None:
     device = torch.device("cuda") if absent else choose_device(config.device)
     work = workload(config, device, absent=config.device_memory)
     card = card_to_plan_for(
-        device, absent, utilization=config.memory_utilization,
+        device,
+        absent,
+        utilization=config.memory_utilization,
         limit_bytes=parse_size(config.memory_limit) if config.memory_limit else None,
-    )  # fmt: skip
+    )
     work, plan = plan_without_weights(work, card)
     show_plan(work, plan, console)
 
 
 def workload(config: Config, device: torch.device, *, absent: str | None = None) -> Workload:
-    """What a run with these settings would hold on `device`, or on a card that is not there.
+    """Returns the workload of a run with these settings on `device`, or on a card that is not there.
 
     absent: how that card is called; precision auto is bf16 on it. ValueError for what a user can mend.
     """
     config = replace(config, model=choose_model(config.model, device, absent=absent))
     check_peft(config)
     shape, tokenizer = shape_of(config.model), _tokenizer_of(config.model)
-    config = with_length(check_quantized(config, shape), context_length(shape))
+    config = resolve_max_new_tokens(check_quantized(config, shape), context_length(shape))
     precision = "bf16" if absent and config.precision == "auto" else config.precision
     source = load_source(config, room_in(shape, tokenizer, config.max_new_tokens))
     target = make_target(shape, device, precision)
     _choose_ways(target.model_config)
     return Workload(
-        config, target, longest_prompt(source, tokenizer),
-        reference_here=is_same_device(config.reference_device, device), processes=launched_processes()[1],
-    )  # fmt: skip
+        config,
+        target,
+        longest_prompt(source, tokenizer),
+        reference_here=is_same_device(config.reference_device, device),
+        processes=launched_processes()[1],
+    )
 
 
 def _choose_ways(shape: PretrainedConfig) -> None:

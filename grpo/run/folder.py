@@ -148,7 +148,7 @@ def open_checkpoints(
     if config.steps <= (done := checkpoint.state["step"]):
         raise SettingsError(f"steps is {config.steps}, but {done} steps are done: give --steps above {done}.")
     if repairs:
-        checkpoints.mend()
+        checkpoints.repair()
     file = folder / CONFIG_FILE  # older checkpoints have no copy of the settings
     before = checkpoint.state.get("settings") or (read_yaml(file) if file.is_file() else {})
     now = to_plain(replace(config, resume=None))

@@ -1,4 +1,4 @@
-"""What a run is handed in Python instead of names: a loaded model, rows of prompts, reward functions."""
+"""Inputs of a run that are handed to it in Python: a loaded model, rows of prompts, reward functions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -10,9 +10,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from grpo.config import Config, SettingsError, to_plain
 from grpo.config.settings import MemorySettings
-from grpo.data import PromptSource, Room, Tokenizer, check_spec, load_prompts
+from grpo.data import PromptBudget, PromptSource, Tokenizer, check_spec, load_prompts
 from grpo.data.load import Rows
-from grpo.data.tokens import put_behind, tokenize
+from grpo.data.tokens import suffix_tokens, tokenize
 from grpo.distributed import World, sum_of_bits
 from grpo.distributed.shard import shard_model
 from grpo.files import shown
@@ -106,7 +106,9 @@ def check_same(
                 )
 
 
-def load_source(config: Config, room: Room | None = None, prompts: str | Rows | None = None) -> PromptSource:
+def load_source(
+    config: Config, room: PromptBudget | None = None, prompts: str | Rows | None = None
+) -> PromptSource:
     """The prompts that a run draws from and evaluates: those that its model has room for. Without weights.
 
     room: for a prompt; None: of config.model, which is a name then, not auto. prompts: None: those that the
@@ -115,19 +117,23 @@ def load_source(config: Config, room: Room | None = None, prompts: str | Rows | 
     prompts = config.prompts if prompts is None else prompts
     check_spec(prompts)
     return load_prompts(
-        prompts, seed=config.seed, policy_share=config.policy_share,
-        heldout_share=config.heldout_share, heldout_count=config.eval_prompts,
-        max_bad_share=config.max_bad_share, settings=config,
+        prompts,
+        seed=config.seed,
+        policy_share=config.policy_share,
+        heldout_share=config.heldout_share,
+        heldout_count=config.eval_prompts,
+        max_bad_share=config.max_bad_share,
+        settings=config,
         room=room or prompt_room(config.model, config.max_new_tokens),
-    )  # fmt: skip
+    )
 
 
-def prompt_room(model: str, max_new_tokens: int) -> Room:
-    """What is left for a prompt. ValueError for a model that cannot be had, or without any room."""
+def prompt_room(model: str, max_new_tokens: int) -> PromptBudget:
+    """Returns the budget of a prompt. ValueError for a model that cannot be had, or without any room."""
     return room_in(load_config(model), load_tokenizer(model), max_new_tokens)
 
 
-def room_in(model: PretrainedConfig, tokenizer: Tokenizer, max_new_tokens: int) -> Room:
+def room_in(model: PretrainedConfig, tokenizer: Tokenizer, max_new_tokens: int) -> PromptBudget:
     """The same of a model's shape.
 
     Tokens that were added to a tokenizer and not to its model may stand in nobody's prompt; SettingsError
@@ -154,7 +160,7 @@ def room_in(model: PretrainedConfig, tokenizer: Tokenizer, max_new_tokens: int) 
             f"the tokenizer has {len(vocabulary):,} tokens, but the model has rows for {num_rows:,}: give "
             "the tokenizer that the model was trained with, or save the model after resize_token_embeddings."
         )
-    return Room(tokenizer, context, max_new_tokens, tuple(beyond))
+    return PromptBudget(tokenizer, context, max_new_tokens, tuple(beyond))
 
 
 def say_where_texts_end(policy: Policy, config: Config) -> None:
@@ -170,7 +176,7 @@ def say_where_texts_end(policy: Policy, config: Config) -> None:
             level = "WARNING" if token == policy.tokenizer.eos_token_id else "INFO"
             text = "the model has {} tokens and cannot write {}, which is to end a text"
             logger.log(level, text, rows, name)
-    if behind := put_behind(policy.tokenizer):
+    if behind := suffix_tokens(policy.tokenizer):
         names = " ".join(policy.tokenizer.convert_ids_to_tokens(behind))
         logger.info("the tokenizer puts {} behind a text: prompts go without it, as they are to go on", names)
 

@@ -47,9 +47,11 @@ class RunLog:
             yield
             return
         self._tracker = RunTracker(
-            self._run.folder, trackers=self._config.trackers, settings=to_plain(self._config),
+            self._run.folder,
+            trackers=self._config.trackers,
+            settings=to_plain(self._config),
             before_step=finished or -1,  # evaluation 0 is done again
-        )  # fmt: skip
+        )
         self._bar = StepProgress(self._console, self._progress, finished=finished)
         try:
             yield
@@ -118,7 +120,9 @@ class RunLog:
         """Returns what each process's phases held since they were last taken, and all processes' records."""
         passes = self._run.fit.take_passes()
         self._run.measured.note(passes)
-        self._run.device.mind_fragments(max((done_pass.expected_bytes for done_pass in passes), default=0))
+        self._run.device.choose_malloc_policy(
+            max((done_pass.expected_bytes for done_pass in passes), default=0)
+        )
         mine = {"passes": [done_pass.as_dict() for done_pass in passes], "records": records}
         parts = self._run.world.exchange(what, mine)
         return [part["passes"] for part in parts], [record for part in parts for record in part["records"]]

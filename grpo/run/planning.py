@@ -7,7 +7,7 @@ from functools import cache
 from loguru import logger
 
 from grpo.distributed import World
-from grpo.memory import Device, DoesNotFit, Fit, Size
+from grpo.memory import Device, DoesNotFit, Fit, PassSize
 from grpo.memory.budget import readable
 from grpo.model.load import Policy
 from grpo.plan.advice import explain
@@ -74,9 +74,13 @@ def _try_out(
 
     def plan(tried: Workload) -> tuple[Workload, Fit]:
         fit = Fit(
-            device, group_size=work.config.group_size, fixed=work.fixed_rows, replays=not (shard or is_trial),
-            sync_rows=fewest, force_fixed_rows=is_trial,
-        )  # fmt: skip
+            device,
+            group_size=work.config.group_size,
+            fixed=work.fixed_rows,
+            replays=not (shard or is_trial),
+            sync_rows=fewest,
+            force_fixed_rows=is_trial,
+        )
         warm_up(fit, tried, _passes(tried, fit, phases_of(tried)))
         return tried, fit
 
@@ -91,17 +95,20 @@ def _try_out(
     return tried, fit
 
 
-def _passes(work: Workload, fit: Fit, phases: PhaseProbe) -> Callable[[str, Size], bool]:
+def _passes(work: Workload, fit: Fit, phases: PhaseProbe) -> Callable[[str, PassSize], bool]:
     """Real ones, in which kernels are loaded and the process is seen to grow; traces where they take long."""
     most = (HOST_WORK if work.target.on_cpu else CARD_WORK) / phases.policy.num_parameters()
     traced = cache(lambda: TracedPhases(work))
 
-    def pass_at(phase: str, size: Size) -> bool:
+    def pass_at(phase: str, size: PassSize) -> bool:
         if size.rows <= work.config.group_size or fit.num_tokens(size) <= most:
             fit.run(
-                phase, lambda rows: phases.run(phase, size._replace(rows=rows)), size,
-                discard=phases.drop_gradients, is_warmup=True,
-            )  # fmt: skip
+                phase,
+                lambda rows: phases.run(phase, size._replace(rows=rows)),
+                size,
+                rollback=phases.drop_gradients,
+                is_warmup=True,
+            )
             return True
         if work.config.shard:
             return False

@@ -29,7 +29,7 @@ class Progress:
         self._time_share = 0.0  # of the minutes, the same in all processes
         self._first: tuple[int, float] | None = None  # step of this start, and when it was done
         self.of_steps = "" if minutes else f" of {steps}"
-        """What stands behind a step's number: nothing where it may be the minutes that end the run."""
+        """The text behind a step's number: none where it may be the minutes that end the run."""
 
     def begin(self) -> None:
         """Training begins, or goes on."""
@@ -53,7 +53,7 @@ class Progress:
         return max(float(finished), self._time_share * self.steps)
 
     def share(self, finished: int) -> float:
-        """Of the run that is done now, 1 at most."""
+        """Returns the share of the run that is done now, 1 at most."""
         return min(1.0, max(finished / self.steps, self._share_of_time()))
 
     def forecast(self, finished: int) -> str | None:
@@ -70,7 +70,7 @@ class Progress:
         return f"steps will end this run, in about {left:.1f} minutes; it has {self._limit_s / 60:g}"
 
     def ended(self, finished: int, rate: float) -> str:
-        """What the run has come to, and where minutes are limited, what ended it and with which rate."""
+        """Says how far the run has come, and where minutes are limited, what ended it and with which rate."""
         if not self._limit_s:
             return f"done after {finished} steps"
         by = "steps" if finished >= self.steps else "minutes"

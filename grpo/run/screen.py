@@ -1,4 +1,4 @@
-"""What a person sees of a run: log lines, a line a step, a completion now and then, the time that remains."""
+"""The display of a run: log lines, a line a step, a completion now and then, the time that remains."""
 
 import sys
 import textwrap
@@ -19,7 +19,7 @@ LOG_FILE = "log.txt"
 """In a run's folder: all log lines of the first process, those of each step among them."""
 _INDENT = len("12:00:00 WARNING ")
 _LETTERS = 300
-"""Of a prompt and of a completion, shown."""
+"""Characters of a prompt and of a completion that are shown."""
 
 
 def configure_logging(level: str, console: Console, *, process: int = 0) -> None:
@@ -51,9 +51,11 @@ def configure_logging(level: str, console: Console, *, process: int = 0) -> None
 
     logger.add(
         lambda message: console.out(message, end="", highlight=False),
-        level=level, format=wrapped, colorize=True,
+        level=level,
+        format=wrapped,
+        colorize=True,
         filter=lambda record: not record["extra"].get("piped"),
-    )  # fmt: skip
+    )
 
 
 @contextmanager
@@ -102,9 +104,12 @@ class StepProgress:
     def __init__(self, console: Console, progress: Progress, *, finished: int) -> None:
         self._console, self._progress = console, progress
         self._bar = ProgressBar(
-            TextColumn(f"step {{task.fields[step]}}{progress.of_steps}"), BarColumn(40),
-            TimeRemainingColumn(), console=console, disable=not console.is_terminal,
-        )  # fmt: skip
+            TextColumn(f"step {{task.fields[step]}}{progress.of_steps}"),
+            BarColumn(40),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
         self._task = self._bar.add_task("", total=1.0, step=finished)
         self._bar.update(self._task, completed=progress.share(finished))
         self._bar.start()
@@ -129,6 +134,6 @@ class StepProgress:
 
 
 def _shortened(text: str) -> str:
-    """Of somebody's text the beginning and the end, without what a terminal would obey."""
+    """Returns the beginning and the end of a text, without what a terminal would obey."""
     text = "".join(letter if letter.isprintable() or letter == "\n" else "�" for letter in text)
     return text if len(text) <= _LETTERS else f"{text[: _LETTERS // 2]} … {text[-_LETTERS // 2 :]}"

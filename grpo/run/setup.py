@@ -17,7 +17,7 @@ from grpo.config.sizes import parse_size
 from grpo.data import PromptSource, check_spec
 from grpo.data.kept_files import keep_files
 from grpo.data.maker import template_text
-from grpo.data.reward_files import PROMPTS_LOOKED_AT, with_length
+from grpo.data.reward_files import PROMPTS_LOOKED_AT, resolve_max_new_tokens
 from grpo.data.reward_functions import RewardFunctions
 from grpo.distributed import World, open_world
 from grpo.distributed.share import Share
@@ -31,12 +31,12 @@ from grpo.model.adapters import check_peft
 from grpo.model.load import context_length
 from grpo.model.target import choose_device, choose_model, compute_dtype, make_target, multiplies_in_bf16
 from grpo.model.weights import RolloutModel
-from grpo.plan.advice import does_not_stay
+from grpo.plan.advice import explain_model_does_not_fit
 from grpo.plan.phase_probe import PhaseProbe
 from grpo.plan.tables import Measured, plan_table
 from grpo.plan.workload import Workload, longest_prompt
 from grpo.rewards import EnginePool, find_stockfish
-from grpo.rollout.decoder import ReusableArena, records_steps
+from grpo.rollout.decoder import ArenaCache, records_steps
 from grpo.run import loading
 from grpo.run.card import check_hub, push
 from grpo.run.checkpoint import ONLY_TO_TRAIN, checkpoint_bytes, saved_model_bytes
@@ -48,7 +48,7 @@ from grpo.run.screen import keep_log
 from grpo.run.tracking import check_trackers
 from grpo.run.training_state import take_snapshot
 from grpo.types import Prompt
-from grpo.waiting import told_if_slow
+from grpo.waiting import log_if_slow
 
 NOTHING = Inputs()
 
@@ -108,11 +108,11 @@ class Run:
         check_spec(config.prompts if inputs.prompts is None else inputs.prompts)
         self._model_source = inputs.model_source(config)
         self._shape = self._model_source.load_config()
-        self.config = config = with_length(
+        self.config = config = resolve_max_new_tokens(
             loading.check_quantized(config, self._shape), context_length(self._shape)
         )
         room = loading.room_in(self._shape, self._model_source.load_tokenizer(), config.max_new_tokens)
-        with told_if_slow(f"reading prompts from {config.prompts}"):
+        with log_if_slow(f"reading prompts from {config.prompts}"):
             self.source = loading.load_source(config, room, inputs.prompts)
         rewards.check(self.source.tasks, self.source.longest(PROMPTS_LOOKED_AT))
         self.engine = start_engine(config, stack) if "policy" in self.source.tasks else None
@@ -123,27 +123,34 @@ class Run:
         config, world = self.config, self.world
         limit = parse_size(config.memory_limit) if config.memory_limit else None
         self.device = Device(
-            device, utilization=config.memory_utilization, limit_bytes=limit, sharing=world.sharing
+            device,
+            utilization=config.memory_utilization,
+            limit_bytes=limit,
+            ranks_on_device=world.ranks_on_device,
         )  # before anything is loaded
         target = make_target(self._shape, device, config.precision)
         self.loss_scale = LossScale() if target.dtype == torch.float16 else None
         self._work = Workload(config, target, 1, self._reference_device == device, world.size)
         try:
-            with told_if_slow(f"loading {config.model}"):
+            with log_if_slow(f"loading {config.model}"):
                 self.policy, self.reference = loading.load_models(
-                    config, self._model_source, self.checkpoint, target, self._reference_device,
+                    config,
+                    self._model_source,
+                    self.checkpoint,
+                    target,
+                    self._reference_device,
                     self.folder if world.is_main else None,
-                )  # fmt: skip
+                )
             if file := config.chat_template:  # which is saved with the model
                 self.policy.tokenizer.chat_template = template_text(file, "chat_template")
             if world.is_main and not self.is_trial:
-                self.checkpoints.try_out(self.policy)
+                self.checkpoints.check_saveable(self.policy)
             loading.check_same(world, config, self.checkpoint, self.source, self.policy.model)
             if config.shard:
                 loading.shard_models(self.policy, self.reference)
             splits = self._work.splits_masters
             low_bits = split_masters(self.policy.model, target.dtype) if splits else {}
-            sampled_in = target.exact_dtype if config.shard else target.dtype
+            sampled_in = target.master_dtype if config.shard else target.dtype
             self.sampler = RolloutModel(self.policy.model, sampled_in, fp32_logits=config.fp32_logits)
             if wrong := self.sampler.check():
                 raise UserError(f"{config.model!r} cannot be sampled from: {wrong}; give --precision fp32.")
@@ -152,7 +159,9 @@ class Run:
             if not is_out_of_memory(error):
                 raise
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise DoesNotFit(f"{does_not_stay(self._work, Fit(self.device))} ({reason})") from error
+            raise DoesNotFit(
+                f"{explain_model_does_not_fit(self._work, Fit(self.device))} ({reason})"
+            ) from error
         if device.type != "cpu":  # of what came before nothing is left: the plan takes it for always held
             gc.collect()
             release_cache()
@@ -162,7 +171,7 @@ class Run:
         """The first plan, by passes of each phase. Then the run has begun, and its folder is filled."""
         world, self.longest_prompt = self.world, longest_prompt(self.source, self.policy.tokenizer)
         work = replace(self._work, longest_prompt=self.longest_prompt)
-        with told_if_slow("trying out how many rows fit, at the longest texts"):
+        with log_if_slow("trying out how many rows fit, at the longest texts"):
             work, self.fit, self.plan = plan_run(
                 work, world, self.device, self._phases_of, stack, is_trial=self.is_trial
             )
@@ -186,7 +195,7 @@ class Run:
         device_type = self.device.device.type
         self.records = not config.shard and records_steps(work.target.model_config, device_type)
         # What decoding leaves for the next rollout, and for the next evaluation, where it records.
-        self.arena, self.eval_arena = ReusableArena(), ReusableArena()
+        self.arena, self.eval_arena = ArenaCache(), ArenaCache()
 
     def _phases_of(self, work: Workload) -> PhaseProbe:
         scored = self.reference.model if self.reference and work.scores == "reference" else None
@@ -219,20 +228,29 @@ class Run:
         try:
             written, _ = survive(
                 lambda _: self.checkpoints.save(
-                    step, self.policy, self.optimizer, state,
-                    reference=reference, best=best, snapshot=snapshot,
+                    step,
+                    self.policy,
+                    self.optimizer,
+                    state,
+                    reference=reference,
+                    best=best,
+                    snapshot=snapshot,
                 ),
-                1, phase="checkpoint",
-            )  # fmt: skip
+                1,
+                phase="checkpoint",
+            )
         except DoesNotFit as error:
             logger.warning("no checkpoint of step {}: {}", step, error)
             return False
         if written and last and self.config.push_to_hub:
             # When the others have been let go: an upload may take longer than they wait.
             self._at_the_end.callback(
-                push, self.checkpoints.to_use or written, self.config.push_to_hub,
-                private=self.config.hub_private, leave_out=ONLY_TO_TRAIN,
-            )  # fmt: skip
+                push,
+                self.checkpoints.to_use or written,
+                self.config.push_to_hub,
+                private=self.config.hub_private,
+                leave_out=ONLY_TO_TRAIN,
+            )
         return bool(written)
 
 
@@ -266,8 +284,9 @@ def _check_settings(config: Config, world: World, device: torch.device) -> None:
         logger.warning(
             "precision is {}, in which this {} does not multiply: its products are emulated, and a step "
             "takes many times as long; give --precision fp32, or leave it auto.",
-            config.precision, "processor" if device.type == "cpu" else "device",
-        )  # fmt: skip
+            config.precision,
+            "processor" if device.type == "cpu" else "device",
+        )
 
 
 def start_engine(config: Config, stack: ExitStack) -> EnginePool | None:
@@ -296,6 +315,8 @@ def _choose_eval_prompts(config: Config, source: PromptSource) -> list[Prompt]:
         few = ", ".join(f"{count} {task}" for task, count in sorted(num_heldout.items()) if count < wanted)
         logger.info(
             "held out are only {} prompts: evaluations use {}, not the {} of --eval-prompts",
-            few, len(chosen), config.eval_prompts,
-        )  # fmt: skip
+            few,
+            len(chosen),
+            config.eval_prompts,
+        )
     return sorted(chosen, key=lambda prompt: prompt.task)

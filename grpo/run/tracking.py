@@ -1,4 +1,4 @@
-"""Where a run's numbers go: JSON lines always, TensorBoard, W&B and Trackio on request.
+"""Trackers of a run's numbers: JSON lines always, TensorBoard, W&B and Trackio on request.
 
 Metric names are TRL's, so that dashboards carry over.
 """
@@ -138,7 +138,7 @@ class RunTracker:
                     board.send(step, {"completions": board.table(columns=columns, data=data)})
 
     def log_memory(self, step: int, processes: Iterable[Iterable[Mapping[str, Any]]]) -> None:
-        """What each phase of one step held in each process, and what had been predicted."""
+        """Logs what each phase of one step held in each process, and what had been predicted."""
         for process, phases in enumerate(processes):
             self._write(process_file(MEMORY_FILE, process), step, phases)
 
@@ -173,7 +173,7 @@ class RunTracker:
 
     @contextmanager
     def _attempt(self, name: str) -> Iterator[None]:
-        """What fails inside (a full disk, no network) is a warning, once: no reason to stop learning."""
+        """Inside, a failure (a full disk, no network) is a warning, once: no reason to stop learning."""
         try:
             yield
         except Exception as error:
@@ -228,5 +228,5 @@ def _board(name: str, folder: Path, settings: Mapping[str, Any]) -> Board:
 
 
 def _cell(value: Any) -> Any:
-    """Of a table, which holds texts and numbers."""
+    """Returns a table's cells, which are texts and numbers."""
     return value if value is None or isinstance(value, str | int | float) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""What of training is in tensors beside the model: the optimizer's moments by parameter, and random state."""
+"""Tensors of a training state beside the model's: the optimizer's moments by parameter, and random state."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from grpo.learning.masters import LOW_BITS, master_of
 
 
 class Snapshot(NamedTuple):
-    """What of a training state is large, on the CPU."""
+    """The large parts of a training state, on the CPU."""
 
     weights: dict[str, Tensor] | None
     """None: as they are in the model."""
@@ -23,7 +23,8 @@ class Snapshot(NamedTuple):
 
 
 def take_snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer, *, keep: bool = True) -> Snapshot:
-    """Of a sharded model a collective, weight by weight; a process that writes nothing need not `keep` it."""
+    """Copies weights and moments. Collective for a sharded model; a process that writes nothing need not
+    `keep` them."""
     weights: dict[str, Tensor] | None = None
     if any(LOW_BITS in state for state in optimizer.state.values()):
         masters = dict[Tensor, Tensor]()  # tied weights are one

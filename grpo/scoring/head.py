@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from grpo.errors import UserError
-from grpo.model.head import CAST_ROWS, LogitRule, adds_in, centred_head, factor_dtype, multiply, parts
-from grpo.model.stand_ins import product_dtype
+from grpo.model.head import CAST_ROWS, LogitRule, adds_in, centred_head, chunks, factor_dtype, multiply
+from grpo.model.numerics import matmul_dtype
 from grpo.scoring.kernels import are_compiled, compiled, fill_softmax, scores_of, try_kernels
 
-Slope = Callable[[Tensor, slice], Tensor]
+LogpGradFn = Callable[[Tensor, slice], Tensor]
 """Takes log-probs (k,) of some of the K tokens, and which ones; gives the loss's derivative by each (k,)."""
 
 HOST_TOKENS, HOST_BYTES = 2**10, 2**27
@@ -35,7 +35,7 @@ _MULTIPLE = 64
 """A padded vocabulary is a multiple of this: rows of products in 16 bits begin at multiples of 128 bytes."""
 
 
-class HeadPass(NamedTuple):
+class LMHeadOutput(NamedTuple):
     logp: Tensor
     """(K,) in nats, fp32 or float64."""
     entropy: Tensor
@@ -45,7 +45,7 @@ class HeadPass(NamedTuple):
 
 
 @torch.no_grad()
-def head_pass(
+def chunked_lm_head(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -55,10 +55,10 @@ def head_pass(
     rule: LogitRule = LogitRule(),  # noqa: B008
     fp32_logits: bool = False,
     entropy: bool = False,
-    slope: Slope | None = None,
+    slope: LogpGradFn | None = None,
     chunk_tokens: int | None = None,
     device: torch.device | None = None,
-) -> HeadPass:
+) -> LMHeadOutput:
     """log softmax(rule(hidden @ weightᵀ + bias) / temperature) at `targets`, and gradients of a loss of it.
 
     hidden: (K, D), the states that predict `targets` (K,). weight: (V, D), bias: (V,). rule: what the model
@@ -82,7 +82,7 @@ def head_pass(
         raise UserError(f"temperature is {temperature}; log-probs need one above 0 (usual: 1.0).")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise UserError(f"chunk_tokens is {chunk_tokens}; it must be 1 or more (usual: 256 to 4096).")
-    dtype, device = product_dtype(hidden), device or hidden.device
+    dtype, device = matmul_dtype(hidden), device or hidden.device
     exact = torch.promote_types(dtype, torch.float32)
     dtype = factor_dtype(dtype, hidden.device, fp32_logits=fp32_logits)
     logit_dtype = exact if fp32_logits else dtype
@@ -98,7 +98,7 @@ def head_pass(
             chunk_tokens or tokens_at_once(len(weight), logit_dtype, device.type), max(1, count)
         )
         room = hidden.new_empty(chunk_tokens, len(head.weight), dtype=logit_dtype)  # (k, V + padding)
-        for chunk in parts(count, chunk_tokens, hidden):
+        for chunk in chunks(count, chunk_tokens, hidden):
             inputs = hidden[chunk].to(dtype)  # (k, D)
             products = rule(head.multiply(inputs, room[: len(inputs)]))
             scores = head.score(products, targets[chunk], entropy=entropy)  # (k, 4)
@@ -115,7 +115,7 @@ def head_pass(
                     total += products[:, : len(weight)].sum(0, dtype=exact)
     for parameter, total in sums:
         _add_gradient(parameter, total)
-    return HeadPass(logp, entropies, hidden_gradient)
+    return LMHeadOutput(logp, entropies, hidden_gradient)
 
 
 # ------------------------------------------------------------------------------------ what a chunk takes
@@ -128,7 +128,8 @@ def tokens_at_once(vocabulary: int, dtype: torch.dtype, device_type: str) -> int
 
 
 def logit_bytes(dtype: torch.dtype, device_type: str, *, entropy: bool = True) -> int:
-    """Of one logit of a chunk: its product, and unless kernels are compiled one or two numbers made of it."""
+    """Returns the bytes of one logit of a chunk: its product, and without compiled kernels one or two numbers
+    made of it."""
     made = 0 if are_compiled(device_type, dtype) else 1 + entropy
     return dtype.itemsize + made * max(4, dtype.itemsize)
 
@@ -199,7 +200,8 @@ def _padded(values: Tensor, padding: int) -> Tensor:
 
 
 def _room_for_gradient(parameter: Tensor, exact: torch.dtype) -> Tensor:
-    """Where its gradient is summed: in its `.grad`, if there is one that is exact enough."""
+    """Returns the tensor that its gradient is summed in: its `.grad`, if there is one that is exact
+    enough."""
     if parameter.grad is not None and parameter.grad.dtype == exact:
         return parameter.grad
     return torch.zeros_like(parameter, dtype=exact)
@@ -220,5 +222,5 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if adds_in(total.dtype, right.dtype, total.device):
         torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
         return
-    for rows in parts(len(total), CAST_ROWS, total):
+    for rows in chunks(len(total), CAST_ROWS, total):
         total[rows] += left[:, rows].T @ right

@@ -1,4 +1,4 @@
-"""What is done with a head's logits number by number, as compiled kernels where those are right.
+"""Elementwise operations on a head's logits, as compiled kernels where those are right.
 
 Operation by operation a logit moves 98 bytes on a card, of which 15 are needed: its product is read twice and
 written once, in 16 bits mostly. Whether the compiler is there, and right, is tried once on made-up numbers;

@@ -13,11 +13,11 @@ from grpo.distributed.shard import run_gathered
 from grpo.model.activation_checkpointing import recomputed_layers
 from grpo.model.attention import reading_streams
 from grpo.model.head import LogitRule
-from grpo.model.prefill import padding_unknown, sliding_window
-from grpo.model.stand_ins import computing_in
+from grpo.model.numerics import computing_in
+from grpo.model.prefill import sliding_window, without_pad_token_id
 from grpo.model.transfer import to_device
 from grpo.model.ways import reading_of
-from grpo.scoring.head import HeadPass, Slope, head_pass
+from grpo.scoring.head import LMHeadOutput, LogpGradFn, chunked_lm_head
 from grpo.scoring.packing import streams
 from grpo.scoring.stream import Stream
 from grpo.types import Batch
@@ -53,7 +53,7 @@ def _states_of_whole_texts(model: PreTrainedModel, stream: Stream, checkpointing
     texts = stream.layout.whole_texts()
     parts = [texts] if reading_of(model) == "padded rows" else texts.by_length()
     states = list[Tensor]()
-    with recomputed_layers(model, checkpointing), padding_unknown(model):
+    with recomputed_layers(model, checkpointing), without_pad_token_id(model):
         for part in parts:
             ids = stream.ids[0][torch.tensor(part.places).to(model.device)]
             output = model.base_model(input_ids=ids, use_cache=False)
@@ -73,7 +73,7 @@ def token_logprobs(
     dtype: torch.dtype,
     fp32_logits: bool = False,
     entropy: bool = False,
-    slope: Slope | None = None,
+    slope: LogpGradFn | None = None,
     per_token: bool = True,
     checkpointing: Checkpointing = "none",
     traced: torch.device | None = None,
@@ -82,22 +82,29 @@ def token_logprobs(
 
     The distribution is the temperature-scaled, untruncated one. dtype: what matrix products are computed in;
     fp32_logits: the head's are not rounded to it.
-    With `slope`, see `head_pass`, gradients are added to the parameters' `.grad`. per_token: whether the
-    slope at a token depends on its log-prob alone; if not, all are computed first, and the head is multiplied
-    again. checkpointing: see `recomputed_layers`. traced: the device whose memory a trace is of.
+    With `slope`, see `chunked_lm_head`, gradients are added to the parameters' `.grad`. per_token: whether
+    the slope at a token depends on its log-prob alone; if not, all are computed first, and the head is
+    multiplied again. checkpointing: see `recomputed_layers`. traced: the device whose memory a trace is of.
     """
     device = model.device
     stream, _ = stream.to(device)
 
-    def work() -> tuple[Tensor, HeadPass]:
+    def work() -> tuple[Tensor, LMHeadOutput]:
         with computing_in(dtype, device), torch.set_grad_enabled(slope is not None):
             states = token_states(model, stream, checkpointing=checkpointing)
             head = model.get_output_embeddings()
             scores = partial(
-                head_pass, states.detach(), head.weight, stream.targets,
-                bias=head.bias, temperature=temperature, rule=LogitRule.of(model.config),
-                fp32_logits=fp32_logits, entropy=entropy, device=traced,
-            )  # fmt: skip
+                chunked_lm_head,
+                states.detach(),
+                head.weight,
+                stream.targets,
+                bias=head.bias,
+                temperature=temperature,
+                rule=LogitRule.of(model.config),
+                fp32_logits=fp32_logits,
+                entropy=entropy,
+                device=traced,
+            )
             if slope is None or per_token:
                 return states, scores(slope=slope)
             logp = scores(entropy=False).logp

@@ -6,8 +6,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from grpo.errors import UserError
 from grpo.memory import is_out_of_memory
-from grpo.model.prefill import crossed_window, large_logits
-from grpo.model.stand_ins import MODEL_ERRORS, NEVER, exact_products
+from grpo.model.numerics import MIN_LOGP, MODEL_ERRORS, without_tf32
+from grpo.model.prefill import large_logits, shrunk_sliding_window
 from grpo.model.ways import READING, choose_reading, reading_of, why_not_fastest
 from grpo.scoring.logprobs import token_logprobs
 from grpo.scoring.stream import Texts
@@ -25,7 +25,7 @@ def made_up(model: PreTrainedModel, length: int, *, equal: bool = False) -> Text
     return Texts([first, second if equal else second[:5]], [0, 0, 1], rows)
 
 
-@exact_products()
+@without_tf32()
 @torch.no_grad()
 def check_scorer(model: PreTrainedModel, context: int, *shapes: PretrainedConfig) -> None:
     """Chooses the first way to score a model whose log-probs are those of the model's own forward pass.
@@ -54,7 +54,7 @@ def check_scorer(model: PreTrainedModel, context: int, *shapes: PretrainedConfig
 def _what_is_wrong(model: PreTrainedModel, length: int) -> str | None:
     texts = made_up(model, length)
     try:
-        with crossed_window(model, length):
+        with shrunk_sliding_window(model, length):
             difference = _difference(model, texts)
             with large_logits(model):
                 difference = max(difference, _difference(model, texts))
@@ -75,5 +75,5 @@ def _difference(model: PreTrainedModel, texts: Texts) -> float:
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
         log_probs = logits[0, -count - 1 : -1].log_softmax(-1)
         theirs = log_probs.gather(1, ids[0, -count:].unsqueeze(1)).squeeze(1)
-        differences.append((scored.clamp(min=NEVER) - theirs.clamp(min=NEVER)).abs().max())
+        differences.append((scored.clamp(min=MIN_LOGP) - theirs.clamp(min=MIN_LOGP)).abs().max())
     return torch.stack(differences).max().item()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from grpo.memory import Size
+from grpo.memory import PassSize
 from grpo.memory.rows import num_tokens
 from grpo.scoring.stream import Stream, make_stream
 from grpo.types import Batch
@@ -58,7 +58,7 @@ def pack(
         each = rows - rows % size if rows >= size else rows
         return [order[start : start + each].tolist() for start in range(0, len(order), each)]
     prompt_tokens, new_tokens = longest or (int(of_prompts.max()), max(1, int(lengths.max())))
-    room = num_tokens(Size(rows, new_tokens, prompt_tokens), batch.group_size)
+    room = num_tokens(PassSize(rows, new_tokens, prompt_tokens), batch.group_size)
     parts: list[tuple[int, list[int]]] = []
     for of_prompt, of_group in zip(of_prompts.tolist(), rows_of, strict=True):
         part: list[int] = []
@@ -82,12 +82,12 @@ def pack(
     return packed
 
 
-def largest_stream(batch: Batch, rows: int, **options: Any) -> Size:
+def largest_stream(batch: Batch, rows: int, **options: Any) -> PassSize:
     """Returns the size of the largest among `streams`, which their memory depends on."""
 
-    def size(chosen: list[int]) -> Size:
+    def size(chosen: list[int]) -> PassSize:
         prompts = [len(batch.context_ids[group]) for group in batch.group[chosen].unique().tolist()]
         own = batch.lengths[chosen]
-        return Size(min(rows, len(batch)), int(own.max()), max(prompts), sum(prompts) + int(own.sum()))
+        return PassSize(min(rows, len(batch)), int(own.max()), max(prompts), sum(prompts) + int(own.sum()))
 
     return max(map(size, pack(batch, rows, **options)), key=lambda each: each.computed)

@@ -60,9 +60,13 @@ class Stream:
         moved = to_device([*mine, *attention, *others], device)
         ids, places, states, targets = moved[:4]
         stream = replace(
-            self, ids=ids, positions=places, states=states, targets=targets,
+            self,
+            ids=ids,
+            positions=places,
+            states=states,
+            targets=targets,
             attention=self.attention.to(moved[4 : 4 + len(attention)]),
-        )  # fmt: skip
+        )
         return stream, moved[4 + len(attention) :]
 
 

@@ -1,4 +1,4 @@
-"""What fits of a run of TRL's before it: TRL's own script, up to its first step, on a model without storage.
+"""Plans a run of TRL's before it: TRL's own script, up to its first step, on a model without storage.
 
 The script builds our trainer as ever, and TRL's and accelerate's code around it is the real one; only its
 weights are fake. Passes of each phase are then traced, and planned by the planner of every run.
@@ -67,7 +67,7 @@ class _Planned(GRPOTrainer):
                 f"the dataset has {len(self.train_dataset)} prompts, and TRL leaves out a batch that is not "
                 f"full, which takes {prompts}: lower per_device_train_batch_size, or give more prompts."
             )
-        with _told():
+        with as_untraceable():
             super().train()  # from no checkpoint
         raise Untraceable("TRL has trained nothing")
 
@@ -84,25 +84,32 @@ def _apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool 
 
 
 def _outline(
-    mode: Mode, path: str, architecture: Any = None, *, dtype: Any = "float32",
-    attn_implementation: Any = None, **options: Any,
-) -> PreTrainedModel:  # fmt: skip
-    """What TRL's `create_model_from_path` gives, without storage."""
+    mode: Mode,
+    path: str,
+    architecture: Any = None,
+    *,
+    dtype: Any = "float32",
+    attn_implementation: Any = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Returns the model of TRL's `create_model_from_path`, without storage."""
     if options.get("quantization_config") is not None:
         raise Untraceable("this model cannot be traced (it is quantized)")
     of_config = {name: options[name] for name in ("revision", "trust_remote_code") if options.get(name)}
     config = AutoConfig.from_pretrained(path, **of_config)
     kind = config.dtype if dtype in ("auto", None) else dtype
     kind = getattr(torch, kind) if isinstance(kind, str) else kind or torch.float32
-    with _told(), mode:
+    with as_untraceable(), mode:
         return AutoModelForCausalLM.from_config(
-            config, dtype=kind, attn_implementation=attn_implementation,
+            config,
+            dtype=kind,
+            attn_implementation=attn_implementation,
             trust_remote_code=bool(options.get("trust_remote_code")),
-        ).eval()  # fmt: skip
+        ).eval()
 
 
 @contextmanager
-def _told(*but: type[Exception]) -> Iterator[None]:
+def as_untraceable(*but: type[Exception]) -> Iterator[None]:
     """Inside, errors are about a model that cannot be traced; `but` these are about what a user can mend."""
     try:
         yield
@@ -132,7 +139,7 @@ def _at_first_step(
     args.push_to_hub = args.log_completions = args.eval_on_start = False
 
     def make(*args: Any, **options: Any) -> _Planned:
-        with _told(ValueError, TypeError, OSError, ImportError):
+        with as_untraceable(ValueError, TypeError, OSError, ImportError):
             return _Planned(*args, **options, **memory)
 
     with ExitStack() as changed:
@@ -172,17 +179,21 @@ def _work_of(trainer: Any, device: torch.device) -> TrainerWork:
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else policy.dtype
     config = Config(
         batch_size=-(-args.per_device_train_batch_size * args.steps_per_generation // group) * group,
-        group_size=group, **vars(sampling),
-    )  # fmt: skip
+        group_size=group,
+        **vars(sampling),
+    )
     return TrainerWork(
-        config, make_target(policy.config, device, dtype), longest,
+        config,
+        make_target(policy.config, device, dtype),
+        longest,
         done=tuple(phase for phase, is_done in phases.items() if is_done),
-        learn_rows=args.per_device_train_batch_size, shares_prompts=trainer._shares,
-    )  # fmt: skip
+        learn_rows=args.per_device_train_batch_size,
+        shares_prompts=trainer._shares,
+    )
 
 
 def _longest_prompt(trainer: Any) -> int:
-    """Of the dataset, as TRL makes tokens of it: among the longest texts."""
+    """Returns the longest prompt of the dataset in TRL's tokens, among the longest texts."""
     data = trainer.train_dataset
     if not hasattr(data, "__len__"):
         raise Untraceable("the prompts are a stream, whose longest is not known")
@@ -207,11 +218,11 @@ def _advice(traced: TracedPhases, fit: Fit) -> DoesNotFit:
 def trace(
     script: Callable[..., None], settings: tuple[Any, ...], memory: Mapping[str, Any], device: torch.device
 ) -> TracedTrainer:
-    """What the trainer of a script would hold on `device`, see `dry_run`. Untraceable where nobody knows."""
+    """Returns the plan of a script's trainer on `device`, see `dry_run`. Untraceable where nobody knows."""
     mode = Mode()
     trainer = _at_first_step(script, settings, memory, mode)
     work = _work_of(trainer, device)
-    with _told():
+    with as_untraceable():
         return TracedTrainer(work, trainer, mode)
 
 
@@ -232,11 +243,13 @@ def dry_run(
     try:
         traced = trace(script, settings, memory, device)
         work = traced.work
-        with _told(DoesNotFit):
+        with as_untraceable(DoesNotFit):
             card = card_to_plan_for(
-                device, device_memory, utilization=memory["memory_utilization"],
+                device,
+                device_memory,
+                utilization=memory["memory_utilization"],
                 limit_bytes=memory["memory_limit"],
-            )  # fmt: skip
+            )
             fit = plan_by_traces(traced, card, _advice)
     except Untraceable as error:
         logger.info("{}: the first step will tell how many rows fit", error)

@@ -13,16 +13,27 @@ from torch import Tensor
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 OF_COMPLETIONS = (
-    "completion_ids", "completion_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps",
-    "sampling_per_token_logps", "importance_sampling_ratio",
-)  # fmt: skip
-"""What has a column for each completion token: (B, C)."""
+    "completion_ids",
+    "completion_mask",
+    "tool_mask",
+    "old_per_token_logps",
+    "ref_per_token_logps",
+    "sampling_per_token_logps",
+    "importance_sampling_ratio",
+)
+"""Inputs that have a column for each completion token: (B, C)."""
 OF_TEXTS = "token_type_ids", "mm_token_type_ids"
 """(B, P + C)."""
 OF_IMAGES = (
-    "pixel_values", "image_grid_thw", "image_position_ids", "pixel_attention_mask", "spatial_shapes",
-    "image_sizes", "num_images", "num_tiles",
-)  # fmt: skip
+    "pixel_values",
+    "image_grid_thw",
+    "image_position_ids",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "image_sizes",
+    "num_images",
+    "num_tiles",
+)
 MEANS_OVER_ROWS, MEANS_OVER_TOKENS = ("grpo", "sapo", "dr_grpo", "luspo"), ("bnpo",)
 SUMS = "dapo", "cispo", "vespo"
 """Losses by what TRL divides them by: the batch's rows or tokens, or a count of the whole step's."""
@@ -41,10 +52,10 @@ class Part(dict[str, Any]):
         """Then TRL takes what is a number a token for a number a row."""
         self.loss: Tensor
         self.metrics: defaultdict[str, list[float]] = defaultdict(list)
-        """What TRL has logged of it."""
+        """Metrics that TRL has logged of it."""
 
     def weight(self, loss_type: str) -> float:
-        """What its loss counts for in the batch's."""
+        """The share of its loss in the batch's."""
         if loss_type in SUMS:
             return 1.0
         return self.token_share if loss_type in MEANS_OVER_TOKENS else self.row_share
@@ -79,9 +90,11 @@ def parts(
         columns = max(2, int(lengths[chosen].max()))
         part = Part(
             _without_padding(_together(taken), -(-columns // multiple) * multiple),
-            rows=len(chosen), tokens=int(sum(tokens[row] for row in chosen)),
-            of_rows=of_rows, of_tokens=int(sum(tokens)),
-        )  # fmt: skip
+            rows=len(chosen),
+            tokens=int(sum(tokens[row] for row in chosen)),
+            of_rows=of_rows,
+            of_tokens=int(sum(tokens)),
+        )
         part.is_last = start + rows >= len(order)
         yield part
 
@@ -126,7 +139,8 @@ def _without_padding(inputs: dict[str, Any], columns: int) -> dict[str, Any]:
 
 
 def merged(done: Sequence[Part], *, loss_type: str, by_sequence: bool) -> dict[str, tuple[float, float]]:
-    """Of each metric what to sum, over parts and processes, and what to divide the sum by; see `combined`.
+    """Returns for each metric what to sum, over parts and processes, and what to divide it by; see
+    `combined`.
 
     by_sequence: ratios are a row's.
     """
@@ -145,7 +159,8 @@ def merged(done: Sequence[Part], *, loss_type: str, by_sequence: bool) -> dict[s
 
 
 def combined(name: str, pairs: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Of one metric, (sum, count) of parts or processes: their sums; (extreme, 0) of a `*_min` or `*_max`."""
+    """Combines one metric's (sum, count) of parts or processes: their sums; (extreme, 0) of a `*_min` or
+    `*_max`."""
     values, counts = zip(*pairs, strict=True)
     if not is_extreme(name):
         return sum(values), sum(counts)
@@ -160,7 +175,7 @@ def is_extreme(name: str) -> bool:
 def fields_by_row(
     fields: Mapping[str, Any], images: Any, rows: int
 ) -> Callable[[slice], dict[str, Any]] | None:
-    """What a processor gives beside tokens, for any rows of so many; None where it is not known to divide."""
+    """Divides what a processor gives beside tokens among rows; None where it is not known how."""
     if not fields:
         return lambda part: {}
     batch = {name: value if isinstance(value, Tensor) else list(value) for name, value in fields.items()}

@@ -12,7 +12,7 @@ from grpo.distributed.processes import sum_in_buckets
 from grpo.trl.parts import combined
 
 
-class Alone:
+class LocalAccelerator:
     """accelerate's `Accelerator` for a part of a batch: what it would gather is this process's own.
 
     Nor is a part the end of a step, to TRL's control of the entropy.
@@ -39,14 +39,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def smallest(number: int, device: torch.device) -> int:
-    """Of all processes' numbers."""
+    """Returns the smallest of all processes' numbers."""
     everyones = torch.tensor(number, device=device)
     dist.all_reduce(everyones, op=dist.ReduceOp.MIN)
     return int(everyones.item())
 
 
 def metric_values(metrics: Mapping[str, tuple[float, float]], accelerator: Any) -> dict[str, float]:
-    """Of `merged` metrics, their values over all processes."""
+    """Returns `merged` metrics over all processes."""
     if not metrics:
         return {}
     pairs = torch.tensor([*metrics.values()], dtype=torch.float64)  # (M, 2)

@@ -1,4 +1,4 @@
-"""What a trainer of TRL's says of memory: metrics of one step, and a table of what it plans."""
+"""Memory metrics of a trainer of TRL's for one step, and a table of what it plans."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from grpo.memory.budget import GB
 
 
 def step_metrics(passes: Sequence[Pass]) -> dict[str, float]:
-    """Of a step's passes, by name."""
+    """Returns metrics of a step's passes, by name."""
     metrics: dict[str, float] = {}
     for phase in dict.fromkeys(item.phase for item in passes):
         of_phase = [item for item in passes if item.phase == phase]
@@ -23,7 +23,7 @@ def step_metrics(passes: Sequence[Pass]) -> dict[str, float]:
 
 
 def plan_table(fit: Fit) -> Table:
-    """What the next step will take at once."""
+    """Returns the table of rows that the next step takes at once."""
     title = f"Memory planned after the first step; budget {fit.device.budget()}"
     table = Table("", title=title, title_justify="left")
     for heading in ("rows at once", "tensors add, GB", "process, GB"):

@@ -1,4 +1,6 @@
-"""What a pass starts from that may have to be done again: no gradients, and the same random numbers."""
+"""The state that a pass starts from which may have to be done again: no gradients, the same random
+numbers.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +31,7 @@ def drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 class RandomState:
-    """Of the host's generator and the device's, as they are when this is made."""
+    """The state of the host's generator and the device's, as they are when this is made."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

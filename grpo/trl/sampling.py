@@ -18,22 +18,34 @@ from loguru import logger
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from grpo.config.groups import SamplingSettings
-from grpo.memory import Fit, Size, is_out_of_memory
+from grpo.memory import Fit, PassSize, is_out_of_memory
 from grpo.model.load import context_length
 from grpo.model.weights import RolloutModel
-from grpo.rollout.decoder import ReusableArena, choose_decoder
+from grpo.rollout.decoder import ArenaCache, choose_decoder
 from grpo.rollout.lengths import CachePlan
 from grpo.rollout.sample import Rollout
 from grpo.rollout.tokens import step_uniforms
 
 _HONOURED = {
-    "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id",
-}  # fmt: skip
+    "max_new_tokens",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "eos_token_id",
+}
 """Settings of `generate` that the decoder samples by."""
 _WITHOUT_EFFECT = {
-    "max_length", "pad_token_id", "bos_token_id", "use_cache", "disable_compile", "compile_config",
-    "_from_model_config", "transformers_version",
-}  # fmt: skip
+    "max_length",
+    "pad_token_id",
+    "bos_token_id",
+    "use_cache",
+    "disable_compile",
+    "compile_config",
+    "_from_model_config",
+    "transformers_version",
+}
 """Settings that change no token of a completion; `max_length` counts only where there is no
 `max_new_tokens`, which TRL always gives.
 """
@@ -126,10 +138,12 @@ def generation_of(trainer: Any) -> Generation:
         raise NotNative(f"sampling at temperature {config.temperature}")
     try:
         settings = SamplingSettings(
-            max_new_tokens=config.max_new_tokens, temperature=config.temperature if config.do_sample else 0.0,
-            top_k=config.top_k or 0, top_p=1.0 if config.top_p is None else config.top_p,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature if config.do_sample else 0.0,
+            top_k=config.top_k or 0,
+            top_p=1.0 if config.top_p is None else config.top_p,
             min_p=config.min_p or 0.0,
-        )  # fmt: skip
+        )
     except (ValueError, TypeError) as error:  # what `generate` may take, or refuses in words of its own
         raise NotNative(str(error)) from error
     return Generation(settings, tuple(ends))
@@ -162,7 +176,7 @@ class NativeSampler:
 
     def __init__(self, trainer: Any, fit: Fit) -> None:
         self._trainer, self._fit = trainer, fit
-        self._arena = ReusableArena()
+        self._arena = ArenaCache()
         fit.keeps("sample", self._arena)
         self._sampler: RolloutModel | None = None
         self._drawn = 0, 0  # the step that was sampled for last, and how often
@@ -250,9 +264,12 @@ class NativeSampler:
         assert self._sampler is not None
         model = self._sampler.model.eval()
         uniforms = step_uniforms(
-            len(prompt_ids), settings.max_new_tokens, seed=trainer.args.seed, step=self._drawn[0],
+            len(prompt_ids),
+            settings.max_new_tokens,
+            seed=trainer.args.seed,
+            step=self._drawn[0],
             draw=self._drawn[1] * trainer.accelerator.num_processes + trainer.accelerator.process_index,
-        )  # (N, max_new_tokens)  # fmt: skip
+        )  # (N, max_new_tokens)
         done: list[list[int]] = []
         if self._cache_plan.new_tokens != settings.max_new_tokens:  # which a callback may change
             self._cache_plan = CachePlan(settings.max_new_tokens)
@@ -267,22 +284,30 @@ class NativeSampler:
                 count -= count % size
             part = slice(len(done), len(done) + count)
             completions = Rollout(
-                model, trainer.processing_class, prompt_ids[part][::size], uniforms[part], settings,
-                rows=rows, ends=ends, reusable=self._arena, cache_tokens=plan.tokens,
-            ).finish()  # fmt: skip
+                model,
+                trainer.processing_class,
+                prompt_ids[part][::size],
+                uniforms[part],
+                settings,
+                rows=rows,
+                ends=ends,
+                reusable=self._arena,
+                cache_tokens=plan.tokens,
+            ).finish()
             pairs = zip(completions.ids.tolist(), completions.lengths.tolist(), strict=True)
             return [ids[:length] for ids, length in pairs]
 
-        def took(rows: int, new: list[list[int]]) -> Size:
-            return Size(min(rows, len(new)), int(plan.tokens), longest, batch_rows=len(new))
+        def took(rows: int, new: list[list[int]]) -> PassSize:
+            return PassSize(min(rows, len(new)), int(plan.tokens), longest, batch_rows=len(new))
 
         while len(done) < len(prompt_ids):
             sampled = self._fit.run(
-                "sample", sample_part,
-                Size(left := len(prompt_ids) - len(done), int(plan.tokens), longest, batch_rows=left),
+                "sample",
+                sample_part,
+                PassSize(left := len(prompt_ids) - len(done), int(plan.tokens), longest, batch_rows=left),
                 took=took,
-                discard=self._arena.release,
-            )  # fmt: skip
+                rollback=self._arena.release,
+            )
             done += sampled
         rows = self._fit.planned().get("sample", len(done))
         if why := plan.see([*map(len, done)], rows):

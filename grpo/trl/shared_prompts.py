@@ -22,8 +22,8 @@ from grpo.errors import UserError
 from grpo.model.activation_checkpointing import may_recompute_itself
 from grpo.model.first_layers import is_plain
 from grpo.model.load import context_length
-from grpo.model.prefill import crossed_window, pad_prompts
-from grpo.model.stand_ins import exact_products
+from grpo.model.numerics import without_tf32
+from grpo.model.prefill import pad_prompts, shrunk_sliding_window
 from grpo.model.ways import reading_of
 from grpo.scoring.logprobs import token_states
 from grpo.scoring.model_checks import made_up
@@ -149,7 +149,7 @@ def has_dropout(model: nn.Module) -> bool:
     return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
-@exact_products()
+@without_tf32()
 @torch.no_grad()
 def check_shared_prompts(model: PreTrainedModel, context: int) -> str | None:
     """Says what is wrong where hidden states are not the model's own, on made-up tokens; None where they are.
@@ -161,7 +161,7 @@ def check_shared_prompts(model: PreTrainedModel, context: int) -> str | None:
     length, tokens = min(280, context), 4
     is_exact = model.dtype.itemsize >= 4 and all(map(is_plain, model.parameters()))
     allowed = 1e-3 if is_exact else 0.05
-    with crossed_window(model, length):
+    with shrunk_sliding_window(model, length):
         for equal in (True, False):
             rows = made_up(model, length, equal=equal).whole()
             texts = pad_prompts([row for row in rows for _ in range(2)]).to(model.device).moved_left()

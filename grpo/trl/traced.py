@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from trl.trainer.utils import use_adapter
 
-from grpo.memory import Size
+from grpo.memory import PassSize
 from grpo.model.weights import RolloutModel
 from grpo.plan.phase_probe import PhaseProbe
 from grpo.plan.trace import Mode, TracedPhases, take_norms_as_cuda_does
@@ -29,7 +29,7 @@ from grpo.trl.sampling import base_model
 
 @dataclass(frozen=True)
 class TrainerWork(Workload):
-    """What the memory of a trainer's phases depends on."""
+    """Everything that the memory of a trainer's phases depends on."""
 
     done: tuple[str, ...] = ()
     """Its phases that can be traced."""
@@ -61,7 +61,7 @@ class TracedTrainer(TracedPhases):
         with mode:
             self.phases = TrainerPhases(work, trainer, hold_recording=self._hold_recording)
 
-    def _trace(self, phase: str, size: Size) -> int:
+    def _trace(self, phase: str, size: PassSize) -> int:
         group = self.work.config.group_size
 
         def groups(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,9 +75,9 @@ class TracedTrainer(TracedPhases):
         ):
             return super()._trace(phase, size)
 
-    def _unseen(self, phase: str, size: Size) -> int:
+    def _unseen(self, phase: str, size: PassSize) -> int:
         if phase == "learn" and not self.work.shares_prompts:
-            size = Size(size.rows, size.shared + size.tokens)
+            size = PassSize(size.rows, size.prompt_tokens + size.completion_tokens)
         return super()._unseen(phase, size)
 
 
@@ -111,52 +111,54 @@ class TrainerPhases(PhaseProbe):
         return parts
 
     def _moment_bytes(self) -> int:
-        """Of an optimizer that is not known as much as of AdamW."""
+        """Returns the bytes of moments; an unknown optimizer is taken to have as many as AdamW."""
         name = str(self._trainer.args.optim.value)
         if name == "sgd":
             return 0
         sizes = (tensor.numel() * (1 if "8bit" in name else tensor.itemsize) for tensor in self.trained)
         return 2 * sum(sizes)
 
-    def known_parts(self, phase: str, size: Size) -> dict[str, int]:
+    def known_parts(self, phase: str, size: PassSize) -> dict[str, int]:
         if phase == "sample":
             return super().known_parts(phase, size)
         return {"gradients": sum(parameter.nbytes for parameter in self.trained)} if phase == "learn" else {}
 
     @torch.no_grad()
-    def sample(self, size: Size) -> None:
+    def sample(self, size: PassSize) -> None:
         was_training = self.policy.training
         self.policy.eval()
         super().sample(size)
         self.policy.train(was_training)
 
     @torch.no_grad()
-    def score(self, size: Size) -> None:
+    def score(self, size: PassSize) -> None:
         trainer, inputs = self._trainer, self._inputs(size)
-        ids, mask = (torch.cat([inputs[f"{part}_{name}"] for part in ("prompt", "completion")], 1)
-                     for name in ("ids", "mask"))  # fmt: skip
+        ids, mask = (
+            torch.cat([inputs[f"{part}_{name}"] for part in ("prompt", "completion")], 1)
+            for name in ("ids", "mask")
+        )
         score = partial(trainer.scored, batch_size=size.rows)
         with _WithoutValues(size):
             if scores_policy(trainer):
-                score(trainer.model, ids, mask, size.tokens)
+                score(trainer.model, ids, mask, size.completion_tokens)
             if trainer.ref_model is not None:
-                score(trainer.ref_model, ids, mask, size.tokens)
+                score(trainer.ref_model, ids, mask, size.completion_tokens)
             elif trainer.beta:
                 adapter = "ref" if "ref" in trainer.model.peft_config else None
                 with use_adapter(trainer.model, adapter):
-                    score(trainer.model, ids, mask, size.tokens)
+                    score(trainer.model, ids, mask, size.completion_tokens)
 
-    def learn(self, size: Size) -> None:
+    def learn(self, size: PassSize) -> None:
         if size.rows < self._learn_rows:
             self.begin_gradients()
-        tokens = size.rows * size.tokens
+        tokens = size.rows * size.completion_tokens
         part = Part(self._inputs(size), rows=size.rows, tokens=tokens, of_rows=size.rows, of_tokens=tokens)
         with _WithoutValues(size):
             transformers.Trainer.training_step(self._trainer, self._model, part)
         self.drop_gradients()
 
-    def _inputs(self, size: Size) -> dict[str, Tensor]:
-        prompts, completions = (size.rows, size.shared), (size.rows, size.tokens)
+    def _inputs(self, size: PassSize) -> dict[str, Tensor]:
+        prompts, completions = (size.rows, size.prompt_tokens), (size.rows, size.completion_tokens)
         inputs = {
             "prompt_ids": torch.zeros(prompts, dtype=torch.long),  # which of them are the same is made up
             "prompt_mask": torch.ones(prompts, dtype=torch.long),
@@ -175,7 +177,7 @@ class TrainerPhases(PhaseProbe):
 class _WithoutValues(TorchFunctionMode):
     """Tensors without storage have no values: numbers read of them, for metrics, are made up."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: PassSize) -> None:
         super().__init__()
         self._size = size
 
@@ -186,7 +188,7 @@ class _WithoutValues(TorchFunctionMode):
             return {Tensor.item: 1.0, Tensor.__float__: 1.0, Tensor.__int__: 1, Tensor.__bool__: False}[func]
         if func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             values, mask = args  # a mask of texts chooses the completions' tokens
-            chosen = self._size.rows * self._size.tokens if mask.ndim == 2 else mask.numel()
+            chosen = self._size.rows * self._size.completion_tokens if mask.ndim == 2 else mask.numel()
             return values.flatten(0, mask.ndim - 1)[:chosen].clone()
         return func(*args, **(kwargs or {}))
 

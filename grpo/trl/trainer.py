@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from grpo.config.sizes import parse_size
 from grpo.environment import keep_freed
 from grpo.errors import UserError
-from grpo.memory import Device, Fit, Size
+from grpo.memory import Device, Fit, PassSize
 from grpo.memory.budget import data_limit
 from grpo.model.load import is_cut_short, rotary_limit
 from grpo.plan.tables import Measured
@@ -36,14 +36,14 @@ from grpo.trl.parts import (
     parts,
     rows_with_advantage,
 )
-from grpo.trl.processes import Alone, average_gradients, metric_values, smallest, unwrapped
+from grpo.trl.processes import LocalAccelerator, average_gradients, metric_values, smallest, unwrapped
 from grpo.trl.record import plan_table, step_metrics
 from grpo.trl.replay import RandomState, drop_gradients, gradients_apart
 from grpo.trl.sampling import NativeSampler, base_model, longest_completion, say_trl_samples, why_not_native
 from grpo.trl.shared_prompts import has_dropout, may_share_prompts, shared_prompts, unlike_prompts
 
 SHARDED = DistributedType.DEEPSPEED, DistributedType.FSDP
-"""Where processes have to do as many passes, and cannot do one again by themselves."""
+"""Kinds of sharding whose processes make the same passes, and cannot do one again by themselves."""
 CONTINUOUS_BATCHING = "use_transformers_continuous_batching", "use_transformers_paged"
 """TRL's switches for transformers' engine; the latter is the older name."""
 
@@ -71,14 +71,14 @@ class _StepInParts(transformers.Trainer):
         begin = RandomState(self.accelerator.device)
         entropy_so_far = getattr(self, "_entropy_window_stats", None)
 
-        def discard() -> None:
+        def rollback() -> None:
             drop_gradients(parameters)
             begin.restore()
             self._entropy_window_stats = entropy_so_far
 
         with gradients_apart(parameters):
             loss = self._in_parts(
-                "learn", inputs, lambda part: step(unwrapped(model), part, num_items_in_batch), discard
+                "learn", inputs, lambda part: step(unwrapped(model), part, num_items_in_batch), rollback
             )
         if ends and self.accelerator.num_processes > 1:
             average_gradients(parameters)
@@ -129,12 +129,15 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         self.is_sharded = self.accelerator.distributed_type in SHARDED
         self.fit = Fit(
             Device(
-                device, utilization=memory_utilization, limit_bytes=limit,
+                device,
+                utilization=memory_utilization,
+                limit_bytes=limit,
                 counts_by_driver=device.type == "cuda" and self._engine_sleeps,
             ),
-            group_size=self.num_generations, replays=not self.is_sharded,
+            group_size=self.num_generations,
+            replays=not self.is_sharded,
             sync_rows=(lambda rows: smallest(rows, device)) if self.is_sharded else (lambda rows: rows),
-        )  # fmt: skip
+        )
         if skip_zero_variance and self.is_sharded:
             raise UserError(
                 "skip_zero_variance leaves rows out, and processes that share a model take as many passes: "
@@ -207,10 +210,12 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
 
         while len(done) < len(prompt_ids):
             done += self.fit.run(
-                "sample", sample, Size(len(prompt_ids) - len(done), longest + longest_completion(self)),
-                took=lambda rows, ids: Size(rows, longest + max(map(len, ids))),
-                discard=RandomState(self.accelerator.device).restore,
-            )  # fmt: skip
+                "sample",
+                sample,
+                PassSize(len(prompt_ids) - len(done), longest + longest_completion(self)),
+                took=lambda rows, ids: PassSize(rows, longest + max(map(len, ids))),
+                rollback=RandomState(self.accelerator.device).restore,
+            )
         return done, None
 
     @property
@@ -294,14 +299,14 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Of a part, what it counts in its batch's. Of a batch, in an evaluation, in parts."""
+        """Returns a part's share of its batch's loss; in an evaluation a batch's loss, in parts."""
         if not isinstance(inputs, Part):
             if return_outputs or torch.is_grad_enabled():
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             return self._in_parts("evaluate", inputs, lambda part: self.compute_loss(unwrapped(model), part))
         mode, weight = self._mode, inputs.weight(self.loss_type)
         before = self.accelerator, self._metrics[mode], self.entropy_coef
-        self.accelerator, self._metrics[mode] = Alone(self.accelerator), inputs.metrics
+        self.accelerator, self._metrics[mode] = LocalAccelerator(self.accelerator), inputs.metrics
         if weight:  # the entropy's bonus is a mean over tokens, whatever the loss is
             self.entropy_coef *= inputs.token_share / weight
         try:
@@ -314,7 +319,7 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         phase: str,
         inputs: Mapping[str, Any],
         one_part: Callable[[Part], Tensor],
-        discard: Callable[[], None] = lambda: None,
+        rollback: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """The batch's loss and metrics, from those of parts that fit."""
         only = rows_with_advantage(inputs) if self._skips and phase == "learn" else None
@@ -335,7 +340,7 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
         size = self._size(
             len(inputs["prompt_ids"] if only is None else only), tokens, inputs["prompt_ids"].size(1) + tokens
         )
-        done = self.fit.run(phase, work, size, discard=discard)
+        done = self.fit.run(phase, work, size, rollback=rollback)
         by_sequence = self.importance_sampling_level == "sequence"
         metrics = merged(done, loss_type=self.loss_type, by_sequence=by_sequence)
         for name, value in metric_values(metrics, self.accelerator).items():
@@ -344,9 +349,10 @@ class GRPOTrainer(trl.GRPOTrainer, _StepInParts):
             self._control_entropy()
         return torch.stack([part.loss for part in done]).sum()
 
-    def _size(self, rows: int, tokens: int, width: int) -> Size:
-        """Of rows of so many completion tokens, and of `width` with the prompt."""
-        return Size(rows, tokens, width - tokens) if self._shares else Size(rows, width)
+    def _size(self, rows: int, tokens: int, width: int) -> PassSize:
+        """Returns the size of a pass over rows of so many completion tokens, and of `width` with the
+        prompt."""
+        return PassSize(rows, tokens, width - tokens) if self._shares else PassSize(rows, width)
 
     def _control_entropy(self) -> None:
         """The end of a step to TRL's control of the entropy, which its parts are not."""

@@ -16,9 +16,8 @@ import yaml
 
 from grpo.config import SettingsError, to_plain
 from grpo.config.sizes import GB, parse_size
-from grpo.data.reward_files import with_length
-from grpo.memory import Card as TracedCard
-from grpo.memory import Fit
+from grpo.data.reward_files import resolve_max_new_tokens
+from grpo.memory import AbsentCard, Fit
 from grpo.memory.budget import CONTEXT_BYTES, DeviceMemory, readable
 from grpo.plan.trace import TracedPhases
 from grpo.plan.warm_up import largest_batch, see_trace, warm_up
@@ -67,12 +66,17 @@ def calculate(settings: Calculator, card: Card) -> Row:
     counts = sorted({*NUM_CARDS, settings.gpus}) if size is not None else []
     return {
         "card": {"name": card.name, "sold_gb": card.sold_gb, "usable_bytes": card.usable_bytes},
-        "model": model and model.work.config.model, "precision": model and model.work.config.precision,
-        "planned": model and model.planned(), "lines": lines, "fixed_bytes": fixed_bytes,
-        "remaining_bytes": card.usable_bytes - fixed_bytes, "shares": shares, "batch_size": size,
+        "model": model and model.work.config.model,
+        "precision": model and model.work.config.precision,
+        "planned": model and model.planned(),
+        "lines": lines,
+        "fixed_bytes": fixed_bytes,
+        "remaining_bytes": card.usable_bytes - fixed_bytes,
+        "shares": shares,
+        "batch_size": size,
         "totals": {count: count * size * settings.accumulate for count in counts},
         "notes": _notes(settings, card, model, size),
-    }  # fmt: skip
+    }
 
 
 # ----------------------------------------------------------------------------- lines of the budget
@@ -104,16 +108,20 @@ def _lines_of_counts(settings: Calculator) -> list[Row]:
     dtype, copy = weights.partition("+")[0], f", and a master copy in fp32: {master}" if master else ""
     return [
         _line(f"trainable, {count / 1e9:g} B", weight * count, f"{weight} bytes a parameter ({dtype})"),
-        _line("optimizer", (master + moments) * count,
-              f"{master + moments} bytes a parameter ({optimizer}: {moments}{copy})"),
+        _line(
+            "optimizer",
+            (master + moments) * count,
+            f"{master + moments} bytes a parameter ({optimizer}: {moments}{copy})",
+        ),
         _line("gradients", weight * count, f"{weight} bytes a parameter ({dtype})"),
-    ]  # fmt: skip
+    ]
 
 
 def _lines_of_model(model: "Model") -> list[Row]:
-    """What is held during the optimizer's step, when weights, moments and gradients are all there."""
+    """Returns lines of memory during the optimizer's step, when weights, moments and gradients are all
+    there."""
     trained, config = sum(model.traced.phases.trained_sizes), model.work.config
-    sizes = {**model.resident, "gradients": model.work.target.exact_dtype.itemsize * trained}
+    sizes = {**model.resident, "gradients": model.work.target.master_dtype.itemsize * trained}
     names, of_what = {"reference": "frozen reference", "weights": "trainable weights"}, "parameter"
     if config.uses_lora:
         names["weights"] = f"frozen base{' in 4 bits' * config.load_in_4bit} and adapters"
@@ -167,7 +175,7 @@ class Model:
         """The largest batch whose every phase fits all at once, the fullest phase and its peak."""
         config, total = self.work.config, max(0, int(usable_bytes))
         held_bytes = beside_bytes + sum(self.resident.values())
-        card = TracedCard(DeviceMemory(total, total, 0), utilization=1.0)
+        card = AbsentCard(DeviceMemory(total, total, 0), utilization=1.0)
         card.held_bytes = int(held_bytes)
         fit = Fit(card, group_size=config.group_size)
         most = config.max_batch_size // config.group_size * config.group_size
@@ -233,13 +241,21 @@ def share_rows(figures: Row, passes: int) -> list[Row]:
     rows, times = list[Row](), f" × {passes}" if passes > 1 else ""
     for share in figures["shares"]:
         size, peak = share["batch_size"], share.get("peak_bytes")
-        rows.append({
-            "share": f"{100 * share['share']:g}%", "GB": f"{share['usable_bytes'] / GB:.2f}",
-            "for samples": f"{share['left_bytes'] / GB:.2f}", "batch": "none fits" if size == 0 else size,
-            "fullest in": share.get("fullest"), "peak": _gb(peak) if peak else None,
-            **{f"{n} card{'s' * (n > 1)}{times}": n * passes * size
-               for n in figures["totals"] if n * passes > 1},
-        })  # fmt: skip
+        rows.append(
+            {
+                "share": f"{100 * share['share']:g}%",
+                "GB": f"{share['usable_bytes'] / GB:.2f}",
+                "for samples": f"{share['left_bytes'] / GB:.2f}",
+                "batch": "none fits" if size == 0 else size,
+                "fullest in": share.get("fullest"),
+                "peak": _gb(peak) if peak else None,
+                **{
+                    f"{n} card{'s' * (n > 1)}{times}": n * passes * size
+                    for n in figures["totals"]
+                    if n * passes > 1
+                },
+            }
+        )
     return rows
 
 
@@ -263,8 +279,11 @@ def write_profiles(settings: Calculator, figures: Row, file: Path) -> list[str]:
             "a sample takes."
         )
     defaults, always = to_plain(Calculator().train), {"group_size", "max_new_tokens", "memory_utilization"}
-    content = {name: value for name, value in to_plain(with_length(settings.train)).items()
-               if name in always or (value != defaults[name] and "batch_size" not in name)}  # fmt: skip
+    content = {
+        name: value
+        for name, value in to_plain(resolve_max_new_tokens(settings.train)).items()
+        if name in always or (value != defaults[name] and "batch_size" not in name)
+    }
     remarks = [f"# Calculated for {card}, not measured on it: {size} samples at once at most on each card."]
     if figures["model"] is not None:
         content |= {"model": figures["model"], "precision": figures["precision"]}

@@ -13,8 +13,8 @@ from grpo.config.sizes import GB, parse_size
 from grpo.workbench.tables import Row
 
 ECC_SHARE = 15 / 16
-"""What error correction leaves of GDDR memory. nvidia-smi on a T4: 15360 MiB of 16 GB, A10: 23028 of
-24 GB, L4: 23034 of 24 GB, L40S: 46068 of 48 GB. HBM keeps its check bits elsewhere."""
+"""The share of GDDR memory that error correction leaves. nvidia-smi on a T4: 15360 MiB of 16 GB, A10: 23028
+of 24 GB, L4: 23034 of 24 GB, L40S: 46068 of 48 GB. HBM keeps its check bits elsewhere."""
 MIN_START = 2
 """Letters at least that stand for every card whose name starts with them."""
 
@@ -31,7 +31,7 @@ class Card:
 
     @property
     def usable_bytes(self) -> int:
-        """What a process can ask CUDA for on an idle card."""
+        """The bytes that a process can ask CUDA for on an idle card."""
         from grpo.memory.budget import card_memory  # which loads torch
 
         share = ECC_SHARE if self.gddr_ecc else 1.0
@@ -41,16 +41,35 @@ class Card:
 CARDS = {
     card.name: card
     for card in (
-        Card("rtx3070", 8), Card("rtx4060", 8), Card("rtx3080", 10), Card("rtx3060", 12),
-        Card("rtx4070", 12), Card("t4", 16, bf16=False, gddr_ecc=True), Card("v100-16gb", 16, bf16=False),
-        Card("rtx4060ti-16gb", 16), Card("rtx4080", 16), Card("rtx5080", 16), Card("rtx3090", 24),
-        Card("rtx4090", 24), Card("a10", 24, gddr_ecc=True), Card("l4", 24, gddr_ecc=True),
-        Card("v100-32gb", 32, bf16=False), Card("rtx5090", 32), Card("a100-40gb", 40),
-        Card("a40", 48, gddr_ecc=True), Card("l40s", 48, gddr_ecc=True), Card("a6000", 48),
-        Card("rtx6000-ada", 48), Card("a100-80gb", 80), Card("h100", 80), Card("rtx6000-pro", 96),
-        Card("h200", 141), Card("b200", 180), Card("mi300x", 192),
+        Card("rtx3070", 8),
+        Card("rtx4060", 8),
+        Card("rtx3080", 10),
+        Card("rtx3060", 12),
+        Card("rtx4070", 12),
+        Card("t4", 16, bf16=False, gddr_ecc=True),
+        Card("v100-16gb", 16, bf16=False),
+        Card("rtx4060ti-16gb", 16),
+        Card("rtx4080", 16),
+        Card("rtx5080", 16),
+        Card("rtx3090", 24),
+        Card("rtx4090", 24),
+        Card("a10", 24, gddr_ecc=True),
+        Card("l4", 24, gddr_ecc=True),
+        Card("v100-32gb", 32, bf16=False),
+        Card("rtx5090", 32),
+        Card("a100-40gb", 40),
+        Card("a40", 48, gddr_ecc=True),
+        Card("l40s", 48, gddr_ecc=True),
+        Card("a6000", 48),
+        Card("rtx6000-ada", 48),
+        Card("a100-80gb", 80),
+        Card("h100", 80),
+        Card("rtx6000-pro", 96),
+        Card("h200", 141),
+        Card("b200", 180),
+        Card("mi300x", 192),
     )
-}  # fmt: skip
+}
 
 
 def find_card(name: str | None, sold: str | None = None) -> Card | None:
@@ -82,8 +101,10 @@ def cards_rows() -> list[Row]:
     """Every card, smallest first."""
     return [
         {
-            "--gpu": card.name, "sold, GB": f"{card.sold_gb:g}", 
-            "usable, GB": f"{card.usable_bytes / GB:.2f}", "native bf16": "yes" if card.bf16 else "no",
+            "--gpu": card.name,
+            "sold, GB": f"{card.sold_gb:g}",
+            "usable, GB": f"{card.usable_bytes / GB:.2f}",
+            "native bf16": "yes" if card.bf16 else "no",
         }
         for card in CARDS.values()
-    ]  # fmt: skip
+    ]

@@ -1,4 +1,4 @@
-"""What this machine reaches in training, in tokens a second, as it is and with a switch the other way.
+"""Measures this machine's training speed, in tokens a second, as it is and with a switch the other way.
 
 Each switch is looked up, not guessed from the machine's name; nothing is switched: a remedy says what to
 type.
@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from grpo.config.groups import OptimizerSettings
 from grpo.learning.optimizer import make_optimizer
-from grpo.learning.step import Stepper
+from grpo.learning.step import GuardedOptimizer
 from grpo.model.load import context_length
 from grpo.model.target import compute_dtype, make_target, multiplies_in_bf16
 from grpo.workbench.lm import accumulate_lm
@@ -101,10 +101,14 @@ def training_rates(settings: Check, device: torch.device) -> list[Row]:
         rate = settings.batch_size * context / median(times)
         first = first or rate
         logger.info("{}: {:,.0f} tokens/s", name, rate)
-        rows.append({
-            "step": name, "tokens/s": f"{rate:,.0f}", "of the first": f"{rate / first:.2f}",
-            "spread": f"{(max(times) - min(times)) / median(times):.0%}",
-        })  # fmt: skip
+        rows.append(
+            {
+                "step": name,
+                "tokens/s": f"{rate:,.0f}",
+                "of the first": f"{rate / first:.2f}",
+                "spread": f"{(max(times) - min(times)) / median(times):.0%}",
+            }
+        )
     return rows
 
 
@@ -126,7 +130,7 @@ def _step_times(
     model = random_model(make_target(shape, device, dtype))
     if compiled:
         model.base_model.compile()
-    stepper = Stepper(model, make_optimizer(model, OptimizerSettings()), 1.0)
+    stepper = GuardedOptimizer(model, make_optimizer(model, OptimizerSettings()), 1.0)
     vocabulary = shape.get_text_config(decoder=True).vocab_size
     windows = torch.randint(vocabulary, (settings.batch_size, context + 1))
     times = []

@@ -12,7 +12,7 @@ from pathlib import Path
 from loguru import logger
 
 from grpo.config import SettingsError
-from grpo.data.reward_files import with_length
+from grpo.data.reward_files import resolve_max_new_tokens
 from grpo.errors import UserError
 from grpo.memory.budget import GB, readable
 from grpo.model.load import context_length, load_tokenizer
@@ -20,10 +20,10 @@ from grpo.plan.workload import longest_prompt
 from grpo.run.loading import load_source
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.line import LEAST_FOR_A_LINE, fit_line
-from grpo.workbench.machine import settle
+from grpo.workbench.machine import resolve_auto
 from grpo.workbench.models import model_shape, num_parameters
 from grpo.workbench.settings import FindMax
-from grpo.workbench.sizes import Size, read_size, size_folder
+from grpo.workbench.sizes import SizeResult, read_size, size_folder
 from grpo.workbench.tables import Row
 from grpo.workbench.trial import PRINTED_FILE, run_task
 
@@ -32,25 +32,26 @@ INCREMENT = 16
 """Rows more after a success in the classic recipe."""
 
 
-def line_bytes(trial: Size) -> int:
+def line_bytes(trial: SizeResult) -> int:
     """The peak that the line is fitted to: the allocator's on an accelerator, the process's on a host."""
     return trial.allocated_bytes or trial.peak_bytes or 0
 
 
-def trial_row(trial: Size) -> Row:
+def trial_row(trial: SizeResult) -> Row:
     """A row of the table of trials: batch, status, memory in GB, loss and speed."""
     sizes = {"peak": trial.peak_bytes, "allocated": trial.allocated_bytes, "reserved": trial.reserved_bytes}
     fastest_s = min(trial.step_s) if trial.is_finished else None
     return {
-        "batch": trial.batch_size, "status": trial.status,
+        "batch": trial.batch_size,
+        "status": trial.status,
         **{f"{name}, GB": f"{size / GB:.3f}" if size else None for name, size in sizes.items()},
         "loss": f"{trial.steps[-1]['loss']:.4f}" if fastest_s else None,
         "s a step": f"{fastest_s:.2f}" if fastest_s else None,
         "samples/min": f"{60 * trial.batch_size / fastest_s:,.0f}" if fastest_s else None,
-    }  # fmt: skip
+    }
 
 
-def next_size(settings: FindMax, trials: Sequence[Size], usable_bytes: float) -> int:
+def next_size(settings: FindMax, trials: Sequence[SizeResult], usable_bytes: float) -> int:
     """The batch size to try after these trials, in whole groups; 0 when the search is done.
 
     By the line: a first size, twice or half of it, then what their line allows of `usable_bytes`; last, sizes
@@ -109,7 +110,7 @@ def check(settings: FindMax) -> Checked:
     The settings that come back name the device, the precision, and the most that a trial may hold (on a host
     what is free, lest the system ends something). ValueError for what a user can mend.
     """
-    settings, machine = settle(settings)
+    settings, machine = resolve_auto(settings)
     shape, no_command = model_shape(settings), None
     known = {
         "device": f"{machine.device_name}, {machine.precision}",
@@ -123,7 +124,7 @@ def check(settings: FindMax) -> Checked:
         )
         no_command = "it trains with GRPO alone, and this is language modelling"
     else:
-        settings = with_length(settings, context_length(shape))
+        settings = resolve_max_new_tokens(settings, context_length(shape))
         asked, new, reach = settings.prompt_tokens or 0, settings.max_new_tokens, context_length(shape)
         if asked + new > reach:
             raise SettingsError(
@@ -139,17 +140,20 @@ def check(settings: FindMax) -> Checked:
     if settings.memory_limit is None and machine.device == "cpu":
         settings = replace(settings, memory_limit=str(machine.usable_bytes))
     return Checked(
-        settings, [{"check": name, "found": value} for name, value in known.items()],
-        machine.device.partition(":")[0], machine.usable_bytes, no_command,
-    )  # fmt: skip
+        settings,
+        [{"check": name, "found": value} for name, value in known.items()],
+        machine.device.partition(":")[0],
+        machine.usable_bytes,
+        no_command,
+    )
 
 
-def find(checked: Checked, folder: Path) -> list[Size]:
+def find(checked: Checked, folder: Path) -> list[SizeResult]:
     """Search for the largest batch; all trials, each of which leaves a run's files in `folder`.
 
     ValueError where one fails, and not for want of memory: a smaller one would fail as well.
     """
-    settings, trials = checked.settings, list[Size]()
+    settings, trials = checked.settings, list[SizeResult]()
     while size := next_size(settings, trials, checked.usable_bytes):
         logger.info("batch {}: {} training steps in a new process", size, TRIAL_STEPS)
         trial = try_size(settings, size, folder)
@@ -162,7 +166,7 @@ def find(checked: Checked, folder: Path) -> list[Size]:
     return trials
 
 
-def try_size(settings: FindMax, batch_size: int, folder: Path) -> Size:
+def try_size(settings: FindMax, batch_size: int, folder: Path) -> SizeResult:
     """Take real steps of full length at this size in a fresh process, whose run is in `folder`."""
     task = settings.task(
         batch_size=batch_size, steps=TRIAL_STEPS, eval_interval=0, ignore_ends=True, logged_completions=0

@@ -1,4 +1,4 @@
-"""What follows from the trials of find-max: the largest size, the line, the sizes beyond it, what to use."""
+"""Conclusions from the trials of find-max: the largest size, the line, the sizes beyond it, what to use."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -7,14 +7,14 @@ from functools import cached_property
 from pathlib import Path
 
 from grpo.config import Config, to_plain
-from grpo.environment import typed
+from grpo.environment import command_hint
 from grpo.errors import UserError
 from grpo.memory.budget import GB, readable
 from grpo.workbench.find_max import INCREMENT, Checked, line_bytes
-from grpo.workbench.line import LEAST_FOR_A_LINE, Line, fit_line, leaves_the_line, unseen_margin
+from grpo.workbench.line import LEAST_FOR_A_LINE, Line, first_outlier, fit_line, safety_margin
 from grpo.workbench.pictures import picture
 from grpo.workbench.settings import FindMax
-from grpo.workbench.sizes import Size
+from grpo.workbench.sizes import SizeResult
 from grpo.workbench.tables import Row
 
 SAFE_SHARE = 0.8
@@ -49,7 +49,7 @@ class Findings:
         return fit_line(self.peaks)
 
     def facts(self) -> list[Row]:
-        """What was found: a figure, and how far it can be trusted."""
+        """A finding: a figure, and how far it can be trusted."""
         total, line, peak = self.total_bytes, self.line, self.peaks[self.maximum]
         capped = self.at_most is not None and self.maximum + self.multiple > self.at_most
         note = "no larger one was to be tried: --max-batch-size" if capped else ""
@@ -66,7 +66,7 @@ class Findings:
         return [{"what": what, "value": value, "note": note} for what, value, note in facts]
 
     def _line_facts(self, line: Line) -> list[tuple[str, object, str]]:
-        total, margin, bend = self.total_bytes, self.margin_bytes, leaves_the_line(self.peaks)
+        total, margin, bend = self.total_bytes, self.margin_bytes, first_outlier(self.peaks)
         slope = f"{line.bytes_per_sample / GB:.4g} × (batch - {line.first})"
         r_squared, note = f"{line.r_squared:.4f}", "a line throughout"
         if len(self.peaks) < LEAST_FOR_A_LINE:
@@ -119,7 +119,7 @@ class Findings:
             if self.no_command is None:
                 several = f"accelerate launch --num_processes {cards} train_lean.py"
                 split = f" --train-rows {at_once}" if passes > 1 else ""
-                launch = several if cards > 1 else typed("train")
+                launch = several if cards > 1 else command_hint("train")
                 row["command"] = f"{launch} --batch-size {batch}{split} {self.flags}".rstrip()
             rows.append(row)
         return rows
@@ -143,8 +143,8 @@ class Findings:
             axes.legend(frameon=False, ncols=2)
 
 
-def findings(checked: Checked, trials: Sequence[Size], flags: str = "") -> Findings:
-    """What follows from trials. flags: of train_lean.py. ValueError where no size fitted."""
+def findings(checked: Checked, trials: Sequence[SizeResult], flags: str = "") -> Findings:
+    """Returns the findings of trials. flags: of train_lean.py. ValueError where no size fitted."""
     settings, usable = checked.settings, checked.usable_bytes
     for trial in trials:
         if trial.status not in ("ok", "out of memory"):
@@ -160,18 +160,22 @@ def findings(checked: Checked, trials: Sequence[Size], flags: str = "") -> Findi
             "more memory."
         )
     return Findings(
-        peaks=peaks, total_bytes=usable,
+        peaks=peaks,
+        total_bytes=usable,
         failed=[trial.batch_size for trial in trials if not trial.is_finished],
-        margin_bytes=unseen_margin(usable, checked.device_type), multiple=settings.multiple,
-        at_most=settings.train.max_batch_size, flags=flags, no_command=checked.no_command,
-    )  # fmt: skip
+        margin_bytes=safety_margin(usable, checked.device_type),
+        multiple=settings.multiple,
+        at_most=settings.train.max_batch_size,
+        flags=flags,
+        no_command=checked.no_command,
+    )
 
 
 def flags_of(train: Config) -> str:
-    """What train_lean.py has to be given besides the batch size, to do what was tried."""
+    """Returns the flags that train_lean.py needs besides the batch size, to do what was tried."""
     defaults, words = to_plain(Config()), []
     for name, value in to_plain(train).items():
-        if value == defaults[name] or name in FindMax.CHOSEN:
+        if value == defaults[name] or name in FindMax.MANAGED_FLAGS:
             continue
         flag = name.replace("_", "-")
         if isinstance(value, bool):

@@ -18,7 +18,7 @@ LEAST_FOR_A_LINE = 4
 OFF_THE_LINE = 0.02
 """Share of its peak by which a size must miss the line through the smaller ones to be off it."""
 MARGIN_SHARE = 0.06
-"""Of the device, beside a context's 0.5 GB: what an accelerator's allocator does not show.
+"""The share of the device, beside a context's 0.5 GB, that an accelerator's allocator does not show.
 
 The published linear law (14.80 GB at batch 64, 0.2052 GB a sample, a device of 47.4 GB) ran out of memory
 at 208, which the line puts at 44.34 GB: there it was at least 3.06 GB.
@@ -63,7 +63,7 @@ def fit_line(peaks: Mapping[int, float]) -> Line | None:
     return Line(first, float(line.intercept), float(line.slope), float(line.rvalue**2))
 
 
-def leaves_the_line(peaks: Mapping[int, float]) -> int | None:
+def first_outlier(peaks: Mapping[int, float]) -> int | None:
     """The first size that misses the line through all smaller ones (at least three), or None."""
     sizes = sorted(peaks)
     for count in range(3, len(sizes)):
@@ -73,7 +73,7 @@ def leaves_the_line(peaks: Mapping[int, float]) -> int | None:
     return None
 
 
-def unseen_margin(total_bytes: float, device_type: str) -> float:
+def safety_margin(total_bytes: float, device_type: str) -> float:
     """Bytes that a device needs beyond the measured peaks, see MARGIN_SHARE."""
     if device_type == "cpu":
         return HOST_MARGIN_SHARE * total_bytes

@@ -25,19 +25,19 @@ from grpo.files import write_whole
 from grpo.learning.loss_scale import LossScale
 from grpo.learning.masters import split_masters
 from grpo.learning.optimizer import learning_rate, make_optimizer, set_learning_rate
-from grpo.learning.step import Stepper, begin_gradients
-from grpo.memory import Device, Pass, Size
+from grpo.learning.step import GuardedOptimizer, begin_gradients
+from grpo.memory import Device, Pass, PassSize
 from grpo.memory.device import Peak
 from grpo.model.activation_checkpointing import choose_checkpointing, recomputed_layers
 from grpo.model.head import LogitRule
-from grpo.model.stand_ins import computing_in
+from grpo.model.numerics import computing_in
 from grpo.model.target import Target, choose_device, make_target
 from grpo.model.ways import layers_with_window
 from grpo.plan.phase_probe import PhaseProbe
 from grpo.plan.trace import TracedPhases
 from grpo.plan.workload import Workload
 from grpo.run.tracking import RunTracker
-from grpo.scoring.head import Slope, head_pass
+from grpo.scoring.head import LogpGradFn, chunked_lm_head
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.models import load_model, model_shape
 from grpo.workbench.settings import Task
@@ -72,13 +72,13 @@ def window_logprobs(
     windows: Tensor,
     *,
     dtype: torch.dtype,
-    slope: Slope | None = None,
+    slope: LogpGradFn | None = None,
     traced: torch.device | None = None,
 ) -> Tensor:
     """Log-probs (R, T) of each token but the first of `windows` (R, T + 1), in nats.
 
-    slope: see `head_pass`; with it gradients are added to the parameters'. traced: the device whose memory a
-    trace is of.
+    slope: see `chunked_lm_head`; with it gradients are added to the parameters'. traced: the device whose
+    memory a trace is of.
     """
     windows = windows.to(model.device)
     with computing_in(dtype, model.device), torch.set_grad_enabled(slope is not None):
@@ -87,10 +87,15 @@ def window_logprobs(
         ).last_hidden_state  # (R, T, D)
         head = model.get_output_embeddings()
         hidden, targets = hidden.flatten(0, 1), windows[:, 1:].flatten()
-        result = head_pass(
-            hidden.detach(), head.weight, targets,
-            bias=head.bias, rule=LogitRule.of(model.config), slope=slope, device=traced,
-        )  # fmt: skip
+        result = chunked_lm_head(
+            hidden.detach(),
+            head.weight,
+            targets,
+            bias=head.bias,
+            rule=LogitRule.of(model.config),
+            slope=slope,
+            device=traced,
+        )
     if result.hidden_gradient is not None:
         hidden.backward(result.hidden_gradient)
     return result.logp.view(windows[:, 1:].shape)
@@ -131,11 +136,14 @@ def heldout_losses(model: PreTrainedModel, windows: Tensor, *, dtype: torch.dtyp
 
 
 class WindowPhases(PhaseProbe):
-    """Learning from windows of `tokens`, the one phase that there is."""
+    """Learning from windows of a text, the one phase that there is."""
 
-    def learn(self, size: Size) -> None:
+    def learn(self, size: PassSize) -> None:
         self.begin_gradients()
-        windows, target = torch.zeros(size.rows, 1 + size.tokens, dtype=torch.long), self.work.target
+        windows, target = (
+            torch.zeros(size.rows, 1 + size.completion_tokens, dtype=torch.long),
+            self.work.target,
+        )
         with recomputed_layers(self.policy, self.work.checkpointing):
             window_logprobs(
                 self.policy, windows, dtype=target.dtype, slope=lambda logp, _: logp, traced=target.device
@@ -144,9 +152,9 @@ class WindowPhases(PhaseProbe):
 
 
 def added_bytes(
-    target: Target, size: Size, *, checkpointing: Checkpointing = "none", lora: LoraSettings = WHOLE
+    target: Target, size: PassSize, *, checkpointing: Checkpointing = "none", lora: LoraSettings = WHOLE
 ) -> int:
-    """What tensors of an update are predicted to add, gradients among them; traced, on no device."""
+    """Predicts the bytes that tensors of an update add, gradients among them; traced, on no device."""
     config = Config(gradient_checkpointing=checkpointing, **vars(LoraSettings.of(lora)))
     return TracedPhases(Workload(config, target, 1), WindowPhases).added_bytes("learn", size)
 
@@ -164,23 +172,35 @@ def train_lm(task: Task, folder: Path) -> None:
     low_bits = {} if task.uses_lora else split_masters(model, target.dtype)
     optimizer = make_optimizer(model, task, low_bits)
     loss_scale = LossScale() if target.dtype == torch.float16 else None
-    stepper = Stepper(
+    stepper = GuardedOptimizer(
         model, optimizer, task.max_grad_norm, loss_scale=loss_scale, remedy="lower --learning-rate"
     )
     checkpointing = choose_checkpointing(task.gradient_checkpointing)
     learn = partial(
-        accumulate_lm, model, dtype=target.dtype, rows=task.rows, checkpointing=checkpointing,
+        accumulate_lm,
+        model,
+        dtype=target.dtype,
+        rows=task.rows,
+        checkpointing=checkpointing,
         loss_scale=loss_scale,
-    )  # fmt: skip
+    )
     limit = parse_size(task.memory_limit) if task.memory_limit else None
     device = Device(target.device, utilization=1.0, limit_bytes=limit)
     predicted = _predicted(task, target)
 
     def log_memory(step: int, peak: Peak, seconds: float) -> None:
         line = Pass(
-            "learn", task.rows, task.context, predicted, peak.added_bytes, peak.process_bytes, seconds, 0,
-            None, [],
-        )  # fmt: skip
+            "learn",
+            task.rows,
+            task.context,
+            predicted,
+            peak.added_bytes,
+            peak.process_bytes,
+            seconds,
+            0,
+            None,
+            [],
+        )
         tracker.log_memory(step, [[line.as_dict()]])
 
     def evaluate(step: int) -> None:
@@ -223,7 +243,7 @@ def _predicted(task: Task, target: Target) -> int | None:
     """Bytes that tensors of an update will add; None of a model that only real tensors run."""
     checkpointing = choose_checkpointing(task.gradient_checkpointing)
     try:
-        return added_bytes(target, Size(task.rows, task.context), checkpointing=checkpointing, lora=task)
+        return added_bytes(target, PassSize(task.rows, task.context), checkpointing=checkpointing, lora=task)
     except Exception as error:
         logger.debug("an update is not traced: {}", error)
         return None

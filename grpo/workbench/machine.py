@@ -1,4 +1,4 @@
-"""What this machine is to a training process: device, precision, memory, and whether it can compile."""
+"""This machine as a training process sees it: device, precision, memory, and whether it can compile."""
 
 import importlib.util
 import os
@@ -22,8 +22,11 @@ from grpo.workbench.settings import Task
 
 T = TypeVar("T", bound=Task)
 PRECISIONS: dict[torch.dtype, Precision] = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64",
-}  # fmt: skip
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+}
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,12 @@ class Machine:
     """Why torch.compile cannot work, or None."""
 
 
-def settle(settings: T) -> tuple[T, Machine]:
+def resolve_auto(settings: T) -> tuple[T, Machine]:
     """The settings with the model, device and precision that auto means here, and the machine.
 
     ValueError for a device that is not there, or that cannot do what is asked of it.
     """
-    machine = look(settings.device, settings.precision, settings.memory_limit)
+    machine = probe_device(settings.device, settings.precision, settings.memory_limit)
     if settings.compile and machine.no_compiler:
         raise SettingsError(f"compile is on, but {machine.no_compiler}; or leave it out.")
     if settings.tf32 and not machine.device.startswith("cuda"):
@@ -57,7 +60,7 @@ def settle(settings: T) -> tuple[T, Machine]:
     return replace(settings, model=model, device=machine.device, precision=machine.precision), machine
 
 
-def look(device: str, precision: Precision, memory_limit: str | None = None) -> Machine:
+def probe_device(device: str, precision: Precision, memory_limit: str | None = None) -> Machine:
     """Look at the device; at an accelerator from a process of its own, as its context would stay here.
 
     ValueError for a device that is not there.
@@ -74,11 +77,14 @@ def _look(name: str, precision: Precision, memory_limit: str | None) -> Machine:
     there = Device(device, utilization=1.0, limit_bytes=limit_bytes)
     memory = there.memory()
     return Machine(
-        device=str(device), device_name=device_name(device),
-        precision=PRECISIONS[compute_dtype(precision, device)], usable_bytes=there.budget().usable_bytes,
-        total_bytes=memory.total_bytes, others=there.neighbours() or readable(memory.others_bytes),
+        device=str(device),
+        device_name=device_name(device),
+        precision=PRECISIONS[compute_dtype(precision, device)],
+        usable_bytes=there.budget().usable_bytes,
+        total_bytes=memory.total_bytes,
+        others=there.neighbours() or readable(memory.others_bytes),
         no_compiler=no_compiler(device),
-    )  # fmt: skip
+    )
 
 
 def device_name(device: torch.device) -> str:

@@ -17,9 +17,12 @@ def model_shape(choice: ModelChoice) -> PretrainedConfig:
     if choice.arch is None:
         return shape_of(choice.model_name)
     special: dict[str, Any] = {
-        "n_inner": choice.d_ff, "activation_function": "gelu_pytorch_tanh", "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-    }  # fmt: skip
+        "n_inner": choice.d_ff,
+        "activation_function": "gelu_pytorch_tanh",
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
     if choice.arch == "llama":
         special = {
             "intermediate_size": choice.d_ff or -(-8 * choice.width // (3 * 64)) * 64,
@@ -27,10 +30,17 @@ def model_shape(choice: ModelChoice) -> PretrainedConfig:
             "rope_parameters": {"rope_type": "default", "rope_theta": choice.rope_theta},
         }
     return AutoConfig.for_model(
-        choice.arch, hidden_size=choice.width, num_hidden_layers=choice.layers,
-        num_attention_heads=choice.heads, max_position_embeddings=choice.context, vocab_size=choice.vocab,
-        tie_word_embeddings=not choice.untied, bos_token_id=0, eos_token_id=0, **special,
-    )  # fmt: skip
+        choice.arch,
+        hidden_size=choice.width,
+        num_hidden_layers=choice.layers,
+        num_attention_heads=choice.heads,
+        max_position_embeddings=choice.context,
+        vocab_size=choice.vocab,
+        tie_word_embeddings=not choice.untied,
+        bos_token_id=0,
+        eos_token_id=0,
+        **special,
+    )
 
 
 def num_parameters(shape: PretrainedConfig) -> int:
@@ -56,7 +66,7 @@ def random_model(target: Target, *, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     with target.device:
         model = AutoModelForCausalLM.from_config(
-            target.model_config, dtype=target.exact_dtype, attn_implementation=target.attention
+            target.model_config, dtype=target.master_dtype, attn_implementation=target.attention
         )
     if target.on_cpu:
         recompute_activations(model)

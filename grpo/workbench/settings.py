@@ -1,4 +1,4 @@
-"""What the commands of the workbench can be told: the flags of train_lean.py, and some of their own.
+"""Settings of the workbench's commands: the flags of train_lean.py, and some of their own.
 
 Settings alone, read and checked before torch is loaded. `--config FILE` may hold any of them.
 """
@@ -27,9 +27,9 @@ def new_folder(kind: str) -> Path:
 
 @dataclass(frozen=True)
 class CommandSettings(Config):
-    """Settings of train_lean.py and more of a command, which chooses those in CHOSEN by itself."""
+    """Settings of train_lean.py and more of a command, which chooses those in MANAGED_FLAGS by itself."""
 
-    CHOSEN: ClassVar[tuple[str, ...]] = ()
+    MANAGED_FLAGS: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def parse(cls, arguments: Sequence[str] | None = None, **defaults: Any) -> Self:
@@ -38,7 +38,7 @@ class CommandSettings(Config):
         base: Any
         base, flags = take_config(words, cls(**defaults))
         for flag in (word.partition("=")[0] for word in flags):
-            if flag.removeprefix("--").replace("-", "_") in cls.CHOSEN:
+            if flag.removeprefix("--").replace("-", "_") in cls.MANAGED_FLAGS:
                 raise SettingsError(f"{flag} is given, which is chosen by itself here: leave it out.")
         return tyro.cli(cls, args=flags, default=base)
 
@@ -119,10 +119,18 @@ class TaskFlags(Settings):
 class Task(CommandSettings, ModelChoice, TaskFlags):
     """Steps of GRPO or of language modelling at one batch size, whose rows are all on the device at once."""
 
-    CHOSEN: ClassVar[tuple[str, ...]] = (
-        "batch_size", "steps", "minutes", "rollout_rows", "score_rows", "resume", "dry_run", "device_memory",
-        "name", "memory_utilization",
-    )  # fmt: skip
+    MANAGED_FLAGS: ClassVar[tuple[str, ...]] = (
+        "batch_size",
+        "steps",
+        "minutes",
+        "rollout_rows",
+        "score_rows",
+        "resume",
+        "dry_run",
+        "device_memory",
+        "name",
+        "memory_utilization",
+    )
 
     def conflicts(self) -> Iterator[str]:
         for conflict in super().conflicts():
@@ -136,7 +144,7 @@ class Task(CommandSettings, ModelChoice, TaskFlags):
 
     @property
     def multiple(self) -> int:
-        """What batch sizes are multiples of."""
+        """The number that batch sizes are multiples of."""
         return self.group_size if self.objective == "grpo" else 1
 
     @property
@@ -147,9 +155,17 @@ class Task(CommandSettings, ModelChoice, TaskFlags):
     def task(self, **changes: Any) -> "Task":
         """These settings for one process: nothing is saved, and rows that do not fit run out of memory."""
         return Task.of(
-            self, memory_utilization=1.0, minutes=None, resume=None, dry_run=False, device_memory=None,
-            checkpoint_interval=0, trackers=(), show_completions=0, **changes,
-        )  # fmt: skip
+            self,
+            memory_utilization=1.0,
+            minutes=None,
+            resume=None,
+            dry_run=False,
+            device_memory=None,
+            checkpoint_interval=0,
+            trackers=(),
+            show_completions=0,
+            **changes,
+        )
 
 
 @dataclass(frozen=True)
@@ -171,7 +187,7 @@ class FindMax(Task, FindMaxFlags):
     Other flags are those of train_lean.py, which `--config FILE` holds, too.
     """
 
-    CHOSEN = (*Task.CHOSEN, "train_rows")
+    MANAGED_FLAGS = (*Task.MANAGED_FLAGS, "train_rows")
 
 
 @dataclass(frozen=True)
@@ -242,7 +258,7 @@ class Calculator(CommandSettings, CalculatorFlags):
     From a model, with the flags of train_lean.py, or with --trainable from counts of parameters alone.
     """
 
-    CHOSEN = ("device", "device_memory", "dry_run", "resume", "name", "shard", "memory_limit")
+    MANAGED_FLAGS = ("device", "device_memory", "dry_run", "resume", "name", "shard", "memory_limit")
 
     max_batch_size: int = 65536
     """No larger batch is looked for."""

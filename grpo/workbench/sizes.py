@@ -1,4 +1,4 @@
-"""What each size of a sweep or of a search came to, from the files that its run wrote.
+"""Results of each size of a sweep or search, from the files that its run wrote.
 
     sweep.json              what the sizes have in common
     notes.md                a person's own words, if there are any
@@ -39,7 +39,7 @@ def size_folder(sweep: Path, batch_size: int) -> Path:
 
 
 @dataclass
-class Size:
+class SizeResult:
     """One batch size: its settings and the figures of its run; those that are not there are None.
 
     status: ok, out of memory, diverged, failed, unfinished (it runs, or was killed) or not run.
@@ -95,12 +95,14 @@ class Size:
         at = {0: 0.0} | {line["step"]: seconds for line, seconds in zip(self.steps, times, strict=True)}
         points = [
             {
-                "update": line["step"], "done": line["step"] * units,
-                "seconds": at.get(line["step"], max(at.values())), "train": figure(line, train),
+                "update": line["step"],
+                "done": line["step"] * units,
+                "seconds": at.get(line["step"], max(at.values())),
+                "train": figure(line, train),
                 "heldout": figure(line, f"eval_{train}"),
             }
             for line in (*self.steps, *self.evaluations)
-        ]  # fmt: skip
+        ]
         self.curve: list[dict[str, Any]] = sorted(points, key=lambda point: point["update"])
         """Points by update: units done, seconds of training, training and held-out quality."""
         late = [point["train"] for point in self.curve if point["update"] > (1 - FINAL_SHARE) * self.updates]
@@ -136,13 +138,13 @@ def _most(lines: Sequence[Record], name: str) -> Any:
     return max((line[name] for line in lines if line.get(name)), default=None)
 
 
-def read_size(sweep: Path, batch_size: int, header: Record) -> Size:
+def read_size(sweep: Path, batch_size: int, header: Record) -> SizeResult:
     """Read one size, finished or not. header: the content of the sweep's `SWEEP_FILE`."""
     folder, is_grpo = size_folder(sweep, batch_size), header.get("objective") == "grpo"
     ended, task = read_json(folder / ENDED_FILE), read_json(folder / TASK_FILE)
     lines = [line for line in read_lines(folder / METRICS_FILE) if isinstance(line.get("step"), int)]
     heldout = read_json(folder / HELDOUT_FILE).get("values")
-    return Size(
+    return SizeResult(
         batch_size,
         str(ended.get("status") or ("unfinished" if folder.is_dir() else "not run")),
         str(ended.get("message") or ""),

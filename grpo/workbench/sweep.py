@@ -26,13 +26,13 @@ from grpo.files import write_whole
 from grpo.run.loading import load_source
 from grpo.workbench import trial
 from grpo.workbench.corpus import open_corpus, text_file, trained_tokenizer
-from grpo.workbench.machine import Machine, settle
+from grpo.workbench.machine import Machine, resolve_auto
 from grpo.workbench.models import model_shape, num_parameters
 from grpo.workbench.settings import new_folder
-from grpo.workbench.sizes import ENDED_FILE, OK, SWEEP_FILE, Size, read_json, read_size, size_folder
-from grpo.workbench.sweep_settings import Sweep, shrunk
+from grpo.workbench.sizes import ENDED_FILE, OK, SWEEP_FILE, SizeResult, read_json, read_size, size_folder
+from grpo.workbench.sweep_settings import Sweep, apply_low_resource
 from grpo.workbench.tables import Row
-from grpo.workbench.trial import Ended
+from grpo.workbench.trial import TrialStatus
 
 TUNE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 KEPT = ("ok", "out of memory", "diverged")
@@ -47,11 +47,11 @@ def open_sweep(settings: Sweep) -> tuple[Sweep, Path]:
     The settings as they are on this machine, and the folder. ValueError for what a user can mend.
     """
     if settings.low_resource:
-        settings, changes = shrunk(settings)
+        settings, changes = apply_low_resource(settings)
         logger.info("low resource: {}", "; ".join(changes) or "nothing to shrink")
         if settings.device == "auto" and torch.backends.mps.is_available():
             settings = replace(settings, device="mps")
-    settings, machine = settle(settings)
+    settings, machine = resolve_auto(settings)
     tokenizer = None
     if settings.objective == "lm":
         logger.info("text: {:,} tokens to learn from", open_corpus(settings).num_train)
@@ -72,10 +72,13 @@ def open_sweep(settings: Sweep) -> tuple[Sweep, Path]:
 def _open_folder(folder: Path, settings: Sweep, machine: Machine) -> None:
     """Make the folder, or go on in it. SettingsError if it holds a sweep with other settings."""
     known = to_plain(settings)
-    common = {name: value for name, value in known.items() if name not in (*Sweep.CHOSEN, "output")} | {
-        "model": settings.model_name, "batch_sizes": settings.sizes, "base_batch_size": settings.base,
+    managed = (*Sweep.MANAGED_FLAGS, "output")
+    common = {name: value for name, value in known.items() if name not in managed} | {
+        "model": settings.model_name,
+        "batch_sizes": settings.sizes,
+        "base_batch_size": settings.base,
         "warmup_share": settings.warm_up,
-    }  # fmt: skip
+    }
     file, started = folder / SWEEP_FILE, datetime.now().isoformat(timespec="seconds")
     if file.exists():
         before = read_json(file)
@@ -97,17 +100,21 @@ def _open_folder(folder: Path, settings: Sweep, machine: Machine) -> None:
     if settings.objective == "lm":
         quality = {"name": "held-out loss", "better": "lower", "unit": "nats a token"}
     facts = {
-        "unit": settings.unit, "total": settings.total, "quality": quality, "started": started,
+        "unit": settings.unit,
+        "total": settings.total,
+        "quality": quality,
+        "started": started,
         "memory_limit_bytes": parse_size(settings.memory_limit) if settings.memory_limit else None,
-        "num_parameters": num_parameters(model_shape(settings)), "device_name": machine.device_name,
+        "num_parameters": num_parameters(model_shape(settings)),
+        "device_name": machine.device_name,
         "usable_bytes": machine.usable_bytes,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-    }  # fmt: skip
+    }
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(file, json.dumps({**common, **facts}, indent=1) + "\n")
 
 
-def run_sweep(settings: Sweep, folder: Path) -> list[Size]:
+def run_sweep(settings: Sweep, folder: Path) -> list[SizeResult]:
     """All sizes asked for, as they ended; those that had ended already are kept."""
     for number, size in enumerate(settings.sizes, start=1):
         run = size_folder(folder, size)
@@ -116,7 +123,7 @@ def run_sweep(settings: Sweep, folder: Path) -> list[Size]:
             logger.info("size {}: kept from before ({})", size, status)
             continue
         logger.info("size {} ({} of {})", size, number, len(settings.sizes))
-        rate, tuned, ended = settings.rate(size), list[dict[str, float | None]](), Ended("ok")
+        rate, tuned, ended = settings.rate(size), list[dict[str, float | None]](), TrialStatus("ok")
         if settings.scale_lr == "tuned":
             rate, tuned, ended = _tune(settings, size, folder)
         task = settings.size_task(size, rate)
@@ -140,13 +147,15 @@ def _tell(settings: Sweep, size: int, line: Mapping[str, Any]) -> None:
         )
 
 
-def _tune(settings: Sweep, size: int, folder: Path) -> tuple[float, list[dict[str, float | None]], Ended]:
+def _tune(
+    settings: Sweep, size: int, folder: Path
+) -> tuple[float, list[dict[str, float | None]], TrialStatus]:
     """Try learning rates in short runs: the one with the best held-out quality, all tries, and how it ended.
 
     It ends early where memory runs out, and badly only where no try ended well.
     """
     tried: dict[float, float] = {}
-    rows, total, ended = list[dict[str, float | None]](), settings.tune_total(size), Ended("ok")
+    rows, total, ended = list[dict[str, float | None]](), settings.tune_total(size), TrialStatus("ok")
     for factor in TUNE_FACTORS:
         rate = factor * settings.rate(size)
         runs = folder / f"tune-{size:05d}-{rate:.2g}"
@@ -161,7 +170,7 @@ def _tune(settings: Sweep, size: int, folder: Path) -> tuple[float, list[dict[st
         if ended.status in ("out of memory", "failed"):
             break
     else:
-        ended = Ended("ok") if tried else ended
+        ended = TrialStatus("ok") if tried else ended
     if not tried:
         return settings.rate(size), rows, ended
     best = (max if settings.objective == "grpo" else min)(tried, key=lambda rate: tried[rate])
@@ -170,17 +179,24 @@ def _tune(settings: Sweep, size: int, folder: Path) -> tuple[float, list[dict[st
     return best, rows, ended
 
 
-def size_row(size: Size, unit: str) -> Row:
+def size_row(size: SizeResult, unit: str) -> Row:
     """A row of the printed table."""
 
     def shown(value: float | None, form: str, divided_by: float = 1.0) -> str | None:
         return None if value is None else format(value / divided_by, form)
 
     return {
-        "size": size.batch_size, "status": size.status, "rate": shown(size.learning_rate, ".2g"),
-        "updates": size.updates, "time, s": shown(size.seconds, ".1f"),
-        "start, s": shown(size.start_s, ".1f"), f"{unit}/s": shown(size.rate, ",.0f"),
-        "peak, GB": shown(size.peak_bytes, ".2f", GB), "tensors": shown(size.added_bytes, ".3f", GB),
-        "predicted": shown(size.predicted_bytes, ".3f", GB), "train": shown(size.final_train, ".4f"),
-        "held-out": shown(size.final_heldout, ".4f"), "best": shown(size.best_heldout, ".4f"),
-    }  # fmt: skip
+        "size": size.batch_size,
+        "status": size.status,
+        "rate": shown(size.learning_rate, ".2g"),
+        "updates": size.updates,
+        "time, s": shown(size.seconds, ".1f"),
+        "start, s": shown(size.start_s, ".1f"),
+        f"{unit}/s": shown(size.rate, ",.0f"),
+        "peak, GB": shown(size.peak_bytes, ".2f", GB),
+        "tensors": shown(size.added_bytes, ".3f", GB),
+        "predicted": shown(size.predicted_bytes, ".3f", GB),
+        "train": shown(size.final_train, ".4f"),
+        "held-out": shown(size.final_heldout, ".4f"),
+        "best": shown(size.best_heldout, ".4f"),
+    }

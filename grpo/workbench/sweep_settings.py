@@ -14,14 +14,25 @@ from grpo.workbench.settings import Task
 TUNE_UPDATES = 8
 """Least updates of a run that tries a learning rate: after fewer, all rates look alike."""
 LOW_RESOURCE = {
-    "batch_sizes": 64, "total_tokens": 100_000, "total_samples": 256, "eval_prompts": 32, "evaluations": 4,
-    "max_new_tokens": 48, "layers": 2, "width": 128, "context": 64,
-}  # fmt: skip
+    "batch_sizes": 64,
+    "total_tokens": 100_000,
+    "total_samples": 256,
+    "eval_prompts": 32,
+    "evaluations": 4,
+    "max_new_tokens": 48,
+    "layers": 2,
+    "width": 128,
+    "context": 64,
+}
 """The most that --low-resource allows; layers and width count for a model made by --arch."""
-OF_LM: dict[str, Any] = {
-    "learning_rate": 1e-3, "lr_schedule": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95,
-    "warmup_steps": 5, "eval_prompts": 128,
-}  # fmt: skip
+LM_DEFAULTS: dict[str, Any] = {
+    "learning_rate": 1e-3,
+    "lr_schedule": "cosine",
+    "weight_decay": 0.1,
+    "adam_beta2": 0.95,
+    "warmup_steps": 5,
+    "eval_prompts": 128,
+}
 """Defaults of language modelling; the warm-up is 5 of 100 steps."""
 
 
@@ -61,7 +72,7 @@ class Sweep(Task, SweepFlags):
     Other flags are those of train_lean.py, which `--config FILE` holds, too.
     """
 
-    CHOSEN = (*Task.CHOSEN, "runs_dir", "eval_interval", "trackers", "prompt_tokens")
+    MANAGED_FLAGS = (*Task.MANAGED_FLAGS, "runs_dir", "eval_interval", "trackers", "prompt_tokens")
 
     objective: Literal["grpo", "lm"] = "lm"
     """lm: plain language modelling on a text. grpo: what train_lean.py does."""
@@ -83,7 +94,7 @@ class Sweep(Task, SweepFlags):
     def parse(cls, arguments: Sequence[str] | None = None, **defaults: Any) -> Self:
         words = list(sys.argv[1:] if arguments is None else arguments)
         is_grpo = "--objective=grpo" in words or ("--objective", "grpo") in pairwise(words)
-        return super().parse(words, **({"objective": "grpo"} if is_grpo else OF_LM), **defaults)
+        return super().parse(words, **({"objective": "grpo"} if is_grpo else LM_DEFAULTS), **defaults)
 
     @property
     def sizes(self) -> list[int]:
@@ -135,12 +146,15 @@ class Sweep(Task, SweepFlags):
         """The settings of one size's process. SettingsError where they cannot be."""
         steps = self.num_updates(batch_size, total)
         return self.task(
-            batch_size=batch_size, steps=steps, learning_rate=rate, warmup_steps=round(self.warm_up * steps),
+            batch_size=batch_size,
+            steps=steps,
+            learning_rate=rate,
+            warmup_steps=round(self.warm_up * steps),
             eval_interval=max(1, round(steps / (evaluations or self.evaluations))),
-        )  # fmt: skip
+        )
 
 
-def shrunk(settings: Sweep) -> tuple[Sweep, list[str]]:
+def apply_low_resource(settings: Sweep) -> tuple[Sweep, list[str]]:
     """The sweep within LOW_RESOURCE, as far as a setting matters to it, and the changes in words."""
     sizes = tuple(size for size in settings.sizes if size <= LOW_RESOURCE["batch_sizes"])
     sizes = sizes or (settings.sizes[0],)

@@ -46,7 +46,7 @@ _TAIL_LINES = 3
 _THREADS_NEED_MEMORY = ("Thread creation failed", "can't start new thread", "std::bad_alloc")
 
 
-class Ended(NamedTuple):
+class TrialStatus(NamedTuple):
     """How a run ended (ok, out of memory, diverged, failed), and why, if it did not end well."""
 
     status: str
@@ -61,7 +61,7 @@ def run_task(
     folder: Path,
     watch: Callable[[Mapping[str, Any]], None] = lambda line: None,
     tuned: Sequence[Mapping[str, float | None]] = (),
-) -> Ended:
+) -> TrialStatus:
     """Do `task` in a process of its own, which Ctrl-C ends as well. folder, tuned: see `write_task`.
 
     watch: given each line of metrics.jsonl as it comes.
@@ -82,7 +82,7 @@ def run_task(
             process.kill()
             process.wait()
     if content := read_json(folder / ENDED_FILE):
-        return Ended(**content)
+        return TrialStatus(**content)
     ended = _death(
         code, (folder / PRINTED_FILE).read_text(encoding="utf-8"), limited=task.memory_limit is not None
     )
@@ -107,31 +107,31 @@ def read_task(folder: Path) -> Task:
     return task
 
 
-def write_ended(folder: Path, ended: Ended) -> Ended:
+def write_ended(folder: Path, ended: TrialStatus) -> TrialStatus:
     """Write into a run's folder how it ended."""
     write_whole(folder / ENDED_FILE, json.dumps(ended._asdict()) + "\n")
     return ended
 
 
-def _death(code: int, text: str, *, limited: bool) -> Ended:
+def _death(code: int, text: str, *, limited: bool) -> TrialStatus:
     """How a run ended whose process died without writing it."""
     last = "; ".join(text.strip().splitlines()[-_TAIL_LINES:])
     if code == -signal.SIGKILL:
-        return Ended(
+        return TrialStatus(
             "out of memory", "the system ended the process (SIGKILL), as it does when memory runs out"
         )
     if limited and (code < 0 or any(words in text for words in _THREADS_NEED_MEMORY)):
         name = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-        return Ended("out of memory", f"ended under its limit of memory ({name}) {last}".strip())
-    return Ended("failed", last or f"exit status {code}")
+        return TrialStatus("out of memory", f"ended under its limit of memory ({name}) {last}".strip())
+    return TrialStatus("failed", last or f"exit status {code}")
 
 
 # ------------------------------------------------------------------------------- within the process
 
 
-def do_task(folder: Path) -> Ended:
+def do_task(folder: Path) -> TrialStatus:
     """Do the task of a folder in this process; whatever ends it is a result."""
-    ended = Ended("ok")
+    ended = TrialStatus("ok")
     try:
         task = read_task(folder)
         torch.backends.cuda.matmul.allow_tf32 |= task.tf32
@@ -139,11 +139,11 @@ def do_task(folder: Path) -> Ended:
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if isinstance(error, DoesNotFit | MemoryError) or is_out_of_memory(error):
-            ended = Ended("out of memory", reason)
+            ended = TrialStatus("out of memory", reason)
         elif isinstance(error, FloatingPointError | Diverged):
-            ended = Ended("diverged", reason)
+            ended = TrialStatus("diverged", reason)
         else:
-            ended = Ended("failed", f"{type(error).__name__}: {reason}")
+            ended = TrialStatus("failed", f"{type(error).__name__}: {reason}")
             logger.opt(exception=error).error("the task failed")
     return write_ended(folder, ended)
 
@@ -154,16 +154,24 @@ def train_grpo(task: Task, folder: Path) -> None:
     Memory may run out.
     """
     config = replace(
-        task.train, rollout_rows=task.num_rows, score_rows=task.num_rows, train_rows=task.rows,
-        runs_dir=folder.parent, name=folder.name,
-    )  # fmt: skip
+        task.train,
+        rollout_rows=task.num_rows,
+        score_rows=task.num_rows,
+        train_rows=task.rows,
+        runs_dir=folder.parent,
+        name=folder.name,
+    )
     inputs = Inputs(is_trial=True)
     if task.prompt_tokens is not None:
         inputs = replace(inputs, prompts=made_up_prompts(config, task.prompt_tokens), rewards=[by_chance])
         config = replace(
-            config, **vars(PromptSettings()), reward_weights=(), engine="off", heldout_share=0.0,
+            config,
+            **vars(PromptSettings()),
+            reward_weights=(),
+            engine="off",
+            heldout_share=0.0,
             credit="whole",
-        )  # fmt: skip
+        )
     with open_run(config, inputs) as run:
         trainer = Trainer(run)
         for _ in trainer:

@@ -1,1 +1,1 @@
-"""What the scripts that print docs/measurements.md are made of. A row of a benchmark is a run."""
+"""Modules of the scripts that print docs/measurements.md. A row of a benchmark is a run."""

@@ -23,12 +23,12 @@ Name = Literal["ours", "trl", "trl defaults", "drop-in", "drop-in, skipping"]
 groups of equal rewards as our trainer does."""
 REWARDS = "policy", "environment"
 LOOK_TOKENS = 64
-"""Of an answer to a held-out prompt: room to finish, whatever room there is in training."""
+"""The length of answers to held-out prompts: room to finish, whatever room there is in training."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What all contenders do the same of. prompts: JSON lines with the columns that rewards read, and of
+    """The work that all contenders do alike. prompts: JSON lines with the columns that rewards read, and of
     others with the columns of `heldout`, which are looked at and never learned from."""
 
     name: Name
@@ -100,14 +100,14 @@ def looking(work: Work, model: Any, tokenizer: Any) -> Callable[[], dict[str, fl
     """Greedy answers to the held-out prompts, by our decoder: the share that is right, and that ends."""
     from grpo.config.groups import SamplingSettings
     from grpo.data import load_prompts
-    from grpo.data.maker import Room
+    from grpo.data.maker import PromptBudget
     from grpo.data.reward_functions import RewardFunctions
     from grpo.model.target import compute_dtype
     from grpo.model.weights import RolloutModel
     from grpo.rollout.sample import rollout
     from grpo.rollout.tokens import step_uniforms
 
-    room = Room(tokenizer, model.config.max_position_embeddings, LOOK_TOKENS)
+    room = PromptBudget(tokenizer, model.config.max_position_embeddings, LOOK_TOKENS)
     rows = read(work.heldout)
     prompts = load_prompts(rows, seed=0, heldout_share=0.0, room=room).draw(len(rows))
     settings = SamplingSettings(max_new_tokens=LOOK_TOKENS, temperature=0.0)
@@ -120,11 +120,13 @@ def looking(work: Work, model: Any, tokenizer: Any) -> Callable[[], dict[str, fl
         written = rollout(sampler.model, tokenizer, prompts, uniforms, settings, rows=work.batch_size)
         right = (score(written).rewards > 0.99).double()
         return {
-            "right": right.mean().item(), "ended": written.terminated.double().mean().item(),
+            "right": right.mean().item(),
+            "ended": written.terminated.double().mean().item(),
             "tokens": written.lengths.double().mean().item(),
             "short": (right * (written.lengths <= work.max_new_tokens)).mean().item(),
-            "each": right.tolist(), "texts": written.texts[:3],
-        }  # fmt: skip
+            "each": right.tolist(),
+            "texts": written.texts[:3],
+        }
 
     return look
 
@@ -136,13 +138,27 @@ def run_ours(work: Work, turns: Turns) -> None:
     from grpo.trainer import Trainer
 
     config = Config(
-        steps=work.steps, batch_size=work.batch_size, group_size=work.group_size, model=work.model,
-        device=work.device, heldout_share=0.0, engine="off", reward=work.rewards,
-        max_new_tokens=work.max_new_tokens, temperature=work.temperature, kl_coef=work.kl_coef,
+        steps=work.steps,
+        batch_size=work.batch_size,
+        group_size=work.group_size,
+        model=work.model,
+        device=work.device,
+        heldout_share=0.0,
+        engine="off",
+        reward=work.rewards,
+        max_new_tokens=work.max_new_tokens,
+        temperature=work.temperature,
+        kl_coef=work.kl_coef,
         learning_rate=work.learning_rate,
-        train_rows=work.train_rows, score_rows=work.train_rows, eval_interval=0, checkpoint_interval=0,
-        runs_dir=Path(work.folder), name="ours", trackers=(), seed=work.seed,
-    )  # fmt: skip
+        train_rows=work.train_rows,
+        score_rows=work.train_rows,
+        eval_interval=0,
+        checkpoint_interval=0,
+        runs_dir=Path(work.folder),
+        name="ours",
+        trackers=(),
+        seed=work.seed,
+    )
     rows = read(work.prompts)
     if "fen" in rows[0]:  # of positions our own source makes the prompts, which are the same
         rows = [{k: v for k, v in row.items() if k != "prompt" and v is not None} for row in rows]
@@ -194,20 +210,32 @@ def run_trl(work: Work, turns: Turns, *, best: bool, options: Mapping[str, Any] 
     model = AutoModelForCausalLM.from_pretrained(work.model, config=config, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(work.model)
     trainer = kind(
-        model=model, processing_class=tokenizer,
+        model=model,
+        processing_class=tokenizer,
         reward_funcs=[load_reward(name)[1] for name in work.rewards],
         train_dataset=Dataset.from_list(read(work.prompts)),
         args=trl.GRPOConfig(
-            output_dir=f"{work.folder}/trl", per_device_train_batch_size=work.train_rows,
-            gradient_accumulation_steps=work.batch_size // work.train_rows, num_generations=work.group_size,
-            max_completion_length=work.max_new_tokens, temperature=work.temperature, max_steps=work.steps,
-            beta=work.kl_coef, learning_rate=work.learning_rate, logging_steps=1, save_strategy="no",
+            output_dir=f"{work.folder}/trl",
+            per_device_train_batch_size=work.train_rows,
+            gradient_accumulation_steps=work.batch_size // work.train_rows,
+            num_generations=work.group_size,
+            max_completion_length=work.max_new_tokens,
+            temperature=work.temperature,
+            max_steps=work.steps,
+            beta=work.kl_coef,
+            learning_rate=work.learning_rate,
+            logging_steps=1,
+            save_strategy="no",
             report_to="none",
-            use_cpu=work.device == "cpu", disable_tqdm=True, seed=work.seed, lr_scheduler_type="constant",
+            use_cpu=work.device == "cpu",
+            disable_tqdm=True,
+            seed=work.seed,
+            lr_scheduler_type="constant",
             **settings,
         ),
-        callbacks=[Steps()], **(options or {}),
-    )  # fmt: skip
+        callbacks=[Steps()],
+        **(options or {}),
+    )
     if work.heldout:
         turns.look = looking(work, model, tokenizer)
     turns.say({"ready": True})

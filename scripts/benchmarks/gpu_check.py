@@ -1,4 +1,4 @@
-"""What a CUDA card shows of memory and speed, in one call: scripts/gpu_check.sh.
+"""Checks memory and speed on a CUDA card, in one call: scripts/gpu_check.sh.
 
 Nearly every part is a run of the trainer on GPT-2 124 M with random weights, whose texts are all as long as
 they may be. On a CPU the same parts run small, to be tested.
@@ -53,7 +53,7 @@ Figures = dict[str, Any]
 WARM_UP_STEPS = 2
 """First steps, in which kernels are loaded: no part of the speed."""
 PROMPT_TOKENS = 60
-"""Of the bundled prompts, about."""
+"""Tokens of a bundled prompt, about."""
 TIMED = ("sample", "score", "learn", "update")
 FULL: Figures = {"steps": 6, "max_new_tokens": 144, "batch_size": 64, "max_batch_size": 1024}
 SMALL: Figures = {"steps": 1, "max_new_tokens": 16, "batch_size": 8, "max_batch_size": 16}
@@ -82,9 +82,14 @@ def main(output: Path | None = None, small: bool = False, quick: bool = False) -
     with TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "gpt2", shape)
         config = Config(
-            model=str(model), runs_dir=Path(folder) / "runs", engine="off", eval_interval=0,
-            checkpoint_interval=0, trackers=(), **scale,
-        )  # fmt: skip
+            model=str(model),
+            runs_dir=Path(folder) / "runs",
+            engine="off",
+            eval_interval=0,
+            checkpoint_interval=0,
+            trackers=(),
+            **scale,
+        )
         parts: dict[str, Callable[[], Any]] = {
             "rates": lambda: _rates(config),
             "rows": lambda: [_row(replace(config, batch_size=n)) for n in sizes],
@@ -105,7 +110,7 @@ def main(output: Path | None = None, small: bool = False, quick: bool = False) -
 
 
 def _attempt(name: str, part: Callable[[], Any]) -> Any:
-    """What a part found, or why it failed; nothing of it is left on the card for the next, nor its limit."""
+    """Returns the figures of a part, or why it failed; nothing of it is left on the card for the next."""
     start = time.monotonic()
     try:
         result = part()
@@ -219,7 +224,7 @@ def _recovery(config: Config, limit: str) -> Figures:
 
 
 def _rates(config: Config) -> Figures:
-    """What the card reaches at best: operations a second of products, bytes a second of copies."""
+    """Measures the card's best: operations a second of products, bytes a second of copies."""
     device = choose_device(config.device)
     source = torch.empty(2**28 if device.type == "cuda" else 2**22, dtype=torch.uint8, device=device)
     copy = Timer("target.copy_(source)", globals={"source": source, "target": torch.empty_like(source)})
@@ -257,7 +262,7 @@ def _recorded(config: Config, rounds: int = 5) -> Figures:
 
 
 def _invariances(config: Config, precision: Precision, rows: int = 32, tokens: int = 48) -> Figures:
-    """What differs between a step of the bundled model done at once and one done in parts.
+    """Compares a step of the bundled model done at once with one done in parts.
 
     same: share of tokens sampled alike; gradient: largest difference, of the gradient's norm.
     """
@@ -272,9 +277,14 @@ def _invariances(config: Config, precision: Precision, rows: int = 32, tokens: i
     def gradient(at_once: int) -> torch.Tensor:
         policy.model.zero_grad(set_to_none=True)
         accumulate_grpo(
-            policy.model, batch, counts, settings=LossSettings(kl_coef=0.1), temperature=1.0,
-            dtype=policy.target.dtype, rows=at_once,
-        )  # fmt: skip
+            policy.model,
+            batch,
+            counts,
+            settings=LossSettings(kl_coef=0.1),
+            temperature=1.0,
+            dtype=policy.target.dtype,
+            rows=at_once,
+        )
         return torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
 
     at_once = gradient(rows)
@@ -313,7 +323,7 @@ def _row_of_table(row: Figures) -> dict[str, str]:
 
 
 def verdicts(results: Figures) -> dict[str, bool]:
-    """What holds on any device, of the parts that were run."""
+    """Returns the verdicts that hold on any device, of the parts that were run."""
     parts = {name: part for name, part in results.items() if isinstance(part, dict | list)}
     done = {name: part for name, part in parts.items() if "failed" not in part}
     sentences = {f"{name} ran": name in done for name in parts}

@@ -55,10 +55,13 @@ def change_rows(before: Evaluation, after: Sequence[Evaluation]) -> Iterator[dic
         change = float(np.mean(changes))
         interval = f"{_signed(low)} to {_signed(high)}" if len(changes) > 1 else "one seed"
         yield {
-            "": column, "before": f"{100 * was:.1f}", "GRPO": f"{100 * (was + change):.1f}",
-            "change": _signed(change), "95 %": interval,
+            "": column,
+            "before": f"{100 * was:.1f}",
+            "GRPO": f"{100 * (was + change):.1f}",
+            "change": _signed(change),
+            "95 %": interval,
             "each seed": " ".join(map(_signed, changes)),
-        }  # fmt: skip
+        }
 
 
 def _signed(value: float) -> str:

@@ -32,17 +32,39 @@ LIKE_ROOK_TINY = AutoConfig.from_pretrained(BUNDLED_FOLDER)
 
 
 LLAMA_3B = LlamaConfig(
-    hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24,
-    num_key_value_heads=8, head_dim=128, vocab_size=128256, max_position_embeddings=131072,
+    hidden_size=3072,
+    intermediate_size=8192,
+    num_hidden_layers=28,
+    num_attention_heads=24,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+    max_position_embeddings=131072,
     tie_word_embeddings=True,
-)  # fmt: skip
+)
 """As Llama 3.2 has it."""
 
 
+QWEN_0_5B = Qwen2Config(
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    vocab_size=151936,
+    max_position_embeddings=32768,
+    tie_word_embeddings=True,
+)
 QWEN_1_5B = Qwen2Config(
-    hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
-    num_key_value_heads=2, vocab_size=151936, max_position_embeddings=32768, tie_word_embeddings=True,
-)  # fmt: skip
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_hidden_layers=28,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    vocab_size=151936,
+    max_position_embeddings=32768,
+    tie_word_embeddings=True,
+)
 """As Qwen 2.5 has it."""
 
 

@@ -1,4 +1,4 @@
-"""What becomes of figures: contenders in turns, a table, what is said of them, and the exit status."""
+"""Contenders in turns, tables of figures, verdicts on them, and the exit status."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,8 @@ CONSOLE = screen(width=180)  # tables are for docs/measurements.md, whatever the
 
 
 def in_turns(contenders: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """What each returns, round by round, in an order that changes: what slows the machine slows all."""
+    """Returns the results of each, round by round, in an order that changes: what slows the machine slows
+    all."""
     results: dict[str, list[T]] = {name: [] for name in contenders}
     for turn in range(rounds):
         for name in contenders if turn % 2 else reversed(contenders):

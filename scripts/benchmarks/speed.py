@@ -32,7 +32,7 @@ CONTENDERS: tuple[Name, ...] = ("ours", "trl", "trl defaults")
 LEAST, MOST_MEMORY = 1.0, 0.8
 """Times TRL's speed, of its memory, on any machine: two AVX2 cores in fp32 have 1.23, 0.68 of its best."""
 WARM_UP_STEPS = 3
-"""Of ours, which counts memory operation by operation in the first two; of TRL's there is one."""
+"""Untimed first steps of ours, which counts memory operation by operation in two; TRL's has one."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ CASES = (
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RaceOutcome:
     """Every contender's steps, round by round, as `Turns.report` says them."""
 
     case: Case
@@ -75,7 +75,7 @@ class Outcome:
         return self.steps[name][-1]["peak_bytes"]
 
     def seconds(self, name: Name) -> float:
-        """Of a step, the median."""
+        """The median seconds of a step."""
         return median(step["seconds"] for step in self.steps[name])
 
 
@@ -85,13 +85,16 @@ class Worker:
     def __init__(self, work: Work) -> None:
         self._log = open(Path(work.folder, f"{work.name.replace(' ', '-')}.log"), "w+")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.contender", json.dumps(asdict(work))], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self._log, text=True,
+            [sys.executable, "-m", "benchmarks.contender", json.dumps(asdict(work))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )  # fmt: skip
+        )
 
     def step(self, word: str = "step\n") -> dict[str, Any]:
-        """What it says of its next step. RuntimeError, with the last that it said, if it has died."""
+        """Returns its report of the next step. RuntimeError, with its last words, if it has died."""
         self._process.stdin.write(word)
         self._process.stdin.flush()
         if not (line := self._process.stdout.readline()):
@@ -107,15 +110,22 @@ class Worker:
 
 def race(
     case: Case, folder: Path, *, contenders: Sequence[Name] = CONTENDERS, device: str = "cpu"
-) -> Outcome:
+) -> RaceOutcome:
     """Every contender's steps, in rounds. folder: for models, prompts and runs."""
     model = write_model(folder / "model", case.shape) if case.shape else BUNDLED_FOLDER
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in prompt_rows()), encoding="utf-8")
     work = Work(
-        "ours", str(model), str(prompts), str(folder), WARM_UP_STEPS + case.rounds + 1, device,
-        batch_size=case.batch_size, max_new_tokens=case.max_new_tokens, train_rows=case.train_rows,
-    )  # fmt: skip
+        "ours",
+        str(model),
+        str(prompts),
+        str(folder),
+        WARM_UP_STEPS + case.rounds + 1,
+        device,
+        batch_size=case.batch_size,
+        max_new_tokens=case.max_new_tokens,
+        train_rows=case.train_rows,
+    )
     with ExitStack() as stack:
         workers: dict[Name, Worker] = {}
         for name in contenders:
@@ -126,7 +136,7 @@ def race(
             for _ in range(WARM_UP_STEPS if name == "ours" else 1):
                 worker.step()
         steps = in_turns({name: worker.step for name, worker in workers.items()}, case.rounds)
-    outcome = Outcome(case, steps)
+    outcome = RaceOutcome(case, steps)
     logger.info("{}: {}", case.name, {name: f"{outcome.seconds(name):.2f} s" for name in contenders})
     return outcome
 
@@ -145,7 +155,7 @@ def prompt_rows(count: int = 128) -> list[dict[str, Any]]:
     return [{"prompt": prompt.text} | {name: prompt.columns.get(name) for name in names} for prompt in chosen]
 
 
-def race_rows(outcomes: Sequence[Outcome]) -> Iterator[dict[str, str]]:
+def race_rows(outcomes: Sequence[RaceOutcome]) -> Iterator[dict[str, str]]:
     """For the table."""
     for outcome in outcomes:
         rate = outcome.case.batch_size / outcome.seconds("ours")
@@ -159,7 +169,7 @@ def race_rows(outcomes: Sequence[Outcome]) -> Iterator[dict[str, str]]:
         yield row | {f"of {other}'s": f"{outcome.memory_ratio(other):.2f}" for other in others}
 
 
-def race_verdicts(outcomes: Sequence[Outcome]) -> dict[str, bool]:
+def race_verdicts(outcomes: Sequence[RaceOutcome]) -> dict[str, bool]:
     """Whether we are no slower than the others anywhere, and hold less, by the sentence that says so."""
     verdicts = {}
     for outcome in outcomes:

@@ -15,7 +15,7 @@ import torch
 from benchmarks.results import in_turns
 from grpo.config.groups import SamplingSettings
 from grpo.data import load_prompts
-from grpo.data.maker import Room
+from grpo.data.maker import PromptBudget
 from grpo.model.load import Policy, context_length, load_policy
 from grpo.model.ways import DECODING, READING, choose_decoding, choose_reading
 from grpo.rollout.sample import Rollout
@@ -40,7 +40,7 @@ class Speed(NamedTuple):
 def speeds(rounds: int = 3) -> list[Speed]:
     """Times sampling, and one pass of learning, of 32 rows in each way, in turns."""
     policy = load_policy("rook-tiny", torch.device("cpu"), "fp32")
-    room = Room(policy.tokenizer, context_length(policy.model.config), NEW_TOKENS)
+    room = PromptBudget(policy.tokenizer, context_length(policy.model.config), NEW_TOKENS)
     prompts = load_prompts("bundled", seed=0, heldout_share=0.0, room=room).draw(GROUPS)
     batch = _sample(policy, prompts)
     sampling = {way: partial(_sampled_in, policy, prompts, way) for way in DECODING}
@@ -71,9 +71,14 @@ def _sample(policy: Policy, prompts: list[Prompt]) -> Batch:
     ids = [policy.tokenizer(prompt.text)["input_ids"] for prompt in prompts]
     uniforms = step_uniforms(GROUPS * GROUP, NEW_TOKENS, seed=0, step=0)
     sampling = Rollout(
-        policy.model, policy.tokenizer, ids, uniforms, SamplingSettings(max_new_tokens=NEW_TOKENS),
-        rows=GROUPS * GROUP, ends=[policy.tokenizer.eos_token_id],
-    )  # fmt: skip
+        policy.model,
+        policy.tokenizer,
+        ids,
+        uniforms,
+        SamplingSettings(max_new_tokens=NEW_TOKENS),
+        rows=GROUPS * GROUP,
+        ends=[policy.tokenizer.eos_token_id],
+    )
     sampling.finish()
     return sampling.batch(prompts)
 
@@ -91,8 +96,11 @@ def _learned_in(policy: Policy, batch: Batch, way: str) -> float:
     begun = time.perf_counter()
     for stream in streams(batch, GROUPS * GROUP):
         token_logprobs(
-            policy.model, stream, temperature=1.0, dtype=torch.float32,
+            policy.model,
+            stream,
+            temperature=1.0,
+            dtype=torch.float32,
             slope=lambda logp, _: torch.ones_like(logp),
-        )  # fmt: skip
+        )
     policy.model.zero_grad()
     return time.perf_counter() - begun

@@ -16,9 +16,19 @@ def build(library: Path, compiler: str) -> None:
     place = Path(torch.__file__).parent
     include = [f"-I{place / 'include'}", f"-I{place / 'include/torch/csrc/api/include'}"]
     command = [
-        compiler, "-O0", "-std=c++20", "-fPIC", "-shared", *include, str(SOURCE), "-o", str(library),
-        f"-L{place / 'lib'}", "-ltorch_cpu", "-lc10",
-    ]  # fmt: skip
+        compiler,
+        "-O0",
+        "-std=c++20",
+        "-fPIC",
+        "-shared",
+        *include,
+        str(SOURCE),
+        "-o",
+        str(library),
+        f"-L{place / 'lib'}",
+        "-ltorch_cpu",
+        "-lc10",
+    ]
     subprocess.run(command, check=True, capture_output=True, text=True)
 
 
@@ -41,7 +51,7 @@ class AnotherDevice:
         self.device = torch.device(NAME, 0)
 
     def set_memory(self, size: int) -> None:
-        """What the device has, and says it has."""
+        """The memory that the device has, and says it has."""
         self._library.set_memory(c_int64(size))
 
     def set_limit(self, size: int) -> None:

@@ -24,15 +24,22 @@ from grpo.scoring.packing import streams
 from grpo.trainer import Trainer
 
 RICH = {
-    "num_iterations": 2, "refill_groups": 1, "importance_cap": 2.0, "mask_truncated": True, "kl_target": 0.01,
-    "gradient_checkpointing": "full", "reference_sync": 1, "lora_rank": 2,
-}  # fmt: skip
+    "num_iterations": 2,
+    "refill_groups": 1,
+    "importance_cap": 2.0,
+    "mask_truncated": True,
+    "kl_target": 0.01,
+    "gradient_checkpointing": "full",
+    "reference_sync": 1,
+    "lora_rank": 2,
+}
 
 
 def train(
     config: Config, prepare: Callable[[Run], object] = lambda run: None, *, traced: bool = False
 ) -> dict[str, Any]:
-    """What a run leaves: weights, texts, held-out rewards, and of each phase's memory the last record.
+    """Returns all that a run leaves: weights, texts, held-out rewards, and of each phase's memory the last
+    record.
 
     traced: with the passes that a run begins with, and not with a plan that is made up.
     """
@@ -51,9 +58,12 @@ def train(
 
 
 WAIT_FOR = (
-    torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select,
-    torch.ops.aten.bincount, torch.ops.aten.equal,
-)  # fmt: skip
+    torch.ops.aten._local_scalar_dense,
+    torch.ops.aten.nonzero,
+    torch.ops.aten.masked_select,
+    torch.ops.aten.bincount,
+    torch.ops.aten.equal,
+)
 """Operations whose result, or its shape, the host has to know."""
 
 
@@ -104,17 +114,30 @@ def compared(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def rehearse(rank: int, library: Path, model: Path, prompts: Path, folder: Path) -> dict[str, Any]:
-    """What came out of all of them."""
+    """Returns the outcome of all of them."""
     pretend = AnotherDevice(library)
     logger.remove()
     said: list[str] = []
     logger.add(said.append, format="{message}")
     cpu = Config(
-        steps=3, batch_size=16, group_size=4, model=str(model), device="cpu", precision="fp64",
-        prompts=str(prompts), heldout_share=0.2, engine="off", max_new_tokens=16,
-        eval_prompts=4, eval_interval=2, learning_rate=1e-3, runs_dir=folder,
-        trackers=(), checkpoint_interval=0, logged_completions=16,
-    )  # fmt: skip
+        steps=3,
+        batch_size=16,
+        group_size=4,
+        model=str(model),
+        device="cpu",
+        precision="fp64",
+        prompts=str(prompts),
+        heldout_share=0.2,
+        engine="off",
+        max_new_tokens=16,
+        eval_prompts=4,
+        eval_interval=2,
+        learning_rate=1e-3,
+        runs_dir=folder,
+        trackers=(),
+        checkpoint_interval=0,
+        logged_completions=16,
+    )
 
     def on(device: str, config: Config = cpu, **changes: Any) -> Config:
         return dataclasses.replace(config, device=device, **changes)

@@ -216,8 +216,20 @@ for line in iter(input, "quit"):
 def test_games_are_kept_where_an_engine_breaks(model_folders, tmp_path):
     (positions := tmp_path / "positions.fen").write_text(POSITIONS[0])
     (tmp_path / "engine.py").write_text(BREAKS)
-    ended = here("match", model_folders["gpt2"], "--against", f"uci:{sys.executable} {tmp_path}/engine.py",
-                 "--games", 2, "--from", "prompts", "--prompts", positions, "--output", tmp_path)  # fmt: skip
+    ended = here(
+        "match",
+        model_folders["gpt2"],
+        "--against",
+        f"uci:{sys.executable} {tmp_path}/engine.py",
+        "--games",
+        2,
+        "--from",
+        "prompts",
+        "--prompts",
+        positions,
+        "--output",
+        tmp_path,
+    )
     assert ended.returncode == 2 and "the engine failed on" in said(ended)
     assert [len(game.moves) for game in Match.load(tmp_path).games] == [3, 2]  # the first is drawn
 
@@ -252,8 +264,19 @@ def test_a_client_plays_whole_games_by_the_clock_in_either_colour(model_folders,
 
 def test_only_uci_is_on_stdout_and_where_lines_end_all_they_ask_for_is_answered(model_folders, tmp_path):
     log = tmp_path / "log"
-    lines = ["uci", "", "help", "go go go", "position fen", "setoption name x", "\x00", "stop", "isready",
-             f"position fen {ONE_MOVE}", "go"]  # fmt: skip
+    lines = [
+        "uci",
+        "",
+        "help",
+        "go go go",
+        "position fen",
+        "setoption name x",
+        "\x00",
+        "stop",
+        "isready",
+        f"position fen {ONE_MOVE}",
+        "go",
+    ]
     assert answers(str(model_folders["llama"]), lines, "--log", log)[-1] == "bestmove a1b1"
     assert "playing by" in log.read_text()
     ended = run("tests/grpo_lean.py", "uci", "--model", "no/such/model/here", cwd=tmp_path)
@@ -279,13 +302,21 @@ def write_run(folder: Path, growth: int = 0) -> Path:
     for step in range(1, 61):
         held, all_of_it = 2**29 + growth * step, 2**30 + growth * step
         line = {
-            "step": step, "rows": 8, "retries": 0, "predicted_bytes": 2**29, "added_bytes": 2**29,
+            "step": step,
+            "rows": 8,
+            "retries": 0,
+            "predicted_bytes": 2**29,
+            "added_bytes": 2**29,
             "process_bytes": all_of_it,
-        }  # fmt: skip
-        metrics.append({
-            "step": step, "num_tokens": 1000 * step, "memory/reserved_gb": all_of_it / 2**30,
-            "memory/allocated_gb": (held + (step * 7919) % 1000) / 2**30,
-        })  # fmt: skip
+        }
+        metrics.append(
+            {
+                "step": step,
+                "num_tokens": 1000 * step,
+                "memory/reserved_gb": all_of_it / 2**30,
+                "memory/allocated_gb": (held + (step * 7919) % 1000) / 2**30,
+            }
+        )
         memory += [{**line, "phase": phase} for phase in ("sample", "score", "learn", "update")]
     write_records(folder / "memory.jsonl", memory)
     write_records(folder / "metrics.jsonl", metrics)
@@ -309,10 +340,30 @@ def test_a_run_is_judged_by_its_files(tmp_path, monkeypatch, growth, verdict):
 def test_a_reward_that_keeps_tensors_is_found_and_named(tmp_path, model_folders, data_file):
     (tmp_path / "leaky.py").write_text(LEAKY)
     done = run(
-        "monitor_memory.py", 48, 4, "--group-size", 2, "--model", model_folders["gpt2"], "--device", "cpu",
-        "--precision", "fp32", "--prompts", data_file, "--engine", "off", "--reward", "leaky.py:leaky",
-        "--max-new-tokens", 4, "--name", "watched", "--trackers", cwd=tmp_path,
-    )  # fmt: skip
+        "monitor_memory.py",
+        48,
+        4,
+        "--group-size",
+        2,
+        "--model",
+        model_folders["gpt2"],
+        "--device",
+        "cpu",
+        "--precision",
+        "fp32",
+        "--prompts",
+        data_file,
+        "--engine",
+        "off",
+        "--reward",
+        "leaky.py:leaky",
+        "--max-new-tokens",
+        4,
+        "--name",
+        "watched",
+        "--trackers",
+        cwd=tmp_path,
+    )
     assert done.returncode == 1 and "LEAK in 48 steps" in done.stdout, done.stderr
     rate = float(re.search(r"held tensors: \+([\d.]+) MB a step", done.stdout)[1])
     assert rate == pytest.approx(1.0, abs=0.1)

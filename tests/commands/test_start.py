@@ -15,7 +15,7 @@ from commands import ENVIRONMENT, ROOT
 from setuptools import build_meta
 
 from grpo import commands, environment
-from grpo.environment import typed
+from grpo.environment import command_hint
 
 FILES = {"train": "train_lean.py", "monitor": "monitor_memory.py"}
 LARGE = {"torch", "transformers", "accelerate", "scipy", "matplotlib"}
@@ -24,9 +24,13 @@ LARGE = {"torch", "transformers", "accelerate", "scipy", "matplotlib"}
 def fresh(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A Python that has just been started."""
     return subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env={**os.environ, **ENVIRONMENT, **variables},
-        capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT, **variables},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
 
 
 def test_every_command_has_a_module_and_two_have_a_file_of_the_repository():
@@ -46,14 +50,15 @@ def test_the_overview_is_a_screen_that_names_all_and_a_command_has_the_words_aft
     assert status == 0 and all(f"  {name} " in text for name in commands.COMMANDS)
     assert len(text.splitlines()) < 24 and max(map(len, text.splitlines())) < 100
     for line, said in (
-        ("", "usage: grpo-lean"), ("trian", "'trian' is no command"),
+        ("", "usage: grpo-lean"),
+        ("trian", "'trian' is no command"),
         ("calculate --gpu h1000", "no card known"),
-    ):  # fmt: skip
+    ):
         status, text = ended(*line.split())
         assert status == commands.WRONG_USAGE and said in text
-    assert typed("train") == "grpo-lean train"
+    assert command_hint("train") == "grpo-lean train"
     monkeypatch.setattr("sys.argv", ["train_lean.py"])
-    assert typed("train") == "python train_lean.py"
+    assert command_hint("train") == "python train_lean.py"
 
 
 def test_what_is_installed_holds_all_that_it_needs(tmp_path, monkeypatch):
@@ -90,21 +95,25 @@ for line in json.loads(sys.argv[1]):
 print(json.dumps(found))
 """
 WRONG = {
-    "train_lean.py --stps 3": "--steps", "train_lean.py --memory-limit 24": "no size",
-    "train_lean.py --prompts no.txt": "no file no.txt", "train_lean.py --reward polcy": "not known",
-    "train_lean.py --lora-alpha 8": "lora_rank is 0", "monitor_memory.py 20 63": "batch_size is 63",
+    "train_lean.py --stps 3": "--steps",
+    "train_lean.py --memory-limit 24": "no size",
+    "train_lean.py --prompts no.txt": "no file no.txt",
+    "train_lean.py --reward polcy": "not known",
+    "train_lean.py --lora-alpha 8": "lora_rank is 0",
+    "monitor_memory.py 20 63": "batch_size is 63",
     "tests/grpo_lean.py evaluate auto --max-new-tokens 0": "max_new_tokens is 0",
     "tests/grpo_lean.py find-max --group-size 1": "group_size is 1",
     "tests/grpo_lean.py calculate --gpu h1000": "no card known",
     "tests/grpo_lean.py check --steps 0": "steps is 0",
-    "tests/grpo_lean.py report nowhere": "nowhere is no folder", "tests/grpo_lean.py match a": "--against",
+    "tests/grpo_lean.py report nowhere": "nowhere is no folder",
+    "tests/grpo_lean.py match a": "--against",
     "tests/grpo_lean.py uci --seed -1": "seed is -1",
     "tests/grpo_lean.py sweep --arch gpt2 --heads 3": "not a multiple of 3 heads",
-}  # fmt: skip
+}
 
 
 def test_a_wrong_setting_is_refused_before_torch_is_loaded():
-    """Of each command, one after another in one Python."""
+    """Tries each command, one after another in one Python."""
     done = fresh("-c", ONE_AFTER_ANOTHER, json.dumps(list(WRONG)))
     for line, status, said, modules in json.loads(done.stdout):
         assert status == 2 and WRONG[line] in said, said
@@ -127,10 +136,13 @@ def test_a_run_needs_nobody_to_talk_to_and_no_large_library_but_two(quick_flags,
     flags = [*quick_flags, "--steps", 1, "--trackers", "--name", "a"]
     line = shlex.join([sys.executable, "-c", A_RUN, *map(str, flags)])
     done = subprocess.run(
-        ["sh", "-c", f"exec {line} --runs-dir=~/mine 2>&-"], cwd=tmp_path, timeout=240, text=True,
+        ["sh", "-c", f"exec {line} --runs-dir=~/mine 2>&-"],
+        cwd=tmp_path,
+        timeout=240,
+        text=True,
         env={**os.environ, **ENVIRONMENT, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
-    )  # fmt: skip
+    )
     assert done.returncode == 0 and (tmp_path / "mine/a/model").is_dir() and not (tmp_path / "~").exists()
     packages = set(done.stdout.splitlines()[-1].split())
     assert "grpo" in packages and not packages & (LARGE - {"torch", "transformers"})
@@ -164,11 +176,12 @@ raise SystemExit(run("train"))
 @pytest.mark.parametrize(
     ("kernel", "of_user", "grows"),
     [
-        ("6.1.0-18-amd64", {}, True), ("5.15.167.4-microsoft-standard-WSL2", {}, False),
+        ("6.1.0-18-amd64", {}, True),
+        ("5.15.167.4-microsoft-standard-WSL2", {}, False),
         ("5.15.167.4-microsoft-standard-WSL2", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
         ("6.1.0-18-amd64", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, False),
     ],
-)  # fmt: skip
+)
 def test_segments_grow_except_in_windows_subsystem(kernel, of_user, grows, tmp_path, monkeypatch):
     (release := tmp_path / "osrelease").write_text(kernel)
     monkeypatch.setattr(environment, "KERNEL_RELEASE", release)

@@ -43,9 +43,21 @@ def folder(tmp_path_factory) -> Path:
 def small(model_folders) -> list[object]:
     """Flags of a small run; all others are the defaults."""
     return [
-        "--model", model_folders["gpt2"], "--batch-size", 8, "--group-size", 4, "--max-new-tokens", 8,
-        "--precision", "fp32", "--eval-interval", 2, "--eval-prompts", 4,
-    ]  # fmt: skip
+        "--model",
+        model_folders["gpt2"],
+        "--batch-size",
+        8,
+        "--group-size",
+        4,
+        "--max-new-tokens",
+        8,
+        "--precision",
+        "fp32",
+        "--eval-interval",
+        2,
+        "--eval-prompts",
+        4,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +67,17 @@ def own_task(folder) -> list[object]:
     lines = [{"prompt": f"Say {letter}:", "letter": letter} for letter in "abcdefghijklmnop" * 2]
     write_records(folder / "my_prompts.jsonl", lines)
     return [
-        "--prompts", "my_prompts.jsonl", "--heldout-share", 0.2,
-        "--reward", "my_rewards.py:brevity", "my_rewards.py:starts_with", "--reward-weights", 1, 2,
-    ]  # fmt: skip
+        "--prompts",
+        "my_prompts.jsonl",
+        "--heldout-share",
+        0.2,
+        "--reward",
+        "my_rewards.py:brevity",
+        "my_rewards.py:starts_with",
+        "--reward-weights",
+        1,
+        2,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -91,15 +111,30 @@ def test_a_run_of_own_rewards_and_prompts_shows_its_plan_before_and_what_it_meas
 def test_its_folder_holds_all_its_report_lacks_nothing_and_its_yaml_repeats_it(own_run, folder):
     run_folder = folder / "runs/own"
     assert {path.name for path in run_folder.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "completions.jsonl", "memory.jsonl", "log.txt", "checkpoints",
-        "model", "rewards", "tensorboard", LOCK_FILE,
-    }  # fmt: skip
+        "config.yaml",
+        "metrics.jsonl",
+        "completions.jsonl",
+        "memory.jsonl",
+        "log.txt",
+        "checkpoints",
+        "model",
+        "rewards",
+        "tensorboard",
+        LOCK_FILE,
+    }
     assert list((run_folder / "tensorboard").glob("events.*"))
     checkpoint = run_folder / "checkpoints" / "step-000002"
     assert find_damage(checkpoint) is None and AutoModelForCausalLM.from_pretrained(checkpoint)
     assert re.findall("<h2>(.*?)</h2>", make_page([run_folder])) == [
-        "What it says", "Held-out quality", "Reward", "Policy", "What it wrote", "Time", "Memory", "Settings",
-    ]  # fmt: skip
+        "What it says",
+        "Held-out quality",
+        "Reward",
+        "Policy",
+        "What it wrote",
+        "Time",
+        "Memory",
+        "Settings",
+    ]
     settings = yaml.safe_load((run_folder / "config.yaml").read_text())
     assert settings["steps"] == 2 and settings["batch_size"] == 8 and settings["learning_rate"] == 1e-5
     again = run(TRAIN, "--config", "runs/own/config.yaml", "--name", "again", cwd=folder)
@@ -127,8 +162,18 @@ def test_a_memory_limit_is_enforced_and_what_it_has_to_be_at_least_is_enough(sma
 
 @pytest.fixture(scope="module")
 def endless(small, data_file) -> list[object]:
-    return [*small, "--steps", 100_000, "--prompts", data_file, "--heldout-share", 0.2, "--engine", "off",
-            "--trackers"]  # fmt: skip
+    return [
+        *small,
+        "--steps",
+        100_000,
+        "--prompts",
+        data_file,
+        "--heldout-share",
+        0.2,
+        "--engine",
+        "off",
+        "--trackers",
+    ]
 
 
 def test_ctrl_c_and_sigterm_save_and_say_how_to_go_on_and_that_works(endless, folder):

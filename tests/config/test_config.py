@@ -52,7 +52,7 @@ def test_the_multiples_that_are_named_are_the_nearest(batch_size, group_size):
 
 
 def test_the_defaults_are_the_ones_people_know():
-    """Of all of them docs/settings.md tells the defaults, and a test below that it does."""
+    """docs/settings.md tells the defaults of all, and a test below sees to it."""
     known = "--steps 100 --batch-size 64 --group-size 8 --learning-rate 1e-5 --clip-range 0.2 --kl-coef 0.02"
     assert parse_command_line([*known.split(), "--log-level", "INFO"]) == parse_command_line([]) == Config()
 
@@ -74,8 +74,11 @@ def test_settings_are_those_of_their_groups_which_stand_alone_too():
     assert SamplingSettings.of(config, temperature=0.0) == SamplingSettings(9, temperature=0.0, top_k=3)
     assert LossSettings.of(config, kl_coef=0.0) == LossSettings(kl_coef=0.0)
     assert config.uses_reference and not LossSettings(kl_coef=0.0).uses_reference
-    for kind, wrong in ((Config, {"temperature": 0.0}), (Config, {"kl_coef": 0.0, "kl_in_reward": True}),
-                        (SamplingSettings, {"max_new_tokens": 0})):  # fmt: skip
+    for kind, wrong in (
+        (Config, {"temperature": 0.0}),
+        (Config, {"kl_coef": 0.0, "kl_in_reward": True}),
+        (SamplingSettings, {"max_new_tokens": 0}),
+    ):
         with pytest.raises(SettingsError, match=f"{next(iter(wrong))} is 0|kl_coef is 0"):
             kind.of(config, **wrong)
 
@@ -94,8 +97,16 @@ def test_the_home_is_meant_by_its_sign(monkeypatch, tmp_path):
 
 
 def test_a_size_is_read_as_people_write_it_and_what_is_none_is_refused():
-    sizes = {"24GB": 24 * 2**30, "24 gib": 24 * 2**30, "1.5G": 3 * 2**29, "512MB": 2**29, ".5k": 512,
-             "2TB": 2**41, "1048576": 2**20, " 7B ": 7}  # fmt: skip
+    sizes = {
+        "24GB": 24 * 2**30,
+        "24 gib": 24 * 2**30,
+        "1.5G": 3 * 2**29,
+        "512MB": 2**29,
+        ".5k": 512,
+        "2TB": 2**41,
+        "1048576": 2**20,
+        " 7B ": 7,
+    }
     assert {text: parse_size(text) for text in sizes} == sizes
     for text in ("", "GB", "0", "0GB", "0.4", "-1GB", "24 G B", "24XB", "1e9", "nan", "24GBs", "24"):
         with pytest.raises(ValueError, match="is no size: write it like 24GB"):

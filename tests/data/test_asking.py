@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from grpo.config.groups import PromptSettings
-from grpo.data import Room, load_prompts
+from grpo.data import PromptBudget, load_prompts
 from grpo.data.maker import TooLong
 from grpo.data.tokens import tokenize
 from grpo.prompt import Prompt
@@ -50,7 +50,9 @@ def words(*, first: bool = False, last: bool = False, template: str | None = Non
 def load(rows: list[dict], settings: PromptSettings = PLAIN, **kind: Any) -> tuple[list[Prompt], Any]:
     """The prompts of rows, in their order, and the tokenizer."""
     tokenizer = words(**kind)
-    source = load_prompts(rows, seed=0, heldout_share=0, settings=settings, room=Room(tokenizer, 4096, 16))
+    source = load_prompts(
+        rows, seed=0, heldout_share=0, settings=settings, room=PromptBudget(tokenizer, 4096, 16)
+    )
     return sorted(source.draw(len(rows)), key=lambda prompt: prompt.id), tokenizer
 
 
@@ -76,20 +78,21 @@ def test_what_a_tokenizer_puts_in_front_is_there_once_and_counted():
     asks, tokenizer = [Prompt("row:1", text, {}) for text in ("a b", "<first>a b")], words(first=True)
     (plain,) = tokenizer(["a b"], add_special_tokens=False)["input_ids"]
     assert tokenize(asks, tokenizer) == [[tokenizer.bos_token_id, *plain]] * 2
-    Room(tokenizer, len(plain) + 6, 5).check(asks[0])
+    PromptBudget(tokenizer, len(plain) + 6, 5).check(asks[0])
     with pytest.raises(TooLong):
-        Room(tokenizer, len(plain) + 5, 5).check(asks[0])
+        PromptBudget(tokenizer, len(plain) + 5, 5).check(asks[0])
 
 
 @pytest.mark.parametrize(
     ("text", "asked"),
     [
-        ("{{ question }}: {{ input }}", "a: "), ("{{ question ~ ': ' ~ input }}", "a: "),
+        ("{{ question }}: {{ input }}", "a: "),
+        ("{{ question ~ ': ' ~ input }}", "a: "),
         ("{% if input is none %}{{ question }}.{% endif %}", "a."),
         ("{% if not input %}{{ question }}!{% endif %}", "a!"),
         ("{{ question }}{{ facts.b }}{{ facts.c[0] }}", "a"),
     ],
-)  # fmt: skip
+)
 def test_an_empty_field_is_empty_in_every_kind_of_file(tmp_path, template, text, asked):
     row = {"question": "a", "input": None, "facts": {"b": None, "c": [None]}}
     (tmp_path / "rows.csv").write_text("question,input,answer\na,,red\n")
@@ -158,19 +161,31 @@ def test_plain_columns_become_a_conversation(template):
 
 
 WAYS_OUT = [
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ x['__class__']['__base__'] }}",
-    "{{ x|attr('__class__') }}", "{{ x['_' ~ '_class_' ~ '_'] }}", "{{ joiner.__init__.__globals__ }}",
-    "{{ cycler.__init__.__globals__.os.popen('touch OUT').read() }}", "{{ namespace['__init__'] }}",
-    "{{ lipsum.__globals__['os'].system('touch OUT') }}", "{{ lipsum|attr('__globals__') }}",
-    "{{ dict.__subclasses__() }}", "{{ self.__init__.__globals__.__builtins__.open('OUT', 'w') }}",
-    "{{ self._TemplateReference__context }}", "{{ '{0.__class__.__mro__}'.format(1) }}",
-    "{{ '{x.__class__}'.format_map({'x': 1}) }}", "{% set call = '{0.__class__}'.format %}{{ call(1) }}",
-    "{{ (['{0.__class__}']|map('attr', 'format')|first)(1) }}", "{{ x.format.__self__ }}",
-    "{{ [x]|map(attribute='__class__')|map('upper')|list }}", "{{ rows.append(1) }}",
-    "{{ table.update(prompt='another') }}", "{% include 'OUT' %}", "{{ range(10**9)|list }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ x['__class__']['__base__'] }}",
+    "{{ x|attr('__class__') }}",
+    "{{ x['_' ~ '_class_' ~ '_'] }}",
+    "{{ joiner.__init__.__globals__ }}",
+    "{{ cycler.__init__.__globals__.os.popen('touch OUT').read() }}",
+    "{{ namespace['__init__'] }}",
+    "{{ lipsum.__globals__['os'].system('touch OUT') }}",
+    "{{ lipsum|attr('__globals__') }}",
+    "{{ dict.__subclasses__() }}",
+    "{{ self.__init__.__globals__.__builtins__.open('OUT', 'w') }}",
+    "{{ self._TemplateReference__context }}",
+    "{{ '{0.__class__.__mro__}'.format(1) }}",
+    "{{ '{x.__class__}'.format_map({'x': 1}) }}",
+    "{% set call = '{0.__class__}'.format %}{{ call(1) }}",
+    "{{ (['{0.__class__}']|map('attr', 'format')|first)(1) }}",
+    "{{ x.format.__self__ }}",
+    "{{ [x]|map(attribute='__class__')|map('upper')|list }}",
+    "{{ rows.append(1) }}",
+    "{{ table.update(prompt='another') }}",
+    "{% include 'OUT' %}",
+    "{{ range(10**9)|list }}",
     "{% import 'os' as os %}{{ os.system('touch OUT') }}",
-]  # fmt: skip
-"""What somebody would write who wants out of the sandbox: see docs/security.md."""
+]
+"""A template of somebody who wants out of the sandbox: see docs/security.md."""
 
 
 @pytest.mark.parametrize("setting", ["prompt_template", "chat_template"])
@@ -208,8 +223,12 @@ def test_what_a_row_says_is_never_a_template(template):
 
 @pytest.mark.parametrize(("name", "mark"), [("sums.csv", ","), ("sums.tsv", "\t")])
 def test_tables_are_read_by_the_names_in_their_first_line(tmp_path, name: str, mark: str):
-    lines = [("question", "answer", "code", "share"), (f'"say ""a""{mark}\nand b"', "4", "007", "0.5"),
-             ("b", "", "010", "1e-2"), ("c", "", "", "1e400")]  # fmt: skip
+    lines = [
+        ("question", "answer", "code", "share"),
+        (f'"say ""a""{mark}\nand b"', "4", "007", "0.5"),
+        ("b", "", "010", "1e-2"),
+        ("c", "", "", "1e400"),
+    ]
     (tmp_path / name).write_text("\n".join(mark.join(line) for line in lines) + "\n")
     settings = PromptSettings(prompt_column="question")
     source = load_prompts(str(tmp_path / name), seed=0, heldout_share=0, settings=settings, max_bad_share=0.5)

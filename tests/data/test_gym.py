@@ -10,7 +10,7 @@ import pytest
 from grpo import Trainer
 from grpo.config import Config, SettingsError
 from grpo.data import gym, load_prompts
-from grpo.data.reward_files import with_length
+from grpo.data.reward_files import resolve_max_new_tokens
 from grpo.run.tracking import read_lines
 
 STAND_IN = """
@@ -109,27 +109,33 @@ def test_the_score_is_the_tasks_own_of_the_answer_in_the_text():
     assert gym.gym_score(texts, **columns) == [right, wrong]
 
 
-@pytest.mark.parametrize("text, solution, expected", [
-    ("2 + 3 is 5, so the answer is 5.", "5", "5"),
-    ("It is 1,234.", "1234", "1234"),
-    ("<answer>no</answer> <answer> yes </answer> or not", "yes", "yes"),
-    (r"So \boxed{12} it is, not 13.", "12", "12"),
-    ("-7", "-7", "-7"),
-    ("The final answer is: olleh.", "olleh", "olleh"),
-    ("olleh\n", "olleh", "olleh"),
-    ("no number", "5", "no number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, solution, expected",
+    [
+        ("2 + 3 is 5, so the answer is 5.", "5", "5"),
+        ("It is 1,234.", "1234", "1234"),
+        ("<answer>no</answer> <answer> yes </answer> or not", "yes", "yes"),
+        (r"So \boxed{12} it is, not 13.", "12", "12"),
+        ("-7", "-7", "-7"),
+        ("The final answer is: olleh.", "olleh", "olleh"),
+        ("olleh\n", "olleh", "olleh"),
+        ("no number", "5", "no number"),
+    ],
+)
 def test_the_answer_is_what_a_completion_ends_with(text, solution, expected):
     assert gym.extract_answer(text, solution) == expected
 
 
-@pytest.mark.parametrize("spec, expected", [
-    ("gym:chain_sums", "no task 'chain_sums'; did you mean chain_sum"),
-    ("gym:chain_sum?min_term=2", "no setting 'min_term'; did you mean min_terms"),
-    ("gym:chain_sum?min_terms", "no setting 'min_terms'"),
-    ("gym:chain_sum?min_terms=3&max_terms=2", "does not take: max_terms must be >= min_terms"),
-    ("gym:chain_sum?min_terms=many", "which chain_sum does not take"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec, expected",
+    [
+        ("gym:chain_sums", "no task 'chain_sums'; did you mean chain_sum"),
+        ("gym:chain_sum?min_term=2", "no setting 'min_term'; did you mean min_terms"),
+        ("gym:chain_sum?min_terms", "no setting 'min_terms'"),
+        ("gym:chain_sum?min_terms=3&max_terms=2", "does not take: max_terms must be >= min_terms"),
+        ("gym:chain_sum?min_terms=many", "which chain_sum does not take"),
+    ],
+)
 def test_a_wrong_name_or_setting_is_one_line_with_the_nearest(spec, expected):
     with pytest.raises(SettingsError) as error:
         gym.make_dataset(spec)
@@ -180,4 +186,4 @@ def test_a_run_trains_on_a_task_by_its_own_score(config):
     ],
 )
 def test_tasks_of_ones_own_have_room_to_answer_unless_a_number_is_given(given, context, tokens):
-    assert with_length(Config(**given), context).max_new_tokens == tokens
+    assert resolve_max_new_tokens(Config(**given), context).max_new_tokens == tokens

@@ -11,7 +11,7 @@ from prompt_lines import game_lines, ids, write
 from grpo.data import load as load_module
 from grpo.data import load_prompts
 from grpo.data.load import is_file
-from grpo.data.maker import PromptMaker
+from grpo.data.maker import RowParser
 
 LOAD = datasets.load_dataset
 LINES = [{"text": line} for line in game_lines(70, 30)]
@@ -64,8 +64,8 @@ def test_the_same_rows_come_as_from_a_file_made_when_they_are_drawn(on_hub, monk
     file = load_prompts(write(tmp_path / "file.jsonl", rows), **options)
     assert any("101 rows of owner/name; a part, as owner/name:train[:100], " in said for said in logged)
     assert any("1 of 101 rows" in said and "owner/name:100: " in said for said in logged)
-    made, make = [], PromptMaker.make
-    monkeypatch.setattr(PromptMaker, "make", lambda *given: made.append(given[1]) or make(*given))
+    made, make = [], RowParser.make
+    monkeypatch.setattr(RowParser, "make", lambda *given: made.append(given[1]) or make(*given))
     drawn = source.draw(50)
     resumed.restore(json.loads(json.dumps(source.state())))
     drawn += resumed.draw(100)  # more than an epoch

@@ -39,7 +39,7 @@ from grpo.data import Prompt, collate, load_prompts
 from grpo.data import load as load_module
 from grpo.data import source as source_module
 from grpo.data.files import FORMATS
-from grpo.data.maker import PromptMaker
+from grpo.data.maker import RowParser
 from grpo.data.source import heldout_fraction, position
 from grpo.evaluate import evaluate
 from grpo.model.load import load_policy
@@ -81,7 +81,7 @@ def test_plain_and_padded_lines_are_one_prompt_and_labels_that_tie_are_not_upsid
     moves = ["e2e4", "d2d4", "a2a3"]
     assert {n: prompt.columns["moves"] for n, prompt in found.items()} == {"1": moves, "2": moves, "3": None}
     for best, upside_down in {"d2d4": 0, "a2a3": 1, "h2h3": 1}.items():
-        maker = PromptMaker("data", max_bad_share=0)
+        maker = RowParser("data", max_bad_share=0)
         FORMATS[".txt"][1](lines[0].replace("B: d2d4", f"B: {best}"), "id", maker)
         assert (maker.num_labelled, maker.num_upside_down) == (1, upside_down)
 
@@ -104,7 +104,7 @@ NAMES = st.sampled_from(["prompt", "text", "fen", "moves", "evals", "action", "h
 @examples(100)
 def test_no_line_or_record_however_broken_raises(kind, line, share, record, is_position):
     position = {"fen": START, "moves": ["e2e4"], "evals": [0.1]} if is_position else {}
-    maker = PromptMaker("data", max_bad_share=0)
+    maker = RowParser("data", max_bad_share=0)
     for row in [position | record] if kind == ".parquet" else [line, line[: int(share * len(line))]]:
         prompts = maker.make_or_count("data:1", row, FORMATS[kind][1])
         collate(prompts)
@@ -125,8 +125,10 @@ def test_a_fen_column_with_labels_or_an_action(tmp_path):
     assert [found["2"].columns[name] for name in ("moves", "evals")] == [["e2e4", "d2d4"], [0.3, 0.2]]
     assert found["3"].text == environment_prompt(clean, "e7e5", ["e7e5"])
     assert found["4"].text == environment_prompt(clean, "e7e5", ["e2e4", "e7e5"])
-    tables = [{**records[1], "moves": ["e2e4", "d2d4"], "action": None},
-              {"fen": START, "moves": None, "evals": None, "action": "e2e4"}]  # fmt: skip
+    tables = [
+        {**records[1], "moves": ["e2e4", "d2d4"], "action": None},
+        {"fen": START, "moves": None, "evals": None, "action": "e2e4"},
+    ]
     parquet.write_table(Table.from_pylist(tables), tmp_path / "p.parquet", row_group_size=1)
     one, other = drawn(tmp_path / "p.parquet", 2), drawn(write(tmp_path / "p.jsonl", tables), 2)
     assert set(one) == {"1", "2"}
@@ -138,8 +140,11 @@ def test_castling_is_written_by_the_kings_step_whatever_came_in(tmp_path):
     both = "r3k2r/pppppppp/8/8/8/8/PPPPPPPP/R3K2R w KQkq - 0 1"
     later = "4rr1k/pppppppp/8/8/8/8/PPPPPPPP/1K1R3R w - - 6 4"  # e8h8 the king's, then e1a1, a8e8, c1b1
     rooks = "r3k3/pppppppp/7r/8/8/8/PPPPPPPP/R3K2R w KQq - 6 4"  # a rook from e8 to h8, and on to h6
-    cases = ((both, "e1h1", "e1g1", "e1g1"), (rooks, "e1a1", "e8h8 a1b1 h8h6 e1a1", "e8h8 a1b1 h8h6 e1c1"),
-             (later, "b1a1", "e8h8 e1a1 a8e8 c1b1 g8h8 b1a1", "e8g8 e1c1 a8e8 c1b1 g8h8 b1a1"))  # fmt: skip
+    cases = (
+        (both, "e1h1", "e1g1", "e1g1"),
+        (rooks, "e1a1", "e8h8 a1b1 h8h6 e1a1", "e8h8 a1b1 h8h6 e1c1"),
+        (later, "b1a1", "e8h8 e1a1 a8e8 c1b1 g8h8 b1a1", "e8g8 e1c1 a8e8 c1b1 g8h8 b1a1"),
+    )
     records = [{"fen": fen, "action": action, "history": given.split()} for fen, action, given, _ in cases]
     records += [{"text": f"A: {both}+e1a1+e1a1+"}, {"fen": both, "moves": "e1h1 e1a1", "evals": [0.3, 0.1]}]
     found = drawn(write(tmp_path / "p.jsonl", records), 20)
@@ -150,8 +155,10 @@ def test_castling_is_written_by_the_kings_step_whatever_came_in(tmp_path):
 
 
 def test_prompts_of_ones_own_keep_every_column_and_a_task_that_is_no_chess(tmp_path):
-    records = [{"prompt": "2 + 2 =", "answer": "4", "task": "sums"},
-               {"prompt": "Hi.", "task": ["a"], "fen": None}]  # fmt: skip
+    records = [
+        {"prompt": "2 + 2 =", "answer": "4", "task": "sums"},
+        {"prompt": "Hi.", "task": ["a"], "fen": None},
+    ]
     found = drawn(write(tmp_path / "mine.jsonl", records), 2, policy_share=1.0)
     assert [found[n].text for n in "12"] == ["2 + 2 =", "Hi."] and found["1"].task == "custom"
     assert found["1"].columns == {"task": "sums", "answer": "4", "fen": None}
@@ -213,9 +220,11 @@ def mixed_file(tmp_path_factory) -> str:
 
 @examples(40)
 @given(
-    st.integers(0, 50), st.integers(0, 120), st.lists(st.integers(1, 20), min_size=1, max_size=6),
+    st.integers(0, 50),
+    st.integers(0, 120),
+    st.lists(st.integers(1, 20), min_size=1, max_size=6),
     st.none() | st.floats(0, 1),
-)  # fmt: skip
+)
 def test_a_restored_source_goes_on_as_if_nothing_had_happened(mixed_file, seed, before, after, share):
     source, resumed = (load_prompts(mixed_file, seed=seed, policy_share=share) for _ in range(2))
     source.draw(before)
@@ -341,18 +350,27 @@ def test_the_model_is_a_small_folder_of_the_shape_on_its_card():
 
 
 def test_it_plays_as_well_as_is_measured():
-    """Of 150 prompts of each task within 3.5 standard errors of what 1,000 say in the documentation."""
+    """150 prompts of each task are within 3.5 standard errors of the 1,000 in the documentation."""
     table = (ROOT / "docs" / "measurements.md").read_text().partition("| greedy, before |")[2]
     before = dict(re.findall(r"(?m)^\| (\w+/\w+) (?:\|[^|]*){3}\| ([\d.]+) \|", table))
     model, tokenizer, target = load_policy(BUNDLED, torch.device("cpu"))
     result = evaluate(
-        RolloutModel(model, target.dtype).model, tokenizer,
+        RolloutModel(model, target.dtype).model,
+        tokenizer,
         load_prompts("bundled", seed=0, heldout_count=150).heldout,
-        settings=SamplingSettings(max_new_tokens=96, temperature=0), rows=150, seed=0,
-    )  # fmt: skip
+        settings=SamplingSettings(max_new_tokens=96, temperature=0),
+        rows=150,
+        seed=0,
+    )
     for name in (
-        "policy/best_move", "policy/legal", "policy/format", "environment/next_state", "environment/reward",
-        "environment/terminated", "environment/truncated", "environment/format",
-    ):  # fmt: skip
+        "policy/best_move",
+        "policy/legal",
+        "policy/format",
+        "environment/next_state",
+        "environment/reward",
+        "environment/terminated",
+        "environment/truncated",
+        "environment/format",
+    ):
         share = float(before[name]) / 100
         assert abs(result.mean(name) - share) < 3.5 * math.sqrt(share * (1 - share) / 150), name

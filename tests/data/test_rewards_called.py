@@ -28,10 +28,14 @@ from rewards.formats import environment_prompt, policy_prompt
 
 FEN = "8/8/8/4k3/8/8/4P3/4K3 w - - 0 1"
 RIGHT = "8/8/8/4k3/4P3/8/8/4K3 b - - 0 1+0.001+0+0"
-MOVE = Prompt("m:1", environment_prompt(FEN, "e2e4", ["e2e4"]),
-              {"task": "environment", "fen": FEN, "action": "e2e4", "history": ["e2e4"]})  # fmt: skip
-PLAY = Prompt("p:1", policy_prompt(FEN),
-              {"task": "policy", "fen": FEN, "moves": ["e2e4", "e1d2"], "evals": [0.5, 0.1]})  # fmt: skip
+MOVE = Prompt(
+    "m:1",
+    environment_prompt(FEN, "e2e4", ["e2e4"]),
+    {"task": "environment", "fen": FEN, "action": "e2e4", "history": ["e2e4"]},
+)
+PLAY = Prompt(
+    "p:1", policy_prompt(FEN), {"task": "policy", "fen": FEN, "moves": ["e2e4", "e1d2"], "evals": [0.5, 0.1]}
+)
 OWN = [Prompt(f"o:{i}", f"question {i}", {"task": "custom", "answer": i}) for i in range(2)]
 
 
@@ -41,16 +45,21 @@ def batch_of(prompts: list[Prompt], completions: list[str]) -> Batch:
     rows = [torch.tensor([ord(letter) for letter in text], dtype=torch.long) for text in completions]
     ids, ended = pad_sequence(rows, batch_first=True), torch.ones(len(rows), dtype=torch.bool)
     return Batch.of_rows(
-        prompts, [[1] for _ in prompts], ids, lengths, terminated=ended, sampler_logp=torch.zeros(ids.shape),
+        prompts,
+        [[1] for _ in prompts],
+        ids,
+        lengths,
+        terminated=ended,
+        sampler_logp=torch.zeros(ids.shape),
         texts=completions,
-    )  # fmt: skip
+    )
 
 
 ASKED = batch_of(OWN, ["0", "12", "1", ""])
 
 
 def in_file(folder: Path, source: str, name: str = "mine.py") -> RewardFunctions:
-    """Of its function f."""
+    """The reward of its function f."""
     (folder / name).write_text(source)
     return RewardFunctions([f"{folder / name}:f"])
 
@@ -88,8 +97,11 @@ def test_a_reward_and_prompts_that_are_not_for_each_other_are_refused_beforehand
 
 
 def test_a_file_that_fails_on_import_says_why_and_is_not_kept(tmp_path):
-    for source, said in {"import no_such": r"ModuleNotFoundError\(.*no_such", "def f(:": "SyntaxError",
-                         "1 / 0": "ZeroDivisionError"}.items():  # fmt: skip
+    for source, said in {
+        "import no_such": r"ModuleNotFoundError\(.*no_such",
+        "def f(:": "SyntaxError",
+        "1 / 0": "ZeroDivisionError",
+    }.items():
         with pytest.raises(ValueError, match=rf"^reward file '.*mine.py' fails on import: {said}"):
             in_file(tmp_path, source)
         assert "reward_file_mine" not in sys.modules
@@ -231,7 +243,8 @@ class Bad:
         (itertools.repeat(1.0), "returned more than 4 scores for 4 completions"),
         (0.5, "returned a float .*: it must return a list of 4"),
         (["1"] * 4, "'1' is text, not a number.*: it must return a list of 4, one number, or None"),
-        ("1234", "returned a str .which is no list"), ({0: 1.0, 1: 2.0}, "returned a dict .which is no list"),
+        ("1234", "returned a str .which is no list"),
+        ({0: 1.0, 1: 2.0}, "returned a dict .which is no list"),
         ([[1.0]] * 4, "returned .*: it must return a list of 4"),
         ([1.0, math.nan] * 2, "returned NaN for completion 1: .* or None for what it does"),
         ([1.0, -math.inf] * 2, "returned -inf for completion 1: return finite numbers"),
@@ -239,7 +252,7 @@ class Bad:
         ([Bad()] * 4, r"returned a list \(division by zero\): it must return a list of 4"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
-)  # fmt: skip
+)
 def test_what_is_no_list_of_numbers_is_explained(answer, said):
     def mine(**given):
         return answer
@@ -252,8 +265,9 @@ def test_an_error_in_a_users_function_is_named_with_its_place(tmp_path):
     for body, said in {
         "return [int(text[0]) for text in completions]": r"IndexError in .*mine\.py, line 3: string",
         "return (1 / 0 for _ in completions)": r"ZeroDivisionError in .*mine\.py, line 3",
-        "sys.exit(0)": "SystemExit", "raise GeneratorExit": "GeneratorExit",
-    }.items():  # fmt: skip
+        "sys.exit(0)": "SystemExit",
+        "raise GeneratorExit": "GeneratorExit",
+    }.items():
         with pytest.raises(RewardFailed, match=f"'f' failed with {said}"):
             in_file(tmp_path, f"import sys\ndef f(completions, **columns):\n    {body}")(ASKED)
     with pytest.raises(RewardFailed, match=r"failed with TypeError: .*unexpected keyword"):
@@ -291,9 +305,9 @@ def test_judged_parts_of_our_own_rewards_add_up_to_the_reward():
     scores = own(made)
     parts = list(own.judged(scores, answers))
     assert torch.allclose(sum(part.values for part in parts), scores.rewards)
-    best = next(part for part in parts if part.letters[2] == (answers[2].index("B:"), 32))
+    best = next(part for part in parts if part.char_spans[2] == (answers[2].index("B:"), 32))
     assert best.values.tolist() == pytest.approx([0, 0, 2 * 4 / 8.5, 0])
-    assert best.letters[3] == (0, len(" M: e1d2"))  # without that field, all of it
+    assert best.char_spans[3] == (0, len(" M: e1d2"))  # without that field, all of it
     mine = RewardFunctions([brevity])
     assert list(mine.judged(mine(made), answers)) == []
 

@@ -67,17 +67,29 @@ def test_launchers_say_who_is_who_and_each_has_a_card_of_its_own(monkeypatch):
 @pytest.mark.parametrize(
     ("said", "found", "cards", "device"),
     [
-        ({"OMPI_COMM_WORLD_RANK": 5, "OMPI_COMM_WORLD_SIZE": 8, "OMPI_COMM_WORLD_LOCAL_RANK": 1}, (5, 8), 4,
-         "cuda:1"),
+        (
+            {"OMPI_COMM_WORLD_RANK": 5, "OMPI_COMM_WORLD_SIZE": 8, "OMPI_COMM_WORLD_LOCAL_RANK": 1},
+            (5, 8),
+            4,
+            "cuda:1",
+        ),
         ({"PMI_RANK": 3, "PMI_SIZE": 4, "MPI_LOCALRANKID": 3}, (3, 4), 4, "cuda:3"),
         ({"SLURM_PROCID": 2, "SLURM_STEP_NUM_TASKS": 4, "SLURM_LOCALID": 2}, (2, 4), 4, "cuda:2"),
-        ({"SLURM_PROCID": 2, "SLURM_STEP_NUM_TASKS": 4, "SLURM_LOCALID": 2, "CUDA_VISIBLE_DEVICES": 7},
-         (2, 4), 1, "cuda:0"),
+        (
+            {"SLURM_PROCID": 2, "SLURM_STEP_NUM_TASKS": 4, "SLURM_LOCALID": 2, "CUDA_VISIBLE_DEVICES": 7},
+            (2, 4),
+            1,
+            "cuda:0",
+        ),
         ({"SLURM_PROCID": 0, "SLURM_NTASKS": 4}, (0, 1), 1, "cuda:0"),  # the script of a job, before srun
-        ({"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "SLURM_PROCID": 0, "SLURM_LOCALID": 0}, (1, 2), 2,
-         "cuda:1"),  # torchrun within a job
+        (
+            {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "SLURM_PROCID": 0, "SLURM_LOCALID": 0},
+            (1, 2),
+            2,
+            "cuda:1",
+        ),  # torchrun within a job
     ],
-)  # fmt: skip
+)
 def test_ranks_of_mpi_and_slurm(said, found, cards, device, monkeypatch):
     for name, value in said.items():
         monkeypatch.setenv(name, str(value))
@@ -162,7 +174,7 @@ def tell(rank: int) -> tuple:
         own = torch.full((2, 2), float(rank)).T
         world.copy_from_main([own])
         sums = [p.grad.unique().tolist() for p in parameters]
-        return device, small, sums, own.tolist(), world.take_traffic(), world.sharing
+        return device, small, sums, own.tolist(), world.take_traffic(), world.ranks_on_device
 
 
 def out_of_step(rank: int) -> None:
@@ -227,9 +239,18 @@ def test_processes_tell_each_other_everything_and_notice_who_is_not_in_step():
 
 def test_values_come_back_as_they_were():
     for value in (
-        None, True, 3, -(10**40), 0.1, math.inf, "\u2190 \ud800", [], {},
-        ["what", [1, [2.5, None]]], {"a": {"b": [2]}},
-    ):  # fmt: skip
+        None,
+        True,
+        3,
+        -(10**40),
+        0.1,
+        math.inf,
+        "\u2190 \ud800",
+        [],
+        {},
+        ["what", [1, [2.5, None]]],
+        {"a": {"b": [2]}},
+    ):
         assert unpack(pack(value)) == value
     assert unpack(pack((1, np.float64(0.5)))) == [1, 0.5]
     base = torch.rand(3, 2) * 9
@@ -253,11 +274,16 @@ def text_only(text: bytes) -> bytes:
 @pytest.mark.parametrize(
     "content",
     [
-        b"", pickle.dumps(print), pack([1, 2])[:-3], save({"other": torch.ones(1)}),
-        text_only(pickle.dumps(print)), text_only(b"[" * 100_000),
-        text_only(b'{"\\u0000tensor": "0"}'), save({"json": torch.ones(2).bfloat16()}),
+        b"",
+        pickle.dumps(print),
+        pack([1, 2])[:-3],
+        save({"other": torch.ones(1)}),
+        text_only(pickle.dumps(print)),
+        text_only(b"[" * 100_000),
+        text_only(b'{"\\u0000tensor": "0"}'),
+        save({"json": torch.ones(2).bfloat16()}),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_message_is_a_value_error(content):
     with pytest.raises(ValueError, match="no message"):
         unpack(content)

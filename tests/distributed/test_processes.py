@@ -39,13 +39,26 @@ NOT_THE_SAME = (*PASSING, "processes/")
 def fp64(model_folders, data_file, tmp_path_factory) -> Config:
     """Five groups of four in float64: no share of two or three processes is like another."""
     return Config(
-        steps=3, batch_size=20, group_size=4, model=str(model_folders["gpt2"]), prompts=str(data_file),
-        precision="fp64", device="cpu", heldout_share=0.2, engine="off",
+        steps=3,
+        batch_size=20,
+        group_size=4,
+        model=str(model_folders["gpt2"]),
+        prompts=str(data_file),
+        precision="fp64",
+        device="cpu",
+        heldout_share=0.2,
+        engine="off",
         max_new_tokens=10,
-        kl_coef=0.05, learning_rate=1e-3, eval_interval=1,
-        eval_prompts=5, checkpoint_interval=0, trackers=(), logged_completions=20, name="alone",
+        kl_coef=0.05,
+        learning_rate=1e-3,
+        eval_interval=1,
+        eval_prompts=5,
+        checkpoint_interval=0,
+        trackers=(),
+        logged_completions=20,
+        name="alone",
         runs_dir=tmp_path_factory.mktemp("runs"),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +121,19 @@ def assert_same_together(one: Trained, together: list[Trained], config: Config) 
 def test_i3_a_step_does_not_depend_on_how_many_processes_share_it(fp64, writes_fields):
     """Uneven shares, another plan in each process; and the credit is the fields', as the demo's is."""
     config = replace(
-        fp64, name="rich", steps=2, num_iterations=2, kl_in_reward=True, refill_groups=2, importance_cap=2.0,
-        advantage_scale="batch", mask_truncated=True, credit="field", model=writes_fields, policy_share=0.2,
-    )  # fmt: skip
+        fp64,
+        name="rich",
+        steps=2,
+        num_iterations=2,
+        kl_in_reward=True,
+        refill_groups=2,
+        importance_cap=2.0,
+        advantage_scale="batch",
+        mask_truncated=True,
+        credit="field",
+        model=writes_fields,
+        policy_share=0.2,
+    )
     (one,) = values(in_processes(1, train, config))
     split = [len(set(row[row != 0].tolist())) > 1 for credit in one.credit for row in credit]
     assert len(split) == 40 and sum(split) >= 8  # rows whose tokens have unlike advantages
@@ -215,9 +238,15 @@ def test_a_process_without_groups_learns_nothing_and_all_end(fp64):
 
 def test_a_base_in_4_bits_is_shared_by_several_processes(fp64):
     config = replace(
-        fp64, precision="fp32", eval_interval=0, steps=1, lora_rank=2, load_in_4bit=True, name="4-bits",
+        fp64,
+        precision="fp32",
+        eval_interval=0,
+        steps=1,
+        lora_rank=2,
+        load_in_4bit=True,
+        name="4-bits",
         lora_targets=("all-linear",),
-    )  # fmt: skip
+    )
     first, second = values(in_processes(2, train, config))
     assert first.finished == second.finished == 1
 

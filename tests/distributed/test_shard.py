@@ -15,7 +15,7 @@ from whole_runs import metrics_of
 
 from grpo.distributed.share import Share
 from grpo.memory import DoesNotFit, survive
-from grpo.phases import _with_idle_rows
+from grpo.phases import _with_padding_rows
 from grpo.types import Batch
 
 
@@ -60,11 +60,22 @@ def assert_same_checkpoint(one: Path, other: Path, step: int) -> None:
 def test_a_sharded_run_is_the_run_of_one_and_each_goes_on_with_the_other_s(config, model_folders):
     """Three groups, so that one of two processes has an idle one."""
     config = replace(
-        config, model=str(model_folders["qwen"]), batch_size=12, precision="fp64", num_iterations=2,
-        eval_interval=2, eval_prompts=5, learning_rate=1e-3, kl_in_reward=True,
-        refill_groups=1, mask_truncated=True, gradient_checkpointing="full", train_rows=2, rollout_rows=4,
+        config,
+        model=str(model_folders["qwen"]),
+        batch_size=12,
+        precision="fp64",
+        num_iterations=2,
+        eval_interval=2,
+        eval_prompts=5,
+        learning_rate=1e-3,
+        kl_in_reward=True,
+        refill_groups=1,
+        mask_truncated=True,
+        gradient_checkpointing="full",
+        train_rows=2,
+        rollout_rows=4,
         reference_sync=1,
-    )  # fmt: skip
+    )
     alone = trained(0, replace(config, name="alone"))
     sharded, _ = values(in_processes(2, trained, replace(config, name="sharded", shard=True)))
     assert_same_checkpoint(alone, sharded, step=2)
@@ -87,14 +98,19 @@ def test_out_of_memory_is_an_error_at_once_where_others_take_part():
 
 def test_an_idle_group_has_no_tokens_and_no_advantage(prompts):
     made = Batch.of_rows(
-        prompts[:3], [[1], [2], [3]], torch.arange(12).view(6, 2), torch.tensor([1, 2, 2, 1, 2, 2]),
-        terminated=torch.ones(6, dtype=torch.bool), sampler_logp=torch.zeros(6, 2), texts=["a"] * 6,
-    ).with_columns(credit=torch.ones(10))  # fmt: skip
-    own = _with_idle_rows(made.select_groups([2]), made.select_groups([0]).without_tokens())
+        prompts[:3],
+        [[1], [2], [3]],
+        torch.arange(12).view(6, 2),
+        torch.tensor([1, 2, 2, 1, 2, 2]),
+        terminated=torch.ones(6, dtype=torch.bool),
+        sampler_logp=torch.zeros(6, 2),
+        texts=["a"] * 6,
+    ).with_columns(credit=torch.ones(10))
+    own = _with_padding_rows(made.select_groups([2]), made.select_groups([0]).without_tokens())
     assert own.context_ids == [[3], [1]] and own.lengths.tolist() == [2, 2, 0, 0]
     assert own.ids.tolist() == [8, 9, 10, 11] and own.credit.tolist() == [1] * 4
-    alone = _with_idle_rows(None, made.select_groups([0]).without_tokens())
+    alone = _with_padding_rows(None, made.select_groups([0]).without_tokens())
     assert alone.lengths.tolist() == [0, 0] and len(alone.credit) == len(alone.ids) == 0
-    share = Share([2], 2, idle=1)
+    share = Share([2], 2, padding_groups=1)
     assert (share.rows.tolist(), share.of_groups([*"abc"])) == ([4, 5], ["c"])
-    assert not Share(range(1, 1), 2) and Share(range(1, 1), 2, idle=1)
+    assert not Share(range(1, 1), 2) and Share(range(1, 1), 2, padding_groups=1)

@@ -164,9 +164,14 @@ def answered(answer, monkeypatch):
         texts = [answer(prompt) for prompt in prompts for _ in range(len(uniforms) // len(prompts))]
         lengths = torch.ones(len(uniforms), dtype=torch.long)
         batch = Batch.of_rows(
-            prompts, [], lengths[:, None], lengths, terminated=lengths > 0, sampler_logp=lengths[:, None],
+            prompts,
+            [],
+            lengths[:, None],
+            lengths,
+            terminated=lengths > 0,
+            sampler_logp=lengths[:, None],
             texts=texts,
-        )  # fmt: skip
+        )
         sampling = mock.MagicMock(share_done=1.0)
         sampling.batch.side_effect = lambda prompts: batch
         return sampling
@@ -232,10 +237,28 @@ def test_the_command_prints_and_saves_all_columns(model_folders, data_file, tmp_
         json.dumps({"examples": [{"input": each} for each in games]})
     )
     words = [
-        model_folders["gpt2"], "--prompts", data_file, "--heldout-share", 1, "--limit", 3,
-        "--max-new-tokens", 16, "--temperature", 1, "--samples", 2, "--self-play", 2,
-        "--self-play-from", "prompts", "--mate-in-one", mates, "--json", tmp_path / "scores.json",
-    ]  # fmt: skip
+        model_folders["gpt2"],
+        "--prompts",
+        data_file,
+        "--heldout-share",
+        1,
+        "--limit",
+        3,
+        "--max-new-tokens",
+        16,
+        "--temperature",
+        1,
+        "--samples",
+        2,
+        "--self-play",
+        2,
+        "--self-play-from",
+        "prompts",
+        "--mate-in-one",
+        mates,
+        "--json",
+        tmp_path / "scores.json",
+    ]
     monkeypatch.setenv("COLUMNS", "160")
     done = here("evaluate", *words)
     assert done.returncode == 0, done.stderr
@@ -289,8 +312,10 @@ def test_examples_are_the_first_that_differ_of_either_task():
     before, after = list("abcdefgh"), list("abXdeXXX")  # 2, 5, 6 and 7 differ
     chosen = quality.examples(prompts, before, after)
     assert [(each.prompt, each.before, each.after) for each in chosen] == [
-        ("P: 2", "c", "X"), ("E: 5", "f", "X"), ("E: 6", "g", "X"),
-    ]  # fmt: skip
+        ("P: 2", "c", "X"),
+        ("E: 5", "f", "X"),
+        ("E: 6", "g", "X"),
+    ]
     assert quality.examples(prompts, before, before) == []
 
 
@@ -300,13 +325,25 @@ KINGS = "8/8/8/3k4/8/3K4/8/7R w - - 0 1"
 def test_boards_stand_beside_what_the_model_said():
     """How answers are judged is a report's as well (tests/workbench/test_report.py)."""
     for prompt, before, after, asked, first, then in (
-        (f"P: {KINGS}", " M: h1h5 E: 5.0 B: d3d5", " M: h1h5 E: 5.0 B: h1h5",
-         "White to move", "d3d5, which is illegal", "Rh5+"),
+        (
+            f"P: {KINGS}",
+            " M: h1h5 E: 5.0 B: d3d5",
+            " M: h1h5 E: 5.0 B: h1h5",
+            "White to move",
+            "d3d5, which is illegal",
+            "Rh5+",
+        ),
         (f"P: {KINGS}", " B: h1h1", "", "White to move", "h1h1, which is illegal", "no move can be read"),
-        (f"A: {KINGS}+h1h5+h1h5+", "8/8/8/3k4/8/3K4/8/7R b - - 1 1+0.001+0+0",
-         "8/8/8/3k3R/8/3K4/8/8 b - - 1 1+0.001+0+0", "White plays Rh5+", "wrong on h1, h5", "right"),
+        (
+            f"A: {KINGS}+h1h5+h1h5+",
+            "8/8/8/3k4/8/3K4/8/7R b - - 1 1+0.001+0+0",
+            "8/8/8/3k3R/8/3K4/8/8 b - - 1 1+0.001+0+0",
+            "White plays Rh5+",
+            "wrong on h1, h5",
+            "right",
+        ),
         ("Say hello.", "hallo", "hello", "Say hello.", "hallo", "hello"),
-    ):  # fmt: skip
+    ):
         text = printed(example_boards(Example(prompt, before, after)), width=110)
         assert asked in text and f"before: {first}" in text and f"after: {then}" in text
         assert ("♔" in text or "♚" in text) == (prompt[:3] in ("A: ", "P: "))

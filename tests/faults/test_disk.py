@@ -19,19 +19,19 @@ from grpo.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
 PLACES = [0.01, 0.12, 0.25, 0.4, 0.5, 0.63, 0.75, 0.88, 0.97]
-"""Of a run's calls; one after another they fail once, and with all that follow."""
+"""Calls of a run; one after another they fail once, and with all that follow."""
 
 
 def train(config: Config, calls: Calls | None = None) -> str | None:
-    """What is lost of a run at its end, as it says itself."""
+    """Returns the losses of a run at its end, as it says itself."""
     held: list[Trainer] = []
     with calls_watched(config.runs_dir, calls or Calls()):
         whole_runs.train(config, held.append)
-        return held[0].run.checkpoints.damage(held[0].finished)
+        return held[0].run.checkpoints.verify(held[0].finished)
 
 
 def weights(config: Config) -> torch.Tensor:
-    """Of the run's last checkpoint, which is intact."""
+    """Returns the state of the run's last checkpoint, which is intact."""
     last = config.runs_dir / str(config.name) / f"checkpoints/step-{config.steps:06d}"
     assert find_damage(last) is None
     return torch.cat([tensor.flatten() for tensor in load_file(last / "model.safetensors").values()])
@@ -42,7 +42,7 @@ def files(folder: Path) -> set[str]:
 
 
 def test_a_call_that_fails_is_said_and_the_run_goes_on_to_the_same_end(config, logged):
-    """What fails and is not said has done no harm, as where a folder is made that is there already."""
+    """A failure that is not said has done no harm, as where a folder is made that is there already."""
     config = replace(config, name="straight", checkpoint_interval=1, eval_interval=2)
     calls = Calls()
     assert train(config, calls) is None
@@ -124,8 +124,8 @@ def test_settings_are_replaced_whole_or_not_at_all(tmp_path):
 
 
 def test_settings_of_a_run_may_be_changed_or_cut_off_and_are_never_taken_for_others(config, logged):
-    """What a file lacks is as the checkpoint has it (a rate of 7e-5 once became the default, silently). What
-    somebody changed is said; older files have no mark of their end."""
+    """Settings that a file lacks are as the checkpoint has them (a rate of 7e-5 once became the default,
+    silently). Changes are said; older files have no mark of their end."""
     train(replace(config, steps=1, learning_rate=7e-5))
     file = config.runs_dir / "test" / CONFIG_FILE
     text, resume = file.read_text(), ["--resume", str(file.parent)]

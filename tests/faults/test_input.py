@@ -1,4 +1,4 @@
-"""What comes from outside and does more than it should: rewards, and files in the place of others.
+"""Input from outside that does more than it should: rewards, and files in the place of others.
 
 tests/data/test_rewards_called.py has answers that are none, tests/config/test_refusals.py what is typed.
 """
@@ -19,9 +19,14 @@ def batch() -> Batch:
     ones = torch.ones(2, 3)
     prompts = [Prompt("1", "Say a", {"tags": ["kept"]}), Prompt("2", "Say b", {"tags": []})]
     return Batch.of_rows(
-        prompts, [[1], [2]], ones.long(), ones[:, 0].long(), terminated=ones[:, 0].bool(), sampler_logp=ones,
+        prompts,
+        [[1], [2]],
+        ones.long(),
+        ones[:, 0].long(),
+        terminated=ones[:, 0].bool(),
+        sampler_logp=ones,
         texts=["a", "b"],
-    )  # fmt: skip
+    )
 
 
 def test_a_reward_may_change_what_it_gets_and_switch_gradients_off():

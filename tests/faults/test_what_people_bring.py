@@ -1,4 +1,6 @@
-"""What people bring, as they have it: each was a traceback, or wrong in silence, in somebody's trainer."""
+"""Inputs that people bring, as they have them: each was a traceback, or wrong in silence, in somebody's
+trainer.
+"""
 
 import json
 import math
@@ -30,9 +32,9 @@ from grpo.commands import _speak_utf8
 from grpo.commands.trl import parse
 from grpo.config import Config, SettingsError, read_yaml
 from grpo.config.reading import from_plain
-from grpo.data import Room, load_prompts
+from grpo.data import PromptBudget, load_prompts
 from grpo.data.reward_calls import _plain
-from grpo.files import as_path, take_place
+from grpo.files import as_path, replace_folder
 from grpo.model.load import load_policy
 from grpo.model.names import source_of
 from grpo.rollout.decoder import check_decoder, choose_decoder
@@ -50,18 +52,25 @@ CHAT = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 TINY = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
 
 
-def room(template: str) -> Room:
+def room(template: str) -> PromptBudget:
     letters = {"<eos>": 0, "?": 1, **{chr(i): i for i in range(32, 127) if chr(i) != "?"}}
     made = Tokenizer(models.WordLevel(letters, unk_token="?"))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", chat_template=template)
-    return Room(tokenizer, 500, 10)
+    return PromptBudget(tokenizer, 500, 10)
 
 
 # ------------------------------------------------------------------------------------ prompts
@@ -297,7 +306,7 @@ def test_minutes_without_end_are_no_limit():
 
 
 def test_a_head_that_caps_its_logits_otherwise_is_refused_while_they_are_small():
-    """Of fresh weights a cap shows nothing; as the model learns it would. Here the model has none."""
+    """A cap does not show in fresh weights; as the model learns it would. Here the model has none."""
     torch.manual_seed(0)
     capped = LlamaForCausalLM(LlamaConfig(**TINY, final_logit_softcapping=15.0)).eval()
     check_scorer(NanoChatForCausalLM(NanoChatConfig(**TINY)).eval(), 128)
@@ -393,7 +402,9 @@ def test_a_card_that_cannot_be_written_ends_no_run_and_names_no_folder(config, t
         (folder / "config.yaml").write_text("steps: [1\n")
 
     resumed = replace(config, reward=(f"{tmp_path}/mine.py:short",), resume=folder, name=None, steps=2)
-    with mock.patch("grpo.run.checkpoint.take_place", lambda new, place: edited() or take_place(new, place)):
+    with mock.patch(
+        "grpo.run.checkpoint.replace_folder", lambda new, place: edited() or replace_folder(new, place)
+    ):
         train(resumed)
     assert (folder / "model" / "config.json").is_file()
     assert sum("has no card" in line for line in logged) == 1

@@ -1,4 +1,4 @@
-"""What an accelerator changes, on one that is made up: memory of its own, and no mixing of devices."""
+"""An accelerator that is made up changes nothing: it has memory of its own, and mixes no devices."""
 
 import shutil
 import sys

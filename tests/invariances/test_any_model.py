@@ -34,16 +34,20 @@ def learned(model, batch, weights, rows: int) -> tuple[torch.Tensor, list[torch.
     for stream in streams(batch, rows):
         own = weights[stream.tokens]
         _, entropies[stream.tokens] = token_logprobs(
-            model, stream, temperature=0.7, dtype=torch.float32, entropy=True,
+            model,
+            stream,
+            temperature=0.7,
+            dtype=torch.float32,
+            entropy=True,
             slope=lambda _, part, own=own: own[part],
-        )  # fmt: skip
+        )
     gradient = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     return entropies, gradient
 
 
 def difference(gradient, expected) -> float:
-    """Of the global norm of what is expected."""
+    """Returns the distance, as a share of the global norm of what is expected."""
     apart = sum((one - other).square().sum() for one, other in zip(gradient, expected, strict=True))
     return (apart / sum(each.square().sum() for each in expected)).sqrt().item()
 
@@ -56,9 +60,12 @@ def test_a_step_is_what_a_plain_forward_pass_says_on_any_plan(name, tokenizer, p
     check_scorer(model, 64)
     assert reading_of(model) == ("streams" if name in FAST else "padded rows")
     assert decoding_of(model.config) == (
-        "a static cache" if name in FAST else "padded rows" if name in PADDED
+        "a static cache"
+        if name in FAST
+        else "padded rows"
+        if name in PADDED
         else {"rwkv": "rows one by one", "nemotron_h": "whole texts"}.get(name, "rows of one length")
-    )  # fmt: skip
+    )
     prompts = [*prompts, prompts[0]]  # two of one length
     settings = SamplingSettings(max_new_tokens=12, temperature=0.7)
     uniforms = step_uniforms(2 * len(prompts), 12, seed=0, step=1)

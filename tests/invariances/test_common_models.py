@@ -7,22 +7,29 @@ import torch
 from families import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo.model.stand_ins import computing_in
+from grpo.model.numerics import computing_in
 from grpo.model.ways import decoding_of, reading_of
 from grpo.scoring.logprobs import score
 from grpo.trainer import Trainer
 
 LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
 COMMON = {
-    "llama": {}, "qwen3": {"head_dim": 16}, "smollm3": {}, "mistral": {"sliding_window": 4096},
-    "phi3": {"sliding_window": 2047}, "gemma3_text": {"sliding_window": 512, "head_dim": 16},
-    "olmo3": {"sliding_window": 4096}, "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.3},
+    "llama": {},
+    "qwen3": {"head_dim": 16},
+    "smollm3": {},
+    "mistral": {"sliding_window": 4096},
+    "phi3": {"sliding_window": 2047},
+    "gemma3_text": {"sliding_window": 512, "head_dim": 16},
+    "olmo3": {"sliding_window": 4096},
+    "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.3},
     "qwen3_5_text": {
-        **LINEAR, "linear_value_head_dim": 16, "head_dim": 16,
+        **LINEAR,
+        "linear_value_head_dim": 16,
+        "head_dim": 16,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
-}  # fmt: skip
+}
 HYBRID = {"qwen3_5_text", "lfm2"}
 WHOLE = {"precision": "bf16"}
 ON_4_BITS = {"precision": "bf16", "lora_rank": 4, "load_in_4bit": True}

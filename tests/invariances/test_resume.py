@@ -14,7 +14,7 @@ from whole_runs import BY_FIELD, assert_same_outcome, outcome, train
 
 from grpo import phases
 from grpo.learning.objectives import accumulate_grpo
-from grpo.learning.step import Stepper
+from grpo.learning.step import GuardedOptimizer
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import open_run
 from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
@@ -33,8 +33,13 @@ FEATURES = {
     "plain": {},
     # everything that a step remembers of the steps before
     "rich": {
-        "num_iterations": 2, "kl_target": 0.01, "refill_groups": 2, "importance_cap": 2.0,
-        "lr_schedule": "cosine", "warmup_steps": 2, "learning_rate": 2e-3,
+        "num_iterations": 2,
+        "kl_target": 0.01,
+        "refill_groups": 2,
+        "importance_cap": 2.0,
+        "lr_schedule": "cosine",
+        "warmup_steps": 2,
+        "learning_rate": 2e-3,
     },
     "credit by field": BY_FIELD,
     "bf16": {"precision": "bf16"},
@@ -44,16 +49,21 @@ FEATURES = {
     "a reference that follows": {"reference_sync": 1},
     "adapters that are followed": {"reference_sync": 2, **LORA},
     "sliding windows": {"model": "windows", "precision": "fp64", "rollout_rows": 4, "train_rows": 4},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(params=FEATURES)
 def feature(request, config, tokenizer, tmp_path):
     (tmp_path / "mine.py").write_text(KNIGHTS)
     config = dataclasses.replace(
-        config, steps=STEPS, reward=("policy", "environment", f"{tmp_path}/mine.py:knights"), eval_interval=2,
-        learning_rate=2e-3, keep_checkpoints=9, checkpoint_interval=1,
-    )  # fmt: skip
+        config,
+        steps=STEPS,
+        reward=("policy", "environment", f"{tmp_path}/mine.py:knights"),
+        eval_interval=2,
+        learning_rate=2e-3,
+        keep_checkpoints=9,
+        checkpoint_interval=1,
+    )
     changes = dict(FEATURES[request.param])
     if changes.get("model") == "windows":
         changes["model"] = str(tmp_path / "windows")
@@ -66,11 +76,21 @@ def feature(request, config, tokenizer, tmp_path):
 def windowed(vocabulary: int) -> Qwen2Config:
     """Windows shorter than the prompts, in one layer of two."""
     return Qwen2Config(
-        vocab_size=vocabulary, max_position_embeddings=CONTEXT, hidden_size=32, intermediate_size=64,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3,
-        sliding_window=12, use_sliding_window=True, max_window_layers=1, bos_token_id=0, eos_token_id=0,
+        vocab_size=vocabulary,
+        max_position_embeddings=CONTEXT,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        sliding_window=12,
+        use_sliding_window=True,
+        max_window_layers=1,
+        bos_token_id=0,
+        eos_token_id=0,
         pad_token_id=0,
-    )  # fmt: skip
+    )
 
 
 CUTS = {
@@ -78,7 +98,7 @@ CUTS = {
     "asked after step 1": {"stop_after": 1},
     "asked before step 1": {"stop_after": 0},
     "broken in step 3": {"die_in": 3, "error": ZeroDivisionError},
-}  # fmt: skip
+}
 
 
 def test_i5_an_interrupted_run_ends_as_one_that_was_not(feature, request):
@@ -188,8 +208,8 @@ def test_i5_half_a_step_is_never_saved(config, monkeypatch):
             raise ZeroDivisionError
         return original(self, accumulate)
 
-    original = Stepper.step
-    monkeypatch.setattr(Stepper, "step", step)
+    original = GuardedOptimizer.step
+    monkeypatch.setattr(GuardedOptimizer, "step", step)
     with open_run(config) as run, pytest.raises(ZeroDivisionError):
         Trainer(run, Console(quiet=True)).train(StopRequest())
     assert run.checkpoints.all() == []

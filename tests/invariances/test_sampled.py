@@ -92,7 +92,8 @@ def test_i2_a_row_that_has_ended_says_no_more(references):
 
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 5), ("bf16", 200)])
 def test_i2_few_tokens_differ_where_people_run_it(load, prompts, precision, bound):
-    """Of 10,000 that two small models draw after the same text, 4 rows at once and 600; here of a quarter.
+    """Compares 10,000 tokens that two small models draw after the same text, 4 rows at once and 600; here of
+    a quarter.
 
     `-s --hypothesis-profile=proof` prints how many of all.
     """

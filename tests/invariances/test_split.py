@@ -22,7 +22,7 @@ from grpo.model.load import load_policy
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.scoring import head
-from grpo.scoring.head import head_pass
+from grpo.scoring.head import chunked_lm_head
 from grpo.scoring.logprobs import score
 from grpo.types import Batch
 
@@ -60,9 +60,17 @@ def learn(
     policy.model.zero_grad(set_to_none=True)
     counts = loss_counts(batch, LENGTH)
     sums = accumulate_grpo(
-        policy.model, batch, counts, settings=loss, temperature=1.0, dtype=policy.target.dtype, rows=rows,
-        importance_cap=2.0, checkpointing=checkpointing, of_equal_rows=of_equal_rows,
-    )  # fmt: skip
+        policy.model,
+        batch,
+        counts,
+        settings=loss,
+        temperature=1.0,
+        dtype=policy.target.dtype,
+        rows=rows,
+        importance_cap=2.0,
+        checkpointing=checkpointing,
+        of_equal_rows=of_equal_rows,
+    )
     metrics = finish_grpo([sums], counts)
     return torch.cat([p.grad.flatten() for p in policy.model.parameters()]), metrics
 
@@ -104,7 +112,7 @@ def test_i1_holds_for_every_loss(load, prompts, monkeypatch, loss_type, level, e
     multiplied = []
     multiply = head._Head.multiply
     monkeypatch.setattr(head._Head, "multiply", lambda *args: [multiplied.append(1), multiply(*args)][1])
-    monkeypatch.setitem(head_pass.__wrapped__.__kwdefaults__, "chunk_tokens", 7)
+    monkeypatch.setitem(chunked_lm_head.__wrapped__.__kwdefaults__, "chunk_tokens", 7)
     assert_same_step(whole, learn(policy, batch, loss, N), exactness=1e-12)
     chunks = -(-int(batch.learned.sum()) // 7)
     assert len(multiplied) == (chunks if level == "token" else 2 * chunks) > 4
@@ -150,9 +158,13 @@ def test_i1_holds_where_each_field_has_its_advantage():
     scores = rewards(batch)
     judged = rewards.judged(scores, batch.texts)
     credit = field_credit(
-        group_advantages(scores.rewards, G, scale="batch"), scores.rewards, judged, batch,
-        policy.tokenizer, scale="batch",
-    )  # fmt: skip
+        group_advantages(scores.rewards, G, scale="batch"),
+        scores.rewards,
+        judged,
+        batch,
+        policy.tokenizer,
+        scale="batch",
+    )
     assert sum(len(own.unique()) > 1 for own in batch.by_row(credit)) >= 3
     batch = batch.with_columns(credit=credit)
     whole = learn(policy, batch, KL, N)
@@ -168,9 +180,13 @@ def test_i1_holds_where_each_field_has_its_advantage():
 def test_a_whole_run_depends_neither_on_its_rows_nor_on_memory_running_out(config, monkeypatch, changes):
     """To 1e-12 in float64: by plans that have nothing in common, and where each phase is replayed smaller."""
     config = dataclasses.replace(
-        config, precision="fp64", reward=("policy", "environment"), checkpoint_interval=2,
-        learning_rate=1e-3, logged_completions=16,
-    )  # fmt: skip
+        config,
+        precision="fp64",
+        reward=("policy", "environment"),
+        checkpoint_interval=2,
+        learning_rate=1e-3,
+        logged_completions=16,
+    )
     config = dataclasses.replace(config, **changes)
     straight = outcome(train(dataclasses.replace(config, name="straight")))
     assert any(row["advantage"] for row in straight["completions"])

@@ -72,10 +72,14 @@ def sampled(rows: list[list[int]], groups: int = 1, text: str = "") -> Batch:
     for place, row in enumerate(rows):
         ids[place, : len(row)] = torch.tensor(row)
     return Batch.of_rows(
-        [Prompt(str(group), "", {}) for group in range(groups)], [[1, 2]] * groups, ids, lengths,
-        terminated=torch.ones(len(rows), dtype=torch.bool), sampler_logp=torch.zeros(ids.shape),
+        [Prompt(str(group), "", {}) for group in range(groups)],
+        [[1, 2]] * groups,
+        ids,
+        lengths,
+        terminated=torch.ones(len(rows), dtype=torch.bool),
+        sampler_logp=torch.zeros(ids.shape),
         texts=[text] * len(rows),
-    )  # fmt: skip
+    )
 
 
 class Letters:
@@ -117,8 +121,8 @@ def test_credit_goes_to_the_field_that_was_judged():
 
 
 def test_parts_are_divided_by_what_the_whole_is():
-    """Where everything is judged by fields that take turns, their sum is the plain advantage: as it is
-    without a division, with the batch's deviation, and with the group's where the fields' variances add up.
+    """If everything is judged by fields that take turns, their sum is the plain advantage: as it is without a
+    division, with the batch's deviation, and with the group's where the fields' variances add up.
     """
     parts = torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.5, 0.5, 0.0, 0.0]], dtype=torch.float64)
     for scale in ("group", "batch", "none"):
@@ -166,11 +170,16 @@ def batch_of(*, zero_variance: list[int], credit: str = "whole") -> Batch:
 @pytest.mark.parametrize(
     ("loss_type", "credit", "zero_variance"),
     [
-        ("grpo", "whole", [0]), ("grpo", "field", [1, 3, 4]), ("dapo", "whole", []), ("dapo", "field", [0]),
-        ("dr_grpo", "whole", [1, 3, 4]), ("dr_grpo", "field", [0, 1, 2, 3, 4]),
-        ("cispo", "whole", [0, 1, 2, 3, 4]), ("cispo", "field", [1, 3, 4]),
+        ("grpo", "whole", [0]),
+        ("grpo", "field", [1, 3, 4]),
+        ("dapo", "whole", []),
+        ("dapo", "field", [0]),
+        ("dr_grpo", "whole", [1, 3, 4]),
+        ("dr_grpo", "field", [0, 1, 2, 3, 4]),
+        ("cispo", "whole", [0, 1, 2, 3, 4]),
+        ("cispo", "field", [1, 3, 4]),
     ],
-)  # fmt: skip
+)
 def test_zero_variance_groups_change_no_gradient(load, loss_type, credit, zero_variance):
     settings = LossSettings(loss_type=loss_type, kl_coef=0.0)
     model = load("gpt2", "fp64").model

@@ -132,11 +132,18 @@ def test_corrected_kl_has_the_gradient_of_the_reverse_kl(estimator):
 
 def test_metrics_by_hand():
     """Clipped are the second row's second token, below, and the first row's first, above."""
-    assert run()[2] == about({
-        "ratio/mean": 1.0, "ratio/min": 0.5, "ratio/max": 1.5, "clip_ratio/low_mean": 1 / 5,
-        "clip_ratio/low_min": 0.0, "clip_ratio/high_mean": 1 / 5, "clip_ratio/high_max": 1 / 3,
-        "clip_ratio/region_mean": 2 / 5,
-    })  # fmt: skip
+    assert run()[2] == about(
+        {
+            "ratio/mean": 1.0,
+            "ratio/min": 0.5,
+            "ratio/max": 1.5,
+            "clip_ratio/low_mean": 1 / 5,
+            "clip_ratio/low_min": 0.0,
+            "clip_ratio/high_mean": 1 / 5,
+            "clip_ratio/high_max": 1 / 3,
+            "clip_ratio/region_mean": 2 / 5,
+        }
+    )
     found, grad, metrics = run(old=None)  # on policy the ratio is one, and still teaches
     assert found == about((-3 + 4) / 5) and metrics["ratio/min"] == metrics["ratio/max"] == 1
     exactly(grad, tensor([[-1.0] * 3, [2.0, 2.0, 0.0]]) / 5)
@@ -180,9 +187,13 @@ def test_what_is_masked_is_never_read_and_an_empty_row_only_counts_as_a_row(loss
     def three_rows(junk):
         given = {"old": OLD, "ref": REF, "weights": torch.ones_like(OLD)}
         return run(
-            with_junk(PROBS.log(), junk), mask=mask, advantages=tensor([1.0, -2.0, 3.0]), counts=counts,
-            **{name: with_junk(values, junk) for name, values in given.items()}, **changes,
-        )  # fmt: skip
+            with_junk(PROBS.log(), junk),
+            mask=mask,
+            advantages=tensor([1.0, -2.0, 3.0]),
+            counts=counts,
+            **{name: with_junk(values, junk) for name, values in given.items()},
+            **changes,
+        )
 
     loss, grad, metrics = three_rows([0.0] * 4)
     alone, grad_alone, _ = run(ref=REF, counts=counts, **changes)
@@ -211,13 +222,20 @@ def test_a_row_without_advantage_teaches_nothing_whatever_its_logs(loss_type, le
 @examples(200)
 @given(
     st.builds(
-        LossSettings, loss_type=st.sampled_from(LOSSES), importance_level=st.sampled_from(LEVELS),
-        kl_coef=st.sampled_from([0.0, 0.04]), kl_estimator=st.sampled_from(["k2", "k3"]),
+        LossSettings,
+        loss_type=st.sampled_from(LOSSES),
+        importance_level=st.sampled_from(LEVELS),
+        kl_coef=st.sampled_from([0.0, 0.04]),
+        kl_estimator=st.sampled_from(["k2", "k3"]),
         kl_correction=st.booleans(),
     ),
-    st.sampled_from([None, 1.5]), st.integers(1, 7), st.integers(1, 6), st.booleans(),
-    st.lists(st.integers(0, 7), max_size=4), st.integers(0, 2**32),
-)  # fmt: skip
+    st.sampled_from([None, 1.5]),
+    st.integers(1, 7),
+    st.integers(1, 6),
+    st.booleans(),
+    st.lists(st.integers(0, 7), max_size=4),
+    st.integers(0, 2**32),
+)
 def test_i1_a_split_changes_neither_loss_nor_metrics(chosen, dual_clip, rows, tokens, by_field, cuts, seed):
     """Invariance I1: micro-batches of any sizes and order, empty ones too, add up to the step."""
     generator = torch.Generator().manual_seed(seed)

@@ -16,7 +16,7 @@ from trl_cases import LENGTH, Case, Stock, make
 from grpo.config.groups import LossSettings
 from grpo.learning.loss import truncated_importance_weights
 from grpo.learning.metrics import finish_metrics
-from grpo.scoring.head import head_pass
+from grpo.scoring.head import chunked_lm_head
 
 R, C = 6, LENGTH
 
@@ -51,10 +51,15 @@ def step_of(completion_ids, mask, advantages, old, ref):
     """A step as TRL is given it, with prompts of two tokens."""
     two = torch.ones(R, 2, dtype=torch.long)
     return {
-        "prompt_ids": two, "prompt_mask": two, "completion_ids": completion_ids, "advantages": advantages,
-        "completion_mask": mask.long(), "old_per_token_logps": old, "ref_per_token_logps": ref,
+        "prompt_ids": two,
+        "prompt_mask": two,
+        "completion_ids": completion_ids,
+        "advantages": advantages,
+        "completion_mask": mask.long(),
+        "old_per_token_logps": old,
+        "ref_per_token_logps": ref,
         "num_items_in_batch": mask.sum(),
-    }  # fmt: skip
+    }
 
 
 def ragged_step():
@@ -89,9 +94,15 @@ def compare(monkeypatch, trainer, settings, *, on_policy=False, sampler=None):
 
     ours = logp.clone().requires_grad_()
     loss, sums = grpo_loss(
-        ours, inputs["old_per_token_logps"], ref if settings.kl_coef else None, advantages, mask,
-        counts=counts_of(mask, LENGTH), settings=settings, importance_weights=weights,
-    )  # fmt: skip
+        ours,
+        inputs["old_per_token_logps"],
+        ref if settings.kl_coef else None,
+        advantages,
+        mask,
+        counts=counts_of(mask, LENGTH),
+        settings=settings,
+        importance_weights=weights,
+    )
     loss.backward()
 
     assert theirs.grad.abs().max() > 1e-3
@@ -113,9 +124,12 @@ def test_loss_gradient_and_metrics(monkeypatch, trainer, loss_type, level, on_po
     """Each loss and level with two of the three KLs, and each KL with every loss."""
     kl_coef, correction = KLS[(EVERY.index((loss_type, level)) + on_policy) % 3]
     settings = LossSettings(
-        loss_type=loss_type, importance_level=level, kl_coef=kl_coef, kl_correction=correction,
+        loss_type=loss_type,
+        importance_level=level,
+        kl_coef=kl_coef,
+        kl_correction=correction,
         clip_range_high=1.1 if loss_type == "cispo" else 0.28,
-    )  # fmt: skip
+    )
     metrics = compare(monkeypatch, trainer, settings, on_policy=on_policy)
     clipped = [value for name, value in metrics.items() if name.endswith(("_mean", "cispo_clip_ratio"))]
     assert all((share > 0) != on_policy for share in clipped)  # the clips were really reached
@@ -149,7 +163,7 @@ def test_parameter_gradients_through_the_model_and_the_chunked_head(trainer):
     def padded(values):
         return values.new_zeros(R, C).index_put((mask,), values)
 
-    found = head_pass(hidden.detach(), *head, chunk_tokens=4, entropy=True)
+    found = chunked_lm_head(hidden.detach(), *head, chunk_tokens=4, entropy=True)
     logp = padded(found.logp)
     old = logp + 0.3 * torch.randn(R, C, generator=generator)
     ref = logp + 0.3 * torch.randn(R, C, generator=generator)
@@ -167,7 +181,7 @@ def test_parameter_gradients_through_the_model_and_the_chunked_head(trainer):
     loss, _ = grpo_loss(leaf, old, ref, advantages, mask, counts=counts_of(mask, LENGTH), settings=settings)
     loss.backward()
     slope = leaf.grad[mask]
-    again = head_pass(hidden.detach(), *head, chunk_tokens=4, slope=lambda _, part: slope[part])
+    again = chunked_lm_head(hidden.detach(), *head, chunk_tokens=4, slope=lambda _, part: slope[part])
     hidden.backward(again.hidden_gradient)
     ours = gradients()
     assert loss.item() == pytest.approx(their_loss.item(), rel=1e-10)

@@ -13,7 +13,7 @@ from grpo.config.groups import OptimizerSettings
 from grpo.learning import masters
 from grpo.learning.masters import LOW_BITS, master_of, split_masters
 from grpo.learning.optimizer import make_optimizer
-from grpo.learning.step import Stepper
+from grpo.learning.step import GuardedOptimizer
 from grpo.scoring.logprobs import token_logprobs
 from grpo.scoring.stream import Texts
 from grpo.trainer import Trainer
@@ -68,7 +68,7 @@ def test_twenty_updates_are_those_of_fp32_masters(name, kind):
 
     def trained(model: torch.nn.Module, low_bits: dict) -> list[torch.Tensor]:
         optimizer = make_optimizer(model, settings, low_bits)
-        stepper = Stepper(model, optimizer, 1.0)
+        stepper = GuardedOptimizer(model, optimizer, 1.0)
         for step in range(20):
             generator = torch.Generator().manual_seed(step)
             rows = torch.randint(16, (3, 4), generator=generator).tolist()

@@ -23,12 +23,13 @@ HALF = math.sqrt(0.5)
         # Two of warm-up, floor 1/2: 1/2 + (1 + cos(k pi / 4)) / 4 for k = 0 to 4.
         (
             {"lr_schedule": "cosine", "warmup_steps": 2, "min_lr_ratio": 0.5},
-            6, [0.5, 1.0, 1.0, 0.5 + (1 + HALF) / 4, 0.75, 0.5 + (1 - HALF) / 4, 0.5, 0.5],
+            6,
+            [0.5, 1.0, 1.0, 0.5 + (1 + HALF) / 4, 0.75, 0.5 + (1 - HALF) / 4, 0.5, 0.5],
         ),
         ({"lr_schedule": "cosine", "warmup_steps": 10}, 2, [0.1, 0.2]),  # longer than the run
     ],
     ids=["constant", "warm-up", "linear", "cosine", "only a warm-up"],
-)  # fmt: skip
+)
 def test_rates_by_hand(settings, steps, expected):
     chosen = OptimizerSettings(learning_rate=2.0, **settings)
     found = [learning_rate(step, steps, chosen) for step in range(len(expected))]

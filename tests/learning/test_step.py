@@ -10,21 +10,21 @@ from torch import nn
 from whole_runs import metrics_of, train
 
 from grpo.data.reward_functions import Scores
-from grpo.learning.step import Diverged, Stepper
+from grpo.learning.step import Diverged, GuardedOptimizer
 from grpo.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
 
 
-def make(max_grad_norm: float = 0.0) -> tuple[nn.Linear, Stepper]:
+def make(max_grad_norm: float = 0.0) -> tuple[nn.Linear, GuardedOptimizer]:
     """A weight of two numbers, [1, 2], under plain gradient descent at rate 0.1."""
     model = nn.Linear(2, 1, bias=False)
     model.weight.data = torch.tensor([[1.0, 2.0]])
-    return model, Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm)
+    return model, GuardedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm)
 
 
 def giving(model: nn.Linear, gradient: tuple[float, float], **metrics: float):
-    """What a pass over the micro-batches does: two backward calls, then metrics."""
+    """A pass over micro-batches: two backward calls, then metrics."""
 
     def accumulate() -> dict[str, float]:
         for _ in range(2):
@@ -35,7 +35,7 @@ def giving(model: nn.Linear, gradient: tuple[float, float], **metrics: float):
 
 
 def test_a_step_applies_the_accumulated_gradient_and_forgets_it():
-    """What was in .grad before is no part of it."""
+    """Numbers that were in .grad before are no part of it."""
     model, stepper = make()
     model.weight.grad = torch.tensor([[100.0, 100.0]])
     metrics = stepper.step(giving(model, (3.0, 4.0), kl=0.1))
@@ -53,15 +53,19 @@ def test_a_step_applies_the_accumulated_gradient_and_forgets_it():
 @pytest.mark.parametrize(
     ("where", "value", "max_grad_norm"),
     [
-        ("loss", math.nan, 0.0), ("loss", math.inf, 1.0), ("kl", math.nan, 1.0), ("kl", -math.inf, 0.0),
-        ("grad_norm", math.nan, 0.0), ("grad_norm", math.inf, 1.0),
+        ("loss", math.nan, 0.0),
+        ("loss", math.inf, 1.0),
+        ("kl", math.nan, 1.0),
+        ("kl", -math.inf, 0.0),
+        ("grad_norm", math.nan, 0.0),
+        ("grad_norm", math.inf, 1.0),
     ],
-)  # fmt: skip
+)
 def test_a_step_that_is_not_finite_is_skipped_counted_and_reported(logged, value, where, max_grad_norm):
     """Nor do Adam's moments move."""
     model, _ = make()
     optimizer = torch.optim.AdamW(model.parameters())
-    stepper = Stepper(model, optimizer, max_grad_norm)
+    stepper = GuardedOptimizer(model, optimizer, max_grad_norm)
     stepper.step(giving(model, (3.0, 4.0)))
     weight = model.weight.detach().clone()
     moments = {name: moment.clone() for name, moment in optimizer.state[model.weight].items()}

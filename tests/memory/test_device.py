@@ -1,4 +1,4 @@
-"""What is read of a device and may be held of it: the host for real, CUDA and Metal with answers made up."""
+"""Readings and limits of devices: the host for real, CUDA and Metal with answers made up."""
 
 import mmap
 import os
@@ -22,11 +22,11 @@ from grpo.memory.budget import (
     CONTEXT_BYTES,
     GB,
     KERNELS_BYTES,
-    MOST_OUTSIDE_BYTES,
+    MAX_NON_TORCH_BYTES,
     DeviceMemory,
     card_memory,
     make_budget,
-)  # fmt: skip
+)
 from grpo.memory.device import FIRST_SLACK, MemoryReading, resident_bytes
 from grpo.memory.live import LiveBytes
 
@@ -219,9 +219,14 @@ def test_where_a_peak_cannot_be_reset_nothing_seems_to_have_grown_by_it(monkeypa
 def card(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A card of 24 GB and the allocator's figures, as `torch.accelerator` would tell them."""
     told = SimpleNamespace(
-        memory_allocated=1 * GB, memory_reserved=2 * GB, max_memory_allocated=5 * GB,
-        max_memory_reserved=6 * GB, get_memory_info=(20 * GB, 24 * GB), shares=[], segments=[],
-    )  # fmt: skip
+        memory_allocated=1 * GB,
+        memory_reserved=2 * GB,
+        max_memory_allocated=5 * GB,
+        max_memory_reserved=6 * GB,
+        get_memory_info=(20 * GB, 24 * GB),
+        shares=[],
+        segments=[],
+    )
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: told.segments)
     for name in vars(told):
         monkeypatch.setattr(torch.accelerator, name, lambda _, name=name: getattr(told, name), raising=False)
@@ -243,9 +248,9 @@ def test_on_cuda_every_pass_is_exact_and_the_context_counts_up_to_its_usual_size
     assert str(now) == "GPU 1 memory - allocated: 1.00GB, reserved: 2.00GB, peak: 5.00GB"
     assert now.as_metrics()["memory/reserved_gb"] == 2.0
     memory = device.memory()  # the rest is another process's
-    assert memory == DeviceMemory(24 * GB, 20 * GB, 2 * GB + MOST_OUTSIDE_BYTES)
-    assert memory.others_bytes == 2 * GB - MOST_OUTSIDE_BYTES
-    assert device.used_bytes() == 1 * GB + MOST_OUTSIDE_BYTES  # not what the allocator keeps
+    assert memory == DeviceMemory(24 * GB, 20 * GB, 2 * GB + MAX_NON_TORCH_BYTES)
+    assert memory.others_bytes == 2 * GB - MAX_NON_TORCH_BYTES
+    assert device.used_bytes() == 1 * GB + MAX_NON_TORCH_BYTES  # not what the allocator keeps
     card.get_memory_info = 24 * GB - 2 * GB - 100 * MB, 24 * GB
     assert device.used_bytes() == 1 * GB + 100 * MB
     for pool, index in ((0, 0), 1), ((0, 1), 0), ((0, 3), 1):  # a CUDA graph's pool is nobody else's
@@ -275,7 +280,7 @@ def test_what_an_engine_that_sleeps_has_unmapped_is_not_held(card):
 
 @pytest.mark.parametrize(
     ("outside", "kept_back"),  # what is there already, and what kernels and recordings add to it
-    [(100 * MB, CONTEXT_BYTES), (649 * MB, 649 * MB + KERNELS_BYTES), (2 * GB, MOST_OUTSIDE_BYTES)],
+    [(100 * MB, CONTEXT_BYTES), (649 * MB, 649 * MB + KERNELS_BYTES), (2 * GB, MAX_NON_TORCH_BYTES)],
 )
 def test_on_cuda_the_allocator_gets_the_budget_less_the_context_for_as_long_as_that_lasts(
     card, outside, kept_back
@@ -286,7 +291,7 @@ def test_on_cuda_the_allocator_gets_the_budget_less_the_context_for_as_long_as_t
         ({"limit_bytes": 12 * GB + kept_back}, half),
         ({"utilization": 0.5 + kept_back / (24 * GB)}, half),  # always
         ({"limit_bytes": GB // 4}, [(0.0, CUDA), (1.0, CUDA)]),
-    ):  # fmt: skip
+    ):
         card.shares.clear()
         with pytest.raises(KeyError), Device(CUDA, **options).capped() as how:
             assert how.startswith("enforced by the CUDA allocator (")
@@ -325,11 +330,14 @@ def test_on_mps_there_are_no_peaks(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_budget_is_the_least_of_share_free_memory_and_limit(card):
-    """Of 100 bytes; of a card sold as 24 GB, which offers 23.5; and of one that two processes share."""
+    """Budgets of 100 bytes; of a card sold as 24 GB, which offers 23.5; and of one that two processes
+    share."""
     for free, limit, usable, reason in (
-        (80, None, 75, "75% of"), (40, 60, 50, "what others leave free"), (80, 30, 30, "--memory-limit"),
+        (80, None, 75, "75% of"),
+        (40, 60, 50, "what others leave free"),
+        (80, 30, 30, "--memory-limit"),
         (80, 76, 75, "75% of"),
-    ):  # fmt: skip
+    ):
         made = make_budget(DeviceMemory(100, free, 10), utilization=0.75, limit_bytes=limit)
         assert made.usable_bytes == usable and made.reason.startswith(reason)
     sold = card_memory(24 * GB)
@@ -338,7 +346,7 @@ def test_the_budget_is_the_least_of_share_free_memory_and_limit(card):
     assert str(make_budget(sold, utilization=0.85)) == "19.99 GB (85% of 23.52 GB)"
     assert DeviceMemory(100, 60, 50).others_bytes == 0  # what we hold may be counted twice
     assert Device("cpu", limit_bytes=2**40).is_limited and not Device(CUDA, limit_bytes=GB).is_limited
-    budgets = [Device(CUDA, utilization=0.5, sharing=sharing).budget() for sharing in (1, 2)]
+    budgets = [Device(CUDA, utilization=0.5, ranks_on_device=sharing).budget() for sharing in (1, 2)]
     assert [made.usable_bytes for made in budgets] == [12 * GB, 6 * GB]
 
 
@@ -386,7 +394,7 @@ def without_a_limit() -> tuple[str, list[bool]]:
 
 
 def freed_memory() -> tuple[str, list[bool]]:
-    """What is freed goes back where it counts towards a limit, and is kept elsewhere and afterwards."""
+    """Freed memory goes back where it counts towards a limit, and is kept elsewhere and afterwards."""
 
     def kept_bytes() -> int:
         before = counted.memory().ours_bytes
@@ -412,12 +420,12 @@ def limited(rank: int) -> tuple[str, list[bool]]:
 def test_a_limited_process_keeps_what_it_frees_where_that_may_come_to_three_times_as_much(monkeypatch):
     keep, give, limited = mock.Mock(), mock.Mock(), Device(limit_bytes=GB)
     monkeypatch.setattr(devices, "keep_freed", keep)
-    monkeypatch.setattr(devices, "give_back", give)
+    monkeypatch.setattr(devices, "return_freed_memory", give)
     limited.room_bytes = lambda: 300 * MB
     for added, calls in (99 * MB, (1, 0)), (101 * MB, (1, 1)):
-        limited.mind_fragments(added)
+        limited.choose_malloc_policy(added)
         assert (keep.call_count, give.call_count) == calls
-    Device().mind_fragments(2**60)
+    Device().choose_malloc_policy(2**60)
     assert give.call_count == 1
 
 
@@ -455,8 +463,13 @@ def group(folder: str, limit: object, used: int, names: tuple[str, str] = V2) ->
         (ROOT | group("memory/", 500, 200, V1), 500, 300),
         (ROOT | group("memory/", "9223372036854771712", 1, V1), 1000, 700),
         # files that a container has read do not count as used
-        (ROOT | group("", 500, 450) | {"/sys/fs/cgroup/memory.stat": f"anon 1\ninactive_file {200 * KB}\n"},
-         500, 250),
+        (
+            ROOT
+            | group("", 500, 450)
+            | {"/sys/fs/cgroup/memory.stat": f"anon 1\ninactive_file {200 * KB}\n"},
+            500,
+            250,
+        ),
         # the group a process is in; one around it; what throttles before that; another's
         (NESTED | group("memory/a/b/", 500, 0, V1), 500, 500),
         (NESTED | group("a.slice/", 600, 0), 600, 600),
@@ -466,7 +479,7 @@ def group(folder: str, limit: object, used: int, names: tuple[str, str] = V2) ->
         (NESTED | group("a.slice/b/", 500, 0) | group("", 900, 800), 500, 100),
         (MOUNTED_AS_ROOT | group("job/", 300, 0), 300, 300),
     ],
-)  # fmt: skip
+)
 def test_a_containers_limit_counts_where_it_is_lower(monkeypatch, files, total, available):
     class File(type(Path())):  # type: ignore[misc]
         def read_text(self, *_: object, **__: object) -> str:

@@ -14,7 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from several_processes import in_processes, values
 
-from grpo.memory import Budget, Device, DoesNotFit, Fit, Size, largest_rows
+from grpo.memory import Budget, Device, DoesNotFit, Fit, PassSize, largest_rows
 from grpo.memory.device import Peak
 from grpo.memory.fit import AGAIN_AFTER, Pass
 from grpo.memory.formula import MEASUREMENTS_PER_SIZE, Formula
@@ -61,11 +61,11 @@ class Meter:
         """That has seen so many rows."""
         fit = Fit(self, **{"group_size": G, **options})
         for rows in sizes:
-            fit.see("learn", Size(rows), self.base + self.row * rows)
+            fit.see("learn", PassSize(rows), self.base + self.row * rows)
         return fit
 
     def steps(self, fit: Fit, count: int, batch: int = BATCH) -> list[int]:
-        return [fit.run("learn", self.work, Size(batch)) for _ in range(count)]
+        return [fit.run("learn", self.work, PassSize(batch)) for _ in range(count)]
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def changes(logged: list[str]) -> list[str]:
 def test_sizes_to_try_halve_by_whole_groups_and_then_divide_the_group():
     for group_size, sizes in {8: [56, 24, 8, 4, 2, 1], 12: [20, 12, 6, 4, 3, 2, 1], 1: [7, 3, 1]}.items():
         assert [smaller_rows(rows, group_size) for rows in sizes] == [*sizes[1:], None]
-    assert num_tokens(Size(10, 5, 7), 4) == 10 * 5 + 3 * 7  # three groups, the last of two rows
+    assert num_tokens(PassSize(10, 5, 7), 4) == 10 * 5 + 3 * 7  # three groups, the last of two rows
 
 
 @given(group_size=GROUPS, groups=GROUPS, odd=st.integers(0, 15), capacity=st.integers(0, 300))
@@ -169,7 +169,7 @@ def test_a_peak_that_bends_is_approached_in_steps(meter):
         meter.base = max(400 + 2 * rows, 10 * rows)
         return meter.work(rows)
 
-    found = [fit.run("learn", work, Size(1000)) for _ in range(9)]
+    found = [fit.run("learn", work, PassSize(1000)) for _ in range(9)]
     assert found[:3] == [4, 8, 32] and found[3] <= 128
     assert 120 <= found[-1] <= 150 and found[-1] == found[-2]
 
@@ -180,16 +180,24 @@ def test_a_peak_that_bends_is_approached_in_steps(meter):
 @pytest.mark.parametrize(
     ("room", "fixed", "rows"),
     [
-        (10_000, None, 64), (645, None, 64), (635, None, 32),  # two parts
+        (10_000, None, 64),
+        (645, None, 64),
+        (635, None, 32),  # two parts
         (285, None, 24),  # 28 fit: three parts are as few with 24
-        (45, None, 4), (35, None, 2), (15, None, 1), (5, None, 1),  # which the pass itself has to show
+        (45, None, 4),
+        (35, None, 2),
+        (15, None, 1),
+        (5, None, 1),  # which the pass itself has to show
         # what a person wants is a ceiling, and gives way to what fits
-        (10_000, 2, 2), (10_000, 48, 48), (10_000, 999, 64), (45, 16, 4),
+        (10_000, 2, 2),
+        (10_000, 48, 48),
+        (10_000, 999, 64),
+        (45, 16, 4),
     ],
-)  # fmt: skip
+)
 def test_the_plan_by_hand_where_a_row_takes_ten_bytes(room: int, fixed: int | None, rows: int):
     fit = Meter(150 + room).fit(G, BATCH, fixed={} if fixed is None else {"learn": fixed})
-    assert fit.plan("learn", Size(BATCH)) == rows == fit.planned()["learn"]
+    assert fit.plan("learn", PassSize(BATCH)) == rows == fit.planned()["learn"]
 
 
 @given(size=GROUPS, groups=st.integers(1, 40), base=BYTES, row=st.floats(1, 1e4), room=st.floats(0, 1e7))
@@ -198,14 +206,14 @@ def test_planned_rows_are_the_most_that_fit_in_even_parts(size, groups, base, ro
     meter.base = base
     fit = meter.fit(*{1, size, batch}, group_size=size)
     sizes = [part for part in range(1, size) if size % part == 0] + [*range(size, batch + 1, size)]
-    needs = {rows: fit.needs("learn", Size(rows)) for rows in sizes}
+    needs = {rows: fit.needs("learn", PassSize(rows)) for rows in sizes}
     # Between sizes that were measured it is right to a thousandth, and so need not rise with each row.
     assume(all(abs(need - fit.room_bytes()) > 1e-3 * need for need in needs.values()))
     fitting = [rows for rows, need in needs.items() if need <= fit.room_bytes()]
     for _ in range(3):  # one more where all is taken to grow with rows
-        found = fit.plan("learn", Size(batch))
+        found = fit.plan("learn", PassSize(batch))
     assert found == even_rows(max(fitting, default=1), batch_size=batch, group_size=size)
-    assert not fitting or fit.needs("learn", Size(found)) <= fit.room_bytes()
+    assert not fitting or fit.needs("learn", PassSize(found)) <= fit.room_bytes()
 
 
 def test_rows_grow_as_they_are_seen_to_fit(meter):
@@ -223,7 +231,7 @@ def test_what_is_left_of_a_batch_does_not_settle_the_plan(meter):
     """A batch in parts, of which each is planned for what is left: 24 rows as 4, 8 and 12."""
     fit, left, taken = meter.fit(), 24, []
     while left:
-        taken.append(fit.run("learn", meter.work, Size(left)))
+        taken.append(fit.run("learn", meter.work, PassSize(left)))
         left -= taken[-1]
     assert taken == [4, 8, 12] and meter.steps(fit, 2, batch=24) == [24, 24]
     assert meter.steps(fit, 3, batch=400) == [80, 200, 400]  # a larger batch than any before
@@ -232,20 +240,20 @@ def test_what_is_left_of_a_batch_does_not_settle_the_plan(meter):
 def test_rows_follow_the_tokens_of_which_only_the_result_may_tell(meter):
     """Texts are planned for the 10 tokens, and 2 for each group, that there may be, and have 5."""
     fit, meter.usable = meter.fit(), 150 + 8800
-    took, longest = (lambda rows, _: Size(rows, 5, 2)), Size(400, 10, 2)
+    took, longest = (lambda rows, _: PassSize(rows, 5, 2)), PassSize(400, 10, 2)
     found = [fit.run("sample", lambda rows: meter.work(rows, 5), longest, took=took) for _ in range(6)]
     assert found == [4, 8, 32, 80, 80, 80] and fit.take_passes()[-1].tokens == 5 + 2
-    assert fit.plan("sample", Size(400, 20, 2)) < 50  # twice as long
+    assert fit.plan("sample", PassSize(400, 20, 2)) < 50  # twice as long
 
 
 def test_a_phase_may_begin_with_what_is_known_of_another(meter, fit):
     fit.borrow_formula("evaluate", "learn")
-    assert fit.plan("score", Size(32)) == G
+    assert fit.plan("score", PassSize(32)) == G
     meter.row = 20  # as it turns out
-    assert fit.run("evaluate", meter.work, Size(32)) == 32
+    assert fit.run("evaluate", meter.work, PassSize(32)) == 32
     assert fit.take_passes()[0].predicted_bytes == pytest.approx(320, abs=1)
-    assert fit.predict("evaluate", Size(32)) == pytest.approx(640, rel=0.01)
-    assert fit.predict("learn", Size(32)) == pytest.approx(320, rel=0.01)
+    assert fit.predict("evaluate", PassSize(32)) == pytest.approx(640, rel=0.01)
+    assert fit.predict("learn", PassSize(32)) == pytest.approx(320, rel=0.01)
 
 
 def test_processes_that_have_to_agree_take_as_many_and_do_not_do_it_again(meter):
@@ -278,16 +286,16 @@ def test_memory_that_comes_and_goes_changes_no_rows_as_long_as_they_fit(meter, f
 def test_a_step_of_few_rows_leaves_the_plan_as_it_was_and_longer_texts_do_not(meter, fit, logged):
     meter.usable = 150 + 330
     assert [*meter.steps(fit, 2), *meter.steps(fit, 2, batch=8), *meter.steps(fit, 1)] == [32, 32, 8, 8, 32]
-    assert not changes(logged) and fit.plan("learn", Size(BATCH, 2)) == 16
+    assert not changes(logged) and fit.plan("learn", PassSize(BATCH, 2)) == 16
     fit.discard_plan("learn")
-    assert fit.plan("learn", Size(BATCH)) == 32
+    assert fit.plan("learn", PassSize(BATCH)) == 32
 
 
 def test_a_plan_leaves_a_tenth_for_what_a_process_holds_beside_tensors_and_then_stands():
     """640 bytes of tensors, and 64 more. What the process in fact holds then goes up and down by itself."""
     meter = Meter(150 + 700, slack=0.1)
     fit = meter.fit(G, BATCH)
-    assert fit.needs("learn", Size(BATCH)) == pytest.approx(704, rel=0.01)
+    assert fit.needs("learn", PassSize(BATCH)) == pytest.approx(704, rel=0.01)
     assert meter.steps(fit, 1) == [32]
     meter.usable = 150 + 710
     fit.discard_plan("learn")
@@ -306,7 +314,7 @@ def test_a_checkpoint_keeps_rows_ceilings_and_all_that_was_seen(logged: list[str
     fit, other = meter.fit(G, BATCH), meter.fit(2, 8)
     assert meter.steps(fit, 7)[-1] == 32
     stored = json.loads(json.dumps(fit.state()))
-    assert other.plan("learn", Size(16)) == 16
+    assert other.plan("learn", PassSize(16)) == 16
     logged.clear()
     other.restore(stored)
     assert len(changes(logged)) == 1 and "32" in changes(logged)[0]
@@ -326,7 +334,7 @@ def test_a_checkpoint_keeps_rows_ceilings_and_all_that_was_seen(logged: list[str
 
 def test_what_runs_out_is_done_again_with_fewer_and_there_are_fewer_afterwards(meter, fit, logged):
     discarded, meter.capacity = [], 150 + 200
-    done = fit.run("learn", meter.work, Size(BATCH), discard=lambda: discarded.append(1))
+    done = fit.run("learn", meter.work, PassSize(BATCH), rollback=lambda: discarded.append(1))
     assert done == 16 and meter.tried == [64, 64, 32, 16] and len(discarded) == 3
     assert meter.steps(fit, 1) == [16] and meter.tried[4:] == [16]
     (line,) = changes(logged)
@@ -365,7 +373,7 @@ def test_a_first_try_that_fails_each_time_is_not_made_for_ever(meter, fit, patte
             raise MemoryError
         return rows
 
-    assert [fit.run("learn", work, Size(BATCH)) for _ in range(30)] == rows
+    assert [fit.run("learn", work, PassSize(BATCH)) for _ in range(30)] == rows
     assert len(meter.tried) <= 30 + 15 and (32 not in rows or meter.tried == [64] * 4 + [32] * 28)
 
 
@@ -376,18 +384,24 @@ def test_a_pass_has_what_was_predicted_before_it_was_measured(meter):
     fit, meter.process, meter.base = meter.fit(), (150, 700), 8
     fit.keeps("learn", SimpleNamespace(nbytes=5, is_oversized=False))
     for grown in ([], [(1, 40), (9, 90)]):
-        fit.run("learn", lambda rows: meter.work(rows, 3), Size(4, 3, 2), kv_growth=grown)
+        fit.run("learn", lambda rows: meter.work(rows, 3), PassSize(4, 3, 2), kv_growth=grown)
     first, second = fit.take_passes()
     assert first.predicted_bytes is None and second.predicted_bytes == pytest.approx(133, abs=1)
     line = second.as_dict()
     assert line.pop("seconds") >= 0 and line.pop("predicted_bytes")
     assert line == {
-        "phase": "learn", "rows": 4, "tokens": 5, "added_bytes": 8 + 120 + 5, "process_bytes": 700,
-        "retries": 0, "reason": None, "kv_growth": [(1, 40), (9, 90)],
-    }  # fmt: skip
+        "phase": "learn",
+        "rows": 4,
+        "tokens": 5,
+        "added_bytes": 8 + 120 + 5,
+        "process_bytes": 700,
+        "retries": 0,
+        "reason": None,
+        "kv_growth": [(1, 40), (9, 90)],
+    }
     assert (second.shared, second.computed) == (2, 0)
     with pytest.raises(ZeroDivisionError):  # nobody's business here
-        fit.run("learn", lambda rows: rows // 0, Size(4))
+        fit.run("learn", lambda rows: rows // 0, PassSize(4))
     assert fit.take_passes() == []
 
 
@@ -400,19 +414,19 @@ def test_what_a_phase_keeps_is_room_for_it_and_for_no_other(meter):
     kept.nbytes, meter.row = 640, 0  # the next passes add nothing to it
     meter.room_bytes = lambda: meter.usable - 150 - kept.nbytes
     assert meter.steps(fit, 3) == [BATCH] * 3
-    assert fit.predict("learn", Size(BATCH)) == pytest.approx(640, rel=0.05)
-    fit.see("score", Size(BATCH), 640)
-    assert fit.plan("score", Size(BATCH)) < BATCH
+    assert fit.predict("learn", PassSize(BATCH)) == pytest.approx(640, rel=0.05)
+    fit.see("score", PassSize(BATCH), 640)
+    assert fit.plan("score", PassSize(BATCH)) < BATCH
 
 
 def test_a_pass_in_a_part_of_what_is_kept_tells_nothing_of_its_size(meter):
     """A few rows for groups that are sampled again do not take what was kept for many."""
     fit, kept = meter.fit(16, BATCH), SimpleNamespace(nbytes=640, is_oversized=True)
     fit.keeps("learn", kept)
-    assert fit.plan("learn", Size(400)) == 200  # more are tried later, and passes learned from until then
+    assert fit.plan("learn", PassSize(400)) == 200  # more are tried later, and passes learned from until then
     meter.steps(fit, 3, batch=G)
     assert {each.added_bytes for each in fit.take_passes()} == {None}
-    assert fit.predict("learn", Size(G)) == pytest.approx(40, rel=0.05)
+    assert fit.predict("learn", PassSize(G)) == pytest.approx(40, rel=0.05)
     assert meter.steps(fit, 1) == [BATCH]
 
 
@@ -420,7 +434,7 @@ def test_what_is_measured_corrects_what_was_predicted_until_the_plan_is_settled(
     meter.usable, fit = 150 + 660, meter.fit(G, 16)
     meter.row = 11
     assert meter.steps(fit, 3) == [64, 56, 56]  # 64 have taken 704 of 660
-    assert fit.predict("learn", Size(BATCH)) == pytest.approx(704, rel=0.01)
+    assert fit.predict("learn", PassSize(BATCH)) == pytest.approx(704, rel=0.01)
     stored = fit.state()["learn"]["seen"]
     meter.row = 30  # of passes no larger than those before
     meter.steps(fit, 5)
@@ -432,17 +446,17 @@ def test_where_nothing_counts_tensors_the_process_tells_and_only_at_first(meter)
     fit, meter.counts = meter.fit(), False
     for meter.process in (150, 190), (150, 900):
         meter.steps(fit, 1)
-        assert fit.predict("learn", Size(8)) == pytest.approx(80, rel=0.01)
+        assert fit.predict("learn", PassSize(8)) == pytest.approx(80, rel=0.01)
     assert {each.added_bytes for each in fit.take_passes()} == {None}
 
 
 def test_tensors_are_counted_in_a_phases_first_pass_and_where_they_are_learned_from(meter, fit):
     meter.steps(fit, 3)
     assert meter.asked_exact == [True, False, False]
-    fit.run("learn", lambda rows: meter.work(rows, 2), Size(BATCH, 2))  # longer texts
-    fit.run("learn", lambda rows: meter.work(rows, 2), Size(BATCH, 2))
+    fit.run("learn", lambda rows: meter.work(rows, 2), PassSize(BATCH, 2))  # longer texts
+    fit.run("learn", lambda rows: meter.work(rows, 2), PassSize(BATCH, 2))
     assert meter.asked_exact[3:] == [True, False]
-    assert fit.predict("learn", Size(BATCH, 2)) == pytest.approx(1280, rel=0.01)
+    assert fit.predict("learn", PassSize(BATCH, 2)) == pytest.approx(1280, rel=0.01)
     growing = Meter()
     assert growing.steps(growing.fit(), 5) == [4, 8, 32, 64, 64]  # or they could not grow
     assert growing.asked_exact == [True, True, True, True, False]
@@ -450,8 +464,8 @@ def test_tensors_are_counted_in_a_phases_first_pass_and_where_they_are_learned_f
 
 def test_a_warm_up_takes_fewer_rows_where_so_many_do_not_fit(meter):
     fit, meter.capacity = meter.fit(), 150 + 25
-    fit.run("learn", meter.work, Size(4), is_warmup=True)
-    assert meter.tried == [4, 4, 2] and fit.plan("learn", Size(BATCH)) == 2
+    fit.run("learn", meter.work, PassSize(4), is_warmup=True)
+    assert meter.tried == [4, 4, 2] and fit.plan("learn", PassSize(BATCH)) == 2
     assert meter.asked_exact == [True] * 3 and fit.take_passes()[0].retries == 2
 
 
@@ -461,7 +475,7 @@ def test_a_loop_of_ones_own_is_measured_planned_and_its_errors_go_their_way(mete
     def taken(count: int) -> list[int]:
         found = []
         for _ in range(count):
-            with fit.rows("learn", Size(BATCH)) as rows:
+            with fit.rows("learn", PassSize(BATCH)) as rows:
                 found.append(meter.work(rows))
         return found
 
@@ -473,7 +487,7 @@ def test_a_loop_of_ones_own_is_measured_planned_and_its_errors_go_their_way(mete
     assert taken(AGAIN_AFTER + 1) == [*[32] * AGAIN_AFTER, 64]
     reasons = [each.reason for each in fit.take_passes() if each.reason]
     assert "64 -> 32: memory ran out" in reasons[-2] and reasons[-1].startswith("32 -> 64")
-    with pytest.raises(KeyError), fit.rows("learn", Size(BATCH)):
+    with pytest.raises(KeyError), fit.rows("learn", PassSize(BATCH)):
         raise KeyError("another")
 
 
@@ -481,8 +495,8 @@ def two_megabytes_a_row(rank: int) -> tuple[list[Pass], float]:
     """Four passes, and what 64 rows are then said to need."""
     fit = Fit(Device(), group_size=4)
     for _ in range(4):
-        fit.run("learn", lambda rows: torch.ones(rows, 2**18).add(1.0).sum(), Size(64))
-    return fit.take_passes(), fit.needs("learn", Size(64))
+        fit.run("learn", lambda rows: torch.ones(rows, 2**18).add(1.0).sum(), PassSize(64))
+    return fit.take_passes(), fit.needs("learn", PassSize(64))
 
 
 def test_on_a_cpu_what_the_process_takes_beside_its_tensors_counts():

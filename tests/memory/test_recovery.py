@@ -31,31 +31,40 @@ def out_of_memory() -> RuntimeError:
 
 SAYS_SO = [
     "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
-    "hipErrorOutOfMemory", "cudaErrorMemoryAllocation", "Invalid buffer size: 19.45 GB",
+    "hipErrorOutOfMemory",
+    "cudaErrorMemoryAllocation",
+    "Invalid buffer size: 19.45 GB",
     "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
     "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
-    "rocBLAS error: rocblas_status_memory_error", "miopenStatusAllocFailed",
-    "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+    "rocBLAS error: rocblas_status_memory_error",
+    "miopenStatusAllocFailed",
+    "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
     'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":830',
     "NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
     "NCCL error: unhandled cuda error\nLast error:\nFailed to CUDA calloc async 608 bytes",
-    CPU_ERROR, "DefaultCPUAllocator: not enough memory: you tried to allocate 4096 bytes.",
+    CPU_ERROR,
+    "DefaultCPUAllocator: not enough memory: you tried to allocate 4096 bytes.",
     "posix_memalign(&data, gAlignment, nbytes) == 0. 12 vs 0",
     "unable to mmap 33554512 bytes from file <x.safetensors>: Cannot allocate memory (12)",
-    "could not create a memory object", "could not create a primitive", "could not execute a primitive",
+    "could not create a memory object",
+    "could not create a primitive",
+    "could not execute a primitive",
     "Resource temporarily unavailable",
-]  # fmt: skip
+]
 SAYS_OTHERWISE = [
-    "CUDA error: an illegal memory access was encountered", "CUDA error: device-side assert triggered",
-    "Unsupported memory format. Supports only ChannelsLast, Contiguous", "can't start new thread",
+    "CUDA error: an illegal memory access was encountered",
+    "CUDA error: device-side assert triggered",
+    "Unsupported memory format. Supports only ChannelsLast, Contiguous",
+    "can't start new thread",
     "could not create a primitive descriptor for the matmul primitive",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_UNEXPECTED_VALUE",
     "CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasGemmEx`",
     "out of resource: shared memory, Required: 131072, Hardware limit: 101376",
     "Storage size calculation overflowed with sizes=[4611686018427387904]",
     "NCCL error: unhandled cuda error\nLast error:\nCuda failure 1 'invalid argument'",
-]  # fmt: skip
+]
 
 
 def test_every_shape_of_it_is_recognised_and_other_errors_are_not():
@@ -104,7 +113,7 @@ def test_one_retry_at_the_same_size_then_smaller_ones(logged: list[str]):
     assert found == ("by 4", 4) and asked == [48, 48, 24, 8, 4]
     assert retries == [f"RuntimeError: {CPU_ERROR}"] * 4
     assert len([line for line in logged if line.startswith("WARNING learn: out of memory with")]) == 4
-    untroubled = survive(fits(8, []), 8, phase="score", discard=unwanted, on_retry=unwanted)
+    untroubled = survive(fits(8, []), 8, phase="score", rollback=unwanted, on_retry=unwanted)
     assert untroubled == ("by 8", 8) and not unwanted.called
 
 
@@ -222,13 +231,13 @@ def test_a_cache_is_emptied_before_a_retry_malloc_gives_back_and_onednn_is_given
         monkeypatch.setattr(torch.mps, "empty_cache", partial(emptied.append, "mps"))
         survive(fits(4, []), 8, phase="learn")
         assert emptied == ([device.type] * 2 if device else [])
-    with mock.patch("grpo.memory.recovery.give_back") as give_back:
+    with mock.patch("grpo.memory.recovery.return_freed_memory") as return_freed_memory:
         survive(fits(4, []), 4, phase="learn")
         with pytest.raises(DoesNotFit):
             survive(mock.Mock(side_effect=torch.OutOfMemoryError("a card's")), 1, phase="learn")
-        assert not give_back.called
+        assert not return_freed_memory.called
         survive(fits(4, []), 8, phase="learn")
-        assert give_back.call_count == 2
+        assert return_freed_memory.call_count == 2
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", torch.backends.mkldnn.enabled)  # is put back
     torch.backends.mkldnn.enabled = True
 
@@ -270,7 +279,7 @@ def test_a_fault_at_any_allocation_changes_no_gradient():
             model.zero_grad()
             error = OUT_OF_MEMORY[number % len(OUT_OF_MEMORY)]
             with FailAtAllocation(*range(number, times * number + 1, number), error=error) as fault:
-                gradients, rows = survive(run, 8, phase="learn", discard=model.zero_grad)
+                gradients, rows = survive(run, 8, phase="learn", rollback=model.zero_grad)
             assert fault.fired == [number, 2 * number][:times] and rows == [8, 4][times - 1]
             for gradient, exact in zip(gradients, expected, strict=True):
                 torch.testing.assert_close(gradient, exact, rtol=0 if times == 1 else 1e-12, atol=1e-14)
@@ -319,7 +328,7 @@ def learn_under_a_limit() -> tuple[int, list[int], float]:
         return run(rows)
 
     with limited_to(64 * MB).capped():
-        found, rows = survive(attempt, 64, phase="learn", group_size=8, discard=model.zero_grad)
+        found, rows = survive(attempt, 64, phase="learn", group_size=8, rollback=model.zero_grad)
     model.zero_grad()
     differences = [(a - b).abs().max().item() for a, b in zip(found, run(64), strict=True)]
     return rows, tried, max(differences)

@@ -16,7 +16,7 @@ from whole_runs import metrics_of, train
 
 from grpo.config.groups import LoraSettings, OptimizerSettings
 from grpo.learning.optimizer import make_optimizer
-from grpo.memory import Size
+from grpo.memory import PassSize
 from grpo.memory.live import LiveBytes
 from grpo.model.adapters import (
     adapter_parameters,
@@ -171,9 +171,11 @@ def test_a_run_on_adapters_may_be_moved(lora_config):
     "changes",
     [
         {"num_iterations": 2, "kl_in_reward": True, "gradient_checkpointing": "full"},
-        {"precision": "bf16"}, vars(IN_4_BITS),
-    ], ids=["rich", "bf16", "4 bits"],
-)  # fmt: skip
+        {"precision": "bf16"},
+        vars(IN_4_BITS),
+    ],
+    ids=["rich", "bf16", "4 bits"],
+)
 def test_a_run_moves_the_adapters_and_nothing_else(lora_config, changes):
     seen = []
     folder = train(
@@ -278,10 +280,15 @@ def test_weights_that_come_in_4_bits_are_trained_by_adapters(lora_config, load, 
 def test_the_plan_counts_a_base_in_4_bits():
     """Its bytes exactly, and what a phase adds, where layers are dequantized in turn."""
     sizes = LlamaConfig(
-        vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=192,
-    )  # fmt: skip
-    setting, size = Setting("llama", sizes, torch.float32, group_size=4, lora=IN_4_BITS), Size(16, 24, 40)
+        vocab_size=96,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=192,
+    )
+    setting, size = Setting("llama", sizes, torch.float32, group_size=4, lora=IN_4_BITS), PassSize(16, 24, 40)
     real, traced = RealPhases(setting), TracedPhases(setting.workload())
     held = sum(each.nbytes for each in real.policy.parameters() if not each.requires_grad)
     for layer in layers_in_4_bits(real.policy).values():

@@ -59,7 +59,7 @@ def test_a_step_is_trained_in_bf16_on_any_processor(config):
 
 
 class Layer(torch.nn.Module):
-    """What transformers asks of an attention layer."""
+    """The interface that transformers asks of an attention layer."""
 
     is_causal, training = True, False
 
@@ -155,9 +155,10 @@ def test_in_bf16_it_is_as_close_to_the_truth_as_padded_rows(load, monkeypatch):
 
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOWS = {
-    "mistral": {}, "gemma3_text": {"head_dim": 8, "layer_types": KINDS},
+    "mistral": {},
+    "gemma3_text": {"head_dim": 8, "layer_types": KINDS},
     "qwen2": {"use_sliding_window": True, "layer_types": KINDS},
-}  # fmt: skip
+}
 
 
 def with_window(kind: str, length: int = 5, **changes):
@@ -180,7 +181,7 @@ def test_layers_with_a_window_see_no_more_than_it(monkeypatch, kind):
 
 
 def test_a_window_of_thousands_is_crossed_by_the_check_of_the_scorer(monkeypatch, logged):
-    """Where layers over a stream did not mind it, rows would go side by side, and a line would say so."""
+    """If layers over a stream did not mind it, rows would go side by side, and a line would say so."""
     model = with_window("mistral", 1000, max_position_embeddings=2000)
     check_scorer(model, 2000)
     assert model.config.sliding_window == 1000 and reading_of(model) == "streams"
@@ -221,8 +222,9 @@ def test_for_the_backward_pass_attention_keeps_what_it_was_given_once():
     assert torch.equal(mixed, again)
 
 
-def varlen(query, key, value, query_ends, key_ends, longest_query, longest_keys, *, scale, window_size,
-           enable_gqa):  # fmt: skip
+def varlen(
+    query, key, value, query_ends, key_ends, longest_query, longest_keys, *, scale, window_size, enable_gqa
+):
     """As torch's kernel describes itself: sequence by sequence, causal from the lower right."""
     assert query_ends.dtype == key_ends.dtype == torch.int32 and enable_gqa == (
         query.shape[1] != key.shape[1]
@@ -314,9 +316,16 @@ def test_scores_are_capped_and_sinks_take_their_share(dtype):
     stream = make_stream([[1, 2]], [0], [[3]]).attention
     sinks = torch.tensor([2.0], dtype=dtype).log().requires_grad_()
     mixed, _ = attention.attend_over_stream(
-        Layer(1), query, key, value, None, stream=stream.for_pass(None, recomputed=False), scaling=1.0,
-        softcap=2.0, s_aux=sinks,
-    )  # fmt: skip
+        Layer(1),
+        query,
+        key,
+        value,
+        None,
+        stream=stream.for_pass(None, recomputed=False),
+        scaling=1.0,
+        softcap=2.0,
+        s_aux=sinks,
+    )
     share = math.e / (1 + math.e + 2)
     close = {"rel": 1e-12 if dtype == F64 else 0.01}
     assert mixed.dtype == dtype and mixed.flatten().tolist() == pytest.approx([0.0, share], **close)

@@ -25,10 +25,17 @@ from grpo.scoring.model_checks import check_scorer
 from grpo.scoring.stream import Stream, make_stream
 
 SIZES = {
-    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.3,
-    "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 COMPLETIONS_OF_PROMPTS = [(7, 3), (1, 1), (12, 2), (4, 4)]
 
 
@@ -54,7 +61,7 @@ def learn(model, batch: Stream, dtype: torch.dtype, *, checkpointing: Checkpoint
 
 
 def difference(one: dict, other: dict) -> float:
-    """Of two gradients, relative, in global norm."""
+    """Returns the relative distance of two gradients, in global norm."""
     norm = math.hypot(*(gradient.norm().item() for gradient in one.values()))
     assert norm > 1e-3
     return math.hypot(*((one[name] - other[name]).norm().item() for name in one)) / norm
@@ -80,9 +87,13 @@ def test_log_probs_and_gradients_are_the_same_in_float64(load, architecture):
 
 GROUPS = {"num_key_value_heads": 2}
 FAMILY = {
-    "gpt2": {}, "qwen2": GROUPS, "mistral": {**GROUPS, "sliding_window": 24}, "gpt_neox": {}, "bloom": {},
+    "gpt2": {},
+    "qwen2": GROUPS,
+    "mistral": {**GROUPS, "sliding_window": 24},
+    "gpt_neox": {},
+    "bloom": {},
     "gemma3_text": {**GROUPS, "head_dim": 8, "sliding_window": 24},
-}  # fmt: skip
+}
 
 
 def made(kind: str, **settings) -> PreTrainedModel:
@@ -125,7 +136,8 @@ def gpt2(num_layers: int = 2) -> PreTrainedModel:
 
 
 def stored_per_layer(*, checkpointing: Checkpointing, recomputed: bool = False) -> float:
-    """What one layer more leaves for the backward pass of 10 rows, kept by the graph or by closures."""
+    """Returns the bytes that one layer more leaves for the backward pass of 10 rows, by the graph or
+    closures."""
     stored = []
     for num_layers in (2, 5):
         model, batch = gpt2(num_layers), made_up(COMPLETIONS_OF_PROMPTS, 9)

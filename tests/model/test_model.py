@@ -100,10 +100,13 @@ def test_masters_are_fp32_even_if_the_file_is_bf16_and_float64_throughout_on_req
 
 def test_auto_computes_in_bf16_where_the_cpu_does(monkeypatch):
     for precision, flags, dtype in (
-        ("auto", {"avx2", "avx512_bf16"}, torch.bfloat16), ("auto", {"amx_bf16"}, torch.bfloat16),
-        ("auto", {"avx2", "avx512f"}, torch.float32), ("fp32", {"avx512_bf16"}, torch.float32),
-        ("bf16", set(), torch.bfloat16), ("fp64", {"avx512_bf16"}, torch.float64),
-    ):  # fmt: skip
+        ("auto", {"avx2", "avx512_bf16"}, torch.bfloat16),
+        ("auto", {"amx_bf16"}, torch.bfloat16),
+        ("auto", {"avx2", "avx512f"}, torch.float32),
+        ("fp32", {"avx512_bf16"}, torch.float32),
+        ("bf16", set(), torch.bfloat16),
+        ("fp64", {"avx512_bf16"}, torch.float64),
+    ):
         monkeypatch.setattr("grpo.model.target._cpu_flags", lambda flags=flags: flags)
         assert compute_dtype(precision, CPU) == dtype, (precision, flags)
 
@@ -120,9 +123,13 @@ def test_models_of_plain_heads_and_attention_can(load):
 
 
 LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "factor": 3.4,
-    "long_factor": [1.0, 4.0, 16.0, 48.0], "original_max_position_embeddings": 40,
-}  # fmt: skip
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "factor": 3.4,
+    "long_factor": [1.0, 4.0, 16.0, 48.0],
+    "original_max_position_embeddings": 40,
+}
 
 
 @pytest.mark.parametrize(
@@ -132,11 +139,19 @@ LONGROPE = {
         ("llama", {"rope_parameters": LONGROPE}, 40),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, 64),
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, 64),
-        ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-                                             "full_attention": LONGROPE},
-                         "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, 40),
+        (
+            "gemma3_text",
+            {
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                    "full_attention": LONGROPE,
+                },
+                "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            },
+            40,
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_context_ends_where_a_longer_text_would_change_all_that_are_beside_it(kind, more, context):
     """longrope takes other frequencies for a whole pass; within the context a text says the same alone."""
     model = made(kind, max_position_embeddings=64, num_key_value_heads=2, head_dim=8, pad_token_id=0, **more)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 from grpo.model.first_layers import first_layers
 from grpo.model.weights import RolloutModel, make_reference, multiply_head, reference_bytes, sampling_in
 from grpo.rollout.decoder import check_decoder, has_static_cache
-from grpo.scoring.head import head_pass
+from grpo.scoring.head import chunked_lm_head
 
 BF16, FP32 = torch.bfloat16, torch.float32
 IDS = torch.randint(260, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -35,11 +35,18 @@ def folder(tmp_path_factory):
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=260, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, initializer_range=0.2, max_position_embeddings=512, bos_token_id=256,
+            vocab_size=260,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            initializer_range=0.2,
+            max_position_embeddings=512,
+            bos_token_id=256,
             eos_token_id=257,
         )
-    )  # fmt: skip
+    )
     path = tmp_path_factory.mktemp("llama")
     model.save_pretrained(path)
     return path
@@ -65,7 +72,7 @@ def move(model) -> None:
 
 @torch.no_grad()
 def correlation(model, sampler) -> float:
-    """Of log-probs as they are scored and as they are sampled."""
+    """Returns the gap between log-probs as they are scored and as they are sampled."""
     with torch.autocast("cpu", torch.bfloat16):
         scored = model(IDS).logits.float().log_softmax(-1)
     with sampling_in(sampler.model):
@@ -128,7 +135,7 @@ def test_in_bf16_the_samplers_states_are_those_that_the_scorer_sees_to_the_bit(f
 
 @pytest.mark.parametrize("adds", [False, True], ids=["plain", "as CUDA adds"])
 def test_with_fp32_logits_a_sampler_s_head_is_the_scorer_s(folder, monkeypatch, adds):
-    """Of the same states both make the same log-probs, of products that are not rounded to bf16."""
+    """Both make the same log-probs of the same states, by products that are not rounded to bf16."""
 
     def add(total, left, right, *, out_dtype, out):
         return out.addmm_(left.to(out_dtype), right.to(out_dtype))
@@ -145,7 +152,7 @@ def test_with_fp32_logits_a_sampler_s_head_is_the_scorer_s(folder, monkeypatch, 
         with torch.no_grad(), sampling_in(sampler):
             states = sampler.model(IDS[:1, :-1]).last_hidden_state[0]
             logits = multiply_head(sampler, states)
-            scored = head_pass(states, model.lm_head.weight, targets, fp32_logits=fp32_logits).logp
+            scored = chunked_lm_head(states, model.lm_head.weight, targets, fp32_logits=fp32_logits).logp
         assert logits.dtype == (torch.float32 if fp32_logits else torch.bfloat16)
         sampled, exact = (
             each.float().log_softmax(-1).gather(1, targets.unsqueeze(1))[:, 0]

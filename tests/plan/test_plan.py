@@ -16,7 +16,7 @@ from torch import nn
 
 from grpo.config import SettingsError
 from grpo.config.sizes import parse_size
-from grpo.memory import Budget, Card, DoesNotFit, Fit, Pass, Size, largest_rows
+from grpo.memory import AbsentCard, Budget, DoesNotFit, Fit, Pass, PassSize, largest_rows
 from grpo.memory.budget import GB, DeviceMemory
 from grpo.memory.device import Peak
 from grpo.memory.live import LiveBytes
@@ -40,11 +40,11 @@ class Traced:
         model.get_output_embeddings = lambda: None  # type: ignore[assignment]
         self.phases = PhaseProbe(work, model, model)  # type: ignore[arg-type]
 
-    def added_bytes(self, phase: str, size: Size) -> int:
+    def added_bytes(self, phase: str, size: PassSize) -> int:
         of_token = MIB * self.work.target.dtype.itemsize / 4
         of_token /= 2 if self.work.checkpointing == "full" else 1
         fixed = GRADIENTS if phase == "learn" else 0
-        return int(fixed + size.rows * (size.shared + size.tokens) * of_token)
+        return int(fixed + size.rows * (size.prompt_tokens + size.completion_tokens) * of_token)
 
 
 @pytest.fixture
@@ -57,10 +57,10 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[type], None]:
     return stand_in
 
 
-def card_of(room: float, **options: float) -> Card:
+def card_of(room: float, **options: float) -> AbsentCard:
     """With so much beside what the process and the model of `Traced` hold."""
     total = int(room) + RESIDENT + OUTSIDE
-    card = Card(DeviceMemory(total, total, 0), **{"utilization": 1.0, **options})  # type: ignore[arg-type]
+    card = AbsentCard(DeviceMemory(total, total, 0), **{"utilization": 1.0, **options})  # type: ignore[arg-type]
     card.held_bytes = OUTSIDE
     return card
 
@@ -72,7 +72,7 @@ def rows_of(plan: Plan) -> list[int]:
 # ------------------------------------------------------------------- real passes and traced ones
 
 
-class Counted(Card):
+class Counted(AbsentCard):
     """On which passes are made."""
 
     @contextmanager
@@ -88,7 +88,7 @@ def test_planned_rows_are_those_of_brute_force_over_traces_and_real_passes_plan_
     config = ARCHITECTURES["gpt2"](VOCABULARY).config
     config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.0
     setting = Setting("gpt2", config, kl=False, group_size=4)
-    work = setting.workload(Size(32, 16, 24))
+    work = setting.workload(PassSize(32, 16, 24))
     traced = TracedPhases(work)
     resident = sum(traced.phases.resident().values())
     monkeypatch.setattr("grpo.plan.warm_up.TracedPhases", lambda work: traced)
@@ -101,10 +101,10 @@ def test_planned_rows_are_those_of_brute_force_over_traces_and_real_passes_plan_
 
         return largest_rows(fits, batch_size=32, group_size=4)
 
-    def planned_by_passes(card: Card) -> dict[str, int]:
+    def planned_by_passes(card: AbsentCard) -> dict[str, int]:
         fit = Fit(card, group_size=4)
 
-        def pass_at(phase: str, size: Size) -> bool:
+        def pass_at(phase: str, size: PassSize) -> bool:
             fit.run(phase, lambda rows: real.run(phase, size._replace(rows=rows)), size, is_warmup=True)
             return True
 
@@ -115,7 +115,7 @@ def test_planned_rows_are_those_of_brute_force_over_traces_and_real_passes_plan_
         needed = traced.added_bytes("learn", work.size(rows))
         room = int(1.01 * needed + 0.2 * traced.added_bytes("learn", work.size(1)))
         memory = DeviceMemory(room + resident, 0, room + resident)
-        _, plan = plan_without_weights(work, Card(memory, utilization=1.0))
+        _, plan = plan_without_weights(work, AbsentCard(memory, utilization=1.0))
         for phase, size in plan.sizes.items():
             largest = most(phase, room)
             assert largest is not None and size.rows <= largest, (rows, phase)
@@ -130,9 +130,9 @@ def test_a_warm_up_asks_for_a_group_twice_as_many_and_four_times_as_many_until_t
         fit, seen = Fit(card_of(GB), group_size=G), list[int]()
         work = workload(batch_size=batch, **WITHOUT_KL, **settings)
 
-        def pass_at(phase: str, size: Size) -> bool:
+        def pass_at(phase: str, size: PassSize) -> bool:
             if phase == "learn":
-                assert size.tokens == (10 if size.rows in seen else 20)
+                assert size.completion_tokens == (10 if size.rows in seen else 20)
                 seen.append(size.rows)
             fit.see(phase, size, 1000.0 * size.rows)
             return size.rows < at_most
@@ -153,10 +153,11 @@ def test_a_warm_up_asks_for_a_group_twice_as_many_and_four_times_as_many_until_t
 def test_rows_are_planned_for_the_longest_texts_or_as_the_user_fixed_them():
     """70 MB a row, and 40 million numbers' gradients."""
     for settings, room, rows in (
-        ({}, 64.5 * 70 * MIB + GRADIENTS, [64, 64, 64]), ({}, 63.8 * 70 * MIB + GRADIENTS, [64, 64, 32]),
+        ({}, 64.5 * 70 * MIB + GRADIENTS, [64, 64, 64]),
+        ({}, 63.8 * 70 * MIB + GRADIENTS, [64, 64, 32]),
         ({"rollout_rows": 32, "score_rows": 16, "train_rows": 4}, 100 * GB, [32, 16, 4]),
         ({"rollout_rows": 64}, 9 * 70 * MIB + GRADIENTS, [8, 8, 8]),
-    ):  # fmt: skip
+    ):
         work = workload(gradient_checkpointing="none", **settings)
         _, plan = plan_without_weights(work, card_of(room))
         assert [*plan.sizes] == ["sample", "score", "learn"] and rows_of(plan) == rows, settings
@@ -185,7 +186,7 @@ def test_the_batch_that_is_found_is_that_of_brute_force(groups: float):
 
 
 class WithoutLayers(Traced):
-    """Of a model that cannot be recomputed layer by layer."""
+    """Plans for a model that cannot be recomputed layer by layer."""
 
     def __init__(self, work: Workload) -> None:
         super().__init__(work)
@@ -227,12 +228,12 @@ def test_layers_are_recomputed_where_few_rows_would_learn_otherwise(made_up, log
         settled(scarce)
 
 
-def no_less_recomputed(traced: Traced, phase: str, size: Size) -> int:
+def no_less_recomputed(traced: Traced, phase: str, size: PassSize) -> int:
     plain = Traced(traced.work.with_settings(gradient_checkpointing="none"))
     return only_learning(plain, phase, size)
 
 
-def only_learning(traced: Traced, phase: str, size: Size) -> int:
+def only_learning(traced: Traced, phase: str, size: PassSize) -> int:
     """Other phases take nothing to speak of."""
     return Traced.added_bytes(traced, phase, size) if phase == "learn" else MIB
 
@@ -257,13 +258,16 @@ def test_a_refusal_names_phase_needs_and_remedies_and_with_the_least_that_it_say
     said = refusal(workload(**exact), 50 * MIB)
     assert re.match(r"learn does not fit: one row needs 0.11 GB .*gradients 38 MB.* beside the 0.15 GB", said)
     assert savings(said) == {
-        "--max-new-tokens 10": "10 MB", "--gradient-checkpointing full": "most of the activations",
-        "--kl-coef 0": "38 MB", "--lora-rank 16": "0.11 GB", "--precision bf16": "half of the activations",
-    }  # fmt: skip
+        "--max-new-tokens 10": "10 MB",
+        "--gradient-checkpointing full": "most of the activations",
+        "--kl-coef 0": "38 MB",
+        "--lora-rank 16": "0.11 GB",
+        "--precision bf16": "half of the activations",
+    }
     (least,) = re.findall(r"As it is, ([\d.]+) GB have to be there\.$", said)
     for enough in (True, False):
         total = int(float(least) * GB) - (0 if enough else 80 * MIB)
-        card = Card(DeviceMemory(total, total, 0), utilization=1.0)
+        card = AbsentCard(DeviceMemory(total, total, 0), utilization=1.0)
         card.held_bytes = OUTSIDE
         if enough:
             assert rows_of(plan_without_weights(workload(**exact), card)[1])[2] == 2
@@ -303,15 +307,21 @@ def test_the_table_of_the_plan():
         "sample": {"weights": 0.5 * GB, ELSE: 0.25 * GB, "KV cache": GB},
         "learn": {"weights": 0.5 * GB, "activations": 2 * GB, ELSE: 0.25 * GB},
     }
-    plan = Plan({"sample": Size(64), "learn": Size(16)}, parts, Budget(4 * GB, "85% of 4.70 GB"))
+    plan = Plan({"sample": PassSize(64), "learn": PassSize(16)}, parts, Budget(4 * GB, "85% of 4.70 GB"))
     table = plan_table(plan)
     rows = printed(table)
     assert table.title == "Memory planned; budget 4.00 GB (85% of 4.70 GB)"
     assert rows == {
-        "in GB": ["sample", "learn"], "rows at once": ["64", "16"], "weights": ["0.500", "0.500"],
-        "KV cache": ["1.000", ""], "activations": ["", "2.000"], ELSE: ["0.250", "0.250"],
-        "peak": ["1.750", "2.750"], "budget": ["4.000", "4.000"], "headroom": ["2.25, 56%", "1.25, 31%"],
-    }  # fmt: skip
+        "in GB": ["sample", "learn"],
+        "rows at once": ["64", "16"],
+        "weights": ["0.500", "0.500"],
+        "KV cache": ["1.000", ""],
+        "activations": ["", "2.000"],
+        ELSE: ["0.250", "0.250"],
+        "peak": ["1.750", "2.750"],
+        "budget": ["4.000", "4.000"],
+        "headroom": ["2.25, 56%", "1.25, 31%"],
+    }
     assert list(rows).index(ELSE) > list(rows).index("activations")
 
 
@@ -319,13 +329,13 @@ def test_the_table_of_the_plan():
 def test_a_plan_says_what_a_phase_consists_of_and_no_part_is_more_than_the_whole():
     _, plan = plan_without_weights(workload(), card_of(100 * GB))
     for phase, parts in plan.parts.items():
-        added = Traced(workload()).added_bytes(phase, Size(64, 20, 50))
+        added = Traced(workload()).added_bytes(phase, PassSize(64, 20, 50))
         assert sum(parts.values()) == pytest.approx(RESIDENT + OUTSIDE + added, rel=0.01)
         assert parts["weights"] == parts["reference"] == 4 * PARAMETERS and parts[ELSE] == OUTSIDE
     assert plan.parts["learn"]["gradients"] == GRADIENTS and plan.parts["sample"]["KV cache"] > 0
     fit = Fit(card_of(GB), group_size=G)
-    fit.see("learn", Size(64, 20, 50), GRADIENTS / 2)  # closed forms are upper bounds
-    fit.plan("learn", Size(64, 20, 50))
+    fit.see("learn", PassSize(64, 20, 50), GRADIENTS / 2)  # closed forms are upper bounds
+    fit.plan("learn", PassSize(64, 20, 50))
     parts = plan_of(fit, Traced(workload()).phases).parts["learn"]
     assert parts["gradients"] < GRADIENTS / 2 and parts["activations"] < 10
 

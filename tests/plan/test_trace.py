@@ -15,14 +15,14 @@ from grpo.config.groups import LoraSettings, OptimizerSettings, SamplingSettings
 from grpo.learning.loss import loss_counts
 from grpo.learning.objectives import accumulate_grpo
 from grpo.learning.optimizer import make_optimizer
-from grpo.memory import Size, peak_live_bytes
+from grpo.memory import PassSize, peak_live_bytes
 from grpo.plan.trace import TracedPhases
 from grpo.rollout.sample import rollout
 from grpo.scoring.logprobs import score
 from grpo.types import Batch
 
 G, VOCABULARY = 4, 96
-SIZE = Size(4 * G, 24, 40)
+SIZE = PassSize(4 * G, 24, 40)
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 LORA, BF16 = LoraSettings(lora_rank=8), torch.bfloat16
 
@@ -47,13 +47,14 @@ def traced_on(device_type: str, **options: object) -> TracedPhases:
 @pytest.mark.parametrize(
     ("name", "options", "off"),
     [
-        ("gpt2", {}, 0.02), ("llama", {"checkpointing": "full"}, 0.02),
+        ("gpt2", {}, 0.02),
+        ("llama", {"checkpointing": "full"}, 0.02),
         ("gpt2", {"compute_dtype": BF16, "kl": False}, 0.02),
         ("llama", {"lora": LORA, "compute_dtype": BF16}, 0.002),
         ("qwen", {"checkpointing": "full", "compute_dtype": BF16}, 0.002),
         ("llama", {"lora": LoraSettings(lora_rank=8, load_in_4bit=True), "width": 128}, 0.06),
     ],
-)  # fmt: skip
+)
 def test_a_trace_is_what_the_real_pass_allocates(name: str, options: dict, off: float):
     """By the allocator's own record, and by the meter of the traces: whole groups, and part of one."""
     setting = setting_of(name, **options)
@@ -93,19 +94,24 @@ def test_a_mixture_of_experts_is_traced_as_it_is_passed(dtype):
 
 
 def test_a_made_up_pass_holds_what_a_steps_does():
-    """Of two parts, whose second finds gradients and replaces groups; no text ends before its last token."""
+    """A step of two parts, whose second finds gradients and replaces groups; no text ends before its last
+    token."""
     real, rows = RealPhases(setting := setting_of()), 2 * G
     real.work = real.work.with_settings(batch_size=2 * rows)
     prompts = nameless_prompts(2 * rows // G)
-    uniforms = torch.ones(2 * rows, SIZE.tokens) - 1e-3  # token 0 ends a text: only 0 samples it
+    uniforms = torch.ones(2 * rows, SIZE.completion_tokens) - 1e-3  # token 0 ends a text: only 0 samples it
     uniforms[rows - G : rows, -2] = 0.0  # a group ends while the others' cache is full
     uniforms[-G:, 0] = 0.0  # the last to come leaves at once, and what stays is copied
     made = Batch.of_rows(
-        prompts, [[1] * SIZE.shared] * len(prompts), torch.ones(2 * rows, SIZE.tokens, dtype=torch.long),
-        torch.full((2 * rows,), SIZE.tokens), terminated=torch.zeros(2 * rows, dtype=torch.bool),
-        sampler_logp=torch.zeros(2 * rows, SIZE.tokens), texts=[""] * 2 * rows,
-    )  # fmt: skip
-    counts, ones = loss_counts(made, SIZE.tokens), torch.ones(len(made.ids))
+        prompts,
+        [[1] * SIZE.prompt_tokens] * len(prompts),
+        torch.ones(2 * rows, SIZE.completion_tokens, dtype=torch.long),
+        torch.full((2 * rows,), SIZE.completion_tokens),
+        terminated=torch.zeros(2 * rows, dtype=torch.bool),
+        sampler_logp=torch.zeros(2 * rows, SIZE.completion_tokens),
+        texts=[""] * 2 * rows,
+    )
+    counts, ones = loss_counts(made, SIZE.completion_tokens), torch.ones(len(made.ids))
     batch = made.with_columns(credit=ones, ref_logp=torch.zeros_like(ones))
     common = {"temperature": 1.0, "dtype": setting.compute_dtype, "rows": rows}
 
@@ -113,13 +119,13 @@ def test_a_made_up_pass_holds_what_a_steps_does():
         real.policy.zero_grad(set_to_none=True)
         accumulate_grpo(real.policy, batch, counts, settings=real.work.config, **common)
 
-    sampling = SamplingSettings.of(real.work.config, max_new_tokens=SIZE.tokens)
-    texts = FullLengthTokenizer(SIZE.shared), prompts
+    sampling = SamplingSettings.of(real.work.config, max_new_tokens=SIZE.completion_tokens)
+    texts = FullLengthTokenizer(SIZE.prompt_tokens), prompts
     steps: dict[str, Callable[[], object]] = {
         "sample": partial(rollout, real._sampler, *texts, uniforms, sampling, rows=rows, ends=(0,)),
         "score": torch.no_grad()(partial(score, real.policy, made, **common)),
         "learn": learn,
-    }  # fmt: skip
+    }
     for phase, work in steps.items():
         work()
         real.drop_gradients()
@@ -137,7 +143,7 @@ def test_a_pass_of_few_rows_or_tokens_is_traced_as_it_is_done_and_a_phase_has_to
     traced = TracedPhases(setting_of().workload())
     found = [traced.added_bytes("score", SIZE._replace(rows=rows)) for rows in (1, 2, 4, 8)]
     assert found == sorted(set(found))
-    assert traced.added_bytes("sample", Size(1, 1, 1)) > 0
+    assert traced.added_bytes("sample", PassSize(1, 1, 1)) > 0
     with pytest.raises(KeyError):
         traced.added_bytes("update", SIZE)
 
@@ -146,15 +152,15 @@ def test_what_costs_memory_on_cards_shows():
     """Norms in fp32 by autocast; and the room of a recorded token."""
     lower = {"compute_dtype": BF16, "lora": LoraSettings(lora_rank=2)}
     more, less = (traced_on(of, **lower).added_bytes("learn", SIZE) for of in ("cuda", "xpu"))
-    activation = SIZE.rows * SIZE.tokens * 32
+    activation = SIZE.rows * SIZE.completion_tokens * 32
     assert more - less > 5 * 2 * activation
-    recorded, plain = (traced_on(of).added_bytes("sample", Size(G, 24, 64)) for of in ("cuda", "xpu"))
+    recorded, plain = (traced_on(of).added_bytes("sample", PassSize(G, 24, 64)) for of in ("cuda", "xpu"))
     assert recorded > plain  # as much as a token takes to run, for as long as there are rows
 
 
 def test_keys_and_values_are_held_as_the_device_that_is_planned_for_holds_them():
     """In bf16 on a card, and in fp32 on a CPU, on whichever the trace is made."""
-    size, traces = Size(32 * G, 96, 40), [traced_on(of, compute_dtype=BF16) for of in ("xpu", "cpu")]
+    size, traces = PassSize(32 * G, 96, 40), [traced_on(of, compute_dtype=BF16) for of in ("xpu", "cpu")]
     (card, host), (more, most) = (
         [trace.phases.known_parts("sample", size)["KV cache"] for trace in traces],
         [trace.added_bytes("sample", size) for trace in traces],
@@ -171,7 +177,7 @@ def test_attention_with_a_mask_has_a_workspace_on_cards_in_bf16():
         target = setting_of(width=width).target
         target = replace(target, device=torch.device("cuda"), dtype=dtype)
         traced.work = replace(setting_of().workload(), target=target)
-        return traced._unseen(phase, Size(64, 144, 60)) - traced._unseen("score", SIZE)  # 143 queries
+        return traced._unseen(phase, PassSize(64, 144, 60)) - traced._unseen("score", SIZE)  # 143 queries
 
     assert unseen(128, BF16) == 64 * 2 * 3 * 16 * 2**10 and unseen(256, BF16) == 64 * 2 * 3 * 32 * 2**10
     assert unseen(128, torch.float32) == unseen(128, BF16, "sample") == 0

@@ -1,4 +1,4 @@
-"""What a run is to hold, in closed form: bytes by hand."""
+"""Bytes that a run is to hold, in closed form, by hand."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GPT2Config
 
 from grpo.config import Config
-from grpo.memory import Size
+from grpo.memory import PassSize
 from grpo.model.target import Target, is_same_device
 from grpo.plan.phase_probe import PhaseProbe, kv_bytes_per_token
 from grpo.plan.trace import TracedPhases
@@ -46,7 +46,7 @@ def phases_of(
     work: Workload, sizes: Sequence[int] = (1000,), frozen_bytes: int = 0, copied: int = 0
 ) -> PhaseProbe:
     """Phases of a policy of `Layers`, whose sampler has so many numbers in bf16 of its own."""
-    model = Layers(sizes, frozen_bytes, work.target.exact_dtype)
+    model = Layers(sizes, frozen_bytes, work.target.master_dtype)
     sampler = nn.ParameterList([*model.parameters(), nn.Parameter(torch.empty(copied, dtype=BF16))])
     return PhaseProbe(work, model, sampler)  # type: ignore[arg-type]
 
@@ -68,7 +68,7 @@ def test_what_exists_all_along_in_bytes_a_parameter(dtype, settings, expected):
 
     # With adapters the base is there once: 1000 bytes of it, and 50 numbers of adapters in two tensors.
     work = workload(dtype, lora_rank=2, reference_sync=5 * (dtype == BF16))
-    size = work.target.exact_dtype.itemsize
+    size = work.target.master_dtype.itemsize
     adapters = {"weights": 1000 + size * 50, "optimizer": 2 * size * 50}
     if dtype == BF16:  # the sampler has a head of its own, a reference that follows its adapters
         adapters |= {"reference": 4 * 50, "sampler's copy": 2 * 300}
@@ -79,7 +79,7 @@ def test_of_a_sharded_model_each_process_holds_its_part_and_gathers_what_it_samp
     work = replace(workload(BF16, shard=True), processes=4)
     phases = phases_of(work, [1001])  # which samples with what it gathers
     assert phases.resident() == {"weights": 1001, "optimizer": 8 * 251, "reference": 1001}
-    assert phases.known_parts("learn", Size(8, 20, 50))["gradients"] == 4 * 251
+    assert phases.known_parts("learn", PassSize(8, 20, 50))["gradients"] == 4 * 251
     whole = replace(workload(BF16), processes=4)
     assert whole.shards == 1 and phases_of(whole).resident()["weights"] == 4000
 
@@ -99,14 +99,14 @@ def test_keys_and_values_of_a_token():
 
 
 def test_of_what_a_phase_adds_a_part_has_a_closed_form():
-    phases, size = phases_of(workload(), [300]), Size(16, 20, 50)
+    phases, size = phases_of(workload(), [300]), PassSize(16, 20, 50)
     cache = (2 * 50 + 16 * 24) * 256 * 2  # a page has a multiple of 8 tokens
     assert phases.known_parts("sample", size) == {"KV cache": cache, "logits": 16 * VOCABULARY * 8}
     assert phases.known_parts("score", size) == {"logits": 16 * 20 * VOCABULARY * 8}
     expected = {"logits": 16 * 20 * VOCABULARY * 12, "gradients": 4 * 300}
     assert phases.known_parts("learn", size) == expected
     # More tokens than the head takes at once.
-    assert phases.known_parts("learn", Size(64, 20, 50))["logits"] == 1024 * VOCABULARY * 12
+    assert phases.known_parts("learn", PassSize(64, 20, 50))["logits"] == 1024 * VOCABULARY * 12
 
 
 def test_on_cuda_tensors_have_blocks():
@@ -124,15 +124,17 @@ def test_on_cuda_tensors_have_blocks():
 
 def test_what_settings_say_of_rows_and_of_what_is_scored():
     work = workload(rollout_rows=32, train_rows=4)
-    assert work.fixed_rows == {"sample": 32, "learn": 4} and work.size(3) == Size(3, 20, 50)
+    assert work.fixed_rows == {"sample": 32, "learn": 4} and work.size(3) == PassSize(3, 20, 50)
     assert [replace(work, processes=count).rows_here for count in (1, 3, 8)] == [64, 24, 8]
     auto = workload(batch_size="auto", max_batch_size=150)
     assert (auto.rows_here, replace(auto, processes=2).rows_here) == (144, 72)
     adapters = {"lora_rank": 2, "reference_sync": 5}
     for settings, scored in (
-        ({}, "reference"), (WITHOUT_KL, "nothing"), ({"num_iterations": 2, **WITHOUT_KL}, "policy"),
+        ({}, "reference"),
+        (WITHOUT_KL, "nothing"),
+        ({"num_iterations": 2, **WITHOUT_KL}, "policy"),
         (adapters, "policy"),
-    ):  # fmt: skip
+    ):
         made = workload(**settings)
         assert made.scores == scored and ("score" in made.phases) == (scored != "nothing")
 
@@ -148,11 +150,18 @@ def test_the_longest_prompt_is_the_one_of_most_tokens_of_all_lanes(tokenizer):
 @pytest.mark.parametrize(
     ("name", "device", "is_same"),
     [
-        (None, "cuda", True), ("cuda", "cuda", True), ("cuda:0", "cuda", True), ("cuda", "cuda:0", True),
-        ("cuda:1", "cuda", False), ("cuda:1", "cuda:1", True), ("cpu", "cuda", False), ("cpu", "cpu", True),
-        ("auto", "cuda", True), ("auto", "cpu", True),
+        (None, "cuda", True),
+        ("cuda", "cuda", True),
+        ("cuda:0", "cuda", True),
+        ("cuda", "cuda:0", True),
+        ("cuda:1", "cuda", False),
+        ("cuda:1", "cuda:1", True),
+        ("cpu", "cuda", False),
+        ("cpu", "cpu", True),
+        ("auto", "cuda", True),
+        ("auto", "cpu", True),
     ],
-)  # fmt: skip
+)
 def test_a_reference_beside_the_policy_is_counted_by_whatever_name_its_device_has(name, device, is_same):
     assert is_same_device(name, torch.device(device)) == is_same
 

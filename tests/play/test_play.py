@@ -20,19 +20,26 @@ from uci_client import ENDGAME, nonsense
 
 from grpo.play import opponents
 from grpo.play.match import play_games, random_openings
-from grpo.play.opponents import AtRandom, UciOpponent, engine_command, make_opponent
+from grpo.play.opponents import RandomPlayer, UciOpponent, engine_command, make_opponent
 from grpo.play.record import FILE, Game, Match, Score, elo_difference
-from grpo.play.thought import Position, Thought, any_move, conclude, game_seed, read_answer
+from grpo.play.thought import GamePosition, MoveChoice, choose_move, game_seed, random_move, read_answer
 from grpo.play.uci import Engine, Options, read_go, read_position, score_of, seconds_for
 from rewards.engine import EngineError, find_stockfish
 
 E2E4, D2D4, G1F3 = (chess.Move.from_uci(move) for move in ("e2e4", "d2d4", "g1f3"))
-START = Position(chess.Board(), seed=7)
+START = GamePosition(chess.Board(), seed=7)
 
 
 def test_an_answer_is_its_legal_moves_by_their_evals_as_uci_has_them():
-    scores = {0.35: "cp 35", -10.09: "cp -1009", 999.97: "mate 3", -999.99: "mate -1", 1000.0: "mate 1",
-              0.0: "cp 0", 998.0: "cp 99800"}  # fmt: skip
+    scores = {
+        0.35: "cp 35",
+        -10.09: "cp -1009",
+        999.97: "mate 3",
+        -999.99: "mate -1",
+        1000.0: "mate 1",
+        0.0: "cp 0",
+        998.0: "cp 99800",
+    }
     assert {value: score_of(value) for value in scores} == scores
     for text, lines in (
         ("M: g1f3 e2e5 d2d4 e2e4 E: -0.1 9.0 0.2 0.35 B: e2e4", [(E2E4, 0.35), (D2D4, 0.2), (G1F3, -0.1)]),
@@ -41,7 +48,7 @@ def test_an_answer_is_its_legal_moves_by_their_evals_as_uci_has_them():
     ):
         answer = read_answer(START, text)
         assert list(answer.evals.items()) == lines and not answer.illegal
-        assert conclude(START, [answer], replace=True)[:2] == (lines[0][0], "best")
+        assert choose_move(START, [answer], replace=True)[:2] == (lines[0][0], "best")
 
 
 CANDIDATES = read_answer(START, "M: d2d4 g1f3 E: 0.1 0.3 B: e2e5")
@@ -53,22 +60,24 @@ CUT_SHORT = read_answer(START, "M: d2d4 g1f3 E: 0.1", is_whole=False)
 def test_an_illegal_answer_is_replaced_by_the_next_candidate_then_by_asking_again_then_at_random():
     """Chance is the game's and the half-move's. What is cut short is not illegal: nobody resigns."""
     assert (CANDIDATES.illegal, NO_MOVE.illegal, NO_MOVE.evals) == (["e2e5"], ["no move"], {})
-    chance = any_move(START)
+    chance = random_move(START)
     for answers, replace, move, how, illegal in (
         ([CANDIDATES], True, G1F3, "candidate", ["e2e5"]),
         ([NO_MOVE, RIGHT], True, D2D4, "again", ["no move"]),
         ([NO_MOVE, NO_MOVE], True, chance, "random", ["no move"] * 2),
-        ([CANDIDATES], False, None, "resigned", ["e2e5"]), ([NO_MOVE], False, None, "resigned", ["no move"]),
-        ([CUT_SHORT], False, D2D4, "candidate", []), ([], False, chance, "random", []),
-    ):  # fmt: skip
-        thought = conclude(START, answers, replace=replace)
+        ([CANDIDATES], False, None, "resigned", ["e2e5"]),
+        ([NO_MOVE], False, None, "resigned", ["no move"]),
+        ([CUT_SHORT], False, D2D4, "candidate", []),
+        ([], False, chance, "random", []),
+    ):
+        thought = choose_move(START, answers, replace=replace)
         assert (thought.move, thought.how, thought.illegal) == (move, how, illegal)
         assert bool(thought.evals) == (how in ("candidate", "again"))
     assert list(CUT_SHORT.evals.values()) == [0.1, None]
     assert len({game_seed(seed, game) for seed in (0, 1) for game in (0, 1)}) == 4
-    positions = [Position(chess.Board(), seed) for seed in range(40)]
-    drawn = [any_move(position) for position in positions]
-    assert drawn == [any_move(position) for position in positions] and len(set(drawn)) > 10
+    positions = [GamePosition(chess.Board(), seed) for seed in range(40)]
+    drawn = [random_move(position) for position in positions]
+    assert drawn == [random_move(position) for position in positions] and len(set(drawn)) > 10
 
 
 class Somebody:
@@ -83,7 +92,7 @@ class Somebody:
         while time.monotonic() < end and not stopped():
             time.sleep(0.001)
         answers = [] if stopped() and self.seconds else [read_answer(positions[0], self.text)]
-        return [conclude(positions[0], answers, replace=replace)]
+        return [choose_move(positions[0], answers, replace=replace)]
 
 
 class Gui:
@@ -96,7 +105,7 @@ class Gui:
         )
 
     def say(self, *lines: str) -> list[str]:
-        """What is answered, when all has been."""
+        """Returns the answers, when all are there."""
         self.engine.run(lines)
         return self.said
 
@@ -110,12 +119,14 @@ class Gui:
 def test_it_introduces_itself_says_its_move_and_candidates_with_evals_and_hands_options_on():
     said = Gui(Somebody(), options=Options(0.7, illegal_moves="resign")).say("uci", "isready")
     assert said == [
-        "id name test", "id author grpo-lean",
+        "id name test",
+        "id author grpo-lean",
         "option name Temperature type string default 0.7",
         "option name Seed type spin default 0 min 0 max 2147483647",
         "option name IllegalMoves type combo default resign var replace var resign",
-        "uciok", "readyok",
-    ]  # fmt: skip
+        "uciok",
+        "readyok",
+    ]
     assert Gui(Somebody()).say("joho isready", "", "   ", "debug on", "xyzzy") == ["readyok"]
     *lines, best = Gui(somebody := Somebody()).say("position startpos", "go")
     for line, number, score, move in zip(lines, (1, 2), (30, 10), ("e2e4", "d2d4"), strict=True):
@@ -144,16 +155,20 @@ def test_an_illegal_answer_is_said_and_counted_until_the_next_game():
 
 def test_positions_are_read_as_guis_write_them_and_what_cannot_be_obeyed_is_said():
     reasons = {
-        "setoption name Hash value 16": "there is no option 'Hash'", "setoption": "there is no option ''",
+        "setoption name Hash value 16": "there is no option 'Hash'",
+        "setoption": "there is no option ''",
         "setoption name Temperature value warm": "could not convert",
         "setoption name Temperature value -1": "give 0 (greedy) or more",
         "setoption name Seed value 1e3": "invalid literal for int()",
-        "setoption name Seed value -1": "give a whole number", "setoption name Device value cpu": "no option",
+        "setoption name Seed value -1": "give a whole number",
+        "setoption name Device value cpu": "no option",
         "setoption name IllegalMoves value cheat": "give replace or resign",
-        "position": "say position startpos", "position fen 8/8/8/8 w - - 0 1": "expected 8 rows",
+        "position": "say position startpos",
+        "position fen 8/8/8/8 w - - 0 1": "expected 8 rows",
         "position fen 8/8/8/8/8/8/8/8 w - - 0 1": "no legal position",
-        "position startpos moves e2e5": "illegal uci", "position startpos moves \x00": "expected uci string",
-    }  # fmt: skip
+        "position startpos moves e2e5": "illegal uci",
+        "position startpos moves \x00": "expected uci string",
+    }
     for line, reason in reasons.items():
         said = Gui(Somebody("B: g1f3")).say("position startpos moves e2e4 e7e5", line, "go")
         assert said[0].startswith("info string not obeyed") and reason in said[0]
@@ -220,21 +235,33 @@ def test_what_breaks_in_thinking_is_told_of_and_answered_all_the_same():
 
 def test_the_clock_cuts_short_what_would_be_late():
     for words, turn, seconds in (
-        ("", True, math.inf), ("infinite", True, math.inf), ("depth 3", True, math.inf),
+        ("", True, math.inf),
+        ("infinite", True, math.inf),
+        ("depth 3", True, math.inf),
         ("movetime 1030", True, 1.0),
-        ("movetime soon wtime", True, math.inf), ("movetime -5", False, 0.0),
-        ("wtime 60000 btime 30000", True, 6.0), ("wtime 60000 btime 30000", False, 3.0),
-        ("wtime 1000 winc 500 btime 1", True, 0.25), ("wtime 1000 winc 500 btime 1", False, 0.0),
+        ("movetime soon wtime", True, math.inf),
+        ("movetime -5", False, 0.0),
+        ("wtime 60000 btime 30000", True, 6.0),
+        ("wtime 60000 btime 30000", False, 3.0),
+        ("wtime 1000 winc 500 btime 1", True, 0.25),
+        ("wtime 1000 winc 500 btime 1", False, 0.0),
         ("wtime 130 winc 5000", True, 0.03),  # the increment comes after the move
-    ):  # fmt: skip
+    ):
         assert seconds_for(read_go(words.split()), turn) == pytest.approx(seconds), words
 
 
 def test_a_thousand_bad_lines_neither_end_nor_hang_it():
     rng = random.Random(0)
     gui = Gui(Somebody())
-    gui.say(*(nonsense(rng) for _ in range(1000)), "stop", "setoption name IllegalMoves value replace",
-            "position startpos", "ucinewgame", "isready", "go")  # fmt: skip
+    gui.say(
+        *(nonsense(rng) for _ in range(1000)),
+        "stop",
+        "setoption name IllegalMoves value replace",
+        "position startpos",
+        "ucinewgame",
+        "isready",
+        "go",
+    )
     assert gui.said[-1] == "bestmove e2e4"
     assert all(line == " ".join(line.split()) and line.isprintable() for line in gui.said)
     assert {line.split()[0] for line in gui.said} <= {"id", "option", "uciok", "readyok", "info", "bestmove"}
@@ -256,14 +283,16 @@ def texts(match: Match) -> list[str]:
     return [game.text for game in match.games]
 
 
-class Unsure(AtRandom):
+class Unsure(RandomPlayer):
     """Answers every third position with an illegal move."""
 
     def think(self, positions, *, replace=True):
         def says(board: chess.Board) -> str:
             return "M: a1a1 B: a1a1" if board.ply() % 3 == 0 else f"B: {next(iter(board.legal_moves))}"
 
-        return [conclude(each, [read_answer(each, says(each.board))], replace=replace) for each in positions]
+        return [
+            choose_move(each, [read_answer(each, says(each.board))], replace=replace) for each in positions
+        ]
 
 
 def test_a_game_ends_by_the_rules_and_by_nothing_else():
@@ -279,7 +308,7 @@ def test_a_game_ends_by_the_rules_and_by_nothing_else():
             for move in moves.split() or [None]:
                 assert not game.is_over
                 how = "best" if move else "resigned"
-                game.play(Thought(move and chess.Move.from_uci(move), how, () if move else ("a1a1",)))
+                game.play(MoveChoice(move and chess.Move.from_uci(move), how, () if move else ("a1a1",)))
             assert game.illegal(0 if first_is_white else 1) == ([] if moves else [1])
             assert (game.result, game.ending) == (result, ending)
             assert game.points == (points if first_is_white else 1 - points)
@@ -292,8 +321,8 @@ def test_two_games_have_one_opening_and_all_are_played_together_whatever_is_besi
     assert [game.turn for game in games[:2]] == [0, 1]
     played = []
     for at_once, seed in ((3, 5), (64, 5), (64, 6)):
-        match, watched = match_of(5), mock.Mock(wraps=AtRandom())
-        shares = list(play_games(match.games, (watched, AtRandom()), seed=seed, at_once=at_once))
+        match, watched = match_of(5), mock.Mock(wraps=RandomPlayer())
+        shares = list(play_games(match.games, (watched, RandomPlayer()), seed=seed, at_once=at_once))
         assert shares == sorted(shares) and 0 < shares[0] < shares[-1] == 1
         assert all(game.is_over for game in match.games) and match.score.games == 5
         assert max(len(call.args[0]) for call in watched.think.call_args_list) <= at_once
@@ -303,21 +332,21 @@ def test_two_games_have_one_opening_and_all_are_played_together_whatever_is_besi
 
 def test_a_match_that_was_cut_short_goes_on_to_the_same_games(tmp_path):
     whole, parts = match_of(6), match_of(6)
-    for _ in islice(play_games(parts.games, (AtRandom(), AtRandom()), seed=5, at_once=2), 150):
+    for _ in islice(play_games(parts.games, (RandomPlayer(), RandomPlayer()), seed=5, at_once=2), 150):
         pass
     parts.save(tmp_path)
-    again = match_of(6).gone_on_with(tmp_path)
+    again = match_of(6).resume_from(tmp_path)
     begun = [len(game.moves) for game in again.games if not game.is_over]
     assert texts(again) == texts(parts) and any(begun) and not all(begun)
     for match in (whole, again):
-        play(match, AtRandom(), AtRandom(), at_once=2)
+        play(match, RandomPlayer(), RandomPlayer(), at_once=2)
     again.save(tmp_path)
     assert texts(again) == texts(whole) == texts(Match.load(tmp_path))
 
 
 def test_illegal_answers_are_counted_of_whoever_gave_them_and_stand_in_the_pgn(tmp_path):
     match = match_of(4)
-    play(match, Unsure(), AtRandom())
+    play(match, Unsure(), RandomPlayer())
     match.save(tmp_path)
     with io.StringIO((tmp_path / FILE).read_text()) as file:
         read = [chess.pgn.read_game(file) for _ in range(5)]
@@ -337,14 +366,14 @@ def test_illegal_answers_are_counted_of_whoever_gave_them_and_stand_in_the_pgn(t
     assert match.illegal_a_game(1) == 0 and match.first_illegal(0) and match.first_illegal(1) is None
     assert texts(Match.load(tmp_path)) == texts(match)
     without = match_of(2)
-    play(without, Unsure(), AtRandom(), replace=False)
+    play(without, Unsure(), RandomPlayer(), replace=False)
     assert all(game.ending == "an illegal answer" and game.points == 0 for game in without.games)
     without.save(tmp_path)
     assert Match.load(tmp_path).illegal_a_game(0) == without.illegal_a_game(0) == 1
 
 
 def test_a_match_goes_on_only_as_it_was_begun_whatever_its_settings_are_called(tmp_path):
-    """Of names and paths that PGN cannot hold, what it can is compared."""
+    """Names and paths that PGN cannot hold are compared as far as it can."""
     named = {"prompts": 'a "b"\nc.txt', "seed": 12, "temperature": 1.0, "nodes": None}
     players = ('uci:x "y"', "b")
 
@@ -352,9 +381,9 @@ def test_a_match_goes_on_only_as_it_was_begun_whatever_its_settings_are_called(t
         return Match.begin(players, settings, random_openings(count // 2, seed=seed), count)
 
     match = begun(4)
-    assert match.gone_on_with(tmp_path) is match
+    assert match.resume_from(tmp_path) is match
     match.save(tmp_path)
-    again = begun(6).gone_on_with(tmp_path)
+    again = begun(6).resume_from(tmp_path)
     assert [game.fen for game in again.games] == [game.fen for game in begun(6).games]
     assert again.settings == {"prompts": "a 'b' c.txt", "seed": "12", "temperature": "1.0"}
     again.save(tmp_path)
@@ -364,7 +393,7 @@ def test_a_match_goes_on_only_as_it_was_begun_whatever_its_settings_are_called(t
         (begun(6, seed=2), "is a match with FEN r.*, not r"),
     ):
         with pytest.raises(ValueError, match=reason):
-            other.gone_on_with(tmp_path)
+            other.resume_from(tmp_path)
 
 
 def test_score_and_interval_are_those_worked_out_by_hand():
@@ -451,7 +480,7 @@ def opponent(name: str, at_once: int = 1):
 
 def first_move(name: str) -> str | None:
     with opponent(name) as player:
-        (thought,) = player.think([Position(chess.Board(), 0)])
+        (thought,) = player.think([GamePosition(chess.Board(), 0)])
         return thought.move and thought.move.uci()
 
 
@@ -460,7 +489,7 @@ def test_an_engine_plays_whole_games_several_at_once_and_whoever_is_none_is_a_mo
     match = Match.begin(("a", "b"), {}, [chess.Board("8/8/4k3/8/8/4K3/R7/8 w - - 80 80")] * 3, 5)
     with opponent(path, at_once=2) as player:
         assert isinstance(player, UciOpponent)
-        play(match, AtRandom(), player)
+        play(match, RandomPlayer(), player)
     for game in match.games:
         board = chess.Board(game.fen)
         for move in game.moves:
@@ -474,7 +503,7 @@ def test_an_engine_plays_whole_games_several_at_once_and_whoever_is_none_is_a_mo
     with pytest.raises(EngineError, match="not a working UCI engine"):
         first_move("uci:/bin/true")
     with opponent("random") as player:
-        assert isinstance(player, AtRandom)
+        assert isinstance(player, RandomPlayer)
     with pytest.raises(ValueError, match="no such folder"):
         first_move("runs/nothing")
 

@@ -12,13 +12,22 @@ from grpo.run.tracking import COMPLETIONS_FILE, METRICS_FILE, read_lines
 
 TRAIN = str(ROOT / "train_lean.py")
 ACCELERATE = [
-    "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", 1, "--num_processes", 2,
-    "--mixed_precision", "no", "--dynamo_backend", "no",
-]  # fmt: skip
+    "-m",
+    "accelerate.commands.launch",
+    "--multi_gpu",
+    "--num_machines",
+    1,
+    "--num_processes",
+    2,
+    "--mixed_precision",
+    "no",
+    "--dynamo_backend",
+    "no",
+]
 
 
 def python(cwd: Path, *words: object, **environment: str) -> str:
-    """What it says; it ends with 0."""
+    """Returns what it prints; it ends with 0."""
     own = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, *map(str, words)]
     done = subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=400)
@@ -28,8 +37,16 @@ def python(cwd: Path, *words: object, **environment: str) -> str:
 
 def test_accelerate_starts_two_processes_that_do_the_step_of_one(tmp_path):
     """Without a card as with several, if it is told that there are."""
-    little = {"model": "rook-tiny", "device": "cpu", "batch-size": 16, "max-new-tokens": 8, "engine": "off",
-              "eval-interval": 0, "steps": 1, "precision": "fp64"}  # fmt: skip
+    little = {
+        "model": "rook-tiny",
+        "device": "cpu",
+        "batch-size": 16,
+        "max-new-tokens": 8,
+        "engine": "off",
+        "eval-interval": 0,
+        "steps": 1,
+        "precision": "fp64",
+    }
     flags = [word for name, value in little.items() for word in (f"--{name}", value)]
     python(tmp_path, *ACCELERATE, TRAIN, *flags, "--name", "two")
     python(tmp_path, TRAIN, *flags, "--name", "one")

@@ -210,9 +210,12 @@ def test_whatever_comes_in_the_command_ends_well_or_with_a_message(samples, kind
     folder, ended = samples.run.parents[1], Counter()
 
     @settings(
-        max_examples=cases, deadline=None, database=None, phases=[Phase.generate],
+        max_examples=cases,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     @given(strategy)
     def check(drawn: Any) -> None:
         case = make(folder, samples, drawn)

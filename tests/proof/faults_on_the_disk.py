@@ -26,7 +26,7 @@ KINDS: tuple[Kind, ...] = ("fails once", "stays full", "SIGKILL at a call", "SIG
 
 
 class Runs:
-    """Of a model of seconds, and the one that nothing happens to, with which all others are compared."""
+    """Runs of seconds, and the one that nothing happens to, with which all others are compared."""
 
     def __init__(self, folder: Path, flags: Sequence[str]) -> None:
         self.folder, self._flags = folder, flags
@@ -44,9 +44,13 @@ class Runs:
         return ["--resume", self.folder / "runs" / name, "--steps", STEPS]
 
     def start(
-        self, name: str, *words: object, calls: Calls | None = None, counted: Path | None = None,
+        self,
+        name: str,
+        *words: object,
+        calls: Calls | None = None,
+        counted: Path | None = None,
         kill_after_s: float = math.inf,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """The command in a process of its own: how it ended. AssertionError where it says a traceback."""
         said = self.folder / f"{name}.txt"
         named = [] if "--resume" in words else ["--name", name]

@@ -37,7 +37,7 @@ def home(tmp_path_factory) -> Path:
 
 
 def typed(home: Path, cwd: Path, *words: object) -> str:
-    """What a command of the installed copy says; it ends with 0."""
+    """Returns what a command of the installed copy prints; it ends with 0."""
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
         "HF_HUB_OFFLINE": "1"
     }

@@ -28,7 +28,21 @@ def test_a_sound_loop_is_clean():
 
 def test_the_trainer_is_clean(model_folders, data_file, tmp_path):
     done = fresh(
-        "monitor_memory.py", TRAINER_STEPS, 8, "--model", model_folders["gpt2"], "--prompts", data_file,
-        "--precision", "fp32", "--engine", "off", "--max-new-tokens", 16, "--seed", SEED, cwd=tmp_path,
-    )  # fmt: skip
+        "monitor_memory.py",
+        TRAINER_STEPS,
+        8,
+        "--model",
+        model_folders["gpt2"],
+        "--prompts",
+        data_file,
+        "--precision",
+        "fp32",
+        "--engine",
+        "off",
+        "--max-new-tokens",
+        16,
+        "--seed",
+        SEED,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0 and "no leak in 200 steps" in done.stdout, done.stdout + done.stderr

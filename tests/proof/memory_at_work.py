@@ -78,10 +78,17 @@ def test_measuring_and_planning_take_one_percent_of_a_step(tmp_path):
             frame = frame.f_back
         seconds[frame is not None and frame.f_code.co_filename.startswith(str(here))] += last - since
 
-    trainer = Trainer(Config(
-        steps=SKIPPED + STEPS, batch_size=64, model="rook-tiny", engine="off", eval_interval=0,
-        checkpoint_interval=0, runs_dir=tmp_path,
-    ))  # fmt: skip
+    trainer = Trainer(
+        Config(
+            steps=SKIPPED + STEPS,
+            batch_size=64,
+            model="rook-tiny",
+            engine="off",
+            eval_interval=0,
+            checkpoint_interval=0,
+            runs_dir=tmp_path,
+        )
+    )
     last, before = time.perf_counter(), signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-3)
     try:

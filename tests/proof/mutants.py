@@ -9,7 +9,7 @@ from commands import ROOT
 from mutant_trials import ALL_TIMEOUT_S, TIMEOUT_S, Mutant, judged, read_mutants, run_tests
 
 MADE = ".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "runs", "build"
-"""What is no part of the repository."""
+"""Files that are no part of the repository."""
 
 
 @pytest.fixture(scope="session")

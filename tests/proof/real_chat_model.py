@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from grpo.config.groups import SamplingSettings
 from grpo.data import load_prompts
-from grpo.data.maker import Room
+from grpo.data.maker import PromptBudget
 from grpo.model.adapters import MERGED
 from grpo.model.load import end_tokens, load_policy
 from grpo.model.weights import RolloutModel
@@ -30,11 +30,23 @@ from grpo.types import Batch
 ANSWERS, GROUP, TOKENS = 64, 4, 48
 SYSTEM = "Answer in one sentence."
 QUESTIONS = [
-    "What is 7 + 15?", "Name a city in France.", "Why is the sky blue?", "Write a line about the sea.",
-    "What do bees make?", "Say hello in Spanish.", "What is the opposite of hot?", "Who wrote Hamlet?",
-    "How many legs has a spider?", "What is ice made of?", "Name three colours.", "What is 3 times 4?",
-    "Where do penguins live?", "Give me a word that rhymes with cat.", "What is a noun?", "Is water wet?",
-]  # fmt: skip
+    "What is 7 + 15?",
+    "Name a city in France.",
+    "Why is the sky blue?",
+    "Write a line about the sea.",
+    "What do bees make?",
+    "Say hello in Spanish.",
+    "What is the opposite of hot?",
+    "Who wrote Hamlet?",
+    "How many legs has a spider?",
+    "What is ice made of?",
+    "Name three colours.",
+    "What is 3 times 4?",
+    "Where do penguins live?",
+    "Give me a word that rhymes with cat.",
+    "What is a noun?",
+    "Is water wet?",
+]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +78,7 @@ def asked(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, count: 
         {"prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]}
         for question in QUESTIONS[:count]
     ]
-    room = Room(tokenizer, model.config.max_position_embeddings, TOKENS)
+    room = PromptBudget(tokenizer, model.config.max_position_embeddings, TOKENS)
     return load_prompts(rows, seed=0, heldout_share=0.0, room=room).draw(count)
 
 
@@ -120,9 +132,10 @@ def test_log_probs_of_64_real_answers_are_those_of_a_plain_forward_pass(
     in_bf16 = {"dtype": torch.bfloat16, "fp32_logits": fp32_logits}
     scored = score(policy, written, rows=ANSWERS, temperature=1.0, **in_bf16)
     pairs = {
-        "sampler in bf16 - fp32": written.sampler_logp - exact, "scorer in bf16 - fp32": scored - exact,
+        "sampler in bf16 - fp32": written.sampler_logp - exact,
+        "scorer in bf16 - fp32": scored - exact,
         "sampler - scorer, both in bf16": written.sampler_logp - scored,
-    }  # fmt: skip
+    }
     with capsys.disabled():
         for name, difference in pairs.items():
             sizes = difference.abs()
@@ -138,9 +151,13 @@ def test_greedy_answers_are_token_by_token_those_of_generate(model, tokenizer):
     written = answers(model, tokenizer, temperature=0.0, samples=1)
     for row, prompt in enumerate(written.context_ids):
         theirs = model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False,
-            max_new_tokens=TOKENS, eos_token_id=end_tokens(model, tokenizer), pad_token_id=0,
-        )[0, len(prompt) :]  # fmt: skip
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            do_sample=False,
+            max_new_tokens=TOKENS,
+            eos_token_id=end_tokens(model, tokenizer),
+            pad_token_id=0,
+        )[0, len(prompt) :]
         assert theirs.tolist() == written.by_row(written.ids)[row].tolist()
 
 
@@ -148,8 +165,11 @@ def test_greedy_answers_are_token_by_token_those_of_generate(model, tokenizer):
 def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of four steps with adapters, on made-up sums."""
     here = tmp_path_factory.mktemp("lora")
-    sums = [{"prompt": [{"role": "user", "content": f"{a} + {b} ="}], "answer": str(a + b)}
-            for a in range(1, 9) for b in range(1, 9)]  # fmt: skip
+    sums = [
+        {"prompt": [{"role": "user", "content": f"{a} + {b} ="}], "answer": str(a + b)}
+        for a in range(1, 9)
+        for b in range(1, 9)
+    ]
     (here / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in sums))
     (here / "right.py").write_text(
         "def right(completions, answer, **_):\n"
@@ -157,11 +177,36 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "    return [(right in text) - len(text) / 1e3 for text, right in zip(texts, answer)]\n"
     )
     done = fresh(
-        "train_lean.py", "--model", folder, "--prompts", here / "sums.jsonl", "--reward", "right.py:right",
-        "--lora-rank", 16, "--lora-merge", "--learning-rate", 1e-3, "--kl-coef", 0, "--steps", 4,
-        "--batch-size", 16, "--max-new-tokens", 16, "--eval-prompts", 8, "--precision", "fp32",
-        "--runs-dir", here, "--name", "run", cwd=here,
-    )  # fmt: skip
+        "train_lean.py",
+        "--model",
+        folder,
+        "--prompts",
+        here / "sums.jsonl",
+        "--reward",
+        "right.py:right",
+        "--lora-rank",
+        16,
+        "--lora-merge",
+        "--learning-rate",
+        1e-3,
+        "--kl-coef",
+        0,
+        "--steps",
+        4,
+        "--batch-size",
+        16,
+        "--max-new-tokens",
+        16,
+        "--eval-prompts",
+        8,
+        "--precision",
+        "fp32",
+        "--runs-dir",
+        here,
+        "--name",
+        "run",
+        cwd=here,
+    )
     assert done.returncode == 0, done.stderr
     return here / "run" / "model"
 
@@ -184,7 +229,11 @@ def test_adapters_beside_the_base_and_merged_answer_as_ours(folder, model, token
 def generated(model, tokenizer, prompt) -> str:
     ids = torch.tensor([tokenizer(prompt.text, add_special_tokens=False)["input_ids"]])
     written = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=0,
-    )  # fmt: skip
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=TOKENS,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=0,
+    )
     return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)

@@ -16,10 +16,17 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
     "--host-resolver-rules=MAP * ~NOTFOUND",
-)  # fmt: skip
+)
 OWN = "not an origin"
 """The initiator of what the browser asks for on its own account."""
 MEASURE = """<script>
@@ -47,10 +54,19 @@ def browse(page: Path, folder: Path) -> tuple[str, list[str]]:
     """The document as Chromium has it in the end, and the addresses it asked for that are no file."""
     log = folder / "net.json"
     done = subprocess.run(
-        [str(CHROMIUM), *FLAGS, f"--user-data-dir={folder / 'profile'}", f"--log-net-log={log}",
-         "--window-size=1400,900", "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [
+            str(CHROMIUM),
+            *FLAGS,
+            f"--user-data-dir={folder / 'profile'}",
+            f"--log-net-log={log}",
+            "--window-size=1400,900",
+            "--dump-dom",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     content = json.loads(log.read_text())
     start = content["constants"]["logEventTypes"]["URL_REQUEST_START_JOB"]

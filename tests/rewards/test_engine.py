@@ -41,7 +41,7 @@ def engines():
 
 
 def pids(engines: EnginePool) -> list[int]:
-    """Of its processes, when all have started."""
+    """Returns its processes, when all have started."""
     while None in engines._engines.engines:
         time.sleep(0.01)
     return [engine.transport.get_pid() for engine in engines._engines.engines]
@@ -87,8 +87,11 @@ def test_moves_come_best_first_with_evals_in_pawns_of_the_side_to_move(engines: 
     # Black is a queen down: bad for the side to move, whoever that is.
     (black,) = engines.analyse(["4k3/8/8/8/8/8/8/3QK3 b - - 0 1"])
     assert max(black.evals) < -3
-    for over in ("R5k1/5ppp/8/8/8/8/8/4K3 b - - 1 1", "k7/2Q5/1K6/8/8/8/8/8 b - - 0 1",
-                 "8/8/4k3/8/8/3K4/8/8 w - - 0 1"):  # fmt: skip
+    for over in (
+        "R5k1/5ppp/8/8/8/8/8/4K3 b - - 1 1",
+        "k7/2Q5/1K6/8/8/8/8/8 b - - 0 1",
+        "8/8/4k3/8/8/3K4/8/8 w - - 0 1",
+    ):
         assert engines.submit(over).result(timeout=60) == Analysis((), ())  # mate, stalemate, bare kings
 
 
@@ -105,8 +108,14 @@ def test_given_moves_are_analysed_and_no_others(engines: EnginePool):
 def test_positions_that_crash_engines_are_refused_before_they_reach_one(engines: EnginePool):
     """No FEN, no kings, one king, Black in check with White to move, a pawn on the last rank."""
     before = pids(engines)
-    for fen in ("no fen", "", "8/8/8/8/8/8/8/8 w - - 0 1", "8/8/8/8/8/8/8/K7 w - - 0 1",
-                "4k3/8/8/8/8/8/8/4R1K1 w - - 0 1", "P3k3/8/8/8/8/8/8/4K3 w - - 0 1"):  # fmt: skip
+    for fen in (
+        "no fen",
+        "",
+        "8/8/8/8/8/8/8/8 w - - 0 1",
+        "8/8/8/8/8/8/8/K7 w - - 0 1",
+        "4k3/8/8/8/8/8/8/4R1K1 w - - 0 1",
+        "P3k3/8/8/8/8/8/8/4K3 w - - 0 1",
+    ):
         with pytest.raises(ValueError):
             engines.submit(fen)
     assert engines.analyse([ROOK_ENDING]) and pids(engines) == before
@@ -126,7 +135,7 @@ def test_answers_do_not_depend_on_order_engines_or_threads():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What engines are asked."""
+    """Positions that engines are asked about."""
     asked, ask = [], EnginePool._analyse
 
     def count(self, engine, board, moves):
@@ -230,8 +239,10 @@ def test_close_while_analyses_run_fails_them_and_leaves_no_process():
     time.sleep(0.2)
     for _ in range(2):
         engines.close()
-    for ask in (*(lambda future=future: future.result(timeout=0) for future in futures),
-                lambda: engines.submit(ROOK_ENDING)):  # fmt: skip
+    for ask in (
+        *(lambda future=future: future.result(timeout=0) for future in futures),
+        lambda: engines.submit(ROOK_ENDING),
+    ):
         with pytest.raises(EngineError, match="closed"):
             ask()
     assert not set(before) & children()

@@ -101,11 +101,19 @@ def test_completions_field_by_field():
 def test_what_is_well_formed():
     assert formats.parse_policy_completion("M: a4a5 E: 0.1 B: a4a5").well_formed
     for text in (
-        "", "M: a4a5 E: 0.1", "M: a4a5 E: 0.1 B:", "M: a4a5 E: 0.1 B: a4a5 and more", "M: E: B: a4a5",
-        "M: a4a5 E: 0.1 0.2 B: a4a5", "M: a4a5 a4a5 E: 0.1 B: a4a5", "E: 0.1 M: a4a5 B: a4a5",
-        "so M: a4a5 E: 0.1 B: a4a5", "M: a4a5 E: 0.1 B: a4a5 B: a4a5", "M: a4a5 E: 0.1 B: 0000",
+        "",
+        "M: a4a5 E: 0.1",
+        "M: a4a5 E: 0.1 B:",
+        "M: a4a5 E: 0.1 B: a4a5 and more",
+        "M: E: B: a4a5",
+        "M: a4a5 E: 0.1 0.2 B: a4a5",
+        "M: a4a5 a4a5 E: 0.1 B: a4a5",
+        "E: 0.1 M: a4a5 B: a4a5",
+        "so M: a4a5 E: 0.1 B: a4a5",
+        "M: a4a5 E: 0.1 B: a4a5 B: a4a5",
+        "M: a4a5 E: 0.1 B: 0000",
         "M: a4a5 E: inf B: a4a5",
-    ):  # fmt: skip
+    ):
         assert not formats.parse_policy_completion(text).well_formed, text
     rests = ("+0.001+0", "+0.001+0+0+0+0", "+0.001+0+2", "+0.001+0+False", "+nan+0+0", "++0+0")
     for text in (*(AFTER_E4 + rest for rest in rests), f"{AFTER_E4[:-4]}+0.001+0+0", "+++"):
@@ -142,13 +150,16 @@ def test_best_move():
     [
         ("d4c4", "-3.0", 1.0, 0.75),  # one pawn off, of four
         ("d4c4", "-9", 1.0, 0.0),  # off by more than all of it: clipped
-        ("a4a5 d4c4", "0.3 -4", 1.0, 1.0), ("d4c4 a4a5", "0.3 -4", 1.0, 0.0),  # at each other's moves
-        ("a4a5 d4c4", "0.3", 1.0, 0.5), ("a4a5", "0.3 1 2 3", 1.0, 1.0),  # missing; too many: of the format
-        ("a4a5 d4c4", "inf -4", 1.0, 0.5), ("", "", 0.0, 0.0),
+        ("a4a5 d4c4", "0.3 -4", 1.0, 1.0),
+        ("d4c4 a4a5", "0.3 -4", 1.0, 0.0),  # at each other's moves
+        ("a4a5 d4c4", "0.3", 1.0, 0.5),
+        ("a4a5", "0.3 1 2 3", 1.0, 1.0),  # missing; too many: of the format
+        ("a4a5 d4c4", "inf -4", 1.0, 0.5),
+        ("", "", 0.0, 0.0),
         ("a4a5 a4a5 a4a5", "0.3 0.3 0.3", 1 / 3, 1 / 3),  # a duplicate earns once
         ("a4a5 a6h7 0000 a9a9", "0.3 0.3 0 0", 0.25, 0.25),  # illegal, and no moves: in the denominator
     ],
-)  # fmt: skip
+)
 def test_move_candidates_and_evaluations(moves: str, evals: str, candidates: float, evaluations: float):
     for reward in (policy, policy.with_engine(Engine())):
         row, _ = score(f"M: {moves} E: {evals} B: a4a5", reward=reward)
@@ -168,8 +179,11 @@ def test_a_legal_move_without_a_truth_is_left_out_with_labels_and_asked_of_an_en
 
 def test_the_lines_own_best_is_not_believed():
     """Black to move promotes; the published data would name the lowest eval as B:, d4d3."""
-    labels = {"fen": "8/8/8/8/3k4/8/3p4/K7 b - - 0 60", "moves": ["d4c3", "d2d1q", "d2d1r", "d4d3"],
-              "evals": [4.5, 9.9, 5.1, 0.0]}  # fmt: skip
+    labels = {
+        "fen": "8/8/8/8/3k4/8/3p4/K7 b - - 0 60",
+        "moves": ["d4c3", "d2d1q", "d2d1r", "d4d3"],
+        "evals": [4.5, 9.9, 5.1, 0.0],
+    }
     assert score("M: d2d1q E: 9.9 B: d2d1q", **labels)[0]["best_move"] == 1.0
     assert score("M: d4d3 E: 0.0 B: d4d3", **labels)[0]["best_move"] == 0.5
 
@@ -301,9 +315,18 @@ def test_what_the_right_answer_a_copy_and_half_the_change_earn():
 def test_the_value_of_the_reward_and_the_state_of_the_game():
     """The value is right up to 0.1 away, half right up to 0.3: the edges belong to it."""
     for value, earned in (
-        ("0.001", 1.0), ("0.0010", 1.0), ("0.0", 1.0), ("0.101", 1.0), ("0.102", 0.5), ("0.301", 0.5),
-        ("0.302", 0.0), ("-0.099", 1.0), ("nan", 0.0), ("inf", 0.0), ("", 0.0),
-    ):  # fmt: skip
+        ("0.001", 1.0),
+        ("0.0010", 1.0),
+        ("0.0", 1.0),
+        ("0.101", 1.0),
+        ("0.102", 0.5),
+        ("0.301", 0.5),
+        ("0.302", 0.0),
+        ("-0.099", 1.0),
+        ("nan", 0.0),
+        ("inf", 0.0),
+        ("", 0.0),
+    ):
         text = f"{AFTER_E4}+{value}+0+0"
         assert judge(text)[0]["reward_value"] == earned, value
         assert judge(text, reward=sparse)[1] == float(value in ("0.001", "0.0010")), value
@@ -408,9 +431,16 @@ def test_the_prompt_is_read_where_the_columns_are_missing():
 
 def test_names_weights_and_shares():
     assert {name: reward.__name__ for name, reward in REWARDS.items()} == {
-        name: name for name in ("policy", "policy-best", "policy-legal", "environment", "environment-sparse",
-                                "environment-gain")
-    }  # fmt: skip
+        name: name
+        for name in (
+            "policy",
+            "policy-best",
+            "policy-legal",
+            "environment",
+            "environment-sparse",
+            "environment-gain",
+        )
+    }
     assert policy.weights == {"best_move": 4.0, "format": 2.0, "move_candidates": 1.5, "evaluations": 1.0}
     assert environment.weights == {"format": 4.0, "fen_match": 3.0, "game_state": 2.0, "reward_value": 1.0}
     only = policy.with_weights({"best_move": 1, "move_candidates": 0, "evaluations": 0})
@@ -429,7 +459,7 @@ def test_trls_trainer_runs_with_the_rewards(tmp_path, load, own_accelerator):
     seen: list[dict[str, list]] = []
 
     def spy(prompts, completions, **columns):
-        """What our rewards say of the same call, and that it is a string for a string."""
+        """Our rewards answer the same call alike, with a string for a string."""
         assert all(isinstance(text, str) for text in [*prompts, *completions])
         own = {name: REWARDS[name](prompts, completions, **columns) for name in ("policy", "environment")}
         seen.append(own)
@@ -438,14 +468,23 @@ def test_trls_trainer_runs_with_the_rewards(tmp_path, load, own_accelerator):
 
     tiny = load()
     trainer = GRPOTrainer(
-        model=tiny.model, processing_class=tiny.tokenizer, reward_funcs=[policy, environment, spy],
+        model=tiny.model,
+        processing_class=tiny.tokenizer,
+        reward_funcs=[policy, environment, spy],
         train_dataset=Dataset.from_list([dict(zip(names, row, strict=True)) for row in rows]),
         args=GRPOConfig(
-            output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=2,
-            max_completion_length=12, max_steps=2, logging_steps=1, save_strategy="no", report_to="none",
-            use_cpu=True, disable_tqdm=True,
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=4,
+            num_generations=2,
+            max_completion_length=12,
+            max_steps=2,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
         ),
-    )  # fmt: skip
+    )
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "rewards/policy/mean" in entry]
     assert len(steps) == len(seen) == 2

@@ -18,8 +18,8 @@ from grpo.model.weights import RolloutModel
 from grpo.rollout import static_cache
 from grpo.rollout.arena import Arena
 from grpo.rollout.decoder import check_decoder, has_static_cache, open_arena
-from grpo.rollout.growing import GrowingArena
-from grpo.rollout.room import Room
+from grpo.rollout.growing import DynamicCacheArena
+from grpo.rollout.room import DecodeCapacity
 from grpo.rollout.sample import begin_rollout, rollout
 from grpo.rollout.static_cache import StaticLayer
 from grpo.rollout.tokens import step_uniforms
@@ -43,7 +43,7 @@ def sample(
 
 
 def plain_logits(model, prompt_ids: list[int], completion_ids: list[int]) -> torch.Tensor:
-    """What a textbook does: one row, one pass over all of it, no cache, no padding."""
+    """Decodes as a textbook does: one row, one pass over all of it, no cache, no padding."""
     logits = model(input_ids=torch.tensor([prompt_ids + completion_ids]), use_cache=False).logits[0]
     return logits[len(prompt_ids) - 1 : -1]  # the state of a token predicts the next
 
@@ -107,7 +107,7 @@ def test_the_scorer_equals_a_plain_forward_pass(
 
 @pytest.mark.parametrize("in_4bit", [False, True])
 def test_with_adapters_in_bf16_logits_are_as_fine_as_without(load, model_folders, prompts, in_4bit):
-    """Where all logits lie near -100, as GPT-2's do, bf16 knows halves only: the sampler centres its head."""
+    """Near -100, where GPT-2's logits lie, bf16 knows halves only: the sampler centres its head."""
     differences = []
     for lora in (True, False):
         policy = load("gpt2", "bf16")
@@ -157,9 +157,11 @@ def test_greedy_tokens_are_those_of_generate(load, prompts, architecture):
     for row, own in enumerate(sampled.by_row(sampled.ids)):
         prompt_ids = sampled.context_ids[row // G]
         generated = policy.model.generate(
-            torch.tensor([prompt_ids]), attention_mask=torch.ones(1, len(prompt_ids)), do_sample=False,
+            torch.tensor([prompt_ids]),
+            attention_mask=torch.ones(1, len(prompt_ids)),
+            do_sample=False,
             max_new_tokens=24,
-        )[0, len(prompt_ids) :].tolist()  # fmt: skip
+        )[0, len(prompt_ids) :].tolist()
         ours = own.tolist()
         best = plain_logits(policy.model, prompt_ids, generated).topk(2).values
         close = (best[:, 0] - best[:, 1] < 1e-4).nonzero().flatten().tolist()
@@ -175,8 +177,8 @@ def arena_of(
     """With all rows of these prompts, whose first tokens are there, `width` of each."""
     rows = len(prompts) * width
     longest = max(map(len, prompts))
-    arena = kind(model, Room.of(rows, 2 * len(prompts), width, longest, new_tokens, page=page))
-    arena.restart(SamplingSettings(max_new_tokens=new_tokens))
+    arena = kind(model, DecodeCapacity.of(rows, 2 * len(prompts), width, longest, new_tokens, page=page))
+    arena.reset(SamplingSettings(max_new_tokens=new_tokens))
     arena.encode(dict(enumerate(prompts)))
     uniforms = torch.rand(rows, new_tokens, generator=torch.Generator().manual_seed(0))
     arena.begin({row: row // width for row in range(rows)}, uniforms)
@@ -185,7 +187,7 @@ def arena_of(
 
 def advance(arena: Arena) -> None:
     arena.add_pages([slot for slot in arena.slots if arena.lacks_page(slot, 1)])
-    arena.advance()
+    arena.decode_step()
 
 
 def place_of(arena: Arena, row: int) -> int:
@@ -203,7 +205,7 @@ def assert_said_by_the_whole_text(model, prompt: list[int], arena: Arena, row: i
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [*((Arena, name) for name in FAMILY), (GrowingArena, "gpt2"), (GrowingArena, "gemma3_text")],
+    [*((Arena, name) for name in FAMILY), (DynamicCacheArena, "gpt2"), (DynamicCacheArena, "gemma3_text")],
 )
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
 @pytest.mark.parametrize("page", [8, 64])
@@ -215,7 +217,7 @@ def test_a_token_is_what_the_whole_text_says(name, kind, fused, page, monkeypatc
     plain: attention as devices that are no CPU have it.
     """
     if not fused:
-        monkeypatch.setattr(static_cache, "_attend_twice", static_cache._attend_once)
+        monkeypatch.setattr(static_cache, "_cascade_attention", static_cache._attend_once)
     model, prompts = made(shaped(name)), [[*range(1, n + 1)] for n in (36, 1, 20)]
     arena = arena_of(model, prompts, 2, 60, kind, page)
     for turn in range(59):
@@ -226,7 +228,7 @@ def test_a_token_is_what_the_whole_text_says(name, kind, fused, page, monkeypatc
             arena.close_gaps()
             assert [slot.row for slot in arena.slots] == [0, 1, 4, 5] and arena.free_slots == 2
             assert arena.used_bytes <= arena.cache_bytes
-        if turn == 15 and arena.joins:
+        if turn == 15 and arena.supports_refill:
             assert_said_by_the_whole_text(model, prompts[0], arena, 0)
             for layer in arena._layers:
                 for stored in layer.pages:
@@ -239,7 +241,7 @@ def test_a_token_is_what_the_whole_text_says(name, kind, fused, page, monkeypatc
     lengths = [
         assert_said_by_the_whole_text(model, prompts[slot.group], arena, slot.row) for slot in arena.slots
     ]
-    assert lengths == ([60] * 3 + [45] * 2 if arena.joins else [60] * 4)
+    assert lengths == ([60] * 3 + [45] * 2 if arena.supports_refill else [60] * 4)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2, windows", "qwen3", "gemma3_text"])
@@ -264,12 +266,27 @@ def test_tokens_do_not_depend_on_rows_or_decoder(name, tokenizer):
     ("config", "reason"),
     [
         (AutoConfig.for_model("bloom", vocab_size=60, hidden_size=32), "is not called by name"),
-        (AutoConfig.for_model("deepseek_v3", **SIZES, n_routed_experts=2, num_experts_per_tok=1, n_group=1,
-            topk_group=1, moe_intermediate_size=32, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
-            qk_nope_head_dim=8, v_head_dim=8), "no attribute"),
+        (
+            AutoConfig.for_model(
+                "deepseek_v3",
+                **SIZES,
+                n_routed_experts=2,
+                num_experts_per_tok=1,
+                n_group=1,
+                topk_group=1,
+                moe_intermediate_size=32,
+                q_lora_rank=16,
+                kv_lora_rank=16,
+                qk_rope_head_dim=8,
+                qk_nope_head_dim=8,
+                v_head_dim=8,
+            ),
+            "no attribute",
+        ),
         (shaped("llama"), "nats wrong"),
-    ], ids=["bloom", "deepseek", "other logits"],
-)  # fmt: skip
+    ],
+    ids=["bloom", "deepseek", "other logits"],
+)
 def test_what_computes_something_else_decodes_the_usual_way_and_says_so(config, reason, logged, monkeypatch):
     model = AutoModelForCausalLM.from_config(config).eval()
     if config.model_type == "llama":
@@ -278,7 +295,7 @@ def test_what_computes_something_else_decodes_the_usual_way_and_says_so(config, 
         monkeypatch.setattr(StaticLayer, "attend", lambda self, query, *_: query)
     check_decoder(model)
     assert not has_static_cache(model.config) and isinstance(
-        open_arena(model, Room.of(1, 1, 1, 4, 4)), GrowingArena
+        open_arena(model, DecodeCapacity.of(1, 1, 1, 4, 4)), DynamicCacheArena
     )
     assert len(logged) == 1 and "growing cache" in logged[0] and reason in logged[0]
 
@@ -327,14 +344,18 @@ def test_what_one_model_cannot_do_refuses_no_other_of_its_kind(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "more", "way", "reason"),
     [
-        ("gpt_neo", {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 8},
-         "rows of one length", "nats wrong"),  # its local attention counts padding
+        (
+            "gpt_neo",
+            {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 8},
+            "rows of one length",
+            "nats wrong",
+        ),  # its local attention counts padding
         ("rwkv", {}, "rows one by one", "nats wrong"),  # it mixes rows in a pass over a token
         ("xlstm", {"num_blocks": 2}, "whole texts", "has wrong shape"),
         ("recurrent_gemma", {"num_attention_heads": 4, "num_hidden_layers": 3}, "whole texts", "its cache"),
     ],
     ids=lambda it: it if isinstance(it, str) and "_" in it else "",
-)  # fmt: skip
+)
 def test_a_model_decodes_in_the_first_way_that_is_right(name, more, way, reason, logged):
     sizes = {"vocab_size": 60, "hidden_size": 32, "num_heads": 4, "num_hidden_layers": 2}
     config = AutoConfig.for_model(name, **sizes | {"max_position_embeddings": 96} | more)
@@ -362,7 +383,7 @@ PER_TOKEN = {"gpt2": 2 * 2 * 32 * 4, "llama": 2 * 2 * 2 * 8 * 4, "qwen": 2 * 2 *
 """Bytes: keys and values · layers · heads that have them · width · 4."""
 
 
-@pytest.mark.parametrize("kind", [Arena, GrowingArena])
+@pytest.mark.parametrize("kind", [Arena, DynamicCacheArena])
 @EVERY_ARCHITECTURE
 @torch.no_grad()
 def test_a_cache_takes_up_what_its_tokens_do(load, architecture, kind):
@@ -374,14 +395,14 @@ def test_a_cache_takes_up_what_its_tokens_do(load, architecture, kind):
     arena, skipping = (arena_of(model, [[5] * 20, [6] * 20], G, LENGTH, kind) for _ in range(2))
     for own in range(4):
         held = (4 * 20 + 2 * G * PLACES) * size  # with places for two prompts more
-        if kind is GrowingArena:  # one of two layers is there twice while it grows
+        if kind is DynamicCacheArena:  # one of two layers is there twice while it grows
             held = 2 * G * (20 + own) * size * 3 // 2
         assert arena.cache_bytes == held
         with LiveBytes() as live:
-            arena.advance()
+            arena.decode_step()
         assert kind is Arena or live.peak_bytes > held // 3
     skipping.skip(3)
-    skipping.advance()
+    skipping.decode_step()
     assert skipping.cache_bytes == arena.cache_bytes
     assert torch.equal(skipping.sampled([0, 1]).lengths, arena.sampled([0, 1]).lengths)
 

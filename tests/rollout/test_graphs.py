@@ -17,9 +17,9 @@ from whole_runs import train
 from grpo import phases as planned
 from grpo.config.groups import SamplingSettings
 from grpo.rollout.arena import Arena
-from grpo.rollout.decoder import ReusableArena, prompt_places
-from grpo.rollout.graphs import graphs_of, is_repeated, run_and_record
-from grpo.rollout.room import Room
+from grpo.rollout.decoder import ArenaCache, padded_prompt_length
+from grpo.rollout.graphs import graphs_of, is_repeated, warm_up_and_capture
+from grpo.rollout.room import DecodeCapacity
 from grpo.rollout.sample import rollout
 from grpo.rollout.tables import halved
 from grpo.rollout.tokens import step_uniforms
@@ -70,11 +70,11 @@ def test_replayed_tokens_are_what_tokens_are_and_each_is_one_launch(load, archit
     policy, recorder = load(architecture, "fp64"), OperationRecorder()
     with torch.no_grad():
         policy.model.get_output_embeddings().weight[0] = 0  # nothing ends
-    room = Room.of(12, 5, 4, 4, T, ends=(0,), page=64)
+    room = DecodeCapacity.of(12, 5, 4, 4, T, ends=(0,), page=64)
     plain, replaying = arenas = Arena(policy.model, room), Arena(policy.model, room, recorder)
     uniforms = torch.rand(12, T, generator=torch.Generator().manual_seed(0))
     for arena in arenas:
-        arena.restart(SamplingSettings(max_new_tokens=T))
+        arena.reset(SamplingSettings(max_new_tokens=T))
         arena.encode({0: [1, 2, 3], 1: [4, 5], 2: [6]})
         arena.begin({row: row // 4 for row in range(12)}, uniforms)
     for token in range(110):
@@ -90,7 +90,7 @@ def test_replayed_tokens_are_what_tokens_are_and_each_is_one_launch(load, archit
                 arena.forget([2])
                 arena.close_gaps()
             arena.add_pages([slot for slot in arena.slots if arena.lacks_page(slot, 1)])
-            arena.advance()
+            arena.decode_step()
         theirs, ours = (arena.sampled(range(len(arena.slots))) for arena in arenas)
         assert [slot.row for slot in plain.slots] == [slot.row for slot in replaying.slots]
         for name in ("ids", "lengths", "terminated"):
@@ -103,7 +103,7 @@ def test_replayed_tokens_are_what_tokens_are_and_each_is_one_launch(load, archit
     # Of the plain path's operations none is left outside; the sampler's part alone are some dozens.
     replaying._replays = dict.fromkeys(replaying._replays, lambda: None)
     with _Noted() as outside:
-        replaying.advance()
+        replaying.decode_step()
     assert outside.operations == [] and recorder.operations > 60
     # Their cache is large: nothing that was recorded may hold it until the collector comes.
     gone = weakref.ref(replaying)
@@ -128,21 +128,21 @@ def test_rollouts_of_recorded_tokens_are_the_same(load, prompts, rows, monkeypat
     if rows < G:
         orders = [many[:2]]  # a step at a time, in Python
 
-    def sample(turn: int, reusable: ReusableArena | None = None) -> Batch:
+    def sample(turn: int, reusable: ArenaCache | None = None) -> Batch:
         uniforms = step_uniforms(len(orders[turn]) * G, 60, seed=0, step=1 + turn)
         return rollout(*policy[:2], orders[turn], uniforms, settings, rows=rows, reusable=reusable)
 
     plain, recorder, reusable = (
         [sample(turn) for turn in range(len(orders))],
         OperationRecorder(),
-        ReusableArena(),
+        ArenaCache(),
     )
     assert rows < G or (len(plain[0].lengths.unique()) > 4 and plain[0].lengths.max() > 48)
     # As if the model were on CUDA, where few rows leave nobody waiting.
     monkeypatch.setattr("grpo.rollout.decoder.step_graphs", lambda model: recorder)
     monkeypatch.setattr("grpo.rollout.tables.FEW_ROWS", 1)
 
-    def check(turn: int = 0, reusable: ReusableArena | None = None) -> None:
+    def check(turn: int = 0, reusable: ArenaCache | None = None) -> None:
         again = sample(turn, reusable)
         for name in ("ids", "lengths", "terminated"):
             assert torch.equal(getattr(again, name), getattr(plain[turn], name))
@@ -181,16 +181,16 @@ def test_places_are_given_up_by_halves_and_prompts_have_few_widths_where_steps_a
     assert places_left(64, (64, 32, 1), 64) == [64, 64, 64]
     assert places_left(9, (6, 5, 1), 4) == [9, 5, 5]
     config = load("gpt2").model.config  # 192 positions
-    places = [prompt_places(config, tokens, "cuda") for tokens in (1, 64, 65, 150, 192)]
+    places = [padded_prompt_length(config, tokens, "cuda") for tokens in (1, 64, 65, 150, 192)]
     assert places == [64, 64, 128, 192, 192]
-    assert prompt_places(config, 50, "cpu") == 50
-    assert prompt_places(load("llama").model.config, 50, "cuda") == 64
+    assert padded_prompt_length(config, 50, "cpu") == 50
+    assert padded_prompt_length(load("llama").model.config, 50, "cuda") == 64
 
 
 def added(recorder: Any, by: float) -> tuple[list[float], Callable[[], None] | None]:
-    """What a step shows that adds to a count, and what replays it."""
+    """Returns what a step shows that adds to a count, and what replays it."""
     count = torch.zeros(2)
-    replay = run_and_record(recorder, lambda: count.add_(by), changed=[count], shown=[count])
+    replay = warm_up_and_capture(recorder, lambda: count.add_(by), changed=[count], shown=[count])
     return count.tolist(), replay
 
 
@@ -218,11 +218,11 @@ def test_a_driver_that_refuses_is_asked_once_and_a_replay_that_shows_something_e
 def test_without_graphs_that_work_steps_run_as_they_are(load):
     recorder = OperationRecorder()
     recorder.works = False
-    arena = Arena(load("gpt2").model, Room.of(G, 1, G, 4, T), recorder)
-    arena.restart(SamplingSettings(max_new_tokens=T))
+    arena = Arena(load("gpt2").model, DecodeCapacity.of(G, 1, G, 4, T), recorder)
+    arena.reset(SamplingSettings(max_new_tokens=T))
     arena.encode({0: [1, 2]})
     arena.begin(dict.fromkeys(range(G), 0), torch.rand(G, T))
-    arena.advance()
+    arena.decode_step()
     assert arena.sampled(range(G)).lengths.tolist() == [2] * G and recorder.recorded == 0
 
 
@@ -259,7 +259,7 @@ def test_a_capture_that_fails_leaves_the_pool(monkeypatch, logged):
     [(0, 0.0, True), (0, 0.019, True), (0, 0.03, False), (2, 0.0, True), (3, 0.0, False)],
 )
 def test_a_replay_has_to_repeat_98_of_100_tokens_and_their_log_probs(wrong_tokens, logp_error, passes):
-    """Of 100 rows; what another token's log-prob is does not matter."""
+    """Compares 100 rows; another token's log-prob does not matter."""
     ids, logp = torch.arange(100), -torch.rand(100)
     other_ids, other_logp = ids.clone(), logp + logp_error
     other_ids[:wrong_tokens] += 1
@@ -268,7 +268,7 @@ def test_a_replay_has_to_repeat_98_of_100_tokens_and_their_log_probs(wrong_token
 
 
 def test_evaluations_find_the_arena_of_the_one_before(config, monkeypatch):
-    """Where steps are recorded a second evaluation records nothing again."""
+    """A second evaluation records no steps again."""
     seen = []
     monkeypatch.setattr("grpo.run.setup.records_steps", lambda *_: True)
     answer = planned.answer_heldout

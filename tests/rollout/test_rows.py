@@ -17,7 +17,7 @@ from grpo.rollout import static_cache
 from grpo.rollout.arena import Arena
 from grpo.rollout.lengths import MARGIN, CachePlan, lognormal_lengths, tokens_at_once
 from grpo.rollout.places import Pool
-from grpo.rollout.room import Room
+from grpo.rollout.room import DecodeCapacity
 from grpo.rollout.sample import Rollout, begin_rollout
 from grpo.rollout.static_cache import StaticLayer, page_tokens
 from grpo.rollout.tokens import step_uniforms
@@ -79,15 +79,18 @@ def policies(model_folders, tokenizer, prompts):
         for n, prompt in enumerate(prompts)
     ]
     return {
-        "plain": (loaded("gpt2"), prompts), "stop texts": (loaded("gpt2"), prompts),
-        "windows": (Policy(windows, tokenizer, None), prompts), "lora": (lora, prompts),
-        "4 bits": (quantized, prompts), "chat": (chat, asked),
-    }  # fmt: skip
+        "plain": (loaded("gpt2"), prompts),
+        "stop texts": (loaded("gpt2"), prompts),
+        "windows": (Policy(windows, tokenizer, None), prompts),
+        "lora": (lora, prompts),
+        "4 bits": (quantized, prompts),
+        "chat": (chat, asked),
+    }
 
 
 @pytest.fixture(scope="module")
 def wholes(policies):
-    """What comes out by kind where all rows decode together, with as many pages as they may need."""
+    """Tokens by kind where all rows decode together, with as many pages as they may need."""
     found = {}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(static_cache, "PAGE", PAGE)
@@ -193,9 +196,7 @@ def test_few_tokens_are_sampled_twice_where_texts_turn_out_longer(
 
 
 @examples(50)
-@given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 12)
-)  # fmt: skip
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 12))
 def test_pages_in_use_are_what_lengths_say(lengths, rows):
     """By an arena that takes and gives back pages as it goes, token by token."""
     page, waiting, active, most = page_tokens(40), [*lengths], [], 0
@@ -250,13 +251,25 @@ def test_places_are_taken_from_the_front_and_gaps_close(numbers):
 
 def test_a_room_has_pages_for_a_row_that_gets_as_long_as_it_may():
     with mock.patch.object(static_cache, "PAGE", 256):
-        whole = Room.of(64, 20, 8, 100, 4096)
+        whole = DecodeCapacity.of(64, 20, 8, 100, 4096)
         assert (whole.page, whole.pages_per_row, whole.pages, whole.prompts) == (256, 16, 64 * 16, 20)
-        assert Room.of(64, 50, 8, 400, 512).prompts == 16 + 5 and Room.of(64, 50, 8, 4000, 512).prompts == 16
-        assert Room.of(64, 20, 8, 100, 4096, cache_tokens=1000).pages == 250
-        assert Room.of(4, 20, 8, 100, 4096, cache_tokens=256).pages == 16
-        assert Room.of(64, 64, 1, 100, 144).prompts == 64 and Room.of(64, 200, 1, 100, 144).prompts == 72
+        assert (
+            DecodeCapacity.of(64, 50, 8, 400, 512).prompts == 16 + 5
+            and DecodeCapacity.of(64, 50, 8, 4000, 512).prompts == 16
+        )
+        assert DecodeCapacity.of(64, 20, 8, 100, 4096, cache_tokens=1000).pages == 250
+        assert DecodeCapacity.of(4, 20, 8, 100, 4096, cache_tokens=256).pages == 16
+        assert (
+            DecodeCapacity.of(64, 64, 1, 100, 144).prompts == 64
+            and DecodeCapacity.of(64, 200, 1, 100, 144).prompts == 72
+        )
         assert [page_tokens(tokens) for tokens in (1, 48, 144, 256, 257, 300, 1000)] == [
-            8, 48, 144, 256, 136, 152, 256,
-        ]  # fmt: skip
+            8,
+            48,
+            144,
+            256,
+            136,
+            152,
+            256,
+        ]
     assert MARGIN > 1

@@ -83,9 +83,11 @@ LOGITS = st.lists(st.integers(-3, 3).map(lambda n: n * math.log(2)), min_size=1,
 
 @examples(200)
 @given(
-    LOGITS, st.integers(0, 9), st.sampled_from([0.05, 0.317, 0.503, 0.701, 0.93, 1.0]),
+    LOGITS,
+    st.integers(0, 9),
+    st.sampled_from([0.05, 0.317, 0.503, 0.701, 0.93, 1.0]),
     st.sampled_from([0.0, 0.1, 0.3, 0.7]),
-)  # fmt: skip
+)
 def test_truncation_keeps_what_a_slow_implementation_keeps(logits, top_k, top_p, min_p):
     exact = torch.tensor([logits], dtype=torch.float64)
     masked = truncate(exact, top_k=top_k, top_p=top_p, min_p=min_p)[0]
@@ -105,9 +107,11 @@ def test_of_equal_logits_the_lower_ids_stay_and_rows_are_truncated_each_by_itsel
 
 @examples(100)
 @given(
-    st.lists(st.floats(-8, 8), min_size=2, max_size=30), st.integers(0, 4),
-    st.sampled_from([1e-6, 0.3, 0.9, 1.0]), st.sampled_from([0.0, 0.5, 1 - 2**-20, ALMOST_ONE, 1.0]),
-)  # fmt: skip
+    st.lists(st.floats(-8, 8), min_size=2, max_size=30),
+    st.integers(0, 4),
+    st.sampled_from([1e-6, 0.3, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.5, 1 - 2**-20, ALMOST_ONE, 1.0]),
+)
 def test_an_excluded_token_is_never_sampled(logits, top_k, top_p, uniform):
     """Not even by a uniform near 1 that rounding carries over the end of the CDF."""
     token, _ = sampled(torch.tensor([logits]), uniform, top_k=top_k, top_p=top_p)

@@ -16,10 +16,18 @@ from grpo.run.card import check_hub, model_card, push, usage
 from grpo.run.checkpoint import CheckpointFolder
 
 SETTINGS = {
-    "steps": 5, "batch_size": 16, "group_size": 8, "model": "some/base-model", "reward": ["policy"],
-    "prompts": "some/data:main:train", "lora_rank": 0, "learning_rate": 1e-4, "kl_coef": 0.02, "name": "mine",
+    "steps": 5,
+    "batch_size": 16,
+    "group_size": 8,
+    "model": "some/base-model",
+    "reward": ["policy"],
+    "prompts": "some/data:main:train",
+    "lora_rank": 0,
+    "learning_rate": 1e-4,
+    "kl_coef": 0.02,
+    "name": "mine",
     "stop": ["END"],
-}  # fmt: skip
+}
 EVALUATIONS = [
     {
         "step": 0,
@@ -70,7 +78,7 @@ def test_a_card_of_adapters_and_of_a_model_that_is_not_on_the_hub(tmp_path):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """What was sent to a hub of this machine, by path; large files, and those of the commit."""
+    """Files that were sent to a hub of this machine, by path; large ones, and those of the commit."""
     sent, uploaded = defaultdict(list), {}
 
     class Hub(BaseHTTPRequestHandler):
@@ -137,7 +145,7 @@ def test_without_a_hub_it_is_told_at_once_and_nothing_stops(tmp_path, monkeypatc
 
 
 def test_the_model_to_use_has_its_card_and_a_run_that_is_done_goes_to_the_hub(config, hub):
-    """Of a run that has been stopped nothing is pushed."""
+    """A run that has been stopped pushes nothing."""
     _, uploaded = hub
     config = replace(config, push_to_hub="me/model", eval_interval=1, eval_prompts=4, name="stopped")
     for _ in Trainer(config):

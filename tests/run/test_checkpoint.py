@@ -227,10 +227,10 @@ def test_a_kill_while_one_folder_takes_anothers_place_leaves_one_of_them(folder,
         patch.setattr(os, "rename", lambda old, new: killed() if str(new) == str(place) else rename(old, new))
         save(folder, 3)
     assert not place.exists()
-    folder.mend()
+    folder.repair()
     assert AutoModelForCausalLM.from_pretrained(place) and folder.newest_intact().state["step"] == 3
     shutil.copytree(place, place.with_name(f".{place.name}.aside"))  # as a kill afterwards leaves it
-    folder.mend()
+    folder.repair()
     assert not list(folder.folder.parent.rglob("*.aside")) and place.is_dir()
 
 
@@ -248,7 +248,7 @@ def test_the_last_ones_are_kept_and_the_best_one_besides(folder, save):
     for killed_before in (lambda: None, lambda: link.symlink_to("step-000009")):
         link.unlink()
         killed_before()
-        folder.mend()
+        folder.repair()
         assert folder.best == link.resolve() == folder.folder / "step-000005"
     shutil.rmtree(folder.best)
     assert folder.best is None
@@ -276,7 +276,7 @@ def test_a_checkpoint_that_cannot_be_read_just_now_is_kept(folder, save, monkeyp
         patch.setattr(checkpoint_module.hashlib, "file_digest", broken)
         with pytest.raises(UserError, match=r"step-000003 cannot be read .*nothing was changed"):
             folder.newest_intact()
-        assert folder.damage(3) == "it cannot be read: [Errno 5] Input/output error"
+        assert folder.verify(3) == "it cannot be read: [Errno 5] Input/output error"
     assert folder.newest_intact().folder == newest
 
 

@@ -16,7 +16,7 @@ from whole_runs import assert_close_outcome, assert_same_outcome, outcome, train
 
 from grpo import phases as planned
 from grpo.config import CONFIG_FILE, Config, SettingsError, parse_command_line, read_yaml
-from grpo.memory import Budget, Device, DoesNotFit, Pass, Size
+from grpo.memory import Budget, Device, DoesNotFit, Pass, PassSize
 from grpo.memory.budget import GB
 from grpo.memory.live import LiveBytes
 from grpo.memory.rows import smaller_rows
@@ -30,20 +30,33 @@ from grpo.trainer import Trainer
 STEPS, G, BATCH, NEW = 2, 4, 16, 10
 PHASES = ["sample", "score", "learn"]
 ROW_BYTES = 2e6
-"""What a row is said to add: plans are made up."""
+"""Bytes that a row is said to add: plans are made up."""
 
 
 @pytest.fixture(scope="module")
 def fp64(model_folders: dict[str, Path], data_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Two steps of four groups in float64, evaluated and saved after each."""
     return Config(
-        steps=STEPS, batch_size=BATCH, group_size=G, model=str(model_folders["gpt2"]), device="cpu",
-        precision="fp64", prompts=str(data_file), heldout_share=0.2, engine="off",
-        max_new_tokens=NEW, kl_coef=0.05,
-        learning_rate=1e-3, eval_interval=1, eval_prompts=4,
-        runs_dir=tmp_path_factory.mktemp("runs"), name="plain", checkpoint_interval=1, trackers=(),
+        steps=STEPS,
+        batch_size=BATCH,
+        group_size=G,
+        model=str(model_folders["gpt2"]),
+        device="cpu",
+        precision="fp64",
+        prompts=str(data_file),
+        heldout_share=0.2,
+        engine="off",
+        max_new_tokens=NEW,
+        kl_coef=0.05,
+        learning_rate=1e-3,
+        eval_interval=1,
+        eval_prompts=4,
+        runs_dir=tmp_path_factory.mktemp("runs"),
+        name="plain",
+        checkpoint_interval=1,
+        trackers=(),
         gradient_checkpointing="full",
-    )  # fmt: skip
+    )
 
 
 def trained(config: Config, prepare: Callable[[Run], object] = lambda run: None, **how: Any) -> Path:
@@ -61,7 +74,7 @@ def plain(fp64: Config) -> Path:
 
 
 def learned(folder: Path) -> dict[str, Any]:
-    """What a run leaves behind, but for what its plan has seen."""
+    """Returns all that a run leaves behind, but for what its plan has seen."""
     found = outcome(folder)
     del found["state"]["memory"], found["state"]["cache"]
     return found
@@ -113,8 +126,11 @@ class RunsOut:
 
 
 PLACES = {
-    "sample": "begin_rollout", "score": "score", "learn": "accumulate_grpo", "evaluate": "answer_heldout",
-}  # fmt: skip
+    "sample": "begin_rollout",
+    "score": "score",
+    "learn": "accumulate_grpo",
+    "evaluate": "answer_heldout",
+}
 
 
 def run_out_everywhere(monkeypatch: pytest.MonkeyPatch, times: int) -> dict[str, RunsOut]:
@@ -168,7 +184,7 @@ def test_a_checkpoint_that_never_fits_is_a_warning_and_training_goes_on(fp64: Co
 
 def said_to_add(run: Run, phase: str, rows: int) -> int:
     """Bytes of `rows` of a phase, the longest prompts' and full completions."""
-    return int(run.fit.predict(phase, Size(rows, NEW, run.longest_prompt))) + 1
+    return int(run.fit.predict(phase, PassSize(rows, NEW, run.longest_prompt))) + 1
 
 
 def leave_room(run: Run, room: int) -> None:
@@ -203,7 +219,7 @@ def test_an_evaluation_has_the_rows_that_fit(fp64: Config, monkeypatch):
     monkeypatch.setattr(planned, "answer_heldout", evaluated)
 
     def prepare(run: Run) -> None:
-        leave_room(run, int(1.5 * run.fit.predict("sample", Size(4, run.longest_prompt + NEW))))
+        leave_room(run, int(1.5 * run.fit.predict("sample", PassSize(4, run.longest_prompt + NEW))))
 
     trained(replace(fp64, name="evaluated", eval_prompts=8, train_rows=1, score_rows=1), prepare)
     assert evaluated.rows == [4] * (1 + STEPS)
@@ -256,7 +272,7 @@ def test_batch_size_auto_is_settled_once_and_computes_what_the_number_does(auto:
 
 @pytest.fixture
 def dry(config: Config, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """What a dry run prints; no weights are loaded, and nothing is left behind."""
+    """Returns what a dry run prints; no weights are loaded, and nothing is left behind."""
     monkeypatch.setattr(model_module, "AutoModelForCausalLM", None)
 
     def printed(**changes: Any) -> str:
@@ -340,7 +356,7 @@ def test_rows_are_more_at_once_when_texts_have_turned_out_short(fp64: Config, lo
         leave_room(run, 10**9)
         del run.fit._phases["sample"]  # what was made up
         for rows, tokens in ((4, 40), (8, 40), (8, 8)):
-            run.fit.see("sample", Size(rows, tokens), 0.98e9 * rows / 8 * tokens / 40)
+            run.fit.see("sample", PassSize(rows, tokens), 0.98e9 * rows / 8 * tokens / 40)
 
     folder = trained(replace(fp64, name="room-for-8", steps=3, max_new_tokens=40, eval_interval=0), prepare)
     assert [line["rows"] for line in records(folder, "sample")] == [4, 8, 8]

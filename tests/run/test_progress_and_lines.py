@@ -1,4 +1,4 @@
-"""What is told of a run: how far it is, where its time goes, lines on a screen and on the disk."""
+"""The lines of a run, on a screen and on the disk: how far it is, and where its time goes."""
 
 import io
 import json
@@ -33,9 +33,14 @@ from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, RunTr
 
 LINE = OptimizerSettings(learning_rate=1.0, lr_schedule="linear", min_lr_ratio=0.0, warmup_steps=2)
 METRICS = {
-    "reward": 0.8365, "reward_std_within_groups": 0.151, "completions/mean_length": 144.2, "kl": 0.0123,
-    "learning_rate": 1e-5, "step_time": 0.51, "memory/peak_gb": 20.016,
-}  # fmt: skip
+    "reward": 0.8365,
+    "reward_std_within_groups": 0.151,
+    "completions/mean_length": 144.2,
+    "kl": 0.0123,
+    "learning_rate": 1e-5,
+    "step_time": 0.51,
+    "memory/peak_gb": 20.016,
+}
 SAID = {"rewards": {"right": 1.0}, "components": {}, "prompt": "2 + 2?", "completion": "4\x1b[2J\nor so"}
 
 
@@ -158,9 +163,13 @@ def test_phases_add_up_to_the_step_and_one_within_another_is_no_part_of_it(monke
         raise ZeroDivisionError
     time.now += 1.0
     assert clock.lap() == {
-        "timing/sync_s": 200.0, "timing/update_s": 60.0, "timing/learn_s": 5.0, "timing/reward_s": 7.0,
-        "timing/other_s": 1.0, "step_time": 273.0,
-    }  # fmt: skip
+        "timing/sync_s": 200.0,
+        "timing/update_s": 60.0,
+        "timing/learn_s": 5.0,
+        "timing/reward_s": 7.0,
+        "timing/other_s": 1.0,
+        "step_time": 273.0,
+    }
     assert clock.lap() == {"timing/other_s": 0.0, "step_time": 0.0}
 
 
@@ -210,11 +219,11 @@ def test_what_takes_long_is_told_while_it_lasts_and_not_afterwards(logged, monke
     monkeypatch.setattr(
         waiting, "threading", mock.Mock(Timer=lambda *of: timers.append((of, mock.Mock())) or timers[-1][1])
     )
-    with waiting.told_if_slow("loading a {model}"):
+    with waiting.log_if_slow("loading a {model}"):
         ((seconds, tell, words), timer) = timers[0]
         assert seconds == 2.0 and timer.start.called and not timer.cancel.called
         tell(*words)
-    with pytest.raises(ValueError), waiting.told_if_slow("failing"):
+    with pytest.raises(ValueError), waiting.log_if_slow("failing"):
         raise ValueError
     assert all(timer.cancel.called for _, timer in timers) and len(timers) == 2
     assert logged == ["INFO loading a {model} …"]
@@ -284,7 +293,7 @@ def test_metrics_and_completions_are_json_lines_at_once(tmp_path):
 
 
 def test_on_resume_lines_after_the_checkpoint_go(tmp_path, monkeypatch):
-    """Of memory there is a line a phase, in a file for each process. A kill meanwhile loses nothing."""
+    """There is a line of memory a phase, in a file for each process. A kill meanwhile loses nothing."""
     with tracker(tmp_path) as run:
         for number in (0, 1, 2, 3):
             run.log(number, {"reward": number / 10})

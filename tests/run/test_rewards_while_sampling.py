@@ -28,13 +28,13 @@ FEN = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
 def calls(monkeypatch) -> list[str]:
     """The order of tokens and of what rewards do."""
     seen: list[str] = []
-    advance = Arena.advance
+    advance = Arena.decode_step
 
     def noted(arena: Arena) -> None:
         seen.append("token")
         advance(arena)
 
-    monkeypatch.setattr(Arena, "advance", noted)
+    monkeypatch.setattr(Arena, "decode_step", noted)
     return seen
 
 

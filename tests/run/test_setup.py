@@ -76,9 +76,15 @@ def test_what_is_cheap_to_find_out_is_found_before_the_model_is_loaded(config, m
     assert not config.runs_dir.exists()  # and no run folder is left behind by any of them
 
 
-@pytest.mark.parametrize(("flags", "precision", "said"), [
-    (set(), "bf16", True), (set(), "auto", False), (set(), "fp32", False), ({"avx512_bf16"}, "bf16", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "precision", "said"),
+    [
+        (set(), "bf16", True),
+        (set(), "auto", False),
+        (set(), "fp32", False),
+        ({"avx512_bf16"}, "bf16", False),
+    ],
+)
 def test_bf16_that_the_processor_emulates_is_warned_of(config, monkeypatch, logged, flags, precision, said):
     monkeypatch.setattr("grpo.model.target._cpu_flags", lambda: flags)
     refused(config, precision=precision, prompts="/no/file.txt")

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grpo.memory.live import LiveBytes
 from grpo.model.head import adds_in, centred_head
 from grpo.scoring import head, kernels
-from grpo.scoring.head import HeadPass, head_pass
+from grpo.scoring.head import LMHeadOutput, chunked_lm_head
 
 K, D, V = 15, 4, 11
 
@@ -43,7 +43,7 @@ def close(ours, theirs, exactness=1e-12):
 
 
 def slope_of(loss):
-    """The derivative of a sum over tokens by each log-prob, as `head_pass` wants it."""
+    """The derivative of a sum over tokens by each log-prob, as `chunked_lm_head` wants it."""
 
     def slope(logp: Tensor, _: slice) -> Tensor:
         with torch.enable_grad():
@@ -57,13 +57,13 @@ def uneven(logp: Tensor) -> Tensor:
     return (logp.exp() - logp.square()).sum()
 
 
-def gradients_of(leaves, targets, *, slope=None, **options) -> tuple[HeadPass, list]:
+def gradients_of(leaves, targets, *, slope=None, **options) -> tuple[LMHeadOutput, list]:
     """The pass, and the gradients of hidden, weight and, if there is one, bias."""
     hidden, weight, bias = leaves
     for leaf in leaves:
         if leaf is not None:
             leaf.grad = None
-    found = head_pass(hidden, weight, targets, bias=bias, slope=slope or slope_of(uneven), **options)
+    found = chunked_lm_head(hidden, weight, targets, bias=bias, slope=slope or slope_of(uneven), **options)
     return found, [found.hidden_gradient, *(leaf.grad for leaf in (weight, bias) if leaf is not None)]
 
 
@@ -71,13 +71,13 @@ def test_one_token_by_hand():
     """Logits 0 and ln 3 have probabilities 1/4 and 3/4; at temperature 2, 1 and sqrt 3 over their sum."""
     hidden, target = torch.ones(1, 1, dtype=torch.float64), torch.ones(1, dtype=torch.long)
     weight = torch.tensor([[1.0], [3.0]], dtype=torch.float64).log()
-    cold = head_pass(hidden, weight, target, entropy=True)
+    cold = chunked_lm_head(hidden, weight, target, entropy=True)
     assert cold.logp.exp().item() == pytest.approx(0.75) and cold.hidden_gradient is None
     assert cold.entropy.item() == pytest.approx(2 * 0.6931471805599453 - 0.75 * 1.0986122886681098)
-    warm = head_pass(hidden, weight, target, temperature=2.0)
+    warm = chunked_lm_head(hidden, weight, target, temperature=2.0)
     assert warm.logp.exp().item() == pytest.approx(3**0.5 / (1 + 3**0.5)) and warm.entropy.item() == 0
     weight.requires_grad_()  # a slope of 1: by the logits -1/4 and 1/4
-    assert head_pass(hidden, weight, target, slope=slope_of(Tensor.sum)).hidden_gradient.item() == (
+    assert chunked_lm_head(hidden, weight, target, slope=slope_of(Tensor.sum)).hidden_gradient.item() == (
         pytest.approx(0.25 * 1.0986122886681098)
     )
     assert weight.grad.flatten().tolist() == pytest.approx([-0.25, 0.25])
@@ -113,7 +113,7 @@ def test_gradients_only_where_asked():
             leaf.requires_grad_(on)
         _, gradients = gradients_of(leaves, targets, chunk_tokens=4)
         assert [gradient is not None for gradient in gradients[1:]] == wanted
-    head_pass(*leaves[:2], targets, bias=leaves[2])
+    chunked_lm_head(*leaves[:2], targets, bias=leaves[2])
     assert leaves[1].grad is None is leaves[0].grad  # hidden's is the caller's to give on
 
 
@@ -154,7 +154,7 @@ def test_the_logits_of_all_tokens_never_exist(autocast, learns):
     targets = torch.ones(32).long()
     slope = slope_of(uneven) if learns else None
     with _Meter() as seen, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        head_pass(hidden, weight, targets, chunk_tokens=10, entropy=True, slope=slope)
+        chunked_lm_head(hidden, weight, targets, chunk_tokens=10, entropy=True, slope=slope)
     assert seen.rows == 32
     dtype = torch.bfloat16 if autocast else torch.float32
     assert seen.chunk_bytes <= 10 * 50 * head.logit_bytes(dtype, "cpu")
@@ -183,14 +183,14 @@ def test_bf16_or_autocast_multiplies_in_it_and_gives_fp32_log_probs(autocast):
     torch.testing.assert_close(found.logp, expected.detach(), rtol=0, atol=1e-6)
     close(ours, list(theirs), 0.03)
     if autocast:
-        exact = head_pass(*leaves[:2], targets, bias=leaves[2]).logp
+        exact = chunked_lm_head(*leaves[:2], targets, bias=leaves[2]).logp
         assert (found.logp - exact).abs().max() > 1e-4  # or bf16 was not used at all
 
 
 def test_float64_stays_float64_under_autocast():
     *leaves, targets = example()
     with torch.autocast("cpu", torch.bfloat16):
-        found = head_pass(*leaves[:2], targets, bias=leaves[2])
+        found = chunked_lm_head(*leaves[:2], targets, bias=leaves[2])
     close(found.logp, plain(*leaves, targets)[0].detach())
 
 
@@ -202,9 +202,9 @@ def test_in_bf16_logits_far_from_zero_are_as_exact_as_those_around_it():
     worst = []
     for offset in (0.0, 10.0):
         weight[:, 0] -= offset
-        exact = head_pass(hidden.double(), weight.double(), targets).logp
+        exact = chunked_lm_head(hidden.double(), weight.double(), targets).logp
         with torch.autocast("cpu", torch.bfloat16):
-            logp = head_pass(hidden, weight, targets).logp
+            logp = chunked_lm_head(hidden, weight, targets).logp
         worst.append((logp - exact).abs().max().item())
     assert (hidden @ weight.T).mean() < -90
     assert 1e-4 < worst[1] < 1.2 * worst[0] < 0.2
@@ -214,7 +214,7 @@ def test_many_small_weight_gradients_do_not_drown_in_bf16():
     """400 equal tokens, one a chunk: a bf16 sum stops growing at 256 times one of them."""
     weight, targets = torch.zeros(2, 1, requires_grad=True), torch.ones(400).long()
     with torch.autocast("cpu", torch.bfloat16):
-        head_pass(torch.ones(400, 1), weight, targets, chunk_tokens=1, slope=slope_of(Tensor.sum))
+        chunked_lm_head(torch.ones(400, 1), weight, targets, chunk_tokens=1, slope=slope_of(Tensor.sum))
     assert weight.grad.flatten().tolist() == [-200, 200]
 
 
@@ -230,7 +230,7 @@ def test_a_token_that_is_all_but_certain_keeps_its_small_gradient_in_bf16():
     """1 - p is 0.0009; a softmax that was rounded first would make 0 or 0.004 of it."""
     hidden, weight = torch.ones(1, 1, dtype=torch.bfloat16), torch.tensor([[7.0], [0.0]]).bfloat16()
     slope = slope_of(Tensor.sum)
-    found = head_pass(hidden, weight.requires_grad_(), torch.zeros(1).long(), slope=slope)
+    found = chunked_lm_head(hidden, weight.requires_grad_(), torch.zeros(1).long(), slope=slope)
     exact = -torch.expm1(found.logp).item()
     assert weight.grad[0].item() == pytest.approx(exact, rel=0.01) and 0.0008 < exact < 0.001
 
@@ -242,7 +242,7 @@ def test_a_second_pass_adds_to_the_first_ones_gradient_in_its_place():
 
     def peak_bytes() -> int:
         with LiveBytes() as live:
-            head_pass(hidden, weight, targets, chunk_tokens=4, slope=slope_of(uneven))
+            chunked_lm_head(hidden, weight, targets, chunk_tokens=4, slope=slope_of(uneven))
             return live.peak_bytes
 
     first = peak_bytes()
@@ -366,7 +366,7 @@ def test_whether_products_are_added_in_fp32_is_tried_once(monkeypatch, logged, a
 
 @pytest.mark.parametrize("adds", [False, True], ids=["plain", "as CUDA adds"])
 def test_with_fp32_logits_a_head_in_16_bits_rounds_none_of_its_products(monkeypatch, adds):
-    """Where a product of 16 bits can be added to fp32 its factors are rounded; elsewhere they are not."""
+    """Factors are rounded if their products of 16 bits can be added in fp32; elsewhere they are not."""
     monkeypatch.setattr("grpo.model.head.adds_in", lambda *of: adds)
     addmm = torch.addmm
     monkeypatch.setattr(
@@ -393,7 +393,9 @@ def test_a_trace_knows_that_kernels_are_compiled(untried):
     weight, hidden, targets = torch.zeros(2000, 4), torch.zeros(16, 4), torch.zeros(16).long()
     cuda = torch.device("cuda")
     for worked in (False, True):
-        assert head_pass(hidden, weight, targets, device=cuda, slope=slope_of(uneven)).logp.shape == (16,)
+        assert chunked_lm_head(hidden, weight, targets, device=cuda, slope=slope_of(uneven)).logp.shape == (
+            16,
+        )
         assert kernels.are_compiled("cuda", torch.float32) == worked
         kernels._works["cuda", torch.float32] = True
     assert head.tokens_at_once(50257, torch.float32, "cuda") == 1335

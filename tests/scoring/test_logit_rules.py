@@ -8,7 +8,7 @@ from families import OTHERS, another
 
 from grpo.model.head import LogitRule, centred_head
 from grpo.model.weights import RolloutModel
-from grpo.scoring.head import head_pass
+from grpo.scoring.head import chunked_lm_head
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -23,7 +23,7 @@ def test_a_cap_by_hand(dtype):
     """Products 0 and 3 are logits 0 and 2 tanh(3 / 2) under a cap of 2, and its slope is 1 - tanh²(3 / 2)."""
     rule, capped = LogitRule(cap=2.0), 2 * torch.tensor(1.5, dtype=torch.float64).tanh().item()
     hidden, weight = torch.ones(1, 1, dtype=dtype), torch.tensor([[0.0], [3.0]], dtype=dtype)
-    found = head_pass(
+    found = chunked_lm_head(
         hidden, weight, torch.tensor([1]), rule=rule, slope=lambda logp, _: torch.ones_like(logp)
     )
     other = 1 / (1 + torch.tensor(capped).exp())  # the probability of token 0
@@ -40,11 +40,13 @@ def test_a_cap_by_hand(dtype):
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({}, (1.0, None)), ({"logits_scaling": 8.0}, (0.125, None)), ({"logit_scale": 0.25}, (0.25, None)),
+        ({}, (1.0, None)),
+        ({"logits_scaling": 8.0}, (0.125, None)),
+        ({"logit_scale": 0.25}, (0.25, None)),
         ({"logits_scaling": 8.0, "model_type": "hyperclovax"}, (8.0, None)),
         ({"lm_head_multiplier": 0.5, "final_logit_softcapping": 30.0}, (0.5, 30.0)),
     ],
-)  # fmt: skip
+)
 def test_rules_are_read_by_the_names_that_transformers_has(changes, rule):
     config = SimpleNamespace(**{"model_type": "any", **changes})
     config.get_text_config = lambda decoder: config

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo.config.groups import SamplingSettings
-from grpo.memory import Size
+from grpo.memory import PassSize
 from grpo.memory.rows import num_tokens
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
@@ -29,10 +29,13 @@ def step_of(lengths: list[list[int]], prompts: list[int]) -> Batch:
     ids = torch.arange(len(flat) * int(flat.max() or 1)).view(len(flat), -1)
     return Batch.of_rows(
         [Prompt(str(place), "", {}) for place in range(len(prompts))],
-        [[-1 - place] * size for place, size in enumerate(prompts)], ids, flat,
-        terminated=torch.ones_like(flat, dtype=torch.bool), sampler_logp=torch.zeros(ids.shape),
+        [[-1 - place] * size for place, size in enumerate(prompts)],
+        ids,
+        flat,
+        terminated=torch.ones_like(flat, dtype=torch.bool),
+        sampler_logp=torch.zeros(ids.shape),
         texts=[""] * len(flat),
-    )  # fmt: skip
+    )
 
 
 GROUPS = st.lists(
@@ -50,7 +53,7 @@ def test_every_row_is_in_one_stream_and_none_has_more_tokens_than_so_many_of_the
     sampled = step_of(*map(list, zip(*groups, strict=True)))
     parts = pack(sampled, rows, of_equal_rows=of_equal_rows)
     assert sorted(row for part in parts for row in part) == [*range(len(sampled.lengths))]
-    longest = Size(rows, max(1, int(sampled.lengths.max())), max(map(len, sampled.context_ids)))
+    longest = PassSize(rows, max(1, int(sampled.lengths.max())), max(map(len, sampled.context_ids)))
     made = list(streams(sampled, rows, of_equal_rows=of_equal_rows))
     if of_equal_rows:
         assert {len(part) for part in parts[:-1]} <= {rows if rows < G else rows // G * G}
@@ -127,7 +130,7 @@ def test_with_long_tails_hardly_a_token_is_computed_that_is_not_needed(mean, cap
     needed = sum(prompts) + int(flat.sum())
     computed = sum(map(len, made))
     assert 0.98 * needed < computed <= 1.05 * needed
-    room = num_tokens(Size(rows, cap, 400), size)
+    room = num_tokens(PassSize(rows, cap, 400), size)
     assert len(made) <= 1.25 * needed / room + 1
     attended = sum(each.queries.numel() for stream in made for each in stream.attention.rectangles)
     assert attended <= 1.3 * computed

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import proof
 from commands import ROOT, run
-from proof import Part
+from proof import ProofPart
 from several_processes import in_processes
 
 
@@ -42,7 +42,7 @@ def test_the_smallest_trainer_takes_a_step(tmp_path: Path):
     done = run("scripts/minimal_grpo.py", "--seconds", 0.1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     first, last = done.stdout.splitlines()[0], done.stdout.splitlines()[-1]
-    assert first.startswith("step   1: reward 0.") and "8 rows at once" in first
+    assert first.startswith("step   1: reward 0.") and first.endswith(" tokens")
     assert last.startswith("reward of the first quarter of 1 steps 0.")
 
 
@@ -58,10 +58,10 @@ def test_the_check_of_a_card_runs_where_there_is_none(tmp_path: Path):
 
 def test_the_proof_counts_what_passed_failed_and_was_left_out(tmp_path: Path, monkeypatch, capsys):
     parts = (
-        Part("good", 1, "sh -c 'touch {folder}/made'", "something"),
-        Part("bad", 1, "sh -c 'echo why; exit 3'", "something"),
-        Part("absent", 1, "sh -c 'exit 1'", "something", ("card", "no-such-program")),
-        Part("endless", 0.02, "sh -c 'sleep 60 & wait'", "something"),
+        ProofPart("good", 1, "sh -c 'touch {folder}/made'", "something"),
+        ProofPart("bad", 1, "sh -c 'echo why; exit 3'", "something"),
+        ProofPart("absent", 1, "sh -c 'exit 1'", "something", ("card", "no-such-program")),
+        ProofPart("endless", 0.02, "sh -c 'sleep 60 & wait'", "something"),
     )
     monkeypatch.setattr(proof, "TOGETHER", parts[:2])
     monkeypatch.setattr(proof, "ALONE", parts[2:])

@@ -23,13 +23,23 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "rewards_of_a_person.py").write_text(REWARDS)
     settings = {
-        "model_name_or_path": str(BUNDLED_FOLDER), "dataset_name": str(tmp_path / "data"),
-        "reward_funcs": ["rewards_of_a_person.brevity"], "output_dir": "out", "report_to": "none",
-        "per_device_train_batch_size": 16, "num_generations": 8, "max_completion_length": 4,
-        "max_steps": 2, "logging_steps": 1, "save_strategy": "no", "memory_limit": "12GB",
+        "model_name_or_path": str(BUNDLED_FOLDER),
+        "dataset_name": str(tmp_path / "data"),
+        "reward_funcs": ["rewards_of_a_person.brevity"],
+        "output_dir": "out",
+        "report_to": "none",
+        "per_device_train_batch_size": 16,
+        "num_generations": 8,
+        "max_completion_length": 4,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "memory_limit": "12GB",
         "skip_zero_variance": True,
-        "use_cpu": True, "bf16": False, "dtype": "float32",
-    }  # fmt: skip
+        "use_cpu": True,
+        "bf16": False,
+        "dtype": "float32",
+    }
     (tmp_path / "grpo.yaml").write_text(yaml.dump(settings))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -37,7 +47,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def logged(folder, monkeypatch, run):
-    """What the trainer of a run has logged at its steps."""
+    """Returns the logs of a run's trainer at its steps."""
     trainers = []
     train = trl.GRPOTrainer.train
 
@@ -54,9 +64,10 @@ def logged(folder, monkeypatch, run):
 
 def test_the_file_is_run_as_trl_runs_it(folder, monkeypatch):
     words = parse(["--config", "grpo.yaml", "--memory-utilization", "0.5"])
-    assert words.ours == {
-        "memory_utilization": 0.5, "memory_limit": 12 * 2**30, "skip_zero_variance": True
-    } and not words.to_launch  # fmt: skip
+    assert (
+        words.ours == {"memory_utilization": 0.5, "memory_limit": 12 * 2**30, "skip_zero_variance": True}
+        and not words.to_launch
+    )
     ours, steps = logged(folder, monkeypatch, lambda: main(words))
     assert ours.fit.device.budget().usable_bytes <= 12 * 2**30
     stock, expected = logged(folder, monkeypatch, lambda: script.main(*words.parsed))

@@ -13,7 +13,7 @@ from trl.scripts import grpo as script
 from trl_own_tests import PUBLISHER, make_model
 
 from grpo.commands.trl import main, parse
-from grpo.memory import Fit, Size
+from grpo.memory import Fit, PassSize
 from grpo.trl.dry_run import trace
 
 pytestmark = pytest.mark.usefixtures("own_accelerator")
@@ -39,18 +39,30 @@ def write(folder, model="qwen2", **settings):
     name, template = MODELS[model]
     make_model(folder, name, template)
     known = {
-        "model_name_or_path": f"{PUBLISHER}/tiny-{name}", "dataset_name": str(folder / "data"),
-        "reward_funcs": ["rewards_of_a_person.brevity"], "output_dir": "out", "report_to": "none",
-        "per_device_train_batch_size": 32, "num_generations": 8, "max_completion_length": 16,
-        "max_steps": 3, "save_strategy": "no", "use_cpu": True, "bf16": False, "dtype": "float32",
-    }  # fmt: skip
+        "model_name_or_path": f"{PUBLISHER}/tiny-{name}",
+        "dataset_name": str(folder / "data"),
+        "reward_funcs": ["rewards_of_a_person.brevity"],
+        "output_dir": "out",
+        "report_to": "none",
+        "per_device_train_batch_size": 32,
+        "num_generations": 8,
+        "max_completion_length": 16,
+        "max_steps": 3,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "dtype": "float32",
+    }
     (folder / "grpo.yaml").write_text(yaml.dump(known | settings))
 
 
-@pytest.mark.parametrize("model, settings", [
-    ("llama", {"beta": 0.04, "bf16": True}),
-    ("qwen2", {"gradient_checkpointing": False, "num_iterations": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, settings",
+    [
+        ("llama", {"beta": 0.04, "bf16": True}),
+        ("qwen2", {"gradient_checkpointing": False, "num_iterations": 2}),
+    ],
+)
 def test_it_says_what_is_then_measured(folder, model, settings, monkeypatch):
     write(folder, model, **settings)
     words = parse(["--config", "grpo.yaml", "--dry-run"])
@@ -68,11 +80,12 @@ def test_it_says_what_is_then_measured(folder, model, settings, monkeypatch):
     longest = work.longest_prompt + work.config.max_new_tokens
     # Between the first group and all of them the sampler hands its cache over: that is no pass of a plan.
     found = [
-        traced.added_bytes(one.phase, Size(one.rows, work.config.max_new_tokens, work.longest_prompt))
-        / one.added_bytes - 1
+        traced.added_bytes(one.phase, PassSize(one.rows, work.config.max_new_tokens, work.longest_prompt))
+        / one.added_bytes
+        - 1
         for one in passes
         if one.added_bytes and one.tokens == longest and (one.phase != "sample" or one.rows != 16)
-    ]  # fmt: skip
+    ]
     assert {one.phase for one in passes} == {*work.phases}
     assert len(found) >= 4 and median(map(abs, found)) < 0.02 and max(map(abs, found)) < 0.08, found
 
@@ -119,12 +132,15 @@ def test_what_cannot_be_traced_is_told_in_one_line(folder, monkeypatch):
     assert "learn" in ended.stdout and "sample" not in ended.stdout
 
 
-@pytest.mark.parametrize("words, message", [
-    (["--device-memory", "24GB"], "add --dry-run"),
-    (["--dry-run", "--device-memory", "3XB"], "'3XB' is no size"),
-    (["--dry-run", "--per_device_train_batch_size", "128"], "lower per_device_train_batch_size"),
-    (["--dry-run", "--top_entropy_quantile", "0.5"], "set it to 1.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--device-memory", "24GB"], "add --dry-run"),
+        (["--dry-run", "--device-memory", "3XB"], "'3XB' is no size"),
+        (["--dry-run", "--per_device_train_batch_size", "128"], "lower per_device_train_batch_size"),
+        (["--dry-run", "--top_entropy_quantile", "0.5"], "set it to 1.0"),
+    ],
+)
 def test_wrong_settings_are_refused(folder, words, message):
     write(folder)
     ended = here("trl", "--config", "grpo.yaml", *words)

@@ -48,7 +48,7 @@ def counts(rows: list[list[int]], position: int) -> list[int]:
 
 
 def test_it_has_trls_distribution(trainer):
-    """Of 2,500 rows, 10,000 tokens and more; a sampler that is a little too bold is told."""
+    """Samples 2,500 rows, 10,000 tokens and more; a sampler that is a little too bold is told."""
     prompts = [[1, 2]] * 2500
     ours = native(trainer, prompts)
     torch.manual_seed(0)
@@ -148,19 +148,25 @@ def of_model(**values):
     return lambda trainer: vars(trainer.model.generation_config).update(values)
 
 
-@pytest.mark.parametrize("more, change", [
-    ({"generation_kwargs": {"temperature": 0.4}}, None),
-    ({"generation_kwargs": {"top_k": 2}}, None),
-    ({"generation_kwargs": {"top_p": 0.5, "min_p": 0.05}}, None),
-    ({"generation_kwargs": {"do_sample": False}}, None),
-    ({"generation_kwargs": {"max_new_tokens": 3}}, None),
-    ({"generation_kwargs": {"repetition_penalty": 1.0, "min_new_tokens": 0}}, None),
-    ({"top_k": None}, of_model(top_k=2)),
-    ({}, of_model(min_p=0.4)),
-    ({}, of_config(temperature=0.4)),
-    ({}, of_config(max_new_tokens=2, top_k=3)),
-    ({}, of_model(temperature=0.1, top_k=2, repetition_penalty=2.0, max_new_tokens=1)),  # TRL's come first
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "more, change",
+    [
+        ({"generation_kwargs": {"temperature": 0.4}}, None),
+        ({"generation_kwargs": {"top_k": 2}}, None),
+        ({"generation_kwargs": {"top_p": 0.5, "min_p": 0.05}}, None),
+        ({"generation_kwargs": {"do_sample": False}}, None),
+        ({"generation_kwargs": {"max_new_tokens": 3}}, None),
+        ({"generation_kwargs": {"repetition_penalty": 1.0, "min_new_tokens": 0}}, None),
+        ({"top_k": None}, of_model(top_k=2)),
+        ({}, of_model(min_p=0.4)),
+        ({}, of_config(temperature=0.4)),
+        ({}, of_config(max_new_tokens=2, top_k=3)),
+        (
+            {},
+            of_model(temperature=0.1, top_k=2, repetition_penalty=2.0, max_new_tokens=1),
+        ),  # TRL's come first
+    ],
+)
 def test_what_trls_generate_minds_is_minded_wherever_it_is_set(more, change, logged):
     """Row by row from the same distribution, and of no greater length."""
     trainer = make(GRPOTrainer, Case(more=tuple(more.items())))
@@ -179,18 +185,25 @@ def test_what_trls_generate_minds_is_minded_wherever_it_is_set(more, change, log
             assert chi2_contingency(both[:, possible]).pvalue > 0.001
 
 
-@pytest.mark.parametrize("more, change, reason", [
-    ({"repetition_penalty": 1.1}, None, "generation with repetition_penalty"),
-    ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, None, "generation with no_repeat_ngram_size"),
-    ({"generation_kwargs": {"suppress_tokens": [2]}}, None, "generation with suppress_tokens"),
-    ({"generation_kwargs": {"forced_eos_token_id": 0}}, None, "generation with forced_eos_token_id"),
-    ({"generation_kwargs": {"num_beams": 2}}, None, "generation with num_beams"),
-    ({"generation_kwargs": {"eos_token_id": [0, 3]}}, None, r"ends at [0, 3], and completions at [0]"),
-    ({}, of_model(bad_words_ids=[[2]]), "generation with bad_words_ids"),
-    ({}, of_model(min_new_tokens=2), "generation with min_new_tokens"),
-    ({}, of_config(typical_p=0.5), "generation with typical_p"),
-    ({}, lambda trainer: setattr(trainer.model, "generate", trainer.model.generate), "generate of its own"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "more, change, reason",
+    [
+        ({"repetition_penalty": 1.1}, None, "generation with repetition_penalty"),
+        ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, None, "generation with no_repeat_ngram_size"),
+        ({"generation_kwargs": {"suppress_tokens": [2]}}, None, "generation with suppress_tokens"),
+        ({"generation_kwargs": {"forced_eos_token_id": 0}}, None, "generation with forced_eos_token_id"),
+        ({"generation_kwargs": {"num_beams": 2}}, None, "generation with num_beams"),
+        ({"generation_kwargs": {"eos_token_id": [0, 3]}}, None, r"ends at [0, 3], and completions at [0]"),
+        ({}, of_model(bad_words_ids=[[2]]), "generation with bad_words_ids"),
+        ({}, of_model(min_new_tokens=2), "generation with min_new_tokens"),
+        ({}, of_config(typical_p=0.5), "generation with typical_p"),
+        (
+            {},
+            lambda trainer: setattr(trainer.model, "generate", trainer.model.generate),
+            "generate of its own",
+        ),
+    ],
+)
 def test_what_it_cannot_do_goes_trls_way_and_is_said(more, change, reason, logged):
     """Also where it is said after the trainer was made: by a callback, or the model's own configuration."""
     trainer = make(GRPOTrainer, Case(more=tuple(more.items())))
@@ -210,11 +223,14 @@ def peft_trainer(config, *, kind=GRPOTrainer, **more):
 ALORA = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], alora_invocation_tokens=[1, 2])
 
 
-@pytest.mark.parametrize("config, reason", [
-    (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PROMPT_TUNING"),
-    (PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PREFIX_TUNING"),
-    (ALORA, "aLoRA"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "config, reason",
+    [
+        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PROMPT_TUNING"),
+        (PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PREFIX_TUNING"),
+        (ALORA, "aLoRA"),
+    ],
+)
 def test_adapters_that_only_peft_can_run_are_sampled_by_trl(config, reason, logged):
     """Behind a soft prompt, or from the tokens that aLoRA looks for: the model within knows nothing of it."""
     trainer = peft_trainer(config)
@@ -223,10 +239,17 @@ def test_adapters_that_only_peft_can_run_are_sampled_by_trl(config, reason, logg
 
 
 LLAMA = {
-    "vocab_size": 8, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "max_position_embeddings": 32, "initializer_range": 0.3, "bos_token_id": 0,
-    "eos_token_id": 0, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 8,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.3,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
 
 
 @pytest.mark.parametrize("stored", [{"load_in_4bit": True}, {"load_in_8bit": True}], ids=["4 bits", "8 bits"])
@@ -235,15 +258,22 @@ def test_a_quantized_base_is_sampled_by_the_policys_own_distribution(tmp_path, s
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(tmp_path)
     trainer = GRPOTrainer(
-        model=str(tmp_path), reward_funcs=reward, processing_class=tokenizer(),
+        model=str(tmp_path),
+        reward_funcs=reward,
+        processing_class=tokenizer(),
         train_dataset=Dataset.from_dict({"prompt": ["a b"] * 8}),
         peft_config=LoraConfig(task_type="CAUSAL_LM", r=2),
         args=trl.GRPOConfig(
-            str(tmp_path / "out"), use_cpu=True, bf16=True, report_to="none", num_generations=GROUP,
-            per_device_train_batch_size=GROUP, max_completion_length=3,
+            str(tmp_path / "out"),
+            use_cpu=True,
+            bf16=True,
+            report_to="none",
+            num_generations=GROUP,
+            per_device_train_batch_size=GROUP,
+            max_completion_length=3,
             model_init_kwargs={"quantization_config": BitsAndBytesConfig(**stored)},
         ),
-    )  # fmt: skip
+    )
     prompts = [[1, 2]] * 600
     found = native(trainer, prompts)
     assert trainer._sampler is not None
@@ -258,12 +288,16 @@ def test_adapters_that_are_chosen_by_task_need_peft():
     assert sampling.why_peft_must_run(get_peft_model(llama, poly)) == "peft runs POLY adapters by itself"
 
 
-@pytest.mark.parametrize("config", [
-    LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"]),
-    LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], use_dora=True),
-    IA3Config(task_type="CAUSAL_LM", target_modules=["c_attn"], feedforward_modules=[]),
-    VeraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"]),
-], ids=["lora", "dora", "ia3", "vera"])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"]),
+        LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], use_dora=True),
+        IA3Config(task_type="CAUSAL_LM", target_modules=["c_attn"], feedforward_modules=[]),
+        VeraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"]),
+    ],
+    ids=["lora", "dora", "ia3", "vera"],
+)
 def test_adapters_in_layers_are_sampled_with(config):
     trainer = peft_trainer(config)
     with torch.no_grad():
@@ -334,9 +368,10 @@ def test_an_engine_that_casts_nothing_stays():
 def test_after_a_prompt_too_long_for_the_context_trl_samples(trainer, monkeypatch, logged):
     asked = []
     monkeypatch.setattr(
-        trl.GRPOTrainer, "_generate_single_turn",
+        trl.GRPOTrainer,
+        "_generate_single_turn",
         lambda self, prompt_ids, *rest: asked.append(len(prompt_ids)) or ([[1]] * len(prompt_ids), None),
-    )  # fmt: skip
+    )
     for _ in range(2):
         assert native(trainer, [[1] * 12]) == [[1]]
     assert len(native(trainer, PROMPTS)) == len(PROMPTS) and asked == [1, 1]

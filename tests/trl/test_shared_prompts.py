@@ -18,9 +18,16 @@ TOKENS = 3
 def mistral(vocabulary: int) -> MistralForCausalLM:
     """With a window that is shorter than the texts."""
     config = MistralConfig(
-        vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=2, sliding_window=4,
-        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.15, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        sliding_window=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.15,
+        max_position_embeddings=64,
+    )
     return MistralForCausalLM(config)
 
 

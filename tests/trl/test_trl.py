@@ -67,9 +67,11 @@ def test_rows_without_an_advantage_may_be_left_out(loss):
 
     def coarse(trainer: Any) -> None:
         """Many groups have equal rewards."""
-        trainer.reward_funcs = [lambda completions, completion_ids, **_: [
-            float(len(ids) > 5 and trainer.state.global_step < 3) for ids in completion_ids
-        ]]  # fmt: skip
+        trainer.reward_funcs = [
+            lambda completions, completion_ids, **_: [
+                float(len(ids) > 5 and trainer.state.global_step < 3) for ids in completion_ids
+            ]
+        ]
 
     def in_parts(trainer: Any) -> None:
         coarse(trainer)
@@ -161,7 +163,7 @@ def little_memory(trainer: Any) -> None:
 
 
 def take_steps(rank: int) -> tuple[dict[str, Any], str]:
-    """What the case came to, and what was logged."""
+    """Returns the outcome of the case, and what was logged."""
     said: list[str] = []
     logger.add(said.append)
     done = run(Ours, SHARED, prepare=little_memory, processes=2)
@@ -187,12 +189,17 @@ def batch() -> dict:
     mask = (torch.arange(C) < torch.tensor(LENGTHS)[:, None]).int()
     ids = torch.arange(6)[:, None] * 10 + torch.arange(C)
     return {
-        "prompt_ids": torch.arange(6)[:, None].expand(6, P), "prompt_mask": torch.ones(6, P).int(),
-        "completion_ids": ids, "completion_mask": mask, "advantages": torch.arange(6.0),
-        "num_items_in_batch": mask.sum(), "old_per_token_logps": ids.double(),
-        "importance_sampling_ratio": torch.arange(6.0)[:, None], "token_type_ids": torch.zeros(6, P + C),
+        "prompt_ids": torch.arange(6)[:, None].expand(6, P),
+        "prompt_mask": torch.ones(6, P).int(),
+        "completion_ids": ids,
+        "completion_mask": mask,
+        "advantages": torch.arange(6.0),
+        "num_items_in_batch": mask.sum(),
+        "old_per_token_logps": ids.double(),
+        "importance_sampling_ratio": torch.arange(6.0)[:, None],
+        "token_type_ids": torch.zeros(6, P + C),
         "ref_per_token_logps": None,
-    }  # fmt: skip
+    }
 
 
 def test_rows_are_there_once_the_longest_first():
@@ -324,9 +331,10 @@ def test_who_minds_memory_itself_is_asked_once(trainer, monkeypatch, setting):
     asked = []
     monkeypatch.setattr(trainer, setting, True)
     monkeypatch.setattr(
-        trl.GRPOTrainer, "_generate_single_turn",
+        trl.GRPOTrainer,
+        "_generate_single_turn",
         lambda self, prompt_ids, *rest: asked.append(len(prompt_ids)) or ([[1]] * len(prompt_ids), [[0.0]]),
-    )  # fmt: skip
+    )
     ids, logprobs = trainer._generate_single_turn(PROMPTS, None, {}, GROUP)
     assert asked == [len(PROMPTS)] and logprobs == [[0.0]] and len(ids) == len(PROMPTS)
 
@@ -363,14 +371,31 @@ def chat_trainer(tmp_path, *, beta: float = 0.0, **given) -> GRPOTrainer:
     torch.manual_seed(0)
     letters = tokenizer("qwen3")
     config = Qwen3Config(
-        vocab_size=len(letters), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8, eos_token_id=letters.eos_token_id,
-    )  # fmt: skip
+        vocab_size=len(letters),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        eos_token_id=letters.eos_token_id,
+    )
     args = trl.GRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", save_strategy="no",
-        disable_tqdm=True, logging_steps=1, max_steps=3, per_device_train_batch_size=8, num_generations=4,
-        max_completion_length=16, learning_rate=1e-3, gradient_checkpointing=False, beta=beta,
-    )  # fmt: skip
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=1,
+        max_steps=3,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=16,
+        learning_rate=1e-3,
+        gradient_checkpointing=False,
+        beta=beta,
+    )
     model = Qwen3ForCausalLM(config)
     return GRPOTrainer(model, processing_class=letters, train_dataset=MESSAGES, args=args, **given)
 

@@ -21,10 +21,10 @@ from grpo.workbench.calculate import Model, budget_rows, calculate, share_rows, 
 from grpo.workbench.cards import CARDS, Card, find_card
 from grpo.workbench.check import switches, training_rates
 from grpo.workbench.find_max import next_size, trial_row
-from grpo.workbench.machine import look, no_compiler
+from grpo.workbench.machine import no_compiler, probe_device
 from grpo.workbench.models import num_parameters
 from grpo.workbench.settings import Calculator, Check, FindMax
-from grpo.workbench.sizes import Size
+from grpo.workbench.sizes import SizeResult
 from grpo.workbench.tables import table
 from grpo.workbench.trial import made_up_prompts
 
@@ -32,12 +32,12 @@ CPU = torch.device("cpu")
 TINY = {"arch": "gpt2", "layers": 1, "width": 32, "heads": 2, "context": 64}
 
 
-def tried(size: int, *, peak: float, step_s=(1.0,), **metrics: float) -> Size:
+def tried(size: int, *, peak: float, step_s=(1.0,), **metrics: float) -> SizeResult:
     """A trial that went well; peak: of the process, in bytes."""
     steps = [
         {"step": step, "loss": 0.5, "step_time": seconds, **metrics} for step, seconds in enumerate(step_s, 1)
     ]
-    return Size(size, "ok", memory=[{"process_bytes": int(peak)}], steps=steps)
+    return SizeResult(size, "ok", memory=[{"process_bytes": int(peak)}], steps=steps)
 
 
 def searched(room, *, believed=None, overhead=0.0, row_bytes=10.0, at_most=1024, multiple=1, classic=False):
@@ -47,20 +47,22 @@ def searched(room, *, believed=None, overhead=0.0, row_bytes=10.0, at_most=1024,
     """
     own = {"group_size": multiple} if multiple > 1 else {"objective": "lm"}
     settings = FindMax(max_batch_size=at_most, strategy="classic" if classic else "line", **own)
-    trials: list[Size] = []
+    trials: list[SizeResult] = []
     while size := next_size(settings, trials, believed or room):
         peak = overhead + row_bytes * size
-        trials.append(tried(size, peak=peak) if peak <= room else Size(size, "out of memory"))
+        trials.append(tried(size, peak=peak) if peak <= room else SizeResult(size, "out of memory"))
     fitted = (trial.batch_size for trial in trials if trial.is_finished)
     return [trial.batch_size for trial in trials], max(fitted, default=0)
 
 
 def test_classic_adds_sixteen_or_halves_and_the_line_comes_close_in_whole_groups():
-    """What failed is not tried again, nor more than may be used; four sizes that fit make it a line."""
+    """Sizes that failed are not tried again, nor more than may be used; four that fit make a line."""
     for multiple, at_most, room, expected in (
-        (1, 1024, 1000, ([64, 80, 96, 112], 96)), (8, 1024, 250, ([64, 32, 16], 16)),
-        (8, 1024, 50, ([64, 32, 16, 8], 0)), (8, 90, 10_000, ([64, 80, 88], 88)),
-    ):  # fmt: skip
+        (1, 1024, 1000, ([64, 80, 96, 112], 96)),
+        (8, 1024, 250, ([64, 32, 16], 16)),
+        (8, 1024, 50, ([64, 32, 16, 8], 0)),
+        (8, 90, 10_000, ([64, 80, 88], 88)),
+    ):
         assert searched(room, multiple=multiple, at_most=at_most, classic=True) == expected
     assert searched(10_000, at_most=4096, overhead=700.0) == ([64, 128, 930, 529], 930)
     assert searched(1000, multiple=8) == ([64, 128, 96, 32, 80], 96)  # the last two for the line alone
@@ -77,9 +79,9 @@ def test_a_trial_that_fails_for_another_reason_ends_the_search_and_names_its_log
     """A smaller one would fail as well; running out of memory is what the search goes on from."""
     ends, tries = ["out of memory", "failed"], []
 
-    def fails(settings, size, folder) -> Size:
+    def fails(settings, size, folder) -> SizeResult:
         tries.append(size)
-        return Size(size, ends[len(tries) - 1], "ImportError: no peft")
+        return SizeResult(size, ends[len(tries) - 1], "ImportError: no peft")
 
     monkeypatch.setattr(find_max, "try_size", fails)
     log = tmp_path / "size-00032" / "printed.txt"
@@ -106,11 +108,16 @@ def test_a_trial_of_a_made_up_prompt_takes_real_steps_of_full_length(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_a_trial_runs_out_of_a_real_limit_where_a_plan_would_have_made_parts(tmp_path):
-    """Of GRPO; of language modelling as a size of a sweep."""
+    """A trial of GRPO; of language modelling as a size of a sweep."""
     wide = FindMax(
-        device="cpu", precision="fp32", memory_limit="1200MB", engine="off", max_new_tokens=100,
-        max_batch_size=4096, prompt_tokens=16,
-    )  # fmt: skip
+        device="cpu",
+        precision="fp32",
+        memory_limit="1200MB",
+        engine="off",
+        max_new_tokens=100,
+        max_batch_size=4096,
+        prompt_tokens=16,
+    )
     with forked_workers():
         trial = find_max.try_size(wide, 4096, tmp_path)
     assert trial.status == "out of memory", trial
@@ -119,9 +126,18 @@ def test_a_trial_runs_out_of_a_real_limit_where_a_plan_would_have_made_parts(tmp
 def test_the_command_finds_tabulates_and_draws(tmp_path):
     words = "--objective lm --device cpu --arch gpt2 --layers 1 --width 32 --heads 2 --context 32 --start 8"
     done = run(
-        "tests/grpo_lean.py", "find-max", *words.split(), "--max-batch-size", 8, "--output", "out",
-        "--data", ROOT / "README.md", cwd=tmp_path, traced=True,
-    )  # fmt: skip
+        "tests/grpo_lean.py",
+        "find-max",
+        *words.split(),
+        "--max-batch-size",
+        8,
+        "--output",
+        "out",
+        "--data",
+        ROOT / "README.md",
+        cwd=tmp_path,
+        traced=True,
+    )
     assert done.returncode == 0, done.stderr
     assert "Before the first trial" in done.stdout and "no larger one was to be tried" in done.stdout
     found = json.loads((tmp_path / "out" / "max_batch.json").read_text())
@@ -160,7 +176,7 @@ def test_the_command_to_use_names_every_setting_and_what_train_lean_cannot_do_ha
 def test_the_table_of_trials_is_that_of_the_guide_on_a_card():
     """Rows, allocated, reserved, samples a minute, status; on a host there is no allocator to be asked."""
     on_card = {"memory/peak_gb": 2.0, "memory/reserved_gb": 2.5}
-    trials = [tried(64, peak=3 * GB, step_s=(30.0, 24.0), **on_card), Size(128, "out of memory")]
+    trials = [tried(64, peak=3 * GB, step_s=(30.0, 24.0), **on_card), SizeResult(128, "out of memory")]
     shown = table("", list(map(trial_row, trials)))
     cells = {column.header: list(column.cells) for column in shown.columns}
     assert cells["batch"] == ["64", "128"] and cells["status"] == ["ok", "out of memory"]
@@ -186,7 +202,7 @@ def first(count):
 
 def published(**changes) -> findings.Findings:
     known = {"peaks": PUBLISHED, "failed": [208], "total_bytes": DEVICE, "multiple": 1}
-    return findings.Findings(**{**known, "margin_bytes": line.unseen_margin(DEVICE, "cuda"), **changes})
+    return findings.Findings(**{**known, "margin_bytes": line.safety_margin(DEVICE, "cuda"), **changes})
 
 
 def facts_of(found: findings.Findings) -> dict:
@@ -195,7 +211,7 @@ def facts_of(found: findings.Findings) -> dict:
 
 def test_the_published_law_follows_from_its_first_three_points_and_what_is_no_line_is_said():
     """208 is a risk and 224 certain, though the line has room for 208: a margin of 3.06 GB would tell."""
-    law, margin = line.fit_line(first(3)), line.unseen_margin(DEVICE, "cuda")
+    law, margin = line.fit_line(first(3)), line.safety_margin(DEVICE, "cuda")
     assert law.bytes_per_sample / GB == pytest.approx(0.2052, rel=0.01)
     assert law.start_bytes / GB == pytest.approx(14.80, rel=0.001)
     assert law(208) / GB == pytest.approx(44.3, abs=0.05) and law(208) < DEVICE
@@ -208,21 +224,21 @@ def test_the_published_law_follows_from_its_first_three_points_and_what_is_no_li
     assert [row["batch"] for row in following] == [112, 128, 208, 224]
     assert [row["out of memory?"] for row in following] == ["no", "no", "likely", "certain"]
     assert [row["out of memory?"] for row in published().next_sizes()] == ["yes, tried", "certain"]
-    assert line.unseen_margin(100.0, "cpu") == pytest.approx(2.0)  # on a host the scatter alone
+    assert line.safety_margin(100.0, "cpu") == pytest.approx(2.0)  # on a host the scatter alone
     bent = {**first(5), 144: PUBLISHED[144] + 2 * GB}
     assert "no line from 144 on" in facts_of(published(peaks=bent, failed=[]))["R²"][1]
     assert facts_of(published(peaks=first(3)))["R²"][0] == "not known"
     assert facts_of(published(peaks=first(4)))["R²"] == ("1.0000", "a line throughout")
-    assert line.leaves_the_line(PUBLISHED) is None and line.leaves_the_line(first(3)) is None
+    assert line.first_outlier(PUBLISHED) is None and line.first_outlier(first(3)) is None
     assert line.fit_line({1: 1.0, 2: 3.0, 3: 2.0}).r_squared == pytest.approx(0.25)
     flat = published(peaks={8: 5.0 * GB, 16: 5.0 * GB}, failed=[])
     assert flat.line is None and flat.next_sizes() == [] and facts_of(flat)["line"][0] == "none"
 
 
 def test_what_others_hold_is_not_there_to_be_used(monkeypatch):
-    """Of a card of 24 GB on which 14 are free, as trials are bounded by what is free."""
-    there = dataclasses.replace(look("cpu", "fp32"), total_bytes=24 * GB, usable_bytes=14 * GB)
-    monkeypatch.setattr("grpo.workbench.machine.look", lambda *args: there)
+    """A card of 24 GB has 14 free, and trials are bounded by what is free."""
+    there = dataclasses.replace(probe_device("cpu", "fp32"), total_bytes=24 * GB, usable_bytes=14 * GB)
+    monkeypatch.setattr("grpo.workbench.machine.probe_device", lambda *args: there)
     checked = find_max.check(FindMax(objective="lm", data="bundled", device="cpu", **TINY))
     assert checked.usable_bytes == 14 * GB and checked.settings.memory_limit == str(14 * GB)
     assert findings.findings(checked, [tried(8, peak=GB)]).total_bytes == 14 * GB
@@ -231,8 +247,14 @@ def test_what_others_hold_is_not_there_to_be_used(monkeypatch):
 def test_recommendations_are_whole_groups():
     found = published(multiple=8, peaks={96: 10 * GB, 104: 11 * GB}, failed=[], no_command="none")
     rows = [tuple(row.values()) for row in found.recommended()]
-    assert rows == [("full", 1, 104, 1, 104), ("safe", 1, 80, 1, 80), ("accumulated", 1, 48, 2, 96),
-                    ("safe", 2, 80, 1, 160), ("safe", 4, 80, 1, 320), ("safe", 8, 80, 1, 640)]  # fmt: skip
+    assert rows == [
+        ("full", 1, 104, 1, 104),
+        ("safe", 1, 80, 1, 80),
+        ("accumulated", 1, 48, 2, 96),
+        ("safe", 2, 80, 1, 160),
+        ("safe", 4, 80, 1, 320),
+        ("safe", 8, 80, 1, 640),
+    ]
 
 
 COUNTS = {"gpu": "h100", "frozen": (8e9, 7e9), "trainable": 1e8}
@@ -263,14 +285,23 @@ def test_the_published_h100_budget_follows_from_its_counts_and_they_tell_no_batc
     """30 GB of frozen weights, 1.2 of optimizer, 0.2 of gradients, 8 % overhead, 42 of 80 left (10**9)."""
     found = calculated(**COUNTS)
     assert lines(found) == {
-        "frozen, 8 + 7 B": 30e9, "trainable, 0.1 B": 0.2e9, "gradients": 0.2e9,
-        "optimizer": pytest.approx(1.2e9), "overhead": pytest.approx(0.08 * 78.4 * GB),
-    }  # fmt: skip
+        "frozen, 8 + 7 B": 30e9,
+        "trainable, 0.1 B": 0.2e9,
+        "gradients": 0.2e9,
+        "optimizer": pytest.approx(1.2e9),
+        "overhead": pytest.approx(0.08 * 78.4 * GB),
+    }
     rows = {row["line"]: (row["GB"], row["10**9 bytes"]) for row in budget_rows(found)}
-    assert rows.items() >= {
-        "card": ("78.40", "80.00"), "frozen, 8 + 7 B": ("27.94", "30.00"), "optimizer": ("1.12", "1.20"),
-        "overhead": ("6.27", "6.40"), "remains": ("42.70", "42.00"),  # 80 - 30 - 0.2 - 1.2 - 0.2 - 6.4
-    }.items()  # fmt: skip
+    assert (
+        rows.items()
+        >= {
+            "card": ("78.40", "80.00"),
+            "frozen, 8 + 7 B": ("27.94", "30.00"),
+            "optimizer": ("1.12", "1.20"),
+            "overhead": ("6.27", "6.40"),
+            "remains": ("42.70", "42.00"),  # 80 - 30 - 0.2 - 1.2 - 0.2 - 6.4
+        }.items()
+    )
     assert batch_sizes(found) == [None] * 3 and found["totals"] == {}
     assert "no batch follows" in found["notes"][0] and "--sample-memory" in found["notes"][0]
     layouts = {("fp32", None): [4, 8, 4], ("bf16", "adamw-8bit"): [2, 2, 2], (None, "sgd"): [2, 4, 2]}
@@ -307,10 +338,15 @@ def test_adapters_freeze_the_base_and_in_4_bits_it_leaves_more_room(made_up_plan
     gpt2 = shape_of(str(model_folders["gpt2"]))
     width, count = gpt2.n_embd, num_parameters(gpt2)
     trained = gpt2.n_layer * 4 * (width + 3 * width)  # A and B of each c_attn
-    assert lines(calculated(**named(model_folders["gpt2"], lora_rank=4))).items() >= {
-        "frozen base and adapters": 2 * count + 4 * trained, "optimizer": 8 * trained,
-        "gradients": 4 * trained, "sampler's copy": 2 * gpt2.vocab_size * width,  # of the head alone, centred
-    }.items()  # fmt: skip
+    assert (
+        lines(calculated(**named(model_folders["gpt2"], lora_rank=4))).items()
+        >= {
+            "frozen base and adapters": 2 * count + 4 * trained,
+            "optimizer": 8 * trained,
+            "gradients": 4 * trained,
+            "sampler's copy": 2 * gpt2.vocab_size * width,  # of the head alone, centred
+        }.items()
+    )
     wanted = [named(model_folders["llama"], lora_rank=4, load_in_4bit=packed) for packed in (False, True)]
     plain, packed = (calculated(**settings) for settings in wanted)
     base = lines(plain)["frozen base and adapters"]
@@ -325,9 +361,14 @@ def test_a_models_budget_is_the_planners_as_it_is_printed_and_written(model_fold
     settings = named(model_folders["gpt2"], kl_coef=0.0, memory_utilization=0.6)
     found = calculated(**settings, frozen=(0.5e9,))
     count = num_parameters(shape_of(str(model_folders["gpt2"])))
-    assert lines(found).items() >= {
-        "frozen, 0.5 B": 1e9, "gradients": 4 * count, "overhead": CONTEXT_BYTES,
-    }.items()  # fmt: skip
+    assert (
+        lines(found).items()
+        >= {
+            "frozen, 0.5 B": 1e9,
+            "gradients": 4 * count,
+            "overhead": CONTEXT_BYTES,
+        }.items()
+    )
     # Of masters one half may be the model's weight in bf16, and the other the optimizer's.
     assert lines(found)["trainable weights"] + lines(found)["optimizer"] == 12 * count
     assert [share["share"] for share in found["shares"]] == [0.6, 0.8, 0.85, 0.9]
@@ -402,7 +443,7 @@ def test_switches_that_are_off_say_what_to_type(monkeypatch):
 
 
 def test_rates_are_of_the_first_way_and_of_others_and_the_command_says_them(monkeypatch):
-    machine, threads = look("cpu", "fp32", "1MB"), torch.get_num_threads()
+    machine, threads = probe_device("cpu", "fp32", "1MB"), torch.get_num_threads()
     assert (machine.device, machine.precision, machine.usable_bytes) == ("cpu", "fp32", 2**20)
     with monkeypatch.context() as patched:
         patched.setattr("grpo.model.target._cpu_flags", lambda: {"amx_bf16"})
@@ -410,8 +451,10 @@ def test_rates_are_of_the_first_way_and_of_others_and_the_command_says_them(monk
         settings = Check(**TINY, batch_size=2, steps=1, precision="fp32")
         rates = list(training_rates(settings, CPU))
     assert [row["step"] for row in rates] == [
-        "as it is, in fp32", "in bf16", f"with {2 if threads < 2 else 1} threads",
-    ]  # fmt: skip
+        "as it is, in fp32",
+        "in bf16",
+        f"with {2 if threads < 2 else 1} threads",
+    ]
     assert rates[0]["of the first"] == "1.00" and torch.get_num_threads() == threads
     words = "--arch gpt2 --layers 1 --width 32 --heads 2 --context 32 --steps 1"
     done = here("check", *words.split())

@@ -16,17 +16,17 @@ from report_folders import FEN, NEXT_FEN, completion, write_json, write_lines, w
 from grpo.evaluate import Evaluation, quality
 from grpo.evaluate.quality import Example
 from grpo.play.record import Match
-from grpo.play.thought import Thought
+from grpo.play.thought import MoveChoice
 from grpo.workbench import report
 from grpo.workbench.report import make_page
 from grpo.workbench.report.boards import BAD, GOOD, WRONG_SQUARE, answer_card, best_and_worst
 from grpo.workbench.report.boards import completion_cards as cards
 from grpo.workbench.report.charts import COLORS, _colors_of, line
-from grpo.workbench.report.read import Sweep, read_folder
+from grpo.workbench.report.read import SweepFolder, read_folder
 from grpo.workbench.report.run import facts as run_facts
 from grpo.workbench.report.sweep import sweep_content
 from grpo.workbench.report.text import duration, number, show
-from grpo.workbench.sizes import Size
+from grpo.workbench.sizes import SizeResult
 
 EVIL = "</pre><script>alert(1)</script>\n````\n<img src=x onerror=alert(1)>"
 """A completion is a model's output, and notes may hold anything."""
@@ -41,7 +41,7 @@ def section(page: str, title: str) -> str:
 
 
 def texts(pattern: str, html: str) -> list[str]:
-    """What stands in tags, without those within."""
+    """Returns the text in tags, without those within."""
     return [unescape(re.sub("<[^>]+>", "", inside)) for inside in re.findall(pattern, html, re.DOTALL)]
 
 
@@ -52,14 +52,14 @@ def facts(page: str, title: str = "What it says") -> dict[str, list[str]]:
 
 
 def rows(page: str, title: str) -> dict[str, dict[str, str]]:
-    """Of a section's first table, by their first cell."""
+    """Returns the rows of a section's first table, by their first cell."""
     lines = re.findall("<tr>(.*?)</tr>", section(page, title).partition("</table>")[0], re.DOTALL)
     headings, *cells = (texts("<t[hd].*?>(.*?)</t[hd]>", line) for line in lines)
     return {row[0]: dict(zip(headings, row, strict=True)) for row in cells}
 
 
 def cells(page: str, title: str, row: str) -> list[str]:
-    """Of one row, without the first."""
+    """Returns the cells of one row, without the first."""
     return list(rows(page, title)[row].values())[1:]
 
 
@@ -95,7 +95,7 @@ def run_folder(tmp_path_factory) -> Path:
     match = Match.begin(("run step-000009", "rook-tiny"), settings, [chess.Board(FEN)] * 3, 6)
     for game, result in zip(match.games, results, strict=True):
         for move, how in (("a6a5", "best"), ("h5h4", "best"), ("d4e4", "candidate")):
-            game.play(Thought(chess.Move.from_uci(move), how))
+            game.play(MoveChoice(chess.Move.from_uci(move), how))
         game.pgn.headers.update({"Result": result, "Termination": "stalemate"})
     (folder / "matches" / "a-match").mkdir(parents=True)
     match.save(folder / "matches" / "a-match")
@@ -111,8 +111,13 @@ def of_run(run_folder) -> str:
 def test_the_page_of_a_sweep(sweep):
     """256 updates of 0.02 + 64 · 0.004 s, 2 s of compiling. Of a difference: 0.05 · t(9) / √9 = 0.038."""
     assert titles(sweep) == [
-        "What it says", "Notes", "Results", "Learning curves", "Memory", "What the sizes had in common",
-    ]  # fmt: skip
+        "What it says",
+        "Notes",
+        "Results",
+        "Learning curves",
+        "Memory",
+        "What the sizes had in common",
+    ]
     shown = facts(sweep)
     assert shown["Best held-out loss"][:2] == ["size 64", "2.300 (2.270 to 2.330) nats a token"]
     assert shown["Not told from the best"][0] == "size 32, 128"
@@ -124,22 +129,39 @@ def test_the_page_of_a_sweep(sweep):
     assert shown["Learning rate"][:2] == ["the same at every size", "0.0003"]
     results = rows(sweep, "Results")
     assert results["64"] == {
-        "size": "64", "status": "ok", "held-out": "2.300 (2.270 to 2.330)", "behind the best": "0.000",
-        "time": "1 min 13 s", "tokens a second": "29,681", "memory": "0.81 GB",
-        "tensors, predicted": "0.59 GB", "measured": "0.56 GB", "training": "2.253", "gap": "0.047",
-        "best held-out": "2.300", "at": "100%",
-        "updates": "256", "learning rate": "0.0003", "warm-up": "13", "start": "2.0 s",
-    }  # fmt: skip
+        "size": "64",
+        "status": "ok",
+        "held-out": "2.300 (2.270 to 2.330)",
+        "behind the best": "0.000",
+        "time": "1 min 13 s",
+        "tokens a second": "29,681",
+        "memory": "0.81 GB",
+        "tensors, predicted": "0.59 GB",
+        "measured": "0.56 GB",
+        "training": "2.253",
+        "gap": "0.047",
+        "best held-out": "2.300",
+        "at": "100%",
+        "updates": "256",
+        "learning rate": "0.0003",
+        "warm-up": "13",
+        "start": "2.0 s",
+    }
     assert results["32"]["behind the best"] == "0.012 (-0.026 to 0.050)"
     assert results["128"]["start"] == "2 min 30 s"
     names = ("status", "tensors, predicted", "measured", "behind the best")
     assert [results["512"][name] for name in names] == ["out of memory", "4.72 GB", "–", "–"]
     assert cells(sweep, "What the sizes had in common", "quality: unit") == ["nats a token"]
     assert pictures(sweep) == [
-        "Held-out loss by batch size", "Quality against time", "Throughput", "Held-out loss over tokens",
-        "Training loss over tokens", "Held-out loss over seconds of training", "Tensors by batch size",
+        "Held-out loss by batch size",
+        "Quality against time",
+        "Throughput",
+        "Held-out loss over tokens",
+        "Training loss over tokens",
+        "Held-out loss over seconds of training",
+        "Tensors by batch size",
         "Memory by batch size",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
@@ -153,19 +175,30 @@ def test_curves_of_a_picture_have_colours_of_their_own(labels):
 
 def test_the_page_of_a_run(of_run, run_folder):
     assert titles(of_run) == [
-        "What it says", "Before and after", "Games", "Held-out quality", "Reward", "Policy", "What it wrote",
-        "Time", "Memory", "Settings",
-    ]  # fmt: skip
+        "What it says",
+        "Before and after",
+        "Games",
+        "Held-out quality",
+        "Reward",
+        "Policy",
+        "What it wrote",
+        "Time",
+        "Memory",
+        "Settings",
+    ]
     assert facts(of_run) == {
         "Training reward": ["0.515 → 0.695", "", "Means of the first and the last 2 of 20 steps."],
-        "Held-out reward": ["0.600 → 0.700", "0.660 to 0.740",
-                            "At step 0 and at step 20; the 95 % interval is the last one's."],
+        "Held-out reward": [
+            "0.600 → 0.700",
+            "0.660 to 0.740",
+            "At step 0 and at step 20; the 95 % interval is the last one's.",
+        ],
         "KL to the reference": ["0.04 nats a token", "", "At the end; the highest of a step was 0.04."],
         "Groups of equal rewards": ["25%", "", "They teach nothing but the KL."],
         "Time of a step": ["4.0 s", "1 min 20 s in all", "learn 50%, sample 25%, score 12%, other 12%"],
         "Phases that ran out of memory": ["1", "", "And went on with fewer rows: learn at step 3."],
         "Leak test": ["no leak", "", ""],
-    }  # fmt: skip
+    }
     notes = {fact.what: fact.note for fact in run_facts(replace(read_folder(run_folder, ""), settings={}))}
     assert notes["Groups of equal rewards"] == "They teach nothing."
     ends = cells(of_run, "Held-out quality", "reward")
@@ -226,7 +259,7 @@ def test_the_command_writes_where_the_page_belongs(sweep, tmp_path, monkeypatch)
 
 
 def test_runs_with_different_metrics_are_compared_as_far_as_it_goes(tmp_path, logged):
-    """What one of them lacks is a dash; a run without a step is left out."""
+    """A figure that one of them lacks is a dash; a run without a step is left out."""
     a, b = write_run(tmp_path / "x" / "run"), write_run(tmp_path / "y" / "run", learning_rate=2e-5)
     (waiting := tmp_path / "waiting").mkdir()
     (waiting / "metrics.jsonl").write_text("")
@@ -239,9 +272,11 @@ def test_runs_with_different_metrics_are_compared_as_far_as_it_goes(tmp_path, lo
     assert any("left out" in line and "waiting" in line for line in logged)
     assert missing(page) == ["y/run: memory.jsonl is missing: memory by phase is not shown."]
     ends = {
-        "KL to the reference": ["0.04 nats a token", "–"], "Training reward": ["0.515 → 0.695"] * 2,
-        "Held-out reward": ["0.600 → 0.700"] * 2, "Time of a step": ["4.0 s"] * 2,
-    }  # fmt: skip
+        "KL to the reference": ["0.04 nats a token", "–"],
+        "Training reward": ["0.515 → 0.695"] * 2,
+        "Held-out reward": ["0.600 → 0.700"] * 2,
+        "Time of a step": ["4.0 s"] * 2,
+    }
     assert {what: cells(page, "How they ended", what) for what in ends} == ends
     assert cells(page, "Held-out quality", "reward") == ["0.700 (0.660 to 0.740)", "0.700"]
     differing = {"--learning-rate": {"setting": "--learning-rate", "x/run": "1e-05", "y/run": "2e-05"}}
@@ -270,7 +305,7 @@ def test_sweeps_stand_side_by_side_and_one_that_was_cut_short_is_reported_as_far
     page = make_page([folder])
     assert missing(page) == [
         "size-00064/metrics.jsonl has lines that cannot be read, 1 of them; the others are shown.",
-    ]  # fmt: skip
+    ]
     results = rows(page, "Results")
     status = [row["status"] for row in results.values()]
     assert status == ["ok", "unfinished", "ok", "ok", "not run", "out of memory"]
@@ -296,9 +331,12 @@ def test_a_run_that_lacks_files_or_holds_broken_ones_says_so(tmp_path):
     page = make_page([folder])
     lacks = missing(page)
     for words in (
-        "settings are not known", "completions.jsonl is missing", "memory.jsonl is missing",
-        "Before and after training is not shown", "A match is not shown",
-    ):  # fmt: skip
+        "settings are not known",
+        "completions.jsonl is missing",
+        "memory.jsonl is missing",
+        "Before and after training is not shown",
+        "A match is not shown",
+    ):
         assert sum(words in sentence for sentence in lacks) == 1, words
     absent = {"What it wrote", "Memory", "Settings", "Games", "Before and after"}
     assert len(lacks) == 5 and not absent & set(titles(page))
@@ -343,8 +381,9 @@ def test_the_gallery_holds_the_best_and_the_worst_of_each_task_as_the_run_weighe
     asked = {"policy": f"P: {FEN}", "answer": ASKED}
     records = [
         completion(9, f"{what} {n}", prompt=f"{prompt}{n}", reward=n / 100)
-        for what, prompt in asked.items() for n in range(20)
-    ]  # fmt: skip
+        for what, prompt in asked.items()
+        for n in range(20)
+    ]
 
     def chosen(completions: list[dict]) -> list[str]:
         by_task = best_and_worst(completions, {}).values()
@@ -361,9 +400,14 @@ def test_the_gallery_holds_the_best_and_the_worst_of_each_task_as_the_run_weighe
     other = {"step": 1, "prompt": "b", "completion": "y", "rewards": {"brevity": 0.0, "letter": 0.9}}
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
     talk = {
-        "step": 1, "prompt": "<|start|>", "messages": messages, "completion": "4",
-        "rewards": {"brevity": 0.5}, "terminated": False, "num_tokens": 9,
-    }  # fmt: skip
+        "step": 1,
+        "prompt": "<|start|>",
+        "messages": messages,
+        "completion": "4",
+        "rewards": {"brevity": 0.5},
+        "terminated": False,
+        "num_tokens": 9,
+    }
     write_lines(folder / "completions.jsonl", [one, other, talk])
     run = read_folder(folder, "talk")
     assert [card.completion for card in cards(run)] == ["y", "x", "4"]
@@ -384,36 +428,49 @@ def test_numbers_times_and_settings():
 
 def test_curves_have_bars_where_all_points_have_intervals_and_nothing_is_drawn_of_none():
     records = [{"step": 1, "m": 2.0, "m/low": 1.0, "m/high": 3.0}, {"step": 2, "n": 5.0}]
-    whole, partly = (line("X", [*records, *more], "step", {"m": "m"}, y="y", unit=2.0)
-                     for more in ([], [{"step": 3, "m": 1}]))  # fmt: skip
+    whole, partly = (
+        line("X", [*records, *more], "step", {"m": "m"}, y="y", unit=2.0)
+        for more in ([], [{"step": 3, "m": 1}])
+    )
     assert "LineCollection" in whole and "LineCollection" not in partly
     assert "<use" in whole and 'id="x-curve-0"' in whole  # a point alone is seen
     assert line("X", records, "step", {"a": "nothing"}, y="y") == ""
 
 
-def sweep_of(*sizes: Size, **header: object) -> Sweep:
+def sweep_of(*sizes: SizeResult, **header: object) -> SweepFolder:
     described = report_folders.sweep_settings() | header
     better, name = described["quality"]["better"], described["quality"]["name"]
-    return Sweep(
-        name="by hand", header=described, sizes=sizes, unit="tokens", quality=name, quality_unit="",
-        sign=1 if better == "higher" else -1, notes="", missing=(),
-    )  # fmt: skip
+    return SweepFolder(
+        name="by hand",
+        header=described,
+        sizes=sizes,
+        unit="tokens",
+        quality=name,
+        quality_unit="",
+        sign=1 if better == "higher" else -1,
+        notes="",
+        missing=(),
+    )
 
 
-def ok(batch_size: int, quality: float, seconds: float, heldout=(), *, reward: bool = False) -> Size:
+def ok(batch_size: int, quality: float, seconds: float, heldout=(), *, reward: bool = False) -> SizeResult:
     name = "eval_reward" if reward else "eval_loss"
-    return Size(
-        batch_size, "ok", heldout=heldout, higher_is_better=reward,
-        steps=[{"step": 1, "step_time": seconds}], evaluations=[{"step": 1, name: quality}],
-    )  # fmt: skip
+    return SizeResult(
+        batch_size,
+        "ok",
+        heldout=heldout,
+        higher_is_better=reward,
+        steps=[{"step": 1, "step_time": seconds}],
+        evaluations=[{"step": 1, name: quality}],
+    )
 
 
-def facts_of(sweep: Sweep) -> dict[str, tuple[str, ...]]:
+def facts_of(sweep: SweepFolder) -> dict[str, tuple[str, ...]]:
     return {fact.what: fact[1:] for fact in sweep_content(sweep)["facts"]}
 
 
 def test_best_by_quality_by_speed_and_those_that_are_not_told_from_the_best():
-    """Of their rows 16 is -0.1 and 0.3 behind, which may be none, and 32 twice 0.1, which is not."""
+    """Rows of size 16 are -0.1 and 0.3 behind, which may be none, and of 32 twice 0.1, which is not."""
     best, close = ok(8, 2.0, 100, [1.0, 3.0]), ok(16, 2.1, 60, [0.9, 3.3])
     apart, unknown = ok(32, 2.1, 50, [1.1, 3.1]), ok(64, 2.5, 45.5)
     lost = replace(ok(128, 1.0, 1.0), status="out of memory")

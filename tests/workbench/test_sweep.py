@@ -16,13 +16,13 @@ from grpo.config import SettingsError
 from grpo.run.tracking import read_lines
 from grpo.workbench import lm, trial
 from grpo.workbench.corpus import open_corpus, text_file
-from grpo.workbench.sizes import Size, read_json, read_size, size_folder
+from grpo.workbench.sizes import SizeResult, read_json, read_size, size_folder
 from grpo.workbench.sweep import open_sweep, run_sweep
-from grpo.workbench.sweep_settings import OF_LM, Sweep, shrunk
-from grpo.workbench.trial import Ended, do_task, write_ended, write_task
+from grpo.workbench.sweep_settings import LM_DEFAULTS, Sweep, apply_low_resource
+from grpo.workbench.trial import TrialStatus, do_task, write_ended, write_task
 
 TINY = {"arch": "gpt2", "layers": 1, "width": 32, "heads": 2, "context": 32}
-TRAIN = {**OF_LM, "device": "cpu", "precision": "fp32", "eval_prompts": 8}
+TRAIN = {**LM_DEFAULTS, "device": "cpu", "precision": "fp32", "eval_prompts": 8}
 SMALL = Sweep(batch_sizes=(4, 16), total_tokens=1024, data="bundled", evaluations=2, **TINY, **TRAIN)
 
 
@@ -34,8 +34,16 @@ def test_rates_are_kept_or_scaled_updates_are_of_whole_batches_and_one_size_of_g
     tuned = replace(SMALL, total_tokens=100_000, tune_share=0.1)
     # A tenth; eight updates, more than a tenth; not more than the whole.
     assert [tuned.tune_total(size) for size in (4, 64, 512)] == [10_000, 16_384, 100_000]
-    grpo = Sweep(objective="grpo", batch_sizes=(16,), total_samples=1000, warmup_share=0.1, evaluations=5,
-                 group_size=4, max_new_tokens=20, top_k=5)  # fmt: skip
+    grpo = Sweep(
+        objective="grpo",
+        batch_sizes=(16,),
+        total_samples=1000,
+        warmup_share=0.1,
+        evaluations=5,
+        group_size=4,
+        max_new_tokens=20,
+        top_k=5,
+    )
     task = grpo.size_task(16, 2e-5)
     assert (task.steps, task.batch_size, task.group_size, task.rows) == (62, 16, 4, 16)
     assert (task.eval_interval, task.warmup_steps, task.learning_rate) == (12, 6, 2e-5)
@@ -44,8 +52,10 @@ def test_rates_are_kept_or_scaled_updates_are_of_whole_batches_and_one_size_of_g
 
 def test_settings_are_those_of_a_file_and_are_lowered_where_resources_are_low(tmp_path):
     file = tmp_path / "train.yaml"
-    file.write_text("group_size: 4\nlearning_rate: 3.0e-5\nwarmup_steps: 5\nsteps: 50\nbatch_size: 32\n"
-                    "profiles:\n  small:\n    group_size: 2\n")  # fmt: skip
+    file.write_text(
+        "group_size: 4\nlearning_rate: 3.0e-5\nwarmup_steps: 5\nsteps: 50\nbatch_size: 32\n"
+        "profiles:\n  small:\n    group_size: 2\n"
+    )
     words = ["--objective", "grpo", "--config", str(file), "--profile", "small"]
     settings = Sweep.parse(words)
     assert settings.group_size == 2 and settings.sizes[0] == 4 and settings.base == 32
@@ -57,30 +67,30 @@ def test_settings_are_those_of_a_file_and_are_lowered_where_resources_are_low(tm
 
     wide = {**TRAIN, "arch": "gpt2", "width": 256, "context": 256, "eval_prompts": 20}
     settings = Sweep(batch_sizes=(8, 64, 128), total_tokens=200_000, **wide)
-    less, changes = shrunk(settings)
+    less, changes = apply_low_resource(settings)
     assert less.batch_sizes == (8, 64) and less.total_tokens == 100_000 and less.eval_prompts == 20
     assert (less.layers, less.width, less.context) == (2, 128, 64)
     assert {"batch_sizes up to 64", "total_tokens 200000 to 100000", "width 256 to 128"} <= set(changes)
     of_grpo = Sweep(objective="grpo", batch_sizes=(8,))
-    less_text, changes_of_text = shrunk(of_grpo)  # its length is the reward's, 144
+    less_text, changes_of_text = apply_low_resource(of_grpo)  # its length is the reward's, 144
     assert less_text.max_new_tokens == 48 and "max_new_tokens as it is to 48" in changes_of_text
-    assert shrunk(replace(of_grpo, max_new_tokens=32))[0].max_new_tokens == 32
-    named, _ = shrunk(replace(settings, arch=None))
+    assert apply_low_resource(replace(of_grpo, max_new_tokens=32))[0].max_new_tokens == 32
+    named, _ = apply_low_resource(replace(settings, arch=None))
     assert (named.layers, named.context) == (4, 64)  # its layers are what they are
-    assert shrunk(less) == (less, [])
+    assert apply_low_resource(less) == (less, [])
 
 
 def test_first_updates_are_apart_from_the_steady_state_and_a_curve_tells_the_last_and_the_best():
-    def size(times, **changes) -> Size:
+    def size(times, **changes) -> SizeResult:
         steps = [{"step": i, "step_time": time, "loss": 4.0} for i, time in enumerate(times, start=1)]
-        return Size(10, "ok", steps=steps, **changes)
+        return SizeResult(10, "ok", steps=steps, **changes)
 
     found, alone = size([5.0, 2.0, 1.0, 1.0, 3.0]), size([3.0])
     assert (found.start_s, found.steady_s, found.rate, found.seconds) == (5.0, 1.0, 10.0, 12.0)
     assert (alone.start_s, alone.steady_s) == (0.0, 3.0)
     steps = [{"step": i, "step_time": 1.0, "loss": {19: 2.5, 20: 2.0}.get(i, 4.0)} for i in range(1, 21)]
     held = [{"step": at, "eval_loss": value} for at, value in ((0, 1.0), (5, 3.0), (19, 2.0), (20, 2.2))]
-    learned = Size(5, "ok", row_units=2, steps=steps, evaluations=held)
+    learned = SizeResult(5, "ok", row_units=2, steps=steps, evaluations=held)
     assert (learned.updates, learned.done, learned.seconds, learned.final_train) == (20, 200, 20.0, 2.25)
     # The untrained model, at 1.0, is none that training reached.
     assert (learned.final_heldout, learned.best_heldout, learned.best_heldout_at) == (2.2, 2.0, 190)
@@ -100,13 +110,13 @@ def test_every_size_sees_the_same_windows_of_a_text_that_is_mixed():
     assert 300 < late.count("P") < 500
 
 
-def in_this_process(task, folder, watch=None, tuned=()) -> Ended:
+def in_this_process(task, folder, watch=None, tuned=()) -> TrialStatus:
     """In place of a process of its own."""
     write_task(task, folder, tuned)
     return do_task(folder)
 
 
-def train(settings: Sweep, folder: Path, batch_size: int, rate: float = 1e-2) -> Size:
+def train(settings: Sweep, folder: Path, batch_size: int, rate: float = 1e-2) -> SizeResult:
     """A size as a sweep reads it, trained in this process."""
     in_this_process(settings.size_task(batch_size, rate), size_folder(folder, batch_size))
     return read_size(folder, batch_size, {"objective": settings.objective, "context": settings.row_units})
@@ -139,7 +149,7 @@ def test_a_size_of_lm_learns_from_its_tokens_and_splitting_a_batch_changes_no_lo
 
 
 def test_divergence_is_a_result_of_a_size(tmp_path):
-    """Of language modelling no KL is raised against it."""
+    """Language modelling has no KL that is raised against it."""
     wild = replace(SMALL, warmup_share=0.0, max_grad_norm=0.0)
     diverged = train(wild, tmp_path, 4, rate=9e29)
     assert diverged.status == "diverged" and diverged.message.endswith("): lower --learning-rate.")
@@ -178,7 +188,7 @@ class Trained:
     """In place of processes: writes what it is told to, and ends as told."""
 
     def __init__(self, *lines: dict, ended: str = "ok", best_rate: float | None = None) -> None:
-        self.lines, self.ended, self.best_rate = lines, Ended(ended, "SIGKILL"), best_rate
+        self.lines, self.ended, self.best_rate = lines, TrialStatus(ended, "SIGKILL"), best_rate
         self.tasks: list[trial.Task] = []
 
     def __call__(self, task, folder, watch=None, tuned=()):
@@ -199,7 +209,7 @@ LINES = [{"step": 0, "eval_loss": 5.0}, {"step": 1, "step_time": 0.5, "loss": 4.
 def swept(tmp_path, monkeypatch):
     """swept(trained, **changes): the sizes of a sweep without processes, in one folder."""
 
-    def sizes(trained: Trained, **changes) -> list[Size]:
+    def sizes(trained: Trained, **changes) -> list[SizeResult]:
         monkeypatch.setattr(trial, "run_task", trained)
         settings, folder = open_sweep(replace(SMALL, output=tmp_path / "out", **changes))
         return run_sweep(settings, folder)
@@ -241,7 +251,7 @@ def test_another_sweep_does_not_go_on_in_the_same_folder_and_a_refused_one_makes
 
 
 def test_the_best_of_a_grid_of_learning_rates_is_trained_with(swept, logged):
-    def tuned(trained: Trained, **changes) -> Size:
+    def tuned(trained: Trained, **changes) -> SizeResult:
         settings = {"batch_sizes": (16,), "base_batch_size": 16, "scale_lr": "tuned"}
         return swept(trained, **settings, **changes)[0]
 

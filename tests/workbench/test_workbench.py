@@ -1,4 +1,4 @@
-"""What the workbench stands on: models from numbers, corpora, tasks in processes of their own."""
+"""The ground of the workbench: models from numbers, corpora, tasks in processes of their own."""
 
 import json
 from contextlib import nullcontext
@@ -18,7 +18,7 @@ from grpo.config import Config
 from grpo.config.groups import Checkpointing
 from grpo.learning.masters import split_masters
 from grpo.learning.step import Diverged
-from grpo.memory import DoesNotFit, Size, peak_live_bytes
+from grpo.memory import DoesNotFit, PassSize, peak_live_bytes
 from grpo.model.load import context_length
 from grpo.model.target import make_target
 from grpo.workbench import trial
@@ -109,7 +109,7 @@ def test_learning_from_windows_holds_what_was_predicted(arch, dtype, checkpointi
     for rows in (24, 8):
         model.zero_grad(set_to_none=True)
         learn = partial(accumulate_lm, model, windows, dtype=dtype, rows=rows, checkpointing=checkpointing)
-        added = added_bytes(target, Size(rows, 96), checkpointing=checkpointing)
+        added = added_bytes(target, PassSize(rows, 96), checkpointing=checkpointing)
         assert added == pytest.approx(peak_live_bytes(learn), rel=0.01)
 
 
@@ -168,9 +168,9 @@ def test_what_a_process_writes_is_seen_as_it_comes_and_its_end_or_death_is_a_res
         (FloatingPointError("loss is nan\nsaid where"), "diverged", "loss is nan"),
         (ValueError("wrong"), "failed", "ValueError: wrong"),
     ],
-)  # fmt: skip
+)
 def test_how_a_task_ended_is_in_its_folder(tmp_path, monkeypatch, error, status, message):
     trial.write_task(made(data="bundled"), tmp_path)
     monkeypatch.setattr(trial, "train_lm", mock.Mock(side_effect=error))
-    assert trial.do_task(tmp_path) == trial.Ended(status, message)
+    assert trial.do_task(tmp_path) == trial.TrialStatus(status, message)
     assert json.loads((tmp_path / "ended.json").read_text()) == {"status": status, "message": message}

@@ -33,7 +33,8 @@ _RECORDER = (str(Path(__file__).parent), str(Path(live.__file__)))
 
 @dataclass(frozen=True)
 class Culprit:
-    """What piled up, by how many bytes in how many steps, and the line that made it, where known."""
+    """Objects that piled up, by how many bytes in how many steps, and the line that made them, where
+    known."""
 
     what: str
     num_bytes: int
@@ -66,7 +67,7 @@ def count_tensors() -> Counter[str]:
 
 
 class Recorded(NamedTuple):
-    """What piled up while a recording ran, and the looks of all tensors that did."""
+    """Objects that piled up while a recording ran, and the looks of all tensors that did."""
 
     culprits: tuple[Culprit, ...] = ()
     looks: frozenset[str] = frozenset()

@@ -69,7 +69,7 @@ class Growth:
     bytes_per_step: float
     gained_bytes: float
     least_bytes: float
-    """What a leak gains at least."""
+    """The least growth of a leak."""
 
     def __str__(self) -> str:
         text = f"{self.kind}: {self.bytes_per_step / MB:+.3f} MB a step"
@@ -176,12 +176,13 @@ def without_tokens(series: Array, tokens: Array) -> Array:
 
 
 def _settled(series: Array) -> Array:
-    """What remains of (..., T) without the warm-up."""
+    """Returns a series (..., T) without the warm-up."""
     return series[..., int(series.shape[-1] * WARM_UP) :]
 
 
 def _coefficient(x: Array, y: Array) -> Array:
-    """Of y (..., T) on x (..., T), both centred, by least squares, (..., 1); 0 where x is constant."""
+    """Returns the slope of y (..., T) on x (..., T), both centred, by least squares, (..., 1); 0 where x is
+    constant."""
     spread = (x**2).sum(-1, keepdims=True)
     return (x * y).sum(-1, keepdims=True) / np.where(spread > 0, spread, 1.0)
 

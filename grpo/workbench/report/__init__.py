@@ -20,7 +20,7 @@ from markupsafe import Markup, escape
 from grpo.errors import UserError
 from grpo.memory.budget import GB
 from grpo.workbench.report.charts import line
-from grpo.workbench.report.read import Run, Sweep, curves, read_folder
+from grpo.workbench.report.read import RunFolder, SweepFolder, curves, read_folder
 from grpo.workbench.report.run import run_content, runs_content
 from grpo.workbench.report.sweep import sweeps_content
 from grpo.workbench.report.text import NOTHING, anchor, rows, setting_rows
@@ -61,8 +61,8 @@ def make_page(folders: Sequence[Path]) -> str:
         raise UserError("a folder is given twice: give each once.")
     shared = os.path.commonpath([path.parent for path in paths])
     results = [read_folder(path, str(path.relative_to(shared))) for path in paths]
-    sweeps = [result for result in results if isinstance(result, Sweep)]
-    runs = [result for result in results if isinstance(result, Run)]
+    sweeps = [result for result in results if isinstance(result, SweepFolder)]
+    runs = [result for result in results if isinstance(result, RunFolder)]
     if runs and sweeps:
         raise UserError(
             "both runs and sweeps are given: give folders of one kind, and the others in a second call."
@@ -93,17 +93,24 @@ def _to_html(template: str, content: Mapping[str, Any]) -> str:
     in notes are left out, and the page's Content-Security-Policy lets nothing be fetched or run.
     """
     environment = Environment(
-        loader=PackageLoader(__name__, ""), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.do"],
-    )  # fmt: skip
+        loader=PackageLoader(__name__, ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.do"],
+    )
     markdown = MarkdownIt("js-default").disable("image")
     environment.globals |= {"line": line, "curves": curves, "GB": GB}
     environment.filters |= {
-        "anchor": anchor, "rows": rows, "setting_rows": setting_rows, "side": _side,
+        "anchor": anchor,
+        "rows": rows,
+        "setting_rows": setting_rows,
+        "side": _side,
         "breakable": lambda name: Markup(re.sub(r"([/_])", r"\1<wbr>", str(escape(name)))),
         "literally": re.escape,
         "markdown": lambda notes: Markup(markdown.render(notes)),
-    }  # fmt: skip
+    }
     return environment.get_template("page.html.j2").render(content, content=template)
 
 

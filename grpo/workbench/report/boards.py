@@ -10,23 +10,27 @@ import chess
 import chess.svg
 from markupsafe import Markup
 
-from grpo.evaluate.boards import judge
+from grpo.evaluate.boards import check_answer
 from grpo.play.record import Match
 from grpo.rewards import as_move
 from grpo.workbench.report.charts import own_ids
-from grpo.workbench.report.read import Run
+from grpo.workbench.report.read import RunFolder
 from grpo.workbench.sizes import Record, figure
 
 GOOD, BAD, WRONG_SQUARE = "#1f6fb5c8", "#c0392bd0", "#e8a39b"
 _COLORS = {
-    "square light": "#eef1f4", "square dark": "#b9c6d3", "margin": "#ffffff", "coord": "#5a6675",
-    "inner border": "#aab3bd", "outer border": "#ffffff",
-}  # fmt: skip
+    "square light": "#eef1f4",
+    "square dark": "#b9c6d3",
+    "margin": "#ffffff",
+    "coord": "#5a6675",
+    "inner border": "#aab3bd",
+    "outer border": "#ffffff",
+}
 CANDIDATES, SHOWN = 96, 3
-"""Of so many completions that were logged last, the best and the worst of each task that are shown."""
+"""Completions logged last, among which the best and worst of each task are chosen; how many are shown."""
 
 
-class Card(NamedTuple):
+class BoardCard(NamedTuple):
     """A completion, with boards if it is about chess, what is wrong with it, and its rewards by name."""
 
     title: str
@@ -48,9 +52,10 @@ def board(
     return Markup(figure).format(own_ids(svg, name), caption)
 
 
-def answer_card(title: str, name: str, prompt: str, completion: str) -> Card:
-    """What a model wrote, judged by the rules where it is about chess. name: unique within the page."""
-    answer, card = judge(prompt, completion), Card(title, prompt, completion)
+def answer_card(title: str, name: str, prompt: str, completion: str) -> BoardCard:
+    """Makes a card of a model's answer, judged by the rules where it is about chess. name: unique within the
+    page."""
+    answer, card = check_answer(prompt, completion), BoardCard(title, prompt, completion)
     if answer is None:
         return card
     verdict, legal = f": {answer.verdict}" if answer.right else "", answer.move_is_legal
@@ -65,16 +70,16 @@ def answer_card(title: str, name: str, prompt: str, completion: str) -> Card:
     return card._replace(boards=boards, remark="" if answer.right else f"{answer.verdict}.")
 
 
-def game_card(match: Match) -> Card:
+def game_card(match: Match) -> BoardCard:
     """The last finished game: its end, and all its moves."""
     game = match.finished[-1]
     white, black = match.players if game.first_is_white else match.players[::-1]
     moves = chess.Board(game.fen).variation_san(game.board.move_stack)
     end = board("game", game.board, "".join(game.moves[-1:]), game.ending)
-    return Card(f"The last game: {white} against {black}, {game.result}", game.fen, moves, [end])
+    return BoardCard(f"The last game: {white} against {black}, {game.result}", game.fen, moves, [end])
 
 
-def completion_cards(run: Run) -> list[Card]:
+def completion_cards(run: RunFolder) -> list[BoardCard]:
     """By task, the best and the worst of the completions logged last, by reward as the run weighs it."""
     functions = [str(name).rpartition(":")[2] for name in run.settings.get("reward") or []]
     factors = map(float, run.settings.get("reward_weights") or [1.0] * len(functions))
@@ -116,13 +121,13 @@ def _reward(record: Record, weights: Mapping[str, float]) -> float:
 
 
 def _prompt(record: Record) -> str:
-    """Of a conversation what was said in it."""
+    """Returns the text of a conversation."""
     messages = record.get("messages") or []
     lines = [f"{message.get('role')}: {message.get('content', '')}" for message in messages]
     return "\n".join(lines) or str(record.get("prompt") or "")
 
 
-def _card(record: Record, task: str, name: str, weights: Mapping[str, float]) -> Card:
+def _card(record: Record, task: str, name: str, weights: Mapping[str, float]) -> BoardCard:
     advantage, parts = figure(record, "advantage"), record.get("components") or record.get("rewards") or {}
     title = f"step {record.get('step')}, {task}, reward {_reward(record, weights):.3f}"
     title += "" if advantage is None else f", advantage {advantage:+.2f}"

@@ -26,24 +26,52 @@ PALETTE = ("#1f5fa8", "#c2571a", "#2f7d4f", "#8a4a9e", "#9a7516", "#4b5b6b", "#b
 _INK, _SOFT = "#1c2430", "#5a6675"
 _PHASES = ("sample", "score", "learn", "update", "reward", "other", "wait", "reduce")
 COLORS = dict(zip(_PHASES, PALETTE, strict=True)) | {"all": _INK, "usable": _INK, "ran out": PALETTE[6]}
-"""Of curves with these labels, the same in every picture; LOOKS besides those that are asked for."""
+"""Colours of curves with these labels, the same in every picture; LOOKS are their line styles."""
 LOOKS = {"predicted": "--", "held-out, best": "--", "usable": ":", "ran out": "x"}
 _STYLE = {
-    "figure.figsize": (400 / 72, 280 / 72), "figure.dpi": 72, "figure.constrained_layout.use": True,
-    "svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 13, "font.family": "sans-serif",
-    "text.color": _INK, "axes.labelcolor": _SOFT, "axes.edgecolor": "#aab3bd", "axes.linewidth": 0.8,
-    "xtick.color": _SOFT, "ytick.color": _SOFT, "axes.grid": True, "grid.color": "#e3e7ec",
-    "grid.linewidth": 0.8, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
-    "lines.linewidth": 1.8, "lines.markersize": 5.5, "legend.frameon": False, "legend.handlelength": 1.4,
-    "legend.columnspacing": 1.2, "axes.formatter.useoffset": False,
-}  # fmt: skip
+    "figure.figsize": (400 / 72, 280 / 72),
+    "figure.dpi": 72,
+    "figure.constrained_layout.use": True,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "report",
+    "font.size": 13,
+    "font.family": "sans-serif",
+    "text.color": _INK,
+    "axes.labelcolor": _SOFT,
+    "axes.edgecolor": "#aab3bd",
+    "axes.linewidth": 0.8,
+    "xtick.color": _SOFT,
+    "ytick.color": _SOFT,
+    "axes.grid": True,
+    "grid.color": "#e3e7ec",
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5.5,
+    "legend.frameon": False,
+    "legend.handlelength": 1.4,
+    "legend.columnspacing": 1.2,
+    "axes.formatter.useoffset": False,
+}
 
 
 def line(
-    title: str, records: Sequence[Record], x: str, curves: Mapping[str, str], *, y: str, xlabel: str = "",
-    caption: str = "", look: str = "-", unit: float = 1.0, in_order: bool = False, zoom: bool = False,
+    title: str,
+    records: Sequence[Record],
+    x: str,
+    curves: Mapping[str, str],
+    *,
+    y: str,
+    xlabel: str = "",
+    caption: str = "",
+    look: str = "-",
+    unit: float = 1.0,
+    in_order: bool = False,
+    zoom: bool = False,
     from_zero: bool = False,
-) -> Markup:  # fmt: skip
+) -> Markup:
     """A titled picture of records' figures over their figure `x`; "" where there is no point to draw.
 
     x: BATCH_SIZE has a logarithmic axis that names the sizes. curves: the names of figures by label. The

@@ -19,13 +19,13 @@ from grpo.play.record import FILE as MATCH_FILE
 from grpo.play.record import FOLDER as MATCHES
 from grpo.play.record import Match
 from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, read_lines
-from grpo.workbench.sizes import SWEEP_FILE, Record, Size, figure, read_json, read_size, size_folder
+from grpo.workbench.sizes import SWEEP_FILE, Record, SizeResult, figure, read_json, read_size, size_folder
 
 NOTES_FILE, LEAK_FILE = "notes.md", "leak.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunFolder:
     """A training run: its settings, and the lines it wrote.
 
     changes: of held-out quality from before training to after it, where that was measured. matches: those
@@ -50,7 +50,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep:
+class SweepFolder:
     """All sizes in order, finished or not, and what they have in common.
 
     unit: what is counted as work, tokens or samples. quality: held-out loss or reward. sign: 1 where a higher
@@ -59,7 +59,7 @@ class Sweep:
 
     name: str
     header: Record
-    sizes: Sequence[Size]
+    sizes: Sequence[SizeResult]
     unit: str
     quality: str
     quality_unit: str
@@ -73,7 +73,7 @@ class Sweep:
         return figure(self.header, "memory_limit_bytes") or figure(self.header, "usable_bytes") or 0.0
 
     @property
-    def finished(self) -> list[Size]:
+    def finished(self) -> list[SizeResult]:
         return [size for size in self.sizes if size.is_finished]
 
 
@@ -100,7 +100,7 @@ def curves(records: Iterable[Record], pattern: str, mark: str = "") -> dict[str,
     return labels
 
 
-def owned(records: Mapping[str, Sequence[Record]], *shared: str) -> list[Record]:
+def prefix_by_run(records: Mapping[str, Sequence[Record]], *shared: str) -> list[Record]:
     """Records by owner in one list, for a picture of several owners' curves: NAME becomes OWNER/NAME.
 
     shared: names that stay, of what curves are drawn over.
@@ -112,8 +112,8 @@ def owned(records: Mapping[str, Sequence[Record]], *shared: str) -> list[Record]
     ]
 
 
-def read_folder(folder: Path, name: str) -> Sweep | Run:
-    """What a folder holds. name: what it is called on the page. ValueError where it cannot be reported on."""
+def read_folder(folder: Path, name: str) -> SweepFolder | RunFolder:
+    """Reads a folder. name: its name on the page. ValueError where it cannot be reported on."""
     sizes = (re.fullmatch(r"size-(\d+)", path.name) for path in folder.glob("size-*"))
     if tried := {int(size[1]) for size in sizes if size}:
         return _read_sweep(folder, name, tried)
@@ -129,7 +129,7 @@ def read_folder(folder: Path, name: str) -> Sweep | Run:
     )
 
 
-def _read_sweep(folder: Path, name: str, tried: set[int]) -> Sweep:
+def _read_sweep(folder: Path, name: str, tried: set[int]) -> SweepFolder:
     header, missing = read_json(folder / SWEEP_FILE), list[str]()
     if not header:
         missing.append(f"{SWEEP_FILE} cannot be read: what the sizes have in common is not known.")
@@ -138,7 +138,7 @@ def _read_sweep(folder: Path, name: str, tried: set[int]) -> Sweep:
         for file in (METRICS_FILE, MEMORY_FILE):
             _lines(folder, f"{size_folder(folder, batch_size).name}/{file}", missing)
     notes, quality = folder / NOTES_FILE, header.get("quality") or {}
-    return Sweep(
+    return SweepFolder(
         name=name,
         header=header,
         sizes=[read_size(folder, batch_size, header) for batch_size in batch_sizes],
@@ -151,7 +151,7 @@ def _read_sweep(folder: Path, name: str, tried: set[int]) -> Sweep:
     )
 
 
-def _read_run(folder: Path, name: str) -> Run:
+def _read_run(folder: Path, name: str) -> RunFolder:
     missing: list[str] = []
     settings: Record = {}
     changes, examples, matches = list[Change](), list[Example](), list[Match]()
@@ -163,7 +163,7 @@ def _read_run(folder: Path, name: str) -> Run:
     for file in sorted((folder / MATCHES).glob(f"*/{MATCH_FILE}"), key=lambda file: file.stat().st_mtime):
         with _or_missing(missing, "A match is not shown"):
             matches.append(Match.load(file.parent))
-    return Run(
+    return RunFolder(
         name=name,
         settings=settings,
         steps=[line for line in lines if any(not metric.startswith(("eval_", "step")) for metric in line)],
@@ -180,7 +180,7 @@ def _read_run(folder: Path, name: str) -> Run:
 
 @contextmanager
 def _or_missing(missing: list[str], consequence: str) -> Iterator[None]:
-    """What cannot be read within is noted."""
+    """Inside, errors of reading are noted."""
     try:
         yield
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""What the page of a training run shows: what it learned, what it cost, what it wrote; and that of several.
+"""The content of a run's page: what it learned, what it cost, what it wrote; and of the page of several runs.
 
-Left out of several: curves but held-out quality, which `tensorboard --logdir runs` lays over each other, and
-statistics over runs.
+Left out of the latter: curves but held-out quality, which `tensorboard --logdir runs` lays over each other,
+and statistics over runs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo.evaluate.quality import in_words
 from grpo.workbench.report.boards import answer_card, completion_cards, game_card
-from grpo.workbench.report.read import Run, curves, owned, points
+from grpo.workbench.report.read import RunFolder, curves, points, prefix_by_run
 from grpo.workbench.report.text import NOTHING, Fact, duration, mean, number, show, show_figure, show_interval
 from grpo.workbench.sizes import Record, figure
 
@@ -19,8 +19,8 @@ _OF_THE_RUN = ("--name", "--runs-dir", "--resume", "--log-level", "--trackers")
 """Settings in which any two runs differ."""
 
 
-def run_content(run: Run) -> dict[str, Any]:
-    """What run.html.j2 writes down."""
+def run_content(run: RunFolder) -> dict[str, Any]:
+    """Returns the values that run.html.j2 shows."""
     planned, done = figure(run.settings, "steps"), len(run.steps)
     steps = f"{done:,} steps of {planned:,.0f}" if planned and planned > done else f"{done:,} steps"
     settings = [
@@ -36,7 +36,7 @@ def run_content(run: Run) -> dict[str, Any]:
     for line in run.memory:
         phases.setdefault(str(line.get("phase")), []).append(line)
     return {
-        "lede": f"{steps}; {', '.join(settings)}.",
+        "summary": f"{steps}; {', '.join(settings)}.",
         "run": run,
         "facts": [*facts(run)],
         "in_words": in_words(run.changes) if run.changes else [],
@@ -49,12 +49,12 @@ def run_content(run: Run) -> dict[str, Any]:
         "completions": completion_cards(run),
         "last_game": [game_card(match) for match in run.matches[-1:]],
         "phases": [*map(_fullest, phases.values())],
-        "passes": owned(phases, "step"),
+        "passes": prefix_by_run(phases, "step"),
     }
 
 
-def runs_content(runs: Sequence[Run]) -> dict[str, Any]:
-    """What runs.html.j2 writes down: how runs ended, and where their settings differ."""
+def runs_content(runs: Sequence[RunFolder]) -> dict[str, Any]:
+    """Returns the values that runs.html.j2 shows: how runs ended, and where their settings differ."""
     settings = {
         run.name: {f"--{name.replace('_', '-')}": show(value, name) for name, value in run.settings.items()}
         for run in runs
@@ -62,10 +62,10 @@ def runs_content(runs: Sequence[Run]) -> dict[str, Any]:
     differing = [row for row in _side_by_side("setting", settings) if len({*row.values()}) > 2]
     ends = {run.name: {fact.what: fact.value for fact in facts(run)} for run in runs}
     return {
-        "lede": ", ".join(f"{len(run.steps):,} steps of {run.name}" for run in runs),
+        "summary": ", ".join(f"{len(run.steps):,} steps of {run.name}" for run in runs),
         "ends": _side_by_side("", ends),
         "heldout": heldout_rows({run.name: run.evaluations[-1] if run.evaluations else {} for run in runs}),
-        "evaluations": owned({run.name: run.evaluations for run in runs}, "step"),
+        "evaluations": prefix_by_run({run.name: run.evaluations for run in runs}, "step"),
         "differing": [row for row in differing if row["setting"] not in _OF_THE_RUN],
     }
 
@@ -78,8 +78,8 @@ def _side_by_side(heading: str, values: Mapping[str, Mapping[str, str]]) -> list
     ]
 
 
-def facts(run: Run) -> Iterator[Fact]:
-    """What changed and what it cost, as far as it was logged."""
+def facts(run: RunFolder) -> Iterator[Fact]:
+    """Yields what changed and what it cost, as far as it was logged."""
     learned = "reward" if run.logged("reward") else "loss"  # which of GRPO says nothing
     if values := run.logged(learned):
         count = max(1, len(values) // 10)
@@ -129,7 +129,7 @@ def heldout_rows(evaluations: Mapping[str, Record]) -> list[dict[str, str]]:
 
 
 def _fullest(lines: Sequence[Record]) -> dict[str, Any]:
-    """Of a phase's passes the one whose tensors added most, and how far its prediction was off."""
+    """Returns the pass of a phase whose tensors added most, and how far its prediction was off."""
     fullest = max(lines, key=lambda line: figure(line, "added_bytes") or 0.0)
     predicted, measured = figure(fullest, "predicted_bytes"), figure(fullest, "added_bytes")
     off = f"{100 * (predicted / measured - 1):+.1f} %" if predicted and measured else None

@@ -1,4 +1,4 @@
-"""What the page of a sweep over batch sizes shows, and of several: the best sizes, what failed, what to mind.
+"""The content of a sweep's page, and of several sweeps': the best sizes, what failed, what to mind.
 
 Quality is held-out quality at the end, when every size has done the same work; the best value on the way
 would favour whoever was looked at most often.
@@ -11,16 +11,29 @@ import numpy as np
 
 from grpo.statistics import mean_interval, neighbours_interval
 from grpo.workbench.report.charts import BATCH_SIZE
-from grpo.workbench.report.read import Sweep, owned
+from grpo.workbench.report.read import SweepFolder, prefix_by_run
 from grpo.workbench.report.text import Fact, show, show_figure
 from grpo.workbench.sizes import Record, figure
 
 FIGURES = (
-    "status", "message", "is_finished", "tuned", "final_train", "final_heldout", "best_heldout", "seconds",
-    "rate", "peak_bytes", "predicted_bytes", "added_bytes", "updates", "learning_rate", "warmup_updates",
+    "status",
+    "message",
+    "is_finished",
+    "tuned",
+    "final_train",
+    "final_heldout",
+    "best_heldout",
+    "seconds",
+    "rate",
+    "peak_bytes",
+    "predicted_bytes",
+    "added_bytes",
+    "updates",
+    "learning_rate",
+    "warmup_updates",
     "start_s",
-)  # fmt: skip
-"""Of a size, shown as they are."""
+)
+"""Figures of a size that are shown as they are."""
 ALIKE = 1.1
 """Times as long: what one run of each size, after one another, cannot tell apart."""
 _UNTUNED = "Not tuned: what looks like the effect of batch size may be that of its learning rate."
@@ -33,8 +46,8 @@ _RATES = {
 """By --scale-lr: what the learning rate was, and what that means."""
 
 
-def sweep_content(sweep: Sweep) -> dict[str, Any]:
-    """What sweep.html.j2 writes down."""
+def sweep_content(sweep: SweepFolder) -> dict[str, Any]:
+    """Returns the values that sweep.html.j2 shows."""
     parts = [("of", "model"), ("on", "device_name"), ("in", "precision")]
     words = [f" {word} {sweep.header[name]}" for word, name in parts if sweep.header.get(name)]
     work = f"each with {show(figure(sweep.header, 'total'))} {sweep.unit}{''.join(words)}"
@@ -42,11 +55,13 @@ def sweep_content(sweep: Sweep) -> dict[str, Any]:
     rates = sorted({rate for tries in tuned.values() for rate in tries})
     sizes = size_records(sweep)
     return {
-        "lede": f"{len(sweep.finished)} of {len(sweep.sizes)} batch sizes finished, {work}.",
+        "summary": f"{len(sweep.finished)} of {len(sweep.sizes)} batch sizes finished, {work}.",
         "sweep": sweep,
         "facts": [*facts(sweep, sizes)],
         "sizes": sizes,
-        "points": owned({str(size.batch_size): size.curve for size in sweep.sizes}, "done", "seconds"),
+        "points": prefix_by_run(
+            {str(size.batch_size): size.curve for size in sweep.sizes}, "done", "seconds"
+        ),
         "tries": [
             {"size": size} | {show(rate): show(tries.get(rate), "final_heldout") for rate in rates}
             for size, tries in tuned.items()
@@ -54,20 +69,21 @@ def sweep_content(sweep: Sweep) -> dict[str, Any]:
     }
 
 
-def sweeps_content(sweeps: Sequence[Sweep]) -> dict[str, Any]:
-    """What sweep.html.j2 writes down of one sweep, or of several and where their held-out quality ended."""
+def sweeps_content(sweeps: Sequence[SweepFolder]) -> dict[str, Any]:
+    """Returns the values that sweep.html.j2 shows of one sweep, or of several and where their held-out
+    quality ended."""
     parts = [sweep_content(sweep) for sweep in sweeps]
     ended = {part["sweep"].name: [size for size in part["sizes"] if size["is_finished"]] for part in parts}
-    ledes = [f"{part['sweep'].name}: {part['lede']}" for part in parts]
+    ledes = [f"{part['sweep'].name}: {part['summary']}" for part in parts]
     return parts[0] | {
-        "lede": " ".join(ledes) if len(parts) > 1 else parts[0]["lede"],
+        "summary": " ".join(ledes) if len(parts) > 1 else parts[0]["summary"],
         "parts": parts,
         "kinds": {f"{sweep.quality} over {sweep.unit}" for sweep in sweeps},
-        "ends": owned(ended, BATCH_SIZE),
+        "ends": prefix_by_run(ended, BATCH_SIZE),
     }
 
 
-def size_records(sweep: Sweep) -> list[dict[str, Any]]:
+def size_records(sweep: SweepFolder) -> list[dict[str, Any]]:
     """Figures of each size by name, with the ends of their 95 % intervals as NAME/low and NAME/high.
 
     behind: how much worse than the best it ended. gap: how much worse held-out is than training, which tells
@@ -100,7 +116,7 @@ def size_records(sweep: Sweep) -> list[dict[str, Any]]:
 
 
 def _interval(
-    sweep: Sweep, name: str, ours: Sequence[float], theirs: Sequence[float] | None = None
+    sweep: SweepFolder, name: str, ours: Sequence[float], theirs: Sequence[float] | None = None
 ) -> dict[str, float]:
     """The interval of the mean of ours - theirs on the same held-out rows, where it is known.
 
@@ -114,7 +130,7 @@ def _interval(
     return {f"{name}/low": low, f"{name}/high": high}
 
 
-def facts(sweep: Sweep, sizes: Sequence[Record]) -> Iterator[Fact]:
+def facts(sweep: SweepFolder, sizes: Sequence[Record]) -> Iterator[Fact]:
     """The best sizes, those that failed, and what to mind. sizes: of `size_records`."""
     finished = [size for size in sizes if size["is_finished"]]
     best = next((size for size in finished if size["is_best"]), None)

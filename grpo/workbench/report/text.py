@@ -7,7 +7,7 @@ from grpo.memory.budget import readable
 from grpo.workbench.sizes import Record, figure
 
 NOTHING = "–"
-"""What stands where nothing was measured."""
+"""Stands where nothing was measured."""
 
 
 class Fact(NamedTuple):

@@ -15,7 +15,7 @@ from grpo.evaluate.scores import HALF_MOVES, MATES
 from grpo.play.match import play_games, random_openings
 from grpo.play.player import Player
 from grpo.play.record import Game
-from grpo.play.thought import Position, game_seed
+from grpo.play.thought import GamePosition, game_seed
 
 MATES_URL = "https://github.com/google/BIG-bench/raw/main/bigbench/benchmark_tasks/checkmate_in_one/task.json"
 
@@ -43,7 +43,7 @@ def self_play(player: Player, num_games: int, *, seed: int, fens: Sequence[str] 
 
 def mate_in_one(player: Player, boards: Sequence[chess.Board], *, seed: int) -> Evaluation:
     """Column `MATES`: whether the model mates in each position, as `read_mates` gives them."""
-    positions = [Position(board, game_seed(seed, number)) for number, board in enumerate(boards)]
+    positions = [GamePosition(board, game_seed(seed, number)) for number, board in enumerate(boards)]
     moves = [thought.move for thought in player.think(positions, replace=False)]
     mates = [[move is not None and is_mate(board, move)] for board, move in zip(boards, moves, strict=True)]
     return Evaluation.of(player.prompts(boards), {MATES: np.array(mates, np.float64)})

@@ -1,4 +1,4 @@
-"""What functions of ours have to mind that stand in for torch's and transformers'."""
+"""Numerics that our functions share with those of torch and transformers that they replace."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from grpo.errors import UserError
 
-NEVER = -30.0
+MIN_LOGP = -30.0
 """A log-prob that is as good as none: none such is sampled, and fp32 knows -10,000 to a thousandth."""
 MODEL_ERRORS = TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError, IndexError
 """Errors that a model raises that cannot be run the way that is tried."""
 
 
-def product_dtype(values: Tensor) -> torch.dtype:
-    """Of products of these values: autocast's where it is on, which leaves float64 alone, else their own."""
+def matmul_dtype(values: Tensor) -> torch.dtype:
+    """Returns the dtype of products of these values: autocast's, which leaves float64 alone, or their own."""
     device = values.device.type
     if values.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -36,7 +36,8 @@ def computing_in(dtype: torch.dtype, device: torch.device, *, keeps_casts: bool 
 
 
 class ScoreRule(NamedTuple):
-    """What a model does to scores of attention beside scaling them, as it tells its attention."""
+    """The changes that a model makes to scores of attention beside scaling them, as it tells its
+    attention."""
 
     softcap: float | None = None
     """Scores s become softcap · tanh(s / softcap): Gemma 2."""
@@ -71,7 +72,7 @@ PLAIN = ScoreRule()
 
 
 @contextmanager
-def exact_products() -> Iterator[None]:
+def without_tf32() -> Iterator[None]:
     """Without TF32 and its like, whose rounding would pass for an error where the two are compared."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

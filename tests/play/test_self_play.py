@@ -7,10 +7,10 @@ import chess
 import pytest
 
 from grpo.evaluate.scores import HALF_MOVES, MATES
-from grpo.play.alone import mate_in_one, read_mates, self_play
 from grpo.play.match import random_openings
 from grpo.play.player import Player
-from grpo.play.thought import conclude, read_answer
+from grpo.play.self_play import mate_in_one, read_mates, self_play
+from grpo.play.thought import choose_move, read_answer
 from grpo.types import Prompt
 
 FEN = "8/8/R7/7p/P2K2k1/7r/8/8 w - - 0 56"
@@ -34,12 +34,14 @@ class Somebody:
     def think(self, positions, *, replace):
         assert not replace
         self.asked.append([each.board.fen() for each in positions])
-        return [conclude(each, [read_answer(each, f"B: {self.move(each.board)}")], replace=False)
-                for each in positions]  # fmt: skip
+        return [
+            choose_move(each, [read_answer(each, f"B: {self.move(each.board)}")], replace=False)
+            for each in positions
+        ]
 
 
 def half_moves(move, *fens):
-    """Of games from these positions, in their order."""
+    """Returns games from these positions, in their order."""
     played = [self_play(Somebody(move), 1, seed=0, fens=[fen]) for fen in fens]
     return [evaluation.scores[HALF_MOVES].item() for evaluation in played]
 
