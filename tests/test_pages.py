@@ -1,4 +1,4 @@
-"""What pages tell people to type runs as it stands, and what they name is there."""
+"""Commands that pages tell people to type run as they stand, and things that pages name are there."""
 
 import ast
 import json
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib
 import pytest
 import torch
 from commands import ROOT, Ended, run
@@ -22,19 +23,24 @@ from grpo.run.checkpoint import find_damage
 from grpo.run.tracking import read_lines
 
 DOCS = ROOT / "docs"
-PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (
-    ROOT / "README.md", *sorted(DOCS.rglob("*.md")), ROOT / "grpo" / "assets" / "rook-tiny" / "README.md"
-)}  # fmt: skip
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in (
+        ROOT / "README.md",
+        *sorted(DOCS.rglob("*.md")),
+        ROOT / "grpo" / "assets" / "rook-tiny" / "README.md",
+    )
+}
 README, PYTHON, GSM8K = (PAGES[name] for name in ("README.md", "docs/python.md", "docs/recipes/gsm8k.md"))
 
 
 def code(page: str, name: str) -> str:
-    """What follows `<!-- name -->`."""
+    """Returns the text behind `<!-- name -->`."""
     return re.search(rf"<!-- {name} -->\n```python\n(.*?)```", page, re.DOTALL)[1]
 
 
 def files(page: str) -> dict[str, str]:
-    """What a page has people write: "`name`:", and the content."""
+    """Returns the files that a page has people write: "`name`:", and the content."""
     return dict(re.findall(r"^`([\w.]+)`:\n\n```\w+\n(.*?)```", page, re.DOTALL | re.MULTILINE))
 
 
@@ -58,7 +64,8 @@ def cells(text: str, start: str) -> dict[str, list[str]]:
 
 
 def anchors(page: str) -> list[str]:
-    """What GitHub makes of a page's headings: lower case, without punctuation, a hyphen for a space."""
+    """Returns GitHub's anchors of a page's headings: lower case, without punctuation, a hyphen for a
+    space."""
     text = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
@@ -78,13 +85,24 @@ def test_links_lead_somewhere_and_every_picture_is_shown():
 
 
 NOT_OURS = {
-    "file.py", "path/to/file.py", "rewards.py", "notes.md", "letters.py", "gsm8k_rewards.py",
-    "tests/test_grpo_trainer.py", "c10/cuda/CUDACachingAllocator.cpp",  # of TRL and of torch
-}  # fmt: skip
+    "file.py",
+    "path/to/file.py",
+    "rewards.py",
+    "notes.md",
+    "letters.py",
+    "gsm8k_rewards.py",
+    "tests/test_grpo_trainer.py",
+    "c10/cuda/CUDACachingAllocator.cpp",  # of TRL and of torch
+}
 PAST = {
-    "benchmark_kernels.py", "benchmark_processes.py", "benchmark_recovery.py", "benchmark_signal.py",
-    "benchmark_trl.py", "label_positions.py", "pretrain_tiny.py",
-}  # fmt: skip
+    "benchmark_kernels.py",
+    "benchmark_processes.py",
+    "benchmark_recovery.py",
+    "benchmark_signal.py",
+    "benchmark_trl.py",
+    "label_positions.py",
+    "pretrain_tiny.py",
+}
 """Scripts that pages name as being in the repository up to a commit."""
 FOLDERS = "grpo", "rewards", "scripts", "tests", "docs"
 
@@ -126,7 +144,8 @@ def test_what_is_said_of_models_is_what_the_page_of_models_found():
         for title in ("The fast way", "Slower ways", "Refused", "Not made here")
     )
     assert (fast + slower, fast + slower + refused) == (trains, made) and made + absent <= listed
-    assert len(re.findall(r"^\| [\w.-]+ \| (?!scored in|why)", page, re.M)) == slower + refused
+    rows = re.findall(r"^\| (?!sampling|learning)[\w.-]+ \| (?!scored in|why)", page, re.M)
+    assert len(rows) == slower + refused
     assert "qwen3_5_text | padded rows | rows of one length" in page
 
 
@@ -209,9 +228,12 @@ def test_a_loaded_model_is_trained_itself_as_one_by_name_is(config, model_folder
     before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     given = Trainer(
-        replace(config, name="b"), model=model, prompts=ROWS, rewards=[short],
+        replace(config, name="b"),
+        model=model,
+        prompts=ROWS,
+        rewards=[short],
         tokenizer=AutoTokenizer.from_pretrained(folder),
-    )  # fmt: skip
+    )
     given.train()
     assert given.model is model and torch.equal(weights(model), weights(named.model))
     assert not torch.allclose(weights(model), weights(before).float(), atol=1e-7)
@@ -269,10 +291,17 @@ def test_word_problems_are_trained_on_and_evaluated_as_the_page_says(tmp_path, m
     for part in ("train", "test"):
         rows = [{"question": f"{n} + {n}?", "answer": f"It is\n#### {2 * n:,}"} for n in range(20)]
         (tmp_path / f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = typed("train", {
-        "--model": chat_model, "--prompts": "train.jsonl", "--batch-size": 16, "--max-new-tokens": 12,
-        "--steps": 2, "--eval-interval": 2,
-    })  # fmt: skip
+    words = typed(
+        "train",
+        {
+            "--model": chat_model,
+            "--prompts": "train.jsonl",
+            "--batch-size": 16,
+            "--max-new-tokens": 12,
+            "--steps": 2,
+            "--eval-interval": 2,
+        },
+    )
     system = words.index("--system-prompt") + 1
     assert words[system] == "$(cat system.txt)"
     words[system] = (tmp_path / "system.txt").read_text().strip()
@@ -303,3 +332,37 @@ def test_the_rewards_of_the_page_judge_as_it_says():
     assert names["right"](talks, answers, logged.__setitem__) == [1, 0, 1, 0, 1]
     assert logged == {"answered": 0.8}
     assert names["layout"](talks) == [1, 0, 0, 0, 0]
+
+
+def test_the_first_ten_minutes_run_as_the_notebook_has_them(tmp_path, monkeypatch, capsys):
+    """Cell by cell in one Python, without a notebook around them."""
+    monkeypatch.chdir(tmp_path)
+    matplotlib.use("Agg")
+    notebook = json.loads((ROOT / "docs" / "start.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell.get("outputs") for cell in notebook["cells"])
+    names: dict[str, object] = {}
+    for cell in cells:
+        exec(cell.replace("STEPS = 6", "STEPS = 2").replace("batch_size=32", "batch_size=16"), names)
+    printed = capsys.readouterr().out
+    assert "the model is in" in printed and " M: " in printed
+    assert len(list(tmp_path.glob("runs/*"))) == 1
+
+
+METRICS_PAGE = (ROOT / "docs" / "metrics.md").read_text()
+
+
+def test_every_metric_of_a_run_is_explained(config):
+    """By its name, or the end of it where a row names several."""
+    trainer = Trainer(replace(config, steps=1, eval_interval=1, num_iterations=2, precision="fp16"))
+    trainer.train()
+    names = set()
+    for line in (trainer.run.folder / "metrics.jsonl").read_text().splitlines():
+        names |= json.loads(line).keys()
+    explained = set(re.findall(r"`([\w/]+)`", METRICS_PAGE))
+    ends = {name.rpartition("/")[2] for name in explained}
+    mine = {name for name in names if not name.startswith(("rewards/", "eval_rewards/", "eval_policy/"))}
+    mine = {name for name in mine if not name.startswith("eval_environment/")} - {"step"}
+    for name in mine:
+        own = name.removesuffix("/low").removesuffix("/high")
+        assert own in explained or own.rpartition("/")[2] in ends or own in ("eval_reward",), name
