@@ -26,7 +26,7 @@ LEARNING_RATE, CLIP_RANGE, KL_COEF = 1e-4, 0.2, 0.02
 MOVE = re.compile("[a-h][1-8][a-h]([1-8])[qrbn]?")
 
 
-class Texts(NamedTuple):
+class PaddedTexts(NamedTuple):
     """Prompts, padded on the left, with their completions, padded on the right."""
 
     ids: Tensor  # (N, P + C)
@@ -44,7 +44,7 @@ def up_the_board(completion: str) -> float:
 
 
 @torch.no_grad()
-def sample(model: Any, prompts: Sequence[Sequence[int]], end: int, new_tokens: int) -> Texts:
+def sample(model: Any, prompts: Sequence[Sequence[int]], end: int, new_tokens: int) -> PaddedTexts:
     """Samples a completion of each of N prompts, token by token over a cache of keys and values."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[end] * (longest - len(prompt)) + [*prompt] for prompt in prompts])  # (N, P)
@@ -63,10 +63,10 @@ def sample(model: Any, prompts: Sequence[Sequence[int]], end: int, new_tokens: i
         goes_on = goes_on & (new[:, 0] != end)
         if not goes_on.any():
             break
-    return Texts(ids, seen, torch.stack(is_sampled, 1).float())
+    return PaddedTexts(ids, seen, torch.stack(is_sampled, 1).float())
 
 
-def log_probs(model: Any, texts: Texts) -> Tensor:
+def log_probs(model: Any, texts: PaddedTexts) -> Tensor:
     """Returns the log-prob (N, C) of each completion token."""
     positions = (texts.attention_mask.cumsum(1) - 1).clamp(min=0)
     logits = model(texts.ids, attention_mask=texts.attention_mask, position_ids=positions).logits
@@ -93,7 +93,7 @@ def token_losses(logp: Tensor, old_logp: Tensor, ref_logp: Tensor, advantages: T
     return KL_COEF * ratio * (gap.exp() - gap - 1) - gain
 
 
-def accumulate(model: Any, reference: Any, texts: Texts, advantages: Tensor, rows: int) -> None:
+def accumulate(model: Any, reference: Any, texts: PaddedTexts, advantages: Tensor, rows: int) -> None:
     """Adds the step's gradient to `.grad`, so many rows at once.
 
     The loss of a part is a sum divided by the tokens of the WHOLE step: the parts add up to the same gradient
@@ -102,7 +102,7 @@ def accumulate(model: Any, reference: Any, texts: Texts, advantages: Tensor, row
     num_tokens = texts.mask.sum()
     for first in range(0, len(advantages), rows):
         part = slice(first, first + rows)
-        own = Texts(*(tensor[part] for tensor in texts))
+        own = PaddedTexts(*(tensor[part] for tensor in texts))
         with torch.no_grad():
             ref_logp = log_probs(reference, own)
         logp = log_probs(model, own)  # one update a step: the old log-probs are these, without a gradient

@@ -118,7 +118,10 @@ class Processes(World):
         return into
 
     def _loss(self, stage: str, missing: Sequence[int]) -> ProcessLost:
-        """Whom this process misses, and why. It may only now hear who is gone: it may have been stopped."""
+        """Returns the error that names whom this process misses, and why.
+
+        It may only now hear who is gone: it may have been stopped.
+        """
         with self._news:
             self._news.wait_for(lambda: self._lost, _LAST_WORDS_S)
         for rank, words in self._lost.items():

@@ -59,7 +59,7 @@ class Workload:
 
     @property
     def scores(self) -> Literal["nothing", "reference", "policy"]:
-        """Whose log-probs are computed without learning, at most: autocast keeps a policy's cast weights."""
+        """The model that is scored without learning, at most: autocast keeps a policy's cast weights."""
         config = self.config
         follows = config.uses_lora and config.reference_sync > 0  # with adapters of its own
         if config.scores_policy or follows:

@@ -1,4 +1,4 @@
-"""Whom a model plays: Stockfish, any other engine that speaks UCI, moves at random, or another model."""
+"""Opponents of a model: Stockfish, any other engine that speaks UCI, moves at random, or another model."""
 
 import os
 import shlex

@@ -31,7 +31,7 @@ def take_snapshot(model: PreTrainedModel, optimizer: torch.optim.Optimizer, *, k
         for parameter in model.parameters():
             masters[parameter] = master_of(parameter, optimizer).cpu()
         weights = {
-            name: masters[weight] if weight in masters else weight.detach()
+            name: masters.get(weight, weight.detach())
             for name, weight in model.state_dict(keep_vars=True).items()
         }
     if is_sharded(model):

@@ -45,27 +45,22 @@ LLAMA_3B = LlamaConfig(
 """As Llama 3.2 has it."""
 
 
-QWEN_0_5B = Qwen2Config(
-    hidden_size=896,
-    intermediate_size=4864,
-    num_hidden_layers=24,
-    num_attention_heads=14,
-    num_key_value_heads=2,
-    vocab_size=151936,
-    max_position_embeddings=32768,
-    tie_word_embeddings=True,
-)
-QWEN_1_5B = Qwen2Config(
-    hidden_size=1536,
-    intermediate_size=8960,
-    num_hidden_layers=28,
-    num_attention_heads=12,
-    num_key_value_heads=2,
-    vocab_size=151936,
-    max_position_embeddings=32768,
-    tie_word_embeddings=True,
-)
-"""As Qwen 2.5 has it."""
+def qwen2(layers: int, width: int, mlp_width: int, heads: int) -> PretrainedConfig:
+    """Two heads of keys and values, and a tied vocabulary, as the small models of Qwen 2.5 have them."""
+    return Qwen2Config(
+        hidden_size=width,
+        intermediate_size=mlp_width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    )
+
+
+QWEN_0_5B = qwen2(24, 896, 4864, 14)
+QWEN_1_5B = qwen2(28, 1536, 8960, 12)
 
 
 def write_shape(folder: Path, shape: PretrainedConfig) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import made, shaped
-from minimal_grpo import KL_COEF, Texts, accumulate, group_advantages, sample
+from minimal_grpo import KL_COEF, PaddedTexts, accumulate, group_advantages, sample
 
 from grpo.config.groups import LossSettings
 from grpo.learning import advantages as trainers
@@ -91,5 +91,5 @@ def test_texts_end_with_their_last_token_and_padding_is_not_seen(batch):
         length = int(texts.mask[row].sum())
         assert texts.attention_mask[row, 5:].sum() == length
         assert length == completions.shape[1] or completions[row, length - 1] == 0
-    alone = Texts(*(tensor[4:5] for tensor in texts))
+    alone = PaddedTexts(*(tensor[4:5] for tensor in texts))
     assert torch.equal(alone.ids, texts.ids[4:5])
