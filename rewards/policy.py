@@ -90,22 +90,32 @@ def best_move(written: PolicyCompletion, truth: ReferenceMoves) -> float:
 
 
 def move_candidates(written: PolicyCompletion, truth: ReferenceMoves) -> float:
-    """Share of the listed entries in the top 5; a move listed twice earns once."""
+    """Share of the listed entries in the top 5; a move listed twice earns once.
+
+    A list shorter than the position allows is judged as if the missing entries were wrong.
+    """
     top = {move for move in written.moves if move is not None and truth.ranks.get(move, TOP) < TOP}
-    return len(top) / len(written.moves) if written.moves else 0.0
+    return len(top) / max(len(written.moves), _expected_moves(truth), 1)
+
+
+def _expected_moves(truth: ReferenceMoves) -> int:
+    """How many moves a full list has: five, or as many as the engine or the labels rank."""
+    return min(TOP, len(truth.ranks))
 
 
 def evaluations(written: PolicyCompletion, truth: ReferenceMoves) -> float:
     """Mean over the listed moves of 1 - min(1, |e - t| / max(|t|, 1 pawn)), t that same move's truth.
 
-    An illegal move, a move listed before and a missing or unreadable eval earn 0. A legal move without
-    a truth (labels name only a few) is left out; nothing to score is 0.
+    An illegal move, a move listed before and a missing or unreadable eval earn 0, and so does each move
+    that is missing from a full list. A legal move without a truth (labels name only a few) is left out.
     """
     evals = [*written.evals, *[None] * len(written.moves)]
-    scores = []
+    scores: list[float] = []
+    left_out = 0
     seen = set()
     for move, number in zip(written.moves, evals, strict=False):
         if move in truth.legal and move not in truth.evals:
+            left_out += 1
             continue
         if move is None or number is None or move in seen or move not in truth.evals:
             scores.append(0.0)
@@ -113,7 +123,7 @@ def evaluations(written: PolicyCompletion, truth: ReferenceMoves) -> float:
             true = truth.evals[move]
             scores.append(1.0 - min(1.0, abs(number - true) / max(abs(true), EVAL_FLOOR_PAWNS)))
         seen.add(move)
-    return sum(scores) / len(scores) if scores else 0.0
+    return sum(scores) / max(len(scores), _expected_moves(truth) - left_out, 1)
 
 
 def legal(written: PolicyCompletion, truth: ReferenceMoves) -> float:

@@ -279,7 +279,7 @@ def test_each_of_our_rewards_takes_its_own_prompts_and_logs_its_components():
     scores = score(batch_of([MOVE, PLAY], [RIGHT, "nonsense", " M: e2e4 E: 0.5 B: e2e4", "nonsense"]))
     assert scores.table.isnan().tolist() == [[True, False]] * 2 + [[False, True]] * 2
     perfect, bad_answer, best, bad_move = scores.rewards.tolist()
-    assert perfect == 2.0 and best == 1.0 and bad_answer < 1 and bad_move < 0.2  # times the weight
+    assert perfect == 2.0 and best > 0.75 and bad_answer < 1 and bad_move < 0.2  # times the weight
     assert scores.components[0]["environment/fen_match"] == scores.components[2]["policy/best_move"] == 1.0
     assert all(name.startswith("policy/") for name in scores.components[3])
 

@@ -129,8 +129,8 @@ def test_the_published_line_scores_what_a_person_computes():
     assert total == pytest.approx((4 * 0.7 + 2 * 1 + 1.5 * 1 + 1 * 0.68) / 8.5)
     # Its own labels are all 0.0: equal evals share the better rank, as nothing tells which came first.
     assert score(COMPLETION, evals=[0.0] * 5) == (dict.fromkeys(by_hand, 1.0), 1.0)
-    # Known and kept: the components pay for shares, so one right move with its eval is perfect.
-    assert score("M: a4a5 E: 0.3 B: a4a5")[1] == 1.0
+    # One right move with its eval is one of five: a short list must not be the best answer.
+    assert score("M: a4a5 E: 0.3 B: a4a5")[1] == pytest.approx((4 + 2 + 1.5 / 5 + 1 / 5) / 8.5)
     # Lazier: always the same illegal move, in form. Only the format pays.
     assert score("M: a1a1 E: 0.0 B: a1a1")[1] == pytest.approx(2 / 8.5) and score("")[1] == 0.0
 
@@ -148,16 +148,18 @@ def test_best_move():
 @pytest.mark.parametrize(
     ("moves", "evals", "candidates", "evaluations"),
     [
-        ("d4c4", "-3.0", 1.0, 0.75),  # one pawn off, of four
-        ("d4c4", "-9", 1.0, 0.0),  # off by more than all of it: clipped
-        ("a4a5 d4c4", "0.3 -4", 1.0, 1.0),
-        ("d4c4 a4a5", "0.3 -4", 1.0, 0.0),  # at each other's moves
-        ("a4a5 d4c4", "0.3", 1.0, 0.5),
-        ("a4a5", "0.3 1 2 3", 1.0, 1.0),  # missing; too many: of the format
-        ("a4a5 d4c4", "inf -4", 1.0, 0.5),
+        # Of five moves that a full list has.
+        ("d4c4", "-3.0", 1 / 5, 0.75 / 5),  # one pawn off, of four
+        ("d4c4", "-9", 1 / 5, 0.0),  # off by more than all of it: clipped
+        ("a4a5 d4c4", "0.3 -4", 2 / 5, 2 / 5),
+        ("d4c4 a4a5", "0.3 -4", 2 / 5, 0.0),  # at each other's moves
+        ("a4a5 d4c4", "0.3", 2 / 5, 1 / 5),
+        ("a4a5", "0.3 1 2 3", 1 / 5, 1 / 5),  # missing; too many: of the format
+        ("a4a5 d4c4", "inf -4", 2 / 5, 1 / 5),
         ("", "", 0.0, 0.0),
-        ("a4a5 a4a5 a4a5", "0.3 0.3 0.3", 1 / 3, 1 / 3),  # a duplicate earns once
-        ("a4a5 a6h7 0000 a9a9", "0.3 0.3 0 0", 0.25, 0.25),  # illegal, and no moves: in the denominator
+        ("a4a5 a4a5 a4a5", "0.3 0.3 0.3", 1 / 5, 1 / 5),  # a duplicate earns once
+        ("a4a5 a4a5 a4a5 a4a5 a4a5 a4a5", "0.3 0.3 0.3 0.3 0.3 0.3", 1 / 6, 1 / 6),  # and a long list no more
+        ("a4a5 a6h7 0000 a9a9", "0.3 0.3 0 0", 1 / 5, 1 / 5),  # illegal, and no moves: in the denominator
     ],
 )
 def test_move_candidates_and_evaluations(moves: str, evals: str, candidates: float, evaluations: float):
@@ -169,10 +171,10 @@ def test_move_candidates_and_evaluations(moves: str, evals: str, candidates: flo
 
 def test_a_legal_move_without_a_truth_is_left_out_with_labels_and_asked_of_an_engine():
     text = "M: a4a5 a6h6 E: 0.3 -1.0 B: a4a5"
-    assert score(text)[0]["evaluations"] == 1.0
+    assert score(text)[0]["evaluations"] == pytest.approx(1 / 4)  # of the five one is left out
     row, _ = score(text, reward=policy.with_engine(Engine()))
-    assert row["evaluations"] == pytest.approx((1 + 0.5) / 2)  # one pawn off, of two
-    assert row["move_candidates"] == 0.5
+    assert row["evaluations"] == pytest.approx((1 + 0.5) / 5)  # one pawn off, of two
+    assert row["move_candidates"] == pytest.approx(1 / 5)
     # Nothing to score is 0, not absent: all completions of a prompt are measured alike.
     assert score("M: a6h6 E: -2 B: a6h6")[0]["evaluations"] == 0.0
 
@@ -244,10 +246,11 @@ def test_castling_is_castling_however_it_is_written(kingside, queenside, label):
     labels = {"fen": "r3k2r/pppppppp/8/8/8/8/PPPPPPPP/R3K2R w KQkq - 0 1"}
     labels |= {"moves": [label, "e1a1", "a2a3"], "evals": [0.5, 0.2, 0.1]}
     row, total = score(f"M: {kingside} {queenside} E: 0.5 0.2 B: {kingside}", **labels)
-    assert set(row.values()) == {1.0} and total == 1
+    assert row == pytest.approx({"best_move": 1, "format": 1, "move_candidates": 2 / 3, "evaluations": 2 / 3})
+    assert total == pytest.approx((4 + 2 + 2.5 * 2 / 3) / 8.5)  # two of the three that the labels name
     assert score(f"M: {queenside} E: 0.2 B: {queenside}", **labels)[0]["best_move"] == 0.7
     twice, _ = score("M: e1g1 e1h1 E: 0.5 0.5 B: e1g1", **labels)
-    assert twice["move_candidates"] == twice["evaluations"] == 0.5  # listed in both ways it earns once
+    assert twice["move_candidates"] == twice["evaluations"] == pytest.approx(1 / 3)  # listed in both ways it earns once
 
 
 @pytest.mark.parametrize(
@@ -401,7 +404,8 @@ def test_prompts_of_others_get_none_and_rows_stay_in_place():
     prompts, short = ["A: x+e2e4+e2e4+", PROMPT, "hello", PROMPT], "M: a4a5 E: 0.3 B: a4a5"
     columns = {"fen": [None, FEN, None, FEN], "moves": [None, MOVES, None, MOVES], "evals": [None, EVALS] * 2}
     columns |= {"action": ["e2e4", None, None, None], "trainer_state": object()}
-    assert policy(prompts, ["", short, COMPLETION, ""], **columns) == [None, 1.0, None, 0.0]
+    earned = [None, pytest.approx(6.5 / 8.5), None, 0.0]
+    assert policy(prompts, ["", short, COMPLETION, ""], **columns) == earned
     assert policy([], []) == []
     assert environment([PROMPT, QUESTION, "", QUESTION], ["", ANSWER, ANSWER, ""]) == [None, 1.0, None, 0.0]
 
@@ -409,7 +413,7 @@ def test_prompts_of_others_get_none_and_rows_stay_in_place():
 def test_messages_count_by_their_last_content():
     prompt = [{"role": "system", "content": "A: no"}, {"role": "user", "content": PROMPT}]
     completion, labels = [{"content": "M: a4a5 E: 0.3 B: a4a5"}], {"moves": [MOVES], "evals": [EVALS]}
-    assert policy([prompt], [completion], **labels) == [1.0]
+    assert policy([prompt], [completion], **labels) == [pytest.approx(6.5 / 8.5)]
     for odd in ([], [{"role": "assistant", "content": None}]):
         assert policy([prompt], [odd], **labels) == [0.0] and policy([odd], [completion]) == [None]
     assert environment([[{"role": "user", "content": QUESTION}]], [[{"content": ANSWER}]]) == [1.0]
@@ -418,7 +422,7 @@ def test_messages_count_by_their_last_content():
 def test_the_prompt_is_read_where_the_columns_are_missing():
     for prompt in (PROMPT, PROMPT + " ", f"P: {FEN:90}", f"P:{FEN}"):
         engine = Engine()
-        assert policy.with_engine(engine)([prompt], ["M: a4a5 E: 0.3 B: a4a5"]) == [1.0]
+        assert policy.with_engine(engine)([prompt], ["M: a4a5 E: 0.3 B: a4a5"]) == [pytest.approx(6.5 / 8.5)]
         assert engine.asked == [(FEN, ())]
     assert environment([QUESTION], [ANSWER]) == [1.0]
     assert environment([QUESTION], [ANSWER], fen=[None], action=[None], history=[None]) == [1.0]
