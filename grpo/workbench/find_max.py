@@ -38,16 +38,19 @@ def line_bytes(trial: SizeResult) -> int:
 
 
 def trial_row(trial: SizeResult) -> Row:
-    """A row of the table of trials: batch, status, memory in GB, loss and speed."""
+    """A row of the table of trials: batch, status, memory in GB, loss (of language modelling) and speed.
+
+    Speed is that of the last step, as the first ones load kernels.
+    """
     sizes = {"peak": trial.peak_bytes, "allocated": trial.allocated_bytes, "reserved": trial.reserved_bytes}
-    fastest_s = min(trial.step_s) if trial.is_finished else None
+    step_s = trial.steady_s if trial.is_finished else None
     return {
         "batch": trial.batch_size,
         "status": trial.status,
         **{f"{name}, GB": f"{size / GB:.3f}" if size else None for name, size in sizes.items()},
-        "loss": f"{trial.steps[-1]['loss']:.4f}" if fastest_s else None,
-        "s a step": f"{fastest_s:.2f}" if fastest_s else None,
-        "samples/min": f"{60 * trial.batch_size / fastest_s:,.0f}" if fastest_s else None,
+        "loss": f"{trial.steps[-1]['loss']:.4f}" if step_s and not trial.higher_is_better else None,
+        "s a step": f"{step_s:.2f}" if step_s else None,
+        "samples/min": f"{60 * trial.batch_size / step_s:,.0f}" if step_s else None,
     }
 
 

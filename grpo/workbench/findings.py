@@ -11,13 +11,22 @@ from grpo.environment import command_hint
 from grpo.errors import UserError
 from grpo.memory.budget import GB, readable
 from grpo.workbench.find_max import INCREMENT, Checked, line_bytes
-from grpo.workbench.line import LEAST_FOR_A_LINE, Line, first_outlier, fit_line, safety_margin
+from grpo.workbench.line import (
+    LEAST_FOR_A_LINE,
+    MARGIN_REASONS,
+    Line,
+    first_outlier,
+    fit_line,
+    safety_margin,
+)
 from grpo.workbench.pictures import picture
 from grpo.workbench.settings import FindMax
 from grpo.workbench.sizes import SizeResult
 from grpo.workbench.tables import Row
 
 SAFE_SHARE = 0.8
+ALL_THAT_IS_FREE = " --memory-utilization 1"
+"""The trials may use all memory that is free; a plan within less would split the batch."""
 CARDS = (2, 4, 8)
 """Numbers of cards that the safe size is multiplied for."""
 
@@ -33,6 +42,7 @@ class Findings:
     failed: Sequence[int]
     total_bytes: float
     margin_bytes: float
+    margin_reason: str
     multiple: int
     at_most: int | None = None
     flags: str = ""
@@ -45,8 +55,8 @@ class Findings:
 
     @cached_property
     def line(self) -> Line | None:
-        """Through all sizes that fitted, if it can be drawn and rises."""
-        return fit_line(self.peaks)
+        """The line through all sizes that fitted; None for fewer than four, or where it does not rise."""
+        return fit_line(self.peaks) if len(self.peaks) >= LEAST_FOR_A_LINE else None
 
     def facts(self) -> list[Row]:
         """A finding: a figure, and how far it can be trusted."""
@@ -59,7 +69,7 @@ class Findings:
         if self.no_command is not None:
             facts.append(("command", "none", f"of train_lean.py: {self.no_command}"))
         if line is None:
-            note = "over the batch size: it takes two sizes that fit, and peaks that rise"
+            note = f"over the batch size: it takes {LEAST_FOR_A_LINE} sizes that fit, and peaks that rise"
             facts.append(("line", "none", note))
         else:
             facts += self._line_facts(line)
@@ -68,16 +78,13 @@ class Findings:
     def _line_facts(self, line: Line) -> list[tuple[str, object, str]]:
         total, margin, bend = self.total_bytes, self.margin_bytes, first_outlier(self.peaks)
         slope = f"{line.bytes_per_sample / GB:.4g} × (batch - {line.first})"
-        r_squared, note = f"{line.r_squared:.4f}", "a line throughout"
-        if len(self.peaks) < LEAST_FOR_A_LINE:
-            r_squared, note = "not known", f"whether it is a line takes {LEAST_FOR_A_LINE} sizes to tell"
-        elif bend is not None:
+        note = "a line throughout"
+        if bend is not None:
             note = f"no line from {bend} on: the sizes below it foretell another peak"
-        why = "for what no allocator shows, by one published case: within it is a risk"
         facts: list[tuple[str, object, str]] = [
             ("line, GB", f"{line.start_bytes / GB:.2f} + {slope}", f"through {len(self.peaks)} sizes"),
-            ("R²", r_squared, note),
-            ("margin", readable(margin), why),
+            ("R²", f"{line.r_squared:.4f}", note),
+            ("margin", readable(margin), f"{self.margin_reason}: within it is a risk"),
         ]
         if self.failed:
             first, note = min(self.failed), "as the line says"
@@ -120,7 +127,9 @@ class Findings:
                 several = f"accelerate launch --num_processes {cards} train_lean.py"
                 split = f" --train-rows {at_once}" if passes > 1 else ""
                 launch = several if cards > 1 else command_hint("train")
-                row["command"] = f"{launch} --batch-size {batch}{split} {self.flags}".rstrip()
+                row["command"] = (
+                    f"{launch} --batch-size {batch}{split}{ALL_THAT_IS_FREE} {self.flags}".rstrip()
+                )
             rows.append(row)
         return rows
 
@@ -164,6 +173,7 @@ def findings(checked: Checked, trials: Sequence[SizeResult], flags: str = "") ->
         total_bytes=usable,
         failed=[trial.batch_size for trial in trials if not trial.is_finished],
         margin_bytes=safety_margin(usable, checked.device_type),
+        margin_reason=MARGIN_REASONS.get(checked.device_type, MARGIN_REASONS["accelerator"]),
         multiple=settings.multiple,
         at_most=settings.train.max_batch_size,
         flags=flags,

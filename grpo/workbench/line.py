@@ -25,6 +25,11 @@ at 208, which the line puts at 44.34 GB: there it was at least 3.06 GB.
 """
 HOST_MARGIN_SHARE = 0.02
 """On a host the peaks are the process's own: only their scatter is left."""
+MARGIN_REASONS = {
+    "cpu": "for the scatter of a process's peaks from run to run",
+    "accelerator": "for what no allocator shows, by one published case",
+}
+"""What `safety_margin` is for, by the type of device."""
 
 
 @dataclass(frozen=True)

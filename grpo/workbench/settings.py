@@ -5,10 +5,10 @@ Settings alone, read and checked before torch is loaded. `--config FILE` may hol
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_type_hints
 
 import tyro
 
@@ -40,7 +40,19 @@ class CommandSettings(Config):
         for flag in (word.partition("=")[0] for word in flags):
             if flag.removeprefix("--").replace("-", "_") in cls.MANAGED_FLAGS:
                 raise SettingsError(f"{flag} is given, which is chosen by itself here: leave it out.")
-        return tyro.cli(cls, args=flags, default=base)
+        shown: Any = cls._without_managed_flags()
+        return cls.of(tyro.cli(shown, args=flags, default=shown.of(base)))
+
+    @classmethod
+    def _without_managed_flags(cls) -> type:
+        """The same settings, whose --help leaves out the flags that this command refuses."""
+        hints, fields = get_type_hints(cls, include_extras=True), cls.__dataclass_fields__
+        hidden = [
+            (name, Annotated[hints[name], tyro.conf.Suppress], field(default=fields[name].default))
+            for name in cls.MANAGED_FLAGS
+        ]
+        namespace = {"__doc__": cls.__doc__, "__module__": cls.__module__}
+        return make_dataclass(cls.__name__, hidden, bases=(cls,), namespace=namespace, frozen=True)
 
     @property
     def train(self) -> Config:

@@ -250,7 +250,9 @@ def test_castling_is_castling_however_it_is_written(kingside, queenside, label):
     assert total == pytest.approx((4 + 2 + 2.5 * 2 / 3) / 8.5)  # two of the three that the labels name
     assert score(f"M: {queenside} E: 0.2 B: {queenside}", **labels)[0]["best_move"] == 0.7
     twice, _ = score("M: e1g1 e1h1 E: 0.5 0.5 B: e1g1", **labels)
-    assert twice["move_candidates"] == twice["evaluations"] == pytest.approx(1 / 3)  # listed in both ways it earns once
+    assert (
+        twice["move_candidates"] == twice["evaluations"] == pytest.approx(1 / 3)
+    )  # listed in both ways it earns once
 
 
 @pytest.mark.parametrize(

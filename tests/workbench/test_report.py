@@ -121,9 +121,9 @@ def test_the_page_of_a_sweep(sweep):
     shown = facts(sweep)
     assert shown["Best held-out loss"][:2] == ["size 64", "2.300 (2.270 to 2.330) nats a token"]
     assert shown["Not told from the best"][0] == "size 32, 128"
-    assert shown["Trade-off"][:2] == ["size 64", "1 min 13 s"]
-    assert shown["Fastest"][:2] == ["size 256", "1 min 9 s"]
-    assert "cannot tell: size 64." in shown["Fastest"][2]
+    assert shown["Trade-off"][:2] == ["size 64, 32", "1 min 13 s"]
+    assert shown["Fastest"][:2] == ["size 256, 64", "1 min 9 s"]
+    assert "cannot tell these apart" in shown["Fastest"][2]
     out_of_memory = ["out of memory", "4.72 GB predicted", "DefaultCPUAllocator: can't allocate memory"]
     assert shown["Size 512"] == out_of_memory
     assert shown["Learning rate"][:2] == ["the same at every size", "0.0003"]
@@ -477,7 +477,10 @@ def test_best_by_quality_by_speed_and_those_that_are_not_told_from_the_best():
     shown = facts_of(sweep_of(best, close, apart, unknown, lost))
     assert shown["Best held-out loss"][0] == "size 8" and shown["Not told from the best"][0] == "size 16"
     assert shown["Trade-off"][:2] == ("size 16", "1 min 0 s")
-    assert shown["Fastest"][0] == "size 64" and shown["Fastest"][2].endswith("cannot tell: size 32.")
+    assert shown["Fastest"][:2] == ("size 64, 32", "45.5 s") and "at most a tenth" in shown["Fastest"][2]
+    # A size that is called fastest alone is not one of several that cannot be told apart above.
+    near = facts_of(sweep_of(ok(8, 2.0, 62, [1.0, 3.0]), close))
+    assert near["Trade-off"][0] == near["Fastest"][0] == "size 16, 8"
     assert not {"Not told from the best", "Trade-off"} & set(facts_of(sweep_of(best, apart)))
 
     low, high = ok(8, 0.5, 10, [0.2, 0.8], reward=True), ok(16, 0.8, 20, [0.75, 0.85], reward=True)

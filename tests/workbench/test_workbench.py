@@ -1,6 +1,7 @@
 """The ground of the workbench: models from numbers, corpora, tasks in processes of their own."""
 
 import json
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from forked import forked_workers
 from tokenizers import Tokenizer
 
-from grpo.config import Config
+from grpo.config import Config, SettingsError
 from grpo.config.groups import Checkpointing
 from grpo.learning.masters import split_masters
 from grpo.learning.step import Diverged
@@ -25,7 +26,8 @@ from grpo.workbench import trial
 from grpo.workbench.corpus import Corpus, open_corpus, trained_tokenizer
 from grpo.workbench.lm import accumulate_lm, added_bytes, heldout_losses
 from grpo.workbench.models import model_shape, num_parameters, random_model
-from grpo.workbench.settings import FindMax, Task
+from grpo.workbench.settings import Calculator, FindMax, Task
+from grpo.workbench.sweep_settings import Sweep
 
 CPU = torch.device("cpu")
 
@@ -174,3 +176,16 @@ def test_how_a_task_ended_is_in_its_folder(tmp_path, monkeypatch, error, status,
     monkeypatch.setattr(trial, "train_lm", mock.Mock(side_effect=error))
     assert trial.do_task(tmp_path) == trial.TrialStatus(status, message)
     assert json.loads((tmp_path / "ended.json").read_text()) == {"status": status, "message": message}
+
+
+@pytest.mark.parametrize("settings", [FindMax, Calculator, Sweep])
+def test_help_lists_no_flag_that_is_refused(settings, capsys):
+    with pytest.raises(SystemExit):
+        settings.parse(["--help"])
+    shown = capsys.readouterr().out
+    assert "--learning-rate" in shown
+    for name in settings.MANAGED_FLAGS:
+        flag = f"--{name.replace('_', '-')}"
+        assert not re.search(rf"{flag}\b(?!-)", shown), flag
+        with pytest.raises(SettingsError, match=f"{flag} is given"):
+            settings.parse([flag, "1"])

@@ -36,12 +36,13 @@ FIGURES = (
 """Figures of a size that are shown as they are."""
 ALIKE = 1.1
 """Times as long: what one run of each size, after one another, cannot tell apart."""
+_ALIKE = "One run of each cannot tell these apart: at most a tenth longer."
 _UNTUNED = "Not tuned: what looks like the effect of batch size may be that of its learning rate."
 _RATES = {
     "none": ("the same at every size", f"{_UNTUNED} Larger batches usually want a higher one."),
     "linear": ("in proportion to the size", _UNTUNED),
     "sqrt": ("with the square root of the size", _UNTUNED),
-    "tuned": ("tuned at each size", "Differences of quality are those of the size."),
+    "tuned": ("tuned at each size", "A difference of quality is not one of learning rates."),
 }
 """By --scale-lr: what the learning rate was, and what that means."""
 
@@ -143,14 +144,12 @@ def facts(sweep: SweepFolder, sizes: Sequence[Record]) -> Iterator[Fact]:
         if close := [size for size in finished if size.get("behind/low", 1.0) <= 0]:
             note = "The 95 % interval of the difference on the same held-out rows holds 0."
             yield Fact("Not told from the best", _named(*close), "", note)
-            if choice := _fastest([best, *close]):
-                note = "The fastest of these and the best."
-                yield Fact("Trade-off", _named(choice), show_figure(choice, "seconds"), note)
+            if quick := _fastest([best, *close]):
+                note = f"The fastest of these and the best. {_ALIKE if len(quick) > 1 else ''}".strip()
+                yield Fact("Trade-off", _named(*quick), show_figure(quick[0], "seconds"), note)
     if quick := _fastest(finished):
-        others = [size for size in finished if size["seconds"] and size is not quick]
-        alike = [size for size in others if size["seconds"] <= ALIKE * quick["seconds"]]
-        note = f"At most a tenth longer, which one run cannot tell: {_named(*alike)}." if alike else ""
-        yield Fact("Fastest", _named(quick), show_figure(quick, "seconds"), note)
+        note = _ALIKE if len(quick) > 1 else ""
+        yield Fact("Fastest", _named(*quick), show_figure(quick[0], "seconds"), note)
     for size in sizes:
         if not size["is_finished"]:
             predicted = f"{show_figure(size, 'predicted_bytes')} predicted" if size["predicted_bytes"] else ""
@@ -162,9 +161,10 @@ def facts(sweep: SweepFolder, sizes: Sequence[Record]) -> Iterator[Fact]:
     yield Fact("Learning rate", how, show(figure(sweep.header, "learning_rate")), note)
 
 
-def _fastest(sizes: Sequence[Record]) -> Record | None:
-    """The one that needed the least time for the same work."""
-    return min((size for size in sizes if size["seconds"]), key=lambda size: size["seconds"], default=None)
+def _fastest(sizes: Sequence[Record]) -> list[Record]:
+    """The sizes that one run cannot tell from the fastest, which comes first: at most a tenth longer."""
+    by_time = sorted((size for size in sizes if size["seconds"]), key=lambda size: size["seconds"])
+    return [size for size in by_time if size["seconds"] <= ALIKE * by_time[0]["seconds"]]
 
 
 def _named(*sizes: Record) -> str:
