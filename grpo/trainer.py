@@ -23,12 +23,12 @@ from grpo.learning.advantages import field_credit, group_advantages
 from grpo.learning.loss import adaptive_kl
 from grpo.learning.optimizer import learning_rate, set_learning_rate
 from grpo.learning.step import GuardedOptimizer
+from grpo.logs.progress import Progress
 from grpo.phases import Phases
 from grpo.run.checkpoint import Checkpoint
 from grpo.run.inputs import Inputs
 from grpo.run.interrupt import StopRequest, stop_on_signal
 from grpo.run.log import RunLog
-from grpo.run.progress import Progress
 from grpo.run.setup import Run, open_run
 from grpo.run.training_state import restore_optimizer
 from grpo.types import Batch, Step

@@ -14,8 +14,8 @@ import tyro
 from benchmarks.results import CONSOLE, conclude, table, write
 from benchmarks.speed import CASES, CONTENDERS, race, race_rows, race_verdicts
 
+from grpo.logs.screen import configure_logging
 from grpo.model.target import compute_dtype
-from grpo.run.screen import configure_logging
 
 
 def main(

@@ -38,11 +38,11 @@ from benchmarks.results import CONSOLE, conclude, table, write
 from loguru import logger
 
 from grpo.config import Config
+from grpo.logs.screen import configure_logging
+from grpo.logs.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.model.target import make_target, multiplies_in_bf16
 from grpo.plan.trace import TracedPhases
 from grpo.plan.workload import Workload
-from grpo.run.screen import configure_logging
-from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 
 ROOT = Path(__file__).parents[1]
 SHAPES = {"3m": GPT2_3M, "30m": GPT2_30M, "124m": GPT2_124M}

@@ -33,7 +33,7 @@ from benchmarks.speed import Worker
 from loguru import logger
 
 from grpo.data.gym import gym_rows
-from grpo.run.screen import configure_logging
+from grpo.logs.screen import configure_logging
 from grpo.statistics import mean_interval
 from grpo.workbench.pictures import picture
 

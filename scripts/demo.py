@@ -36,16 +36,15 @@ def main(
     from benchmarks.learning import demo_config, heldout_prompts, train_grpo
     from loguru import logger
 
-    from grpo.commands.screen import screen
     from grpo.evaluate import quality
     from grpo.evaluate.boards import example_boards
     from grpo.evaluate.tables import change_table
+    from grpo.logs.screen import configure_logging, plain_console
     from grpo.model.load import Policy, load_policy
     from grpo.model.target import choose_device
-    from grpo.run.screen import configure_logging
     from grpo.workbench.report import write_report
 
-    console = screen(width=None if sys.stdout.isatty() else 110)
+    console = plain_console(width=None if sys.stdout.isatty() else 110)
     configure_logging("INFO", console)
     begun = time.monotonic()
     config = demo_config(seed=seed, steps=steps, batch_size=batch_size, minutes=minutes, runs_dir=runs_dir)

@@ -20,9 +20,9 @@ from loguru import logger
 
 from grpo.config import Config, from_plain
 from grpo.evaluate.quality import MODES, load_quality, measure, save_quality
+from grpo.logs.screen import configure_logging
 from grpo.model.load import load_policy
 from grpo.model.target import choose_device
-from grpo.run.screen import configure_logging
 from grpo.types import Prompt
 
 SAMPLES = 4

@@ -23,7 +23,8 @@ from forked import forked_workers, server
 from loguru import logger
 from several_processes import fork
 
-from grpo import commands, waiting
+from grpo import commands
+from grpo.logs import waiting
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}

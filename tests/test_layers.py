@@ -12,13 +12,15 @@ LAYERS = (
     ("grpo.phases", "grpo.play"),
     ("grpo.run", "grpo.trl"),
     ("grpo.plan",),
-    ("grpo.evaluate", "grpo.learning"),
+    ("grpo.evaluate",),
+    ("grpo.logs",),
+    ("grpo.learning",),
     ("grpo.rollout", "grpo.scoring"),
     ("grpo.model",),
     ("grpo.data", "grpo.distributed"),
     ("grpo.rewards", "grpo.memory", "grpo.config", "grpo.types"),
     ("rewards",),
-    ("grpo.files", "grpo.environment", "grpo.prompt", "grpo.statistics", "grpo.waiting"),
+    ("grpo.files", "grpo.environment", "grpo.prompt", "grpo.statistics", "grpo.logs.waiting"),
     ("grpo.errors",),
 )
 """Rooms from top to bottom; those side by side do not import each other."""

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import grpo
 from grpo import Trainer
 from grpo.evaluate import Evaluation
+from grpo.logs.tracking import read_lines
 from grpo.run.checkpoint import find_damage
-from grpo.run.tracking import read_lines
 
 DOCS = ROOT / "docs"
 PAGES = {

@@ -11,9 +11,9 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from grpo.config import Config
+from grpo.logs.tracking import COMPLETIONS_FILE, METRICS_FILE, read_lines
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import open_run
-from grpo.run.tracking import COMPLETIONS_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
 
 BY_FIELD = {

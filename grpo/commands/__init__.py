@@ -132,17 +132,15 @@ def call(name: str) -> int:
     """The command itself; its exit status. What a person can mend is one line."""
     command, (process, _) = COMMANDS[name], launched_processes()
     try:
-        from grpo.commands.screen import print_error, screen
-        from grpo.run.screen import configure_logging
+        from grpo.logs.screen import configure_logging, plain_console, print_error
 
-        errors = screen(stderr=True, quiet=process > 0)  # one of several processes speaks for all
+        errors = plain_console(stderr=True, quiet=process > 0)  # one of several processes speaks for all
         try:
             configure_logging(command.level, errors, process=process)
             with redirect_stderr(io.StringIO()) if process else nullcontext():
                 settings = _settings(command)
-            return (
-                _load(command.action)(settings, screen(width=None if sys.stdout.isatty() else WIDTH)) or DONE
-            )
+            console = plain_console(width=None if sys.stdout.isatty() else WIDTH)
+            return _load(command.action)(settings, console) or DONE
         except Exception as error:
             from grpo.rewards import EngineError  # not before: chess takes a tenth of a second to load
 

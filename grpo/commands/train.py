@@ -7,14 +7,13 @@ from loguru import logger
 from rich.console import Console
 
 from grpo.commands import DONE, FAILED, INTERRUPTED, WRONG_USAGE
-from grpo.commands.screen import screen, shortened
 from grpo.config import Config
 from grpo.data.load import check_spec
 from grpo.data.reward_files import load_rewards
 from grpo.environment import launched_processes
 from grpo.errors import UserError
 from grpo.files import shown
-from grpo.run.screen import configure_logging
+from grpo.logs.screen import configure_logging, plain_console, shortened
 
 if TYPE_CHECKING:
     from grpo.run.setup import Run
@@ -27,7 +26,7 @@ _INTERNAL = "the run ends with a fault of the program's own, not of its use"
 def main(config: Config, _: Console) -> int:
     """Train; the exit status. All that is said is progress, and goes to stderr."""
     process, _size = launched_processes()
-    console = screen(stderr=True, quiet=process > 0)
+    console = plain_console(stderr=True, quiet=process > 0)
     check_spec(config.prompts)
     load_rewards(config.reward, config.reward_weights)
     configure_logging(config.log_level, console, process=process)
@@ -89,7 +88,7 @@ def main(config: Config, _: Console) -> int:
                 console.print(how_to_load(run), highlight=False, soft_wrap=True)  # to be copied
     except BaseException as error:
         reserve.clear()  # first of all: to say anything takes memory
-        status, reason = status_of(error), shortened(error)
+        status, reason = status_of(error), shortened(str(error))
         if not isinstance(error, tuple(statuses)) and is_out_of_memory(error):
             reason = "memory ran out, and not for the rows of a phase: give more, or a smaller model"
         if status is None:

@@ -11,12 +11,12 @@ from grpo.data.reward_functions import Scores
 from grpo.errors import UserError
 from grpo.evaluate.evaluation import Evaluation
 from grpo.evaluate.scores import Column, score_completions
+from grpo.logs.waiting import progress_bar
 from grpo.rewards import EnginePool
 from grpo.rollout.decoder import ArenaCache
 from grpo.rollout.sample import begin_rollout
 from grpo.rollout.tokens import step_uniforms
 from grpo.types import TASKS, Batch, Prompt
-from grpo.waiting import progress_bar
 
 EVALUATION_STEP = -1
 """The step whose uniforms evaluations sample with: none of training's."""

@@ -22,7 +22,7 @@ _LEAST_8BIT, _BLOCK, _CODE_BYTES = 4096, 256, 1024
 def learning_rate(done: float, num_steps: int, settings: OptimizerSettings) -> float:
     """The rate of the step after `done` of `num_steps`; a run that its minutes end has done parts of steps.
 
-    See `grpo.run.progress`.
+    See `grpo.logs.progress`.
     """
     if done < settings.warmup_steps:
         return settings.learning_rate * min(done + 1, settings.warmup_steps) / settings.warmup_steps

@@ -11,12 +11,12 @@ from rich.table import Table
 
 from grpo.data import load_prompts
 from grpo.errors import UserError
+from grpo.logs.waiting import progress_bar
 from grpo.play.opponents import Opponent
 from grpo.play.player import settings_of
 from grpo.play.record import Game, Match
 from grpo.play.thought import GamePosition, game_seed
 from grpo.run.interrupt import stop_on_signal
-from grpo.waiting import progress_bar
 
 _SAVE_EVERY_S = 20.0
 

@@ -29,10 +29,10 @@ from grpo.environment import command_hint
 from grpo.errors import UserError
 from grpo.files import replace_folder, restore_interrupted_replace, shown
 from grpo.learning.masters import LOW_BITS, master_bytes
+from grpo.logs.model_card import write_card
 from grpo.model.adapters import MERGED, has_adapters, save_adapters, save_merged
 from grpo.model.load import Policy
 from grpo.model.names import MODEL_FOLDER
-from grpo.run.card import write_card
 from grpo.run.training_state import Snapshot, take_snapshot
 
 _MANIFEST = "manifest.json"

@@ -11,18 +11,18 @@ from torch import Tensor
 from grpo.config import to_plain
 from grpo.data.reward_functions import Scores
 from grpo.evaluate import Evaluation
-from grpo.model.load import end_names
-from grpo.run.metrics import (
+from grpo.logs.metrics import (
     chosen_rows,
     completion_records,
     length_metrics,
     reward_metrics,
     warnings_of,
 )
-from grpo.run.progress import Progress
-from grpo.run.screen import StepProgress, held_out_line, in_one_line
+from grpo.logs.progress import Progress
+from grpo.logs.screen import StepProgress, held_out_line, in_one_line
+from grpo.logs.tracking import RunTracker
+from grpo.model.load import end_names
 from grpo.run.setup import Run
-from grpo.run.tracking import RunTracker
 from grpo.types import Batch
 
 

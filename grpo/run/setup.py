@@ -25,6 +25,11 @@ from grpo.errors import UserError
 from grpo.learning.loss_scale import LossScale
 from grpo.learning.masters import join_masters, split_masters
 from grpo.learning.optimizer import check_optimizer, make_optimizer
+from grpo.logs.clock import Clock
+from grpo.logs.model_card import check_hub, push
+from grpo.logs.screen import keep_log
+from grpo.logs.tracking import check_trackers
+from grpo.logs.waiting import log_if_slow
 from grpo.memory import Device, DoesNotFit, Fit, is_out_of_memory, survive
 from grpo.memory.recovery import release_cache
 from grpo.model.adapters import check_peft
@@ -38,17 +43,12 @@ from grpo.plan.workload import Workload, longest_prompt
 from grpo.rewards import EnginePool, find_stockfish
 from grpo.rollout.decoder import ArenaCache, records_steps
 from grpo.run import loading
-from grpo.run.card import check_hub, push
 from grpo.run.checkpoint import ONLY_TO_TRAIN, checkpoint_bytes, saved_model_bytes
-from grpo.run.clock import Clock
 from grpo.run.folder import check_room, hold_folder, open_checkpoints, write_settings
 from grpo.run.inputs import Inputs
 from grpo.run.planning import plan_run, stays_gathered
-from grpo.run.screen import keep_log
-from grpo.run.tracking import check_trackers
 from grpo.run.training_state import take_snapshot
 from grpo.types import Prompt
-from grpo.waiting import log_if_slow
 
 NOTHING = Inputs()
 

@@ -26,6 +26,7 @@ from grpo.learning.loss_scale import LossScale
 from grpo.learning.masters import split_masters
 from grpo.learning.optimizer import learning_rate, make_optimizer, set_learning_rate
 from grpo.learning.step import GuardedOptimizer, begin_gradients
+from grpo.logs.tracking import RunTracker
 from grpo.memory import Device, Pass, PassSize
 from grpo.memory.device import Peak
 from grpo.model.activation_checkpointing import choose_checkpointing, recomputed_layers
@@ -36,7 +37,6 @@ from grpo.model.ways import layers_with_window
 from grpo.plan.phase_probe import PhaseProbe
 from grpo.plan.trace import TracedPhases
 from grpo.plan.workload import Workload
-from grpo.run.tracking import RunTracker
 from grpo.scoring.head import LogpGradFn, chunked_lm_head
 from grpo.workbench.corpus import open_corpus
 from grpo.workbench.models import load_model, model_shape

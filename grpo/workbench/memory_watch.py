@@ -15,11 +15,11 @@ from rich.console import Console
 from grpo.config import Config
 from grpo.errors import UserError
 from grpo.files import shown
+from grpo.logs.tracking import MEMORY_FILE, METRICS_FILE, NewLines, read_lines
 from grpo.memory.budget import GB, readable
 from grpo.memory.leaks.leak import MIN_STEPS, LeakVerdict, LeakWatch, MemorySample, detect_leak
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import open_run
-from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, NewLines, read_lines
 from grpo.trainer import Trainer
 from grpo.workbench.pictures import picture
 

@@ -22,7 +22,7 @@ from statistics import fmean, median
 from typing import Any
 
 from grpo.config.sizes import GB
-from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
+from grpo.logs.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 
 Record = Mapping[str, Any]
 SWEEP_FILE, TASK_FILE, ENDED_FILE, HELDOUT_FILE = "sweep.json", "task.json", "ended.json", "heldout.json"

@@ -27,13 +27,13 @@ from grpo.config import Config, from_plain, to_plain
 from grpo.config.groups import PromptSettings
 from grpo.files import write_whole
 from grpo.learning.step import Diverged
+from grpo.logs.screen import configure_logging
+from grpo.logs.tracking import METRICS_FILE, NewLines
 from grpo.memory import DoesNotFit, is_out_of_memory
 from grpo.model.load import load_tokenizer
 from grpo.model.target import choose_device, choose_model
 from grpo.run.inputs import Inputs
-from grpo.run.screen import configure_logging
 from grpo.run.setup import open_run
-from grpo.run.tracking import METRICS_FILE, NewLines
 from grpo.trainer import Trainer
 from grpo.workbench.lm import train_lm
 from grpo.workbench.settings import Task

@@ -33,6 +33,7 @@ from grpo.config.sizes import parse_size
 from grpo.data import load_prompts
 from grpo.learning.loss import loss_counts
 from grpo.learning.objectives import accumulate_grpo
+from grpo.logs.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.memory import Fit
 from grpo.memory.budget import GB
 from grpo.memory.recovery import release_cache
@@ -43,7 +44,6 @@ from grpo.plan.trace import SCRATCH_BYTES
 from grpo.rollout import decoder
 from grpo.rollout.sample import rollout
 from grpo.rollout.tokens import step_uniforms
-from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
 from grpo.types import Batch, Prompt
 from grpo.workbench.check import matmul_rate

@@ -13,10 +13,10 @@ from grpo.config.reading import read_config
 from grpo.data import load_prompts
 from grpo.evaluate import Evaluation
 from grpo.evaluate.quality import Quality
+from grpo.logs.tracking import METRICS_FILE, read_lines
 from grpo.model.load import Policy
 from grpo.run.interrupt import stop_on_signal
 from grpo.run.setup import open_run
-from grpo.run.tracking import METRICS_FILE, read_lines
 from grpo.statistics import t_interval
 from grpo.trainer import Trainer
 from grpo.types import Prompt

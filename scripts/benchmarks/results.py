@@ -9,11 +9,11 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from grpo.commands.screen import screen
+from grpo.logs.screen import plain_console
 from grpo.statistics import ratio_interval
 
 T = TypeVar("T")
-CONSOLE = screen(width=180)  # tables are for docs/measurements.md, whatever the terminal
+CONSOLE = plain_console(width=180)  # tables are for docs/measurements.md, whatever the terminal
 
 
 def in_turns(contenders: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:

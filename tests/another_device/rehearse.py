@@ -17,9 +17,9 @@ from another_device import NAME, AnotherDevice
 from grpo import phases
 from grpo.config import Config
 from grpo.learning.objectives import accumulate_grpo
+from grpo.logs.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import Run, open_run
-from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.scoring.packing import streams
 from grpo.trainer import Trainer
 

@@ -20,9 +20,9 @@ from grpo.commands.evaluate import EvaluateConfig, measure
 from grpo.config import CONFIG_FILE, write_yaml
 from grpo.data import load_prompts
 from grpo.evaluate import Evaluation
+from grpo.logs.tracking import read_lines
 from grpo.play.record import Match
 from grpo.run.folder import LOCK_FILE
-from grpo.run.tracking import read_lines
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")
 

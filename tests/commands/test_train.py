@@ -17,9 +17,9 @@ from whole_runs import metrics_of
 
 from grpo.commands.train import main as train_command
 from grpo.errors import UserError
+from grpo.logs.tracking import read_lines
 from grpo.run.checkpoint import CheckpointFolder, find_damage
 from grpo.run.folder import LOCK_FILE
-from grpo.run.tracking import read_lines
 from grpo.workbench.report import make_page
 
 TRAIN = "train_lean.py"

@@ -34,6 +34,7 @@ from grpo.evaluate import Evaluation, evaluate, paired_difference
 from grpo.learning.advantages import group_advantages
 from grpo.learning.loss import StepCounts, adaptive_kl
 from grpo.learning.optimizer import check_optimizer
+from grpo.logs.tracking import METRICS_FILE, RunTracker
 from grpo.memory import Device, Fit, PassSize
 from grpo.model import attention
 from grpo.model.adapters import add_adapters, save_adapters
@@ -46,7 +47,6 @@ from grpo.rollout.sample import rollout
 from grpo.run.dry_run import dry_run
 from grpo.run.loading import check_quantized, check_shard, prompt_room
 from grpo.run.setup import open_run
-from grpo.run.tracking import METRICS_FILE, RunTracker
 from grpo.scoring.head import chunked_lm_head
 from grpo.scoring.model_checks import check_scorer
 from grpo.trainer import Trainer

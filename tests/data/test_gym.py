@@ -11,7 +11,7 @@ from grpo import Trainer
 from grpo.config import Config, SettingsError
 from grpo.data import gym, load_prompts
 from grpo.data.reward_files import resolve_max_new_tokens
-from grpo.run.tracking import read_lines
+from grpo.logs.tracking import read_lines
 
 STAND_IN = """
 import random

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 import rewards as rewards_package
 from grpo.data.reward_calls import RewardFailed
 from grpo.data.reward_functions import RewardFunctions
-from grpo.run.metrics import reward_metrics
+from grpo.logs.metrics import reward_metrics
 from grpo.types import Batch, Prompt
 from rewards.formats import environment_prompt, policy_prompt
 

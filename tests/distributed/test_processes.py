@@ -25,8 +25,8 @@ from whole_runs import PASSING, metrics_of
 
 from grpo.config import Config
 from grpo.distributed import World
+from grpo.logs.tracking import COMPLETIONS_FILE, MEMORY_FILE, process_file, read_lines
 from grpo.run.checkpoint import find_damage
-from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, process_file, read_lines
 
 OTHER_PLANS = {
     1: {"rollout_rows": 2, "train_rows": 2, "score_rows": 4},

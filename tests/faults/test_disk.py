@@ -12,9 +12,9 @@ from disk_calls import Calls, calls_watched, disk_is_full
 from safetensors.torch import load_file
 
 from grpo.config import CONFIG_FILE, Config, SettingsError, parse_command_line, read_yaml, write_yaml
+from grpo.logs.tracking import METRICS_FILE, RunTracker, read_lines
 from grpo.run import folder as folder_module
 from grpo.run.checkpoint import CheckpointFolder, find_damage
-from grpo.run.tracking import METRICS_FILE, RunTracker, read_lines
 from grpo.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")

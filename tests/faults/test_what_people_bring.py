@@ -35,13 +35,13 @@ from grpo.config.reading import from_plain
 from grpo.data import PromptBudget, load_prompts
 from grpo.data.reward_calls import _plain
 from grpo.files import as_path, replace_folder
+from grpo.logs.model_card import model_card
+from grpo.logs.progress import Progress
+from grpo.logs.tracking import COMPLETIONS_FILE, METRICS_FILE, RunTracker
 from grpo.model.load import load_policy
 from grpo.model.names import source_of
 from grpo.rollout.decoder import check_decoder, choose_decoder
-from grpo.run.card import model_card
 from grpo.run.interrupt import stop_on_signal
-from grpo.run.progress import Progress
-from grpo.run.tracking import COMPLETIONS_FILE, METRICS_FILE, RunTracker
 from grpo.scoring.model_checks import check_scorer
 from rewards.analysis import AnalysisCache
 from rewards.engine import EngineError, EnginePool

@@ -15,9 +15,9 @@ from whole_runs import BY_FIELD, assert_same_outcome, outcome, train
 from grpo import phases
 from grpo.learning.objectives import accumulate_grpo
 from grpo.learning.step import GuardedOptimizer
+from grpo.logs.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.run.interrupt import StopRequest
 from grpo.run.setup import open_run
-from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("made_up_plans")

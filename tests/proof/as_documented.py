@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import ROOT
 
-from grpo.run.tracking import COMPLETIONS_FILE, METRICS_FILE, read_lines
+from grpo.logs.tracking import COMPLETIONS_FILE, METRICS_FILE, read_lines
 
 TRAIN = str(ROOT / "train_lean.py")
 ACCELERATE = [

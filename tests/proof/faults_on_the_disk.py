@@ -17,8 +17,8 @@ from disk_calls import Calls, disk_is_full, killed, run_command
 from safetensors.torch import load_file
 from whole_runs import metrics_of
 
+from grpo.logs.tracking import COMPLETIONS_FILE, read_lines
 from grpo.run.checkpoint import CheckpointFolder, find_damage
-from grpo.run.tracking import COMPLETIONS_FILE, read_lines
 
 STEPS, TRIALS, SEED = 4, 10, 0
 Kind = Literal["fails once", "stays full", "SIGKILL at a call", "SIGKILL at a moment"]

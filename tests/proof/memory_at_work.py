@@ -15,9 +15,9 @@ from commands import ROOT
 
 from grpo import memory
 from grpo.config import Config
+from grpo.logs.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.memory.budget import GB
 from grpo.model.target import multiplies_in_bf16
-from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
 
 STEPS, SKIPPED = 8, 2

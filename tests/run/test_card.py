@@ -11,8 +11,8 @@ import pytest
 from huggingface_hub import ModelCard, constants
 
 from grpo import Trainer
+from grpo.logs.model_card import check_hub, model_card, push, usage
 from grpo.model.names import source_of
-from grpo.run.card import check_hub, model_card, push, usage
 from grpo.run.checkpoint import CheckpointFolder
 
 SETTINGS = {
@@ -118,7 +118,7 @@ def hub(monkeypatch):
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr("grpo.run.card.endpoint", lambda: f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr("grpo.logs.model_card.endpoint", lambda: f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     yield sent, uploaded
@@ -137,7 +137,7 @@ def test_a_model_is_pushed_with_its_card(tmp_path, hub, logged):
 
 
 def test_without_a_hub_it_is_told_at_once_and_nothing_stops(tmp_path, monkeypatch, logged):
-    monkeypatch.setattr("grpo.run.card.endpoint", lambda: "http://127.0.0.1:9")
+    monkeypatch.setattr("grpo.logs.model_card.endpoint", lambda: "http://127.0.0.1:9")
     check_hub("me/model")
     assert "The run goes on" in logged[-1] and "hf upload me/model" in logged[-1]
     push(tmp_path, "me/model", private=True)

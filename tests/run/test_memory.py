@@ -16,6 +16,7 @@ from whole_runs import assert_close_outcome, assert_same_outcome, outcome, train
 
 from grpo import phases as planned
 from grpo.config import CONFIG_FILE, Config, SettingsError, parse_command_line, read_yaml
+from grpo.logs.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.memory import Budget, Device, DoesNotFit, Pass, PassSize
 from grpo.memory.budget import GB
 from grpo.memory.live import LiveBytes
@@ -24,7 +25,6 @@ from grpo.model import load as model_module
 from grpo.rollout.sample import Rollout
 from grpo.run.dry_run import dry_run
 from grpo.run.setup import Run, open_run
-from grpo.run.tracking import MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.trainer import Trainer
 
 STEPS, G, BATCH, NEW = 2, 4, 16, 10

@@ -17,19 +17,18 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from whole_runs import train
 
-from grpo import waiting
 from grpo.config.groups import OptimizerSettings
 from grpo.data.reward_functions import Scores
 from grpo.distributed import World
 from grpo.learning.optimizer import learning_rate
-from grpo.run import clock as clock_module
-from grpo.run import tracking
+from grpo.logs import clock as clock_module
+from grpo.logs import tracking, waiting
+from grpo.logs.clock import Clock
+from grpo.logs.metrics import warnings_of
+from grpo.logs.progress import Progress
+from grpo.logs.screen import LOG_FILE, StepProgress, configure_logging, held_out_line, in_one_line, keep_log
+from grpo.logs.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, RunTracker, read_lines
 from grpo.run.checkpoint import CheckpointFolder
-from grpo.run.clock import Clock
-from grpo.run.metrics import warnings_of
-from grpo.run.progress import Progress
-from grpo.run.screen import LOG_FILE, StepProgress, configure_logging, held_out_line, in_one_line, keep_log
-from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, RunTracker, read_lines
 
 LINE = OptimizerSettings(learning_rate=1.0, lr_schedule="linear", min_lr_ratio=0.0, warmup_steps=2)
 METRICS = {

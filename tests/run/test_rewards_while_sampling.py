@@ -15,9 +15,9 @@ from whole_runs import train
 from grpo import phases
 from grpo.data.reward_calls import RewardFailed
 from grpo.data.reward_functions import RewardFunctions
+from grpo.logs.tracking import COMPLETIONS_FILE, METRICS_FILE, read_lines
 from grpo.rewards import PolicyReward
 from grpo.rollout.arena import Arena
-from grpo.run.tracking import COMPLETIONS_FILE, METRICS_FILE, read_lines
 from grpo.types import Batch, Prompt
 from rewards.analysis import Analysis
 

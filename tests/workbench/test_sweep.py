@@ -13,7 +13,7 @@ from commands import Command, run
 from conftest import untraced
 
 from grpo.config import SettingsError
-from grpo.run.tracking import read_lines
+from grpo.logs.tracking import read_lines
 from grpo.workbench import lm, trial
 from grpo.workbench.corpus import open_corpus, text_file
 from grpo.workbench.sizes import SizeResult, read_json, read_size, size_folder

@@ -15,10 +15,10 @@ from grpo.config import CONFIG_FILE, read_yaml
 from grpo.errors import UserError
 from grpo.evaluate import quality
 from grpo.evaluate.quality import Change, Example
+from grpo.logs.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.play.record import FILE as MATCH_FILE
 from grpo.play.record import FOLDER as MATCHES
 from grpo.play.record import Match
-from grpo.run.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.workbench.sizes import SWEEP_FILE, Record, SizeResult, figure, read_json, read_size, size_folder
 
 NOTES_FILE, LEAK_FILE = "notes.md", "leak.json"

@@ -15,7 +15,7 @@ from loguru import logger
 from grpo.config import Config
 from grpo.config.reading import CONFIG_FILE, read_yaml, to_plain
 from grpo.files import shown
-from grpo.run.tracking import METRICS_FILE, read_lines
+from grpo.logs.tracking import METRICS_FILE, read_lines
 
 _ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _OF_THE_FOLDER = "name", "runs_dir", "resume", "push_to_hub", "trackers", "log_level"

@@ -1,4 +1,4 @@
-"""The display of a run: log lines, a line a step, a completion now and then, the time that remains."""
+"""The display: consoles, log lines, a line a step, a completion now and then, the time that remains."""
 
 import sys
 import textwrap
@@ -11,15 +11,36 @@ from loguru import logger
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
+from rich.text import Text
 
-from grpo import waiting
-from grpo.run.progress import Progress
+from grpo.logs import waiting
+from grpo.logs.progress import Progress
 
 LOG_FILE = "log.txt"
 """In a run's folder: all log lines of the first process, those of each step among them."""
 _INDENT = len("12:00:00 WARNING ")
 _LETTERS = 300
 """Characters of a prompt and of a completion that are shown."""
+_ERROR_LETTERS = 700
+"""The longest error message that is shown whole; one with reasons and remedies has some 500 letters."""
+
+
+def plain_console(**options: Any) -> Console:
+    """A console that shows paths, names and values as they are, without markup; options as of `Console`."""
+    return Console(markup=False, **options)
+
+
+def print_error(console: Console, error: object) -> None:
+    """Print what is wrong, with the remedy."""
+    console.print(
+        Text.assemble(("error", "red"), f" {shortened(str(error), _ERROR_LETTERS)}"), highlight=False
+    )
+
+
+def shortened(text: str, most: int = _ERROR_LETTERS) -> str:
+    """The beginning and the end of a text of more than `most` letters."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} … {text[-half:]}"
 
 
 def configure_logging(level: str, console: Console, *, process: int = 0) -> None:
@@ -127,13 +148,13 @@ class StepProgress:
         scores = {**record["rewards"], **record["components"]}
         shown = ", ".join(f"{name} {value:.2f}" for name, value in scores.items())
         asked = record["messages"][-1].get("content", "") if "messages" in record else record["prompt"]
-        logger.info("{}\n→ {}\n({})", _shortened(asked), _shortened(record["completion"]), shown)
+        logger.info("{}\n→ {}\n({})", _printable(asked), _printable(record["completion"]), shown)
 
     def close(self) -> None:
         self._bar.stop()
 
 
-def _shortened(text: str) -> str:
-    """Returns the beginning and the end of a text, without what a terminal would obey."""
+def _printable(text: str) -> str:
+    """The beginning and the end of a text, without what a terminal would obey."""
     text = "".join(letter if letter.isprintable() or letter == "\n" else "�" for letter in text)
-    return text if len(text) <= _LETTERS else f"{text[: _LETTERS // 2]} … {text[-_LETTERS // 2 :]}"
+    return shortened(text, _LETTERS)
