@@ -13,12 +13,11 @@ import tyro
 from loguru import logger
 from rich.console import Console
 
-from grpo.config import CONFIG_FILE, Config, from_plain
+from grpo.config import CONFIG_FILE, Config
 from grpo.config.groups import Precision, PromptSettings, SamplingSettings
 from grpo.config.limits import COUNT, NOT_NEGATIVE, Settings
-from grpo.config.reading import read_run_settings
 from grpo.data.gym import rewards_for
-from grpo.data.kept_files import as_kept
+from grpo.data.kept_files import are_same_prompts, settings_of_run
 from grpo.data.load import IN_MEMORY, check_spec
 from grpo.data.reward_files import (
     KNOWN_REWARDS,
@@ -28,7 +27,6 @@ from grpo.data.reward_files import (
     reward_file,
 )
 from grpo.errors import UserError
-from grpo.files import as_path
 
 if TYPE_CHECKING:
     from grpo.evaluate import Evaluation
@@ -56,8 +54,9 @@ class EvaluateConfig(Settings):
     heldout_share: float | None = None
     """Share of the prompts that is used (bundled: is split already); None: the part that the run held out, or
     all of other prompts."""
-    max_bad_share: float = 0.01
-    """More rows than this that cannot be read, or whose prompt is too long for the model, are an error."""
+    max_bad_share: float | None = None
+    """More rows than this that cannot be read, or whose prompt is too long for the model, are an error; None:
+    the run's, or 0.01."""
     limit: Annotated[int, COUNT] | None = None
     """Most prompts of each task, and most positions of --mate-in-one; None: 1,000, of other prompts all."""
     self_play: Annotated[int, NOT_NEGATIVE] = 0
@@ -120,14 +119,16 @@ class EvaluateConfig(Settings):
     @property
     def has_other_prompts(self) -> bool:
         """Whether the prompts that are named are not those that the run was trained on."""
-        return self.prompts is not None and not (self.runs and _is_same(self.prompts, self._base.prompts))
+        if self.prompts is None:
+            return False
+        return not (self.runs and are_same_prompts(self.prompts, self._base.prompts))
 
     @cached_property
     def _base(self) -> Config:
         """The first run's settings, or the defaults."""
         if not self.runs:
             return Config()
-        return as_kept(self.runs[0].resolve(), from_plain(read_run_settings(self.runs[0])))
+        return settings_of_run(str(self.runs[0])) or Config()
 
     @cached_property
     def task(self) -> Config:
@@ -168,12 +169,6 @@ class EvaluateConfig(Settings):
         return {name: SamplingSettings.of(self.task, temperature=self.temperature)}
 
 
-def _is_same(prompts: str, others: str) -> bool:
-    """Whether two names mean the same prompts; a file's may be relative or absolute."""
-    paths = [as_path(name) for name in (prompts, others)]
-    return prompts == others or (paths[0].exists() and paths[0].resolve() == paths[1].resolve())
-
-
 def main(config: EvaluateConfig, console: Console) -> None:
     """Measure, print, and save what is to be saved."""
     check_spec(config.task.prompts)
@@ -211,32 +206,15 @@ def main(config: EvaluateConfig, console: Console) -> None:
 
 def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "dict[str, Evaluation]":
     """Evaluate a model in each mode; the first also has the columns of games and mates, if asked for."""
-    from grpo.data import load_prompts
     from grpo.data.reward_functions import RewardFunctions
     from grpo.evaluate import evaluate
-    from grpo.model.load import context_length, load_policy
-    from grpo.model.target import choose_device, choose_model
-    from grpo.play.player import Player
+    from grpo.play.player import make_player
     from grpo.play.self_play import mate_in_one, self_play
-    from grpo.rollout.decoder import make_sampler
-    from grpo.run.folder import model_of, step_of
-    from grpo.run.loading import prompt_room
     from grpo.run.setup import start_engine
-    from grpo.scoring.model_checks import check_scorer
+    from grpo.run.trained import TrainedModel
 
-    task, device = config.task, choose_device(config.device)
-    name = choose_model(model_of(model), device)
-    logger.info("evaluating {}{}", name, f", which is {step}" if (step := step_of(model)) else "")
-    heldout = load_prompts(
-        task.prompts,
-        seed=config.seed,
-        heldout_share=task.heldout_share,
-        heldout_count=config.most_prompts,
-        max_bad_share=config.max_bad_share,
-        settings=task,
-        to_train=False,
-        room=prompt_room(name, task.max_new_tokens),
-    ).heldout
+    task, trained = config.task, TrainedModel.of(model, config.device, config.task)
+    heldout = trained.prompts(seed=config.seed, heldout_count=config.most_prompts).heldout
     tasks = {prompt.task for prompt in heldout}
     with ExitStack() as stack:
         engine, judge = None, None
@@ -249,13 +227,10 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
         if config.reward or config.runs:
             judge = RewardFunctions(task.reward, task.reward_weights).with_engine(engine)
             judge.check(tasks, heldout[:PROMPTS_LOOKED_AT])
-        policy = load_policy(name, device, task.precision)
-        check_scorer(policy.model, context_length(policy.model.config))  # its head, too
-        sampler, tokenizer = make_sampler(policy), policy.tokenizer
         results = {
             mode: evaluate(
-                sampler,
-                tokenizer,
+                trained.sampler,
+                trained.policy.tokenizer,
                 heldout,
                 settings=settings,
                 samples=config.samples,
@@ -274,9 +249,8 @@ def measure(config: EvaluateConfig, model: str, mates: list[chess.Board]) -> "di
         )
     if "policy/legal" in columns.scores and "policy/best_move" not in columns.scores:
         logger.info("the prompts have no labels: --stockfish ranks the moves for best_move and top5")
-    player = Player(
-        sampler, tokenizer, config.modes[mode], trailing_space=task.trailing_space, rows=config.rows
-    )
+    if config.self_play or mates:
+        player = make_player(trained, temperature=config.modes[mode].temperature, rows=config.rows)
     if config.self_play:
         fens = [prompt.columns["fen"] for prompt in heldout if prompt.task == "policy"]
         starts = fens if config.self_play_from == "prompts" else None

@@ -5,7 +5,6 @@ grpo-lean match runs/NAME --against rook-tiny --games 100
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,9 +13,10 @@ from loguru import logger
 from rich.console import Console
 
 from grpo.commands import DONE, INTERRUPTED
-from grpo.config import CONFIG_FILE
+from grpo.config import CONFIG_FILE, Config
 from grpo.config.groups import Precision
 from grpo.config.limits import COUNT, NOT_NEGATIVE, Settings, at_least
+from grpo.data.kept_files import settings_of_run, with_prompts
 from grpo.errors import UserError
 from grpo.play.thought import IllegalMoves
 
@@ -55,8 +55,8 @@ class MatchConfig(Settings):
     """Seed of first positions, of sampling and of moves at random."""
     device: str = "auto"
     """auto is the accelerator, if there is one."""
-    precision: Precision = "auto"
-    """Dtype of matrix products; auto is bf16 where the device has it."""
+    precision: Precision | None = None
+    """Dtype of matrix products; auto is bf16 where the device has it; None: a run's, or auto."""
     output: Path | None = None
     """The folder of the match; None: one in matches/ of the run, or of the present folder."""
 
@@ -83,32 +83,36 @@ def main(config: MatchConfig, console: Console) -> int:
 
     from grpo.play.match import heldout_positions, play_match, random_openings, score_table
     from grpo.play.opponents import make_opponent
-    from grpo.play.player import display_name, load_player
+    from grpo.play.player import Player, display_name, make_player
     from grpo.play.record import FILE, Match
+    from grpo.run.trained import TrainedModel
 
     players, count = (display_name(config.model), display_name(config.against)), -(-config.games // 2)
+    own = settings_of_run(config.model) or Config()
+    asked = with_prompts(own, config.prompts or own.prompts)
+    model = TrainedModel.of(config.model, config.device, asked, precision=config.precision)
     starts = (
         random_openings(count, seed=config.seed)
         if config.start == "openings"
-        else heldout_positions(count, model=config.model, prompts=config.prompts, seed=config.seed)
+        else heldout_positions(count, model=model, seed=config.seed)
     )
     folder = config.folder(players)
     settings = {name: getattr(config, name) for name in PLAYED_BY}
     match = Match.begin(players, settings, starts, config.games).resume_from(folder)
-    load = partial(
-        load_player,
-        device_name=config.device,
-        precision=config.precision,
-        temperature=config.temperature,
-        rows=config.rows,
-    )
+
+    def play_by(model: TrainedModel) -> Player:
+        return make_player(model, temperature=config.temperature, rows=config.rows)
+
+    def load_opponent(name: str) -> Player:
+        return play_by(TrainedModel.of(name, config.device, precision=config.precision))
+
     limit = chess.engine.Limit(time=None if config.nodes else config.movetime, nodes=config.nodes)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with make_opponent(config.against, limit, config.engines, load) as opponent:
+        with make_opponent(config.against, limit, config.engines, load_opponent) as opponent:
             play_match(
                 match,
-                (load(config.model), opponent),
+                (play_by(model), opponent),
                 folder,
                 seed=config.seed,
                 at_once=config.rows,

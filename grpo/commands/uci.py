@@ -13,6 +13,7 @@ from loguru import logger
 from rich.console import Console
 
 from grpo.commands import DONE, INTERRUPTED
+from grpo.config.groups import Precision
 from grpo.errors import UserError
 from grpo.play.uci import Options, serve
 
@@ -26,6 +27,8 @@ class UciConfig:
     options: tyro.conf.OmitArgPrefixes[Options] = field(default_factory=Options)
     device: str = "auto"
     """auto is the accelerator, if there is one."""
+    precision: Precision | None = None
+    """Dtype of matrix products; auto is bf16 where the device has it; None: a run's, or auto."""
     log: Path | None = None
     """A file for the log, instead of stderr."""
 
@@ -41,7 +44,7 @@ def main(config: UciConfig, _: Console) -> None:
                 f"--log {config.log} cannot be written ({error.strerror}): give another file"
             ) from error
     try:
-        serve(config.model, config.device, config.options)
+        serve(config.model, config.device, config.options, config.precision)
         status = DONE
     except KeyboardInterrupt:
         status = INTERRUPTED

@@ -1,4 +1,4 @@
-"""Copies of a user's own files in a run's folder: rewards, and templates that prompts are made with."""
+"""Copies of a user's own files in a run's folder, rewards and templates, and its settings with them."""
 
 import shutil
 from dataclasses import replace
@@ -7,8 +7,10 @@ from typing import Any
 
 from loguru import logger
 
-from grpo.config import Config
+from grpo.config import CONFIG_FILE, Config, from_plain
+from grpo.config.reading import read_run_settings
 from grpo.data.reward_files import AnyConfig, reward_file
+from grpo.files import as_path
 
 
 def keep_files(folder: Path, config: Config) -> None:
@@ -39,6 +41,27 @@ def as_kept(folder: Path, config: AnyConfig) -> AnyConfig:
         rewards.append(spec if path is None else f"{kept(_reward(name), path)}:{name}")
     templates: dict[str, Any] = {name: kept(name, path) for name, path in _templates(config).items()}
     return replace(config, reward=tuple(rewards), **templates)
+
+
+def settings_of_run(model: str) -> Config | None:
+    """The settings of a run whose folder is named, with its copies of files; None for any other model."""
+    folder = Path(model)
+    if not (folder / CONFIG_FILE).is_file():
+        return None
+    return as_kept(folder.resolve(), from_plain(read_run_settings(folder)))
+
+
+def with_prompts(settings: Config, prompts: str) -> Config:
+    """The settings for other prompts than those of the training, all of which are used."""
+    if are_same_prompts(settings.prompts, prompts):
+        return settings
+    return replace(settings, prompts=prompts, heldout_share=1.0)
+
+
+def are_same_prompts(prompts: str, others: str) -> bool:
+    """Whether two names mean the same prompts; a file's may be relative or absolute."""
+    paths = [as_path(name) for name in (prompts, others)]
+    return prompts == others or (paths[0].exists() and paths[0].resolve() == paths[1].resolve())
 
 
 def _copies(folder: Path, config: Config) -> dict[tuple[str, Path], Path]:

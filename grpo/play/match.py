@@ -9,15 +9,16 @@ import chess
 from loguru import logger
 from rich.table import Table
 
-from grpo.data import load_prompts
 from grpo.errors import UserError
 from grpo.logs.waiting import progress_bar
 from grpo.play.opponents import Opponent
-from grpo.play.player import settings_of
 from grpo.play.record import Game, Match
 from grpo.play.thought import GamePosition, game_seed
 from grpo.run.interrupt import stop_on_signal
+from grpo.run.trained import TrainedModel
 
+MOST_HELDOUT = 1000
+"""Prompts of each task, among which first positions are drawn."""
 _SAVE_EVERY_S = 20.0
 
 
@@ -34,18 +35,15 @@ def random_openings(count: int, *, seed: int) -> list[chess.Board]:
     return boards
 
 
-def heldout_positions(count: int, *, model: str, prompts: str | None, seed: int) -> list[chess.Board]:
-    """Some of a run's, whose game is not over, or of other prompts. ValueError where there are too few."""
-    task = settings_of(model)
-    prompts = prompts or task.prompts
-    share = task.heldout_share if prompts == task.prompts else 1.0
-    heldout = load_prompts(prompts, seed=seed, heldout_share=share, settings=task, to_train=False).heldout
+def heldout_positions(count: int, *, model: TrainedModel, seed: int) -> list[chess.Board]:
+    """Some of a model's held-out prompts, whose game is not over. ValueError where there are too few."""
+    heldout = model.prompts(seed=seed, heldout_count=MOST_HELDOUT).heldout
     fens = dict.fromkeys(prompt.columns["fen"] for prompt in heldout if prompt.task == "policy")
     boards = [board for board in map(chess.Board, fens) if not board.is_game_over()]
     if len(boards) < count:
         raise UserError(
-            f"the games need {count} positions, and {prompts} has {len(boards)} held out: give --games "
-            f"{2 * len(boards)}, or other --prompts"
+            f"the games need {count} positions, and {model.settings.prompts} has {len(boards)} held out: "
+            f"give --games {2 * len(boards)}, or other --prompts"
         )
     # All are shuffled: more games then begin with the same ones.
     return random.Random(f"starts {seed}").sample(boards, len(boards))[:count]

@@ -6,21 +6,18 @@ from pathlib import Path
 
 import chess
 import torch
-from loguru import logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.config import CONFIG_FILE, Config, from_plain
-from grpo.config.groups import Precision, SamplingSettings
-from grpo.config.reading import read_run_settings
+from grpo.config.groups import SamplingSettings
 from grpo.errors import UserError
-from grpo.model.load import context_length, load_policy
-from grpo.model.target import choose_device, choose_model
+from grpo.model.load import context_length
 from grpo.play.thought import MOST_ANSWERS, GamePosition, MoveChoice, choose_move, read_answer
 from grpo.rewards import policy_prompt
-from grpo.rollout.decoder import ArenaCache, make_sampler, records_steps
+from grpo.rollout.decoder import ArenaCache, records_steps
 from grpo.rollout.sample import begin_rollout
 from grpo.rollout.tokens import step_uniforms
-from grpo.run.folder import model_of, step_of
+from grpo.run.folder import step_of
+from grpo.run.trained import TrainedModel
 from grpo.types import Prompt
 
 _LONGEST_PROMPT = 96
@@ -112,13 +109,6 @@ class Player:
         ]
 
 
-def settings_of(model: str) -> Config:
-    """Those that a run was trained with; of another model the defaults."""
-    if (Path(model) / CONFIG_FILE).is_file():
-        return from_plain(read_run_settings(Path(model)))
-    return Config(max_new_tokens=SamplingSettings.max_new_tokens)
-
-
 def display_name(model: str) -> str:
     """A model's name as people see it: a folder's last part, and of a run the step that it has come to."""
     if not Path(model).is_dir():
@@ -126,26 +116,16 @@ def display_name(model: str) -> str:
     return f"{Path(model).resolve().name} {step_of(model)}".rstrip()
 
 
-def load_player(
-    model: str, device_name: str, precision: Precision = "auto", *, temperature: float = 0.0, rows: int = 64
-) -> Player:
-    """model: auto, rook-tiny, a hub id, a model's folder, or a run's, which plays by its `model/`.
-
-    ValueError says what to do when it cannot be loaded.
-    """
-    settings, device = settings_of(model), choose_device(device_name)
-    name = choose_model(model_of(model), device)
-    logger.info("playing by {}", name)
-    policy = load_policy(name, device, precision)
-    room = context_length(policy.model.config) - _LONGEST_PROMPT
+def make_player(model: TrainedModel, *, temperature: float = 0.0, rows: int = 64) -> Player:
+    """A player that asks a model as its run did. ValueError says what to do when it cannot be loaded."""
+    settings, room = model.settings, context_length(model.policy.model.config) - _LONGEST_PROMPT
     if room < 1:
-        raise UserError(f"model {model!r} has a context too short for a position: give another one")
+        raise UserError(f"model {model.name!r} has a context too short for a position: give another one")
     tokens = min(settings.max_new_tokens, room)
-    sampling = SamplingSettings.of(settings, temperature=temperature, max_new_tokens=tokens)
     return Player(
-        make_sampler(policy),
-        policy.tokenizer,
-        sampling,
+        model.sampler,
+        model.policy.tokenizer,
+        SamplingSettings.of(settings, temperature=temperature, max_new_tokens=tokens),
         trailing_space=settings.trailing_space,
         rows=rows,
     )

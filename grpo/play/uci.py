@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import chess
 from loguru import logger
 
+from grpo.config.groups import Precision
 from grpo.errors import UserError
 from grpo.play.thought import MOST_ANSWERS, GamePosition, IllegalMoves, MoveChoice, choose_move, game_seed
 from grpo.rewards import MATE_SCORE
@@ -240,7 +241,7 @@ def as_info(text: str) -> str:
     return f"info string {line[:300]}"
 
 
-def serve(model: str, device: str, options: Options) -> None:
+def serve(model: str, device: str, options: Options, precision: Precision | None = None) -> None:
     """Be an engine on stdin and stdout, of which stdout is UCI's alone: all else goes to stderr.
 
     The process ends where the model cannot be loaded.
@@ -255,9 +256,10 @@ def serve(model: str, device: str, options: Options) -> None:
 
     def load() -> "Player":
         try:
-            from grpo.play.player import load_player  # takes seconds, which `uci` need not wait for
+            from grpo.play.player import make_player  # takes seconds, which `uci` need not wait for
+            from grpo.run.trained import TrainedModel
 
-            player = load_player(model, device, rows=1)
+            player = make_player(TrainedModel.of(model, device, precision=precision), rows=1)
             player.think([GamePosition(chess.Board(_A_POSITION), seed=0)], most_answers=1)  # the slowest
             return player
         except Exception as error:

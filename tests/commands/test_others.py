@@ -117,7 +117,7 @@ def test_a_run_is_judged_by_its_own_copies_of_files_that_have_changed(config, mi
     text = "\n".join(logged)
     assert "reward 'short' is the run's copy" in text and "mine.py has changed since" in text
     assert "prompt_template is the run's copy" in text and "ask.jinja is gone since" in text
-    assert f"evaluating {folder / 'model'}, which is step-000001" in text
+    assert f"the model is {folder / 'model'}, which is step-000001" in text
     assert "judged by rewards short" in text and "was trained" in text
     given = EvaluateConfig((str(folder),), reward=mine["reward"], temperature=0.0)  # now as it is
     assert given.task.reward == mine["reward"]
@@ -278,7 +278,7 @@ def test_only_uci_is_on_stdout_and_where_lines_end_all_they_ask_for_is_answered(
         "go",
     ]
     assert answers(str(model_folders["llama"]), lines, "--log", log)[-1] == "bestmove a1b1"
-    assert "playing by" in log.read_text()
+    assert "the model is" in log.read_text()
     ended = run("tests/grpo_lean.py", "uci", "--model", "no/such/model/here", cwd=tmp_path)
     assert ended.returncode == 2 and "there is no such folder" in ended.stderr
     assert ended.stdout.startswith("info string error: model is 'no/such/model/here'")
