@@ -71,7 +71,7 @@ def main(
     results = {name: load_quality(output, name) for name in settings}
     times = sorted(float((output / f"{name}.minutes").read_text(encoding="utf-8")) for name in names)
     took = f"{times[0]:.1f} to {times[-1]:.1f} minutes, seeds: {seeds}"
-    CONSOLE.print(f"GRPO for {took}. In percent, reward in hundredths.\n")
+    CONSOLE.print(f"GRPO for {took}. In percent, of the reward that of the most it can be.\n")
     unmoved = True
     for mode in MODES:
         before, *after = (results[name][mode] for name in ("before", *names))

@@ -20,10 +20,10 @@ from grpo.commands import DONE, FAILED, INTERRUPTED
 from grpo.config import Config, SettingsError, parse_command_line
 from grpo.config.limits import Settings
 from grpo.environment import command_hint
+from grpo.logs.tables import table
 from grpo.workbench.cards import cards_rows, find_card
 from grpo.workbench.settings import Calculator, Check, FindMax, new_folder
 from grpo.workbench.sweep_settings import Sweep
-from grpo.workbench.tables import table
 
 TRIAL = ("batch_size", "status", "message", "peak_bytes", "allocated_bytes", "reserved_bytes", "steps")
 """The figures of a trial of find-max that JSON holds."""
@@ -36,15 +36,15 @@ def find_max(settings: FindMax, console: Console) -> None:
     from grpo.workbench.line import first_outlier
 
     checked = check(settings)
-    console.print(table("Before the first trial", checked.rows))
+    console.print(table(checked.rows, "Before the first trial"))
     folder = settings.output or new_folder("max-batch")
     trials = find(checked, folder)
-    console.print(table("Trials", [trial_row(trial) for trial in trials]))
+    console.print(table([trial_row(trial) for trial in trials], "Trials"))
     result = findings(checked, trials, flags_of(settings.train))
-    console.print(table("What follows", result.facts()))
+    console.print(table(result.facts(), "What follows"))
     if following := result.next_sizes():
-        console.print(table("Next sizes", following))
-    console.print(table("Recommended", result.recommended()))
+        console.print(table(following, "Next sizes"))
+    console.print(table(result.recommended(), "Recommended"))
     content = {
         "maximum": result.maximum,
         "total_bytes": result.total_bytes,
@@ -66,7 +66,7 @@ def calculate(settings: Calculator, console: Console) -> None:
     """Calculate and show, or list the cards."""
     card = find_card(settings.gpu, settings.gpu_memory)
     if card is None:
-        console.print(table("Cards known here (1 GB is 2**30 bytes)", cards_rows()))
+        console.print(table(cards_rows(), "Cards known here (1 GB is 2**30 bytes)"))
         console.print("Choose one with --gpu, or give any other card's size: --gpu-memory 20GB.")
         return
     from grpo.workbench.calculate import budget_rows, calculate, share_rows, write_profiles
@@ -74,9 +74,9 @@ def calculate(settings: Calculator, console: Console) -> None:
     figures = calculate(settings, card)
     if figures["planned"]:
         console.print(figures["planned"], highlight=False)
-    console.print(table(f"Budget of {card.name}, 1 GB is 2**30 bytes", budget_rows(figures)))
+    console.print(table(budget_rows(figures), f"Budget of {card.name}, 1 GB is 2**30 bytes"))
     shares = "Shares" if figures["batch_size"] is None else "Largest batch in shares"
-    console.print(table(f"{shares} of {card.name}", share_rows(figures, settings.accumulate)))
+    console.print(table(share_rows(figures, settings.accumulate), f"{shares} of {card.name}"))
     for note in figures["notes"]:
         console.print(note, highlight=False, soft_wrap=True)
     if settings.yaml is not None:
@@ -102,7 +102,7 @@ def sweep(asked: Sweep, console: Console) -> int:
         return INTERRUPTED
     quality = "loss" if settings.objective == "lm" else "reward"
     title = f"{settings.total:,} {settings.unit} at each size; {quality}"
-    console.print(table(title, [size_row(size, settings.unit) for size in sizes]))
+    console.print(table([size_row(size, settings.unit) for size in sizes], title))
     logger.info("for the report: {} {}", command_hint("report"), shlex.quote(str(folder)))
     return FAILED if any(size.status == "failed" for size in sizes) else DONE
 
@@ -116,12 +116,12 @@ def check(settings: Check, console: Console) -> None:
     from grpo.workbench.machine import device_name
 
     device = choose_device(settings.device)
-    console.print(table(device_name(device), switches(device, compute_dtype(settings.precision, device))))
+    console.print(table(switches(device, compute_dtype(settings.precision, device)), device_name(device)))
     for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
         rate = matmul_rate(device, dtype) / 1e9
         console.print(f"matrix products in {name}: {rate:,.0f} GFLOP/s", highlight=False)
     title = f"Training {settings.model_name}, {settings.batch_size} windows a step"
-    console.print(table(title, list(training_rates(settings, device))))
+    console.print(table(list(training_rates(settings, device)), title))
 
 
 MONITOR_HELP = """Is memory growing? Train for some steps and watch: `python monitor_memory.py 200 64`.

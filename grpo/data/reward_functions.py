@@ -112,6 +112,11 @@ class RewardFunctions:
         self._weights = torch.tensor(weights or [1.0] * len(specs), dtype=torch.float64)
         self._forget_calls()
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each function, by name."""
+        return dict(zip(self._functions, self._weights.tolist(), strict=True))
+
     def with_engine(self, engine: EnginePool | None) -> "RewardFunctions":
         """The same rewards, with an engine to judge moves."""
         judged = copy.copy(self)
@@ -209,7 +214,8 @@ class RewardFunctions:
 
     def judged(self, scores: Scores, texts: Sequence[str]) -> Iterator[Judged]:
         """Yields what each component of our rewards adds to `scores.rewards`, and the letters it judges."""
-        for (name, function), weight in zip(self._functions.items(), self._weights.tolist(), strict=True):
+        for name, weight in self.weights.items():
+            function = self._functions[name]
             if not isinstance(function, WeightedReward):
                 continue
             names = {f"{name}/{key}": key for key in function.weights}

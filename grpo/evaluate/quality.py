@@ -32,7 +32,7 @@ NAMES = {
     "policy/legal": "a legal move",
     "environment/next_state": "the next state, exactly",
 }
-"""Columns that are compared, as people call them; all are shown in hundredths."""
+"""Columns that are compared, as people call them; all are shown in percent."""
 SEED, ROWS = 1234, 256
 ASKED, SHOWN = 48, 3
 """Prompts of which answers are compared, and those that are shown."""
@@ -48,7 +48,7 @@ class Example:
 
 
 class Change(NamedTuple):
-    """A column's mean before and after, and the paired difference with its 95 % interval; in hundredths."""
+    """A column's mean before and after, and the paired difference with its 95 % interval; in percent."""
 
     mode: str
     name: str
@@ -64,22 +64,38 @@ class Change(NamedTuple):
 
 
 def measure(policy: Policy, config: Config, prompts: Sequence[Prompt], *, samples: int) -> Quality:
-    """Quality on `prompts`, judged by their labels; `reward` is the one that `config` trains on."""
+    """Quality on `prompts`, judged by their labels; `reward` is a share of the most that `config` gives."""
     model = make_sampler(policy)
     rewards = RewardFunctions(config.reward, config.reward_weights)
     return {
-        mode: evaluate(
-            model,
-            policy.tokenizer,
-            prompts,
-            settings=SamplingSettings(config.max_new_tokens, temperature),
-            rows=ROWS,
-            seed=SEED,
-            samples=samples,
-            judge=rewards,
+        mode: reward_as_share(
+            evaluate(
+                model,
+                policy.tokenizer,
+                prompts,
+                settings=SamplingSettings(config.max_new_tokens, temperature),
+                rows=ROWS,
+                seed=SEED,
+                samples=samples,
+                judge=rewards,
+            ),
+            rewards.weights,
         )
         for mode, temperature in zip(MODES, (config.temperature, 0.0), strict=True)
     }
+
+
+def reward_as_share(evaluation: Evaluation, weights: Mapping[str, float]) -> Evaluation:
+    """The evaluation with its reward divided by the most it can be on average, if each function gives 0 to 1.
+
+    weights: of the functions, by name. A prompt has the weights of those that score it.
+    """
+    scores = evaluation.scores
+    if "reward" not in scores:
+        return evaluation
+    counts = {name: len(scores.get(f"rewards/{name}/mean", ())) for name in weights}
+    most = sum(weights[name] * count for name, count in counts.items()) / len(scores["reward"])
+    return Evaluation({**scores, "reward": scores["reward"] / most}, evaluation.prompts)
 
 
 def answers(policy: Policy, config: Config, prompts: Sequence[Prompt]) -> list[str]:

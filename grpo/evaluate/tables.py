@@ -1,14 +1,14 @@
 """Evaluations as tables for people: a column's mean with its interval, and what moved in colour."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from grpo.evaluate.evaluation import Evaluation, paired_difference
 from grpo.evaluate.quality import Change
 from grpo.evaluate.scores import decimals
+from grpo.logs.tables import Row, table
 
 
 def results_table(evaluations: Mapping[str, Evaluation], *, title: str = "", compared: bool = False) -> Table:
@@ -17,46 +17,38 @@ def results_table(evaluations: Mapping[str, Evaluation], *, title: str = "", com
     compared: each of the others with the first: the paired difference (in points) with its own interval,
     green or red where that leaves out zero.
     """
-    (name, first), *others = evaluations.items()
-    headings = [name]
-    for name, _ in others:
-        headings += [name, "difference"] if compared else [name]
-    table = _table(*headings, "n", title=title, caption=_caption(evaluations.values()))
+    first, *_ = evaluations.values()
+    rows = []
     for column in dict.fromkeys(name for them in evaluations.values() for name in them.scores):
-        cells = [Text(_mean(first, column))]
-        for _, other in others:
-            cells.append(Text(_mean(other, column)))
-            if compared:
-                cells.append(_difference(first, other, column))
+        row: Row = {"": column}
+        for name, evaluation in evaluations.items():
+            row[name] = _mean(evaluation, column)
+            if compared and evaluation is not first:
+                row[f"difference of {name}"] = _difference(first, evaluation, column)
         scored = (them.scores[column] for them in evaluations.values() if column in them.scores)
-        counts = dict.fromkeys(str(len(scores)) for scores in scored)
-        table.add_row(column, *cells, " ".join(counts))
-    return table
+        row["n"] = " ".join(dict.fromkeys(str(len(scores)) for scores in scored))
+        rows.append(row)
+    return table(rows, title, caption=_caption(evaluations.values()))
 
 
 def change_table(changes: Sequence[Change], *, num_prompts: int) -> Table:
-    """Before and after, sampled and greedy, in hundredths; narrow enough for 80 columns."""
-    title = f"Held out, {num_prompts:,} prompts; percent, the reward in hundredths"
-    table = _table("before", "after", "change", "95 %", title=title, title_justify="left")
+    """Before and after, sampled and greedy, in percent; narrow enough for 80 columns."""
+    title = f"Held out, {num_prompts:,} prompts; percent, of the reward that of the most it can be"
+    rows: list[Row | None] = []
     mode = ""
     for change in changes:
         if change.mode != mode:
-            table.add_section()
-            table.add_row(Text(mode := change.mode, "bold"))
-        table.add_row(
-            f"  {change.name}",
-            f"{change.before:.1f}",
-            f"{change.after:.1f}",
-            Text(f"{change.change:+.1f}", _color(change.low, change.high)),
-            f"{change.low:+.1f} to {change.high:+.1f}",
+            rows += [None, {"": Text(mode := change.mode, "bold")}]
+        rows.append(
+            {
+                "": f"  {change.name}",
+                "before": f"{change.before:.1f}",
+                "after": f"{change.after:.1f}",
+                "change": Text(f"{change.change:+.1f}", _color(change.low, change.high)),
+                "95 %": f"{change.low:+.1f} to {change.high:+.1f}",
+            }
         )
-    return table
-
-
-def _table(*headings: str, **options: Any) -> Table:
-    """Names to the left, figures to the right."""
-    figures = (Column(heading, justify="right") for heading in headings)
-    return Table(Column(no_wrap=True), *figures, **options)
+    return table(rows[1:], title)
 
 
 def _mean(evaluation: Evaluation, column: str) -> str:

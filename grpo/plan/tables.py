@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from rich.table import Table
 
+from grpo.logs.tables import Row, table
 from grpo.memory import Budget, Fit, Pass, PassSize
 from grpo.memory.budget import GB
 from grpo.plan.phase_probe import PhaseProbe
@@ -39,23 +40,30 @@ def plan_of(fit: Fit, phases: PhaseProbe) -> Plan:
 
 def plan_table(plan: Plan) -> Table:
     """A column a phase: rows at once, bytes of tensors by component at its peak, in GB, and the headroom."""
-    table = Table("in GB", title=f"Memory planned; budget {plan.budget}", title_justify="left")
-    for phase in plan.sizes:
-        table.add_column(phase, justify="right")
-    table.add_row("rows at once", *(str(size.rows) for size in plan.sizes.values()))
-    table.add_section()
+    usable, peaks = plan.budget.usable_bytes, {name: sum(it.values()) for name, it in plan.parts.items()}
+    left = {phase: usable - peak for phase, peak in peaks.items()}
     names = dict.fromkeys(name for parts in plan.parts.values() for name in parts)
+    rows: list[Row | None] = [
+        _row("rows at once", {phase: str(size.rows) for phase, size in plan.sizes.items()})
+    ]
+    rows.append(None)
     for name in sorted(names, key=lambda name: name == ELSE):  # last
-        sizes = [parts.get(name, 0.0) for parts in plan.parts.values()]
-        table.add_row(name, *(f"{size / GB:.3f}" if size >= 0.0005 * GB else "" for size in sizes))
-    table.add_section()
-    usable, peaks = plan.budget.usable_bytes, [sum(parts.values()) for parts in plan.parts.values()]
-    table.add_row("peak", *(f"{peak / GB:.3f}" for peak in peaks))
-    table.add_row("budget", *(f"{usable / GB:.3f}" for _ in peaks))
-    table.add_row(
-        "headroom", *(f"{(usable - peak) / GB:.2f}, {(usable - peak) / max(1, usable):.0%}" for peak in peaks)
-    )
-    return table
+        sizes = {phase: parts.get(name, 0.0) for phase, parts in plan.parts.items()}
+        rows.append(_row(name, {phase: _in_gb(size) for phase, size in sizes.items() if size >= 0.0005 * GB}))
+    rows.append(None)
+    rows.append(_row("peak", {phase: _in_gb(peak) for phase, peak in peaks.items()}))
+    rows.append(_row("budget", {phase: _in_gb(usable) for phase in peaks}))
+    shares = {phase: f"{size / GB:.2f}, {size / max(1, usable):.0%}" for phase, size in left.items()}
+    rows.append(_row("headroom", shares))
+    return table(rows, f"Memory planned; budget {plan.budget}")
+
+
+def _row(name: str, cells: Mapping[str, str]) -> Row:
+    return {"in GB": name, **cells}
+
+
+def _in_gb(num_bytes: float) -> str:
+    return f"{num_bytes / GB:.3f}"
 
 
 @dataclass
@@ -78,24 +86,23 @@ class Measured:
 
     def table(self, budget: Budget, title: str = "Memory measured, in GB") -> Table:
         """Returns a row for each phase: its largest pass, and what it was predicted and measured to add."""
-        table = Table(title=f"{title}; budget {budget}", title_justify="left")
-        for column in ("phase", "rows", "predicted", "measured", "off by", "process", "s", "retries"):
-            table.add_column(column, justify="left" if column == "phase" else "right")
+        rows = []
         for phase, largest in self.largest.items():
             predicted, measured = largest.predicted_bytes, largest.added_bytes
-            table.add_row(
-                phase,
-                str(largest.rows),
-                "" if predicted is None else f"{predicted / GB:.3f}",
-                "" if measured is None else f"{measured / GB:.3f}",
-                f"{predicted / measured - 1:+.1%}" if predicted is not None and measured else "",
-                f"{largest.process_bytes / GB:.2f}",
-                f"{largest.seconds:.2f}",
-                str(self.retries[phase]),
+            rows.append(
+                {
+                    "phase": phase,
+                    "rows": largest.rows,
+                    "predicted": None if predicted is None else _in_gb(predicted),
+                    "measured": None if measured is None else _in_gb(measured),
+                    "off by": f"{predicted / measured - 1:+.1%}" if predicted and measured else None,
+                    "process": f"{largest.process_bytes / GB:.2f}",
+                    "s": f"{largest.seconds:.2f}",
+                    "retries": self.retries[phase],
+                }
             )
-        if self.changes:
-            table.caption, table.caption_justify = "\n".join(["Changes of the plan:", *self.changes]), "left"
-        return table
+        caption = "\n".join(["Changes of the plan:", *self.changes]) if self.changes else ""
+        return table(rows, f"{title}; budget {budget}", caption=caption)
 
 
 def _held(largest: Pass) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from loguru import logger
 from rich.table import Table
 
 from grpo.errors import UserError
+from grpo.logs.tables import table
 from grpo.logs.waiting import progress_bar
 from grpo.play.opponents import Opponent
 from grpo.play.record import Game, Match
@@ -100,14 +101,18 @@ def play_match(
 def score_table(match: Match) -> Table:
     """Makes a table of the score."""
     score, (first, second) = match.score, match.players
-    table = Table(
-        title=f"{first} against {second}, {score.games} games", show_header=False, caption="95 % intervals"
-    )
-    table.add_row("won, drawn, lost", f"{score.wins}, {score.draws}, {score.losses}")
-    table.add_row("score", score.share_in_words())
-    table.add_row("Elo difference", score.elo_in_words())
+    facts = {
+        "won, drawn, lost": f"{score.wins}, {score.draws}, {score.losses}",
+        "score": score.share_in_words(),
+        "Elo difference": score.elo_in_words(),
+    }
     for player, name in enumerate(match.players):
         if (ply := match.first_illegal(player)) is not None:
-            table.add_row(f"illegal answers a game, {name}", f"{match.illegal_a_game(player):.2f}")
-            table.add_row("the first at half-move (median)", f"{ply:g}")
-    return table
+            facts[f"illegal answers a game, {name}"] = f"{match.illegal_a_game(player):.2f}"
+            facts[f"the first at half-move (median), {name}"] = f"{ply:g}"
+    return table(
+        [{"what": what, "value": value} for what, value in facts.items()],
+        f"{first} against {second}, {score.games} games",
+        caption="95 % intervals",
+        show_header=False,
+    )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from grpo.logs.tables import table
 from grpo.memory import Fit, Pass
 from grpo.memory.budget import GB
 
@@ -24,13 +25,15 @@ def step_metrics(passes: Sequence[Pass]) -> dict[str, float]:
 
 def plan_table(fit: Fit) -> Table:
     """Returns the table of rows that the next step takes at once."""
-    title = f"Memory planned after the first step; budget {fit.device.budget()}"
-    table = Table("", title=title, title_justify="left")
-    for heading in ("rows at once", "tensors add, GB", "process, GB"):
-        table.add_column(heading, justify="right")
-    used = fit.device.used_bytes()
+    used, shown = fit.device.used_bytes(), []
     for phase, (rows, batch) in fit.plan_again().items():
         size = batch._replace(rows=rows)
-        gigabytes = fit.predict(phase, size) / GB, (used + fit.needs(phase, size)) / GB
-        table.add_row(phase, str(rows), *(f"{number:.2f}" for number in gigabytes))
-    return table
+        shown.append(
+            {
+                "phase": phase,
+                "rows at once": rows,
+                "tensors add, GB": f"{fit.predict(phase, size) / GB:.2f}",
+                "process, GB": f"{(used + fit.needs(phase, size)) / GB:.2f}",
+            }
+        )
+    return table(shown, f"Memory planned after the first step; budget {fit.device.budget()}")

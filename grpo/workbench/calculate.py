@@ -17,6 +17,7 @@ import yaml
 from grpo.config import SettingsError, to_plain
 from grpo.config.sizes import GB, parse_size
 from grpo.data.reward_files import resolve_max_new_tokens
+from grpo.logs.tables import Row
 from grpo.memory import AbsentCard, Fit
 from grpo.memory.budget import CONTEXT_BYTES, DeviceMemory, readable
 from grpo.plan.trace import TracedPhases
@@ -24,7 +25,6 @@ from grpo.plan.warm_up import largest_batch, see_trace, warm_up
 from grpo.run.dry_run import workload
 from grpo.workbench.cards import Card
 from grpo.workbench.settings import Calculator
-from grpo.workbench.tables import Row
 
 SHARES, NUM_CARDS = (0.8, 0.85, 0.9), (1, 2, 4, 8)
 """Shares of a card, and numbers of cards, that batches are always calculated for."""

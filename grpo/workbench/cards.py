@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from grpo.config import SettingsError
 from grpo.config.sizes import GB, parse_size
-from grpo.workbench.tables import Row
+from grpo.logs.tables import Row
 
 ECC_SHARE = 15 / 16
 """The share of GDDR memory that error correction leaves. nvidia-smi on a T4: 15360 MiB of 16 GB, A10: 23028

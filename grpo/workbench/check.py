@@ -19,13 +19,13 @@ from transformers import PretrainedConfig
 from grpo.config.groups import OptimizerSettings
 from grpo.learning.optimizer import make_optimizer
 from grpo.learning.step import GuardedOptimizer
+from grpo.logs.tables import Row
 from grpo.model.load import context_length
 from grpo.model.target import compute_dtype, make_target, multiplies_in_bf16
 from grpo.workbench.lm import accumulate_lm
 from grpo.workbench.machine import PRECISIONS, no_compiler
 from grpo.workbench.models import model_shape, random_model
 from grpo.workbench.settings import Check
-from grpo.workbench.tables import Row
 
 ON, OFF, NOT_HERE = "on", "off", "not here"
 

@@ -14,6 +14,7 @@ from loguru import logger
 from grpo.config import SettingsError
 from grpo.data.reward_files import resolve_max_new_tokens
 from grpo.errors import UserError
+from grpo.logs.tables import Row
 from grpo.memory.budget import GB, readable
 from grpo.model.load import context_length, load_tokenizer
 from grpo.plan.workload import longest_prompt
@@ -24,7 +25,6 @@ from grpo.workbench.machine import resolve_auto
 from grpo.workbench.models import model_shape, num_parameters
 from grpo.workbench.settings import FindMax
 from grpo.workbench.sizes import SizeResult, read_size, size_folder
-from grpo.workbench.tables import Row
 from grpo.workbench.trial import PRINTED_FILE, run_task
 
 TRIAL_STEPS, MAX_TRIALS = 3, 8

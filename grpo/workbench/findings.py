@@ -9,6 +9,7 @@ from pathlib import Path
 from grpo.config import Config, to_plain
 from grpo.environment import command_hint
 from grpo.errors import UserError
+from grpo.logs.tables import Row
 from grpo.memory.budget import GB, readable
 from grpo.workbench.find_max import INCREMENT, Checked, line_bytes
 from grpo.workbench.line import (
@@ -22,7 +23,6 @@ from grpo.workbench.line import (
 from grpo.workbench.pictures import picture
 from grpo.workbench.settings import FindMax
 from grpo.workbench.sizes import SizeResult
-from grpo.workbench.tables import Row
 
 SAFE_SHARE = 0.8
 ALL_THAT_IS_FREE = " --memory-utilization 1"

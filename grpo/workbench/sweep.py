@@ -23,6 +23,7 @@ from grpo.config.sizes import GB, parse_size
 from grpo.data.reward_files import PROMPTS_LOOKED_AT
 from grpo.data.reward_functions import RewardFunctions
 from grpo.files import write_whole
+from grpo.logs.tables import Row
 from grpo.run.loading import load_source
 from grpo.workbench import trial
 from grpo.workbench.corpus import open_corpus, text_file, trained_tokenizer
@@ -31,7 +32,6 @@ from grpo.workbench.models import model_shape, num_parameters
 from grpo.workbench.settings import new_folder
 from grpo.workbench.sizes import ENDED_FILE, OK, SWEEP_FILE, SizeResult, read_json, read_size, size_folder
 from grpo.workbench.sweep_settings import Sweep, apply_low_resource
-from grpo.workbench.tables import Row
 from grpo.workbench.trial import TrialStatus
 
 TUNE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)

@@ -44,7 +44,7 @@ def train_grpo(config: Config, console: Console) -> tuple[Path, Policy, bool]:
 
 
 def change_rows(before: Evaluation, after: Sequence[Evaluation]) -> Iterator[dict[str, str]]:
-    """Yields by column, in hundredths: before, the mean over seeds, its change and the interval of that.
+    """Yields by column, in percent: before, the mean over seeds, its change and the interval of that.
 
     The interval is over seeds, on these prompts; a single seed has none.
     """

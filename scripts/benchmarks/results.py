@@ -9,7 +9,9 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
+from grpo.logs import tables
 from grpo.logs.screen import plain_console
+from grpo.logs.tables import Row
 from grpo.statistics import ratio_interval
 
 T = TypeVar("T")
@@ -32,16 +34,9 @@ def times_as_much(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float
     return float(np.exp(np.log(ratios).mean())), *ratio_interval(ratios)
 
 
-def table(rows: Iterable[Mapping[str, object]], title: str = "") -> Table:
-    """A row each; the columns are the first one's. What begins a row, and words, stand on the left."""
-    rows = list(rows)
-    made = Table(title=title or None, title_justify="left", box=box.MARKDOWN)
-    for number, (name, value) in enumerate(rows[0].items() if rows else ()):
-        is_text = number == 0 or str(value)[:1].isalpha()
-        made.add_column(name, justify="left" if is_text else "right")
-    for row in rows:
-        made.add_row(*map(str, row.values()))
-    return made
+def table(rows: Iterable[Row], title: str = "") -> Table:
+    """A table that can be copied into docs/measurements.md."""
+    return tables.table([*rows], title, box=box.MARKDOWN)
 
 
 def conclude(verdicts: Mapping[str, bool]) -> int:

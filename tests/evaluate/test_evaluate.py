@@ -273,7 +273,7 @@ def columns(**scores: list[float]) -> Evaluation:
     return Evaluation(named, dict.fromkeys(named, "the same"))
 
 
-def test_changes_are_paired_and_in_hundredths_said_in_words_and_in_a_table_and_saved(tmp_path):
+def test_changes_are_paired_and_in_percent_said_in_words_and_in_a_table_and_saved(tmp_path):
     """Legal moves rise by 25 of 100, the next state falls, the reward stays; greedy nothing moves."""
     half, whole, rising = [0.5] * 100, [1.0] * 100, [0.5] * 50 + [1.0] * 50
     still = columns(reward=half, policy__legal=whole)
@@ -347,3 +347,15 @@ def test_boards_stand_beside_what_the_model_said():
         text = printed(example_boards(Example(prompt, before, after)), width=110)
         assert asked in text and f"before: {first}" in text and f"after: {then}" in text
         assert ("♔" in text or "♚" in text) == (prompt[:3] in ("A: ", "P: "))
+
+
+def test_a_reward_is_shown_as_a_share_of_the_most_it_can_be():
+    """Two prompts of a function of weight 2 and one of weight 1: 5/3 at most, on average."""
+    rewards = evaluation([2.0, 1.0, 0.5], "reward")
+    of_each = evaluation([1.0, 0.5, math.nan], "rewards/move/mean") | evaluation(
+        [math.nan, math.nan, 0.5], "rewards/answer/mean"
+    )
+    share = quality.reward_as_share(rewards | of_each, {"move": 2.0, "answer": 1.0})
+    np.testing.assert_allclose(share.scores["reward"], [6 / 5, 3 / 5, 3 / 10])
+    assert share.mean("reward") == pytest.approx(3.5 / 5)
+    assert quality.reward_as_share(of_each, {"move": 2.0}).scores.keys() == of_each.scores.keys()

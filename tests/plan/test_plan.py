@@ -356,4 +356,4 @@ def test_what_was_said_before_a_run_is_compared_with_what_was_measured():
     assert rows["learn"] == ["64", "0.640", "0.500", "+28.0%", "3.00", "1.50", "3"]
     assert rows["evaluate"] == ["5", "", "0.100", "", "3.00", "1.50", "0"]
     assert "learn 64 -> 32: memory ran out" in str(table.caption) and "4.00 GB (test)" in str(table.title)
-    assert printed(Measured().table(Budget(GB, ""))).keys() == {"phase"}
+    assert Measured().table(Budget(GB, "")).row_count == 0

@@ -12,6 +12,7 @@ from conftest import untraced
 from forked import forked_workers
 
 from grpo.config import Config, parse_command_line
+from grpo.logs.tables import table
 from grpo.memory.budget import CONTEXT_BYTES, GB
 from grpo.model.load import load_tokenizer, shape_of
 from grpo.plan.trace import TracedPhases
@@ -25,7 +26,6 @@ from grpo.workbench.machine import no_compiler, probe_device
 from grpo.workbench.models import num_parameters
 from grpo.workbench.settings import Calculator, Check, FindMax
 from grpo.workbench.sizes import SizeResult
-from grpo.workbench.tables import table
 from grpo.workbench.trial import made_up_prompts
 
 CPU = torch.device("cpu")
@@ -177,7 +177,7 @@ def test_the_table_of_trials_is_that_of_the_guide_on_a_card():
     """Rows, allocated, reserved, samples a minute, status; on a host there is no allocator to be asked."""
     on_card = {"memory/peak_gb": 2.0, "memory/reserved_gb": 2.5}
     trials = [tried(64, peak=3 * GB, step_s=(30.0, 20.0, 24.0), **on_card), SizeResult(128, "out of memory")]
-    shown = table("", list(map(trial_row, trials)))
+    shown = table(list(map(trial_row, trials)))
     cells = {column.header: list(column.cells) for column in shown.columns}
     assert cells["batch"] == ["64", "128"] and cells["status"] == ["ok", "out of memory"]
     assert [cells[f"{name}, GB"][0] for name in ("peak", "allocated", "reserved")] == [
@@ -188,7 +188,7 @@ def test_the_table_of_trials_is_that_of_the_guide_on_a_card():
     assert cells["samples/min"] == ["160", ""]  # 64 in 24 s, the last step's
     of_rewards = dataclasses.replace(trials[0], higher_is_better=True)
     assert cells["loss"][0] == "0.5000" and trial_row(of_rewards)["loss"] is None  # it is 0 with GRPO
-    host = table("", [trial_row(tried(64, peak=GB))])
+    host = table([trial_row(tried(64, peak=GB))])
     assert "reserved, GB" not in [column.header for column in host.columns]
 
 
