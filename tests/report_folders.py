@@ -194,6 +194,7 @@ def write_run(folder: Path, **settings: object) -> Path:
                 "timing/learn_s": 2.0,
                 "timing/other_s": 0.5,
                 "step_time": 4.0,
+                "num_tokens": 2000 * step,
                 "memory/peak_gb": 0.7,
             }
         )
@@ -212,6 +213,11 @@ def write_run(folder: Path, **settings: object) -> Path:
         ]
     write_lines(folder / "metrics.jsonl", lines)
     write_lines(folder / "memory.jsonl", memory)
+    starts = {0: "train_lean.py --steps 10", 10: "train_lean.py --resume runs/run"}
+    write_lines(
+        folder / "starts.jsonl",
+        [{"step": step, "host": "here", "commit": None, "command": words} for step, words in starts.items()],
+    )
     moves = (
         (" M: a4a5 E: 0.3 B: a4a5", 1.0),
         (" M: d4g8 E: 0.3 B: d4g8", 0.2),

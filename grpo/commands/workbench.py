@@ -111,9 +111,9 @@ def check(settings: Check, console: Console) -> None:
     """Look at the switches, measure, and print both."""
     import torch
 
+    from grpo.logs.starts import device_name
     from grpo.model.target import choose_device, compute_dtype
     from grpo.workbench.check import matmul_rate, switches, training_rates
-    from grpo.workbench.machine import device_name
 
     device = choose_device(settings.device)
     console.print(table(switches(device, compute_dtype(settings.precision, device)), device_name(device)))

@@ -28,6 +28,7 @@ from grpo.learning.optimizer import check_optimizer, make_optimizer
 from grpo.logs.clock import Clock
 from grpo.logs.model_card import check_hub, push
 from grpo.logs.screen import keep_log
+from grpo.logs.starts import log_start
 from grpo.logs.tracking import check_trackers
 from grpo.logs.waiting import log_if_slow
 from grpo.memory import Device, DoesNotFit, Fit, is_out_of_memory, survive
@@ -190,6 +191,8 @@ class Run:
             write_settings(self.folder, config)
             stack.enter_context(keep_log(self.folder))
             keep_files(self.folder, config)
+            finished = self.checkpoint.state["step"] if self.checkpoint else 0
+            log_start(self.folder, self.device.device, finished)
         self.eval_prompts = _choose_eval_prompts(config, self.source)
         self.stays_gathered = config.shard and stays_gathered(world, self.fit, work, self.policy)
         device_type = self.device.device.type

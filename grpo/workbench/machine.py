@@ -2,12 +2,10 @@
 
 import importlib.util
 import os
-import platform
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -15,6 +13,7 @@ import torch
 from grpo.config import SettingsError
 from grpo.config.groups import Precision
 from grpo.config.sizes import parse_size
+from grpo.logs.starts import device_name
 from grpo.memory import Device
 from grpo.memory.budget import readable
 from grpo.model.target import choose_device, choose_model, compute_dtype
@@ -85,19 +84,6 @@ def _look(name: str, precision: Precision, memory_limit: str | None) -> Machine:
         others=there.neighbours() or readable(memory.others_bytes),
         no_compiler=no_compiler(device),
     )
-
-
-def device_name(device: torch.device) -> str:
-    """The card, or the processor with its threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type != "cpu":
-        return f"{device.type} ({platform.machine()})"
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    processor = next(names, platform.processor() or platform.machine())
-    return f"{processor}, {torch.get_num_threads()} threads"
 
 
 def no_compiler(device: torch.device) -> str | None:

@@ -1,9 +1,12 @@
 """Reports: pages of a sweep, a run and several, what is broken or missing, and what figures say."""
 
+import hashlib
 import json
 import re
+from base64 import b64encode
 from dataclasses import replace
 from html import unescape
+from itertools import combinations
 from pathlib import Path
 
 import chess
@@ -19,11 +22,19 @@ from grpo.play.record import Match
 from grpo.play.thought import MoveChoice
 from grpo.workbench import report
 from grpo.workbench.report import make_page
-from grpo.workbench.report.boards import BAD, GOOD, WRONG_SQUARE, answer_card, best_and_worst
+from grpo.workbench.report.boards import (
+    BAD,
+    GOOD,
+    WRONG_SQUARE,
+    answer_card,
+    best_and_worst,
+    logged_completions,
+)
 from grpo.workbench.report.boards import completion_cards as cards
-from grpo.workbench.report.charts import COLORS, _colors_of, line
+from grpo.workbench.report.charts import COLORS, PALETTE, _colors_of, histogram, line, stack
 from grpo.workbench.report.read import SweepFolder, read_folder
 from grpo.workbench.report.run import facts as run_facts
+from grpo.workbench.report.run import with_token_rates
 from grpo.workbench.report.sweep import sweep_content
 from grpo.workbench.report.text import duration, number, show
 from grpo.workbench.sizes import SizeResult
@@ -45,7 +56,7 @@ def texts(pattern: str, html: str) -> list[str]:
     return [unescape(re.sub("<[^>]+>", "", inside)) for inside in re.findall(pattern, html, re.DOTALL)]
 
 
-def facts(page: str, title: str = "What it says") -> dict[str, list[str]]:
+def facts(page: str, title: str = "Summary") -> dict[str, list[str]]:
     """Value, interval and note by what they are of."""
     lines = re.findall("<div>(<dt>.*?)</div>", section(page, title))
     return {what: rest for what, *rest in (texts("<d[td].*?>(.*?)</d[td]>", line) for line in lines)}
@@ -111,7 +122,7 @@ def of_run(run_folder) -> str:
 def test_the_page_of_a_sweep(sweep):
     """256 updates of 0.02 + 64 · 0.004 s, 2 s of compiling. Of a difference: 0.05 · t(9) / √9 = 0.038."""
     assert titles(sweep) == [
-        "What it says",
+        "Summary",
         "Notes",
         "Results",
         "Learning curves",
@@ -175,15 +186,17 @@ def test_curves_of_a_picture_have_colours_of_their_own(labels):
 
 def test_the_page_of_a_run(of_run, run_folder):
     assert titles(of_run) == [
-        "What it says",
+        "Summary",
         "Before and after",
         "Games",
         "Held-out quality",
         "Reward",
         "Policy",
         "What it wrote",
+        "All logged completions",
         "Time",
         "Memory",
+        "Where it ran",
         "Settings",
     ]
     assert facts(of_run) == {
@@ -196,6 +209,7 @@ def test_the_page_of_a_run(of_run, run_folder):
         "KL to the reference": ["0.04 nats a token", "", "At the end; the highest of a step was 0.04."],
         "Groups of equal rewards": ["25%", "", "They teach nothing but the KL."],
         "Time of a step": ["4.0 s", "1 min 20 s in all", "learn 50%, sample 25%, score 12%, other 12%"],
+        "Tokens a second": ["500", "", "The median, prompts included."],
         "Phases that ran out of memory": ["1", "", "And went on with fewer rows: learn at step 3."],
         "Leak test": ["no leak", "", ""],
     }
@@ -233,9 +247,73 @@ def test_a_run_was_measured_before_and_after_and_played(of_run):
 
 
 def test_pages_hold_what_files_say_as_text(of_run, sweep):
+    """The only script is the page's own, which the policy names by its hash: nothing else may run."""
+    assert "<script" not in sweep and "<h1>Title</h1>" in sweep
+    (script,) = re.findall("<script>(.*?)</script>", of_run, re.DOTALL)
+    digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in of_run and "alert" not in script
     for page in (of_run, sweep):
-        assert "<script" not in page and "<img" not in page and "&lt;script&gt;" in page
-    assert "<h1>Title</h1>" in sweep
+        assert page.count("<script") <= 1 and "<img" not in page and "&lt;script&gt;" in page
+
+
+def test_a_page_says_where_the_run_was_started_each_time(of_run):
+    started = rows(of_run, "Where it ran")
+    assert started["command"] == {
+        "": "command",
+        "after step 0": "train_lean.py --steps 10",
+        "after step 10": "train_lean.py --resume runs/run",
+    }
+    assert started["commit"]["after step 10"] == "–" and started["host"]["after step 0"] == "here"
+
+
+def test_all_logged_completions_can_be_filtered_by_step_and_reward(of_run, run_folder):
+    """Each row has what it is found by; of many there are as many as fit, evenly over the steps."""
+    found = re.findall('<tr data-step="(.*?)" data-reward="(.*?)"', section(of_run, "All logged completions"))
+    assert len(found) == 8 and {step for step, _ in found} == {"20"}
+    assert sorted(float(reward) for _, reward in found)[:2] == [0.0, 0.1]
+    some = logged_completions(read_folder(run_folder, ""), most=4)
+    assert len(some) == 4 and all(len(row["completion"]) <= 1003 for row in some)
+    weighted = replace(read_folder(run_folder, ""), settings={"reward": ["policy"], "reward_weights": [2.0]})
+    assert logged_completions(weighted)[0]["reward"] == 2.0
+
+
+def test_token_rates_follow_from_the_running_count():
+    lines = [{"num_tokens": 100, "step_time": 2.0}, {"step_time": 1.0}, {"num_tokens": 400, "step_time": 3.0}]
+    assert [line.get("tokens_per_s") for line in with_token_rates(lines)] == [50, None, 100]
+
+
+# Machado, Oliveira and Fernandes (2009), "A physiologically-based model for simulation of color vision
+# deficiency": linear RGB at severity 1.
+SIGHTS = {
+    "all": np.eye(3),
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.01182, 0.04294, 0.968881],
+    ],
+}
+
+
+def lab_of(color: str, sight: object) -> np.ndarray:
+    """CIE L*a*b* under D65 of a colour as somebody with that sight sees it."""
+    srgb = np.array([int(color[at : at + 2], 16) for at in (1, 3, 5)]) / 255
+    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+    to_xyz = [[0.41246, 0.35758, 0.18044], [0.21267, 0.71515, 0.07218], [0.01933, 0.11919, 0.9503]]
+    x = to_xyz @ np.clip(sight @ linear, 0, 1) / np.array([0.95047, 1, 1.08883])
+    f = np.where(x > 216 / 24389, np.cbrt(x), (24389 / 27 * x + 16) / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_colours_are_told_apart_with_any_sight(sight):
+    """A distance of 2.3 can just be seen (Mahy and others 1994); those of lines have to be obvious."""
+    colors = [lab_of(color, np.array(SIGHTS[sight])) for color in (*PALETTE, COLORS["all"])]
+    assert min(np.linalg.norm(one - other) for one, other in combinations(colors, 2)) > 15
 
 
 def test_a_page_needs_nothing_else(of_run, sweep):
@@ -338,7 +416,7 @@ def test_a_run_that_lacks_files_or_holds_broken_ones_says_so(tmp_path):
         "A match is not shown",
     ):
         assert sum(words in sentence for sentence in lacks) == 1, words
-    absent = {"What it wrote", "Memory", "Settings", "Games", "Before and after"}
+    absent = {"What it wrote", "All logged completions", "Memory", "Settings", "Games", "Before and after"}
     assert len(lacks) == 5 and not absent & set(titles(page))
 
     folder = write_run(tmp_path / "begun")
@@ -346,7 +424,7 @@ def test_a_run_that_lacks_files_or_holds_broken_ones_says_so(tmp_path):
     page = make_page([folder])
     (broken,) = missing(page)
     assert broken.startswith("metrics.jsonl has lines that cannot be read, 1 of them")
-    assert page.count("curve-0") == 1 + 2  # the reward, and memory
+    assert page.count("curve-0") == 2 + 2  # rewards of steps and of completions, and memory
 
 
 ASKED = f"A: {FEN}+a4a5+a4a5+"
@@ -506,3 +584,24 @@ def test_what_the_learning_rate_has_to_do_with_it():
     assert value == "tuned at each size" and "tried at size 8: search further" in note
     tries = {"size": "8", "0.0001": "2.000", "0.0003": "1.900", "0.001": "1.800"}
     assert sweep_content(made)["tries"][0] == tries
+
+
+def test_phases_are_stacked_the_longest_below_and_those_that_took_nothing_are_left_out():
+    records = [{"step": 1, "a": 1.0, "b": 3.0, "c": 0.0}, {"step": 2, "b": 3.0}]
+    drawn = stack("Time", records, "step", {"a": "a", "b": "b", "c": "c"}, y="seconds")
+    assert texts("<text[^>]*>(.*?)</text>", drawn)[-2:] == ["B", "A"]  # the legend
+    assert drawn.count('id="Time-layer-'.lower()) == 2
+    assert stack("Time", records, "step", {"c": "c"}, y="seconds") == ""
+
+
+def test_a_histogram_is_of_shares_and_there_is_none_of_nothing():
+    drawn = histogram("Rewards", {"first": [0.0] * 3 + [1.0], "last": []}, x="reward", y="share")
+    assert texts("<text[^>]*>(.*?)</text>", drawn)[-1] == "First" and "0.75" not in drawn
+    assert histogram("Rewards", {"first": []}, x="reward", y="share") == ""
+
+
+def test_a_picture_of_zeros_alone_can_be_left_out():
+    records = [{"step": step, "clipped": 0.0} for step in range(3)]
+    curve = {"": "clipped"}
+    assert line("Clipped", records, "step", curve, y="share", unless_zero=True) == ""
+    assert line("Clipped", records, "step", curve, y="share") != ""

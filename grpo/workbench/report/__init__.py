@@ -6,9 +6,12 @@ the frame. A record is figures by name, and NAME/low and NAME/high are the ends 
 Left out: anything live.
 """
 
+import hashlib
 import os
 import re
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from markupsafe import Markup, escape
 
 from grpo.errors import UserError
 from grpo.memory.budget import GB
-from grpo.workbench.report.charts import line
+from grpo.workbench.report.charts import histogram, line, stack
 from grpo.workbench.report.read import RunFolder, SweepFolder, curves, read_folder
 from grpo.workbench.report.run import run_content, runs_content
 from grpo.workbench.report.sweep import sweeps_content
@@ -90,8 +93,11 @@ def _to_html(template: str, content: Mapping[str, Any]) -> str:
     """One file: styles and pictures are in it, and it asks for nothing.
 
     What comes from files (completions, notes, messages) may hold anything: it is escaped, HTML and pictures
-    in notes are left out, and the page's Content-Security-Policy lets nothing be fetched or run.
+    in notes are left out, and the page's Content-Security-Policy lets nothing be fetched, and no script be
+    run but the page's own, which is named by its hash.
     """
+    script = files(__name__).joinpath("filter.js").read_text(encoding="utf-8")
+    digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = Environment(
         loader=PackageLoader(__name__, ""),
         autoescape=True,
@@ -101,7 +107,9 @@ def _to_html(template: str, content: Mapping[str, Any]) -> str:
         extensions=["jinja2.ext.do"],
     )
     markdown = MarkdownIt("js-default").disable("image")
-    environment.globals |= {"line": line, "curves": curves, "GB": GB}
+    pictures = {"line": line, "stack": stack, "histogram": histogram}
+    environment.globals |= {**pictures, "curves": curves, "GB": GB}
+    environment.globals |= {"script": Markup(script), "script_hash": f"sha256-{digest}"}
     environment.filters |= {
         "anchor": anchor,
         "rows": rows,

@@ -11,6 +11,7 @@ import chess.svg
 from markupsafe import Markup
 
 from grpo.evaluate.boards import check_answer
+from grpo.logs.screen import shortened
 from grpo.play.record import Match
 from grpo.rewards import as_move
 from grpo.workbench.report.charts import own_ids
@@ -28,6 +29,8 @@ _COLORS = {
 }
 CANDIDATES, SHOWN = 96, 3
 """Completions logged last, among which the best and worst of each task are chosen; how many are shown."""
+LETTERS = 1000
+"""Of a prompt or a completion in the table of all."""
 
 
 class BoardCard(NamedTuple):
@@ -79,11 +82,31 @@ def game_card(match: Match) -> BoardCard:
     return BoardCard(f"The last game: {white} against {black}, {game.result}", game.fen, moves, [end])
 
 
-def completion_cards(run: RunFolder) -> list[BoardCard]:
-    """By task, the best and the worst of the completions logged last, by reward as the run weighs it."""
+def reward_weights(run: RunFolder) -> dict[str, float]:
+    """The weights of a run's reward functions, by name."""
     functions = [str(name).rpartition(":")[2] for name in run.settings.get("reward") or []]
     factors = map(float, run.settings.get("reward_weights") or [1.0] * len(functions))
-    weights = dict(zip(functions, factors, strict=False))  # whose settings may be cut short
+    return dict(zip(functions, factors, strict=False))  # whose settings may be cut short
+
+
+def logged_completions(run: RunFolder, most: int | None = None) -> list[dict[str, Any]]:
+    """Step, weighted reward, prompt and completion of all that was logged, or of `most` evenly."""
+    weights, rows = reward_weights(run), [row for row in run.completions if figure(row, "step") is not None]
+    count = min(len(rows), most or len(rows))
+    return [
+        {
+            "step": int(row["step"]),
+            "reward": _reward(row, weights),
+            "prompt": shortened(_prompt(row), LETTERS),
+            "completion": shortened(str(row.get("completion") or ""), LETTERS),
+        }
+        for row in (rows[index * len(rows) // count] for index in range(count))
+    ]
+
+
+def completion_cards(run: RunFolder) -> list[BoardCard]:
+    """By task, the best and the worst of the completions logged last, by reward as the run weighs it."""
+    weights = reward_weights(run)
     return [
         _card(record, task, f"{task} {place}", weights)
         for task, records in best_and_worst(run.completions, weights).items()

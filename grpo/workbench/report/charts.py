@@ -18,14 +18,16 @@ from matplotlib.ticker import EngFormatter, FixedLocator, MaxNLocator, NullLocat
 
 from grpo.workbench.report.read import points
 from grpo.workbench.report.text import anchor
-from grpo.workbench.sizes import Record
+from grpo.workbench.sizes import Record, figure
 
 BATCH_SIZE = "batch size"
-PALETTE = ("#1f5fa8", "#c2571a", "#2f7d4f", "#8a4a9e", "#9a7516", "#4b5b6b", "#b23a57", "#2a8c8c")
-"""Told apart with any kind of sight, and dark enough for thin lines on white."""
+PALETTE = ("#165472", "#d89000", "#3091f2", "#723900", "#4aa587", "#b070c0", "#0000f2", "#00178c")
+"""Colours that are told apart without red or green sight as well, and dark enough for lines on white."""
+LEAST_SHARE = 0.005
+"""Of the sum of a stack, below which a part is left out."""
 _INK, _SOFT = "#1c2430", "#5a6675"
 _PHASES = ("sample", "score", "learn", "update", "reward", "other", "wait", "reduce")
-COLORS = dict(zip(_PHASES, PALETTE, strict=True)) | {"all": _INK, "usable": _INK, "ran out": PALETTE[6]}
+COLORS = dict(zip(_PHASES, PALETTE, strict=True)) | {"all": _INK, "usable": _INK, "ran out": PALETTE[3]}
 """Colours of curves with these labels, the same in every picture; LOOKS are their line styles."""
 LOOKS = {"predicted": "--", "held-out, best": "--", "usable": ":", "ran out": "x"}
 _STYLE = {
@@ -71,6 +73,7 @@ def line(
     in_order: bool = False,
     zoom: bool = False,
     from_zero: bool = False,
+    unless_zero: bool = False,
 ) -> Markup:
     """A titled picture of records' figures over their figure `x`; "" where there is no point to draw.
 
@@ -78,7 +81,7 @@ def line(
     legend leaves out "" and what begins with _, which is dashed. One whose points all have NAME/low and
     NAME/high has them as bars. look: matplotlib's. unit: what one of the y axis is. in_order: colours go from
     dark to light. zoom: leave out what lies above where curves are after a tenth of their length, as a loss's
-    first fall hides the rest.
+    first fall hides the rest. unless_zero: no picture where all figures are 0.
     """
     colors = _colors_of(curves)
     shades = mpl.colormaps["viridis"](np.linspace(0, 0.85, len(curves)))
@@ -100,21 +103,91 @@ def line(
             if len(ends) == len(values):
                 low, high = ends[:, 2:].T / unit
                 axes.vlines(ends[:, 0], low, high, colors=color, linewidth=1.2)
-        if not drawn:
+        if not drawn or (unless_zero and not any(curve[:, 1].any() for curve in drawn)):
             return Markup("")
         axes.set(xlabel=xlabel or x, ylabel=y)
         axes.margins(x=0.04, y=0.1)
         _scale(axes, drawn, by_size=x == BATCH_SIZE, zoom=zoom, from_zero=from_zero)
-        figure = '<figure class="picture"><figcaption><strong>{}</strong> {}</figcaption>\n{}\n</figure>'
-        return Markup(figure).format(title, caption, own_ids(_svg(axes), title))
+        return _figure(axes, title, caption)
+
+
+def stack(
+    title: str, records: Sequence[Record], x: str, parts: Mapping[str, str], *, y: str, caption: str = ""
+) -> Markup:
+    """A titled picture of figures on top of each other over `x`, the largest below; "" without any.
+
+    parts: the names of figures by label. A record that lacks one has 0 there. Those that come to less than
+    a two-hundredth of all are left out.
+    """
+    places = [place for (place,) in points(records, x)]
+    heights = {
+        label: np.array([figure(record, name) or 0.0 for record in records if figure(record, x) is not None])
+        for label, name in parts.items()
+    }
+    totals = {label: float(values.sum()) for label, values in heights.items()}
+    least = LEAST_SHARE * sum(totals.values())
+    labels = sorted((label for label in totals if totals[label] > least), key=lambda label: -totals[label])
+    if not labels:
+        return Markup("")
+    colors = _colors_of(labels)
+    with mpl.rc_context(_STYLE):
+        axes = Figure().subplots()
+        layers = axes.stackplot(
+            places,
+            *(heights[label] for label in labels),
+            labels=[label.capitalize() for label in labels],
+            colors=[colors[label] for label in labels],
+            step="mid" if len(places) > 1 else None,
+        )
+        for number, layer in enumerate(layers):
+            layer.set_gid(f"layer-{number}")
+        axes.set(xlabel=x, ylabel=y)
+        axes.margins(x=0)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        return _figure(axes, title, caption)
+
+
+def histogram(
+    title: str, samples: Mapping[str, Sequence[float]], *, x: str, y: str, caption: str = ""
+) -> Markup:
+    """A titled picture of how often figures fall into each of 20 ranges, as outlines; "" without any.
+
+    samples: figures by label.
+    """
+    filled = {label: np.asarray(values) for label, values in samples.items() if len(values)}
+    if not filled:
+        return Markup("")
+    edges = np.histogram_bin_edges(np.concatenate([*filled.values()]), bins=20)
+    colors = _colors_of(filled)
+    with mpl.rc_context(_STYLE):
+        axes: Any = Figure().subplots()
+        for number, (label, values) in enumerate(filled.items()):
+            weights = np.full(len(values), 1 / len(values))
+            _, _, outlines = axes.hist(
+                values, edges, weights=weights, histtype="step", label=label.capitalize(), linewidth=1.8
+            )
+            for outline in outlines:
+                outline.set(edgecolor=colors[label], gid=f"curve-{number}")
+        axes.set(xlabel=x, ylabel=y)
+        return _figure(axes, title, caption)
+
+
+def _figure(axes: Any, title: str, caption: str) -> Markup:
+    html = '<figure class="picture"><figcaption><strong>{}</strong> {}</figcaption>\n{}\n</figure>'
+    return Markup(html).format(title, caption, own_ids(_svg(axes), title))
 
 
 def _colors_of(labels: Iterable[str]) -> dict[str, str]:
-    """A colour for each label: its own, or one that no other label of the picture has, as far as they go."""
-    own = {label: COLORS.get(label.removeprefix("_")) for label in labels}
+    """A colour for each label: its own, or one that no other label of the picture has, as far as they go.
+
+    A label that begins with _ has the colour of the one without.
+    """
+    labels = list(labels)
+    own = {label: COLORS.get(label) for label in dict.fromkeys(it.removeprefix("_") for it in labels)}
     free = [color for color in PALETTE if color not in own.values()] or PALETTE
     others = iter(cycle(free))
-    return {label: color or next(others) for label, color in own.items()}
+    colors = {label: color or next(others) for label, color in own.items()}
+    return {label: colors[label.removeprefix("_")] for label in labels}
 
 
 def own_ids(svg: str, name: str) -> Markup:

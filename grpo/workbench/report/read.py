@@ -15,6 +15,7 @@ from grpo.config import CONFIG_FILE, read_yaml
 from grpo.errors import UserError
 from grpo.evaluate import quality
 from grpo.evaluate.quality import Change, Example
+from grpo.logs.starts import STARTS_FILE
 from grpo.logs.tracking import COMPLETIONS_FILE, MEMORY_FILE, METRICS_FILE, read_lines
 from grpo.play.record import FILE as MATCH_FILE
 from grpo.play.record import FOLDER as MATCHES
@@ -38,6 +39,7 @@ class RunFolder:
     evaluations: Sequence[Record]
     completions: Sequence[Record]
     memory: Sequence[Record]
+    starts: Sequence[Record]
     leak: Record
     changes: Sequence[Change]
     examples: Sequence[Example]
@@ -170,6 +172,7 @@ def _read_run(folder: Path, name: str) -> RunFolder:
         evaluations=[line for line in lines if any(metric.startswith("eval_") for metric in line)],
         completions=_lines(folder, COMPLETIONS_FILE, missing, "no completions are shown"),
         memory=_lines(folder, MEMORY_FILE, missing, "memory by phase is not shown"),
+        starts=_lines(folder, STARTS_FILE, missing),
         leak=read_json(folder / LEAK_FILE),
         changes=changes,
         examples=examples,

@@ -5,15 +5,18 @@ and statistics over runs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
 from grpo.evaluate.quality import in_words
-from grpo.workbench.report.boards import answer_card, completion_cards, game_card
+from grpo.workbench.report.boards import answer_card, completion_cards, game_card, logged_completions
 from grpo.workbench.report.read import RunFolder, curves, points, prefix_by_run
 from grpo.workbench.report.text import NOTHING, Fact, duration, mean, number, show, show_figure, show_interval
 from grpo.workbench.sizes import Record, figure
 
+MOST_COMPLETIONS = 300
+"""Logged completions that stand on the page."""
 _LEDE = ("model", "batch_size", "group_size", "learning_rate", "kl_coef")
 _OF_THE_RUN = ("--name", "--runs-dir", "--resume", "--log-level", "--trackers")
 """Settings in which any two runs differ."""
@@ -21,6 +24,7 @@ _OF_THE_RUN = ("--name", "--runs-dir", "--resume", "--log-level", "--trackers")
 
 def run_content(run: RunFolder) -> dict[str, Any]:
     """Returns the values that run.html.j2 shows."""
+    run = replace(run, steps=with_token_rates(run.steps))
     planned, done = figure(run.settings, "steps"), len(run.steps)
     steps = f"{done:,} steps of {planned:,.0f}" if planned and planned > done else f"{done:,} steps"
     settings = [
@@ -47,6 +51,12 @@ def run_content(run: RunFolder) -> dict[str, Any]:
             for change in run.changes
         ],
         "completions": completion_cards(run),
+        "logged": (logged := logged_completions(run, MOST_COMPLETIONS)),
+        "filters": bool(logged),
+        "rewards": _early_and_late(logged_completions(run)),
+        "starts": _side_by_side(
+            "", {f"after step {start.get('step')}": _shown(start) for start in run.starts}
+        ),
         "last_game": [game_card(match) for match in run.matches[-1:]],
         "phases": [*map(_fullest, phases.values())],
         "passes": prefix_by_run(phases, "step"),
@@ -76,6 +86,34 @@ def _side_by_side(heading: str, values: Mapping[str, Mapping[str, str]]) -> list
     return [
         {heading: name} | {run: column.get(name, NOTHING) for run, column in values.items()} for name in names
     ]
+
+
+def _shown(start: Record) -> dict[str, str]:
+    return {name: show(value) for name, value in start.items() if name != "step"}
+
+
+def with_token_rates(steps: Sequence[Record]) -> list[Record]:
+    """The steps with `tokens_per_s`, from the running count of tokens; the first of a start may have none."""
+    rated, before = [], 0.0
+    for step in steps:
+        count, seconds = figure(step, "num_tokens"), figure(step, "step_time")
+        if count is not None and seconds:
+            step = {**step, "tokens_per_s": (count - before) / seconds}
+        before = count or before
+        rated.append(step)
+    return rated
+
+
+def _early_and_late(completions: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Rewards of the first and the last fifth of the steps that have completions."""
+    steps = sorted({row["step"] for row in completions})
+    count = max(1, len(steps) // 5)
+    chosen = (
+        {"first": set(steps[:count]), "last": set(steps[-count:])} if len(steps) > 1 else {"all": {*steps}}
+    )
+    return {
+        label: [row["reward"] for row in completions if row["step"] in of] for label, of in chosen.items()
+    }
 
 
 def facts(run: RunFolder) -> Iterator[Fact]:
@@ -108,6 +146,8 @@ def facts(run: RunFolder) -> Iterator[Fact]:
         shares = ((phase, seconds[phase] / (sum(seconds.values()) or 1)) for phase in ranked)
         note = ", ".join(f"{phase} {share:.0%}" for phase, share in shares if share >= 0.01)
         yield Fact("Time of a step", duration(median(times)), f"{duration(sum(times))} in all", note)
+    if rates := run.logged("tokens_per_s"):
+        yield Fact("Tokens a second", number(round(median(rates))), "", "The median, prompts included.")
     if run.memory:
         retried = [f"{line['phase']} at step {line['step']}" for line in run.memory if line.get("retries")]
         note = f"And went on with fewer rows: {', '.join(retried[:5])}." if retried else ""
